@@ -1,0 +1,65 @@
+"""Checks of tensor arguments, whose messages say what was expected and what came.
+
+All raise ``ValueError`` and cost one comparison where the argument is right: they run on every
+call of an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Extent = int | str | None
+
+
+def expect_shape(name: str, tensor: torch.Tensor, expected: tuple[Extent, ...]) -> None:
+    """Require ``tensor.shape == expected``.
+
+    ``expected`` holds, for each dimension, its size, or a symbol (``"T"``) or ``None`` where any
+    size will do; the symbol only names the dimension in the message.
+    """
+    shape = tensor.shape
+    if shape == expected:
+        return
+    if len(shape) == len(expected) and all(
+        want == got or not isinstance(want, int) for want, got in zip(expected, shape, strict=True)
+    ):
+        return
+    raise ValueError(f"{name} must have shape {_extents(expected)}, got {_extents(shape)}")
+
+
+def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Require the tensor's dtype to be one of ``dtypes``."""
+    if tensor.dtype in dtypes:
+        return
+    allowed = " or ".join(_dtype(dtype) for dtype in dtypes)
+    raise ValueError(f"{name} must have dtype {allowed}, got {_dtype(tensor.dtype)}")
+
+
+def expect_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Require the tensor to live on ``device``; give the index too, as ``tensor.device`` does."""
+    if tensor.device == device:
+        return
+    raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def expect_stride(name: str, tensor: torch.Tensor, dim: int, value: int) -> None:
+    """Require ``tensor.stride(dim) == value``, in elements.
+
+    A dimension of one element has no stride to speak of and passes.
+    """
+    got = tensor.stride(dim)
+    if got == value or tensor.shape[dim] <= 1:
+        return
+    raise ValueError(f"{name} must have stride {value} in dimension {dim}, got {got}")
+
+
+def _extents(extents: Sequence[Extent]) -> str:
+    return "[" + ", ".join("any" if e is None else str(e) for e in extents) + "]"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,62 @@
+"""Which versions of each engine are supported: stated here once, read by adapters and ``info``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine and the inclusive range of its releases that the adapters are written for.
+
+    Attributes:
+        name: the distribution's name.
+        first: the oldest supported release.
+        last: the newest, or ``None`` where every later release is accepted.
+    """
+
+    name: str
+    first: str
+    last: str | None
+
+    @property
+    def supported(self) -> str:
+        """The range in words: ``"0.26.0 to 0.33.0"`` or ``">= 5.17"``."""
+        return f">= {self.first}" if self.last is None else f"{self.first} to {self.last}"
+
+    def supports(self, version: str) -> bool:
+        """Whether a version's release number lies in the range.
+
+        Only the release number counts: ``0.33.0rc1`` and ``0.33.0+cu130`` are 0.33.0.
+        """
+        release = _release(version)
+        return _release(self.first) <= release and (
+            self.last is None or release <= _release(self.last)
+        )
+
+    def installed(self) -> str | None:
+        """The installed version, without importing the engine; ``None`` if there is none."""
+        try:
+            return importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine("vllm", "0.26.0", "0.33.0"),
+        Engine("sglang", "0.5.17", "0.5.23"),
+        Engine("transformers", "5.17", None),
+    )
+}
+
+
+def _release(version: str) -> tuple[int, int, int]:
+    match = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", version)
+    if match is None:
+        raise ValueError(f"version must start with a release number, got {version!r}")
+    major, minor, patch = (int(part or 0) for part in match.groups())
+    return major, minor, patch

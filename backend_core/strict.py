@@ -1,0 +1,36 @@
+"""What happens where this package cannot serve a call and stock code would.
+
+``KDA_DSV4_STRICT=1`` turns every such fallback into an error; otherwise each reason is logged
+once, as a warning of the logger ``kda_dsv4``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger("kda_dsv4")
+
+_reported: set[str] = set()
+
+
+class FallbackError(RuntimeError):
+    """A fallback to stock code was refused because strict mode is on."""
+
+
+def strict_mode() -> bool:
+    """Whether ``KDA_DSV4_STRICT`` is set to anything but an empty string or ``0``."""
+    return os.environ.get("KDA_DSV4_STRICT", "0") not in ("", "0")
+
+
+def fallback(reason: str) -> None:
+    """Report, before running stock code, why it runs: one line for each reason.
+
+    Raises:
+        FallbackError: in strict mode.
+    """
+    if strict_mode():
+        raise FallbackError(f"KDA_DSV4_STRICT forbids falling back to stock code: {reason}")
+    if reason not in _reported:
+        _reported.add(reason)
+        logger.warning("falling back to stock code: %s", reason)

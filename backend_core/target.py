@@ -1,0 +1,81 @@
+"""The hardware a kernel path is chosen for; the only module that asks the device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of processor.
+
+    Attributes:
+        vendor: ``"nvidia"``, ``"amd"`` or ``"cpu"``.
+        arch: ``"sm90"``, ``"gfx942"``, ...; ``"cpu"`` for a CPU.
+        num_sms: streaming multiprocessors (NVIDIA) or compute units (AMD); 1 for a CPU.
+        name: the part's own name, for people.
+    """
+
+    vendor: str
+    arch: str
+    num_sms: int
+    name: str
+
+    @property
+    def key(self) -> str:
+        """The stem of this target's path table: ``nvidia_sm90``, ``amd_gfx942``, ``cpu``."""
+        return "cpu" if self.vendor == "cpu" else f"{self.vendor}_{self.arch}"
+
+
+# One representative part of each architecture that ships a path table.
+KNOWN_TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Target("nvidia", "sm90", 132, "H200"),
+        Target("nvidia", "sm80", 108, "A100"),
+        Target("nvidia", "sm100", 148, "B200"),
+        Target("amd", "gfx942", 304, "MI300X"),
+        Target("amd", "gfx950", 256, "MI355X"),
+        Target("cpu", "cpu", 1, "cpu"),
+    )
+}
+
+
+def detect_target(device: torch.device | None = None) -> Target:
+    """The target of ``device``, by default of the current GPU, or the CPU where there is none.
+
+    Cached for each device. Without torch nothing can run but ``info``, which is told "cpu".
+
+    Raises:
+        ValueError: the device is neither a CPU nor a CUDA or HIP device.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return KNOWN_TARGETS["cpu"]
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        return KNOWN_TARGETS["cpu"]
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CPU, CUDA or HIP device, got {device}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _detect_gpu(index)
+
+
+@functools.cache
+def _detect_gpu(index: int) -> Target:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        # gcnArchName carries feature flags: "gfx942:sramecc+:xnack-".
+        arch = properties.gcnArchName.split(":")[0]
+        return Target("amd", arch, properties.multi_processor_count, properties.name)
+    arch = f"sm{properties.major}{properties.minor}"
+    return Target("nvidia", arch, properties.multi_processor_count, properties.name)
