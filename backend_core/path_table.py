@@ -1,0 +1,196 @@
+"""Kernel paths as data: TOML tables with provenance, one selection at model load, a bisect a call.
+
+A table serves one family of operators on one architecture. Its ``[[path]]`` rows name, for each
+phase, which path runs up to which grid and with which launch parameters:
+
+    [table]
+    family = "kda"
+    vendor = "nvidia"
+    arch = "sm90"
+
+    [[path]]
+    phase = "prefill"
+    name = "fused"
+    max_grid = 264                # serves grids up to and including this one
+    features = ["varlen"]
+    measured = true
+    source = "benchmarks/results/h200_prefill.json"
+    gpu = "H200"
+    date = "2026-11-21"
+    [path.params]
+    block_v = 32
+
+Rows of one phase come in ascending ``max_grid``; the last has none and is open. Rows with the same
+``max_grid`` are alternatives for one bucket, the preferred first (for instance a path that
+``requires_package``, then one that always runs).
+
+Tables are looked up in ``$KDA_DSV4_CONFIG_DIR`` (by default ``$XDG_CONFIG_HOME/kda-dsv4``), then
+among those that ship with the package; the first file found is used whole.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backend_core.table_file import PHASES, KernelPath, parse_table
+from backend_core.target import Target
+
+__all__ = ["PHASES", "KernelPath", "PathRow", "PathSelection", "PathTable", "load_table", "select"]
+
+# Parts that share their elder's table: same instruction set as far as the kernels use it, same
+# shared memory.
+_TABLE_OF: Mapping[str, str] = {"nvidia_sm103": "nvidia_sm100"}
+
+
+@dataclass(frozen=True)
+class PathTable:
+    """The rows of one table file, in the file's order.
+
+    Attributes:
+        family: ``"kda"`` or ``"dsv4"``.
+        source: the file that the rows were read from.
+    """
+
+    family: str
+    source: Path
+    rows: tuple[KernelPath, ...]
+
+
+@dataclass(frozen=True)
+class PathRow:
+    """What became of one table row in a selection.
+
+    Attributes:
+        low, high: the grids it serves, inclusive; ``high`` is ``None`` where there is no limit and
+            both are ``None`` where it serves none.
+        refusal: why it serves none, else ``None``.
+    """
+
+    path: KernelPath
+    low: int | None
+    high: int | None
+    refusal: str | None
+
+    def __str__(self) -> str:
+        params = " ".join(f"{key}={value}" for key, value in self.path.params.items())
+        if self.refusal is not None:
+            return f"{self.path.phase} {self.path.name}: refused, {self.refusal}"
+        grids = f"grid {self.low} to {self.high}" if self.high else f"grid {self.low} and more"
+        return f"{self.path.phase} {grids}: {self.path.name} {params} ({self.path.provenance})"
+
+
+@dataclass(frozen=True)
+class PathSelection:
+    """The rows of one phase that can serve a model's calls; built once, at model load.
+
+    A bucket whose rows were all refused is taken over by the next larger bucket, and above the
+    largest usable row that row itself goes on: launch parameters chosen for more parallel work are
+    the closest ones known to run.
+    """
+
+    phase: str
+    paths: tuple[KernelPath, ...]
+    _bounds: tuple[int, ...]
+    _rows: tuple[PathRow, ...] = field(repr=False)
+
+    def lookup(self, grid: int) -> KernelPath:
+        """The path for a launch of ``grid`` units (what a unit is, the family defines)."""
+        return self.paths[bisect_left(self._bounds, grid)]
+
+    def explain(self) -> Iterator[PathRow]:
+        """One entry for each row of the table's phase, in the table's order."""
+        return iter(self._rows)
+
+
+def load_table(family: str, target: Target, *, directory: Path | None = None) -> PathTable:
+    """Read the table of ``family`` for ``target``.
+
+    Args:
+        directory: look only here, for ``<family>/<target.key>.toml``, instead of in the user's
+            directory and then in the package.
+
+    Raises:
+        LookupError: there is no table for this target.
+        ValueError: the family is unknown, or the table is malformed; the message names file and
+            row.
+    """
+    if family not in PHASES:
+        raise ValueError(f"family must be one of {', '.join(PHASES)}, got {family!r}")
+    roots = _search_path() if directory is None else [directory]
+    stem = _TABLE_OF.get(target.key, target.key)
+    for root in roots:
+        file = root / family / f"{stem}.toml"
+        if file.is_file():
+            return PathTable(family, file, parse_table(file, family, stem))
+    looked = ", ".join(str(root / family) for root in roots)
+    raise LookupError(f"no {family} kernel paths for {target.arch}: no {stem}.toml in {looked}")
+
+
+def select(table: PathTable, phase: str, requires: frozenset[str] = frozenset()) -> PathSelection:
+    """Choose, for every grid, the first row of ``phase`` that has all features in ``requires``.
+
+    Raises:
+        LookupError: no row is left; the message gives each row's refusal.
+        ValueError: the family has no such phase.
+    """
+    if phase not in PHASES[table.family]:
+        known = ", ".join(PHASES[table.family])
+        raise ValueError(f"phase of {table.family} must be one of {known}, got {phase!r}")
+    declared = [row for row in table.rows if row.phase == phase]
+    refusals: list[str | None] = []
+    usable: list[KernelPath] = []
+    for row in declared:
+        refusal = _refusal(row, requires)
+        if refusal is None and usable and usable[-1].max_grid == row.max_grid:
+            refusal = f"{usable[-1].name} is preferred for the same grids"
+        if refusal is None:
+            usable.append(row)
+        refusals.append(refusal)
+    if not usable:
+        why = "; ".join(f"{row.name} {why}" for row, why in zip(declared, refusals, strict=True))
+        raise LookupError(f"no {phase} path in {table.source} can serve this model: {why}")
+    # Only the last usable row can be open, and it is whatever its max_grid says.
+    bounds = tuple(row.max_grid for row in usable[:-1] if row.max_grid is not None)
+    buckets = zip((1, *(bound + 1 for bound in bounds)), (*bounds, None), strict=True)
+    rows = tuple(
+        PathRow(row, *next(buckets), None) if refusal is None else PathRow(row, None, None, refusal)
+        for row, refusal in zip(declared, refusals, strict=True)
+    )
+    return PathSelection(phase, tuple(usable), bounds, rows)
+
+
+def _refusal(row: KernelPath, requires: frozenset[str]) -> str | None:
+    if missing := requires - row.features:
+        return f"lacks {', '.join(sorted(missing))}"
+    if row.requires_package is not None and not _is_installed(row.requires_package):
+        return f"needs the package {row.requires_package}, which is not installed"
+    return None
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _search_path() -> list[Path]:
+    """The user's directory, where one exists, then the shipped one."""
+    if configured := os.environ.get("KDA_DSV4_CONFIG_DIR"):
+        user = Path(configured)
+        if not user.is_dir():
+            raise ValueError(f"KDA_DSV4_CONFIG_DIR must name a directory, got {configured}")
+    else:
+        base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        user = Path(base) / "kda-dsv4"
+    return [user, _shipped_directory()]
+
+
+def _shipped_directory() -> Path:
+    spec = importlib.util.find_spec("backend_core.configs")
+    if spec is None or not spec.submodule_search_locations:
+        # A source tree that was not installed has its tables beside this package.
+        return Path(__file__).resolve().parent.parent / "configs"
+    return Path(spec.submodule_search_locations[0])
