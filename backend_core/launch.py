@@ -1,0 +1,151 @@
+"""Launching a compiled Triton kernel with little host time.
+
+``fn[grid](...)`` binds, specialises and hashes every argument and every option on each launch.
+``KernelLaunch`` fixes the constexprs and options once, keeps the compiled kernels in a dictionary
+and launches them through ``compiled[grid](*args)``, Triton's own launcher.
+
+Written against Triton 3.6.0 (``runtime/jit.py``, ``compiler/compiler.py`` and the two
+``driver.py``), and read against 3.8.0, for CUDA and HIP. Under ``TRITON_INTERPRET=1`` the kernel is
+an interpreted function and is called plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from triton.runtime import JITFunction, driver
+
+Argument = torch.Tensor | int | float | bool | None
+Grid = tuple[int, int, int]
+
+_INT32 = 2**31
+_INT64 = 2**63
+
+
+class KernelLaunch:
+    """One ``@triton.jit`` kernel with its constexprs and compiler options fixed.
+
+    Triton compiles one variant of a kernel for each specialisation of its run-time arguments. A
+    launch finds its variant by a key that is at least as fine as Triton's own:
+
+    - tensor: its dtype; whether its address is a multiple of 16 bytes; on HIP also whether its
+      storage is within 2 GiB (such pointers get buffer instructions);
+    - int: whether it is 1 (folded into the code), a multiple of 16, and fits int32, int64 or
+      uint64;
+    - float, bool and ``None``: the type alone;
+    - the current device, since a compiled kernel is loaded on one.
+
+    A key seen for the first time goes through ``fn.warmup``, which compiles only where Triton has
+    no such variant yet. An int that varies while serving should be named in ``do_not_specialize``
+    of the kernel, or it compiles up to three variants.
+
+    Tensors are passed to the launcher as addresses, which saves it a driver query for each pointer
+    and its refusal of CPU tensors: check devices beforehand (``contracts.expect_device``).
+    """
+
+    def __init__(
+        self, fn: Any, constexprs: Mapping[str, Any], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Args:
+            fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
+            constexprs: a value for each of them.
+            options: ``num_warps``, ``num_stages`` and other compiler options.
+
+        Raises:
+            ValueError: the constexprs are not those of the kernel, or do not stand last.
+        """
+        self._fn = fn
+        self._kwargs = {**constexprs, **(options or {})}
+        self._compiled: dict[tuple[object, ...], Any] = {}
+        self._interpreted = not isinstance(fn, JITFunction)
+        if self._interpreted:
+            return
+        declared = [param.name for param in fn.params if param.is_constexpr]
+        names = list(fn.arg_names)
+        if declared != names[len(names) - len(declared) :]:
+            raise ValueError(f"constexprs of {fn.__name__} must stand last, got {names}")
+        if set(declared) != set(constexprs):
+            raise ValueError(
+                f"constexprs of {fn.__name__} must be {sorted(declared)}, got {sorted(constexprs)}"
+            )
+        self._tail = tuple(constexprs[name] for name in declared)
+
+    def __call__(self, grid: Grid, *args: Argument) -> None:
+        """Launch on the current device and stream; a grid with a zero launches nothing.
+
+        Args:
+            grid: number of programs along x, y and z.
+            args: the run-time arguments, in the order of the kernel's signature.
+        """
+        if self._interpreted:
+            if 0 not in grid:
+                self._fn[grid](*args, **self._kwargs)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        key, values = _specialise(args, device, torch.version.hip is not None)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(args)
+        compiled[grid](*values, *self._tail, stream=active.get_current_stream(device))
+
+    def warm_up(self, *args: Argument | torch.dtype) -> None:
+        """Compile and load the variant that these arguments select, without launching it.
+
+        A dtype stands for a 16-byte aligned tensor, within 2 GiB on HIP. Does nothing under the
+        interpreter.
+        """
+        if self._interpreted:
+            return
+        device = driver.active.get_current_device()
+        key, _ = _specialise(args, device, torch.version.hip is not None)
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(args)
+
+    def _compile(self, args: tuple[Argument | torch.dtype, ...]) -> Any:
+        compiled = self._fn.warmup(*args, grid=(1,), **self._kwargs)
+        # Reading run loads the binary: not lazily at the first launch, which may be in a capture.
+        compiled.run  # noqa: B018
+        return compiled
+
+
+def _specialise(
+    args: tuple[Argument | torch.dtype, ...], device: int, hip: bool
+) -> tuple[tuple[object, ...], list[object]]:
+    """The key of ``args`` (see ``KernelLaunch``) and what to hand to the launcher.
+
+    The key holds the device, one entry for each argument (dtype, integer class or type) and one
+    integer with a bit for each alignment and range, in the order of the arguments.
+    """
+    key: list[object] = [device]
+    values: list[object] = []
+    bits = 1
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            address = arg.data_ptr()
+            key.append(arg.dtype)
+            values.append(address)
+            bits = bits << 1 | (address & 15 == 0)
+            if hip:
+                bits = bits << 1 | (arg.untyped_storage().nbytes() < _INT32)
+            continue
+        values.append(arg)
+        if type(arg) is int:
+            if arg == 1:
+                key.append("1")
+                continue
+            key.append(
+                "i32" if -_INT32 <= arg < _INT32 else "i64" if -_INT64 <= arg < _INT64 else "u64"
+            )
+            bits = bits << 1 | (arg & 15 == 0)
+        elif isinstance(arg, torch.dtype):
+            key.append(arg)
+            bits = bits << 2 | 3 if hip else bits << 1 | 1
+        elif arg is None or type(arg) in (bool, float):
+            key.append(type(arg))
+        else:
+            raise TypeError(f"kernel argument must be a tensor, number or None, got {arg!r}")
+    key.append(bits)
+    return tuple(key), values

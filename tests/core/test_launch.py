@@ -1,0 +1,206 @@
+"""KernelLaunch against Triton's own dispatch: a stand-in driver compiles for real, launches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import JITFunction, driver  # noqa: E402
+
+from backend_core.launch import KernelLaunch  # noqa: E402
+
+
+def scale_rows(
+    x_ptr,
+    y_ptr,
+    mask_ptr,
+    num_rows,
+    stride_x,
+    factor,
+    BLOCK: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
+    i_row = tl.program_id(0)
+    o_n = tl.arange(0, BLOCK)
+    b_x = tl.load(x_ptr + i_row * stride_x + o_n, mask=i_row < num_rows)
+    if HAS_MASK:
+        b_x *= tl.load(mask_ptr + o_n)
+    tl.store(y_ptr + i_row * stride_x + o_n, b_x * factor, mask=i_row < num_rows)
+
+
+class RecordingDriver:
+    """Compiles for ``target``; a launch appends (source of the compiled variant, arguments)."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+        self.device = 0
+        self.launches: list[tuple[Any, tuple[Any, ...]]] = []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 65536},
+            load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
+            unload_module=lambda module: None,
+        )
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 1000 + device
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        def launch(*args: Any) -> None:
+            self.launches.append((source, args))
+
+        return launch
+
+
+NVIDIA = GPUTarget("cuda", 90, 32)
+AMD = GPUTarget("hip", "gfx942", 64)
+
+
+@pytest.fixture(params=[NVIDIA, AMD], ids=["sm90", "gfx942"])
+def recorder(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RecordingDriver]:
+    recorder = RecordingDriver(request.param)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if request.param is AMD else None)
+    previous = driver._active
+    driver.set_active(recorder)
+    yield recorder
+    driver.set_active(previous)
+
+
+def _launch(fn: Any, **constexprs: Any) -> KernelLaunch:
+    return KernelLaunch(
+        fn, {"BLOCK": 16, "HAS_MASK": False, **constexprs}, {"num_warps": 1, "num_stages": 1}
+    )
+
+
+def _tensor(dtype: torch.dtype = torch.float32, offset: int = 0) -> torch.Tensor:
+    return torch.zeros(64 + offset, dtype=dtype)[offset:]
+
+
+def _beyond_2gb() -> torch.Tensor:
+    # Pages that are never touched take no memory.
+    return torch.empty(2**31 + 16, dtype=torch.uint8).view(torch.float32)
+
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "aligned": (_tensor(), _tensor(), None, 16, 32, 2.0),
+    "other value, same variant": (_tensor(), _tensor(), None, 48, 16, 3.0),
+    "unaligned input": (_tensor(offset=1), _tensor(), None, 16, 32, 2.0),
+    "unaligned output": (_tensor(), _tensor(offset=1), None, 16, 32, 2.0),
+    "bf16 input": (_tensor(torch.bfloat16), _tensor(), None, 16, 32, 2.0),
+    "tensor for None": (_tensor(), _tensor(), _tensor(), 16, 32, 2.0),
+    "rows 1": (_tensor(), _tensor(), None, 1, 32, 2.0),
+    "rows True": (_tensor(), _tensor(), None, True, 32, 2.0),
+    "rows 0": (_tensor(), _tensor(), None, 0, 32, 2.0),
+    "rows 7": (_tensor(), _tensor(), None, 7, 32, 2.0),
+    "rows -16": (_tensor(), _tensor(), None, -16, 32, 2.0),
+    "stride 7": (_tensor(), _tensor(), None, 16, 7, 2.0),
+    "largest int32": (_tensor(), _tensor(), None, 16, 2**31 - 1, 2.0),
+    "int64": (_tensor(), _tensor(), None, 16, 2**31, 2.0),
+    "int64, unaligned": (_tensor(), _tensor(), None, 16, 2**31 + 1, 2.0),
+    "uint64": (_tensor(), _tensor(), None, 16, 2**63, 2.0),
+    "beyond 2 GiB": (_beyond_2gb(), _tensor(), None, 16, 32, 2.0),
+    "int factor": (_tensor(), _tensor(), None, 16, 32, 2),
+}
+
+
+def test_every_call_runs_the_variant_triton_would_run(recorder: RecordingDriver) -> None:
+    fn = JITFunction(scale_rows)
+    launch = _launch(fn)
+    for name, args in CALLS.items():
+        for _ in range(2):  # compiling call, then cached call
+            launch((3, 2, 1), *args)
+            source, launched = recorder.launches[-1]
+            fn[(3, 2, 1)](*args, BLOCK=16, HAS_MASK=False, num_warps=1, num_stages=1)
+            expected_source, expected = recorder.launches[-1]
+            assert source is expected_source, name
+            # Grid, stream, function and run-time arguments agree, tensors as addresses.
+            addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in expected]
+            for position, (got, want) in enumerate(zip(launched, addresses, strict=True)):
+                if position != 6:  # launch metadata: made anew for each launch, for profilers
+                    assert got is want or got == want, (name, position)
+
+
+def test_variants_are_shared_and_kept_apart(recorder: RecordingDriver) -> None:
+    launch = _launch(JITFunction(scale_rows))
+    sources: dict[str, Any] = {}
+    for name, args in CALLS.items():
+        launch((1, 1, 1), *args)
+        sources[name] = recorder.launches[-1][0]
+    assert sources["aligned"] is sources["other value, same variant"] is sources["rows 0"]
+    same = {"aligned", "other value, same variant", "rows 0", "rows -16"}
+    if recorder.target is NVIDIA:
+        same.add("beyond 2 GiB")  # only HIP specialises on the range of a pointer
+    different = [name for name in CALLS if sources[name] is not sources["aligned"]]
+    assert set(different) == set(CALLS) - same
+
+
+def test_a_compiled_kernel_is_loaded_once_for_each_device(recorder: RecordingDriver) -> None:
+    launch = _launch(JITFunction(scale_rows))
+    for device in (0, 1, 0):
+        recorder.device = device
+        launch((1, 1, 1), *CALLS["aligned"])
+        assert recorder.launches[-1][1][3] == 1000 + device
+    functions = [args[4] for _, args in recorder.launches]
+    assert functions[0] is functions[2] is not functions[1]
+
+
+def test_warm_up_compiles_and_loads_what_a_call_then_uses(
+    recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn = JITFunction(scale_rows)
+    launch = _launch(fn)
+    launch.warm_up(torch.float32, torch.float32, None, 16, 32, 1.0)
+    assert recorder.launches == []
+
+    def compile_late(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("compiled after warm-up")
+
+    monkeypatch.setattr(fn, "warmup", compile_late)
+    recorder.utils.load_binary = compile_late
+    launch((1, 1, 1), *CALLS["aligned"])
+    assert len(recorder.launches) == 1
+    with pytest.raises(AssertionError, match="compiled after warm-up"):
+        launch((1, 1, 1), *CALLS["stride 7"])
+
+
+def test_constexprs_must_be_the_kernels_and_stand_last() -> None:
+    with pytest.raises(ValueError, match=r"constexprs of scale_rows must be \['BLOCK', 'HAS_MASK'"):
+        KernelLaunch(JITFunction(scale_rows), {"BLOCK": 16})
+
+    def mixed(x_ptr, BLOCK: tl.constexpr, n):
+        pass
+
+    with pytest.raises(ValueError, match="constexprs of mixed must stand last"):
+        KernelLaunch(JITFunction(mixed), {"BLOCK": 16})
+
+
+def test_an_argument_that_triton_would_key_by_value_is_refused(recorder: RecordingDriver) -> None:
+    with pytest.raises(TypeError, match="kernel argument must be a tensor, number or None"):
+        _launch(JITFunction(scale_rows))((1, 1, 1), _tensor(), _tensor(), None, (1, 2), 32, 2.0)
+
+
+def test_interpreter_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    launch = _launch(triton.jit(scale_rows), HAS_MASK=True)
+    x = torch.randn(3, 16)
+    mask = torch.arange(16.0)
+    y = torch.full_like(x, torch.nan)
+    launch.warm_up(torch.float32, torch.float32, torch.float32, 3, 16, 2.0)
+    launch((0, 1, 1), x, y, mask, 3, 16, 2.0)
+    assert y.isnan().all()
+    launch((3, 1, 1), x, y, mask, 3, 16, 2.0)
+    torch.testing.assert_close(y, x * mask * 2.0)
