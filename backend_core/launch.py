@@ -20,9 +20,6 @@ from triton.runtime import JITFunction, driver
 Argument = torch.Tensor | int | float | bool | None
 Grid = tuple[int, int, int]
 
-_INT32 = 2**31
-_INT64 = 2**63
-
 
 class KernelLaunch:
     """One ``@triton.jit`` kernel with its constexprs and compiler options fixed.
@@ -116,36 +113,44 @@ def _specialise(
 ) -> tuple[tuple[object, ...], list[object]]:
     """The key of ``args`` (see ``KernelLaunch``) and what to hand to the launcher.
 
-    The key holds the device, one entry for each argument (dtype, integer class or type) and one
-    integer with a bit for each alignment and range, in the order of the arguments.
+    The entries of an argument start with its dtype, class or type, which fixes how many follow.
     """
     key: list[object] = [device]
     values: list[object] = []
-    bits = 1
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        if type(arg) is int:
+            key.append(_INT_CLASS[arg])
+            values.append(arg)
+        elif isinstance(arg, torch.Tensor):
             address = arg.data_ptr()
             key.append(arg.dtype)
-            values.append(address)
-            bits = bits << 1 | (address & 15 == 0)
+            key.append(address & 15 == 0)
             if hip:
-                bits = bits << 1 | (arg.untyped_storage().nbytes() < _INT32)
-            continue
-        values.append(arg)
-        if type(arg) is int:
-            if arg == 1:
-                key.append("1")
-                continue
-            key.append(
-                "i32" if -_INT32 <= arg < _INT32 else "i64" if -_INT64 <= arg < _INT64 else "u64"
-            )
-            bits = bits << 1 | (arg & 15 == 0)
+                key.append(arg.untyped_storage().nbytes() < 2**31)
+            values.append(address)
         elif isinstance(arg, torch.dtype):
-            key.append(arg)
-            bits = bits << 2 | 3 if hip else bits << 1 | 1
+            key += (arg, True, True) if hip else (arg, True)
         elif arg is None or type(arg) in (bool, float):
             key.append(type(arg))
+            values.append(arg)
         else:
             raise TypeError(f"kernel argument must be a tensor, number or None, got {arg!r}")
-    key.append(bits)
     return tuple(key), values
+
+
+class _IntClass(dict[int, str]):
+    """What Triton makes of an int argument, remembered: a look-up costs less than deciding."""
+
+    def __missing__(self, value: int) -> str:
+        if len(self) > 65536:
+            self.clear()
+        if value == 1:
+            name = "1"
+        else:
+            width = "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
+            name = f"{width} x16" if value % 16 == 0 else width
+        self[value] = name
+        return name
+
+
+_INT_CLASS = _IntClass()

@@ -1,4 +1,4 @@
-"""KernelLaunch against Triton's own dispatch: a stand-in driver compiles for real, launches nothing."""
+"""KernelLaunch against Triton's own dispatch; a stand-in driver compiles but runs nothing."""
 
 from __future__ import annotations
 
