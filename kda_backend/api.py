@@ -1,0 +1,337 @@
+"""The public operators: validate, look the path up, run its pipeline."""
+
+from __future__ import annotations
+
+import torch
+
+from kda_backend import decode, prefill
+from kda_backend.metadata import (
+    CHUNK,
+    ChunkMetadata,
+    build_metadata,
+    check_cu_seqlens,
+    equal_length_metadata,
+)
+from kda_backend.paths import KdaPlan, plan_for
+from kda_backend.prefill import Workspace
+from kda_backend.validation import (
+    GATE_BOUNDED,
+    KdaInputs,
+    StateInputs,
+    check_initial_state,
+    check_inputs,
+    check_output,
+    check_snapshots,
+    check_state_pool,
+)
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    cp_context: None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = CHUNK,
+    state_pool: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    snapshot_chunks: torch.Tensor | None = None,
+    snapshots: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    metadata: ChunkMetadata | None = None,
+    workspace: Workspace | None = None,
+    plan: KdaPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, ...]:
+    """Chunked prefill of Kimi Delta Attention. Drop-in for ``fla.ops.kda.chunk_kda`` 0.6.0 in
+    inference: same names, shapes, defaults and return values.
+
+    For each token, with ``S`` the state of one value head:
+    ``S = S diag(decay); S += beta (v - S k) k^T; o = scale S q``.
+
+    Nothing on a GPU is read back by the host, so the call can be captured in a CUDA graph.
+
+    Args:
+        q, k: ``[B, T, H, K]`` bf16, fp16 or fp32; ``K`` up to 256.
+        v: ``[B, T, HV, V]``, q's dtype; ``HV`` a multiple of ``H``, ``V`` up to 256.
+            16-bit inputs are multiplied in fp16, so values and states beyond 65,504 in magnitude
+            overflow.
+        g: ``[B, T, HV, K]`` bf16, fp16 or fp32: natural log of the decay (<= 0), or the raw gate
+            with ``use_gate_in_kernel``.
+        beta: ``[B, T, HV]`` bf16, fp16 or fp32: step size, or its logit with
+            ``use_beta_sigmoid_in_kernel``.
+        scale: factor of the output, by default ``K ** -0.5``.
+        initial_state: ``[N, HV, K, V]`` fp32 (``[N, HV, V, K]`` with ``state_v_first``), or
+            ``None`` for zeros. ``N`` is ``B``, or the number of sequences with ``cu_seqlens``.
+        output_final_state: return the state behind each sequence, laid out like the initial one.
+        use_qk_l2norm_in_kernel: normalise q and k over K first.
+        use_gate_in_kernel: decay is ``exp(-exp(A_log) softplus(g + dt_bias))``, or with
+            ``lower_bound`` ``exp(lower_bound sigmoid(exp(A_log) (g + dt_bias)))``.
+        use_beta_sigmoid_in_kernel: step size is ``sigmoid(beta)``, twice that with
+            ``allow_neg_eigval``.
+        safe_gate: accepted; asks for ``lower_bound`` together with ``use_gate_in_kernel``. The
+            kernels are exact for any gate.
+        lower_bound: in ``[-5, 0)``.
+        disable_recompute, use_graph: accepted; training memory and graph capture need nothing here.
+        return_intermediate_states: return also the state before each chunk,
+            ``[B, chunks, HV, K, V]`` in k's dtype (``B = 1`` and all chunks with ``cu_seqlens``).
+        state_v_first: states are ``[..., V, K]`` instead of ``[..., K, V]``.
+        cu_seqlens: ``[N + 1]`` int32 or int64, offsets of sequences packed in one row (``B = 1``).
+            Values in host memory are checked; values on a GPU are trusted.
+        cu_seqlens_cpu: the same in host memory: exact launch sizes.
+        cp_context: must be ``None``; context parallelism is for training.
+        max_num_seqs: with ``use_graph``, the number of sequences ``cu_seqlens`` is padded to.
+        A_log: ``HV`` elements; dt_bias: ``HV * K`` elements.
+        chunk_size: 64, or 32 where no intermediate states are asked for (the result is the same).
+        state_pool: ``[slots, HV, V, K]`` fp32 or bf16, read and written in place at
+            ``state_indices`` instead of ``initial_state``; slots may be further apart than
+            ``HV * V * K`` elements. No other slot is touched.
+        state_indices: ``[N]`` int32; -1 marks a padded row, which starts from zero and writes no
+            state. Slots must differ.
+        has_initial_state: ``[N]`` bool; where false, a row starts from zero whatever its slot
+            holds.
+        snapshot_chunks: ``[N, S]`` int32: write the state after so many chunks of the sequence to
+            ``snapshots [N, S, HV, V, K]`` fp32; -1, or more than it has, writes nothing.
+        out: where to write the output; may alias v.
+        metadata: of this step (``build_metadata``), instead of ``cu_seqlens``.
+        workspace: scratch memory to reuse; by default the call allocates its own.
+        plan: paths chosen at model load (``kda_backend.paths.select``).
+
+    Returns:
+        ``(o, final_state)`` with ``o [B, T, HV, V]`` in q's dtype and ``final_state`` fp32 or
+        ``None``; with ``return_intermediate_states`` ``(o, final_state, chunk_states)``.
+
+    Raises:
+        ValueError: an input is not as described; nothing has been written then.
+        LookupError: no path serves this shape on this device.
+    """
+    if cp_context is not None:
+        raise ValueError("cp_context must be None (context parallelism is for training)")
+    if chunk_size != CHUNK and (chunk_size != 32 or return_intermediate_states):
+        raise ValueError(f"chunk_size must be 64, or 32 without states, got {chunk_size}")
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError("lower_bound must be given with safe_gate=True, got None")
+    x = check_inputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        a_log=A_log,
+        dt_bias=dt_bias,
+        use_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        l2norm=use_qk_l2norm_in_kernel,
+    )
+    if plan is None:
+        plan = _default_plan(x)
+    if metadata is None:
+        metadata = _metadata(x, plan, cu_seqlens, cu_seqlens_cpu)
+    elif metadata.num_tokens != x.num_tokens:
+        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, q has {x.num_tokens}")
+    sequences = metadata.num_sequences
+    if use_graph and max_num_seqs is not None and max_num_seqs != sequences:
+        raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {sequences + 1}")
+    if out is not None:
+        check_output(out, v)
+    if (snapshot_chunks is None) != (snapshots is None):
+        raise ValueError("snapshot_chunks and snapshots must be given together")
+    if snapshot_chunks is not None and snapshots is not None:
+        check_snapshots(snapshot_chunks, snapshots, x, sequences)
+    state = _state(
+        x,
+        sequences,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        state_pool,
+        state_indices,
+        has_initial_state,
+        snapshot_chunks,
+        snapshots,
+    )
+
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    path = plan.prefill.lookup(metadata.num_chunks * v.shape[2])
+    chunk_states = None
+    if return_intermediate_states:
+        tail = (v.shape[2], q.shape[3], v.shape[3])
+        if state.v_dim == 2:
+            tail = (v.shape[2], v.shape[3], q.shape[3])
+        chunk_states = k.new_empty(metadata.num_chunks, *tail)
+    if workspace is None:
+        workspace = Workspace(q.device)
+    prefill.PIPELINES[path.name](path, x, metadata, state, out, chunk_states, workspace)
+    final_state = None if state_pool is not None else state.write
+    if chunk_states is None:
+        return out, final_state
+    rows = q.shape[0] if cu_seqlens is None else 1
+    return out, final_state, chunk_states.view(rows, -1, *chunk_states.shape[1:])
+
+
+def fused_recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    state_pool: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    plan: KdaPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Kimi Delta Attention token by token, for decode. Drop-in for
+    ``fla.ops.kda.fused_recurrent_kda`` 0.6.0.
+
+    Arguments, shapes and errors as :func:`chunk_kda`. Decode of N sequences is ``B = N, T = 1``,
+    or one packed row with ``cu_seqlens``.
+
+    Returns:
+        ``(o, final_state)``: ``o [B, T, HV, V]`` in v's dtype, ``final_state`` fp32 or ``None``.
+    """
+    x = check_inputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        a_log=A_log,
+        dt_bias=dt_bias,
+        use_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        l2norm=use_qk_l2norm_in_kernel,
+    )
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        _check_packed(x, cu_seqlens)
+        if cu_seqlens.device.type == "cpu":
+            build_metadata(cu_seqlens, x.num_tokens, chunk_table=False)
+        sequences = cu_seqlens.shape[0] - 1
+    if out is not None:
+        check_output(out, v)
+    state = _state(
+        x,
+        sequences,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        state_pool,
+        state_indices,
+        has_initial_state,
+        None,
+        None,
+    )
+    if plan is None:
+        plan = _default_plan(x)
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    path = plan.decode.lookup(sequences * v.shape[2])
+    decode.PIPELINES[path.name](path, x, cu_seqlens, state, out)
+    return out, None if state_pool is not None else state.write
+
+
+def _default_plan(x: KdaInputs) -> KdaPlan:
+    heads, key_dim = x.q.shape[2:]
+    value_heads, value_dim = x.v.shape[2:]
+    return plan_for(x.q.device, heads, value_heads, key_dim, value_dim, x.gate == GATE_BOUNDED)
+
+
+def _check_packed(x: KdaInputs, cu_seqlens: torch.Tensor) -> None:
+    check_cu_seqlens("cu_seqlens", cu_seqlens)
+    if x.q.shape[0] != 1:
+        raise ValueError(f"q must have batch size 1 with cu_seqlens, got {x.q.shape[0]}")
+    if cu_seqlens.device != x.q.device:
+        raise ValueError(f"cu_seqlens must be on {x.q.device}, got {cu_seqlens.device}")
+
+
+def _metadata(
+    x: KdaInputs,
+    plan: KdaPlan,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
+) -> ChunkMetadata:
+    tables = plan.target.vendor != "cpu"
+    if cu_seqlens is None:
+        return equal_length_metadata(x.q.shape[0], x.q.shape[1], x.q.device, tables)
+    _check_packed(x, cu_seqlens)
+    return build_metadata(
+        cu_seqlens, x.num_tokens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_table=tables
+    )
+
+
+def _state(
+    x: KdaInputs,
+    sequences: int,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    state_pool: torch.Tensor | None,
+    state_indices: torch.Tensor | None,
+    has_initial_state: torch.Tensor | None,
+    snapshot_chunks: torch.Tensor | None,
+    snapshots: torch.Tensor | None,
+) -> StateInputs:
+    if state_pool is None:
+        if state_indices is not None or has_initial_state is not None:
+            raise ValueError("state_indices and has_initial_state need a state_pool")
+        return check_initial_state(
+            initial_state,
+            x,
+            sequences,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            snapshot_chunks=snapshot_chunks,
+            snapshots=snapshots,
+        )
+    if initial_state is not None or output_final_state:
+        raise ValueError("state_pool replaces initial_state and output_final_state: give either")
+    return check_state_pool(
+        state_pool,
+        state_indices,
+        has_initial_state,
+        x,
+        sequences,
+        snapshot_chunks=snapshot_chunks,
+        snapshots=snapshots,
+    )

@@ -1,0 +1,135 @@
+"""Inter-chunk stage of KDA prefill: carries the state over the chunks and writes the output.
+
+For each 64-token chunk, with the tiles of ``intra_chunk`` and the state S [V, K]:
+
+    v_new = u - w S^T
+    o     = scale (q_in S^T + A_qk v_new)
+    S     = S diag(total) + v_new^T k_out
+
+The state's value rows are independent, so each program owns BLOCK_V of them and the chain over
+chunks runs in registers: no state of a chunk reaches memory unless it is asked for.
+
+Grid: (cdiv(V, BLOCK_V) * HV * N,): one axis, since the others stop at 65,535.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scan_kernel(
+    tile_ptr,  # [capacity, HV, 3 * C * K + C * V + C * C]: w, q_in, k_out, u, A_qk
+    total_ptr,  # [capacity, HV, K] fp32
+    o_ptr,  # [T, HV, V]
+    state_in_ptr,  # [slots or N, HV, V, K] by strides, or None
+    state_out_ptr,  # the same, or None
+    state_indices_ptr,  # [N] int32 slot of each sequence, -1: no state; or None
+    has_initial_state_ptr,  # [N] bool, or None
+    chunk_states_ptr,  # [capacity, HV, V, K] by strides: the state before each chunk; or None
+    snapshot_chunks_ptr,  # [N, num_snapshots] int32 chunk counts, -1: none; or None
+    snapshots_ptr,  # [N, num_snapshots, HV, V, K] fp32 contiguous, or None
+    cu_seqlens_ptr,
+    chunk_offsets_ptr,
+    scale,
+    num_snapshots,
+    stride_o_t,
+    stride_o_h,
+    stride_in_n,
+    stride_in_h,
+    stride_in_v,
+    stride_in_k,
+    stride_out_n,
+    stride_out_h,
+    stride_out_v,
+    stride_out_k,
+    stride_c_n,
+    stride_c_h,
+    stride_c_v,
+    stride_c_k,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    NUM_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    i_v = tl.program_id(0) % NUM_V
+    i_hv = tl.program_id(0) // NUM_V % HV
+    i_n = tl.program_id(0) // (NUM_V * HV)
+    bos = tl.load(cu_seqlens_ptr + i_n).to(tl.int64)
+    eos = tl.load(cu_seqlens_ptr + i_n + 1).to(tl.int64)
+    first = tl.load(chunk_offsets_ptr + i_n).to(tl.int64)
+    num_chunks = (eos - bos + CHUNK - 1) // CHUNK
+    slot = i_n.to(tl.int64)
+    if state_indices_ptr is not None:
+        slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
+    DOT: tl.constexpr = tile_ptr.dtype.element_ty
+
+    o_r = tl.arange(0, CHUNK)
+    o_k = tl.arange(0, BLOCK_K)
+    o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_k = o_k < K
+    m_v = o_v < V
+    m_kv = m_k[:, None] & m_v[None, :]
+    b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # S^T
+    if state_in_ptr is not None:
+        reads = slot >= 0
+        if has_initial_state_ptr is not None:
+            reads &= tl.load(has_initial_state_ptr + i_n).to(tl.int1)
+        o_state = o_v[None, :] * stride_in_v + o_k[:, None] * stride_in_k
+        state_in_ptr += slot * stride_in_n + i_hv * stride_in_h
+        b_state += tl.load(state_in_ptr + o_state, mask=m_kv & reads, other=0.0).to(tl.float32)
+
+    TILE: tl.constexpr = CHUNK * (3 * K + V + CHUNK)
+    tile_ptr += (first * HV + i_hv) * TILE
+    total_ptr += (first * HV + i_hv) * K
+    o_ptr += bos * stride_o_t + i_hv * stride_o_h
+    o_rk = o_r[:, None] * K + o_k[None, :]
+    o_rv = o_r[:, None] * V + o_v[None, :]
+    o_rc = o_r[:, None] * CHUNK + o_r[None, :]
+    for i_c in tl.range(0, num_chunks, num_stages=NUM_STAGES):
+        if chunk_states_ptr is not None:
+            o_c = o_v[None, :] * stride_c_v + o_k[:, None] * stride_c_k
+            c_ptr = chunk_states_ptr + (first + i_c) * stride_c_n + i_hv * stride_c_h
+            tl.store(c_ptr + o_c, b_state.to(chunk_states_ptr.dtype.element_ty), mask=m_kv)
+        if snapshots_ptr is not None:
+            for i_s in range(num_snapshots):
+                i_ns = i_n.to(tl.int64) * num_snapshots + i_s
+                hit = tl.load(snapshot_chunks_ptr + i_ns) == i_c
+                o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+                tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
+        b_w = tl.load(tile_ptr + o_rk, mask=m_k[None, :], other=0.0)
+        b_q = tl.load(tile_ptr + CHUNK * K + o_rk, mask=m_k[None, :], other=0.0)
+        b_k = tl.load(tile_ptr + 2 * CHUNK * K + o_rk, mask=m_k[None, :], other=0.0)
+        b_u = tl.load(tile_ptr + 3 * CHUNK * K + o_rv, mask=m_v[None, :], other=0.0)
+        b_a = tl.load(tile_ptr + CHUNK * (3 * K + V) + o_rc)
+        b_total = tl.load(total_ptr + o_k, mask=m_k, other=0.0)
+
+        b_s = b_state.to(DOT)
+        b_new = (b_u.to(tl.float32) - tl.dot(b_w, b_s, input_precision=PRECISION)).to(DOT)
+        b_o = tl.dot(b_q, b_s, input_precision=PRECISION)
+        b_state = tl.dot(
+            tl.trans(b_k), b_new, acc=b_state * b_total[:, None], input_precision=PRECISION
+        )
+        b_o = tl.dot(b_a, b_new, acc=b_o, input_precision=PRECISION) * scale
+        m_o = ((bos + i_c * CHUNK + o_r) < eos)[:, None] & m_v[None, :]
+        o_o = o_r[:, None] * stride_o_t + o_v[None, :]
+        tl.store(o_ptr + o_o, b_o.to(o_ptr.dtype.element_ty), mask=m_o)
+        tile_ptr += HV * TILE
+        total_ptr += HV * K
+        o_ptr += CHUNK * stride_o_t
+
+    if snapshots_ptr is not None:
+        for i_s in range(num_snapshots):
+            i_ns = i_n.to(tl.int64) * num_snapshots + i_s
+            hit = tl.load(snapshot_chunks_ptr + i_ns) == num_chunks
+            o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+            tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
+    if state_out_ptr is not None:
+        o_state = o_v[None, :] * stride_out_v + o_k[:, None] * stride_out_k
+        state_out_ptr += slot * stride_out_n + i_hv * stride_out_h
+        b_state = b_state.to(state_out_ptr.dtype.element_ty)
+        tl.store(state_out_ptr + o_state, b_state, mask=m_kv & (slot >= 0))

@@ -1,0 +1,84 @@
+"""Which kernel path serves which call: chosen once at model load, looked up by grid in each call.
+
+The grid of a prefill is its number of 64-token chunks, each sequence's counted on its own, times
+the value heads on this rank; the grid of a decode is sequences times value heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from backend_core.path_table import PathSelection, load_table
+from backend_core.path_table import select as select_phase
+from backend_core.target import Target, detect_target
+
+
+@dataclass(frozen=True)
+class KdaShape:
+    """What of a model decides which paths can serve it.
+
+    Attributes:
+        num_heads: query and key heads on this rank, ``H``.
+        num_value_heads: value heads on this rank, ``HV``.
+        key_dim, value_dim: ``K`` and ``V``.
+        bounded_gate: the model's gate has a lower bound.
+    """
+
+    num_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    bounded_gate: bool = False
+
+    def requires(self) -> frozenset[str]:
+        """The features a path must declare to serve this model."""
+        needs = {"bounded_gate" if self.bounded_gate else "unbounded_gate"}
+        if self.num_value_heads != self.num_heads:
+            needs.add("grouped_values")
+        if self.key_dim != 128 or self.value_dim != 128:
+            needs.add("any_head_dim")
+        return frozenset(needs)
+
+
+@dataclass(frozen=True)
+class KdaPlan:
+    """The paths chosen for one model on one target."""
+
+    target: Target
+    shape: KdaShape
+    prefill: PathSelection
+    decode: PathSelection
+
+    def explain(self) -> list[str]:
+        """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
+        return [str(row) for phase in (self.prefill, self.decode) for row in phase.explain()]
+
+
+@functools.lru_cache(maxsize=256)
+def select(target: Target, shape: KdaShape) -> KdaPlan:
+    """Choose the paths of a model; call it at load.
+
+    Raises:
+        LookupError: no table for the target, or no row that can serve the shape.
+    """
+    table = load_table("kda", target)
+    requires = shape.requires()
+    return KdaPlan(
+        target,
+        shape,
+        select_phase(table, "prefill", requires),
+        select_phase(table, "decode", requires),
+    )
+
+
+
+
+@functools.lru_cache(maxsize=256)
+def plan_for(
+    device: torch.device, heads: int, value_heads: int, key_dim: int, value_dim: int, bounded: bool
+) -> KdaPlan:
+    shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded)
+    return select(detect_target(device), shape)
