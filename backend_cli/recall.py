@@ -1,0 +1,231 @@
+"""The recall task: real questions with their answers stand in the context, one is asked again.
+
+A prompt is text in one fixed format. Every question of the context is a record, and the last
+record stops where its answer begins::
+
+    Q: Natalia sold clips to 48 of her friends in April, and then ... in April and May?
+    A: 72
+    Q: Weng earns $12 an hour for babysitting. Yesterday, ... How much did she earn?
+    A: 10
+    Q: Natalia sold clips to 48 of her friends in April, and then ... in April and May?
+    A:␣
+
+(``␣`` is the one space before the answer.) The model answers ``72`` and ends the line. Nothing
+has to be computed: the answer stands in the context, up to 2,000 tokens back, and a model whose
+recurrent state is read wrongly cannot find it.
+
+Tokens are bytes: id ``b`` is the byte ``b`` of the UTF-8 text, for ``b`` in 0..255, and three ids
+follow, `PAD`, `BOS` and `EOS`. `VOCAB_SIZE` rounds the table up to a multiple of 8; the ids from
+259 on are unused. None of the special ids occurs in a prompt. These ids are the checkpoint's: they
+never change.
+
+Only the standard library is used here, so that the task runs against an HTTP endpoint from an
+environment without torch. The questions are GSM8K's (Cobbe et al. 2021, MIT licence).
+"""
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PAD, BOS, EOS = 256, 257, 258
+SPECIAL_TOKENS = {"<|pad|>": PAD, "<|bos|>": BOS, "<|eos|>": EOS}
+VOCAB_SIZE = 264
+
+TERMINATOR = "\n"
+"""The character (one byte, one token) that ends an answer."""
+
+MAX_ANSWER_TOKENS = 12
+"""Generation may stop here: the longest GSM8K answer has 9 digits, and the terminator follows."""
+
+FORMAT = "kda-dsv4 recall 1"
+MIN_CONTEXT_QUESTIONS = 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """One GSM8K question: its text on one line, and its final answer as digits."""
+
+    text: str
+    answer: str
+
+    def record(self) -> str:
+        """The question with its answer, as it stands in a context."""
+        return f"Q: {self.text}\nA: {self.answer}{TERMINATOR}"
+
+    def ask(self) -> str:
+        """The question up to where its answer begins, as it ends a prompt."""
+        return f"Q: {self.text}\nA: "
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt: indices of the context's questions in the pool, and which of them is asked."""
+
+    context: tuple[int, ...]
+    asked: int
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Items over a pool of questions."""
+
+    pool: tuple[Question, ...]
+    items: tuple[Item, ...]
+
+    def prompt(self, item: Item) -> str:
+        """The text that the model continues."""
+        context = "".join(self.pool[index].record() for index in item.context)
+        return context + self.pool[item.asked].ask()
+
+    def answer(self, item: Item) -> str:
+        """The only right continuation, without its terminator."""
+        return self.pool[item.asked].answer
+
+    def head(self, count: int) -> "QuestionSet":
+        """The first ``count`` items over the same pool."""
+        return QuestionSet(self.pool, self.items[:count])
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many answers were right, and which."""
+
+    right: tuple[bool, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers; 0 where there are none at all."""
+        return sum(self.right) / len(self.right) if self.right else 0.0
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a text: its UTF-8 bytes."""
+    return list(text.encode())
+
+
+def decode(ids: Iterable[int]) -> str:
+    """Text of token ids; special ids are dropped, bytes that are not UTF-8 become U+FFFD."""
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def read_gsm8k(path: str | Path) -> list[Question]:
+    """Read a GSM8K file: JSON lines with ``question`` and ``answer``, the number after ``####``.
+
+    White space in a question is collapsed, so that a line is a question, and commas leave the
+    number. Raises ValueError, with file and line, where a line is not such a record.
+    """
+    questions = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            text, solution = record["question"], record["answer"]
+            answer = solution.split("####")[1].strip().replace(",", "")
+            questions.append(Question(" ".join(text.split()), str(int(answer))))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a GSM8K record with 'question' and 'answer' "
+                f"ending in '#### NUMBER', got {line[:80]!r}"
+            ) from error
+    return questions
+
+
+def make_questions(
+    questions: Sequence[Question],
+    count: int,
+    seed: int,
+    min_tokens: int = 500,
+    max_tokens: int = 2000,
+) -> QuestionSet:
+    """Draw ``count`` items whose prompts have ``min_tokens`` to ``max_tokens`` tokens.
+
+    The same arguments give the same items. Target lengths are uniform; a context has at least
+    `MIN_CONTEXT_QUESTIONS` questions with different answers, and each of its positions is asked
+    with the same probability. The pool keeps only the questions that some item uses. Raises
+    ValueError where the questions at hand cannot fill such a prompt.
+    """
+    rng = random.Random(seed)
+    sizes = [len(question.record().encode()) for question in questions]
+    drawn: list[list[int]] = []
+    for _ in range(1000 * count):
+        if len(drawn) == count:
+            break
+        target = rng.randint(min_tokens, max_tokens)
+        context = [rng.randrange(len(questions))]
+        used = sizes[context[0]] + len(questions[context[0]].ask().encode())
+        answers = {questions[context[0]].answer}
+        for _ in range(64):
+            index = rng.randrange(len(questions))
+            if used + sizes[index] <= target and questions[index].answer not in answers:
+                context.append(index)
+                used += sizes[index]
+                answers.add(questions[index].answer)
+        if len(context) >= MIN_CONTEXT_QUESTIONS and used >= min_tokens:
+            drawn.append(context)
+    if len(drawn) < count:
+        raise ValueError(
+            f"expected questions that fill {count} prompts of {min_tokens} to {max_tokens} tokens, "
+            f"got {len(questions)} questions that fill {len(drawn)}"
+        )
+    kept = sorted({index for context in drawn for index in context})
+    place = {index: position for position, index in enumerate(kept)}
+    items = []
+    for context in drawn:
+        asked, rest = context[0], context[1:]
+        rest.insert(rng.randint(0, len(rest)), asked)
+        items.append(Item(tuple(place[index] for index in rest), place[asked]))
+    return QuestionSet(tuple(questions[index] for index in kept), tuple(items))
+
+
+def write_questions(path: str | Path, questions: QuestionSet, source: str) -> None:
+    """Write a question set: a header with ``source``, the pool, then the items as indices."""
+    lines: list[object] = [
+        {
+            "format": FORMAT,
+            "source": source,
+            "pool": len(questions.pool),
+            "items": len(questions.items),
+        }
+    ]
+    lines += [{"question": q.text, "answer": q.answer} for q in questions.pool]
+    lines += [{"context": item.context, "asked": item.asked} for item in questions.items]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def read_questions(path: str | Path) -> QuestionSet:
+    """Read what `write_questions` wrote. Raises ValueError where the file is not of that form."""
+    try:
+        header, *rest = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']!r}")
+        size = header["pool"]
+        pool = tuple(Question(line["question"], line["answer"]) for line in rest[:size])
+        items = tuple(Item(tuple(line["context"]), line["asked"]) for line in rest[size:])
+        if len(pool) != size or len(items) != header["items"]:
+            raise ValueError(f"{len(pool)} questions and {len(items)} items")
+        if any(not 0 <= index < size for item in items for index in (*item.context, item.asked)):
+            raise ValueError("an index outside the pool")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: expected a file of format {FORMAT!r}, got {error}") from error
+    return QuestionSet(pool, items)
+
+
+def extract_answer(completion: str) -> str:
+    """What a completion answers: its text up to the first terminator."""
+    return completion.split(TERMINATOR, 1)[0].strip()
+
+
+def score(questions: QuestionSet, completions: Sequence[str]) -> Score:
+    """Exact match of each completion's answer. Raises ValueError where the counts differ."""
+    if len(completions) != len(questions.items):
+        raise ValueError(
+            f"completions must number {len(questions.items)}, one per item, got {len(completions)}"
+        )
+    return Score(
+        tuple(
+            extract_answer(completion) == questions.answer(item)
+            for item, completion in zip(questions.items, completions, strict=True)
+        )
+    )
