@@ -1,0 +1,1 @@
+"""The ``kda-dsv4`` program."""

@@ -2,3 +2,5 @@
 
 Nothing here knows a model or an engine.
 """
+
+__version__ = "0.1.0"

@@ -40,7 +40,16 @@ from pathlib import Path
 from backend_core.table_file import PHASES, KernelPath, parse_table
 from backend_core.target import Target
 
-__all__ = ["PHASES", "KernelPath", "PathRow", "PathSelection", "PathTable", "load_table", "select"]
+__all__ = [
+    "PHASES",
+    "KernelPath",
+    "PathRow",
+    "PathSelection",
+    "PathTable",
+    "explain",
+    "load_table",
+    "select",
+]
 
 # Parts that share their elder's table: same instruction set as far as the kernels use it, same
 # shared memory.
@@ -131,11 +140,12 @@ def load_table(family: str, target: Target, *, directory: Path | None = None) ->
     raise LookupError(f"no {family} kernel paths for {target.arch}: no {stem}.toml in {looked}")
 
 
-def select(table: PathTable, phase: str, requires: frozenset[str] = frozenset()) -> PathSelection:
-    """Choose, for every grid, the first row of ``phase`` that has all features in ``requires``.
+def explain(
+    table: PathTable, phase: str, requires: frozenset[str] = frozenset()
+) -> tuple[PathRow, ...]:
+    """What each row of ``phase`` does for a model that needs ``requires``, in the table's order.
 
     Raises:
-        LookupError: no row is left; the message gives each row's refusal.
         ValueError: the family has no such phase.
     """
     if phase not in PHASES[table.family]:
@@ -151,17 +161,29 @@ def select(table: PathTable, phase: str, requires: frozenset[str] = frozenset())
         if refusal is None:
             usable.append(row)
         refusals.append(refusal)
-    if not usable:
-        why = "; ".join(f"{row.name} {why}" for row, why in zip(declared, refusals, strict=True))
-        raise LookupError(f"no {phase} path in {table.source} can serve this model: {why}")
-    # Only the last usable row can be open, and it is whatever its max_grid says.
-    bounds = tuple(row.max_grid for row in usable[:-1] if row.max_grid is not None)
-    buckets = zip((1, *(bound + 1 for bound in bounds)), (*bounds, None), strict=True)
-    rows = tuple(
+    # Only the last usable row can be open, and it is, whatever its max_grid says.
+    bounds = [row.max_grid for row in usable[:-1] if row.max_grid is not None]
+    buckets = zip([1, *(bound + 1 for bound in bounds)], [*bounds, None], strict=True)
+    return tuple(
         PathRow(row, *next(buckets), None) if refusal is None else PathRow(row, None, None, refusal)
         for row, refusal in zip(declared, refusals, strict=True)
     )
-    return PathSelection(phase, tuple(usable), bounds, rows)
+
+
+def select(table: PathTable, phase: str, requires: frozenset[str] = frozenset()) -> PathSelection:
+    """Choose, for every grid, the first row of ``phase`` that has all features in ``requires``.
+
+    Raises:
+        LookupError: no row is left; the message gives the refusals.
+        ValueError: the family has no such phase.
+    """
+    rows = explain(table, phase, requires)
+    served = [row for row in rows if row.refusal is None]
+    if not served:
+        why = "; ".join(dict.fromkeys(f"{row.path.name} {row.refusal}" for row in rows))
+        raise LookupError(f"no {phase} path in {table.source} can serve this model: {why}")
+    bounds = tuple(row.high for row in served if row.high is not None)
+    return PathSelection(phase, tuple(row.path for row in served), bounds, rows)
 
 
 def _refusal(row: KernelPath, requires: frozenset[str]) -> str | None:

@@ -1,0 +1,177 @@
+"""``kda-dsv4 info``: what this machine is, and which kernel path would serve each grid on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from backend_cli.errors import BadInputError
+from backend_core import __version__
+from backend_core.engines import ENGINES
+from backend_core.path_table import PHASES, PathTable, explain, load_table
+from backend_core.strict import strict_mode
+from backend_core.target import KNOWN_TARGETS, Target, detect_target
+
+SCHEMA = 1
+
+
+def info(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Show the paths of another part: {', '.join(KNOWN_TARGETS)} or all. Repeatable.",
+        ),
+    ] = None,
+    requires: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FEATURE",
+            help="Show what is refused to a model that needs this feature. Repeatable.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, for scripts.")
+    ] = False,
+) -> None:
+    """Show the platform, the versions found, and the kernel path of every grid with its reason."""
+    report = build_report(_resolve_targets(target or []), frozenset(requires or []))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+
+
+def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, Any]:
+    """What ``info --json`` prints. Within one ``schema`` number keys are added, never changed.
+
+    - ``schema``: 1;
+    - ``python``, ``packages``: version strings, ``null`` for a package that is not installed;
+    - ``engines``: ``name``, ``installed`` (version or ``null``), ``supported`` (whether that
+      version is; ``null`` if none is installed) and ``supported_versions``, the range in words;
+    - ``machine``: the target found here, with ``vendor``, ``arch``, ``num_sms`` and ``name``;
+    - ``strict``: whether ``KDA_DSV4_STRICT`` is on;
+    - ``targets``: for each target asked for, its fields and ``families``: each with ``family``,
+      ``table`` (the file, or ``null``), ``error`` (why there is none, or ``null``) and ``phases``:
+      each with ``phase`` and ``rows``, in the table's order: ``path``, ``low`` and ``high`` (the
+      grids it serves, inclusive; ``high`` is ``null`` for no limit, both are for a refused row),
+      ``refusal`` (why, or ``null``), ``params``, ``features``, ``measured``, ``provenance``.
+    """
+    return {
+        "schema": SCHEMA,
+        "python": platform.python_version(),
+        "packages": {
+            "kda-dsv4-backend": __version__,
+            "torch": _version("torch"),
+            "triton": _version("triton"),
+        },
+        "engines": [
+            {
+                "name": engine.name,
+                "installed": (version := engine.installed()),
+                "supported": None if version is None else engine.supports(version),
+                "supported_versions": engine.supported,
+            }
+            for engine in ENGINES.values()
+        ],
+        "machine": asdict(detect_target()),
+        "strict": strict_mode(),
+        "targets": [
+            asdict(target) | {"families": [_family(family, target, requires) for family in PHASES]}
+            for target in targets
+        ],
+    }
+
+
+def _resolve_targets(names: list[str]) -> list[Target]:
+    if not names:
+        return [detect_target()]
+    if "all" in names:
+        return list(KNOWN_TARGETS.values())
+    by_name = {name.lower(): target for name, target in KNOWN_TARGETS.items()}
+    for name in names:
+        if name.lower() not in by_name:
+            known = ", ".join(KNOWN_TARGETS)
+            raise BadInputError(f"target must be one of {known} or all, got {name!r}")
+    return [by_name[name.lower()] for name in names]
+
+
+def _family(family: str, target: Target, requires: frozenset[str]) -> dict[str, Any]:
+    try:
+        table = load_table(family, target)
+    except LookupError as error:
+        return {"family": family, "table": None, "error": str(error), "phases": []}
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    phases = [_phase(table, phase, requires) for phase in PHASES[family]]
+    return {"family": family, "table": str(table.source), "error": None, "phases": phases}
+
+
+def _phase(table: PathTable, phase: str, requires: frozenset[str]) -> dict[str, Any]:
+    rows = [
+        {
+            "path": row.path.name,
+            "low": row.low,
+            "high": row.high,
+            "refusal": row.refusal,
+            "params": dict(row.path.params),
+            "features": sorted(row.path.features),
+            "measured": row.path.measured,
+            "provenance": row.path.provenance,
+        }
+        for row in explain(table, phase, requires)
+    ]
+    return {"phase": phase, "rows": rows}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    machine = report["machine"]
+    units = "" if machine["vendor"] == "cpu" else f" ({machine['arch']}, {machine['num_sms']} SMs)"
+    console.print(f"machine   {machine['name']}{units}")
+    versions = {"python": report["python"], **report["packages"]}
+    found = [f"{name} {version or 'not installed'}" for name, version in versions.items()]
+    console.print(f"versions  {', '.join(found)}", soft_wrap=True)
+    for engine in report["engines"]:
+        verdict = {None: "not installed", True: "supported", False: "not supported"}
+        installed = f"{engine['installed']}, " if engine["installed"] else ""
+        console.print(
+            f"engine    {engine['name']}: {installed}{verdict[engine['supported']]} "
+            f"(supported: {engine['supported_versions']})",
+            soft_wrap=True,
+        )
+    console.print(f"strict    {'on' if report['strict'] else 'off'} (KDA_DSV4_STRICT)")
+    for target in report["targets"]:
+        for family in target["families"]:
+            console.print()
+            _print_family(console, target, family)
+
+
+def _print_family(console: Console, target: dict[str, Any], family: dict[str, Any]) -> None:
+    title = f"{family['family']} on {target['name']}"
+    if family["error"]:
+        console.print(f"{title}: {family['error']}", soft_wrap=True)
+        return
+    console.print(f"{title}, from {family['table']}", soft_wrap=True)
+    table = Table("phase", "grid", "path", "parameters", "chosen because", box=None, pad_edge=False)
+    for phase in family["phases"]:
+        for row in phase["rows"]:
+            params = " ".join(f"{key}={value}" for key, value in row["params"].items())
+            grid = "none" if row["low"] is None else f"{row['low']} to {row['high'] or 'any'}"
+            reason = f"refused: {row['refusal']}" if row["refusal"] else row["provenance"]
+            table.add_row(phase["phase"], grid, row["path"], params, reason)
+    console.print(table)

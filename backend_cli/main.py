@@ -1,0 +1,55 @@
+"""The program's commands, one file each; this one lists them."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from backend_cli.errors import CliError, CommandGroup
+from backend_cli.info import info
+from backend_core import __version__
+
+app = typer.Typer(
+    name="kda-dsv4",
+    cls=CommandGroup,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Kimi Delta Attention and DeepSeek-V4's KV compressor for vLLM, sglang and transformers.",
+)
+app.command()(info)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def demo() -> None:
+    """Answer questions over real text with a small model, with and without this backend."""
+    missing = [p for p in ("torch", "transformers") if importlib.util.find_spec(p) is None]
+    if missing:
+        raise CliError(
+            f"the demo needs {' and '.join(missing)}: pip install 'kda-dsv4-backend[cpu]'"
+        )
+    from backend_cli.demo import run
+
+    run()
+
+
+def main() -> None:
+    """Entry point of the ``kda-dsv4`` script."""
+    app(prog_name="kda-dsv4")
+
+
+if __name__ == "__main__":
+    main()
