@@ -86,11 +86,11 @@ class PathRow:
     refusal: str | None
 
     def __str__(self) -> str:
-        params = " ".join(f"{key}={value}" for key, value in self.path.params.items())
         if self.refusal is not None:
             return f"{self.path.phase} {self.path.name}: refused, {self.refusal}"
         grids = f"grid {self.low} to {self.high}" if self.high else f"grid {self.low} and more"
-        return f"{self.path.phase} {grids}: {self.path.name} {params} ({self.path.provenance})"
+        chosen = [self.path.name, *(f"{key}={value}" for key, value in self.path.params.items())]
+        return f"{self.path.phase} {grids}: {' '.join(chosen)} ({self.path.provenance})"
 
 
 @dataclass(frozen=True)

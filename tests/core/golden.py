@@ -1,0 +1,37 @@
+"""Render what every shipped table selects; run as a script, rewrite the golden file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+from backend_core import path_table
+from backend_core.path_table import PHASES, explain, load_table
+from backend_core.target import Target
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GOLDEN = Path(__file__).with_name("golden_selections.txt")
+
+
+def shipped_tables() -> list[tuple[str, Target]]:
+    """Family and target of every table in the source tree."""
+    found = []
+    for file in sorted(CONFIGS.glob("*/*.toml")):
+        vendor, _, arch = file.stem.partition("_")
+        found.append((file.parent.name, Target(vendor, arch or vendor, 1, file.stem)))
+    return found
+
+
+def render() -> str:
+    """One line for each row of each table, as on a machine without any vendor package."""
+    lines = []
+    with mock.patch.object(path_table, "_is_installed", return_value=False):
+        for family, target in shipped_tables():
+            table = load_table(family, target, directory=CONFIGS)
+            lines.append(f"# {family}/{target.key}")
+            lines += [str(row) for phase in PHASES[family] for row in explain(table, phase)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(render(), encoding="utf-8")

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+
+
+def test_right_arguments_pass() -> None:
+    x = torch.zeros(1, 7, 4, 64, dtype=torch.bfloat16)
+    expect_shape("k", x, (1, 7, 4, 64))
+    expect_shape("k", x, (1, "T", None, 64))
+    expect_shape("scalar", torch.zeros(()), ())
+    expect_dtype("k", x, torch.float32, torch.bfloat16)
+    expect_device("k", x, torch.device("cpu"))
+    expect_stride("k", x, -1, 1)
+    expect_stride("k", x, 1, 256)
+    expect_stride("one column", torch.zeros(4, 2)[:, :1], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        ((1, "T", "H", 128), "k must have shape [1, T, H, 128], got [1, 7, 4, 64]"),
+        ((1, "T", 4), "k must have shape [1, T, 4], got [1, 7, 4, 64]"),
+        ((2, None, 4, 64), "k must have shape [2, any, 4, 64], got [1, 7, 4, 64]"),
+        ((), "k must have shape [], got [1, 7, 4, 64]"),
+    ],
+)
+def test_shape_message(expected: tuple[int | str | None, ...], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        expect_shape("k", torch.zeros(1, 7, 4, 64), expected)
+    assert str(error.value) == message
+
+
+def test_dtype_message() -> None:
+    with pytest.raises(ValueError) as error:
+        expect_dtype("g", torch.zeros(1, dtype=torch.float16), torch.bfloat16, torch.float32)
+    assert str(error.value) == "g must have dtype bfloat16 or float32, got float16"
+
+
+def test_device_message() -> None:
+    with pytest.raises(ValueError) as error:
+        expect_device("beta", torch.zeros(1, device="meta"), torch.device("cpu"))
+    assert str(error.value) == "beta must be on cpu, got meta"
+
+
+def test_stride_message() -> None:
+    with pytest.raises(ValueError) as error:
+        expect_stride("v", torch.zeros(8, 8).t(), -1, 1)
+    assert str(error.value) == "v must have stride 1 in dimension -1, got 8"

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from backend_core import strict
+from backend_core.strict import FallbackError, fallback, strict_mode
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True), ("true", True)]
+)
+def test_strict_mode_reads_the_environment(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("KDA_DSV4_STRICT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("KDA_DSV4_STRICT", value)
+    assert strict_mode() is expected
+
+
+def test_each_reason_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(strict, "_reported", set())
+    monkeypatch.delenv("KDA_DSV4_STRICT", raising=False)
+    with caplog.at_level(logging.WARNING, logger="kda_dsv4"):
+        for reason in ("no table for sm75", "no table for sm75", "lacks snapshots"):
+            fallback(reason)
+    assert [record.getMessage() for record in caplog.records] == [
+        "falling back to stock code: no table for sm75",
+        "falling back to stock code: lacks snapshots",
+    ]
+
+
+def test_strict_mode_raises_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    for _ in range(2):
+        with pytest.raises(FallbackError, match="forbids falling back to stock code: no table"):
+            fallback("no table")
