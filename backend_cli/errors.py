@@ -43,7 +43,7 @@ class CommandGroup(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except (KeyboardInterrupt, typer.Abort):
-            _fail("interrupted", 130)
+            sys.exit(130)
         except CliError as error:
             _fail(str(error), error.exit_code)
         except _ClickException as error:

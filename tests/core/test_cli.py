@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from backend_cli import info as info_module
+from backend_cli.errors import BadInputError, CliError
+from backend_cli.main import app
+from backend_core import __version__
+from backend_core.target import KNOWN_TARGETS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_user_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("KDA_DSV4_CONFIG_DIR", raising=False)
+    monkeypatch.delenv("KDA_DSV4_STRICT", raising=False)
+    monkeypatch.delenv("KDA_DSV4_TRACEBACK", raising=False)
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(args), prog_name="kda-dsv4")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def report(*args: str) -> dict:
+    code, out, _ = run("info", "--json", *args)
+    assert code == 0
+    return json.loads(out)
+
+
+def test_info_shows_the_path_of_every_grid_and_the_reason() -> None:
+    code, out, err = run("info", "--target", "H200")
+    assert (code, err) == (0, "")
+    assert "kda on H200, from " in out
+    assert "strict    off" in out
+    expected = [row for row in report("--target", "H200")["targets"][0]["families"][0]["phases"]]
+    for phase in expected:
+        for row in phase["rows"]:
+            assert f"{phase['phase']}  " in out and row["path"] in out
+            assert f"{row['low']} to {row['high'] or 'any'}" in out
+
+
+def test_json_keys_are_the_documented_ones() -> None:
+    found = report()
+    assert list(found) == [
+        *("schema", "python", "packages", "engines", "machine", "strict", "targets")
+    ]
+    assert found["schema"] == 1
+    assert list(found["packages"]) == ["kda-dsv4-backend", "torch", "triton"]
+    assert found["packages"]["kda-dsv4-backend"] == __version__
+    engine_keys = {"name", "installed", "supported", "supported_versions"}
+    assert [set(engine) for engine in found["engines"]] == [engine_keys] * 3
+    assert set(found["machine"]) == {"vendor", "arch", "num_sms", "name"}
+    (target,) = found["targets"]
+    assert set(target) == {"vendor", "arch", "num_sms", "name", "families"}
+    for family in target["families"]:
+        assert set(family) == {"family", "table", "error", "phases"}
+        assert [phase["phase"] for phase in family["phases"]] == ["prefill", "decode"]
+        row_keys = {"path", "low", "high", "refusal", "params", "features", "measured"}
+        for phase in family["phases"]:
+            assert set(phase) == {"phase", "rows"}
+            assert all(set(row) == row_keys | {"provenance"} for row in phase["rows"])
+
+
+def test_engine_support_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm": "0.33.0", "sglang": "0.4.0", "transformers": None}
+    monkeypatch.setattr(
+        "backend_core.engines.Engine.installed", lambda engine: versions[engine.name]
+    )
+    verdicts = {engine["name"]: engine["supported"] for engine in report()["engines"]}
+    assert verdicts == {"vllm": True, "sglang": False, "transformers": None}
+    out = run("info")[1]
+    assert "vllm: 0.33.0, supported (supported: 0.26.0 to 0.33.0)" in out
+    assert "sglang: 0.4.0, not supported" in out
+    assert "transformers: not installed" in out
+
+
+def test_other_targets_on_request() -> None:
+    assert [t["name"] for t in report("--target", "mi300x", "--target", "B200")["targets"]] == [
+        "MI300X",
+        "B200",
+    ]
+    assert [t["name"] for t in report("--target", "all")["targets"]] == list(KNOWN_TARGETS)
+
+
+def test_refusals_are_reported() -> None:
+    family = report("--target", "H200", "--requires", "teleport")["targets"][0]["families"][0]
+    rows = [row for phase in family["phases"] for row in phase["rows"]]
+    assert rows and all(row["refusal"] == "lacks teleport" and row["low"] is None for row in rows)
+    assert "refused: lacks teleport" in " ".join(run("info", "--requires", "teleport")[1].split())
+
+
+def test_a_part_without_a_table_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    turing = info_module.Target("nvidia", "sm75", 72, "T4")
+    monkeypatch.setattr(info_module, "detect_target", lambda: turing)
+    family = report()["targets"][0]["families"][0]
+    assert family["table"] is None and "no kda kernel paths for sm75" in family["error"]
+    assert "kda on T4: no kda kernel paths for sm75" in run("info")[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["info", "--target", "H900"], "target must be one of H200, A100, "),
+        (["info", "--colour"], "No such option: --colour"),
+        (["serve"], "No such command 'serve'."),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(args: list[str], message: str) -> None:
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kda-dsv4: {message}") and err.count("\n") == 1
+
+
+def test_a_malformed_user_table_is_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "kda" / "cpu.toml"
+    table.parent.mkdir()
+    table.write_text("speed = 9")
+    monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(tmp_path))
+    code, _, err = run("info", "--target", "cpu")
+    assert (code, err) == (2, f"kda-dsv4: {table}: unknown key speed\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (CliError("the server\ndid not answer"), 1, "the server did not answer"),
+        (BadInputError("no such file"), 2, "no such file"),
+        (KeyError("x"), 1, "internal error, KeyError: 'x'"),
+    ],
+)
+def test_exceptions_become_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(info_module, "build_report", fail)
+    assert run("info") == (code, "", f"kda-dsv4: {message}\n")
+
+
+def test_an_interrupt_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info_module, "build_report", interrupt)
+    assert run("info") == (130, "", "")
+
+
+def test_the_traceback_of_a_bug_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(info_module, "build_report", fail)
+    monkeypatch.setenv("KDA_DSV4_TRACEBACK", "1")
+    result = CliRunner().invoke(app, ["info"])
+    assert isinstance(result.exception, KeyError)
+
+
+def test_demo_without_its_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run("demo") == (
+        1,
+        "",
+        "kda-dsv4: the demo needs torch and transformers: pip install 'kda-dsv4-backend[cpu]'\n",
+    )
+
+
+def test_version_and_help() -> None:
+    assert run("--version") == (0, f"{__version__}\n", "")
+    code, out, err = run()
+    assert (code, err) == (0, "") and "info" in out and "demo" in out
+
+
+def test_as_a_process() -> None:
+    command = [sys.executable, "-m", "backend_cli.main"]
+    bad = subprocess.run([*command, "info", "--target", "H900"], cwd=ROOT, capture_output=True)
+    assert bad.returncode == 2 and bad.stdout == b""
+    assert bad.stderr.startswith(b"kda-dsv4: target must be") and bad.stderr.count(b"\n") == 1
+
+    # A reader that leaves early is no error of ours: no traceback, no message.
+    reader = subprocess.Popen(
+        [*command, "info", "--json"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert reader.stdout is not None and reader.stderr is not None
+    reader.stdout.close()
+    assert reader.stderr.read() == b""
+    assert reader.wait() == 1
+
+
+def test_info_needs_no_torch_and_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['triton'] = None;"
+        "sys.argv[1:] = ['info', '--json', '--target', 'all'];"
+        "from backend_cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    assert json.loads(done.stdout)["machine"]["vendor"] == "cpu"

@@ -1,0 +1,118 @@
+"""What pip gives a user: the wheel and the editable install, each used from outside the tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("build")
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("backend_cli", "backend_core", "dsv4_backend", "kda_backend")
+
+# Run in an installed copy; prints where the package and its tables come from.
+PROBE = """
+import sys, backend_core
+from backend_core.path_table import load_table, select
+from backend_core.target import KNOWN_TARGETS
+print(backend_core.__file__)
+for target in KNOWN_TARGETS.values():
+    table = load_table("kda", target)
+    assert select(table, "prefill").lookup(1) is not None
+    print(table.source)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged: building leaves files behind."""
+    source = tmp_path_factory.mktemp("source")
+    for name in (*PACKAGES, "configs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    _python(source, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out))
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def _python(cwd: Path, *args: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *args], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_every_table_marker_and_licence(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tables = {f"backend_core/{file.relative_to(ROOT)}" for file in ROOT.glob("configs/*/*.toml")}
+    modules = {
+        str(file.relative_to(ROOT))
+        for package in PACKAGES
+        for file in ROOT.glob(f"{package}/**/*.py")
+    }
+    assert tables and tables <= names
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert modules <= names
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs"))]
+
+
+def test_installing_changes_nothing_an_engine_needs(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+    lines = archive.read(metadata).decode().splitlines()
+    requirements = [
+        line.removeprefix("Requires-Dist: ") for line in lines if "Requires-Dist" in line
+    ]
+    required = [line for line in requirements if "extra ==" not in line]
+    # typer and rich are in every environment that holds transformers, hence in each engine's.
+    assert {re.split(r"[^\w-]", line)[0] for line in required} == {"typer", "rich"}
+    assert not [line for line in required if "==" in line or "<" in line]
+    assert "License-Expression: Apache-2.0" in lines
+    extras = {line.removeprefix("Provides-Extra: ") for line in lines if "Provides-Extra" in line}
+    assert {"cpu", "eval", "bench", "dev"} <= extras
+
+
+def test_an_installed_wheel_finds_its_tables(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target))
+    _python(tmp_path, *pip, str(wheel))
+    out = _python(tmp_path, "-c", PROBE, PYTHONPATH=str(target), XDG_CONFIG_HOME=str(tmp_path))
+    assert all(line.startswith(str(target)) for line in out.splitlines()), out
+    script = subprocess.run(
+        [target / "bin" / "kda-dsv4", "--version"],
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+    )
+    assert script.returncode == 0, script.stderr
+
+
+def test_an_editable_install_finds_its_tables(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    _python(tmp_path, *pip, "--target", str(target), "--editable", str(source))
+    # A .pth file works in a site directory only; ours goes before one of this environment's own.
+    probe = (
+        "import site, sys;"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in repr(f)];"
+        f"site.addsitedir({str(target)!r});" + PROBE
+    )
+    out = _python(tmp_path, "-c", probe, XDG_CONFIG_HOME=str(tmp_path))
+    assert all(line.startswith(str(source)) for line in out.splitlines()), out
