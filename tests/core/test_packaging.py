@@ -108,11 +108,7 @@ def test_an_editable_install_finds_its_tables(source: Path, tmp_path: Path) -> N
     target = tmp_path / "target"
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
     _python(tmp_path, *pip, "--target", str(target), "--editable", str(source))
-    # A .pth file works in a site directory only; ours goes before one of this environment's own.
-    probe = (
-        "import site, sys;"
-        "sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in repr(f)];"
-        f"site.addsitedir({str(target)!r});" + PROBE
-    )
-    out = _python(tmp_path, "-c", probe, XDG_CONFIG_HOME=str(tmp_path))
+    # A .pth file works in a site directory only; -S leaves out this environment's own.
+    probe = f"import site; site.addsitedir({str(target)!r});{PROBE}"
+    out = _python(tmp_path, "-S", "-c", probe, XDG_CONFIG_HOME=str(tmp_path))
     assert all(line.startswith(str(source)) for line in out.splitlines()), out
