@@ -62,7 +62,10 @@ def chunk_kda(
     metadata: ChunkMetadata | None = None,
     workspace: Workspace | None = None,
     plan: KdaPlan | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, ...]:
+) -> (
+    tuple[torch.Tensor, torch.Tensor | None]
+    | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+):
     """Chunked prefill of Kimi Delta Attention. Drop-in for ``fla.ops.kda.chunk_kda`` 0.6.0 in
     inference: same names, shapes, defaults and return values.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -68,8 +69,7 @@ def build_metadata(
         lengths = tuple(host.tolist())
         _check_offsets(lengths, num_tokens, cu_seqlens.shape[0])
         num_chunks = sum(
-            (end - begin + CHUNK - 1) // CHUNK
-            for begin, end in zip(lengths, lengths[1:], strict=False)
+            (end - begin + CHUNK - 1) // CHUNK for begin, end in itertools.pairwise(lengths)
         )
     else:
         sequences = cu_seqlens.shape[0] - 1
@@ -108,6 +108,6 @@ def _check_offsets(offsets: tuple[int, ...], num_tokens: int, expected_len: int)
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
     if offsets[-1] != num_tokens:
         raise ValueError(f"cu_seqlens must end at {num_tokens} tokens, got {offsets[-1]}")
-    for n, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end < begin:
             raise ValueError(f"cu_seqlens must not decrease, got {begin} then {end} at entry {n}")

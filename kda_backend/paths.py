@@ -74,8 +74,6 @@ def select(target: Target, shape: KdaShape) -> KdaPlan:
     )
 
 
-
-
 @functools.lru_cache(maxsize=256)
 def plan_for(
     device: torch.device, heads: int, value_heads: int, key_dim: int, value_dim: int, bounded: bool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +20,7 @@ from kda_backend.validation import (
 )
 
 if TYPE_CHECKING:
+    from backend_core.launch import KernelLaunch
     from backend_core.path_table import KernelPath
 
 
@@ -54,8 +57,8 @@ class Workspace:
 
 
 def tile_elements(key_dim: int, value_dim: int) -> int:
-    """Elements of one (chunk, head) tile: w, q_in, k_out [64, K], u [64, V], A_qk [64, 64]."""
-    return CHUNK * (3 * key_dim + value_dim + CHUNK)
+    """Elements of one (chunk, head) tile: w, q_in, k_out [64, K], u [64, V], A_qk, L [64, 64]."""
+    return CHUNK * (3 * key_dim + value_dim + 2 * CHUNK)
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,62 +75,68 @@ def two_stage(
     chunk_states: torch.Tensor | None,
     workspace: Workspace,
 ) -> None:
-    """Chunk-parallel intra stage, then a scan over chunks, split over value rows."""
-    import triton
-
-    from kda_backend.kernels.intra_chunk import intra_chunk_kernel
-    from kda_backend.kernels.scan import scan_kernel
-
-    heads, key_dim = x.q.shape[2:]
+    """Chunk-parallel scores and solve, then a scan over chunks, split over value rows."""
     value_heads, value_dim = x.v.shape[2:]
+    key_dim = x.q.shape[3]
     dtype = operand_dtype(x.q.dtype)
-    tiles, totals = workspace.tiles(meta.num_chunks * value_heads, key_dim, value_dim, dtype)
-    params = path.params
-    # PTX needs the hardware: the interpreter runs the same kernels on CPU tensors
-    fast_math = bool(params["fast_math"]) and x.q.is_cuda
-    precision = params["fp32_precision"] if x.q.is_cuda else "ieee"
-    if meta.num_chunks:
-        intra_chunk_kernel[(meta.num_chunks * value_heads,)](
-            x.q,
-            x.k,
-            x.v,
-            x.g,
-            x.beta,
-            x.a_log,
-            x.dt_bias,
-            tiles,
-            totals,
-            _sum_masks(x.q.device, dtype),
-            meta.chunk_start,
-            meta.chunk_len,
-            x.lower_bound,
-            *x.q.stride()[1:3],
-            *x.k.stride()[1:3],
-            *x.v.stride()[1:3],
-            *x.g.stride()[1:3],
-            *x.beta.stride()[1:3],
-            value_heads,
-            HEADS_PER_KEY=value_heads // heads,
-            K=key_dim,
-            V=value_dim,
-            BLOCK_K=min(64, max(16, triton.next_power_of_2(key_dim))),
-            BLOCK_V=min(64, max(16, triton.next_power_of_2(value_dim))),
-            GATE=x.gate,
-            BETA=x.beta_kind,
-            L2NORM=x.l2norm,
-            PRECISION=precision,
-            FAST_MATH=fast_math,
-            CHUNK=CHUNK,
-            num_warps=params["intra_num_warps"],
-            num_stages=1,
-        )
-    block_v = params["block_v"]
-    assert isinstance(block_v, int)
-    block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
-    grid = (triton.cdiv(value_dim, block_v) * value_heads * meta.num_sequences,)
-    if grid[0] == 0:
-        return
-    scan_kernel[grid](
+    kernels = _two_stage_kernels(
+        path,
+        x.q.is_cuda,
+        dtype,
+        value_heads // x.q.shape[2],
+        key_dim,
+        value_dim,
+        x.gate,
+        x.beta_kind,
+        x.l2norm,
+    )
+    num_tiles = meta.num_chunks * value_heads
+    tiles, totals = workspace.tiles(num_tiles, key_dim, value_dim, dtype)
+    _, stride_q_t, stride_q_h, _ = x.q.stride()
+    _, stride_k_t, stride_k_h, _ = x.k.stride()
+    _, stride_v_t, stride_v_h, _ = x.v.stride()
+    _, stride_g_t, stride_g_h, _ = x.g.stride()
+    _, stride_beta_t, stride_beta_h = x.beta.stride()
+    _, stride_o_t, stride_o_h, _ = out.stride()
+    kernels.scores(
+        (num_tiles, 1, 1),
+        x.q,
+        x.k,
+        x.g,
+        x.beta,
+        x.a_log,
+        x.dt_bias,
+        tiles,
+        totals,
+        kernels.masks(x.q.device, dtype),
+        meta.chunk_start,
+        meta.chunk_len,
+        x.lower_bound,
+        stride_q_t,
+        stride_q_h,
+        stride_k_t,
+        stride_k_h,
+        stride_g_t,
+        stride_g_h,
+        stride_beta_t,
+        stride_beta_h,
+        value_heads,
+    )
+    kernels.solve(
+        (num_tiles, 1, 1),
+        x.v,
+        x.beta,
+        tiles,
+        meta.chunk_start,
+        meta.chunk_len,
+        stride_v_t,
+        stride_v_h,
+        stride_beta_t,
+        stride_beta_h,
+        value_heads,
+    )
+    kernels.scan(
+        (kernels.value_blocks * value_heads * meta.num_sequences, 1, 1),
         tiles,
         totals,
         out,
@@ -142,20 +151,95 @@ def two_stage(
         meta.chunk_offsets,
         x.scale,
         0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
-        *out.stride()[1:3],
+        stride_o_t,
+        stride_o_h,
         *state_strides(state.read, state),
         *state_strides(state.write, state),
         *state_strides(chunk_states, state),
         value_heads,
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
-        BLOCK_V=block_v,
-        PRECISION=precision,
-        NUM_STAGES=params["scan_num_stages"],
-        CHUNK=CHUNK,
-        num_warps=params["scan_num_warps"],
     )
+
+
+@dataclass(frozen=True)
+class _TwoStageKernels:
+    scores: KernelLaunch
+    solve: KernelLaunch
+    scan: KernelLaunch
+    masks: Callable[[torch.device, torch.dtype], torch.Tensor]
+    value_blocks: int
+
+
+@functools.cache
+def _two_stage_kernels(
+    path: KernelPath,
+    is_gpu: bool,
+    dtype: torch.dtype,
+    heads_per_key: int,
+    key_dim: int,
+    value_dim: int,
+    gate: int,
+    beta: int,
+    l2norm: bool,
+) -> _TwoStageKernels:
+    """The kernels of one model on one path; the imports need triton."""
+    import triton
+
+    from backend_core.launch import KernelLaunch
+    from kda_backend.kernels.scan import scan_kernel
+    from kda_backend.kernels.scores import scores_kernel, sum_masks
+    from kda_backend.kernels.solve import solve_kernel
+
+    params = path.params
+    # the interpreter runs the same kernels on CPU tensors, where PTX and tf32 do not exist
+    fast_math = bool(params["fast_math"]) and is_gpu
+    precision = params["fp32_precision"] if is_gpu else "ieee"
+    pow2_k, pow2_v = (max(16, triton.next_power_of_2(d)) for d in (key_dim, value_dim))
+    block_v = min(int(params["block_v"]), pow2_v)
+    scores = KernelLaunch(
+        scores_kernel,
+        {
+            "HEADS_PER_KEY": heads_per_key,
+            "K": key_dim,
+            "V": value_dim,
+            "BLOCK_K": min(int(params["scores_block_k"]), pow2_k),
+            "GATE": gate,
+            "BETA": beta,
+            "L2NORM": l2norm,
+            "PRECISION": precision,
+            "FAST_MATH": fast_math,
+            "CHUNK": CHUNK,
+        },
+        {"num_warps": params["scores_num_warps"], "num_stages": 1},
+    )
+    solve = KernelLaunch(
+        solve_kernel,
+        {
+            "K": key_dim,
+            "V": value_dim,
+            "BLOCK_K": min(64, pow2_k),
+            "BLOCK_V": min(64, pow2_v),
+            "BETA": beta,
+            "PRECISION": precision,
+            "FAST_MATH": fast_math,
+            "CHUNK": CHUNK,
+        },
+        {"num_warps": params["solve_num_warps"], "num_stages": 1},
+    )
+    scan = KernelLaunch(
+        scan_kernel,
+        {
+            "K": key_dim,
+            "V": value_dim,
+            "BLOCK_K": pow2_k,
+            "BLOCK_V": block_v,
+            "PRECISION": precision,
+            "NUM_STAGES": params["scan_num_stages"],
+            "CHUNK": CHUNK,
+        },
+        {"num_warps": params["scan_num_warps"]},
+    )
+    blocks = triton.cdiv(value_dim, block_v)
+    return _TwoStageKernels(scores, solve, scan, functools.cache(sum_masks), blocks)
 
 
 def torch_reference(
@@ -252,10 +336,3 @@ def _write_snapshots(
             elif boundary == count:
                 state.snapshots[n, s] = after[n]
         first += count
-
-
-@functools.cache
-def _sum_masks(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    from kda_backend.kernels.intra_chunk import sum_masks
-
-    return sum_masks(device, dtype)

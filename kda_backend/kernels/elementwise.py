@@ -66,7 +66,7 @@ def softplus_log2(x, FAST_MATH: tl.constexpr):
     """log2(1 + e^x), without overflow for large x and without cancellation for very negative x."""
     y = x * LOG2E
     e = ex2(tl.minimum(y, 40.0), FAST_MATH)
-    # log(1 + e) = e - e^2/2 + e^3/3 - e^4/4 + O(e^5): 1 + e would round away the digits of a small e
+    # log(1 + e) = e - e^2/2 + e^3/3 - e^4/4 + O(e^5): 1 + e rounds away the digits of a small e
     series = LOG2E * e * (1.0 - e * (0.5 - e * (0.33333333 - e * 0.25)))
     return tl.where(e < 0.03, series, tl.maximum(lg2(1.0 + e, FAST_MATH), y))
 

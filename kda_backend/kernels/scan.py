@@ -1,6 +1,6 @@
 """Inter-chunk stage of KDA prefill: carries the state over the chunks and writes the output.
 
-For each 64-token chunk, with the tiles of ``intra_chunk`` and the state S [V, K]:
+For each 64-token chunk, with the tiles of ``scores`` and ``solve`` and the state S [V, K]:
 
     v_new = u - w S^T
     o     = scale (q_in S^T + A_qk v_new)
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def scan_kernel(
-    tile_ptr,  # [capacity, HV, 3 * C * K + C * V + C * C]: w, q_in, k_out, u, A_qk
+    tile_ptr,  # [capacity, HV, C * (3 K + V + 2 C)]: w, q_in, k_out, u, A_qk, -
     total_ptr,  # [capacity, HV, K] fp32
     o_ptr,  # [T, HV, V]
     state_in_ptr,  # [slots or N, HV, V, K] by strides, or None
@@ -83,7 +83,7 @@ def scan_kernel(
         state_in_ptr += slot * stride_in_n + i_hv * stride_in_h
         b_state += tl.load(state_in_ptr + o_state, mask=m_kv & reads, other=0.0).to(tl.float32)
 
-    TILE: tl.constexpr = CHUNK * (3 * K + V + CHUNK)
+    TILE: tl.constexpr = CHUNK * (3 * K + V + 2 * CHUNK)
     tile_ptr += (first * HV + i_hv) * TILE
     total_ptr += (first * HV + i_hv) * K
     o_ptr += bos * stride_o_t + i_hv * stride_o_h
