@@ -77,8 +77,7 @@ class KernelLaunch:
             args: the run-time arguments, in the order of the kernel's signature.
         """
         if self._interpreted:
-            if 0 not in grid:
-                self._fn[grid](*args, **self._kwargs)
+            self._fn[grid](*args, **self._kwargs)
             return
         active = driver.active
         device = active.get_current_device()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,14 +190,21 @@ def test_as_a_process() -> None:
     assert bad.returncode == 2 and bad.stdout == b""
     assert bad.stderr.startswith(b"kda-dsv4: target must be") and bad.stderr.count(b"\n") == 1
 
-    # A reader that leaves early is no error of ours: no traceback, no message.
-    reader = subprocess.Popen(
-        [*command, "info", "--json"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_early_is_no_error_of_ours(unbuffered: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "backend_cli.main", "info", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    assert reader.stdout is not None and reader.stderr is not None
-    reader.stdout.close()
-    assert reader.stderr.read() == b""
-    assert reader.wait() == 1
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as stderr:
+        assert stderr.read() == b""
+    assert process.wait() == 1
 
 
 def test_info_needs_no_torch_and_no_triton() -> None:

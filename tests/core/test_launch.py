@@ -105,6 +105,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "rows 1": (_tensor(), _tensor(), None, 1, 32, 2.0),
     "rows True": (_tensor(), _tensor(), None, True, 32, 2.0),
     "rows 0": (_tensor(), _tensor(), None, 0, 32, 2.0),
+    "rows 8": (_tensor(), _tensor(), None, 8, 32, 2.0),
     "rows 7": (_tensor(), _tensor(), None, 7, 32, 2.0),
     "rows -16": (_tensor(), _tensor(), None, -16, 32, 2.0),
     "stride 7": (_tensor(), _tensor(), None, 16, 7, 2.0),
@@ -114,6 +115,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "uint64": (_tensor(), _tensor(), None, 16, 2**63, 2.0),
     "beyond 2 GiB": (_beyond_2gb(), _tensor(), None, 16, 32, 2.0),
     "int factor": (_tensor(), _tensor(), None, 16, 32, 2),
+    "bool factor": (_tensor(), _tensor(), None, 16, 32, True),
 }
 
 
