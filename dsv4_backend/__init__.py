@@ -1,0 +1,38 @@
+"""DeepSeek-V4's KV compressor: pooling, norm, RoPE, rotation, quantisation and paged store."""
+
+from dsv4_backend.api import (
+    compress_decode_,
+    compress_decode_pair_,
+    compress_norm_rope_hadamard_,
+    compress_prefill_,
+)
+from dsv4_backend.metadata import CompressorLayer, CompressorSpec
+from dsv4_backend.plans import (
+    PagedDecode,
+    PagedPrefill,
+    RingDecode,
+    RingDecodeV1,
+    RingPrefill,
+    RingPrefillV1,
+    RowPlan,
+    SeqLens,
+    window_ends,
+)
+
+__all__ = [
+    "CompressorLayer",
+    "CompressorSpec",
+    "PagedDecode",
+    "PagedPrefill",
+    "RingDecode",
+    "RingDecodeV1",
+    "RingPrefill",
+    "RingPrefillV1",
+    "RowPlan",
+    "SeqLens",
+    "compress_decode_",
+    "compress_decode_pair_",
+    "compress_norm_rope_hadamard_",
+    "compress_prefill_",
+    "window_ends",
+]

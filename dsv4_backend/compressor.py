@@ -1,0 +1,149 @@
+"""From a checked call to its launches; kernels are chosen once for each kind of compressor.
+
+A decode step is one launch: state rows, pooling, norm, RoPE, rotation, quantisation and store, and
+for a C4 layer main and indexer together. A prefill step is two: windows, then the state rows
+(a ring of pages reuses rows that the windows still read).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from backend_core.target import Target
+from dsv4_backend import paths, plans, reference_step
+from dsv4_backend.metadata import CompressorLayer
+
+Part = tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor]
+"""A layer with its kv_score, state and cache."""
+
+
+def run_in_place(
+    target: Target,
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rope_table: torch.Tensor,
+    plan: plans.SeqLens | plans.RowPlan,
+    compress_ratio: int,
+    rotate: bool,
+) -> None:
+    selected = paths.in_place_paths(target, plan.phase, kv.shape[1], compress_ratio, rotate)
+    entries = plan.seq_lens if isinstance(plan, plans.SeqLens) else plan.rows
+    launch = selected.launch(max(plan.num_tokens, 1))
+    if launch is None:
+        reference_step.compress_in_place(kv, weight, eps, rope_table, plan, compress_ratio, rotate)
+        return
+    launch(
+        (plan.num_tokens, 1, 1),
+        kv, weight, rope_table, entries, eps, kv.stride(0), rope_table.stride(0),
+    )  # fmt: skip
+
+
+def run_decode(target: Target, part: Part, plan: plans.DecodePlan) -> None:
+    layer, kv_score, state, cache = part
+    rows = plan.num_tokens
+    selected = paths.decode_paths(target, layer.spec, plan.layout, state.shape[1])
+    launch = selected.launch(max(rows, 1))
+    if launch is None:
+        reference_step.step(layer, kv_score, state, cache, plan)
+        return
+    plan_ptr, aux, request, table = _decode_pointers(plan)
+    launch(
+        (rows, 1, 1),
+        kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
+        plan_ptr, aux, request, table, plan.slots,
+        layer.spec.eps, 1.0 / layer.fp8_scale,
+        *_strides(part), layer.rope_table.stride(0), table.stride(0), cache.stride(0),
+    )  # fmt: skip
+
+
+def run_decode_pair(
+    target: Target,
+    main: Part,
+    indexer: Part,
+    main_plan: plans.DecodePlan,
+    indexer_plan: plans.DecodePlan,
+) -> None:
+    layer, other = main[0], indexer[0]
+    rows = main_plan.num_tokens
+    state_blocks = (main[2].shape[1], indexer[2].shape[1])
+    selected = paths.pair_paths(target, layer.spec, other.spec, main_plan.layout, state_blocks)
+    launch = selected.launch(max(rows, 1))
+    if launch is None:
+        reference_step.step(*main, main_plan)
+        reference_step.step(*indexer, indexer_plan)
+        return
+    plan_ptr, aux, request, table = _decode_pointers(main_plan)
+    x_plan_ptr, x_aux, _, x_table = _decode_pointers(indexer_plan)
+    launch(
+        (rows, 2, 1),
+        main[1], main[2], layer.ape, layer.norm_weight, main[3],
+        plan_ptr, aux, table, main_plan.slots,
+        indexer[1], indexer[2], other.ape, other.norm_weight, indexer[3],
+        x_plan_ptr, x_aux, x_table, indexer_plan.slots,
+        layer.rope_table, request, layer.spec.eps, 1.0 / layer.fp8_scale,
+        *_strides(main), table.stride(0), main[3].stride(0),
+        *_strides(indexer), x_table.stride(0), indexer[3].stride(0),
+        layer.rope_table.stride(0),
+    )  # fmt: skip
+
+
+def run_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
+    layer, kv_score, state, cache = part
+    key = (target, layer.spec, plan.layout, state.shape[1])
+    selected = paths.prefill_paths(*key)
+    windows = plan.ends if isinstance(plan, plans.PagedPrefill) else plan.windows
+    num_windows = windows.shape[0]
+    launch = selected.launch(max(num_windows, 1))
+    if launch is None:
+        reference_step.step(layer, kv_score, state, cache, plan)
+        return
+    strides = _strides(part)
+    plan_ptr, aux, positions, requests, table = _prefill_pointers(plan)
+    launch(
+        (num_windows, 1, 1),
+        kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
+        plan_ptr, aux, positions, requests, table, plan.slots,
+        layer.spec.eps, 1.0 / layer.fp8_scale,
+        *strides, layer.rope_table.stride(0), table.stride(0), cache.stride(0),
+    )  # fmt: skip
+    write_ptr, write_aux, num_writes = _write_pointers(plan)
+    write = paths.write_paths(*key).launch(max(num_windows, 1))
+    assert write is not None
+    write(
+        (num_writes, 1, 1),
+        kv_score, state, layer.ape, write_ptr, write_aux, positions, *strides,
+    )  # fmt: skip
+
+
+def _strides(part: Part) -> tuple[int, ...]:
+    layer, kv_score, state, _ = part
+    ape = layer.ape
+    return (kv_score.stride(0), state.stride(0), state.stride(1), ape.stride(0), ape.stride(1))
+
+
+def _decode_pointers(plan: plans.DecodePlan) -> tuple[torch.Tensor, ...]:
+    """(plan, aux, requests, block table); what a layout lacks is filled with what it has."""
+    if isinstance(plan, plans.RingDecode):
+        return plan.plan, plan.slots, plan.slots, plan.plan
+    if isinstance(plan, plans.RingDecodeV1):
+        return plan.seq_lens, plan.pages, plan.slots, plan.seq_lens
+    return plan.positions, plan.state_slots, plan.requests, plan.block_table
+
+
+def _prefill_pointers(plan: plans.PrefillPlan) -> tuple[torch.Tensor, ...]:
+    """(plan, aux, positions, requests, block table), filled in the same way."""
+    if isinstance(plan, plans.RingPrefill):
+        return plan.windows, plan.slots, plan.slots, plan.slots, plan.windows
+    if isinstance(plan, plans.RingPrefillV1):
+        return plan.windows, plan.pages, plan.slots, plan.slots, plan.windows
+    return plan.ends, plan.query_starts, plan.positions, plan.requests, plan.block_table
+
+
+def _write_pointers(plan: plans.PrefillPlan) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(plan, aux, number of state rows)."""
+    if isinstance(plan, plans.RingPrefill):
+        return plan.writes, plan.slots, plan.writes.shape[0]
+    if isinstance(plan, plans.RingPrefillV1):
+        return plan.writes, plan.pages, plan.writes.shape[0]
+    return plan.state_slots, plan.slots, plan.num_tokens

@@ -1,0 +1,121 @@
+"""A compressor's whole decode step for one part, one launch."""
+
+import triton
+import triton.language as tl
+
+from dsv4_backend.kernels.finish import finish_row
+from dsv4_backend.kernels.records import store_record
+from dsv4_backend.kernels.window import locate_decode, pool_window, write_state_row
+
+
+@triton.jit
+def decode_row(
+    i_n,
+    input_ptr,
+    state_ptr,
+    ape_ptr,
+    weight_ptr,
+    table_ptr,
+    cache_ptr,
+    plan_ptr,
+    aux_ptr,
+    request_ptr,
+    block_table_ptr,
+    slot_ptr,
+    eps,
+    inv_scale,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    stride_table_p,
+    stride_block_table_b,
+    stride_cache_p,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PLAN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    IS_FNUZ: tl.constexpr,
+    IS_SPLIT_TABLE: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write entry i_n's state row; where its token ends a window, pool, finish and store it.
+
+    The new token's row of the window is read from the input, not from the state just written.
+    """
+    WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
+    seq_len, state_row, page_0, page_1 = locate_decode(plan_ptr, aux_ptr, i_n, RATIO, WINDOW, PLAN)
+    if (seq_len > 0) & (state_row >= 0):
+        token_ptr = input_ptr + i_n.to(tl.int64) * stride_input_t
+        write_state_row(
+            token_ptr, state_ptr, ape_ptr, state_row, seq_len - 1,
+            stride_state_b, stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
+        )  # fmt: skip
+        slot = tl.load(slot_ptr + i_n).to(tl.int64)
+        if (seq_len % RATIO == 0) & (slot >= 0):
+            block_row_ptr = block_table_ptr
+            if PLAN == "paged":
+                block_row_ptr += tl.load(request_ptr + i_n).to(tl.int64) * stride_block_table_b
+            b_x = pool_window(
+                tl.arange(0, D), seq_len, WINDOW - 1, token_ptr, state_ptr, ape_ptr, block_row_ptr,
+                page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r,
+                stride_ape_c, D, RATIO, STATE_BLOCK, PLAN, BLOCK_W, D,
+            )  # fmt: skip
+            b_x = finish_row(
+                b_x, weight_ptr, table_ptr, seq_len - RATIO, eps, stride_table_p,
+                D, ROUNDING, IS_SPLIT_TABLE, HAS_ROTATION,
+            )  # fmt: skip
+            store_record(
+                b_x, cache_ptr, slot, stride_cache_p, inv_scale,
+                D, PAGE, FORMAT, ROUNDING, IS_FNUZ,
+            )  # fmt: skip
+
+
+@triton.jit
+def decode_step_kernel(
+    input_ptr,  # [N, 2·C·D] fp32 or bf16
+    state_ptr,  # [pages, STATE_BLOCK, 2·C·D] fp32 or bf16
+    ape_ptr,  # [RATIO, C, D]
+    weight_ptr,  # [D]
+    table_ptr,  # [positions, 64]
+    cache_ptr,  # uint8 [pages, page bytes]
+    plan_ptr,  # see window.locate_decode
+    aux_ptr,
+    request_ptr,  # [N], PLAN "paged"
+    block_table_ptr,  # [B, blocks], PLAN "paged"
+    slot_ptr,  # [N]
+    eps,
+    inv_scale,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    stride_table_p,
+    stride_block_table_b,
+    stride_cache_p,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PLAN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    IS_FNUZ: tl.constexpr,
+    IS_SPLIT_TABLE: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One program a request."""
+    decode_row(
+        tl.program_id(0), input_ptr, state_ptr, ape_ptr, weight_ptr, table_ptr, cache_ptr, plan_ptr,
+        aux_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale, stride_input_t,
+        stride_state_b, stride_state_r, stride_ape_r, stride_ape_c, stride_table_p,
+        stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE, PLAN, FORMAT, ROUNDING,
+        IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W,
+    )  # fmt: skip

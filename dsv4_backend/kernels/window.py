@@ -1,0 +1,231 @@
+"""Where a window's rows lie, and their pooling: softmax over the rows, per channel.
+
+A token's row is [kv (C·D) | score (C·D)], C = 2 for ratio 4 and 1 for ratio 128. The window that
+ends with token p holds WINDOW = C·RATIO rows, tokens p - WINDOW + 1 to p; of the first RATIO (the
+previous window, C = 2) it takes half 0 of the channels, of the last RATIO half C - 1.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4_backend.kernels.numerics import round_bf16
+
+NO_SCORE = tl.constexpr(-3.0e38)  # finite: the difference of two of them is 0, not NaN
+
+
+@triton.jit
+def locate_decode(
+    plan_ptr, aux_ptr, i_n, RATIO: tl.constexpr, WINDOW: tl.constexpr, PLAN: tl.constexpr
+):
+    """(seq_len, state row to write, page of the previous window, page of the own window).
+
+    seq_len <= 0 or row < 0: nothing to do. State rows count tokens over all pages.
+    """
+    if PLAN == "ring":  # [N, 4] {seq_len, write_loc, read_page_0, read_page_1}
+        entry_ptr = plan_ptr + 4 * i_n.to(tl.int64)
+        seq_len = tl.load(entry_ptr)
+        state_row = tl.load(entry_ptr + 1).to(tl.int64)
+        page_0 = tl.load(entry_ptr + 2).to(tl.int64)
+        page_1 = tl.load(entry_ptr + 3).to(tl.int64)
+    elif PLAN == "ring_v1":  # seq_lens [N], ring pages [N] of WINDOW rows
+        seq_len = tl.load(plan_ptr + i_n).to(tl.int32)
+        page_1 = tl.load(aux_ptr + i_n).to(tl.int64)
+        page_0 = page_1
+        state_row = tl.where(page_1 < 0, -1, page_1 * WINDOW + (seq_len - 1) % WINDOW)
+    else:  # positions [T], state slots [T]
+        seq_len = tl.load(plan_ptr + i_n).to(tl.int32) + 1
+        state_row = tl.load(aux_ptr + i_n).to(tl.int64)
+        page_0 = state_row
+        page_1 = state_row
+    return seq_len, state_row, page_0, page_1
+
+
+@triton.jit
+def locate_prefill(
+    plan_ptr, aux_ptr, position_ptr, request_ptr, i_n, WINDOW: tl.constexpr, PLAN: tl.constexpr
+):
+    """(token, seq_len, rows in the state, page 0, page 1, request) of window i_n.
+
+    token < 0 or seq_len <= 0: padding. The rows in the state come first in the window.
+    """
+    if PLAN == "ring":  # [N, 4] {seq_len, token | buffer_len << 16, read_page_0, read_page_1}
+        entry_ptr = plan_ptr + 4 * i_n.to(tl.int64)
+        seq_len = tl.load(entry_ptr)
+        packed = tl.load(entry_ptr + 1)
+        token = packed & 0xFFFF
+        buffer_len = (packed >> 16) & 0xFFFF
+        page_0 = tl.load(entry_ptr + 2).to(tl.int64)
+        page_1 = tl.load(entry_ptr + 3).to(tl.int64)
+        request = 0
+    elif PLAN == "ring_v1":  # [N, 4] {token, batch, position, window_len}, ring pages [B]
+        entry_ptr = plan_ptr + 4 * i_n.to(tl.int64)
+        token = tl.load(entry_ptr)
+        request = tl.load(entry_ptr + 1)
+        seq_len = tl.load(entry_ptr + 2) + 1
+        buffer_len = tl.load(entry_ptr + 3)
+        page_1 = tl.load(aux_ptr + request, mask=token >= 0, other=0).to(tl.int64)
+        page_0 = page_1
+    else:  # ends [N], query_starts [B + 1], positions [T], requests [T]
+        token = tl.load(plan_ptr + i_n).to(tl.int32)
+        m_token = token >= 0
+        seq_len = tl.load(position_ptr + token, mask=m_token, other=-1).to(tl.int32) + 1
+        request = tl.load(request_ptr + token, mask=m_token, other=0).to(tl.int32)
+        start = tl.load(aux_ptr + request, mask=m_token, other=0).to(tl.int32)
+        buffer_len = tl.maximum(WINDOW - 1 - (token - start), 0)
+        page_0 = token.to(tl.int64)
+        page_1 = page_0
+    return token, seq_len, buffer_len, page_0, page_1, request
+
+
+@triton.jit
+def locate_write(plan_ptr, aux_ptr, position_ptr, i_n, WINDOW: tl.constexpr, PLAN: tl.constexpr):
+    """(token, state row, position) of state write i_n; token < 0 or row < 0 is padding.
+
+    The position is needed, and given, only where the state holds score + ape.
+    """
+    if PLAN == "ring":  # [M, 2] {token, write_loc}
+        token = tl.load(plan_ptr + 2 * i_n.to(tl.int64))
+        state_row = tl.load(plan_ptr + 2 * i_n.to(tl.int64) + 1).to(tl.int64)
+        position = token
+    elif PLAN == "ring_v1":  # [M, 4] {token, batch, position, window_len}, ring pages [B]
+        entry_ptr = plan_ptr + 4 * i_n.to(tl.int64)
+        token = tl.load(entry_ptr)
+        request = tl.load(entry_ptr + 1)
+        position = tl.load(entry_ptr + 2)
+        page = tl.load(aux_ptr + request, mask=token >= 0, other=-1).to(tl.int64)
+        state_row = tl.where(page < 0, -1, page * WINDOW + position % WINDOW)
+    else:  # state slots [T], positions [T]
+        token = i_n
+        state_row = tl.load(plan_ptr + i_n).to(tl.int64)
+        position = tl.load(position_ptr + i_n).to(tl.int32)
+    return token, state_row, position
+
+
+@triton.jit
+def state_offsets(
+    o_w,  # [BLOCK_W] rows of the window
+    seq_len,
+    page_0,
+    page_1,
+    block_row_ptr,  # the request's row of the block table, PLAN "paged"
+    stride_state_b,
+    stride_state_r,
+    RATIO: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PLAN: tl.constexpr,
+):
+    """Element offsets [BLOCK_W] int64 of the rows in the state."""
+    if PLAN == "ring":
+        page = tl.where(o_w < WINDOW - RATIO, page_0, page_1)
+        o_r = o_w % RATIO
+    elif PLAN == "ring_v1":
+        page = page_1
+        o_r = (seq_len + o_w) % WINDOW
+    else:
+        o_t = seq_len - WINDOW + o_w
+        page = tl.load(block_row_ptr + o_t // STATE_BLOCK, mask=o_t >= 0, other=0).to(tl.int64)
+        o_r = o_t % STATE_BLOCK
+    return page * stride_state_b + o_r.to(tl.int64) * stride_state_r
+
+
+@triton.jit
+def pool_window(
+    o_d,  # [BLOCK_D] channels
+    seq_len,
+    buffer_len,  # rows of the window that come from the state; the rest is in this call's input
+    token_ptr,  # input row of the window's last token
+    state_ptr,
+    ape_ptr,  # [RATIO, C, D]
+    block_row_ptr,
+    page_0,
+    page_1,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PLAN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """sum_w softmax_w(score + ape) · kv, [BLOCK_D] fp32, online over blocks of BLOCK_W rows."""
+    C: tl.constexpr = 2 if RATIO == 4 else 1
+    WINDOW: tl.constexpr = C * RATIO
+    b_max = tl.full((BLOCK_D,), NO_SCORE, tl.float32)
+    b_sum = tl.zeros((BLOCK_D,), tl.float32)
+    b_acc = tl.zeros((BLOCK_D,), tl.float32)
+    for i_w in range(0, WINDOW, BLOCK_W):
+        o_w = i_w + tl.arange(0, BLOCK_W)
+        o_c = o_w // RATIO if C == 2 else o_w * 0  # half of the channels
+        m_input = o_w >= buffer_len
+        m_state = (o_w < buffer_len) & (seq_len - WINDOW + o_w >= 0)
+        o_state = state_offsets(
+            o_w, seq_len, page_0, page_1, block_row_ptr, stride_state_b, stride_state_r,
+            RATIO, WINDOW, STATE_BLOCK, PLAN,
+        )  # fmt: skip
+        o_ape = (o_w % RATIO) * stride_ape_r + o_c * stride_ape_c
+        b_ape = tl.load(ape_ptr + o_ape[:, None] + o_d[None, :]).to(tl.float32)
+        o_input = (o_w - (WINDOW - 1)).to(tl.int64) * stride_input_t
+        input_ptrs = token_ptr + (o_input + o_c * D)[:, None] + o_d[None, :]
+        state_ptrs = state_ptr + (o_state + o_c * D)[:, None] + o_d[None, :]
+        m_row = (m_input | m_state)[:, None]
+        m_input = m_input[:, None]
+        if token_ptr.dtype == state_ptr.dtype:
+            row_ptrs = tl.where(m_input, input_ptrs, state_ptrs)
+            b_kv = tl.load(row_ptrs, mask=m_row).to(tl.float32)
+            b_s = tl.load(row_ptrs + C * D, mask=m_row).to(tl.float32)
+        else:
+            m_state = m_state[:, None]
+            b_kv = tl.load(input_ptrs, mask=m_input).to(tl.float32)
+            b_s = tl.load(input_ptrs + C * D, mask=m_input).to(tl.float32)
+            b_old = tl.load(state_ptrs, mask=m_state).to(tl.float32)
+            b_kv = tl.where(m_input, b_kv, b_old)
+            b_old = tl.load(state_ptrs + C * D, mask=m_state).to(tl.float32)
+            b_s = tl.where(m_input, b_s, b_old)
+        if PLAN == "paged":  # the state holds score + ape
+            b_ape = tl.where(m_input, b_ape, 0.0)
+        b_kv = tl.where(m_row, b_kv, 0.0)
+        b_s = tl.where(m_row, b_s + b_ape, NO_SCORE)
+        b_top = tl.maximum(b_max, tl.max(b_s, axis=0))
+        b_scale = tl.exp(b_max - b_top)
+        b_p = tl.exp(b_s - b_top[None, :])
+        b_sum = b_sum * b_scale + tl.sum(b_p, axis=0)
+        b_acc = b_acc * b_scale + tl.sum(b_p * b_kv, axis=0)
+        b_max = b_top
+    return b_acc / b_sum
+
+
+@triton.jit
+def write_state_row(
+    token_ptr,  # input row of the token
+    state_ptr,
+    ape_ptr,
+    state_row,
+    position,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PLAN: tl.constexpr,
+):
+    """Copy one token's [kv | score] to its state row, with its APE added if the state is paged."""
+    C: tl.constexpr = 2 if RATIO == 4 else 1
+    o_s = tl.arange(0, C * D)
+    o_row = (state_row // STATE_BLOCK) * stride_state_b + (state_row % STATE_BLOCK) * stride_state_r
+    b_kv = tl.load(token_ptr + o_s).to(tl.float32)
+    b_s = tl.load(token_ptr + C * D + o_s).to(tl.float32)
+    if PLAN == "paged":
+        o_ape = (position % RATIO) * stride_ape_r + (o_s // D) * stride_ape_c + o_s % D
+        b_s += tl.load(ape_ptr + o_ape).to(tl.float32)
+    if state_ptr.dtype.element_ty == tl.bfloat16:
+        b_kv = round_bf16(b_kv)
+        b_s = round_bf16(b_s)
+    tl.store(state_ptr + o_row + o_s, b_kv.to(state_ptr.dtype.element_ty))
+    tl.store(state_ptr + o_row + C * D + o_s, b_s.to(state_ptr.dtype.element_ty))

@@ -1,0 +1,266 @@
+"""The compressor by its definition, in torch: any device, any float dtype up to float64.
+
+Per window, in the notation of ``docs/dsv4.md``: k = sum_w softmax_w(s + ape) · kv per channel;
+RMSNorm; RoPE on the last 64 channels at the window's first position; H_d / sqrt(d) if the
+compressor rotates; quantisation. Sources: the official inference code, sglang's
+``fused_norm_rope_v2.cuh`` and vLLM's ``fused_compress_quant_cache.py``, which differ in where they
+round to bf16 and in how they choose scales. ``rounding`` names whose points to follow:
+
+- ``official``: bf16 after pooling, norm, RoPE and rotation; scales are powers of two;
+- ``vllm``: once, before quantisation; scales are powers of two;
+- ``sglang``: once, before quantisation, for the main rows, never for the indexer's; the indexer's
+  fp8 scale is amax / 448 itself; fp4 ties go to the smaller magnitude, and zero has no sign.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsv4_backend.metadata import RECORD_BYTES, ROPE_DIM, CacheFormat, Fp8Flavour, Rounding
+
+if TYPE_CHECKING:
+    from dsv4_backend.metadata import CompressorLayer, CompressorSpec, RopeLayout
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def round_bf16(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest bf16 (by way of fp32, as a kernel that computes in fp32 does)."""
+    return x.float().bfloat16().to(x.dtype)
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x @ H / sqrt(d), H the Sylvester matrix of order d = x.shape[-1], a power of two."""
+    shape, d = x.shape, x.shape[-1]
+    half = 1
+    while half < d:
+        a, b = x.reshape(-1, d // (2 * half), 2, half).unbind(2)
+        x = torch.stack((a + b, a - b), dim=2)
+        half *= 2
+    return x.reshape(shape).mul(float(d) ** -0.5)
+
+
+def rope(
+    x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, layout: RopeLayout
+) -> torch.Tensor:
+    """Rotate the interleaved pairs of the last 64 channels of x [N, d].
+
+    Args:
+        table: [positions, 64] as in ``CompressorLayer``.
+        positions: [N], rows of the table.
+    """
+    rows = table[positions.long()].to(x.dtype)
+    if layout == "interleaved":
+        cos, sin = rows[:, 0::2], rows[:, 1::2]
+    else:
+        cos, sin = rows.chunk(2, dim=1)
+    head, tail = x[:, :-ROPE_DIM], x[:, -ROPE_DIM:]
+    re, im = tail[:, 0::2], tail[:, 1::2]
+    rotated = torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1)
+    return torch.cat((head, rotated.flatten(1)), dim=1)
+
+
+def pool(kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    """Softmax-weighted sum over dimension -2, for each channel: [..., W, d] to [..., d].
+
+    A score of -inf drops its row.
+    """
+    return (score.softmax(-2) * kv).sum(-2)
+
+
+def pool_sequence(
+    kv_score: torch.Tensor, ape: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """All windows of one whole sequence, before the norm.
+
+    Args:
+        kv_score: [T, 2·C·d], the projections of tokens 0 to T - 1 without APE.
+        ape: [r, C, d].
+
+    Returns:
+        [T // r, d]. Window i pools tokens i·r to i·r + r - 1, with the last half of the channels,
+        and for C = 2 the r tokens before them, with the first half; token -1 and before have score
+        -inf.
+    """
+    r, c, d = ape.shape
+    n = kv_score.shape[0] // r
+    kv, score = kv_score[: n * r].to(dtype).view(n, r, 2, c, d).unbind(2)
+    score = score + ape.to(dtype)
+    own_kv, own_score = kv[:, :, c - 1], score[:, :, c - 1]
+    if c == 1:
+        return pool(own_kv, own_score)
+    past_kv = torch.cat((torch.zeros_like(kv[:1, :, 0]), kv[:-1, :, 0]))
+    past_score = torch.cat((torch.full_like(score[:1, :, 0], -torch.inf), score[:-1, :, 0]))
+    return pool(torch.cat((past_kv, own_kv), 1), torch.cat((past_score, own_score), 1))
+
+
+def finish(
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    eps: float,
+    rope_layout: RopeLayout,
+    rotate: bool,
+    rounding: Rounding,
+) -> torch.Tensor:
+    """Norm, RoPE and rotation of pooled rows k [N, d] at positions [N]; result in k's dtype."""
+    is_official = rounding == "official"
+    k = round_bf16(k) if is_official else k
+    rms = (k.square().mean(-1, keepdim=True) + eps).rsqrt()
+    k = k * rms * weight.to(k.dtype)
+    k = round_bf16(k) if is_official else k
+    k = rope(k, table, positions, rope_layout)
+    k = round_bf16(k) if is_official else k
+    if rotate:
+        k = hadamard(k)
+        k = round_bf16(k) if is_official else k
+    return k
+
+
+def finish_rows(k: torch.Tensor, positions: torch.Tensor, layer: CompressorLayer) -> torch.Tensor:
+    """``finish`` with a layer's weights and its spec."""
+    spec = layer.spec
+    return finish(
+        k,
+        positions,
+        layer.norm_weight,
+        layer.rope_table,
+        eps=spec.eps,
+        rope_layout=spec.rope_layout,
+        rotate=spec.rotate,
+        rounding=spec.rounding,
+    )
+
+
+def encode_e4m3(x: torch.Tensor, fp8: Fp8Flavour) -> torch.Tensor:
+    """e4m3 codes, uint8, of values already in range; in float64 too the fp32 value is encoded."""
+    dtype = torch.float8_e4m3fn if fp8 == "ocp" else torch.float8_e4m3fnuz
+    return x.float().to(dtype).view(torch.uint8)
+
+
+def decode_e4m3(code: torch.Tensor, fp8: Fp8Flavour) -> torch.Tensor:
+    """fp32 values of e4m3 codes."""
+    return code.view(torch.float8_e4m3fn if fp8 == "ocp" else torch.float8_e4m3fnuz).float()
+
+
+def encode_e2m1(x: torch.Tensor, ties_even: bool) -> torch.Tensor:
+    """e2m1 codes 0 to 15, uint8; magnitudes above 6 saturate.
+
+    Args:
+        ties_even: to the even code, and keep the sign of zero; otherwise to the smaller magnitude,
+            and zero has no sign.
+    """
+    levels = torch.tensor(_E2M1, dtype=x.dtype, device=x.device)
+    middle = (levels[1:] + levels[:-1]) / 2
+    code = torch.bucketize(x.abs(), middle)  # a tie goes down
+    if ties_even:
+        up = torch.bucketize(x.abs(), middle, right=True)
+        code = torch.where(code % 2 == 0, code, up)
+    sign = torch.signbit(x) if ties_even else torch.signbit(x) & (code > 0)
+    return (code + 8 * sign).to(torch.uint8)
+
+
+def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
+    """fp32 values of e2m1 codes."""
+    levels = torch.tensor(_E2M1, device=code.device)
+    return torch.where(code >= 8, -levels[code.long() % 8], levels[code.long() % 8])
+
+
+def ceil_log2(x: torch.Tensor) -> torch.Tensor:
+    """Smallest integer k with x <= 2^k, exactly; x positive, of x's dtype."""
+    mantissa, exponent = torch.frexp(x)  # 1/2 <= mantissa < 1
+    return exponent - (mantissa == 0.5).to(exponent.dtype)
+
+
+def quantise(
+    x: torch.Tensor, spec: CompressorSpec, fp8_scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finished rows [N, d] as the bytes of ``spec.cache_format``.
+
+    Returns:
+        data [N, data bytes] and scales [N, scale bytes], both uint8 (see ``RECORD_BYTES``).
+    """
+    n, d = x.shape
+    fp8, rounding = spec.fp8, spec.rounding
+    top = 448.0 if fp8 == "ocp" else 224.0
+    none = torch.empty((n, 0), dtype=torch.uint8, device=x.device)
+    if d == 512 or rounding != "sglang":
+        x = round_bf16(x)
+    if spec.cache_format == "bf16_rows":
+        return x.float().bfloat16().view(torch.uint8), none
+    if spec.cache_format == "fp8_rows":
+        return encode_e4m3((x / fp8_scale).clamp(-top, top), fp8), none
+    if spec.cache_format == "fp8_ds_mla":
+        groups = x[:, :-ROPE_DIM].view(n, -1, 64)
+        k = ceil_log2(groups.abs().amax(-1).clamp(min=1e-4) / top)
+        codes = encode_e4m3(groups * torch.exp2(-k.to(x.dtype))[..., None], fp8).flatten(1)
+        tail = x[:, -ROPE_DIM:].float().bfloat16().view(torch.uint8)
+        pad = torch.zeros((n, 1), dtype=torch.uint8, device=x.device)
+        return torch.cat((codes, tail), 1), torch.cat(((k + 127).to(torch.uint8), pad), 1)
+    if spec.cache_format == "indexer_fp8":
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / top
+        if rounding != "sglang":
+            scale = torch.exp2(ceil_log2(scale).to(x.dtype))
+        return encode_e4m3((x / scale).clamp(-top, top), fp8), scale.float().view(torch.uint8)
+    groups = x.view(n, -1, 32)
+    floor = 1e-4 if rounding == "sglang" else 6 * 2.0**-126
+    k = ceil_log2(groups.abs().amax(-1).clamp(min=floor) / 6)
+    code = encode_e2m1(groups * torch.exp2(-k.to(x.dtype))[..., None], rounding != "sglang")
+    code = code.flatten(1)
+    return code[:, 0::2] | (code[:, 1::2] << 4), (k + 127).to(torch.uint8)
+
+
+def dequantise(
+    data: torch.Tensor, scales: torch.Tensor, spec: CompressorSpec, fp8_scale: float = 1.0
+) -> torch.Tensor:
+    """What an engine reads from the bytes of ``quantise``: [N, d] fp32."""
+    if spec.cache_format == "bf16_rows":
+        return data.contiguous().view(torch.bfloat16).float()
+    if spec.cache_format == "fp8_rows":
+        return decode_e4m3(data, spec.fp8) * fp8_scale
+    if spec.cache_format == "indexer_fp8":
+        return decode_e4m3(data, spec.fp8) * scales.contiguous().view(torch.float32)
+    if spec.cache_format == "fp8_ds_mla":
+        k = scales[:, :7].float() - 127
+        codes = decode_e4m3(data[:, :448].contiguous(), spec.fp8).view(-1, 7, 64)
+        tail = data[:, 448:].contiguous().view(torch.bfloat16).float()
+        return torch.cat(((codes * torch.exp2(k)[..., None]).flatten(1), tail), 1)
+    code = torch.stack((data & 15, data >> 4), -1).flatten(1)
+    k = scales.float() - 127
+    return (decode_e2m1(code).view(-1, 4, 32) * torch.exp2(k)[..., None]).flatten(1)
+
+
+def store(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    page_tokens: int,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """Write records to their slots of cache [pages, page bytes] uint8; slots < 0 store nothing."""
+    width, scale_width = data.shape[1], scales.shape[1]
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        page, i = cache[slot // page_tokens], slot % page_tokens
+        page[i * width : (i + 1) * width] = data[row]
+        first = page_tokens * width + i * scale_width
+        page[first : first + scale_width] = scales[row]
+
+
+def load(
+    cache: torch.Tensor, slots: torch.Tensor, page_tokens: int, cache_format: CacheFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The (data, scales) bytes in ``slots``, the inverse of ``store``."""
+    width, scale_width = RECORD_BYTES[cache_format]
+    data, scales = [], []
+    for slot in slots.tolist():
+        page, i = cache[slot // page_tokens], slot % page_tokens
+        data.append(page[i * width : (i + 1) * width])
+        first = page_tokens * width + i * scale_width
+        scales.append(page[first : first + scale_width])
+    return torch.stack(data), torch.stack(scales)

@@ -1,0 +1,170 @@
+"""A decode step in one launch, byte for byte: every format, rounding and plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4_backend import compress_decode_, compress_decode_pair_, reference_step
+from tests.dsv4.cases import (
+    TARGET,
+    Engine,
+    assert_records,
+    expected_rows,
+    make_history,
+    make_layer,
+    make_spec,
+)
+
+# For ratio r: in the middle of a window, first window, a later window, one before its end.
+LENGTHS = {4: [6, 4, 24, 11], 128: [130, 128, 256, 127]}
+
+
+def prepare(spec, layout, state_dtype=torch.float32, input_dtype=torch.float32, seed=0):
+    """An engine whose requests are all but their newest token in the state."""
+    layer = make_layer(spec, seed)
+    lengths = LENGTHS[spec.compress_ratio]
+    engine = Engine(layout, spec, lengths, state_dtype)
+    histories = [make_history(spec, length, 10 * seed + n) for n, length in enumerate(lengths)]
+    for request, history in enumerate(histories):
+        engine.fill_state(layer, request, history[:-1])
+    if state_dtype != torch.float32:  # what a bf16 state gives back
+        histories = [torch.cat((_through(h[:-1], state_dtype), h[-1:])) for h in histories]
+    entries = [(0, lengths[0]), None, (1, lengths[1]), (2, lengths[2]), None, (3, lengths[3])]
+    padded = torch.full((len(entries), spec.row_width + 32), torch.nan, dtype=input_dtype)
+    kv_score = padded.to(layer.ape.device)[:, : spec.row_width]
+    for n, entry in enumerate(entries):
+        if entry is not None:
+            kv_score[n] = histories[entry[0]][-1].to(input_dtype)
+    return layer, engine, histories, entries, kv_score
+
+
+def _through(history, dtype):
+    return history.to(dtype).float()
+
+
+def check(layer, engine, histories, entries, state_before):
+    """Caches as the definition says, state rows of the new tokens exact, all others untouched."""
+    spec = layer.spec
+    want = {}
+    state = state_before.clone()
+    for entry in entries:
+        if entry is None:
+            continue
+        request, seq_len = entry
+        if seq_len % spec.compress_ratio == 0:
+            want[engine.slot(request, seq_len)] = expected_rows(layer, histories[request])[-1]
+        page, row = engine.locate(request, seq_len - 1)
+        state[page, row] = engine.expected_row(layer, histories[request][-1], seq_len - 1)
+    assert_records(engine, layer, want)
+    torch.testing.assert_close(engine.state, state, rtol=0, atol=0, equal_nan=True)
+
+
+def run(spec, layout, **kwargs):
+    layer, engine, histories, entries, kv_score = prepare(spec, layout, **kwargs)
+    before = engine.state.clone()
+    plan = engine.decode_plan(entries)
+    compress_decode_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
+    check(layer, engine, histories, entries, before)
+
+
+FORMATS = ["fp8_ds_mla", "bf16_rows", "fp8_rows", "indexer_fp8", "indexer_mxfp4"]
+
+
+@pytest.mark.parametrize("rounding", ["official", "sglang", "vllm"])
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_formats_and_roundings(cache_format: str, rounding: str) -> None:
+    run(make_spec(cache_format, rounding=rounding), "ring")
+
+
+@pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
+@pytest.mark.parametrize(
+    "cache_format, ratio", [("fp8_ds_mla", 4), ("indexer_fp8", 4), ("fp8_ds_mla", 128)]
+)
+def test_plans(cache_format: str, ratio: int, layout: str) -> None:
+    run(make_spec(cache_format, ratio, page_tokens=3), layout, seed=1)
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_rows", "indexer_fp8"])
+@pytest.mark.parametrize("rounding", ["sglang", "vllm"])
+def test_fnuz(cache_format: str, rounding: str) -> None:
+    run(make_spec(cache_format, rounding=rounding, fp8="fnuz"), "ring", seed=2)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("rope_layout", ["interleaved", "split"])
+def test_rope_layouts_and_rotation(rope_layout: str, rotate: bool) -> None:
+    spec = make_spec("indexer_mxfp4", rope_layout=rope_layout, rotate=rotate)
+    run(spec, "paged", seed=3)
+
+
+@pytest.mark.parametrize("layout", ["ring", "paged"])
+def test_bf16_input(layout: str) -> None:
+    run(make_spec("indexer_fp8"), layout, input_dtype=torch.bfloat16, seed=4)
+
+
+def test_bf16_state() -> None:
+    run(make_spec("indexer_fp8"), "ring", state_dtype=torch.bfloat16, seed=5)
+
+
+@pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
+def test_pair_equals_its_parts(layout: str) -> None:
+    main = prepare(make_spec("fp8_ds_mla"), layout, seed=6)
+    indexer = prepare(make_spec("indexer_fp8", page_tokens=5), layout, seed=7)
+    table = main[0].rope_table
+    object.__setattr__(indexer[0], "rope_table", table)
+    plans = [part[1].decode_plan(part[3]) for part in (main, indexer)]
+    if layout == "paged":
+        object.__setattr__(plans[1], "requests", plans[0].requests)
+    before = [part[1].state.clone() for part in (main, indexer)]
+    parts = [(part[0], part[4], part[1].state, part[1].cache) for part in (main, indexer)]
+    compress_decode_pair_(parts[0], parts[1], plans[0], plans[1], target=TARGET)
+    for part, state in zip((main, indexer), before, strict=True):
+        check(*part[:4], state)
+
+
+@pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_the_reference_step_is_the_definition(layout: str, ratio: int) -> None:
+    spec = make_spec("fp8_ds_mla", ratio)
+    layer, engine, histories, entries, kv_score = prepare(spec, layout, seed=8)
+    before = engine.state.clone()
+    plan = engine.decode_plan(entries)
+    reference_step.step(layer, kv_score, engine.state, engine.cache, plan)
+    check(layer, engine, histories, entries, before)
+
+
+def test_a_negative_slot_writes_the_state_and_no_row() -> None:
+    layer, engine, histories, entries, kv_score = prepare(make_spec("indexer_fp8"), "ring", seed=9)
+    before = engine.state.clone()
+    plan = engine.decode_plan(entries)
+    plan.slots[3] = -1
+    compress_decode_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
+    spec, want = layer.spec, {}
+    for request, seq_len in [entries[2]]:
+        want[engine.slot(request, seq_len)] = expected_rows(layer, histories[request])[-1]
+    assert_records(engine, layer, want)
+    page, row = engine.locate(2, LENGTHS[spec.compress_ratio][2] - 1)
+    assert torch.equal(engine.state[page, row], histories[2][-1])
+    assert not torch.equal(engine.state, before)
+
+
+def test_duplicate_entries_store_once_what_each_would() -> None:
+    layer, engine, histories, entries, kv_score = prepare(make_spec("indexer_fp8"), "ring", seed=11)
+    before = engine.state.clone()
+    doubled = entries + entries
+    plan = engine.decode_plan(doubled)
+    both = torch.cat((kv_score, kv_score))
+    compress_decode_(layer, both, engine.state, engine.cache, plan, target=TARGET)
+    check(layer, engine, histories, entries, before)
+
+
+def test_no_requests() -> None:
+    layer, engine, _, _, kv_score = prepare(make_spec("indexer_fp8"), "ring", seed=12)
+    before = engine.state.clone()
+    plan = engine.decode_plan([None])
+    object.__setattr__(plan, "plan", plan.plan[:0])
+    object.__setattr__(plan, "slots", plan.slots[:0])
+    compress_decode_(layer, kv_score[:0], engine.state, engine.cache, plan, target=TARGET)
+    assert_records(engine, layer, {})
+    torch.testing.assert_close(engine.state, before, rtol=0, atol=0, equal_nan=True)
