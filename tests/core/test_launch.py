@@ -206,3 +206,15 @@ def test_interpreter_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert y.isnan().all()
     launch((3, 1, 1), x, y, mask, 3, 16, 2.0)
     torch.testing.assert_close(y, x * mask * 2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_the_gpu_every_variant_gives_the_right_answer() -> None:
+    launch = _launch(JITFunction(scale_rows))
+    storage = torch.randn(8 * 48, device="cuda")
+    for offset, num_rows, stride in ((0, 3, 16), (1, 3, 16), (0, 1, 16), (0, 3, 17), (0, 16, 16)):
+        x = storage.as_strided((num_rows, 16), (stride, 1), offset)
+        y = torch.empty_like(storage).as_strided((num_rows, 16), (stride, 1), offset)
+        launch((num_rows, 1, 1), x, y, None, num_rows, stride, 2.0)
+        torch.testing.assert_close(y, x * 2.0)
