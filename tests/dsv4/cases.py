@@ -242,8 +242,9 @@ def expected_rows(layer: CompressorLayer, history: torch.Tensor) -> torch.Tensor
 def assert_records(engine: Engine, layer: CompressorLayer, want: dict[int, torch.Tensor]) -> None:
     """The cache holds the quantised float64 rows in exactly these slots, and poison elsewhere.
 
-    A byte must be that of the row, or of the row moved by what fp32 cannot tell apart. Where the
-    official rounding points amplify such a difference, one step of the code is allowed.
+    Where a byte is not that of the row, its value must lie between those of the row moved down and
+    up by what fp32 cannot tell apart; the official rounding points amplify such a difference, there
+    one step of the code is allowed.
     """
     spec = engine.spec
     slots = torch.tensor(sorted(want), dtype=torch.int64)
@@ -262,22 +263,27 @@ def assert_records(engine: Engine, layer: CompressorLayer, want: dict[int, torch
         return
     rows = torch.stack([want[int(slot)] for slot in slots])
     data, scales = reference.load(engine.cache, slots, spec.page_tokens, spec.cache_format)
-    move = 5e-7 * rows.abs().amax(1, keepdim=True)
+    # An fp32 sum of r rows of mixed signs errs by about sqrt(r) roundings of its larger terms.
+    move = 2.5e-7 * spec.compress_ratio**0.5 * rows.abs().amax(1, keepdim=True)
     tries = [reference.quantise(rows + d * move, spec, layer.fp8_scale) for d in (0, 1, -1)]
+    want_data, want_scales = tries[0]
+    got = reference.dequantise(data, scales, spec, layer.fp8_scale)
+    ideal, high, low = (reference.dequantise(*t, spec, layer.fp8_scale) for t in tries)
+    equal = (data == want_data).float().mean()
     if spec.cache_format == "indexer_fp8" and spec.rounding == "sglang":
-        scale, wanted = scales.contiguous().view(torch.float32), tries[0][1].view(torch.float32)
-        torch.testing.assert_close(scale, wanted, rtol=2e-6, atol=0)
+        scale, want_scale = (x.contiguous().view(torch.float32) for x in (scales, want_scales))
+        torch.testing.assert_close(scale, want_scale, rtol=2e-6, atol=0)
+        slack = 2e-6 * got.abs()
     else:
         assert _among(scales, [t[1] for t in tries]).all()
-    right = _among(data, [t[0] for t in tries])
+        slack = torch.zeros_like(got)
     if spec.rounding == "official":
-        got = reference.dequantise(data, scales, spec, layer.fp8_scale)
-        ideal = reference.dequantise(*tries[0], spec, layer.fp8_scale)
-        assert right.float().mean() > 0.98
+        assert equal > 0.98
         torch.testing.assert_close(got, ideal, rtol=0.15, atol=float(ideal.abs().max()) / 64)
-    else:
-        assert right.all(), f"{(~right).sum()} of {right.numel()} bytes differ"
-        assert (data == tries[0][0]).float().mean() > 0.995
+        return
+    right = (torch.minimum(low, high) - slack <= got) & (got <= torch.maximum(low, high) + slack)
+    assert right.all(), f"{(~right).sum()} of {right.numel()} values differ"
+    assert equal > 0.995, f"only {equal:.4f} of the bytes are equal"
 
 
 def _among(got: torch.Tensor, options: list[torch.Tensor]) -> torch.Tensor:
