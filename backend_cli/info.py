@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from backend_cli.errors import BadInputError
 from backend_core import __version__
 from backend_core.engines import ENGINES
-from backend_core.path_table import PHASES, PathTable, explain, load_table
+from backend_core.path_table import PHASES, PathRow, PathTable, explain, feature_sets, load_table
 from backend_core.strict import strict_mode
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
@@ -34,7 +35,7 @@ def info(
         list[str] | None,
         typer.Option(
             metavar="FEATURE",
-            help="Show what is refused to a model that needs this feature. Repeatable.",
+            help="Show the paths, and refusals, of a model that needs this feature. Repeatable.",
         ),
     ] = None,
     as_json: Annotated[
@@ -42,7 +43,7 @@ def info(
     ] = False,
 ) -> None:
     """Show the platform, the versions found, and the kernel path of every grid with its reason."""
-    report = build_report(_resolve_targets(target or []), frozenset(requires or []))
+    report = build_report(_resolve_targets(target or []), frozenset(requires or ()))
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -60,9 +61,13 @@ def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, A
     - ``strict``: whether ``KDA_DSV4_STRICT`` is on;
     - ``targets``: for each target asked for, its fields and ``families``: each with ``family``,
       ``table`` (the file, or ``null``), ``error`` (why there is none, or ``null``) and ``phases``:
-      each with ``phase`` and ``rows``, in the table's order: ``path``, ``low`` and ``high`` (the
-      grids it serves, inclusive; ``high`` is ``null`` for no limit, both are for a refused row),
-      ``refusal`` (why, or ``null``), ``params``, ``features``, ``measured``, ``provenance``.
+      each with ``phase`` and ``selections``: each with ``requires``, the features that a kind of
+      model needs, and ``rows``, in the table's order: ``path``, ``low`` and ``high`` (the grids it
+      serves, inclusive; ``high`` is ``null`` for no limit, both are for a refused row), ``refusal``
+      (why, or ``null``), ``params``, ``features``, ``measured``, ``provenance``.
+
+    With ``requires`` there is one selection, of every row. Without, there is one for each feature
+    set in the table, of the rows that have it.
     """
     return {
         "schema": SCHEMA,
@@ -115,20 +120,35 @@ def _family(family: str, target: Target, requires: frozenset[str]) -> dict[str, 
 
 
 def _phase(table: PathTable, phase: str, requires: frozenset[str]) -> dict[str, Any]:
-    rows = [
-        {
-            "path": row.path.name,
-            "low": row.low,
-            "high": row.high,
-            "refusal": row.refusal,
-            "params": dict(row.path.params),
-            "features": sorted(row.path.features),
-            "measured": row.path.measured,
-            "provenance": row.path.provenance,
-        }
-        for row in explain(table, phase, requires)
-    ]
-    return {"phase": phase, "rows": rows}
+    if requires:
+        selections = [_selection(requires, explain(table, phase, requires))]
+    else:
+        selections = [
+            _selection(
+                kind, [row for row in explain(table, phase, kind) if kind <= row.path.features]
+            )
+            for kind in feature_sets(table, phase)
+        ]
+    return {"phase": phase, "selections": selections}
+
+
+def _selection(requires: frozenset[str], rows: Iterable[PathRow]) -> dict[str, Any]:
+    return {
+        "requires": sorted(requires),
+        "rows": [
+            {
+                "path": row.path.name,
+                "low": row.low,
+                "high": row.high,
+                "refusal": row.refusal,
+                "params": dict(row.path.params),
+                "features": sorted(row.path.features),
+                "measured": row.path.measured,
+                "provenance": row.path.provenance,
+            }
+            for row in rows
+        ],
+    }
 
 
 def _version(package: str) -> str | None:
@@ -167,11 +187,16 @@ def _print_family(console: Console, target: dict[str, Any], family: dict[str, An
         console.print(f"{title}: {family['error']}", soft_wrap=True)
         return
     console.print(f"{title}, from {family['table']}", soft_wrap=True)
-    table = Table("phase", "grid", "path", "parameters", "chosen because", box=None, pad_edge=False)
     for phase in family["phases"]:
-        for row in phase["rows"]:
-            params = " ".join(f"{key}={value}" for key, value in row["params"].items())
-            grid = "none" if row["low"] is None else f"{row['low']} to {row['high'] or 'any'}"
-            reason = f"refused: {row['refusal']}" if row["refusal"] else row["provenance"]
-            table.add_row(phase["phase"], grid, row["path"], params, reason)
-    console.print(table)
+        for selection in phase["selections"]:
+            needs = ", ".join(selection["requires"]) or "none"
+            console.print(f"\n{phase['phase']}, models with needs among: {needs}", soft_wrap=True)
+            table = Table("grid", "path", box=None, pad_edge=False)
+            table.add_column("parameters", overflow="fold")
+            table.add_column("reason", overflow="fold")
+            for row in selection["rows"]:
+                params = " ".join(f"{key}={value}" for key, value in row["params"].items())
+                grid = "none" if row["low"] is None else f"{row['low']} to {row['high'] or 'any'}"
+                reason = f"refused: {row['refusal']}" if row["refusal"] else row["provenance"]
+                table.add_row(grid, row["path"], params, reason)
+            console.print(table)

@@ -47,6 +47,7 @@ __all__ = [
     "PathSelection",
     "PathTable",
     "explain",
+    "feature_sets",
     "load_table",
     "select",
 ]
@@ -168,6 +169,11 @@ def explain(
         PathRow(row, *next(buckets), None) if refusal is None else PathRow(row, None, None, refusal)
         for row, refusal in zip(declared, refusals, strict=True)
     )
+
+
+def feature_sets(table: PathTable, phase: str) -> list[frozenset[str]]:
+    """The kinds of model that rows of ``phase`` are written for: their distinct feature sets."""
+    return list(dict.fromkeys(row.features for row in table.rows if row.phase == phase))
 
 
 def select(table: PathTable, phase: str, requires: frozenset[str] = frozenset()) -> PathSelection:

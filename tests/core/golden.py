@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 from backend_core import path_table
-from backend_core.path_table import PHASES, explain, load_table
+from backend_core.path_table import PHASES, feature_sets, load_table, select
 from backend_core.target import Target
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -23,13 +23,17 @@ def shipped_tables() -> list[tuple[str, Target]]:
 
 
 def render() -> str:
-    """One line for each row of each table, as on a machine without any vendor package."""
+    """The rows chosen for each kind of model a table serves, with no vendor package installed."""
     lines = []
     with mock.patch.object(path_table, "_is_installed", return_value=False):
         for family, target in shipped_tables():
             table = load_table(family, target, directory=CONFIGS)
             lines.append(f"# {family}/{target.key}")
-            lines += [str(row) for phase in PHASES[family] for row in explain(table, phase)]
+            for phase in PHASES[family]:
+                for kind in feature_sets(table, phase):
+                    lines.append(f"{phase}, needing {', '.join(sorted(kind)) or 'nothing'}")
+                    rows = select(table, phase, kind).explain()
+                    lines += [f"    {row}" for row in rows if row.refusal is None]
     return "\n".join(lines) + "\n"
 
 

@@ -43,11 +43,14 @@ def test_info_shows_the_path_of_every_grid_and_the_reason() -> None:
     assert (code, err) == (0, "")
     assert "kda on H200, from " in out
     assert "strict    off" in out
-    expected = [row for row in report("--target", "H200")["targets"][0]["families"][0]["phases"]]
-    for phase in expected:
-        for row in phase["rows"]:
-            assert f"{phase['phase']}  " in out and row["path"] in out
-            assert f"{row['low']} to {row['high'] or 'any'}" in out
+    for phase in report("--target", "H200")["targets"][0]["families"][0]["phases"]:
+        for selection in phase["selections"]:
+            assert (
+                f"{phase['phase']}, for models that need {', '.join(selection['requires'])}" in out
+            )
+            assert selection["rows"][-1]["high"] is None
+            for row in selection["rows"]:
+                assert f"{row['low']} to {row['high'] or 'any'}  " in out and row["path"] in out
 
 
 def test_json_keys_are_the_documented_ones() -> None:
@@ -68,8 +71,10 @@ def test_json_keys_are_the_documented_ones() -> None:
         assert [phase["phase"] for phase in family["phases"]] == ["prefill", "decode"]
         row_keys = {"path", "low", "high", "refusal", "params", "features", "measured"}
         for phase in family["phases"]:
-            assert set(phase) == {"phase", "rows"}
-            assert all(set(row) == row_keys | {"provenance"} for row in phase["rows"])
+            assert set(phase) == {"phase", "selections"} and phase["selections"]
+            for selection in phase["selections"]:
+                assert set(selection) == {"requires", "rows"} and selection["rows"]
+                assert all(set(row) == row_keys | {"provenance"} for row in selection["rows"])
 
 
 def test_engine_support_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +100,9 @@ def test_other_targets_on_request() -> None:
 
 def test_refusals_are_reported() -> None:
     family = report("--target", "H200", "--requires", "teleport")["targets"][0]["families"][0]
-    rows = [row for phase in family["phases"] for row in phase["rows"]]
+    (selection,) = family["phases"][0]["selections"]
+    assert selection["requires"] == ["teleport"]
+    rows = selection["rows"]
     assert rows and all(row["refusal"] == "lacks teleport" and row["low"] is None for row in rows)
     assert "refused: lacks teleport" in " ".join(run("info", "--requires", "teleport")[1].split())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from backend_core import path_table
-from backend_core.path_table import PathTable, explain, load_table, select
+from backend_core.path_table import PathTable, explain, feature_sets, load_table, select
 from backend_core.target import KNOWN_TARGETS, Target
 
 H200 = KNOWN_TARGETS["H200"]
@@ -193,6 +193,12 @@ def test_of_alternatives_the_first_usable_serves(
     assert selection.lookup(11).params == {"b": 2}
     refusal = [r.refusal for r in selection.explain()][1]
     assert refusal == "needs the package flashinfer, which is not installed"
+
+
+def test_feature_sets_are_the_distinct_ones_in_order(tmp_path: Path) -> None:
+    table = three_buckets(tmp_path)
+    assert feature_sets(table, "prefill") == [{"varlen"}, {"varlen", "snapshots"}]
+    assert feature_sets(table, "decode") == [frozenset()]
 
 
 def test_phases_are_kept_apart(tmp_path: Path) -> None:
