@@ -45,9 +45,8 @@ def test_info_shows_the_path_of_every_grid_and_the_reason() -> None:
     assert "strict    off" in out
     for phase in report("--target", "H200")["targets"][0]["families"][0]["phases"]:
         for selection in phase["selections"]:
-            assert (
-                f"{phase['phase']}, for models that need {', '.join(selection['requires'])}" in out
-            )
+            needs = ", ".join(selection["requires"])
+            assert f"{phase['phase']}, models with needs among: {needs}" in out
             assert selection["rows"][-1]["high"] is None
             for row in selection["rows"]:
                 assert f"{row['low']} to {row['high'] or 'any'}  " in out and row["path"] in out
