@@ -1,0 +1,122 @@
+"""Hugging Face transformers: its own ``kimi_linear`` model on this backend.
+
+    from kda_backend.engines import transformers as kda
+
+    kda.enable()      # from here on every KimiLinear model of the process runs on this backend
+    model.generate(...)
+    kda.disable()     # stock again
+
+transformers' KDA layer finds its two operators by their module-level names, at each call: that is
+where they are exchanged. Weights, caches and masks stay transformers' own; the layer hands over
+activated inputs (g is the log decay, beta lies in (0, 1)) and a recurrent state [B, H, K, V] fp32.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import kda_backend
+from backend_core.engines import ENGINES
+from backend_core.strict import fallback
+from kda_backend.paths import plan_for
+
+_MODULE = "transformers.models.kimi_linear.modeling_kimi_linear"
+_CHUNK = "chunk_kimi_delta_attention"
+_RECURRENT = "recurrent_kimi_delta_attention"
+
+_stock: dict[str, Any] = {}
+
+
+def enable() -> None:
+    """Run transformers' ``kimi_linear`` models of this process through this backend.
+
+    Takes effect at the next forward, for models loaded before and after; a second call changes
+    nothing. The backend has no backward pass: inputs that need gradients raise ValueError.
+
+    Raises:
+        ImportError: transformers is not installed, is older than the first supported release, or
+            has no such operators any more.
+    """
+    if _stock:
+        return
+    modeling = _modeling()
+    _stock.update({name: getattr(modeling, name) for name in (_CHUNK, _RECURRENT)})
+    setattr(modeling, _CHUNK, _on_backend(_CHUNK, kda_backend.chunk_kda))
+    setattr(modeling, _RECURRENT, _on_backend(_RECURRENT, kda_backend.fused_recurrent_kda))
+
+
+def disable() -> None:
+    """Put back the very functions that `enable` replaced; without `enable` it does nothing."""
+    for name, function in _stock.items():
+        setattr(importlib.import_module(_MODULE), name, function)
+    _stock.clear()
+
+
+def is_enabled() -> bool:
+    """Whether ``kimi_linear`` models run through this backend now."""
+    return bool(_stock)
+
+
+def _modeling() -> ModuleType:
+    engine = ENGINES["transformers"]
+    version = engine.installed()
+    if version is None:
+        raise ImportError(f"transformers {engine.supported} is not installed")
+    if not engine.supports(version):
+        raise ImportError(f"transformers must be {engine.supported}, got {version}")
+    modeling = importlib.import_module(_MODULE)
+    missing = [name for name in (_CHUNK, _RECURRENT) if not callable(getattr(modeling, name, None))]
+    if missing:
+        raise ImportError(f"transformers {version} has no {' and no '.join(missing)} in {_MODULE}")
+    return modeling
+
+
+def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for transformers' operator ``name``: it takes what the layer passes.
+
+    q, k, v, g ``[B, T, H, D]``, beta ``[B, T, H]``, state ``[B, H, K, V]`` fp32.
+    ``model_arguments`` are those of the model's forward, which transformers hands to every
+    operator; no operator, stock ones included, has a use for them.
+    """
+
+    def operator(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **model_arguments: Any,
+    ) -> Any:
+        call = ours if _has_path(query, value) else _stock[name]
+        return call(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )
+
+    return operator
+
+
+def _has_path(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a kernel path serves these heads on this device; if not, say so once."""
+    heads, key_dim = query.shape[2:]
+    value_heads, value_dim = value.shape[2:]
+    try:
+        plan_for(query.device, heads, value_heads, key_dim, value_dim, False)
+    except LookupError as error:
+        fallback(str(error))
+        return False
+    return True
