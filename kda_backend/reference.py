@@ -183,7 +183,7 @@ def _scores(
         k_low = b_k[:, :, 0] * _sum_after(g_low).exp()
         decay = g_up.cumsum(-2).exp()
         for a, x in ((a_qk, b_q), (a_kk, b_k)):
-            blocks = a.view(len(q), -1, 2 * half, size // (2 * half), 2 * half)
+            blocks = a.view(len(q), size // (2 * half), 2 * half, size // (2 * half), 2 * half)
             blocks = blocks.diagonal(dim1=1, dim2=3)  # [chunks, 2h, 2h, blocks]
             score = (x[:, :, 1] * decay) @ k_low.mT
             blocks[:, half:, :half] = score.movedim(1, -1)

@@ -1,0 +1,41 @@
+"""Without a GPU the kernels run under Triton's interpreter, which must be on when they are read."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # the interpreter's own: one-element arrays as integers, and numpy's overflow to infinity
+    for warning in (
+        "Conversion of an array with ndim:DeprecationWarning",
+        "overflow:RuntimeWarning",
+    ):
+        config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Workers of pytest-xdist share the cores; more threads only wait for one another."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run: the GPU, or the CPU under the interpreter."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh for each test, and shown when it fails; KDA_TEST_SEED repeats one."""
+    value = int(os.environ.get("KDA_TEST_SEED") or random.SystemRandom().getrandbits(31))
+    print(f"inputs of KDA_TEST_SEED={value}")
+    return value
