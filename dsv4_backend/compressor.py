@@ -29,7 +29,7 @@ def run_in_place(
 ) -> None:
     selected = paths.in_place_paths(target, plan.phase, kv.shape[1], compress_ratio, rotate)
     entries = plan.seq_lens if isinstance(plan, plans.SeqLens) else plan.rows
-    launch = selected.launch(max(plan.num_tokens, 1))
+    launch = selected.launch(plan.num_tokens)
     if launch is None:
         reference_step.compress_in_place(kv, weight, eps, rope_table, plan, compress_ratio, rotate)
         return
@@ -43,7 +43,7 @@ def run_decode(target: Target, part: Part, plan: plans.DecodePlan) -> None:
     layer, kv_score, state, cache = part
     rows = plan.num_tokens
     selected = paths.decode_paths(target, layer.spec, plan.layout, state.shape[1])
-    launch = selected.launch(max(rows, 1))
+    launch = selected.launch(rows)
     if launch is None:
         reference_step.step(layer, kv_score, state, cache, plan)
         return
@@ -68,7 +68,7 @@ def run_decode_pair(
     rows = main_plan.num_tokens
     state_blocks = (main[2].shape[1], indexer[2].shape[1])
     selected = paths.pair_paths(target, layer.spec, other.spec, main_plan.layout, state_blocks)
-    launch = selected.launch(max(rows, 1))
+    launch = selected.launch(rows)
     if launch is None:
         reference_step.step(*main, main_plan)
         reference_step.step(*indexer, indexer_plan)
@@ -90,27 +90,38 @@ def run_decode_pair(
 
 def run_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
     layer, kv_score, state, cache = part
-    key = (target, layer.spec, plan.layout, state.shape[1])
-    selected = paths.prefill_paths(*key)
     windows = plan.ends if isinstance(plan, plans.PagedPrefill) else plan.windows
     num_windows = windows.shape[0]
-    launch = selected.launch(max(num_windows, 1))
-    if launch is None:
+    selected = paths.prefill_paths(target, layer.spec, plan.layout, state.shape[1])
+    launches = selected.launch(num_windows)
+    if launches is None:
         reference_step.step(layer, kv_score, state, cache, plan)
         return
-    strides = _strides(part)
+    strides, table_stride = _strides(part), layer.rope_table.stride(0)
     plan_ptr, aux, positions, requests, table = _prefill_pointers(plan)
-    launch(
+    write_ptr, write_aux, num_writes = _write_pointers(plan)
+    eps, inv_scale = layer.spec.eps, 1.0 / layer.fp8_scale
+    if launches.num_splits > 1:
+        pooled = kv_score.new_empty((num_windows, layer.spec.head_dim), dtype=torch.float32)
+        launches.windows(
+            (num_windows, launches.num_splits, 1),
+            kv_score, state, layer.ape, pooled, plan_ptr, aux, positions, requests, table,
+            *strides, table.stride(0),
+        )  # fmt: skip
+        launches.rest(
+            (num_windows + num_writes, 1, 1),
+            pooled, kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
+            plan_ptr, aux, write_ptr, write_aux, positions, requests, plan.slots, num_windows,
+            eps, inv_scale, *strides, table_stride, cache.stride(0),
+        )  # fmt: skip
+        return
+    launches.windows(
         (num_windows, 1, 1),
         kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
         plan_ptr, aux, positions, requests, table, plan.slots,
-        layer.spec.eps, 1.0 / layer.fp8_scale,
-        *strides, layer.rope_table.stride(0), table.stride(0), cache.stride(0),
+        eps, inv_scale, *strides, table_stride, table.stride(0), cache.stride(0),
     )  # fmt: skip
-    write_ptr, write_aux, num_writes = _write_pointers(plan)
-    write = paths.write_paths(*key).launch(max(num_windows, 1))
-    assert write is not None
-    write(
+    launches.rest(
         (num_writes, 1, 1),
         kv_score, state, layer.ape, write_ptr, write_aux, positions, *strides,
     )  # fmt: skip

@@ -6,8 +6,9 @@ Triton and the kernels are imported where a launch is built: the reference needs
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from backend_core.path_table import KernelPath, PathSelection, load_table, select
 from backend_core.target import Target
@@ -16,37 +17,44 @@ from dsv4_backend.metadata import CompressorSpec
 if TYPE_CHECKING:
     from backend_core.launch import KernelLaunch
 
-Params = Mapping[str, int | bool | str]
+T = TypeVar("T")
 
 
-class Paths:
-    """The kernel paths of one phase, each with its launch; ``None`` is the torch reference."""
+@dataclass(frozen=True)
+class PrefillLaunches:
+    """A prefill step: windows, then what must come after every window was pooled.
+
+    Attributes:
+        windows: ``prefill_step_kernel``, or, where channels are split, ``pool_columns_kernel``.
+        rest: ``state_write_kernel``, or ``finish_and_write_kernel``.
+        num_splits: programs for each window; with one a window is finished where it is pooled.
+    """
+
+    windows: KernelLaunch
+    rest: KernelLaunch
+    num_splits: int
+
+
+class Paths(Generic[T]):
+    """The kernel paths of one phase, each with what it launches."""
 
     def __init__(
-        self,
-        target: Target,
-        phase: str,
-        feature: str,
-        build: Callable[[Params], KernelLaunch],
+        self, target: Target, phase: str, feature: str, build: Callable[[KernelPath], T]
     ) -> None:
-        table = load_table("dsv4", target)
         requires = frozenset() if target.vendor == "cpu" else frozenset({feature})
-        self.selection: PathSelection = select(table, phase, requires)
-        self._launches: dict[int, KernelLaunch | None] = {
-            id(path): self._build(path, build) for path in self.selection.paths
+        self.selection: PathSelection = select(load_table("dsv4", target), phase, requires)
+        self._launches: dict[int, T | None] = {
+            id(path): None if path.name == "reference" else build(path)
+            for path in self.selection.paths
         }
 
-    @staticmethod
-    def _build(path: KernelPath, build: Callable[[Params], KernelLaunch]) -> KernelLaunch | None:
-        return None if path.name == "reference" else build(path.params)
-
-    def launch(self, rows: int) -> KernelLaunch | None:
-        """The launch for a call of ``rows`` plan entries."""
-        return self._launches[id(self.selection.lookup(rows))]
+    def launch(self, rows: int) -> T | None:
+        """The launch for a call of ``rows`` plan entries; ``None`` is the torch reference."""
+        return self._launches[id(self.selection.lookup(max(rows, 1)))]
 
 
-def _options(params: Params, name: str = "num_warps") -> dict[str, Any]:
-    return {"num_warps": params[name], "num_stages": 1}
+def _options(path: KernelPath, name: str = "num_warps") -> dict[str, Any]:
+    return {"num_warps": path.params[name], "num_stages": 1}
 
 
 def feature_of(spec: CompressorSpec) -> str:
@@ -54,7 +62,8 @@ def feature_of(spec: CompressorSpec) -> str:
     return "indexer" if spec.head_dim == 128 else f"main_c{spec.compress_ratio}"
 
 
-def _constexprs(spec: CompressorSpec, layout: str, state_block: int) -> dict[str, Any]:
+def step_constexprs(spec: CompressorSpec, layout: str, state_block: int) -> dict[str, Any]:
+    """What ``decode_step_kernel`` and ``prefill_step_kernel`` take, without launch parameters."""
     return {
         "D": spec.head_dim,
         "RATIO": spec.compress_ratio,
@@ -69,13 +78,32 @@ def _constexprs(spec: CompressorSpec, layout: str, state_block: int) -> dict[str
     }
 
 
+def pair_constexprs(
+    main: CompressorSpec, indexer: CompressorSpec, layout: str, state_blocks: tuple[int, int]
+) -> dict[str, Any]:
+    """What ``decode_pair_kernel`` takes."""
+    return {
+        "M_STATE_BLOCK": state_blocks[0],
+        "X_STATE_BLOCK": state_blocks[1],
+        "M_PAGE": main.page_tokens,
+        "X_PAGE": indexer.page_tokens,
+        "PLAN": layout,
+        "M_FORMAT": main.cache_format,
+        "X_FORMAT": indexer.cache_format,
+        "ROUNDING": main.rounding,
+        "IS_FNUZ": main.fp8 == "fnuz",
+        "IS_SPLIT_TABLE": main.rope_layout == "split",
+        "HAS_ROTATION": indexer.rotate,
+    }
+
+
 @functools.cache
 def in_place_paths(
     target: Target, phase: str, head_dim: int, compress_ratio: int, rotate: bool
-) -> Paths:
+) -> Paths[KernelLaunch]:
     """The paths of ``compress_norm_rope_hadamard_``."""
 
-    def build(params: Params) -> KernelLaunch:
+    def build(path: KernelPath) -> KernelLaunch:
         from backend_core.launch import KernelLaunch
         from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
 
@@ -85,21 +113,25 @@ def in_place_paths(
             "IS_DECODE": phase == "decode",
             "HAS_ROTATION": rotate,
         }
-        return KernelLaunch(norm_rope_rotate_kernel, constexprs, _options(params))
+        return KernelLaunch(norm_rope_rotate_kernel, constexprs, _options(path))
 
     return Paths(target, phase, f"in_place_{head_dim}", build)
 
 
 @functools.cache
-def decode_paths(target: Target, spec: CompressorSpec, layout: str, state_block: int) -> Paths:
+def decode_paths(
+    target: Target, spec: CompressorSpec, layout: str, state_block: int
+) -> Paths[KernelLaunch]:
     """The paths of a decode step of one part."""
 
-    def build(params: Params) -> KernelLaunch:
+    def build(path: KernelPath) -> KernelLaunch:
         from backend_core.launch import KernelLaunch
         from dsv4_backend.kernels.decode_step import decode_step_kernel
 
-        constexprs = _constexprs(spec, layout, state_block) | {"BLOCK_W": params["block_w"]}
-        return KernelLaunch(decode_step_kernel, constexprs, _options(params))
+        constexprs = step_constexprs(spec, layout, state_block) | {
+            "BLOCK_W": path.params["block_w"]
+        }
+        return KernelLaunch(decode_step_kernel, constexprs, _options(path))
 
     return Paths(target, "decode", feature_of(spec), build)
 
@@ -111,59 +143,47 @@ def pair_paths(
     indexer: CompressorSpec,
     layout: str,
     state_blocks: tuple[int, int],
-) -> Paths:
+) -> Paths[KernelLaunch]:
     """The paths of a C4 layer's decode step, main and indexer together."""
 
-    def build(params: Params) -> KernelLaunch:
+    def build(path: KernelPath) -> KernelLaunch:
         from backend_core.launch import KernelLaunch
         from dsv4_backend.kernels.decode_pair import decode_pair_kernel
 
-        constexprs = {
-            "M_STATE_BLOCK": state_blocks[0],
-            "X_STATE_BLOCK": state_blocks[1],
-            "M_PAGE": main.page_tokens,
-            "X_PAGE": indexer.page_tokens,
-            "PLAN": layout,
-            "M_FORMAT": main.cache_format,
-            "X_FORMAT": indexer.cache_format,
-            "ROUNDING": main.rounding,
-            "IS_FNUZ": main.fp8 == "fnuz",
-            "IS_SPLIT_TABLE": main.rope_layout == "split",
-            "HAS_ROTATION": indexer.rotate,
-        }
-        return KernelLaunch(decode_pair_kernel, constexprs, _options(params))
+        constexprs = pair_constexprs(main, indexer, layout, state_blocks)
+        return KernelLaunch(decode_pair_kernel, constexprs, _options(path))
 
     return Paths(target, "decode", "pair", build)
 
 
 @functools.cache
-def prefill_paths(target: Target, spec: CompressorSpec, layout: str, state_block: int) -> Paths:
-    """The paths of a prefill step's windows."""
+def prefill_paths(
+    target: Target, spec: CompressorSpec, layout: str, state_block: int
+) -> Paths[PrefillLaunches]:
+    """The paths of a prefill step."""
 
-    def build(params: Params) -> KernelLaunch:
+    def build(path: KernelPath) -> PrefillLaunches:
         from backend_core.launch import KernelLaunch
+        from dsv4_backend.kernels.finish_and_write import finish_and_write_kernel
+        from dsv4_backend.kernels.pool_columns import pool_columns_kernel
         from dsv4_backend.kernels.prefill_step import prefill_step_kernel
-
-        constexprs = _constexprs(spec, layout, state_block) | {"BLOCK_W": params["block_w"]}
-        return KernelLaunch(prefill_step_kernel, constexprs, _options(params))
-
-    return Paths(target, "prefill", feature_of(spec), build)
-
-
-@functools.cache
-def write_paths(target: Target, spec: CompressorSpec, layout: str, state_block: int) -> Paths:
-    """The paths of a prefill step's state rows."""
-
-    def build(params: Params) -> KernelLaunch:
-        from backend_core.launch import KernelLaunch
         from dsv4_backend.kernels.state_write import state_write_kernel
 
-        constexprs = {
-            "D": spec.head_dim,
-            "RATIO": spec.compress_ratio,
-            "STATE_BLOCK": state_block,
-            "PLAN": layout,
-        }
-        return KernelLaunch(state_write_kernel, constexprs, _options(params, "write_num_warps"))
+        step = step_constexprs(spec, layout, state_block)
+        rows = {name: step[name] for name in ("D", "RATIO", "STATE_BLOCK", "PLAN")}
+        rest_options = _options(path, "rest_num_warps")
+        block_w, block_d = path.params["block_w"], int(path.params.get("block_d", spec.head_dim))
+        if path.name == "column_split":
+            pool = rows | {"BLOCK_W": block_w, "BLOCK_D": block_d}
+            return PrefillLaunches(
+                KernelLaunch(pool_columns_kernel, pool, _options(path)),
+                KernelLaunch(finish_and_write_kernel, step, rest_options),
+                spec.head_dim // block_d,
+            )
+        return PrefillLaunches(
+            KernelLaunch(prefill_step_kernel, step | {"BLOCK_W": block_w}, _options(path)),
+            KernelLaunch(state_write_kernel, rows, rest_options),
+            1,
+        )
 
     return Paths(target, "prefill", feature_of(spec), build)

@@ -172,24 +172,18 @@ def pool_window(
         o_input = (o_w - (WINDOW - 1)).to(tl.int64) * stride_input_t
         input_ptrs = token_ptr + (o_input + o_c * D)[:, None] + o_d[None, :]
         state_ptrs = state_ptr + (o_state + o_c * D)[:, None] + o_d[None, :]
-        m_row = (m_input | m_state)[:, None]
-        m_input = m_input[:, None]
-        if token_ptr.dtype == state_ptr.dtype:
-            row_ptrs = tl.where(m_input, input_ptrs, state_ptrs)
-            b_kv = tl.load(row_ptrs, mask=m_row).to(tl.float32)
-            b_s = tl.load(row_ptrs + C * D, mask=m_row).to(tl.float32)
-        else:
-            m_state = m_state[:, None]
-            b_kv = tl.load(input_ptrs, mask=m_input).to(tl.float32)
-            b_s = tl.load(input_ptrs + C * D, mask=m_input).to(tl.float32)
-            b_old = tl.load(state_ptrs, mask=m_state).to(tl.float32)
-            b_kv = tl.where(m_input, b_kv, b_old)
-            b_old = tl.load(state_ptrs + C * D, mask=m_state).to(tl.float32)
-            b_s = tl.where(m_input, b_s, b_old)
+        m_input, m_state = m_input[:, None], m_state[:, None]
+        # Two masked loads, not one through a selected pointer: Triton 3.6 cannot compile that for
+        # AMD where the tensors are within 2 GiB.
+        b_kv = tl.load(input_ptrs, mask=m_input).to(tl.float32)
+        b_s = tl.load(input_ptrs + C * D, mask=m_input).to(tl.float32)
+        b_kv_old = tl.load(state_ptrs, mask=m_state).to(tl.float32)
+        b_s_old = tl.load(state_ptrs + C * D, mask=m_state).to(tl.float32)
+        b_kv = tl.where(m_input, b_kv, tl.where(m_state, b_kv_old, 0.0))
+        b_s = tl.where(m_input, b_s, b_s_old)
         if PLAN == "paged":  # the state holds score + ape
             b_ape = tl.where(m_input, b_ape, 0.0)
-        b_kv = tl.where(m_row, b_kv, 0.0)
-        b_s = tl.where(m_row, b_s + b_ape, NO_SCORE)
+        b_s = tl.where(m_input | m_state, b_s + b_ape, NO_SCORE)
         b_top = tl.maximum(b_max, tl.max(b_s, axis=0))
         b_scale = tl.exp(b_max - b_top)
         b_p = tl.exp(b_s - b_top[None, :])

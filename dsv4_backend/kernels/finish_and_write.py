@@ -1,0 +1,76 @@
+"""After pooling by columns: finish and store the windows, and write the state rows."""
+
+import triton
+import triton.language as tl
+
+from dsv4_backend.kernels.finish import finish_row
+from dsv4_backend.kernels.records import store_record
+from dsv4_backend.kernels.window import locate_prefill, locate_write, write_state_row
+
+
+@triton.jit(do_not_specialize=["num_windows"])
+def finish_and_write_kernel(
+    pooled_ptr,  # [N, D] fp32
+    input_ptr,  # [T, 2·C·D] fp32 or bf16
+    state_ptr,  # [pages, STATE_BLOCK, 2·C·D], written
+    ape_ptr,  # [RATIO, C, D]
+    weight_ptr,  # [D]
+    table_ptr,  # [positions, 64]
+    cache_ptr,  # uint8 [pages, page bytes]
+    plan_ptr,  # see window.locate_prefill
+    aux_ptr,
+    write_ptr,  # see window.locate_write
+    write_aux_ptr,
+    position_ptr,  # [T], PLAN "paged"
+    request_ptr,  # [T], PLAN "paged"
+    slot_ptr,  # [T]
+    num_windows,
+    eps,
+    inv_scale,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    stride_table_p,
+    stride_cache_p,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PLAN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    IS_FNUZ: tl.constexpr,
+    IS_SPLIT_TABLE: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
+):
+    """The first num_windows programs are windows, the others state rows."""
+    WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
+    i_n = tl.program_id(0)
+    if i_n < num_windows:
+        token, seq_len, _, _, _, _ = locate_prefill(
+            plan_ptr, aux_ptr, position_ptr, request_ptr, i_n, WINDOW, PLAN
+        )
+        if (token >= 0) & (seq_len > 0) & (seq_len % RATIO == 0):
+            slot = tl.load(slot_ptr + token).to(tl.int64)
+            if slot >= 0:
+                b_x = tl.load(pooled_ptr + i_n.to(tl.int64) * D + tl.arange(0, D))
+                b_x = finish_row(
+                    b_x, weight_ptr, table_ptr, seq_len - RATIO, eps, stride_table_p,
+                    D, ROUNDING, IS_SPLIT_TABLE, HAS_ROTATION,
+                )  # fmt: skip
+                store_record(
+                    b_x, cache_ptr, slot, stride_cache_p, inv_scale,
+                    D, PAGE, FORMAT, ROUNDING, IS_FNUZ,
+                )  # fmt: skip
+    else:
+        written, state_row, position = locate_write(
+            write_ptr, write_aux_ptr, position_ptr, i_n - num_windows, WINDOW, PLAN
+        )
+        if (written >= 0) & (state_row >= 0):
+            write_state_row(
+                input_ptr + written.to(tl.int64) * stride_input_t, state_ptr, ape_ptr, state_row,
+                position, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
+                D, RATIO, STATE_BLOCK, PLAN,
+            )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Compile every kernel that a shipped table chooses, for all four architectures, without a GPU.
+
+Run as a script it rewrites ``compile_report.json``; with the name of an architecture it prints that
+part as JSON, which is what the test compares. Triton's interpreter must be off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from backend_core.path_table import load_table, select
+from backend_core.target import KNOWN_TARGETS, Target
+from dsv4_backend import paths
+from dsv4_backend.kernels.decode_pair import decode_pair_kernel
+from dsv4_backend.kernels.decode_step import decode_step_kernel
+from dsv4_backend.kernels.finish_and_write import finish_and_write_kernel
+from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
+from dsv4_backend.kernels.pool_columns import pool_columns_kernel
+from dsv4_backend.kernels.prefill_step import prefill_step_kernel
+from dsv4_backend.kernels.state_write import state_write_kernel
+from tests.dsv4.cases import make_spec
+
+REPORT = Path(__file__).with_name("compile_report.json")
+TARGETS: dict[str, tuple[GPUTarget, Target]] = {
+    "sm90": (GPUTarget("cuda", 90, 32), KNOWN_TARGETS["H200"]),
+    "sm100": (GPUTarget("cuda", 100, 32), KNOWN_TARGETS["B200"]),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), KNOWN_TARGETS["MI300X"]),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), KNOWN_TARGETS["MI355X"]),
+}
+# Shared memory that one program may use, in bytes.
+SHARED_LIMIT = {"sm90": 232448, "sm100": 232448, "gfx942": 65536, "gfx950": 163840}
+
+Case = tuple[str, Any, dict[str, Any], str, str, dict[str, str]]
+"""(name, kernel, constexprs, phase, table feature, pointer types that are not the usual ones)."""
+
+_POINTERS = {
+    "cache_ptr": "*u8",
+    "plan_ptr": "*i32",
+    "aux_ptr": "*i64",
+    "write_ptr": "*i32",
+    "write_aux_ptr": "*i64",
+    "position_ptr": "*i64",
+    "request_ptr": "*i32",
+    "block_table_ptr": "*i32",
+    "slot_ptr": "*i64",
+}
+_PAGED = {"plan_ptr": "*i64"}
+_STATE_BLOCK = {"ring": {4: 4, 128: 128}, "paged": {4: 4, 128: 8}}
+
+
+def cases() -> Iterator[Case]:
+    """What is compiled: the formats and plans of both engines."""
+    for head_dim, dtype, is_decode in (
+        (128, "fp32", True),
+        (128, "fp32", False),
+        (128, "bf16", False),
+        (512, "fp32", False),
+    ):
+        constexprs = {"D": head_dim, "RATIO": 4, "IS_DECODE": is_decode}
+        constexprs["HAS_ROTATION"] = head_dim == 128
+        phase = "decode" if is_decode else "prefill"
+        types = {"kv_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}"}
+        name = f"in_place {head_dim} {dtype} {phase}"
+        yield name, norm_rope_rotate_kernel, constexprs, phase, f"in_place_{head_dim}", types
+    for cache_format, ratio, layout, rounding in (
+        ("indexer_fp8", 4, "ring", "sglang"),
+        ("indexer_fp8", 4, "paged", "vllm"),
+        ("indexer_mxfp4", 4, "paged", "vllm"),
+        ("fp8_ds_mla", 4, "ring", "sglang"),
+        ("fp8_ds_mla", 4, "paged", "vllm"),
+        ("bf16_rows", 4, "paged", "vllm"),
+        ("fp8_ds_mla", 128, "ring", "sglang"),
+        ("fp8_ds_mla", 128, "paged", "vllm"),
+    ):
+        spec = make_spec(cache_format, ratio, rounding=rounding, page_tokens=64)
+        common = paths.step_constexprs(spec, layout, _STATE_BLOCK[layout][ratio])
+        feature = paths.feature_of(spec)
+        name = f"{cache_format} c{ratio} {layout}"
+        types = _PAGED if layout == "paged" else {}
+        yield f"decode {name}", decode_step_kernel, common, "decode", feature, types
+        rows = {key: common[key] for key in ("D", "RATIO", "STATE_BLOCK", "PLAN")}
+        types = {"aux_ptr": "*i32", "write_ptr": "*i64"} if layout == "paged" else {}
+        if ratio == 128:
+            yield f"pool {name}", pool_columns_kernel, rows, "prefill", feature, types
+            yield f"finish {name}", finish_and_write_kernel, common, "prefill", feature, types
+            continue
+        if cache_format in ("indexer_fp8", "fp8_ds_mla"):  # the others differ in the store alone
+            yield f"prefill {name}", prefill_step_kernel, common, "prefill", feature, types
+            types = _PAGED if layout == "paged" else {}
+            yield f"write {name}", state_write_kernel, rows, "prefill", feature, types
+    for layout, rounding in (("ring", "sglang"), ("paged", "vllm")):
+        main = make_spec("fp8_ds_mla", rounding=rounding, page_tokens=64)
+        indexer = make_spec("indexer_fp8", rounding=rounding, page_tokens=64)
+        constexprs = paths.pair_constexprs(main, indexer, layout, (4, 4))
+        types = {"m_plan_ptr": "*i64", "x_plan_ptr": "*i64"} if layout == "paged" else {}
+        yield f"decode pair {layout}", decode_pair_kernel, constexprs, "decode", "pair", types
+
+
+def compile_case(arch: str, case: Case, is_large: bool) -> dict[str, int]:
+    """Build one case as the shipped table has it.
+
+    Args:
+        is_large: on HIP, pointers whose tensors may exceed 2 GiB and so get no buffer instructions.
+    """
+    _, kernel, constexprs, phase, feature, types = case
+    gpu, target = TARGETS[arch]
+    params = select(load_table("dsv4", target), phase, frozenset({feature})).lookup(1).params
+    constexprs = dict(constexprs)
+    for argument in ("BLOCK_W", "BLOCK_D"):
+        if argument in kernel.arg_names:
+            constexprs[argument] = params[argument.lower()]
+    is_rest = kernel in (state_write_kernel, finish_and_write_kernel)
+    num_warps = params["rest_num_warps" if is_rest else "num_warps"]
+    signature, attrs = {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        if argument in constexprs:
+            signature[argument] = "constexpr"
+            continue
+        plain = argument.removeprefix("m_").removeprefix("x_")
+        aligned = [["tt.divisibility", 16]]
+        if argument.endswith("_ptr"):
+            signature[argument] = types.get(argument) or _POINTERS.get(plain, "*fp32")
+            if gpu.backend == "hip" and not is_large:
+                aligned.append(["tt.pointer_range", 32])
+        elif argument.startswith("stride_") or argument == "num_windows":
+            signature[argument] = "i32"
+            if "block_table" in argument or argument == "num_windows":
+                continue
+        else:
+            signature[argument] = "fp32"
+            continue
+        attrs[(index,)] = aligned
+    source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attrs)
+    options = {"num_warps": num_warps, "num_stages": 1}
+    compiled = triton.compile(source, target=gpu, options=options)
+    measure = _measure_amd if gpu.backend == "hip" else _measure_nvidia
+    return {"num_warps": num_warps, **measure(compiled)}
+
+
+def _count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text, re.MULTILINE))
+
+
+def _measure_amd(compiled: Any) -> dict[str, int]:
+    text = compiled.asm["amdgcn"]
+    body = re.split(r"^\s+\.section\s+\.rodata|\.Lfunc_end0", text, flags=re.MULTILINE)[0]
+
+    def field(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert found is not None
+        return int(found.group(1))
+
+    return {
+        "registers": field("vgpr_count"),
+        "spills": field("vgpr_spill_count"),
+        "scratch": field("private_segment_fixed_size"),
+        "shared": compiled.metadata.shared,
+        "barriers": _count(r"^\s+s_barrier", body),
+        "loads": _count(r"^\s+(global|buffer|flat)_load", body),
+        "stores": _count(r"^\s+(global|buffer|flat)_store", body),
+        "instructions": _count(r"^\s+[a-z]\w+_\w+", body),
+    }
+
+
+def _measure_nvidia(compiled: Any) -> dict[str, int]:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _run(tools / "cuobjdump", "-res-usage", file.name)
+        sass = _run(tools / "nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
+    assert found is not None
+    return {
+        "registers": int(found.group(1)),
+        "spills": _count(r"\bLDL|\bSTL", sass),
+        "scratch": int(found.group(2)) + int(found.group(3)),
+        "shared": compiled.metadata.shared,
+        "barriers": _count(r"\bBAR\.", sass),
+        "loads": _count(r"\bLDG", sass),
+        "stores": _count(r"\bSTG", sass),
+        "instructions": _count(r"/\*[0-9a-f]{4,5}\*/\s", sass),
+    }
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def report(arch: str) -> dict[str, dict[str, int]]:
+    """The table of one architecture: a line for each case, on HIP one more for large tensors."""
+    lines = {}
+    for case in cases():
+        lines[case[0]] = compile_case(arch, case, is_large=False)
+        if arch.startswith("gfx"):
+            lines[f"{case[0]}, over 2 GiB"] = compile_case(arch, case, is_large=True)
+    return lines
+
+
+def dump(tables: dict[str, Any]) -> str:
+    """One line a case, so that a difference can be read."""
+    parts = [f'  "triton": {json.dumps(triton.__version__)}']
+    for arch, lines in tables.items():
+        rows = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in lines.items())
+        parts.append(f"  {json.dumps(arch)}: {{\n{rows}\n  }}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(report(sys.argv[1])))
+    else:
+        REPORT.write_text(dump({arch: report(arch) for arch in TARGETS}), encoding="utf-8")
