@@ -1,0 +1,238 @@
+"""What a result may depend on: its own sequence's past, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from kda_backend.metadata import build_metadata
+from kda_backend.prefill import Workspace
+from tests.kda.cases import (
+    REGIMES,
+    TOKEN_FIELDS,
+    TOLERANCES,
+    Backend,
+    Case,
+    assert_causal,
+    assert_close,
+    assert_result,
+    assert_same_bits,
+    assert_splits_agree,
+    dirty_workspace,
+    make_case,
+    offsets_of,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gate", ["log", "softplus", "bounded"])
+def test_prefill_never_looks_ahead(
+    kernels: Backend, seed: int, gate: str, dtype: torch.dtype
+) -> None:
+    case = make_case(seed, (67,), gate=gate, value_dim=16, dtype=dtype).to(kernels.device)
+    assert_causal(case, kernels.chunk, (1, 16, 31, 40, 64))
+
+
+@pytest.mark.parametrize("regime", ["long_tailed", "extreme", "collinear"])
+def test_prefill_never_looks_ahead_whatever_the_gates(
+    kernels: Backend, seed: int, regime: str
+) -> None:
+    case = make_case(seed, (64,), regime=regime, value_dim=16).to(kernels.device)
+    assert_causal(case, kernels.chunk, (2, 33, 62))
+
+
+@pytest.mark.parametrize("name", TOKEN_FIELDS)
+def test_no_single_input_leaks_back(kernels: Backend, seed: int, name: str) -> None:
+    case = make_case(seed, (64,), value_dim=16).to(kernels.device)
+    before, _ = kernels.chunk(case)
+    for t in (17, 48):
+        changed = getattr(case, name).clone()
+        changed[:, t] = -changed[:, t] + 1.0
+        after, _ = kernels.chunk(dataclasses.replace(case, **{name: changed}))
+        assert_same_bits(f"output before token {t}", after[:, :t], before[:, :t])
+        assert not torch.equal(after[:, t:], before[:, t:])
+
+
+def test_decode_never_looks_ahead(kernels: Backend, seed: int) -> None:
+    case = make_case(seed, (9,)).to(kernels.device)
+    assert_causal(case, kernels.recurrent, (1, 4, 8))
+
+
+def test_a_prefix_has_the_same_bits_alone(kernels: Backend, seed: int) -> None:
+    """Cut off anywhere, also inside a chunk: what prefix caching and chunked prefill rely on."""
+    case = make_case(seed, (130,)).to(kernels.device)
+    o, _ = kernels.chunk(case)
+    for length in (1, 31, 64, 100, 129):
+        prefix, _ = kernels.chunk(case.part(0, length, case.state))
+        assert_same_bits(f"first {length} outputs", prefix, o[:, :length])
+
+
+@pytest.mark.parametrize(
+    ("regime", "splits"),
+    list(zip(REGIMES, [(1, 99), (65,), (0, 37), (1, 50), (63, 100), (37,)], strict=True)),
+)
+def test_one_shot_equals_two_calls_at_any_split(
+    backend: Backend, seed: int, regime: str, splits: tuple[int, ...]
+) -> None:
+    case = make_case(seed, (100,), regime=regime, value_dim=16, dtype=torch.float32)
+    tolerance = TOLERANCES[torch.float32][0]
+    assert_splits_agree(case.to(backend.device), backend.chunk, splits, tolerance)
+
+
+@pytest.mark.parametrize("split", [1, 50, 90])
+def test_two_calls_in_bf16_are_as_exact_as_one(backend: Backend, seed: int, split: int) -> None:
+    case = make_case(seed, (100,)).to(backend.device)
+    first, middle = backend.chunk(case.part(0, split, case.state))
+    second, last = backend.chunk(case.part(split, 100, middle))
+    assert_result(case, torch.cat([first, second], 1), last)
+
+
+@pytest.mark.parametrize("regime", ["random", "long_tailed", "extreme"])
+def test_splits_between_chunks_change_nothing(backend: Backend, seed: int, regime: str) -> None:
+    case = make_case(seed, (150,), regime=regime, value_dim=16, dtype=torch.float32)
+    assert_splits_agree(case.to(backend.device), backend.chunk, (64, 128), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["chunk", "recurrent"])
+def test_neighbours_in_the_batch_change_no_bit(kernels: Backend, seed: int, name: str) -> None:
+    """Not even neighbours that are NaN throughout."""
+    run = getattr(kernels, name)
+    lengths = (9, 70, 0, 33) if name == "chunk" else (2, 4, 0, 1)
+    case = make_case(seed, lengths, heads=2).to(kernels.device)
+    o, state = run(case)
+    for n in (0, 1, 3):
+        begin, end = case.offsets[n : n + 2]
+        alone_o, alone = run(case.only(n))
+        assert_same_bits(f"output of sequence {n} alone", alone_o, o[:, begin:end])
+        assert_same_bits(f"state of sequence {n} alone", alone[0], state[n])
+    begin, end = case.offsets[1:3]
+    spoilt = {}
+    for field in TOKEN_FIELDS:
+        spoilt[field] = torch.full_like(getattr(case, field), torch.nan)
+        spoilt[field][:, begin:end] = getattr(case, field)[:, begin:end]
+    states = torch.full_like(case.state, torch.nan)
+    states[1] = case.state[1]
+    spoilt_o, spoilt_state = run(dataclasses.replace(case, state=states, **spoilt))
+    assert_same_bits("output", spoilt_o[:, begin:end], o[:, begin:end])
+    assert_same_bits("state", spoilt_state[1], state[1])
+    assert spoilt_o[:, :begin].isnan().all()
+
+
+def test_heads_change_no_bit_of_one_another(kernels: Backend, seed: int) -> None:
+    case = make_case(seed, (70,), heads=2, value_heads=4).to(kernels.device)
+    assert case.a_log is not None and case.dt_bias is not None
+    o, state = kernels.chunk(case)
+    alone = Case(
+        case.lengths,
+        case.q[:, :, 1:],
+        case.k[:, :, 1:],
+        case.v[:, :, 3:],
+        case.g[:, :, 3:],
+        case.beta[:, :, 3:],
+        case.a_log[3:],
+        case.dt_bias[3:],
+        case.state[:, 3:],
+        case.gate,
+        case.beta_kind,
+        case.l2norm,
+        case.scale,
+    )
+    alone_o, alone_state = kernels.chunk(alone)
+    assert_same_bits("output", alone_o, o[:, :, 3:])
+    assert_same_bits("state", alone_state, state[:, 3:])
+
+
+@pytest.mark.parametrize("name", ["chunk", "recurrent"])
+def test_runs_repeat_to_the_bit(kernels: Backend, seed: int, name: str) -> None:
+    lengths = (70, 3) if name == "chunk" else (3, 1)
+    case = make_case(seed, lengths, heads=2).to(kernels.device)
+    first = getattr(kernels, name)(case)
+    for _ in range(2):
+        again = getattr(kernels, name)(case)
+        assert_same_bits("output", again[0], first[0])
+        assert_same_bits("state", again[1], first[1])
+
+
+def test_what_a_workspace_holds_does_not_matter(backend: Backend, seed: int) -> None:
+    """One workspace serves layer after layer, of other shapes and dtypes too."""
+    workspace = dirty_workspace(backend.device)
+    for number, (dtype, dims) in enumerate(
+        [(torch.float32, (48, 80)), (torch.bfloat16, (32, 16)), (torch.float32, (48, 80))]
+    ):
+        case = make_case(
+            seed + number, (70, 3), key_dim=dims[0], value_dim=dims[1], dtype=dtype
+        ).to(backend.device)
+        o, state = backend.chunk(case, workspace=workspace)
+        want_o, want_state = backend.chunk(case)
+        backend.assert_same("output", o, want_o)
+        backend.assert_same("state", state, want_state)
+
+
+def test_a_workspace_grows_and_then_stays(kernels: Backend, seed: int) -> None:
+    workspace = Workspace(kernels.device)
+    assert workspace.nbytes == 0
+    case = make_case(seed, (70,)).to(kernels.device)
+    kernels.chunk(case, workspace=workspace)
+    grown = workspace.nbytes
+    # two chunks of one head: 4 fp16 tiles of 64 x 32, two of 64 x 64, and totals
+    assert grown >= 2 * (2 * 64 * (3 * 32 + 32 + 2 * 64) + 4 * 32)
+    kernels.chunk(case.part(0, 9, case.state), workspace=workspace)
+    assert workspace.nbytes == grown
+
+
+def test_metadata_serves_every_layer_of_a_step(backend: Backend, seed: int) -> None:
+    layers = [make_case(seed + n, (70, 0, 9)).to(backend.device) for n in range(3)]
+    cu_seqlens = layers[0].cu_seqlens
+    metadata = build_metadata(
+        cu_seqlens, 79, cu_seqlens_cpu=cu_seqlens.cpu(), chunk_table=backend.name == "kernels"
+    )
+    workspace = Workspace(backend.device)
+    for case in layers:
+        assert_result(case, *backend.chunk(case, metadata=metadata, workspace=workspace))
+
+
+def test_launch_sizes_from_a_bound_give_the_same_bits(kernels: Backend, seed: int) -> None:
+    """Where the host does not know the lengths, spare programs of the launch do nothing."""
+    case = make_case(seed, (70, 0, 9, 0, 3)).to(kernels.device)
+    exact = build_metadata(case.cu_seqlens, 82, cu_seqlens_cpu=case.cu_seqlens.cpu())
+    assert exact.num_chunks == 4
+    padded = with_capacity(case, 9)
+    for name, got, want in zip(
+        ("output", "state"),
+        kernels.chunk(case, metadata=padded, workspace=dirty_workspace(kernels.device)),
+        kernels.chunk(case, metadata=exact),
+        strict=True,
+    ):
+        assert_same_bits(name, got, want)
+
+
+def with_capacity(case: Case, capacity: int) -> Any:
+    from kda_backend.kernels.chunk_table import build_chunk_table
+
+    start, length, offsets = build_chunk_table(case.cu_seqlens, capacity)
+    return dataclasses.replace(
+        build_metadata(case.cu_seqlens, offsets_of(case.lengths)[-1]),
+        cu_seqlens_cpu=None,
+        num_chunks=capacity,
+        chunk_start=start,
+        chunk_len=length,
+        chunk_offsets=offsets,
+    )
+
+
+def test_chunk_size_32_is_accepted_and_changes_nothing(backend: Backend, seed: int) -> None:
+    case = make_case(seed, (70,)).to(backend.device)
+    assert_same_bits("output", backend.chunk(case, chunk_size=32)[0], backend.chunk(case)[0])
+
+
+def test_outputs_are_close_across_paths(kernels: Backend, seed: int) -> None:
+    """The Triton path and the CPU's path agree in fp32 far beyond the tolerance of either."""
+    case = make_case(seed, (70, 3), dtype=torch.float32)
+    on_cpu = Backend("torch", torch.device("cpu"))
+    o, state = kernels.chunk(case.to(kernels.device))
+    want_o, want_state = on_cpu.chunk(case)
+    assert_close("output", o, want_o, TOLERANCES[torch.float32][0])
+    assert_close("state", state, want_state, TOLERANCES[torch.float32][0])
