@@ -173,8 +173,11 @@ class Batches(torch.utils.data.IterableDataset):
             )
 
 
-def held_out(path: Path, count: int, seed: int) -> recall.QuestionSet:
-    return recall.make_questions(recall.read_gsm8k(path), count, seed)
+def check_disjoint(train: list[recall.Question], test: list[recall.Question]) -> None:
+    """Raise ValueError where a test question is among the training questions."""
+    shared = {q.text for q in train} & {q.text for q in test}
+    if shared:
+        raise ValueError(f"{len(shared)} test questions are among the training questions")
 
 
 # --------------------------------------------------------------------------------------- model
@@ -396,10 +399,14 @@ def evaluate(model: KimiLinearForCausalLM, questions: recall.QuestionSet, batch:
     return right / len(items)
 
 
-def train(args: argparse.Namespace, model: KimiLinearForCausalLM, drop: MlaDrop) -> dict:
+def train(
+    args: argparse.Namespace,
+    corpus: Corpus,
+    model: KimiLinearForCausalLM,
+    drop: MlaDrop,
+) -> dict:
     """Run the schedule; returns the log and what it took."""
     device = torch.device(args.device)
-    corpus = Corpus(recall.read_gsm8k(args.data / "train.jsonl"))
     batches = torch.utils.data.DataLoader(
         Batches(corpus, args.seed, args.steps, args.batch_tokens),
         batch_size=None,
@@ -534,6 +541,10 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
 
+    train_questions, test_questions = (
+        recall.read_gsm8k(args.data / name) for name in ("train.jsonl", "test.jsonl")
+    )
+    check_disjoint(train_questions, test_questions)
     torch.set_float32_matmul_precision("high")
     if args.device == "cuda":
         use_fla(variants=2)
@@ -545,11 +556,11 @@ def main() -> None:
     model = build_model(args.seed).to(args.device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     drop = MlaDrop(model)
-    training = train(args, model, drop)
+    training = train(args, Corpus(train_questions), model, drop)
 
     save(model, args.out / "checkpoint")
     model.float().eval()  # the weights that were saved, rounded to bf16
-    questions = held_out(args.data / "test.jsonl", args.items, args.seed)
+    questions = recall.make_questions(test_questions, args.items, args.seed)
     result = {"items": len(questions.items)}
     drop.share = 0.0
     result["accuracy"] = evaluate(model, questions, 32)
