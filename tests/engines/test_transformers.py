@@ -1,0 +1,259 @@
+"""transformers' kimi_linear on this backend against stock, and the shipped checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, KimiLinearConfig, KimiLinearForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear as modeling
+
+from backend_cli import demo, recall
+from backend_core.engines import ENGINES, Engine
+from backend_core.strict import FallbackError
+from benchmarks.recall.canary import with_transposed_state
+from kda_backend.engines import transformers as kda
+
+OPERATORS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4} if not torch.cuda.is_available() else {"atol": 5e-3}
+
+
+@pytest.fixture(autouse=True)
+def stock_afterwards() -> Iterator[None]:
+    yield
+    kda.disable()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Random weights; two KDA layers on either side of an MLA layer."""
+    torch.manual_seed(0)
+    config = KimiLinearConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        mlp_layer_types=["dense"] * 4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        linear_head_dim=32,
+        linear_num_heads=3,
+        vocab_size=97,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return KimiLinearForCausalLM(config).eval().to(device)
+
+
+def tokens(model: Any, *shape: int) -> torch.Tensor:
+    return torch.randint(2, 97, shape, generator=torch.Generator().manual_seed(1)).to(model.device)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    return model(ids, **arguments).logits.cpu()
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200])
+def test_logits_agree(model: Any, length: int) -> None:
+    ids = tokens(model, 2, length)
+    stock = logits(model, ids)
+    kda.enable()
+    torch.testing.assert_close(logits(model, ids), stock, **TOLERANCE)
+
+
+def test_generated_tokens_agree(model: Any) -> None:
+    ids = tokens(model, 3, 70)
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    stock = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    kda.enable()
+    ours = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    assert torch.equal(ours, stock) and ours.shape == (3, 82)
+
+
+@pytest.mark.parametrize("split", [1, 30, 64, 100])
+def test_continued_prefill_and_decode_agree_with_one_call(model: Any, split: int) -> None:
+    ids = tokens(model, 2, 130)
+    stock = logits(model, ids)
+    kda.enable()
+    cache = DynamicCache(config=model.config)
+    parts = [ids[:, :split], ids[:, split:128], ids[:, 128:129], ids[:, 129:]]
+    ours = torch.cat([logits(model, part, past_key_values=cache) for part in parts], 1)
+    torch.testing.assert_close(ours, stock, **TOLERANCE)
+
+
+@pytest.mark.parametrize("first", ["stock", "ours"])
+def test_caches_can_be_handed_over(model: Any, first: str) -> None:
+    ids = tokens(model, 2, 90)
+    whole = logits(model, ids)
+    cache = DynamicCache(config=model.config)
+    if first == "ours":
+        kda.enable()
+    logits(model, ids[:, :80], past_key_values=cache)
+    states = [cache.layers[i].recurrent_states[0] for i in (0, 1, 3)]
+    assert all(s.shape == (2, 3, 32, 32) and s.dtype == torch.float32 for s in states)
+    if first == "ours":
+        kda.disable()
+    else:
+        kda.enable()
+    rest = [logits(model, ids[:, i : i + 1], past_key_values=cache) for i in range(80, 90)]
+    torch.testing.assert_close(torch.cat(rest, 1), whole[:, 80:], **TOLERANCE)
+
+
+def test_left_padding_is_masked_as_in_stock(model: Any) -> None:
+    ids = tokens(model, 2, 100)
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    ids[1, :37] = 0
+    stock = logits(model, ids, attention_mask=mask)
+    kda.enable()
+    ours = logits(model, ids, attention_mask=mask)
+    torch.testing.assert_close(ours[0], stock[0], **TOLERANCE)
+    torch.testing.assert_close(ours[1, 37:], stock[1, 37:], **TOLERANCE)
+    alone = logits(model, ids[1:, 37:])
+    torch.testing.assert_close(ours[1:, 37:], alone, **TOLERANCE)
+
+
+def test_bf16_agrees_as_far_as_bf16_goes(model: Any) -> None:
+    rounded = KimiLinearForCausalLM(model.config).eval().to(model.device)
+    rounded.load_state_dict(model.state_dict())
+    exact = logits(model, ids := tokens(model, 2, 150))
+    rounded.to(torch.bfloat16)
+    stock = logits(rounded, ids).float()
+    kda.enable()
+    ours = logits(rounded, ids).float()
+    assert (ours - exact).norm() < 1.2 * (stock - exact).norm()
+
+
+def test_undo_restores_the_same_objects() -> None:
+    stock = [getattr(modeling, name) for name in OPERATORS]
+    kda.disable()
+    assert [getattr(modeling, name) for name in OPERATORS] == stock and not kda.is_enabled()
+    kda.enable()
+    ours = [getattr(modeling, name) for name in OPERATORS]
+    assert all(a is not b for a, b in zip(ours, stock, strict=True)) and kda.is_enabled()
+    kda.enable()
+    assert all(getattr(modeling, n) is f for n, f in zip(OPERATORS, ours, strict=True))
+    kda.disable()
+    assert all(getattr(modeling, n) is f for n, f in zip(OPERATORS, stock, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (Engine("transformers", "99.0", None), r"transformers must be >= 99.0, got \d"),
+        (Engine("no-such-distribution", "5.17", None), "transformers >= 5.17 is not installed"),
+    ],
+)
+def test_unsupported_versions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, message: str
+) -> None:
+    monkeypatch.setitem(ENGINES, "transformers", engine)
+    with pytest.raises(ImportError, match=message):
+        kda.enable()
+    assert not kda.is_enabled()
+
+
+def test_a_renamed_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = getattr(modeling, OPERATORS[0])
+    monkeypatch.delattr(modeling, OPERATORS[1])
+    with pytest.raises(ImportError, match=f"has no {OPERATORS[1]} in transformers.models"):
+        kda.enable()
+    assert getattr(modeling, OPERATORS[0]) is stock and not kda.is_enabled()
+
+
+def test_training_is_refused(model: Any) -> None:
+    kda.enable()
+    with pytest.raises(ValueError, match="no backward pass"):
+        model(tokens(model, 1, 8))
+
+
+def test_without_a_path_stock_runs_and_strict_mode_refuses(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_path(*_: object) -> None:
+        raise LookupError("no kda kernel paths for this test")
+
+    ids = tokens(model, 1, 20)
+    stock = logits(model, ids)
+    kda.enable()
+    monkeypatch.setattr(kda, "plan_for", no_path)
+    assert torch.equal(logits(model, ids), stock)
+    assert "no kda kernel paths for this test" in caplog.text
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="no kda kernel paths for this test"):
+        logits(model, ids)
+
+
+# ---------------------------------------------------------------------- the shipped checkpoint
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return demo.load_model(demo.RECALL / "checkpoint", device)
+
+
+@pytest.fixture(scope="module")
+def questions() -> recall.QuestionSet:
+    return recall.read_questions(demo.RECALL / "questions.jsonl").head(16)
+
+
+def accuracy(model: Any, questions: recall.QuestionSet) -> float:
+    completions = [
+        recall.decode(demo.generate(model, questions.prompt(item))) for item in questions.items
+    ]
+    return recall.score(questions, completions).accuracy
+
+
+def test_shipped_checkpoint_answers(shipped: Any, questions: recall.QuestionSet) -> None:
+    kda.enable()
+    assert accuracy(shipped, questions) >= 0.95
+
+
+def test_shipped_checkpoint_answers_with_left_padding(
+    shipped: Any, questions: recall.QuestionSet
+) -> None:
+    rows = [recall.encode(questions.prompt(item)) for item in questions.items[:2]]
+    width = max(map(len, rows)) + 5
+    ids = torch.tensor([[recall.PAD] * (width - len(row)) + row for row in rows])
+    kda.enable()
+    output = shipped.generate(
+        ids.to(shipped.device),
+        attention_mask=(ids != recall.PAD).to(shipped.device),
+        max_new_tokens=recall.MAX_ANSWER_TOKENS,
+    )
+    completions = [recall.decode(row[width:].tolist()) for row in output]
+    assert recall.score(questions.head(2), completions).accuracy == 1.0
+
+
+def test_canary_state_read_transposed(
+    shipped: Any, questions: recall.QuestionSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kda.enable()
+    prefill = modeling.chunk_kimi_delta_attention
+    monkeypatch.setattr(modeling, OPERATORS[0], with_transposed_state(prefill))
+    assert accuracy(shipped, questions) < 0.5
+
+
+def test_the_canary_harms_outputs_of_later_chunks_and_nothing_else() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 130, 2, 32, generator=generator) for _ in range(3))
+    g, beta = (torch.rand(1, 130, 2, *tail, generator=generator) for tail in ((32,), ()))
+    arguments = {"initial_state": None, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    kda.enable()
+    prefill = modeling.chunk_kimi_delta_attention
+    right, state = prefill(q, k, v, -0.02 * g, beta, **arguments)
+    wrong, wrong_state = with_transposed_state(prefill)(q, k, v, -0.02 * g, beta, **arguments)
+    torch.testing.assert_close(wrong_state, state)
+    torch.testing.assert_close(wrong[:, :64], right[:, :64])
+    assert (wrong - right)[:, 64:].norm() > 0.5 * right[:, 64:].norm()
