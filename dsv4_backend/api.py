@@ -66,7 +66,8 @@ def compress_decode_(
 
     Args:
         layer: the compressor.
-        kv_score: [N, 2·C·d] fp32 or bf16, rows [kv | score] without APE; any row stride.
+        kv_score: [N, 2·C·d] fp32 or bf16, rows [kv | score] without APE; any row stride, and more
+            rows than the plan has are left alone.
         state: [pages, rows, 2·C·d] fp32 or bf16; the plan says how many rows a page has. Written
             at the plan's rows.
         cache: [pages, page bytes] uint8, pages a multiple of 4 bytes apart. Written at the plan's

@@ -149,7 +149,12 @@ def check_step(
         "ring_v1": spec.window,
         "paged": "block",
     }
-    expect_shape("kv_score", kv_score, (plan.num_tokens, spec.row_width))
+    expect_shape("kv_score", kv_score, ("T", spec.row_width))
+    if kv_score.shape[0] < plan.num_tokens:
+        raise ValueError(
+            f"kv_score must have at least {plan.num_tokens} rows (tokens of the plan), "
+            f"got {kv_score.shape[0]}"
+        )
     expect_dtype("kv_score", kv_score, *_ROWS)
     expect_stride("kv_score", kv_score, 1, 1)
     expect_shape("state", state, ("pages", state_block[plan.layout], spec.row_width))

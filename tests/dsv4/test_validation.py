@@ -73,7 +73,8 @@ def decode(**changes: object) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"kv_score": ROW[:, :256]}, r"kv_score must have shape \[1, 512\], got \[1, 256\]"),
+        ({"kv_score": ROW[:, :256]}, r"kv_score must have shape \[T, 512\], got \[1, 256\]"),
+        ({"kv_score": ROW[:0]}, r"kv_score must have at least 1 rows .* got 0"),
         ({"kv_score": ROW.double()}, "kv_score must have dtype float32 or bfloat16, got float64"),
         ({"state": ENGINE.state[:, :3]}, r"state must have shape \[pages, 4, 512\], got"),
         ({"cache": ENGINE.cache.view(torch.int8)}, "cache must have dtype uint8, got int8"),

@@ -1,0 +1,291 @@
+"""DeepSeek-V4's compressor step beside its peers: bytes first, then GPU and call time.
+
+    python benchmarks/bench_dsv4_compressor.py --output benchmarks/results/dsv4_compressor_h200.json
+
+Tensors as vLLM lays them out: fp32 projections, a paged fp32 state, a block table, paged caches
+(main fp8_ds_mla, indexer fp8). Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's
+two compressors), and ``indexer_rows``, the in-place operator on pooled rows, whose peers are the
+same operation in two launches and in the style of the seed kernel, through memory. vLLM 0.26's
+Triton kernels are timed where they can be imported, from an installed vLLM or, with
+``--vllm-source``, from a directory that holds ``vllm/models/deepseek_v4/common/ops``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from backend_core.target import detect_target
+from benchmarks.dsv4_peers import EPS, Part, empty_kernel, load_vllm, rows_calls, vllm_step
+from benchmarks.timing import (
+    call_time_ms,
+    copy_bandwidth_gbs,
+    environment,
+    graph_time_ms,
+    host_time_ms,
+    installed_version,
+)
+from dsv4_backend import (
+    CompressorLayer,
+    CompressorSpec,
+    PagedDecode,
+    PagedPrefill,
+    compress_decode_,
+    compress_decode_pair_,
+    compress_prefill_,
+    paths,
+    window_ends,
+)
+from dsv4_backend.metadata import RECORD_BYTES
+
+DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+PAGE_TOKENS = 64
+
+
+def make_spec(part: str, ratio: int) -> CompressorSpec:
+    is_indexer = part == "indexer"
+    return CompressorSpec(
+        head_dim=128 if is_indexer else 512,
+        compress_ratio=ratio,
+        cache_format="indexer_fp8" if is_indexer else "fp8_ds_mla",
+        page_tokens=PAGE_TOKENS,
+        rounding="vllm",
+        rotate=False,
+        fp8="ocp",
+        rope_layout="split",
+        eps=EPS,
+    )
+
+
+def make_part(part: str, ratio: int, positions: torch.Tensor, requests: torch.Tensor) -> Part:
+    """A part for tokens at ``positions [T]`` of ``requests [T]``, which are in order."""
+    spec = make_spec(part, ratio)
+    generator = torch.Generator("cuda").manual_seed(11)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    tokens, count = positions.shape[0], int(requests.max()) + 1
+    block = 4 if ratio == 4 else 8
+    is_prefill = tokens > count
+    last = int(positions.max()) // block + 1
+    # Decoding requests keep a window; a prefilled one keeps all, as vLLM does within a step.
+    kept = last if is_prefill else spec.window // block + 1
+    own = torch.arange(last, device="cuda") % kept
+    table = (own[None] + kept * torch.arange(count, device="cuda")[:, None]).int()
+    pages = count * kept
+    state = normal(pages, block, spec.row_width)
+    state_slots = table[requests, positions // block].long() * block + positions % block
+    is_end = (positions + 1) % ratio == 0
+    slots = torch.where(is_end, is_end.cumsum(0) - 1, -1)
+    page_bytes = -(-spec.page_bytes // 576) * 576
+    cache = torch.zeros(tokens // PAGE_TOKENS + 1, page_bytes, dtype=torch.uint8, device="cuda")
+    layer = CompressorLayer(
+        spec,
+        ape=normal(ratio, spec.halves, spec.head_dim),
+        norm_weight=1 + 0.1 * normal(spec.head_dim),
+        rope_table=ROPE_TABLE,
+    )
+    common = (positions, state_slots, requests.int(), table, slots)
+    plan: PagedDecode | PagedPrefill = PagedDecode(*common)
+    if is_prefill:
+        starts = torch.searchsorted(requests, torch.arange(count + 1, device="cuda")).int()
+        plan = PagedPrefill(*common, starts, window_ends(positions, state_slots, count, ratio))
+    ends = int(is_end.sum())
+    return Part(layer, normal(tokens, spec.row_width), state, cache, plan, ends)
+
+
+def ours(part: Part) -> Callable[[], None]:
+    if isinstance(part.plan, PagedPrefill):
+        return lambda: compress_prefill_(*part.tensors, part.plan)
+    return lambda: compress_decode_(*part.tensors, part.plan)
+
+
+def ours_both(main: Part, indexer: Part) -> Callable[[], None]:
+    if isinstance(main.plan, PagedPrefill):
+        calls = (ours(main), ours(indexer))
+        return lambda: [call() for call in calls]
+    object.__setattr__(indexer.plan, "requests", main.plan.requests)
+    return lambda: compress_decode_pair_(main.tensors, indexer.tensors, main.plan, indexer.plan)
+
+
+def equal_bytes(vllm: types.SimpleNamespace, part: Part) -> float:
+    """Share of the records' bytes in which ours and vLLM's step agree; the states must be equal."""
+    results = []
+    for call in (vllm_step(vllm, part), ours(part)):
+        state = part.state.clone()
+        part.cache.zero_()
+        call()
+        results.append((part.cache.clone(), part.state.clone()))
+        part.state.copy_(state)
+    if not torch.equal(results[0][1], results[1][1]):
+        raise SystemExit("the states differ from vLLM's: no times were taken")
+    written = part.ends * sum(RECORD_BYTES[part.layer.spec.cache_format])
+    return 1 - float((results[0][0] != results[1][0]).sum()) / max(written, 1)
+
+
+def tokens_of(phase: str, n: int, ratio: int, ends: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and requests: n requests of 4k to 8k tokens, or one request of n tokens."""
+    if phase == "prefill":
+        return torch.arange(n, device="cuda"), torch.zeros(n, dtype=torch.int64, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(5)
+    positions = torch.randint(4096, 8192, (n,), generator=generator, device="cuda")
+    if ends == "all":
+        positions = positions // ratio * ratio + ratio - 1
+    return positions, torch.arange(n, device="cuda")
+
+
+def measure(
+    phase: str, part: str, ratio: int, n: int, ends: str, vllm: Any, bandwidth: float
+) -> dict[str, object]:
+    names = ("main", "indexer") if part == "both" else (part,)
+    parts = [make_part(name, ratio, *tokens_of(phase, n, ratio, ends)) for name in names]
+    call = ours(parts[0]) if len(parts) == 1 else ours_both(*parts)
+    row: dict[str, object] = {
+        "phase": phase,
+        "part": part,
+        "ratio": ratio,
+        "n": n,
+        "ends": ends,
+        "ours_gpu_ms": graph_time_ms(call),
+        "ours_call_ms": call_time_ms(call),
+        "ours_host_ms": host_time_ms(call),
+        "vllm_gpu_ms": None,
+        "seed_style_gpu_ms": None,
+        "two_launch_gpu_ms": None,
+        "floor_ms": sum(p.floor_bytes() for p in parts) / (bandwidth * 1e6),
+    }
+    if vllm is not None:
+        steps = [vllm_step(vllm, p) for p in parts]
+        both = lambda: [step() for step in steps]  # noqa: E731
+        row["vllm_gpu_ms"] = graph_time_ms(both)
+        row["vllm_call_ms"] = call_time_ms(both)
+        row["vllm_equal_bytes"] = min(equal_bytes(vllm, p) for p in parts)
+    return row
+
+
+def measure_rows(n: int, bandwidth: float) -> dict[str, object]:
+    calls = rows_calls(n, ROPE_TABLE)
+    return {
+        "phase": "decode",
+        "part": "indexer_rows",
+        "ratio": 4,
+        "n": n,
+        "ends": "all",
+        "ours_gpu_ms": graph_time_ms(calls["ours"]),
+        "ours_call_ms": call_time_ms(calls["ours"]),
+        "ours_host_ms": host_time_ms(calls["ours"]),
+        "vllm_gpu_ms": None,
+        "seed_style_gpu_ms": graph_time_ms(calls["seed_style"]),
+        "two_launch_gpu_ms": graph_time_ms(calls["two_launch"]),
+        "floor_ms": 2 * n * 128 * 4 / (bandwidth * 1e6),
+    }
+
+
+def sweep(bandwidth: float) -> None:
+    """Print ours for other launch parameters: what a table row should hold on this GPU."""
+    table = paths.load_table("dsv4", detect_target()).source
+    variants: list[tuple[str, str, int, tuple[int, ...], list[dict[str, int]]]] = [
+        ("decode", "indexer", 4, (1, 64, 512), [{"num_warps": w} for w in (1, 2, 4)]),
+        ("decode", "main", 4, (1, 64, 512), [{"num_warps": w} for w in (1, 2, 4, 8)]),
+        ("decode", "both", 4, (1, 64, 512), [{"num_warps": w} for w in (1, 2, 4, 8)]),
+        (
+            "decode", "main", 128, (1, 64, 512),
+            [{"num_warps": w, "block_w": b} for w in (4, 8, 16) for b in (8, 16, 32)],
+        ),
+        ("prefill", "indexer", 4, (1024, 65536), [{"num_warps": w} for w in (1, 2, 4)]),
+        ("prefill", "main", 4, (1024, 65536), [{"num_warps": w} for w in (2, 4, 8)]),
+        (
+            "prefill", "main", 128, (1024, 8192, 65536),
+            [
+                {"num_warps": w, "block_w": b, "block_d": d, "rest_num_warps": r}
+                for w, b, d in ((4, 64, 32), (4, 128, 32), (4, 64, 64), (8, 128, 64), (1, 16, 64))
+                for r in (2, 4)
+            ],
+        ),
+    ]  # fmt: skip
+    text = table.read_text()
+    for phase, part, ratio, sizes, options in variants:
+        feature = {"both": "pair", "indexer": "indexer"}.get(part, f"main_c{ratio}")
+        for option in options:
+            with tempfile.TemporaryDirectory() as directory:
+                os.environ["KDA_DSV4_CONFIG_DIR"] = directory
+                file = Path(directory) / "dsv4" / table.name
+                file.parent.mkdir()
+                file.write_text(_with_params(text, phase, feature, option))
+                for cached in (paths.decode_paths, paths.pair_paths, paths.prefill_paths):
+                    cached.cache_clear()
+                rows = [measure(phase, part, ratio, n, "all", None, bandwidth) for n in sizes]
+            times = [f"{row['n']}: {1e3 * float(str(row['ours_gpu_ms'])):.2f}" for row in rows]
+            print(phase, part, f"c{ratio}", option, "us", *times, flush=True)
+    del os.environ["KDA_DSV4_CONFIG_DIR"]
+
+
+def _with_params(text: str, phase: str, feature: str, params: dict[str, int]) -> str:
+    """The table with the given parameters in the rows of one phase that have ``feature``."""
+    rows = text.split("[[path]]")
+    for i, row in enumerate(rows):
+        if f'phase = "{phase}"' in row and f'"{feature}"' in row:
+            for name, value in params.items():
+                row = re.sub(rf"(?m)^{name} = \d+", f"{name} = {value}", row)
+            rows[i] = row
+    return "[[path]]".join(rows)
+
+
+def cases(quick: bool) -> list[tuple[str, str, int, int, str]]:
+    decode = (1, 64, 512) if quick else DECODE
+    prefill = (1024, 16384) if quick else PREFILL
+    kinds = [("main", 4), ("indexer", 4), ("both", 4), ("main", 128)]
+    found = [("decode", p, r, n, e) for p, r in kinds for n in decode for e in ("all", "mixed")]
+    return found + [("prefill", p, r, n, "all") for p, r in kinds for n in prefill]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--vllm-source", type=Path, help="directory that holds vllm/models/...")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--sweep", action="store_true", help="other launch parameters, no results")
+    args = parser.parse_args()
+
+    global ROPE_TABLE
+    angle = torch.rand(65536 + 8192, 32, device="cuda") * 6.3
+    ROPE_TABLE = torch.cat((angle.cos(), angle.sin()), 1)
+    bandwidth = copy_bandwidth_gbs()
+    if args.sweep:
+        sweep(bandwidth)
+        return
+    vllm = load_vllm(args.vllm_source)
+    result: dict[str, object] = environment() | {
+        "vllm": installed_version("vllm") or ("source" if vllm else None),
+        "copy_gbs": bandwidth,
+        "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](angle), calls=20),
+    }
+    rows: list[dict[str, object]] = []
+    for n in DECODE:
+        rows.append(measure_rows(n, bandwidth))
+    for case in cases(args.quick):
+        rows.append(measure(*case, vllm, bandwidth))
+        shown = {k: f"{v:.4f}" for k, v in rows[-1].items() if isinstance(v, float)}
+        print(*case, shown, flush=True)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+
+
+ROPE_TABLE: torch.Tensor
+
+if __name__ == "__main__":
+    main()
