@@ -69,7 +69,7 @@ class Case:
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        return torch.tensor(self.offsets, dtype=torch.int32, device=self.q.device)
+        return cu_tensor(self.lengths, self.q.device)
 
     @property
     def shape(self) -> KdaShape:
@@ -149,6 +149,23 @@ def offsets_of(lengths: Sequence[int]) -> list[int]:
     return offsets
 
 
+def chunks_of(lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """First token and token count of each chunk, and first chunk of each sequence."""
+    start, length, offsets = [], [], [0]
+    token = 0
+    for n in lengths:
+        for begin in range(0, n, 64):
+            start.append(token + begin)
+            length.append(min(64, n - begin))
+        token += n
+        offsets.append(len(start))
+    return start, length, offsets
+
+
+def cu_tensor(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(offsets_of(lengths), dtype=torch.int32, device=device)
+
+
 def make_case(
     seed: int,
     lengths: Sequence[int] = (65,),
@@ -205,7 +222,7 @@ def make_case(
         dt_bias = torch.where(strong, 4.0 + dt_bias.abs(), dt_bias - 12.0)
         raw = torch.where(strong, 4.0, 1.0) * raw
         if total:
-            raw[0, total // 2, :, 1] = 14.0
+            raw[0, total // 2, :, 1 % key_dim] = 14.0
     elif regime == "collinear":
         a_log, dt_bias = torch.full((value_heads,), -5.0), torch.full_like(dt_bias, -5.0)
         k, logit = k[:, :1] + 0.01 * k, logit + 6.0

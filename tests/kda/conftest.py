@@ -4,12 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tests.kda.cases import Backend
-
-settings.register_profile("kda", derandomize=True, deadline=None, database=None)
-settings.load_profile("kda")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,89 @@
+"""The signatures are those of FLA's operators: a user changes one import."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+
+from kda_backend import chunk_kda, fused_recurrent_kda
+
+REQUIRED = inspect.Parameter.empty
+
+# flash-linear-attention 0.6.0, fla/ops/kda/chunk.py and fla/ops/kda/fused_recurrent.py: the
+# parameters in their order, with their defaults. chunk_kda takes A_log, dt_bias and chunk_size
+# through **kwargs there, so by keyword only.
+CHUNK_KDA = {
+    "q": REQUIRED,
+    "k": REQUIRED,
+    "v": REQUIRED,
+    "g": REQUIRED,
+    "beta": REQUIRED,
+    "scale": None,
+    "initial_state": None,
+    "output_final_state": False,
+    "use_qk_l2norm_in_kernel": False,
+    "use_gate_in_kernel": False,
+    "use_beta_sigmoid_in_kernel": False,
+    "allow_neg_eigval": False,
+    "safe_gate": False,
+    "lower_bound": None,
+    "disable_recompute": False,
+    "return_intermediate_states": False,
+    "state_v_first": False,
+    "cu_seqlens": None,
+    "cu_seqlens_cpu": None,
+    "cp_context": None,
+    "use_graph": False,
+    "max_num_seqs": None,
+}
+CHUNK_KDA_BY_KEYWORD = {"A_log": None, "dt_bias": None, "chunk_size": 64}
+FUSED_RECURRENT_KDA = {
+    "q": REQUIRED,
+    "k": REQUIRED,
+    "v": REQUIRED,
+    "g": REQUIRED,
+    "beta": REQUIRED,
+    "A_log": None,
+    "dt_bias": None,
+    "scale": None,
+    "initial_state": None,
+    "output_final_state": False,
+    "use_qk_l2norm_in_kernel": False,
+    "use_gate_in_kernel": False,
+    "use_beta_sigmoid_in_kernel": False,
+    "allow_neg_eigval": False,
+    "lower_bound": None,
+    "state_v_first": False,
+    "cu_seqlens": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "positional", "by_keyword"),
+    [
+        (chunk_kda, CHUNK_KDA, CHUNK_KDA_BY_KEYWORD),
+        (fused_recurrent_kda, FUSED_RECURRENT_KDA, {}),
+    ],
+)
+def test_names_order_and_defaults_are_those_of_fla(
+    operator: Callable[..., object], positional: dict[str, object], by_keyword: dict[str, object]
+) -> None:
+    parameters = inspect.signature(operator).parameters
+    ours = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+    assert list(ours.items()) == list(positional.items())
+    extra = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    assert by_keyword.items() <= extra.items()
+    assert set(extra) - set(by_keyword), "the pool and the plan are ours"
+    # what goes beyond FLA is optional
+    assert all(extra[name] is None for name in set(extra) - set(by_keyword))
+    assert len(ours) + len(extra) == len(parameters), "unknown arguments must raise"

@@ -1,0 +1,132 @@
+"""The chunk table and the grid measure, against a few lines of Python."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kda_backend import metadata as metadata_module
+from kda_backend.kernels.chunk_table import build_chunk_table
+from kda_backend.metadata import ChunkMetadata, build_metadata, equal_length_metadata
+from kda_backend.paths import KdaShape
+from tests.kda.cases import Backend, chunks_of, cu_tensor, make_case
+
+RAGGED = [
+    (),
+    (0,),
+    (1,),
+    (64,),
+    (65,),
+    (0, 0, 0),
+    (70, 0, 9, 0, 64, 128, 1),
+    (64 * 300 + 1, 5),
+    (3,) * 129,
+    tuple(n * 37 % 200 for n in range(300)),
+    (0,) * 128 + (130, 7),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", RAGGED, ids=lambda lengths: f"{len(lengths)}_sequences")
+def test_chunk_table_of_ragged_batches(
+    device: torch.device, lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    start, length, offsets = chunks_of(lengths)
+    got = build_chunk_table(cu_tensor(lengths, device).to(dtype), len(start))
+    assert [x.tolist() for x in got] == [start, length, offsets]
+    assert all(x.dtype == torch.int32 for x in got)
+
+
+@pytest.mark.parametrize("spare", [1, 127, 200])
+def test_chunks_past_the_last_are_empty(device: torch.device, spare: int) -> None:
+    start, length, offsets = chunks_of((70, 0, 9))
+    got = build_chunk_table(cu_tensor((70, 0, 9), device), len(start) + spare)
+    assert got[0].tolist() == start + [0] * spare
+    assert got[1].tolist() == length + [0] * spare
+    assert got[2].tolist() == offsets
+
+
+def test_a_bound_is_reached_by_some_batch() -> None:
+    on_meta = cu_tensor((65, 65, 65), torch.device("meta"))
+    assert build_metadata(on_meta, 195, chunk_table=False).num_chunks == 6
+    on_meta = cu_tensor((1, 1, 0, 0), torch.device("meta"))
+    assert build_metadata(on_meta, 2, chunk_table=False).num_chunks == 2
+
+
+def test_the_grid_counts_each_sequences_chunks_times_value_heads(
+    kernels: Backend, seed: int
+) -> None:
+    """Chunks do not cross sequences: three of 22 tokens are three chunks, not ceil(66 / 64)."""
+    case = make_case(seed, (22, 22, 22), heads=1, value_heads=2, value_dim=16).to(kernels.device)
+    plan = kernels.plan(case.shape)
+    seen: list[int] = []
+
+    class Spy:
+        def lookup(self, grid: int) -> object:
+            seen.append(grid)
+            return plan.prefill.paths[0]
+
+    spied = dataclasses.replace(plan, prefill=Spy())  # type: ignore[arg-type]
+    kernels.chunk(case, plan=spied, cu_seqlens_cpu=case.cu_seqlens.cpu())
+    assert seen == [3 * 2]
+
+
+def test_the_decode_grid_counts_sequences_times_value_heads(kernels: Backend, seed: int) -> None:
+    case = make_case(seed, (1, 1, 1), heads=1, value_heads=2, value_dim=16).to(kernels.device)
+    plan = kernels.plan(case.shape)
+    seen: list[int] = []
+
+    class Spy:
+        def lookup(self, grid: int) -> object:
+            seen.append(grid)
+            return plan.decode.paths[0]
+
+    spied = dataclasses.replace(plan, decode=Spy())  # type: ignore[arg-type]
+    kernels.recurrent(case, plan=spied)
+    assert seen == [3 * 2]
+
+
+def test_metadata_is_frozen(device: torch.device) -> None:
+    meta = build_metadata(cu_tensor((70,), device), 70)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        meta.num_tokens = 1  # type: ignore[misc]
+    assert meta.num_sequences == 1
+
+
+def test_equal_lengths_are_described_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = equal_length_metadata(3, 70, device, True)
+    assert meta.cu_seqlens.tolist() == [0, 70, 140, 210]
+    assert (meta.num_tokens, meta.num_chunks, meta.num_sequences) == (210, 6, 3)
+    assert meta.chunk_len is not None and meta.chunk_len.tolist() == [64, 6] * 3
+
+    def must_not_build(*args: object, **kwargs: object) -> ChunkMetadata:
+        raise AssertionError("built a second time")
+
+    monkeypatch.setattr(metadata_module, "build_metadata", must_not_build)
+    assert equal_length_metadata(3, 70, device, True) is meta
+
+
+def test_a_plan_explains_each_row_of_its_table(kernels: Backend) -> None:
+    plan = kernels.plan(KdaShape(4, 4, 128, 128))
+    lines = plan.explain()
+    rows = [*plan.prefill.explain(), *plan.decode.explain()]
+    assert lines == [str(row) for row in rows] and len(lines) >= 2
+    assert {line.split()[0] for line in lines} == {"prefill", "decode"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "features"),
+    [
+        (KdaShape(4, 4, 128, 128), {"unbounded_gate"}),
+        (KdaShape(4, 4, 128, 128, True), {"bounded_gate"}),
+        (KdaShape(4, 8, 128, 128), {"unbounded_gate", "grouped_values"}),
+        (KdaShape(4, 4, 128, 64), {"unbounded_gate", "any_head_dim"}),
+        (KdaShape(4, 4, 64, 128), {"unbounded_gate", "any_head_dim"}),
+    ],
+)
+def test_what_a_shape_requires_of_a_path(shape: KdaShape, features: set[str]) -> None:
+    assert shape.requires() == features
