@@ -7,6 +7,7 @@ The model is transformers' own; its checkpoint and the questions are in the repo
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,7 +75,10 @@ def run(num_questions: int | None = None, json_output: bool = False) -> int:
         raise BadInputError(f"questions must number 1 to {len(questions.items)}, got {count}")
     questions = questions.head(count)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(RECALL / "checkpoint", device)
+    # read by transformers when it is imported: its warnings and bars would break the one shown here
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    model = kda.load_model(RECALL / "checkpoint", device)
 
     backend, stock = answer(model, questions)
     accuracies = backend.accuracy(questions), stock.accuracy(questions)
@@ -96,17 +100,6 @@ def run(num_questions: int | None = None, json_output: bool = False) -> int:
         _print_report(report, questions, backend)
         print(f"demo: accuracy {accuracies[0]:.3f}, stock {accuracies[1]:.3f}, {count} questions")
     return 0 if accuracies[0] >= WANTED_ACCURACY else 1
-
-
-def load_model(checkpoint: Path, device: torch.device) -> Any:
-    """transformers' KimiLinearForCausalLM, in bf16 on a GPU and fp32 on a CPU."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
 
 
 def answer(model: Any, questions: recall.QuestionSet) -> tuple[Answers, Answers]:

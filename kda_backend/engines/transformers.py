@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +61,17 @@ def disable() -> None:
 def is_enabled() -> bool:
     """Whether ``kimi_linear`` models run through this backend now."""
     return bool(_stock)
+
+
+def load_model(checkpoint: str | Path, device: torch.device) -> Any:
+    """transformers' ``KimiLinearForCausalLM`` in eval mode: bf16 on a GPU, fp32 on a CPU.
+
+    Raises ImportError as `enable`, and OSError where ``checkpoint`` holds no such model.
+    """
+    _modeling()
+    model_class = importlib.import_module("transformers").KimiLinearForCausalLM
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return model_class.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
 
 
 def _modeling() -> ModuleType:

@@ -200,7 +200,7 @@ def test_without_a_path_stock_runs_and_strict_mode_refuses(
 @pytest.fixture(scope="module")
 def shipped() -> Any:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return demo.load_model(demo.RECALL / "checkpoint", device)
+    return kda.load_model(demo.RECALL / "checkpoint", device)
 
 
 @pytest.fixture(scope="module")
