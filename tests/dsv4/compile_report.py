@@ -199,8 +199,21 @@ def _run(*command: object) -> str:
     return done.stdout + done.stderr
 
 
+def build_launches(target: Target) -> None:
+    """Build what the operators would launch: this checks every constexpr's name and place."""
+    main, indexer = make_spec("fp8_ds_mla"), make_spec("indexer_fp8")
+    for phase in ("decode", "prefill"):
+        for head_dim in (128, 512):
+            paths.in_place_paths(target, phase, head_dim, 4, True)
+    for spec in (main, indexer, make_spec("fp8_ds_mla", 128)):
+        paths.decode_paths(target, spec, "ring", spec.compress_ratio)
+        paths.prefill_paths(target, spec, "ring", spec.compress_ratio)
+    paths.pair_paths(target, main, indexer, "ring", (4, 4))
+
+
 def report(arch: str) -> dict[str, dict[str, int]]:
     """The table of one architecture: a line for each case, on HIP one more for large tensors."""
+    build_launches(TARGETS[arch][1])
     lines = {}
     for case in cases():
         lines[case[0]] = compile_case(arch, case, is_large=False)
