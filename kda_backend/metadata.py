@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from backend_core.contracts import expect_stride
+
 CHUNK = 64
 
 
@@ -99,6 +101,7 @@ def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = str(cu_seqlens.dtype).removeprefix("torch.")
         raise ValueError(f"{name} must have dtype int32 or int64, got {got}")
+    expect_stride(name, cu_seqlens, 0, 1)
 
 
 def _check_offsets(offsets: tuple[int, ...], num_tokens: int, expected_len: int) -> None:

@@ -109,9 +109,7 @@ def check_inputs(
         )
     for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
         expect_device(name, x, device)
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or g.requires_grad
-    ):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta)):
         raise ValueError("kda_backend has no backward pass: call it under torch.no_grad()")
 
     if not use_gate:

@@ -69,7 +69,7 @@ def recurrent_kernel(
 ):
     NUM_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_v = tl.program_id(0) % NUM_V
-    i_hv = tl.program_id(0) // NUM_V % HV
+    i_hv = (tl.program_id(0) // NUM_V % HV).to(tl.int64)  # heads may lie 2^31 elements apart
     i_n = tl.program_id(0) // (NUM_V * HV)
     i_h = i_hv // HEADS_PER_KEY
     if cu_seqlens_ptr is not None:

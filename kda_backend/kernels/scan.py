@@ -57,7 +57,7 @@ def scan_kernel(
 ):
     NUM_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_v = tl.program_id(0) % NUM_V
-    i_hv = tl.program_id(0) // NUM_V % HV
+    i_hv = (tl.program_id(0) // NUM_V % HV).to(tl.int64)  # heads may lie 2^31 elements apart
     i_n = tl.program_id(0) // (NUM_V * HV)
     bos = tl.load(cu_seqlens_ptr + i_n).to(tl.int64)
     eos = tl.load(cu_seqlens_ptr + i_n + 1).to(tl.int64)

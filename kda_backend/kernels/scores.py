@@ -105,7 +105,7 @@ def scores_kernel(
     FAST_MATH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    i_hv = tl.program_id(0) % HV
+    i_hv = (tl.program_id(0) % HV).to(tl.int64)  # heads may lie 2^31 elements apart
     i_chunk = tl.program_id(0) // HV
     length = tl.load(chunk_len_ptr + i_chunk)
     if length == 0:

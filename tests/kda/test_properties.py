@@ -117,7 +117,7 @@ def test_the_order_of_the_batch_changes_no_bit(
 def test_chunk_table_of_any_batch(lengths: tuple[int, ...]) -> None:
     start, length, offsets = chunks_of(lengths)
     meta = build_metadata(
-        cu_tensor(lengths, device),
+        cu_tensor(lengths, DEVICE),
         sum(lengths),
         cu_seqlens_cpu=cu_tensor(lengths, torch.device("cpu")),
     )

@@ -1,0 +1,625 @@
+"""Every refusal: the message says what was expected and what came, and nothing was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kda_backend import chunk_kda, fused_recurrent_kda
+from kda_backend.metadata import build_metadata
+from tests.kda.cases import ON_GPU, make_case, poisoned
+
+Arguments = dict[str, Any]
+Change = Callable[[Arguments], Arguments]
+META = torch.device("meta")
+T, N, H, HV, K, V = 5, 2, 2, 4, 32, 16
+
+
+def arguments(device: torch.device) -> Arguments:
+    """A call that uses everything, with poisoned memory wherever it writes."""
+    case = make_case(0, (3, 2), heads=H, value_heads=HV, key_dim=K, value_dim=V).to(device)
+    return {
+        "q": case.q,
+        "k": case.k,
+        "v": case.v,
+        "g": case.g,
+        "beta": case.beta,
+        **case.options(),
+        "cu_seqlens": case.cu_seqlens,
+        "state_pool": poisoned(3, HV, V, K, dtype=torch.float32, device=device),
+        "state_indices": torch.tensor([2, 0], dtype=torch.int32, device=device),
+        "has_initial_state": torch.tensor([False, False], device=device),
+        "snapshot_chunks": torch.tensor([[1], [1]], dtype=torch.int32, device=device),
+        "snapshots": poisoned(N, 1, HV, V, K, dtype=torch.float32, device=device),
+        "out": poisoned(1, T, HV, V, dtype=torch.bfloat16, device=device),
+    }
+
+
+WRITTEN = ("state_pool", "snapshots", "out")
+PREFILL_ONLY = ("snapshot_chunks", "snapshots")
+
+
+def functional(device: torch.device) -> Arguments:
+    """The same call with a state in and a new one out."""
+    kwargs = arguments(device)
+    for name in ("state_pool", "state_indices", "has_initial_state"):
+        del kwargs[name]
+    state = torch.zeros(N, HV, K, V, device=device)
+    return kwargs | {"initial_state": state, "output_final_state": True}
+
+
+def swap(**changes: Change | Any) -> Change:
+    """Replace arguments: by a value, or by what a function makes of the present one."""
+
+    def change(kwargs: Arguments) -> Arguments:
+        new = {
+            name: value(kwargs.get(name)) if callable(value) else value
+            for name, value in changes.items()
+        }
+        return kwargs | new
+
+    return change
+
+
+def on_meta(x: torch.Tensor) -> torch.Tensor:
+    return x.to(META)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Every second element of the last dimension of twice as many."""
+    return torch.stack([x, x], -1).flatten(-2)[..., ::2]
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x.half()
+
+
+def fp64(x: torch.Tensor) -> torch.Tensor:
+    return x.double()
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    """Without the last of the last dimension."""
+    return x[..., :-1]
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    return x[0]
+
+
+def two_rows(kwargs: Arguments) -> Arguments:
+    rows = {name: torch.cat([kwargs[name]] * 2) for name in ("q", "k", "v", "g", "beta", "out")}
+    return kwargs | rows
+
+
+def wide_rows(x: torch.Tensor) -> torch.Tensor:
+    """Rows of a batch that do not follow one another."""
+    return torch.cat([x, x], 1)[:, : x.shape[1]]
+
+
+def i32(*values: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: torch.tensor(values, dtype=torch.int32, device=x.device)
+
+
+# (what, change, message); "{device}" stands for the device of the call
+TOKENS: list[tuple[str, Change, str]] = [
+    ("q rank", swap(q=flat), f"q must have shape [B, T, H, K], got [{T}, {H}, {K}]"),
+    ("v rank", swap(v=flat), f"v must have shape [1, {T}, HV, V], got [{T}, {HV}, {V}]"),
+    (
+        "k shape",
+        swap(k=cut),
+        f"k must have shape [1, {T}, {H}, {K}], got [1, {T}, {H}, {K - 1}]",
+    ),
+    (
+        "k rank",
+        swap(k=flat),
+        f"k must have shape [1, {T}, {H}, {K}], got [{T}, {H}, {K}]",
+    ),
+    (
+        "v tokens",
+        swap(v=lambda x: x[:, 1:]),
+        f"v must have shape [1, {T}, {HV}, {V}], got [1, {T - 1}, {HV}, {V}]",
+    ),
+    (
+        "g shape",
+        swap(g=cut),
+        f"g must have shape [1, {T}, {HV}, {K}], got [1, {T}, {HV}, {K - 1}]",
+    ),
+    (
+        "g of the key heads",
+        swap(g=lambda x: x[:, :, :H]),
+        f"g must have shape [1, {T}, {HV}, {K}], got [1, {T}, {H}, {K}]",
+    ),
+    (
+        "beta shape",
+        swap(beta=cut),
+        f"beta must have shape [1, {T}, {HV}], got [1, {T}, {HV - 1}]",
+    ),
+    ("q dtype", swap(q=fp64), "q must have dtype bfloat16 or float16 or float32, got float64"),
+    ("k dtype", swap(k=half), "k must have dtype bfloat16, got float16"),
+    ("v dtype", swap(v=half), "v must have dtype bfloat16, got float16"),
+    ("g dtype", swap(g=fp64), "g must have dtype bfloat16 or float16 or float32, got float64"),
+    (
+        "beta dtype",
+        swap(beta=fp64),
+        "beta must have dtype bfloat16 or float16 or float32, got float64",
+    ),
+    ("k device", swap(k=on_meta), "k must be on {device}, got meta"),
+    ("v device", swap(v=on_meta), "v must be on {device}, got meta"),
+    ("g device", swap(g=on_meta), "g must be on {device}, got meta"),
+    ("beta device", swap(beta=on_meta), "beta must be on {device}, got meta"),
+    (
+        "value heads",
+        swap(v=lambda x: x[:, :, :3], g=lambda x: x[:, :, :3], beta=lambda x: x[..., :3]),
+        f"v must have a multiple of q's {H} heads (grouped values), got 3",
+    ),
+    (
+        "no heads",
+        swap(q=lambda x: x[:, :, :0], k=lambda x: x[:, :, :0]),
+        f"v must have a multiple of q's 0 heads (grouped values), got {HV}",
+    ),
+    (
+        "no value heads",
+        swap(v=lambda x: x[:, :, :0], g=lambda x: x[:, :, :0], beta=lambda x: x[..., :0]),
+        f"v must have a multiple of q's {H} heads (grouped values), got 0",
+    ),
+    (
+        "K over 256",
+        swap(**dict.fromkeys(("q", "k", "g"), lambda x: x.repeat(1, 1, 1, 9)[..., :257])),
+        f"head dimensions must be 1 to 256, got K = 257 and V = {V}",
+    ),
+    (
+        "V over 256",
+        swap(v=lambda x: x.repeat(1, 1, 1, 17)[..., :257]),
+        f"head dimensions must be 1 to 256, got K = {K} and V = 257",
+    ),
+    (
+        "no channels",
+        swap(**dict.fromkeys(("q", "k", "g"), lambda x: x[..., :0])),
+        f"head dimensions must be 1 to 256, got K = 0 and V = {V}",
+    ),
+    (
+        "no value channels",
+        swap(v=lambda x: x[..., :0]),
+        f"head dimensions must be 1 to 256, got K = {K} and V = 0",
+    ),
+    *(
+        (
+            f"gradient of {name}",
+            swap(**{name: lambda x: x.clone().requires_grad_()}),
+            "kda_backend has no backward pass: call it under torch.no_grad()",
+        )
+        for name in ("q", "k", "v", "g", "beta")
+    ),
+    (
+        "A_log missing",
+        swap(A_log=None),
+        "A_log must be given for the gate without lower_bound, got None",
+    ),
+    ("A_log size", swap(A_log=cut), f"A_log must have {HV} elements, got [{HV - 1}]"),
+    (
+        "dt_bias size",
+        swap(dt_bias=cut),
+        f"dt_bias must have {HV * K} elements, got [{HV}, {K - 1}]",
+    ),
+    (
+        "A_log dtype",
+        swap(A_log=fp64),
+        "A_log must have dtype bfloat16 or float16 or float32, got float64",
+    ),
+    (
+        "dt_bias dtype",
+        swap(dt_bias=fp64),
+        "dt_bias must have dtype bfloat16 or float16 or float32, got float64",
+    ),
+    ("A_log device", swap(A_log=on_meta), "A_log must be on {device}, got meta"),
+    ("dt_bias device", swap(dt_bias=on_meta), "dt_bias must be on {device}, got meta"),
+    ("A_log strides", swap(A_log=doubled), "A_log must be contiguous, got strides [2]"),
+    (
+        "dt_bias strides",
+        swap(dt_bias=doubled),
+        f"dt_bias must be contiguous, got strides [{2 * K}, 2]",
+    ),
+    *(
+        (
+            f"lower_bound {bound}",
+            swap(lower_bound=bound),
+            f"lower_bound must be in [-5, 0), got {bound}",
+        )
+        for bound in (0.0, -5.001, 1.0, float("nan"))
+    ),
+    (
+        "negative eigenvalues of a given beta",
+        swap(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=True),
+        "allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True",
+    ),
+    (
+        "out shape",
+        swap(out=cut),
+        f"out must have shape [1, {T}, {HV}, {V}], got [1, {T}, {HV}, {V - 1}]",
+    ),
+    ("out dtype", swap(out=half), "out must have dtype bfloat16, got float16"),
+    ("out device", swap(out=on_meta), "out must be on {device}, got meta"),
+    ("out channels", swap(out=doubled), "out must have stride 1 in dimension 3, got 2"),
+    (
+        "cu_seqlens rank",
+        swap(cu_seqlens=lambda x: x[None]),
+        f"cu_seqlens must have shape [N + 1], got [1, {N + 1}]",
+    ),
+    (
+        "cu_seqlens empty",
+        swap(cu_seqlens=lambda x: x[:0]),
+        "cu_seqlens must have shape [N + 1], got [0]",
+    ),
+    (
+        "cu_seqlens dtype",
+        swap(cu_seqlens=lambda x: x.short()),
+        "cu_seqlens must have dtype int32 or int64, got int16",
+    ),
+    (
+        "cu_seqlens strides",
+        swap(cu_seqlens=doubled),
+        "cu_seqlens must have stride 1 in dimension 0, got 2",
+    ),
+    ("cu_seqlens device", swap(cu_seqlens=on_meta), "cu_seqlens must be on {device}, got meta"),
+    ("cu_seqlens of a batch", two_rows, "q must have batch size 1 with cu_seqlens, got 2"),
+]
+POOL: list[tuple[str, Change, str]] = [
+    (
+        "pool rank",
+        swap(state_pool=flat),
+        f"state_pool must have shape [slots, {HV}, {V}, {K}], got [{HV}, {V}, {K}]",
+    ),
+    (
+        "pool transposed",
+        swap(state_pool=lambda x: x.mT.contiguous()),
+        f"state_pool must have shape [slots, {HV}, {V}, {K}], got [3, {HV}, {K}, {V}]",
+    ),
+    (
+        "pool dtype",
+        swap(state_pool=half),
+        "state_pool must have dtype float32 or bfloat16, got float16",
+    ),
+    ("pool device", swap(state_pool=on_meta), "state_pool must be on {device}, got meta"),
+    (
+        "pool channels",
+        swap(state_pool=doubled),
+        "state_pool must have stride 1 in dimension 3, got 2",
+    ),
+    (
+        "pool rows",
+        swap(state_pool=lambda x: torch.cat([x, x], 3)[..., :K]),
+        f"state_pool must have stride {K} in dimension 2, got {2 * K}",
+    ),
+    (
+        "pool heads",
+        swap(state_pool=lambda x: torch.cat([x, x], 2)[:, :, :V]),
+        f"state_pool must have stride {V * K} in dimension 1, got {2 * V * K}",
+    ),
+    (
+        "pool slots that overlap",
+        swap(state_pool=lambda x: x.as_strided(x.shape, (V * K, V * K, K, 1))),
+        f"state_pool must have slots at least {HV * V * K} elements apart, got a stride of {V * K}",
+    ),
+    (
+        "indices missing",
+        swap(state_indices=None),
+        "state_indices must be given with state_pool, got None",
+    ),
+    (
+        "indices size",
+        swap(state_indices=cut),
+        f"state_indices must have shape [{N}], got [{N - 1}]",
+    ),
+    (
+        "indices dtype",
+        swap(state_indices=lambda x: x.long()),
+        "state_indices must have dtype int32, got int64",
+    ),
+    ("indices device", swap(state_indices=on_meta), "state_indices must be on {device}, got meta"),
+    (
+        "indices strides",
+        swap(state_indices=doubled),
+        "state_indices must have stride 1 in dimension 0, got 2",
+    ),
+    (
+        "has_initial_state size",
+        swap(has_initial_state=cut),
+        f"has_initial_state must have shape [{N}], got [{N - 1}]",
+    ),
+    (
+        "has_initial_state dtype",
+        swap(has_initial_state=lambda x: x.int()),
+        "has_initial_state must have dtype bool, got int32",
+    ),
+    (
+        "has_initial_state device",
+        swap(has_initial_state=on_meta),
+        "has_initial_state must be on {device}, got meta",
+    ),
+    (
+        "has_initial_state strides",
+        swap(has_initial_state=doubled),
+        "has_initial_state must have stride 1 in dimension 0, got 2",
+    ),
+    (
+        "pool and initial state",
+        swap(initial_state=torch.zeros(1)),
+        "state_pool replaces initial_state and output_final_state: give either",
+    ),
+    (
+        "pool and final state",
+        swap(output_final_state=True),
+        "state_pool replaces initial_state and output_final_state: give either",
+    ),
+    *(
+        (f"no pool, {left}", drop, "state_indices and has_initial_state need a state_pool")
+        for left, drop in (
+            ("indices left", swap(state_pool=None, has_initial_state=None)),
+            ("has_initial_state left", swap(state_pool=None, state_indices=None)),
+        )
+    ),
+]
+FUNCTIONAL: list[tuple[str, Change, str]] = [
+    (
+        "state shape",
+        swap(initial_state=cut),
+        f"initial_state must have shape [{N}, {HV}, {K}, {V}], got [{N}, {HV}, {K}, {V - 1}]",
+    ),
+    (
+        "state layout",
+        swap(state_v_first=True),
+        f"initial_state must have shape [{N}, {HV}, {V}, {K}], got [{N}, {HV}, {K}, {V}]",
+    ),
+    (
+        "state count",
+        swap(initial_state=lambda x: x[:1]),
+        f"initial_state must have shape [{N}, {HV}, {K}, {V}], got [1, {HV}, {K}, {V}]",
+    ),
+    (
+        "state dtype",
+        swap(initial_state=lambda x: x.bfloat16()),
+        "initial_state must have dtype float32, got bfloat16",
+    ),
+    ("state device", swap(initial_state=on_meta), "initial_state must be on {device}, got meta"),
+]
+PREFILL: list[tuple[str, Change, str]] = [
+    (
+        "context parallelism",
+        swap(cp_context=object()),
+        "cp_context must be None (context parallelism is for training)",
+    ),
+    ("chunk size", swap(chunk_size=16), "chunk_size must be 64, or 32 without states, got 16"),
+    (
+        "chunk size with states",
+        swap(chunk_size=32, return_intermediate_states=True),
+        "chunk_size must be 64, or 32 without states, got 32",
+    ),
+    (
+        "safe gate",
+        swap(safe_gate=True),
+        "lower_bound must be given with safe_gate=True, got None",
+    ),
+    (
+        "padded sequences",
+        swap(use_graph=True, max_num_seqs=7),
+        f"cu_seqlens must have 8 entries, got {N + 1}",
+    ),
+    (
+        "snapshots alone",
+        swap(snapshot_chunks=None),
+        "snapshot_chunks and snapshots must be given together",
+    ),
+    (
+        "snapshot_chunks alone",
+        swap(snapshots=None),
+        "snapshot_chunks and snapshots must be given together",
+    ),
+    (
+        "snapshot_chunks rank",
+        swap(snapshot_chunks=flat),
+        f"snapshot_chunks must have shape [{N}, S], got [1]",
+    ),
+    (
+        "snapshot_chunks dtype",
+        swap(snapshot_chunks=lambda x: x.long()),
+        "snapshot_chunks must have dtype int32, got int64",
+    ),
+    (
+        "snapshot_chunks device",
+        swap(snapshot_chunks=on_meta),
+        "snapshot_chunks must be on {device}, got meta",
+    ),
+    (
+        "snapshot_chunks strides",
+        swap(snapshot_chunks=lambda x: torch.cat([x, x], 1)[:, :1]),
+        "snapshot_chunks must be contiguous, got strides [2, 1]",
+    ),
+    (
+        "snapshots shape",
+        swap(snapshots=cut),
+        f"snapshots must have shape [{N}, 1, {HV}, {V}, {K}], got [{N}, 1, {HV}, {V}, {K - 1}]",
+    ),
+    (
+        "snapshots dtype",
+        swap(snapshots=lambda x: x.bfloat16()),
+        "snapshots must have dtype float32, got bfloat16",
+    ),
+    ("snapshots device", swap(snapshots=on_meta), "snapshots must be on {device}, got meta"),
+    (
+        "snapshots strides",
+        swap(snapshots=lambda x: x.mT.contiguous().mT),
+        f"snapshots must be contiguous, got strides [{HV * V * K}, {HV * V * K}, {V * K}, 1, {V}]",
+    ),
+]
+# values that are read where that costs no synchronisation: in host memory
+VALUES: list[tuple[str, Change, str]] = [
+    ("offsets that start late", swap(cu_seqlens=i32(1, 3, T)), "cu_seqlens must start at 0, got 1"),
+    (
+        "offsets that end early",
+        swap(cu_seqlens=i32(0, 3, T - 1)),
+        f"cu_seqlens must end at {T} tokens, got {T - 1}",
+    ),
+    (
+        "offsets that end late",
+        swap(cu_seqlens=i32(0, 3, T + 1)),
+        f"cu_seqlens must end at {T} tokens, got {T + 1}",
+    ),
+    (
+        "offsets that decrease",
+        swap(
+            cu_seqlens=i32(0, 4, 3, T),
+            **dict.fromkeys(
+                ("state_indices", "has_initial_state", "snapshot_chunks", "snapshots"), None
+            ),
+            state_pool=None,
+        ),
+        "cu_seqlens must not decrease, got 4 then 3 at entry 1",
+    ),
+]
+SLOTS: list[tuple[str, Change, str]] = [
+    (
+        "a slot past the pool",
+        swap(state_indices=i32(3, 0)),
+        "state_indices must be -1 or a slot below 3, got values from 0 to 3",
+    ),
+    (
+        "a slot below -1",
+        swap(state_indices=i32(-2, 0)),
+        "state_indices must be -1 or a slot below 3, got values from -2 to 0",
+    ),
+]
+
+
+def rows(
+    *tables: tuple[Callable[[torch.device], Arguments], list[tuple[str, Change, str]]],
+) -> list[Any]:
+    return [
+        pytest.param(base, change, message, id=what.replace(" ", "_"))
+        for base, table in tables
+        for what, change, message in table
+    ]
+
+
+def assert_refused(
+    operator: Callable[..., object],
+    base: Callable[[torch.device], Arguments],
+    change: Change,
+    message: str,
+    device: torch.device,
+) -> None:
+    kwargs = base(device)
+    changed = change(kwargs)
+    if operator is fused_recurrent_kda:
+        changed = {name: x for name, x in changed.items() if name not in PREFILL_ONLY}
+    expected = message.format(device=kwargs["q"].device)
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        operator(**changed)
+    for name in WRITTEN:
+        for source in (kwargs, changed):
+            x = source.get(name)
+            if x is not None and x.device != META:
+                assert x.isnan().all(), f"{name} was written before the refusal"
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    rows((arguments, TOKENS), (arguments, POOL), (functional, FUNCTIONAL), (arguments, PREFILL)),
+)
+def test_prefill_refuses(device: torch.device, base: Any, change: Change, message: str) -> None:
+    assert_refused(chunk_kda, base, change, message, device)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    rows((arguments, TOKENS), (arguments, POOL), (functional, FUNCTIONAL)),
+)
+def test_decode_refuses(device: torch.device, base: Any, change: Change, message: str) -> None:
+    assert_refused(fused_recurrent_kda, base, change, message, device)
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize(
+    ("base", "change", "message"), rows((arguments, VALUES), (arguments, SLOTS))
+)
+def test_values_in_host_memory_are_checked(
+    operator: Callable[..., object], base: Any, change: Change, message: str
+) -> None:
+    assert_refused(operator, base, change, message, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("base", "change", "message"), rows((arguments, VALUES)))
+@pytest.mark.skipif(not ON_GPU, reason="the host's copy matters where the tensor is on a GPU")
+def test_the_hosts_copy_of_the_offsets_is_checked(
+    device: torch.device, base: Any, change: Change, message: str
+) -> None:
+    def change_copy(kwargs: Arguments) -> Arguments:
+        changed = change(kwargs)
+        return changed | {"cu_seqlens_cpu": changed["cu_seqlens"].cpu()}
+
+    assert_refused(chunk_kda, base, change_copy, message, device)
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+def test_an_output_batch_must_be_packed(
+    operator: Callable[..., object], device: torch.device
+) -> None:
+    kwargs = two_rows(functional(device)) | {"cu_seqlens": None}
+    change = swap(out=wide_rows)
+    message = f"out must have stride {T * HV * V} in dimension 0, got {2 * T * HV * V}"
+    assert_refused(operator, lambda _: kwargs, change, message, device)
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("base", [arguments, functional])
+def test_the_unchanged_calls_are_accepted(
+    operator: Callable[..., object], base: Callable[[torch.device], Arguments], device: torch.device
+) -> None:
+    """So that each refusal is of its own change."""
+    kwargs = base(device)
+    if operator is fused_recurrent_kda:
+        kwargs = {name: x for name, x in kwargs.items() if name not in PREFILL_ONLY}
+    operator(**kwargs)
+    assert not kwargs["out"].isnan().any()
+    assert "snapshots" not in kwargs or not kwargs["snapshots"].isnan().any()
+
+
+def test_metadata_of_another_step_is_refused(device: torch.device) -> None:
+    kwargs = arguments(device)
+    offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
+    other = build_metadata(offsets.to(device), 4, cu_seqlens_cpu=offsets)
+    change = swap(cu_seqlens=None, metadata=other)
+    message = "metadata is of 4 tokens, q has 5"
+    assert_refused(chunk_kda, lambda _: kwargs, change, message, device)
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+def test_unknown_arguments_raise(operator: Callable[..., object], device: torch.device) -> None:
+    kwargs = {name: x for name, x in arguments(device).items() if name not in PREFILL_ONLY}
+    with pytest.raises(TypeError, match="transpose_state_layout"):
+        operator(**kwargs, transpose_state_layout=True)
+
+
+def test_lower_bound_at_its_limit_is_accepted(device: torch.device) -> None:
+    kwargs = functional(device) | {"lower_bound": -5.0, "safe_gate": True}
+    chunk_kda(**kwargs)
+    assert not kwargs["out"].isnan().any()
+
+
+def test_gate_arguments_are_ignored_without_the_gate(device: torch.device) -> None:
+    """As in FLA: they belong to use_gate_in_kernel."""
+    kwargs = functional(device) | {"use_gate_in_kernel": False, "g": -arguments(device)["g"].abs()}
+    want, _ = chunk_kda(**kwargs, plan=None)[:2]
+    want = want.clone()
+    got, _ = chunk_kda(**(kwargs | {"lower_bound": 3.0, "A_log": None, "dt_bias": None}))[:2]
+    assert torch.equal(got, want)
+
+
+def test_training_and_graph_arguments_are_accepted(device: torch.device) -> None:
+    kwargs = functional(device) | {"disable_recompute": True, "use_graph": True}
+    chunk_kda(**kwargs, max_num_seqs=N)
+    assert not kwargs["out"].isnan().any()
