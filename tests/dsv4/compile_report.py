@@ -1,7 +1,8 @@
 """Compile every kernel that a shipped table chooses, for all four architectures, without a GPU.
 
 Run as a script it rewrites ``compile_report.json``; with the name of an architecture it prints that
-part as JSON, which is what the test compares. Triton's interpreter must be off.
+part as JSON, which is what the test compares, and with ``in_place`` after the name that kernel's
+assembly. Triton's interpreter must be off.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def cases() -> Iterator[Case]:
         yield f"decode pair {layout}", decode_pair_kernel, constexprs, "decode", "pair", types
 
 
-def compile_case(arch: str, case: Case, is_large: bool) -> dict[str, int]:
-    """Build one case as the shipped table has it.
+def compile_case(arch: str, case: Case, is_large: bool) -> tuple[int, Any]:
+    """Build one case as the shipped table has it: (warps, compiled kernel).
 
     Args:
         is_large: on HIP, pointers whose tensors may exceed 2 GiB and so get no buffer instructions.
@@ -143,9 +144,7 @@ def compile_case(arch: str, case: Case, is_large: bool) -> dict[str, int]:
         attrs[(index,)] = aligned
     source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": num_warps, "num_stages": 1}
-    compiled = triton.compile(source, target=gpu, options=options)
-    measure = _measure_amd if gpu.backend == "hip" else _measure_nvidia
-    return {"num_warps": num_warps, **measure(compiled)}
+    return num_warps, triton.compile(source, target=gpu, options=options)
 
 
 def _count(pattern: str, text: str) -> int:
@@ -211,15 +210,31 @@ def build_launches(target: Target) -> None:
     paths.pair_paths(target, main, indexer, "ring", (4, 4))
 
 
-def report(arch: str) -> dict[str, dict[str, int]]:
-    """The table of one architecture: a line for each case, on HIP one more for large tensors."""
-    build_launches(TARGETS[arch][1])
-    lines = {}
+def compiled(arch: str) -> Iterator[tuple[str, int, Any]]:
+    """Every case of one architecture, on HIP once more for large tensors."""
     for case in cases():
-        lines[case[0]] = compile_case(arch, case, is_large=False)
+        yield case[0], *compile_case(arch, case, is_large=False)
         if arch.startswith("gfx"):
-            lines[f"{case[0]}, over 2 GiB"] = compile_case(arch, case, is_large=True)
-    return lines
+            yield f"{case[0]}, over 2 GiB", *compile_case(arch, case, is_large=True)
+
+
+def report(arch: str) -> dict[str, dict[str, int]]:
+    """The table of one architecture, a line for each case."""
+    build_launches(TARGETS[arch][1])
+    measure = _measure_amd if arch.startswith("gfx") else _measure_nvidia
+    return {name: {"num_warps": warps, **measure(kernel)} for name, warps, kernel in compiled(arch)}
+
+
+def in_place_assembly(arch: str) -> dict[str, str]:
+    """The in-place kernel's amdgcn text, for each of its cases."""
+    return {
+        f"{case[0]}{', over 2 GiB' if is_large else ''}": compile_case(arch, case, is_large)[1].asm[
+            "amdgcn"
+        ]
+        for case in cases()
+        if case[0].startswith("in_place")
+        for is_large in (False, True)
+    }
 
 
 def dump(tables: dict[str, Any]) -> str:
@@ -232,7 +247,9 @@ def dump(tables: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[2:] == ["in_place"]:
+        print(json.dumps(in_place_assembly(sys.argv[1])))
+    elif len(sys.argv) > 1:
         print(json.dumps(report(sys.argv[1])))
     else:
         REPORT.write_text(dump({arch: report(arch) for arch in TARGETS}), encoding="utf-8")
