@@ -13,7 +13,6 @@ from kda_backend.metadata import (
     equal_length_metadata,
 )
 from kda_backend.paths import KdaPlan, plan_for
-from kda_backend.prefill import Workspace
 from kda_backend.validation import (
     GATE_BOUNDED,
     KdaInputs,
@@ -24,6 +23,7 @@ from kda_backend.validation import (
     check_snapshots,
     check_state_pool,
 )
+from kda_backend.workspace import Workspace
 
 
 def chunk_kda(

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kda_backend import reference
-from kda_backend.prefill import activate, read_states, state_strides, write_states
+from kda_backend import torch_path
 from kda_backend.validation import KdaInputs, StateInputs
 
 if TYPE_CHECKING:
@@ -73,8 +72,8 @@ def recurrent(
         stride_beta_h,
         stride_o_t,
         stride_o_h,
-        *state_strides(state.read, state),
-        *state_strides(state.write, state),
+        *state.strides(state.read),
+        *state.strides(state.write),
         value_heads,
     )
 
@@ -113,23 +112,4 @@ def _recurrent_kernel(
     return launch, triton.cdiv(value_dim, block_v)
 
 
-def torch_reference(
-    path: KernelPath,
-    x: KdaInputs,
-    cu_seqlens: torch.Tensor | None,
-    state: StateInputs,
-    out: torch.Tensor,
-) -> None:
-    """The recurrence in torch and fp32: the CPU's path."""
-    batch, length = x.q.shape[:2]
-    offsets = [n * length for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    q, k, v, decay, beta = activate(x)
-    before = read_states(state, len(offsets) - 1, v.shape[1], v.shape[2], k.shape[2], x.q.device)
-    o, after = reference.recurrent_kda(
-        q, k, v, decay, beta, scale=x.scale, state=before, cu_seqlens=offsets
-    )
-    write_states(state, after)
-    out.copy_(o.view(out.shape))
-
-
-PIPELINES = {"recurrent": recurrent, "reference": torch_reference}
+PIPELINES = {"recurrent": recurrent, "reference": torch_path.decode}

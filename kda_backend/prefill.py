@@ -9,51 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kda_backend import reference
+from kda_backend import torch_path
 from kda_backend.metadata import CHUNK, ChunkMetadata
-from kda_backend.validation import (
-    BETA_GIVEN,
-    BETA_TWICE_SIGMOID,
-    GATE_LOG,
-    KdaInputs,
-    StateInputs,
-)
+from kda_backend.prefill_sm90 import two_stage_sm90
+from kda_backend.validation import KdaInputs, StateInputs
+from kda_backend.workspace import Workspace
 
 if TYPE_CHECKING:
     from backend_core.launch import KernelLaunch
     from backend_core.path_table import KernelPath
-
-
-class Workspace:
-    """Scratch memory of the prefill kernels, grown to the largest step and kept.
-
-    One serves all layers of a model, which run one after another on one stream. Grow it before a
-    CUDA graph is captured (``reserve``): a graph keeps the addresses it has seen.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._tiles = torch.empty(0, dtype=torch.uint8, device=device)
-        self._totals = torch.empty(0, dtype=torch.float32, device=device)
-
-    def reserve(self, num_tiles: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-        """Make room for ``num_tiles`` (chunks times value heads)."""
-        need = num_tiles * tile_elements(key_dim, value_dim) * dtype.itemsize
-        if need > self._tiles.shape[0]:
-            self._tiles = self._tiles.new_empty(need)
-            self._totals = self._totals.new_empty(num_tiles * key_dim)
-        elif num_tiles * key_dim > self._totals.shape[0]:
-            self._totals = self._totals.new_empty(num_tiles * key_dim)
-
-    def tiles(
-        self, num_tiles: int, key_dim: int, value_dim: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tiles in ``dtype``, total decays in fp32), both flat and at least large enough."""
-        self.reserve(num_tiles, key_dim, value_dim, dtype)
-        return self._tiles.view(dtype), self._totals
-
-    @property
-    def nbytes(self) -> int:
-        return self._tiles.nbytes + self._totals.nbytes
 
 
 def tile_elements(key_dim: int, value_dim: int) -> int:
@@ -91,7 +55,9 @@ def two_stage(
         x.l2norm,
     )
     num_tiles = meta.num_chunks * value_heads
-    tiles, totals = workspace.tiles(num_tiles, key_dim, value_dim, dtype)
+    tile_bytes = tile_elements(key_dim, value_dim) * dtype.itemsize
+    tiles, totals = workspace.buffers(num_tiles, tile_bytes, key_dim)
+    tiles = tiles.view(dtype)
     _, stride_q_t, stride_q_h, _ = x.q.stride()
     _, stride_k_t, stride_k_h, _ = x.k.stride()
     _, stride_v_t, stride_v_h, _ = x.v.stride()
@@ -153,9 +119,9 @@ def two_stage(
         0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
         stride_o_t,
         stride_o_h,
-        *state_strides(state.read, state),
-        *state_strides(state.write, state),
-        *state_strides(chunk_states, state),
+        *state.strides(state.read),
+        *state.strides(state.write),
+        *state.strides(chunk_states),
         value_heads,
     )
 
@@ -242,97 +208,8 @@ def _two_stage_kernels(
     return _TwoStageKernels(scores, solve, scan, functools.cache(sum_masks), blocks)
 
 
-def torch_reference(
-    path: KernelPath,
-    x: KdaInputs,
-    meta: ChunkMetadata,
-    state: StateInputs,
-    out: torch.Tensor,
-    chunk_states: torch.Tensor | None,
-    workspace: Workspace,
-) -> None:
-    """The chunked torch form in fp32: the CPU's path."""
-    q, k, v, decay, beta = activate(x)
-    assert meta.cu_seqlens_cpu is not None  # the CPU's metadata always has them
-    before = read_states(state, meta.num_sequences, v.shape[1], v.shape[2], k.shape[2], x.q.device)
-    o, after, chunk = reference.chunk_kda(
-        q, k, v, decay, beta, scale=x.scale, state=before, cu_seqlens=list(meta.cu_seqlens_cpu)
-    )
-    if state.snapshots is not None and state.snapshot_chunks is not None:
-        _write_snapshots(state, meta, chunk, after)
-    if chunk_states is not None:
-        chunk_states.copy_(chunk if state.v_dim == 2 else chunk.mT)
-    write_states(state, after)
-    out.copy_(o.view(out.shape))
-
-
-PIPELINES = {"two_stage": two_stage, "reference": torch_reference}
-
-
-def state_strides(tensor: torch.Tensor | None, state: StateInputs) -> tuple[int, int, int, int]:
-    """(row, head, V, K) strides in elements; zeros where there is no tensor."""
-    if tensor is None:
-        return (0, 0, 0, 0)
-    stride = tensor.stride()
-    return (stride[0], stride[1], stride[state.v_dim], stride[state.k_dim])
-
-
-def activate(x: KdaInputs) -> tuple[torch.Tensor, ...]:
-    """Packed q, k, v, log decay and step size in fp32, for the torch paths."""
-    q, k, v, g, beta = (y.float().flatten(0, 1) for y in (x.q, x.k, x.v, x.g, x.beta))
-    if x.l2norm:
-        q, k = reference.l2norm(q), reference.l2norm(k)
-    if x.gate != GATE_LOG:
-        g = reference.log_decay(g, x.a_log, x.dt_bias, x.lower_bound or None)
-    if x.beta_kind != BETA_GIVEN:
-        beta = beta.sigmoid() * (2.0 if x.beta_kind == BETA_TWICE_SIGMOID else 1.0)
-    return q, k, v, g, beta
-
-
-def read_states(
-    state: StateInputs,
-    num_sequences: int,
-    value_heads: int,
-    value_dim: int,
-    key_dim: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """The states [N, HV, V, K] in fp32, for the torch paths."""
-    if state.read is None:
-        return torch.zeros(num_sequences, value_heads, value_dim, key_dim, device=device)
-    rows = state.read if state.v_dim == 2 else state.read.mT
-    if state.indices is None:
-        return rows.float()
-    reads = state.indices >= 0
-    if state.has_initial is not None:
-        reads = reads & state.has_initial
-    rows = rows[state.indices.clamp(min=0).long()].float()
-    return torch.where(reads[:, None, None, None], rows, 0.0)
-
-
-def write_states(state: StateInputs, after: torch.Tensor) -> None:
-    if state.write is None:
-        return
-    rows = after if state.v_dim == 2 else after.mT
-    if state.indices is None:
-        state.write.copy_(rows)
-    else:
-        writes = state.indices >= 0
-        state.write[state.indices[writes].long()] = rows[writes].to(state.write.dtype)
-
-
-def _write_snapshots(
-    state: StateInputs, meta: ChunkMetadata, chunk: torch.Tensor, after: torch.Tensor
-) -> None:
-    assert state.snapshots is not None and state.snapshot_chunks is not None
-    assert meta.cu_seqlens_cpu is not None
-    first = 0
-    offsets = meta.cu_seqlens_cpu
-    for n, boundaries in enumerate(state.snapshot_chunks.tolist()):
-        count = (offsets[n + 1] - offsets[n] + CHUNK - 1) // CHUNK
-        for s, boundary in enumerate(boundaries):
-            if 0 <= boundary < count:
-                state.snapshots[n, s] = chunk[first + boundary]
-            elif boundary == count:
-                state.snapshots[n, s] = after[n]
-        first += count
+PIPELINES = {
+    "two_stage": two_stage,
+    "two_stage_sm90": two_stage_sm90,
+    "reference": torch_path.prefill,
+}

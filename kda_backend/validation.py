@@ -65,6 +65,13 @@ class StateInputs:
     snapshot_chunks: torch.Tensor | None = None
     snapshots: torch.Tensor | None = None
 
+    def strides(self, tensor: torch.Tensor | None) -> tuple[int, int, int, int]:
+        """(row, head, V, K) strides of a tensor laid out like these; zeros where there is none."""
+        if tensor is None:
+            return (0, 0, 0, 0)
+        stride = tensor.stride()
+        return (stride[0], stride[1], stride[self.v_dim], stride[self.k_dim])
+
 
 def check_inputs(
     q: torch.Tensor,

@@ -1,0 +1,356 @@
+// Inter-chunk stage of KDA prefill on Hopper: carries the state over the chunks, writes the output.
+//
+// The equations are scan.py's. One block serves 64 value rows of one sequence and head: a warpgroup
+// that multiplies and a warp that fetches the next chunks' tiles. The state stays in registers: as
+// fp32 accumulators [64 values, 128 channels] of wgmma, and rounded to fp16 as its A operand, whose
+// register layout is the accumulators' own. The same holds for v_new, so nothing of the chain
+// S -> v_new -> S passes through shared memory and no warp waits for another:
+//
+//     v_new^T = u^T + S (-w)^T        o^T = S q_in^T + v_new^T A_qk^T
+//     S       = S diag(total) + v_new^T k_out
+//
+// intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
+// the 128-byte swizzle, so plain bulk copies fetch them.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Params {
+    const u16* tiles;     // [chunks, HV, 9 * 4096] fp16: -w, q_in, k_out, A_qk, u
+    const float* totals;  // [chunks, HV, 128]
+    u16* o;               // bf16
+    const void* state_in;
+    void* state_out;
+    const int* state_indices;
+    const unsigned char* has_initial_state;
+    void* chunk_states;         // bf16, or null
+    const int* snapshot_chunks; // [N, num_snapshots]
+    float* snapshots;           // [N, num_snapshots, HV, 128, 128]
+    const void* cu_seqlens;     // int32, or int64 with CU_INT64
+    const int* chunk_offsets;
+    i64 o_t, o_h;
+    i64 in_n, in_h, in_v, in_k, out_n, out_h, out_v, out_k, chunk_n, chunk_h, chunk_v, chunk_k;
+    float scale;
+    int num_snapshots;
+    int num_value_heads;
+};
+
+static constexpr int C = 64, D = 128, STAGES = 3;
+static constexpr int BLOCK_BYTES = 8192;
+static constexpr int TILE_BYTES = 9 * BLOCK_BYTES;
+static constexpr int SHARED_BLOCKS = 7;  // -w, q_in, k_out (2 each), A_qk: all value rows need them
+static constexpr int STAGE_BYTES = (SHARED_BLOCKS + 1) * BLOCK_BYTES;
+
+struct __align__(1024) Shared {
+    unsigned char stage[STAGES][STAGE_BYTES];
+    u16 out[4][C * 16];  // each warp's [64 tokens, 16 values] on the way out
+    float totals[STAGES][D];
+    u64 full[STAGES], empty[STAGES];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ u32 pack_fp16(float low, float high) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+__device__ __forceinline__ float low_fp16(u32 x) {
+    float y;
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ float high_fp16(u32 x) {
+    float y;
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(y) : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ void barrier_init(u64* b, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u64* b) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u64* b, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)),
+                 "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* b, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nwait:\n"
+        "mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
+        "@p bra done;\nbra wait;\ndone:\n}" ::"r"(shared_address(b)), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void fetch(void* to, const void* from, int bytes, u64* b) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+
+// Descriptor of a B operand in 128-byte-swizzled blocks; strides in bytes.
+__device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) {
+    return (u64(1) << 62) | (u64(stride >> 4) << 32) | (u64(leading >> 4) << 16) |
+           u64((address & 0x3ffff) >> 4);
+}
+
+#define ACC8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), \
+                   "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+
+// c [64, 64] = a [64, 16] b [16, 64] (+ c): b stored [64][16], contiguous in its 16.
+__device__ __forceinline__ void wgmma_64(float (&c)[32], const u32 (&a)[4], u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+        "{%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
+        : ACC8(c, 0), ACC8(c, 8), ACC8(c, 16), ACC8(c, 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+// c [64, 128] += a [64, 16] b [16, 128]: b stored [16][128], contiguous in its 128.
+__device__ __forceinline__ void wgmma_128(float (&c)[64], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
+        "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+        : ACC8(c, 0), ACC8(c, 8), ACC8(c, 16), ACC8(c, 24), ACC8(c, 32), ACC8(c, 40), ACC8(c, 48),
+          ACC8(c, 56)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// An accumulator must not be read before its group has been waited for; the compiler is told so.
+template <int N>
+__device__ __forceinline__ void settled(float (&c)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+__device__ __forceinline__ i64 offset_of(const void* cu_seqlens, int n) {
+    return CU_INT64 ? static_cast<const i64*>(cu_seqlens)[n]
+                    : static_cast<i64>(static_cast<const int*>(cu_seqlens)[n]);
+}
+__device__ __forceinline__ float load_state(const void* p, i64 at) {
+    return STATE_BF16 ? __uint_as_float(u32(static_cast<const u16*>(p)[at]) << 16)
+                      : static_cast<const float*>(p)[at];
+}
+// Calls f(index, value row, channel) for each accumulator of the state.
+template <typename F>
+__device__ __forceinline__ void each_state(int warp, int r, int t, F f) {
+#pragma unroll
+    for (int n = 0; n < 16; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            f(4 * n + e, 16 * warp + r + 8 * (e / 2), 8 * n + 2 * t + e % 2);
+}
+
+extern "C" __global__ void __launch_bounds__(160, 1) scan(const Params p) {
+    extern __shared__ unsigned char memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
+    const int half = blockIdx.x % 2;
+    const int head = blockIdx.x / 2 % p.num_value_heads;
+    const int n = blockIdx.x / (2 * p.num_value_heads);
+    const i64 begin = offset_of(p.cu_seqlens, n), end = offset_of(p.cu_seqlens, n + 1);
+    const int chunks = static_cast<int>((end - begin + C - 1) / C);
+    const i64 first = p.chunk_offsets[n];
+
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1);
+            barrier_init(&s.empty[i], 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    // a shuffle makes the role uniform for the compiler, which else serialises wgmma
+    if (__shfl_sync(~0u, threadIdx.x / 128, 0) == 1) {  // the fetching warp
+        if (threadIdx.x != 128) return;
+        for (int c = 0; c < chunks; ++c) {
+            const int stage = c % STAGES;
+            if (c >= STAGES) barrier_wait(&s.empty[stage], (c / STAGES - 1) & 1);
+            const i64 at = (first + c) * p.num_value_heads + head;
+            const unsigned char* tile =
+                reinterpret_cast<const unsigned char*>(p.tiles) + at * TILE_BYTES;
+            barrier_expect(&s.full[stage], STAGE_BYTES + D * 4);
+            fetch(s.stage[stage], tile, SHARED_BLOCKS * BLOCK_BYTES, &s.full[stage]);
+            fetch(s.stage[stage] + SHARED_BLOCKS * BLOCK_BYTES,
+                  tile + (SHARED_BLOCKS + half) * BLOCK_BYTES, BLOCK_BYTES, &s.full[stage]);
+            fetch(s.totals[stage], p.totals + at * D, D * 4, &s.full[stage]);
+        }
+        return;
+    }
+
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
+    const int value0 = 64 * half;
+    const i64 slot = p.state_indices ? p.state_indices[n] : n;
+    float state[64];
+    const bool reads = p.state_in && slot >= 0 && (!p.has_initial_state || p.has_initial_state[n]);
+    each_state(warp, r, t, [&](int i, int v, int k) {
+        state[i] = 0.f;
+        if (reads)
+            state[i] = load_state(
+                p.state_in, slot * p.in_n + head * p.in_h + (value0 + v) * p.in_v + k * p.in_k);
+    });
+
+    auto snapshot = [&](int done) {
+        for (int i = 0; i < p.num_snapshots; ++i) {
+            const i64 at = static_cast<i64>(n) * p.num_snapshots + i;
+            if (p.snapshot_chunks[at] != done) continue;
+            float* to = p.snapshots + ((at * p.num_value_heads + head) * D + value0) * D;
+            each_state(warp, r, t, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
+        }
+    };
+
+    const int matrix = lane / 8, in_matrix = lane % 8;
+    u16* const out_tile = s.out[warp];
+    u32 operand[8][4];   // the state as A operand, 16 channels each
+    u32 o_packed[16];    // the chunk's o^T in bf16
+    float v_new[32], o[32];
+
+    // Before chunk c: what is asked of the state, its operand, u, and the chunk's decay.
+    auto enter = [&](int c) {
+        if (p.num_snapshots) snapshot(c);
+        if (c == chunks) return;
+        if (p.chunk_states) {
+            u16* to = static_cast<u16*>(p.chunk_states) + (first + c) * p.chunk_n + head * p.chunk_h;
+            each_state(warp, r, t, [&](int j, int v, int k) {
+                to[(value0 + v) * p.chunk_v + k * p.chunk_k] =
+                    static_cast<u16>(pack_bf16(state[j], 0.f));
+            });
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                operand[i][e] = pack_fp16(state[8 * i + 2 * e], state[8 * i + 2 * e + 1]);
+        const int stage = c % STAGES;
+        barrier_wait(&s.full[stage], (c / STAGES) & 1);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // v_new starts from u^T, 16 tokens each
+            u32 x[4];
+            const int row = 16 * i + 8 * (matrix / 2) + in_matrix, piece = 2 * warp + matrix % 2;
+            const u32 address = shared_address(s.stage[stage]) + SHARED_BLOCKS * BLOCK_BYTES +
+                                row * 128 + ((piece ^ (row & 7)) << 4);
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address)
+                         : "memory");
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                v_new[8 * i + 2 * e] = low_fp16(x[e]);
+                v_new[8 * i + 2 * e + 1] = high_fp16(x[e]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const float2 f = *reinterpret_cast<const float2*>(&s.totals[stage][8 * i + 2 * t]);
+            state[4 * i] *= f.x;
+            state[4 * i + 1] *= f.y;
+            state[4 * i + 2] *= f.x;
+            state[4 * i + 3] *= f.y;
+        }
+    };
+    auto store_output = [&](int c) {  // through the warp's own [64 tokens, 16 values]
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
+            const u32 address =
+                shared_address(out_tile) + row * 32 + (((matrix % 2) ^ ((row >> 2) & 1)) << 4);
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                             address), "r"(o_packed[4 * i]), "r"(o_packed[4 * i + 1]),
+                         "r"(o_packed[4 * i + 2]), "r"(o_packed[4 * i + 3]) : "memory");
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = 16 * i + lane / 2, piece = lane % 2;
+            const uint4 x = *reinterpret_cast<const uint4*>(
+                reinterpret_cast<const char*>(out_tile) + row * 32 +
+                ((piece ^ ((row >> 2) & 1)) << 4));
+            const i64 token = begin + static_cast<i64>(c) * C + row;
+            if (token < end)
+                *reinterpret_cast<uint4*>(p.o + token * p.o_t + head * p.o_h + value0 + 16 * warp +
+                                          8 * piece) = x;
+        }
+        __syncwarp();
+    };
+
+    // The tensor cores run through each chunk in the order issued: S w, S q_in, v_new k_out,
+    // v_new A_qk. What the CUDA cores do stands where the tensor cores have other work: the next
+    // chunk's operand under the last product, the output under the next chunk's first two.
+    enter(0);
+    for (int c = 0; c < chunks; ++c) {
+        const u32 base = shared_address(s.stage[c % STAGES]);
+        settled(v_new);
+        settled(state);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            wgmma_64(v_new, operand[i],
+                     descriptor(base + (i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024), 1);
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            wgmma_64(o, operand[i],
+                     descriptor(base + (2 + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024), i > 0);
+        wgmma_commit();
+        if (c > 0) store_output(c - 1);
+        wgmma_wait<1>();
+        settled(v_new);
+        u32 v_operand[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                v_operand[i][e] = pack_fp16(v_new[8 * i + 2 * e], v_new[8 * i + 2 * e + 1]);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            wgmma_128(state, v_operand[i],
+                      descriptor(base + 4 * BLOCK_BYTES + i * 2048, BLOCK_BYTES, 1024));
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            wgmma_64(o, v_operand[i], descriptor(base + 6 * BLOCK_BYTES + i * 32, 16, 1024), 1);
+        wgmma_commit();
+        wgmma_wait<1>();
+        settled(state);
+        enter(c + 1);
+        wgmma_wait<0>();
+        settled(o);
+        if (lane == 0) barrier_arrive(&s.empty[c % STAGES]);
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            o_packed[i] = pack_bf16(o[2 * i] * p.scale, o[2 * i + 1] * p.scale);
+    }
+    if (chunks) store_output(chunks - 1);
+    if (p.state_out && slot >= 0) {
+        const i64 to = slot * p.out_n + head * p.out_h;
+        each_state(warp, r, t, [&](int i, int v, int k) {
+            const i64 at = to + (value0 + v) * p.out_v + k * p.out_k;
+            if (STATE_BF16)
+                static_cast<u16*>(p.state_out)[at] = static_cast<u16>(pack_bf16(state[i], 0.f));
+            else
+                static_cast<float*>(p.state_out)[at] = state[i];
+        });
+    }
+}

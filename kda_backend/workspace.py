@@ -1,0 +1,35 @@
+"""Scratch memory of the prefill kernels."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Workspace:
+    """What the intra-chunk stage leaves for the scan; grown to the largest step and kept.
+
+    One serves all layers of a model, which run one after another on one stream. Grow it before a
+    CUDA graph is captured (``reserve``): a graph keeps the addresses it has seen.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._tiles = torch.empty(0, dtype=torch.uint8, device=device)
+        self._totals = torch.empty(0, dtype=torch.float32, device=device)
+
+    def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
+        """Make room for ``num_tiles`` (chunks times value heads) of ``tile_bytes`` and ``K``."""
+        if num_tiles * tile_bytes > self._tiles.shape[0]:
+            self._tiles = self._tiles.new_empty(num_tiles * tile_bytes)
+        if num_tiles * key_dim > self._totals.shape[0]:
+            self._totals = self._totals.new_empty(num_tiles * key_dim)
+
+    def buffers(
+        self, num_tiles: int, tile_bytes: int, key_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tiles, uint8; total decays, fp32), flat and at least as large as asked for."""
+        self.reserve(num_tiles, tile_bytes, key_dim)
+        return self._tiles, self._totals
+
+    @property
+    def nbytes(self) -> int:
+        return self._tiles.nbytes + self._totals.nbytes
