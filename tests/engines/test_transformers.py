@@ -17,7 +17,8 @@ from benchmarks.recall.canary import with_transposed_state
 from kda_backend.engines import transformers as kda
 
 OPERATORS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-4} if not torch.cuda.is_available() else {"atol": 5e-3}
+# logits have a standard deviation of about 1.6; exponentials are approximations on a GPU
+TOLERANCE = {"rtol": 1e-4, "atol": 5e-3 if torch.cuda.is_available() else 1e-4}
 
 
 @pytest.fixture(autouse=True)

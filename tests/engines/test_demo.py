@@ -1,0 +1,60 @@
+"""The demo, run as the program runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from backend_cli import demo
+from backend_cli.errors import BadInputError, CliError
+from backend_core.target import KNOWN_TARGETS
+from kda_backend.engines import transformers as kda
+
+
+def test_report_and_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "demo: accuracy 1.000, stock 1.000, 2 questions"
+    text = "\n".join(lines)
+    assert all(command in text for command in demo.SERVE)
+    assert all(target.name in text for target in KNOWN_TARGETS.values())
+    assert not kda.is_enabled()
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(1, json_output=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == demo.SCHEMA and report["questions"] == 1
+    assert report["accuracy"] == report["stock_accuracy"] == report["token_agreement"] == 1.0
+    assert report["tokens_per_second"] > 0 and report["stock_tokens_per_second"] > 0
+    assert len(report["paths"]) == len(KNOWN_TARGETS)
+    assert all(row["error"] or row["prefill"]["path"] for row in report["paths"])
+
+
+@pytest.mark.parametrize("count", [0, -1, 10_000])
+def test_a_number_of_questions_out_of_range_is_bad_input(count: int) -> None:
+    with pytest.raises(BadInputError, match=f"questions must number 1 to 320, got {count}"):
+        demo.run(count)
+
+
+def test_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo, "RECALL", tmp_path)
+    with pytest.raises(CliError, match="run the demo from a clone"):
+        demo.run()
+
+
+def test_wrong_answers_fail_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "generate", lambda *_: [ord("x"), ord("\n")])
+    assert demo.run(1) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "demo: accuracy 0.000, stock 0.000, 1 questions"
+
+
+def test_agreement_counts_missing_tokens() -> None:
+    assert demo.agreement([[1, 2, 3]], [[1, 2, 3]]) == 1.0
+    assert demo.agreement([[1, 2, 3, 4]], [[1, 5, 3]]) == 0.5
+    assert demo.agreement([[1], [2, 3]], [[1], [2, 4]]) == pytest.approx(2 / 3)
