@@ -22,7 +22,7 @@ from dsv4_backend import (
     compress_norm_rope_hadamard_,
 )
 from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
-from dsv4_backend.kernels.numerics import hadamard, rms_norm, rope_tail
+from dsv4_backend.kernels.numerics import hadamard, load_angles, rms_norm, rope_tail
 from dsv4_backend.metadata import RECORD_BYTES
 
 EPS = 1e-6
@@ -157,8 +157,9 @@ def through_memory_kernel(
     i_n = tl.program_id(0)
     o_d = tl.arange(0, D)
     row_ptr = x_ptr + i_n.to(tl.int64) * stride_x_r
-    b_x = rms_norm(tl.load(row_ptr + o_d), weight_ptr, eps, D)
-    b_x = rope_tail(b_x, table_ptr, tl.load(seq_len_ptr + i_n) - 4, stride_table_p, D, False)
+    b_x = rms_norm(tl.load(row_ptr + o_d), tl.load(weight_ptr + o_d), eps, D)
+    b_angles = load_angles(table_ptr, tl.load(seq_len_ptr + i_n) - 4, stride_table_p, D, False)
+    b_x = rope_tail(b_x, b_angles, D)
     tl.store(row_ptr + o_d, b_x)
     for i_s in tl.static_range(7):
         tl.debug_barrier()

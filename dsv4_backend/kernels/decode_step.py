@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 from dsv4_backend.kernels.finish import finish_row
+from dsv4_backend.kernels.numerics import load_angles
 from dsv4_backend.kernels.records import store_record
-from dsv4_backend.kernels.window import locate_decode, pool_window, write_state_row
+from dsv4_backend.kernels.window import load_row, locate_decode, pool_window, write_state_row
 
 
 @triton.jit
@@ -44,36 +45,38 @@ def decode_row(
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write entry i_n's state row; where its token ends a window, pool, finish and store it.
+    """Where entry i_n's token ends a window, pool, finish and store it; write its state row.
 
-    The new token's row of the window is read from the input, not from the state just written.
+    The new token's row of the window is read from the input, and the state row is written last:
+    no load waits for a store, and whatever does not depend on the plan is loaded beside it.
     """
     WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
     seq_len, state_row, page_0, page_1 = locate_decode(plan_ptr, aux_ptr, i_n, RATIO, WINDOW, PLAN)
-    if (seq_len > 0) & (state_row >= 0):
-        token_ptr = input_ptr + i_n.to(tl.int64) * stride_input_t
+    slot = tl.load(slot_ptr + i_n).to(tl.int64)
+    request = tl.load(request_ptr + i_n).to(tl.int64) if PLAN == "paged" else state_row
+    block_row_ptr = block_table_ptr + request * stride_block_table_b
+    token_ptr = input_ptr + i_n.to(tl.int64) * stride_input_t
+    b_kv, b_score = load_row(token_ptr, D, RATIO)
+    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+
+    is_token = (seq_len > 0) & (state_row >= 0)
+    # Asking for request >= 0 keeps its load before the branch, beside the plan's.
+    if is_token & (seq_len % RATIO == 0) & (slot >= 0) & (request >= 0):
+        b_angles = load_angles(table_ptr, seq_len - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
+        b_x = pool_window(
+            tl.arange(0, D), seq_len, WINDOW - 1, token_ptr, state_ptr, ape_ptr, block_row_ptr,
+            page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r,
+            stride_ape_c, D, RATIO, STATE_BLOCK, PLAN, BLOCK_W, D,
+        )  # fmt: skip
+        b_x = finish_row(b_x, b_w, b_angles, eps, D, ROUNDING, HAS_ROTATION)
+        store_record(
+            b_x, cache_ptr, slot, stride_cache_p, inv_scale, D, PAGE, FORMAT, ROUNDING, IS_FNUZ
+        )
+    if is_token:
         write_state_row(
-            token_ptr, state_ptr, ape_ptr, state_row, seq_len - 1,
+            b_kv, b_score, state_ptr, ape_ptr, state_row, seq_len - 1,
             stride_state_b, stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
         )  # fmt: skip
-        slot = tl.load(slot_ptr + i_n).to(tl.int64)
-        if (seq_len % RATIO == 0) & (slot >= 0):
-            block_row_ptr = block_table_ptr
-            if PLAN == "paged":
-                block_row_ptr += tl.load(request_ptr + i_n).to(tl.int64) * stride_block_table_b
-            b_x = pool_window(
-                tl.arange(0, D), seq_len, WINDOW - 1, token_ptr, state_ptr, ape_ptr, block_row_ptr,
-                page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r,
-                stride_ape_c, D, RATIO, STATE_BLOCK, PLAN, BLOCK_W, D,
-            )  # fmt: skip
-            b_x = finish_row(
-                b_x, weight_ptr, table_ptr, seq_len - RATIO, eps, stride_table_p,
-                D, ROUNDING, IS_SPLIT_TABLE, HAS_ROTATION,
-            )  # fmt: skip
-            store_record(
-                b_x, cache_ptr, slot, stride_cache_p, inv_scale,
-                D, PAGE, FORMAT, ROUNDING, IS_FNUZ,
-            )  # fmt: skip
 
 
 @triton.jit

@@ -9,23 +9,20 @@ from dsv4_backend.kernels.numerics import hadamard, rms_norm, rope_tail, round_b
 @triton.jit
 def finish_row(
     b_x,  # [D] fp32, pooled
-    weight_ptr,
-    table_ptr,
-    position,
+    b_w,  # [D] fp32, weight of the norm
+    b_angles,  # [D] fp32, see numerics.load_angles
     eps,
-    stride_table_p,
     D: tl.constexpr,
     ROUNDING: tl.constexpr,
-    IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
 ):
     """Norm, RoPE, rotation; the official code rounds to bf16 around each of them."""
     if ROUNDING == "official":
         b_x = round_bf16(b_x)
-    b_x = rms_norm(b_x, weight_ptr, eps, D)
+    b_x = rms_norm(b_x, b_w, eps, D)
     if ROUNDING == "official":
         b_x = round_bf16(b_x)
-    b_x = rope_tail(b_x, table_ptr, position, stride_table_p, D, IS_SPLIT_TABLE)
+    b_x = rope_tail(b_x, b_angles, D)
     if ROUNDING == "official":
         b_x = round_bf16(b_x)
     if HAS_ROTATION:

@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 from dsv4_backend.kernels.finish import finish_row
+from dsv4_backend.kernels.numerics import load_angles
 from dsv4_backend.kernels.records import store_record
-from dsv4_backend.kernels.window import locate_prefill, locate_write, write_state_row
+from dsv4_backend.kernels.window import load_row, locate_prefill, locate_write, write_state_row
 
 
 @triton.jit(do_not_specialize=["num_windows"])
@@ -52,25 +53,25 @@ def finish_and_write_kernel(
         token, seq_len, _, _, _, _ = locate_prefill(
             plan_ptr, aux_ptr, position_ptr, request_ptr, i_n, WINDOW, PLAN
         )
-        if (token >= 0) & (seq_len > 0) & (seq_len % RATIO == 0):
-            slot = tl.load(slot_ptr + token).to(tl.int64)
-            if slot >= 0:
-                b_x = tl.load(pooled_ptr + i_n.to(tl.int64) * D + tl.arange(0, D))
-                b_x = finish_row(
-                    b_x, weight_ptr, table_ptr, seq_len - RATIO, eps, stride_table_p,
-                    D, ROUNDING, IS_SPLIT_TABLE, HAS_ROTATION,
-                )  # fmt: skip
-                store_record(
-                    b_x, cache_ptr, slot, stride_cache_p, inv_scale,
-                    D, PAGE, FORMAT, ROUNDING, IS_FNUZ,
-                )  # fmt: skip
+        slot = tl.load(slot_ptr + token, mask=token >= 0, other=-1).to(tl.int64)
+        if (token >= 0) & (seq_len > 0) & (seq_len % RATIO == 0) & (slot >= 0):
+            o_d = tl.arange(0, D)
+            b_x = tl.load(pooled_ptr + i_n.to(tl.int64) * D + o_d)
+            b_w = tl.load(weight_ptr + o_d).to(tl.float32)
+            b_angles = load_angles(table_ptr, seq_len - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
+            b_x = finish_row(b_x, b_w, b_angles, eps, D, ROUNDING, HAS_ROTATION)
+            store_record(
+                b_x, cache_ptr, slot, stride_cache_p, inv_scale,
+                D, PAGE, FORMAT, ROUNDING, IS_FNUZ,
+            )  # fmt: skip
     else:
         written, state_row, position = locate_write(
             write_ptr, write_aux_ptr, position_ptr, i_n - num_windows, WINDOW, PLAN
         )
         if (written >= 0) & (state_row >= 0):
+            token_ptr = input_ptr + written.to(tl.int64) * stride_input_t
+            b_kv, b_score = load_row(token_ptr, D, RATIO)
             write_state_row(
-                input_ptr + written.to(tl.int64) * stride_input_t, state_ptr, ape_ptr, state_row,
-                position, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
-                D, RATIO, STATE_BLOCK, PLAN,
+                b_kv, b_score, state_ptr, ape_ptr, state_row, position, stride_state_b,
+                stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
             )  # fmt: skip

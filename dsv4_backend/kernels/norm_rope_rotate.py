@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_backend.kernels.numerics import hadamard, rms_norm, rope_tail, round_bf16
+from dsv4_backend.kernels.numerics import hadamard, load_angles, rms_norm, rope_tail, round_bf16
 
 
 @triton.jit
@@ -34,8 +34,9 @@ def norm_rope_rotate_kernel(
 
     row_ptr = kv_ptr + i_row.to(tl.int64) * stride_kv_r + tl.arange(0, D)
     b_x = tl.load(row_ptr).to(tl.float32)
-    b_x = rms_norm(b_x, weight_ptr, eps, D)
-    b_x = rope_tail(b_x, table_ptr, seq_len - RATIO, stride_table_p, D, False)
+    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+    b_angles = load_angles(table_ptr, seq_len - RATIO, stride_table_p, D, False)
+    b_x = rope_tail(rms_norm(b_x, b_w, eps, D), b_angles, D)
     if HAS_ROTATION:
         b_x = hadamard(b_x, D)
     if kv_ptr.dtype.element_ty == tl.bfloat16:

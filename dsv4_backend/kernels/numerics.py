@@ -92,24 +92,31 @@ def hadamard(b_x, D: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(b_x, weight_ptr, eps, D: tl.constexpr):
-    """w · x / sqrt(mean(x²) + eps) for a row b_x [D] fp32; weight_ptr [D] of any float dtype."""
-    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+def rms_norm(b_x, b_w, eps, D: tl.constexpr):
+    """w · x / sqrt(mean(x²) + eps) for rows b_x and b_w [D] fp32."""
     return b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / D + eps) * b_w
 
 
 @triton.jit
-def rope_tail(b_x, table_ptr, position, stride_table_p, D: tl.constexpr, IS_SPLIT: tl.constexpr):
-    """Rotate the pairs (2j, 2j+1) of the last 64 channels of b_x [D] fp32 by position's angles.
+def load_angles(table_ptr, position, stride_table_p, D: tl.constexpr, IS_SPLIT: tl.constexpr):
+    """(cos, sin) of position's 32 angles in the last 64 of [D] fp32; the others are undefined.
 
     A table row holds 32 (cos, sin) pairs, or, if IS_SPLIT, 32 cosines and then 32 sines.
     """
     o_t = tl.arange(0, D) - (D - 64)
     o_entry = (o_t >> 1) + 32 * (o_t & 1) if IS_SPLIT else o_t
     row_ptr = table_ptr + position.to(tl.int64) * stride_table_p
-    # Loaded in the order of the channels: split then gives cosines and sines in b_x's own layout.
-    b_cs = tl.load(row_ptr + o_entry, mask=o_t >= 0).to(tl.float32)
-    b_cos, b_sin = tl.split(tl.reshape(b_cs, (D // 2, 2)))
+    return tl.load(row_ptr + o_entry, mask=o_t >= 0).to(tl.float32)
+
+
+@triton.jit
+def rope_tail(b_x, b_angles, D: tl.constexpr):
+    """Rotate the pairs (2j, 2j+1) of the last 64 channels of b_x [D] fp32.
+
+    The angles come in the order of the channels: split then gives cosines and sines in b_x's own
+    layout, and the rotation moves nothing between lanes.
+    """
+    b_cos, b_sin = tl.split(tl.reshape(b_angles, (D // 2, 2)))
     m_tail = tl.arange(0, D // 2) >= D // 2 - 32
     b_cos = tl.where(m_tail, b_cos, 1.0)
     b_sin = tl.where(m_tail, b_sin, 0.0)

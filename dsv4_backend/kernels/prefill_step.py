@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_backend.kernels.finish import finish_row
+from dsv4_backend.kernels.numerics import load_angles
 from dsv4_backend.kernels.records import store_record
 from dsv4_backend.kernels.window import locate_prefill, pool_window
 
@@ -50,11 +51,11 @@ def prefill_step_kernel(
     token, seq_len, buffer_len, page_0, page_1, request = locate_prefill(
         plan_ptr, aux_ptr, position_ptr, request_ptr, i_n, WINDOW, PLAN
     )
-    if (token < 0) | (seq_len <= 0) | (seq_len % RATIO != 0):
+    slot = tl.load(slot_ptr + token, mask=token >= 0, other=-1).to(tl.int64)
+    if (token < 0) | (seq_len <= 0) | (seq_len % RATIO != 0) | (slot < 0):
         return
-    slot = tl.load(slot_ptr + token).to(tl.int64)
-    if slot < 0:
-        return
+    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+    b_angles = load_angles(table_ptr, seq_len - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
     token_ptr = input_ptr + token.to(tl.int64) * stride_input_t
     block_row_ptr = block_table_ptr + tl.cast(request, tl.int64) * stride_block_table_b
     b_x = pool_window(
@@ -62,10 +63,7 @@ def prefill_step_kernel(
         page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
         D, RATIO, STATE_BLOCK, PLAN, BLOCK_W, D,
     )  # fmt: skip
-    b_x = finish_row(
-        b_x, weight_ptr, table_ptr, seq_len - RATIO, eps, stride_table_p,
-        D, ROUNDING, IS_SPLIT_TABLE, HAS_ROTATION,
-    )  # fmt: skip
+    b_x = finish_row(b_x, b_w, b_angles, eps, D, ROUNDING, HAS_ROTATION)
     store_record(
         b_x, cache_ptr, slot, stride_cache_p, inv_scale, D, PAGE, FORMAT, ROUNDING, IS_FNUZ
     )

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_backend.kernels.window import locate_write, write_state_row
+from dsv4_backend.kernels.window import load_row, locate_write, write_state_row
 
 
 @triton.jit
@@ -32,7 +32,8 @@ def state_write_kernel(
     if (token < 0) | (state_row < 0):
         return
     token_ptr = input_ptr + token.to(tl.int64) * stride_input_t
+    b_kv, b_score = load_row(token_ptr, D, RATIO)
     write_state_row(
-        token_ptr, state_ptr, ape_ptr, state_row, position, stride_state_b, stride_state_r,
-        stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
+        b_kv, b_score, state_ptr, ape_ptr, state_row, position,
+        stride_state_b, stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
     )  # fmt: skip

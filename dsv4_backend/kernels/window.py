@@ -194,8 +194,18 @@ def pool_window(
 
 
 @triton.jit
+def load_row(token_ptr, D: tl.constexpr, RATIO: tl.constexpr):
+    """A token's (kv, score) [C·D] fp32 from its input row."""
+    C: tl.constexpr = 2 if RATIO == 4 else 1
+    o_s = tl.arange(0, C * D)
+    b_kv = tl.load(token_ptr + o_s).to(tl.float32)
+    return b_kv, tl.load(token_ptr + C * D + o_s).to(tl.float32)
+
+
+@triton.jit
 def write_state_row(
-    token_ptr,  # input row of the token
+    b_kv,  # [C·D] fp32
+    b_score,
     state_ptr,
     ape_ptr,
     state_row,
@@ -209,17 +219,15 @@ def write_state_row(
     STATE_BLOCK: tl.constexpr,
     PLAN: tl.constexpr,
 ):
-    """Copy one token's [kv | score] to its state row, with its APE added if the state is paged."""
+    """Write one token's (kv, score) to its state row, with its APE added if the state is paged."""
     C: tl.constexpr = 2 if RATIO == 4 else 1
     o_s = tl.arange(0, C * D)
     o_row = (state_row // STATE_BLOCK) * stride_state_b + (state_row % STATE_BLOCK) * stride_state_r
-    b_kv = tl.load(token_ptr + o_s).to(tl.float32)
-    b_s = tl.load(token_ptr + C * D + o_s).to(tl.float32)
     if PLAN == "paged":
         o_ape = (position % RATIO) * stride_ape_r + (o_s // D) * stride_ape_c + o_s % D
-        b_s += tl.load(ape_ptr + o_ape).to(tl.float32)
+        b_score += tl.load(ape_ptr + o_ape).to(tl.float32)
     if state_ptr.dtype.element_ty == tl.bfloat16:
         b_kv = round_bf16(b_kv)
-        b_s = round_bf16(b_s)
+        b_score = round_bf16(b_score)
     tl.store(state_ptr + o_row + o_s, b_kv.to(state_ptr.dtype.element_ty))
-    tl.store(state_ptr + o_row + C * D + o_s, b_s.to(state_ptr.dtype.element_ty))
+    tl.store(state_ptr + o_row + C * D + o_s, b_score.to(state_ptr.dtype.element_ty))
