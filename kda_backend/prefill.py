@@ -161,6 +161,11 @@ def _two_stage_kernels(
     precision = params["fp32_precision"] if is_gpu else "ieee"
     pow2_k, pow2_v = (max(16, triton.next_power_of_2(d)) for d in (key_dim, value_dim))
     block_v = min(int(params["block_v"]), pow2_v)
+    scan_stages = int(params["scan_num_stages"])
+    if pow2_k * dtype.itemsize > 256:
+        # the table is for rows of up to 128 half-precision channels: wider ones fit neither
+        # shared memory as many chunks deep nor the registers
+        block_v, scan_stages = min(block_v, 16), 1
     scores = KernelLaunch(
         scores_kernel,
         {
@@ -199,7 +204,7 @@ def _two_stage_kernels(
             "BLOCK_K": pow2_k,
             "BLOCK_V": block_v,
             "PRECISION": precision,
-            "NUM_STAGES": params["scan_num_stages"],
+            "NUM_STAGES": scan_stages,
             "CHUNK": CHUNK,
         },
         {"num_warps": params["scan_num_warps"]},

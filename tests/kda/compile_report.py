@@ -1,0 +1,137 @@
+"""Compile every KDA kernel as the shipped tables choose it, for four architectures, without a GPU.
+
+``python -m tests.kda.compile_report --write`` rewrites ``compile_report.json``; with the name of an
+architecture it prints that part as JSON, which is what the test compares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend_core.launch import KernelLaunch
+from backend_core.path_table import load_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend.decode import _recurrent_kernel
+from kda_backend.prefill import _two_stage_kernels
+from kda_backend.validation import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
+from tests.offline import TARGETS, Report, compile_kernel, dump
+
+REPORT = Path(__file__).with_name("compile_report.json")
+GATES = {"softplus": GATE_SOFTPLUS, "bounded": GATE_BOUNDED}
+
+# Types of pointers that are not those of the tokens.
+_POINTERS = {
+    "a_log_ptr": "*fp32",
+    "dt_bias_ptr": "*fp32",
+    "total_ptr": "*fp32",
+    "chunk_start_ptr": "*i32",
+    "chunk_len_ptr": "*i32",
+    "chunk_offsets_ptr": "*i32",
+    "cu_seqlens_ptr": "*i32",
+    "state_in_ptr": "*fp32",
+    "state_out_ptr": "*fp32",
+    "state_indices_ptr": "*i32",
+    "has_initial_state_ptr": "*i1",
+    "snapshot_chunks_ptr": "*i32",
+    "snapshots_ptr": "*fp32",
+}
+_SNAPSHOTS = ("snapshot_chunks_ptr", "snapshots_ptr")
+_INTERMEDIATE = ("chunk_states_ptr",)
+_POOL = ("state_indices_ptr", "has_initial_state_ptr")
+# What a call goes without: an engine's has a pool, FLA's form a state in and a state out.
+VARIANTS = {
+    "pool": (*_SNAPSHOTS, *_INTERMEDIATE),
+    "pool, snapshots": _INTERMEDIATE,
+    "functional, intermediate states": (*_SNAPSHOTS, *_POOL),
+}
+_TRITON_TYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+Case = tuple[str, KernelLaunch, torch.dtype, str]
+"""(name, launch, dtype of the inputs, variant)."""
+
+
+def cases(arch: str) -> Iterator[Case]:
+    """Each kernel of each row of the table, for 16-bit inputs at K = V = 128 and 64; then what
+    needs most: fp32 inputs, and the largest head dimension."""
+    for row in load_table("kda", KNOWN_TARGETS[TARGETS[arch][1]]).rows:
+        bounds = "" if row.max_grid is None else f" to grid {row.max_grid}"
+        bf16, fp32 = torch.bfloat16, torch.float32
+        for dim, dtype in ((128, bf16), (64, bf16), (128, fp32), (256, bf16)):
+            size = f"{dim} {_TRITON_TYPE[dtype]}"
+            usual = dim <= 128 and dtype == bf16
+            gates = GATES if usual else ("softplus",)
+            if row.name == "recurrent":
+                for gate in gates:
+                    kernel, _ = _recurrent_kernel(
+                        row, True, 1, dim, dim, GATES[gate], BETA_SIGMOID, True
+                    )
+                    yield f"recurrent {size} {gate}{bounds}", kernel, dtype, "pool"
+            if row.name == "two_stage":
+                operand = torch.float16 if dtype == bf16 else fp32
+                for gate in gates:
+                    kernels = _two_stage_kernels(
+                        row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True
+                    )
+                    yield f"scores {size} {gate}{bounds}", kernels.scores, dtype, "pool"
+                yield f"solve {size}{bounds}", kernels.solve, dtype, "pool"
+                for variant in VARIANTS if usual and dim == 128 else ("pool",):
+                    yield f"scan {size} {variant}{bounds}", kernels.scan, dtype, variant
+
+
+def compile_case(arch: str, case: Case) -> dict[str, int]:
+    _, launch, dtype, variant = case
+    kernel = launch._fn
+    constexprs, options = {}, {}
+    for name, value in launch._kwargs.items():
+        (constexprs if name in kernel.arg_names else options)[name] = value
+    token = f"*{_TRITON_TYPE[dtype]}"
+    tile = "*fp32" if dtype == torch.float32 else "*fp16"
+    pointers = _POINTERS | {"tile_ptr": tile, "mask_ptr": tile}
+    types: dict[str, str] = {}
+    aligned = set()
+    for name in kernel.arg_names:
+        if name in constexprs:
+            continue
+        # decode takes the sequences of an engine's step as a batch
+        batch = name == "cu_seqlens_ptr" and "tokens_per_sequence" in kernel.arg_names
+        if name in VARIANTS[variant] or batch:
+            constexprs[name] = None
+        elif name.startswith("stride_") and name.endswith("_k"):
+            constexprs[name] = 1
+        elif name.endswith("_ptr"):
+            types[name] = pointers.get(name, token)
+            aligned.add(name)
+        elif name in ("scale", "lower_bound"):
+            types[name] = "fp32"
+        else:
+            types[name] = "i32"
+            if name.startswith("stride_") and "beta" not in name:
+                aligned.add(name)
+    return compile_kernel(arch, kernel, types, constexprs, options, frozenset(aligned))
+
+
+def report(arch: str) -> Report:
+    """One line for each distinct kernel: rows whose parameters agree share it."""
+    lines: dict[str, dict[str, Any]] = {}
+    seen: dict[object, str] = {}
+    for case in cases(arch):
+        name, launch, dtype, variant = case
+        key = (launch._fn.__name__, tuple(launch._kwargs.items()), dtype, variant)
+        if key in seen:
+            continue
+        seen[key] = name
+        lines[name] = {"num_warps": launch._kwargs["num_warps"], **compile_case(arch, case)}
+    return lines
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        REPORT.write_text(dump({arch: report(arch) for arch in TARGETS}), encoding="utf-8")
+    else:
+        print(json.dumps(report(sys.argv[1])))

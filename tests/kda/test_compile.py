@@ -1,0 +1,56 @@
+"""Every kernel as the shipped tables choose it, compiled for each architecture without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import triton
+
+from tests.kda.compile_report import REPORT
+from tests.offline import SHARED_LIMIT, TARGETS, Report, report_of
+
+COMMITTED = json.loads(REPORT.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.mark.skipif(
+    triton.__version__ != COMMITTED["triton"],
+    reason=f"the committed report is of Triton {COMMITTED['triton']}",
+)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_compile_to_what_the_report_says(arch: str, cache: Path) -> None:
+    """A difference is a change of a kernel or a table: look at it, then
+    ``python -m tests.kda.compile_report --write``."""
+    assert report_of("tests.kda.compile_report", arch, cache) == COMMITTED[arch]
+
+
+def sixteen_bit(arch: str) -> Report:
+    """All but the lines of fp32 inputs: those multiply in three passes, for exactness."""
+    return {name: line for name, line in COMMITTED[arch].items() if " fp32" not in name}
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_no_kernel_spills(arch: str) -> None:
+    lines = sixteen_bit(arch)
+    assert {name.split()[0] for name in lines} >= {"scores", "solve", "scan", "recurrent"}
+    for name, line in lines.items():
+        spilled = {key: line[key] for key in ("spills", "scalar_spills", "stack")}
+        assert not any(spilled.values()), f"{name} on {arch}: {spilled}"
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_kernel_fits_shared_memory(arch: str) -> None:
+    for name, line in COMMITTED[arch].items():
+        assert line["shared"] <= SHARED_LIMIT[arch], f"{name} on {arch}: {line['shared']} bytes"
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_products_run_on_the_matrix_units(arch: str) -> None:
+    for name, line in sixteen_bit(arch).items():
+        assert (line["mma"] > 0) == (not name.startswith("recurrent")), f"{name} on {arch}"

@@ -1,0 +1,144 @@
+"""Compile Triton kernels for GPUs that are not there, and read what the compiler made of them.
+
+Triton's interpreter must be off, so tests do this in another process (``report_of``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ROOT = Path(__file__).parents[1]
+TARGETS: dict[str, tuple[GPUTarget, str]] = {
+    "sm90": (GPUTarget("cuda", 90, 32), "H200"),
+    "sm100": (GPUTarget("cuda", 100, 32), "B200"),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), "MI300X"),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), "MI355X"),
+}
+"""Architecture to the compiler's target and the part of ``KNOWN_TARGETS`` that stands for it."""
+SHARED_LIMIT = {"sm90": 227 << 10, "sm100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+"""Shared memory that one program may use, in bytes."""
+Report = dict[str, dict[str, int]]
+
+
+def compile_kernel(
+    arch: str,
+    kernel: Any,
+    types: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    aligned: frozenset[str],
+) -> dict[str, int]:
+    """Build one variant and measure it.
+
+    Args:
+        types: Triton type of each run-time argument, such as ``*fp32`` or ``i32``.
+        constexprs: value of each other argument: the constexprs, ``None`` for an absent pointer, 1
+            for an int that Triton folds.
+        options: ``num_warps``, ``num_stages``.
+        aligned: run-time arguments that are a multiple of 16 (pointers: bytes). On HIP pointers are
+            taken to be within 2 GiB, for which buffer instructions are used.
+    """
+    target, _ = TARGETS[arch]
+    signature, attrs = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constexprs:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = types[name]
+        attributes = [["tt.divisibility", 16]] if name in aligned else []
+        if target.backend == "hip" and types[name].startswith("*"):
+            attributes.append(["tt.pointer_range", 32])
+        attrs[(index,)] = attributes
+    source = ASTSource(kernel, signature, constexprs=dict(constexprs), attrs=attrs)
+    compiled = triton.compile(source, target=target, options=dict(options))
+    measure = _measure_amd if target.backend == "hip" else _measure_nvidia
+    return {**measure(compiled), "shared": compiled.metadata.shared}
+
+
+def _measure_amd(compiled: Any) -> dict[str, int]:
+    text = compiled.asm["amdgcn"]
+    body = re.split(r"^\s+\.section\s+\.rodata|\.Lfunc_end0", text, flags=re.MULTILINE)[0]
+
+    def field(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert found is not None
+        return int(found.group(1))
+
+    return {
+        "registers": field("vgpr_count"),
+        "spills": field("vgpr_spill_count"),
+        "scalar_spills": field("sgpr_spill_count"),
+        "stack": field("private_segment_fixed_size"),
+        "mma": _count(r"^\s+v_mfma", body),
+        "barriers": _count(r"^\s+s_barrier", body),
+        "instructions": _count(r"^\s+[a-z]\w+_\w+", body),
+    }
+
+
+def _measure_nvidia(compiled: Any) -> dict[str, int]:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _run(tools / "cuobjdump", "-res-usage", file.name)
+        sass = _run(tools / "nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
+    assert found is not None
+    registers, stack, local = (int(group) for group in found.groups())
+    return {
+        "registers": registers,
+        "spills": _count(r"\bLDL|\bSTL", sass),
+        "scalar_spills": 0,
+        "stack": stack + local,
+        "mma": _count(r"\b[HQ]G?MMA|\bUTC\w*MMA", sass),
+        "barriers": _count(r"\bBAR\.", sass),
+        "instructions": _count(r"/\*[0-9a-f]{4,5}\*/\s", sass),
+    }
+
+
+def _count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text, re.MULTILINE))
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def dump(reports: Mapping[str, Report]) -> str:
+    """The committed form: one line a kernel, so that a difference can be read."""
+    parts = [
+        '  "source": "offline compilation"',
+        f'  "triton": {json.dumps(triton.__version__)}',
+    ]
+    for arch, lines in reports.items():
+        rows = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in lines.items())
+        parts.append(f"  {json.dumps(arch)}: {{\n{rows}\n  }}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def report_of(module: str, arch: str, cache: Path) -> Report:
+    """``python -m module arch`` in a process of its own, without the interpreter."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", module, arch],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report: Report = json.loads(done.stdout)
+    return report
