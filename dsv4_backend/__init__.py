@@ -5,6 +5,8 @@ from dsv4_backend.api import (
     compress_decode_pair_,
     compress_norm_rope_hadamard_,
     compress_prefill_,
+    warm_up,
+    warm_up_pair,
 )
 from dsv4_backend.metadata import CompressorLayer, CompressorSpec
 from dsv4_backend.plans import (
@@ -34,5 +36,7 @@ __all__ = [
     "compress_decode_pair_",
     "compress_norm_rope_hadamard_",
     "compress_prefill_",
+    "warm_up",
+    "warm_up_pair",
     "window_ends",
 ]

@@ -10,7 +10,15 @@ import torch
 from backend_core.target import Target, detect_target
 from dsv4_backend import compressor, validation
 from dsv4_backend.metadata import CompressorLayer, real_rope_table
-from dsv4_backend.plans import DecodePlan, PrefillPlan, RowPlan, SeqLens
+from dsv4_backend.plans import (
+    DecodePlan,
+    PagedDecode,
+    PrefillPlan,
+    RingDecode,
+    RingDecodeV1,
+    RowPlan,
+    SeqLens,
+)
 
 
 def compress_norm_rope_hadamard_(
@@ -104,9 +112,7 @@ def compress_decode_pair_(
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
-    validation.check_step(*main, main_plan, "decode")
-    validation.check_step(*indexer, indexer_plan, "decode")
-    validation.check_pair(main[0], indexer[0], main_plan, indexer_plan)
+    _check_pair(main, indexer, main_plan, indexer_plan)
     target = target or detect_target(main[1].device)
     compressor.run_decode_pair(target, main, indexer, main_plan, indexer_plan)
 
@@ -137,3 +143,59 @@ def compress_prefill_(
     validation.check_step(layer, kv_score, state, cache, plan, "prefill")
     target = target or detect_target(kv_score.device)
     compressor.run_prefill(target, (layer, kv_score, state, cache), plan)
+
+
+def warm_up(
+    layer: CompressorLayer,
+    kv_score: torch.Tensor,
+    state: torch.Tensor,
+    cache: torch.Tensor,
+    plan: DecodePlan | PrefillPlan,
+    *,
+    target: Target | None = None,
+) -> None:
+    """Compile, at model load, what ``compress_decode_`` or ``compress_prefill_`` may launch.
+
+    Nothing is launched. Later calls find their kernels if their tensors agree with these in dtype,
+    in strides and in 16-byte alignment; the number of tokens does not matter.
+
+    Args:
+        layer, kv_score, state, cache, plan, target: as in the operator; the plan's kind chooses it.
+
+    Raises:
+        ValueError: an argument breaks the operator's contract.
+        LookupError: there are no kernel paths for the target.
+    """
+    phase = plan.phase
+    validation.check_step(layer, kv_score, state, cache, plan, phase)
+    target = target or detect_target(kv_score.device)
+    part = (layer, kv_score, state, cache)
+    if isinstance(plan, RingDecode | RingDecodeV1 | PagedDecode):
+        compressor.warm_up_decode(target, part, plan)
+    else:
+        compressor.warm_up_prefill(target, part, plan)
+
+
+def warm_up_pair(
+    main: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
+    indexer: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
+    main_plan: DecodePlan,
+    indexer_plan: DecodePlan,
+    *,
+    target: Target | None = None,
+) -> None:
+    """``warm_up`` for ``compress_decode_pair_``, whose arguments it takes."""
+    _check_pair(main, indexer, main_plan, indexer_plan)
+    target = target or detect_target(main[1].device)
+    compressor.warm_up_decode_pair(target, main, indexer, main_plan, indexer_plan)
+
+
+def _check_pair(
+    main: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
+    indexer: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
+    main_plan: DecodePlan,
+    indexer_plan: DecodePlan,
+) -> None:
+    validation.check_step(*main, main_plan, "decode")
+    validation.check_step(*indexer, indexer_plan, "decode")
+    validation.check_pair(main[0], indexer[0], main_plan, indexer_plan)

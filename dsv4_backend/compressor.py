@@ -13,6 +13,7 @@ from backend_core.target import Target
 from dsv4_backend import paths, plans, reference_step
 from dsv4_backend.metadata import CompressorLayer
 
+Argument = torch.Tensor | int | float
 Part = tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor]
 """A layer with its kv_score, state and cache."""
 
@@ -41,20 +42,12 @@ def run_in_place(
 
 def run_decode(target: Target, part: Part, plan: plans.DecodePlan) -> None:
     layer, kv_score, state, cache = part
-    rows = plan.num_tokens
     selected = paths.decode_paths(target, layer.spec, plan.layout, state.shape[1])
-    launch = selected.launch(rows)
+    launch = selected.launch(plan.num_tokens)
     if launch is None:
         reference_step.step(layer, kv_score, state, cache, plan)
         return
-    plan_ptr, aux, request, table = _decode_pointers(plan)
-    launch(
-        (rows, 1, 1),
-        kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
-        plan_ptr, aux, request, table, plan.slots,
-        layer.spec.eps, 1.0 / layer.fp8_scale,
-        *_strides(part), layer.rope_table.stride(0), table.stride(0), cache.stride(0),
-    )  # fmt: skip
+    launch((plan.num_tokens, 1, 1), *_decode_arguments(part, plan))
 
 
 def run_decode_pair(
@@ -64,19 +57,81 @@ def run_decode_pair(
     main_plan: plans.DecodePlan,
     indexer_plan: plans.DecodePlan,
 ) -> None:
-    layer, other = main[0], indexer[0]
-    rows = main_plan.num_tokens
     state_blocks = (main[2].shape[1], indexer[2].shape[1])
-    selected = paths.pair_paths(target, layer.spec, other.spec, main_plan.layout, state_blocks)
-    launch = selected.launch(rows)
+    specs = (main[0].spec, indexer[0].spec)
+    selected = paths.pair_paths(target, *specs, main_plan.layout, state_blocks)
+    launch = selected.launch(main_plan.num_tokens)
     if launch is None:
         reference_step.step(*main, main_plan)
         reference_step.step(*indexer, indexer_plan)
         return
+    arguments = _pair_arguments(main, indexer, main_plan, indexer_plan)
+    launch((main_plan.num_tokens, 2, 1), *arguments)
+
+
+def run_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
+    layer, kv_score, state, cache = part
+    num_windows = _num_windows(plan)
+    selected = paths.prefill_paths(target, layer.spec, plan.layout, state.shape[1])
+    launches = selected.launch(num_windows)
+    if launches is None:
+        reference_step.step(layer, kv_score, state, cache, plan)
+        return
+    windows, rest = _prefill_arguments(part, plan, launches.num_splits)
+    num_writes = _write_pointers(plan)[2]
+    launches.windows((num_windows, launches.num_splits, 1), *windows)
+    rest_grid = num_writes if launches.num_splits == 1 else num_windows + num_writes
+    launches.rest((rest_grid, 1, 1), *rest)
+
+
+def warm_up_decode(target: Target, part: Part, plan: plans.DecodePlan) -> None:
+    """Compile whatever ``run_decode`` may launch for tensors like these."""
+    selected = paths.decode_paths(target, part[0].spec, plan.layout, part[2].shape[1])
+    for launch in selected.launches():
+        launch.warm_up(*_decode_arguments(part, plan))
+
+
+def warm_up_decode_pair(
+    target: Target,
+    main: Part,
+    indexer: Part,
+    main_plan: plans.DecodePlan,
+    indexer_plan: plans.DecodePlan,
+) -> None:
+    """Compile whatever ``run_decode_pair`` may launch for tensors like these."""
+    state_blocks = (main[2].shape[1], indexer[2].shape[1])
+    specs = (main[0].spec, indexer[0].spec)
+    for launch in paths.pair_paths(target, *specs, main_plan.layout, state_blocks).launches():
+        launch.warm_up(*_pair_arguments(main, indexer, main_plan, indexer_plan))
+
+
+def warm_up_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
+    """Compile whatever ``run_prefill`` may launch for tensors like these."""
+    selected = paths.prefill_paths(target, part[0].spec, plan.layout, part[2].shape[1])
+    for launches in selected.launches():
+        windows, rest = _prefill_arguments(part, plan, launches.num_splits)
+        launches.windows.warm_up(*windows)
+        launches.rest.warm_up(*rest)
+
+
+def _decode_arguments(part: Part, plan: plans.DecodePlan) -> tuple[Argument, ...]:
+    layer, kv_score, state, cache = part
+    plan_ptr, aux, request, table = _decode_pointers(plan)
+    return (
+        kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
+        plan_ptr, aux, request, table, plan.slots,
+        layer.spec.eps, 1.0 / layer.fp8_scale,
+        *_strides(part), layer.rope_table.stride(0), table.stride(0), cache.stride(0),
+    )  # fmt: skip
+
+
+def _pair_arguments(
+    main: Part, indexer: Part, main_plan: plans.DecodePlan, indexer_plan: plans.DecodePlan
+) -> tuple[Argument, ...]:
+    layer, other = main[0], indexer[0]
     plan_ptr, aux, request, table = _decode_pointers(main_plan)
     x_plan_ptr, x_aux, _, x_table = _decode_pointers(indexer_plan)
-    launch(
-        (rows, 2, 1),
+    return (
         main[1], main[2], layer.ape, layer.norm_weight, main[3],
         plan_ptr, aux, table, main_plan.slots,
         indexer[1], indexer[2], other.ape, other.norm_weight, indexer[3],
@@ -88,43 +143,36 @@ def run_decode_pair(
     )  # fmt: skip
 
 
-def run_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
+def _prefill_arguments(
+    part: Part, plan: plans.PrefillPlan, num_splits: int
+) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+    """Those of the windows and those of the rest; see ``paths.PrefillLaunches``."""
     layer, kv_score, state, cache = part
-    windows = plan.ends if isinstance(plan, plans.PagedPrefill) else plan.windows
-    num_windows = windows.shape[0]
-    selected = paths.prefill_paths(target, layer.spec, plan.layout, state.shape[1])
-    launches = selected.launch(num_windows)
-    if launches is None:
-        reference_step.step(layer, kv_score, state, cache, plan)
-        return
     strides, table_stride = _strides(part), layer.rope_table.stride(0)
     plan_ptr, aux, positions, requests, table = _prefill_pointers(plan)
-    write_ptr, write_aux, num_writes = _write_pointers(plan)
+    write_ptr, write_aux, _ = _write_pointers(plan)
     eps, inv_scale = layer.spec.eps, 1.0 / layer.fp8_scale
-    if launches.num_splits > 1:
-        pooled = kv_score.new_empty((num_windows, layer.spec.head_dim), dtype=torch.float32)
-        launches.windows(
-            (num_windows, launches.num_splits, 1),
-            kv_score, state, layer.ape, pooled, plan_ptr, aux, positions, requests, table,
-            *strides, table.stride(0),
-        )  # fmt: skip
-        launches.rest(
-            (num_windows + num_writes, 1, 1),
-            pooled, kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
-            plan_ptr, aux, write_ptr, write_aux, positions, requests, plan.slots, num_windows,
-            eps, inv_scale, *strides, table_stride, cache.stride(0),
-        )  # fmt: skip
-        return
-    launches.windows(
-        (num_windows, 1, 1),
-        kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
-        plan_ptr, aux, positions, requests, table, plan.slots,
-        eps, inv_scale, *strides, table_stride, table.stride(0), cache.stride(0),
+    if num_splits == 1:
+        return (
+            kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
+            plan_ptr, aux, positions, requests, table, plan.slots,
+            eps, inv_scale, *strides, table_stride, table.stride(0), cache.stride(0),
+        ), (kv_score, state, layer.ape, write_ptr, write_aux, positions, *strides)  # fmt: skip
+    num_windows = _num_windows(plan)
+    pooled = kv_score.new_empty((num_windows, layer.spec.head_dim), dtype=torch.float32)
+    return (
+        kv_score, state, layer.ape, pooled, plan_ptr, aux, positions, requests, table,
+        *strides, table.stride(0),
+    ), (
+        pooled, kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
+        plan_ptr, aux, write_ptr, write_aux, positions, requests, plan.slots, num_windows,
+        eps, inv_scale, *strides, table_stride, cache.stride(0),
     )  # fmt: skip
-    launches.rest(
-        (num_writes, 1, 1),
-        kv_score, state, layer.ape, write_ptr, write_aux, positions, *strides,
-    )  # fmt: skip
+
+
+def _num_windows(plan: plans.PrefillPlan) -> int:
+    windows = plan.ends if isinstance(plan, plans.PagedPrefill) else plan.windows
+    return windows.shape[0]
 
 
 def _strides(part: Part) -> tuple[int, ...]:

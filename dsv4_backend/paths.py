@@ -48,6 +48,10 @@ class Paths(Generic[T]):
             for path in self.selection.paths
         }
 
+    def launches(self) -> list[T]:
+        """What any call may launch; empty for the torch reference."""
+        return [launch for launch in self._launches.values() if launch is not None]
+
     def launch(self, rows: int) -> T | None:
         """The launch for a call of ``rows`` plan entries; ``None`` is the torch reference."""
         return self._launches[id(self.selection.lookup(max(rows, 1)))]

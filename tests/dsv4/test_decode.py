@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_backend import compress_decode_, compress_decode_pair_, reference_step
+from dsv4_backend import compress_decode_, compress_decode_pair_, reference_step, warm_up
 from tests.dsv4.cases import (
     TARGET,
     Engine,
@@ -166,5 +166,15 @@ def test_no_requests() -> None:
     object.__setattr__(plan, "plan", plan.plan[:0])
     object.__setattr__(plan, "slots", plan.slots[:0])
     compress_decode_(layer, kv_score[:0], engine.state, engine.cache, plan, target=TARGET)
+    assert_records(engine, layer, {})
+    torch.testing.assert_close(engine.state, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
+def test_warm_up_writes_nothing(layout: str) -> None:
+    layer, engine, _, entries, kv_score = prepare(make_spec("indexer_fp8"), layout, seed=13)
+    before = engine.state.clone()
+    for plan in (engine.decode_plan(entries), engine.prefill_plan([(0, 0, len(entries))])):
+        warm_up(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
     assert_records(engine, layer, {})
     torch.testing.assert_close(engine.state, before, rtol=0, atol=0, equal_nan=True)
