@@ -13,10 +13,11 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # the interpreter's own: one-element arrays as integers, and numpy's overflow to infinity
+    # the interpreter's own: one-element arrays as integers, and what a GPU does silently
     for warning in (
         "Conversion of an array with ndim:DeprecationWarning",
-        "overflow:RuntimeWarning",
+        "overflow encountered:RuntimeWarning",
+        "invalid value encountered:RuntimeWarning",
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 

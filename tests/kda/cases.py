@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
-from backend_core.path_table import PathSelection
+from backend_core.path_table import PathSelection, load_table
 from backend_core.table_file import KernelPath
-from backend_core.target import KNOWN_TARGETS, detect_target
+from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from kda_backend import chunk_kda, fused_recurrent_kda, reference
 from kda_backend.paths import KdaPlan, KdaShape, select
-from kda_backend.prefill import Workspace
+from kda_backend.workspace import Workspace
 
 ON_GPU = torch.cuda.is_available()
+# paths written in Triton, which the interpreter runs
+INTERPRETED = {"two_stage", "recurrent"}
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 129, 257)
 REGIMES = ("random", "hf_init", "weak", "long_tailed", "extreme", "collinear")
 LOWER_BOUND = -5.0
@@ -249,20 +252,56 @@ def make_case(
 
 @dataclass(frozen=True)
 class Backend:
-    """Kernel paths under test and the device they run on.
+    """Kernel paths under test, the device they run on, and the model that a case has by default.
 
     ``kernels``: the Triton paths that the table of the H200 chooses, natively where there is a
     GPU (whose own table then chooses), else on CPU tensors under the interpreter.
+    ``kernels_128``: what a GPU's table chooses for K = V = 128, which may be a path for that alone.
     ``torch``: the CPU's path.
     """
 
     name: str
     device: torch.device
 
-    def plan(self, shape: KdaShape) -> KdaPlan:
+    def case(
+        self, seed: int, lengths: Sequence[int] = (65,), *, dims: str = "", **model: Any
+    ) -> Case:
+        """A case on the device.
+
+        Args:
+            dims: of the model, where it does not give its own: ``"narrow"`` in V, which the
+                interpreter is quick on, or ``"uneven"``, K and V of which neither is a power of 2.
+        """
+        if self.name == "kernels_128":
+            model = {"key_dim": 128, "value_dim": 128} | model
+        elif dims:
+            model |= {"narrow": {"value_dim": 16}, "uneven": {"key_dim": 48, "value_dim": 24}}[dims]
+        return make_case(seed, lengths, **model).to(self.device)
+
+    @property
+    def target(self) -> Target:
         if self.name == "torch":
-            return select(KNOWN_TARGETS["cpu"], shape)
-        return select(detect_target() if ON_GPU else KNOWN_TARGETS["H200"], shape)
+            return KNOWN_TARGETS["cpu"]
+        return detect_target() if ON_GPU else KNOWN_TARGETS["H200"]
+
+    def plan(self, shape: KdaShape) -> KdaPlan:
+        """What the table chooses; under the interpreter, of the paths that it can run."""
+        plan = select(self.target, shape)
+        if self.name == "torch" or ON_GPU:
+            return plan
+        for phase in ("prefill", "decode"):
+            rows = [row for row in load_table("kda", self.target).rows if row.phase == phase]
+            paths = getattr(plan, phase).paths
+            if not all(path.name in INTERPRETED for path in paths):
+                plan = one_path(plan, phase, next(row for row in rows if row.name in INTERPRETED))
+        return plan
+
+    def plan_of(self, shape: KdaShape, phase: str, path_name: str) -> KdaPlan:
+        """A plan with one named path of the table for every grid of a phase, else skip."""
+        for row in load_table("kda", self.target).rows:
+            if (row.phase, row.name) == (phase, path_name):
+                return one_path(self.plan(shape), phase, row)
+        pytest.skip(f"no {path_name} in the table of {self.target.arch}")
 
     def chunk(self, case: Case, **overrides: Any) -> tuple[torch.Tensor, ...]:
         """``chunk_kda`` of a case: the functional form with states [V, K], unless overridden."""
@@ -274,10 +313,10 @@ class Backend:
     def assert_same(self, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
         """The same inputs in other memory: the same bits from a kernel, while torch's own matrix
         products sum in an order that depends on strides and sizes."""
-        if self.name == "kernels":
-            assert_same_bits(name, got, want)
-        else:
+        if self.name == "torch":
             assert_close(name, got, want, 1e-6 if want.dtype == torch.float32 else 5e-3)
+        else:
+            assert_same_bits(name, got, want)
 
     def _arguments(self, case: Case, overrides: dict[str, Any]) -> dict[str, Any]:
         arguments = case.options() | {"plan": self.plan(case.shape)}
@@ -375,13 +414,10 @@ def poisoned(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.full(size, math.nan, dtype=dtype, device=device)
 
 
-def dirty_workspace(device: torch.device, num_tiles: int = 64, dim: int = 256) -> Workspace:
-    """A workspace with room for ``num_tiles``, every byte of it part of a NaN."""
-    workspace = Workspace(device)
-    workspace.reserve(num_tiles, dim, dim, torch.float32)
+def spoil(workspace: Workspace) -> None:
+    """Make every byte part of a NaN."""
     for buffer in vars(workspace).values():
         buffer.view(torch.uint8).fill_(255)
-    return workspace
 
 
 class Pool:

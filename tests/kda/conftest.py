@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.kda.cases import Backend
+from tests.kda.cases import ON_GPU, Backend
 
 
 @pytest.fixture(autouse=True)
@@ -16,13 +16,16 @@ def poisoned_allocations() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def kernels(device: torch.device) -> Backend:
-    """The Triton paths."""
-    return Backend("kernels", device)
+VARIANTS = ["kernels", "kernels_128"] if ON_GPU else ["kernels"]
 
 
-@pytest.fixture(params=["kernels", "torch"])
+@pytest.fixture(params=VARIANTS)
+def kernels(request: pytest.FixtureRequest, device: torch.device) -> Backend:
+    """The kernels."""
+    return Backend(request.param, device)
+
+
+@pytest.fixture(params=[*VARIANTS, "torch"])
 def backend(request: pytest.FixtureRequest, device: torch.device) -> Backend:
-    """The Triton paths, then the CPU's."""
-    return Backend(request.param, device if request.param == "kernels" else torch.device("cpu"))
+    """The kernels, then the CPU's path."""
+    return Backend(request.param, torch.device("cpu") if request.param == "torch" else device)

@@ -11,6 +11,8 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +21,12 @@ from kda_backend import decode, prefill
 from kda_backend.kernels import recurrent, scan, scores
 from tests.kda.cases import (
     Backend,
+    Case,
     Run,
     assert_causal,
     assert_close,
     assert_result,
     make_case,
-    one_path,
 )
 
 Plant = Callable[..., None]
@@ -34,9 +36,9 @@ Plant = Callable[..., None]
 def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plant:
     """Replace a kernel's module, for one test, by its source with some text exchanged."""
 
-    def replace(module: object, *exchanges: tuple[str, str]) -> None:
-        name = module.__name__  # type: ignore[attr-defined]
-        source = Path(module.__file__).read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    def replace(module: ModuleType, *exchanges: tuple[str, str]) -> None:
+        name = module.__name__
+        source = Path(str(module.__file__)).read_text(encoding="utf-8")
         for old, new in exchanges:
             assert source.count(old) == 1, f"{name} has no longer exactly one {old!r}"
             source = source.replace(old, new)
@@ -57,14 +59,17 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plant:
 
 def run_on(kernels: Backend, phase: str, path_name: str) -> Run:
     """The operator of a phase on one named path, whatever the table prefers for the grid."""
+    operator = kernels.chunk if phase == "prefill" else kernels.recurrent
 
-    def run(case: object, **overrides: object) -> tuple[torch.Tensor, ...]:
-        plan = kernels.plan(case.shape)  # type: ignore[attr-defined]
-        row = next(row for row in getattr(plan, phase).paths if row.name == path_name)
-        operator = kernels.chunk if phase == "prefill" else kernels.recurrent
-        return operator(case, plan=one_path(plan, phase, row), **overrides)  # type: ignore[arg-type]
+    def run(case: Case, **overrides: Any) -> tuple[torch.Tensor, ...]:
+        return operator(case, plan=kernels.plan_of(case.shape, phase, path_name), **overrides)
 
     return run
+
+
+@pytest.fixture
+def kernels(device: torch.device) -> Backend:
+    return Backend("kernels", device)
 
 
 @pytest.fixture
@@ -187,14 +192,14 @@ def test_a_clamped_decay_exponent_is_seen(
     """Anchored at the chunk's start, 2^-G overflows; a clamp at 126 hides that and is wrong."""
     mild, extreme = (
         make_case(seed, (70,), regime=regime, dtype=torch.float32).to(kernels.device)
-        for regime in ("hf_init", "extreme")
+        for regime in ("weak", "extreme")
     )
     assert_result(extreme, *chunk(extreme))
     clamped = _ANCHORED.format(
         anchor="0.0", row="tl.maximum(b_rel, -126.0)", column="tl.minimum(-b_rel, 126.0)"
     )
     plant(scores, (_TREE, clamped))
-    # gates of an untrained model do not reveal it
+    # mild gates do not reveal it
     assert_result(mild, *chunk(mild))
     with pytest.raises(AssertionError, match="is off by"):
         assert_result(extreme, *chunk(extreme))
@@ -205,7 +210,7 @@ def test_an_anchor_that_looks_ahead_is_seen(
     kernels: Backend, chunk: Run, plant: Plant, seed: int, anchor_row: int
 ) -> None:
     """Relative to a later token the scores are as exact, but later gates enter earlier rows."""
-    case = make_case(seed, (64,), regime="hf_init", value_dim=16, dtype=torch.float32).to(
+    case = make_case(seed, (64,), regime="weak", value_dim=16, dtype=torch.float32).to(
         kernels.device
     )
     positions = (20, 50)

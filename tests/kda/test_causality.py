@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kda_backend.metadata import build_metadata
-from kda_backend.prefill import Workspace
+from kda_backend.workspace import Workspace
 from tests.kda.cases import (
     REGIMES,
     TOKEN_FIELDS,
@@ -21,9 +21,8 @@ from tests.kda.cases import (
     assert_result,
     assert_same_bits,
     assert_splits_agree,
-    dirty_workspace,
-    make_case,
     offsets_of,
+    spoil,
 )
 
 
@@ -32,7 +31,7 @@ from tests.kda.cases import (
 def test_prefill_never_looks_ahead(
     kernels: Backend, seed: int, gate: str, dtype: torch.dtype
 ) -> None:
-    case = make_case(seed, (67,), gate=gate, value_dim=16, dtype=dtype).to(kernels.device)
+    case = kernels.case(seed, (67,), gate=gate, dims="narrow", dtype=dtype)
     assert_causal(case, kernels.chunk, (1, 16, 31, 40, 64))
 
 
@@ -40,13 +39,13 @@ def test_prefill_never_looks_ahead(
 def test_prefill_never_looks_ahead_whatever_the_gates(
     kernels: Backend, seed: int, regime: str
 ) -> None:
-    case = make_case(seed, (64,), regime=regime, value_dim=16).to(kernels.device)
+    case = kernels.case(seed, (64,), regime=regime, dims="narrow")
     assert_causal(case, kernels.chunk, (2, 33, 62))
 
 
 @pytest.mark.parametrize("name", TOKEN_FIELDS)
 def test_no_single_input_leaks_back(kernels: Backend, seed: int, name: str) -> None:
-    case = make_case(seed, (64,), value_dim=16).to(kernels.device)
+    case = kernels.case(seed, (64,), dims="narrow")
     before, _ = kernels.chunk(case)
     for t in (17, 48):
         changed = getattr(case, name).clone()
@@ -57,13 +56,13 @@ def test_no_single_input_leaks_back(kernels: Backend, seed: int, name: str) -> N
 
 
 def test_decode_never_looks_ahead(kernels: Backend, seed: int) -> None:
-    case = make_case(seed, (9,)).to(kernels.device)
+    case = kernels.case(seed, (9,))
     assert_causal(case, kernels.recurrent, (1, 4, 8))
 
 
 def test_a_prefix_has_the_same_bits_alone(kernels: Backend, seed: int) -> None:
     """Cut off anywhere, also inside a chunk: what prefix caching and chunked prefill rely on."""
-    case = make_case(seed, (130,)).to(kernels.device)
+    case = kernels.case(seed, (130,))
     o, _ = kernels.chunk(case)
     for length in (1, 31, 64, 100, 129):
         prefix, _ = kernels.chunk(case.part(0, length, case.state))
@@ -77,14 +76,14 @@ def test_a_prefix_has_the_same_bits_alone(kernels: Backend, seed: int) -> None:
 def test_one_shot_equals_two_calls_at_any_split(
     backend: Backend, seed: int, regime: str, splits: tuple[int, ...]
 ) -> None:
-    case = make_case(seed, (100,), regime=regime, value_dim=16, dtype=torch.float32)
+    case = backend.case(seed, (100,), regime=regime, dims="narrow", dtype=torch.float32)
     tolerance = TOLERANCES[torch.float32][0]
-    assert_splits_agree(case.to(backend.device), backend.chunk, splits, tolerance)
+    assert_splits_agree(case, backend.chunk, splits, tolerance)
 
 
 @pytest.mark.parametrize("split", [1, 50, 90])
 def test_two_calls_in_bf16_are_as_exact_as_one(backend: Backend, seed: int, split: int) -> None:
-    case = make_case(seed, (100,)).to(backend.device)
+    case = backend.case(seed, (100,))
     first, middle = backend.chunk(case.part(0, split, case.state))
     second, last = backend.chunk(case.part(split, 100, middle))
     assert_result(case, torch.cat([first, second], 1), last)
@@ -92,8 +91,8 @@ def test_two_calls_in_bf16_are_as_exact_as_one(backend: Backend, seed: int, spli
 
 @pytest.mark.parametrize("regime", ["random", "long_tailed", "extreme"])
 def test_splits_between_chunks_change_nothing(backend: Backend, seed: int, regime: str) -> None:
-    case = make_case(seed, (150,), regime=regime, value_dim=16, dtype=torch.float32)
-    assert_splits_agree(case.to(backend.device), backend.chunk, (64, 128), 1e-6)
+    case = backend.case(seed, (150,), regime=regime, dims="narrow", dtype=torch.float32)
+    assert_splits_agree(case, backend.chunk, (64, 128), 1e-6)
 
 
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])
@@ -101,7 +100,7 @@ def test_neighbours_in_the_batch_change_no_bit(kernels: Backend, seed: int, name
     """Not even neighbours that are NaN throughout."""
     run = getattr(kernels, name)
     lengths = (9, 70, 0, 33) if name == "chunk" else (2, 4, 0, 1)
-    case = make_case(seed, lengths, heads=2).to(kernels.device)
+    case = kernels.case(seed, lengths, heads=2)
     o, state = run(case)
     for n in (0, 1, 3):
         begin, end = case.offsets[n : n + 2]
@@ -122,7 +121,7 @@ def test_neighbours_in_the_batch_change_no_bit(kernels: Backend, seed: int, name
 
 
 def test_heads_change_no_bit_of_one_another(kernels: Backend, seed: int) -> None:
-    case = make_case(seed, (70,), heads=2, value_heads=4).to(kernels.device)
+    case = kernels.case(seed, (70,), heads=2, value_heads=4)
     assert case.a_log is not None and case.dt_bias is not None
     o, state = kernels.chunk(case)
     alone = Case(
@@ -148,7 +147,7 @@ def test_heads_change_no_bit_of_one_another(kernels: Backend, seed: int) -> None
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])
 def test_runs_repeat_to_the_bit(kernels: Backend, seed: int, name: str) -> None:
     lengths = (70, 3) if name == "chunk" else (3, 1)
-    case = make_case(seed, lengths, heads=2).to(kernels.device)
+    case = kernels.case(seed, lengths, heads=2)
     first = getattr(kernels, name)(case)
     for _ in range(2):
         again = getattr(kernels, name)(case)
@@ -158,33 +157,39 @@ def test_runs_repeat_to_the_bit(kernels: Backend, seed: int, name: str) -> None:
 
 def test_what_a_workspace_holds_does_not_matter(backend: Backend, seed: int) -> None:
     """One workspace serves layer after layer, of other shapes and dtypes too."""
-    workspace = dirty_workspace(backend.device)
+    workspace = Workspace(backend.device)
     for number, (dtype, dims) in enumerate(
-        [(torch.float32, (48, 80)), (torch.bfloat16, (32, 16)), (torch.float32, (48, 80))]
+        [
+            (torch.float32, (48, 80)),
+            (torch.bfloat16, (32, 16)),
+            (torch.bfloat16, (128, 128)),
+            (torch.float32, (48, 80)),
+        ]
     ):
-        case = make_case(
-            seed + number, (70, 3), key_dim=dims[0], value_dim=dims[1], dtype=dtype
-        ).to(backend.device)
+        case = backend.case(seed + number, (70, 3), key_dim=dims[0], value_dim=dims[1], dtype=dtype)
+        want_o, want_state = backend.chunk(case, workspace=workspace)
+        spoil(workspace)
         o, state = backend.chunk(case, workspace=workspace)
-        want_o, want_state = backend.chunk(case)
         backend.assert_same("output", o, want_o)
         backend.assert_same("state", state, want_state)
+        assert_result(case, o, state)
 
 
 def test_a_workspace_grows_and_then_stays(kernels: Backend, seed: int) -> None:
     workspace = Workspace(kernels.device)
     assert workspace.nbytes == 0
-    case = make_case(seed, (70,)).to(kernels.device)
+    case = kernels.case(seed, (70,))
     kernels.chunk(case, workspace=workspace)
     grown = workspace.nbytes
-    # two chunks of one head: 4 fp16 tiles of 64 x 32, two of 64 x 64, and totals
-    assert grown >= 2 * (2 * 64 * (3 * 32 + 32 + 2 * 64) + 4 * 32)
+    # two chunks: w, q_in, k_out and u at least, and a total decay a channel
+    key_dim, value_dim = case.state.shape[3], case.state.shape[2]
+    assert grown >= 2 * (2 * 64 * (3 * key_dim + value_dim) + 4 * key_dim)
     kernels.chunk(case.part(0, 9, case.state), workspace=workspace)
     assert workspace.nbytes == grown
 
 
 def test_metadata_serves_every_layer_of_a_step(backend: Backend, seed: int) -> None:
-    layers = [make_case(seed + n, (70, 0, 9)).to(backend.device) for n in range(3)]
+    layers = [backend.case(seed + n, (70, 0, 9)) for n in range(3)]
     cu_seqlens = layers[0].cu_seqlens
     metadata = build_metadata(
         cu_seqlens, 79, cu_seqlens_cpu=cu_seqlens.cpu(), chunk_table=backend.name == "kernels"
@@ -196,17 +201,14 @@ def test_metadata_serves_every_layer_of_a_step(backend: Backend, seed: int) -> N
 
 def test_launch_sizes_from_a_bound_give_the_same_bits(kernels: Backend, seed: int) -> None:
     """Where the host does not know the lengths, spare programs of the launch do nothing."""
-    case = make_case(seed, (70, 0, 9, 0, 3)).to(kernels.device)
+    case = kernels.case(seed, (70, 0, 9, 0, 3))
     exact = build_metadata(case.cu_seqlens, 82, cu_seqlens_cpu=case.cu_seqlens.cpu())
     assert exact.num_chunks == 4
     padded = with_capacity(case, 9)
-    for name, got, want in zip(
-        ("output", "state"),
-        kernels.chunk(case, metadata=padded, workspace=dirty_workspace(kernels.device)),
-        kernels.chunk(case, metadata=exact),
-        strict=True,
-    ):
-        assert_same_bits(name, got, want)
+    want_o, want_state = kernels.chunk(case, metadata=exact)
+    o, state = kernels.chunk(case, metadata=padded)
+    assert_same_bits("output", o, want_o)
+    assert_same_bits("state", state, want_state)
 
 
 def with_capacity(case: Case, capacity: int) -> Any:
@@ -224,15 +226,15 @@ def with_capacity(case: Case, capacity: int) -> Any:
 
 
 def test_chunk_size_32_is_accepted_and_changes_nothing(backend: Backend, seed: int) -> None:
-    case = make_case(seed, (70,)).to(backend.device)
+    case = backend.case(seed, (70,))
     assert_same_bits("output", backend.chunk(case, chunk_size=32)[0], backend.chunk(case)[0])
 
 
 def test_outputs_are_close_across_paths(kernels: Backend, seed: int) -> None:
     """The Triton path and the CPU's path agree in fp32 far beyond the tolerance of either."""
-    case = make_case(seed, (70, 3), dtype=torch.float32)
+    case = kernels.case(seed, (70, 3), dtype=torch.float32)
     on_cpu = Backend("torch", torch.device("cpu"))
-    o, state = kernels.chunk(case.to(kernels.device))
-    want_o, want_state = on_cpu.chunk(case)
+    o, state = kernels.chunk(case)
+    want_o, want_state = on_cpu.chunk(case.to(on_cpu.device))
     assert_close("output", o, want_o, TOLERANCES[torch.float32][0])
     assert_close("state", state, want_state, TOLERANCES[torch.float32][0])

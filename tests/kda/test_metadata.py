@@ -11,7 +11,7 @@ from kda_backend import metadata as metadata_module
 from kda_backend.kernels.chunk_table import build_chunk_table
 from kda_backend.metadata import ChunkMetadata, build_metadata, equal_length_metadata
 from kda_backend.paths import KdaShape
-from tests.kda.cases import Backend, chunks_of, cu_tensor, make_case
+from tests.kda.cases import Backend, chunks_of, cu_tensor
 
 RAGGED = [
     (),
@@ -59,7 +59,7 @@ def test_the_grid_counts_each_sequences_chunks_times_value_heads(
     kernels: Backend, seed: int
 ) -> None:
     """Chunks do not cross sequences: three of 22 tokens are three chunks, not ceil(66 / 64)."""
-    case = make_case(seed, (22, 22, 22), heads=1, value_heads=2, value_dim=16).to(kernels.device)
+    case = kernels.case(seed, (22, 22, 22), heads=1, value_heads=2, dims="narrow")
     plan = kernels.plan(case.shape)
     seen: list[int] = []
 
@@ -74,7 +74,7 @@ def test_the_grid_counts_each_sequences_chunks_times_value_heads(
 
 
 def test_the_decode_grid_counts_sequences_times_value_heads(kernels: Backend, seed: int) -> None:
-    case = make_case(seed, (1, 1, 1), heads=1, value_heads=2, value_dim=16).to(kernels.device)
+    case = kernels.case(seed, (1, 1, 1), heads=1, value_heads=2, dims="narrow")
     plan = kernels.plan(case.shape)
     seen: list[int] = []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tests.kda.cases import (
     Case,
     assert_result,
     assert_same_bits,
-    make_case,
 )
 
 FAR = 2**31
@@ -69,7 +67,7 @@ def spread(case: Case, allocate: Allocate, dim: int, stride: int) -> tuple[Case,
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])
 def test_tokens_far_apart(kernels: Backend, allocate: Allocate, seed: int, name: str) -> None:
     lengths, stride = ((130,), FAR // 128) if name == "chunk" else ((1, 2), FAR // 2)
-    case = make_case(seed, lengths, value_dim=16).to(kernels.device)
+    case = kernels.case(seed, lengths, dims="narrow")
     far, out = spread(case, allocate, 1, stride)
     assert out.stride(1) * (sum(lengths) - 1) >= FAR
     o, state = getattr(kernels, name)(far, out=out)
@@ -82,7 +80,7 @@ def test_tokens_far_apart(kernels: Backend, allocate: Allocate, seed: int, name:
 def test_heads_far_apart(kernels: Backend, allocate: Allocate, seed: int, name: str) -> None:
     """Heads outside tokens: head 2 of a long prompt is that far from head 0."""
     lengths = (20,) if name == "chunk" else (1, 1)
-    case = make_case(seed, lengths, heads=3, value_dim=16).to(kernels.device)
+    case = kernels.case(seed, lengths, heads=3, dims="narrow")
     far, out = spread(case, allocate, 2, FAR // 2)
     o, state = getattr(kernels, name)(far, out=out)
     want_o, want_state = getattr(kernels, name)(case)
@@ -93,7 +91,7 @@ def test_heads_far_apart(kernels: Backend, allocate: Allocate, seed: int, name: 
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])
 def test_slots_far_apart(kernels: Backend, allocate: Allocate, seed: int, name: str) -> None:
     lengths = (20, 3) if name == "chunk" else (1, 1)
-    case = make_case(seed, lengths, heads=2, value_dim=16).to(kernels.device)
+    case = kernels.case(seed, lengths, heads=2, dims="narrow")
     memory = allocate(3 * (FAR // 2), torch.float32)
     shape, strides = case.state.shape[1:], case.state.stride()[1:]
     pool = memory.as_strided((3, *shape), (FAR // 2, *strides), memory.storage_offset())
@@ -104,26 +102,22 @@ def test_slots_far_apart(kernels: Backend, allocate: Allocate, seed: int, name: 
     assert (pool[1] == 0.0).all()
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs 60 GB of GPU memory")
+@pytest.mark.skipif(not ON_GPU, reason="takes 60 GB of GPU memory")
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])
-def test_a_prompt_of_over_2_to_31_elements(kernels: Backend, seed: int, name: str) -> None:
-    """Inputs, output and the scratch tiles all pass 2^31; the last sequence is as if alone."""
+def test_a_step_of_over_2_to_31_elements(device: torch.device, seed: int, name: str) -> None:
+    """Inputs, output and scratch tiles all pass 2^31; the last sequence is as if alone."""
     if torch.cuda.mem_get_info()[0] < 60e9:
         pytest.skip("too little GPU memory")
-    last = make_case(seed, (130 if name == "chunk" else 3,), heads=32, key_dim=128, value_dim=128)
-    last = last.to(kernels.device)
-    long = FAR // (32 * 128)
-    filler: dict[str, Any] = {}
+    kernels = Backend("kernels_128", device)
+    last = kernels.case(seed, (130 if name == "chunk" else 3,), heads=32)
+    padded = FAR // (32 * 128 * 64)
+    tokens = {}
     for field in TOKEN_FIELDS:
         x = getattr(last, field)
-        filler[field] = torch.cat([x.new_ones(1, long, *x.shape[2:]), x], 1)
-    # many short sequences, so that the recurrence over them is not walked token by token
-    lengths = ((64,) * (long // 64), *last.lengths)
-    flat = (*lengths[0], lengths[1])
-    states = torch.cat([last.state.expand(len(flat) - 1, -1, -1, -1), last.state])
-    case = dataclasses.replace(last, lengths=flat, state=states, **filler)
-    o, state = getattr(kernels, name)(case)
-    want_o, want_state = getattr(kernels, name)(last)
-    assert_same_bits("output", o[:, long:], want_o)
-    assert_same_bits("state", state[-1:], want_state)
-    assert_result(last, o[:, long:], state[-1:])
+        tokens[field] = torch.cat([x.new_ones(1, 64 * padded, *x.shape[2:]), x], 1)
+    case = dataclasses.replace(last, lengths=(64,) * padded + last.lengths, **tokens)
+    pool = last.state.clone()
+    slots = torch.full((padded + 1,), -1, dtype=torch.int32, device=device)
+    slots[-1] = 0
+    o, _ = getattr(kernels, name)(case, state_pool=pool, state_indices=slots)
+    assert_result(last, o[:, 64 * padded :], pool)

@@ -16,7 +16,6 @@ from tests.kda.cases import (
     assert_close,
     assert_result,
     assert_same_bits,
-    make_case,
     poisoned,
 )
 
@@ -46,7 +45,7 @@ def lengths_of(run: Run) -> tuple[int, ...]:
 def test_slots_are_updated_in_place_and_no_other_bit_changes(
     backend: Backend, run: Run, seed: int, dtype: torch.dtype
 ) -> None:
-    case = make_case(seed, lengths_of(run), heads=2).to(backend.device)
+    case = backend.case(seed, lengths_of(run), heads=2)
     pool = Pool(SLOTS, case, dtype)
     assert pool.view.stride(0) > case.state[0].numel()
     pool.fill((4, 1, 3), case.state)
@@ -68,7 +67,7 @@ def test_padded_rows_start_from_zero_and_write_no_state(
     backend: Backend, run: Run, seed: int
 ) -> None:
     first, _, last = lengths_of(run)
-    case = make_case(seed, (first, last, last)).to(backend.device)
+    case = backend.case(seed, (first, last, last))
     pool = Pool(SLOTS, case, torch.float32)
     pool.fill([2], case.state[:1])
     before = pool.copy()
@@ -82,7 +81,7 @@ def test_padded_rows_start_from_zero_and_write_no_state(
 def test_cold_rows_start_from_zero_whatever_their_slot_holds(
     backend: Backend, run: Run, seed: int
 ) -> None:
-    case = make_case(seed, lengths_of(run), heads=2).to(backend.device)
+    case = backend.case(seed, lengths_of(run), heads=2)
     pool = Pool(SLOTS, case, torch.float32)
     pool.fill([5], case.state[:1])
     before = pool.copy()
@@ -99,14 +98,14 @@ def test_cold_rows_start_from_zero_whatever_their_slot_holds(
 
 
 def test_a_pool_of_one_slot_may_have_any_slot_stride(backend: Backend, run: Run, seed: int) -> None:
-    case = make_case(seed, lengths_of(run)[:1]).to(backend.device)
+    case = backend.case(seed, lengths_of(run)[:1])
     pool = case.state.clone().as_strided(case.state.shape, (0, *case.state.stride()[1:]))
     run(case, state_pool=pool, state_indices=indices(backend, 0))
     assert_close("state", pool, case.expected()[1], TOLERANCES[torch.bfloat16][1])
 
 
 def test_decode_after_prefill_through_the_pool(backend: Backend, seed: int) -> None:
-    case = make_case(seed, (68,)).to(backend.device)
+    case = backend.case(seed, (68,))
     pool = Pool(SLOTS, case, torch.float32)
     slot: dict[str, Any] = {"state_pool": pool.view, "state_indices": indices(backend, 3)}
     outputs = [
@@ -129,13 +128,11 @@ def test_snapshots_are_the_states_at_the_chosen_boundaries(
 ) -> None:
     """Boundary 0 is the initial state, the last one the final state; past the end is no boundary,
     and neither is one below zero."""
-    case = make_case(seed, (130, 0, 64), heads=2, key_dim=48, dtype=torch.float32).to(
-        backend.device
-    )
+    case = backend.case(seed, (130, 0, 64), heads=2, dims="uneven", dtype=torch.float32)
     boundaries = torch.tensor(
         [[0, 2, 3, 4], [0, 1, -1, 0], [1, 1, -1, -7]], dtype=torch.int32, device=backend.device
     )
-    snapshots = poisoned(3, 4, 2, 32, 48, dtype=torch.float32, device=backend.device)
+    snapshots = poisoned(3, 4, *case.state.shape[1:], dtype=torch.float32, device=backend.device)
     asked: dict[str, Any] = {"snapshot_chunks": boundaries, "snapshots": snapshots}
     want_o, want_state = backend.chunk(case)
     if in_pool:
@@ -163,8 +160,8 @@ def test_snapshots_are_the_states_at_the_chosen_boundaries(
 
 def test_a_snapshot_resumes_the_sequence(backend: Backend, seed: int) -> None:
     """What prefix caching does: the suffix starts from the stored state."""
-    case = make_case(seed, (140,), dtype=torch.float32).to(backend.device)
-    snapshots = poisoned(1, 1, 1, 32, 32, dtype=torch.float32, device=backend.device)
+    case = backend.case(seed, (140,), dtype=torch.float32)
+    snapshots = poisoned(1, 1, *case.state.shape[1:], dtype=torch.float32, device=backend.device)
     boundary = torch.tensor([[1]], dtype=torch.int32, device=backend.device)
     o, state = backend.chunk(case, snapshot_chunks=boundary, snapshots=snapshots)
     resumed_o, resumed = backend.chunk(case.part(64, 140, snapshots[:, 0]))
@@ -173,9 +170,9 @@ def test_a_snapshot_resumes_the_sequence(backend: Backend, seed: int) -> None:
 
 
 def test_no_snapshots_to_take(backend: Backend, seed: int) -> None:
-    case = make_case(seed, (70,)).to(backend.device)
+    case = backend.case(seed, (70,))
     nothing = torch.empty(1, 0, dtype=torch.int32, device=backend.device)
     o, _ = backend.chunk(
-        case, snapshot_chunks=nothing, snapshots=case.state.new_empty(1, 0, 1, 32, 32)
+        case, snapshot_chunks=nothing, snapshots=case.state.new_empty(1, 0, *case.state.shape[1:])
     )
     assert_same_bits("output", o, backend.chunk(case)[0])
