@@ -47,7 +47,7 @@ def run_decode(target: Target, part: Part, plan: plans.DecodePlan) -> None:
     if launch is None:
         reference_step.step(layer, kv_score, state, cache, plan)
         return
-    launch((plan.num_tokens, 1, 1), *_decode_arguments(part, plan))
+    launch((plan.num_tokens, 1, 1), *decode_arguments(part, plan))
 
 
 def run_decode_pair(
@@ -88,7 +88,7 @@ def warm_up_decode(target: Target, part: Part, plan: plans.DecodePlan) -> None:
     """Compile whatever ``run_decode`` may launch for tensors like these."""
     selected = paths.decode_paths(target, part[0].spec, plan.layout, part[2].shape[1])
     for launch in selected.launches():
-        launch.warm_up(*_decode_arguments(part, plan))
+        launch.warm_up(*decode_arguments(part, plan))
 
 
 def warm_up_decode_pair(
@@ -114,7 +114,8 @@ def warm_up_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None
         launches.rest.warm_up(*rest)
 
 
-def _decode_arguments(part: Part, plan: plans.DecodePlan) -> tuple[Argument, ...]:
+def decode_arguments(part: Part, plan: plans.DecodePlan) -> tuple[Argument, ...]:
+    """What ``decode_step_kernel`` takes, without constexprs."""
     layer, kv_score, state, cache = part
     plan_ptr, aux, request, table = _decode_pointers(plan)
     return (

@@ -1,8 +1,8 @@
 """Compile every kernel that a shipped table chooses, for all four architectures, without a GPU.
 
 Run as a script it rewrites ``compile_report.json``; with the name of an architecture it prints that
-part as JSON, which is what the test compares, and with ``in_place`` after the name that kernel's
-assembly. Triton's interpreter must be off.
+part as JSON, which is what the test compares, and with beginnings of cases' names after it
+those cases' assembly. Triton's interpreter must be off.
 """
 
 from __future__ import annotations
@@ -225,16 +225,14 @@ def report(arch: str) -> dict[str, dict[str, int]]:
     return {name: {"num_warps": warps, **measure(kernel)} for name, warps, kernel in compiled(arch)}
 
 
-def in_place_assembly(arch: str) -> dict[str, str]:
-    """The in-place kernel's amdgcn text, for each of its cases."""
-    return {
-        f"{case[0]}{', over 2 GiB' if is_large else ''}": compile_case(arch, case, is_large)[1].asm[
-            "amdgcn"
-        ]
-        for case in cases()
-        if case[0].startswith("in_place")
-        for is_large in (False, True)
-    }
+def assembly(arch: str, prefixes: list[str]) -> dict[str, str]:
+    """The amdgcn text of the cases whose names start with one of ``prefixes``."""
+    texts = {}
+    for case in cases():
+        if case[0].startswith(tuple(prefixes)):
+            for is_large, suffix in ((False, ""), (True, ", over 2 GiB")):
+                texts[case[0] + suffix] = compile_case(arch, case, is_large)[1].asm["amdgcn"]
+    return texts
 
 
 def dump(tables: dict[str, Any]) -> str:
@@ -247,8 +245,8 @@ def dump(tables: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["in_place"]:
-        print(json.dumps(in_place_assembly(sys.argv[1])))
+    if len(sys.argv) > 2:
+        print(json.dumps(assembly(sys.argv[1], sys.argv[2:])))
     elif len(sys.argv) > 1:
         print(json.dumps(report(sys.argv[1])))
     else:

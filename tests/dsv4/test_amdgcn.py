@@ -1,4 +1,4 @@
-"""The in-place kernel's own AMD instructions, executed lane by lane, against float64."""
+"""The one-wave kernels' own AMD instructions, executed lane by lane, against float64."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from dsv4_backend import RowPlan, SeqLens, reference_step
+from dsv4_backend import RowPlan, SeqLens, compressor, reference_step
+from tests.dsv4.cases import DEVICE, make_spec
+from tests.dsv4.test_decode import check, prepare
 from tests.dsv4.wave64 import Memory, Wave
 
 ROOT = Path(__file__).parents[2]
@@ -21,29 +23,37 @@ EPS = 1e-6
 
 @pytest.fixture(scope="module", params=["gfx942", "gfx950"])
 def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """Text of every in-place case, compiled in a process without Triton's interpreter."""
+    """Text of the one-wave cases, compiled in a process without Triton's interpreter."""
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment.pop("TRITON_INTERPRET", None)
     script = ROOT / "tests" / "dsv4" / "compile_report.py"
-    command = [sys.executable, str(script), request.param, "in_place"]
+    command = [sys.executable, str(script), request.param, "in_place", "decode indexer"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.contiguous().view(torch.uint8).flatten().numpy().copy()
+def execute(text: str, memory: Memory, workgroups: int, arguments: Sequence[object]) -> None:
+    """Run the kernel on CPU tensors, which it reads and writes where they are."""
+    addresses: dict[int, int] = {}
+    values: list[int | float] = []
+    for argument in arguments:
+        if not isinstance(argument, torch.Tensor):
+            values.append(argument)  # type: ignore[arg-type]
+            continue
+        storage = argument.untyped_storage()
+        if storage.data_ptr() not in addresses:
+            data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
+            addresses[storage.data_ptr()] = memory.add(data)
+        base = addresses[storage.data_ptr()]
+        values.append(base + argument.data_ptr() - storage.data_ptr())
+    wave = Wave(text, memory)
+    for workgroup in range(workgroups):
+        wave.run(workgroup, values)
 
 
-@pytest.mark.parametrize("large", ["", ", over 2 GiB"])
-@pytest.mark.parametrize(
-    "head_dim, dtype, phase",
-    [(128, "fp32", "decode"), (128, "fp32", "prefill"), (128, "bf16", "prefill"),
-     (512, "fp32", "prefill")],
-)  # fmt: skip
-def test_in_place(assembly: dict[str, str], head_dim: int, dtype: str, phase: str, large: str):
-    text = assembly[f"in_place {head_dim} {dtype} {phase}{large}"]
+def run_in_place(text: str, head_dim: int, dtype: str, phase: str) -> None:
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     g = torch.Generator().manual_seed(head_dim)
     kv = torch.randn(3, head_dim + 16, generator=g).to(torch_dtype)
@@ -55,20 +65,58 @@ def test_in_place(assembly: dict[str, str], head_dim: int, dtype: str, phase: st
     entries = plan.rows if isinstance(plan, RowPlan) else plan.seq_lens
 
     memory = Memory()
-    tensors = [_bytes(t) for t in (kv, weight, table, entries)]
-    addresses = [memory.add(t) for t in tensors]
-    wave = Wave(text, memory)
-    for workgroup in range(plan.num_tokens):
-        wave.run(workgroup, [*addresses, EPS, kv.stride(0), table.stride(0)])
-    got = torch.from_numpy(tensors[0]).view(torch_dtype).view(kv.shape)
+    before = [t.clone() for t in (kv, weight, table, entries)]
+    execute(text, memory, plan.num_tokens, [kv, weight, table, entries, EPS, kv.stride(0), 64])
 
-    want = kv.clone()
+    want = before[0].clone()
     reference_step.compress_in_place(
         want[:, :head_dim], weight, EPS, table, plan, 4, head_dim == 128
     )
-    assert torch.equal(got[:, head_dim:], kv[:, head_dim:])
+    assert torch.equal(kv[:, head_dim:], before[0][:, head_dim:])
     tolerance = {"rtol": 0.0, "atol": 4e-6} if dtype == "fp32" else {"rtol": 2**-7, "atol": 1e-6}
-    torch.testing.assert_close(got.float(), want.float(), **tolerance)
-    assert not torch.equal(got[0], kv[0])
-    for other, original in zip(tensors[1:], (weight, table, entries), strict=True):
-        assert np.array_equal(other, _bytes(original))
+    torch.testing.assert_close(kv.float(), want.float(), **tolerance)
+    assert not torch.equal(kv[0], before[0][0])
+    for tensor, original in zip((weight, table, entries), before[1:], strict=True):
+        assert torch.equal(tensor, original)
+
+
+@pytest.mark.parametrize("large", ["", ", over 2 GiB"])
+@pytest.mark.parametrize(
+    "head_dim, dtype, phase",
+    [(128, "fp32", "decode"), (128, "fp32", "prefill"), (128, "bf16", "prefill"),
+     (512, "fp32", "prefill")],
+)  # fmt: skip
+def test_in_place(assembly: dict[str, str], head_dim: int, dtype: str, phase: str, large: str):
+    text = assembly[f"in_place {head_dim} {dtype} {phase}{large}"]
+    run_in_place(text, head_dim, dtype, phase)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the cases' tensors are on the GPU")
+@pytest.mark.parametrize("large", ["", ", over 2 GiB"])
+@pytest.mark.parametrize(
+    "cache_format, layout, rounding",
+    [
+        ("indexer_fp8", "ring", "sglang"),
+        ("indexer_fp8", "paged", "vllm"),
+        ("indexer_mxfp4", "paged", "vllm"),
+    ],
+)
+def test_decode_step(
+    assembly: dict[str, str], cache_format: str, layout: str, rounding: str, large: str
+) -> None:
+    spec = make_spec(cache_format, rounding=rounding, page_tokens=64)
+    layer, engine, histories, entries, kv_score = prepare(spec, layout, seed=14)
+    before = engine.state.clone()
+    plan = engine.decode_plan(entries)
+    part = (layer, kv_score, engine.state, engine.cache)
+    text = assembly[f"decode {cache_format} c4 {layout}{large}"]
+    execute(text, Memory(), plan.num_tokens, compressor.decode_arguments(part, plan))
+    check(layer, engine, histories, entries, before)
+
+
+def test_a_wrong_lane_movement_is_seen(assembly: dict[str, str]) -> None:
+    text = assembly["in_place 128 fp32 decode"]
+    wrong = text.replace("quad_perm:[1,0,3,2]", "quad_perm:[0,1,2,3]")
+    assert wrong != text
+    with pytest.raises(AssertionError, match="not close"):
+        run_in_place(wrong, 128, "fp32", "decode")

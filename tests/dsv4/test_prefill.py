@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsv4_backend import compress_decode_, compress_prefill_, reference_step, window_ends
 from tests.dsv4.cases import (
@@ -117,3 +121,14 @@ def test_window_ends(ratio: int) -> None:
     want = [t for t in range(len(slots) - 3) if (int(positions[t]) + 1) % ratio == 0]
     assert ends.shape == (positions.shape[0] // ratio + 5,)
     assert ends.tolist() == want + [-1] * (ends.shape[0] - len(want))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(cuts=st.sets(st.integers(1, 20), max_size=5), layout=st.sampled_from(LAYOUTS))
+def test_any_cuts_give_the_same_bytes(cuts: set[int], layout: str) -> None:
+    layer, whole, histories = make("indexer_fp8", 4, layout, [21], 70)
+    cut = Engine(layout, layer.spec, [21])
+    edges = [0, *sorted(cuts), 21]
+    serve(layer, whole, histories, [[(0, 0, 21)]])
+    serve(layer, cut, histories, [[(0, a, b)] for a, b in itertools.pairwise(edges)])
+    assert torch.equal(cut.cache, whole.cache)
