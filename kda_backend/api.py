@@ -153,8 +153,8 @@ def chunk_kda(
         plan = _default_plan(x)
     if metadata is None:
         metadata = _metadata(x, plan, cu_seqlens, cu_seqlens_cpu)
-    elif metadata.num_tokens != x.num_tokens:
-        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, q has {x.num_tokens}")
+    else:
+        _check_metadata(metadata, x, plan, cu_seqlens)
     sequences = metadata.num_sequences
     if use_graph and max_num_seqs is not None and max_num_seqs != sequences:
         raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {sequences + 1}")
@@ -193,7 +193,8 @@ def chunk_kda(
     if chunk_states is None:
         return out, final_state
     rows = q.shape[0] if cu_seqlens is None else 1
-    return out, final_state, chunk_states.view(rows, -1, *chunk_states.shape[1:])
+    chunks = metadata.num_chunks // max(rows, 1)
+    return out, final_state, chunk_states.view(rows, chunks, *chunk_states.shape[1:])
 
 
 def fused_recurrent_kda(
@@ -286,6 +287,20 @@ def _check_packed(x: KdaInputs, cu_seqlens: torch.Tensor) -> None:
         raise ValueError(f"q must have batch size 1 with cu_seqlens, got {x.q.shape[0]}")
     if cu_seqlens.device != x.q.device:
         raise ValueError(f"cu_seqlens must be on {x.q.device}, got {cu_seqlens.device}")
+
+
+def _check_metadata(
+    metadata: ChunkMetadata, x: KdaInputs, plan: KdaPlan, cu_seqlens: torch.Tensor | None
+) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("metadata replaces cu_seqlens: give either")
+    if metadata.num_tokens != x.num_tokens:
+        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, q has {x.num_tokens}")
+    if metadata.cu_seqlens.device != x.q.device:
+        got = metadata.cu_seqlens.device
+        raise ValueError(f"metadata must be on {x.q.device}, got {got}")
+    if metadata.chunk_start is None and plan.target.vendor != "cpu":
+        raise ValueError("metadata must have a chunk table for the kernels, got none")
 
 
 def _metadata(

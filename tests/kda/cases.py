@@ -331,6 +331,18 @@ class Backend:
         return arguments | overrides
 
 
+def shipped_rows(phase: str) -> list[Any]:
+    """Each distinct row of the tables that can be run here, as parameters of a test."""
+    rows = {}
+    for target in [detect_target()] if ON_GPU else KNOWN_TARGETS.values():
+        for row in load_table("kda", target).rows:
+            runs = row.name in INTERPRETED or (ON_GPU and row.name != "reference")
+            if row.phase == phase and runs:
+                name = f"{target.arch}-{row.name}-{row.max_grid}"
+                rows[row.name, tuple(row.params.items())] = pytest.param(row, id=name)
+    return list(rows.values())
+
+
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kda_backend import chunk_kda, fused_recurrent_kda
-from kda_backend.metadata import build_metadata
-from tests.kda.cases import ON_GPU, make_case, poisoned
+from kda_backend.metadata import ChunkMetadata, build_metadata
+from kda_backend.paths import KdaShape
+from tests.kda.cases import ON_GPU, Backend, make_case, poisoned
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
@@ -588,13 +589,28 @@ def test_the_unchanged_calls_are_accepted(
     assert "snapshots" not in kwargs or not kwargs["snapshots"].isnan().any()
 
 
+def described(num_tokens: int, device: torch.device, *, chunk_table: bool = False) -> ChunkMetadata:
+    offsets = torch.tensor([0, 3, num_tokens], dtype=torch.int32)
+    host = None if device == META else offsets
+    return build_metadata(
+        offsets.to(device), num_tokens, cu_seqlens_cpu=host, chunk_table=chunk_table
+    )
+
+
 def test_metadata_of_another_step_is_refused(device: torch.device) -> None:
-    kwargs = arguments(device)
-    offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
-    other = build_metadata(offsets.to(device), 4, cu_seqlens_cpu=offsets)
-    change = swap(cu_seqlens=None, metadata=other)
-    message = "metadata is of 4 tokens, q has 5"
-    assert_refused(chunk_kda, lambda _: kwargs, change, message, device)
+    kernels = Backend("kernels", device)
+    with_plan = {"cu_seqlens": None, "plan": kernels.plan(KdaShape(H, HV, K, V))}
+    for metadata, message in (
+        (described(T - 1, device), f"metadata is of {T - 1} tokens, q has {T}"),
+        (described(T, META), "metadata must be on {device}, got meta"),
+        (described(T, device), "metadata must have a chunk table for the kernels, got none"),
+    ):
+        change = swap(metadata=metadata, **with_plan)
+        assert_refused(chunk_kda, arguments, change, message, device)
+    change = swap(metadata=described(T, device, chunk_table=True))
+    assert_refused(
+        chunk_kda, arguments, change, "metadata replaces cu_seqlens: give either", device
+    )
 
 
 @pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])

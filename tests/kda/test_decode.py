@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
-from backend_core.path_table import load_table
 from backend_core.table_file import KernelPath
-from backend_core.target import KNOWN_TARGETS, detect_target
 from tests.kda.cases import (
-    INTERPRETED,
-    ON_GPU,
     REGIMES,
     TOKEN_FIELDS,
     TOLERANCES,
@@ -24,6 +19,7 @@ from tests.kda.cases import (
     assert_same_bits,
     one_path,
     poisoned,
+    shipped_rows,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -177,19 +173,7 @@ def test_output_goes_to_the_given_buffer(backend: Backend, seed: int) -> None:
     assert wide[..., value_dim:].isnan().all(), "written beside the output"
 
 
-def shipped_rows() -> list[Any]:
-    targets = [detect_target()] if ON_GPU else KNOWN_TARGETS.values()
-    rows = {
-        (row.name, tuple(row.params.items())): pytest.param(row, id=f"{target.arch}-{row.name}")
-        for target in targets
-        for row in load_table("kda", target).rows
-        if row.phase == "decode"
-        and (row.name in INTERPRETED or (ON_GPU and row.name != "reference"))
-    }
-    return list(rows.values())
-
-
-@pytest.mark.parametrize("row", shipped_rows())
+@pytest.mark.parametrize("row", shipped_rows("decode"))
 @pytest.mark.parametrize("dims", [(128, 128), (48, 80)])
 def test_every_row_of_the_tables_is_exact(
     kernels: Backend, seed: int, row: KernelPath, dims: tuple[int, int]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from backend_core.path_table import load_table
 from backend_core.table_file import KernelPath
-from backend_core.target import KNOWN_TARGETS, detect_target
 from tests.kda.cases import (
-    INTERPRETED,
     LENGTHS,
-    ON_GPU,
     REGIMES,
     TOKEN_FIELDS,
     Backend,
@@ -24,6 +19,7 @@ from tests.kda.cases import (
     assert_same_bits,
     one_path,
     poisoned,
+    shipped_rows,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -216,6 +212,20 @@ def test_batch_of_zero_length_rows_hands_the_state_on(backend: Backend, seed: in
     assert_same_bits("state", state, case.state)
 
 
+@pytest.mark.parametrize("length", [0, 5])
+def test_a_batch_without_rows_does_nothing(backend: Backend, seed: int, length: int) -> None:
+    case = backend.case(seed, ())
+    rows = {
+        name: getattr(case, name).new_empty(0, length, *getattr(case, name).shape[2:])
+        for name in TOKEN_FIELDS
+    }
+    batch = dataclasses.replace(case, **rows)
+    o, state, chunk_states = backend.chunk(batch, cu_seqlens=None, return_intermediate_states=True)
+    assert o.shape == batch.v.shape
+    assert state.shape == case.state.shape
+    assert chunk_states.shape[0] == 0
+
+
 def test_zero_sequences_do_nothing(backend: Backend, seed: int) -> None:
     case = backend.case(seed, ())
     o, state = backend.chunk(case)
@@ -320,20 +330,7 @@ def test_intermediate_states_of_a_batch_have_its_rows(backend: Backend, seed: in
         assert_close("first state", chunk_states[n, 0], case.state[n], 5e-3)
 
 
-def shipped_rows() -> Iterator[tuple[str, KernelPath]]:
-    """Each distinct prefill row of the tables that this device can run."""
-    targets = [detect_target()] if ON_GPU else KNOWN_TARGETS.values()
-    seen = set()
-    for target in targets:
-        for row in load_table("kda", target).rows:
-            key = (row.name, tuple(row.params.items()))
-            runs = row.name in INTERPRETED or (ON_GPU and row.name != "reference")
-            if row.phase == "prefill" and runs and key not in seen:
-                seen.add(key)
-                yield f"{target.arch}-{row.name}-{row.max_grid}", row
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in shipped_rows()])
+@pytest.mark.parametrize("row", shipped_rows("prefill"))
 @pytest.mark.parametrize("dims", [(128, 128), (48, 80)])
 def test_every_row_of_the_tables_is_exact(
     kernels: Backend, seed: int, row: KernelPath, dims: tuple[int, int]
