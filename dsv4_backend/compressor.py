@@ -77,8 +77,13 @@ def run_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
     if launches is None:
         reference_step.step(layer, kv_score, state, cache, plan)
         return
-    windows, rest = _prefill_arguments(part, plan, launches.num_splits)
+    windows, rest = _prefill_arguments(part, plan, launches)
     num_writes = _write_pointers(plan)[2]
+    if launches.rest is None:
+        ratio = layer.spec.compress_ratio
+        groups = max(num_windows, -(-num_writes // ratio))
+        launches.windows((groups * (ratio + 1), 1, 1), *windows)
+        return
     launches.windows((num_windows, launches.num_splits, 1), *windows)
     rest_grid = num_writes if launches.num_splits == 1 else num_windows + num_writes
     launches.rest((rest_grid, 1, 1), *rest)
@@ -109,9 +114,10 @@ def warm_up_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None
     """Compile whatever ``run_prefill`` may launch for tensors like these."""
     selected = paths.prefill_paths(target, part[0].spec, plan.layout, part[2].shape[1])
     for launches in selected.launches():
-        windows, rest = _prefill_arguments(part, plan, launches.num_splits)
+        windows, rest = _prefill_arguments(part, plan, launches)
         launches.windows.warm_up(*windows)
-        launches.rest.warm_up(*rest)
+        if launches.rest is not None:
+            launches.rest.warm_up(*rest)
 
 
 def decode_arguments(part: Part, plan: plans.DecodePlan) -> tuple[Argument, ...]:
@@ -145,7 +151,7 @@ def _pair_arguments(
 
 
 def _prefill_arguments(
-    part: Part, plan: plans.PrefillPlan, num_splits: int
+    part: Part, plan: plans.PrefillPlan, launches: paths.PrefillLaunches
 ) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
     """Those of the windows and those of the rest; see ``paths.PrefillLaunches``."""
     layer, kv_score, state, cache = part
@@ -153,7 +159,14 @@ def _prefill_arguments(
     plan_ptr, aux, positions, requests, table = _prefill_pointers(plan)
     write_ptr, write_aux, _ = _write_pointers(plan)
     eps, inv_scale = layer.spec.eps, 1.0 / layer.fp8_scale
-    if num_splits == 1:
+    if launches.rest is None:
+        return (
+            kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
+            plan_ptr, aux, write_ptr, positions, requests, table, plan.slots,
+            _num_windows(plan), plan.num_tokens, eps, inv_scale,
+            *strides, table_stride, table.stride(0), cache.stride(0),
+        ), ()  # fmt: skip
+    if launches.num_splits == 1:
         return (
             kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
             plan_ptr, aux, positions, requests, table, plan.slots,

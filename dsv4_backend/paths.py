@@ -22,16 +22,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PrefillLaunches:
-    """A prefill step: windows, then what must come after every window was pooled.
+    """The launches of a prefill step, by the name of its path.
 
     Attributes:
-        windows: ``prefill_step_kernel``, or, where channels are split, ``pool_columns_kernel``.
-        rest: ``state_write_kernel``, or ``finish_and_write_kernel``.
-        num_splits: programs for each window; with one a window is finished where it is pooled.
+        windows: ``one_launch``: ``prefill_paged_kernel``, which does all; ``two_launch``:
+            ``prefill_step_kernel``; ``column_split``: ``pool_columns_kernel``.
+        rest: what must come after every window was pooled: ``state_write_kernel``, or, with the
+            channels split, ``finish_and_write_kernel``.
+        num_splits: programs for each window.
     """
 
     windows: KernelLaunch
-    rest: KernelLaunch
+    rest: KernelLaunch | None
     num_splits: int
 
 
@@ -39,9 +41,9 @@ class Paths(Generic[T]):
     """The kernel paths of one phase, each with what it launches."""
 
     def __init__(
-        self, target: Target, phase: str, feature: str, build: Callable[[KernelPath], T]
+        self, target: Target, phase: str, features: set[str], build: Callable[[KernelPath], T]
     ) -> None:
-        requires = frozenset() if target.vendor == "cpu" else frozenset({feature})
+        requires = frozenset() if target.vendor == "cpu" else frozenset(features)
         self.selection: PathSelection = select(load_table("dsv4", target), phase, requires)
         self._launches: dict[int, T | None] = {
             id(path): None if path.name == "reference" else build(path)
@@ -82,6 +84,11 @@ def step_constexprs(spec: CompressorSpec, layout: str, state_block: int) -> dict
     }
 
 
+def paged_constexprs(step: dict[str, Any]) -> dict[str, Any]:
+    """What ``prefill_paged_kernel`` takes, from the constexprs of a step."""
+    return {name: value for name, value in step.items() if name != "PLAN"}
+
+
 def pair_constexprs(
     main: CompressorSpec, indexer: CompressorSpec, layout: str, state_blocks: tuple[int, int]
 ) -> dict[str, Any]:
@@ -119,7 +126,7 @@ def in_place_paths(
         }
         return KernelLaunch(norm_rope_rotate_kernel, constexprs, _options(path))
 
-    return Paths(target, phase, f"in_place_{head_dim}", build)
+    return Paths(target, phase, {f"in_place_{head_dim}"}, build)
 
 
 @functools.cache
@@ -137,7 +144,7 @@ def decode_paths(
         }
         return KernelLaunch(decode_step_kernel, constexprs, _options(path))
 
-    return Paths(target, "decode", feature_of(spec), build)
+    return Paths(target, "decode", {feature_of(spec)}, build)
 
 
 @functools.cache
@@ -157,7 +164,7 @@ def pair_paths(
         constexprs = pair_constexprs(main, indexer, layout, state_blocks)
         return KernelLaunch(decode_pair_kernel, constexprs, _options(path))
 
-    return Paths(target, "decode", "pair", build)
+    return Paths(target, "decode", {"pair"}, build)
 
 
 @functools.cache
@@ -170,24 +177,30 @@ def prefill_paths(
         from backend_core.launch import KernelLaunch
         from dsv4_backend.kernels.finish_and_write import finish_and_write_kernel
         from dsv4_backend.kernels.pool_columns import pool_columns_kernel
+        from dsv4_backend.kernels.prefill_paged import prefill_paged_kernel
         from dsv4_backend.kernels.prefill_step import prefill_step_kernel
         from dsv4_backend.kernels.state_write import state_write_kernel
 
         step = step_constexprs(spec, layout, state_block)
         rows = {name: step[name] for name in ("D", "RATIO", "STATE_BLOCK", "PLAN")}
+        block_w = {"BLOCK_W": path.params["block_w"]}
+        if path.name == "one_launch":
+            constexprs = paged_constexprs(step) | block_w
+            launch = KernelLaunch(prefill_paged_kernel, constexprs, _options(path))
+            return PrefillLaunches(launch, None, 1)
         rest_options = _options(path, "rest_num_warps")
-        block_w, block_d = path.params["block_w"], int(path.params.get("block_d", spec.head_dim))
         if path.name == "column_split":
-            pool = rows | {"BLOCK_W": block_w, "BLOCK_D": block_d}
+            block_d = int(path.params["block_d"])
+            pool = rows | block_w | {"BLOCK_D": block_d}
             return PrefillLaunches(
                 KernelLaunch(pool_columns_kernel, pool, _options(path)),
                 KernelLaunch(finish_and_write_kernel, step, rest_options),
                 spec.head_dim // block_d,
             )
         return PrefillLaunches(
-            KernelLaunch(prefill_step_kernel, step | {"BLOCK_W": block_w}, _options(path)),
+            KernelLaunch(prefill_step_kernel, step | block_w, _options(path)),
             KernelLaunch(state_write_kernel, rows, rest_options),
             1,
         )
 
-    return Paths(target, "prefill", feature_of(spec), build)
+    return Paths(target, "prefill", {feature_of(spec), layout}, build)

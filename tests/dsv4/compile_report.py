@@ -28,6 +28,7 @@ from dsv4_backend.kernels.decode_step import decode_step_kernel
 from dsv4_backend.kernels.finish_and_write import finish_and_write_kernel
 from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
 from dsv4_backend.kernels.pool_columns import pool_columns_kernel
+from dsv4_backend.kernels.prefill_paged import prefill_paged_kernel
 from dsv4_backend.kernels.prefill_step import prefill_step_kernel
 from dsv4_backend.kernels.state_write import state_write_kernel
 from tests.dsv4.cases import make_spec
@@ -55,6 +56,7 @@ _POINTERS = {
     "request_ptr": "*i32",
     "block_table_ptr": "*i32",
     "slot_ptr": "*i64",
+    "state_slot_ptr": "*i64",
 }
 _PAGED = {"plan_ptr": "*i64"}
 _STATE_BLOCK = {"ring": {4: 4, 128: 128}, "paged": {4: 4, 128: 8}}
@@ -97,8 +99,11 @@ def cases() -> Iterator[Case]:
             yield f"finish {name}", finish_and_write_kernel, common, "prefill", feature, types
             continue
         if cache_format in ("indexer_fp8", "fp8_ds_mla"):  # the others differ in the store alone
+            if layout == "paged":
+                paged = paths.paged_constexprs(common)
+                yield f"prefill {name}", prefill_paged_kernel, paged, "prefill", feature, types
+                continue
             yield f"prefill {name}", prefill_step_kernel, common, "prefill", feature, types
-            types = _PAGED if layout == "paged" else {}
             yield f"write {name}", state_write_kernel, rows, "prefill", feature, types
     for layout, rounding in (("ring", "sglang"), ("paged", "vllm")):
         main = make_spec("fp8_ds_mla", rounding=rounding, page_tokens=64)
@@ -116,7 +121,10 @@ def compile_case(arch: str, case: Case, is_large: bool) -> tuple[int, Any]:
     """
     _, kernel, constexprs, phase, feature, types = case
     gpu, target = TARGETS[arch]
-    params = select(load_table("dsv4", target), phase, frozenset({feature})).lookup(1).params
+    requires = {feature}
+    if phase == "prefill" and kernel is not norm_rope_rotate_kernel:
+        requires.add(constexprs.get("PLAN", "paged"))
+    params = select(load_table("dsv4", target), phase, frozenset(requires)).lookup(1).params
     constexprs = dict(constexprs)
     for argument in ("BLOCK_W", "BLOCK_D"):
         if argument in kernel.arg_names:
@@ -134,9 +142,9 @@ def compile_case(arch: str, case: Case, is_large: bool) -> tuple[int, Any]:
             signature[argument] = types.get(argument) or _POINTERS.get(plain, "*fp32")
             if gpu.backend == "hip" and not is_large:
                 aligned.append(["tt.pointer_range", 32])
-        elif argument.startswith("stride_") or argument == "num_windows":
+        elif argument.startswith("stride_") or argument.startswith("num_"):
             signature[argument] = "i32"
-            if "block_table" in argument or argument == "num_windows":
+            if "block_table" in argument or argument.startswith("num_"):
                 continue
         else:
             signature[argument] = "fp32"
@@ -206,7 +214,8 @@ def build_launches(target: Target) -> None:
             paths.in_place_paths(target, phase, head_dim, 4, True)
     for spec in (main, indexer, make_spec("fp8_ds_mla", 128)):
         paths.decode_paths(target, spec, "ring", spec.compress_ratio)
-        paths.prefill_paths(target, spec, "ring", spec.compress_ratio)
+        for layout in ("ring", "paged"):
+            paths.prefill_paths(target, spec, layout, spec.compress_ratio)
     paths.pair_paths(target, main, indexer, "ring", (4, 4))
 
 

@@ -1,0 +1,77 @@
+"""A C4 prefill step over a paged state, windows and state rows in one launch.
+
+A paged state gives every token of a step a row of its own, so no window of the call reads what the
+call writes, and the order is free. Programs alternate between the rows of RATIO tokens and the
+window that ends with about those tokens: what one reads, the other finds in L2.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4_backend.kernels.prefill_step import prefill_window
+from dsv4_backend.kernels.window import load_row, locate_write, write_state_row
+
+
+@triton.jit(do_not_specialize=["num_windows", "num_tokens"])
+def prefill_paged_kernel(
+    input_ptr,  # [T, 2·C·D] fp32 or bf16
+    state_ptr,  # [blocks, STATE_BLOCK, 2·C·D], read and written
+    ape_ptr,  # [RATIO, C, D]
+    weight_ptr,  # [D]
+    table_ptr,  # [positions, 64]
+    cache_ptr,  # uint8 [pages, page bytes]
+    plan_ptr,  # ends [num_windows]
+    aux_ptr,  # query_starts [B + 1]
+    state_slot_ptr,  # [T]
+    position_ptr,  # [T]
+    request_ptr,  # [T]
+    block_table_ptr,  # [B, blocks]
+    slot_ptr,  # [T]
+    num_windows,
+    num_tokens,
+    eps,
+    inv_scale,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    stride_table_p,
+    stride_block_table_b,
+    stride_cache_p,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    IS_FNUZ: tl.constexpr,
+    IS_SPLIT_TABLE: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Of every RATIO + 1 programs, RATIO write a state row each and the last pools a window."""
+    i_group = tl.program_id(0) // (RATIO + 1)
+    i_rest = tl.program_id(0) % (RATIO + 1)
+    if i_rest == RATIO:
+        if i_group < num_windows:
+            prefill_window(
+                i_group, input_ptr, state_ptr, ape_ptr, weight_ptr, table_ptr, cache_ptr, plan_ptr,
+                aux_ptr, position_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale,
+                stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
+                stride_table_p, stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE,
+                "paged", FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W,
+            )  # fmt: skip
+    else:
+        i_t = i_group * RATIO + i_rest
+        if i_t < num_tokens:
+            token, state_row, position = locate_write(
+                state_slot_ptr, aux_ptr, position_ptr, i_t, 2 * RATIO, "paged"
+            )
+            if state_row >= 0:
+                token_ptr = input_ptr + token.to(tl.int64) * stride_input_t
+                b_kv, b_score = load_row(token_ptr, D, RATIO)
+                write_state_row(
+                    b_kv, b_score, state_ptr, ape_ptr, state_row, position, stride_state_b,
+                    stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, "paged",
+                )  # fmt: skip
