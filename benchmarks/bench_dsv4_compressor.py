@@ -153,6 +153,9 @@ def measure(
 ) -> dict[str, object]:
     names = ("main", "indexer") if part == "both" else (part,)
     parts = [make_part(name, ratio, *tokens_of(phase, n, ratio, ends)) for name in names]
+    equal = None if vllm is None else min(equal_bytes(vllm, p) for p in parts)
+    if equal is not None and equal < 0.999:
+        raise SystemExit(f"{phase} {part} c{ratio}: only {equal:.4f} of the bytes are vLLM's")
     call = ours(parts[0]) if len(parts) == 1 else ours_both(*parts)
     row: dict[str, object] = {
         "phase": phase,
@@ -173,7 +176,7 @@ def measure(
         both = lambda: [step() for step in steps]  # noqa: E731
         row["vllm_gpu_ms"] = graph_time_ms(both)
         row["vllm_call_ms"] = call_time_ms(both)
-        row["vllm_equal_bytes"] = min(equal_bytes(vllm, p) for p in parts)
+        row["vllm_equal_bytes"] = equal
     return row
 
 
