@@ -10,7 +10,7 @@ import torch
 from kda_backend import metadata as metadata_module
 from kda_backend.kernels.chunk_table import build_chunk_table
 from kda_backend.metadata import ChunkMetadata, build_metadata, equal_length_metadata
-from kda_backend.paths import KdaShape
+from kda_backend.paths import KdaShape, select
 from tests.kda.cases import Backend, chunks_of, cu_tensor
 
 RAGGED = [
@@ -111,7 +111,7 @@ def test_equal_lengths_are_described_once(
 
 
 def test_a_plan_explains_each_row_of_its_table(kernels: Backend) -> None:
-    plan = kernels.plan(KdaShape(4, 4, 128, 128))
+    plan = select(kernels.target, KdaShape(4, 4, 128, 128))
     lines = plan.explain()
     rows = [*plan.prefill.explain(), *plan.decode.explain()]
     assert lines == [str(row) for row in rows] and len(lines) >= 2
