@@ -12,7 +12,7 @@ from kda_backend.metadata import (
     check_cu_seqlens,
     equal_length_metadata,
 )
-from kda_backend.paths import KdaPlan, plan_for
+from kda_backend.paths import KdaPlan, KdaShape, plan_for
 from kda_backend.validation import (
     GATE_BOUNDED,
     KdaInputs,
@@ -149,8 +149,7 @@ def chunk_kda(
         allow_neg_eigval=allow_neg_eigval,
         l2norm=use_qk_l2norm_in_kernel,
     )
-    if plan is None:
-        plan = _default_plan(x)
+    plan = _plan(x, plan)
     if metadata is None:
         metadata = _metadata(x, plan, cu_seqlens, cu_seqlens_cpu)
     else:
@@ -266,8 +265,7 @@ def fused_recurrent_kda(
         None,
         None,
     )
-    if plan is None:
-        plan = _default_plan(x)
+    plan = _plan(x, plan)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     path = plan.decode.lookup(sequences * v.shape[2])
@@ -275,10 +273,16 @@ def fused_recurrent_kda(
     return out, None if state_pool is not None else state.write
 
 
-def _default_plan(x: KdaInputs) -> KdaPlan:
+def _plan(x: KdaInputs, plan: KdaPlan | None) -> KdaPlan:
     heads, key_dim = x.q.shape[2:]
     value_heads, value_dim = x.v.shape[2:]
-    return plan_for(x.q.device, heads, value_heads, key_dim, value_dim, x.gate == GATE_BOUNDED)
+    bounded = x.gate == GATE_BOUNDED
+    shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded, x.q.dtype, x.g.dtype)
+    if plan is None:
+        return plan_for(x.q.device, shape)
+    if plan.shape != shape:
+        raise ValueError(f"plan must be for {shape}, got one for {plan.shape}")
+    return plan
 
 
 def _check_packed(x: KdaInputs, cu_seqlens: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ class KdaShape:
         num_value_heads: value heads on this rank, ``HV``.
         key_dim, value_dim: ``K`` and ``V``.
         bounded_gate: the model's gate has a lower bound.
+        dtype: of q, k and v; gate_dtype: of g.
     """
 
     num_heads: int
@@ -32,6 +33,8 @@ class KdaShape:
     key_dim: int
     value_dim: int
     bounded_gate: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    gate_dtype: torch.dtype = torch.bfloat16
 
     def requires(self) -> frozenset[str]:
         """The features a path must declare to serve this model."""
@@ -40,6 +43,8 @@ class KdaShape:
             needs.add("grouped_values")
         if self.key_dim != 128 or self.value_dim != 128:
             needs.add("any_head_dim")
+        if self.dtype != torch.bfloat16 or self.gate_dtype != torch.bfloat16:
+            needs.add("any_dtype")
         return frozenset(needs)
 
 
@@ -75,8 +80,6 @@ def select(target: Target, shape: KdaShape) -> KdaPlan:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_for(
-    device: torch.device, heads: int, value_heads: int, key_dim: int, value_dim: int, bounded: bool
-) -> KdaPlan:
-    shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded)
+def plan_for(device: torch.device, shape: KdaShape) -> KdaPlan:
+    """The plan of calls that bring none; found once for each device and shape."""
     return select(detect_target(device), shape)

@@ -159,8 +159,8 @@ def _two_stage_kernels(
     # the interpreter runs the same kernels on CPU tensors, where PTX and tf32 do not exist
     fast_math = bool(params["fast_math"]) and is_gpu
     precision = params["fp32_precision"] if is_gpu else "ieee"
-    pow2_k, pow2_v = (max(16, triton.next_power_of_2(d)) for d in (key_dim, value_dim))
-    block_v = min(int(params["block_v"]), pow2_v)
+    pow2_k = max(64, triton.next_power_of_2(key_dim))
+    block_v = min(int(params["block_v"]), max(16, triton.next_power_of_2(value_dim)))
     scan_stages = int(params["scan_num_stages"])
     if pow2_k * dtype.itemsize > 256:
         # the table is for rows of up to 128 half-precision channels: wider ones fit neither
@@ -187,8 +187,8 @@ def _two_stage_kernels(
         {
             "K": key_dim,
             "V": value_dim,
-            "BLOCK_K": min(64, pow2_k),
-            "BLOCK_V": min(64, pow2_v),
+            "BLOCK_K": 64,
+            "BLOCK_V": 64,  # narrower ones come out wrong on Hopper (docs/performance-log.md)
             "BETA": beta,
             "PRECISION": precision,
             "FAST_MATH": fast_math,

@@ -22,7 +22,8 @@ _KERNELS = Path(__file__).parent / "kernels" / "sm90"
 DIM = 128
 TILE_BYTES = 9 * 8192  # -w, q_in, k_out, A_qk, u in 8 KiB blocks
 _INTRA_THREADS, _INTRA_SHARED = 128, 70912  # sizeof(Shared) of intra_chunk.cu
-_SCAN_THREADS, _SCAN_SHARED = 160, 207872  # sizeof(Shared) of scan.cu and its alignment
+_SCAN_THREADS = 384
+_SCAN_SHARED = {False: 231424, True: 224256}  # sizeof(Shared) of scan.cu, by SPLIT
 # struct Params of the two sources
 _INTRA_PARAMS = struct.Struct("=11Q10q2if4x")
 _SCAN_PARAMS = struct.Struct("=12Q14qf2i4x")
@@ -37,11 +38,16 @@ def two_stage_sm90(
     chunk_states: torch.Tensor | None,
     workspace: Workspace,
 ) -> None:
-    """Scores and solve of each chunk in one launch, then the scan, 64 value rows a block."""
+    """Scores and solve of each chunk in one launch, then the scan, 64 value rows a task.
+
+    While there are few tasks, a cluster of two blocks shares each (``SPLIT`` of scan.cu).
+    """
     q, k, v, g = (_aligned(y) for y in (x.q, x.k, x.v, x.g))
+    a_log, dt_bias = _parameter(x.a_log), _parameter(x.dt_bias)
+    beta = x.beta if x.beta.dtype != torch.float16 else x.beta.float()
+    o = out if _is_aligned(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
     value_heads = v.shape[2]
     tiles, totals = workspace.buffers(meta.num_chunks * value_heads, TILE_BYTES, DIM)
-    beta = x.beta
     intra = _intra_kernel(
         x.gate, x.beta_kind, x.l2norm, beta.dtype, int(path.params["intra_min_blocks"])
     )
@@ -57,8 +63,8 @@ def two_stage_sm90(
             v.data_ptr(),
             g.data_ptr(),
             beta.data_ptr(),
-            _address(x.a_log),
-            _address(x.dt_bias),
+            _address(a_log),
+            _address(dt_bias),
             tiles.data_ptr(),
             totals.data_ptr(),
             meta.chunk_start.data_ptr(),
@@ -74,17 +80,22 @@ def two_stage_sm90(
         ),
     )
     pool = state.read if state.read is not None else state.write
+    tasks = 2 * value_heads * meta.num_sequences  # 64 value rows each
+    split = tasks <= int(path.params["scan_split_tasks"])
     scan = _scan_kernel(
-        meta.cu_seqlens.dtype == torch.int64, pool is not None and pool.dtype == torch.bfloat16
+        meta.cu_seqlens.dtype == torch.int64,
+        pool is not None and pool.dtype == torch.bfloat16,
+        chunk_states is not None or state.snapshots is not None,
+        split,
     )
     scan(
-        2 * value_heads * meta.num_sequences,
+        2 * tasks if split else tasks,
         _SCAN_THREADS,
         _packed(
             _SCAN_PARAMS,
             tiles.data_ptr(),
             totals.data_ptr(),
-            out.data_ptr(),
+            o.data_ptr(),
             _address(state.read),
             _address(state.write),
             _address(state.indices),
@@ -94,7 +105,7 @@ def two_stage_sm90(
             _address(state.snapshots),
             meta.cu_seqlens.data_ptr(),
             meta.chunk_offsets.data_ptr(),
-            *out.stride()[1:3],
+            *o.stride()[1:3],
             *state.strides(state.read),
             *state.strides(state.write),
             *state.strides(chunk_states),
@@ -103,6 +114,8 @@ def two_stage_sm90(
             value_heads,
         ),
     )
+    if o is not out:
+        out.copy_(o)
 
 
 @functools.cache
@@ -122,18 +135,33 @@ def _intra_kernel(
 
 
 @functools.cache
-def _scan_kernel(int64_offsets: bool, bf16_state: bool) -> CudaKernel:
+def _scan_kernel(int64_offsets: bool, bf16_state: bool, track: bool, split: bool) -> CudaKernel:
     from backend_core.cuda_source import CudaKernel
 
-    defines = {"CU_INT64": int(int64_offsets), "STATE_BF16": int(bf16_state)}
-    return CudaKernel(_KERNELS / "scan.cu", "scan", defines, _SCAN_SHARED)
+    defines = {
+        "CU_INT64": int(int64_offsets),
+        "STATE_BF16": int(bf16_state),
+        "TRACK": int(track),
+        "SPLIT": int(split),
+    }
+    return CudaKernel(_KERNELS / "scan.cu", "scan", defines, _SCAN_SHARED[split])
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Rows of heads start on 16 bytes, as vector loads and stores want it."""
+    return x.data_ptr() % 16 == 0 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x itself where its rows start on 16 bytes, else a packed copy."""
-    if x.data_ptr() % 16 == 0 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0:
+    """x itself where it is aligned, else a packed copy."""
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _parameter(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A gate parameter in fp32, aligned."""
+    if x is None or (x.dtype == torch.float32 and x.data_ptr() % 16 == 0):
         return x
-    return x.contiguous()
+    return x.float() if x.dtype != torch.float32 else x.clone()
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -24,7 +24,7 @@ import torch
 import kda_backend
 from backend_core.engines import ENGINES
 from backend_core.strict import fallback
-from kda_backend.paths import plan_for
+from kda_backend.paths import KdaShape, plan_for
 
 _MODULE = "transformers.models.kimi_linear.modeling_kimi_linear"
 _CHUNK = "chunk_kimi_delta_attention"
@@ -107,7 +107,7 @@ def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **model_arguments: Any,
     ) -> Any:
-        call = ours if _has_path(query, value) else _stock[name]
+        call = ours if _has_path(query, value, g) else _stock[name]
         return call(
             query,
             key,
@@ -122,12 +122,15 @@ def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def _has_path(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_path(query: torch.Tensor, value: torch.Tensor, g: torch.Tensor) -> bool:
     """Whether a kernel path serves these heads on this device; if not, say so once."""
     heads, key_dim = query.shape[2:]
     value_heads, value_dim = value.shape[2:]
     try:
-        plan_for(query.device, heads, value_heads, key_dim, value_dim, False)
+        plan_for(
+            query.device,
+            KdaShape(heads, value_heads, key_dim, value_dim, dtype=query.dtype, gate_dtype=g.dtype),
+        )
     except LookupError as error:
         fallback(str(error))
         return False

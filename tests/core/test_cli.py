@@ -49,7 +49,8 @@ def test_info_shows_the_path_of_every_grid_and_the_reason() -> None:
             assert f"{phase['phase']}, models with needs among: {needs}" in out
             assert selection["rows"][-1]["high"] is None
             for row in selection["rows"]:
-                assert f"{row['low']} to {row['high'] or 'any'}  " in out and row["path"] in out
+                grid = f"{row['low']} to {row['high'] or 'any'}"
+                assert f"{'none' if row['low'] is None else grid}  " in out and row["path"] in out
 
 
 def test_json_keys_are_the_documented_ones() -> None:

@@ -78,7 +78,9 @@ class Case:
     def shape(self) -> KdaShape:
         heads, key_dim = self.q.shape[2:]
         value_heads, value_dim = self.v.shape[2:]
-        return KdaShape(heads, value_heads, key_dim, value_dim, self.gate == "bounded")
+        bounded = self.gate == "bounded"
+        dtypes = self.q.dtype, self.g.dtype
+        return KdaShape(heads, value_heads, key_dim, value_dim, bounded, *dtypes)
 
     @property
     def tokens(self) -> tuple[torch.Tensor, ...]:

@@ -126,6 +126,8 @@ def test_a_plan_explains_each_row_of_its_table(kernels: Backend) -> None:
         (KdaShape(4, 8, 128, 128), {"unbounded_gate", "grouped_values"}),
         (KdaShape(4, 4, 128, 64), {"unbounded_gate", "any_head_dim"}),
         (KdaShape(4, 4, 64, 128), {"unbounded_gate", "any_head_dim"}),
+        (KdaShape(4, 4, 128, 128, dtype=torch.float16), {"unbounded_gate", "any_dtype"}),
+        (KdaShape(4, 4, 128, 128, gate_dtype=torch.float32), {"unbounded_gate", "any_dtype"}),
     ],
 )
 def test_what_a_shape_requires_of_a_path(shape: KdaShape, features: set[str]) -> None:

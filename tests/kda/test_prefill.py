@@ -134,8 +134,9 @@ def test_state_layouts_are_transposes(backend: Backend, seed: int) -> None:
     transposed = {"initial_state": case.state.mT.contiguous(), "state_v_first": False}
     o_kv, state_kv = backend.chunk(case, **transposed)
     assert state_kv.shape == case.state.mT.shape
-    backend.assert_same("output", o_kv, o)
-    backend.assert_same("state", state_kv.mT, state)
+    # a layout compiles to a kernel of its own, which may contract other products
+    assert_close("output", o_kv, o, 1e-3)
+    assert_close("state", state_kv.mT, state, 1e-6)
 
 
 def test_initial_state_may_have_any_strides(backend: Backend, seed: int) -> None:

@@ -29,7 +29,7 @@ struct Params {
     const float* a_log;       // [HV] or null
     const float* dt_bias;     // [HV, 128] or null
     u16* tiles;               // [chunks, HV, 9 * 4096] fp16: -w, q_in, k_out, A_qk, u
-    float* totals;            // [chunks, HV, 128]
+    float* totals;            // [chunks, HV, 128], in the order in which scan.cu reads them
     const int* chunk_start;
     const int* chunk_len;
     i64 q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h;  // strides in elements
@@ -261,18 +261,15 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     const int row[2] = {16 * warp + r, 16 * warp + r + 8};
     const bool valid[2] = {row[0] < length, row[1] < length};
     const float rate = p.a_log ? ex2(p.a_log[head] * LOG2E) : 1.0f;
-    float beta[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    if (threadIdx.x < C) {
         float b = 0.f;
-        if (valid[i]) {
-            const i64 at = (token + row[i]) * p.beta_t + head * p.beta_h;
+        if (threadIdx.x < length) {
+            const i64 at = (token + threadIdx.x) * p.beta_t + head * p.beta_h;
             b = BETA_FP32 ? static_cast<const float*>(p.beta)[at]
                           : __uint_as_float(u32(static_cast<const u16*>(p.beta)[at]) << 16);
             if (BETA >= 1) b = (BETA == 2 ? 2.0f : 1.0f) * reciprocal(1.0f + ex2(-LOG2E * b));
         }
-        beta[i] = b;
-        if (t == 0) s.beta[row[i]] = b;
+        s.beta[threadIdx.x] = b;
     }
     copy_wait<1>();
     __syncthreads();
@@ -418,46 +415,58 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
                 s.exchange[pair][i][lane] = make_uint4(low[0], low[1], low[2], low[3]);
             }
         }
-        float before[8], behind[8];  // totals of the blocks before and behind this one
+        // Rows decayed from the chunk's start and to its end.
+        float blocks[8];  // totals of the blocks before this one, then of those behind
 #pragma unroll
-        for (int e = 0; e < 8; ++e) before[e] = behind[e] = 1.0f;
+        for (int e = 0; e < 8; ++e) blocks[e] = 1.0f;
 #pragma unroll
-        for (int b = 0; b < 4; ++b) {
+        for (int b = 0; b < 3; ++b)
             if (b < warp) {
 #pragma unroll
-                for (int e = 0; e < 8; ++e) before[e] *= totals[b][8 * t + e];
-            } else if (b > warp) {
-#pragma unroll
-                for (int e = 0; e < 8; ++e) behind[e] *= totals[b][8 * t + e];
+                for (int e = 0; e < 8; ++e) blocks[e] *= totals[b][8 * t + e];
             }
-        }
-        if (warp == 0 && r == 0) {
-#pragma unroll
-            for (int e = 0; e < 8; ++e)
-                p.totals[static_cast<i64>(blockIdx.x) * D + 32 * slice + 8 * t + e] =
-                    totals[0][8 * t + e] * behind[e];
-        }
-        // Rows decayed from the chunk's start and to its end.
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            u32 in_q[4], in_k[4], out_k[4];
+            u32 in_q[4], in_k[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const u32 f =
-                    pack_fp16(pre[i][2 * e] * before[2 * e], pre[i][2 * e + 1] * before[2 * e + 1]);
-                const u32 b =
-                    pack_fp16(suf[i][2 * e] * behind[2 * e], suf[i][2 * e + 1] * behind[2 * e + 1]);
+                    pack_fp16(pre[i][2 * e] * blocks[2 * e], pre[i][2 * e + 1] * blocks[2 * e + 1]);
                 in_q[e] = mul_fp16(qh[i][e], f);
                 in_k[e] = mul_fp16(kh[i][e], f);
-                out_k[e] = mul_fp16(kh[i][e], b);
             }
-            char* block = tile + (2 + slice / 2) * BLOCK_BYTES +
-                          square_offset(row[i], 4 * (slice % 2) + t);
-            *reinterpret_cast<uint4*>(block) = make_uint4(in_q[0], in_q[1], in_q[2], in_q[3]);
-            *reinterpret_cast<uint4*>(block + 2 * BLOCK_BYTES) =
-                make_uint4(out_k[0], out_k[1], out_k[2], out_k[3]);
+            *reinterpret_cast<uint4*>(tile + (2 + slice / 2) * BLOCK_BYTES +
+                                      square_offset(row[i], 4 * (slice % 2) + t)) =
+                make_uint4(in_q[0], in_q[1], in_q[2], in_q[3]);
             char* to = reinterpret_cast<char*>(s.k) + wide_offset(row[i], 4 * slice + t);
             *reinterpret_cast<uint4*>(to) = make_uint4(in_k[0], in_k[1], in_k[2], in_k[3]);
+        }
+#pragma unroll
+        for (int e = 0; e < 8; ++e) blocks[e] = 1.0f;
+#pragma unroll
+        for (int b = 1; b < 4; ++b)
+            if (b > warp) {
+#pragma unroll
+                for (int e = 0; e < 8; ++e) blocks[e] *= totals[b][8 * t + e];
+            }
+        if (warp == 0 && r == 0) {  // a lane of the scan wants channels 2 e, 2 e + 1 of each 8
+            float* to = p.totals + static_cast<i64>(blockIdx.x) * D + 2 * (t % 2);
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                *reinterpret_cast<float2*>(to + 32 * e + 4 * ((2 * slice + t / 2) ^ (2 * e))) =
+                    make_float2(totals[0][8 * t + 2 * e] * blocks[2 * e],
+                                totals[0][8 * t + 2 * e + 1] * blocks[2 * e + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 out_k[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                out_k[e] = mul_fp16(kh[i][e], pack_fp16(suf[i][2 * e] * blocks[2 * e],
+                                                        suf[i][2 * e + 1] * blocks[2 * e + 1]));
+            *reinterpret_cast<uint4*>(tile + (4 + slice / 2) * BLOCK_BYTES +
+                                      square_offset(row[i], 4 * (slice % 2) + t)) =
+                make_uint4(out_k[0], out_k[1], out_k[2], out_k[3]);
         }
         __syncthreads();
         if (warp & 1) {
@@ -496,7 +505,8 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     auto put = [&](int i, int column, float a0, float a1, float l0, float l1, bool in_diagonal) {
         const u32 at = square_offset(row[i], column / 8) + 2 * (column % 8);
         *reinterpret_cast<u32*>(a_qk + at) = pack_fp16(a0, a1);
-        l0 *= beta[i], l1 *= beta[i];
+        const float beta = s.beta[row[i]];
+        l0 *= beta, l1 *= beta;
         if (in_diagonal) {
             *reinterpret_cast<float2*>(&s.diagonal[warp][row[i] % 16][column % 16]) =
                 make_float2(l0, l1);

@@ -1,13 +1,23 @@
 // Inter-chunk stage of KDA prefill on Hopper: carries the state over the chunks, writes the output.
 //
-// The equations are scan.py's. One block serves 64 value rows of one sequence and head: a warpgroup
-// that multiplies and a warp that fetches the next chunks' tiles. The state stays in registers: as
-// fp32 accumulators [64 values, 128 channels] of wgmma, and rounded to fp16 as its A operand, whose
-// register layout is the accumulators' own. The same holds for v_new, so nothing of the chain
-// S -> v_new -> S passes through shared memory and no warp waits for another:
+// The equations are scan.py's. For 64 value rows of one sequence and head,
 //
-//     v_new^T = u^T + S (-w)^T        o^T = S q_in^T + v_new^T A_qk^T
+//     v_new^T = u^T + S (-w)^T                             one warpgroup, the chain
 //     S       = S diag(total) + v_new^T k_out
+//     o^T     = scale (S q_in^T + v_new^T A_qk^T)          another, beside it
+//
+// and a thread that fetches the next chunks' tiles. The state stays in registers: as fp32
+// accumulators [64 values, 128 channels] of wgmma, and rounded to fp16 as its A operand, whose
+// register layout is the accumulators' own. The same holds for v_new, so nothing of the chain
+// S -> v_new -> S passes through shared memory and no warp of the chain waits for another. (A wgmma
+// with A in registers keeps its warps from issuing anything else, so the output, were it computed
+// by the same warpgroup, would lengthen the chain by all it does.) Both operands are handed to the
+// output's warpgroup lane by lane.
+//
+// What bounds a step is the traffic of shared memory, above all its filling, 64 bytes a cycle. With
+// SPLIT the output has a block of its own on another multiprocessor, a cluster of two, and each
+// fills only what it multiplies; without, one block does both, which takes less in all and more
+// each step.
 //
 // intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
 // the 128-byte swizzle, so plain bulk copies fetch them.
@@ -19,7 +29,7 @@ typedef long long i64;
 
 struct Params {
     const u16* tiles;     // [chunks, HV, 9 * 4096] fp16: -w, q_in, k_out, A_qk, u
-    const float* totals;  // [chunks, HV, 128]
+    const float* totals;  // [chunks, HV, 128], in the order of load_chunk
     u16* o;               // bf16
     const void* state_in;
     void* state_out;
@@ -37,17 +47,25 @@ struct Params {
     int num_value_heads;
 };
 
-static constexpr int C = 64, D = 128, STAGES = 3;
+static constexpr int C = 64, D = 128;
 static constexpr int BLOCK_BYTES = 8192;
 static constexpr int TILE_BYTES = 9 * BLOCK_BYTES;
-static constexpr int SHARED_BLOCKS = 7;  // -w, q_in, k_out (2 each), A_qk: all value rows need them
-static constexpr int STAGE_BYTES = (SHARED_BLOCKS + 1) * BLOCK_BYTES;
+// Blocks of a tile, and where a stage keeps them: what the chain reads, then what the output reads.
+static constexpr int W = 0, Q_IN = 2, K_OUT = 4, A_QK = 6, U = 7;
+static constexpr int STAGE_W = 0, STAGE_K = 2, STAGE_U = 4;
+static constexpr int STAGE_Q = SPLIT ? 0 : 5, STAGE_A = STAGE_Q + 2;
+static constexpr int STAGE_BLOCKS = SPLIT ? 5 : 8;
+static constexpr int STAGES = SPLIT ? 4 : 3;
+static constexpr int HANDS = SPLIT ? 2 : 1;  // operands on their way to the output
+static constexpr int HAND_BYTES = 12 * 32 * 16;  // of one warp
 
 struct __align__(1024) Shared {
-    unsigned char stage[STAGES][STAGE_BYTES];
+    unsigned char stage[STAGES][STAGE_BLOCKS * BLOCK_BYTES];
+    uint4 hand[HANDS][4][12][32];  // the chain's operands: [warp][state 8, v_new 4][lane]
     u16 out[4][C * 16];  // each warp's [64 tokens, 16 values] on the way out
     float totals[STAGES][D];
     u64 full[STAGES], empty[STAGES];
+    u64 ready[HANDS][4], taken[HANDS][4];  // one for each warp of the chain and its partner
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -89,6 +107,22 @@ __device__ __forceinline__ void barrier_wait(u64* b, u32 parity) {
         "{\n.reg .pred p;\nwait:\n"
         "mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
         "@p bra done;\nbra wait;\ndone:\n}" ::"r"(shared_address(b)), "r"(parity) : "memory");
+}
+// A shared variable's address at another block of the cluster.
+__device__ __forceinline__ u32 shared_of(const void* p, int rank) {
+    u32 y;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(shared_address(p)), "r"(rank));
+    return y;
+}
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// Copies shared memory to the other block of the cluster, counted at a barrier there.
+__device__ __forceinline__ void send(void* data, int bytes, u64* b) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(shared_of(data, 1)),
+        "r"(shared_address(data)), "r"(bytes), "r"(shared_of(b, 1)) : "memory");
 }
 __device__ __forceinline__ void fetch(void* to, const void* from, int bytes, u64* b) {
     asm volatile(
@@ -144,6 +178,22 @@ __device__ __forceinline__ void settled(float (&c)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
+// Moves registers between warpgroups, which start with 168 a thread.
+template <int COUNT, bool MORE>
+__device__ __forceinline__ void registers() {
+    if (MORE)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+__device__ __forceinline__ uint4 packed(const u32 (&x)[4]) {
+    return make_uint4(x[0], x[1], x[2], x[3]);
+}
+__device__ __forceinline__ void unpack(u32 (&to)[4], const uint4& x) {
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
 __device__ __forceinline__ i64 offset_of(const void* cu_seqlens, int n) {
     return CU_INT64 ? static_cast<const i64*>(cu_seqlens)[n]
                     : static_cast<i64>(static_cast<const int*>(cu_seqlens)[n]);
@@ -162,12 +212,20 @@ __device__ __forceinline__ void each_state(int warp, int r, int t, F f) {
             f(4 * n + e, 16 * warp + r + 8 * (e / 2), 8 * n + 2 * t + e % 2);
 }
 
-extern "C" __global__ void __launch_bounds__(160, 1) scan(const Params p) {
-    extern __shared__ unsigned char memory[];
-    Shared& s = *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
-    const int half = blockIdx.x % 2;
-    const int head = blockIdx.x / 2 % p.num_value_heads;
-    const int n = blockIdx.x / (2 * p.num_value_heads);
+#if SPLIT
+#define CLUSTER __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory);
+    const int rank = SPLIT ? blockIdx.x % 2 : 0;  // 0: the chain, 1: the output
+    const int task = SPLIT ? blockIdx.x / 2 : blockIdx.x;
+    const int half = task % 2;
+    const int head = task / 2 % p.num_value_heads;
+    const int n = task / (2 * p.num_value_heads);
     const i64 begin = offset_of(p.cu_seqlens, n), end = offset_of(p.cu_seqlens, n + 1);
     const int chunks = static_cast<int>((end - begin + C - 1) / C);
     const i64 first = p.chunk_offsets[n];
@@ -176,181 +234,259 @@ extern "C" __global__ void __launch_bounds__(160, 1) scan(const Params p) {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], 4);
+            barrier_init(&s.empty[i], SPLIT ? 4 : 8);
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * HANDS; ++i) {
+            barrier_init(&s.ready[i / 4][i % 4], 1);
+            barrier_init(&s.taken[i / 4][i % 4], 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
+    if (SPLIT) {
+        cluster_sync();
+    } else {
+        __syncthreads();
+    }
 
     // a shuffle makes the role uniform for the compiler, which else serialises wgmma
-    if (__shfl_sync(~0u, threadIdx.x / 128, 0) == 1) {  // the fetching warp
-        if (threadIdx.x != 128) return;
-        for (int c = 0; c < chunks; ++c) {
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
+    const int r = lane / 4, t = lane % 4, partner = threadIdx.x % 128;
+    const int matrix = lane / 8, in_matrix = lane % 8;
+    const int value0 = 64 * half;
+
+    if (role == 2) {  // the fetching thread
+        registers<24, false>();
+        const bool for_chain = !SPLIT || rank == 0, for_output = !SPLIT || rank == 1;
+        for (int c = 0; c < chunks && partner == 0; ++c) {
             const int stage = c % STAGES;
             if (c >= STAGES) barrier_wait(&s.empty[stage], (c / STAGES - 1) & 1);
             const i64 at = (first + c) * p.num_value_heads + head;
             const unsigned char* tile =
                 reinterpret_cast<const unsigned char*>(p.tiles) + at * TILE_BYTES;
-            barrier_expect(&s.full[stage], STAGE_BYTES + D * 4);
-            fetch(s.stage[stage], tile, SHARED_BLOCKS * BLOCK_BYTES, &s.full[stage]);
-            fetch(s.stage[stage] + SHARED_BLOCKS * BLOCK_BYTES,
-                  tile + (SHARED_BLOCKS + half) * BLOCK_BYTES, BLOCK_BYTES, &s.full[stage]);
-            fetch(s.totals[stage], p.totals + at * D, D * 4, &s.full[stage]);
+            auto get = [&](int to, int from, int blocks) {
+                fetch(s.stage[stage] + to * BLOCK_BYTES, tile + from * BLOCK_BYTES,
+                      blocks * BLOCK_BYTES, &s.full[stage]);
+            };
+            barrier_expect(&s.full[stage], (for_chain ? 5 * BLOCK_BYTES + D * 4 : 0) +
+                                               (for_output ? 3 * BLOCK_BYTES : 0));
+            if (for_chain) {
+                get(STAGE_W, W, 2);
+                get(STAGE_K, K_OUT, 2);
+                get(STAGE_U, U + half, 1);
+                fetch(s.totals[stage], p.totals + at * D, D * 4, &s.full[stage]);
+            }
+            if (for_output) {
+                get(STAGE_Q, Q_IN, 2);
+                get(STAGE_A, A_QK, 1);
+            }
         }
-        return;
-    }
-
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
-    const int value0 = 64 * half;
-    const i64 slot = p.state_indices ? p.state_indices[n] : n;
-    float state[64];
-    const bool reads = p.state_in && slot >= 0 && (!p.has_initial_state || p.has_initial_state[n]);
-    each_state(warp, r, t, [&](int i, int v, int k) {
-        state[i] = 0.f;
-        if (reads)
-            state[i] = load_state(
-                p.state_in, slot * p.in_n + head * p.in_h + (value0 + v) * p.in_v + k * p.in_k);
-    });
-
-    auto snapshot = [&](int done) {
-        for (int i = 0; i < p.num_snapshots; ++i) {
-            const i64 at = static_cast<i64>(n) * p.num_snapshots + i;
-            if (p.snapshot_chunks[at] != done) continue;
-            float* to = p.snapshots + ((at * p.num_value_heads + head) * D + value0) * D;
-            each_state(warp, r, t, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
+    } else if (role == 1 && rank == (SPLIT ? 1 : 0)) {  // the output
+        registers<208, true>();
+        u16* const out_tile = s.out[warp];
+        if (SPLIT && lane == 0) {
+#pragma unroll
+            for (int i = 0; i < HANDS; ++i) barrier_expect(&s.ready[i][warp], HAND_BYTES);
         }
-    };
-
-    const int matrix = lane / 8, in_matrix = lane % 8;
-    u16* const out_tile = s.out[warp];
-    u32 operand[8][4];   // the state as A operand, 16 channels each
-    u32 o_packed[16];    // the chunk's o^T in bf16
-    float v_new[32], o[32];
-
-    // Before chunk c: what is asked of the state, its operand, u, and the chunk's decay.
-    auto enter = [&](int c) {
-        if (p.num_snapshots) snapshot(c);
-        if (c == chunks) return;
-        if (p.chunk_states) {
-            u16* to = static_cast<u16*>(p.chunk_states) + (first + c) * p.chunk_n + head * p.chunk_h;
+        for (int c = 0; c < chunks; ++c) {
+            const int stage = c % STAGES;
+            const u32 base = shared_address(s.stage[stage]);
+            float o[32];
+            u32 operand[8][4], v_operand[4][4];
+            barrier_wait(&s.full[stage], (c / STAGES) & 1);
+            // v_new comes last. Starting S q_in earlier would delay the chain's own products; now
+            // the chain rounds its state while these run.
+            barrier_wait(&s.ready[c % HANDS][warp], (c / HANDS) & 1);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) unpack(operand[i], s.hand[c % HANDS][warp][i][lane]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) unpack(v_operand[i], s.hand[c % HANDS][warp][8 + i][lane]);
+            __syncwarp();
+            if (lane == 0) {
+                if (SPLIT) {
+                    barrier_expect(&s.ready[c % HANDS][warp], HAND_BYTES);
+                    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                                     shared_of(&s.taken[c % HANDS][warp], 0)) : "memory");
+                } else {
+                    barrier_arrive(&s.taken[0][warp]);
+                }
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                wgmma_64(o, operand[i],
+                         descriptor(base + (STAGE_Q + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024),
+                         i > 0);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                wgmma_64(o, v_operand[i],
+                         descriptor(base + STAGE_A * BLOCK_BYTES + i * 32, 16, 1024), 1);
+            wgmma_commit();
+            wgmma_wait<0>();
+            settled(o);
+            if (lane == 0) barrier_arrive(&s.empty[stage]);
+            // o^T leaves through the warp's own [64 tokens, 16 values]
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32 x[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    x[e] = pack_bf16(o[8 * i + 2 * e] * p.scale, o[8 * i + 2 * e + 1] * p.scale);
+                const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
+                const u32 address =
+                    shared_address(out_tile) + row * 32 + (((matrix % 2) ^ ((row >> 2) & 1)) << 4);
+                asm volatile(
+                    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                        address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = 16 * i + lane / 2, piece = lane % 2;
+                const uint4 x = *reinterpret_cast<const uint4*>(
+                    reinterpret_cast<const char*>(out_tile) + row * 32 +
+                    ((piece ^ ((row >> 2) & 1)) << 4));
+                const i64 token = begin + static_cast<i64>(c) * C + row;
+                if (token < end)
+                    *reinterpret_cast<uint4*>(p.o + token * p.o_t + head * p.o_h + value0 +
+                                              16 * warp + 8 * piece) = x;
+            }
+            __syncwarp();
+        }
+    } else if (role == 0 && rank == 0) {  // the chain
+        registers<240, true>();
+        const i64 slot = p.state_indices ? p.state_indices[n] : n;
+        float state[64], v_new[32];
+        const bool reads =
+            p.state_in && slot >= 0 && (!p.has_initial_state || p.has_initial_state[n]);
+        each_state(warp, r, t, [&](int i, int v, int k) {
+            state[i] = 0.f;
+            if (reads)
+                state[i] = load_state(
+                    p.state_in, slot * p.in_n + head * p.in_h + (value0 + v) * p.in_v + k * p.in_k);
+        });
+        auto snapshot = [&](int done) {
+            for (int i = 0; i < p.num_snapshots; ++i) {
+                const i64 at = static_cast<i64>(n) * p.num_snapshots + i;
+                if (p.snapshot_chunks[at] != done) continue;
+                float* to = p.snapshots + ((at * p.num_value_heads + head) * D + value0) * D;
+                each_state(warp, r, t, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
+            }
+        };
+        auto track = [&](int c) {
+            snapshot(c);
+            if (!p.chunk_states) return;
+            u16* to =
+                static_cast<u16*>(p.chunk_states) + (first + c) * p.chunk_n + head * p.chunk_h;
             each_state(warp, r, t, [&](int j, int v, int k) {
                 to[(value0 + v) * p.chunk_v + k * p.chunk_k] =
                     static_cast<u16>(pack_bf16(state[j], 0.f));
             });
-        }
+        };
+        u32 operand[8][4];
+        float2 totals[16];
+        auto enter = [&](int c) {  // the state before chunk c: its operand, then the decay
+            if (TRACK) track(c);
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
+            for (int i = 0; i < 8; ++i)
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                operand[i][e] = pack_fp16(state[8 * i + 2 * e], state[8 * i + 2 * e + 1]);
-        const int stage = c % STAGES;
-        barrier_wait(&s.full[stage], (c / STAGES) & 1);
+                for (int e = 0; e < 4; ++e)
+                    operand[i][e] = pack_fp16(state[8 * i + 2 * e], state[8 * i + 2 * e + 1]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // v_new starts from u^T, 16 tokens each
-            u32 x[4];
-            const int row = 16 * i + 8 * (matrix / 2) + in_matrix, piece = 2 * warp + matrix % 2;
-            const u32 address = shared_address(s.stage[stage]) + SHARED_BLOCKS * BLOCK_BYTES +
-                                row * 128 + ((piece ^ (row & 7)) << 4);
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address)
-                         : "memory");
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                v_new[8 * i + 2 * e] = low_fp16(x[e]);
-                v_new[8 * i + 2 * e + 1] = high_fp16(x[e]);
+            for (int i = 0; i < 16; ++i) {
+                state[4 * i] *= totals[i].x;
+                state[4 * i + 1] *= totals[i].y;
+                state[4 * i + 2] *= totals[i].x;
+                state[4 * i + 3] *= totals[i].y;
             }
+        };
+        auto load_chunk = [&](int c) {  // v_new starts from u^T; the chunk's decay
+            const int stage = c % STAGES;
+            barrier_wait(&s.full[stage], (c / STAGES) & 1);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // 16 tokens each
+                u32 x[4];
+                const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
+                const int piece = 2 * warp + matrix % 2;
+                const u32 address = shared_address(s.stage[stage]) + STAGE_U * BLOCK_BYTES +
+                                    row * 128 + ((piece ^ (row & 7)) << 4);
+                asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                             : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address)
+                             : "memory");
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    v_new[8 * i + 2 * e] = low_fp16(x[e]);
+                    v_new[8 * i + 2 * e + 1] = high_fp16(x[e]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float4 x = *reinterpret_cast<const float4*>(
+                    &s.totals[stage][32 * t + 4 * (i ^ (2 * t))]);
+                totals[2 * i] = make_float2(x.x, x.y);
+                totals[2 * i + 1] = make_float2(x.z, x.w);
+            }
+        };
+        if (chunks) {
+            load_chunk(0);
+            enter(0);
         }
+        for (int c = 0; c < chunks; ++c) {
+            const u32 base = shared_address(s.stage[c % STAGES]);
+            settled(v_new);
+            settled(state);
+            wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            const float2 f = *reinterpret_cast<const float2*>(&s.totals[stage][8 * i + 2 * t]);
-            state[4 * i] *= f.x;
-            state[4 * i + 1] *= f.y;
-            state[4 * i + 2] *= f.x;
-            state[4 * i + 3] *= f.y;
+            for (int i = 0; i < 8; ++i)
+                wgmma_64(v_new, operand[i],
+                         descriptor(base + (STAGE_W + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024), 1);
+            wgmma_commit();
+            if (c >= HANDS)
+                barrier_wait(&s.taken[c % HANDS][warp], (c / HANDS - 1) & 1);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s.hand[c % HANDS][warp][i][lane] = packed(operand[i]);
+            wgmma_wait<0>();
+            settled(v_new);
+            u32 v_operand[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    v_operand[i][e] = pack_fp16(v_new[8 * i + 2 * e], v_new[8 * i + 2 * e + 1]);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                wgmma_128(state, v_operand[i],
+                          descriptor(base + STAGE_K * BLOCK_BYTES + i * 2048, BLOCK_BYTES, 1024));
+            wgmma_commit();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s.hand[c % HANDS][warp][8 + i][lane] = packed(v_operand[i]);
+            if (SPLIT) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            __syncwarp();
+            if (lane == 0) {
+                if (SPLIT)
+                    send(s.hand[c % HANDS][warp], HAND_BYTES, &s.ready[c % HANDS][warp]);
+                else
+                    barrier_arrive(&s.ready[0][warp]);
+            }
+            if (c + 1 < chunks) load_chunk(c + 1);
+            wgmma_wait<0>();
+            settled(state);
+            if (lane == 0) barrier_arrive(&s.empty[c % STAGES]);
+            if (c + 1 < chunks) enter(c + 1);
         }
-    };
-    auto store_output = [&](int c) {  // through the warp's own [64 tokens, 16 values]
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
-            const u32 address =
-                shared_address(out_tile) + row * 32 + (((matrix % 2) ^ ((row >> 2) & 1)) << 4);
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                             address), "r"(o_packed[4 * i]), "r"(o_packed[4 * i + 1]),
-                         "r"(o_packed[4 * i + 2]), "r"(o_packed[4 * i + 3]) : "memory");
+        if (TRACK) snapshot(chunks);
+        if (p.state_out && slot >= 0) {
+            const i64 to = slot * p.out_n + head * p.out_h;
+            each_state(warp, r, t, [&](int i, int v, int k) {
+                const i64 at = to + (value0 + v) * p.out_v + k * p.out_k;
+                if (STATE_BF16)
+                    static_cast<u16*>(p.state_out)[at] = static_cast<u16>(pack_bf16(state[i], 0.f));
+                else
+                    static_cast<float*>(p.state_out)[at] = state[i];
+            });
         }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = 16 * i + lane / 2, piece = lane % 2;
-            const uint4 x = *reinterpret_cast<const uint4*>(
-                reinterpret_cast<const char*>(out_tile) + row * 32 +
-                ((piece ^ ((row >> 2) & 1)) << 4));
-            const i64 token = begin + static_cast<i64>(c) * C + row;
-            if (token < end)
-                *reinterpret_cast<uint4*>(p.o + token * p.o_t + head * p.o_h + value0 + 16 * warp +
-                                          8 * piece) = x;
-        }
-        __syncwarp();
-    };
-
-    // The tensor cores run through each chunk in the order issued: S w, S q_in, v_new k_out,
-    // v_new A_qk. What the CUDA cores do stands where the tensor cores have other work: the next
-    // chunk's operand under the last product, the output under the next chunk's first two.
-    enter(0);
-    for (int c = 0; c < chunks; ++c) {
-        const u32 base = shared_address(s.stage[c % STAGES]);
-        settled(v_new);
-        settled(state);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            wgmma_64(v_new, operand[i],
-                     descriptor(base + (i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024), 1);
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            wgmma_64(o, operand[i],
-                     descriptor(base + (2 + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024), i > 0);
-        wgmma_commit();
-        if (c > 0) store_output(c - 1);
-        wgmma_wait<1>();
-        settled(v_new);
-        u32 v_operand[4][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                v_operand[i][e] = pack_fp16(v_new[8 * i + 2 * e], v_new[8 * i + 2 * e + 1]);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            wgmma_128(state, v_operand[i],
-                      descriptor(base + 4 * BLOCK_BYTES + i * 2048, BLOCK_BYTES, 1024));
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            wgmma_64(o, v_operand[i], descriptor(base + 6 * BLOCK_BYTES + i * 32, 16, 1024), 1);
-        wgmma_commit();
-        wgmma_wait<1>();
-        settled(state);
-        enter(c + 1);
-        wgmma_wait<0>();
-        settled(o);
-        if (lane == 0) barrier_arrive(&s.empty[c % STAGES]);
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-            o_packed[i] = pack_bf16(o[2 * i] * p.scale, o[2 * i + 1] * p.scale);
     }
-    if (chunks) store_output(chunks - 1);
-    if (p.state_out && slot >= 0) {
-        const i64 to = slot * p.out_n + head * p.out_h;
-        each_state(warp, r, t, [&](int i, int v, int k) {
-            const i64 at = to + (value0 + v) * p.out_v + k * p.out_k;
-            if (STATE_BF16)
-                static_cast<u16*>(p.state_out)[at] = static_cast<u16>(pack_bf16(state[i], 0.f));
-            else
-                static_cast<float*>(p.state_out)[at] = state[i];
-        });
-    }
+    if (SPLIT) cluster_sync();  // shared memory must outlive the other block's use of it
 }
