@@ -34,7 +34,12 @@ def _root(
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    num_questions: Annotated[
+        int | None, typer.Option(min=1, help="How many of the committed questions; default 64.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Answer questions over real text with a small model, with and without this backend."""
     missing = [p for p in ("torch", "transformers") if importlib.util.find_spec(p) is None]
     if missing:
@@ -43,7 +48,7 @@ def demo() -> None:
         )
     from backend_cli.demo import run
 
-    run()
+    raise typer.Exit(run(num_questions, json_output))
 
 
 def main() -> None:

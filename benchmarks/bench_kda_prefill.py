@@ -190,6 +190,8 @@ class Ours:
 def fla(case: Case) -> Call:
     from fla.ops.kda import chunk_kda as fla_chunk_kda
 
+    cu_seqlens = case.cu_seqlens.long()  # one tensor: FLA keeps its chunk table by identity
+
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         with torch.inference_mode():
             return fla_chunk_kda(
@@ -208,7 +210,7 @@ def fla(case: Case) -> Call:
                 A_log=case.a_log,
                 dt_bias=case.dt_bias,
                 state_v_first=True,
-                cu_seqlens=case.cu_seqlens.long(),
+                cu_seqlens=cu_seqlens,
             )
 
     return call

@@ -53,6 +53,7 @@ def two_stage(
         x.gate,
         x.beta_kind,
         x.l2norm,
+        0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
     )
     num_tiles = meta.num_chunks * value_heads
     tile_bytes = tile_elements(key_dim, value_dim) * dtype.itemsize
@@ -116,7 +117,6 @@ def two_stage(
         meta.cu_seqlens,
         meta.chunk_offsets,
         x.scale,
-        0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
         stride_o_t,
         stride_o_h,
         *state.strides(state.read),
@@ -146,6 +146,7 @@ def _two_stage_kernels(
     gate: int,
     beta: int,
     l2norm: bool,
+    num_snapshots: int,
 ) -> _TwoStageKernels:
     """The kernels of one model on one path; the imports need triton."""
     import triton
@@ -163,9 +164,9 @@ def _two_stage_kernels(
     block_v = min(int(params["block_v"]), max(16, triton.next_power_of_2(value_dim)))
     scan_stages = int(params["scan_num_stages"])
     if pow2_k * dtype.itemsize > 256:
-        # the table is for rows of up to 128 half-precision channels: wider ones fit neither
-        # shared memory as many chunks deep nor the registers
-        block_v, scan_stages = min(block_v, 16), 1
+        # the table is for rows of up to 128 half-precision channels: of wider ones fewer chunks
+        # fit shared memory, and fewer value rows the registers
+        block_v, scan_stages = min(block_v, 16), min(scan_stages, 2)
     scores = KernelLaunch(
         scores_kernel,
         {
@@ -205,6 +206,7 @@ def _two_stage_kernels(
             "BLOCK_V": block_v,
             "PRECISION": precision,
             "NUM_STAGES": scan_stages,
+            "NUM_SNAPSHOTS": num_snapshots,
             "CHUNK": CHUNK,
         },
         {"num_warps": params["scan_num_warps"]},

@@ -26,12 +26,11 @@ def scan_kernel(
     state_indices_ptr,  # [N] int32 slot of each sequence, -1: no state; or None
     has_initial_state_ptr,  # [N] bool, or None
     chunk_states_ptr,  # [capacity, HV, V, K] by strides: the state before each chunk; or None
-    snapshot_chunks_ptr,  # [N, num_snapshots] int32 chunk counts, -1: none; or None
-    snapshots_ptr,  # [N, num_snapshots, HV, V, K] fp32 contiguous, or None
+    snapshot_chunks_ptr,  # [N, NUM_SNAPSHOTS] int32 chunk counts, -1: none; or None
+    snapshots_ptr,  # [N, NUM_SNAPSHOTS, HV, V, K] fp32 contiguous, or None
     cu_seqlens_ptr,
     chunk_offsets_ptr,
     scale,
-    num_snapshots,
     stride_o_t,
     stride_o_h,
     stride_in_n,
@@ -53,6 +52,7 @@ def scan_kernel(
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_SNAPSHOTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     NUM_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -95,12 +95,12 @@ def scan_kernel(
             o_c = o_v[None, :] * stride_c_v + o_k[:, None] * stride_c_k
             c_ptr = chunk_states_ptr + (first + i_c) * stride_c_n + i_hv * stride_c_h
             tl.store(c_ptr + o_c, b_state.to(chunk_states_ptr.dtype.element_ty), mask=m_kv)
-        if snapshots_ptr is not None:
-            for i_s in range(num_snapshots):
-                i_ns = i_n.to(tl.int64) * num_snapshots + i_s
-                hit = tl.load(snapshot_chunks_ptr + i_ns) == i_c
-                o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
-                tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
+        # unrolled: a loop in here would end the pipelining of this one
+        for i_s in tl.static_range(NUM_SNAPSHOTS):
+            i_ns = i_n * NUM_SNAPSHOTS + i_s
+            hit = tl.load(snapshot_chunks_ptr + i_ns) == i_c
+            o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+            tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
         b_w = tl.load(tile_ptr + o_rk, mask=m_k[None, :], other=0.0)
         b_q = tl.load(tile_ptr + CHUNK * K + o_rk, mask=m_k[None, :], other=0.0)
         b_k = tl.load(tile_ptr + 2 * CHUNK * K + o_rk, mask=m_k[None, :], other=0.0)
@@ -122,12 +122,11 @@ def scan_kernel(
         total_ptr += HV * K
         o_ptr += CHUNK * stride_o_t
 
-    if snapshots_ptr is not None:
-        for i_s in range(num_snapshots):
-            i_ns = i_n.to(tl.int64) * num_snapshots + i_s
-            hit = tl.load(snapshot_chunks_ptr + i_ns) == num_chunks
-            o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
-            tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
+    for i_s in tl.static_range(NUM_SNAPSHOTS):
+        i_ns = i_n * NUM_SNAPSHOTS + i_s
+        hit = tl.load(snapshot_chunks_ptr + i_ns) == num_chunks
+        o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+        tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
     if state_out_ptr is not None:
         o_state = o_v[None, :] * stride_out_v + o_k[:, None] * stride_out_k
         state_out_ptr += slot * stride_out_n + i_hv * stride_out_h

@@ -76,11 +76,15 @@ def cases(arch: str) -> Iterator[Case]:
                 operand = torch.float16 if dtype == bf16 else fp32
                 for gate in gates:
                     kernels = _two_stage_kernels(
-                        row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True
+                        row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True, 0
                     )
                     yield f"scores {size} {gate}{bounds}", kernels.scores, dtype, "pool"
                 yield f"solve {size}{bounds}", kernels.solve, dtype, "pool"
                 for variant in VARIANTS if usual and dim == 128 else ("pool",):
+                    snapshots = int("snapshots" in variant)
+                    kernels = _two_stage_kernels(
+                        row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True, snapshots
+                    )
                     yield f"scan {size} {variant}{bounds}", kernels.scan, dtype, variant
 
 
