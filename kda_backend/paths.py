@@ -7,7 +7,8 @@ the value heads on this rank; the grid of a decode is sequences times value head
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +58,13 @@ class KdaPlan:
     prefill: PathSelection
     decode: PathSelection
 
+    def single_paths(self) -> Iterator[KdaPlan]:
+        """This plan with each of its paths alone, for every grid."""
+        for path in dict.fromkeys(self.prefill.paths):
+            yield replace(self, prefill=PathSelection("prefill", (path,), (), ()))
+        for path in dict.fromkeys(self.decode.paths):
+            yield replace(self, decode=PathSelection("decode", (path,), (), ()))
+
     def explain(self) -> list[str]:
         """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
         return [str(row) for phase in (self.prefill, self.decode) for row in phase.explain()]
@@ -77,6 +85,21 @@ def select(target: Target, shape: KdaShape) -> KdaPlan:
         select_phase(table, "prefill", requires),
         select_phase(table, "decode", requires),
     )
+
+
+def warm_up(
+    plan: KdaPlan, prefill: Callable[[KdaPlan], object], decode: Callable[[KdaPlan], object]
+) -> None:
+    """Compile and load, at model load, every kernel that the plan can choose.
+
+    Args:
+        prefill, decode: make one small call of the operator with the plan they are given and
+            otherwise just as the model will: dtypes, strides, gate, pool. A kernel compiles anew
+            for what it has not seen.
+    """
+    for single in plan.single_paths():
+        prefill(single)
+        decode(single)
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from backend_core.cuda_source import CudaKernel
     from backend_core.path_table import KernelPath
 
-_KERNELS = Path(__file__).parent / "kernels" / "sm90"
+KERNELS = Path(__file__).parent / "kernels" / "sm90"
 DIM = 128
 TILE_BYTES = 9 * 8192  # -w, q_in, k_out, A_qk, u in 8 KiB blocks
 _INTRA_THREADS, _INTRA_SHARED = 128, 70912  # sizeof(Shared) of intra_chunk.cu
@@ -82,13 +82,12 @@ def two_stage_sm90(
     pool = state.read if state.read is not None else state.write
     tasks = 2 * value_heads * meta.num_sequences  # 64 value rows each
     split = tasks <= int(path.params["scan_split_tasks"])
-    scan = _scan_kernel(
+    scans = _scan_kernels(
         meta.cu_seqlens.dtype == torch.int64,
         pool is not None and pool.dtype == torch.bfloat16,
         chunk_states is not None or state.snapshots is not None,
-        split,
     )
-    scan(
+    scans[split](
         2 * tasks if split else tasks,
         _SCAN_THREADS,
         _packed(
@@ -118,33 +117,58 @@ def two_stage_sm90(
         out.copy_(o)
 
 
+def intra_defines(
+    gate: int, beta: int, l2norm: bool, beta_dtype: torch.dtype, min_blocks: int
+) -> dict[str, int]:
+    """Preprocessor constants of one variant of intra_chunk.cu."""
+    return {
+        "GATE": gate,
+        "BETA": beta,
+        "L2NORM": int(l2norm),
+        "BETA_FP32": int(beta_dtype == torch.float32),
+        "MIN_BLOCKS": min_blocks,
+        "SHARED_BYTES": _INTRA_SHARED,
+        "PARAM_BYTES": _INTRA_PARAMS.size,
+    }
+
+
 @functools.cache
 def _intra_kernel(
     gate: int, beta: int, l2norm: bool, beta_dtype: torch.dtype, min_blocks: int
 ) -> CudaKernel:
     from backend_core.cuda_source import CudaKernel
 
-    defines = {
-        "GATE": gate,
-        "BETA": beta,
-        "L2NORM": int(l2norm),
-        "BETA_FP32": int(beta_dtype == torch.float32),
-        "MIN_BLOCKS": min_blocks,
-    }
-    return CudaKernel(_KERNELS / "intra_chunk.cu", "intra_chunk", defines, _INTRA_SHARED)
+    defines = intra_defines(gate, beta, l2norm, beta_dtype, min_blocks)
+    return CudaKernel(KERNELS / "intra_chunk.cu", "intra_chunk", defines, _INTRA_SHARED)
 
 
-@functools.cache
-def _scan_kernel(int64_offsets: bool, bf16_state: bool, track: bool, split: bool) -> CudaKernel:
-    from backend_core.cuda_source import CudaKernel
-
-    defines = {
+def scan_defines(int64_offsets: bool, bf16_state: bool, track: bool, split: bool) -> dict[str, int]:
+    """Preprocessor constants of one variant of scan.cu."""
+    return {
         "CU_INT64": int(int64_offsets),
         "STATE_BF16": int(bf16_state),
         "TRACK": int(track),
         "SPLIT": int(split),
+        "SHARED_BYTES": _SCAN_SHARED[split],
+        "PARAM_BYTES": _SCAN_PARAMS.size,
     }
-    return CudaKernel(_KERNELS / "scan.cu", "scan", defines, _SCAN_SHARED[split])
+
+
+@functools.cache
+def _scan_kernels(int64_offsets: bool, bf16_state: bool, track: bool) -> tuple[CudaKernel, ...]:
+    """The variants without and with SPLIT: both, so that no later step compiles one."""
+    from backend_core.cuda_source import CudaKernel
+
+    source = KERNELS / "scan.cu"
+    return tuple(
+        CudaKernel(
+            source,
+            "scan",
+            scan_defines(int64_offsets, bf16_state, track, split),
+            _SCAN_SHARED[split],
+        )
+        for split in (False, True)
+    )
 
 
 def _is_aligned(x: torch.Tensor) -> bool:

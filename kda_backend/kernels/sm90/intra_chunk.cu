@@ -14,7 +14,7 @@
 // doubling, (x pre) of upper rows times (k suf) of lower rows are the scores between the halves.
 // Nothing exceeds 1, so any gate is exact, and row r depends on tokens up to r alone.
 //
-// Compile-time: GATE, BETA, L2NORM as in elementwise.py.
+// Compile-time: GATE, BETA, L2NORM as in elementwise.py; BETA_FP32; MIN_BLOCKS a multiprocessor.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -37,6 +37,8 @@ struct Params {
     int heads_per_key;
     float lower_bound;
 };
+
+static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
 
 static constexpr int C = 64, D = 128;
 static constexpr int BLOCK_BYTES = 8192;  // 64 rows of 128 bytes, swizzled as wgmma reads them
@@ -164,6 +166,7 @@ struct Shared {
     float totals[2][4][32];  // block totals of 32 channels; slices take turns
     float beta[C];
 };
+static_assert(sizeof(Shared) == SHARED_BYTES, "prefill_sm90.py asks for other shared memory");
 
 __device__ __forceinline__ void fetch_rows(u16* to, const void* from, i64 stride, int length) {
     const u16* rows = static_cast<const u16*>(from);

@@ -47,6 +47,8 @@ struct Params {
     int num_value_heads;
 };
 
+static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
+
 static constexpr int C = 64, D = 128;
 static constexpr int BLOCK_BYTES = 8192;
 static constexpr int TILE_BYTES = 9 * BLOCK_BYTES;
@@ -67,6 +69,7 @@ struct __align__(1024) Shared {
     u64 full[STAGES], empty[STAGES];
     u64 ready[HANDS][4], taken[HANDS][4];  // one for each warp of the chain and its partner
 };
+static_assert(sizeof(Shared) == SHARED_BYTES, "prefill_sm90.py asks for other shared memory");
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
