@@ -32,7 +32,7 @@ class CudaKernel:
         self, source: Path, name: str, defines: Mapping[str, int], shared_bytes: int = 0
     ) -> None:
         """Args:
-            source: the ``.cu`` file; it includes nothing.
+            source: the ``.cu`` file; it includes nothing but headers (``.cuh``) beside it.
             name: the function.
             defines: preprocessor constants.
             shared_bytes: dynamic shared memory of a block.
@@ -107,11 +107,14 @@ def _compiled(source: Path, options: tuple[str, ...]) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = hashlib.sha256(text)
+    for header in sorted(source.parent.glob("*.cuh")):
+        key.update(header.read_bytes())
     key.update(repr((options, major.value, minor.value)).encode())
     cached = _cache_directory() / f"{source.stem}-{key.hexdigest()[:24]}.cubin"
     if cached.is_file():
         return cached.read_bytes()
-    image = _compile(library, text, source.name, options)
+    include = f"--include-path={source.parent}"
+    image = _compile(library, text, source.name, (*options, include))
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:

@@ -27,7 +27,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     seen: list[tuple[str, ...]] = []
 
     def compile_once(library: object, text: bytes, name: str, options: tuple[str, ...]) -> bytes:
-        seen.append(options)
+        assert options[-1].startswith("--include-path=")
+        seen.append(options[:-1])
         return text + repr(options).encode()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -44,7 +45,7 @@ def test_a_variant_compiles_once(compiled: list[tuple[str, ...]], tmp_path: Path
     assert compiled == [("-DX=1",)]
 
 
-def test_source_options_and_compiler_each_make_a_new_variant(
+def test_source_header_options_and_compiler_each_make_a_new_variant(
     compiled: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "k.cu"
@@ -52,9 +53,11 @@ def test_source_options_and_compiler_each_make_a_new_variant(
     images = [cuda_source._compiled(source, ("-DX=1",)), cuda_source._compiled(source, ("-DX=2",))]
     source.write_text("b")
     images.append(cuda_source._compiled(source, ("-DX=2",)))
+    (tmp_path / "h.cuh").write_text("c")
+    cuda_source._compiled(source, ("-DX=2",))
     monkeypatch.setattr(cuda_source, "_nvrtc", lambda: FakeNvrtc((13, 1)))
     cuda_source._compiled(source, ("-DX=2",))
-    assert len(set(images)) == 3 and len(compiled) == 4
+    assert len(set(images)) == 3 and len(compiled) == 5
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(

@@ -67,7 +67,7 @@ def test_the_wheel_holds_every_table_marker_and_licence(wheel: Path) -> None:
         for file in ROOT.glob(f"{package}/**/*.py")
     }
     assert tables and tables <= names
-    sources = {str(file.relative_to(ROOT)) for file in ROOT.glob("kda_backend/kernels/**/*.cu")}
+    sources = {str(file.relative_to(ROOT)) for file in ROOT.glob("kda_backend/kernels/**/*.cu*")}
     assert sources and sources <= names
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert modules <= names

@@ -16,9 +16,7 @@
 //
 // Compile-time: GATE, BETA, L2NORM as in elementwise.py; BETA_FP32; MIN_BLOCKS a multiprocessor.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
+#include "common.cuh"
 
 struct Params {
     const void* q;
@@ -40,9 +38,6 @@ struct Params {
 
 static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
 
-static constexpr int C = 64, D = 128;
-static constexpr int BLOCK_BYTES = 8192;  // 64 rows of 128 bytes, swizzled as wgmma reads them
-static constexpr int TILE_BYTES = 9 * BLOCK_BYTES;  // -w, q_in, k_out (2 blocks each), A_qk, u (2)
 static constexpr float LOG2E = 1.4426950408889634f;
 
 __device__ __forceinline__ float ex2(float x) {
@@ -62,24 +57,9 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 __device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-__device__ __forceinline__ u32 pack_fp16(float low, float high) {
-    u32 y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
 __device__ __forceinline__ u32 mul_fp16(u32 a, u32 b) {
     u32 y;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ float low_fp16(u32 x) {
-    float y;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(y) : "r"(x));
-    return y;
-}
-__device__ __forceinline__ float high_fp16(u32 x) {
-    float y;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(y) : "r"(x));
     return y;
 }
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -102,7 +82,7 @@ __device__ __forceinline__ void stmatrix_trans(u32 address, const u32 (&r)[4]) {
 }
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                     static_cast<u32>(__cvta_generic_to_shared(to))),
+                     shared_address(to)),
                  "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -188,8 +168,8 @@ __device__ __forceinline__ uint4 piece_of(const u16* tile, int row, int piece) {
 // Solves, in place, the 64 channels from 16-byte piece first_piece on of x = k_in (fp16) or v (bf16).
 template <bool VALUES>
 __device__ __forceinline__ void solve(u16* tile, Shared& s, int first_piece, int lane) {
-    const u32 low_base = static_cast<u32>(__cvta_generic_to_shared(s.low));
-    const u32 x_base = static_cast<u32>(__cvta_generic_to_shared(tile));
+    const u32 low_base = shared_address(s.low);
+    const u32 x_base = shared_address(tile);
     const int matrix = lane / 8, in_matrix = lane % 8, t = lane % 4;
 #pragma unroll 1
     for (int m = 0; m < 4; ++m) {
@@ -438,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
                 in_q[e] = mul_fp16(qh[i][e], f);
                 in_k[e] = mul_fp16(kh[i][e], f);
             }
-            *reinterpret_cast<uint4*>(tile + (2 + slice / 2) * BLOCK_BYTES +
+            *reinterpret_cast<uint4*>(tile + (Q_IN + slice / 2) * BLOCK_BYTES +
                                       square_offset(row[i], 4 * (slice % 2) + t)) =
                 make_uint4(in_q[0], in_q[1], in_q[2], in_q[3]);
             char* to = reinterpret_cast<char*>(s.k) + wide_offset(row[i], 4 * slice + t);
@@ -467,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
             for (int e = 0; e < 4; ++e)
                 out_k[e] = mul_fp16(kh[i][e], pack_fp16(suf[i][2 * e] * blocks[2 * e],
                                                         suf[i][2 * e + 1] * blocks[2 * e + 1]));
-            *reinterpret_cast<uint4*>(tile + (4 + slice / 2) * BLOCK_BYTES +
+            *reinterpret_cast<uint4*>(tile + (K_OUT + slice / 2) * BLOCK_BYTES +
                                       square_offset(row[i], 4 * (slice % 2) + t)) =
                 make_uint4(out_k[0], out_k[1], out_k[2], out_k[3]);
         }
@@ -503,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     __syncthreads();  // the exchange buffer becomes the diagonal blocks
 
     // A_qk to memory, L to shared memory: -L between blocks, L itself in the diagonal blocks.
-    char* a_qk = tile + 6 * BLOCK_BYTES;
+    char* a_qk = tile + A_QK * BLOCK_BYTES;
     char* low = reinterpret_cast<char*>(s.low);
     auto put = [&](int i, int column, float a0, float a1, float l0, float l1, bool in_diagonal) {
         const u32 at = square_offset(row[i], column / 8) + 2 * (column % 8);
@@ -591,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
         solve<true>(s.v, s, 8 * (warp % 2), lane);
     }
     __syncwarp();
-    char* to = tile + (warp < 2 ? warp : 5 + warp) * BLOCK_BYTES;
+    char* to = tile + (warp < 2 ? W + warp : U + warp - 2) * BLOCK_BYTES;
     const char* from = reinterpret_cast<const char*>(warp < 2 ? s.k : s.v);
     const u32 sign = warp < 2 ? 0x80008000u : 0;
 #pragma unroll

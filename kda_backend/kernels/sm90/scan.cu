@@ -22,10 +22,7 @@
 // intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
 // the 128-byte swizzle, so plain bulk copies fetch them.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common.cuh"
 
 struct Params {
     const u16* tiles;     // [chunks, HV, 9 * 4096] fp16: -w, q_in, k_out, A_qk, u
@@ -49,11 +46,7 @@ struct Params {
 
 static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
 
-static constexpr int C = 64, D = 128;
-static constexpr int BLOCK_BYTES = 8192;
-static constexpr int TILE_BYTES = 9 * BLOCK_BYTES;
-// Blocks of a tile, and where a stage keeps them: what the chain reads, then what the output reads.
-static constexpr int W = 0, Q_IN = 2, K_OUT = 4, A_QK = 6, U = 7;
+// Where a stage keeps a tile's blocks: what the chain reads, then what the output reads.
 static constexpr int STAGE_W = 0, STAGE_K = 2, STAGE_U = 4;
 static constexpr int STAGE_Q = SPLIT ? 0 : 5, STAGE_A = STAGE_Q + 2;
 static constexpr int STAGE_BLOCKS = SPLIT ? 5 : 8;
@@ -71,29 +64,6 @@ struct __align__(1024) Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "prefill_sm90.py asks for other shared memory");
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ u32 pack_fp16(float low, float high) {
-    u32 y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-__device__ __forceinline__ float low_fp16(u32 x) {
-    float y;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(y) : "r"(x));
-    return y;
-}
-__device__ __forceinline__ float high_fp16(u32 x) {
-    float y;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(y) : "r"(x));
-    return y;
-}
 
 __device__ __forceinline__ void barrier_init(u64* b, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count));
