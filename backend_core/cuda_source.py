@@ -177,10 +177,17 @@ def _nvrtc() -> ctypes.CDLL:
     for library in _LIBRARIES:
         for candidate in (*_installed(library), library):
             try:
-                return ctypes.CDLL(candidate)
+                return _open(candidate)
             except OSError:
                 continue
     raise ImportError(f"none of {', '.join(_LIBRARIES)} is installed beside torch")
+
+
+def _open(library: str) -> ctypes.CDLL:
+    """NVRTC, and first its builtins, which it would look for on the system's path alone."""
+    for builtins in Path(library).parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(library)
 
 
 def _installed(library: str) -> list[str]:
