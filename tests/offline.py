@@ -63,8 +63,13 @@ def compile_kernel(
         attrs[(index,)] = attributes
     source = ASTSource(kernel, signature, constexprs=dict(constexprs), attrs=attrs)
     compiled = triton.compile(source, target=target, options=dict(options))
-    measure = _measure_amd if target.backend == "hip" else _measure_nvidia
-    return {**measure(compiled), "shared": compiled.metadata.shared}
+    return measure(compiled)
+
+
+def measure(compiled: Any) -> dict[str, int]:
+    """What a compiled kernel takes, read from its machine code and the compiler's notes."""
+    read = _measure_amd if "amdgcn" in compiled.asm else _measure_nvidia
+    return {**read(compiled), "shared": compiled.metadata.shared}
 
 
 def _measure_amd(compiled: Any) -> dict[str, int]:
@@ -83,6 +88,8 @@ def _measure_amd(compiled: Any) -> dict[str, int]:
         "stack": field("private_segment_fixed_size"),
         "mma": _count(r"^\s+v_mfma", body),
         "barriers": _count(r"^\s+s_barrier", body),
+        "loads": _count(r"^\s+(global|buffer|flat)_load", body),
+        "stores": _count(r"^\s+(global|buffer|flat)_store", body),
         "instructions": _count(r"^\s+[a-z]\w+_\w+", body),
     }
 
@@ -104,6 +111,8 @@ def _measure_nvidia(compiled: Any) -> dict[str, int]:
         "stack": stack + local,
         "mma": _count(r"\b[HQ]G?MMA|\bUTC\w*MMA", sass),
         "barriers": _count(r"\bBAR\.", sass),
+        "loads": _count(r"\bLDG", sass),
+        "stores": _count(r"\bSTG", sass),
         "instructions": _count(r"/\*[0-9a-f]{4,5}\*/\s", sass),
     }
 

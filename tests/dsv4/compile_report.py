@@ -8,10 +8,7 @@ those cases' assembly. Triton's interpreter must be off.
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from dsv4_backend.kernels.prefill_paged import prefill_paged_kernel
 from dsv4_backend.kernels.prefill_step import prefill_step_kernel
 from dsv4_backend.kernels.state_write import state_write_kernel
 from tests.dsv4.cases import make_spec
+from tests.offline import dump, measure
 
 REPORT = Path(__file__).with_name("compile_report.json")
 TARGETS: dict[str, tuple[GPUTarget, Target]] = {
@@ -155,57 +153,6 @@ def compile_case(arch: str, case: Case, is_large: bool) -> tuple[int, Any]:
     return num_warps, triton.compile(source, target=gpu, options=options)
 
 
-def _count(pattern: str, text: str) -> int:
-    return len(re.findall(pattern, text, re.MULTILINE))
-
-
-def _measure_amd(compiled: Any) -> dict[str, int]:
-    text = compiled.asm["amdgcn"]
-    body = re.split(r"^\s+\.section\s+\.rodata|\.Lfunc_end0", text, flags=re.MULTILINE)[0]
-
-    def field(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", text)
-        assert found is not None
-        return int(found.group(1))
-
-    return {
-        "registers": field("vgpr_count"),
-        "spills": field("vgpr_spill_count"),
-        "scratch": field("private_segment_fixed_size"),
-        "shared": compiled.metadata.shared,
-        "barriers": _count(r"^\s+s_barrier", body),
-        "loads": _count(r"^\s+(global|buffer|flat)_load", body),
-        "stores": _count(r"^\s+(global|buffer|flat)_store", body),
-        "instructions": _count(r"^\s+[a-z]\w+_\w+", body),
-    }
-
-
-def _measure_nvidia(compiled: Any) -> dict[str, int]:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _run(tools / "cuobjdump", "-res-usage", file.name)
-        sass = _run(tools / "nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
-    assert found is not None
-    return {
-        "registers": int(found.group(1)),
-        "spills": _count(r"\bLDL|\bSTL", sass),
-        "scratch": int(found.group(2)) + int(found.group(3)),
-        "shared": compiled.metadata.shared,
-        "barriers": _count(r"\bBAR\.", sass),
-        "loads": _count(r"\bLDG", sass),
-        "stores": _count(r"\bSTG", sass),
-        "instructions": _count(r"/\*[0-9a-f]{4,5}\*/\s", sass),
-    }
-
-
-def _run(*command: object) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    return done.stdout + done.stderr
-
-
 def build_launches(target: Target) -> None:
     """Build what the operators would launch: this checks every constexpr's name and place."""
     main, indexer = make_spec("fp8_ds_mla"), make_spec("indexer_fp8")
@@ -230,7 +177,6 @@ def compiled(arch: str) -> Iterator[tuple[str, int, Any]]:
 def report(arch: str) -> dict[str, dict[str, int]]:
     """The table of one architecture, a line for each case."""
     build_launches(TARGETS[arch][1])
-    measure = _measure_amd if arch.startswith("gfx") else _measure_nvidia
     return {name: {"num_warps": warps, **measure(kernel)} for name, warps, kernel in compiled(arch)}
 
 
@@ -242,15 +188,6 @@ def assembly(arch: str, prefixes: list[str]) -> dict[str, str]:
             for is_large, suffix in ((False, ""), (True, ", over 2 GiB")):
                 texts[case[0] + suffix] = compile_case(arch, case, is_large)[1].asm["amdgcn"]
     return texts
-
-
-def dump(tables: dict[str, Any]) -> str:
-    """One line a case, so that a difference can be read."""
-    parts = [f'  "triton": {json.dumps(triton.__version__)}']
-    for arch, lines in tables.items():
-        rows = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in lines.items())
-        parts.append(f"  {json.dumps(arch)}: {{\n{rows}\n  }}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":

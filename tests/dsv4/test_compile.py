@@ -31,7 +31,7 @@ def test_report(arch: str, tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     for name, line in report.items():
         assert line["spills"] == 0, f"{name} spills registers"
-        assert line["scratch"] == 0, f"{name} uses local memory"
+        assert line["stack"] == 0, f"{name} uses local memory"
         assert line["shared"] <= SHARED_LIMIT[arch], f"{name} needs {line['shared']} bytes"
         if line["num_warps"] == 1:
             assert line["barriers"] == 0, f"{name} waits for itself"
