@@ -71,7 +71,7 @@ class Case:
 def make_case(
     lens: list[int], heads: int, regime: str, lower_bound: float | None, seed: int
 ) -> Case:
-    """Fresh random inputs; the gate regimes are described in docs/performance.md."""
+    """Fresh random inputs; the gate regimes are described in docs/kda.md."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
