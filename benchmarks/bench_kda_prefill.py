@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.path_table import PathSelection, load_table
 from backend_core.target import detect_target
+from benchmarks.regimes import REGIMES, collinear, gate_parameters
 from benchmarks.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
@@ -49,7 +50,6 @@ UNBOUNDED = [
 BOUNDED = [(32, [512]), *((h, [8192]) for h in (32, 16, 8, 4)), (4, [32768])] + [
     (h, [1024] * 8) for h in (32, 8)
 ]
-REGIMES = ("random", "init", "weak", "long")
 
 
 @dataclass
@@ -69,41 +69,29 @@ class Case:
 
 
 def make_case(
-    lens: list[int], heads: int, regime: str, lower_bound: float | None, seed: int
+    lens: list[int],
+    heads: int,
+    regime: str,
+    lower_bound: float | None,
+    seed: int,
+    device: str = "cuda",
 ) -> Case:
     """Fresh random inputs; the gate regimes are described in docs/kda.md."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
+        return torch.randn(*shape, generator=generator, device=device)
 
     def uniform(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=generator, device="cuda")
+        return torch.rand(*shape, generator=generator, device=device)
 
     tokens = sum(lens)
     q, k, v, g = (normal(1, tokens, heads, DIM) for _ in range(4))
     beta = normal(1, tokens, heads)
-    if regime == "random":
-        a_log, dt_bias = (uniform(heads) * 15 + 1).log(), normal(heads * DIM)
-    elif regime == "init":
-        a_log = (uniform(heads) * 15 + 1).log()
-        dt = (uniform(heads * DIM) * math.log(100.0) + math.log(1e-3)).exp()
-        dt_bias, g = dt + torch.log(-torch.expm1(-dt)), g * 0.3
-    elif regime == "weak":
-        a_log, dt_bias, g = (
-            torch.zeros(heads, device="cuda"),
-            torch.full((heads * DIM,), -5.5, device="cuda"),
-            g * 0.3,
-        )
-    elif regime == "long":
-        a_log, dt_bias = (normal(heads) * 1.3 + 1.3).clamp(max=5.3), normal(heads * DIM) * 2 - 3
-        g = g * 3
-    elif regime == "collinear":
-        a_log = torch.full((heads,), -5.0, device="cuda")
-        dt_bias = torch.full((heads * DIM,), -5.0, device="cuda")
-        k, beta = k[:, :1] + 0.01 * k, beta + 6
-    else:
-        raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {regime}")
+    a_log, dt_bias, gate_scale = gate_parameters(regime, heads, DIM, normal, uniform)
+    dt_bias, g = dt_bias.flatten(), g * gate_scale
+    if regime == "collinear":
+        k, beta = collinear(k, beta)
     offsets = [0]
     for length in lens:
         offsets.append(offsets[-1] + length)
@@ -111,7 +99,7 @@ def make_case(
         *(x.bfloat16() for x in (q, k, v, g, beta)),
         a_log,
         dt_bias,
-        torch.tensor(offsets, dtype=torch.int32, device="cuda"),
+        torch.tensor(offsets, dtype=torch.int32, device=device),
         normal(len(lens), heads, DIM, DIM) * 0.3,
         lower_bound,
     )
@@ -245,7 +233,7 @@ def check_accuracy(
 ) -> dict[str, list[float]]:
     """Relative L2 of output and final state in each gate regime."""
     errors = {}
-    for seed, regime in enumerate((*REGIMES, "collinear")):
+    for seed, regime in enumerate(REGIMES):
         case = make_case([257, 512, 63], 4, regime, lower_bound, seed)
         want = expected(case)
         got = make(case)()
