@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 
 def tile_elements(key_dim: int, value_dim: int) -> int:
-    """Elements of one (chunk, head) tile: w, q_in, k_out [64, K], u [64, V], A_qk, L [64, 64]."""
-    return CHUNK * (3 * key_dim + value_dim + 2 * CHUNK)
+    """Elements of one (chunk, head) tile: w, q_in, k_out [64, K], u [64, V], A_qk, L [64, 64].
+
+    Rows end at a multiple of eight elements.
+    """
+    row_k, row_v = -(-key_dim // 8) * 8, -(-value_dim // 8) * 8
+    return CHUNK * (3 * row_k + row_v + 2 * CHUNK)
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def scan_kernel(
-    tile_ptr,  # [capacity, HV, C * (3 K + V + 2 C)]: w, q_in, k_out, u, A_qk, -
+    tile_ptr,  # [capacity, HV, C * (3 ROW_K + ROW_V + 2 C)]: w, q_in, k_out, u, A_qk, -
     total_ptr,  # [capacity, HV, K] fp32
     o_ptr,  # [T, HV, V]
     state_in_ptr,  # [slots or N, HV, V, K] by strides, or None
@@ -83,12 +83,16 @@ def scan_kernel(
         state_in_ptr += slot * stride_in_n + i_hv * stride_in_h
         b_state += tl.load(state_in_ptr + o_state, mask=m_kv & reads, other=0.0).to(tl.float32)
 
-    TILE: tl.constexpr = CHUNK * (3 * K + V + 2 * CHUNK)
+    ROW_K: tl.constexpr = (K + 7) // 8 * 8
+    ROW_V: tl.constexpr = (V + 7) // 8 * 8
+    TILE: tl.constexpr = CHUNK * (3 * ROW_K + ROW_V + 2 * CHUNK)
     tile_ptr += (first * HV + i_hv) * TILE
     total_ptr += (first * HV + i_hv) * K
     o_ptr += bos * stride_o_t + i_hv * stride_o_h
-    o_rk = o_r[:, None] * K + o_k[None, :]
-    o_rv = o_r[:, None] * V + o_v[None, :]
+    o_rk = o_r[:, None] * ROW_K + o_k[None, :]
+    o_rv = o_r[:, None] * ROW_V + o_v[None, :]
+    m_rk = (o_k < ROW_K)[None, :]
+    m_rv = (o_v < ROW_V)[None, :]
     o_rc = o_r[:, None] * CHUNK + o_r[None, :]
     for i_c in tl.range(0, num_chunks, num_stages=NUM_STAGES):
         if chunk_states_ptr is not None:
@@ -101,11 +105,11 @@ def scan_kernel(
             hit = tl.load(snapshot_chunks_ptr + i_ns) == i_c
             o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
             tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
-        b_w = tl.load(tile_ptr + o_rk, mask=m_k[None, :], other=0.0)
-        b_q = tl.load(tile_ptr + CHUNK * K + o_rk, mask=m_k[None, :], other=0.0)
-        b_k = tl.load(tile_ptr + 2 * CHUNK * K + o_rk, mask=m_k[None, :], other=0.0)
-        b_u = tl.load(tile_ptr + 3 * CHUNK * K + o_rv, mask=m_v[None, :], other=0.0)
-        b_a = tl.load(tile_ptr + CHUNK * (3 * K + V) + o_rc)
+        b_w = tl.load(tile_ptr + o_rk, mask=m_rk, other=0.0)
+        b_q = tl.load(tile_ptr + CHUNK * ROW_K + o_rk, mask=m_rk, other=0.0)
+        b_k = tl.load(tile_ptr + 2 * CHUNK * ROW_K + o_rk, mask=m_rk, other=0.0)
+        b_u = tl.load(tile_ptr + 3 * CHUNK * ROW_K + o_rv, mask=m_rv, other=0.0)
+        b_a = tl.load(tile_ptr + CHUNK * (3 * ROW_K + ROW_V) + o_rc)
         b_total = tl.load(total_ptr + o_k, mask=m_k, other=0.0)
 
         b_s = b_state.to(DOT)

@@ -79,7 +79,7 @@ def scores_kernel(
     beta_ptr,  # [T, HV]
     a_log_ptr,  # [HV] fp32 or None
     dt_bias_ptr,  # [HV, K] fp32 or None
-    tile_ptr,  # [capacity, HV, C * (3 K + V + 2 C)]: k_in, q_in, k_out, -, A_qk, L
+    tile_ptr,  # [capacity, HV, C * (3 ROW_K + ROW_V + 2 C)]: k_in, q_in, k_out, -, A_qk, L
     total_ptr,  # [capacity, HV, K] fp32
     mask_ptr,  # sum_masks
     chunk_start_ptr,
@@ -117,10 +117,14 @@ def scores_kernel(
     g_ptr += t0 * stride_g_t + i_hv * stride_g_h
     beta_ptr += t0 * stride_beta_t + i_hv * stride_beta_h
     i_tile = i_chunk.to(tl.int64) * HV + i_hv
-    k_in_ptr = tile_ptr + i_tile * (CHUNK * (3 * K + V + 2 * CHUNK))
-    q_in_ptr = k_in_ptr + CHUNK * K
-    k_out_ptr = q_in_ptr + CHUNK * K
-    a_qk_ptr = k_out_ptr + CHUNK * (K + V)
+    # rows of 16 bytes at least, zeros behind K and V: what two bytes wide loads bring into a
+    # product comes out wrong on Hopper
+    ROW_K: tl.constexpr = (K + 7) // 8 * 8
+    ROW_V: tl.constexpr = (V + 7) // 8 * 8
+    k_in_ptr = tile_ptr + i_tile * (CHUNK * (3 * ROW_K + ROW_V + 2 * CHUNK))
+    q_in_ptr = k_in_ptr + CHUNK * ROW_K
+    k_out_ptr = q_in_ptr + CHUNK * ROW_K
+    a_qk_ptr = k_out_ptr + CHUNK * (ROW_K + ROW_V)
     low_ptr = a_qk_ptr + CHUNK * CHUNK
     DOT: tl.constexpr = tile_ptr.dtype.element_ty
 
@@ -184,14 +188,15 @@ def scores_kernel(
             b_aqk += tl.where(m_level, b_s, 0.0)
             b_s = tl.dot(b_kd, tl.trans(b_kd), input_precision=PRECISION)
             b_akk += tl.where(m_level, b_s, 0.0)
-        o_rd = o_r[:, None] * K + o_d[None, :]
+        o_rd = o_r[:, None] * ROW_K + o_d[None, :]
+        m_row = (o_d < ROW_K)[None, :]
         b_sum = _decay_sum(mask_ptr, 6, b_hi, b_lo, CHUNK, PRECISION)
         b_decay = ex2(b_sum, FAST_MATH)
-        tl.store(q_in_ptr + o_rd, (b_qh * b_decay).to(DOT), mask=m_d[None, :])
-        tl.store(k_in_ptr + o_rd, (b_kh * b_decay).to(DOT), mask=m_d[None, :])
+        tl.store(q_in_ptr + o_rd, (b_qh * b_decay).to(DOT), mask=m_row)
+        tl.store(k_in_ptr + o_rd, (b_kh * b_decay).to(DOT), mask=m_row)
         b_sum = _decay_sum(mask_ptr, 7, b_hi, b_lo, CHUNK, PRECISION)
         b_decay = ex2(b_sum, FAST_MATH)
-        tl.store(k_out_ptr + o_rd, (b_kh * b_decay).to(DOT), mask=m_d[None, :])
+        tl.store(k_out_ptr + o_rd, (b_kh * b_decay).to(DOT), mask=m_row)
 
     o_rc = o_r[:, None] * CHUNK + o_r[None, :]
     b_aqk = tl.where(o_r[:, None] == o_r[None, :], b_diag[:, None], b_aqk)

@@ -38,7 +38,7 @@ def invert_unit_lower(b_low, DOT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: 
 def solve_kernel(
     v_ptr,  # [T, HV, V]
     beta_ptr,  # [T, HV]
-    tile_ptr,  # [capacity, HV, C * (3 K + V + 2 C)]: k_in -> w, q_in, k_out, u, A_qk, L
+    tile_ptr,  # [capacity, HV, C * (3 ROW_K + ROW_V + 2 C)]: k_in -> w, q_in, k_out, u, A_qk, L
     chunk_start_ptr,
     chunk_len_ptr,
     stride_v_t,
@@ -64,9 +64,11 @@ def solve_kernel(
     v_ptr += t0 * stride_v_t + i_hv * stride_v_h
     beta_ptr += t0 * stride_beta_t + i_hv * stride_beta_h
     i_tile = i_chunk.to(tl.int64) * HV + i_hv
-    w_ptr = tile_ptr + i_tile * (CHUNK * (3 * K + V + 2 * CHUNK))
-    u_ptr = w_ptr + CHUNK * 3 * K
-    low_ptr = u_ptr + CHUNK * (V + CHUNK)
+    ROW_K: tl.constexpr = (K + 7) // 8 * 8
+    ROW_V: tl.constexpr = (V + 7) // 8 * 8
+    w_ptr = tile_ptr + i_tile * (CHUNK * (3 * ROW_K + ROW_V + 2 * CHUNK))
+    u_ptr = w_ptr + CHUNK * 3 * ROW_K
+    low_ptr = u_ptr + CHUNK * (ROW_V + CHUNK)
     DOT: tl.constexpr = tile_ptr.dtype.element_ty
 
     o_r = tl.arange(0, CHUNK)
@@ -82,11 +84,12 @@ def solve_kernel(
         m_rv = m_r[:, None] & m_v[None, :]
         b_v = tl.load(v_ptr + o_r[:, None] * stride_v_t + o_v[None, :], mask=m_rv, other=0.0)
         b_u = tl.dot(b_inv, b_v.to(DOT), input_precision=PRECISION)
-        tl.store(u_ptr + o_r[:, None] * V + o_v[None, :], b_u.to(DOT), mask=m_v[None, :])
+        m_u = (o_v < ROW_V)[None, :]
+        tl.store(u_ptr + o_r[:, None] * ROW_V + o_v[None, :], b_u.to(DOT), mask=m_u)
     for d0 in tl.range(0, K, BLOCK_K, num_stages=1):
         o_k = d0 + tl.arange(0, BLOCK_K)
-        m_k = (o_k < K)[None, :]
-        o_rk = o_r[:, None] * K + o_k[None, :]
+        m_k = (o_k < ROW_K)[None, :]
+        o_rk = o_r[:, None] * ROW_K + o_k[None, :]
         b_w = tl.load(w_ptr + o_rk, mask=m_k, other=0.0)
         b_w = tl.dot(b_inv, b_w, input_precision=PRECISION)
         tl.debug_barrier()  # w replaces k_in: every warp must have read it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,11 @@ TOLERANCE = {"rtol": 1e-4, "atol": 5e-3 if torch.cuda.is_available() else 1e-4}
 
 
 @pytest.fixture(autouse=True)
-def stock_afterwards() -> Iterator[None]:
+def stock_in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stock is transformers' own torch code: with FLA installed it would run FLA's kernels, whose
+    products are tf32."""
+    for name in OPERATORS:
+        monkeypatch.setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
     yield
     kda.disable()
 

@@ -322,7 +322,7 @@ class Backend:
 
     def _arguments(self, case: Case, overrides: dict[str, Any]) -> dict[str, Any]:
         arguments = case.options() | {"plan": self.plan(case.shape)}
-        if "metadata" not in overrides:
+        if not overrides.keys() & {"metadata", "cu_seqlens"}:
             arguments["cu_seqlens"] = case.cu_seqlens
         if "state_pool" not in overrides:
             arguments |= {

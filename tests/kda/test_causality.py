@@ -192,7 +192,7 @@ def test_metadata_serves_every_layer_of_a_step(backend: Backend, seed: int) -> N
     layers = [backend.case(seed + n, (70, 0, 9)) for n in range(3)]
     cu_seqlens = layers[0].cu_seqlens
     metadata = build_metadata(
-        cu_seqlens, 79, cu_seqlens_cpu=cu_seqlens.cpu(), chunk_table=backend.name == "kernels"
+        cu_seqlens, 79, cu_seqlens_cpu=cu_seqlens.cpu(), chunk_table=backend.name != "torch"
     )
     workspace = Workspace(backend.device)
     for case in layers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_a_replay_computes_what_the_call_does(kernels: Backend, seed: int, opera
     indices = torch.arange(1, len(lengths) + 1, dtype=torch.int32, device=device)
     pools = [pool_of(case) for _ in range(3)]
     outs = [torch.full_like(case.v, float("nan")) for _ in range(3)]
-    extra = {}
+    extra: dict[str, Any] = {"cu_seqlens": case.cu_seqlens}
     if operator == "chunk":
         extra = {
             "metadata": build_metadata(case.cu_seqlens, case.q.shape[1]),

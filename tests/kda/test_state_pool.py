@@ -54,7 +54,10 @@ def test_slots_are_updated_in_place_and_no_other_bit_changes(
     o, returned = run(case, state_pool=pool.view, state_indices=indices(backend, 4, 1, 3))
     assert returned is None
     want_o, want_state = run(case, initial_state=read)
-    backend.assert_same("output", o, want_o)
+    if dtype == torch.float32:
+        backend.assert_same("output", o, want_o)
+    else:  # another kernel, in which other products may be fused
+        assert_close("output", o, want_o, 1e-3)
     # bf16 is rounded once on the way out (the interpreter truncates)
     assert_close(
         "states", pool.states((4, 1, 3)), want_state, 4e-3 if dtype != torch.float32 else 0
