@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from backend_cli.check import check
 from backend_cli.errors import CliError, CommandGroup
 from backend_cli.info import info
 from backend_core import __version__
@@ -19,6 +20,7 @@ app = typer.Typer(
     help="Kimi Delta Attention and DeepSeek-V4's KV compressor for vLLM, sglang and transformers.",
 )
 app.command()(info)
+app.command()(check)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,300 @@
+"""``kda-dsv4 check``: every kernel that the tables can choose, compiled, run and compared here."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from backend_cli.errors import BadInputError, CliError
+from backend_cli.files import check_writable, write_json
+from backend_cli.info import build_report
+from backend_core.target import KNOWN_TARGETS, Target, detect_target
+
+SCHEMA = 1
+_START_SECONDS = 120.0
+
+
+def check(
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the results there, for a bug report."),
+    ] = None,
+    interpret: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run that part's Triton kernels in Triton's interpreter instead, on the CPU: "
+            f"{', '.join(name for name in KNOWN_TARGETS if name != 'cpu')}.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes at once; by default as the CPUs allow.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that one call may take, compilation included.")
+    ] = 120.0,
+) -> None:
+    """Compile and run every kernel this machine's tables can choose, against float64."""
+    target = _target(interpret)
+    if json_path is not None:
+        check_writable(json_path)
+    report = run(target, interpret is not None, jobs or _default_jobs(target), timeout)
+    if json_path is not None:
+        write_json(json_path, report)
+    _print_report(report)
+    if report["failures"] or not report["checked"]:
+        raise typer.Exit(1)
+
+
+def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[str, Any]:
+    """What ``check --json`` writes. Within one ``schema`` number keys are added, never changed.
+
+    - ``schema``: 1; ``date``; ``seconds``, of the whole run;
+    - ``info``: what ``info --json`` prints for the target;
+    - ``interpreted``: whether the kernels ran in Triton's interpreter;
+    - ``checked``, ``failures``: how many calls were made, and how many were not right;
+    - ``results``: for each call ``family``, ``phase``, ``path``, ``grids``, ``params``, ``case``,
+      ``status`` (``"ok"``, ``"wrong"``, ``"failed"`` or ``"skipped"``), ``error`` and ``allowed``
+      (relative L2 for KDA, share of differing values for the compressor), ``seconds`` and
+      ``message``.
+
+    Raises:
+        CliError: torch or triton is missing, or there is no table for the target.
+        BadInputError: a user's table is malformed.
+    """
+    begin = time.perf_counter()
+    todo = _probes(target, interpreted)
+    results: list[dict[str, Any]] = [
+        {
+            "family": probe.family,
+            "phase": probe.path.phase,
+            "path": probe.path.name,
+            "grids": probe.grids,
+            "params": dict(probe.path.params),
+            "case": probe.case,
+            "status": "skipped",
+            "error": None,
+            "allowed": None,
+            "seconds": 0.0,
+            "message": probe.skip,
+        }
+        for probe in todo
+    ]
+    numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number, probe in enumerate(todo):
+        if probe.skip is None:
+            numbers.put(number)
+    checked = numbers.qsize()
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    with progress:
+        task = progress.add_task(f"checking {target.name}", total=checked)
+
+        def done(number: int, answer: dict[str, Any]) -> None:
+            results[number].update(answer)
+            progress.advance(task)
+
+        name = target.name if interpreted else None
+        threads = [
+            threading.Thread(target=_serve, args=(numbers, name, timeout, done), daemon=True)
+            for _ in range(min(jobs, checked))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "info": build_report([target], frozenset()),
+        "interpreted": interpreted,
+        "checked": checked,
+        "failures": sum(row["status"] in ("wrong", "failed") for row in results),
+        "results": results,
+    }
+
+
+def _target(interpret: str | None) -> Target:
+    if interpret is None:
+        return detect_target()
+    by_name = {name.lower(): target for name, target in KNOWN_TARGETS.items() if name != "cpu"}
+    if interpret.lower() not in by_name:
+        names = ", ".join(target.name for target in by_name.values())
+        raise BadInputError(f"--interpret must be one of {names}, got {interpret!r}")
+    return by_name[interpret.lower()]
+
+
+def _probes(target: Target, interpreted: bool) -> list[Any]:
+    try:
+        from backend_cli import check_worker
+    except ModuleNotFoundError as error:
+        raise CliError(
+            f"check runs kernels and needs {error.name}, which is not installed here"
+        ) from error
+    try:
+        return list(check_worker.probes(target, interpreted=interpreted))
+    except LookupError as error:
+        raise CliError(f"nothing to check, stock code runs on this machine: {error}") from error
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+
+
+def _default_jobs(target: Target) -> int:
+    """Compilation fills one CPU a process; each process holds half a gigabyte of GPU memory."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // (1 if target.vendor == "cpu" else 2)))
+
+
+def _serve(
+    numbers: queue.SimpleQueue[int],
+    interpret: str | None,
+    timeout: float,
+    done: Callable[[int, dict[str, Any]], None],
+) -> None:
+    """Have workers, one after another, answer numbers until there are none left."""
+    worker: _Worker | None = None
+    try:
+        while True:
+            try:
+                number = numbers.get_nowait()
+            except queue.Empty:
+                return
+            begin = time.perf_counter()
+            answer, message = None, None
+            try:
+                worker = worker or _Worker(interpret)
+                answer = worker.ask(number, timeout)
+                if answer["status"] == "failed":  # an illegal access leaves no GPU to go on with
+                    worker.close()
+                    worker = None
+            except _WorkerDiedError as error:
+                message = str(error)
+                worker = None
+            seconds = round(time.perf_counter() - begin, 2)
+            done(number, answer or {"status": "failed", "seconds": seconds, "message": message})
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+class _WorkerDiedError(Exception):
+    """The process ended, or was ended, before it answered."""
+
+
+class _Worker:
+    """A process of ``backend_cli.check_worker``."""
+
+    def __init__(self, interpret: str | None) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (kept for a dead worker)
+        environment = dict(os.environ)
+        if interpret is not None:
+            environment["TRITON_INTERPRET"] = "1"
+        # the package may be a source tree that only this process's sys.path knows
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(Path(__file__).resolve().parent.parent), *sys.path]
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "backend_cli.check_worker", *([interpret] if interpret else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+        )
+        self._read(_START_SECONDS)
+
+    def ask(self, number: int, timeout: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{number}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._dead(timeout, timed_out=False)
+        found: dict[str, Any] = json.loads(self._read(timeout))
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self, timeout: float) -> str:
+        assert self._process.stdout is not None
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            self._process.kill()
+
+        timer = threading.Timer(timeout, expire)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            self._dead(timeout, timed_out=expired.is_set())
+        return line
+
+    def _dead(self, timeout: float, *, timed_out: bool) -> None:
+        code = self._process.wait()
+        self._errors.seek(0)
+        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        why = f"no answer within {timeout:g} s" if timed_out else f"the process ended with {code}"
+        raise _WorkerDiedError(f"{why}{': ' + last[0][:300] if last else ''}")
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    width = None if sys.stdout.isatty() else 120
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    info = report["info"]
+    (target,) = info["targets"]
+    versions = [f"{name} {version}" for name, version in info["packages"].items() if version]
+    how = "interpreted on the CPU" if report["interpreted"] else f"{target['arch']}"
+    console.print(f"{target['name']} ({how}), {', '.join(versions)}", soft_wrap=True)
+    table = Table(
+        "kernels", "path", "grids", "call", "error", "allowed", "", box=None, pad_edge=False
+    )
+    for row in report["results"]:
+        error, allowed = (
+            "" if row[key] is None else f"{row[key]:.1e}" for key in ("error", "allowed")
+        )
+        kernels = f"{row['family']} {row['phase']}"
+        table.add_row(
+            kernels, row["path"], row["grids"], row["case"], error, allowed, row["status"]
+        )
+    console.print(table)
+    for row in report["results"]:
+        if row["status"] != "ok":
+            what = f"{row['family']} {row['phase']} {row['path']} {row['case']}".strip()
+            console.print(f"{row['status']}: {what}: {row['message']}", soft_wrap=True)
+    if target["vendor"] == "cpu":
+        console.print(
+            "no GPU here, so nothing was compiled; --interpret H200 runs that part's Triton "
+            "kernels on the CPU",
+            soft_wrap=True,
+        )
+    console.print(
+        f"check: {report['checked'] - report['failures']} of {report['checked']} calls right, "
+        f"{report['seconds']:.0f} s"
+    )

@@ -1,0 +1,57 @@
+"""Writing results: whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from backend_cli.errors import BadInputError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put ``text`` in place of what ``path`` holds, at once.
+
+    Raises:
+        BadInputError: it cannot be written there; the old file is as it was.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)  # NamedTemporaryFile's are for the owner alone
+        os.replace(file.name, path)
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Before work whose result goes to ``path``: raise BadInputError where it could not."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise BadInputError(f"cannot write {path}: it must be a file in a folder of yours")
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """``record`` as indented JSON; raises as `write_text`."""
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def read_json(path: Path, what: str) -> Any:
+    """The JSON document in ``path``.
+
+    Raises:
+        BadInputError: there is none, or the file is not JSON; the message calls it ``what``.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"cannot read {what} {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise BadInputError(f"{what} {path} must be JSON, got {error}") from error

@@ -1,0 +1,17 @@
+"""Running the program in this process."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from backend_cli.main import app
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``kda-dsv4 ARGS``."""
+    result = CliRunner().invoke(app, list(args), prog_name="kda-dsv4")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def assert_one_sentence(error: str) -> None:
+    assert error.startswith("kda-dsv4: ") and error.count("\n") == 1, error

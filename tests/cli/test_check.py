@@ -1,0 +1,208 @@
+"""``check``: the whole program on this machine, and that it sees what it is there to see."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend_cli import check as check_module
+from backend_cli import check_dsv4, check_kda
+from backend_cli.check_worker import answer, probes
+from backend_core.path_table import load_table
+from backend_core.target import KNOWN_TARGETS, Target, detect_target
+from kda_backend import torch_path
+from tests.cli.program import assert_one_sentence, run
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
+# without a GPU, what the Hopper table chooses is interpreted
+TARGET = detect_target() if torch.cuda.is_available() else KNOWN_TARGETS["H200"]
+
+
+def test_every_call_is_right_here(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "check.json"
+    code, out, _ = run("check", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert code == 0, out
+    assert report["schema"] == check_module.SCHEMA and report["failures"] == 0
+    made = [row for row in report["results"] if row["status"] == "ok"]
+    assert report["checked"] == len(made) > 0
+    assert all(row["error"] <= row["allowed"] and row["seconds"] >= 0 for row in made)
+    assert {(row["family"], row["phase"]) for row in report["results"]} == {
+        (family, phase) for family in ("kda", "dsv4") for phase in ("prefill", "decode")
+    }
+    assert out.splitlines()[-1].startswith(f"check: {len(made)} of {len(made)} calls right")
+
+
+@pytest.mark.parametrize("target", KNOWN_TARGETS.values(), ids=lambda target: target.name)
+def test_every_row_of_every_table_has_probes(target: Target) -> None:
+    for family in ("kda", "dsv4"):
+        todo = [p for p in probes(target, interpreted=False) if p.family == family]
+        try:
+            rows = load_table(family, target).rows
+        except LookupError:
+            assert {(p.path.name, p.path.phase) for p in todo} == {
+                ("stock code", "prefill"),
+                ("stock code", "decode"),
+            }
+            continue
+        probed = {(p.path.phase, p.path.name, p.path.features) for p in todo}
+        assert probed == {(row.phase, row.name, row.features) for row in rows}
+
+
+def test_the_compressor_kernels() -> None:
+    todo = [p for p in probes(TARGET, interpreted=DEVICE == CPU) if p.family == "dsv4"]
+    # those of 128 tokens a window take seconds under the interpreter
+    todo = [p for p in todo if p.skip is None and (DEVICE != CPU or "c128" not in p.case)]
+    assert len(todo) > 20
+    found = {f"{p.path.phase} {p.case}": answer(p, TARGET, DEVICE) for p in todo}
+    assert {name: row for name, row in found.items() if row["status"] != "ok"} == {}
+
+
+def _kda_row(phase: str) -> tuple[Target, object]:
+    cpu = KNOWN_TARGETS["cpu"]
+    return cpu, next(row for row in load_table("kda", cpu).rows if row.phase == phase)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_transposed_state_is_wrong(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, row = _kda_row(phase)
+    module = {"prefill": "kda_backend.prefill", "decode": "kda_backend.decode"}[phase]
+    pipelines = sys.modules[module].PIPELINES
+    right = pipelines["reference"]
+
+    def transposed(path, x, meta, state, *rest):
+        pool = state.read
+        pool.copy_(pool.mT.clone())
+        right(path, x, meta, state, *rest)
+
+    monkeypatch.setitem(pipelines, "reference", transposed)
+    call = check_kda.cases(row)["small"]()
+    error, allowed = check_kda.run(row, cpu, CPU, call)
+    assert error > 10 * allowed
+
+
+def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, row = _kda_row("prefill")
+
+    def greedy(path, x, meta, state, *rest):
+        torch_path.prefill(path, x, meta, state, *rest)
+        state.write[0] += 1
+
+    monkeypatch.setitem(sys.modules["kda_backend.prefill"].PIPELINES, "reference", greedy)
+    with pytest.raises(RuntimeError, match="a state slot outside the call was written"):
+        check_kda.run(row, cpu, CPU, check_kda.cases(row)["small"]())
+
+
+def test_an_operator_that_forgets_the_decay_is_wrong() -> None:
+    cpu, row = _kda_row("decode")
+
+    def no_decay(q, k, v, g, beta, **arguments):
+        arguments["A_log"] = torch.full_like(arguments["A_log"], -30.0)
+        return check_kda._decode(q, k, v, g, beta, **arguments)
+
+    error, allowed = check_kda.run(row, cpu, CPU, check_kda.cases(row)["adversarial"](), no_decay)
+    assert error > 10 * allowed
+
+
+def test_a_compressor_without_its_ape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(r for r in load_table("dsv4", TARGET).rows if {"indexer", "paged"} <= r.features)
+    case = check_dsv4.cases(row)["indexer, small, paged"]
+    assert case(TARGET, DEVICE) <= check_dsv4.ALLOWED
+    moved = check_dsv4._to_device
+
+    def without_ape(*args):
+        parts = moved(*args)
+        for (layer, *_), _ in parts:
+            object.__setattr__(layer, "ape", torch.zeros_like(layer.ape))
+        return parts
+
+    monkeypatch.setattr(check_dsv4, "_to_device", without_ape)
+    with pytest.raises(RuntimeError, match=r"state rows differ|more than one step"):
+        case(TARGET, DEVICE)
+
+
+WORKER = """
+    import json, os, signal, sys, time
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if int(line) == 1:
+            BEHAVIOUR
+        print(json.dumps({"status": "ok", "error": 0.0, "allowed": 1.0, "seconds": 0.1,
+                          "message": None}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("time.sleep(60)", "no answer within 1 s"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", f"the process ended with {-signal.SIGSEGV}"),
+        ("sys.exit('out of registers')", "the process ended with 1: out of registers"),
+    ],
+)
+def test_a_kernel_that_takes_its_process_along(
+    behaviour: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tmp_path / "worker.py"
+    stand_in.write_text(textwrap.dedent(WORKER).replace("BEHAVIOUR", behaviour))
+    start = check_module.subprocess.Popen
+
+    def started(command: list[str], **options: object) -> object:
+        return start([sys.executable, str(stand_in)], **options)
+
+    monkeypatch.setattr(check_module.subprocess, "Popen", started)
+    report = check_module.run(KNOWN_TARGETS["cpu"], False, 1, 1.0)
+    rows = [row for row in report["results"] if row["status"] != "skipped"]
+    assert [row["status"] for row in rows] == ["ok", "failed", *["ok"] * (len(rows) - 2)]
+    assert rows[1]["message"] == message and report["failures"] == 1
+
+
+def test_a_failure_is_exit_code_1_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = check_module.run(KNOWN_TARGETS["cpu"], False, 1, 60.0)
+    report["results"][0] |= {"status": "wrong", "message": "error 1.0e-01, allowed 5.0e-03"}
+    report["failures"] = 1
+    monkeypatch.setattr(check_module, "run", lambda *_: report)
+    file = tmp_path / "check.json"
+    code, out, _ = run("check", "--json", str(file))
+    assert code == 1 and json.loads(file.read_text())["failures"] == 1
+    assert "wrong: kda prefill reference small: error 1.0e-01, allowed 5.0e-03" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--interpret", "H900"], "--interpret must be one of H200, "),
+        (["--jobs", "0"], "Invalid value for '--jobs'"),
+    ],
+)
+def test_bad_input(args: list[str], message: str) -> None:
+    code, out, err = run("check", *args)
+    assert (code, out) == (2, "") and message in err
+    assert_one_sentence(err)
+
+
+def test_a_json_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = run("check", "--json", str(tmp_path / "file" / "check.json"))
+    assert (code, out) == (2, "") and "cannot write" in err
+    assert_one_sentence(err)
+
+
+def test_a_machine_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    turing = Target("nvidia", "sm75", 72, "T4")
+    monkeypatch.setattr(check_module, "detect_target", lambda: turing)
+    code, _, err = run("check")
+    assert code == 1
+    assert err.startswith("kda-dsv4: nothing to check, stock code runs on this machine: no kda")
+
+
+def test_processes_follow_the_cpus() -> None:
+    assert 1 <= check_module._default_jobs(detect_target()) <= max(1, len(os.sched_getaffinity(0)))
