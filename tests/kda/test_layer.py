@@ -1,0 +1,194 @@
+"""A whole KDA layer between its projections, on pools in an engine's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kda_backend import layer, reference
+from kda_backend.layer import LayerWeights
+from kda_backend.metadata import ChunkMetadata, build_metadata
+from kda_backend.paths import KdaPlan, KdaShape
+from tests.kda.cases import Backend, assert_close, assert_same_bits, cu_tensor, offsets_of, poisoned
+
+SLOTS, WIDTH = 7, 4
+LENGTHS = (70, 1, 2, 0, 130, 3)
+INDICES = (4, 1, 6, 0, 3, -1)
+INITIAL = (True, True, False, True, True, True)
+
+
+class Model:
+    """One layer's weights and inputs in bf16, its pools, and the definition in float64."""
+
+    def __init__(
+        self, backend: Backend, seed: int, lengths: Sequence[int], heads: int = 2, dim: int = 16
+    ) -> None:
+        rng = torch.Generator().manual_seed(seed)
+
+        def randn(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=rng)
+
+        device, tokens, channels = backend.device, sum(lengths), 3 * heads * dim
+        self.heads, self.dim, self.lengths = heads, dim, tuple(lengths)
+        self.weights = LayerWeights(
+            conv=0.5 * randn(channels, WIDTH).to(device),
+            a_log=randn(heads).to(device),
+            dt_bias=randn(heads * dim).to(device),
+            norm=randn(dim).bfloat16().to(device),
+            norm_eps=1e-5,
+            lower_bound=None,
+        )
+        # a row of the packed projection is wider than what the layer takes of it
+        wide = randn(tokens, channels + heads + 8).bfloat16().to(device)
+        self.qkv, self.beta = wide[:, :channels], wide[:, channels : channels + heads]
+        self.g = randn(tokens, heads, dim).bfloat16().to(device)
+        self.gate = randn(tokens, heads, dim).bfloat16().to(device)
+        # state-first and token-major: the layout of the engines, transposed to channels first
+        pages = poisoned(SLOTS, WIDTH - 1, channels + 8, dtype=torch.bfloat16, device=device)
+        pages[:, :, :channels] = randn(SLOTS, WIDTH - 1, channels).bfloat16().to(device)
+        self.conv_pool = pages[:, :, :channels].transpose(1, 2)
+        self.state_pool = randn(SLOTS, heads, dim, dim).to(device)
+        shape = KdaShape(heads, heads, dim, dim)
+        self.plan: KdaPlan = backend.plan(shape)
+        self.metadata: ChunkMetadata = build_metadata(
+            cu_tensor(lengths, device),
+            tokens,
+            cu_seqlens_cpu=cu_tensor(lengths, torch.device("cpu")),
+            chunk_table=backend.name != "torch",
+        )
+
+    def run(
+        self,
+        function: Callable[..., None],
+        indices: Sequence[int],
+        initial: Sequence[bool] | None,
+    ) -> torch.Tensor:
+        """The layer's output [T, H, D]; the pools change in place."""
+        device = self.qkv.device
+        out = poisoned(*self.g.shape, dtype=torch.bfloat16, device=device)
+        flags = None if initial is None else torch.tensor(initial, device=device)
+        slots = torch.tensor(indices, dtype=torch.int32, device=device)
+        extra = {} if function is layer.decode else {"workspace": None}
+        function(
+            self.weights,
+            self.plan,
+            self.qkv,
+            self.g,
+            self.beta,
+            self.gate,
+            out,
+            self.conv_pool,
+            self.state_pool,
+            slots,
+            flags,
+            metadata=self.metadata,
+            **extra,
+        )
+        return out
+
+    def expected(
+        self, indices: Sequence[int], initial: Sequence[bool]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output [T, H, D] and both pools after it, sequence by sequence in float64."""
+        conv_pool, states = self.conv_pool.double().cpu(), self.state_pool.double().cpu()
+        w = self.weights
+        outputs = []
+        for n, (begin, end) in enumerate(
+            zip(offsets_of(self.lengths), offsets_of(self.lengths)[1:], strict=False)
+        ):
+            reads = indices[n] >= 0 and initial[n]
+            before = conv_pool[indices[n]] if reads else torch.zeros_like(conv_pool[0])
+            line = torch.cat([before, self.qkv[begin:end].double().cpu().T], 1)
+            if begin == end:
+                continue
+            mixed = F.silu(
+                F.conv1d(line[None], w.conv.double().cpu()[:, None], groups=line.shape[0])[0]
+            ).T
+            q, k, v = mixed.reshape(end - begin, 3, self.heads, self.dim).unbind(1)
+            decay = reference.log_decay(
+                self.g[begin:end].double().cpu(),
+                w.a_log.double().cpu(),
+                w.dt_bias.double().cpu(),
+                w.lower_bound,
+            )
+            state = states[indices[n]] if reads else torch.zeros_like(states[0])
+            o, after = reference.recurrent_kda(
+                reference.l2norm(q),
+                reference.l2norm(k),
+                v,
+                decay,
+                self.beta[begin:end].double().cpu().sigmoid(),
+                scale=self.dim**-0.5,
+                state=state[None],
+                cu_seqlens=[0, end - begin],
+            )
+            o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + w.norm_eps)
+            o = o * w.norm.double().cpu() * self.gate[begin:end].double().cpu().sigmoid()
+            outputs.append(o)
+            if indices[n] >= 0:
+                conv_pool[indices[n]] = line[:, -(WIDTH - 1) :]
+                states[indices[n]] = after[0]
+        return torch.cat(outputs), conv_pool, states
+
+
+def check(
+    model: Model, function: Callable[..., None], indices: Sequence[int], initial: Sequence[bool]
+) -> None:
+    want, conv_pool, states = model.expected(indices, initial)
+    before = model.state_pool.clone()
+    out = model.run(function, indices, initial)
+    # The roundings of a bf16 layer: the convolution's output, the delta rule's, the norm's.
+    assert_close("output", out, want, 1.5e-2)
+    assert_close("states", model.state_pool, states, 1.5e-2)
+    # Tokens are copied: a bf16 value is the same in float64.
+    assert torch.equal(model.conv_pool.double().cpu(), conv_pool)
+    untouched = [slot for slot in range(SLOTS) if slot not in indices]
+    assert_same_bits("untouched states", model.state_pool[untouched], before[untouched])
+
+
+def test_prefill_is_the_definition_and_keeps_its_slots(backend: Backend, seed: int) -> None:
+    check(Model(backend, seed, LENGTHS), layer.prefill, INDICES, INITIAL)
+
+
+def test_decode_is_the_definition_and_skips_padding(backend: Backend, seed: int) -> None:
+    model = Model(backend, seed, (1, 1, 1, 0, 0))
+    # Padded rows have no token and all name the same slot.
+    check(model, layer.decode, (5, 2, 3, 0, 0), (True, False, True, True, True))
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 64, 66])
+def test_a_sequence_in_two_steps_is_the_sequence_in_one(
+    backend: Backend, seed: int, split: int
+) -> None:
+    whole = Model(backend, seed, (70,))
+    halves = Model(backend, seed, (70,))
+    out = whole.run(layer.prefill, (2,), (False,))
+    parts = []
+    for begin, end in ((0, split), (split, 70)):
+        part = Model(backend, seed, (end - begin,))
+        part.qkv, part.beta = halves.qkv[begin:end], halves.beta[begin:end]
+        part.g, part.gate = halves.g[begin:end], halves.gate[begin:end]
+        part.conv_pool, part.state_pool = halves.conv_pool, halves.state_pool
+        parts.append(part.run(layer.prefill, (2,), (begin > 0,)))
+    assert_close("output", torch.cat(parts), out, 6e-3)
+    assert_close("state", halves.state_pool[2], whole.state_pool[2], 6e-3)
+    assert_same_bits("conv state", halves.conv_pool[2], whole.conv_pool[2])
+
+
+def test_bounded_gate(backend: Backend, seed: int) -> None:
+    model = Model(backend, seed, (66, 5))
+    bounded = {**vars(model.weights), "lower_bound": -5.0}
+    model.weights = LayerWeights(**bounded)
+    shape = KdaShape(model.heads, model.heads, model.dim, model.dim, bounded_gate=True)
+    model.plan = backend.plan(shape)
+    check(model, layer.prefill, (4, 1), (True, False))
+
+
+def test_metadata_of_other_tokens_is_refused(backend: Backend, seed: int) -> None:
+    model = Model(backend, seed, (66, 5))
+    model.qkv = model.qkv[:-1]
+    with pytest.raises(ValueError, match="metadata is of 71 tokens, qkv has 70"):
+        model.run(layer.prefill, (4, 1), None)
