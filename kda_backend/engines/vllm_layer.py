@@ -1,0 +1,322 @@
+"""What vLLM's KDA layers have in common on this backend, whatever the release.
+
+A layer's tokens come decodes first. Decodes go through the decode kernel, also beside prefills,
+and prefills through the chunked one; both read and write the engine's pools in place. Slot 0 is
+vLLM's null block: padded rows name it, and have no tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+from backend_core.strict import fallback
+from backend_core.target import detect_target
+from kda_backend import layer
+from kda_backend.engines.vllm import flag_name, is_requested
+from kda_backend.layer import LayerWeights
+from kda_backend.metadata import ChunkMetadata, build_metadata
+from kda_backend.paths import KdaPlan, KdaShape, select, warm_up
+from kda_backend.workspace import Workspace
+
+logger = init_logger("vllm.kda_dsv4")
+
+_STEP = "_kda_dsv4_step"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The decodes or the prefills of one step; ``begin`` and ``end`` are token offsets."""
+
+    begin: int
+    end: int
+    metadata: ChunkMetadata
+    state_indices: torch.Tensor
+    has_initial_state: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's batch, derived from the engine's metadata once and shared by all layers."""
+
+    num_tokens: int
+    decode: Part | None
+    prefill: Part | None
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What the layers of one model share: its plan, and scratch memory where it may be shared."""
+
+    plan: KdaPlan
+    workspace: Workspace | None
+    max_sequences: int
+
+
+def runtime_of(
+    vllm_config: VllmConfig, shape: KdaShape, state_dtype: torch.dtype
+) -> Runtime | None:
+    """The runtime of a model's layers where the flag asks for it and a path serves them.
+
+    Says once what was chosen; what is refused goes to stock code and is said once, or raises in
+    strict mode.
+    """
+    if not is_requested(vllm_config):
+        return None
+    refusal = _refusal(vllm_config, state_dtype)
+    if refusal is None:
+        try:
+            return _runtime(
+                torch.device(vllm_config.device_config.device_type),
+                shape,
+                vllm_config.scheduler_config.max_num_seqs,
+                vllm_config.parallel_config.use_ubatching,
+            )
+        except (LookupError, ValueError) as error:
+            refusal = str(error)
+    fallback(f"--attention-backend {flag_name()}: {refusal}")
+    return None
+
+
+def _refusal(vllm_config: VllmConfig, state_dtype: torch.dtype) -> str | None:
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is on, which the KDA layers of this backend do not serve"
+    if state_dtype not in (torch.float32, torch.bfloat16):
+        return f"the KDA state must be float32 or bfloat16, got {state_dtype}"
+    return None
+
+
+@functools.cache
+def _runtime(
+    device: torch.device, shape: KdaShape, max_sequences: int, concurrent: bool
+) -> Runtime:
+    plan = select(detect_target(device), shape)
+    logger.info(
+        "kda-dsv4-backend serves the KDA layers on %s (%s): %d heads of %d a rank, %s gate",
+        plan.target.name,
+        plan.target.arch,
+        shape.num_value_heads,
+        shape.value_dim,
+        "bounded" if shape.bounded_gate else "unbounded",
+    )
+    for line in plan.explain():
+        logger.info("kda-dsv4-backend: %s", line)
+    # Two micro-batches run layers at the same time: each call then has memory of its own.
+    workspace = None if concurrent else Workspace(device)
+    return Runtime(plan, workspace, max_sequences)
+
+
+def attend(
+    runtime: Runtime,
+    weights: LayerWeights,
+    module: Any,
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """A layer between its projections.
+
+    Args:
+        module: the engine's layer: its prefix and its cache.
+        qkv: ``[T, 3 H D]``; g, gate: ``[T, H, D]``; beta: ``[T, H]``; all before activation. T may
+            be padded.
+        out: ``[T, H, D]``, written; zeros where T is padding.
+    """
+    metadata = get_forward_context().attn_metadata
+    metadata = metadata.get(module.prefix) if isinstance(metadata, dict) else None
+    if metadata is None:
+        _profile(runtime, weights, module, qkv, g, beta, gate, out)
+        return
+    step = getattr(metadata, _STEP, None)
+    if step is None:
+        step = _build_step(metadata, runtime.plan)
+        setattr(metadata, _STEP, step)
+    conv_pool, state_pool = module.kv_cache
+    if not is_conv_state_dim_first():
+        conv_pool = conv_pool.transpose(-1, -2)
+    for part, run in ((step.decode, _decode), (step.prefill, _prefill)):
+        if part is not None:
+            tokens = slice(part.begin, part.end)
+            run(
+                runtime,
+                weights,
+                (qkv[tokens], g[tokens], beta[tokens], gate[tokens], out[tokens]),
+                conv_pool,
+                state_pool,
+                part,
+            )
+    if step.num_tokens < out.shape[0]:
+        out[step.num_tokens :].zero_()
+
+
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _prefill(
+    runtime: Runtime,
+    weights: LayerWeights,
+    tokens: Tokens,
+    conv_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    part: Part,
+) -> None:
+    layer.prefill(
+        weights,
+        runtime.plan,
+        *tokens,
+        conv_pool,
+        state_pool,
+        part.state_indices,
+        part.has_initial_state,
+        part.metadata,
+        runtime.workspace,
+    )
+
+
+def _decode(
+    runtime: Runtime,
+    weights: LayerWeights,
+    tokens: Tokens,
+    conv_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    part: Part,
+) -> None:
+    layer.decode(
+        weights,
+        runtime.plan,
+        *tokens,
+        conv_pool,
+        state_pool,
+        part.state_indices,
+        part.has_initial_state,
+        part.metadata,
+    )
+
+
+def _build_step(m: Any, plan: KdaPlan) -> Step:
+    """From vLLM's ``GDNAttentionMetadata``; no device value is read."""
+    assert m.spec_sequence_masks is None  # refused when the model was loaded
+    decode = prefill = None
+    tables = plan.target.vendor != "cpu"
+    begin = m.num_decode_tokens
+    if begin:
+        initial = m.has_initial_state
+        decode = Part(
+            0,
+            begin,
+            build_metadata(m.non_spec_query_start_loc[: begin + 1], begin, chunk_table=tables),
+            m.non_spec_state_indices_tensor[:begin].contiguous(),
+            None if initial is None else initial[:begin],
+        )
+    if m.num_prefills:
+        prefill = Part(
+            begin,
+            begin + m.num_prefill_tokens,
+            build_metadata(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
+            m.prefill_state_indices.contiguous(),
+            m.prefill_has_initial_state,
+        )
+    return Step(begin + (m.num_prefill_tokens if m.num_prefills else 0), decode, prefill)
+
+
+_warm: set[Runtime] = set()
+
+
+def _profile(
+    runtime: Runtime,
+    weights: LayerWeights,
+    module: Any,
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """The profile run at model load, which has no cache yet: compile and load every kernel that the
+    plan can choose, and take the memory of the largest step, so that the engine counts it."""
+    out.zero_()
+    if runtime in _warm:
+        return
+    _warm.add(runtime)
+    conv_pool, state_pool = _scratch_pools(module, qkv.device)
+    tables = runtime.plan.target.vendor != "cpu"
+
+    def tokens(begin: int, end: int) -> Tokens:
+        part = slice(begin, end)
+        return qkv[part], g[part], beta[part], gate[part], torch.empty_like(out[part])
+
+    def part(lengths: list[int]) -> Part:
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        cu_seqlens = bounds.to(qkv.device)
+        total = sum(lengths)
+        n = len(lengths)
+        return Part(
+            0,
+            total,
+            build_metadata(cu_seqlens, total, chunk_table=tables),
+            torch.full((n,), -1, dtype=torch.int32, device=qkv.device),
+            torch.zeros(n, dtype=torch.bool, device=qkv.device),
+        )
+
+    def run(runtime: Runtime) -> None:
+        # rows of odd widths are aligned at some tokens only, and a count of 1 or of a multiple of
+        # 16 is compiled apart
+        for begin in range(min(2, qkv.shape[0])):
+            for count in (1, 2, 16):
+                if begin + count > qkv.shape[0]:
+                    continue
+                step = part([1] * count)
+                args = (runtime, weights, tokens(begin, begin + count), conv_pool, state_pool)
+                _decode(*args, step)
+                _decode(*args, _without_initial(step))
+                _prefill(*args, step)
+
+    def each(plan: KdaPlan) -> None:
+        run(Runtime(plan, runtime.workspace, runtime.max_sequences))
+
+    warm_up(runtime.plan, each, lambda plan: None)
+    total = qkv.shape[0]
+    rows = max(1, min(runtime.max_sequences, total))
+    largest = part([total - rows + 1] + [1] * (rows - 1))
+    _prefill(runtime, weights, tokens(0, total), conv_pool, state_pool, largest)
+    logger.info(
+        "kda-dsv4-backend: kernels are loaded; scratch memory of %d tokens is %.0f MiB",
+        total,
+        0 if runtime.workspace is None else runtime.workspace.nbytes / 2**20,
+    )
+
+
+def _without_initial(part: Part) -> Part:
+    return Part(part.begin, part.end, part.metadata, part.state_indices, None)
+
+
+def _scratch_pools(module: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pools of one slot, laid out in pages as the engine lays out its own."""
+    shapes, dtypes = module.get_state_shape(), module.get_state_dtype()
+    sizes = [
+        torch.Size(shape).numel() * dtype.itemsize
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    page = max(sum(sizes), module.cache_config.mamba_page_size_padded or 0)
+    memory = torch.zeros(2 * page, dtype=torch.uint8, device=device)
+    pools, offset = [], 0
+    for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
+        strides = torch.empty(shape, device="meta").stride()
+        item = dtype.itemsize
+        pools.append(
+            memory.view(dtype).as_strided((2, *shape), (page // item, *strides), offset // item)
+        )
+        offset += size
+    conv_pool, state_pool = pools
+    if not is_conv_state_dim_first():
+        conv_pool = conv_pool.transpose(-1, -2)
+    return conv_pool, state_pool

@@ -1,0 +1,17 @@
+"""Entry points: the functions that engines call when they start."""
+
+from __future__ import annotations
+
+
+def register_vllm() -> None:
+    """Entry point ``vllm.general_plugins``."""
+    from kda_backend.engines import vllm
+
+    vllm.register()
+
+
+def register_sglang() -> None:
+    """Entry point ``sglang.srt.plugins``."""
+    from kda_backend.engines import sglang
+
+    sglang.register()

@@ -1,0 +1,132 @@
+"""Virtual environments that hold a real engine, and the engine tests run in them.
+
+    python tests/engines/envs.py                    # make what is missing, run every engine's tests
+    python tests/engines/envs.py vllm==0.26.0 ...   # these alone
+
+``envs.toml`` says what goes into each. An environment lies under ``$XDG_CACHE_HOME/kda-dsv4/engines``
+(by default ``~/.cache``), named after its engine and a hash of its contents, and is kept. torch,
+triton, transformers and pytest are those of the interpreter that runs this file, found through a
+``.pth`` file: no second torch is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILED = (".so", ".a", ".cubin", ".hpp", ".cuh")
+
+
+def main(names: list[str]) -> int:
+    recipes = tomllib.loads((Path(__file__).parent / "envs.toml").read_text())
+    if unknown := [name for name in names if name not in recipes]:
+        print(f"no such engine: {', '.join(unknown)}; there are {', '.join(recipes)}")
+        return 2
+    failed = []
+    for name in names or list(recipes):
+        try:
+            python = environment(name, recipes[name])
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: {Path(error.cmd[0]).name} {' '.join(map(str, error.cmd[1:4]))} failed")
+            print(f"{name}: its wheels could not be installed: is a package index within reach?")
+            failed.append(name)
+            continue
+        print(f"== {name}", flush=True)
+        if run_tests(python, recipes[name]):
+            failed.append(name)
+    if failed:
+        print(f"engine tests failed for {', '.join(failed)}")
+    return len(failed)
+
+
+def environment(name: str, recipe: dict[str, Any]) -> Path:
+    """The interpreter of an engine's environment, made where there is none with these contents.
+
+    Raises:
+        subprocess.CalledProcessError: a package cannot be had.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    contents = json.dumps([recipe, sys.version, sys.prefix], sort_keys=True)
+    key = hashlib.sha256(contents.encode()).hexdigest()[:12]
+    place = cache / "kda-dsv4" / "engines" / f"{name.replace('==', '-')}-{key}"
+    python = place / "bin" / "python"
+    if not (place / "complete").exists():
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+        _install(python, recipe["packages"].split())
+        for wheel in recipe["wheels"]:
+            _unpack(wheel, _site_packages(place))
+        (place / "complete").touch()
+    _link(place, recipe.get("entry_points", {}))
+    return python
+
+
+def run_tests(python: Path, recipe: dict[str, Any]) -> int:
+    """pytest in an engine's environment: 0 where all passed."""
+    variables = {
+        "CUDA_VISIBLE_DEVICES": "",  # explicitly none: engines then keep the real triton
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+        "HF_HUB_OFFLINE": "1",
+        **recipe.get("environment", {}),
+    }
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", recipe["tests"]]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}).returncode
+
+
+def _install(python: Path, packages: list[str]) -> None:
+    options = ["-q", "--no-deps", "--disable-pip-version-check", "--only-binary=:all:"]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", *options, *packages]
+    subprocess.run(pip, check=True)
+
+
+def _unpack(wheel: str, site_packages: Path) -> None:
+    """The Python part of a wheel, which pip fetches or has in its cache."""
+    with tempfile.TemporaryDirectory() as directory:
+        options = ["-q", "--no-deps", "--disable-pip-version-check", "--only-binary=:all:"]
+        pip = [sys.executable, "-m", "pip", "download", *options, "-d", directory, wheel]
+        subprocess.run(pip, check=True)
+        for file in Path(directory).glob("*.whl"):
+            with zipfile.ZipFile(file) as archive:
+                members = [m for m in archive.namelist() if not m.endswith(COMPILED)]
+                archive.extractall(site_packages, members)
+
+
+def _link(place: Path, test_entries: dict[str, dict[str, str]]) -> None:
+    """This tree, its entry points and the development environment, behind the engine's packages.
+
+    Entry points are read from the metadata of a distribution: one is written here, as installing
+    this package would, so that it is that of the tree as it is now.
+    """
+    site_packages = _site_packages(place)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [str(ROOT), sysconfig.get_paths()["purelib"]]
+    (site_packages / "zz_development.pth").write_text("\n".join(lines) + "\n")
+    info = site_packages / f"{project['name'].replace('-', '_')}-0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+    groups = []
+    for group, entries in (project.get("entry-points", {}) | test_entries).items():
+        groups += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items()), ""]
+    (info / "entry_points.txt").write_text("\n".join(groups))
+
+
+def _site_packages(place: Path) -> Path:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return place / "lib" / version / "site-packages"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
