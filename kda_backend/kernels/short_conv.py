@@ -1,6 +1,11 @@
-"""The short convolution of KDA's q, k and v as device functions: four taps a channel, then SiLU.
+"""Short convolution of a prefill: SiLU of a causal depthwise convolution, its state kept in a pool.
 
-The window holds the last three inputs of a channel, oldest first, before the convolution.
+    y_t[c] = silu(sum_j weight[c, j] x_{t - (WIDTH - 1) + j}[c])
+
+Tokens before a sequence come from its slot, which afterwards holds the last WIDTH - 1 tokens,
+oldest first. The program of a sequence's first chunk alone touches the slot, so nothing races.
+
+Grid: (cdiv(C, BLOCK_C) * capacity of the chunk table,).
 """
 
 import triton
@@ -9,41 +14,83 @@ import triton.language as tl
 from kda_backend.kernels.elementwise import sigmoid
 
 
-@triton.jit
-def load_taps(weight_ptr, bias_ptr, o_c, m_c):
-    """Taps and bias of channels o_c; weight is [C, 4], the last tap meets the newest input."""
-    b_w0 = tl.load(weight_ptr + o_c * 4, mask=m_c, other=0.0).to(tl.float32)
-    b_w1 = tl.load(weight_ptr + o_c * 4 + 1, mask=m_c, other=0.0).to(tl.float32)
-    b_w2 = tl.load(weight_ptr + o_c * 4 + 2, mask=m_c, other=0.0).to(tl.float32)
-    b_w3 = tl.load(weight_ptr + o_c * 4 + 3, mask=m_c, other=0.0).to(tl.float32)
-    b_bias = tl.zeros_like(b_w0)
-    if bias_ptr is not None:
-        b_bias += tl.load(bias_ptr + o_c, mask=m_c, other=0.0).to(tl.float32)
-    return b_w0, b_w1, b_w2, b_w3, b_bias
+@triton.jit(do_not_specialize=["num_sequences"])
+def short_conv_kernel(
+    x_ptr,  # [T, C]
+    weight_ptr,  # [C, WIDTH] contiguous
+    o_ptr,  # [T, C]
+    state_ptr,  # [slots, C, WIDTH - 1] by strides
+    state_indices_ptr,  # [N] int32, -1: no state
+    has_initial_state_ptr,  # [N] bool, or None
+    cu_seqlens_ptr,  # [N + 1]
+    chunk_start_ptr,  # [capacity] int32
+    chunk_len_ptr,  # [capacity] int32
+    chunk_offsets_ptr,  # [N + 1] int32
+    num_sequences,
+    C,
+    stride_x_t,
+    stride_o_t,
+    stride_state_n,
+    stride_state_c,
+    stride_state_w,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):
+    num_blocks = tl.cdiv(C, BLOCK_C)
+    i_chunk = tl.program_id(0) // num_blocks
+    i_block = tl.program_id(0) % num_blocks
+    chunk_len = tl.load(chunk_len_ptr + i_chunk)
+    if chunk_len == 0:
+        return
+    # the sequence of a chunk is the last one whose first chunk is not behind it
+    i_n = -1
+    for n0 in range(0, num_sequences, BLOCK_N):
+        o_n = n0 + tl.arange(0, BLOCK_N)
+        b_first = tl.load(chunk_offsets_ptr + o_n, mask=o_n < num_sequences, other=2147483647)
+        i_n += tl.sum((b_first <= i_chunk).to(tl.int32), 0)
+    start = tl.load(chunk_start_ptr + i_chunk).to(tl.int64)
+    bos = tl.load(cu_seqlens_ptr + i_n).to(tl.int64)
+    eos = tl.load(cu_seqlens_ptr + i_n + 1).to(tl.int64)
+    slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
+    is_first = start == bos
+    reads = is_first & (slot >= 0)
+    if has_initial_state_ptr is not None:
+        reads &= tl.load(has_initial_state_ptr + i_n).to(tl.int1)
 
+    o_c = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    o_t = start + tl.arange(0, CHUNK)
+    m_t = tl.arange(0, CHUNK) < chunk_len
+    state_ptr += slot * stride_state_n + o_c * stride_state_c
+    b_o = tl.zeros([CHUNK, BLOCK_C], tl.float32)
+    for j in tl.static_range(WIDTH):
+        b_w = tl.load(weight_ptr + o_c * WIDTH + j, mask=m_c, other=0.0).to(tl.float32)
+        o_s = o_t - (WIDTH - 1) + j
+        m_x = (m_t & (o_s >= bos))[:, None] & m_c[None, :]
+        b_x = tl.load(x_ptr + o_s[:, None] * stride_x_t + o_c[None, :], mask=m_x, other=0.0)
+        b_x = b_x.to(tl.float32)
+        if is_first:
+            o_w = WIDTH - 1 + o_s - bos
+            m_s = (m_t & (o_s < bos) & reads)[:, None] & m_c[None, :]
+            b_s = tl.load(state_ptr[None, :] + o_w[:, None] * stride_state_w, mask=m_s, other=0.0)
+            b_x += b_s.to(tl.float32)
+        b_o += b_x * b_w[None, :]
+    b_o *= sigmoid(b_o, FAST_MATH)
+    o_ptrs = o_ptr + o_t[:, None] * stride_o_t + o_c[None, :]
+    tl.store(o_ptrs, b_o.to(o_ptr.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
 
-@triton.jit
-def load_window(window_ptr, o_c, m_c, stride_c, stride_w):
-    """The three inputs before this token, in the pool's dtype."""
-    p_x = window_ptr + o_c * stride_c
-    b_x0 = tl.load(p_x, mask=m_c, other=0.0)
-    b_x1 = tl.load(p_x + stride_w, mask=m_c, other=0.0)
-    b_x2 = tl.load(p_x + 2 * stride_w, mask=m_c, other=0.0)
-    return b_x0, b_x1, b_x2
-
-
-@triton.jit
-def store_window(window_ptr, o_c, m_c, stride_c, stride_w, b_x0, b_x1, b_x2):
-    p_x = window_ptr + o_c * stride_c
-    element = window_ptr.dtype.element_ty
-    tl.store(p_x, b_x0.to(element), mask=m_c)
-    tl.store(p_x + stride_w, b_x1.to(element), mask=m_c)
-    tl.store(p_x + 2 * stride_w, b_x2.to(element), mask=m_c)
-
-
-@triton.jit
-def conv_silu(taps, window, b_x, FAST_MATH: tl.constexpr):
-    """silu(w0 x[t-3] + w1 x[t-2] + w2 x[t-1] + w3 x[t] + bias) in fp32."""
-    b_y = taps[4] + taps[0] * window[0].to(tl.float32) + taps[1] * window[1].to(tl.float32)
-    b_y += taps[2] * window[2].to(tl.float32) + taps[3] * b_x.to(tl.float32)
-    return b_y * sigmoid(b_y, FAST_MATH)
+    if is_first & (slot >= 0):
+        # A later j reads slot entries behind those already written, but other threads may still be
+        # reading for the convolution above what the first store overwrites.
+        tl.debug_barrier()
+        for j in tl.static_range(WIDTH - 1):
+            o_s = eos - (WIDTH - 1) + j
+            b_x = tl.load(x_ptr + o_s * stride_x_t + o_c, mask=m_c & (o_s >= bos), other=0.0)
+            m_s = m_c & (o_s < bos) & reads
+            o_w = WIDTH - 1 + o_s - bos
+            b_s = tl.load(state_ptr + o_w * stride_state_w, mask=m_s, other=0.0)
+            b_s = b_s.to(tl.float32) + b_x.to(tl.float32)
+            tl.store(state_ptr + j * stride_state_w, b_s.to(state_ptr.dtype.element_ty), mask=m_c)
