@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kda_backend import torch_path
+from kda_backend import torch_path, torch_step
 from kda_backend.validation import KdaInputs, StateInputs
+from kda_backend.validation_step import ConvInputs, DraftInputs, NormInputs, StepInputs
 
 if TYPE_CHECKING:
     from backend_core.launch import KernelLaunch
@@ -112,4 +113,190 @@ def _recurrent_kernel(
     return launch, triton.cdiv(value_dim, block_v)
 
 
+def fused_step(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
+    """One launch for one token of each row; a program has a head's state, or ``step_block_v`` rows
+    of it where neither convolution nor norm concerns the head as a whole."""
+    conv, norm = x.conv, x.norm
+    kernel, value_blocks = _step_kernel(
+        path, x.q.is_cuda, *_dimensions(x), x.gate, x.beta_kind, x.l2norm, not (conv or norm)
+    )
+    rows, value_heads = x.v.shape[:2]
+    kernel(
+        (value_blocks * value_heads * rows, 1, 1),
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
+        x.a_log,
+        x.dt_bias,
+        x.pool,
+        x.indices,
+        *_conv_pointers(conv),
+        *_norm_pointers(norm),
+        out,
+        x.null_slot,
+        x.lower_bound,
+        x.scale,
+        norm.eps if norm else 0.0,
+        x.q.stride(0),
+        x.k.stride(0),
+        x.v.stride(0),
+        x.g.stride(0),
+        x.beta.stride(0),
+        x.pool.stride(0),
+        *(conv.state.stride() if conv else (0, 0, 0)),
+        norm.gate.stride(0) if norm else 0,
+        out.stride(0),
+        value_heads,
+    )
+
+
+def fused_verification(
+    path: KernelPath, x: StepInputs, draft: DraftInputs, out: torch.Tensor
+) -> None:
+    """One launch for a draft of each sequence; a program has the state of a head."""
+    conv, norm, windows = x.conv, x.norm, draft.windows
+    kernel = _verify_kernel(path, x.q.is_cuda, *_dimensions(x), x.gate, x.beta_kind, x.l2norm)
+    tokens, value_heads = x.v.shape[:2]
+    in_pool = draft.write is x.pool
+    stride_write_n, stride_write_t = draft.write.stride()[:2]
+    kernel(
+        (value_heads * draft.num_sequences, 1, 1),
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
+        x.a_log,
+        x.dt_bias,
+        x.pool,
+        x.indices,
+        draft.num_accepted,
+        draft.write,
+        draft.write_indices,
+        *_conv_pointers(conv),
+        windows,
+        *_norm_pointers(norm),
+        out,
+        draft.cu_seqlens,
+        tokens // max(draft.num_sequences, 1),
+        draft.max_tokens,
+        x.null_slot,
+        x.null_slot if in_pool else -1,
+        x.lower_bound,
+        x.scale,
+        norm.eps if norm else 0.0,
+        x.q.stride(0),
+        x.k.stride(0),
+        x.v.stride(0),
+        x.g.stride(0),
+        x.beta.stride(0),
+        x.indices.stride(0),
+        x.pool.stride(0),
+        draft.write_indices.stride(0),
+        1 if in_pool else 0,
+        stride_write_n,
+        0 if in_pool else stride_write_t,
+        *(conv.state.stride() if conv else (0, 0, 0)),
+        *(windows.stride() if windows is not None else (0, 0, 0, 0)),
+        norm.gate.stride(0) if norm else 0,
+        out.stride(0),
+        value_heads,
+    )
+
+
+def _conv_pointers(conv: ConvInputs | None) -> tuple[torch.Tensor | None, ...]:
+    return (conv.state, conv.weight, conv.bias) if conv else (None, None, None)
+
+
+def _norm_pointers(norm: NormInputs | None) -> tuple[torch.Tensor | None, ...]:
+    return (norm.weight, norm.gate) if norm else (None, None)
+
+
+def _dimensions(x: StepInputs) -> tuple[int, int, int]:
+    """Value heads a key head, K and V."""
+    return x.v.shape[1] // x.q.shape[1], x.q.shape[2], x.v.shape[2]
+
+
+@functools.cache
+def _step_kernel(
+    path: KernelPath,
+    is_gpu: bool,
+    heads_per_key: int,
+    key_dim: int,
+    value_dim: int,
+    gate: int,
+    beta: int,
+    l2norm: bool,
+    split: bool,
+) -> tuple[KernelLaunch, int]:
+    """The kernel of one model on one path, and its programs a head."""
+    import triton
+
+    from backend_core.launch import KernelLaunch
+    from kda_backend.kernels.decode_step import decode_step_kernel
+
+    constexprs = _step_constexprs(
+        path, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
+    )
+    warps = path.params["step_num_warps"]
+    if split:
+        constexprs["BLOCK_V"] = min(int(path.params["step_block_v"]), constexprs["BLOCK_V"])
+        warps = path.params["step_split_num_warps"]
+    constexprs["EVICTION"] = str(path.params["step_eviction"])
+    launch = KernelLaunch(decode_step_kernel, constexprs, {"num_warps": warps})
+    return launch, triton.cdiv(value_dim, constexprs["BLOCK_V"])
+
+
+@functools.cache
+def _verify_kernel(
+    path: KernelPath,
+    is_gpu: bool,
+    heads_per_key: int,
+    key_dim: int,
+    value_dim: int,
+    gate: int,
+    beta: int,
+    l2norm: bool,
+) -> KernelLaunch:
+    from backend_core.launch import KernelLaunch
+    from kda_backend.kernels.verify_step import verify_step_kernel
+
+    constexprs = _step_constexprs(
+        path, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
+    )
+    options = {"num_warps": path.params["verify_num_warps"]}
+    return KernelLaunch(verify_step_kernel, constexprs, options)
+
+
+def _step_constexprs(
+    path: KernelPath,
+    is_gpu: bool,
+    heads_per_key: int,
+    key_dim: int,
+    value_dim: int,
+    gate: int,
+    beta: int,
+    l2norm: bool,
+) -> dict[str, Any]:
+    import triton
+
+    block_k = triton.next_power_of_2(key_dim)
+    return {
+        "HEADS_PER_KEY": heads_per_key,
+        "K": key_dim,
+        "V": value_dim,
+        "BLOCK_K": block_k,
+        "K_INNER": min(int(path.params["step_k_inner"]), block_k),
+        "BLOCK_V": triton.next_power_of_2(value_dim),
+        "GATE": gate,
+        "BETA": beta,
+        "L2NORM": l2norm,
+        "FAST_MATH": bool(path.params["fast_math"]) and is_gpu,
+    }
+
+
 PIPELINES = {"recurrent": recurrent, "reference": torch_path.decode}
+STEPS = {"recurrent": fused_step, "reference": torch_step.step}
+VERIFICATIONS = {"recurrent": fused_verification, "reference": torch_step.verification}

@@ -11,7 +11,7 @@ from backend_core.contracts import expect_device, expect_dtype, expect_shape, ex
 MAX_HEAD_DIM = 256
 GATE_LOG, GATE_SOFTPLUS, GATE_BOUNDED = 0, 1, 2
 BETA_GIVEN, BETA_SIGMOID, BETA_TWICE_SIGMOID = 0, 1, 2
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,15 @@ def check_inputs(
         raise ValueError(f"v must have shape [{batch}, {length}, HV, V], got {list(v.shape)}")
     value_heads, value_dim = v.shape[2:]
     device = q.device
-    expect_dtype("q", q, *_FLOATS)
+    expect_dtype("q", q, *FLOATS)
     expect_shape("k", k, (batch, length, heads, key_dim))
     expect_shape("v", v, (batch, length, value_heads, value_dim))
     expect_shape("g", g, (batch, length, value_heads, key_dim))
     expect_shape("beta", beta, (batch, length, value_heads))
     expect_dtype("k", k, q.dtype)
     expect_dtype("v", v, q.dtype)
-    expect_dtype("g", g, *_FLOATS)
-    expect_dtype("beta", beta, *_FLOATS)
+    expect_dtype("g", g, *FLOATS)
+    expect_dtype("beta", beta, *FLOATS)
     if heads == 0 or value_heads == 0 or value_heads % heads:
         raise ValueError(
             f"v must have a multiple of q's {heads} heads (grouped values), got {value_heads}"
@@ -129,8 +129,8 @@ def check_inputs(
         gate = GATE_BOUNDED
         if not -5.0 <= lower_bound < 0.0:
             raise ValueError(f"lower_bound must be in [-5, 0), got {lower_bound}")
-    _check_gate_parameter("A_log", a_log, value_heads, device)
-    _check_gate_parameter("dt_bias", dt_bias, value_heads * key_dim, device)
+    check_gate_parameter("A_log", a_log, value_heads, device)
+    check_gate_parameter("dt_bias", dt_bias, value_heads * key_dim, device)
     if allow_neg_eigval and not use_beta_sigmoid:
         raise ValueError("allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True")
     beta_kind = BETA_GIVEN
@@ -264,7 +264,7 @@ def check_snapshots(
             raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
-def _check_gate_parameter(
+def check_gate_parameter(
     name: str, parameter: torch.Tensor | None, size: int, device: torch.device
 ) -> None:
     """Engines pass A_log as [HV] or [1, 1, HV, 1] and dt_bias as [HV * K] or [HV, K]."""
@@ -272,7 +272,7 @@ def _check_gate_parameter(
         return
     if parameter.numel() != size:
         raise ValueError(f"{name} must have {size} elements, got {list(parameter.shape)}")
-    expect_dtype(name, parameter, *_FLOATS)
+    expect_dtype(name, parameter, *FLOATS)
     expect_device(name, parameter, device)
     if not parameter.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {list(parameter.stride())}")

@@ -1,0 +1,208 @@
+"""Tokens of a draft, one behind the other, with the state after each of them kept.
+
+The recurrence is that of ``decode_step``; nothing committed is lost before the engine has accepted
+a prefix of the draft. Where a state goes is said by an index: token t of sequence n writes row
+``write_indices[n, t]`` of ``write_ptr`` (the pool with a slot for each token, as vLLM lays drafts
+out), or row ``write_indices[n]``, step t, of a buffer of its own (sglang).
+
+The convolution's window is read from column ``num_accepted - 1`` on. With ``windows_ptr`` the
+window after each token is stored there; without, the pool's columns become the two inputs before
+the draft, then the draft.
+
+Grid: (HV * N,).
+"""
+
+import triton
+import triton.language as tl
+
+from kda_backend.kernels.decode_step import delta_step, gated_norm
+from kda_backend.kernels.elementwise import ex2, log2_decay, step_size
+from kda_backend.kernels.step_conv import conv_silu, load_taps, load_window, store_window
+
+
+@triton.jit(do_not_specialize=["null_slot", "null_write", "tokens_per_sequence", "max_tokens"])
+def verify_step_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,  # [tokens, H, K]
+    v_ptr,  # [tokens, HV, V]
+    g_ptr,  # [tokens, HV, K]
+    beta_ptr,  # [tokens, HV]
+    a_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV, K] or None
+    state_ptr,  # [slots, HV, V, K]
+    state_indices_ptr,  # [N] or [N, max_tokens] int32
+    num_accepted_ptr,  # [N] int32 or None
+    write_ptr,  # [rows, HV, V, K] or [rows, max_tokens, HV, V, K]
+    write_indices_ptr,  # [N, max_tokens] or [N] int32
+    conv_state_ptr,  # [slots, C, W] by strides, or None
+    conv_weight_ptr,  # [C, 4]
+    conv_bias_ptr,  # [C] or None
+    windows_ptr,  # [rows, max_tokens, C, 3] by strides, or None
+    norm_weight_ptr,  # [V] or None
+    norm_gate_ptr,  # [tokens, HV, V]
+    out_ptr,  # [tokens, HV, V]
+    cu_seqlens_ptr,  # [N + 1] or None
+    tokens_per_sequence,
+    max_tokens,
+    null_slot,
+    null_write,
+    lower_bound,
+    scale,
+    eps,
+    stride_q_t,
+    stride_k_t,
+    stride_v_t,
+    stride_g_t,
+    stride_beta_t,
+    stride_indices_n,
+    stride_state_n,
+    stride_write_indices_n,
+    stride_write_indices_t,
+    stride_write_n,
+    stride_write_t,
+    stride_conv_n,
+    stride_conv_c,
+    stride_conv_w,
+    stride_windows_n,
+    stride_windows_t,
+    stride_windows_c,
+    stride_windows_w,
+    stride_gate_t,
+    stride_out_t,
+    HV,
+    HEADS_PER_KEY: tl.constexpr,  # HV / H
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_INNER: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):
+    KB: tl.constexpr = BLOCK_K // K_INNER
+    i_hv = tl.program_id(0) % HV
+    i_n = (tl.program_id(0) // HV).to(tl.int64)
+    i_h = i_hv // HEADS_PER_KEY
+    if cu_seqlens_ptr is not None:
+        bos = tl.load(cu_seqlens_ptr + i_n).to(tl.int64)
+        num_tokens = (tl.load(cu_seqlens_ptr + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+        num_tokens = tl.minimum(num_tokens, max_tokens)
+    else:
+        bos = i_n * tokens_per_sequence
+        num_tokens = tokens_per_sequence
+    accepted = 0
+    if num_accepted_ptr is not None:
+        accepted = tl.load(num_accepted_ptr + i_n).to(tl.int32) - 1
+        accepted = tl.maximum(tl.minimum(accepted, max_tokens - 1), 0)
+    state_indices_ptr += i_n * stride_indices_n
+    slot = tl.load(state_indices_ptr + accepted).to(tl.int64)
+    conv_slot = tl.load(state_indices_ptr).to(tl.int64)
+
+    o_k = tl.arange(0, BLOCK_K)
+    o_v = tl.arange(0, BLOCK_V)
+    m_k = o_k < K
+    m_v = o_v < V
+    p_out = out_ptr + bos * stride_out_t + i_hv * V + o_v
+    is_padding = (slot < 0) | (slot == null_slot) | (conv_slot < 0) | (conv_slot == null_slot)
+    if is_padding:
+        for _ in range(num_tokens):
+            tl.store(p_out, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=m_v)
+            p_out += stride_out_t
+        return
+
+    o_state_k = tl.arange(0, KB)[None, :, None] * K_INNER + tl.arange(0, K_INNER)[None, None, :]
+    m_state = (o_state_k < K) & m_v[:, None, None]
+    o_state = i_hv * (V * K) + o_v[:, None, None] * K + o_state_k
+    p_state = state_ptr + slot * stride_state_n + o_state
+    b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+    rate = 1.0
+    if a_log_ptr is not None:
+        rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
+    b_bias = tl.zeros([BLOCK_K], tl.float32)
+    if dt_bias_ptr is not None:
+        b_bias += tl.load(dt_bias_ptr + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    if norm_weight_ptr is not None:
+        b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
+    c_q = i_hv * K + o_k
+    c_k = HV * K + c_q
+    c_v = 2 * HV * K + i_hv * V + o_v
+    if conv_state_ptr is not None:
+        conv_state_ptr += conv_slot * stride_conv_n
+        p_conv = conv_state_ptr + accepted * stride_conv_w
+        q0, q1, q2 = load_window(p_conv, c_q, m_k, stride_conv_c, stride_conv_w)
+        k0, k1, k2 = load_window(p_conv, c_k, m_k, stride_conv_c, stride_conv_w)
+        v0, v1, v2 = load_window(p_conv, c_v, m_v, stride_conv_c, stride_conv_w)
+        t_q = load_taps(conv_weight_ptr, conv_bias_ptr, c_q, m_k)
+        t_k = load_taps(conv_weight_ptr, conv_bias_ptr, c_k, m_k)
+        t_v = load_taps(conv_weight_ptr, conv_bias_ptr, c_v, m_v)
+        if windows_ptr is None:
+            tl.debug_barrier()  # every thread has read the window
+            tl.store(conv_state_ptr + c_q * stride_conv_c, q1, mask=m_k)
+            tl.store(conv_state_ptr + c_k * stride_conv_c, k1, mask=m_k)
+            tl.store(conv_state_ptr + c_v * stride_conv_c, v1, mask=m_v)
+            conv_state_ptr += stride_conv_w
+            tl.store(conv_state_ptr + c_q * stride_conv_c, q2, mask=m_k)
+            tl.store(conv_state_ptr + c_k * stride_conv_c, k2, mask=m_k)
+            tl.store(conv_state_ptr + c_v * stride_conv_c, v2, mask=m_v)
+
+    p_q = q_ptr + bos * stride_q_t + i_h * K + o_k
+    p_k = k_ptr + bos * stride_k_t + i_h * K + o_k
+    p_v = v_ptr + bos * stride_v_t + i_hv * V + o_v
+    p_g = g_ptr + bos * stride_g_t + i_hv * K + o_k
+    p_beta = beta_ptr + bos * stride_beta_t + i_hv
+    write_indices_ptr += i_n * stride_write_indices_n
+    for i_t in range(num_tokens):
+        row = tl.load(write_indices_ptr + i_t * stride_write_indices_t).to(tl.int64)
+        writes = (row >= 0) & (row != null_write)
+        b_q = tl.load(p_q, mask=m_k, other=0.0)
+        b_k = tl.load(p_k, mask=m_k, other=0.0)
+        b_v = tl.load(p_v, mask=m_v, other=0.0)
+        b_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
+        beta = step_size(tl.load(p_beta), BETA, FAST_MATH)
+        if conv_state_ptr is not None:
+            element = conv_state_ptr.dtype.element_ty
+            x_q, x_k, x_v = b_q.to(element), b_k.to(element), b_v.to(element)
+            b_q = conv_silu(t_q, (q0, q1, q2), b_q, FAST_MATH)
+            b_k = conv_silu(t_k, (k0, k1, k2), b_k, FAST_MATH)
+            b_v = conv_silu(t_v, (v0, v1, v2), b_v, FAST_MATH)
+            q0, q1, q2 = q1, q2, x_q
+            k0, k1, k2 = k1, k2, x_k
+            v0, v1, v2 = v1, v2, x_v
+            if windows_ptr is None:
+                conv_state_ptr += stride_conv_w
+                tl.store(conv_state_ptr + c_q * stride_conv_c, x_q, mask=m_k)
+                tl.store(conv_state_ptr + c_k * stride_conv_c, x_k, mask=m_k)
+                tl.store(conv_state_ptr + c_v * stride_conv_c, x_v, mask=m_v)
+            else:
+                p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
+                s_c, s_w = stride_windows_c, stride_windows_w
+                store_window(p_w, c_q, m_k & writes, s_c, s_w, q0, q1, q2)
+                store_window(p_w, c_k, m_k & writes, s_c, s_w, k0, k1, k2)
+                store_window(p_w, c_v, m_v & writes, s_c, s_w, v0, v1, v2)
+        b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
+        b_state, b_o = delta_step(
+            b_state,
+            b_q.to(tl.float32),
+            b_k.to(tl.float32),
+            b_v.to(tl.float32),
+            b_decay,
+            beta,
+            L2NORM,
+            K_INNER,
+        )
+        p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
+        tl.store(p_write, b_state.to(write_ptr.dtype.element_ty), mask=m_state & writes)
+        b_o *= scale
+        if norm_weight_ptr is not None:
+            p_gate = norm_gate_ptr + (bos + i_t) * stride_gate_t + i_hv * V + o_v
+            b_gate = tl.load(p_gate, mask=m_v, other=0.0).to(tl.float32)
+            b_o = gated_norm(b_o, b_weight, b_gate, eps, V, FAST_MATH)
+        tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_v)
+        p_q += stride_q_t
+        p_k += stride_k_t
+        p_v += stride_v_t
+        p_g += stride_g_t
+        p_beta += stride_beta_t
+        p_out += stride_out_t

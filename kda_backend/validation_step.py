@@ -1,0 +1,375 @@
+"""The contract of the fused decode step and its verification, stated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from kda_backend.validation import (
+    BETA_GIVEN,
+    BETA_SIGMOID,
+    BETA_TWICE_SIGMOID,
+    FLOATS,
+    GATE_BOUNDED,
+    GATE_LOG,
+    GATE_SOFTPLUS,
+    check_gate_parameter,
+)
+
+MAX_STEP_DIM = 128  # one program holds the state of a head
+TAPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ConvInputs:
+    """The short convolution of ``C`` channels: q's, then k's, then v's.
+
+    Attributes:
+        state: ``[slots, C, W]``, any strides; weight: ``[C, 4]``; bias: ``[C]`` or ``None``.
+    """
+
+    state: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class NormInputs:
+    """The gated RMSNorm of the output: weight ``[V]``, gate ``[N, HV, V]``."""
+
+    weight: torch.Tensor
+    gate: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Validated inputs of ``N`` rows, or of as many tokens.
+
+    Attributes:
+        q, k: ``[N, H, K]``; v: ``[N, HV, V]``; g: ``[N, HV, K]``; beta: ``[N, HV]``. Heads of a row
+            are adjacent, rows are ``stride(0)`` apart.
+        a_log: ``HV`` elements or ``None``; dt_bias: ``HV * K`` elements or ``None``.
+        gate, beta_kind: the ``GATE_*`` and ``BETA_*`` codes of ``kda_backend.validation``.
+        pool: ``[slots, HV, V, K]``; indices: int32.
+        null_slot: rows at this slot are padding; -1 where there is none.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    a_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    gate: int
+    lower_bound: float
+    beta_kind: int
+    l2norm: bool
+    scale: float
+    pool: torch.Tensor
+    indices: torch.Tensor
+    null_slot: int
+    conv: ConvInputs | None
+    norm: NormInputs | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """Where verification reads and keeps states.
+
+    Attributes:
+        num_sequences, max_tokens: ``N``, and the most tokens a sequence can have.
+        cu_seqlens: ``[N + 1]``, or ``None`` for ``tokens / N`` tokens each.
+        num_accepted: ``[N]`` int32, or ``None`` where every sequence reads its first slot.
+        write: ``[rows, HV, V, K]`` (the pool) or ``[rows, max_tokens, HV, V, K]``.
+        write_indices: ``[N, max_tokens]`` or ``[N]`` int32 rows of ``write``.
+        windows: ``[rows, max_tokens, C, 3]``, any strides, or ``None`` for the rolling pool.
+    """
+
+    num_sequences: int
+    max_tokens: int
+    cu_seqlens: torch.Tensor | None
+    num_accepted: torch.Tensor | None
+    write: torch.Tensor
+    write_indices: torch.Tensor
+    windows: torch.Tensor | None
+
+
+def check_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    *,
+    null_slot: int | None,
+    scale: float | None,
+    l2norm: bool,
+    use_gate: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    conv_state: torch.Tensor | None,
+    conv_weight: torch.Tensor | None,
+    conv_bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_gate: torch.Tensor | None,
+    norm_eps: float,
+    out: torch.Tensor | None,
+) -> StepInputs:
+    """Check all but the shape of ``state_indices``; raise ``ValueError`` before any write."""
+    if q.dim() != 3:
+        raise ValueError(f"q must have shape [N, H, K], got {list(q.shape)}")
+    rows, heads, key_dim = q.shape
+    if v.dim() != 3:
+        raise ValueError(f"v must have shape [{rows}, HV, V], got {list(v.shape)}")
+    value_heads, value_dim = v.shape[1:]
+    device = q.device
+    expect_dtype("q", q, *FLOATS)
+    expect_shape("k", k, (rows, heads, key_dim))
+    expect_shape("v", v, (rows, value_heads, value_dim))
+    expect_shape("g", g, (rows, value_heads, key_dim))
+    expect_shape("beta", beta, (rows, value_heads))
+    expect_dtype("k", k, q.dtype)
+    expect_dtype("v", v, q.dtype)
+    expect_dtype("g", g, *FLOATS)
+    expect_dtype("beta", beta, *FLOATS)
+    if heads == 0 or value_heads == 0 or value_heads % heads:
+        raise ValueError(
+            f"v must have a multiple of q's {heads} heads (grouped values), got {value_heads}"
+        )
+    if not 0 < key_dim <= MAX_STEP_DIM or not 0 < value_dim <= MAX_STEP_DIM:
+        raise ValueError(
+            f"head dimensions must be 1 to {MAX_STEP_DIM}, got K = {key_dim} and V = {value_dim}"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
+        expect_device(name, x, device)
+        _expect_adjacent_heads(name, x)
+    expect_device("beta", beta, device)
+    expect_stride("beta", beta, 1, 1)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta)):
+        raise ValueError("kda_backend has no backward pass: call it under torch.no_grad()")
+    gate = GATE_LOG
+    if use_gate:
+        gate = GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED
+        if lower_bound is None and a_log is None:
+            raise ValueError("A_log must be given for the gate without lower_bound, got None")
+        if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
+            raise ValueError(f"lower_bound must be in [-5, 0), got {lower_bound}")
+        check_gate_parameter("A_log", a_log, value_heads, device)
+        check_gate_parameter("dt_bias", dt_bias, value_heads * key_dim, device)
+    if allow_neg_eigval and not use_beta_sigmoid:
+        raise ValueError("allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True")
+    beta_kind = BETA_GIVEN
+    if use_beta_sigmoid:
+        beta_kind = BETA_TWICE_SIGMOID if allow_neg_eigval else BETA_SIGMOID
+
+    _check_states("state_pool", state_pool, ("slots", value_heads, value_dim, key_dim), device)
+    expect_dtype("state_indices", state_indices, torch.int32)
+    expect_device("state_indices", state_indices, device)
+    _check_rows("state_indices", state_indices, "slot", state_pool.shape[0])
+    conv = _check_conv(conv_state, conv_weight, conv_bias, q, v, state_pool.shape[0])
+    if out is not None:
+        expect_shape("out", out, (rows, value_heads, value_dim))
+        expect_dtype("out", out, q.dtype)
+        expect_device("out", out, device)
+        _expect_adjacent_heads("out", out)
+    return StepInputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        a_log if use_gate else None,
+        dt_bias if use_gate else None,
+        gate,
+        0.0 if lower_bound is None or not use_gate else float(lower_bound),
+        beta_kind,
+        l2norm,
+        key_dim**-0.5 if scale is None else float(scale),
+        state_pool,
+        state_indices,
+        -1 if null_slot is None else int(null_slot),
+        conv,
+        _check_norm(norm_weight, norm_gate, norm_eps, v),
+    )
+
+
+def check_draft(
+    x: StepInputs,
+    *,
+    cu_seqlens: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+    intermediate_states: torch.Tensor | None,
+    intermediate_indices: torch.Tensor | None,
+    intermediate_conv: torch.Tensor | None,
+) -> DraftInputs:
+    """Check the two forms of verification: a slot for each token, or a buffer of steps."""
+    device, tokens = x.q.device, x.q.shape[0]
+    sequences = x.indices.shape[0] if x.indices.dim() else 0
+    if cu_seqlens is not None:
+        expect_shape("cu_seqlens", cu_seqlens, (sequences + 1,))
+        expect_dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
+        expect_device("cu_seqlens", cu_seqlens, device)
+        expect_stride("cu_seqlens", cu_seqlens, 0, 1)
+    elif tokens and (sequences == 0 or tokens % sequences):
+        raise ValueError(
+            f"q must have as many tokens for each of {sequences} sequences, got {tokens} tokens"
+        )
+    if intermediate_states is None:
+        if intermediate_indices is not None or intermediate_conv is not None:
+            raise ValueError(
+                "intermediate_indices and intermediate_conv need intermediate_states, got None"
+            )
+        if num_accepted_tokens is None:
+            raise ValueError(
+                "num_accepted_tokens or intermediate_states must be given: without either there is"
+                " nowhere to keep the states of a draft"
+            )
+        expect_shape("state_indices", x.indices, ("N", "T"))
+        expect_stride("state_indices", x.indices, 1, 1)
+        max_tokens = x.indices.shape[1]
+        expect_shape("num_accepted_tokens", num_accepted_tokens, (sequences,))
+        expect_dtype("num_accepted_tokens", num_accepted_tokens, torch.int32)
+        expect_device("num_accepted_tokens", num_accepted_tokens, device)
+        expect_stride("num_accepted_tokens", num_accepted_tokens, 0, 1)
+        if x.conv is not None and x.conv.state.shape[2] < max_tokens + 2:
+            raise ValueError(
+                f"conv_state must have at least {max_tokens + 2} columns for drafts of"
+                f" {max_tokens} tokens, got {x.conv.state.shape[2]}"
+            )
+        write, write_indices, windows = x.pool, x.indices, None
+    else:
+        if num_accepted_tokens is not None:
+            raise ValueError("num_accepted_tokens and intermediate_states are two forms: give one")
+        if intermediate_indices is None:
+            raise ValueError("intermediate_indices must be given with intermediate_states")
+        if (x.conv is None) != (intermediate_conv is None):
+            raise ValueError("intermediate_conv must be given if and only if conv_state is")
+        expect_shape("state_indices", x.indices, (sequences,))
+        expect_stride("state_indices", x.indices, 0, 1)
+        _check_states("intermediate_states", intermediate_states, ("rows", "T", *x.pool.shape[1:]))
+        expect_device("intermediate_states", intermediate_states, device)
+        max_tokens = intermediate_states.shape[1]
+        expect_shape("intermediate_indices", intermediate_indices, (sequences,))
+        expect_dtype("intermediate_indices", intermediate_indices, torch.int32)
+        expect_device("intermediate_indices", intermediate_indices, device)
+        expect_stride("intermediate_indices", intermediate_indices, 0, 1)
+        _check_rows("intermediate_indices", intermediate_indices, "row", len(intermediate_states))
+        if x.conv is not None and intermediate_conv is not None:
+            channels = x.conv.state.shape[1]
+            expect_shape("intermediate_conv", intermediate_conv, ("rows", max_tokens, channels, 3))
+            expect_dtype("intermediate_conv", intermediate_conv, *FLOATS)
+            expect_device("intermediate_conv", intermediate_conv, device)
+        write, write_indices, windows = intermediate_states, intermediate_indices, intermediate_conv
+    if cu_seqlens is None and sequences and tokens // sequences > max_tokens:
+        raise ValueError(
+            f"a draft must have at most {max_tokens} tokens, got {tokens // sequences} a sequence"
+        )
+    return DraftInputs(
+        sequences, max_tokens, cu_seqlens, num_accepted_tokens, write, write_indices, windows
+    )
+
+
+def _check_conv(
+    state: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    slots: int,
+) -> ConvInputs | None:
+    if state is None or weight is None:
+        if state is not None or weight is not None or bias is not None:
+            raise ValueError("conv_state and conv_weight must be given together")
+        return None
+    heads, key_dim = q.shape[1:]
+    value_heads, value_dim = v.shape[1:]
+    if heads != value_heads:
+        raise ValueError(
+            f"conv_state needs as many value heads as heads, got {value_heads} and {heads}"
+        )
+    channels = 2 * heads * key_dim + value_heads * value_dim
+    expect_shape("conv_state", state, ("slots", channels, "W"))
+    if state.shape[2] < TAPS - 1:
+        raise ValueError(f"conv_state must have at least 3 columns, got {state.shape[2]}")
+    if state.shape[0] < slots:
+        raise ValueError(f"conv_state must have state_pool's {slots} slots, got {state.shape[0]}")
+    expect_dtype("conv_state", state, *FLOATS)
+    expect_device("conv_state", state, q.device)
+    expect_shape("conv_weight", weight, (channels, TAPS))
+    expect_dtype("conv_weight", weight, *FLOATS)
+    expect_device("conv_weight", weight, q.device)
+    _expect_contiguous("conv_weight", weight)
+    if bias is not None:
+        expect_shape("conv_bias", bias, (channels,))
+        expect_dtype("conv_bias", bias, *FLOATS)
+        expect_device("conv_bias", bias, q.device)
+        _expect_contiguous("conv_bias", bias)
+    return ConvInputs(state, weight, bias)
+
+
+def _check_norm(
+    weight: torch.Tensor | None, gate: torch.Tensor | None, eps: float, v: torch.Tensor
+) -> NormInputs | None:
+    if weight is None or gate is None:
+        if weight is not None or gate is not None:
+            raise ValueError("norm_weight and norm_gate must be given together")
+        return None
+    expect_shape("norm_weight", weight, (v.shape[2],))
+    expect_dtype("norm_weight", weight, *FLOATS)
+    expect_device("norm_weight", weight, v.device)
+    _expect_contiguous("norm_weight", weight)
+    expect_shape("norm_gate", gate, tuple(v.shape))
+    expect_dtype("norm_gate", gate, *FLOATS)
+    expect_device("norm_gate", gate, v.device)
+    _expect_adjacent_heads("norm_gate", gate)
+    return NormInputs(weight, gate, float(eps))
+
+
+def _check_states(
+    name: str,
+    states: torch.Tensor,
+    shape: tuple[int | str, ...],
+    device: torch.device | None = None,
+) -> None:
+    """``[..., HV, V, K]`` whose last three dimensions are packed; no two states overlap."""
+    expect_shape(name, states, shape)
+    expect_dtype(name, states, torch.float32, torch.bfloat16)
+    if device is not None:
+        expect_device(name, states, device)
+    size = 1
+    for dim in range(states.dim() - 1, states.dim() - 4, -1):
+        expect_stride(name, states, dim, size)
+        size *= states.shape[dim]
+    for dim in range(states.dim() - 3):
+        if states.shape[dim] > 1 and states.stride(dim) < size:
+            raise ValueError(
+                f"{name} must have states at least {size} elements apart, got a stride of"
+                f" {states.stride(dim)}"
+            )
+
+
+def _check_rows(name: str, indices: torch.Tensor, what: str, count: int) -> None:
+    """Values in host memory are checked; values on a GPU are trusted."""
+    if indices.device.type == "cpu" and indices.numel() and int(indices.max()) >= count:
+        raise ValueError(
+            f"{name} must be negative or a {what} below {count}, got {int(indices.max())}"
+        )
+
+
+def _expect_adjacent_heads(name: str, x: torch.Tensor) -> None:
+    expect_stride(name, x, 2, 1)
+    expect_stride(name, x, 1, x.shape[2])
+
+
+def _expect_contiguous(name: str, x: torch.Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
