@@ -9,6 +9,9 @@ import typer
 
 from backend_cli.check import check
 from backend_cli.errors import CliError, CommandGroup
+from backend_cli.eval_compare import compare
+from backend_cli.eval_gsm8k import gsm8k
+from backend_cli.eval_recall import recall
 from backend_cli.info import info
 from backend_core import __version__
 
@@ -21,6 +24,12 @@ app = typer.Typer(
 )
 app.command()(info)
 app.command()(check)
+
+evaluation = typer.Typer(help="Measure a model's accuracy, and compare two measurements.")
+evaluation.command()(gsm8k)
+evaluation.command()(recall)
+evaluation.command()(compare)
+app.add_typer(evaluation, name="eval")
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,187 @@
+"""An OpenAI-compatible completions endpoint, asked many prompts at once.
+
+The standard library is enough, so that an evaluation runs from any environment.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from backend_cli.errors import BadInputError
+
+RETRY_WAITS = (1.0, 4.0)
+"""Seconds before the second and the third try of a request that the server did not answer."""
+
+
+class ServerGoneError(BadInputError):
+    """The server does not answer, or answers with an error of its own (5xx)."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a server says about itself.
+
+    Attributes:
+        model: the served name that requests give.
+        engine, version: ``"vllm"``, ``"0.26.0"``; ``None`` where it does not say.
+        backend: the attention backend, ``None`` where it does not say (vLLM never does).
+        flags: its settings where it tells them (sglang), else ``None``.
+    """
+
+    model: str
+    engine: str | None
+    version: str | None
+    backend: str | None
+    flags: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The address of a server, and how long one answer may take."""
+
+    base_url: str
+    timeout: float = 600.0
+
+    @staticmethod
+    def parse(base_url: str, timeout: float = 600.0) -> Endpoint:
+        """Accept ``http://host:port`` with or without a final ``/`` or ``/v1``.
+
+        Raises:
+            BadInputError: it is no such URL.
+        """
+        url = base_url.rstrip("/").removesuffix("/v1")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise BadInputError(f"--base-url must be like http://localhost:8000, got {base_url!r}")
+        return Endpoint(url, timeout)
+
+    def server(self, model: str | None) -> Server:
+        """What serves there; ``model`` picks one of several, by default the only one.
+
+        Raises:
+            ServerGoneError: nothing answers.
+            BadInputError: what answers is no such endpoint, or does not serve this model.
+        """
+        try:
+            served = [entry["id"] for entry in self._get("/v1/models")["data"]]
+        except (KeyError, TypeError, NotThereError) as error:
+            raise BadInputError(f"{self.base_url} is not an OpenAI-compatible endpoint") from error
+        if model is None and len(served) == 1:
+            model = served[0]
+        if model is None or model not in served:
+            got = "no --model" if model is None else repr(model)
+            raise BadInputError(f"--model must be one of {', '.join(served)}, got {got}")
+        info = self._try_get("/server_info") or self._try_get("/get_server_info")
+        if isinstance(info, dict) and "attention_backend" in info:
+            flags = {k: v for k, v in info.items() if isinstance(v, str | int | float | bool)}
+            backend = info["attention_backend"]
+            return Server(model, "sglang", info.get("version"), backend, flags)
+        version = self._try_get("/version")
+        if isinstance(version, dict) and isinstance(version.get("version"), str):
+            engine = str(version.get("engine", "vllm"))
+            return Server(model, engine, version["version"], version.get("backend"), None)
+        return Server(model, None, None, None, None)
+
+    def complete(self, request: dict[str, Any]) -> str:
+        """The text of one completion.
+
+        Raises:
+            ServerGoneError: the server does not answer, three times.
+            BadInputError: it refuses the request.
+        """
+        for pause in (*RETRY_WAITS, None):
+            try:
+                text = self._send("/v1/completions", request)["choices"][0]["text"]
+                break
+            except ServerGoneError:
+                if pause is None:
+                    raise
+                time.sleep(pause)
+            except (KeyError, IndexError, TypeError) as error:
+                raise BadInputError(
+                    f"{self.base_url} answered a completion without choices[0].text"
+                ) from error
+        if not isinstance(text, str):
+            raise BadInputError(f"{self.base_url} answered a completion that is not text: {text!r}")
+        return text
+
+    def _get(self, path: str) -> Any:
+        return self._send(path, None)
+
+    def _try_get(self, path: str) -> Any:
+        try:
+            return self._get(path)
+        except BadInputError:
+            return None
+
+    def _send(self, path: str, body: dict[str, Any] | None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.base_url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read(2000).decode(errors="replace").split())[:300]
+            if error.code == 404 and body is None:
+                raise NotThereError(f"{self.base_url} has no {path}") from error
+            kind = ServerGoneError if error.code >= 500 else BadInputError
+            raise kind(f"{self.base_url}{path} answered {error.code}: {said}") from error
+        except ValueError as error:
+            raise BadInputError(f"{self.base_url}{path} did not answer with JSON") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise ServerGoneError(
+                f"no answer from a server at {self.base_url}: {reason}"
+            ) from error
+
+
+class NotThereError(BadInputError):
+    """The server answers, but has no such page."""
+
+
+def ask_all(
+    ask: Callable[[str], str],
+    prompts: Sequence[str],
+    concurrency: int,
+    done: Callable[[int, str], None],
+) -> None:
+    """Ask every prompt, ``concurrency`` at once, and report (index, answer) as answers come.
+
+    ``done`` is called in this thread. Where ``ask`` raises, nothing new is asked, the answers under
+    way are waited for and reported, and the first error is raised.
+    """
+    failure: BaseException | None = None
+    waiting = iter(enumerate(prompts))
+    running: dict[Future[str], int] = {}
+    with ThreadPoolExecutor(concurrency) as pool:
+        while True:
+            while failure is None and len(running) < concurrency:
+                index, prompt = next(waiting, (-1, ""))
+                if index < 0:
+                    break
+                running[pool.submit(ask, prompt)] = index
+            if not running:
+                break
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                index = running.pop(future)
+                error = future.exception()
+                if error is None:
+                    done(index, future.result())
+                else:
+                    failure = failure or error
+    if failure is not None:
+        raise failure

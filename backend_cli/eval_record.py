@@ -1,0 +1,133 @@
+"""The record of an evaluation: what was asked, how it was answered, and what that says."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend_cli.errors import BadInputError
+from backend_cli.files import read_json
+
+FORMAT = "kda-dsv4 eval 1"
+
+# Interval of 95 %: the normal distribution's quantile at 0.975.
+_Z = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model's accuracy on GSM8K as others have published it.
+
+    Attributes:
+        values: by extraction rule, or under ``"flexible"`` where the rule is not known.
+        floor: what a continuous integration asks for, if one does.
+        source: where the values stand.
+    """
+
+    name: str
+    pattern: str
+    values: dict[str, float]
+    floor: float | None
+    source: str
+
+
+PUBLISHED = (
+    Published(
+        "Kimi-Linear-48B",
+        r"kimi-?linear-?48b",
+        {"flexible": 0.8901, "strict": 0.8779},
+        0.88,
+        "vllm-project/vllm#28445 (lm-evaluation-harness); floor: sglang's CI",
+    ),
+    Published(
+        "DeepSeek-V4",
+        r"deepseek-?v4",
+        {"flexible": 0.94},
+        None,
+        "sgl-project/sglang#37062 and #36581 (0.947 and 0.952, five-shot)",
+    ),
+)
+
+
+def published_for(model: str) -> Published | None:
+    """The published values of a model by its served name or path."""
+    return next((p for p in PUBLISHED if re.search(p.pattern, model, re.IGNORECASE)), None)
+
+
+def verdict(model: str, found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """``ok`` (``None`` without a published value) and ``text``.
+
+    A run is not ok where the whole interval of a rule lies under its published value, or where the
+    flexible rule's value is under the floor.
+    """
+    published = published_for(model)
+    if published is None:
+        return {"ok": None, "text": f"no published value for {model}"}
+    ok, said = True, []
+    for rule, value in published.values.items():
+        low, high = found[rule]["low"], found[rule]["high"]
+        if high < value:
+            ok = False
+            said.append(f"{rule} below the published {value} beyond chance")
+        elif low > value:
+            said.append(f"{rule} above the published {value} beyond chance")
+        else:
+            said.append(f"{rule} agrees with the published {value}")
+    if published.floor is not None and found["flexible"]["value"] < published.floor:
+        ok = False
+        said.append(f"under the floor {published.floor}")
+    return {"ok": ok, "text": f"{published.name}: {', '.join(said)} ({published.source})"}
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share, by Wilson's score (Wilson 1927); (0, 1) of nothing."""
+    if total == 0:
+        return 0.0, 1.0
+    share, z2 = right / total, _Z * _Z
+    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = _Z / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def accuracy(rights: list[bool]) -> dict[str, float]:
+    """``value``, and ``low`` and ``high`` of its 95 % interval."""
+    low, high = wilson(sum(rights), len(rights))
+    return {"value": sum(rights) / len(rights) if rights else 0.0, "low": low, "high": high}
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """The exact two-sided p-value of McNemar's test (McNemar 1947).
+
+    Args:
+        only_first, only_second: questions that only the one run, and only the other, answered
+            rightly. Without a difference each such question is the toss of a coin.
+    """
+    n, k = only_first + only_second, min(only_first, only_second)
+    tail: float = sum(math.comb(n, i) for i in range(k + 1)) / 2**n
+    return min(1.0, 2.0 * tail)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A record that ``eval gsm8k`` or ``eval recall`` wrote.
+
+    Raises:
+        BadInputError: the file cannot be read or is not such a record.
+    """
+    record = read_json(path, "result")
+    found = record.get("format") if isinstance(record, dict) else type(record).__name__
+    if found != FORMAT:
+        raise BadInputError(f"result {path} must be of format {FORMAT!r}, got {found!r}")
+    try:
+        for question in record["questions"]:
+            if not isinstance(question["id"], str) or not all(
+                isinstance(right, bool) for right in question["right"].values()
+            ):
+                raise TypeError("a question without id and right")
+        for name in ("task", "model", "accuracy"):
+            record[name]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadInputError(f"result {path} is damaged: {error} is missing or wrong") from error
+    return dict(record)

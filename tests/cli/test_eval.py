@@ -1,0 +1,283 @@
+"""``eval`` end to end: a real server, a real model, the real harness; and every way it can fail."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend_cli import endpoint, eval_gsm8k, eval_recall, recall
+from kda_backend.engines import transformers as kda
+from tests.cli.program import assert_one_sentence, run
+from tests.cli.server import Server
+
+TEN = Path(__file__).with_name("gsm8k_ten.jsonl")
+RECALL = eval_recall.RECALL
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[object]:
+    found = kda.load_model(RECALL / "checkpoint", torch.device("cpu"))
+    kda.enable()
+    yield found
+    kda.disable()
+
+
+@pytest.fixture
+def server(model: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(endpoint, "RETRY_WAITS", (0.0, 0.0))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    found = Server(model)
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+def ask_gsm8k(server: Server, *more: str) -> tuple[int, str, str]:
+    return run(
+        *("eval", "gsm8k", "--base-url", server.base_url, "--data-path", str(TEN)),
+        *("--max-tokens", "16", *more),
+    )
+
+
+def ask_recall(server: Server, count: int, *more: str) -> tuple[int, str, str]:
+    return run(
+        *("eval", "recall", "--base-url", f"{server.base_url}/v1/"),
+        *("--num-questions", str(count), *more),
+    )
+
+
+def test_recall_through_a_server(server: Server) -> None:
+    code, out, _ = ask_recall(server, 6)
+    assert code == 0, out
+    record = json.loads(Path("recall-recall.json").read_text())
+    assert record["accuracy"]["exact"]["value"] == 1.0 and record["verdict"]["ok"] is True
+    assert (record["engine"], record["engine_version"]) == ("transformers", "5.17.0")
+    assert record["model"] == "recall" and len(record["questions"]) == 6
+    assert not list(Path().glob("*.answers.jsonl"))
+    questions = recall.read_questions(RECALL / "questions.jsonl")
+    assert {body["prompt"] for body in server.requests} == {
+        questions.prompt(item) for item in questions.items[:6]
+    }
+    assert "exact      1.0000, 95 % interval 0.6097 to 1.0000" in out
+
+
+def test_recall_with_transformers_here_and_a_comparison() -> None:
+    for name, more in (("stock", ["--stock"]), ("kda", [])):
+        code, out, _ = run(
+            "eval", "recall", "--num-questions", "3", "--output", f"{name}.json", *more
+        )
+        assert code == 0, out
+        assert json.loads(Path(f"{name}.json").read_text())["backend"] == name
+    assert not kda.is_enabled()
+    code, out, _ = run("eval", "compare", "stock.json", "kda.json", "--json", "difference.json")
+    assert code == 0 and "the runs do not differ beyond chance (exact McNemar, p = 1)" in out
+    assert json.loads(Path("difference.json").read_text())["questions"] == 3
+
+
+def test_gsm8k_through_a_server(server: Server) -> None:
+    code, _, err = ask_gsm8k(server, "--flags", "--attention-backend KDA")
+    assert code == 0, err
+    record = json.loads(Path("gsm8k-recall.json").read_text())
+    assert record["flags"] == "--attention-backend KDA"
+    assert record["verdict"] == {"ok": None, "text": "no published value for recall"}
+    assert [q["expected"] for q in record["questions"]][:3] == ["24", "8", "50"]
+    assert len(server.requests) == 10
+    for body, question in zip(
+        sorted(server.requests, key=lambda b: _asked(b["prompt"])),
+        sorted(record["questions"], key=lambda q: q["question"]),
+        strict=True,
+    ):
+        # five examples, none of them the question itself, then the question
+        assert body["prompt"].count("Question: ") == 6 and body["prompt"].count("#### ") == 5
+        assert _asked(body["prompt"]) == question["question"]
+        assert body["prompt"].count(question["question"]) == 1
+        assert (body["max_tokens"], body["temperature"]) == (16, 0.0)
+        assert "Question:" in body["stop"]
+        # the harness's rules, applied by hand
+        numbers = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", question["answer"])
+        assert question["extracted"]["flexible"] == (numbers[-1] if numbers else "[invalid]")
+    for rule in ("flexible", "strict"):
+        share = sum(q["right"][rule] for q in record["questions"]) / 10
+        assert record["accuracy"][rule]["value"] == pytest.approx(share)
+
+
+def _asked(prompt: str) -> str:
+    return prompt.split("Question: ")[-1].removesuffix("\nAnswer:")
+
+
+def test_right_answers_are_scored_right() -> None:
+    """The harness's scoring, with answers instead of a server."""
+    lines = [json.loads(line) for line in TEN.read_text().splitlines()]
+    answers = {line["question"]: f" {line['answer']}\n" for line in lines}
+    answers[lines[0]["question"]] = " That makes 24 jars."  # no ####: the flexible rule alone
+    answers[lines[1]["question"]] = " 15 - 7 = 9\n#### 9"
+    prompts_seen = []
+
+    def ask(prompts: list[str], until: list[str]) -> list[str]:
+        prompts_seen.extend(prompts)
+        return [answers[_asked(prompt)] for prompt in prompts]
+
+    results = eval_gsm8k.evaluate(ask, {"test": str(TEN), "train": str(TEN)}, 9)
+    questions = eval_gsm8k._questions(results["samples"]["gsm8k"])
+    assert len(prompts_seen) == len(questions) == 9
+    assert [q["right"]["flexible"] for q in questions] == [True, False, *[True] * 7]
+    assert [q["right"]["strict"] for q in questions] == [False, False, *[True] * 7]
+
+
+@pytest.mark.parametrize(
+    "ask", [ask_gsm8k, lambda s, *more: ask_recall(s, 10, *more)], ids=["gsm8k", "recall"]
+)
+def test_a_server_that_stops_half_way(server: Server, ask) -> None:
+    server.answers_left = 4
+    code, out, err = ask(server, "--output", "new/run.json", "--concurrency", "2")
+    assert (code, out) == (2, "")
+    sentence = err.splitlines()[-1]
+    assert "the server stopped answering after 4 of 10 questions" in sentence
+    kept = Path("new/run.json.answers.jsonl")
+    assert len(kept.read_text().splitlines()) == 5 and not Path("new/run.json").exists()
+    with kept.open("a") as file:
+        file.write('{"key": "cut o')  # as a killed process leaves it
+    first = {body["prompt"] for body in server.requests[:4]}
+    server.answers_left = None
+    server.requests.clear()
+    code, out, err = ask(server, "--output", "new/run.json")
+    assert code == 0, err
+    assert len(server.requests) == 6 and not first & {body["prompt"] for body in server.requests}
+    assert len(json.loads(Path("new/run.json").read_text())["questions"]) == 10
+    assert not kept.exists()
+
+
+def test_kept_answers_of_another_run_are_left_alone(server: Server) -> None:
+    server.answers_left = 2
+    assert ask_recall(server, 5, "--output", "run.json", "--concurrency", "1")[0] == 2
+    kept = Path("run.json.answers.jsonl").read_text()
+    server.answers_left = None
+    code, _, err = ask_recall(server, 4, "--output", "run.json")
+    assert code == 2 and "another run (num_questions 5 instead of 4)" in err
+    assert_one_sentence(err)
+    assert Path("run.json.answers.jsonl").read_text() == kept
+    Path("run.json.answers.jsonl").write_text("notes\n")
+    code, _, err = ask_recall(server, 5, "--output", "run.json")
+    assert code == 2 and "another run (not such a file" in err
+    assert Path("run.json.answers.jsonl").read_text() == "notes\n"
+
+
+def test_a_record_is_not_overwritten(server: Server) -> None:
+    Path("recall-recall.json").write_text("mine")
+    code, out, err = ask_recall(server, 1)
+    assert (code, out) == (2, "") and "recall-recall.json exists already" in err
+    assert Path("recall-recall.json").read_text() == "mine" and not server.requests
+
+
+def test_an_interrupt_keeps_answers(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = eval_recall.Run.__init__.__globals__["AnswerLog"].add
+
+    def add_two(log, prompt, answer):
+        add(log, prompt, answer)
+        if len(log) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("backend_cli.answers.AnswerLog.add", add_two)
+    assert ask_recall(server, 4, "--concurrency", "1")[0] == 130
+    assert len(Path("recall-recall.json.answers.jsonl").read_text().splitlines()) == 3
+
+
+def test_wrong_answers_fail(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_complete", lambda body: " nothing")
+    code, out, _ = ask_recall(server, 4)
+    assert code == 1 and "under 0.95, which right kernels reach" in out
+    assert json.loads(Path("recall-recall.json").read_text())["verdict"]["ok"] is False
+
+
+def bad_files(tmp_path: Path) -> dict[str, Path]:
+    files = {name: tmp_path / name for name in ("binary", "other", "few", "folder")}
+    files["binary"].write_bytes(b"\xff\xfe\x00")
+    files["other"].write_text('{"prompt": "x"}\n')
+    files["few"].write_text("".join(TEN.read_text().splitlines(keepends=True)[:3]))
+    files["folder"].mkdir()
+    return files | {"absent": tmp_path / "absent"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", "cannot read data .*absent: No such file"),
+        ("folder", "cannot read data .*folder: Is a directory"),
+        ("binary", "binary must be UTF-8 text"),
+        ("other", "other, line 1: expected a GSM8K record"),
+        ("few", "few must have at least 6 questions, got 3"),
+    ],
+)
+def test_unusable_data(name: str, message: str, tmp_path: Path) -> None:
+    file = bad_files(tmp_path)[name]
+    code, out, err = run(
+        "eval", "gsm8k", "--base-url", "http://127.0.0.1:9", "--data-path", str(file)
+    )
+    assert (code, out) == (2, "") and re.search(message, err), err
+    assert_one_sentence(err)
+    if name in ("absent", "folder", "binary", "other"):
+        code, _, err = run("eval", "recall", "--data-path", str(file))
+        assert code == 2
+        assert_one_sentence(err)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--base-url", "http://127.0.0.1:9"], "no answer from a server at http://127.0.0.1:9: "),
+        (["--base-url", "localhost:8000"], "--base-url must be like http://localhost:8000"),
+        (["--base-url", "http://x", "--num-questions", "999"], "--num-questions must be at most"),
+        (["--base-url", "http://x", "--num-questions", "0"], "Invalid value for '--num-questions'"),
+        (["--base-url", "http://x", "--stock"], "--stock and --checkpoint are for transformers"),
+        (["--checkpoint", "nowhere"], "the checkpoint must be a folder with config.json"),
+    ],
+)
+def test_bad_arguments(args: list[str], message: str) -> None:
+    code, out, err = run("eval", "recall", *args)
+    assert (code, out) == (2, "") and message in err
+    assert_one_sentence(err)
+    assert not list(Path().glob("*.json*"))
+
+
+def test_a_wrong_model_name(server: Server) -> None:
+    code, out, err = ask_recall(server, 1, "--model", "kimi")
+    assert (code, out) == (2, "")
+    assert err == "kda-dsv4: --model must be one of recall, got 'kimi'\n"
+
+
+def test_something_else_listens(server: Server) -> None:
+    code, _, err = run("eval", "recall", "--base-url", f"{server.base_url}/elsewhere")
+    assert code == 2 and "is not an OpenAI-compatible endpoint" in err
+    assert_one_sentence(err)
+
+
+def test_a_server_that_refuses(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(body):
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(server, "_complete", refuse)
+    code, _, err = ask_recall(server, 2)
+    assert code == 2 and "the server stopped answering after 0 of 2" in err.splitlines()[-1]
+    assert "answered 500" in err
+
+
+def test_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = eval_gsm8k.importlib.util.find_spec
+    monkeypatch.setattr(
+        eval_gsm8k.importlib.util, "find_spec", lambda n: None if n == "lm_eval" else find(n)
+    )
+    code, _, err = run("eval", "gsm8k", "--base-url", "http://127.0.0.1:9")
+    assert (code, err) == (
+        1,
+        "kda-dsv4: eval gsm8k needs lm-eval: pip install 'kda-dsv4-backend[eval]'\n",
+    )
