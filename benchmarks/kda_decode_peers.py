@@ -1,0 +1,257 @@
+"""Peers of the decode benchmark: FLA, vLLM's Triton path and sglang's packed decode.
+
+Each is the launches that its engine makes for a decode step of a Kimi-Linear layer between the
+projections and the output projection: convolution update, recurrence, gated norm. vLLM's and
+sglang's kernels are read from an unpacked wheel, without the rest of the engine; its helper
+functions are stood in for here. Where a kernel can be launched with programmatic dependent launch,
+it is, as the engine does on Hopper.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+DIM = 128
+EPS = 1e-5
+
+
+@dataclass
+class Layer:
+    """A decode step's tensors for ``calls`` steps that meet no state twice.
+
+    Attributes:
+        qkv: ``[N, 3 H 128]`` bf16; g, z: ``[N, H, 128]`` bf16; beta: ``[N, H]`` bf16.
+        states: ``[calls * N + 1, H, 128, 128]`` fp32; windows: ``[calls * N + 1, 3, C]`` bf16.
+            Slot 0 is left out, since vLLM means padding by it.
+        indices: ``[calls, N]`` int32.
+    """
+
+    qkv: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    z: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    conv_weight: torch.Tensor
+    norm_weight: torch.Tensor
+    states: torch.Tensor
+    windows: torch.Tensor
+    indices: torch.Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.g.shape[1]
+
+
+Step = Callable[[int], torch.Tensor]
+"""Runs call i and returns the output [N, H, 128]."""
+Peer = Callable[[Layer], Step]
+
+
+def load_fla() -> Peer | None:
+    """FLA as installed; it has no pools: convolution caches and states are dense, a copy a call."""
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d_update
+        from fla.modules.norm.fused_norm_gate import rms_norm_gated
+        from fla.ops.kda import fused_recurrent_kda
+    except ImportError as error:
+        print(f"FLA is left out: {error}", flush=True)
+        return None
+
+    def make(x: Layer) -> Step:
+        calls, rows = x.indices.shape
+        keys = x.heads * DIM
+        states = x.states[1:].unflatten(0, (calls, rows))
+        # FLA keeps as many inputs as taps, the oldest of which no later step needs
+        caches = torch.nn.functional.pad(x.windows[1:].transpose(1, 2), (1, 0)).contiguous()
+        caches = caches.unflatten(0, (calls, rows))
+        weight = x.conv_weight.bfloat16()
+
+        def step(i: int) -> torch.Tensor:
+            with torch.inference_mode():
+                mixed, _ = causal_conv1d_update(
+                    x.qkv[:, None], caches[i], weight=weight, activation="silu"
+                )
+                q, k, v = (
+                    y.unflatten(2, (x.heads, DIM)) for y in mixed.split([keys, keys, keys], 2)
+                )
+                o, _ = fused_recurrent_kda(
+                    q,
+                    k,
+                    v,
+                    x.g[:, None],
+                    x.beta[:, None],
+                    A_log=x.a_log,
+                    dt_bias=x.dt_bias,
+                    initial_state=states[i],
+                    output_final_state=True,
+                    use_qk_l2norm_in_kernel=True,
+                    use_gate_in_kernel=True,
+                    use_beta_sigmoid_in_kernel=True,
+                    state_v_first=True,
+                )
+                o = rms_norm_gated(
+                    o, x.z[:, None], x.norm_weight, None, activation="sigmoid", eps=EPS
+                )
+                return o[:, 0]
+
+        return step
+
+    return make
+
+
+def load_vllm(source: Path) -> Peer | None:
+    """vLLM 0.33's kernels of ``KimiGatedDeltaNetAttention`` on CUDA, without its two copies."""
+    root = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
+    _packages(source, root, "vllm.third_party.flash_linear_attention.ops", "vllm.utils")
+    _packages(source, "vllm.model_executor.layers.mamba.ops")
+    platform = types.SimpleNamespace(
+        is_arch_support_pdl=_has_pdl,
+        is_rocm=lambda: torch.version.hip is not None,
+        is_cuda=lambda: torch.version.hip is None,
+        is_cuda_alike=lambda: True,
+        is_xpu=lambda: False,
+        is_cpu=lambda: False,
+        device_type="cuda",
+        get_device_name=lambda *_: "",
+    )
+    from triton.language.extra import libdevice
+
+    _stub("vllm.platforms", current_platform=platform)
+    _stub("vllm.triton_utils", tl=tl, triton=triton, tldevice=libdevice)
+    _stub("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0, PAD_SLOT_ID=-1)
+    _stub("vllm.model_executor.custom_op", CustomOp=_CustomOp)
+    _stub("vllm.utils.torch_utils", async_tensor_h2d=None)
+    _stub("vllm.utils.math_utils", cdiv=triton.cdiv, next_power_of_2=triton.next_power_of_2,
+          RCP_LN2=1.4426950408889634)  # fmt: skip
+    try:
+        conv = importlib.import_module("vllm.model_executor.layers.mamba.ops.causal_conv1d")
+        recurrent = importlib.import_module(f"{root}.fused_recurrent")
+        norm = importlib.import_module("vllm.third_party.flash_linear_attention.ops.kda")
+    except ImportError as error:
+        print(f"vLLM's kernels are left out: {error}", flush=True)
+        return None
+
+    def make(x: Layer) -> Step:
+        windows = x.windows.transpose(1, 2)
+
+        def step(i: int) -> torch.Tensor:
+            mixed = conv.causal_conv1d_update(
+                x.qkv,
+                windows,
+                x.conv_weight,
+                None,
+                activation="silu",
+                conv_state_indices=x.indices[i],
+                out=torch.empty_like(x.qkv),
+            )
+            o, _ = recurrent.fused_recurrent_kda_packed_decode(
+                mixed_qkv=mixed,
+                raw_g=x.g[None],
+                raw_beta=x.beta[None],
+                A_log=x.a_log,
+                dt_bias=x.dt_bias.flatten(),
+                lower_bound=None,
+                initial_state=x.states,
+                state_indices=x.indices[i],
+            )
+            return norm.rms_norm_gated(o[0], x.z, x.norm_weight, None, "sigmoid", eps=EPS)
+
+        return step
+
+    return make
+
+
+def load_sglang(source: Path) -> Peer | None:
+    """sglang 0.5.23's Triton kernels of ``KDAAttnBackend.forward_decode`` and ``o_norm``."""
+    fla = "sglang.kernels.ops.attention.fla"
+    _packages(source, fla, "sglang.kernels.ops.mamba", "sglang.kernels.jit")
+    arch = types.SimpleNamespace(major=9, minor=0)
+    _stub("sglang.kernels.jit.utils", is_arch_support_pdl=_has_pdl, get_jit_cuda_arch=lambda: arch)
+    _stub(
+        "sglang.srt.utils",
+        cdiv=triton.cdiv,
+        next_power_of_2=triton.next_power_of_2,
+        is_cpu=lambda: False,
+        is_npu=lambda: False,
+        cpu_has_amx_support=lambda: False,
+    )
+    _stub("sglang.srt.utils.common", torch_release=(2, 11))
+    try:
+        conv = importlib.import_module("sglang.kernels.ops.mamba.causal_conv1d_triton")
+        recurrent = importlib.import_module(f"{fla}.fused_recurrent")
+        norm = importlib.import_module(f"{fla}.fused_norm_gate")
+    except ImportError as error:
+        print(f"sglang's kernels are left out: {error}", flush=True)
+        return None
+
+    def make(x: Layer) -> Step:
+        windows = x.windows.transpose(1, 2)
+        weight = x.conv_weight.bfloat16()
+        rows = x.qkv.shape[0]
+
+        def step(i: int) -> torch.Tensor:
+            mixed = conv.causal_conv1d_update(
+                x.qkv, windows, weight, None, activation="silu", conv_state_indices=x.indices[i]
+            )
+            out = mixed.new_empty(rows, 1, x.heads, DIM)
+            recurrent.fused_recurrent_kda_packed_decode(
+                mixed_qkv=mixed,
+                a=x.g.flatten(1),
+                b=x.beta,
+                A_log=x.a_log,
+                dt_bias=x.dt_bias.flatten(),
+                scale=DIM**-0.5,
+                initial_state=x.states,
+                out=out,
+                ssm_state_indices=x.indices[i],
+                use_qk_l2norm_in_kernel=True,
+            )
+            return norm.rms_norm_gated(
+                out[:, 0], x.z, x.norm_weight, None, activation="sigmoid", eps=EPS
+            )
+
+        return step
+
+    return make
+
+
+class _CustomOp(torch.nn.Module):
+    """vLLM's registry of operators: the benchmark calls the functions below the classes."""
+
+    @staticmethod
+    def register(*_: Any, **__: Any) -> Callable[[type], type]:
+        return lambda cls: cls
+
+
+def _has_pdl() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _packages(source: Path, *names: str) -> None:
+    """Make the packages of each dotted name importable without running their ``__init__``."""
+    for name in names:
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            package = ".".join(parts[:depth])
+            if package not in sys.modules:
+                module = types.ModuleType(package)
+                module.__path__ = [str(source.joinpath(*parts[:depth]))]
+                sys.modules[package] = module
+
+
+def _stub(name: str, **members: Any) -> None:
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    module.__path__ = []
+    sys.modules[name] = module
