@@ -3,10 +3,10 @@
     python tests/engines/envs.py                    # make what is missing, run every engine's tests
     python tests/engines/envs.py vllm==0.26.0 ...   # these alone
 
-``envs.toml`` says what goes into each. An environment lies under ``$XDG_CACHE_HOME/kda-dsv4/engines``
-(by default ``~/.cache``), named after its engine and a hash of its contents, and is kept. torch,
-triton, transformers and pytest are those of the interpreter that runs this file, found through a
-``.pth`` file: no second torch is downloaded.
+``envs.toml`` says what goes into each. An environment is kept under
+``$XDG_CACHE_HOME/kda-dsv4/engines`` (by default ``~/.cache``), named after its engine and a hash of
+its contents. torch, triton, transformers and pytest are those of the interpreter that runs this
+file, found through a ``.pth`` file: no second torch is downloaded.
 """
 
 from __future__ import annotations

@@ -1,0 +1,330 @@
+"""Kimi-Linear with drawn weights in a real vLLM engine on one GPU: engine calls, tokens, profile.
+
+    python -m benchmarks.serve_vllm run CONFIG_DIR stock.json
+    python -m benchmarks.serve_vllm run CONFIG_DIR kda.json --attention-backend CUSTOM
+    python -m benchmarks.serve_vllm compare stock.json kda.json agreement.json
+
+CONFIG_DIR holds the model's config.json; no checkpoint is needed. ``run`` measures full engine
+calls (prompt tokens in, one token out; the median of three) and the GPU time by kernel, then
+generates greedily for 64 prompts of mixed lengths, all at once and one after the other, and lists
+every kernel that was compiled or tuned after the model had been loaded. ``compare`` says where two
+runs' tokens part, and how close the two best tokens were there; the same for one run's own two ways
+to batch, which differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHAPES = ((1, 512), (1, 2048), (1, 8192), (1, 32768), (8, 1024))
+PROFILED = ((1, 512), (1, 8192), (8, 1024))
+PROMPTS, NEW_TOKENS = 64, 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run")
+    one.add_argument("config_dir", type=Path)
+    one.add_argument("out", type=Path)
+    one.add_argument("--attention-backend")
+    one.add_argument("--layers", type=int, default=27)
+    one.add_argument(
+        "--graphs", action="store_true", help="compile and capture CUDA graphs, a server's default"
+    )
+    one.add_argument("--no-tokens", action="store_true", help="engine calls and profile alone")
+    two = commands.add_parser("compare")
+    for name in ("stock", "ours", "out"):
+        two.add_argument(name, type=Path)
+    args = parser.parse_args()
+    if args.command == "run":
+        run(args)
+    else:
+        compare(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    import torch
+    from vllm import LLM, SamplingParams
+
+    llm_arguments: dict[str, Any] = {}
+    if args.attention_backend:
+        llm_arguments["attention_backend"] = args.attention_backend
+    begin = time.perf_counter()
+    llm = LLM(
+        model=model_directory(args.config_dir, args.layers),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=70000,
+        max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.93,
+        enforce_eager=not args.graphs,
+        enable_prefix_caching=False,
+        max_num_seqs=64,
+        seed=0,
+        **llm_arguments,
+    )
+    load_s = time.perf_counter() - begin
+    compiled = watch_compilation()
+    llm.apply_model(draw_weights)
+    one_token = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    rng = random.Random(0)
+
+    def prompt(length: int) -> dict[str, list[int]]:
+        return {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(length)]}
+
+    def call(count: int, length: int) -> float:
+        batch = [prompt(length) for _ in range(count)]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        llm.generate(batch, one_token, use_tqdm=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    result: dict[str, Any] = {
+        "environment": environment(args),
+        "load_s": load_s,
+        "first_prefill_s": call(1, 8192),
+        "shapes": [],
+        "profiles": [],
+    }
+    for count, length in SHAPES:
+        call(count, length)
+        seconds = sorted(call(count, length) for _ in range(3))[1]
+        row = {
+            "n": count,
+            "length": length,
+            "ms": 1e3 * seconds,
+            "tokens_per_s": count * length / seconds,
+        }
+        result["shapes"].append(row)
+        print(json.dumps(row), flush=True)
+    for count, length in PROFILED:
+        result["profiles"].append(profiled(count, length, call))
+    if not args.no_tokens:
+        lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(PROMPTS)]
+        batch = [prompt(length) for length in lengths]
+        sampling = SamplingParams(
+            max_tokens=NEW_TOKENS, temperature=0.0, logprobs=2, ignore_eos=True, detokenize=False
+        )
+        together = llm.generate(batch, sampling, use_tqdm=False)
+        apart = [llm.generate([one], sampling, use_tqdm=False)[0] for one in batch]
+        result["greedy"] = {
+            "lengths": lengths,
+            "together": [tokens_of(output) for output in together],
+            "apart": [tokens_of(output) for output in apart],
+        }
+    result["compiled_after_load"] = compiled
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    ours = [name for name in compiled if "kda_backend" in name]
+    print(json.dumps({k: result[k] for k in ("load_s", "first_prefill_s")}))
+    print(f"{len(compiled)} kernels compiled or tuned after load, {len(ours)} of them ours")
+    for name in compiled:
+        print("  ", name)
+
+
+def model_directory(config_dir: Path, layers: int) -> str:
+    """The configuration with its first layers alone, as a model to load."""
+    config = json.loads((config_dir / "config.json").read_text())
+    config["num_hidden_layers"] = layers
+    linear = config["linear_attn_config"]
+    for key in ("full_attn_layers", "kda_layers"):
+        linear[key] = [layer for layer in linear[key] if layer <= layers]
+    model = Path(tempfile.mkdtemp())
+    (model / "config.json").write_text(json.dumps(config))
+    return str(model)
+
+
+def draw_weights(model: Any) -> None:
+    """Weights at the scale of an initialised model: with vLLM's dummies every logit is about 0.
+
+    Each parameter's values depend on its name alone, so that two runs have the same.
+    """
+    import torch
+
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator(device=parameter.device)
+        generator.manual_seed(zlib.crc32(name.encode()))
+        x = parameter.data
+        if name.endswith("A_log"):
+            x.uniform_(1.0, 16.0, generator=generator).log_()
+        elif name.endswith("dt_bias"):
+            step = torch.empty_like(x).uniform_(math.log(1e-3), math.log(1e-1), generator=generator)
+            step.exp_()
+            x.copy_(step + torch.log(-torch.expm1(-step)))
+        elif "norm" in name:
+            x.fill_(1.0)
+        elif "conv1d" in name:
+            x.uniform_(-0.5, 0.5, generator=generator)
+        elif "bias" in name:
+            x.zero_()
+        elif x.is_floating_point():
+            x.normal_(0.0, 0.02, generator=generator)
+    for module in model.modules():
+        # MLA keeps products of its weights for decode
+        if type(module).__name__ == "MLAAttention":
+            module.process_weights_after_loading(torch.bfloat16)
+
+
+def watch_compilation() -> list[str]:
+    """Names of the kernels that are compiled or tuned from now on; the list grows."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    found: list[str] = []
+
+    def compiled(*args: Any, **kwargs: Any) -> None:
+        fn = kwargs["fn"]
+        found.append(f"compiled {fn.module}.{fn.name}")
+
+    triton.knobs.runtime.jit_post_compile_hook = compiled
+    bench = Autotuner._bench
+
+    def tuned(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(f"tuned {getattr(self.base_fn, '__module__', '')}.{self.base_fn.__name__}")
+        return bench(self, *args, **kwargs)
+
+    Autotuner._bench = tuned
+    try:
+        from backend_core import cuda_source
+    except ModuleNotFoundError:
+        return found
+    construct = cuda_source.CudaKernel.__init__
+
+    def constructed(self: Any, source: Path, name: str, *args: Any, **kwargs: Any) -> None:
+        found.append(f"compiled kda_backend.{source.name}:{name}")
+        construct(self, source, name, *args, **kwargs)
+
+    cuda_source.CudaKernel.__init__ = constructed  # type: ignore[method-assign]
+    return found
+
+
+def profiled(count: int, length: int, call: Any) -> dict[str, Any]:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        call(count, length)
+    by_kernel: dict[str, float] = {}
+    launches = 0
+    for event in record.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            launches += 1
+            by_kernel[event.name] = by_kernel.get(event.name, 0.0) + event.device_time / 1e3
+    top = sorted(by_kernel.items(), key=lambda item: -item[1])[:40]
+    total = sum(by_kernel.values())
+    print(f"{count} x {length}: {total:.1f} ms on the GPU in {launches} launches;", flush=True)
+    print("   ", "; ".join(f"{name[:48]} {ms:.2f}" for name, ms in top[:12]), flush=True)
+    return {
+        "n": count,
+        "length": length,
+        "gpu_ms": total,
+        "launches": launches,
+        "kernels_ms": dict(top),
+    }
+
+
+def tokens_of(output: Any) -> dict[str, list[float]]:
+    """Greedy tokens of one prompt, and how far the second best was behind (nats) at each."""
+    completion = output.outputs[0]
+    margins = []
+    for candidates in completion.logprobs:
+        best = sorted((entry.logprob for entry in candidates.values()), reverse=True)
+        margins.append(best[0] - best[1])
+    return {"tokens": list(completion.token_ids), "margins": margins}
+
+
+def compare(args: argparse.Namespace) -> None:
+    stock, ours = (json.loads(path.read_text()) for path in (args.stock, args.ours))
+    a, b = stock["greedy"], ours["greedy"]
+    if a["lengths"] != b["lengths"]:
+        raise SystemExit(f"{args.stock} and {args.ours} are runs of different prompts")
+    result = {
+        "prompts": len(a["lengths"]),
+        "new_tokens": NEW_TOKENS,
+        "stock and ours, together": agreement(a["together"], b["together"]),
+        "stock and ours, apart": agreement(a["apart"], b["apart"]),
+        "stock together and apart": agreement(a["together"], a["apart"]),
+        "ours together and apart": agreement(b["together"], b["apart"]),
+        "all margins of stock, median": median(
+            [margin for row in a["together"] for margin in row["margins"]]
+        ),
+        "calls": [
+            {
+                "n": x["n"],
+                "length": x["length"],
+                "stock_ms": x["ms"],
+                "ours_ms": y["ms"],
+                "speedup": x["ms"] / y["ms"],
+            }
+            for x, y in zip(stock["shapes"], ours["shapes"], strict=True)
+        ],
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name, value in result.items():
+        if isinstance(value, dict):
+            print(
+                f"{name}: {value['same']} the same, {value['first_token_same']} in the first token"
+            )
+            print("    margins where they part:", [f"{m:.3f}" for m in value["margins_at_parting"]])
+    for row in result["calls"]:
+        print(f"{row['n']} x {row['length']}: {row['stock_ms']:.1f} -> {row['ours_ms']:.1f} ms")
+
+
+def agreement(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many prompts have the same tokens, and the top-2 margins where the others part.
+
+    A margin is the smaller of the two runs' own.
+    """
+    margins = []
+    for x, y in zip(a, b, strict=True):
+        for i, (left, right) in enumerate(zip(x["tokens"], y["tokens"], strict=True)):
+            if left != right:
+                margins.append(min(x["margins"][i], y["margins"][i]))
+                break
+    return {
+        "same": len(a) - len(margins),
+        "first_token_same": sum(
+            x["tokens"][0] == y["tokens"][0] for x, y in zip(a, b, strict=True)
+        ),
+        "margins_at_parting": sorted(margins),
+    }
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import triton
+    import vllm
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "vllm": vllm.__version__,
+        "attention_backend": args.attention_backend,
+        "layers": args.layers,
+        "graphs": args.graphs,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+if __name__ == "__main__":
+    main()
