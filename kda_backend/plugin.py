@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from backend_core.strict import logger, strict_mode
+
 
 def register_vllm() -> None:
     """Entry point ``vllm.general_plugins``."""
@@ -11,7 +13,16 @@ def register_vllm() -> None:
 
 
 def register_sglang() -> None:
-    """Entry point ``sglang.srt.plugins``."""
-    from kda_backend.engines import sglang
+    """Entry point ``sglang.srt.plugins``.
 
-    sglang.register()
+    sglang logs an exception from here and serves stock code; in strict mode the process ends.
+    """
+    try:
+        from kda_backend.engines import sglang
+
+        sglang.register()
+    except Exception as error:
+        reason = f"kda-dsv4-backend could not register with sglang: {type(error).__name__}: {error}"
+        if strict_mode():
+            raise SystemExit(reason) from error
+        logger.warning("%s", reason)

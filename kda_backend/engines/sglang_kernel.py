@@ -1,0 +1,290 @@
+"""The kernel of sglang's KDA layers. Imports sglang's GPU modules, so only a scheduler imports it.
+
+One form serves sglang 0.5.17 to 0.5.23, whose KDA layers hand over
+
+- prefill: q, k, v and the raw gate as ``[1, T, H, D]``, the step size as fp32 (0.5.17 to 0.5.19) or
+  its logits (``beta_is_raw``) as ``[1, T, H]``, any of them strided;
+- decode: one packed row of q, k and v for each request;
+- ``ssm_states [slots, HV, V, K]``, read and written in place at ``cache_indices [N]``, -1 for a
+  padded request;
+- what the prefix cache is to keep: the state before every chunk (``return_intermediate_states``),
+  or, from 0.5.20 on, fp32 copies of the states at one chunk boundary of each request
+  (``track_state [N, HV, V, K]`` at ``track_chunk_idx [N]``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+
+from backend_core.strict import fallback
+from kda_backend.api import chunk_kda
+from kda_backend.decode_step import kda_decode_step
+from kda_backend.metadata import ChunkMetadata, build_metadata
+from kda_backend.paths import KdaPlan
+from kda_backend.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The metadata of one forward pass, and which layer built it.
+
+    A pass visits a layer once: where that layer comes again a new pass has begun, also with the
+    very same tensors, which sglang's CUDA graphs refill.
+    """
+
+    metadata: ChunkMetadata
+    first_layer: int
+    capturing: bool
+
+
+class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
+    """sglang's KDA kernel on this backend. Verification of drafts is the stock one.
+
+    A batch that the operators refuse runs on the stock kernel, and is reported: they refuse before
+    they write anything.
+    """
+
+    supports_track_state_snapshot = True
+
+    def __init__(self, plan: KdaPlan, device: torch.device) -> None:
+        self.plan = plan
+        self._workspace = Workspace(device)
+        self._pass: _Pass | None = None
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        **call: Any,
+    ) -> Any:
+        """Prefill; ``call`` as `prefill` takes it."""
+        try:
+            return self.prefill(self.plan, q, k, v, g, beta, **call)
+        except ValueError as error:
+            fallback(f"prefill: {error}")
+        return super().extend(q, k, v, g, beta, **call)
+
+    def packed_decode(
+        self, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **call: Any
+    ) -> Any:
+        """Decode of convolved rows ``[N, C]`` of q, k and v; returns ``[1, N, HV, V]``."""
+        try:
+            value_heads, value_dim = call["num_v_heads"], call["head_v_dim"]
+            q, k, v = split_rows(mixed_qkv, value_heads, call["ssm_states"].shape[-1], value_dim)
+            return self.step(self.plan, q, k, v, a, b, **call).unsqueeze(0)
+        except ValueError as error:
+            fallback(f"decode: {error}")
+        return super().packed_decode(mixed_qkv, a, b, **call)
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **call: Any,
+    ) -> Any:
+        """Decode of convolved q, k and v ``[1, N, H, D]``; returns ``[1, N, HV, V]``."""
+        try:
+            return self.step(self.plan, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
+        except ValueError as error:
+            fallback(f"decode: {error}")
+        return super().decode(q, k, v, a, b, **call)
+
+    def prefill(
+        self,
+        plan: KdaPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        ssm_states: torch.Tensor,
+        cache_indices: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        A_log: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        lower_bound: float | None = None,
+        beta_is_raw: bool = False,
+        return_intermediate_states: bool = False,
+        extend_seq_lens_cpu: Sequence[int] | None = None,
+        is_spec_decode: bool = False,
+        track_ssm_h_src: torch.Tensor | None = None,
+        track_state: torch.Tensor | None = None,
+        track_chunk_idx: torch.Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        """Packed sequences of any length.
+
+        Args:
+            q, k: ``[1, T, H, K]``; v: ``[1, T, HV, V]``; g: ``[1, T', HV, K]`` raw gate, or log
+                decay without ``A_log``; beta: ``[1, T', HV]``; T' >= T.
+            query_start_loc: ``[N + 1]`` int32; may end before T, the rows behind are not written.
+            extend_seq_lens_cpu: the N lengths, where the host knows them.
+            is_spec_decode: leave the states as they are.
+            track_ssm_h_src: the chunks whose states sglang will read from ``h``.
+
+        Returns:
+            ``o [1, T, HV, V]``, or ``(o, h)`` with ``return_intermediate_states``; ``h [1, chunks,
+            HV, V, K]``, or ``None`` where sglang will not read it.
+
+        Raises:
+            ValueError: the operator refuses; nothing has been written.
+        """
+        tokens = q.shape[1]
+        if g.shape[1] != tokens:  # 0.5.17 pads the gates alone for a prefill graph
+            g, beta = g[:, :tokens], beta[:, :tokens]
+        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        metadata = self._metadata(
+            query_start_loc, tokens, extend_seq_lens_cpu, ssm_states.data_ptr(), capturing
+        )
+        states: dict[str, Any] = {"state_pool": ssm_states, "state_indices": cache_indices}
+        if is_spec_decode:
+            rows = ssm_states[cache_indices.clamp(min=0).long()].float()
+            rows *= (cache_indices >= 0).view(-1, 1, 1, 1)
+            states = {"initial_state": rows, "state_v_first": True}
+        if track_state is not None and track_chunk_idx is not None:
+            states["snapshots"] = track_state.unsqueeze(1)
+            states["snapshot_chunks"] = track_chunk_idx.unsqueeze(1)
+        elif return_intermediate_states:
+            states["return_intermediate_states"] = (
+                track_ssm_h_src is None or track_ssm_h_src.numel() > 0
+            )
+        result = chunk_kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=A_log is not None,
+            use_beta_sigmoid_in_kernel=beta_is_raw,
+            lower_bound=lower_bound,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            metadata=metadata,
+            # a graph keeps addresses, and this workspace moves when it grows
+            workspace=None if capturing else self._workspace,
+            plan=plan,
+            **states,
+        )
+        if not return_intermediate_states:
+            return result[0]
+        return result[0], result[2] if len(result) == 3 else None
+
+    def step(
+        self,
+        plan: KdaPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        ssm_states: torch.Tensor,
+        cache_indices: torch.Tensor,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        lower_bound: float | None = None,
+        replayssm_d: torch.Tensor | None = None,
+        conv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
+        norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """One token of each request.
+
+        Args:
+            q, k: ``[N, H, K]``; v: ``[N, HV, V]``; a: raw gate and b: step-size logits, of
+                ``N * HV * K`` and ``N * HV`` elements.
+            conv: pool ``[slots, 3, C]``, filters ``[C, 4]`` and bias, for inputs that are not
+                convolved yet.
+            norm: weight ``[V]``, raw gate ``[N, HV * V]`` and epsilon of the output's norm.
+
+        Returns:
+            ``[N, HV, V]``; zeros for a padded request.
+
+        Raises:
+            ValueError: the operator refuses; nothing has been written.
+        """
+        if replayssm_d is not None:
+            raise ValueError("--enable-linear-replayssm keeps states in a form of sglang's own")
+        number, heads = v.shape[:2]
+        stages: dict[str, Any] = {}
+        if conv is not None:
+            stages["conv_state"] = conv[0].transpose(-1, -2)
+            stages["conv_weight"], stages["conv_bias"] = conv[1:]
+        if norm is not None:
+            stages["norm_weight"], gate, stages["norm_eps"] = norm
+            stages["norm_gate"] = gate.view(v.shape)
+        return kda_decode_step(
+            q,
+            k,
+            v,
+            a.reshape(number, heads, -1),
+            b.reshape(number, heads),
+            ssm_states,
+            cache_indices,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=lower_bound,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            plan=plan,
+            **stages,
+        )
+
+    def _metadata(
+        self,
+        cu_seqlens: torch.Tensor,
+        tokens: int,
+        lengths: Sequence[int] | None,
+        layer: int,
+        capturing: bool,
+    ) -> ChunkMetadata:
+        """The metadata of this pass, built by its first layer; ``layer`` is its pool's address."""
+        last = self._pass
+        if (
+            last is not None
+            and last.metadata.cu_seqlens is cu_seqlens
+            and last.metadata.num_tokens == tokens
+            and last.first_layer != layer
+            and last.capturing == capturing
+        ):
+            return last.metadata
+        host = None
+        # without lengths that cover every token, launches take a bound on the number of chunks
+        if lengths is not None and len(lengths) + 1 == len(cu_seqlens) and sum(lengths) == tokens:
+            host = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        metadata = build_metadata(
+            cu_seqlens,
+            tokens,
+            cu_seqlens_cpu=host,
+            chunk_table=self.plan.target.vendor != "cpu",
+        )
+        self._pass = _Pass(metadata, layer, capturing)
+        return metadata
+
+
+def split_rows(
+    mixed_qkv: torch.Tensor, value_heads: int, key_dim: int, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k ``[N, H, K]`` and v ``[N, HV, V]`` as views of packed rows ``[N, C]``."""
+    number, values = mixed_qkv.shape[0], value_heads * value_dim
+    keys = (mixed_qkv.shape[1] - values) // 2
+    return (
+        mixed_qkv[:, :keys].view(number, -1, key_dim),
+        mixed_qkv[:, keys : 2 * keys].view(number, -1, key_dim),
+        mixed_qkv[:, 2 * keys :].view(number, value_heads, value_dim),
+    )

@@ -1,0 +1,239 @@
+"""Putting our kernel into the KDA layers of a model that sglang has loaded."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.utils.common import rank0_log
+
+from backend_core.strict import fallback
+from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
+from kda_backend.paths import KdaPlan, KdaShape, plan_for, warm_up
+
+
+def install(backend: Any, runner: Any) -> None:
+    """Exchange the kernels of ``backend``, sglang's KDAAttnBackend, and compile ours.
+
+    ``runner`` is sglang's ModelRunner, with its weights loaded and its pools allocated. What
+    cannot be served stays on stock code, and is reported.
+    """
+    layers = [
+        layer
+        for layer in runner.model.modules()
+        if isinstance(layer, RadixLinearAttention) and layer.A_log is not None
+    ]
+    device = torch.device(runner.device)
+    plan = _plan(layers, device, runner.dtype)
+    if plan is None:
+        return
+    kernel = KdaKernel(plan, device)
+    dispatcher = backend.kernel_dispatcher
+    ours = []
+    for phase, name in (("prefill", "extend_kernel"), ("decode", "decode_kernel")):
+        stock = getattr(dispatcher, name)
+        if type(stock) is TritonKDAKernel:
+            setattr(dispatcher, name, kernel)
+            ours.append(phase)
+        else:
+            fallback(
+                f"{phase} is on {type(stock).__name__}, which sglang or a flag chose:"
+                f" pass --linear-attn-{phase}-backend triton"
+            )
+    cache = backend.req_to_token_pool.mamba2_layer_cache(layers[0].layer_id)
+    one_launch = "decode" in ours and _has_one_launch(layers[0], cache)
+    if one_launch:
+        stock = backend.forward_decode
+        backend.forward_decode = functools.partial(decode_layer, kernel, backend, stock)
+    compile_kernels(kernel, layers[0], cache, ours, one_launch)
+    for line in describe(plan, len(layers), cache.temporal.dtype, ours, one_launch):
+        rank0_log(line)
+
+
+def decode_layer(
+    kernel: KdaKernel,
+    backend: Any,
+    stock: Callable[..., Any],
+    *,
+    layer: Any,
+    forward_batch: Any,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    **engine: Any,
+) -> Any:
+    """KDAAttnBackend.forward_decode, with the convolution in the launch of the delta rule.
+
+    ``mixed_qkv [N, C]``, raw gate ``a`` and step-size logits ``b``, of one token of each request;
+    returns ``o [1, N, HV, V]``. Kimi-K3's layers also offer their output's norm, which then ends
+    the same launch.
+    """
+    cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+    indices = backend.forward_metadata.mamba_cache_indices
+    # what Kimi-K3's model leaves on a layer for sglang's own fused kernel; norm weight and epsilon
+    # are its last two entries
+    static = getattr(layer, "_k3_fused_decode_args", None)
+    norm_gate = getattr(layer, "_k3_onorm_gate", None)
+    norm = None
+    if static is not None and norm_gate is not None:
+        norm = (static[-2], norm_gate, static[-1])
+    try:
+        if getattr(layer, "_k3_deferred_f_b", False):
+            raise ValueError("the gate's projection was left to a kernel of sglang's own")
+        q, k, v = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+        o = kernel.step(
+            kernel.plan,
+            q,
+            k,
+            v,
+            a,
+            b,
+            ssm_states=cache.temporal,
+            cache_indices=indices,
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            lower_bound=layer.lower_bound,
+            replayssm_d=cache.replayssm_d,
+            conv=(cache.conv[0], layer.conv_weights, layer.bias),
+            norm=norm,
+        )
+    except ValueError as error:
+        fallback(f"decode: {error}")
+        return stock(
+            layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **engine
+        )
+    if norm is not None:
+        layer._k3_onorm_consumed = True
+    backend._track_mamba_state_decode(
+        forward_batch, cache.conv[0], cache.temporal, indices, layer.layer_id
+    )
+    return o.unsqueeze(0)
+
+
+def compile_kernels(
+    kernel: KdaKernel, layer: Any, cache: Any, phases: Sequence[str], one_launch: bool
+) -> None:
+    """Compile what serving can launch: small calls on the engine's pools, of padded rows alone.
+
+    Rows of a layer's projections are views of one wide row, whose width need not be a multiple of
+    16 elements; kernels are compiled for either.
+    """
+    device, dtype = cache.temporal.device, kernel.plan.shape.dtype
+    heads, key_dim, value_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    channels = layer.q_dim + layer.k_dim + layer.v_dim
+    width = -(-(channels + heads) // 16) * 16
+    padded = torch.full((1,), -1, dtype=torch.int32, device=device)
+    common = {
+        "ssm_states": cache.temporal,
+        "cache_indices": padded,
+        "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias,
+        "lower_bound": layer.lower_bound,
+    }
+    raw_beta = "beta_is_raw" in inspect.signature(TritonKDAKernel.extend).parameters
+    tracked: dict[str, Any] = {"return_intermediate_states": True}
+    if raw_beta:
+        shape = (1, *cache.temporal.shape[1:])
+        snapshot = torch.empty(shape, dtype=torch.float32, device=device)
+        tracked = {"track_state": snapshot, "track_chunk_idx": padded}
+
+    def inputs(tokens: int, extra: int) -> tuple[torch.Tensor, ...]:
+        row = torch.zeros(tokens, width + extra, dtype=dtype, device=device)
+        g = torch.zeros(tokens, heads, key_dim, dtype=dtype, device=device)
+        return row[:, :channels], g, row[:, channels : channels + heads]
+
+    def prefill(plan: KdaPlan) -> None:
+        tokens = 65  # a full chunk and the start of another
+        for extra, tracking in itertools.product((0, 1), ({}, tracked)):
+            mixed_qkv, g, beta = inputs(tokens, extra)
+            if not raw_beta:
+                beta = beta.float().sigmoid()
+            q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
+            kernel.prefill(
+                plan,
+                q.unsqueeze(0),
+                k.unsqueeze(0),
+                v.unsqueeze(0),
+                g.unsqueeze(0),
+                beta.unsqueeze(0),
+                query_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+                extend_seq_lens_cpu=[tokens],
+                beta_is_raw=raw_beta,
+                **common,
+                **tracking,
+            )
+
+    def decode(plan: KdaPlan) -> None:
+        conv = (cache.conv[0], layer.conv_weights, layer.bias) if one_launch else None
+        for extra in (0, 1):
+            mixed_qkv, g, beta = inputs(1, extra)
+            q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
+            kernel.step(plan, q, k, v, g, beta, conv=conv, **common)
+
+    def nothing(plan: KdaPlan) -> None:
+        """A phase that stays on stock code."""
+
+    warm_up(
+        kernel.plan,
+        prefill if "prefill" in phases else nothing,
+        decode if "decode" in phases else nothing,
+    )
+
+
+def describe(
+    plan: KdaPlan,
+    num_layers: int,
+    state_dtype: torch.dtype,
+    phases: Sequence[str],
+    one_launch: bool,
+) -> list[str]:
+    """What was chosen for a model: a line, and one for each row of the table."""
+    shape, target = plan.shape, plan.target
+    gate = "bounded" if shape.bounded_gate else "unbounded"
+    state = str(state_dtype).removeprefix("torch.")
+    step = ", convolution in the decode step" if one_launch else ""
+    return [
+        f"kda-dsv4: {' and '.join(phases) or 'nothing'} of {num_layers} KDA layers on {target.name}"
+        f" ({target.arch}): {shape.num_value_heads} heads on this rank, K = {shape.key_dim},"
+        f" V = {shape.value_dim}, {gate} gate, {state} states{step}",
+        *(f"kda-dsv4: {row}" for row in plan.explain()),
+    ]
+
+
+def _plan(layers: list[Any], device: torch.device, dtype: torch.dtype) -> KdaPlan | None:
+    """The paths of a model's KDA layers; ``None``, and a report, where there are none."""
+    shapes = {
+        KdaShape(
+            layer.num_k_heads,
+            layer.num_v_heads,
+            layer.head_k_dim,
+            layer.head_v_dim,
+            layer.lower_bound is not None,
+            dtype,
+            dtype,
+        )
+        for layer in layers
+    }
+    if len(shapes) != 1:
+        fallback(f"the KDA layers of a model must have one shape, got {len(shapes)}")
+        return None
+    try:
+        return plan_for(device, shapes.pop())
+    except LookupError as error:
+        fallback(str(error))
+        return None
+
+
+def _has_one_launch(layer: Any, cache: Any) -> bool:
+    """Whether the decode step takes in the convolution: four taps, as many value as key heads."""
+    return (
+        layer.num_k_heads == layer.num_v_heads
+        and tuple(layer.conv_weights.shape) == (cache.conv[0].shape[-1], 4)
+        and max(layer.head_k_dim, layer.head_v_dim) <= 128
+    )
