@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backend_cli import check_dsv4, check_kda
+from backend_cli import check_dsv4, check_kda, check_step
 from backend_core.path_table import PHASES, explain, load_table
 from backend_core.table_file import KernelPath
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
@@ -91,10 +91,10 @@ def _probes_of(family: str, path: KernelPath, grids: str, interpreted: bool) -> 
     if skip is not None:
         return [Probe(family, path, grids, "", skip, lambda *_: (0.0, 0.0))]
     if family == "kda":
-        return [
-            Probe(family, path, grids, name, None, _run_kda(path, call))
-            for name, call in check_kda.cases(path).items()
-        ]
+        runs = {name: _run_kda(path, call) for name, call in check_kda.cases(path).items()}
+        if path.phase == "decode":
+            runs |= check_step.cases(path)
+        return [Probe(family, path, grids, name, None, run) for name, run in runs.items()]
     return [
         Probe(family, path, grids, name, None, _run_dsv4(run))
         for name, run in check_dsv4.cases(path).items()

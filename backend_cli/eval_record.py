@@ -89,7 +89,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     share, z2 = right / total, _Z * _Z
     centre = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = _Z / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return 0.0 if right == 0 else centre - half, 1.0 if right == total else centre + half
 
 
 def accuracy(rights: list[bool]) -> dict[str, float]:

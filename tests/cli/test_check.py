@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backend_cli import check as check_module
-from backend_cli import check_dsv4, check_kda
+from backend_cli import check_dsv4, check_kda, check_step
 from backend_cli.check_worker import answer, probes
 from backend_core.path_table import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
@@ -110,6 +110,35 @@ def test_an_operator_that_forgets_the_decay_is_wrong() -> None:
 
     error, allowed = check_kda.run(row, cpu, CPU, check_kda.cases(row)["adversarial"](), no_decay)
     assert error > 10 * allowed
+
+
+def test_a_step_without_its_convolution_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, row = _kda_row("decode")
+    case = check_step.cases(row)["one launch, convolution, norm"]
+    assert case(cpu, CPU)[0] <= case(cpu, CPU)[1]
+    right = check_step.kda_decode_step
+
+    def unweighted(**arguments):
+        arguments["conv_weight"] = torch.ones_like(arguments["conv_weight"])
+        return right(**arguments)
+
+    monkeypatch.setattr(check_step, "kda_decode_step", unweighted)
+    error, allowed = case(cpu, CPU)
+    assert error > 10 * allowed
+
+
+def test_a_draft_that_commits_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, row = _kda_row("decode")
+    right = check_step.kda_verify_step
+
+    def committing(*, state_pool, intermediate_states, **arguments):
+        o = right(state_pool=state_pool, intermediate_states=intermediate_states, **arguments)
+        state_pool[5] = intermediate_states[0, -1]
+        return o
+
+    monkeypatch.setattr(check_step, "kda_verify_step", committing)
+    with pytest.raises(RuntimeError, match="a state slot outside the call was written"):
+        check_step.run_draft(row, cpu, CPU)
 
 
 def test_a_compressor_without_its_ape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
