@@ -90,7 +90,7 @@ def run_step(
 def run_draft(path: KernelPath, target: Target, device: torch.device) -> Answer:
     """``kda_verify_step`` in sglang's form: the pool stays, the state after each token is kept."""
     call = make_call((_DRAFT,) * 5, 8, 8, regimes=HARD_HEADS, padded=4)
-    slots, pool = _slots(call), _pool(call)
+    pool = _pool(call)
     kept = torch.full((5, _DRAFT, *pool.shape[1:]), torch.nan).to(device)
     on_device = pool.to(device, copy=True)
     o = kda_verify_step(
