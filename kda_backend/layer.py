@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
 from kda_backend import api
+from kda_backend.decode_step import kda_decode_step
 from kda_backend.metadata import CHUNK, ChunkMetadata
 from kda_backend.paths import KdaPlan
 from kda_backend.workspace import Workspace
@@ -64,7 +65,7 @@ def prefill(
         g: ``[T, H, D]`` raw gate; beta: ``[T, H]`` logits; gate: ``[T, H, D]`` logits of the
             output's gate.
         out: ``[T, H, D]``, written.
-        conv_pool: ``[slots, 3 H D, W - 1]``, any strides; state_pool: ``[slots, H, D, D]``
+        conv_pool: ``[slots, 3 H D, W - 1]``, any strides; state_pool: ``[slots, H, D, D]`` fp32
             (``[V, K]``).
         state_indices: ``[N]`` int32 slot of each sequence in both pools; -1 for none.
         has_initial_state: ``[N]`` bool, or ``None`` where every slot is read.
@@ -111,10 +112,57 @@ def decode(
     conv_pool: torch.Tensor,
     state_pool: torch.Tensor,
     state_indices: torch.Tensor,
+    null_slot: int | None,
+) -> None:
+    """One token of each sequence, all in one launch; every valid slot is read.
+
+    Arguments as :func:`prefill`, with ``N = T``; rows at ``null_slot`` are padding too.
+    """
+    heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
+    q, k, v = qkv.unflatten(1, (3, heads, dim)).unbind(1)
+    kda_decode_step(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state_pool,
+        state_indices,
+        null_slot=null_slot,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=weights.lower_bound,
+        A_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        conv_state=conv_pool,
+        conv_weight=weights.conv,
+        norm_weight=weights.norm,
+        norm_gate=gate,
+        norm_eps=weights.norm_eps,
+        out=out,
+        plan=plan,
+    )
+
+
+def decode_or_start(
+    weights: LayerWeights,
+    plan: KdaPlan,
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    out: torch.Tensor,
+    conv_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
     has_initial_state: torch.Tensor | None,
     metadata: ChunkMetadata,
 ) -> None:
-    """Sequences of one token, or none for padding: the same as :func:`prefill`, token by token."""
+    """Sequences of one token, or none for padding, some of which may start with it.
+
+    Arguments as :func:`prefill`; the recurrent kernel between its convolution and its norm.
+    """
     heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
     mixed = short_conv(qkv, weights.conv, conv_pool, state_indices, has_initial_state, metadata)
     q, k, v = mixed.view(1, -1, 3, heads, dim).unbind(2)

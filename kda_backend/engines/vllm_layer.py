@@ -8,7 +8,7 @@ vLLM's null block: padded rows name it, and have no tokens.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from backend_core.strict import fallback
 from backend_core.target import detect_target
@@ -37,9 +38,9 @@ class Part:
 
     begin: int
     end: int
-    metadata: ChunkMetadata
     state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None
+    metadata: ChunkMetadata | None  # of decodes: only where some may start anew
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Runtime:
 
 
 def runtime_of(
-    vllm_config: VllmConfig, shape: KdaShape, state_dtype: torch.dtype
+    vllm_config: VllmConfig, shape: KdaShape, state_dtype: torch.dtype, conv_size: int
 ) -> Runtime | None:
     """The runtime of a model's layers where the flag asks for it and a path serves them.
 
@@ -70,7 +71,7 @@ def runtime_of(
     """
     if not is_requested(vllm_config):
         return None
-    refusal = _refusal(vllm_config, state_dtype)
+    refusal = _refusal(vllm_config, shape, state_dtype, conv_size)
     if refusal is None:
         try:
             return _runtime(
@@ -85,11 +86,17 @@ def runtime_of(
     return None
 
 
-def _refusal(vllm_config: VllmConfig, state_dtype: torch.dtype) -> str | None:
+def _refusal(
+    vllm_config: VllmConfig, shape: KdaShape, state_dtype: torch.dtype, conv_size: int
+) -> str | None:
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on, which the KDA layers of this backend do not serve"
     if state_dtype not in (torch.float32, torch.bfloat16):
         return f"the KDA state must be float32 or bfloat16, got {state_dtype}"
+    if conv_size != 4:
+        return f"the short convolution must have 4 taps, got {conv_size}"
+    if shape.value_dim > 128:
+        return f"KDA heads must have at most 128 channels, got {shape.value_dim}"
     return None
 
 
@@ -169,6 +176,7 @@ def _prefill(
     state_pool: torch.Tensor,
     part: Part,
 ) -> None:
+    assert part.metadata is not None
     layer.prefill(
         weights,
         runtime.plan,
@@ -190,16 +198,11 @@ def _decode(
     state_pool: torch.Tensor,
     part: Part,
 ) -> None:
-    layer.decode(
-        weights,
-        runtime.plan,
-        *tokens,
-        conv_pool,
-        state_pool,
-        part.state_indices,
-        part.has_initial_state,
-        part.metadata,
-    )
+    args = (weights, runtime.plan, *tokens, conv_pool, state_pool, part.state_indices)
+    if part.metadata is None:
+        layer.decode(*args, null_slot=NULL_BLOCK_ID)
+    else:
+        layer.decode_or_start(*args, part.has_initial_state, part.metadata)
 
 
 def _build_step(m: Any, plan: KdaPlan) -> Step:
@@ -209,21 +212,21 @@ def _build_step(m: Any, plan: KdaPlan) -> Step:
     tables = plan.target.vendor != "cpu"
     begin = m.num_decode_tokens
     if begin:
-        initial = m.has_initial_state
-        decode = Part(
-            0,
-            begin,
-            build_metadata(m.non_spec_query_start_loc[: begin + 1], begin, chunk_table=tables),
-            m.non_spec_state_indices_tensor[:begin].contiguous(),
-            None if initial is None else initial[:begin],
-        )
+        indices = m.non_spec_state_indices_tensor[:begin].contiguous()
+        if m.has_initial_state is None:
+            decode = Part(0, begin, indices, None, None)
+        else:
+            # beside prefills the engine says which rows continue: a prompt may have one token
+            bounds = m.non_spec_query_start_loc[: begin + 1]
+            table = build_metadata(bounds, begin, chunk_table=tables)
+            decode = Part(0, begin, indices, m.has_initial_state[:begin], table)
     if m.num_prefills:
         prefill = Part(
             begin,
             begin + m.num_prefill_tokens,
-            build_metadata(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
             m.prefill_state_indices.contiguous(),
             m.prefill_has_initial_state,
+            build_metadata(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
         )
     return Step(begin + (m.num_prefill_tokens if m.num_prefills else 0), decode, prefill)
 
@@ -262,9 +265,9 @@ def _profile(
         return Part(
             0,
             total,
-            build_metadata(cu_seqlens, total, chunk_table=tables),
             torch.full((n,), -1, dtype=torch.int32, device=qkv.device),
             torch.zeros(n, dtype=torch.bool, device=qkv.device),
+            build_metadata(cu_seqlens, total, chunk_table=tables),
         )
 
     def run(runtime: Runtime) -> None:
@@ -277,7 +280,7 @@ def _profile(
                 step = part([1] * count)
                 args = (runtime, weights, tokens(begin, begin + count), conv_pool, state_pool)
                 _decode(*args, step)
-                _decode(*args, _without_initial(step))
+                _decode(*args, replace(step, has_initial_state=None, metadata=None))
                 _prefill(*args, step)
 
     def each(plan: KdaPlan) -> None:
@@ -293,10 +296,6 @@ def _profile(
         total,
         0 if runtime.workspace is None else runtime.workspace.nbytes / 2**20,
     )
-
-
-def _without_initial(part: Part) -> Part:
-    return Part(part.begin, part.end, part.metadata, part.state_indices, None)
 
 
 def _scratch_pools(module: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

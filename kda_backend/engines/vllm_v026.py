@@ -32,7 +32,7 @@ def kda_dsv4_core(
     out: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """``qkv [T, 3 H D]``; ``g``, ``gate``, ``out`` ``[T, H, D]``; ``beta [T, H]``. Writes ``out``."""
+    """qkv ``[T, 3 H D]``; g, gate and out ``[T, H, D]``; beta ``[T, H]``. Writes out."""
     layer = get_forward_context().no_compile_layers[layer_name]
     attend(layer.kda_runtime, layer.kda_weights(), layer, qkv, g, beta, gate, out)
 
@@ -59,7 +59,7 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         dtype = vllm_config.model_config.dtype
         heads, dim = self.local_num_heads, self.head_dim
         shape = KdaShape(heads, heads, dim, dim, False, dtype, dtype)
-        runtime = runtime_of(vllm_config, shape, self.get_state_dtype()[1])
+        runtime = runtime_of(vllm_config, shape, self.get_state_dtype()[1], self.conv_size)
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention
             return
@@ -105,10 +105,9 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         tokens, channels = hidden_states.shape[0], heads * dim
         if self._packed:
             projected = F.linear(hidden_states, self._in_proj)
-            qkv, low_rank, beta, _ = projected.split(
-                [3 * channels, 2 * dim, heads, projected.shape[1] - 3 * channels - 2 * dim - heads],
-                dim=1,
-            )
+            sizes = [3 * channels, 2 * dim, heads]
+            padding = projected.shape[1] - sum(sizes)
+            qkv, low_rank, beta, _ = torch.split(projected, [*sizes, padding], dim=1)
             low_rank = low_rank.view(tokens, 2, dim).transpose(0, 1)
             g, gate = torch.bmm(low_rank, self._out_gates.transpose(1, 2)).unbind(0)
         else:
@@ -149,7 +148,7 @@ def _pack(*projections: Any) -> torch.Tensor:
     """
     weights = [projection.weight for projection in projections]
     rows = sum(weight.shape[0] for weight in weights)
-    packed = weights[0].data.new_zeros(rows + -rows % 16, *weights[0].shape[1:])
+    packed: torch.Tensor = weights[0].data.new_zeros(rows + -rows % 16, *weights[0].shape[1:])
     begin = 0
     for weight in weights:
         end = begin + weight.shape[0]

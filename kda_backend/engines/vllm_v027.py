@@ -23,7 +23,7 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         heads, dim = self.local_num_heads, self.head_dim
         bounded = self.gate_lower_bound is not None
         shape = KdaShape(heads, heads, dim, dim, bounded, dtype, dtype)
-        runtime = runtime_of(vllm_config, shape, self.get_state_dtype()[1])
+        runtime = runtime_of(vllm_config, shape, self.get_state_dtype()[1], self.conv_size)
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention
             return

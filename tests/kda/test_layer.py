@@ -71,22 +71,14 @@ class Model:
         out = poisoned(*self.g.shape, dtype=torch.bfloat16, device=device)
         flags = None if initial is None else torch.tensor(initial, device=device)
         slots = torch.tensor(indices, dtype=torch.int32, device=device)
-        extra = {} if function is layer.decode else {"workspace": None}
-        function(
-            self.weights,
-            self.plan,
-            self.qkv,
-            self.g,
-            self.beta,
-            self.gate,
-            out,
-            self.conv_pool,
-            self.state_pool,
-            slots,
-            flags,
-            metadata=self.metadata,
-            **extra,
-        )
+        tokens = (self.qkv, self.g, self.beta, self.gate, out)
+        common = (self.weights, self.plan, *tokens, self.conv_pool, self.state_pool, slots)
+        if function is layer.decode:
+            function(*common, null_slot=0)
+        elif function is layer.decode_or_start:
+            function(*common, flags, self.metadata)
+        else:
+            function(*common, flags, self.metadata, None)
         return out
 
     def expected(
@@ -156,7 +148,21 @@ def test_prefill_is_the_definition_and_keeps_its_slots(backend: Backend, seed: i
 def test_decode_is_the_definition_and_skips_padding(backend: Backend, seed: int) -> None:
     model = Model(backend, seed, (1, 1, 1, 0, 0))
     # Padded rows have no token and all name the same slot.
-    check(model, layer.decode, (5, 2, 3, 0, 0), (True, False, True, True, True))
+    check(model, layer.decode_or_start, (5, 2, 3, 0, 0), (True, False, True, True, True))
+
+
+def test_decode_in_one_launch_is_the_definition(backend: Backend, seed: int) -> None:
+    check(Model(backend, seed, (1, 1, 1)), layer.decode, (5, 2, 3), (True, True, True))
+
+
+def test_decode_skips_rows_at_the_null_slot(backend: Backend, seed: int) -> None:
+    model = Model(backend, seed, (1, 1, 1))
+    pools = model.conv_pool.clone(), model.state_pool.clone()
+    out = model.run(layer.decode, (0, 2, 0), None)
+    assert not out[[0, 2]].any()
+    for pool, before in zip((model.conv_pool, model.state_pool), pools, strict=True):
+        others = [slot for slot in range(SLOTS) if slot != 2]
+        assert_same_bits("other slots", pool[others], before[others])
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 64, 66])

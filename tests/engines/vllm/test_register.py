@@ -1,0 +1,266 @@
+"""The flag: entry point, parser, backend class, registrations, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm import plugins
+from vllm.config import AttentionConfig, set_current_vllm_config
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from backend_core.engines import Engine
+from backend_core.strict import FallbackError
+from kda_backend.engines import vllm as adapter
+from kda_backend.plugin import register_vllm
+from tests.engines.vllm.harness import build_layer, engine_config
+
+LAYER = "KimiGatedDeltaNetAttention"
+NEW_NAMES = Engine("vllm", "0.32.0", None).supports(vllm.__version__)
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registries as before any plug-in, for the test alone."""
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.delitem(op_registry_oot, LAYER, raising=False)
+    monkeypatch.setattr(adapter, "_broken", None)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the adapter and the fallbacks log; vLLM's loggers do not propagate."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Keep()
+    loggers = [adapter.logger, logging.getLogger("kda_dsv4")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield lines
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def test_vllm_finds_and_loads_the_plug_in(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plugins.load_plugins_by_group("vllm.general_plugins")
+    assert found["kda_dsv4"] is register_vllm
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    plugins.load_general_plugins()
+    assert op_registry_oot[LAYER].__module__.startswith("kda_backend.engines.vllm_v")
+    assert AttentionBackendEnum[adapter.flag_name()].get_class() is adapter.SoftmaxBackend
+
+
+def test_registering_again_changes_nothing(said: list[str]) -> None:
+    register_vllm()
+    layer, path = op_registry_oot[LAYER], AttentionBackendEnum[adapter.flag_name()].get_path()
+    register_vllm()
+    register_vllm()
+    assert op_registry_oot[LAYER] is layer
+    assert AttentionBackendEnum[adapter.flag_name()].get_path() == path
+    assert said == []
+
+
+def test_the_flag_is_what_the_release_can_take() -> None:
+    assert adapter.flag_name() == ("KDA" if NEW_NAMES else "CUSTOM")
+
+
+def test_vllm_parses_the_flag() -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = parser.parse_args(["--attention-backend", adapter.flag_name()])
+    assert AttentionConfig(backend=parsed.attention_backend).backend.name == adapter.flag_name()
+    config = engine_config(flag=True)
+    assert adapter.is_requested(config) and not adapter.is_requested(engine_config(flag=False))
+
+
+@pytest.mark.skipif(NEW_NAMES, reason="this release takes new names")
+def test_the_new_name_is_unknown_where_vllm_takes_none() -> None:
+    with pytest.raises(ValueError, match="Unknown attention backend: 'KDA'"):
+        AttentionConfig(backend="KDA")
+
+
+def test_one_kind_of_layers_may_ask_for_it() -> None:
+    config = engine_config(flag=False)
+    config.attention_config.backend_per_kind = {
+        "mla_attention": AttentionBackendEnum[adapter.flag_name()]
+    }
+    assert adapter.is_requested(config)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0"])
+def test_an_unsupported_version_is_left_alone_with_one_line(
+    clean: None, monkeypatch: pytest.MonkeyPatch, said: list[str], version: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    register_vllm()
+    assert LAYER not in op_registry_oot and not registry._ATTN_OVERRIDES
+    assert said == [
+        f"kda-dsv4-backend serves vllm 0.26.0 to 0.33.0, got {version}: nothing is registered"
+    ]
+
+
+@pytest.mark.skipif(NEW_NAMES, reason="the plug-in has a name of its own")
+def test_the_name_of_another_plug_in_is_not_taken(clean: None, said: list[str]) -> None:
+    registry.register_backend(AttentionBackendEnum.CUSTOM, "theirs.Backend")
+    register_vllm()
+    assert AttentionBackendEnum.CUSTOM.get_path() == "theirs.Backend"
+    assert LAYER not in op_registry_oot
+    assert len(said) == 1 and "another plug-in holds --attention-backend CUSTOM" in said[0]
+
+
+def test_a_layer_that_another_plug_in_replaced_stays_theirs(
+    clean: None, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    theirs = type("Theirs", (KimiGatedDeltaNetAttention,), {})
+    monkeypatch.setitem(op_registry_oot, LAYER, theirs)
+    register_vllm()
+    assert op_registry_oot[LAYER] is theirs
+    assert len(said) == 1 and "another plug-in replaces" in said[0]
+
+
+# What a platform passes for an MLA layer of Kimi-Linear.
+SELECTION = AttentionSelectorConfig(
+    head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=True
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's CUDA platform with the capability of an H200; its libraries are not loaded."""
+    monkeypatch.setitem(
+        sys.modules, "vllm._C_stable_libtorch", types.ModuleType("vllm._C_stable_libtorch")
+    )
+    import vllm.platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+    monkeypatch.setattr(
+        NonNvmlCudaPlatform,
+        "get_device_capability",
+        classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
+    )
+    platform = NonNvmlCudaPlatform()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+    return platform
+
+
+def select(platform: Any, *, flag: bool, config: Any) -> Any:
+    member = AttentionBackendEnum[adapter.flag_name()] if flag else None
+    with set_current_vllm_config(config):
+        return platform.get_attn_backend_cls(member, attn_selector_config=SELECTION, num_heads=2)
+
+
+def test_mla_layers_get_the_platforms_own_choice(hopper: Any) -> None:
+    config = engine_config(flag=True)
+    chosen = select(hopper, flag=True, config=config)
+    assert chosen == select(hopper, flag=False, config=config)
+    assert chosen.startswith("vllm.v1.attention.backends.mla.")
+
+
+def test_a_layer_that_the_platform_cannot_serve_is_refused_as_without_the_flag(hopper: Any) -> None:
+    config = engine_config(flag=True)
+    odd = SELECTION._replace(kv_cache_dtype="nvfp4")
+    messages = []
+    for member in (AttentionBackendEnum[adapter.flag_name()], None):
+        with set_current_vllm_config(config), pytest.raises(ValueError) as refusal:
+            hopper.get_attn_backend_cls(member, attn_selector_config=odd, num_heads=2)
+        messages.append(str(refusal.value))
+    assert messages[0] == messages[1] and "No valid attention backend" in messages[0]
+
+
+def test_a_model_without_kda_is_refused_in_one_sentence(hopper: Any) -> None:
+    config = engine_config(flag=True)
+    config.model_config.hf_text_config.linear_attn_config = None
+    with pytest.raises(
+        ValueError,
+        match=rf"--attention-backend {adapter.flag_name()} is for models with Kimi Delta Attention,"
+        r" got KimiLinearForCausalLM",
+    ):
+        select(hopper, flag=True, config=config)
+
+
+def break_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(adapter.importlib, "import_module", missing)
+
+
+def test_a_broken_install_serves_stock(
+    clean: None, monkeypatch: pytest.MonkeyPatch, hopper: Any, said: list[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        break_install(patch)
+        register_vllm()
+    config = engine_config(flag=True)
+    assert select(hopper, flag=True, config=config) == select(hopper, flag=False, config=config)
+    assert type(build_layer(config)) is KimiGatedDeltaNetAttention
+    assert said[0].startswith("kda-dsv4-backend could not register with vllm: ImportError")
+    assert any("falling back to stock code: kda-dsv4-backend could not" in line for line in said)
+
+
+def test_a_broken_install_fails_in_strict_mode(
+    clean: None, monkeypatch: pytest.MonkeyPatch, hopper: Any
+) -> None:
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with monkeypatch.context() as patch:
+        break_install(patch)
+        register_vllm()  # an exception here would end servers that do not use the flag
+    with pytest.raises(FallbackError, match="could not register with vllm: ImportError"):
+        select(hopper, flag=True, config=engine_config(flag=True))
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward", "_forward"])
+def test_overridden_methods_have_stocks_signatures(method: str) -> None:
+    register_vllm()
+    ours, stock = op_registry_oot[LAYER], KimiGatedDeltaNetAttention
+    if method == "_forward" and "_forward" not in vars(ours):
+        pytest.skip("this form replaces forward, and stock's _forward is not called")
+    assert parameters(getattr(ours, method)) == parameters(getattr(stock, method))
+
+
+def test_the_backend_class_validates_what_vllm_passes() -> None:
+    stock = inspect.signature(AttentionBackend.validate_configuration).parameters
+    passed = {"device_capability", *AttentionSelectorConfig._fields}
+    assert set(stock) <= passed
+    abstract = AttentionBackend.__abstractmethods__ - vars(adapter.SoftmaxBackend).keys()
+    assert not abstract
+
+
+def test_the_fields_of_the_metadata_that_are_read_exist() -> None:
+    fields = GDNAttentionMetadata.__dataclass_fields__
+    assert {
+        "num_prefills",
+        "num_prefill_tokens",
+        "num_decode_tokens",
+        "has_initial_state",
+        "spec_sequence_masks",
+        "non_spec_query_start_loc",
+        "non_spec_state_indices_tensor",
+        "prefill_query_start_loc",
+        "prefill_state_indices",
+        "prefill_has_initial_state",
+    } <= fields.keys()
