@@ -13,6 +13,7 @@ from backend_cli.eval_compare import compare
 from backend_cli.eval_gsm8k import gsm8k
 from backend_cli.eval_recall import recall
 from backend_cli.info import info
+from backend_cli.serve import serve
 from backend_core import __version__
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(info)
 app.command()(check)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 evaluation = typer.Typer(help="Measure a model's accuracy, and compare two measurements.")
 evaluation.command()(gsm8k)

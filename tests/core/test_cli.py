@@ -120,7 +120,7 @@ def test_a_part_without_a_table_is_said_so(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (["info", "--target", "H900"], "target must be one of H200, A100, "),
         (["info", "--colour"], "No such option: --colour"),
-        (["serve"], "No such command 'serve'."),
+        (["sing"], "No such command 'sing'."),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(args: list[str], message: str) -> None:

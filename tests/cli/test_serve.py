@@ -1,0 +1,190 @@
+"""``serve``: the command line it runs, and each reason not to run one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend_cli import serve as serve_module
+from backend_core.engines import Engine
+from backend_core.target import KNOWN_TARGETS
+from tests.cli.program import assert_one_sentence, run
+
+KIMI = {
+    "model_type": "kimi_linear",
+    "linear_attn_config": {
+        "kda_layers": [1],
+        "full_attn_layers": [2],
+        "head_dim": 128,
+        "num_heads": 32,
+    },
+}
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """An H200 with engines of given versions, whose programs write down how they were called."""
+    for name in serve_module.SERVERS:
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!{sys.executable}\nimport sys\nprint('ran', *sys.argv[1:])\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(serve_module.sys, "executable", str(tmp_path / "nowhere" / "python"))
+    monkeypatch.setattr(serve_module, "detect_target", lambda: KNOWN_TARGETS["H200"])
+    # the adapters have tests of their own, with the real engines
+    monkeypatch.setattr(serve_module, "has_adapter", lambda family, engine: family == "kda")
+
+    def install(**versions: str) -> None:
+        monkeypatch.setattr(Engine, "installed", lambda engine: versions.get(engine.name))
+
+    install(vllm="0.33.0", sglang="0.5.23")
+    return install
+
+
+def model(tmp_path: Path, config: Any) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    text = config if isinstance(config, str) else json.dumps(config)
+    (folder / "config.json").write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "flag"),
+    [
+        ("vllm", "0.26.0", "CUSTOM"),
+        ("vllm", "0.31.1", "CUSTOM"),
+        ("vllm", "0.32.0", "KDA"),
+        ("vllm", "0.33.0+cu130", "KDA"),
+        ("sglang", "0.5.17", "kda"),
+    ],
+)
+def test_the_command(
+    engine: str, version: str, flag: str, engines: Callable[..., None], tmp_path: Path
+) -> None:
+    engines(**{engine: version})
+    folder = model(tmp_path, KIMI)
+    code, out, _ = run("serve", "--engine", engine, folder, "--dry-run", "--port", "9000")
+    assert code == 0
+    name = folder if engine == "vllm" else f"--model-path {folder}"
+    program = tmp_path / "bin" / engine
+    assert out.splitlines()[-1] == f"{program} serve {name} --attention-backend {flag} --port 9000"
+    assert f"{engine} {version} on H200 (sm90), 1 GPUs" in out
+    assert "32 heads a GPU" in out and "prefill grid 1 " in out and "decode grid 1 " in out
+
+
+def test_it_runs_the_engine(
+    engines: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(serve_module.os, "execvp", lambda *command: ran.append(command))
+    folder = model(tmp_path, {"text_config": KIMI})
+    assert run("serve", "--engine", "vllm", folder, "-tp", "4")[0] == 0
+    program = str(tmp_path / "bin" / "vllm")
+    command = [program, "serve", folder, "--attention-backend", "KDA", "-tp", "4"]
+    assert ran == [(program, command)]
+
+
+@pytest.mark.parametrize("tp", [["--tensor-parallel-size=8"], ["-tp", "8"]])
+def test_heads_are_split_over_gpus(
+    tp: list[str], engines: Callable[..., None], tmp_path: Path
+) -> None:
+    _, out, _ = run("serve", "--engine", "vllm", model(tmp_path, KIMI), "--dry-run", *tp)
+    assert "8 GPUs" in out and "4 heads a GPU" in out
+
+
+LLAMA = {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "code", "message"),
+    [
+        (KIMI, ["--engine", "tgi"], 2, "--engine must be vllm or sglang, got 'tgi'"),
+        (KIMI, ["--engine", "vllm", "--attention-backend", "X"], 2, "--attention-backend is what"),
+        (KIMI, ["--engine", "vllm", "-tp", "many"], 2, "must be a positive number, got 'many'"),
+        (KIMI, ["--engine", "vllm", "-tp"], 2, "must be a positive number, got ''"),
+        (KIMI, ["--engine", "vllm", "-tp", "3"], 2, "32 heads cannot be split over 3 GPUs"),
+        (LLAMA, ["--engine", "vllm"], 2, "or be a DeepSeek-V4, got a 'llama' model"),
+        ("{", ["--engine", "vllm"], 2, "config.json must be JSON"),
+        ("[]", ["--engine", "vllm"], 2, "config.json must be a JSON object, got list"),
+        (KIMI | {"linear_attn_config": {"kda_layers": [1]}}, ["--engine", "vllm"], 2, "num_heads"),
+    ],
+)
+def test_refusals(
+    config: Any,
+    args: list[str],
+    code: int,
+    message: str,
+    engines: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    found, out, err = run("serve", model(tmp_path, config), *args)
+    assert (found, out) == (code, "") and message in err
+    assert_one_sentence(err)
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ({}, "vllm is not installed here (supported: 0.26.0 to 0.33.0)"),
+        ({"vllm": "0.25.1"}, "vllm must be 0.26.0 to 0.33.0, got 0.25.1"),
+        ({"vllm": "0.34.0"}, "vllm must be 0.26.0 to 0.33.0, got 0.34.0"),
+    ],
+)
+def test_engine_versions(
+    versions: dict[str, str], message: str, engines: Callable[..., None], tmp_path: Path
+) -> None:
+    engines(**versions)
+    code, _, err = run("serve", "--engine", "vllm", model(tmp_path, KIMI))
+    assert code == 1 and message in err
+    assert_one_sentence(err)
+
+
+def test_a_part_without_paths(
+    engines: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turing = serve_module.detect_target().__class__("nvidia", "sm75", 72, "T4")
+    monkeypatch.setattr(serve_module, "detect_target", lambda: turing)
+    code, _, err = run("serve", "--engine", "vllm", model(tmp_path, KIMI))
+    assert code == 1 and "this machine has no kernel path for this model: no kda" in err
+    monkeypatch.setattr(serve_module, "detect_target", lambda: KNOWN_TARGETS["cpu"])
+    code, _, err = run("serve", "--engine", "vllm", model(tmp_path, KIMI))
+    assert code == 1 and "vllm needs a GPU for this model, and there is none here" in err
+
+
+def test_a_family_without_an_adapter(engines: Callable[..., None], tmp_path: Path) -> None:
+    folder = model(tmp_path, {"model_type": "deepseek_v4"})
+    code, _, err = run("serve", "--engine", "sglang", folder)
+    assert (code, err) == (1, "kda-dsv4: there is no sglang adapter for dsv4 models yet\n")
+
+
+def test_adapters_are_found_by_their_files() -> None:
+    assert serve_module.has_adapter("kda", "transformers")
+    assert not serve_module.has_adapter("kda", "tgi")
+
+
+def test_no_such_model(engines: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*_: str) -> str:
+        raise OSError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    code, _, err = run("serve", "--engine", "vllm", "moonshotai/None")
+    assert code == 2 and "MODEL must be a folder with config.json or a model on the hub" in err
+    assert_one_sentence(err)
+
+
+def test_an_installed_engine_without_its_program(
+    engines: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, _, err = run("serve", "--engine", "vllm", model(tmp_path, KIMI))
+    assert (code, err) == (1, "kda-dsv4: vllm is installed, but its program is not on the path\n")
