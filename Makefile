@@ -16,10 +16,16 @@ CHECKS := lint
 PYTEST_ARGS ?= -n 2
 endif
 
-.PHONY: test lint demo
+.PHONY: test test-engines lint demo
 
 test: $(SETUP) $(CHECKS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+# In environments with the real vLLM and sglang, kept under ~/.cache; the first time they are fetched.
+# make test-engines ENGINES="vllm==0.33.0" runs one alone.
+ENGINES ?=
+test-engines: $(SETUP)
+	$(PY) tests/engines/envs.py $(ENGINES)
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

@@ -119,7 +119,7 @@ def decode(
     Arguments as :func:`prefill`, with ``N = T``; rows at ``null_slot`` are padding too.
     """
     heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
-    q, k, v = qkv.unflatten(1, (3, heads, dim)).unbind(1)
+    q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unbind(1)
     kda_decode_step(
         q,
         k,

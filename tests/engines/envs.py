@@ -37,9 +37,8 @@ def main(names: list[str]) -> int:
     for name in names or list(recipes):
         try:
             python = environment(name, recipes[name])
-        except subprocess.CalledProcessError as error:
-            print(f"{name}: {Path(error.cmd[0]).name} {' '.join(map(str, error.cmd[1:4]))} failed")
-            print(f"{name}: its wheels could not be installed: is a package index within reach?")
+        except subprocess.CalledProcessError:
+            print(f"{name}: no environment, since pip (above) could not have its wheels")
             failed.append(name)
             continue
         print(f"== {name}", flush=True)
