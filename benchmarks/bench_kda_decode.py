@@ -26,7 +26,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.path_table import PathSelection
+from backend_core.path_table import PathSelection, load_table
 from backend_core.target import detect_target
 from benchmarks.kda_decode_peers import (
     DIM,
@@ -53,16 +53,28 @@ from kda_backend.paths import KdaPlan, KdaShape, select
 HEADS = (4, 8, 16, 32)
 BATCHES = (1, 8, 32, 64, 256, 512)
 COLD_BYTES = 150e6
-SWEEP: dict[str, tuple[int | str, ...]] = {
-    "step_num_warps": (4, 8),
-    "step_k_inner": (16, 32, 64),
-    "step_eviction": ("", "evict_first"),
-}
-BARE_SWEEP: dict[str, tuple[int | str, ...]] = {
-    "step_split_num_warps": (1, 2, 4),
-    "step_block_v": (8, 16, 32, 64, 128),
-    "step_k_inner": (32, 64, 128),
-    "step_eviction": ("evict_first",),
+Space = dict[str, tuple[int | str, ...]]
+# (path, whether convolution and norm take part, parameters to try)
+SWEEPS: dict[str, tuple[str, bool, Space]] = {
+    "sm90": ("recurrent_sm90", True, {"step_split": (1, 2, 4, 8)}),
+    "triton": (
+        "recurrent",
+        True,
+        {
+            "step_num_warps": (4, 8),
+            "step_k_inner": (16, 32, 64),
+            "step_eviction": ("", "evict_first"),
+        },
+    ),
+    "bare": (
+        "recurrent",
+        False,
+        {
+            "step_split_num_warps": (1, 2, 4),
+            "step_block_v": (8, 16, 32, 64, 128),
+            "step_k_inner": (32, 64, 128),
+        },
+    ),
 }
 
 
@@ -97,13 +109,13 @@ def make_layer(rows: int, heads: int, seed: int = 1, calls: int | None = None) -
     )
 
 
-def plan_of(heads: int, params: dict[str, Any] | None = None) -> KdaPlan:
-    """The table's plan, or its largest row with other parameters."""
+def plan_of(heads: int, path: str | None = None, **params: int | str) -> KdaPlan:
+    """The table's plan, or the largest row of one path with other parameters."""
     plan = select(detect_target(), KdaShape(heads, heads, DIM, DIM))
-    if params is None:
+    if path is None:
         return plan
-    row = plan.decode.paths[-1]
-    row = dataclasses.replace(row, params=dict(row.params) | params)
+    rows = [row for row in load_table("kda", plan.target).rows if row.name == path]
+    row = dataclasses.replace(rows[-1], params=dict(rows[-1].params) | params)
     return dataclasses.replace(plan, decode=PathSelection("decode", (row,), (), ()))
 
 
@@ -240,9 +252,9 @@ def verify_ms(rows: int, heads: int, tokens: int) -> float:
     return gpu_ms(step, x)
 
 
-def sweep(fused: bool) -> None:
-    """The best parameters of each point, and each variant's time."""
-    space = SWEEP if fused else BARE_SWEEP
+def sweep(name: str) -> None:
+    """The best parameters of each point, best first."""
+    path, fused, space = SWEEPS[name]
     variants = [
         dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())
     ]
@@ -250,11 +262,12 @@ def sweep(fused: bool) -> None:
         x = make_layer(rows, heads)
         times = []
         for params in variants:
-            step = ours(x, plan_of(heads, params), fused=fused)
+            step = ours(x, plan_of(heads, path, **params), fused=fused)
             times.append((gpu_ms(step, x) * 1e3, tuple(params.values())))
         times.sort()
         print(f"H{heads} N{rows}:", *(f"{t:.2f} {p}" for t, p in times[:6]), sep="  ", flush=True)
-        del x
+        del x, step
+        torch.cuda.empty_cache()
 
 
 def measure(
@@ -266,6 +279,7 @@ def measure(
     row["ours_gpu_ms"] = gpu_ms(step, x)
     row["ours_call_ms"] = call_time_ms(lambda: step(0))
     row["ours_host_ms"] = host_time_ms(lambda: step(0))
+    row["triton_gpu_ms"] = gpu_ms(ours(x, plan_of(heads, "recurrent")), x)
     row["bare_gpu_ms"] = gpu_ms(ours(x, fused=False), x)
     times = {}
     for name, make in peers.items():
@@ -288,7 +302,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--vllm-source", type=Path, help="an unpacked vllm 0.33 wheel")
     parser.add_argument("--sglang-source", type=Path, help="an unpacked sglang 0.5.23 wheel")
-    parser.add_argument("--sweep", choices=("fused", "bare"), help="try parameters and stop")
+    parser.add_argument("--sweep", choices=tuple(SWEEPS), help="try parameters and stop")
     args = parser.parse_args()
 
     peers: dict[str, Peer | None] = {"fla": load_fla()}
@@ -297,17 +311,20 @@ def main() -> None:
     if args.sglang_source:
         peers["sglang"] = load_sglang(args.sglang_source)
     loaded = {name: make for name, make in peers.items() if make is not None}
-    accuracy = {"ours": check_accuracy(ours)}
+    accuracy = {
+        "ours": check_accuracy(ours),
+        "ours, triton": check_accuracy(lambda x: ours(x, plan_of(x.heads, "recurrent"))),
+    }
     accuracy |= {
         name: check_accuracy(make, in_place=name != "fla") for name, make in loaded.items()
     }
     print("relative L2 to float64, output and state:", accuracy, flush=True)
     for name, (error_o, error_s) in accuracy.items():
-        limit_o, limit_s = (4e-3, 1e-5) if name == "ours" else (2e-2, 2e-2)
+        limit_o, limit_s = (4e-3, 1e-5) if name.startswith("ours") else (2e-2, 2e-2)
         if not (error_o <= limit_o and (error_s is None or error_s <= limit_s)):
             sys.exit(f"accuracy gate failed for {name}: no times were taken")
     if args.sweep:
-        sweep(args.sweep == "fused")
+        sweep(args.sweep)
         return
     bandwidth = copy_bandwidth_gbs()
     rows = []
@@ -329,13 +346,18 @@ def main() -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")
     print(f"copy {bandwidth:.0f} GB/s; times in us")
-    print("   H    N    ours   bare   call  host | " + "  ".join(loaded) + " | ratio  floor  empty")
+    print(
+        "   H    N    ours triton   bare   call  host | "
+        + "  ".join(loaded)
+        + " | ratio  floor  empty"
+    )
     for row in rows:
         us = {key: value * 1e3 for key, value in row.items() if isinstance(value, float)}
         others = "  ".join(f"{us.get(f'{name}_gpu_ms', float('nan')):.1f}" for name in loaded)
         ratio = us["best_peer_gpu_ms"] / us["ours_gpu_ms"] if "best_peer_gpu_ms" in us else 0.0
         print(
-            f"{row['H']:4} {row['batch']:4} {us['ours_gpu_ms']:7.2f} {us['bare_gpu_ms']:6.2f}"
+            f"{row['H']:4} {row['batch']:4} {us['ours_gpu_ms']:7.2f} {us['triton_gpu_ms']:6.2f}"
+            f" {us['bare_gpu_ms']:6.2f}"
             f" {us['ours_call_ms']:6.1f} {us['ours_host_ms']:5.1f} | {others} |"
             f" {ratio:.2f}x {us['floor_ms']:6.1f} {us['empty_ms']:.2f}"
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kda_backend import torch_path, torch_step
+from kda_backend import decode_sm90, torch_path, torch_step
 from kda_backend.validation import KdaInputs, StateInputs
 from kda_backend.validation_step import ConvInputs, DraftInputs, NormInputs, StepInputs
 
@@ -297,6 +297,24 @@ def _step_constexprs(
     }
 
 
-PIPELINES = {"recurrent": recurrent, "reference": torch_path.decode}
-STEPS = {"recurrent": fused_step, "reference": torch_step.step}
-VERIFICATIONS = {"recurrent": fused_verification, "reference": torch_step.verification}
+def fused_step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
+    """The Hopper kernel; the Triton one for a pool whose states are not on 16 bytes."""
+    step = decode_sm90.step_sm90 if decode_sm90.serves(x) else fused_step
+    step(path, x, out)
+
+
+PIPELINES = {
+    "recurrent": recurrent,
+    "recurrent_sm90": recurrent,
+    "reference": torch_path.decode,
+}
+STEPS = {
+    "recurrent": fused_step,
+    "recurrent_sm90": fused_step_sm90,
+    "reference": torch_step.step,
+}
+VERIFICATIONS = {
+    "recurrent": fused_verification,
+    "recurrent_sm90": fused_verification,
+    "reference": torch_step.verification,
+}

@@ -1,0 +1,150 @@
+"""The decode step on Hopper in CUDA C++ (kernels/sm90/decode_step.cu), for K = V = 128."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kda_backend.validation_step import StepInputs
+
+if TYPE_CHECKING:
+    from backend_core.cuda_source import CudaKernel
+    from backend_core.path_table import KernelPath
+
+SOURCE = Path(__file__).parent / "kernels" / "sm90" / "decode_step.cu"
+DIM = 128
+THREADS = 128
+_PARAMS = struct.Struct("=15Q11q3i3f")  # struct Params of the source
+_TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def serves(x: StepInputs) -> bool:
+    """Bulk copies want states on 16 bytes; so do the four taps of a channel."""
+    size = x.pool.element_size()
+    if x.pool.data_ptr() % 16 or x.pool.stride(0) * size % 16:
+        return False
+    return x.conv is None or x.conv.weight.data_ptr() % 16 == 0
+
+
+def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
+    """One launch; ``step_split`` blocks, a cluster, share the state of a head."""
+    conv, norm = x.conv, x.norm
+    conv_state, taps, conv_bias = (conv.state, conv.weight, conv.bias) if conv else (None,) * 3
+    norm_weight, gate = (norm.weight, norm.gate) if norm else (None, None)
+    split = int(path.params["step_split"])
+    typed = (x.q, x.g, x.beta, x.a_log, x.dt_bias, conv_state, taps, conv_bias, norm_weight, gate)
+    kernel = _kernel(
+        split,
+        x.gate,
+        x.beta_kind,
+        x.l2norm,
+        x.pool.dtype == torch.bfloat16,
+        *(None if tensor is None else tensor.dtype for tensor in typed),
+    )
+    rows, value_heads = x.v.shape[:2]
+    params = ctypes.create_string_buffer(_PARAMS.size)
+    _PARAMS.pack_into(
+        params,
+        0,
+        x.q.data_ptr(),
+        x.k.data_ptr(),
+        x.v.data_ptr(),
+        x.g.data_ptr(),
+        x.beta.data_ptr(),
+        _address(x.a_log),
+        _address(x.dt_bias),
+        x.pool.data_ptr(),
+        x.indices.data_ptr(),
+        _address(conv_state),
+        _address(taps),
+        _address(conv_bias),
+        _address(norm_weight),
+        _address(gate),
+        out.data_ptr(),
+        x.q.stride(0),
+        x.k.stride(0),
+        x.v.stride(0),
+        x.g.stride(0),
+        x.beta.stride(0),
+        x.pool.stride(0),
+        *((0, 0, 0) if conv_state is None else conv_state.stride()),
+        0 if gate is None else gate.stride(0),
+        out.stride(0),
+        value_heads,
+        value_heads // x.q.shape[1],
+        x.null_slot,
+        x.lower_bound,
+        x.scale,
+        norm.eps if norm else 0.0,
+    )
+    kernel(rows * value_heads * split, THREADS, params)
+
+
+def defines(
+    split: int,
+    gate: int,
+    beta: int,
+    l2norm: bool,
+    bf16_state: bool,
+    x: torch.dtype,
+    g: torch.dtype,
+    beta_dtype: torch.dtype,
+    a_log: torch.dtype | None,
+    dt_bias: torch.dtype | None,
+    conv: torch.dtype | None,
+    taps: torch.dtype | None,
+    conv_bias: torch.dtype | None,
+    norm: torch.dtype | None,
+    z: torch.dtype | None,
+) -> dict[str, int]:
+    """Preprocessor constants of one variant; a dtype of ``None`` is a tensor that is not there."""
+    kinds = {
+        "X": x,
+        "G": g,
+        "BETA": beta_dtype,
+        "A": a_log,
+        "DT": dt_bias,
+        "CONV": conv,
+        "TAPS": taps,
+        "BIAS": conv_bias,
+        "NORM": norm,
+        "Z": z,
+    }
+    return {
+        "SPLIT": split,
+        "GATE": gate,
+        "BETA": beta,
+        "L2NORM": int(l2norm),
+        "HAS_CONV": int(conv is not None),
+        "HAS_BIAS": int(conv_bias is not None),
+        "HAS_NORM": int(norm is not None),
+        "STATE_BF16": int(bf16_state),
+        **{f"DT_{name}": _TYPE[dtype or torch.float32] for name, dtype in kinds.items()},
+        "PARAM_BYTES": _PARAMS.size,
+        "SHARED_BYTES": shared_bytes(split, bf16_state),
+    }
+
+
+def shared_bytes(split: int, bf16_state: bool) -> int:
+    """sizeof(Shared): the tile, q, k, decay, v and o, sums of four warps and of the blocks."""
+    rows = DIM // split
+    tile = rows * DIM * (2 if bf16_state else 4)
+    size = tile + 4 * (3 * DIM + 2 * rows + 4 + split)
+    return -(-size // 8) * 8 + 8
+
+
+@functools.cache
+def _kernel(split: int, *variant: object) -> CudaKernel:
+    from backend_core.cuda_source import CudaKernel
+
+    constants = defines(split, *variant)  # type: ignore[arg-type]
+    return CudaKernel(SOURCE, "decode_step", constants, constants["SHARED_BYTES"])
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

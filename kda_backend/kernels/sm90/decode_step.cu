@@ -1,0 +1,370 @@
+// One KDA decode step of a layer on Hopper, K = V = 128: what kernels/decode_step.py computes.
+//
+// A head's state is SPLIT tiles of ROWS = 128 / SPLIT value rows, each one run of memory: a block
+// fetches its tile with one bulk copy as soon as it knows the slot, makes q, k, v and the decay
+// meanwhile, updates the tile in shared memory, and writes it back with one bulk copy. The blocks of
+// a head are a cluster: all have read the convolution's window before one of them shifts it, and
+// the norm's sum goes over all of them.
+//
+// Eight lanes share a row, 16 channels each, so a warp has four rows at a time and the products
+// with the state (S k and S q in one pass: o = S_old q + (k q) delta) take three shuffles.
+//
+// SPLIT, GATE, BETA, L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM, STATE_BF16 and DT_* come as
+// definitions: types of tensors are 0 (bf16), 1 (fp16) or 2 (fp32).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+static constexpr int D = 128, THREADS = 128, ROWS = D / SPLIT;
+// blocks of a head wait for one another: for the window, and before they write to each other
+static constexpr bool MEETS = HAS_CONV || (HAS_NORM && SPLIT > 1);
+static constexpr float LOG2E = 1.4426950408889634f;
+
+struct Params {
+    const void *q, *k, *v, *g, *beta;  // [N, H or HV, 128]; beta [N, HV]
+    const void *a_log, *dt_bias;       // [HV], [HV, 128], or null
+    void* state;                       // [slots, HV, 128, 128]
+    const int* indices;                // [N]
+    void* conv_state;                  // [slots, C, W] by strides
+    const void *conv_weight, *conv_bias, *norm_weight, *norm_gate;
+    void* out;                         // [N, HV, 128]
+    i64 stride_q, stride_k, stride_v, stride_g, stride_beta, stride_state;
+    i64 stride_conv_n, stride_conv_c, stride_conv_w, stride_gate, stride_out;
+    int heads, heads_per_key, null_slot;
+    float lower_bound, scale, eps;
+};
+static_assert(sizeof(Params) == PARAM_BYTES, "struct Params differs from the host's");
+
+#if STATE_BF16
+typedef u16 State;
+#else
+typedef float State;
+#endif
+
+struct Shared {
+    State tile[ROWS * D];
+    float q[D], k[D], decay[D], v[ROWS], o[ROWS];
+    float partial[THREADS / 32];
+    float squares[SPLIT];  // of each block of the head
+    u64 arrived;
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "struct Shared differs from the host's");
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ float from_bf16(u32 x) { return __uint_as_float(x << 16); }
+__device__ __forceinline__ u32 to_bf16(float low, float high) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+__device__ __forceinline__ float from_fp16(u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+__device__ __forceinline__ u16 to_fp16(float x) {
+    u16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+template <int TYPE>
+__device__ __forceinline__ float load(const void* p, i64 i) {
+    if (TYPE == 2) return static_cast<const float*>(p)[i];
+    u16 x = static_cast<const u16*>(p)[i];
+    return TYPE == 1 ? from_fp16(x) : from_bf16(x);
+}
+template <int TYPE>
+__device__ __forceinline__ void store(void* p, i64 i, float x) {
+    if (TYPE == 2) {
+        static_cast<float*>(p)[i] = x;
+    } else {
+        static_cast<u16*>(p)[i] = TYPE == 1 ? to_fp16(x) : static_cast<u16>(to_bf16(x, 0.0f));
+    }
+}
+// A row of four, for the taps of a channel; 16 or 8 bytes aligned.
+template <int TYPE>
+__device__ __forceinline__ float4 load4(const void* p, i64 row) {
+    if (TYPE == 2) return static_cast<const float4*>(p)[row];
+    uint2 x = static_cast<const uint2*>(p)[row];
+    if (TYPE == 1) {
+        return make_float4(from_fp16(x.x), from_fp16(x.x >> 16), from_fp16(x.y),
+                           from_fp16(x.y >> 16));
+    }
+    return make_float4(from_bf16(x.x), __uint_as_float(x.x & 0xffff0000u), from_bf16(x.y),
+                       __uint_as_float(x.y & 0xffff0000u));
+}
+
+__device__ __forceinline__ float ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float lg2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float sigmoid(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + ex2(-LOG2E * x)));
+    return y;
+}
+// log2(1 + e^x), without overflow for large x and without cancellation for very negative x
+__device__ __forceinline__ float softplus_log2(float x) {
+    float y = x * LOG2E, e = ex2(fminf(y, 40.0f));
+    float series = LOG2E * e * (1.0f - e * (0.5f - e * (0.33333333f - e * 0.25f)));
+    return e < 0.03f ? series : fmaxf(lg2(1.0f + e), y);
+}
+
+// A channel of the short convolution: the window, the taps, then both at work.
+struct Channel {
+    float x0, x1, x2, x;
+    float4 taps;
+    float bias;
+    __device__ __forceinline__ void fetch(const Params& p, i64 slot, int channel) {
+        if (!HAS_CONV) return;
+        i64 at = slot * p.stride_conv_n + channel * p.stride_conv_c;
+        x0 = load<DT_CONV>(p.conv_state, at);
+        x1 = load<DT_CONV>(p.conv_state, at + p.stride_conv_w);
+        x2 = load<DT_CONV>(p.conv_state, at + 2 * p.stride_conv_w);
+        taps = load4<DT_TAPS>(p.conv_weight, channel);
+        bias = HAS_BIAS ? load<DT_BIAS>(p.conv_bias, channel) : 0.0f;
+    }
+    __device__ __forceinline__ float activated() const {
+        if (!HAS_CONV) return x;
+        float y = bias + taps.x * x0 + taps.y * x1 + taps.z * x2 + taps.w * x;
+        return y * sigmoid(y);
+    }
+    __device__ __forceinline__ void shift(const Params& p, i64 slot, int channel) const {
+        i64 at = slot * p.stride_conv_n + channel * p.stride_conv_c;
+        store<DT_CONV>(p.conv_state, at, x1);
+        store<DT_CONV>(p.conv_state, at + p.stride_conv_w, x2);
+        store<DT_CONV>(p.conv_state, at + 2 * p.stride_conv_w, x);
+    }
+};
+
+__device__ __forceinline__ float4 read_state(const State* p) {
+#if STATE_BF16
+    uint2 x = *reinterpret_cast<const uint2*>(p);
+    return make_float4(from_bf16(x.x), __uint_as_float(x.x & 0xffff0000u), from_bf16(x.y),
+                       __uint_as_float(x.y & 0xffff0000u));
+#else
+    return *reinterpret_cast<const float4*>(p);
+#endif
+}
+__device__ __forceinline__ void write_state(State* p, float4 x) {
+#if STATE_BF16
+    *reinterpret_cast<uint2*>(p) = make_uint2(to_bf16(x.x, x.y), to_bf16(x.z, x.w));
+#else
+    *reinterpret_cast<float4*>(p) = x;
+#endif
+}
+__device__ __forceinline__ float dot(float4 a, float4 b) {
+    return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+}
+// Sum over the eight lanes that share a row.
+__device__ __forceinline__ float sum_of_row(float x) {
+#pragma unroll
+    for (int lane = 1; lane < 8; lane *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    return x;
+}
+
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void fetch_tile(State* tile, const State* from, u64* arrived) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(arrived)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(arrived)),
+                 "r"(static_cast<u32>(sizeof(State) * ROWS * D))
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(tile)),
+        "l"(from), "r"(static_cast<u32>(sizeof(State) * ROWS * D)), "r"(shared_address(arrived)),
+        "l"(evict_first())
+        : "memory");
+}
+__device__ __forceinline__ void wait_for_tile(u64* arrived) {
+    asm volatile(
+        "{\n.reg .pred p;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared.b64 p, [%0], 0;\n"
+        "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(shared_address(arrived))
+        : "memory");
+}
+__device__ __forceinline__ void write_tile(State* to, const State* tile) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+        "r"(shared_address(tile)), "r"(static_cast<u32>(sizeof(State) * ROWS * D)),
+        "l"(evict_first())
+        : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+    if (SPLIT > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    if (SPLIT > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Writes x to a shared variable of every block of the cluster.
+__device__ __forceinline__ void tell_cluster(float* variable, float x) {
+#pragma unroll
+    for (int rank = 0; rank < SPLIT; ++rank) {
+        u32 there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;"
+            : "=r"(there)
+            : "r"(shared_address(variable)), "r"(rank));
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
+    }
+}
+
+#if SPLIT > 1
+#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 3)
+    decode_step(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) unsigned char raw[];
+    Shared& s = *reinterpret_cast<Shared*>(raw);
+    const int t = threadIdx.x, rank = blockIdx.x % SPLIT;
+    const int head = blockIdx.x / SPLIT % p.heads;
+    const i64 n = blockIdx.x / SPLIT / p.heads;
+    const i64 slot = p.indices[n];
+    const int row = rank * ROWS + t;  // of the value, for the first ROWS threads
+    const i64 out_at = n * p.stride_out + head * D + row;
+    if (slot < 0 || slot == p.null_slot) {  // the same in all blocks of the head
+        if (t < ROWS) store<DT_X>(p.out, out_at, 0.0f);
+        return;
+    }
+    State* tile = static_cast<State*>(p.state) + slot * p.stride_state + head * (D * D) +
+                  rank * (ROWS * D);
+    if (t == 0) fetch_tile(s.tile, tile, &s.arrived);
+
+    const int key_head = head / p.heads_per_key, values = 2 * p.heads * D;
+    Channel q, k, v = {};
+    q.x = load<DT_X>(p.q, n * p.stride_q + key_head * D + t);
+    k.x = load<DT_X>(p.k, n * p.stride_k + key_head * D + t);
+    const float g = load<DT_G>(p.g, n * p.stride_g + head * D + t);
+    float beta = load<DT_BETA>(p.beta, n * p.stride_beta + head);
+    const float rate = p.a_log ? load<DT_A>(p.a_log, head) : 0.0f;
+    const float bias = p.dt_bias ? load<DT_DT>(p.dt_bias, head * D + t) : 0.0f;
+    q.fetch(p, slot, head * D + t);
+    k.fetch(p, slot, (p.heads + head) * D + t);
+    float weight = 0.0f, gate = 0.0f;
+    if (t < ROWS) {
+        v.x = load<DT_X>(p.v, n * p.stride_v + head * D + row);
+        v.fetch(p, slot, values + head * D + row);
+        if (HAS_NORM) {
+            weight = load<DT_NORM>(p.norm_weight, row);
+            gate = load<DT_Z>(p.norm_gate, n * p.stride_gate + head * D + row);
+        }
+    }
+    if (BETA) beta = (BETA == 2 ? 2.0f : 1.0f) * sigmoid(beta);
+    float decay = g * LOG2E;
+    if (GATE == 1) decay = -ex2(rate * LOG2E) * softplus_log2(g + bias);
+    if (GATE == 2) decay = p.lower_bound * LOG2E * sigmoid(ex2(rate * LOG2E) * (g + bias));
+    s.q[t] = q.activated();
+    s.k[t] = k.activated();
+    s.decay[t] = ex2(decay);
+    if (t < ROWS) s.v[t] = v.activated();
+    __syncthreads();
+    if (MEETS) cluster_arrive();  // this block has started, and has read the window
+
+    const int warp = t / 32, lane = t % 32, column = 4 * (lane % 8);
+    float4 b_q[4], b_k[4], b_decay[4];
+    float qq = 0.0f, kk = 0.0f, qk = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        b_q[j] = *reinterpret_cast<const float4*>(&s.q[32 * j + column]);
+        b_k[j] = *reinterpret_cast<const float4*>(&s.k[32 * j + column]);
+        b_decay[j] = *reinterpret_cast<const float4*>(&s.decay[32 * j + column]);
+        qq += dot(b_q[j], b_q[j]);
+        kk += dot(b_k[j], b_k[j]);
+        qk += dot(b_q[j], b_k[j]);
+    }
+    qq = sum_of_row(qq);
+    kk = sum_of_row(kk);
+    qk = sum_of_row(qk);
+    const float r_q = p.scale * (L2NORM ? rsqrtf(qq + 1e-6f) : 1.0f);
+    const float r_k = L2NORM ? rsqrtf(kk + 1e-6f) : 1.0f;
+
+    wait_for_tile(&s.arrived);
+    constexpr int WARP_ROWS = ROWS / 4, STEPS = WARP_ROWS >= 8 ? 2 : 1;
+#pragma unroll 1
+    for (int first = 0; first < WARP_ROWS; first += 4 * STEPS) {
+        float4 b_state[STEPS][4];
+        float sk[STEPS], sq[STEPS];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const int r = warp * WARP_ROWS + first + 4 * i + lane / 8;
+            sk[i] = sq[i] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float4 x = read_state(&s.tile[r * D + 32 * j + column]);
+                x = make_float4(x.x * b_decay[j].x, x.y * b_decay[j].y, x.z * b_decay[j].z,
+                                x.w * b_decay[j].w);
+                sk[i] += dot(x, b_k[j]);
+                sq[i] += dot(x, b_q[j]);
+                b_state[i][j] = x;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const int r = warp * WARP_ROWS + first + 4 * i + lane / 8;
+            const float delta = beta * (s.v[r] - r_k * sum_of_row(sk[i]));
+            const float step = r_k * delta;
+            const float o = r_q * (sum_of_row(sq[i]) + step * qk);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float4 x = b_state[i][j];
+                x = make_float4(x.x + step * b_k[j].x, x.y + step * b_k[j].y,
+                                x.z + step * b_k[j].z, x.w + step * b_k[j].w);
+                write_state(&s.tile[r * D + 32 * j + column], x);
+            }
+            if (lane % 8 == 0) s.o[r] = o;
+        }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tile, for the bulk copy
+    __syncthreads();
+    if (t == 0) write_tile(tile, s.tile);
+
+    if (MEETS) cluster_wait();
+    if (HAS_CONV) {
+        if (rank == 0) {
+            q.shift(p, slot, head * D + t);
+            k.shift(p, slot, (p.heads + head) * D + t);
+        }
+        if (t < ROWS) v.shift(p, slot, values + head * D + row);
+    }
+    float o = t < ROWS ? s.o[t] : 0.0f;
+    if (HAS_NORM) {
+        float square = o * o;
+#pragma unroll
+        for (int l = 1; l < 32; l *= 2) square += __shfl_xor_sync(0xffffffffu, square, l);
+        if (lane == 0) s.partial[warp] = square;
+        __syncthreads();
+        square = s.partial[0] + s.partial[1] + s.partial[2] + s.partial[3];
+        if (SPLIT > 1) {
+            if (t == 0) tell_cluster(&s.squares[rank], square);
+            cluster_arrive();
+            cluster_wait();
+            square = 0.0f;
+#pragma unroll
+            for (int r = 0; r < SPLIT; ++r) square += s.squares[r];
+        }
+        o *= rsqrtf(square * (1.0f / D) + p.eps) * weight * sigmoid(gate);
+    }
+    if (t < ROWS) store<DT_X>(p.out, out_at, o);
+    // the tile's shared memory must outlive the copy out of it
+    if (t == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
