@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from backend_cli.bench import bench
 from backend_cli.check import check
 from backend_cli.errors import CliError, CommandGroup
 from backend_cli.eval_compare import compare
 from backend_cli.eval_gsm8k import gsm8k
 from backend_cli.eval_recall import recall
 from backend_cli.info import info
+from backend_cli.plot import plot
 from backend_cli.serve import serve
 from backend_core import __version__
 
@@ -25,7 +27,11 @@ app = typer.Typer(
 )
 app.command()(info)
 app.command()(check)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.command()(plot)
+for passes_on in (serve, bench):
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+        passes_on
+    )
 
 evaluation = typer.Typer(help="Measure a model's accuracy, and compare two measurements.")
 evaluation.command()(gsm8k)

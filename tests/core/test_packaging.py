@@ -29,13 +29,19 @@ for target in KNOWN_TARGETS.values():
     print(table.source)
 """
 
+SCRIPTS_PROBE = """
+from backend_cli.bench import SCRIPTS, scripts_folder
+assert all((scripts_folder() / script).is_file() for script in SCRIPTS.values())
+print(scripts_folder())
+"""
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is packaged: building leaves files behind."""
     source = tmp_path_factory.mktemp("source")
-    for name in (*PACKAGES, "configs"):
-        ignored = shutil.ignore_patterns("__pycache__")
+    for name in (*PACKAGES, "configs", "benchmarks"):
+        ignored = shutil.ignore_patterns("__pycache__", "recall")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -71,6 +77,10 @@ def test_the_wheel_holds_every_table_marker_and_licence(wheel: Path) -> None:
     assert sources and sources <= names
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert modules <= names
+    scripts = {
+        f"kda_dsv4_benchmarks/{file.relative_to(ROOT)}" for file in ROOT.glob("benchmarks/*.py")
+    }
+    assert scripts and scripts <= names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs"))]
 
@@ -95,7 +105,7 @@ def test_an_installed_wheel_finds_its_tables(wheel: Path, tmp_path: Path) -> Non
     target = tmp_path / "target"
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target))
     _python(tmp_path, *pip, str(wheel))
-    out = _python(tmp_path, "-c", PROBE, PYTHONPATH=str(target), XDG_CONFIG_HOME=str(tmp_path))
+    out = _python(tmp_path, "-c", PROBE + SCRIPTS_PROBE, PYTHONPATH=str(target), XDG_CONFIG_HOME=str(tmp_path))
     assert all(line.startswith(str(target)) for line in out.splitlines()), out
     script = subprocess.run(
         [target / "bin" / "kda-dsv4", "--version"],

@@ -1,0 +1,104 @@
+"""Result files of the benchmarks: rows of GPU times, ours beside the peers'."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from backend_cli.errors import BadInputError
+from backend_cli.files import read_json
+
+_SUFFIX = "_gpu_ms"
+_NOT_A_PEER = {"ours", "best_peer", "bare", "two_stage"}
+_NAMES = {"ours": "this backend", "fla": "FLA", "flashkda": "FlashKDA", "vllm": "vLLM"} | {
+    "two_stage": "this backend, Triton path",
+    "bare": "this backend, recurrence alone",
+    "seed_style": "through memory",
+    "two_launch": "two launches",
+}
+
+Row = dict[str, Any]
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result with ``rows``, each with its shape and ``ours_gpu_ms``.
+
+    Raises:
+        BadInputError: the file cannot be read, or is no such result.
+    """
+    result = read_json(path, "result")
+    rows = result.get("rows") if isinstance(result, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise BadInputError(f"result {path} must have rows of times, as kda-dsv4 bench writes them")
+    for number, row in enumerate(rows, start=1):
+        time = row.get("ours_gpu_ms") if isinstance(row, dict) else None
+        if not isinstance(time, float) or not time > 0:
+            raise BadInputError(f"result {path}, row {number}: ours_gpu_ms must be a time in ms")
+    return dict(result)
+
+
+def times(row: Row) -> dict[str, float]:
+    """GPU time in ms by contender, ours first; those that were not measured are left out."""
+    found = {
+        key.removesuffix(_SUFFIX): value
+        for key, value in row.items()
+        if key.endswith(_SUFFIX) and isinstance(value, float)
+    }
+    found.pop("best_peer", None)
+    return {"ours": found.pop("ours"), **found}
+
+
+def name(contender: str) -> str:
+    """What a legend calls a contender."""
+    return _NAMES.get(contender, contender)
+
+
+def size(row: Row) -> int:
+    """What a row's work grows with: tokens, sequences or windows."""
+    if "seq_lens" in row:
+        return sum(row["seq_lens"])
+    return int(row["batch"] if "batch" in row else row["n"])
+
+
+def size_unit(row: Row) -> str:
+    """What `size` counts."""
+    return "tokens" if "seq_lens" in row or row.get("phase") == "prefill" else "sequences"
+
+
+def group(row: Row) -> str:
+    """What a row has in common with others of its growth curve."""
+    if "part" in row:
+        ends = "" if row.get("ends") in (None, "all") else f", {row['ends']} ends"
+        return f"{row['phase']}, {row['part']}, C{row['ratio']}{ends}"
+    heads = f"{row['H']} heads"
+    return heads if "gate" not in row else f"{heads}, {row['gate']} gate"
+
+
+def is_growth(row: Row) -> bool:
+    """Whether a row is a point of a curve: a batch of several lengths is not."""
+    return "seq_lens" not in row or len(row["seq_lens"]) == 1
+
+
+def shape(row: Row) -> str:
+    """A row's work in words: ``8 × 1,024 tokens``."""
+    lens = row.get("seq_lens")
+    if lens is None:
+        return f"{size(row):,} {size_unit(row)}"
+    if len(set(lens)) > 1:
+        return f"{len(lens)} ragged, {sum(lens):,} tokens"
+    return f"{len(lens)} × {lens[0]:,} tokens"
+
+
+def speedups(rows: list[Row]) -> dict[str, tuple[float, float, int]]:
+    """By peer: geometric mean and least of its time over ours, and over how many rows."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        found = times(row)
+        for peer, ms in found.items():
+            if peer not in _NOT_A_PEER:
+                ratios.setdefault(peer, []).append(ms / found["ours"])
+    return {
+        peer: (math.exp(sum(map(math.log, all_)) / len(all_)), min(all_), len(all_))
+        for peer, all_ in ratios.items()
+    }
