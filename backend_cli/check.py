@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import queue
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,10 +20,11 @@ from rich.table import Table
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import check_writable, write_json
 from backend_cli.info import build_report
+from backend_cli.worker import Worker, WorkerDiedError
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 1
-_START_SECONDS = 120.0
+WORKER = "backend_cli.check_worker"
 
 
 def check(
@@ -172,7 +170,9 @@ def _serve(
     done: Callable[[int, dict[str, Any]], None],
 ) -> None:
     """Have workers, one after another, answer numbers until there are none left."""
-    worker: _Worker | None = None
+    arguments = [interpret] if interpret else []
+    environment = {"TRITON_INTERPRET": "1"} if interpret else {}
+    worker: Worker | None = None
     try:
         while True:
             try:
@@ -182,12 +182,12 @@ def _serve(
             begin = time.perf_counter()
             answer, message = None, None
             try:
-                worker = worker or _Worker(interpret)
-                answer = worker.ask(number, timeout)
+                worker = worker or Worker(WORKER, arguments, environment)
+                answer = worker.ask(str(number), timeout)
                 if answer["status"] == "failed":  # an illegal access leaves no GPU to go on with
                     worker.close()
                     worker = None
-            except _WorkerDiedError as error:
+            except WorkerDiedError as error:
                 message = str(error)
                 worker = None
             seconds = round(time.perf_counter() - begin, 2)
@@ -195,73 +195,6 @@ def _serve(
     finally:
         if worker is not None:
             worker.close()
-
-
-class _WorkerDiedError(Exception):
-    """The process ended, or was ended, before it answered."""
-
-
-class _Worker:
-    """A process of ``backend_cli.check_worker``."""
-
-    def __init__(self, interpret: str | None) -> None:
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (kept for a dead worker)
-        environment = dict(os.environ)
-        if interpret is not None:
-            environment["TRITON_INTERPRET"] = "1"
-        # the package may be a source tree that only this process's sys.path knows
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(Path(__file__).resolve().parent.parent), *sys.path]
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "backend_cli.check_worker", *([interpret] if interpret else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment,
-        )
-        self._read(_START_SECONDS)
-
-    def ask(self, number: int, timeout: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(f"{number}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._dead(timeout, timed_out=False)
-        found: dict[str, Any] = json.loads(self._read(timeout))
-        return found
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _read(self, timeout: float) -> str:
-        assert self._process.stdout is not None
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            self._process.kill()
-
-        timer = threading.Timer(timeout, expire)
-        timer.start()
-        try:
-            line = self._process.stdout.readline()
-        finally:
-            timer.cancel()
-        if not line:
-            self._dead(timeout, timed_out=expired.is_set())
-        return line
-
-    def _dead(self, timeout: float, *, timed_out: bool) -> None:
-        code = self._process.wait()
-        self._errors.seek(0)
-        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        why = f"no answer within {timeout:g} s" if timed_out else f"the process ended with {code}"
-        raise _WorkerDiedError(f"{why}{': ' + last[0][:300] if last else ''}")
 
 
 def _print_report(report: dict[str, Any]) -> None:

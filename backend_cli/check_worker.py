@@ -6,8 +6,6 @@ the process ends and ``check`` starts another.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from backend_cli import check_dsv4, check_kda, check_step
+from backend_cli.worker import serve_answers
 from backend_core.path_table import PHASES, explain, load_table
 from backend_core.table_file import KernelPath
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
@@ -138,17 +137,12 @@ def answer(probe: Probe, target: Target, device: torch.device) -> dict[str, obje
 
 def main() -> None:
     """Usage: check_worker [NAME], the part whose Triton paths are interpreted."""
-    # compilers print on stdout, which is for the answers
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     name = sys.argv[1] if len(sys.argv) > 1 else None
     device = torch.device("cuda" if name is None and torch.cuda.is_available() else "cpu")
     target = detect_target() if name is None else KNOWN_TARGETS[name]
     torch.set_num_threads(1)
     todo = probes(target, interpreted=name is not None)
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(todo[int(line)], target, device)), file=answers, flush=True)
+    serve_answers(lambda line: answer(todo[int(line)], target, device))
 
 
 if __name__ == "__main__":

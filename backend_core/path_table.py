@@ -24,6 +24,10 @@ Rows of one phase come in ascending ``max_grid``; the last has none and is open.
 ``max_grid`` are alternatives for one bucket, the preferred first (for instance a path that
 ``requires_package``, then one that always runs).
 
+A table that was written for one release of the package (``kda-dsv4 tune``) says so with
+``release = "0.1.0"`` under ``[table]``; another release refuses it, since launch parameters come
+and go with the kernels.
+
 Tables are looked up in ``$KDA_DSV4_CONFIG_DIR`` (by default ``$XDG_CONFIG_HOME/kda-dsv4``), then
 among those that ship with the package; the first file found is used whole.
 """
@@ -50,6 +54,8 @@ __all__ = [
     "feature_sets",
     "load_table",
     "select",
+    "shipped_directory",
+    "user_directory",
 ]
 
 # Parts that share their elder's table: same instruction set as far as the kernels use it, same
@@ -131,7 +137,7 @@ def load_table(family: str, target: Target, *, directory: Path | None = None) ->
     """
     if family not in PHASES:
         raise ValueError(f"family must be one of {', '.join(PHASES)}, got {family!r}")
-    roots = _search_path() if directory is None else [directory]
+    roots = [user_directory(), shipped_directory()] if directory is None else [directory]
     stem = _TABLE_OF.get(target.key, target.key)
     for root in roots:
         file = root / family / f"{stem}.toml"
@@ -204,19 +210,23 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _search_path() -> list[Path]:
-    """The user's directory, where one exists, then the shipped one."""
+def user_directory() -> Path:
+    """Where a user's tables are looked for; it need not exist unless an environment variable names
+    it.
+
+    Raises:
+        ValueError: ``KDA_DSV4_CONFIG_DIR`` names no directory.
+    """
     if configured := os.environ.get("KDA_DSV4_CONFIG_DIR"):
-        user = Path(configured)
-        if not user.is_dir():
+        if not Path(configured).is_dir():
             raise ValueError(f"KDA_DSV4_CONFIG_DIR must name a directory, got {configured}")
-    else:
-        base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-        user = Path(base) / "kda-dsv4"
-    return [user, _shipped_directory()]
+        return Path(configured)
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "kda-dsv4"
 
 
-def _shipped_directory() -> Path:
+def shipped_directory() -> Path:
+    """Where the package's own tables are."""
     spec = importlib.util.find_spec("backend_core.configs")
     if spec is None or not spec.submodule_search_locations:
         # A source tree that was not installed has its tables beside this package.

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from backend_core import __version__
+
 # The phases each family's tables must have rows for.
 PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"kda": ("prefill", "decode"), "dsv4": ("prefill", "decode")}
@@ -82,6 +84,13 @@ def parse_table(file: Path, family: str, stem: str) -> tuple[KernelPath, ...]:
 def _check_header(file: Path, header: object, family: str, stem: str) -> None:
     vendor, _, arch = stem.partition("_")
     expected = {"family": family, "vendor": vendor, "arch": arch or vendor}
+    if isinstance(header, dict) and "release" in header:
+        if header["release"] != __version__:
+            raise ValueError(
+                f"{file}: written for release {header['release']}, this is {__version__}: run "
+                "kda-dsv4 tune again, or remove it"
+            )
+        header = {key: value for key, value in header.items() if key != "release"}
     if header != expected:
         raise ValueError(f"{file}: [table] must be {expected}, got {header}")
 

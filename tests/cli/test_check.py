@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backend_cli import check as check_module
-from backend_cli import check_dsv4, check_kda, check_step
+from backend_cli import check_dsv4, check_kda, check_step, worker
 from backend_cli.check_worker import answer, probes
 from backend_core.path_table import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
@@ -182,12 +182,12 @@ def test_a_kernel_that_takes_its_process_along(
 ) -> None:
     stand_in = tmp_path / "worker.py"
     stand_in.write_text(textwrap.dedent(WORKER).replace("BEHAVIOUR", behaviour))
-    start = check_module.subprocess.Popen
+    start = worker.subprocess.Popen
 
     def started(command: list[str], **options: object) -> object:
         return start([sys.executable, str(stand_in)], **options)
 
-    monkeypatch.setattr(check_module.subprocess, "Popen", started)
+    monkeypatch.setattr(worker.subprocess, "Popen", started)
     report = check_module.run(KNOWN_TARGETS["cpu"], False, 1, 1.0)
     rows = [row for row in report["results"] if row["status"] != "skipped"]
     assert [row["status"] for row in rows] == ["ok", "failed", *["ok"] * (len(rows) - 2)]

@@ -1,0 +1,96 @@
+"""A process that answers lines with lines of JSON, and may hang or die without taking us along."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+START_SECONDS = 120.0
+
+
+class WorkerDiedError(Exception):
+    """The process ended, or was ended, before it answered."""
+
+
+class Worker:
+    """A Python module run as a process.
+
+    It prints a line when it is ready and then one JSON object for each line it reads.
+    """
+
+    def __init__(self, module: str, arguments: list[str], environment: dict[str, str]) -> None:
+        """Raises WorkerDiedError where it does not become ready."""
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (kept for a dead worker)
+        # the package may be a source tree that only this process's sys.path knows
+        path = [str(Path(__file__).resolve().parent.parent), *sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
+        )
+        self._read(START_SECONDS)
+
+    def ask(self, line: str, timeout: float) -> dict[str, Any]:
+        """The answer to one line, which has to come within ``timeout`` seconds.
+
+        Raises:
+            WorkerDiedError: the process ended or was ended; it cannot be asked again.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._dead(timeout, timed_out=False)
+        found: dict[str, Any] = json.loads(self._read(timeout))
+        return found
+
+    def close(self) -> None:
+        """Let the process end, and wait for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self, timeout: float) -> str:
+        assert self._process.stdout is not None
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            self._process.kill()
+
+        timer = threading.Timer(timeout, expire)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            self._dead(timeout, timed_out=expired.is_set())
+        return line
+
+    def _dead(self, timeout: float, *, timed_out: bool) -> None:
+        code = self._process.wait()
+        self._errors.seek(0)
+        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        why = f"no answer within {timeout:g} s" if timed_out else f"the process ended with {code}"
+        raise WorkerDiedError(f"{why}{': ' + last[0][:300] if last else ''}")
+
+
+def serve_answers(answer: Any) -> None:
+    """The other side: answer every line of stdin with ``answer(line)``, until there are no more."""
+    # compilers print on stdout, which is for the answers
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(line)), file=answers, flush=True)
