@@ -129,13 +129,17 @@ class SoftmaxBackend(AttentionBackend):  # type: ignore[misc]
 
         vllm_config = get_current_vllm_config()
         model = vllm_config.model_config
-        if not _kda_layers(model.hf_text_config):
+        linear = getattr(model.hf_text_config, "linear_attn_config", None)
+        if not isinstance(linear, dict) or not linear.get("kda_layers"):
             return [
-                f"--attention-backend {flag_name()} is for models with Kimi Delta Attention,"
-                f" got {model.architecture}"
+                f"--attention-backend {flag_name()} is for Kimi-Linear, whose configuration names"
+                f" kda_layers, got {model.architecture}"
             ]
         if _broken is not None:
             fallback(_broken)
+        if linear.get("use_full_rank_gate"):
+            # their forward also exports prefill checkpoints and verifies drafts by recomputation
+            fallback("Kimi-K3's KDA layers are a class of vllm that this backend does not replace")
         path = current_platform.get_attn_backend_cls(
             None,
             attn_selector_config=AttentionSelectorConfig(**config),
@@ -176,9 +180,3 @@ class SoftmaxBackend(AttentionBackend):  # type: ignore[misc]
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         raise NotImplementedError("the platform's own choice lays its cache out")
-
-
-def _kda_layers(config: Any) -> bool:
-    """Whether a model's configuration has KDA layers."""
-    linear = getattr(config, "linear_attn_config", None)
-    return isinstance(linear, dict) and bool(linear.get("kda_layers"))

@@ -81,7 +81,7 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
             )
         # Prefills run outside of CUDA graphs, as stock's own operator does.
         splitting = vllm_config.compilation_config.splitting_ops
-        if splitting is not None and f"vllm::{_OP}" not in splitting:
+        if splitting and f"vllm::{_OP}" not in splitting:
             splitting.append(f"vllm::{_OP}")
 
     def kda_weights(self) -> LayerWeights:

@@ -192,10 +192,17 @@ def test_a_model_without_kda_is_refused_in_one_sentence(hopper: Any) -> None:
     config.model_config.hf_text_config.linear_attn_config = None
     with pytest.raises(
         ValueError,
-        match=rf"--attention-backend {adapter.flag_name()} is for models with Kimi Delta Attention,"
-        r" got KimiLinearForCausalLM",
+        match=rf"--attention-backend {adapter.flag_name()} is for Kimi-Linear, whose configuration"
+        r" names kda_layers, got KimiLinearForCausalLM",
     ):
         select(hopper, flag=True, config=config)
+
+
+def test_kimi_k3_is_served_by_stock_and_said(hopper: Any, said: list[str]) -> None:
+    config = engine_config(flag=True)
+    config.model_config.hf_text_config.linear_attn_config["use_full_rank_gate"] = True
+    assert select(hopper, flag=True, config=config) == select(hopper, flag=False, config=config)
+    assert any("Kimi-K3's KDA layers are a class of vllm" in line for line in said)
 
 
 def break_install(monkeypatch: pytest.MonkeyPatch) -> None:
