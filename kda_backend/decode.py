@@ -238,7 +238,7 @@ def _step_kernel(
     from kda_backend.kernels.decode_step import decode_step_kernel
 
     constexprs = _step_constexprs(
-        path, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
+        path, "step_k_inner", is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
     )
     warps = path.params["step_num_warps"]
     if split:
@@ -264,7 +264,7 @@ def _verify_kernel(
     from kda_backend.kernels.verify_step import verify_step_kernel
 
     constexprs = _step_constexprs(
-        path, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
+        path, "verify_k_inner", is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
     )
     options = {"num_warps": path.params["verify_num_warps"]}
     return KernelLaunch(verify_step_kernel, constexprs, options)
@@ -272,6 +272,7 @@ def _verify_kernel(
 
 def _step_constexprs(
     path: KernelPath,
+    k_inner: str,
     is_gpu: bool,
     heads_per_key: int,
     key_dim: int,
@@ -288,7 +289,7 @@ def _step_constexprs(
         "K": key_dim,
         "V": value_dim,
         "BLOCK_K": block_k,
-        "K_INNER": min(int(path.params["step_k_inner"]), block_k),
+        "K_INNER": min(int(path.params[k_inner]), block_k),
         "BLOCK_V": triton.next_power_of_2(value_dim),
         "GATE": gate,
         "BETA": beta,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from backend_core.launch import KernelLaunch
-from backend_core.path_table import load_table
+from backend_core.path_table import KernelPath, load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.decode import _recurrent_kernel
+from kda_backend.decode import _recurrent_kernel, _step_kernel, _verify_kernel
 from kda_backend.prefill import _two_stage_kernels
 from kda_backend.validation import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
 from tests.offline import TARGETS, Report, compile_kernel, dump
@@ -40,16 +40,28 @@ _POINTERS = {
     "has_initial_state_ptr": "*i1",
     "snapshot_chunks_ptr": "*i32",
     "snapshots_ptr": "*fp32",
+    "state_ptr": "*fp32",
+    "write_ptr": "*fp32",
+    "write_indices_ptr": "*i32",
+    "num_accepted_ptr": "*i32",
+    "conv_weight_ptr": "*fp32",
 }
 _SNAPSHOTS = ("snapshot_chunks_ptr", "snapshots_ptr")
 _INTERMEDIATE = ("chunk_states_ptr",)
 _POOL = ("state_indices_ptr", "has_initial_state_ptr")
 # What a call goes without: an engine's has a pool, FLA's form a state in and a state out.
+_CONV = ("conv_state_ptr", "conv_weight_ptr")
+_NORM = ("norm_weight_ptr", "norm_gate_ptr")
 VARIANTS = {
+    "conv, norm": ("conv_bias_ptr",),
+    "bare": (*_CONV, "conv_bias_ptr", *_NORM),
+    "slots": ("conv_bias_ptr", "windows_ptr"),
+    "buffers": ("conv_bias_ptr", "num_accepted_ptr"),
     "pool": (*_SNAPSHOTS, *_INTERMEDIATE),
     "pool, snapshots": _INTERMEDIATE,
     "functional, intermediate states": (*_SNAPSHOTS, *_POOL),
 }
+SCANS = ("pool", "pool, snapshots", "functional, intermediate states")
 _TRITON_TYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 Case = tuple[str, KernelLaunch, torch.dtype, str]
@@ -72,6 +84,8 @@ def cases(arch: str) -> Iterator[Case]:
                         row, True, 1, dim, dim, GATES[gate], BETA_SIGMOID, True
                     )
                     yield f"recurrent {size} {gate}{bounds}", kernel, dtype, "pool"
+                    if dim <= 128:
+                        yield from _steps(row, gate, dim, f"{size} {gate}", bounds, dtype)
             if row.name == "two_stage":
                 operand = torch.float16 if dtype == bf16 else fp32
                 for gate in gates:
@@ -80,12 +94,23 @@ def cases(arch: str) -> Iterator[Case]:
                     )
                     yield f"scores {size} {gate}{bounds}", kernels.scores, dtype, "pool"
                 yield f"solve {size}{bounds}", kernels.solve, dtype, "pool"
-                for variant in VARIANTS if usual and dim == 128 else ("pool",):
+                for variant in SCANS if usual and dim == 128 else ("pool",):
                     snapshots = int("snapshots" in variant)
                     kernels = _two_stage_kernels(
                         row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True, snapshots
                     )
                     yield f"scan {size} {variant}{bounds}", kernels.scan, dtype, variant
+
+
+def _steps(
+    row: KernelPath, gate: str, dim: int, size: str, bounds: str, dtype: torch.dtype
+) -> Iterator[Case]:
+    model = (row, True, 1, dim, dim, GATES[gate], BETA_SIGMOID, True)
+    for variant in ("conv, norm", "bare"):
+        kernel, _ = _step_kernel(*model, variant == "bare")
+        yield f"decode_step {size} {variant}{bounds}", kernel, dtype, variant
+    for variant in ("slots", "buffers"):
+        yield f"verify_step {size} {variant}{bounds}", _verify_kernel(*model), dtype, variant
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:
@@ -108,10 +133,12 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
             constexprs[name] = None
         elif name.startswith("stride_") and name.endswith("_k"):
             constexprs[name] = 1
+        elif name in ("stride_conv_c", "stride_windows_c"):
+            constexprs[name] = 1  # the layout of vLLM's SD and sglang's pools
         elif name.endswith("_ptr"):
             types[name] = pointers.get(name, token)
             aligned.add(name)
-        elif name in ("scale", "lower_bound"):
+        elif name in ("scale", "lower_bound", "eps"):
             types[name] = "fp32"
         else:
             types[name] = "i32"
