@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -39,9 +38,3 @@ else:
         torch.set_default_dtype(torch.bfloat16)
         yield
         torch.set_default_dtype(torch.float32)
-
-    @pytest.fixture(scope="session")
-    def configs() -> Callable[..., Any]:
-        from tests.engines.vllm.harness import engine_config
-
-        return engine_config

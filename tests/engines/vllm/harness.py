@@ -140,7 +140,7 @@ def step_metadata(
         "max_seq_len": int(seq_lens.max()),
         "block_table_tensor": block_table,
         "slot_mapping": torch.zeros(sum(query_lens), dtype=torch.int64),
-        "is_prefilling": before < 0 if mode == "never" else seq_lens == queries,
+        "is_prefilling": before == 0,
         "seq_lens_cpu_upper_bound": seq_lens,
     }
     known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
