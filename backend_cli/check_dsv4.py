@@ -118,8 +118,8 @@ def _compare(
 ) -> float:
     """One call on the path and by the definition; engines go on from the definition's result."""
     inputs = rows if isinstance(rows, list) else [rows]
-    moved = _to_device(engines, plans, inputs, device)
-    _force(path, target, engines, plans)
+    moved = to_device(engines, plans, inputs, device)
+    force(path, target, engines, plans)
     if len(engines) == 2:
         (main, main_plan), (indexer, indexer_plan) = moved
         compress_decode_pair_(main, indexer, main_plan, indexer_plan, target=target)
@@ -168,7 +168,7 @@ def _records(
     return reference.load(cache, slots, spec.page_tokens, spec.cache_format)
 
 
-def _to_device(
+def to_device(
     engines: tuple[Engine, ...],
     plans: tuple[DecodePlan | PrefillPlan, ...],
     rows: list[torch.Tensor],
@@ -199,7 +199,7 @@ def _move(plan: Plan, device: torch.device, shared: dict[int, torch.Tensor]) -> 
     return dataclasses.replace(plan, **tensors)
 
 
-def _force(
+def force(
     path: KernelPath,
     target: Target,
     engines: tuple[Engine, ...],
@@ -215,10 +215,10 @@ def _force(
         selected = paths.decode_paths(target, spec, layout, engines[0].block)
     else:
         selected = paths.prefill_paths(target, spec, layout, engines[0].block)
-    _force_selection(selected, path)
+    force_selection(selected, path)
 
 
-def _force_selection(selected: paths.Paths[Any], path: KernelPath) -> None:
+def force_selection(selected: paths.Paths[Any], path: KernelPath) -> None:
     rows = tuple(selected.selection.explain())
     same = [row for row in selected.selection.paths if _row_of(row) == _row_of(path)]
     if not same:
@@ -254,7 +254,7 @@ def _in_place(
         reference_step.compress_in_place(want, weight, 1e-6, table, plan, ratio, rotate)
         got = kv.to(device)
         selected = paths.in_place_paths(target, path.phase, head_dim, ratio, rotate)
-        _force_selection(selected, path)
+        force_selection(selected, path)
         compress_norm_rope_hadamard_(
             got, weight.to(device), 1e-6, table.to(device), _move(plan, device, {}),
             head_dim=head_dim, compress_ratio=ratio, rotate=rotate, target=target,

@@ -143,7 +143,13 @@ class Engine:
         return torch.cat([self.history[n][a:b] for n, (a, b) in enumerate(chunks)])
 
 
-def make_engine(kind: str, layout: Layout, hard: bool, seed: int = 5) -> Engine:
+def make_engine(
+    kind: str,
+    layout: Layout,
+    hard: bool,
+    seed: int = 5,
+    lengths: tuple[int, ...] | None = None,
+) -> Engine:
     """A poisoned engine: unwritten state rows are NaN, unwritten cache bytes 0xA5.
 
     ``paged`` follows vLLM's rounding, formats and RoPE table, the rings sglang's. Hard rows hold
@@ -162,13 +168,13 @@ def make_engine(kind: str, layout: Layout, hard: bool, seed: int = 5) -> Engine:
         fp8="ocp",
         rope_layout="split" if vllm else "interleaved",
     )
+    lengths = lengths or ((130, 257, 128) if ratio == 128 else (6, 21, 4))
     rng = torch.Generator().manual_seed(seed)
     ape = torch.randn(ratio, spec.halves, spec.head_dim, generator=rng)
     weight = 0.5 + torch.rand(spec.head_dim, generator=rng)
-    angle = 6.3 * torch.rand(1024, 32, generator=rng)
+    angle = 6.3 * torch.rand(max(1024, max(lengths)), 32, generator=rng)
     split = torch.cat((angle.cos(), angle.sin()), 1)
     table = split if vllm else torch.stack((angle.cos(), angle.sin()), -1).flatten(1)
-    lengths = (130, 257, 128) if ratio == 128 else (6, 21, 4)
     history, half = [], spec.row_width // 2
     for length in lengths:
         row = torch.randn(length, spec.row_width, generator=rng)

@@ -68,7 +68,7 @@ def probes(target: Target, *, interpreted: bool) -> list[Probe]:
                 key = (path.name, tuple(path.params.items()), path.features)
                 if key not in seen:
                     seen.add(key)
-                    found += _probes_of(family, path, grids, interpreted)
+                    found += probes_of(family, path, grids, interpreted=interpreted)
     if len(without) == len(PHASES):
         raise LookupError("; ".join(map(str, without)))
     return found
@@ -79,7 +79,8 @@ def _stock(family: str, phase: str, reason: str) -> Probe:
     return Probe(family, path, "from 1", "", reason, lambda *_: (0.0, 0.0))
 
 
-def _probes_of(family: str, path: KernelPath, grids: str, interpreted: bool) -> list[Probe]:
+def probes_of(family: str, path: KernelPath, grids: str, *, interpreted: bool) -> list[Probe]:
+    """The probes of one row; a single skipped one where it cannot run here."""
     skip = None
     if path.requires_package is not None:
         skip = f"calls the package {path.requires_package}, which has tests of its own"

@@ -16,6 +16,7 @@ from backend_cli.eval_recall import recall
 from backend_cli.info import info
 from backend_cli.plot import plot
 from backend_cli.serve import serve
+from backend_cli.tune import tune
 from backend_core import __version__
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(info)
 app.command()(check)
 app.command()(plot)
+app.command()(tune)
 for passes_on in (serve, bench):
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
         passes_on

@@ -145,7 +145,7 @@ def test_a_compressor_without_its_ape_is_seen(monkeypatch: pytest.MonkeyPatch) -
     row = next(r for r in load_table("dsv4", TARGET).rows if {"indexer", "paged"} <= r.features)
     case = check_dsv4.cases(row)["indexer, small, paged"]
     assert case(TARGET, DEVICE) <= check_dsv4.ALLOWED
-    moved = check_dsv4._to_device
+    moved = check_dsv4.to_device
 
     def without_ape(*args):
         parts = moved(*args)
@@ -153,7 +153,7 @@ def test_a_compressor_without_its_ape_is_seen(monkeypatch: pytest.MonkeyPatch) -
             object.__setattr__(layer, "ape", torch.zeros_like(layer.ape))
         return parts
 
-    monkeypatch.setattr(check_dsv4, "_to_device", without_ape)
+    monkeypatch.setattr(check_dsv4, "to_device", without_ape)
     with pytest.raises(RuntimeError, match=r"state rows differ|more than one step"):
         case(TARGET, DEVICE)
 

@@ -1,0 +1,190 @@
+"""``tune``: the search, the table it writes, and that the loader takes it before the shipped one.
+
+What a trial measures needs a GPU; here its questions are answered by functions of the parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backend_cli import tune as tune_module
+from backend_cli.tune import render, search, sweeps
+from backend_core import __version__
+from backend_core.path_table import load_table, shipped_directory
+from backend_core.table_file import parse_table
+from backend_core.target import KNOWN_TARGETS
+from tests.cli.program import assert_one_sentence, run
+
+H200 = KNOWN_TARGETS["H200"]
+GPUS = [target for target in KNOWN_TARGETS.values() if target.vendor != "cpu"]
+
+
+def shipped(family: str, target: Any = H200) -> dict[str, Any]:
+    file = shipped_directory() / family / f"{target.key}.toml"
+    return tomllib.loads(file.read_text())
+
+
+def cost(params: dict[str, Any]) -> float:
+    """Least where every parameter is the largest: 1 ms over the product of all numbers."""
+    return 1.0 / math.prod(v for v in params.values() if type(v) is int and v > 0)
+
+
+@pytest.mark.parametrize("family", ["kda", "dsv4"])
+@pytest.mark.parametrize("target", GPUS, ids=lambda t: t.name)
+def test_rendering_a_table_changes_nothing(family: str, target: Any, tmp_path: Path) -> None:
+    try:
+        table = load_table(family, target, directory=shipped_directory())
+    except LookupError:
+        return
+    file = tmp_path / table.source.name
+    file.write_text(render(shipped(family, target), "A comment."))
+    assert parse_table(file, family, target.key) == table.rows
+
+
+@pytest.mark.parametrize("family", ["kda", "dsv4"])
+def test_every_tunable_row_is_searched(family: str) -> None:
+    document = shipped(family)
+    todo = list(sweeps(family, document, heads=32))
+    searched = {sweep.row for sweep in todo}
+    for number, row in enumerate(document["path"]):
+        has_space = row["name"] in tune_module.SPACE or family == "dsv4"
+        ring = family == "dsv4" and row["phase"] == "prefill" and "paged" not in row["features"]
+        in_place = any(feature.startswith("in_place") for feature in row["features"])
+        assert (number in searched) == (has_space and not ring and not in_place), row
+    for sweep in todo:
+        row = document["path"][sweep.row]
+        assert sweep.space and set(sweep.space) <= set(row["params"])
+        assert sweep.grid <= max(32, row.get("max_grid", sweep.grid))
+
+
+def test_the_search_finds_the_best_value_of_each_parameter() -> None:
+    document = shipped("kda")
+    before = copy.deepcopy(document)
+    (sweep,) = [s for s in sweeps("kda", document, 32) if s.measure == "recurrent"]
+
+    def ask(candidate: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
+        return {"ms": cost(candidate["path"][question["row"]]["params"]), "message": None}
+
+    best, trials = search(document, [sweep], ask, 32)
+    params = best["path"][sweep.row]["params"]
+    for name, values in sweep.space.items():
+        assert params[name] == max(values)
+    assert document == before  # the shipped table is not touched
+    assert trials[0]["check"] == "quick" and trials[-1]["check"] == "all"
+    others = [row for n, row in enumerate(best["path"]) if n != sweep.row]
+    assert others == [row for n, row in enumerate(before["path"]) if n != sweep.row]
+
+
+def test_what_is_wrong_or_hardly_faster_is_not_taken() -> None:
+    document = shipped("kda")
+    (sweep,) = [s for s in sweeps("kda", document, 32) if s.measure == "recurrent"]
+    shipped_params = document["path"][sweep.row]["params"]
+
+    def ask(candidate: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
+        params = candidate["path"][question["row"]]["params"]
+        if params["block_v"] == 64:
+            return {"ms": None, "message": "ValueError: small: error 1.0e-01, allowed 5.0e-03"}
+        return {"ms": 1.0 if params == shipped_params else 0.99, "message": None}
+
+    best, trials = search(document, [sweep], ask, 32)
+    assert best == document
+    assert any(trial["ms"] is None for trial in trials)
+
+
+def test_a_winner_that_fails_the_whole_check_is_dropped() -> None:
+    document = shipped("kda")
+    (sweep,) = [s for s in sweeps("kda", document, 32) if s.measure == "recurrent"]
+
+    def ask(candidate: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
+        if question["check"] == "all":
+            return {"ms": None, "message": "wrong"}
+        return {"ms": cost(candidate["path"][question["row"]]["params"]), "message": None}
+
+    assert search(document, [sweep], ask, 32)[0] == document
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU whose worker answers by `cost`; it reads the table it was given, as the real one."""
+    questions: list[dict[str, Any]] = []
+
+    class FakeWorker:
+        def __init__(self, module: str, arguments: list[str], environment: dict[str, str]) -> None:
+            assert module == tune_module.WORKER
+            self.folder = Path(environment["KDA_DSV4_CONFIG_DIR"])
+
+        def ask(self, line: str, timeout: float) -> dict[str, Any]:
+            question = json.loads(line)
+            questions.append(question)
+            table = load_table(question["family"], H200, directory=self.folder)
+            return {"ms": cost(dict(table.rows[question["row"]].params)), "message": None}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(tune_module, "Worker", FakeWorker)
+    monkeypatch.setattr(tune_module, "detect_target", lambda: H200)
+    return SimpleNamespace(questions=questions, folder=tmp_path / "config" / "kda-dsv4")
+
+
+def test_the_table_is_found_before_the_shipped_one(tuned: SimpleNamespace) -> None:
+    code, out, _ = run("tune", "--heads", "8")
+    assert code == 0, out
+    assert {question["heads"] for question in tuned.questions} == {8}
+    for family in ("kda", "dsv4"):
+        table = load_table(family, H200)
+        assert table.source == tuned.folder / family / "nvidia_sm90.toml"
+        record = json.loads(table.source.with_suffix(".json").read_text())
+        assert record["release"] == __version__ and record["trials"]
+    decode = [row for row in load_table("kda", H200).rows if row.phase == "decode"][-1]
+    assert decode.params["num_warps"] == 4 and decode.measured
+    assert "nvidia_sm90.json" in decode.provenance and "H200" in decode.provenance
+    code, out, _ = run("info", "--target", "H200")
+    assert code == 0 and f"from {tuned.folder}/kda/nvidia_sm90.toml" in " ".join(out.split())
+
+
+def test_tables_elsewhere_are_announced(tuned: SimpleNamespace, tmp_path: Path) -> None:
+    code, out, _ = run("tune", "--family", "dsv4", "--output-dir", str(tmp_path / "mine"))
+    assert code == 0 and (tmp_path / "mine" / "dsv4" / "nvidia_sm90.toml").is_file()
+    assert f"set KDA_DSV4_CONFIG_DIR={tmp_path / 'mine'} to use it" in out
+    assert not tuned.folder.exists()
+
+
+def test_a_table_of_another_release_is_refused(tuned: SimpleNamespace) -> None:
+    assert run("tune", "--family", "kda")[0] == 0
+    file = tuned.folder / "kda" / "nvidia_sm90.toml"
+    file.write_text(file.read_text().replace(f'"{__version__}"', '"0.0.9"'))
+    code, _, err = run("info", "--target", "H200")
+    assert code == 2 and "written for release 0.0.9, this is" in err
+    assert "run kda-dsv4 tune again, or remove it" in err
+    assert_one_sentence(err)
+    assert run("tune", "--family", "kda")[0] == 0  # which repairs it
+    assert run("info", "--target", "H200")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--family", "mla"], 2, "--family must be kda or dsv4, got 'mla'"),
+        (["--heads", "0"], 2, "Invalid value for '--heads'"),
+        (["--output-dir", f"{__file__}/tables"], 2, "cannot write"),
+    ],
+)
+def test_bad_arguments(tuned: SimpleNamespace, args: list[str], code: int, message: str) -> None:
+    found, out, err = run("tune", *args)
+    assert (found, out) == (code, "") and message in err
+    assert_one_sentence(err)
+    assert not tuned.questions
+
+
+def test_without_a_gpu() -> None:
+    code, _, err = run("tune")
+    assert (code, err) == (1, "kda-dsv4: tune measures a GPU, and there is none here\n")
