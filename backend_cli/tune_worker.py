@@ -28,6 +28,8 @@ from kda_backend.workspace import Workspace
 
 Call = Callable[[], object]
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def answer(line: str) -> dict[str, Any]:
     """For ``{"family", "row", "measure", "grid", "heads", "check"}``: ``ms``, or ``message`` with
@@ -41,7 +43,7 @@ def answer(line: str) -> dict[str, Any]:
     target = detect_target()
     try:
         path = _row(asked["family"], target, asked["row"])
-        _check(asked, path, target, torch.device("cuda"))
+        _check(asked, path, target, torch.device(DEVICE))
         timing: Any = importlib.import_module("benchmarks.timing")
         return {"ms": timing.graph_time_ms(_call(asked, path, target)), "message": None}
     except Exception as error:  # whatever a compiler or a driver raises is the result
@@ -82,7 +84,7 @@ def _call(asked: dict[str, Any], path: KernelPath, target: Target) -> Call:
 def _tokens(lead: tuple[int, ...], heads: int) -> list[torch.Tensor]:
     """q, k, v, g and beta, bf16, standard normal."""
     shapes = [(*lead, heads, 128)] * 4 + [(*lead, heads)]
-    return [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    return [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
 
 
 def _arguments(path: KernelPath, target: Target, heads: int, slots: int) -> dict[str, Any]:
@@ -92,10 +94,10 @@ def _arguments(path: KernelPath, target: Target, heads: int, slots: int) -> dict
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
-        "A_log": (1 + 15 * torch.rand(heads, device="cuda")).log(),
-        "dt_bias": torch.randn(heads * 128, device="cuda"),
-        "state_pool": torch.randn(slots, heads, 128, 128, device="cuda"),
-        "state_indices": torch.arange(slots, dtype=torch.int32, device="cuda"),
+        "A_log": (1 + 15 * torch.rand(heads, device=DEVICE)).log(),
+        "dt_bias": torch.randn(heads * 128, device=DEVICE),
+        "state_pool": torch.randn(slots, heads, 128, 128, device=DEVICE),
+        "state_indices": torch.arange(slots, dtype=torch.int32, device=DEVICE),
         "plan": check_kda.only(path, target, shape),
     }
 
@@ -105,7 +107,7 @@ def _prefill(path: KernelPath, target: Target, grid: int, heads: int) -> Call:
     tokens = 64 * max(1, grid // heads)
     q, k, v, g, beta = _tokens((1, tokens), heads)
     offsets = torch.tensor([0, tokens], dtype=torch.int32)
-    meta = build_metadata(offsets.cuda(), tokens, cu_seqlens_cpu=offsets)
+    meta = build_metadata(offsets.to(DEVICE), tokens, cu_seqlens_cpu=offsets)
     arguments = _arguments(path, target, heads, 1)
     arguments |= {"metadata": meta, "workspace": Workspace(q.device), "out": torch.empty_like(v)}
     return lambda: chunk_kda(q, k, v, g, beta, **arguments)
@@ -126,10 +128,10 @@ def _step(path: KernelPath, target: Target, grid: int, heads: int, *, whole: boo
     if whole:
         channels = 3 * heads * 128
         arguments |= {
-            "conv_state": torch.randn(rows, 3, channels, device="cuda").bfloat16().transpose(1, 2),
-            "conv_weight": torch.randn(channels, 4, device="cuda"),
-            "norm_weight": torch.ones(128, device="cuda"),
-            "norm_gate": torch.randn(rows, heads, 128, device="cuda").bfloat16(),
+            "conv_state": torch.randn(rows, 3, channels, device=DEVICE).bfloat16().transpose(1, 2),
+            "conv_weight": torch.randn(channels, 4, device=DEVICE),
+            "norm_weight": torch.ones(128, device=DEVICE),
+            "norm_gate": torch.randn(rows, heads, 128, device=DEVICE).bfloat16(),
         }
     arguments["out"] = torch.empty_like(tokens["v"])
     return lambda: kda_decode_step(**arguments)
@@ -170,7 +172,7 @@ def _on_device(engine: Engine, phase: str) -> tuple[Any, Any]:
         last = [length - 1 for length in engine.lengths]
         plan = engine.decode_plan(list(last))
         rows = engine.rows([(position, position + 1) for position in last])
-    ((part, moved),) = check_dsv4.to_device((engine,), (plan,), [rows], torch.device("cuda"))
+    ((part, moved),) = check_dsv4.to_device((engine,), (plan,), [rows], torch.device(DEVICE))
     return part, moved
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from backend_cli import tune as tune_module
+from backend_cli import tune_worker
 from backend_cli.tune import render, search, sweeps
 from backend_core import __version__
 from backend_core.path_table import load_table, shipped_directory
 from backend_core.table_file import parse_table
-from backend_core.target import KNOWN_TARGETS
+from backend_core.target import KNOWN_TARGETS, detect_target
 from tests.cli.program import assert_one_sentence, run
 
 H200 = KNOWN_TARGETS["H200"]
@@ -188,3 +189,42 @@ def test_bad_arguments(tuned: SimpleNamespace, args: list[str], code: int, messa
 def test_without_a_gpu() -> None:
     code, _, err = run("tune")
     assert (code, err) == (1, "kda-dsv4: tune measures a GPU, and there is none here\n")
+
+
+@pytest.mark.parametrize("measure", sorted(tune_worker.MEASURES))
+def test_kda_calls_are_of_the_asked_size(measure: str) -> None:
+    target = detect_target()
+    phase = "prefill" if measure == "prefill" else "decode"
+    row = next(r for r in load_table("kda", target).rows if r.phase == phase)
+    result = tune_worker.MEASURES[measure](row, target, 6, 2)()
+    o = result[0] if isinstance(result, tuple) else result
+    tokens = {"prefill": (1, 192), "recurrent": (3, 1)}.get(measure, (3,))
+    assert o.shape == (*tokens, 2, 128) and bool(o.isfinite().all()) and bool(o.any())
+
+
+@pytest.mark.parametrize(("phase", "kind"), sorted(tune_module.COMPRESSOR_SPACE))
+def test_compressor_calls_store_a_record_for_each_window(phase: str, kind: str) -> None:
+    target = detect_target()
+    rows = [r for r in load_table("dsv4", target).rows if r.phase == phase]
+    row = next((r for r in rows if kind in r.features), rows[0])
+    stored = []
+    moved = tune_worker._on_device
+
+    def remember(*args: Any) -> Any:
+        part, plan = moved(*args)
+        stored.append(part[3])
+        return part, plan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune_worker, "_on_device", remember)
+        call = tune_worker._compressor(kind, 3, row, target)
+    before = [cache.clone() for cache in stored]
+    call()
+    for cache, old in zip(stored, before, strict=True):
+        assert int((cache != old).any(1).sum()) > 0
+
+
+def test_a_row_that_cannot_run_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = {"family": "kda", "row": 99, "measure": "prefill", "grid": 1, "heads": 1}
+    found = tune_worker.answer(json.dumps(question | {"check": "quick"}))
+    assert found["ms"] is None and found["message"].startswith("IndexError")
