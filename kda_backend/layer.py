@@ -226,7 +226,7 @@ def short_conv(
     if metadata.chunk_start is None:
         _short_conv_torch(x, weight, pool, state_indices, has_initial_state, metadata, out)
         return out
-    launch, block = _short_conv_kernel(width, channels, x.is_cuda)
+    launch, block = _short_conv_kernel(width, channels, _has_ptx(x))
     launch(
         (metadata.num_chunks * (-(-channels // block)), 1, 1),
         x,
@@ -273,7 +273,7 @@ def gated_norm(
         norm = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         out.copy_(norm * weight.float() * gate.float().sigmoid())
         return
-    launch, block = _gated_norm_kernel(dim, x.is_cuda)
+    launch, block = _gated_norm_kernel(dim, _has_ptx(x))
     launch(
         (-(-tokens * heads // block), 1, 1),
         x,
@@ -317,7 +317,7 @@ def _short_conv_torch(
 
 
 @functools.cache
-def _short_conv_kernel(width: int, channels: int, is_gpu: bool) -> tuple[KernelLaunch, int]:
+def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[KernelLaunch, int]:
     """The kernel and its channels a program; the imports need triton."""
     import triton
 
@@ -330,13 +330,13 @@ def _short_conv_kernel(width: int, channels: int, is_gpu: bool) -> tuple[KernelL
         "CHUNK": CHUNK,
         "BLOCK_C": block,
         "BLOCK_N": 64,
-        "FAST_MATH": _has_ptx(is_gpu),
+        "FAST_MATH": fast_math,
     }
     return KernelLaunch(short_conv_kernel, constexprs, {"num_warps": 4}), block
 
 
 @functools.cache
-def _gated_norm_kernel(dim: int, is_gpu: bool) -> tuple[KernelLaunch, int]:
+def _gated_norm_kernel(dim: int, fast_math: bool) -> tuple[KernelLaunch, int]:
     """The kernel and its rows a program; the imports need triton."""
     import triton
 
@@ -349,10 +349,10 @@ def _gated_norm_kernel(dim: int, is_gpu: bool) -> tuple[KernelLaunch, int]:
         "V": dim,
         "BLOCK_V": block_v,
         "BLOCK_R": block_r,
-        "FAST_MATH": _has_ptx(is_gpu),
+        "FAST_MATH": fast_math,
     }
     return KernelLaunch(gated_norm_kernel, constexprs, {"num_warps": 4}), block_r
 
 
-def _has_ptx(is_gpu: bool) -> bool:
-    return is_gpu and torch.version.hip is None
+def _has_ptx(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.version.hip is None

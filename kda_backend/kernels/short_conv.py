@@ -17,9 +17,9 @@ from kda_backend.kernels.elementwise import sigmoid
 @triton.jit(do_not_specialize=["num_sequences"])
 def short_conv_kernel(
     x_ptr,  # [T, C]
-    weight_ptr,  # [C, WIDTH] contiguous
+    conv_weight_ptr,  # [C, WIDTH] contiguous
     o_ptr,  # [T, C]
-    state_ptr,  # [slots, C, WIDTH - 1] by strides
+    conv_state_ptr,  # [slots, C, WIDTH - 1] by strides
     state_indices_ptr,  # [N] int32, -1: no state
     has_initial_state_ptr,  # [N] bool, or None
     cu_seqlens_ptr,  # [N + 1]
@@ -30,9 +30,9 @@ def short_conv_kernel(
     C,
     stride_x_t,
     stride_o_t,
-    stride_state_n,
-    stride_state_c,
-    stride_state_w,
+    stride_conv_n,
+    stride_conv_c,
+    stride_conv_w,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -64,10 +64,10 @@ def short_conv_kernel(
     m_c = o_c < C
     o_t = start + tl.arange(0, CHUNK)
     m_t = tl.arange(0, CHUNK) < chunk_len
-    state_ptr += slot * stride_state_n + o_c * stride_state_c
+    conv_state_ptr += slot * stride_conv_n + o_c * stride_conv_c
     b_o = tl.zeros([CHUNK, BLOCK_C], tl.float32)
     for j in tl.static_range(WIDTH):
-        b_w = tl.load(weight_ptr + o_c * WIDTH + j, mask=m_c, other=0.0).to(tl.float32)
+        b_w = tl.load(conv_weight_ptr + o_c * WIDTH + j, mask=m_c, other=0.0).to(tl.float32)
         o_s = o_t - (WIDTH - 1) + j
         m_x = (m_t & (o_s >= bos))[:, None] & m_c[None, :]
         b_x = tl.load(x_ptr + o_s[:, None] * stride_x_t + o_c[None, :], mask=m_x, other=0.0)
@@ -75,7 +75,9 @@ def short_conv_kernel(
         if is_first:
             o_w = WIDTH - 1 + o_s - bos
             m_s = (m_t & (o_s < bos) & reads)[:, None] & m_c[None, :]
-            b_s = tl.load(state_ptr[None, :] + o_w[:, None] * stride_state_w, mask=m_s, other=0.0)
+            b_s = tl.load(
+                conv_state_ptr[None, :] + o_w[:, None] * stride_conv_w, mask=m_s, other=0.0
+            )
             b_x += b_s.to(tl.float32)
         b_o += b_x * b_w[None, :]
     b_o *= sigmoid(b_o, FAST_MATH)
@@ -87,10 +89,14 @@ def short_conv_kernel(
         # reading for the convolution above what the first store overwrites.
         tl.debug_barrier()
         for j in tl.static_range(WIDTH - 1):
-            o_s = eos - (WIDTH - 1) + j
-            b_x = tl.load(x_ptr + o_s * stride_x_t + o_c, mask=m_c & (o_s >= bos), other=0.0)
-            m_s = m_c & (o_s < bos) & reads
-            o_w = WIDTH - 1 + o_s - bos
-            b_s = tl.load(state_ptr + o_w * stride_state_w, mask=m_s, other=0.0)
-            b_s = b_s.to(tl.float32) + b_x.to(tl.float32)
-            tl.store(state_ptr + j * stride_state_w, b_s.to(state_ptr.dtype.element_ty), mask=m_c)
+            last = eos - (WIDTH - 1) + j
+            b_new = tl.load(x_ptr + last * stride_x_t + o_c, mask=m_c & (last >= bos), other=0.0)
+            m_old = m_c & (last < bos) & reads
+            o_old = (WIDTH - 1 + last - bos) * stride_conv_w
+            b_old = tl.load(conv_state_ptr + o_old, mask=m_old, other=0.0)
+            b_new = b_new.to(tl.float32) + b_old.to(tl.float32)
+            tl.store(
+                conv_state_ptr + j * stride_conv_w,
+                b_new.to(conv_state_ptr.dtype.element_ty),
+                mask=m_c,
+            )
