@@ -21,6 +21,7 @@ from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import check_writable, write_json
 from backend_cli.info import build_report
 from backend_cli.worker import Worker, WorkerDiedError
+from backend_core.path_table import shipped_directory
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 1
@@ -63,7 +64,8 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
     """What ``check --json`` writes. Within one ``schema`` number keys are added, never changed.
 
     - ``schema``: 1; ``date``; ``seconds``, of the whole run;
-    - ``info``: what ``info --json`` prints for the target;
+    - ``info``: what ``info --json`` prints for the target, with shipped tables named without their
+      folder;
     - ``interpreted``: whether the kernels ran in Triton's interpreter;
     - ``checked``, ``failures``: how many calls were made, and how many were not right;
     - ``results``: for each call ``family``, ``phase``, ``path``, ``grids``, ``params``, ``case``,
@@ -125,12 +127,21 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "seconds": round(time.perf_counter() - begin, 1),
-        "info": build_report([target], frozenset()),
+        "info": _info(target),
         "interpreted": interpreted,
         "checked": checked,
         "failures": sum(row["status"] in ("wrong", "failed") for row in results),
         "results": results,
     }
+
+
+def _info(target: Target) -> dict[str, Any]:
+    report = build_report([target], frozenset())
+    for family in report["targets"][0]["families"]:
+        table = family["table"]
+        if table is not None and Path(table).is_relative_to(shipped_directory()):
+            family["table"] = f"shipped {Path(table).relative_to(shipped_directory())}"
+    return report
 
 
 def _target(interpret: str | None) -> Target:

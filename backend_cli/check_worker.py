@@ -30,7 +30,7 @@ class Probe:
     """One call of one table row.
 
     Attributes:
-        grids: what the row serves, in words.
+        grids: the buckets that the table has it for, in words.
         skip: why it cannot be made here, or ``None``.
         run: returns (error, allowed).
     """
@@ -60,15 +60,14 @@ def probes(target: Target, *, interpreted: bool) -> list[Probe]:
             found += [_stock(family, phase, str(error)) for phase in PHASES[family]]
             continue
         for phase in PHASES[family]:
-            seen = set()
-            low = 1
+            buckets: dict[object, tuple[KernelPath, list[str]]] = {}
             for row in explain(table, phase):
                 path = row.path
-                grids = f"{low} to {path.max_grid}" if path.max_grid else f"from {low}"
                 key = (path.name, tuple(path.params.items()), path.features)
-                if key not in seen:
-                    seen.add(key)
-                    found += probes_of(family, path, grids, interpreted=interpreted)
+                grids = "any" if path.max_grid is None else f"to {path.max_grid}"
+                buckets.setdefault(key, (path, []))[1].append(grids)
+            for path, labels in buckets.values():
+                found += probes_of(family, path, ", ".join(labels), interpreted=interpreted)
     if len(without) == len(PHASES):
         raise LookupError("; ".join(map(str, without)))
     return found
@@ -76,7 +75,7 @@ def probes(target: Target, *, interpreted: bool) -> list[Probe]:
 
 def _stock(family: str, phase: str, reason: str) -> Probe:
     path = KernelPath("stock code", phase, None, frozenset(), {}, False, reason)
-    return Probe(family, path, "from 1", "", reason, lambda *_: (0.0, 0.0))
+    return Probe(family, path, "any", "", reason, lambda *_: (0.0, 0.0))
 
 
 def probes_of(family: str, path: KernelPath, grids: str, *, interpreted: bool) -> list[Probe]:

@@ -32,6 +32,10 @@ def test_every_call_is_right_here(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert code == 0, out
     assert report["schema"] == check_module.SCHEMA and report["failures"] == 0
+    (target,) = report["info"]["targets"]
+    assert [family["table"] for family in target["families"] if family["table"]] == [
+        f"shipped {family}/{detect_target().key}.toml" for family in ("kda", "dsv4")
+    ]
     made = [row for row in report["results"] if row["status"] == "ok"]
     assert report["checked"] == len(made) > 0
     assert all(row["error"] <= row["allowed"] and row["seconds"] >= 0 for row in made)
