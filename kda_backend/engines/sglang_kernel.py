@@ -235,6 +235,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             b.reshape(number, heads),
             ssm_states,
             cache_indices,
+            null_slot=0,  # never given out; 0.5.23 fills a CUDA graph's batch with it
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
