@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -19,6 +19,28 @@ import torch
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint), ("value", ctypes.c_int * 17))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z")),
+        *((name, ctypes.c_uint) for name in ("block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_OVERLAPPING = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1)))
 
 
 class CudaKernel:
@@ -53,11 +75,13 @@ class CudaKernel:
         self._image = _compiled(source, options)
         self._functions: dict[int, ctypes.c_void_p] = {}
 
-    def __call__(self, grid: int, block: int, params: ctypes.Array[ctypes.c_char]) -> None:
+    def __call__(self, grid: int, block: int, params: bytes, *, overlaps: bool = False) -> None:
         """Launch ``grid`` blocks of ``block`` threads on the current device and stream.
 
         Args:
             params: the struct's bytes; copied by the launch.
+            overlaps: start when every block of the kernel before allows it (programmatic dependent
+                launch), not when that kernel is over.
 
         Raises:
             RuntimeError: the driver refuses the launch.
@@ -69,22 +93,26 @@ class CudaKernel:
         if function is None:
             function = self._functions[device] = _load(self._image, self._name, self._shared_bytes)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        pointer = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        status = _driver().cuLaunchKernel(
-            function,
-            grid,
-            1,
-            1,
-            block,
-            1,
-            1,
-            self._shared_bytes,
-            ctypes.c_void_p(stream),
-            pointer,
-            None,
-        )
+        config = _launch_config(grid, block, self._shared_bytes, stream, overlaps)
+        pointer = (ctypes.c_char_p * 1)(params)
+        status = _launch()(config, function, pointer, None)
         if status:
             raise RuntimeError(f"launch of {self._name} failed: {_driver_error(status)}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_config(
+    grid: int, block: int, shared_bytes: int, stream: int, overlaps: bool
+) -> ctypes._Pointer[_LaunchConfig]:
+    return ctypes.pointer(
+        _LaunchConfig(grid, 1, 1, block, 1, 1, shared_bytes, stream, _OVERLAPPING, int(overlaps))
+    )
+
+
+@functools.cache
+def _launch() -> Callable[..., int]:
+    function: Callable[..., int] = _driver().cuLaunchKernelEx
+    return function
 
 
 def _load(image: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from pathlib import Path
@@ -32,7 +31,10 @@ def serves(x: StepInputs) -> bool:
 
 
 def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
-    """One launch; ``step_split`` blocks, a cluster, share the state of a head."""
+    """One launch; ``step_split`` blocks, a cluster, share the state of a head.
+
+    With ``step_overlaps`` the blocks are placed while the kernel before runs, and wait for it.
+    """
     conv, norm = x.conv, x.norm
     conv_state, taps, conv_bias = (conv.state, conv.weight, conv.bias) if conv else (None,) * 3
     norm_weight, gate = (norm.weight, norm.gate) if norm else (None, None)
@@ -47,10 +49,7 @@ def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
         *(None if tensor is None else tensor.dtype for tensor in typed),
     )
     rows, value_heads = x.v.shape[:2]
-    params = ctypes.create_string_buffer(_PARAMS.size)
-    _PARAMS.pack_into(
-        params,
-        0,
+    params = _PARAMS.pack(
         x.q.data_ptr(),
         x.k.data_ptr(),
         x.v.data_ptr(),
@@ -82,7 +81,7 @@ def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
         x.scale,
         norm.eps if norm else 0.0,
     )
-    kernel(rows * value_heads * split, THREADS, params)
+    kernel(rows * value_heads * split, THREADS, params, overlaps=bool(path.params["step_overlaps"]))
 
 
 def defines(

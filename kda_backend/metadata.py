@@ -23,7 +23,10 @@ class ChunkMetadata:
         num_tokens: ``T``, the number of packed tokens.
         num_chunks: 64-token chunks, each sequence's counted on its own; exact where the host knows
             the lengths, else the bound that any lengths with this ``T`` and ``N`` respect.
+        max_chunks: chunks of the longest sequence; where the host does not know the lengths,
+            ``num_chunks``.
         chunk_start, chunk_len: ``[num_chunks]`` int32, first token and token count of each chunk.
+        chunk_order: ``[num_chunks]`` int32, the chunks in the order in which the scan needs them.
         chunk_offsets: ``[N + 1]`` int32, first chunk of each sequence.
     """
 
@@ -31,8 +34,10 @@ class ChunkMetadata:
     cu_seqlens_cpu: tuple[int, ...] | None
     num_tokens: int
     num_chunks: int
+    max_chunks: int
     chunk_start: torch.Tensor | None
     chunk_len: torch.Tensor | None
+    chunk_order: torch.Tensor | None
     chunk_offsets: torch.Tensor | None
 
     @property
@@ -70,18 +75,20 @@ def build_metadata(
         check_cu_seqlens("cu_seqlens_cpu", host)
         lengths = tuple(host.tolist())
         _check_offsets(lengths, num_tokens, cu_seqlens.shape[0])
-        num_chunks = sum(
-            (end - begin + CHUNK - 1) // CHUNK for begin, end in itertools.pairwise(lengths)
-        )
+        counts = [(end - begin + CHUNK - 1) // CHUNK for begin, end in itertools.pairwise(lengths)]
+        num_chunks, max_chunks = sum(counts), max(counts, default=0)
     else:
         sequences = cu_seqlens.shape[0] - 1
         num_chunks = min(num_tokens, (num_tokens + (CHUNK - 1) * sequences) // CHUNK)
-    start = length = offsets = None
+        max_chunks = num_chunks
+    start = length = order = offsets = None
     if chunk_table:
         from kda_backend.kernels.chunk_table import build_chunk_table
 
-        start, length, offsets = build_chunk_table(cu_seqlens, num_chunks)
-    return ChunkMetadata(cu_seqlens, lengths, num_tokens, num_chunks, start, length, offsets)
+        start, length, order, offsets = build_chunk_table(cu_seqlens, num_chunks)
+    return ChunkMetadata(
+        cu_seqlens, lengths, num_tokens, num_chunks, max_chunks, start, length, order, offsets
+    )
 
 
 @functools.lru_cache(maxsize=64)

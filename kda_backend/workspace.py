@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+_COUNTERS = 4
+
 
 class Workspace:
     """What the intra-chunk stage leaves for the scan; grown to the largest step and kept.
@@ -15,6 +17,7 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._tiles = torch.empty(0, dtype=torch.uint8, device=device)
         self._totals = torch.empty(0, dtype=torch.float32, device=device)
+        self._flags = torch.zeros(0, dtype=torch.int32, device=device)
 
     def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
         """Make room for ``num_tiles`` (chunks times value heads) of ``tile_bytes`` and ``K``."""
@@ -22,6 +25,8 @@ class Workspace:
             self._tiles = self._tiles.new_empty(num_tiles * tile_bytes)
         if num_tiles * key_dim > self._totals.shape[0]:
             self._totals = self._totals.new_empty(num_tiles * key_dim)
+        if num_tiles + _COUNTERS > self._flags.shape[0]:
+            self._flags = self._flags.new_zeros(num_tiles + _COUNTERS)
 
     def buffers(
         self, num_tiles: int, tile_bytes: int, key_dim: int
@@ -30,6 +35,10 @@ class Workspace:
         self.reserve(num_tiles, tile_bytes, key_dim)
         return self._tiles, self._totals
 
+    def flags(self) -> torch.Tensor:
+        """Four counters and a flag a tile, int32; zeros at first, then the kernels' own."""
+        return self._flags
+
     @property
     def nbytes(self) -> int:
-        return self._tiles.nbytes + self._totals.nbytes
+        return self._tiles.nbytes + self._totals.nbytes + self._flags.nbytes

@@ -429,9 +429,11 @@ def poisoned(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def spoil(workspace: Workspace) -> None:
-    """Make every byte part of a NaN."""
+    """Make every byte of the scratch part of a NaN; the flags are the kernels' memory."""
+    flags = workspace.flags()
     for buffer in vars(workspace).values():
-        buffer.view(torch.uint8).fill_(255)
+        if buffer is not flags:
+            buffer.view(torch.uint8).fill_(255)
 
 
 class Pool:

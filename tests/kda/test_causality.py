@@ -214,13 +214,14 @@ def test_launch_sizes_from_a_bound_give_the_same_bits(kernels: Backend, seed: in
 def with_capacity(case: Case, capacity: int) -> Any:
     from kda_backend.kernels.chunk_table import build_chunk_table
 
-    start, length, offsets = build_chunk_table(case.cu_seqlens, capacity)
+    start, length, order, offsets = build_chunk_table(case.cu_seqlens, capacity)
     return dataclasses.replace(
         build_metadata(case.cu_seqlens, offsets_of(case.lengths)[-1]),
         cu_seqlens_cpu=None,
         num_chunks=capacity,
         chunk_start=start,
         chunk_len=length,
+        chunk_order=order,
         chunk_offsets=offsets,
     )
 

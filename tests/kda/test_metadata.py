@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -35,8 +36,18 @@ def test_chunk_table_of_ragged_batches(
 ) -> None:
     start, length, offsets = chunks_of(lengths)
     got = build_chunk_table(cu_tensor(lengths, device).to(dtype), len(start))
-    assert [x.tolist() for x in got] == [start, length, offsets]
+    assert [x.tolist() for x in got] == [start, length, order_of(offsets), offsets]
     assert all(x.dtype == torch.int32 for x in got)
+
+
+def order_of(offsets: list[int]) -> list[int]:
+    """Every sequence's first chunk, then every sequence's second, and so on."""
+    depths = [
+        (chunk - first, chunk)
+        for first, end in itertools.pairwise(offsets)
+        for chunk in range(first, end)
+    ]
+    return [chunk for _, chunk in sorted(depths)]
 
 
 @pytest.mark.parametrize("spare", [1, 127, 200])
@@ -45,7 +56,8 @@ def test_chunks_past_the_last_are_empty(device: torch.device, spare: int) -> Non
     got = build_chunk_table(cu_tensor((70, 0, 9), device), len(start) + spare)
     assert got[0].tolist() == start + [0] * spare
     assert got[1].tolist() == length + [0] * spare
-    assert got[2].tolist() == offsets
+    assert got[2].tolist() == order_of(offsets) + [len(start) + i for i in range(spare)]
+    assert got[3].tolist() == offsets
 
 
 def test_a_bound_is_reached_by_some_batch() -> None:

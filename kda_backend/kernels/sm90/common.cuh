@@ -37,3 +37,18 @@ __device__ __forceinline__ float high_fp16(u32 x) {
     asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(y) : "r"(x));
     return y;
 }
+
+// How the stages, which run at the same time, tell one another of tiles. A tile lies in memory when
+// its flag is the number of this launch; scan.cu counts launches, so no flag is ever cleared.
+struct Sync {
+    u32 launches;  // that are over
+    u32 next;      // tiles handed out
+    u32 finished;  // scan blocks that have seen all their flags
+    u32 started;   // blocks of the intra stage, and 1 << 16 for each that is not limited
+    __device__ __forceinline__ u32* flags() { return reinterpret_cast<u32*>(this + 1); }
+};
+
+// Programmatic dependent launch: the next kernel may start when every block has said so.
+__device__ __forceinline__ void let_next_kernel_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}

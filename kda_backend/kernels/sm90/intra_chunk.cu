@@ -1,4 +1,4 @@
-// Intra-chunk stage of KDA prefill on Hopper: scores, triangular solve, decayed rows, one launch.
+// Intra-chunk stage of KDA prefill on Hopper: scores, triangular solve, decayed rows.
 //
 // Computes what scores.py and solve.py compute (their docstrings give the equations), for bf16
 // q, k, v, g and K = V = 128. One block of 4 warps serves one (chunk, value head); warp b owns the
@@ -13,6 +13,9 @@
 // multiply pre by the lower half's total, rows of the lower half suf by the upper's. At each
 // doubling, (x pre) of upper rows times (k suf) of lower rows are the scores between the halves.
 // Nothing exceeds 1, so any gate is exact, and row r depends on tokens up to r alone.
+//
+// Blocks stay and take one tile after the other, in the order in which the scan wants them. They wait
+// for nobody, and the scan starts when all of them have, so it may wait for any tile.
 //
 // Compile-time: GATE, BETA, L2NORM as in elementwise.py; BETA_FP32; MIN_BLOCKS a multiprocessor.
 
@@ -30,10 +33,15 @@ struct Params {
     float* totals;            // [chunks, HV, 128], in the order in which scan.cu reads them
     const int* chunk_start;
     const int* chunk_len;
+    const int* chunk_order;
     i64 q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h;  // strides in elements
     int num_value_heads;
     int heads_per_key;
     float lower_bound;
+    int num_tiles;      // a tile's number is chunk * HV + value head
+    int first_scan_sm;  // multiprocessors from this number on are left to the scan, each of whose
+    int limit;          // blocks takes a whole one, when every block there has made so many tiles
+    Sync* sync;
 };
 
 static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
@@ -145,6 +153,9 @@ struct Shared {
     };
     float totals[2][4][32];  // block totals of 32 channels; slices take turns
     float beta[C];
+    int next;  // the block's next tile
+    int left;  // how many it may still make
+    u32 launch;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "prefill_sm90.py asks for other shared memory");
 
@@ -222,15 +233,13 @@ __device__ __forceinline__ void solve(u16* tile, Shared& s, int first_piece, int
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const Params p) {
-    const int head = blockIdx.x % p.num_value_heads;
-    const int chunk = blockIdx.x / p.num_value_heads;
+// Makes tile ``index``; ``meanwhile`` runs while the inputs are on their way.
+template <typename F>
+__device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index, int warp, int lane,
+                                          F meanwhile) {
+    const int head = index % p.num_value_heads;
+    const int chunk = index / p.num_value_heads;
     const int length = p.chunk_len[chunk];
-    if (length == 0) return;
-    extern __shared__ __align__(16) unsigned char memory[];
-    Shared& s = *reinterpret_cast<Shared*>(memory);
-    // the shuffle tells the compiler that the warp's number is uniform
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int r = lane / 4, t = lane % 4;
     const i64 token = p.chunk_start[chunk];
     const int key_head = head / p.heads_per_key;
@@ -240,7 +249,8 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     copy_commit();
     fetch_rows(s.v, static_cast<const u16*>(p.v) + token * p.v_t + head * p.v_h, p.v_t, length);
     copy_commit();
-    char* tile = reinterpret_cast<char*>(p.tiles) + static_cast<i64>(blockIdx.x) * TILE_BYTES;
+    meanwhile();
+    char* tile = reinterpret_cast<char*>(p.tiles) + static_cast<i64>(index) * TILE_BYTES;
     const int row[2] = {16 * warp + r, 16 * warp + r + 8};
     const bool valid[2] = {row[0] < length, row[1] < length};
     const float rate = p.a_log ? ex2(p.a_log[head] * LOG2E) : 1.0f;
@@ -433,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
                 for (int e = 0; e < 8; ++e) blocks[e] *= totals[b][8 * t + e];
             }
         if (warp == 0 && r == 0) {  // a lane of the scan wants channels 2 e, 2 e + 1 of each 8
-            float* to = p.totals + static_cast<i64>(blockIdx.x) * D + 2 * (t % 2);
+            float* to = p.totals + static_cast<i64>(index) * D + 2 * (t % 2);
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 *reinterpret_cast<float2*>(to + 32 * e + 4 * ((2 * slice + t / 2) ^ (2 * e))) =
@@ -580,5 +590,50 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
         uint4 x = *reinterpret_cast<const uint4*>(from + wide_offset(at, 8 * (warp % 2) + piece));
         x.x ^= sign, x.y ^= sign, x.z ^= sign, x.w ^= sign;
         *reinterpret_cast<uint4*>(to + square_offset(at, piece)) = x;
+    }
+}
+
+__device__ __forceinline__ u32 started(const Params& p) {
+    return *reinterpret_cast<const volatile u32*>(&p.sync->started);
+}
+// Should the multiprocessors be numbered otherwise than thought, the limited blocks make all tiles.
+__device__ __forceinline__ bool nobody_else(const Params& p) { return started(p) < 0x10000; }
+
+extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const Params p) {
+    u32 sm;
+    asm("mov.u32 %0, %%smid;" : "=r"(sm));
+    const bool limited = sm >= p.first_scan_sm;
+    extern __shared__ __align__(16) unsigned char memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x == 0) {
+        atomicAdd(&p.sync->started, limited ? 1 : 0x10001);
+        s.left = limited ? p.limit : p.num_tiles;
+        s.next = p.num_tiles;
+        if (s.left == 0)  // leaving earlier, it would draw blocks here that are for the others
+            while ((started(p) & 0xffff) < gridDim.x) __nanosleep(100);
+        s.launch = p.sync->launches + 1;
+        if (s.left || nobody_else(p)) s.next = atomicAdd(&p.sync->next, 1);
+    }
+    __syncthreads();
+    let_next_kernel_start();  // it resets the numbers, so all blocks have their first by then
+    for (;;) {
+        const int number = __shfl_sync(~0u, s.next, 0);
+        if (number >= p.num_tiles) return;
+        const int chunk = p.chunk_order[number / p.num_value_heads];
+        // behind the last chunk are only more of length 0: they take no number and set no flag
+        if (p.chunk_len[chunk] == 0) return;
+        int thread;  // read anew for each tile: addresses made from it would fill the registers
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        __syncthreads();
+        // the shuffle tells the compiler that the warp's number is uniform
+        const int tile = chunk * p.num_value_heads + number % p.num_value_heads;
+        make_tile(p, s, tile, __shfl_sync(~0u, thread / 32, 0), thread % 32, [&] {
+            if (threadIdx.x == 0)
+                s.next = --s.left > 0 || nobody_else(p) ? atomicAdd(&p.sync->next, 1) : p.num_tiles;
+        });
+        __syncthreads();
+        if (threadIdx.x == 0)
+            asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p.sync->flags() + tile),
+                         "r"(s.launch) : "memory");
     }
 }

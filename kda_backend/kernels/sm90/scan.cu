@@ -20,7 +20,7 @@
 // each step.
 //
 // intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
-// the 128-byte swizzle, so plain bulk copies fetch them.
+// the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
 
 #include "common.cuh"
 
@@ -42,6 +42,7 @@ struct Params {
     float scale;
     int num_snapshots;
     int num_value_heads;
+    Sync* sync;
 };
 
 static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
@@ -65,6 +66,11 @@ struct __align__(1024) Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "prefill_sm90.py asks for other shared memory");
 
 
+__device__ __forceinline__ u32 load_acquire(const u32* p) {
+    u32 y;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(y) : "l"(p) : "memory");
+    return y;
+}
 __device__ __forceinline__ void barrier_init(u64* b, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count));
 }
@@ -229,12 +235,27 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
     const int matrix = lane / 8, in_matrix = lane % 8;
     const int value0 = 64 * half;
 
-    if (role == 2) {  // the fetching thread
-        registers<24, false>();
+    if (role == 2) {  // the fetching warp
+        registers<32, false>();
         const bool for_chain = !SPLIT || rank == 0, for_output = !SPLIT || rank == 1;
-        for (int c = 0; c < chunks && partner == 0; ++c) {
+        const u32 launch = p.sync->launches + 1;
+        const u32* flags = p.sync->flags() + first * p.num_value_heads + head;
+        int known = 0;  // chunks known to lie in memory
+        for (int c = 0; c < chunks && warp == 0; ++c) {
             const int stage = c % STAGES;
             if (c >= STAGES) barrier_wait(&s.empty[stage], (c / STAGES - 1) & 1);
+            while (known <= c) {  // each lane asks for one of the next chunks
+                const int asked = known + lane;
+                const bool there =
+                    asked < chunks &&
+                    load_acquire(flags + static_cast<i64>(asked) * p.num_value_heads) == launch;
+                const u32 missing = ~__ballot_sync(~0u, there);
+                known += missing ? __ffs(missing) - 1 : 32;
+                __syncwarp();
+                // other multiprocessors wrote the tiles; the copies below are of the async proxy
+                asm volatile("fence.proxy.async;" ::: "memory");
+            }
+            if (lane != 0) continue;
             const i64 at = (first + c) * p.num_value_heads + head;
             const unsigned char* tile =
                 reinterpret_cast<const unsigned char*>(p.tiles) + at * TILE_BYTES;
@@ -253,6 +274,15 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
             if (for_output) {
                 get(STAGE_Q, Q_IN, 2);
                 get(STAGE_A, A_QK, 1);
+            }
+        }
+        if (partner == 0) {
+            __threadfence();
+            if (atomicAdd(&p.sync->finished, 1) == gridDim.x - 1) {
+                p.sync->next = 0;
+                p.sync->started = 0;
+                p.sync->finished = 0;
+                p.sync->launches += 1;
             }
         }
     } else if (role == 1 && rank == (SPLIT ? 1 : 0)) {  // the output
