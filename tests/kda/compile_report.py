@@ -18,6 +18,7 @@ from backend_core.launch import KernelLaunch
 from backend_core.path_table import KernelPath, load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode import _recurrent_kernel, _step_kernel, _verify_kernel
+from kda_backend.layer import _gated_norm_kernel, _short_conv_kernel
 from kda_backend.prefill import _two_stage_kernels
 from kda_backend.validation import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
 from tests.offline import TARGETS, Report, compile_kernel, dump
@@ -70,7 +71,8 @@ Case = tuple[str, KernelLaunch, torch.dtype, str]
 
 def cases(arch: str) -> Iterator[Case]:
     """Each kernel of each row of the table, for 16-bit inputs at K = V = 128 and 64; then what
-    needs most: fp32 inputs, and the largest head dimension."""
+    needs most: fp32 inputs, and the largest head dimension. Then what surrounds a layer's prefill,
+    which no table chooses."""
     for row in load_table("kda", KNOWN_TARGETS[TARGETS[arch][1]]).rows:
         bounds = "" if row.max_grid is None else f" to grid {row.max_grid}"
         bf16, fp32 = torch.bfloat16, torch.float32
@@ -100,6 +102,12 @@ def cases(arch: str) -> Iterator[Case]:
                         row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True, snapshots
                     )
                     yield f"scan {size} {variant}{bounds}", kernels.scan, dtype, variant
+    fast_math = arch.startswith("sm")
+    conv, _ = _short_conv_kernel(4, 3 * 32 * 128, fast_math)
+    yield "short_conv bf16", conv, torch.bfloat16, "pool"
+    for dim in (128, 64):
+        norm, _ = _gated_norm_kernel(dim, fast_math)
+        yield f"gated_norm {dim} bf16", norm, torch.bfloat16, "pool"
 
 
 def _steps(
@@ -142,7 +150,7 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
             types[name] = "fp32"
         else:
             types[name] = "i32"
-            if name.startswith("stride_") and "beta" not in name:
+            if name == "C" or (name.startswith("stride_") and "beta" not in name):
                 aligned.add(name)
     return compile_kernel(arch, kernel, types, constexprs, options, frozenset(aligned))
 
