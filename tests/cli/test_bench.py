@@ -110,6 +110,7 @@ def plot(tmp_path: Path, rows: Any, *args: str) -> tuple[int, str, str]:
 
 
 def test_a_plot_shows_every_contender_and_shape(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     code, out, err = plot(tmp_path, ROWS)
     assert (code, out, err) == (0, f"{tmp_path / 'plot.svg'}\n", "")
     text = (tmp_path / "plot.svg").read_text()
@@ -123,6 +124,7 @@ def test_a_plot_shows_every_contender_and_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bars", "growth"])
 def test_the_committed_result_as_png(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("matplotlib")
     file = tmp_path / "plot.png"
     code, _, err = run(
         *("plot", str(PREFILL), "--output", str(file), "--kind", kind, "--where", "H=32")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch
 from backend_cli import endpoint, eval_gsm8k, eval_recall, recall
 from kda_backend.engines import transformers as kda
 from tests.cli.program import assert_one_sentence, run
-from tests.cli.server import Server
+
+if TYPE_CHECKING:
+    from tests.cli.server import Server
 
 TEN = Path(__file__).with_name("gsm8k_ten.jsonl")
 RECALL = eval_recall.RECALL
@@ -29,6 +32,9 @@ def model() -> Iterator[object]:
 
 @pytest.fixture
 def server(model: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    pytest.importorskip("aiohttp")
+    from tests.cli.server import Server
+
     monkeypatch.setattr(endpoint, "RETRY_WAITS", (0.0, 0.0))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     found = Server(model)
@@ -43,6 +49,7 @@ def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask_gsm8k(server: Server, *more: str) -> tuple[int, str, str]:
+    pytest.importorskip("lm_eval")
     return run(
         *("eval", "gsm8k", "--base-url", server.base_url, "--data-path", str(TEN)),
         *("--max-tokens", "16", *more),
@@ -117,6 +124,7 @@ def _asked(prompt: str) -> str:
 
 def test_right_answers_are_scored_right() -> None:
     """The harness's scoring, with answers instead of a server."""
+    pytest.importorskip("lm_eval")
     lines = [json.loads(line) for line in TEN.read_text().splitlines()]
     answers = {line["question"]: f" {line['answer']}\n" for line in lines}
     answers[lines[0]["question"]] = " That makes 24 jars."  # no ####: the flexible rule alone
