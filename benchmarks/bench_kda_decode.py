@@ -50,13 +50,12 @@ from benchmarks.timing import (
 from kda_backend import kda_decode_step, kda_verify_step, reference
 from kda_backend.paths import KdaPlan, KdaShape, select
 
-HEADS = (4, 8, 16, 32)
 BATCHES = (1, 8, 32, 64, 256, 512)
 COLD_BYTES = 150e6
 Space = dict[str, tuple[int | str, ...]]
 # (path, whether convolution and norm take part, parameters to try)
 SWEEPS: dict[str, tuple[str, bool, Space]] = {
-    "sm90": ("recurrent_sm90", True, {"step_split": (1, 2, 4, 8)}),
+    "sm90": ("recurrent_sm90", True, {"step_split": (1, 2, 4, 8), "step_overlaps": (True, False)}),
     "triton": (
         "recurrent",
         True,
@@ -252,13 +251,13 @@ def verify_ms(rows: int, heads: int, tokens: int) -> float:
     return gpu_ms(step, x)
 
 
-def sweep(name: str) -> None:
+def sweep(name: str, all_heads: list[int]) -> None:
     """The best parameters of each point, best first."""
     path, fused, space = SWEEPS[name]
     variants = [
         dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())
     ]
-    for heads, rows in itertools.product(HEADS, BATCHES):
+    for heads, rows in itertools.product(all_heads, BATCHES):
         x = make_layer(rows, heads)
         times = []
         for params in variants:
@@ -302,13 +301,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--vllm-source", type=Path, help="an unpacked vllm 0.33 wheel")
     parser.add_argument("--sglang-source", type=Path, help="an unpacked sglang 0.5.23 wheel")
+    parser.add_argument("--peers", default="fla,vllm,sglang")
+    parser.add_argument("--heads", default="4,8,16,32")
     parser.add_argument("--sweep", choices=tuple(SWEEPS), help="try parameters and stop")
     args = parser.parse_args()
 
-    peers: dict[str, Peer | None] = {"fla": load_fla()}
-    if args.vllm_source:
+    wanted, all_heads = args.peers.split(","), [int(h) for h in args.heads.split(",")]
+    peers: dict[str, Peer | None] = {"fla": load_fla() if "fla" in wanted else None}
+    if args.vllm_source and "vllm" in wanted:
         peers["vllm"] = load_vllm(args.vllm_source)
-    if args.sglang_source:
+    if args.sglang_source and "sglang" in wanted:
         peers["sglang"] = load_sglang(args.sglang_source)
     loaded = {name: make for name, make in peers.items() if make is not None}
     accuracy = {
@@ -324,44 +326,46 @@ def main() -> None:
         if not (error_o <= limit_o and (error_s is None or error_s <= limit_s)):
             sys.exit(f"accuracy gate failed for {name}: no times were taken")
     if args.sweep:
-        sweep(args.sweep)
+        sweep(args.sweep, all_heads)
         return
-    bandwidth = copy_bandwidth_gbs()
-    rows = []
-    for heads, batch in itertools.product(HEADS, BATCHES):
-        rows.append(measure(heads, batch, loaded, bandwidth))
-        torch.cuda.empty_cache()
-    verify = [
-        {"H": 32, "batch": batch, "tokens": tokens, "ours_gpu_ms": verify_ms(batch, 32, tokens)}
-        for batch, tokens in itertools.product((1, 16, 64), (2, 4, 8))
-    ]
-    result = environment() | {
+    result: dict[str, Any] = environment() | {
         "fla": installed_version("fla-core"),
-        "copy_gbs": bandwidth,
+        "copy_gbs": copy_bandwidth_gbs(),
         "accuracy": accuracy,
-        "rows": rows,
-        "verify": verify,
+        "rows": [],
+        "verify": [],
     }
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"copy {bandwidth:.0f} GB/s; times in us")
-    print(
-        "   H    N    ours triton   bare   call  host | "
-        + "  ".join(loaded)
-        + " | ratio  floor  empty"
-    )
-    for row in rows:
-        us = {key: value * 1e3 for key, value in row.items() if isinstance(value, float)}
-        others = "  ".join(f"{us.get(f'{name}_gpu_ms', float('nan')):.1f}" for name in loaded)
-        ratio = us["best_peer_gpu_ms"] / us["ours_gpu_ms"] if "best_peer_gpu_ms" in us else 0.0
-        print(
-            f"{row['H']:4} {row['batch']:4} {us['ours_gpu_ms']:7.2f} {us['triton_gpu_ms']:6.2f}"
-            f" {us['bare_gpu_ms']:6.2f}"
-            f" {us['ours_call_ms']:6.1f} {us['ours_host_ms']:5.1f} | {others} |"
-            f" {ratio:.2f}x {us['floor_ms']:6.1f} {us['empty_ms']:.2f}"
-        )
+    print(f"copy {result['copy_gbs']:.0f} GB/s; times in us; ratio to the best of the peers")
+    print("   H    N    ours triton   bare   call  host  floor empty  ratio", *loaded)
+    for heads, batch in itertools.product(all_heads, BATCHES):
+        row = measure(heads, batch, loaded, result["copy_gbs"])
+        torch.cuda.empty_cache()
+        result["rows"].append(row)
+        print(table_line(row, list(loaded)), flush=True)
+        write(args.output, result)
+    for batch, tokens in itertools.product((1, 16, 64), (2, 4, 8)):
+        time = verify_ms(batch, 32, tokens)
+        result["verify"].append({"H": 32, "batch": batch, "tokens": tokens, "ours_gpu_ms": time})
+    write(args.output, result)
+    verify = result["verify"]
     print("verify", [(v["batch"], v["tokens"], round(v["ours_gpu_ms"] * 1e3, 1)) for v in verify])
+
+
+def table_line(row: dict[str, float | int | str | None], peers: list[str]) -> str:
+    us = {key: value * 1e3 for key, value in row.items() if isinstance(value, float)}
+    ratio = us.get("best_peer_gpu_ms", 0.0) / us["ours_gpu_ms"]
+    others = " ".join(f"{us.get(f'{name}_gpu_ms', float('nan')):.1f}" for name in peers)
+    return (
+        f"{row['H']:4} {row['batch']:4} {us['ours_gpu_ms']:7.2f} {us['triton_gpu_ms']:6.2f}"
+        f" {us['bare_gpu_ms']:6.2f} {us['ours_call_ms']:6.1f} {us['ours_host_ms']:5.1f}"
+        f" {us['floor_ms']:6.1f} {us['empty_ms']:5.2f} {ratio:5.2f}x {others}"
+    )
+
+
+def write(output: Path | None, result: dict[str, Any]) -> None:
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

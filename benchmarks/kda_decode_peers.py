@@ -9,8 +9,12 @@ it is, as the engine does on Hopper.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
+import struct
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +24,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from backend_core.cuda_source import CudaKernel
 
 DIM = 128
 EPS = 1e-5
@@ -173,7 +179,11 @@ def load_vllm(source: Path) -> Peer | None:
 
 
 def load_sglang(source: Path) -> Peer | None:
-    """sglang 0.5.23's Triton kernels of ``KDAAttnBackend.forward_decode`` and ``o_norm``."""
+    """sglang 0.5.23's kernels of ``KDAAttnBackend.forward_decode`` and ``o_norm``.
+
+    Its recurrence is a CUDA kernel for 8 sequences and more, else Triton. It is compiled here by
+    NVRTC, where sglang needs nvcc.
+    """
     fla = "sglang.kernels.ops.attention.fla"
     _packages(source, fla, "sglang.kernels.ops.mamba", "sglang.kernels.jit")
     arch = types.SimpleNamespace(major=9, minor=0)
@@ -187,6 +197,8 @@ def load_sglang(source: Path) -> Peer | None:
         cpu_has_amx_support=lambda: False,
     )
     _stub("sglang.srt.utils.common", torch_release=(2, 11))
+    attention = sys.modules["sglang.kernels.ops.attention"]
+    vars(attention)["kda_packed_decode"] = types.SimpleNamespace(covered=lambda *_: False)
     try:
         conv = importlib.import_module("sglang.kernels.ops.mamba.causal_conv1d_triton")
         recurrent = importlib.import_module(f"{fla}.fused_recurrent")
@@ -194,29 +206,50 @@ def load_sglang(source: Path) -> Peer | None:
     except ImportError as error:
         print(f"sglang's kernels are left out: {error}", flush=True)
         return None
+    packed_decode = functools.cache(lambda: _sglang_packed_decode(source))
 
     def make(x: Layer) -> Step:
         windows = x.windows.transpose(1, 2)
         weight = x.conv_weight.bfloat16()
         rows = x.qkv.shape[0]
+        fields = struct.Struct("=8Q4q2I2fi4x")
+
+        def cuda(mixed: torch.Tensor, out: torch.Tensor, indices: torch.Tensor) -> None:
+            tensors = (mixed, x.g, x.beta, x.a_log, x.dt_bias, out, x.states, indices)
+            params = ctypes.create_string_buffer(fields.size)
+            fields.pack_into(
+                params,
+                0,
+                *(tensor.data_ptr() for tensor in tensors),
+                *(tensor.stride(0) for tensor in (mixed, x.g, x.beta, x.states)),
+                x.heads,
+                x.heads,
+                DIM**-0.5,
+                0.0,
+                0,
+            )
+            packed_decode()(rows * x.heads, 32 * SGLANG_WARPS, params, overlaps=True)
 
         def step(i: int) -> torch.Tensor:
             mixed = conv.causal_conv1d_update(
                 x.qkv, windows, weight, None, activation="silu", conv_state_indices=x.indices[i]
             )
             out = mixed.new_empty(rows, 1, x.heads, DIM)
-            recurrent.fused_recurrent_kda_packed_decode(
-                mixed_qkv=mixed,
-                a=x.g.flatten(1),
-                b=x.beta,
-                A_log=x.a_log,
-                dt_bias=x.dt_bias.flatten(),
-                scale=DIM**-0.5,
-                initial_state=x.states,
-                out=out,
-                ssm_state_indices=x.indices[i],
-                use_qk_l2norm_in_kernel=True,
-            )
+            if rows >= 8:
+                cuda(mixed, out, x.indices[i])
+            else:
+                recurrent.fused_recurrent_kda_packed_decode(
+                    mixed_qkv=mixed,
+                    a=x.g.flatten(1),
+                    b=x.beta,
+                    A_log=x.a_log,
+                    dt_bias=x.dt_bias.flatten(),
+                    scale=DIM**-0.5,
+                    initial_state=x.states,
+                    out=out,
+                    ssm_state_indices=x.indices[i],
+                    use_qk_l2norm_in_kernel=True,
+                )
             return norm.rms_norm_gated(
                 out[:, 0], x.z, x.norm_weight, None, activation="sigmoid", eps=EPS
             )
@@ -224,6 +257,56 @@ def load_sglang(source: Path) -> Peer | None:
         return step
 
     return make
+
+
+# Stands in for the headers of sglang that kda_packed_decode.cuh includes.
+_SGLANG_PRELUDE = """
+typedef unsigned int uint32_t;
+typedef int int32_t;
+typedef long long int64_t;
+typedef float fp32_t;
+struct bf16_t { unsigned short bits; };
+namespace device {
+template <typename T> __device__ T cast(bf16_t x);
+template <> __device__ inline fp32_t cast<fp32_t>(bf16_t x) {
+    return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+}
+template <typename T> __device__ T cast(float x);
+template <> __device__ inline bf16_t cast<bf16_t>(float x) {
+    bf16_t y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <bool PDL> __device__ void PDLWaitPrimary() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+template <bool PDL> __device__ void PDLTriggerSecondary() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+namespace warp {
+template <int N> __device__ float reduce_sum(float x) {
+    for (int lane = N / 2; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    return x;
+}
+}
+}
+static constexpr int kWarps = WARPS;
+static constexpr bool kUsePDL = true;
+"""
+SGLANG_WARPS = 8
+
+
+def _sglang_packed_decode(source: Path) -> CudaKernel:
+    """The kernel of kda_packed_decode.cuh as one function of NVRTC's."""
+    text = (source / "sglang/kernels/jit/csrc/attention/kda_packed_decode.cuh").read_text()
+    begin = text.index("struct KdaPackedDecodeParams")
+    end = text.index("template <int kWarps, bool kUsePDL>\nstruct")
+    head = "template <int kWarps, bool kUsePDL>\n__global__"
+    body = text[begin:end].replace(head, 'extern "C" __global__')
+    folder = Path(tempfile.mkdtemp())
+    file = folder / "kda_packed_decode.cu"
+    file.write_text(_SGLANG_PRELUDE + body)
+    return CudaKernel(file, "kda_packed_decode_kernel", {"WARPS": SGLANG_WARPS})
 
 
 class _CustomOp(torch.nn.Module):

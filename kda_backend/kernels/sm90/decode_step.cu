@@ -239,6 +239,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 3)
     const int t = threadIdx.x, rank = blockIdx.x % SPLIT;
     const int head = blockIdx.x / SPLIT % p.heads;
     const i64 n = blockIdx.x / SPLIT / p.heads;
+    // The kernel before this one may still run while blocks of this one are placed; both lines are
+    // nothing for a launch that does not overlap.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const i64 slot = p.indices[n];
     const int row = rank * ROWS + t;  // of the value, for the first ROWS threads
     const i64 out_at = n * p.stride_out + head * D + row;
