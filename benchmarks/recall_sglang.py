@@ -1,0 +1,117 @@
+"""The recall checkpoint through the OpenAI endpoint of a real sglang server, stock and ours.
+
+    python -m benchmarks.recall_sglang OUT.json [--items N] [--only stock|flag] [--serve-option ...]
+
+Each server prefills at most 512 tokens a step (prompts have up to 2,000), so that requests meet in
+the middle of their prompts, and keeps prefixes with the states of their KDA layers. The items are
+asked with 1, 16 and 64 requests at a time, then once more from the cache. The full-attention layers
+run on sglang's triton backend in both servers. Accuracy is exact match.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from backend_cli import recall
+from benchmarks.recall_vllm import CONCURRENCY, HERE, ask_all
+
+VARIANTS = {
+    "stock": ["--attention-backend", "triton"],
+    "flag": [
+        *("--attention-backend", "kda"),
+        *("--prefill-attention-backend", "triton", "--decode-attention-backend", "triton"),
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--items", type=int, default=320)
+    parser.add_argument("--port", type=int, default=8124)
+    parser.add_argument("--only", choices=tuple(VARIANTS))
+    parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
+    parser.add_argument(
+        "--serve-option", action="append", default=[], help="one more argument of the server"
+    )
+    args = parser.parse_args()
+    questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
+    result: dict[str, Any] = {
+        "items": args.items,
+        "serve_options": args.serve_option,
+        "date": time.strftime("%Y-%m-%d"),
+        "servers": {},
+    }
+    for name, flags in VARIANTS.items():
+        if args.only in (None, name):
+            log = args.out.with_name(f"{args.out.stem}_{name}.log")
+            result["servers"][name] = measure(questions, flags, args, log)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(
+    questions: recall.QuestionSet, flags: list[str], args: argparse.Namespace, log: Path
+) -> dict[str, Any]:
+    """Start a server, ask it everything at each concurrency, stop it."""
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(HERE / "checkpoint")),
+        *("--served-model-name", "recall", "--port", str(args.port), "--dtype", "bfloat16"),
+        *("--context-length", "4096", "--chunked-prefill-size", "512"),
+        *("--max-running-requests", "64", "--mem-fraction-static", "0.4"),
+        *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--enable-cache-report"),
+        *flags,
+        *args.serve_option,
+    ]
+    begin = time.perf_counter()
+    with log.open("wb") as sink:
+        server = subprocess.Popen(
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
+            start_new_session=True,
+        )
+        try:
+            wait(server, args.port, args.timeout, log)
+            rows = []
+            start_s = time.perf_counter() - begin
+            # rounds of one salt share the cache
+            for salt, concurrency in [*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64)]:
+                rows.append(ask_all(questions, args.port, concurrency, salt))
+                print(json.dumps({k: v for k, v in rows[-1].items() if k != "answers"}), flush=True)
+        finally:
+            stop(server)
+    said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
+    return {"command": command[3:], "start_s": start_s, "rounds": rows, "log": said}
+
+
+def wait(server: subprocess.Popen[bytes], port: int, timeout: float, log: Path) -> None:
+    """Until the server has answered its own first request; its last words where it does not."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until and server.poll() is None:
+        if "The server is fired up" in log.read_text(errors="replace"):
+            return
+        time.sleep(1)
+    print("\n".join(log.read_text(errors="replace").splitlines()[-80:]))
+    raise SystemExit(f"sglang did not become ready in {timeout:.0f} s: {log}")
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """End the server and the schedulers that it started, which are its process group."""
+    server.terminate()
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, 9)
+        server.wait()
+
+
+if __name__ == "__main__":
+    main()
