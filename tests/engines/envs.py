@@ -106,20 +106,25 @@ def _unpack(wheel: str, site_packages: Path) -> None:
 def _link(place: Path, test_entries: dict[str, dict[str, str]]) -> None:
     """This tree, its entry points and the development environment, behind the engine's packages.
 
-    Entry points are read from the metadata of a distribution: one is written here, as installing
-    this package would, so that it is that of the tree as it is now.
+    Entry points are read from the metadata of a distribution, which installing this package would
+    write; those of the tests are another distribution's, since of one name the first found counts.
     """
     site_packages = _site_packages(place)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [str(ROOT), sysconfig.get_paths()["purelib"]]
     (site_packages / "zz_development.pth").write_text("\n".join(lines) + "\n")
-    info = site_packages / f"{project['name'].replace('-', '_')}-0.dist-info"
+    _write_metadata(site_packages, project["name"], project.get("entry-points", {}))
+    _write_metadata(site_packages, f"{project['name']}-tests", test_entries)
+
+
+def _write_metadata(site_packages: Path, name: str, groups: dict[str, dict[str, str]]) -> None:
+    info = site_packages / f"{name.replace('-', '_')}-0.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
-    groups = []
-    for group, entries in (project.get("entry-points", {}) | test_entries).items():
-        groups += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items()), ""]
-    (info / "entry_points.txt").write_text("\n".join(groups))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    lines = []
+    for group, entries in groups.items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items()), ""]
+    (info / "entry_points.txt").write_text("\n".join(lines))
 
 
 def _site_packages(place: Path) -> Path:
