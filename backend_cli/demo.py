@@ -207,7 +207,7 @@ def _print_report(report: dict[str, Any], questions: recall.QuestionSet, backend
         prefill, decode = row["prefill"], row["decode"]
         table.add_row(name, prefill["path"], decode["path"], prefill["why"])
     console.print(table)
-    console.print("\nServe the real model (the vLLM and sglang adapters are not released yet):")
+    console.print("\nServe the real model:")
     for command in report["serve"]:
         console.print(f"  {command}", soft_wrap=True)
     console.print("  (vLLM before 0.32 takes CUSTOM instead of KDA)\n")

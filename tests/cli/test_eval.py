@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from backend_cli import endpoint, eval_gsm8k, eval_recall, recall
+from benchmarks.recall.canary import with_transposed_state
 from kda_backend.engines import transformers as kda
 from tests.cli.program import assert_one_sentence, run
 
@@ -76,6 +77,19 @@ def test_recall_through_a_server(server: Server) -> None:
         questions.prompt(item) for item in questions.items[:6]
     }
     assert "exact      1.0000, 95 % interval 0.6097 to 1.0000" in out
+
+
+def test_recall_sees_a_state_that_is_read_transposed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.kimi_linear import modeling_kimi_linear as modeling
+
+    name = "chunk_kimi_delta_attention"
+    monkeypatch.setattr(modeling, name, with_transposed_state(getattr(modeling, name)))
+    code, out, _ = ask_recall(server, 8)
+    assert code == 1 and "under 0.95" in out
+    record = json.loads(Path("recall-recall.json").read_text())
+    assert record["accuracy"]["exact"]["value"] < 0.5
 
 
 def test_recall_with_transformers_here_and_a_comparison() -> None:
@@ -143,14 +157,16 @@ def test_right_answers_are_scored_right() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask", [ask_gsm8k, lambda s, *more: ask_recall(s, 10, *more)], ids=["gsm8k", "recall"]
+    ("ask", "total"),
+    [(ask_gsm8k, 10), (lambda s, *more: ask_recall(s, 6, *more), 6)],
+    ids=["gsm8k", "recall"],
 )
-def test_a_server_that_stops_half_way(server: Server, ask) -> None:
+def test_a_server_that_stops_half_way(server: Server, ask, total: int) -> None:
     server.answers_left = 4
     code, out, err = ask(server, "--output", "new/run.json", "--concurrency", "2")
     assert (code, out) == (2, "")
     sentence = err.splitlines()[-1]
-    assert "the server stopped answering after 4 of 10 questions" in sentence
+    assert f"the server stopped answering after 4 of {total} questions" in sentence
     kept = Path("new/run.json.answers.jsonl")
     assert len(kept.read_text().splitlines()) == 5 and not Path("new/run.json").exists()
     with kept.open("a") as file:
@@ -160,8 +176,10 @@ def test_a_server_that_stops_half_way(server: Server, ask) -> None:
     server.requests.clear()
     code, out, err = ask(server, "--output", "new/run.json")
     assert code == 0, err
-    assert len(server.requests) == 6 and not first & {body["prompt"] for body in server.requests}
-    assert len(json.loads(Path("new/run.json").read_text())["questions"]) == 10
+    assert len(server.requests) == total - 4 and not first & {
+        body["prompt"] for body in server.requests
+    }
+    assert len(json.loads(Path("new/run.json").read_text())["questions"]) == total
     assert not kept.exists()
 
 

@@ -1,0 +1,122 @@
+"""What servers say about themselves, and how requests to them fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from backend_cli import endpoint
+from backend_cli.endpoint import Endpoint, Server, ServerGoneError, ask_all
+from backend_cli.errors import BadInputError
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What a server answers by path; ``url`` is its address, ``seen`` the headers it got."""
+    monkeypatch.setattr(endpoint, "RETRY_WAITS", (0.0, 0.0))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "m"}]}, "seen": []}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answers["seen"].append(self.headers)
+            answer = answers.get(self.path)
+            status, body = answer if isinstance(answer, tuple) else (200, answer)
+            self.send_response(404 if answer is None else status)
+            self.end_headers()
+            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    answers["url"] = f"http://127.0.0.1:{server.server_address[1]}"
+    yield answers
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_vllm(pages: dict[str, Any]) -> None:
+    pages["/version"] = {"version": "0.26.0"}
+    found = Endpoint.parse(f"{pages['url']}/v1").server(None)
+    assert found == Server("m", "vllm", "0.26.0", None, None)
+
+
+@pytest.mark.parametrize("page", ["/server_info", "/get_server_info"])
+def test_sglang(pages: dict[str, Any], page: str) -> None:
+    pages[page] = {"version": "0.5.23", "attention_backend": "kda", "tp_size": 4, "queue": [1]}
+    found = Endpoint.parse(pages["url"]).server("m")
+    assert (found.engine, found.version, found.backend) == ("sglang", "0.5.23", "kda")
+    assert found.flags == {"version": "0.5.23", "attention_backend": "kda", "tp_size": 4}
+
+
+def test_a_server_that_says_nothing(pages: dict[str, Any]) -> None:
+    assert Endpoint.parse(pages["url"]).server("m") == Server("m", None, None, None, None)
+
+
+def test_several_models_need_a_name(pages: dict[str, Any]) -> None:
+    pages["/v1/models"] = {"data": [{"id": "a"}, {"id": "b"}]}
+    found = Endpoint.parse(pages["url"])
+    assert found.server("b").model == "b"
+    with pytest.raises(BadInputError, match="--model must be one of a, b, got no --model"):
+        found.server(None)
+
+
+def test_a_key_is_passed_on(pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    Endpoint.parse(pages["url"]).server("m")
+    assert pages["seen"][0]["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("answer", "tries", "error", "message"),
+    [
+        ({"choices": [{"text": "7"}]}, 1, None, ""),
+        ((503, b"loading"), 3, ServerGoneError, "answered 503: loading"),
+        ((400, b"too long"), 1, BadInputError, "answered 400: too long"),
+        ({"choices": []}, 1, BadInputError, "without choices"),
+        ({"choices": [{"text": None}]}, 1, BadInputError, "is not text: None"),
+        ((200, b"<html>"), 1, BadInputError, "did not answer with JSON"),
+    ],
+)
+def test_completions(
+    pages: dict[str, Any], answer: Any, tries: int, error: Any, message: str
+) -> None:
+    pages["/v1/completions"] = answer
+    found = Endpoint.parse(pages["url"])
+    if error is None:
+        assert found.complete({"prompt": "x"}) == "7"
+    else:
+        with pytest.raises(error, match=message):
+            found.complete({"prompt": "x"})
+    assert len(pages["seen"]) == tries
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_answers_under_way_are_not_lost(concurrency: int) -> None:
+    asked: list[str] = []
+    done: dict[int, str] = {}
+
+    def ask(prompt: str) -> str:
+        asked.append(prompt)
+        if prompt == "p4":
+            raise ServerGoneError("gone")
+        return prompt.upper()
+
+    prompts = [f"p{n}" for n in range(20)]
+    with pytest.raises(ServerGoneError, match="gone"):
+        ask_all(ask, prompts, concurrency, done.__setitem__)
+    assert len(asked) < 20
+    assert done == {prompts.index(p): p.upper() for p in asked if p != "p4"}
