@@ -224,11 +224,18 @@ def _build_step(m: Any, plan: KdaPlan) -> Step:
         prefill = Part(
             begin,
             begin + m.num_prefill_tokens,
-            m.prefill_state_indices.contiguous(),
-            m.prefill_has_initial_state,
+            _aligned(m.prefill_state_indices),
+            _aligned(m.prefill_has_initial_state),
             build_metadata(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
         )
     return Step(begin + (m.num_prefill_tokens if m.num_prefills else 0), decode, prefill)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x contiguous, at an address that kernels are compiled for: behind decodes it may be any."""
+    return (
+        x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 _warm: set[Runtime] = set()

@@ -14,7 +14,17 @@ import triton.language as tl
 from kda_backend.kernels.elementwise import sigmoid
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=[
+        "state_indices_ptr",
+        "has_initial_state_ptr",
+        "cu_seqlens_ptr",
+        "chunk_start_ptr",
+        "chunk_len_ptr",
+        "chunk_offsets_ptr",
+    ],
+)
 def short_conv_kernel(
     x_ptr,  # [T, C]
     conv_weight_ptr,  # [C, WIDTH] contiguous
