@@ -8,8 +8,8 @@ CONFIG_DIR holds the model's config.json; no checkpoint is needed. ``run`` measu
 calls (prompt tokens in, one token out; the median of three) and the GPU time by kernel, then
 generates greedily for 64 prompts of mixed lengths, all at once and 16 of them one after the other,
 and lists every kernel that was compiled or tuned after the model had been loaded. ``compare`` says
-where two runs' tokens part, and how close the two best tokens were there; the same for one run's own
-two ways to batch, which differ by rounding alone.
+where two runs' tokens part, and how close the two best tokens were there; the same for one run's
+own two ways to batch, which differ by rounding alone.
 """
 
 from __future__ import annotations
