@@ -1,0 +1,81 @@
+"""What serving launches has been compiled in the profile run: no variant is left for a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.launch import KernelLaunch
+from backend_core.target import KNOWN_TARGETS
+from kda_backend.engines import vllm_layer
+from kda_backend.engines.vllm import register
+from tests.engines.vllm.harness import (
+    bind_cache,
+    build_layer,
+    engine_config,
+    run_layer,
+    step_metadata,
+)
+
+# (tokens of each request, tokens before them), decodes first
+STEPS = [
+    ((1,), (30,)),
+    ((1, 1, 1), (3, 4, 5)),
+    ((64,), (0,)),
+    ((512,), (0,)),
+    ((7, 9), (0, 3)),
+    ((1, 65), (4, 0)),
+    ((1, 1, 17), (4, 9, 2)),
+    ((1, 1, 1, 100, 5), (4, 9, 2, 0, 64)),
+    ((1, 1, 1, 1, 33), (4, 9, 2, 6, 0)),
+]
+
+
+def variant(launch: KernelLaunch, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton compiles a kernel for: the kernel, its constants, and each argument's class."""
+    kernel = launch._fn
+    plain = kernel.kwargs["do_not_specialize"] or ()
+    unaligned = kernel.kwargs["do_not_specialize_on_alignment"] or ()
+    key: list[Any] = [kernel.fn.__name__, tuple(sorted(launch._kwargs.items()))]
+    for name, arg in zip(kernel.arg_names, args, strict=False):
+        if isinstance(arg, torch.Tensor):
+            aligned = arg.data_ptr() % 16 == 0 or name in unaligned
+            key.append((name, arg.dtype, aligned))
+        elif type(arg) is int and name not in plain:
+            key.append((name, 1 if arg == 1 else arg % 16 == 0))
+        else:
+            key.append((name, type(arg)))
+    return tuple(key)
+
+
+def test_serving_launches_what_the_profile_run_has_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register()
+    launched: set[tuple[Any, ...]] = set()
+    monkeypatch.setattr(
+        KernelLaunch, "__call__", lambda self, grid, *args: launched.add(variant(self, args))
+    )
+    # a part whose paths are all Triton's
+    monkeypatch.setattr(vllm_layer, "detect_target", lambda device: KNOWN_TARGETS["A100"])
+    vllm_layer._runtime.cache_clear()
+    vllm_layer._warm.clear()
+    config = engine_config(flag=True)
+    layer = build_layer(config)
+    x = torch.randn(1024, 256).bfloat16()
+    run_layer(layer, config, x, None)
+    compiled = set(launched)
+    assert {key[0] for key in compiled} >= {"short_conv_kernel", "gated_norm_kernel", "scan_kernel"}
+    bind_cache(layer, config)
+    for lengths, before in STEPS:
+        slots = torch.zeros(len(lengths), 4, dtype=torch.int32)
+        slots[:, 0] = torch.arange(1, len(lengths) + 1)
+        launched.clear()
+        metadata = step_metadata(layer, config, lengths, before, slots)
+        run_layer(layer, config, x[: sum(lengths)], metadata)
+        assert launched
+        late = launched - compiled
+        assert not late, f"compiled in a step of {lengths}: {sorted(map(str, late))}"
+    vllm_layer._runtime.cache_clear()
