@@ -11,8 +11,10 @@ run on sglang's triton backend in both servers. Accuracy is exact match.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -104,13 +106,13 @@ def wait(server: subprocess.Popen[bytes], port: int, timeout: float, log: Path) 
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server and the schedulers that it started, which are its process group."""
+    """End the server, and what it leaves of its process group."""
     server.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(30)
-    except subprocess.TimeoutExpired:
-        os.killpg(server.pid, 9)
-        server.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 if __name__ == "__main__":

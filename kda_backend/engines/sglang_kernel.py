@@ -123,6 +123,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         track_ssm_h_src: torch.Tensor | None = None,
         track_state: torch.Tensor | None = None,
         track_chunk_idx: torch.Tensor | None = None,
+        chunk_indices: torch.Tensor | None = None,
         **_: Any,
     ) -> Any:
         """Packed sequences of any length.
@@ -130,8 +131,9 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         Args:
             q, k: ``[1, T, H, K]``; v: ``[1, T, HV, V]``; g: ``[1, T', HV, K]`` raw gate, or log
                 decay without ``A_log``; beta: ``[1, T', HV]``; T' >= T.
-            query_start_loc: ``[N + 1]`` int32; may end before T, the rows behind are not written.
+            query_start_loc: ``[N + 1]`` int32; may end before T.
             extend_seq_lens_cpu: the N lengths, where the host knows them.
+            chunk_indices: given for a captured graph, behind which sglang clears padded rows.
             is_spec_decode: leave the states as they are.
             track_ssm_h_src: the chunks whose states sglang will read from ``h``.
 
@@ -161,6 +163,8 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             states["return_intermediate_states"] = (
                 track_ssm_h_src is None or track_ssm_h_src.numel() > 0
             )
+        if metadata.cu_seqlens_cpu is None and chunk_indices is None:
+            states["out"] = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
         result = chunk_kda(
             q,
             k,
