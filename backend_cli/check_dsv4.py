@@ -187,7 +187,7 @@ def to_device(
         ).to(device)
         state = full[:, : engine.block]
         state.copy_(engine.state)
-        part = (layer, row.to(device), state, engine.cache.to(device, copy=True))
+        part = (layer, row.to(device, copy=True), state, engine.cache.to(device, copy=True))
         moved.append((part, _move(plan, device, shared)))
     return moved
 
