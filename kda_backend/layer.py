@@ -200,7 +200,7 @@ def short_conv(
     """SiLU of a causal depthwise convolution of packed sequences; their last tokens stay in a pool.
 
     Args:
-        x: ``[T, C]``, channels adjacent; weight: ``[C, W]`` contiguous.
+        x: ``[T, C]``, channels adjacent; weight: ``[C, W]`` contiguous, W = 4.
         pool: ``[slots, C, W - 1]``, any strides, oldest token first; read where
             ``has_initial_state`` and written at ``state_indices`` ``[N]`` int32 (-1: neither).
             No other slot is touched.
@@ -212,6 +212,8 @@ def short_conv(
     tokens, channels = x.shape
     width = weight.shape[1]
     expect_stride("qkv", x, 1, 1)
+    if width != 4:
+        raise ValueError(f"conv weight must have 4 taps, got {width}")
     expect_shape("conv weight", weight, (channels, width))
     expect_stride("conv weight", weight, 0, width)
     expect_shape("conv_pool", pool, ("slots", channels, width - 1))
@@ -324,10 +326,11 @@ def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[Kern
     from backend_core.launch import KernelLaunch
     from kda_backend.kernels.short_conv import short_conv_kernel
 
-    block = min(64, triton.next_power_of_2(channels))
+    block = min(128, triton.next_power_of_2(channels))
     constexprs = {
         "WIDTH": width,
         "CHUNK": CHUNK,
+        "BLOCK_T": 16,
         "BLOCK_C": block,
         "BLOCK_N": 64,
         "FAST_MATH": fast_math,

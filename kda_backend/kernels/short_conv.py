@@ -43,8 +43,9 @@ def short_conv_kernel(
     stride_conv_n,
     stride_conv_c,
     stride_conv_w,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # 4
     CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FAST_MATH: tl.constexpr,
@@ -72,27 +73,34 @@ def short_conv_kernel(
 
     o_c = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
-    o_t = start + tl.arange(0, CHUNK)
-    m_t = tl.arange(0, CHUNK) < chunk_len
     conv_state_ptr += slot * stride_conv_n + o_c * stride_conv_c
-    b_o = tl.zeros([CHUNK, BLOCK_C], tl.float32)
-    for j in tl.static_range(WIDTH):
-        b_w = tl.load(conv_weight_ptr + o_c * WIDTH + j, mask=m_c, other=0.0).to(tl.float32)
-        o_s = o_t - (WIDTH - 1) + j
-        m_x = (m_t & (o_s >= bos))[:, None] & m_c[None, :]
-        b_x = tl.load(x_ptr + o_s[:, None] * stride_x_t + o_c[None, :], mask=m_x, other=0.0)
-        b_x = b_x.to(tl.float32)
-        if is_first:
-            o_w = WIDTH - 1 + o_s - bos
-            m_s = (m_t & (o_s < bos) & reads)[:, None] & m_c[None, :]
-            b_s = tl.load(
-                conv_state_ptr[None, :] + o_w[:, None] * stride_conv_w, mask=m_s, other=0.0
-            )
-            b_x += b_s.to(tl.float32)
-        b_o += b_x * b_w[None, :]
-    b_o *= sigmoid(b_o, FAST_MATH)
-    o_ptrs = o_ptr + o_t[:, None] * stride_o_t + o_c[None, :]
-    tl.store(o_ptrs, b_o.to(o_ptr.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
+    # the four taps of a channel in one load: [BLOCK_C, 4], then a vector a tap
+    o_w = o_c[:, None] * 4 + tl.arange(0, 4)[None, :]
+    b_taps = tl.load(conv_weight_ptr + o_w, mask=m_c[:, None], other=0.0).to(tl.float32)
+    b_even, b_odd = tl.split(tl.reshape(b_taps, [BLOCK_C, 2, 2]))
+    b_w0, b_w2 = tl.split(b_even)
+    b_w1, b_w3 = tl.split(b_odd)
+    b_w = (b_w0, b_w1, b_w2, b_w3)
+    for i_t in tl.static_range(CHUNK // BLOCK_T):
+        o_i = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
+        m_t = o_i < chunk_len
+        o_t = start + o_i
+        b_o = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        for j in tl.static_range(WIDTH):
+            o_s = o_t - (WIDTH - 1) + j
+            m_x = (m_t & (o_s >= bos))[:, None] & m_c[None, :]
+            b_x = tl.load(x_ptr + o_s[:, None] * stride_x_t + o_c[None, :], mask=m_x, other=0.0)
+            b_x = b_x.to(tl.float32)
+            if i_t == 0:  # noqa: SIM102 (the outer one is decided by the compiler)
+                if is_first:
+                    o_p = (WIDTH - 1 + o_s - bos)[:, None] * stride_conv_w
+                    m_p = (m_t & (o_s < bos) & reads)[:, None] & m_c[None, :]
+                    b_p = tl.load(conv_state_ptr[None, :] + o_p, mask=m_p, other=0.0)
+                    b_x += b_p.to(tl.float32)
+            b_o += b_x * b_w[j][None, :]
+        b_o *= sigmoid(b_o, FAST_MATH)
+        o_ptrs = o_ptr + o_t[:, None] * stride_o_t + o_c[None, :]
+        tl.store(o_ptrs, b_o.to(o_ptr.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
 
     if is_first & (slot >= 0):
         # A later j reads slot entries behind those already written, but other threads may still be
