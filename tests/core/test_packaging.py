@@ -105,7 +105,9 @@ def test_an_installed_wheel_finds_its_tables(wheel: Path, tmp_path: Path) -> Non
     target = tmp_path / "target"
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target))
     _python(tmp_path, *pip, str(wheel))
-    out = _python(tmp_path, "-c", PROBE + SCRIPTS_PROBE, PYTHONPATH=str(target), XDG_CONFIG_HOME=str(tmp_path))
+    out = _python(
+        tmp_path, "-c", PROBE + SCRIPTS_PROBE, PYTHONPATH=str(target), XDG_CONFIG_HOME=str(tmp_path)
+    )
     assert all(line.startswith(str(target)) for line in out.splitlines()), out
     script = subprocess.run(
         [target / "bin" / "kda-dsv4", "--version"],
