@@ -91,7 +91,11 @@ def measure(
             except subprocess.TimeoutExpired:
                 server.kill()
     said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
-    return {"command": command[3:], "start_s": start_s, "rounds": rows, "log": said}
+    shown = [
+        str(Path(part).relative_to(HERE.parents[1])) if part.startswith("/") else part
+        for part in command[3:]
+    ]
+    return {"command": shown, "start_s": start_s, "rounds": rows, "log": said}
 
 
 def wait(server: subprocess.Popen[bytes], port: int, timeout: float, log: Path) -> None:

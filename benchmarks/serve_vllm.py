@@ -46,6 +46,11 @@ def main() -> None:
     one.add_argument(
         "--graphs", action="store_true", help="compile and capture CUDA graphs, a server's default"
     )
+    one.add_argument(
+        "--dense",
+        action="store_true",
+        help="no experts: with drawn weights their choice turns rounding into other tokens",
+    )
     one.add_argument("--no-tokens", action="store_true", help="engine calls and profile alone")
     two = commands.add_parser("compare")
     for name in ("stock", "ours", "out"):
@@ -66,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         llm_arguments["attention_backend"] = args.attention_backend
     begin = time.perf_counter()
     llm = LLM(
-        model=model_directory(args.config_dir, args.layers),
+        model=model_directory(args.config_dir, args.layers, args.dense),
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=70000,
@@ -137,10 +142,12 @@ def run(args: argparse.Namespace) -> None:
         print("  ", name)
 
 
-def model_directory(config_dir: Path, layers: int) -> str:
+def model_directory(config_dir: Path, layers: int, dense: bool) -> str:
     """The configuration with its first layers alone, as a model to load."""
     config = json.loads((config_dir / "config.json").read_text())
     config["num_hidden_layers"] = layers
+    if dense:
+        config["first_k_dense_replace"] = layers
     linear = config["linear_attn_config"]
     for key in ("full_attn_layers", "kda_layers"):
         linear[key] = [layer for layer in linear[key] if layer <= layers]
@@ -322,6 +329,7 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         "attention_backend": args.attention_backend,
         "layers": args.layers,
         "graphs": args.graphs,
+        "dense": args.dense,
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -44,12 +44,15 @@ def engine_config(*, flag: bool, **options: Any) -> VllmConfig:
     ).create_engine_config()
 
 
-def build_layer(config: VllmConfig, index: int = 0) -> Any:
+Weights = dict[str, torch.Tensor]
+
+
+def build_layer(config: VllmConfig, index: int = 0, weights: Weights | None = None) -> Any:
     """A KDA layer as the model builds it, with the checkpoint's weights by its own loaders."""
     prefix = f"model.layers.{index}.self_attn"
     with set_current_vllm_config(config):
         layer = KimiGatedDeltaNetAttention(config.model_config.hf_config, config, prefix=prefix)
-    for name, tensor in checkpoint_weights(index).items():
+    for name, tensor in (weights or checkpoint_weights(index)).items():
         _load(layer, name, tensor)
     for module in layer.modules():
         if hasattr(module, "quant_method"):
@@ -59,11 +62,32 @@ def build_layer(config: VllmConfig, index: int = 0) -> Any:
 
 
 @functools.cache
-def checkpoint_weights(index: int) -> dict[str, torch.Tensor]:
+def checkpoint_weights(index: int) -> Weights:
     """The parameters of a layer, by their names in the checkpoint."""
     prefix = f"model.layers.{index}.self_attn."
     file = load_file(CHECKPOINT / "model.safetensors")
     return {name.removeprefix(prefix): x for name, x in file.items() if name.startswith(prefix)}
+
+
+def drawn_weights(heads: int) -> Weights:
+    """Weights of a layer with more heads than the checkpoint's, at its scale."""
+    rng = torch.Generator().manual_seed(heads)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=rng, dtype=torch.float32)
+
+    channels = heads * 128
+    rows = {"q": channels, "k": channels, "v": channels, "b": heads, "f_a": 128, "g_a": 128}
+    weights = {f"{part}_proj.weight": 0.06 * randn(n, 256).bfloat16() for part, n in rows.items()}
+    for part in ("f_b", "g_b"):
+        weights[f"{part}_proj.weight"] = 0.09 * randn(channels, 128).bfloat16()
+    for part in "qkv":
+        weights[f"{part}_conv1d.weight"] = 0.5 * randn(channels, 1, 4)
+    weights["A_log"] = randn(1, 1, heads, 1)
+    weights["dt_bias"] = randn(channels)
+    weights["o_norm.weight"] = 1.0 + 0.1 * randn(128).bfloat16()
+    weights["o_proj.weight"] = 0.02 * randn(256, channels).bfloat16()
+    return weights
 
 
 def _load(layer: Any, name: str, tensor: torch.Tensor) -> None:
@@ -172,8 +196,8 @@ def run_layer(
 class Definition:
     """Stock's layer by its mathematics in float64, from the checkpoint's weights alone."""
 
-    def __init__(self, index: int = 0) -> None:
-        self.w = {name: x.double() for name, x in checkpoint_weights(index).items()}
+    def __init__(self, weights: Weights | None = None) -> None:
+        self.w = {name: x.double() for name, x in (weights or checkpoint_weights(0)).items()}
         self.dim = self.w["f_a_proj.weight"].shape[0]
         self.heads = self.w["q_proj.weight"].shape[0] // self.dim
         channels = 3 * self.heads * self.dim

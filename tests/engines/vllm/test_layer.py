@@ -22,6 +22,7 @@ from tests.engines.vllm.harness import (
     bind_cache,
     build_layer,
     checkpoint_weights,
+    drawn_weights,
     engine_config,
     relative_error,
     run_layer,
@@ -159,6 +160,21 @@ def test_chunked_prefill_continues_from_the_cache(layer: Any, config: Any) -> No
         done += length
     assert relative_error(torch.cat(parts), want) < TOLERANCE
     assert relative_error(layer.kv_cache[1][4], definition.state[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("heads", [32, 5])
+def test_other_numbers_of_heads(config: Any, heads: int) -> None:
+    """Kimi-Linear-48B's heads; and a number that leaves rows of the packed weights to padding."""
+    config.model_config.hf_config.linear_attn_config["num_heads"] = heads
+    weights = drawn_weights(heads)
+    layer = build_layer(config, weights=weights)
+    bind_cache(layer, config)
+    definitions = [Definition(weights) for _ in range(2)]
+    for lengths, done in (((20, 7), (0, 0)), ((1, 9), (20, 7)), ((1, 1), (21, 16))):
+        x = hidden(sum(lengths), seed=sum(done))
+        metadata = step_metadata(layer, config, lengths, done, table(3, 6))
+        o = run_layer(layer, config, x, metadata)
+        check(layer, o, x, lengths, (3, 6), definitions)
 
 
 def test_padded_tokens_come_out_as_zeros_and_touch_nothing(layer: Any, config: Any) -> None:
