@@ -23,8 +23,8 @@ class ChunkMetadata:
         num_tokens: ``T``, the number of packed tokens.
         num_chunks: 64-token chunks, each sequence's counted on its own; exact where the host knows
             the lengths, else the bound that any lengths with this ``T`` and ``N`` respect.
-        max_chunks: chunks of the longest sequence; where the host does not know the lengths,
-            ``num_chunks``.
+        max_chunks: chunks of the longest sequence; where the host does not know the lengths, as if
+            all were equal. Layouts are estimated from it.
         chunk_start, chunk_len: ``[num_chunks]`` int32, first token and token count of each chunk.
         chunk_order: ``[num_chunks]`` int32, the chunks in the order in which the scan needs them.
         chunk_offsets: ``[N + 1]`` int32, first chunk of each sequence.
@@ -80,7 +80,7 @@ def build_metadata(
     else:
         sequences = cu_seqlens.shape[0] - 1
         num_chunks = min(num_tokens, (num_tokens + (CHUNK - 1) * sequences) // CHUNK)
-        max_chunks = num_chunks
+        max_chunks = -(-num_chunks // max(1, sequences))
     start = length = order = offsets = None
     if chunk_table:
         from kda_backend.kernels.chunk_table import build_chunk_table

@@ -67,6 +67,15 @@ def test_a_bound_is_reached_by_some_batch() -> None:
     assert build_metadata(on_meta, 2, chunk_table=False).num_chunks == 2
 
 
+def test_the_longest_sequence_is_known_or_taken_for_an_equal_share() -> None:
+    lengths = (70, 0, 9, 640)
+    known = build_metadata(cu_tensor(lengths, torch.device("cpu")), 719, chunk_table=False)
+    assert (known.num_chunks, known.max_chunks) == (13, 10)
+    on_meta = cu_tensor(lengths, torch.device("meta"))
+    bound = build_metadata(on_meta, 719, chunk_table=False)
+    assert (bound.num_chunks, bound.max_chunks) == (15, 4)
+
+
 def test_the_grid_counts_each_sequences_chunks_times_value_heads(
     kernels: Backend, seed: int
 ) -> None:
