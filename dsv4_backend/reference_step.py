@@ -86,7 +86,7 @@ def step(
         reference.store(cache, slots, spec.page_tokens, data, scales)
     half = spec.row_width // 2
     for token, position, page, row in writes(plan, spec, state.shape[1]):
-        fresh = kv_score[token].float()
+        fresh = kv_score[token].to(torch.float32, copy=True)
         if plan.layout == "paged":
             fresh[half:] += layer.ape[position % spec.compress_ratio].float().flatten()
         state[page, row] = fresh.to(state.dtype)

@@ -128,10 +128,11 @@ def test_pair_equals_its_parts(layout: str) -> None:
 def test_the_reference_step_is_the_definition(layout: str, ratio: int) -> None:
     spec = make_spec("fp8_ds_mla", ratio)
     layer, engine, histories, entries, kv_score = prepare(spec, layout, seed=8)
-    before = engine.state.clone()
+    before, given = engine.state.clone(), kv_score.clone()
     plan = engine.decode_plan(entries)
     reference_step.step(layer, kv_score, engine.state, engine.cache, plan)
     check(layer, engine, histories, entries, before)
+    torch.testing.assert_close(kv_score, given, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_negative_slot_writes_the_state_and_no_row() -> None:
