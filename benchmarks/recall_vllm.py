@@ -41,6 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
+        "environment": environment(),
         "items": args.items,
         "serve_options": args.serve_option,
         "date": time.strftime("%Y-%m-%d"),
@@ -52,6 +53,18 @@ def main() -> None:
             log = args.out.with_name(f"{args.out.stem}_{name}.log")
             result["servers"][name] = measure(questions, flags, args, log)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def environment() -> dict[str, str]:
+    """GPU and versions, asked of another process: this one leaves the GPU to the server."""
+    code = (
+        "import json, torch, triton, vllm; print(json.dumps(dict("
+        "gpu=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__,"
+        " triton=triton.__version__)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def measure(
