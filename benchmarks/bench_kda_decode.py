@@ -8,6 +8,9 @@ several steps, each on states that no step touched within 150 MB (three times an
 other layers and the weights see to in an engine; its time is divided by their number. Peers make
 the launches that their engines make; all are counted. ``floor_ms`` is the state read and written
 once at the copy bandwidth of the same run, ``empty_ms`` a kernel without work in the same graph.
+``variants`` are launch parameters of the Hopper kernel, of which the table's are ours.
+
+Compiling takes longer than measuring: ``--warm`` does nothing else, for several processes at once.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,8 +47,6 @@ from benchmarks.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,
-    graph_time_ms,
-    host_time_ms,
     installed_version,
 )
 from kda_backend import kda_decode_step, kda_verify_step, reference
@@ -52,28 +54,17 @@ from kda_backend.paths import KdaPlan, KdaShape, select
 
 BATCHES = (1, 8, 32, 64, 256, 512)
 COLD_BYTES = 150e6
-Space = dict[str, tuple[int | str, ...]]
-# (path, whether convolution and norm take part, parameters to try)
-SWEEPS: dict[str, tuple[str, bool, Space]] = {
-    "sm90": ("recurrent_sm90", True, {"step_split": (1, 2, 4, 8), "step_overlaps": (True, False)}),
-    "triton": (
-        "recurrent",
-        True,
-        {
-            "step_num_warps": (4, 8),
-            "step_k_inner": (16, 32, 64),
-            "step_eviction": ("", "evict_first"),
-        },
-    ),
-    "bare": (
-        "recurrent",
-        False,
-        {
-            "step_split_num_warps": (1, 2, 4),
-            "step_block_v": (8, 16, 32, 64, 128),
-            "step_k_inner": (32, 64, 128),
-        },
-    ),
+Row = dict[str, Any]
+# (step_split, step_blocks) of the Hopper kernel: on small grids, and on larger ones
+SMALL_GRID = 128
+VARIANTS = {
+    True: ((1, 0), (2, 0), (4, 0), (8, 0), (1, 396), (2, 792), (4, 792), (8, 792)),
+    False: ((1, 0), (1, 396), (1, 264), (2, 792)),
+}
+TRITON_SPACE = {
+    "step_num_warps": (4, 8),
+    "step_k_inner": (16, 32, 64),
+    "step_eviction": ("", "evict_first"),
 }
 
 
@@ -189,17 +180,31 @@ def check_accuracy(make: Peer, *, in_place: bool = True) -> list[float | None]:
     return [relative_error(got, want_o), error]
 
 
-def all_calls(step: Step, x: Layer) -> Callable[[], None]:
+def gpu_ms(step: Step, x: Layer, replays: int = 9) -> float:
+    """Time of one call: median over replays of a graph of all calls, divided by their number."""
+
     def run() -> None:
         for i in range(len(x.indices)):
             step(i)
 
-    return run
-
-
-def gpu_ms(step: Step, x: Layer) -> float:
-    """Time of one call in a graph of all calls."""
-    return graph_time_ms(all_calls(step, x), replays=15, calls=1) / len(x.indices)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    times = []
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(0)
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(2 + replays):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    torch.cuda.current_stream().wait_stream(stream)
+    return statistics.median(times[2:]) / len(x.indices)
 
 
 @triton.jit
@@ -251,49 +256,90 @@ def verify_ms(rows: int, heads: int, tokens: int) -> float:
     return gpu_ms(step, x)
 
 
-def sweep(name: str, all_heads: list[int]) -> None:
-    """The best parameters of each point, best first."""
-    path, fused, space = SWEEPS[name]
-    variants = [
-        dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())
-    ]
+def variant_name(split: int, blocks: int) -> str:
+    return f"split {split}" + (f", {blocks} blocks" if blocks else "")
+
+
+def time_variants(x: Layer, row: Row, *, stream: bool) -> None:
+    """Times of the Hopper kernel's variants, and of ours among them."""
+    chosen = plan_of(x.heads).decode.lookup(x.indices.shape[1] * x.heads).params
+    small = x.indices.shape[1] * x.heads <= SMALL_GRID
+    for split, blocks in VARIANTS[small]:
+        if bool(blocks) == stream:
+            params = {"step_split": split, "step_blocks": blocks, "step_overlaps": small}
+            time = gpu_ms(ours(x, plan_of(x.heads, "recurrent_sm90", **params)), x)
+            row["variants"][variant_name(split, blocks)] = time
+            if params.items() <= chosen.items():
+                row["ours_gpu_ms"] = time
+
+
+def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) -> Row:
+    x = make_layer(batch, heads)
+    step = ours(x)
+    row: Row = {"H": heads, "batch": batch, "ours_gpu_ms": gpu_ms(step, x)}
+    row["ours_call_ms"] = call_time_ms(lambda: step(0), repeats=20)
+    row["triton_gpu_ms"] = gpu_ms(ours(x, plan_of(heads, "recurrent")), x)
+    row["variants"] = {}
+    if plan_of(heads).decode.paths[0].name == "recurrent_sm90":
+        time_variants(x, row, stream=False)
+    row["peers"] = {}
+    for name, make in peers.items():
+        time_peer(x, row, name, make)
+    row["floor_ms"] = 2 * batch * heads * DIM * DIM * 4 / bandwidth / 1e6
+    row["empty_ms"] = empty_ms(x)
+    return row
+
+
+def time_peer(x: Layer, row: Row, name: str, make: Peer) -> None:
+    peer = make(x)
+    row["peers"][name] = gpu_ms(peer, x)
+    row[f"{name}_call_ms"] = call_time_ms(lambda: peer(0), repeats=10)
+    row["best_peer"] = min(row["peers"], key=row["peers"].__getitem__)
+    row["best_peer_gpu_ms"] = row["peers"][row["best_peer"]]
+
+
+def sweep_triton(all_heads: list[int]) -> None:
+    """The best parameters of each point for the Triton kernel, best first."""
+    names = tuple(TRITON_SPACE)
     for heads, rows in itertools.product(all_heads, BATCHES):
         x = make_layer(rows, heads)
         times = []
-        for params in variants:
-            step = ours(x, plan_of(heads, path, **params), fused=fused)
-            times.append((gpu_ms(step, x) * 1e3, tuple(params.values())))
+        for values in itertools.product(*TRITON_SPACE.values()):
+            plan = plan_of(heads, "recurrent", **dict(zip(names, values, strict=True)))
+            times.append((gpu_ms(ours(x, plan), x) * 1e3, values))
         times.sort()
         print(f"H{heads} N{rows}:", *(f"{t:.2f} {p}" for t, p in times[:6]), sep="  ", flush=True)
-        del x, step
-        torch.cuda.empty_cache()
+        del x
 
 
-def measure(
-    heads: int, rows: int, peers: dict[str, Peer], bandwidth: float
-) -> dict[str, float | int | str | None]:
-    x = make_layer(rows, heads)
-    step = ours(x)
-    row: dict[str, float | int | str | None] = {"H": heads, "batch": rows}
-    row["ours_gpu_ms"] = gpu_ms(step, x)
-    row["ours_call_ms"] = call_time_ms(lambda: step(0))
-    row["ours_host_ms"] = host_time_ms(lambda: step(0))
-    row["triton_gpu_ms"] = gpu_ms(ours(x, plan_of(heads, "recurrent")), x)
-    row["bare_gpu_ms"] = gpu_ms(ours(x, fused=False), x)
-    times = {}
-    for name, make in peers.items():
-        if name == "fla" and heads * rows >= 32 * 512:
-            continue  # its kernel faults there
-        peer = make(x)
-        times[name] = row[f"{name}_gpu_ms"] = gpu_ms(peer, x)
-        row[f"{name}_call_ms"] = call_time_ms(lambda peer=peer: peer(0), repeats=20)
-        del peer
-    best = min(times, key=times.__getitem__, default=None)
-    row["best_peer"] = best
-    row["best_peer_gpu_ms"] = None if best is None else times[best]
-    row["floor_ms"] = 2 * rows * heads * DIM * DIM * 4 / bandwidth / 1e6
-    row["empty_ms"] = empty_ms(x)
-    return row
+def accurate(name: str, make: Peer, *, in_place: bool = True, strict: bool = False) -> bool:
+    """Whether an implementation may be timed; what cannot run or is wrong is said."""
+    limit_o, limit_s = (4e-3, 1e-5) if strict else (2e-2, 2e-2)
+    try:
+        error_o, error_s = check_accuracy(make, in_place=in_place)
+    except Exception as error:
+        print(f"{name} is left out: {type(error).__name__}: {error}", flush=True)
+        return False
+    print(f"{name}: relative L2 to float64 {error_o:.1e}, state {error_s}", flush=True)
+    assert error_o is not None
+    return error_o <= limit_o and (error_s is None or error_s <= limit_s)
+
+
+def warm(all_heads: list[int], peers: dict[str, Peer]) -> None:
+    """Compile, by one call of everything."""
+    for heads, batch in itertools.product(all_heads, BATCHES[:4]):
+        x = make_layer(batch, heads, calls=1)
+        steps = [ours(x), ours(x, plan_of(heads, "recurrent")), *(f(x) for f in peers.values())]
+        for step in steps:
+            step(0)
+        steps.clear()
+        x.indices.fill_(-1)
+        for split, blocks in VARIANTS[True]:
+            params = {"step_split": split, "step_blocks": blocks}
+            steps.append(ours(x, plan_of(heads, "recurrent_sm90", **params)))
+        for step in steps:
+            step(0)
+    torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -301,65 +347,89 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--vllm-source", type=Path, help="an unpacked vllm 0.33 wheel")
     parser.add_argument("--sglang-source", type=Path, help="an unpacked sglang 0.5.23 wheel")
-    parser.add_argument("--peers", default="fla,vllm,sglang")
-    parser.add_argument("--heads", default="4,8,16,32")
-    parser.add_argument("--sweep", choices=tuple(SWEEPS), help="try parameters and stop")
+    parser.add_argument("--fla", action="store_true", help="FLA too, as installed")
+    parser.add_argument("--heads", default="32,4,16,8")
+    parser.add_argument("--sweep-triton", action="store_true")
+    parser.add_argument("--warm", action="store_true")
     args = parser.parse_args()
-
-    wanted, all_heads = args.peers.split(","), [int(h) for h in args.heads.split(",")]
-    peers: dict[str, Peer | None] = {"fla": load_fla() if "fla" in wanted else None}
-    if args.vllm_source and "vllm" in wanted:
-        peers["vllm"] = load_vllm(args.vllm_source)
-    if args.sglang_source and "sglang" in wanted:
-        peers["sglang"] = load_sglang(args.sglang_source)
-    loaded = {name: make for name, make in peers.items() if make is not None}
-    accuracy = {
-        "ours": check_accuracy(ours),
-        "ours, triton": check_accuracy(lambda x: ours(x, plan_of(x.heads, "recurrent"))),
-    }
-    accuracy |= {
-        name: check_accuracy(make, in_place=name != "fla") for name, make in loaded.items()
-    }
-    print("relative L2 to float64, output and state:", accuracy, flush=True)
-    for name, (error_o, error_s) in accuracy.items():
-        limit_o, limit_s = (4e-3, 1e-5) if name.startswith("ours") else (2e-2, 2e-2)
-        if not (error_o <= limit_o and (error_s is None or error_s <= limit_s)):
-            sys.exit(f"accuracy gate failed for {name}: no times were taken")
-    if args.sweep:
-        sweep(args.sweep, all_heads)
+    all_heads = [int(h) for h in args.heads.split(",")]
+    if args.sweep_triton:
+        sweep_triton(all_heads)
         return
+    loaded = {
+        "vllm": load_vllm(args.vllm_source) if args.vllm_source else None,
+        "sglang": load_sglang(args.sglang_source) if args.sglang_source else None,
+    }
+    peers = {name: make for name, make in loaded.items() if make is not None}
+    if args.warm:
+        warm(all_heads, peers)
+        return
+
+    if not accurate("ours", ours, strict=True):
+        sys.exit("no times were taken")
+    peers = {name: make for name, make in peers.items() if accurate(name, make)}
     result: dict[str, Any] = environment() | {
         "fla": installed_version("fla-core"),
         "copy_gbs": copy_bandwidth_gbs(),
-        "accuracy": accuracy,
         "rows": [],
         "verify": [],
     }
+    rows: list[Row] = result["rows"]
     print(f"copy {result['copy_gbs']:.0f} GB/s; times in us; ratio to the best of the peers")
-    print("   H    N    ours triton   bare   call  host  floor empty  ratio", *loaded)
     for heads, batch in itertools.product(all_heads, BATCHES):
-        row = measure(heads, batch, loaded, result["copy_gbs"])
+        rows.append(measure(heads, batch, peers, result["copy_gbs"]))
         torch.cuda.empty_cache()
-        result["rows"].append(row)
-        print(table_line(row, list(loaded)), flush=True)
+        print(table_line(rows[-1]), flush=True)
         write(args.output, result)
+    if plan_of(all_heads[0]).decode.paths[0].name == "recurrent_sm90":
+        time_streams(rows, lambda: write(args.output, result))
     for batch, tokens in itertools.product((1, 16, 64), (2, 4, 8)):
         time = verify_ms(batch, 32, tokens)
         result["verify"].append({"H": 32, "batch": batch, "tokens": tokens, "ours_gpu_ms": time})
     write(args.output, result)
-    verify = result["verify"]
-    print("verify", [(v["batch"], v["tokens"], round(v["ours_gpu_ms"] * 1e3, 1)) for v in verify])
-
-
-def table_line(row: dict[str, float | int | str | None], peers: list[str]) -> str:
-    us = {key: value * 1e3 for key, value in row.items() if isinstance(value, float)}
-    ratio = us.get("best_peer_gpu_ms", 0.0) / us["ours_gpu_ms"]
-    others = " ".join(f"{us.get(f'{name}_gpu_ms', float('nan')):.1f}" for name in peers)
-    return (
-        f"{row['H']:4} {row['batch']:4} {us['ours_gpu_ms']:7.2f} {us['triton_gpu_ms']:6.2f}"
-        f" {us['bare_gpu_ms']:6.2f} {us['ours_call_ms']:6.1f} {us['ours_host_ms']:5.1f}"
-        f" {us['floor_ms']:6.1f} {us['empty_ms']:5.2f} {ratio:5.2f}x {others}"
+    print(
+        "verify", [(v["batch"], v["tokens"], f"{v['ours_gpu_ms']:.4f}") for v in result["verify"]]
     )
+    fla = load_fla() if args.fla else None
+    if fla is not None and accurate("fla", fla, in_place=False):
+        for row in rows:
+            if row["H"] in (32, 4) and row["H"] * row["batch"] < 32 * 512:  # it faults there
+                time_peer(make_layer(row["batch"], row["H"]), row, "fla", fla)
+                write(args.output, result)
+                torch.cuda.empty_cache()
+                print(table_line(row), flush=True)
+
+
+def time_streams(rows: list[Row], save: Callable[[], None]) -> None:
+    """The variants that stream, those that are right."""
+    for split, blocks in VARIANTS[True]:
+        params = {"step_split": split, "step_blocks": min(blocks, 8)}  # so that blocks go on
+        if blocks and not accurate(
+            variant_name(split, blocks),
+            lambda x, params=params: ours(x, plan_of(x.heads, "recurrent_sm90", **params)),
+            strict=True,
+        ):
+            return
+    for row in rows:
+        time_variants(make_layer(row["batch"], row["H"]), row, stream=True)
+        save()
+        torch.cuda.empty_cache()
+        times = "  ".join(f"{name}: {ms * 1e3:.2f}" for name, ms in row["variants"].items())
+        print(f"H{row['H']} N{row['batch']}  {times}", flush=True)
+
+
+def table_line(row: Row) -> str:
+    ratio = row.get("best_peer_gpu_ms", 0.0) / row["ours_gpu_ms"]
+    times = {
+        "ours": row["ours_gpu_ms"],
+        "call": row["ours_call_ms"],
+        "triton": row["triton_gpu_ms"],
+        "floor": row["floor_ms"],
+        "empty": row["empty_ms"],
+        **row["peers"],
+    }
+    listed = "  ".join(f"{name} {ms * 1e3:.2f}" for name, ms in times.items())
+    return f"H{row['H']} N{row['batch']}  {ratio:.2f}x  {listed}"
 
 
 def write(output: Path | None, result: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ it is, as the engine does on Hopper.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import struct
@@ -77,9 +76,10 @@ def load_fla() -> Peer | None:
     def make(x: Layer) -> Step:
         calls, rows = x.indices.shape
         keys = x.heads * DIM
-        states = x.states[1:].unflatten(0, (calls, rows))
+        slots = x.indices.flatten().long()
+        states = x.states[slots].unflatten(0, (calls, rows))
         # FLA keeps as many inputs as taps, the oldest of which no later step needs
-        caches = torch.nn.functional.pad(x.windows[1:].transpose(1, 2), (1, 0)).contiguous()
+        caches = torch.nn.functional.pad(x.windows[slots].transpose(1, 2), (1, 0)).contiguous()
         caches = caches.unflatten(0, (calls, rows))
         weight = x.conv_weight.bfloat16()
 
@@ -216,10 +216,7 @@ def load_sglang(source: Path) -> Peer | None:
 
         def cuda(mixed: torch.Tensor, out: torch.Tensor, indices: torch.Tensor) -> None:
             tensors = (mixed, x.g, x.beta, x.a_log, x.dt_bias, out, x.states, indices)
-            params = ctypes.create_string_buffer(fields.size)
-            fields.pack_into(
-                params,
-                0,
+            params = fields.pack(
                 *(tensor.data_ptr() for tensor in tensors),
                 *(tensor.stride(0) for tensor in (mixed, x.g, x.beta, x.states)),
                 x.heads,
