@@ -8,7 +8,6 @@ several steps, each on states that no step touched within 150 MB (three times an
 other layers and the weights see to in an engine; its time is divided by their number. Peers make
 the launches that their engines make; all are counted. ``floor_ms`` is the state read and written
 once at the copy bandwidth of the same run, ``empty_ms`` a kernel without work in the same graph.
-``variants`` are launch parameters of the Hopper kernel, of which the table's are ours.
 
 Compiling takes longer than measuring: ``--warm`` does nothing else, for several processes at once.
 """
@@ -21,7 +20,6 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,7 @@ from benchmarks.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,
+    host_time_ms,
     installed_version,
 )
 from kda_backend import kda_decode_step, kda_verify_step, reference
@@ -55,16 +54,28 @@ from kda_backend.paths import KdaPlan, KdaShape, select
 BATCHES = (1, 8, 32, 64, 256, 512)
 COLD_BYTES = 150e6
 Row = dict[str, Any]
-# (step_split, step_blocks) of the Hopper kernel: on small grids, and on larger ones
-SMALL_GRID = 128
-VARIANTS = {
-    True: ((1, 0), (2, 0), (4, 0), (8, 0), (1, 396), (2, 792), (4, 792), (8, 792)),
-    False: ((1, 0), (1, 396), (1, 264), (2, 792)),
-}
-TRITON_SPACE = {
-    "step_num_warps": (4, 8),
-    "step_k_inner": (16, 32, 64),
-    "step_eviction": ("", "evict_first"),
+Space = dict[str, tuple[int | str, ...]]
+# (path, whether convolution and norm take part, parameters to try)
+SWEEPS: dict[str, tuple[str, bool, Space]] = {
+    "sm90": ("recurrent_sm90", True, {"step_split": (1, 2, 4, 8), "step_overlaps": (True, False)}),
+    "triton": (
+        "recurrent",
+        True,
+        {
+            "step_num_warps": (4, 8),
+            "step_k_inner": (16, 32, 64),
+            "step_eviction": ("", "evict_first"),
+        },
+    ),
+    "bare": (
+        "recurrent",
+        False,
+        {
+            "step_split_num_warps": (1, 2, 4),
+            "step_block_v": (8, 16, 32, 64, 128),
+            "step_k_inner": (32, 64, 128),
+        },
+    ),
 }
 
 
@@ -256,60 +267,49 @@ def verify_ms(rows: int, heads: int, tokens: int) -> float:
     return gpu_ms(step, x)
 
 
-def variant_name(split: int, blocks: int) -> str:
-    return f"split {split}" + (f", {blocks} blocks" if blocks else "")
-
-
-def time_variants(x: Layer, row: Row, *, stream: bool) -> None:
-    """Times of the Hopper kernel's variants, and of ours among them."""
-    chosen = plan_of(x.heads).decode.lookup(x.indices.shape[1] * x.heads).params
-    small = x.indices.shape[1] * x.heads <= SMALL_GRID
-    for split, blocks in VARIANTS[small]:
-        if bool(blocks) == stream:
-            params = {"step_split": split, "step_blocks": blocks, "step_overlaps": small}
-            time = gpu_ms(ours(x, plan_of(x.heads, "recurrent_sm90", **params)), x)
-            row["variants"][variant_name(split, blocks)] = time
-            if params.items() <= chosen.items():
-                row["ours_gpu_ms"] = time
-
-
 def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) -> Row:
+    """One point; ours is the table's choice, beside each of our kernels and the bare recurrence."""
     x = make_layer(batch, heads)
     step = ours(x)
     row: Row = {"H": heads, "batch": batch, "ours_gpu_ms": gpu_ms(step, x)}
     row["ours_call_ms"] = call_time_ms(lambda: step(0), repeats=20)
+    row["ours_host_ms"] = host_time_ms(lambda: step(0))
     row["triton_gpu_ms"] = gpu_ms(ours(x, plan_of(heads, "recurrent")), x)
-    row["variants"] = {}
-    if plan_of(heads).decode.paths[0].name == "recurrent_sm90":
-        time_variants(x, row, stream=False)
-    row["peers"] = {}
+    if has_hopper_kernel():
+        row["sm90_gpu_ms"] = gpu_ms(ours(x, plan_of(heads, "recurrent_sm90")), x)
+    row["bare_gpu_ms"] = gpu_ms(ours(x, fused=False), x)
+    times = {}
     for name, make in peers.items():
-        time_peer(x, row, name, make)
+        if name == "fla" and heads * batch >= 32 * 512:
+            continue  # its kernel faults there
+        peer = make(x)
+        times[name] = row[f"{name}_gpu_ms"] = gpu_ms(peer, x)
+        row[f"{name}_call_ms"] = call_time_ms(lambda peer=peer: peer(0), repeats=10)
+    if times:
+        row["best_peer"] = min(times, key=times.__getitem__)
+        row["best_peer_gpu_ms"] = times[row["best_peer"]]
     row["floor_ms"] = 2 * batch * heads * DIM * DIM * 4 / bandwidth / 1e6
     row["empty_ms"] = empty_ms(x)
     return row
 
 
-def time_peer(x: Layer, row: Row, name: str, make: Peer) -> None:
-    peer = make(x)
-    row["peers"][name] = gpu_ms(peer, x)
-    row[f"{name}_call_ms"] = call_time_ms(lambda: peer(0), repeats=10)
-    row["best_peer"] = min(row["peers"], key=row["peers"].__getitem__)
-    row["best_peer_gpu_ms"] = row["peers"][row["best_peer"]]
+def has_hopper_kernel() -> bool:
+    return any(path.name == "recurrent_sm90" for path in plan_of(4).decode.paths)
 
 
-def sweep_triton(all_heads: list[int]) -> None:
-    """The best parameters of each point for the Triton kernel, best first."""
-    names = tuple(TRITON_SPACE)
+def sweep(name: str, all_heads: list[int]) -> None:
+    """The best parameters of each point, best first."""
+    path, fused, space = SWEEPS[name]
     for heads, rows in itertools.product(all_heads, BATCHES):
         x = make_layer(rows, heads)
         times = []
-        for values in itertools.product(*TRITON_SPACE.values()):
-            plan = plan_of(heads, "recurrent", **dict(zip(names, values, strict=True)))
-            times.append((gpu_ms(ours(x, plan), x) * 1e3, values))
+        for values in itertools.product(*space.values()):
+            plan = plan_of(heads, path, **dict(zip(space, values, strict=True)))
+            times.append((gpu_ms(ours(x, plan, fused=fused), x) * 1e3, values))
         times.sort()
         print(f"H{heads} N{rows}:", *(f"{t:.2f} {p}" for t, p in times[:6]), sep="  ", flush=True)
         del x
+        torch.cuda.empty_cache()
 
 
 def accurate(name: str, make: Peer, *, in_place: bool = True, strict: bool = False) -> bool:
@@ -327,18 +327,12 @@ def accurate(name: str, make: Peer, *, in_place: bool = True, strict: bool = Fal
 
 def warm(all_heads: list[int], peers: dict[str, Peer]) -> None:
     """Compile, by one call of everything."""
-    for heads, batch in itertools.product(all_heads, BATCHES[:4]):
+    for heads, batch in itertools.product(all_heads, BATCHES):
         x = make_layer(batch, heads, calls=1)
-        steps = [ours(x), ours(x, plan_of(heads, "recurrent")), *(f(x) for f in peers.values())]
-        for step in steps:
+        steps = [ours(x), ours(x, plan_of(heads, "recurrent")), ours(x, fused=False)]
+        for step in (*steps, *(make(x) for make in peers.values())):
             step(0)
-        steps.clear()
-        x.indices.fill_(-1)
-        for split, blocks in VARIANTS[True]:
-            params = {"step_split": split, "step_blocks": blocks}
-            steps.append(ours(x, plan_of(heads, "recurrent_sm90", **params)))
-        for step in steps:
-            step(0)
+        torch.cuda.empty_cache()
     torch.cuda.synchronize()
 
 
@@ -347,89 +341,62 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--vllm-source", type=Path, help="an unpacked vllm 0.33 wheel")
     parser.add_argument("--sglang-source", type=Path, help="an unpacked sglang 0.5.23 wheel")
-    parser.add_argument("--fla", action="store_true", help="FLA too, as installed")
+    parser.add_argument("--peers", default="fla,vllm,sglang", help="FLA as it is installed")
     parser.add_argument("--heads", default="32,4,16,8")
-    parser.add_argument("--sweep-triton", action="store_true")
-    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--sweep", choices=tuple(SWEEPS), help="try parameters and stop")
+    parser.add_argument("--warm", action="store_true", help="compile everything and stop")
     args = parser.parse_args()
     all_heads = [int(h) for h in args.heads.split(",")]
-    if args.sweep_triton:
-        sweep_triton(all_heads)
+    if args.sweep:
+        sweep(args.sweep, all_heads)
         return
+    wanted = args.peers.split(",")
     loaded = {
-        "vllm": load_vllm(args.vllm_source) if args.vllm_source else None,
-        "sglang": load_sglang(args.sglang_source) if args.sglang_source else None,
+        "fla": load_fla() if "fla" in wanted else None,
+        "vllm": load_vllm(args.vllm_source) if args.vllm_source and "vllm" in wanted else None,
+        "sglang": load_sglang(args.sglang_source)
+        if args.sglang_source and "sglang" in wanted
+        else None,
     }
     peers = {name: make for name, make in loaded.items() if make is not None}
     if args.warm:
         warm(all_heads, peers)
         return
 
-    if not accurate("ours", ours, strict=True):
+    triton_step: Peer = lambda x: ours(x, plan_of(x.heads, "recurrent"))  # noqa: E731
+    if not (accurate("ours", ours, strict=True) and accurate("triton", triton_step, strict=True)):
         sys.exit("no times were taken")
-    peers = {name: make for name, make in peers.items() if accurate(name, make)}
+    peers = {
+        name: make for name, make in peers.items() if accurate(name, make, in_place=name != "fla")
+    }
     result: dict[str, Any] = environment() | {
         "fla": installed_version("fla-core"),
         "copy_gbs": copy_bandwidth_gbs(),
         "rows": [],
         "verify": [],
     }
-    rows: list[Row] = result["rows"]
     print(f"copy {result['copy_gbs']:.0f} GB/s; times in us; ratio to the best of the peers")
     for heads, batch in itertools.product(all_heads, BATCHES):
-        rows.append(measure(heads, batch, peers, result["copy_gbs"]))
-        torch.cuda.empty_cache()
-        print(table_line(rows[-1]), flush=True)
+        row = measure(heads, batch, peers, result["copy_gbs"])
+        result["rows"].append(row)
         write(args.output, result)
-    if plan_of(all_heads[0]).decode.paths[0].name == "recurrent_sm90":
-        time_streams(rows, lambda: write(args.output, result))
+        print(table_line(row), flush=True)
+        torch.cuda.empty_cache()
     for batch, tokens in itertools.product((1, 16, 64), (2, 4, 8)):
         time = verify_ms(batch, 32, tokens)
         result["verify"].append({"H": 32, "batch": batch, "tokens": tokens, "ours_gpu_ms": time})
+        print(f"H32 N{batch}, drafts of {tokens}: {time * 1e3:.1f}", flush=True)
     write(args.output, result)
-    print(
-        "verify", [(v["batch"], v["tokens"], f"{v['ours_gpu_ms']:.4f}") for v in result["verify"]]
-    )
-    fla = load_fla() if args.fla else None
-    if fla is not None and accurate("fla", fla, in_place=False):
-        for row in rows:
-            if row["H"] in (32, 4) and row["H"] * row["batch"] < 32 * 512:  # it faults there
-                time_peer(make_layer(row["batch"], row["H"]), row, "fla", fla)
-                write(args.output, result)
-                torch.cuda.empty_cache()
-                print(table_line(row), flush=True)
-
-
-def time_streams(rows: list[Row], save: Callable[[], None]) -> None:
-    """The variants that stream, those that are right."""
-    for split, blocks in VARIANTS[True]:
-        params = {"step_split": split, "step_blocks": min(blocks, 8)}  # so that blocks go on
-        if blocks and not accurate(
-            variant_name(split, blocks),
-            lambda x, params=params: ours(x, plan_of(x.heads, "recurrent_sm90", **params)),
-            strict=True,
-        ):
-            return
-    for row in rows:
-        time_variants(make_layer(row["batch"], row["H"]), row, stream=True)
-        save()
-        torch.cuda.empty_cache()
-        times = "  ".join(f"{name}: {ms * 1e3:.2f}" for name, ms in row["variants"].items())
-        print(f"H{row['H']} N{row['batch']}  {times}", flush=True)
 
 
 def table_line(row: Row) -> str:
     ratio = row.get("best_peer_gpu_ms", 0.0) / row["ours_gpu_ms"]
-    times = {
-        "ours": row["ours_gpu_ms"],
-        "call": row["ours_call_ms"],
-        "triton": row["triton_gpu_ms"],
-        "floor": row["floor_ms"],
-        "empty": row["empty_ms"],
-        **row["peers"],
-    }
-    listed = "  ".join(f"{name} {ms * 1e3:.2f}" for name, ms in times.items())
-    return f"H{row['H']} N{row['batch']}  {ratio:.2f}x  {listed}"
+    times = "  ".join(
+        f"{key.removesuffix('_ms').removesuffix('_gpu')} {value * 1e3:.2f}"
+        for key, value in row.items()
+        if isinstance(value, float) and key != "best_peer_gpu_ms"
+    )
+    return f"H{row['H']} N{row['batch']}  {ratio:.2f}x  {times}"
 
 
 def write(output: Path | None, result: dict[str, Any]) -> None:

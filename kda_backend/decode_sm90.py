@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from backend_core.cuda_source import CudaKernel
     from backend_core.path_table import KernelPath
 
-KERNELS = Path(__file__).parent / "kernels" / "sm90"
+SOURCE = Path(__file__).parent / "kernels" / "sm90" / "decode_step.cu"
 DIM = 128
 THREADS = 128
-_PARAMS = struct.Struct("=15Q11q4i3f4x")  # struct Params of the source
+_PARAMS = struct.Struct("=15Q11q3i3f")  # struct Params of the source
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -33,8 +33,6 @@ def serves(x: StepInputs) -> bool:
 def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
     """One launch; ``step_split`` blocks, a cluster, share the state of a head.
 
-    ``step_blocks`` is 0 for a block for each share (decode_step.cu), or the most blocks, which
-    stream through the heads (decode_stream.cu).
     With ``step_overlaps`` the blocks are placed while the kernel before runs, and wait for it.
     """
     conv, norm = x.conv, x.norm
@@ -42,9 +40,7 @@ def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
     norm_weight, gate = (norm.weight, norm.gate) if norm else (None, None)
     split = int(path.params["step_split"])
     typed = (x.q, x.g, x.beta, x.a_log, x.dt_bias, conv_state, taps, conv_bias, norm_weight, gate)
-    blocks = int(path.params["step_blocks"])
     kernel = _kernel(
-        blocks > 0,
         split,
         x.gate,
         x.beta_kind,
@@ -81,19 +77,14 @@ def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
         value_heads,
         value_heads // x.q.shape[1],
         x.null_slot,
-        rows * value_heads,
         x.lower_bound,
         x.scale,
         norm.eps if norm else 0.0,
     )
-    grid = rows * value_heads * split
-    if blocks:
-        grid = min(grid, blocks // split * split)
-    kernel(grid, THREADS, params, overlaps=bool(path.params["step_overlaps"]))
+    kernel(rows * value_heads * split, THREADS, params, overlaps=bool(path.params["step_overlaps"]))
 
 
 def defines(
-    stream: bool,
     split: int,
     gate: int,
     beta: int,
@@ -134,30 +125,24 @@ def defines(
         "STATE_BF16": int(bf16_state),
         **{f"DT_{name}": _TYPE[dtype or torch.float32] for name, dtype in kinds.items()},
         "PARAM_BYTES": _PARAMS.size,
-        "SHARED_BYTES": shared_bytes(stream, split, bf16_state),
+        "SHARED_BYTES": shared_bytes(split, bf16_state),
     }
 
 
-def shared_bytes(stream: bool, split: int, bf16_state: bool) -> int:
-    """sizeof(Shared): the tile, q, k, decay, v and o, sums of four warps and of the blocks, and
-    barriers: one, or one for every eight rows."""
+def shared_bytes(split: int, bf16_state: bool) -> int:
+    """sizeof(Shared): the tile, q, k, decay, v and o, sums of four warps and of the blocks."""
     rows = DIM // split
     tile = rows * DIM * (2 if bf16_state else 4)
     size = tile + 4 * (3 * DIM + 2 * rows + 4 + split)
-    barriers = 4 * max(1, rows // 32) if stream else 1
-    return -(-size // 8) * 8 + 8 * barriers
+    return -(-size // 8) * 8 + 8
 
 
 @functools.cache
-def _kernel(stream: bool, *variant: object) -> CudaKernel:
+def _kernel(split: int, *variant: object) -> CudaKernel:
     from backend_core.cuda_source import CudaKernel
 
-    constants = defines(stream, *variant)  # type: ignore[arg-type]
-    return CudaKernel(source(stream), "decode_step", constants, constants["SHARED_BYTES"])
-
-
-def source(stream: bool) -> Path:
-    return KERNELS / ("decode_stream.cu" if stream else "decode_step.cu")
+    constants = defines(split, *variant)  # type: ignore[arg-type]
+    return CudaKernel(SOURCE, "decode_step", constants, constants["SHARED_BYTES"])
 
 
 def _address(tensor: torch.Tensor | None) -> int:

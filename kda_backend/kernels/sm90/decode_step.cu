@@ -32,7 +32,7 @@ struct Params {
     void* out;                         // [N, HV, 128]
     i64 stride_q, stride_k, stride_v, stride_g, stride_beta, stride_state;
     i64 stride_conv_n, stride_conv_c, stride_conv_w, stride_gate, stride_out;
-    int heads, heads_per_key, null_slot, tasks;
+    int heads, heads_per_key, null_slot;
     float lower_bound, scale, eps;
 };
 static_assert(sizeof(Params) == PARAM_BYTES, "struct Params differs from the host's");
