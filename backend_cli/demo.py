@@ -2,6 +2,7 @@
 
 The model is transformers' own; its checkpoint and the questions are in the repository, under
 ``benchmarks/recall``. Every question goes through transformers twice: on this backend, and stock.
+So does a prompt for a tiny DeepSeek-V4 with random weights, whose tokens must be equal.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from backend_cli import recall
 from backend_cli.errors import BadInputError, CliError
 from backend_core.path_table import PathSelection
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
+from dsv4_backend.engines import transformers as dsv4
 from kda_backend.engines import transformers as kda
 from kda_backend.paths import KdaShape, select
 
@@ -30,6 +32,8 @@ RECALL = Path(__file__).resolve().parent.parent / "benchmarks" / "recall"
 SCHEMA = 1
 DEFAULT_QUESTIONS = 64
 WANTED_ACCURACY = 0.95
+DSV4_TOKENS = 16
+_DSV4_PROMPT = 120  # a window of 128 tokens ends among those generated
 
 _CHUNK = 64
 _KIMI_LINEAR = KdaShape(num_heads=32, num_value_heads=32, key_dim=128, value_dim=128)
@@ -60,8 +64,9 @@ class Answers:
 def run(num_questions: int | None = None, json_output: bool = False) -> int:
     """Run the demo and print its report; JSON on stdout with ``json_output``.
 
-    Returns 0, or 1 where accuracy on this backend is under 0.95. Raises BadInputError where
-    ``num_questions`` is not among the questions at hand, CliError where the checkpoint is absent.
+    Returns 0, or 1 where accuracy on this backend is under 0.95 or DeepSeek-V4's tokens differ
+    from stock. Raises BadInputError where ``num_questions`` is not among the questions at hand,
+    CliError where the checkpoint is absent.
     """
     if not (RECALL / "checkpoint" / "model.safetensors").is_file():
         raise CliError(
@@ -81,6 +86,7 @@ def run(num_questions: int | None = None, json_output: bool = False) -> int:
 
     backend, stock = answer(model, questions)
     accuracies = backend.accuracy(questions), stock.accuracy(questions)
+    dsv4_equal = dsv4_equal_tokens(device)
     report = {
         "schema": SCHEMA,
         "questions": count,
@@ -89,6 +95,8 @@ def run(num_questions: int | None = None, json_output: bool = False) -> int:
         "token_agreement": agreement(backend.generated, stock.generated),
         "tokens_per_second": median(backend.speeds),
         "stock_tokens_per_second": median(stock.speeds),
+        "dsv4_tokens": DSV4_TOKENS,
+        "dsv4_equal_tokens": dsv4_equal,
         "device": str(device),
         "paths": [path_row(target) for target in _targets()],
         "serve": SERVE,
@@ -97,8 +105,12 @@ def run(num_questions: int | None = None, json_output: bool = False) -> int:
         print(json.dumps(report, indent=2))
     else:
         _print_report(report, questions, backend)
+        print(
+            f"DeepSeek-V4 (tiny, random weights): {dsv4_equal} of {DSV4_TOKENS} tokens equal "
+            "with and without the backend"
+        )
         print(f"demo: accuracy {accuracies[0]:.3f}, stock {accuracies[1]:.3f}, {count} questions")
-    return 0 if accuracies[0] >= WANTED_ACCURACY else 1
+    return 0 if accuracies[0] >= WANTED_ACCURACY and dsv4_equal == DSV4_TOKENS else 1
 
 
 def answer(model: Any, questions: recall.QuestionSet) -> tuple[Answers, Answers]:
@@ -145,6 +157,24 @@ def generate(model: Any, prompt: str) -> list[int]:
     )
     generated: list[int] = output[0, ids.shape[1] :].tolist()
     return generated
+
+
+def dsv4_equal_tokens(device: torch.device) -> int:
+    """How many greedy tokens of a tiny DeepSeek-V4 are the same on this backend and on stock."""
+    model = dsv4.tiny_model(device)
+    ids = torch.randint(2, 97, (1, _DSV4_PROMPT), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(device)
+    arguments = {"max_new_tokens": DSV4_TOKENS, "do_sample": False}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for operations this small threads only wait for one another
+    try:
+        stock = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+        dsv4.enable()
+        ours = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    finally:
+        dsv4.disable()
+        torch.set_num_threads(threads)
+    return int((ours == stock)[0, _DSV4_PROMPT:].sum())
 
 
 def agreement(left: list[list[int]], right: list[list[int]]) -> float:

@@ -10,6 +10,8 @@ import pytest
 from backend_cli import demo
 from backend_cli.errors import BadInputError, CliError
 from backend_core.target import KNOWN_TARGETS
+from dsv4_backend import compressor
+from dsv4_backend.engines import transformers as dsv4
 from kda_backend.engines import transformers as kda
 
 
@@ -17,10 +19,11 @@ def test_report_and_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(2) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "demo: accuracy 1.000, stock 1.000, 2 questions"
+    assert lines[-2].startswith("DeepSeek-V4 (tiny, random weights): 16 of 16 tokens equal")
     text = "\n".join(lines)
     assert all(command in text for command in demo.SERVE)
     assert all(target.name in text for target in KNOWN_TARGETS.values())
-    assert not kda.is_enabled()
+    assert not kda.is_enabled() and not dsv4.is_enabled()
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +55,15 @@ def test_wrong_answers_fail_the_demo(
     assert demo.run(1) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "demo: accuracy 0.000, stock 0.000, 1 questions"
+
+
+def test_a_wrong_compressor_fails_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compressor, "run_in_place", lambda *_: None)
+    assert demo.run(1) == 1
+    shown = capsys.readouterr().out.splitlines()[-2]
+    assert shown.startswith("DeepSeek-V4 (tiny, random weights): ") and "16 of 16" not in shown
 
 
 def test_agreement_counts_missing_tokens() -> None:
