@@ -1,0 +1,286 @@
+"""One of vLLM's compressors, main or indexer, with its step as one call of this package.
+
+Stock stores the tokens' state rows in one launch, pools, norms, rotates by position, quantises and
+stores in a second. Here a decode step is one launch and a step with prefills one or two
+(docs/dsv4.md); parameters, projections, state cache and record caches are stock's.
+
+The Walsh-Hadamard rotation is never applied: vLLM rotates neither the indexer's keys nor its
+queries.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.models.deepseek_v4.compressor import (
+    CompressorBackend,
+    CompressorMetadata,
+    CompressorMetadataBuilder,
+    CompressorStateCache,
+    DeepseekCompressor,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from backend_core.engines import ENGINES, Engine
+from backend_core.engines.vllm_flag import logger
+from backend_core.strict import fallback
+from backend_core.target import detect_target
+from dsv4_backend import (
+    CompressorLayer,
+    CompressorSpec,
+    PagedDecode,
+    PagedPrefill,
+    compress_decode_,
+    compress_prefill_,
+    paths,
+    warm_up,
+    window_ends,
+)
+from dsv4_backend.engines.vllm import flag_name
+from dsv4_backend.metadata import ROPE_DIM, CacheFormat
+
+_FORWARD = ["self", "kv_score", "positions", "rotary_emb"]
+_BUILD = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]
+
+
+def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
+    """Make a compressor that vLLM just built a `FusedCompressor`; or why it stays stock's."""
+    reason = _refusal(compressor, vllm_config)
+    if reason is not None:
+        return reason
+    device = torch.device(vllm_config.device_config.device_type)
+    page_tokens = max(1, vllm_config.cache_config.block_size // compressor.compress_ratio)
+    try:
+        spec = _spec(compressor, _format(compressor), page_tokens)
+        _choose(device, spec, compressor.state_cache.block_size)
+    except (LookupError, ValueError) as error:
+        return str(error)
+    compressor.__class__ = FusedCompressor
+    compressor.state_cache.__class__ = StateCache
+    return None
+
+
+def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
+    kind = type(compressor)
+    if kind is not DeepseekCompressor:
+        return f"{kind.__module__}.{kind.__name__} is a compressor that is not replaced"
+    for method, wanted in (
+        (DeepseekCompressor.forward, _FORWARD),
+        (CompressorMetadataBuilder.build, _BUILD),
+    ):
+        got = list(inspect.signature(method).parameters)
+        if got != wanted:
+            return f"vllm's {method.__qualname__} must take {wanted[1:]}, got {got[1:]}"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is on, which the compressor of this backend does not serve"
+    if compressor.rope_head_dim != ROPE_DIM:
+        return f"RoPE must turn {ROPE_DIM} channels, got {compressor.rope_head_dim}"
+    cache_format = _format(compressor)
+    if cache_format is None:
+        kind = _record_cache(compressor).kv_cache_dtype
+        return f"main records of kv_cache_dtype {kind} are not served: fp8_ds_mla and bf16 are"
+    if cache_format == "indexer_fp8" and _packs_scales():
+        return "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32"
+    return None
+
+
+def _record_cache(compressor: Any) -> Any:
+    """The layer whose pages the compressor writes, registered before the compressor is built."""
+    return compressor._static_forward_context[compressor.k_cache_prefix]
+
+
+def _format(compressor: Any) -> CacheFormat | None:
+    if compressor.head_dim == 128:
+        return "indexer_mxfp4" if compressor.use_fp4_cache else "indexer_fp8"
+    cache = _record_cache(compressor)
+    if cache.kv_cache_dtype == "fp8_ds_mla":
+        return "fp8_ds_mla"
+    # e4m3 rows have their scale on the device, where a launch parameter cannot be read from
+    return "bf16_rows" if cache.kv_cache_torch_dtype is torch.bfloat16 else None
+
+
+def _packs_scales() -> bool:
+    """From 0.27 on, where the part's logits kernel takes UE8M0 scales only."""
+    version = ENGINES["vllm"].installed()
+    return (
+        current_platform.is_cuda()
+        and bool(current_platform.is_device_capability_family(100))
+        and version is not None
+        and Engine("vllm", "0.27.0", None).supports(version)
+    )
+
+
+def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -> CompressorSpec:
+    assert cache_format is not None  # refused when the model was loaded
+    return CompressorSpec(
+        head_dim=compressor.head_dim,
+        compress_ratio=compressor.compress_ratio,
+        cache_format=cache_format,
+        page_tokens=page_tokens,
+        rounding="vllm",
+        rotate=False,
+        fp8="ocp",  # vLLM keeps the compressed caches in OCP on gfx942 too
+        rope_layout="split",
+        eps=compressor.rms_norm_eps,
+    )
+
+
+@functools.cache
+def _choose(device: torch.device, spec: CompressorSpec, state_block: int) -> None:
+    """Find the paths of a kind of compressor and say once which they are."""
+    target = detect_target(device)
+    names = []
+    for phase, find in (("decode", paths.decode_paths), ("prefill", paths.prefill_paths)):
+        selection = find(target, spec, "paged", state_block).selection
+        names.append(f"{phase} {', '.join(dict.fromkeys(p.name for p in selection.paths))}")
+    logger.info(
+        "kda-dsv4-backend serves DeepSeek-V4's compressors of %d channels and ratio %d (%s) on"
+        " %s (%s): %s",
+        spec.head_dim,
+        spec.compress_ratio,
+        spec.cache_format,
+        target.name,
+        target.arch,
+        "; ".join(names),
+    )
+
+
+class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
+    """Stock's compressor with a step of its own; built by stock, see `adopt`."""
+
+    # the record cache as the engine bound it, its pages as bytes, and the layer that writes them
+    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer] | None = None
+
+    def forward(self, kv_score: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
+        """The state rows of all tokens and the records of the windows that end with them.
+
+        Args:
+            kv_score: ``[T, 2·C·d]`` fp32; positions: ``[T]`` int64. T may be padded.
+            rotary_emb: has ``cos_sin_cache [positions, 64]``, cosines first.
+        """
+        attn_metadata = get_forward_context().attn_metadata
+        if not isinstance(attn_metadata, dict):
+            return  # the profile run, which has no caches
+        states = attn_metadata[self.state_cache.prefix]
+        if states.slot_mapping.shape[0] == 0:
+            return
+        plan = _plan(self, states, attn_metadata[self.k_cache_prefix], positions)
+        kv_cache = _record_cache(self).kv_cache
+        if self._bound is None or self._bound[0] is not kv_cache:
+            try:
+                self._bound = _bind(self, kv_cache, kv_score, states, plan, rotary_emb)
+            except ValueError as error:
+                self.__class__ = DeepseekCompressor
+                fallback(f"--attention-backend {flag_name()}: {error}")
+                self.forward(kv_score, positions, rotary_emb)
+                return
+        _, pages, layer = self._bound
+        if isinstance(plan, PagedDecode):
+            compress_decode_(layer, kv_score, self.state_cache.kv_cache, pages, plan)
+        else:
+            compress_prefill_(layer, kv_score, self.state_cache.kv_cache, pages, plan)
+
+
+def _bind(
+    compressor: FusedCompressor,
+    kv_cache: torch.Tensor,
+    kv_score: torch.Tensor,
+    states: Any,
+    plan: PagedDecode | PagedPrefill,
+    rotary_emb: Any,
+) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer]:
+    """At the first step that has caches, which is the engine's own warm-up where it makes one:
+    check them, and compile every kernel that a later step may launch.
+
+    Raises:
+        ValueError: the caches are not what the operators take.
+    """
+    spec = _spec(compressor, _format(compressor), kv_cache.shape[1])
+    ape = compressor.ape.view(spec.compress_ratio, spec.halves, spec.head_dim)
+    layer = CompressorLayer(spec, ape, compressor.norm.weight, rotary_emb.cos_sin_cache)
+    memory = kv_cache.view(torch.uint8)
+    pages = memory.as_strided((memory.shape[0], spec.page_bytes), (memory.stride(0), 1))
+    state = compressor.state_cache.kv_cache
+    decode = PagedDecode(
+        plan.positions, plan.state_slots, plan.requests, plan.block_table, plan.slots
+    )
+    for other in (decode, _prefill(decode, states, spec.compress_ratio)):
+        warm_up(layer, kv_score, state, pages, other)
+    return kv_cache, pages, layer
+
+
+def _plan(
+    compressor: FusedCompressor, states: Any, records: Any, positions: torch.Tensor
+) -> PagedDecode | PagedPrefill:
+    """The step's plan, built once for the layers of one kind and kept with their metadata.
+
+    Main and indexer never share one: vLLM runs them on two streams at the same time.
+    """
+    kept = states.plans
+    key = (compressor.head_dim, compressor.compress_ratio, id(records))
+    if key in kept:
+        plan: PagedDecode | PagedPrefill = kept[key][0]
+        return plan
+    tokens = states.slot_mapping.shape[0]
+    decode = PagedDecode(
+        positions[:tokens],
+        states.slot_mapping,
+        states.token_to_req_indices[:tokens],
+        states.block_table,
+        records.slot_mapping[:tokens],
+    )
+    plan = decode
+    if states.max_query_len > 1:
+        plan = _prefill(decode, states, compressor.compress_ratio)
+    kept[key] = (plan, records)  # the object too: its id is the key
+    return plan
+
+
+def _prefill(decode: PagedDecode, states: Any, compress_ratio: int) -> PagedPrefill:
+    requests = states.query_start_loc.shape[0] - 1
+    return PagedPrefill(
+        decode.positions,
+        decode.state_slots,
+        decode.requests,
+        decode.block_table,
+        decode.slots,
+        states.query_start_loc,
+        window_ends(decode.positions, decode.state_slots, requests, compress_ratio),
+    )
+
+
+class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
+    """Stock's metadata with the bounds of the requests, and room for the step's plans."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CompressorMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.query_start_loc = common_attn_metadata.query_start_loc
+        metadata.max_query_len = common_attn_metadata.max_query_len
+        metadata.plans = {}
+        return metadata
+
+
+class Backend(CompressorBackend):  # type: ignore[misc]
+    """Stock's, but for the builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+
+class StateCache(CompressorStateCache):  # type: ignore[misc]
+    """Stock's, but for the backend."""
+
+    def get_attn_backend(self) -> type[Backend]:
+        return Backend
