@@ -20,6 +20,14 @@ from kda_backend.kernels.elementwise import ex2, log2_decay, step_size
 from kda_backend.kernels.step_conv import conv_silu, load_taps, load_window, store_window
 
 
+@triton.jit
+def store_column(p_column, stride_c, c_q, c_k, c_v, x_q, x_k, x_v, m_k, m_v):
+    """One input of a head's channels of q, k and v into a column of the pool of windows."""
+    tl.store(p_column + c_q * stride_c, x_q, mask=m_k)
+    tl.store(p_column + c_k * stride_c, x_k, mask=m_k)
+    tl.store(p_column + c_v * stride_c, x_v, mask=m_v)
+
+
 @triton.jit(do_not_specialize=["null_slot", "null_write", "tokens_per_sequence", "max_tokens"])
 def verify_step_kernel(
     q_ptr,  # [tokens, H, K]
@@ -139,13 +147,9 @@ def verify_step_kernel(
         t_v = load_taps(conv_weight_ptr, conv_bias_ptr, c_v, m_v)
         if windows_ptr is None:
             tl.debug_barrier()  # every thread has read the window
-            tl.store(conv_state_ptr + c_q * stride_conv_c, q1, mask=m_k)
-            tl.store(conv_state_ptr + c_k * stride_conv_c, k1, mask=m_k)
-            tl.store(conv_state_ptr + c_v * stride_conv_c, v1, mask=m_v)
+            store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, q1, k1, v1, m_k, m_v)
             conv_state_ptr += stride_conv_w
-            tl.store(conv_state_ptr + c_q * stride_conv_c, q2, mask=m_k)
-            tl.store(conv_state_ptr + c_k * stride_conv_c, k2, mask=m_k)
-            tl.store(conv_state_ptr + c_v * stride_conv_c, v2, mask=m_v)
+            store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, q2, k2, v2, m_k, m_v)
 
     p_q = q_ptr + bos * stride_q_t + i_h * K + o_k
     p_k = k_ptr + bos * stride_k_t + i_h * K + o_k
@@ -172,9 +176,7 @@ def verify_step_kernel(
             v0, v1, v2 = v1, v2, x_v
             if windows_ptr is None:
                 conv_state_ptr += stride_conv_w
-                tl.store(conv_state_ptr + c_q * stride_conv_c, x_q, mask=m_k)
-                tl.store(conv_state_ptr + c_k * stride_conv_c, x_k, mask=m_k)
-                tl.store(conv_state_ptr + c_v * stride_conv_c, x_v, mask=m_v)
+                store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, x_q, x_k, x_v, m_k, m_v)
             else:
                 p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
                 s_c, s_w = stride_windows_c, stride_windows_w
