@@ -1,10 +1,13 @@
-"""The recall checkpoint through the OpenAI endpoint of real vLLM server, without and with the flag.
+"""The recall checkpoint through the OpenAI endpoint of a real vLLM server, stock and flagged.
 
     python -m benchmarks.recall_vllm OUT.json [--flag CUSTOM] [--items N] [--serve-option ...]
+    python -m benchmarks.recall_vllm OUT.json --only canary
 
 Each server runs with chunked prefill (512 tokens a step, prompts have up to 2,000) and prefix
 caching, so that its steps mix decodes with pieces of prefills; the items are asked with 1, 16 and
 64 requests at a time, then twice more, the second time from the cache. Accuracy is exact match.
+The canary is the flagged server with every state that a prefill leaves transposed, ``[K, V]`` for
+``[V, K]``: it shows that these questions notice. It is asked once.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +29,7 @@ from backend_cli import recall
 
 HERE = Path(__file__).parent / "recall"
 CONCURRENCY = (1, 16, 64)
+CANARY = "kda_dsv4_canary"
 
 
 def main() -> None:
@@ -33,7 +38,8 @@ def main() -> None:
     parser.add_argument("--flag", default="CUSTOM", help="of --attention-backend (KDA from 0.32)")
     parser.add_argument("--items", type=int, default=320)
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--only", choices=("stock", "flag"))
+    parser.add_argument("--only", choices=("stock", "flag", "canary"))
+    parser.add_argument("--memory", default="0.5", help="share of the GPU's memory")
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
     parser.add_argument(
         "--serve-option", action="append", default=[], help="one more argument of vllm serve"
@@ -47,11 +53,14 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "servers": {},
     }
-    variants = {"stock": [], "flag": ["--attention-backend", args.flag]}
+    flag = ["--attention-backend", args.flag]
+    variants: dict[str, list[str]] = {"stock": [], "flag": flag, "canary": flag}
     for name, flags in variants.items():
         if args.only in (None, name):
             log = args.out.with_name(f"{args.out.stem}_{name}.log")
-            result["servers"][name] = measure(questions, flags, args, log)
+            with tempfile.TemporaryDirectory() as place:
+                path = plant(Path(place)) if name == "canary" else None
+                result["servers"][name] = measure(questions, flags, args, log, path)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -67,8 +76,38 @@ def environment() -> dict[str, str]:
     return found
 
 
+def plant(place: Path) -> str:
+    """A search path with a plug-in that calls `transpose_states` in each process of a server."""
+    info = place / f"{CANARY}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {CANARY}\nVersion: 0\n")
+    entry = f"[vllm.general_plugins]\n{CANARY} = benchmarks.recall_vllm:transpose_states\n"
+    (info / "entry_points.txt").write_text(entry)
+    old = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(place), str(HERE.parents[1]), *([old] if old else [])])
+
+
+def transpose_states() -> None:
+    """Have every prefill of this process leave its states as ``[K, V]``."""
+    from kda_backend import layer
+
+    prefill = layer.prefill
+
+    def planted(*args: Any) -> None:
+        prefill(*args)
+        states, slots = args[8:10]
+        slots = slots[slots >= 0].long()  # a device sync, which a test may have
+        states[slots] = states[slots].mT.contiguous()
+
+    layer.prefill = planted
+
+
 def measure(
-    questions: recall.QuestionSet, flags: list[str], args: argparse.Namespace, log: Path
+    questions: recall.QuestionSet,
+    flags: list[str],
+    args: argparse.Namespace,
+    log: Path,
+    planted: str | None,
 ) -> dict[str, Any]:
     """Start a server, ask it everything at each concurrency, stop it."""
     command = [
@@ -76,7 +115,7 @@ def measure(
         *("--served-model-name", "recall", "--port", str(args.port), "--dtype", "bfloat16"),
         *("--max-model-len", "4096", "--max-num-batched-tokens", "512", "--max-num-seqs", "64"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
-        *("--gpu-memory-utilization", "0.5"),
+        *("--gpu-memory-utilization", args.memory),
         *flags,
         *args.serve_option,
     ]
@@ -85,7 +124,9 @@ def measure(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         **os.environ,
+        **({} if planted is None else {"PYTHONPATH": planted}),
     }
+    rounds = [*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64)]
     begin = time.perf_counter()
     with log.open("wb") as sink:
         server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=variables)
@@ -94,7 +135,7 @@ def measure(
             rows = []
             start_s = time.perf_counter() - begin
             # rounds of one salt share the cache
-            for salt, concurrency in [*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64)]:
+            for salt, concurrency in rounds if planted is None else rounds[-1:]:
                 rows.append(ask_all(questions, args.port, concurrency, salt))
                 print(json.dumps({k: v for k, v in rows[-1].items() if k != "answers"}), flush=True)
         finally:

@@ -9,7 +9,8 @@ calls (prompt tokens in, one token out; the median of three) and the GPU time by
 generates greedily for 64 prompts of mixed lengths, all at once and 16 of them one after the other,
 and lists every kernel that was compiled or tuned after the model had been loaded. ``compare`` says
 where two runs' tokens part, and how close the two best tokens were there; the same for one run's
-own two ways to batch, which differ by rounding alone.
+own two ways to batch, which differ by rounding alone: a divergence is explained where the margin of
+stock's two best tokens is no larger than what rounding moved between those two batchings of stock.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ def main() -> None:
         action="store_true",
         help="no experts: with drawn weights their choice turns rounding into other tokens",
     )
-    one.add_argument("--no-tokens", action="store_true", help="engine calls and profile alone")
+    one.add_argument(
+        "--only", choices=("calls", "tokens"), help="engine calls and profile, or tokens"
+    )
+    one.add_argument("--memory", type=float, default=0.93, help="share of the GPU's memory")
+    one.add_argument(
+        "--kv-cache-gib", type=float, help="instead of what is left: for runs beside each other"
+    )
     two = commands.add_parser("compare")
     for name in ("stock", "ours", "out"):
         two.add_argument(name, type=Path)
@@ -69,6 +76,8 @@ def run(args: argparse.Namespace) -> None:
     llm_arguments: dict[str, Any] = {}
     if args.attention_backend:
         llm_arguments["attention_backend"] = args.attention_backend
+    if args.kv_cache_gib:
+        llm_arguments["kv_cache_memory_bytes"] = int(args.kv_cache_gib * 2**30)
     begin = time.perf_counter()
     llm = LLM(
         model=model_directory(args.config_dir, args.layers, args.dense),
@@ -76,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         skip_tokenizer_init=True,
         max_model_len=70000,
         max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.93,
+        gpu_memory_utilization=args.memory,
         enforce_eager=not args.graphs,
         enable_prefix_caching=False,
         max_num_seqs=64,
@@ -107,20 +116,21 @@ def run(args: argparse.Namespace) -> None:
         "shapes": [],
         "profiles": [],
     }
-    for count, length in SHAPES:
-        call(count, length)
-        seconds = sorted(call(count, length) for _ in range(3))[1]
-        row = {
-            "n": count,
-            "length": length,
-            "ms": 1e3 * seconds,
-            "tokens_per_s": count * length / seconds,
-        }
-        result["shapes"].append(row)
-        print(json.dumps(row), flush=True)
-    for count, length in PROFILED:
-        result["profiles"].append(profiled(count, length, call))
-    if not args.no_tokens:
+    if args.only != "tokens":
+        for count, length in SHAPES:
+            call(count, length)
+            seconds = sorted(call(count, length) for _ in range(3))[1]
+            row = {
+                "n": count,
+                "length": length,
+                "ms": 1e3 * seconds,
+                "tokens_per_s": count * length / seconds,
+            }
+            result["shapes"].append(row)
+            print(json.dumps(row), flush=True)
+        for count, length in PROFILED:
+            result["profiles"].append(profiled(count, length, call))
+    if args.only != "calls":
         lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(PROMPTS)]
         batch = [prompt(length) for length in lengths]
         sampling = SamplingParams(
@@ -245,14 +255,18 @@ def profiled(count: int, length: int, call: Any) -> dict[str, Any]:
     }
 
 
-def tokens_of(output: Any) -> dict[str, list[float]]:
-    """Greedy tokens of one prompt, and how far the second best was behind (nats) at each."""
+def tokens_of(output: Any) -> dict[str, Any]:
+    """Greedy tokens of one prompt; at each the two best tokens and their log-probabilities."""
     completion = output.outputs[0]
-    margins = []
-    for candidates in completion.logprobs:
-        best = sorted((entry.logprob for entry in candidates.values()), reverse=True)
-        margins.append(best[0] - best[1])
-    return {"tokens": list(completion.token_ids), "margins": margins}
+    best = [
+        sorted(((entry.logprob, token) for token, entry in at.items()), reverse=True)[:2]
+        for at in completion.logprobs
+    ]
+    return {
+        "tokens": list(completion.token_ids),
+        "best": [[token for _, token in pair] for pair in best],
+        "logprobs": [[round(logprob, 5) for logprob, _ in pair] for pair in best],
+    }
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -260,15 +274,18 @@ def compare(args: argparse.Namespace) -> None:
     a, b = stock["greedy"], ours["greedy"]
     if a["lengths"] != b["lengths"]:
         raise SystemExit(f"{args.stock} and {args.ours} are runs of different prompts")
+    itself = agreement(a["together"][:APART], a["apart"], None)
+    noise = itself["rounding_nats"]["max"]
     result = {
+        "environment": ours["environment"],
         "prompts": len(a["lengths"]),
         "new_tokens": NEW_TOKENS,
-        "stock and ours, together": agreement(a["together"], b["together"]),
-        "stock and ours, apart": agreement(a["apart"], b["apart"]),
-        "stock together and apart": agreement(a["together"][:APART], a["apart"]),
-        "ours together and apart": agreement(b["together"][:APART], b["apart"]),
+        "stock together and apart": itself,
+        "ours together and apart": agreement(b["together"][:APART], b["apart"], noise),
+        "stock and ours, together": agreement(a["together"], b["together"], noise),
+        "stock and ours, apart": agreement(a["apart"], b["apart"], noise),
         "all margins of stock, median": median(
-            [margin for row in a["together"] for margin in row["margins"]]
+            [margin(row, i) for row in a["together"] for i in range(NEW_TOKENS)]
         ),
         "calls": [
             {
@@ -283,33 +300,56 @@ def compare(args: argparse.Namespace) -> None:
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, value in result.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "same" in value:
             print(
-                f"{name}: {value['same']} the same, {value['first_token_same']} in the first token"
+                f"{name}: of {value['prompts']} prompts {value['same']} the same, first token"
+                f" {value['first_token_same']}; {value['explained']} of {len(value['partings'])}"
+                f" partings explained; rounding {value['rounding_nats']}"
             )
-            print("    margins where they part:", [f"{m:.3f}" for m in value["margins_at_parting"]])
     for row in result["calls"]:
         print(f"{row['n']} x {row['length']}: {row['stock_ms']:.1f} -> {row['ours_ms']:.1f} ms")
 
 
-def agreement(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many prompts have the same tokens, and the top-2 margins where the others part.
+def agreement(
+    a: list[dict[str, Any]], b: list[dict[str, Any]], noise: float | None
+) -> dict[str, Any]:
+    """How many prompts have the same tokens, and why the others part.
 
-    A margin is the smaller of the two runs' own.
+    Up to where two runs part they have read the same tokens, so that the margin between the same
+    two best tokens differs by rounding alone: ``rounding_nats``. A parting is explained where a's
+    margin is at most ``noise``, or, without it, at most the largest of ``rounding_nats`` itself.
     """
-    margins = []
-    for x, y in zip(a, b, strict=True):
-        for i, (left, right) in enumerate(zip(x["tokens"], y["tokens"], strict=True)):
-            if left != right:
-                margins.append(min(x["margins"][i], y["margins"][i]))
+    moved, partings = [], []
+    for number, (x, y) in enumerate(zip(a, b, strict=True)):
+        for i in range(NEW_TOKENS):
+            if set(x["best"][i]) == set(y["best"][i]):
+                same_order = x["best"][i] == y["best"][i]
+                moved.append(abs(margin(x, i) - (1 if same_order else -1) * margin(y, i)))
+            if x["tokens"][i] != y["tokens"][i]:
+                partings.append({"prompt": number, "token": i, "margin_nats": margin(x, i)})
                 break
+    limit = noise if noise is not None else max(moved, default=0.0)
     return {
-        "same": len(a) - len(margins),
+        "prompts": len(a),
+        "same": len(a) - len(partings),
         "first_token_same": sum(
             x["tokens"][0] == y["tokens"][0] for x, y in zip(a, b, strict=True)
         ),
-        "margins_at_parting": sorted(margins),
+        "rounding_nats": {
+            "positions": len(moved),
+            "median": median(moved) if moved else 0.0,
+            "max": max(moved, default=0.0),
+        },
+        "limit_nats": limit,
+        "explained": sum(parting["margin_nats"] <= limit for parting in partings),
+        "partings": partings,
     }
+
+
+def margin(row: dict[str, Any], i: int) -> float:
+    """How far the second best token is behind the best, in nats."""
+    first, second = row["logprobs"][i]
+    return float(first - second)
 
 
 def median(values: list[float]) -> float:

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
 from backend_core.strict import FallbackError
 from backend_core.target import Target
+from benchmarks.recall_vllm import transpose_states
 from kda_backend import layer as operators
 from kda_backend.engines import vllm_layer
 from kda_backend.engines.vllm import register
@@ -141,6 +142,21 @@ def test_decodes_beside_a_prefill_take_the_decode_kernel(
     o = run_layer(layer, config, third, metadata)
     check(layer, o, third, (1, 1, 1), slots, definitions)
     assert calls == [65]
+
+
+def test_the_canary_leaves_transposed_states(
+    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `benchmarks.recall_vllm --only canary` plants into a server."""
+    monkeypatch.setattr(operators, "prefill", operators.prefill)  # put back when the test ends
+    transpose_states()
+    metadata = step_metadata(layer, config, (40, 30), (0, 0), table(2, 9))
+    run_layer(layer, config, hidden(70), metadata)
+    for slot, begin, end in ((2, 0, 40), (9, 40, 70)):
+        definition = Definition()
+        definition.run(hidden(70)[begin:end])
+        assert relative_error(layer.kv_cache[1][slot].mT, definition.state[0]) < TOLERANCE
+        assert relative_error(layer.kv_cache[1][slot], definition.state[0]) > 0.5
 
 
 def test_a_prompt_of_one_token_beside_a_prefill_starts_from_zero(layer: Any, config: Any) -> None:
