@@ -13,11 +13,9 @@ Triton kernels are timed where they can be imported, from an installed vLLM or, 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
-import re
 import sys
-import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.target import detect_target
 from benchmarks.dsv4_peers import EPS, Part, empty_kernel, load_vllm, rows_calls, vllm_step
 from benchmarks.timing import (
     call_time_ms,
@@ -45,7 +42,6 @@ from dsv4_backend import (
     compress_decode_,
     compress_decode_pair_,
     compress_prefill_,
-    paths,
     window_ends,
 )
 from dsv4_backend.metadata import RECORD_BYTES
@@ -53,6 +49,13 @@ from dsv4_backend.metadata import RECORD_BYTES
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 PAGE_TOKENS = 64
+
+
+@functools.cache
+def rope_table() -> torch.Tensor:
+    """[positions, 64], cosines first, for the longest case."""
+    angle = torch.rand(65536 + 8192, 32, device="cuda") * 6.3
+    return torch.cat((angle.cos(), angle.sin()), 1)
 
 
 def make_spec(part: str, ratio: int) -> CompressorSpec:
@@ -97,7 +100,7 @@ def make_part(part: str, ratio: int, positions: torch.Tensor, requests: torch.Te
         spec,
         ape=normal(ratio, spec.halves, spec.head_dim),
         norm_weight=1 + 0.1 * normal(spec.head_dim),
-        rope_table=ROPE_TABLE,
+        rope_table=rope_table(),
     )
     common = (positions, state_slots, requests.int(), table, slots)
     plan: PagedDecode | PagedPrefill = PagedDecode(*common)
@@ -181,7 +184,7 @@ def measure(
 
 
 def measure_rows(n: int, bandwidth: float) -> dict[str, object]:
-    calls = rows_calls(n, ROPE_TABLE)
+    calls = rows_calls(n, rope_table())
     return {
         "phase": "decode",
         "part": "indexer_rows",
@@ -198,61 +201,12 @@ def measure_rows(n: int, bandwidth: float) -> dict[str, object]:
     }
 
 
-def sweep(bandwidth: float) -> None:
-    """Print ours for other launch parameters: what a table row should hold on this GPU."""
-    table = paths.load_table("dsv4", detect_target()).source
-    variants: list[tuple[str, str, int, tuple[int, ...], list[dict[str, int]]]] = [
-        ("decode", "indexer", 4, (1, 64, 512), [{"num_warps": w} for w in (1, 2, 4)]),
-        ("decode", "main", 4, (1, 64, 512), [{"num_warps": w} for w in (1, 2, 4, 8)]),
-        ("decode", "both", 4, (1, 64, 512), [{"num_warps": w} for w in (1, 2, 4, 8)]),
-        (
-            "decode", "main", 128, (1, 64, 512),
-            [{"num_warps": w, "block_w": b} for w in (4, 8, 16) for b in (8, 16, 32)],
-        ),
-        ("prefill", "indexer", 4, (1024, 65536), [{"num_warps": w} for w in (1, 2, 4)]),
-        ("prefill", "main", 4, (1024, 65536), [{"num_warps": w} for w in (2, 4, 8)]),
-        (
-            "prefill", "main", 128, (1024, 8192, 65536),
-            [
-                {"num_warps": w, "block_w": b, "block_d": d, "rest_num_warps": r}
-                for w, b, d in ((4, 64, 32), (4, 128, 32), (4, 64, 64), (8, 128, 64), (1, 16, 64))
-                for r in (2, 4)
-            ],
-        ),
-    ]  # fmt: skip
-    text = table.read_text()
-    for phase, part, ratio, sizes, options in variants:
-        feature = {"both": "pair", "indexer": "indexer"}.get(part, f"main_c{ratio}")
-        for option in options:
-            with tempfile.TemporaryDirectory() as directory:
-                os.environ["KDA_DSV4_CONFIG_DIR"] = directory
-                file = Path(directory) / "dsv4" / table.name
-                file.parent.mkdir()
-                file.write_text(_with_params(text, phase, feature, option))
-                for cached in (paths.decode_paths, paths.pair_paths, paths.prefill_paths):
-                    cached.cache_clear()
-                rows = [measure(phase, part, ratio, n, "all", None, bandwidth) for n in sizes]
-            times = [f"{row['n']}: {1e3 * float(str(row['ours_gpu_ms'])):.2f}" for row in rows]
-            print(phase, part, f"c{ratio}", option, "us", *times, flush=True)
-    del os.environ["KDA_DSV4_CONFIG_DIR"]
-
-
-def _with_params(text: str, phase: str, feature: str, params: dict[str, int]) -> str:
-    """The table with the given parameters in the rows of one phase that have ``feature``."""
-    rows = text.split("[[path]]")
-    for i, row in enumerate(rows):
-        if f'phase = "{phase}"' in row and f'"{feature}"' in row:
-            for name, value in params.items():
-                row = re.sub(rf"(?m)^{name} = \d+", f"{name} = {value}", row)
-            rows[i] = row
-    return "[[path]]".join(rows)
-
-
 def cases(quick: bool) -> list[tuple[str, str, int, int, str]]:
     decode = (1, 64, 512) if quick else DECODE
     prefill = (1024, 16384) if quick else PREFILL
     kinds = [("main", 4), ("indexer", 4), ("both", 4), ("main", 128)]
-    found = [("decode", p, r, n, e) for p, r in kinds for n in decode for e in ("all", "mixed")]
+    found = [("decode", p, r, n, "all") for p, r in kinds for n in decode]
+    found += [("decode", p, r, n, "mixed") for p, r in kinds for n in (1, 64, 512)]
     return found + [("prefill", p, r, n, "all") for p, r in kinds for n in prefill]
 
 
@@ -261,21 +215,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--vllm-source", type=Path, help="directory that holds vllm/models/...")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
-    parser.add_argument("--sweep", action="store_true", help="other launch parameters, no results")
     args = parser.parse_args()
 
-    global ROPE_TABLE
-    angle = torch.rand(65536 + 8192, 32, device="cuda") * 6.3
-    ROPE_TABLE = torch.cat((angle.cos(), angle.sin()), 1)
     bandwidth = copy_bandwidth_gbs()
-    if args.sweep:
-        sweep(bandwidth)
-        return
     vllm = load_vllm(args.vllm_source)
     result: dict[str, object] = environment() | {
         "vllm": installed_version("vllm") or ("source" if vllm else None),
         "copy_gbs": bandwidth,
-        "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](angle), calls=20),
+        "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](rope_table()), calls=20),
     }
     rows: list[dict[str, object]] = []
     for n in DECODE:
@@ -287,8 +234,6 @@ def main() -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
-
-ROPE_TABLE: torch.Tensor
 
 if __name__ == "__main__":
     main()

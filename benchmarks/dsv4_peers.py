@@ -188,7 +188,7 @@ def rows_calls(n: int, rope_table: torch.Tensor) -> dict[str, Callable[[], objec
     def two_launch() -> None:
         norm_rope_rotate_kernel[(n,)](
             x, weight, table, seq_lens, EPS, 128, 64,
-            D=128, RATIO=4, IS_DECODE=True, HAS_ROTATION=False, num_warps=1,
+            D=128, RATIO=4, IS_DECODE=True, HAS_ROTATION=False, PDL=0, num_warps=1,
         )  # fmt: skip
         hadamard_kernel[(n,)](x, 128, D=128, num_warps=1)
 

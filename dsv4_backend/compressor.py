@@ -82,7 +82,7 @@ def run_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
     if launches.rest is None:
         ratio = layer.spec.compress_ratio
         groups = max(num_windows, -(-num_writes // ratio))
-        launches.windows((groups * (ratio + 1), 1, 1), *windows)
+        launches.windows((groups * launches.num_splits, 1, 1), *windows)
         return
     launches.windows((num_windows, launches.num_splits, 1), *windows)
     rest_grid = num_writes if launches.num_splits == 1 else num_windows + num_writes

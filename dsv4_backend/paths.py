@@ -29,7 +29,8 @@ class PrefillLaunches:
             ``prefill_step_kernel``; ``column_split``: ``pool_columns_kernel``.
         rest: what must come after every window was pooled: ``state_write_kernel``, or, with the
             channels split, ``finish_and_write_kernel``.
-        num_splits: programs for each window.
+        num_splits: programs for each window; ``one_launch``: for each window and as many tokens
+            as its ratio.
     """
 
     windows: KernelLaunch
@@ -59,8 +60,21 @@ class Paths(Generic[T]):
         return self._launches[id(self.selection.lookup(max(rows, 1)))]
 
 
-def _options(path: KernelPath, name: str = "num_warps") -> dict[str, Any]:
-    return {"num_warps": path.params[name], "num_stages": 1}
+def options(path: KernelPath, name: str = "num_warps") -> dict[str, Any]:
+    """Compiler and launch options that a table row asks for; ``name`` is its count of warps."""
+    options: dict[str, Any] = {"num_warps": path.params[name], "num_stages": 1}
+    if "max_registers" in path.params:
+        options["maxnreg"] = path.params["max_registers"]
+    if path.params.get("pdl", 0):
+        options["launch_pdl"] = True
+    return options
+
+
+def pdl(path: KernelPath, kernel: Any) -> dict[str, int]:
+    """``PDL`` of a kernel, see ``numerics.wait_for_previous``; 0 in Triton's interpreter."""
+    from triton.runtime import JITFunction
+
+    return {"PDL": int(path.params.get("pdl", 0)) if isinstance(kernel, JITFunction) else 0}
 
 
 def feature_of(spec: CompressorSpec) -> str:
@@ -123,8 +137,8 @@ def in_place_paths(
             "RATIO": compress_ratio,
             "IS_DECODE": phase == "decode",
             "HAS_ROTATION": rotate,
-        }
-        return KernelLaunch(norm_rope_rotate_kernel, constexprs, _options(path))
+        } | pdl(path, norm_rope_rotate_kernel)
+        return KernelLaunch(norm_rope_rotate_kernel, constexprs, options(path))
 
     return Paths(target, phase, {f"in_place_{head_dim}"}, build)
 
@@ -142,7 +156,8 @@ def decode_paths(
         constexprs = step_constexprs(spec, layout, state_block) | {
             "BLOCK_W": path.params["block_w"]
         }
-        return KernelLaunch(decode_step_kernel, constexprs, _options(path))
+        constexprs |= pdl(path, decode_step_kernel)
+        return KernelLaunch(decode_step_kernel, constexprs, options(path))
 
     return Paths(target, "decode", {feature_of(spec)}, build)
 
@@ -162,7 +177,8 @@ def pair_paths(
         from dsv4_backend.kernels.decode_pair import decode_pair_kernel
 
         constexprs = pair_constexprs(main, indexer, layout, state_blocks)
-        return KernelLaunch(decode_pair_kernel, constexprs, _options(path))
+        constexprs |= pdl(path, decode_pair_kernel)
+        return KernelLaunch(decode_pair_kernel, constexprs, options(path))
 
     return Paths(target, "decode", {"pair"}, build)
 
@@ -185,20 +201,21 @@ def prefill_paths(
         rows = {name: step[name] for name in ("D", "RATIO", "STATE_BLOCK", "PLAN")}
         block_w = {"BLOCK_W": path.params["block_w"]}
         if path.name == "one_launch":
-            constexprs = paged_constexprs(step) | block_w
-            launch = KernelLaunch(prefill_paged_kernel, constexprs, _options(path))
-            return PrefillLaunches(launch, None, 1)
-        rest_options = _options(path, "rest_num_warps")
+            rows_each = int(path.params["rows"])
+            constexprs = paged_constexprs(step) | block_w | {"ROWS": rows_each}
+            launch = KernelLaunch(prefill_paged_kernel, constexprs, options(path))
+            return PrefillLaunches(launch, None, spec.compress_ratio // rows_each + 1)
+        rest_options = options(path, "rest_num_warps")
         if path.name == "column_split":
             block_d = int(path.params["block_d"])
             pool = rows | block_w | {"BLOCK_D": block_d}
             return PrefillLaunches(
-                KernelLaunch(pool_columns_kernel, pool, _options(path)),
+                KernelLaunch(pool_columns_kernel, pool, options(path)),
                 KernelLaunch(finish_and_write_kernel, step, rest_options),
                 spec.head_dim // block_d,
             )
         return PrefillLaunches(
-            KernelLaunch(prefill_step_kernel, step | block_w, _options(path)),
+            KernelLaunch(prefill_step_kernel, step | block_w, options(path)),
             KernelLaunch(state_write_kernel, rows, rest_options),
             1,
         )

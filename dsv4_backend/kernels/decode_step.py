@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_backend.kernels.finish import finish_row
-from dsv4_backend.kernels.numerics import load_angles
+from dsv4_backend.kernels.numerics import load_angles, wait_for_previous
 from dsv4_backend.kernels.records import store_record
 from dsv4_backend.kernels.window import load_row, locate_decode, pool_window, write_state_row
 
@@ -44,6 +44,7 @@ def decode_row(
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Where entry i_n's token ends a window, pool, finish and store it; write its state row.
 
@@ -51,13 +52,14 @@ def decode_row(
     no load waits for a store, and whatever does not depend on the plan is loaded beside it.
     """
     WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
+    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)  # no kernel writes it
+    wait_for_previous(PDL)
     seq_len, state_row, page_0, page_1 = locate_decode(plan_ptr, aux_ptr, i_n, RATIO, WINDOW, PLAN)
     slot = tl.load(slot_ptr + i_n).to(tl.int64)
     request = tl.load(request_ptr + i_n).to(tl.int64) if PLAN == "paged" else state_row
     block_row_ptr = block_table_ptr + request * stride_block_table_b
     token_ptr = input_ptr + i_n.to(tl.int64) * stride_input_t
     b_kv, b_score = load_row(token_ptr, D, RATIO)
-    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
 
     is_token = (seq_len > 0) & (state_row >= 0)
     # Asking for request >= 0 keeps its load before the branch, beside the plan's.
@@ -113,6 +115,7 @@ def decode_step_kernel(
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a request."""
     decode_row(
@@ -120,5 +123,5 @@ def decode_step_kernel(
         aux_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale, stride_input_t,
         stride_state_b, stride_state_r, stride_ape_r, stride_ape_c, stride_table_p,
         stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE, PLAN, FORMAT, ROUNDING,
-        IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W,
+        IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W, PDL,
     )  # fmt: skip

@@ -9,6 +9,20 @@ import triton.language as tl
 
 
 @triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Before the first access to anything that an earlier kernel wrote or reads.
+
+    PDL 1: this kernel starts while the previous one ends (programmatic dependent launch, sm_90 and
+    newer), and waits here until that one's memory is visible. PDL 2: it also lets its successor
+    start early, which must wait in its turn. PDL 0: the launch itself waits.
+    """
+    if PDL >= 1:
+        tl.extra.cuda.gdc_wait()
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def round_bf16(x):
     """fp32 to the nearest bf16, ties to even, kept in fp32."""
     u = x.to(tl.uint32, bitcast=True)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4_backend.kernels.prefill_step import prefill_window
-from dsv4_backend.kernels.window import load_row, locate_write, write_state_row
+from dsv4_backend.kernels.window import write_paged_rows
 
 
 @triton.jit(do_not_specialize=["num_windows", "num_tokens"])
@@ -49,29 +49,23 @@ def prefill_paged_kernel(
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    ROWS: tl.constexpr,  # state rows that one program writes, at most RATIO
 ):
-    """Of every RATIO + 1 programs, RATIO write a state row each and the last pools a window."""
-    i_group = tl.program_id(0) // (RATIO + 1)
-    i_rest = tl.program_id(0) % (RATIO + 1)
-    if i_rest == RATIO:
-        if i_group < num_windows:
-            prefill_window(
-                i_group, input_ptr, state_ptr, ape_ptr, weight_ptr, table_ptr, cache_ptr, plan_ptr,
-                aux_ptr, position_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale,
-                stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
-                stride_table_p, stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE,
-                "paged", FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W,
-            )  # fmt: skip
-    else:
-        i_t = i_group * RATIO + i_rest
-        if i_t < num_tokens:
-            token, state_row, position = locate_write(
-                state_slot_ptr, aux_ptr, position_ptr, i_t, 2 * RATIO, "paged"
-            )
-            if state_row >= 0:
-                token_ptr = input_ptr + token.to(tl.int64) * stride_input_t
-                b_kv, b_score = load_row(token_ptr, D, RATIO)
-                write_state_row(
-                    b_kv, b_score, state_ptr, ape_ptr, state_row, position, stride_state_b,
-                    stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, "paged",
-                )  # fmt: skip
+    """Of every RATIO / ROWS + 1 programs the last pools a window, the others write state rows."""
+    WRITERS: tl.constexpr = RATIO // ROWS
+    i_group = tl.program_id(0) // (WRITERS + 1)
+    i_rest = tl.program_id(0) % (WRITERS + 1)
+    if i_rest < WRITERS:
+        write_paged_rows(
+            i_group * RATIO + i_rest * ROWS + tl.arange(0, ROWS), num_tokens, input_ptr, state_ptr,
+            ape_ptr, state_slot_ptr, position_ptr, stride_input_t, stride_state_b, stride_state_r,
+            stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK,
+        )  # fmt: skip
+    elif i_group < num_windows:
+        prefill_window(
+            i_group, input_ptr, state_ptr, ape_ptr, weight_ptr, table_ptr, cache_ptr, plan_ptr,
+            aux_ptr, position_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale,
+            stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
+            stride_table_p, stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE,
+            "paged", FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W,
+        )  # fmt: skip

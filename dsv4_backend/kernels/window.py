@@ -10,7 +10,8 @@ import triton.language as tl
 
 from dsv4_backend.kernels.numerics import round_bf16
 
-NO_SCORE = tl.constexpr(-3.0e38)  # finite: the difference of two of them is 0, not NaN
+NO_SCORE = tl.constexpr(-2.0e38)  # finite, times log2(e) too: two of them differ by 0, not NaN
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -130,6 +131,60 @@ def state_offsets(
 
 
 @triton.jit
+def window_rows(
+    i_w,
+    o_d,
+    seq_len,
+    buffer_len,
+    token_ptr,
+    state_ptr,
+    ape_ptr,
+    block_row_ptr,
+    page_0,
+    page_1,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PLAN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """(kv, score + ape) [BLOCK_W, BLOCK_D] fp32 of rows i_w and on; see `pool_window`.
+
+    Rows before the sequence's first token have kv 0 and score NO_SCORE.
+    """
+    C: tl.constexpr = 2 if RATIO == 4 else 1
+    WINDOW: tl.constexpr = C * RATIO
+    o_w = i_w + tl.arange(0, BLOCK_W)
+    o_c = o_w // RATIO if C == 2 else o_w * 0  # half of the channels
+    m_input = (o_w >= buffer_len)[:, None]
+    m_state = ((o_w < buffer_len) & (seq_len - WINDOW + o_w >= 0))[:, None]
+    o_state = state_offsets(
+        o_w, seq_len, page_0, page_1, block_row_ptr, stride_state_b, stride_state_r,
+        RATIO, WINDOW, STATE_BLOCK, PLAN,
+    )  # fmt: skip
+    o_ape = (o_w % RATIO) * stride_ape_r + o_c * stride_ape_c
+    b_ape = tl.load(ape_ptr + o_ape[:, None] + o_d[None, :]).to(tl.float32)
+    o_input = (o_w - (WINDOW - 1)).to(tl.int64) * stride_input_t
+    input_ptrs = token_ptr + (o_input + o_c * D)[:, None] + o_d[None, :]
+    state_ptrs = state_ptr + (o_state + o_c * D)[:, None] + o_d[None, :]
+    # Two masked loads, not one through a selected pointer: Triton 3.6 cannot compile that for
+    # AMD where the tensors are within 2 GiB.
+    b_kv = tl.load(input_ptrs, mask=m_input, other=0.0).to(tl.float32)
+    b_s = tl.load(input_ptrs + C * D, mask=m_input, other=0.0).to(tl.float32)
+    b_kv_old = tl.load(state_ptrs, mask=m_state, other=0.0).to(tl.float32)
+    b_s_old = tl.load(state_ptrs + C * D, mask=m_state, other=NO_SCORE).to(tl.float32)
+    b_kv = tl.where(m_input, b_kv, b_kv_old)
+    if PLAN == "paged":  # the state holds score + ape
+        return b_kv, tl.where(m_input, b_s + b_ape, b_s_old)
+    return b_kv, tl.where(m_input, b_s, b_s_old) + b_ape
+
+
+@triton.jit
 def pool_window(
     o_d,  # [BLOCK_D] channels
     seq_len,
@@ -152,44 +207,33 @@ def pool_window(
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """sum_w softmax_w(score + ape) · kv, [BLOCK_D] fp32, online over blocks of BLOCK_W rows."""
-    C: tl.constexpr = 2 if RATIO == 4 else 1
-    WINDOW: tl.constexpr = C * RATIO
-    b_max = tl.full((BLOCK_D,), NO_SCORE, tl.float32)
-    b_sum = tl.zeros((BLOCK_D,), tl.float32)
-    b_acc = tl.zeros((BLOCK_D,), tl.float32)
-    for i_w in range(0, WINDOW, BLOCK_W):
-        o_w = i_w + tl.arange(0, BLOCK_W)
-        o_c = o_w // RATIO if C == 2 else o_w * 0  # half of the channels
-        m_input = o_w >= buffer_len
-        m_state = (o_w < buffer_len) & (seq_len - WINDOW + o_w >= 0)
-        o_state = state_offsets(
-            o_w, seq_len, page_0, page_1, block_row_ptr, stride_state_b, stride_state_r,
-            RATIO, WINDOW, STATE_BLOCK, PLAN,
+    """sum_w softmax_w(score + ape) · kv, [BLOCK_D] fp32; online if BLOCK_W is not the window."""
+    WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
+    if BLOCK_W == WINDOW:
+        b_kv, b_s = window_rows(
+            0, o_d, seq_len, buffer_len, token_ptr, state_ptr, ape_ptr, block_row_ptr,
+            page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r,
+            stride_ape_c, D, RATIO, STATE_BLOCK, PLAN, BLOCK_W,
         )  # fmt: skip
-        o_ape = (o_w % RATIO) * stride_ape_r + o_c * stride_ape_c
-        b_ape = tl.load(ape_ptr + o_ape[:, None] + o_d[None, :]).to(tl.float32)
-        o_input = (o_w - (WINDOW - 1)).to(tl.int64) * stride_input_t
-        input_ptrs = token_ptr + (o_input + o_c * D)[:, None] + o_d[None, :]
-        state_ptrs = state_ptr + (o_state + o_c * D)[:, None] + o_d[None, :]
-        m_input, m_state = m_input[:, None], m_state[:, None]
-        # Two masked loads, not one through a selected pointer: Triton 3.6 cannot compile that for
-        # AMD where the tensors are within 2 GiB.
-        b_kv = tl.load(input_ptrs, mask=m_input).to(tl.float32)
-        b_s = tl.load(input_ptrs + C * D, mask=m_input).to(tl.float32)
-        b_kv_old = tl.load(state_ptrs, mask=m_state).to(tl.float32)
-        b_s_old = tl.load(state_ptrs + C * D, mask=m_state).to(tl.float32)
-        b_kv = tl.where(m_input, b_kv, tl.where(m_state, b_kv_old, 0.0))
-        b_s = tl.where(m_input, b_s, b_s_old)
-        if PLAN == "paged":  # the state holds score + ape
-            b_ape = tl.where(m_input, b_ape, 0.0)
-        b_s = tl.where(m_input | m_state, b_s + b_ape, NO_SCORE)
-        b_top = tl.maximum(b_max, tl.max(b_s, axis=0))
-        b_scale = tl.exp(b_max - b_top)
-        b_p = tl.exp(b_s - b_top[None, :])
-        b_sum = b_sum * b_scale + tl.sum(b_p, axis=0)
-        b_acc = b_acc * b_scale + tl.sum(b_p * b_kv, axis=0)
-        b_max = b_top
+        b_p = tl.exp2((b_s - tl.max(b_s, axis=0)[None, :]) * LOG2_E)
+        b_acc = tl.sum(b_p * b_kv, axis=0)
+        b_sum = tl.sum(b_p, axis=0)
+    else:
+        b_max = tl.full((BLOCK_D,), NO_SCORE, tl.float32)
+        b_sum = tl.zeros((BLOCK_D,), tl.float32)
+        b_acc = tl.zeros((BLOCK_D,), tl.float32)
+        for i_w in range(0, WINDOW, BLOCK_W):
+            b_kv, b_s = window_rows(
+                i_w, o_d, seq_len, buffer_len, token_ptr, state_ptr, ape_ptr, block_row_ptr,
+                page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r,
+                stride_ape_c, D, RATIO, STATE_BLOCK, PLAN, BLOCK_W,
+            )  # fmt: skip
+            b_top = tl.maximum(b_max, tl.max(b_s, axis=0))
+            b_scale = tl.exp2((b_max - b_top) * LOG2_E)
+            b_p = tl.exp2((b_s - b_top[None, :]) * LOG2_E)
+            b_sum = b_sum * b_scale + tl.sum(b_p, axis=0)
+            b_acc = b_acc * b_scale + tl.sum(b_p * b_kv, axis=0)
+            b_max = b_top
     return b_acc / b_sum
 
 
@@ -200,6 +244,45 @@ def load_row(token_ptr, D: tl.constexpr, RATIO: tl.constexpr):
     o_s = tl.arange(0, C * D)
     b_kv = tl.load(token_ptr + o_s).to(tl.float32)
     return b_kv, tl.load(token_ptr + C * D + o_s).to(tl.float32)
+
+
+@triton.jit
+def write_paged_rows(
+    o_t,  # [ROWS] tokens
+    num_tokens,
+    input_ptr,
+    state_ptr,
+    ape_ptr,
+    state_slot_ptr,
+    position_ptr,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+):
+    """Write the state rows of several tokens to a paged state, all loads before the first store."""
+    C: tl.constexpr = 2 if RATIO == 4 else 1
+    o_s = tl.arange(0, C * D)
+    state_row = tl.load(state_slot_ptr + o_t, mask=o_t < num_tokens, other=-1).to(tl.int64)
+    position = tl.load(position_ptr + o_t, mask=o_t < num_tokens, other=0).to(tl.int32)
+    m_row = (state_row >= 0)[:, None]
+    input_ptrs = input_ptr + (o_t.to(tl.int64) * stride_input_t)[:, None] + o_s[None, :]
+    b_kv = tl.load(input_ptrs, mask=m_row).to(tl.float32)
+    b_score = tl.load(input_ptrs + C * D, mask=m_row).to(tl.float32)
+    o_ape = ((position % RATIO) * stride_ape_r)[:, None]
+    o_ape += ((o_s // D) * stride_ape_c + o_s % D)[None, :]
+    b_score += tl.load(ape_ptr + o_ape).to(tl.float32)
+    if state_ptr.dtype.element_ty == tl.bfloat16:
+        b_kv = round_bf16(b_kv)
+        b_score = round_bf16(b_score)
+    o_row = (state_row // STATE_BLOCK) * stride_state_b + (state_row % STATE_BLOCK) * stride_state_r
+    state_ptrs = state_ptr + o_row[:, None] + o_s[None, :]
+    tl.store(state_ptrs, b_kv.to(state_ptr.dtype.element_ty), mask=m_row)
+    tl.store(state_ptrs + C * D, b_score.to(state_ptr.dtype.element_ty), mask=m_row)
 
 
 @triton.jit

@@ -122,13 +122,16 @@ def compile_case(arch: str, case: Case, is_large: bool) -> tuple[int, Any]:
     requires = {feature}
     if phase == "prefill" and kernel is not norm_rope_rotate_kernel:
         requires.add(constexprs.get("PLAN", "paged"))
-    params = select(load_table("dsv4", target), phase, frozenset(requires)).lookup(1).params
+    path = select(load_table("dsv4", target), phase, frozenset(requires)).lookup(1)
+    params = path.params
     constexprs = dict(constexprs)
-    for argument in ("BLOCK_W", "BLOCK_D"):
+    for argument in ("BLOCK_W", "BLOCK_D", "ROWS"):
         if argument in kernel.arg_names:
             constexprs[argument] = params[argument.lower()]
+    if "PDL" in kernel.arg_names:
+        constexprs |= paths.pdl(path, kernel)
     is_rest = kernel in (state_write_kernel, finish_and_write_kernel)
-    num_warps = params["rest_num_warps" if is_rest else "num_warps"]
+    options = paths.options(path, "rest_num_warps" if is_rest else "num_warps")
     signature, attrs = {}, {}
     for index, argument in enumerate(kernel.arg_names):
         if argument in constexprs:
@@ -149,8 +152,7 @@ def compile_case(arch: str, case: Case, is_large: bool) -> tuple[int, Any]:
             continue
         attrs[(index,)] = aligned
     source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attrs)
-    options = {"num_warps": num_warps, "num_stages": 1}
-    return num_warps, triton.compile(source, target=gpu, options=options)
+    return options["num_warps"], triton.compile(source, target=gpu, options=options)
 
 
 def build_launches(target: Target) -> None:
