@@ -150,17 +150,14 @@ def attend(
     conv_pool, state_pool = module.kv_cache
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
+    whole = (qkv, g, beta, gate, out)
     for part, run in ((step.decode, _decode), (step.prefill, _prefill)):
         if part is not None:
-            tokens = slice(part.begin, part.end)
-            run(
-                runtime,
-                weights,
-                (qkv[tokens], g[tokens], beta[tokens], gate[tokens], out[tokens]),
-                conv_pool,
-                state_pool,
-                part,
-            )
+            tokens: Tokens = whole
+            if part.end - part.begin < out.shape[0]:
+                rows = slice(part.begin, part.end)
+                tokens = (qkv[rows], g[rows], beta[rows], gate[rows], out[rows])
+            run(runtime, weights, tokens, conv_pool, state_pool, part)
     if step.num_tokens < out.shape[0]:
         out[step.num_tokens :].zero_()
 

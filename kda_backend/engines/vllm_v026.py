@@ -70,6 +70,8 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         offload = vllm_config.offload_config
         offloads = offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
         self._packed = self.quant_config is None and not offloads
+        # Outside of a compiled graph, which plans its own buffers, the product needs no copy.
+        self._writes_output = self._packed and self.o_proj.tp_size == 1
         if self._packed:
             in_proj = _pack(
                 self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.g_a_proj, self.b_proj
@@ -126,7 +128,11 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
             out,
             self.prefix,
         )
-        output[:] = self.o_proj(out.view(tokens, channels))[0]
+        core = out.view(tokens, channels)
+        if self._writes_output and not torch.compiler.is_compiling():
+            torch.mm(core, self.o_proj.weight.t(), out=output)
+        else:
+            output[:] = self.o_proj(core)[0]
 
     def _check_views(self) -> None:
         """The checkpoint must have been loaded into the packed matrices."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend_core.launch import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
@@ -48,6 +50,72 @@ def variant(launch: KernelLaunch, args: tuple[Any, ...]) -> tuple[Any, ...]:
         else:
             key.append((name, type(arg)))
     return tuple(key)
+
+
+class Computed(TorchDispatchMode):
+    """The names of torch's operators that compute or copy: neither views nor allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and func.namespace == "aten" and "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_prefill_layer_launches_its_kernels_and_its_products_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Host time is launches: the second layer of a step derives, copies and fills nothing."""
+    register()
+    launched: list[str] = []
+    monkeypatch.setattr(
+        KernelLaunch,
+        "__call__",
+        lambda self, grid, *args: launched.append(self._fn.fn.__name__),
+    )
+    monkeypatch.setattr(vllm_layer, "detect_target", lambda device: KNOWN_TARGETS["A100"])
+    vllm_layer._runtime.cache_clear()
+    config = engine_config(flag=True)
+    layers = [build_layer(config, index) for index in range(2)]
+    for layer in layers:
+        bind_cache(layer, config)
+    slots = torch.tensor([[1, 0, 0, 0], [2, 0, 0, 0]], dtype=torch.int32)
+    x = torch.randn(96, 256).bfloat16()
+    metadata = step_metadata(layers[0], config, (64, 32), (0, 0), slots)
+    run_layer(layers[0], config, x, metadata)
+    attend = vllm_layer.attend
+    launched.clear()
+    core = Computed()
+
+    def counted(*args: Any) -> None:
+        with core:
+            attend(*args)
+
+    monkeypatch.setattr(inspect.getmodule(type(layers[1])), "attend", counted)
+    with Computed() as all_of_it:
+        run_layer(layers[1], config, x, metadata)
+    assert launched == [
+        *("short_conv_kernel", "scores_kernel", "solve_kernel"),
+        *("scan_kernel", "gated_norm_kernel"),
+    ]
+    # indices in host memory are checked
+    assert set(core.names) <= {
+        "min.default",
+        "max.default",
+        "item.default",
+        "_local_scalar_dense.default",
+    }
+    if hasattr(layers[1], "_in_proj"):
+        rest = [name for name in all_of_it.names if name not in core.names]
+        positions = "zeros.default"  # of the harness
+        assert rest == [positions, "mm.default", "bmm.default", "mm.out"]
+    vllm_layer._runtime.cache_clear()
 
 
 def test_serving_launches_what_the_profile_run_has_compiled(
