@@ -38,10 +38,32 @@ files under `benchmarks/results/`; CI fails where it is stale.
 
 """
 
+_DRAWN = "the kernel of the layers; tested with drawn inputs only"
+MODELS = f"""
+## Models
+
+| model | vllm | sglang |
+|---|---|---|
+| Kimi-Linear | KDA layers, prefill and decode | the same |
+| Kimi-K3 | stock, and said (1) | {_DRAWN} |
+| GLM-5.3-Flash, Ling-V3 | the flag is refused (2) | {_DRAWN} |
+| DeepSeek-V4 | compressor ([dsv4.md](dsv4.md)) | see *Engines* |
+
+1. Its layer is a class of its own (`KimiK3DeltaAttention`), whose forward also exports prefill
+   checkpoints and verifies drafts by recomputing states: there is no seam around the kernels alone.
+2. Likewise classes of their own (`Glm5NextLinearAttention`, `BailingMoeV3KimiDeltaAttention`).
+
+Speculative decoding: in vLLM the KDA layers then stay stock, and it is said; in sglang drafts are
+verified by its own kernel."""
+
 
 def render() -> str:
     """The page's text."""
-    return HEAD + "\n".join([*_hardware(), *_paths(), *_engines(), *_results()]) + "\n"
+    return (
+        HEAD
+        + "\n".join([*_hardware(), *_paths(), *_engines(), *MODELS.splitlines(), *_results()])
+        + "\n"
+    )
 
 
 def _table(family: str, target: Target) -> PathTable | None:
@@ -134,6 +156,7 @@ def _results() -> list[str]:
         "|---|---|---|---|",
     ]
     for file, report in _reports("*.json"):
+        report = {**report.get("environment", {}), **report}
         info = report.get("info", {})
         gpu = report.get("gpu") or info.get("machine", {}).get("name") or "-"
         versions = [
