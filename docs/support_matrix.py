@@ -53,8 +53,9 @@ MODELS = f"""
    checkpoints and verifies drafts by recomputing states: there is no seam around the kernels alone.
 2. Likewise classes of their own (`Glm5NextLinearAttention`, `BailingMoeV3KimiDeltaAttention`).
 
-Speculative decoding: in vLLM the KDA layers then stay stock, and it is said; in sglang drafts are
-verified by its own kernel."""
+Speculative decoding: in vLLM 0.30 and newer drafts are verified by this backend (tested on the CPU
+alone), before that the KDA layers stay stock, and it is said; in sglang drafts are verified by its
+own kernel."""
 
 
 def render() -> str:

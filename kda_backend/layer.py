@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
 from kda_backend import api
-from kda_backend.decode_step import kda_decode_step
+from kda_backend.decode_step import kda_decode_step, kda_verify_step
 from kda_backend.metadata import CHUNK, ChunkMetadata
 from kda_backend.paths import KdaPlan
 from kda_backend.workspace import Workspace
@@ -128,6 +128,58 @@ def decode(
         beta,
         state_pool,
         state_indices,
+        null_slot=null_slot,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=weights.lower_bound,
+        A_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        conv_state=conv_pool,
+        conv_weight=weights.conv,
+        norm_weight=weights.norm,
+        norm_gate=gate,
+        norm_eps=weights.norm_eps,
+        out=out,
+        plan=plan,
+    )
+
+
+def verify(
+    weights: LayerWeights,
+    plan: KdaPlan,
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    out: torch.Tensor,
+    conv_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    null_slot: int | None,
+) -> None:
+    """The drafted tokens of each sequence in one launch; rows of no sequence are not written.
+
+    Arguments as :func:`prefill`, but ``conv_pool`` has at least ``S + 2`` columns.
+
+    Args:
+        state_indices: ``[N, S]`` int32, a slot for each token of a draft.
+        num_accepted_tokens: ``[N]`` int32, of the draft before; cu_seqlens: ``[N + 1]``.
+    """
+    heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
+    q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unbind(1)
+    kda_verify_step(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state_pool,
+        state_indices,
+        cu_seqlens=cu_seqlens,
+        num_accepted_tokens=num_accepted_tokens,
         null_slot=null_slot,
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,

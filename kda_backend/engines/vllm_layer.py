@@ -44,12 +44,30 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Drafts to verify, of N sequences with at most S tokens each.
+
+    Attributes:
+        rows, others: the step's rows of the drafts and of all other tokens, which are prefills;
+            ``None`` where every token is a draft's.
+        state_indices: ``[N, S]``; num_accepted: ``[N]``; cu_seqlens: ``[N + 1]``.
+    """
+
+    rows: torch.Tensor | None
+    others: torch.Tensor | None
+    state_indices: torch.Tensor
+    num_accepted: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Step:
     """One step's batch, derived from the engine's metadata once and shared by all layers."""
 
     num_tokens: int
     decode: Part | None
     prefill: Part | None
+    draft: Draft | None = None
 
 
 @dataclass(frozen=True)
@@ -59,25 +77,35 @@ class Runtime:
     plan: KdaPlan
     workspace: Workspace | None
     max_sequences: int
+    max_draft: int  # tokens of a draft; 0 without speculative decoding
 
 
 def runtime_of(
-    vllm_config: VllmConfig, shape: KdaShape, state_dtype: torch.dtype, conv_size: int
+    vllm_config: VllmConfig,
+    shape: KdaShape,
+    state_dtype: torch.dtype,
+    conv_size: int,
+    *,
+    verifies_drafts: bool,
 ) -> Runtime | None:
     """The runtime of a model's layers where the flag asks for it and a path serves them.
 
-    Says once what was chosen; what is refused goes to stock code and is said once, or raises in
+    ``verifies_drafts``: whether this release's metadata has what speculative decoding needs. Says
+    once what was chosen; what is refused goes to stock code and is said once, or raises in
     strict mode.
     """
     if not is_requested(vllm_config):
         return None
-    refusal = _refusal(vllm_config, shape, state_dtype, conv_size)
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else 1 + speculative.num_speculative_tokens
+    refusal = _refusal(shape, state_dtype, conv_size, bool(drafts) and not verifies_drafts)
     if refusal is None:
         try:
             return _runtime(
                 torch.device(vllm_config.device_config.device_type),
                 shape,
                 vllm_config.scheduler_config.max_num_seqs,
+                drafts,
                 vllm_config.parallel_config.use_ubatching,
             )
         except (LookupError, ValueError) as error:
@@ -87,9 +115,9 @@ def runtime_of(
 
 
 def _refusal(
-    vllm_config: VllmConfig, shape: KdaShape, state_dtype: torch.dtype, conv_size: int
+    shape: KdaShape, state_dtype: torch.dtype, conv_size: int, unknown_drafts: bool
 ) -> str | None:
-    if vllm_config.speculative_config is not None:
+    if unknown_drafts:
         return "speculative decoding is on, which the KDA layers of this backend do not serve"
     if state_dtype not in (torch.float32, torch.bfloat16):
         return f"the KDA state must be float32 or bfloat16, got {state_dtype}"
@@ -102,7 +130,7 @@ def _refusal(
 
 @functools.cache
 def _runtime(
-    device: torch.device, shape: KdaShape, max_sequences: int, concurrent: bool
+    device: torch.device, shape: KdaShape, max_sequences: int, max_draft: int, concurrent: bool
 ) -> Runtime:
     plan = select(detect_target(device), shape)
     logger.info(
@@ -117,7 +145,7 @@ def _runtime(
         logger.info("kda-dsv4-backend: %s", line)
     # Two micro-batches run layers at the same time: each call then has memory of its own.
     workspace = None if concurrent else Workspace(device)
-    return Runtime(plan, workspace, max_sequences)
+    return Runtime(plan, workspace, max_sequences, max_draft)
 
 
 def attend(
@@ -151,6 +179,9 @@ def attend(
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
     whole = (qkv, g, beta, gate, out)
+    if step.draft is not None:
+        _verify(runtime, weights, whole, conv_pool, state_pool, step.draft, step.prefill)
+        return
     for part, run in ((step.decode, _decode), (step.prefill, _prefill)):
         if part is not None:
             tokens: Tokens = whole
@@ -178,7 +209,7 @@ def _prefill(
         weights,
         runtime.plan,
         *tokens,
-        conv_pool,
+        _window(conv_pool),
         state_pool,
         part.state_indices,
         part.has_initial_state,
@@ -195,19 +226,73 @@ def _decode(
     state_pool: torch.Tensor,
     part: Part,
 ) -> None:
-    args = (weights, runtime.plan, *tokens, conv_pool, state_pool, part.state_indices)
+    pools = (_window(conv_pool), state_pool)
+    args = (weights, runtime.plan, *tokens, *pools, part.state_indices)
     if part.metadata is None:
         layer.decode(*args, null_slot=NULL_BLOCK_ID)
     else:
         layer.decode_or_start(*args, part.has_initial_state, part.metadata)
 
 
+def _verify(
+    runtime: Runtime,
+    weights: LayerWeights,
+    whole: Tokens,
+    conv_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    draft: Draft,
+    prefill: Part | None,
+) -> None:
+    """Drafts, and the prefills beside them, whose tokens may lie between those of drafts."""
+    out = whole[4]
+    out.zero_()  # padded tokens belong to no sequence
+
+    def gathered(rows: torch.Tensor) -> Tokens:
+        q, g, beta, gate, _ = (x.index_select(0, rows) for x in whole)
+        return q, g, beta, gate, torch.zeros_like(gate)
+
+    tokens = whole if draft.rows is None else gathered(draft.rows)
+    layer.verify(
+        weights,
+        runtime.plan,
+        *tokens,
+        conv_pool,
+        state_pool,
+        draft.state_indices,
+        draft.num_accepted,
+        draft.cu_seqlens,
+        NULL_BLOCK_ID,
+    )
+    if draft.rows is not None and draft.others is not None:
+        out.index_copy_(0, draft.rows, tokens[4])
+        if prefill is not None:
+            tokens = gathered(draft.others)
+            _prefill(runtime, weights, tokens, conv_pool, state_pool, prefill)
+            out.index_copy_(0, draft.others, tokens[4])
+
+
+def _window(conv_pool: torch.Tensor) -> torch.Tensor:
+    """The columns that all but a verification use; drafts roll on through those behind."""
+    return conv_pool if conv_pool.shape[2] == 3 else conv_pool[:, :, :3]
+
+
 def _build_step(m: Any, plan: KdaPlan) -> Step:
     """From vLLM's ``GDNAttentionMetadata``; no device value is read."""
-    assert m.spec_sequence_masks is None  # refused when the model was loaded
-    decode = prefill = None
+    decode = prefill = draft = None
     tables = plan.target.vendor != "cpu"
     begin = m.num_decode_tokens
+    if m.spec_sequence_masks is not None:
+        # the engine counts single tokens beside drafts as prefills
+        assert begin == 0
+        n = m.num_spec_decodes
+        alone = m.num_prefills == 0
+        draft = Draft(
+            None if alone else m.spec_token_indx.long(),
+            None if alone else m.non_spec_token_indx.long(),
+            m.spec_state_indices_tensor[:n].contiguous(),
+            m.num_accepted_tokens[:n],
+            m.spec_query_start_loc[: n + 1],
+        )
     if begin:
         indices = m.non_spec_state_indices_tensor[:begin].contiguous()
         if m.has_initial_state is None:
@@ -225,7 +310,8 @@ def _build_step(m: Any, plan: KdaPlan) -> Step:
             _aligned(m.prefill_has_initial_state),
             build_metadata(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
         )
-    return Step(begin + (m.num_prefill_tokens if m.num_prefills else 0), decode, prefill)
+    tokens = begin + (m.num_prefill_tokens if m.num_prefills else 0)
+    return Step(tokens, decode, prefill, draft)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -274,6 +360,12 @@ def _profile(
             build_metadata(cu_seqlens, total, chunk_table=tables),
         )
 
+    def drafts(rows: torch.Tensor | None) -> Draft:
+        size = min(16, qkv.shape[0], runtime.max_draft)
+        slots = torch.full((1, runtime.max_draft), -1, dtype=torch.int32, device=qkv.device)
+        bounds = torch.tensor([0, size], dtype=torch.int32, device=qkv.device)
+        return Draft(rows, rows, slots, torch.ones_like(bounds)[:1], bounds)
+
     def run(runtime: Runtime) -> None:
         # rows of odd widths are aligned at some tokens only, and a count of 1 or of a multiple of
         # 16 is compiled apart
@@ -286,9 +378,14 @@ def _profile(
                 _decode(*args, step)
                 _decode(*args, replace(step, has_initial_state=None, metadata=None))
                 _prefill(*args, step)
+        if runtime.max_draft:
+            # alone, then gathered from a step with prefills
+            for rows in (None, torch.arange(qkv.shape[0], device=qkv.device)[:16]):
+                args = (runtime, weights, tokens(0, min(16, qkv.shape[0])), conv_pool, state_pool)
+                _verify(*args, drafts(rows), None if rows is None else part([len(rows)]))
 
     def each(plan: KdaPlan) -> None:
-        run(Runtime(plan, runtime.workspace, runtime.max_sequences))
+        run(replace(runtime, plan=plan))
 
     warm_up(runtime.plan, each, lambda plan: None)
     total = qkv.shape[0]

@@ -59,7 +59,13 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         dtype = vllm_config.model_config.dtype
         heads, dim = self.local_num_heads, self.head_dim
         shape = KdaShape(heads, heads, dim, dim, False, dtype, dtype)
-        runtime = runtime_of(vllm_config, shape, self.get_state_dtype()[1], self.conv_size)
+        runtime = runtime_of(
+            vllm_config,
+            shape,
+            self.get_state_dtype()[1],
+            self.conv_size,
+            verifies_drafts=False,
+        )
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention
             return

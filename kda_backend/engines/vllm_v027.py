@@ -6,11 +6,13 @@ Stock's ``forward`` stays. Goes when vLLM's layer changes form again.
 from __future__ import annotations
 
 import torch
+import vllm
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 
+from backend_core.engines import Engine
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.layer import LayerWeights
 from kda_backend.paths import KdaShape
@@ -23,7 +25,13 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         heads, dim = self.local_num_heads, self.head_dim
         bounded = self.gate_lower_bound is not None
         shape = KdaShape(heads, heads, dim, dim, bounded, dtype, dtype)
-        runtime = runtime_of(vllm_config, shape, self.get_state_dtype()[1], self.conv_size)
+        runtime = runtime_of(
+            vllm_config,
+            shape,
+            self.get_state_dtype()[1],
+            self.conv_size,
+            verifies_drafts=Engine("vllm", "0.30.0", None).supports(vllm.__version__),
+        )
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention
             return

@@ -133,12 +133,14 @@ def step_metadata(
     query_lens: Sequence[int],
     computed: Sequence[int],
     block_table: torch.Tensor,
+    accepted: Sequence[int] | None = None,
 ) -> Any:
     """The metadata of one step, by the builder that the engine uses for this layer.
 
     Args:
         query_lens: tokens of each request in this step; computed: those before it.
         block_table: ``[N, blocks]`` int32.
+        accepted: of each request's draft before; 0 for one that has no draft to verify.
     """
     mode = config.cache_config.mamba_cache_mode
     spec = MambaSpec(
@@ -169,7 +171,11 @@ def step_metadata(
     }
     known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
     common = CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
-    return builder.build(0, common)
+    if accepted is None:
+        return builder.build(0, common)
+    number = torch.tensor(accepted, dtype=torch.int32)
+    drafted = torch.where(number > 0, queries - 1, -1)
+    return builder.build(0, common, number.clamp(min=1), drafted)
 
 
 def run_layer(

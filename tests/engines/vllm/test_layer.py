@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
+from backend_core.engines import Engine
 from backend_core.strict import FallbackError
 from backend_core.target import Target
 from benchmarks.recall_vllm import transpose_states
@@ -297,6 +299,107 @@ def test_both_layers_come_from_one_plan_that_is_logged_once(
     ]
 
 
+VERIFIES = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
+DRAFT = 4  # the token sampled last, and three that are proposed
+
+
+@pytest.fixture
+def drafting() -> Any:
+    if not VERIFIES:
+        pytest.skip("this release is served without drafts")
+    return engine_config(
+        flag=True,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": DRAFT - 1,
+            "prompt_lookup_max": 3,
+        },
+    )
+
+
+def behind(x: torch.Tensor, tokens: int) -> Definition:
+    """The definition after the first tokens."""
+    definition = Definition()
+    if tokens:
+        definition.run(x[:tokens])
+    return definition
+
+
+def test_drafts_are_verified_from_what_was_accepted(drafting: Any) -> None:
+    """Each token of a draft has a slot; the next draft starts behind the tokens accepted."""
+    layer = build_layer(drafting)
+    bind_cache(layer, drafting)
+    blocks = torch.tensor([[2, 3, 4, 5], [7, 8, 9, 10]], dtype=torch.int32)
+    texts = [hidden(60, seed=1), hidden(60, seed=2)]
+    done = [20, 9]
+    x = torch.cat([text[:n] for text, n in zip(texts, done, strict=True)])
+    run_layer(layer, drafting, x, step_metadata(layer, drafting, done, (0, 0), blocks, (0, 0)))
+    untouched = [0, 1, 6, 11]
+    before = [pool[untouched].clone() for pool in layer.kv_cache]
+    for accepted in ((1, 1), (4, 2), (2, 3)):
+        # what was not accepted is drafted anew, as other tokens
+        x = torch.cat([text[n : n + DRAFT] for text, n in zip(texts, done, strict=True)])
+        metadata = step_metadata(layer, drafting, (DRAFT, DRAFT), done, blocks, accepted)
+        assert metadata.num_spec_decodes == 2
+        o = run_layer(layer, drafting, x, metadata)
+        for n, text in enumerate(texts):
+            definition = behind(text, done[n])
+            want = definition.run(x[n * DRAFT : (n + 1) * DRAFT])
+            assert relative_error(o[n * DRAFT : (n + 1) * DRAFT], want) < TOLERANCE
+            state = layer.kv_cache[1][blocks[n, DRAFT - 1]]
+            assert relative_error(state, definition.state[0]) < TOLERANCE
+        following = {(1, 1): (4, 2), (4, 2): (2, 3), (2, 3): (1, 1)}[accepted]
+        for n, count in enumerate(following):
+            done[n] += count
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[untouched], kept)
+
+
+def test_drafts_beside_prefills(drafting: Any) -> None:
+    """The builder counts a lone token without a draft as a prefill; prompts start from zero."""
+    layer = build_layer(drafting)
+    bind_cache(layer, drafting)
+    blocks = torch.tensor([[2, 3, 4, 5], [7, 0, 0, 0], [8, 9, 10, 11]], dtype=torch.int32)
+    texts = [hidden(60, seed=seed) for seed in range(3)]
+    x = torch.cat([texts[0][:20], texts[2][:7]])
+    first = step_metadata(layer, drafting, (20, 7), (0, 0), blocks[[0, 2]], (0, 0))
+    run_layer(layer, drafting, x, first)
+    lengths, done = (3, 30, 1), (20, 0, 7)
+    x = torch.cat([t[d : d + n] for t, n, d in zip(texts, lengths, done, strict=True)])
+    metadata = step_metadata(layer, drafting, lengths, done, blocks, (1, 0, 0))
+    assert (metadata.num_spec_decodes, metadata.num_prefills) == (1, 2)
+    o = run_layer(layer, drafting, x, metadata)
+    begin = 0
+    for n, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        definition = behind(text, done[n])
+        want = definition.run(x[begin : begin + length])
+        assert relative_error(o[begin : begin + length], want) < TOLERANCE
+        last = blocks[n, length - 1 if n == 0 else 0]
+        assert relative_error(layer.kv_cache[1][last], definition.state[0]) < TOLERANCE
+        begin += length
+
+
+def test_a_padded_draft_of_a_cuda_graph_touches_nothing(drafting: Any) -> None:
+    layer = build_layer(drafting)
+    bind_cache(layer, drafting)
+    blocks = torch.tensor([[2, 3, 4, 5], [0, 0, 0, 0]], dtype=torch.int32)
+    text = hidden(40)
+    first = step_metadata(layer, drafting, (9,), (0,), blocks[:1], (0,))
+    run_layer(layer, drafting, text[:9], first)
+    before = [pool.clone() for pool in layer.kv_cache]
+    metadata = step_metadata(layer, drafting, (DRAFT, 0), (9, 0), blocks, (1, 1))
+    metadata.num_spec_decodes = 2  # as captured: sequences of no tokens at the null block
+    metadata.spec_state_indices_tensor = blocks
+    metadata.spec_query_start_loc = torch.tensor([0, DRAFT, DRAFT], dtype=torch.int32)
+    metadata.num_accepted_tokens = torch.ones(2, dtype=torch.int32)
+    o = run_layer(layer, drafting, text[9 : 9 + DRAFT + 3], metadata)
+    assert relative_error(o[:DRAFT], behind(text, 9).run(text[9 : 9 + DRAFT])) < TOLERANCE
+    assert not o[DRAFT:].any()
+    others = [slot for slot in range(SLOTS) if slot not in (2, 3, 4, 5)]
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[others], kept[others])
+
+
 REFUSALS = {
     "a part without a table": "no kda kernel paths for sm75",
     "speculative decoding": "speculative decoding is on",
@@ -311,6 +414,8 @@ def refuse(case: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         old = Target("nvidia", "sm75", 40, "T4")
         monkeypatch.setattr(vllm_layer, "detect_target", lambda device: old)
     elif case == "speculative decoding":
+        if VERIFIES:
+            pytest.skip("this release is served with drafts")
         monkeypatch.setattr(config, "speculative_config", Draft())
     elif case == "another convolution":
         config.model_config.hf_config.linear_attn_config["short_conv_kernel_size"] = 3

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backend_core.engines import Engine
 from backend_core.launch import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import vllm_layer
@@ -16,10 +18,13 @@ from kda_backend.engines.vllm import register
 from tests.engines.vllm.harness import (
     bind_cache,
     build_layer,
+    drawn_weights,
     engine_config,
     run_layer,
     step_metadata,
 )
+
+VERIFIES = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
 
 # (tokens of each request, tokens before them), decodes first
 STEPS = [
@@ -115,6 +120,52 @@ def test_a_prefill_layer_launches_its_kernels_and_its_products_alone(
         rest = [name for name in all_of_it.names if name not in core.names]
         positions = "zeros.default"  # of the harness
         assert rest == [positions, "mm.default", "bmm.default", "mm.out"]
+    vllm_layer._runtime.cache_clear()
+
+
+# The same with drafts of at most four tokens, and what was accepted of the draft before (0: none).
+DRAFTED = [
+    ((4,), (30,), (1,)),
+    ((4, 4, 4), (3, 4, 5), (1, 4, 2)),
+    ((1, 4), (7, 9), (3, 1)),
+    ((4, 65), (9, 0), (2, 0)),
+    ((3, 1, 40), (9, 5, 0), (2, 0, 0)),
+    ((1, 1, 17), (4, 9, 2), (0, 0, 0)),
+    ((1, 1, 1), (4, 9, 2), (0, 0, 0)),
+]
+
+
+@pytest.mark.parametrize("heads", [2, 5])
+def test_serving_drafts_launches_what_the_profile_run_has_compiled(
+    monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    if not VERIFIES:
+        pytest.skip("this release is served without drafts")
+    register()
+    compiled, launched = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
+    monkeypatch.setattr(
+        KernelLaunch, "__call__", lambda self, grid, *args: launched.add(variant(self, args))
+    )
+    monkeypatch.setattr(vllm_layer, "detect_target", lambda device: KNOWN_TARGETS["A100"])
+    vllm_layer._runtime.cache_clear()
+    vllm_layer._warm.clear()
+    draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    config = engine_config(flag=True, speculative_config=draft)
+    config.model_config.hf_config.linear_attn_config["num_heads"] = heads
+    layer = build_layer(config, weights=drawn_weights(heads))
+    x = torch.randn(256, 256).bfloat16()
+    run_layer(layer, config, x, None)
+    compiled |= launched
+    assert any(key[0] == "verify_step_kernel" for key in compiled)
+    bind_cache(layer, config)
+    for lengths, before, accepted in DRAFTED:
+        slots = torch.arange(1, 1 + 4 * len(lengths), dtype=torch.int32).view(-1, 4).clamp(max=11)
+        launched.clear()
+        metadata = step_metadata(layer, config, lengths, before, slots, accepted)
+        run_layer(layer, config, x[: sum(lengths)], metadata)
+        assert any(key[0] == "verify_step_kernel" for key in launched) == any(accepted)
+        late = launched - compiled
+        assert not late, f"compiled in a step of {lengths}: {sorted(map(str, late))}"
     vllm_layer._runtime.cache_clear()
 
 
