@@ -22,52 +22,15 @@ from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend import layer
 from kda_backend.engines.vllm import flag_name, is_requested
+from kda_backend.engines.vllm_step import Draft, Part, build_step
 from kda_backend.layer import LayerWeights
-from kda_backend.metadata import ChunkMetadata, build_metadata
+from kda_backend.metadata import build_metadata
 from kda_backend.paths import KdaPlan, KdaShape, select, warm_up
 from kda_backend.workspace import Workspace
 
 logger = init_logger("vllm.kda_dsv4")
 
 _STEP = "_kda_dsv4_step"
-
-
-@dataclass(frozen=True)
-class Part:
-    """The decodes or the prefills of one step; ``begin`` and ``end`` are token offsets."""
-
-    begin: int
-    end: int
-    state_indices: torch.Tensor
-    has_initial_state: torch.Tensor | None
-    metadata: ChunkMetadata | None  # of decodes: only where some may start anew
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Drafts to verify, of N sequences with at most S tokens each.
-
-    Attributes:
-        rows, others: the step's rows of the drafts and of all other tokens, which are prefills;
-            ``None`` where every token is a draft's.
-        state_indices: ``[N, S]``; num_accepted: ``[N]``; cu_seqlens: ``[N + 1]``.
-    """
-
-    rows: torch.Tensor | None
-    others: torch.Tensor | None
-    state_indices: torch.Tensor
-    num_accepted: torch.Tensor
-    cu_seqlens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step's batch, derived from the engine's metadata once and shared by all layers."""
-
-    num_tokens: int
-    decode: Part | None
-    prefill: Part | None
-    draft: Draft | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +136,7 @@ def attend(
         return
     step = getattr(metadata, _STEP, None)
     if step is None:
-        step = _build_step(metadata, runtime.plan)
+        step = build_step(metadata, runtime.plan)
         setattr(metadata, _STEP, step)
     conv_pool, state_pool = module.kv_cache
     if not is_conv_state_dim_first():
@@ -274,51 +237,6 @@ def _verify(
 def _window(conv_pool: torch.Tensor) -> torch.Tensor:
     """The columns that all but a verification use; drafts roll on through those behind."""
     return conv_pool if conv_pool.shape[2] == 3 else conv_pool[:, :, :3]
-
-
-def _build_step(m: Any, plan: KdaPlan) -> Step:
-    """From vLLM's ``GDNAttentionMetadata``; no device value is read."""
-    decode = prefill = draft = None
-    tables = plan.target.vendor != "cpu"
-    begin = m.num_decode_tokens
-    if m.spec_sequence_masks is not None:
-        # the engine counts single tokens beside drafts as prefills
-        assert begin == 0
-        n = m.num_spec_decodes
-        alone = m.num_prefills == 0
-        draft = Draft(
-            None if alone else m.spec_token_indx.long(),
-            None if alone else m.non_spec_token_indx.long(),
-            m.spec_state_indices_tensor[:n].contiguous(),
-            m.num_accepted_tokens[:n],
-            m.spec_query_start_loc[: n + 1],
-        )
-    if begin:
-        indices = m.non_spec_state_indices_tensor[:begin].contiguous()
-        if m.has_initial_state is None:
-            decode = Part(0, begin, indices, None, None)
-        else:
-            # beside prefills the engine says which rows continue: a prompt may have one token
-            bounds = m.non_spec_query_start_loc[: begin + 1]
-            table = build_metadata(bounds, begin, chunk_table=tables)
-            decode = Part(0, begin, indices, m.has_initial_state[:begin], table)
-    if m.num_prefills:
-        prefill = Part(
-            begin,
-            begin + m.num_prefill_tokens,
-            _aligned(m.prefill_state_indices),
-            _aligned(m.prefill_has_initial_state),
-            build_metadata(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
-        )
-    tokens = begin + (m.num_prefill_tokens if m.num_prefills else 0)
-    return Step(tokens, decode, prefill, draft)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x contiguous, at an address that kernels are compiled for: behind decodes it may be any."""
-    return (
-        x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-    )
 
 
 _warm: set[Runtime] = set()

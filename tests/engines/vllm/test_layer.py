@@ -261,13 +261,13 @@ def test_the_step_is_derived_once_for_all_layers(
     other = build_layer(config, index=1)
     bind_cache(other, config)
     built = []
-    build = vllm_layer._build_step
+    build = vllm_layer.build_step
 
     def counted(*args: Any) -> Any:
         built.append(args)
         return build(*args)
 
-    monkeypatch.setattr(vllm_layer, "_build_step", counted)
+    monkeypatch.setattr(vllm_layer, "build_step", counted)
     metadata = step_metadata(layer, config, (40,), (0,), table(4))
     run_layer(layer, config, hidden(40), metadata)
     run_layer(other, config, hidden(40), metadata)
