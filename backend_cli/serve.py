@@ -62,14 +62,11 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
             "MODEL must have Kimi Delta Attention or be a DeepSeek-V4, got a "
             f"{config.get('model_type')!r} model"
         )
-    if not has_adapter(family, engine):
-        raise CliError(f"there is no {engine} adapter for {family} models yet")
     target = detect_target()
     if target.vendor == "cpu":
         raise CliError(f"{engine} needs a GPU for this model, and there is none here")
     lines = [f"{engine} {version} on {target.name} ({target.arch}), {ranks} GPUs"]
-    if family == "kda":
-        lines += _kda_paths(target, config, ranks)
+    lines += _kda_paths(target, config, ranks) if family == "kda" else _dsv4_paths(target)
     flag = _flag(engine, version, family)
     program = _program(engine)
     name = [model] if engine == "vllm" else ["--model-path", model]
@@ -114,11 +111,6 @@ def family_of(config: dict[str, Any]) -> str | None:
     if isinstance(linear, dict) and linear.get("kda_layers"):
         return "kda"
     return "dsv4" if config.get("model_type") == "deepseek_v4" else None
-
-
-def has_adapter(family: str, engine: str) -> bool:
-    """Whether this release has an adapter of the family's operators for the engine."""
-    return importlib.util.find_spec(f"{family}_backend.engines.{engine}") is not None
 
 
 def _version(engine: str) -> str:
@@ -170,6 +162,18 @@ def _kda_paths(target: Any, config: dict[str, Any], ranks: int) -> list[str]:
         row for phase in (plan.prefill, plan.decode) for row in phase.explain() if not row.refusal
     )
     return [f"{heads // ranks} heads a GPU", *map(str, served)]
+
+
+def _dsv4_paths(target: Any) -> list[str]:
+    """What the table holds for the compressors; every rank has all of each."""
+    from backend_core.path_table import load_table
+
+    try:
+        table = load_table("dsv4", target)
+    except LookupError as error:
+        raise CliError(f"this machine has no kernel path for this model: {error}") from error
+    names = dict.fromkeys(f"{row.phase} {row.name}" for row in table.rows)
+    return [f"compressors: {', '.join(names)}"]
 
 
 def _flag(engine: str, version: str, family: str) -> str:

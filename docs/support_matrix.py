@@ -7,6 +7,7 @@ A test fails where the file is not what this writes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_cli.serve import SERVERS, has_adapter
+from backend_cli.serve import SERVERS
 from backend_core.engines import ENGINES
 from backend_core.path_table import PHASES, PathTable, load_table
 from backend_core.target import KNOWN_TARGETS, Target
@@ -47,7 +48,7 @@ MODELS = f"""
 | Kimi-Linear | KDA layers, prefill and decode | the same |
 | Kimi-K3 | stock, and said (1) | {_DRAWN} |
 | GLM-5.3-Flash, Ling-V3 | the flag is refused (2) | {_DRAWN} |
-| DeepSeek-V4 | compressor ([dsv4.md](dsv4.md)) | see *Engines* |
+| DeepSeek-V4 | compressor ([dsv4.md](dsv4.md)) | the same |
 
 1. Its layer is a class of its own (`KimiK3DeltaAttention`), whose forward also exports prefill
    checkpoints and verifies drafts by recomputing states: there is no seam around the kernels alone.
@@ -142,6 +143,11 @@ def _engines() -> list[str]:
             shown = "none: not run on a GPU" if engine.name in SERVERS else "CI, on a CPU"
         lines.append(f"| {engine.name} | {engine.supported} | {' | '.join(adapters)} | {shown} |")
     return lines
+
+
+def has_adapter(family: str, engine: str) -> bool:
+    """Whether there is an adapter of the family's operators for the engine."""
+    return importlib.util.find_spec(f"{family}_backend.engines.{engine}") is not None
 
 
 def _files_of(engine: str) -> list[Path]:

@@ -38,8 +38,6 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(serve_module.sys, "executable", str(tmp_path / "nowhere" / "python"))
     monkeypatch.setattr(serve_module, "detect_target", lambda: KNOWN_TARGETS["H200"])
-    # the adapters have tests of their own, with the real engines
-    monkeypatch.setattr(serve_module, "has_adapter", lambda family, engine: family == "kda")
 
     def install(**versions: str) -> None:
         monkeypatch.setattr(Engine, "installed", lambda engine: versions.get(engine.name))
@@ -159,15 +157,23 @@ def test_a_part_without_paths(
     assert code == 1 and "vllm needs a GPU for this model, and there is none here" in err
 
 
-def test_a_family_without_an_adapter(engines: Callable[..., None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "flag"), [("sglang", "dsv4"), ("vllm", "DSV4")])
+def test_deepseek_v4(
+    engine: str,
+    flag: str,
+    engines: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = model(tmp_path, {"model_type": "deepseek_v4"})
-    code, _, err = run("serve", "--engine", "sglang", folder)
-    assert (code, err) == (1, "kda-dsv4: there is no sglang adapter for dsv4 models yet\n")
-
-
-def test_adapters_are_found_by_their_files() -> None:
-    assert serve_module.has_adapter("kda", "transformers")
-    assert not serve_module.has_adapter("kda", "tgi")
+    code, out, _ = run("serve", "--engine", engine, "--dry-run", folder)
+    assert code == 0 and f"--attention-backend {flag}" in out
+    assert "decode one_launch" in out
+    ampere = serve_module.detect_target().__class__("nvidia", "sm80", 108, "A100")
+    monkeypatch.setattr(serve_module, "detect_target", lambda: ampere)
+    code, _, err = run("serve", "--engine", engine, "--dry-run", folder)
+    assert code == 1 and "this machine has no kernel path for this model: no dsv4" in err
+    assert_one_sentence(err)
 
 
 def test_no_such_model(engines: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

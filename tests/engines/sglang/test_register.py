@@ -93,17 +93,17 @@ def test_a_model_without_kda_layers_is_reported(
     said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = SimpleNamespace(
-        server_args=SimpleNamespace(_kda_dsv4_requested=True),
+        server_args=SimpleNamespace(_kda_dsv4_requested="kda"),
         model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])),
         is_draft_worker=False,
     )
-    assert sglang.exchange_kernels(object(), runner, None) is None
+    assert sglang.exchange_kernels(object(), runner) is None
     assert said.messages == ["falling back to stock code: LlamaForCausalLM has no KDA layers"]
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="LlamaForCausalLM has no KDA layers"):
-        sglang.exchange_kernels(object(), runner, None)
+        sglang.exchange_kernels(object(), runner)
     runner.is_draft_worker = True  # drafts of a KDA model may be all softmax attention
-    sglang.exchange_kernels(object(), runner, None)
+    sglang.exchange_kernels(object(), runner)
 
 
 def test_a_head_size_without_a_path_stays_on_stock(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import tempfile
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,67 +17,7 @@ from dsv4_backend import CompressorLayer, PagedPrefill
 from dsv4_backend.engines.vllm import flag_name
 from dsv4_backend.metadata import RECORD_BYTES
 from tests.dsv4.cases import Chunk, Engine, make_spec
-
-MODEL = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "torch_dtype": "bfloat16",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 128,
-    "o_lora_rank": 128,
-    "o_groups": 2,
-    "sliding_window": 128,
-    "compress_ratios": [0, 4, 128, 4],
-    "index_head_dim": 128,
-    "index_n_heads": 4,
-    "index_topk": 64,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1024,
-    "rope_theta": 10000.0,
-    "compress_rope_theta": 160000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4,
-        "original_max_position_embeddings": 256,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    },
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 128,
-    "hidden_act": "silu",
-    "swiglu_limit": 10.0,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "num_hash_layers": 1,
-    "num_nextn_predict_layers": 1,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [128, 128],
-    },
-}
-
-
-@functools.cache
-def model_directory() -> str:
-    directory = tempfile.mkdtemp()
-    (Path(directory) / "config.json").write_text(json.dumps(MODEL))
-    return directory
+from tests.engines.deepseek_v4 import model_directory
 
 
 @functools.cache

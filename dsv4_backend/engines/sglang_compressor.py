@@ -1,0 +1,225 @@
+"""The compressors of a model in sglang, main and indexer, with their step as one call.
+
+Stock writes state rows and pools in one launch, norms, rotates by position, rotates the indexer's
+rows by Hadamard, quantises and stores in a second. Here a decode step is one launch and a step with
+longer chunks two (docs/dsv4.md); projections, plans, states and pages are sglang's. The indexer's
+queries are rotated by sglang, and its keys here, as in stock.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.dsa.utils import aiter_can_use_preshuffle_paged_mqa
+from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
+from sglang.srt.utils.common import rank0_log
+
+from backend_core.strict import fallback
+from backend_core.target import detect_target
+from dsv4_backend import (
+    CompressorLayer,
+    CompressorSpec,
+    RingDecode,
+    RingPrefill,
+    compress_decode_,
+    compress_prefill_,
+    paths,
+    warm_up,
+)
+from dsv4_backend.metadata import CacheFormat
+
+_STEP = "_forward_compress_all_in_one"
+# 0.5.17's parameters of the step, and those that later releases added
+_TAKEN = {
+    *("kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache"),
+    *("kv_cache", "is_indexer", "rotate", "compress_ratio", "page_size", "out_loc"),
+    *("use_fp4_indexer", "bf16_store"),
+}
+_ADDED = {"kv_scale_cache", "rope_cache", "kv_layout", "fp8_2buff", "kv_cache_rope"}
+
+
+def install(backend: Any) -> None:
+    """Exchange the step of ``backend``, sglang's attention backend of a DeepSeek-V4."""
+    reason = _refusal(type(backend))
+    if reason is None:
+        setattr(backend, _STEP, FusedStep(backend, getattr(backend, _STEP)))
+    else:
+        fallback(f"--attention-backend dsv4: {reason}")
+
+
+def _refusal(kind: type) -> str | None:
+    step = getattr(kind, _STEP)
+    if step is not getattr(CompressorBackendMixin, _STEP):
+        return f"{kind.__name__} has a step of its own, which is not replaced"
+    got = set(inspect.signature(step).parameters) - {"self"}
+    if not _TAKEN <= got <= _TAKEN | _ADDED:
+        odd = sorted((got - _TAKEN - _ADDED) | (_TAKEN - got))
+        return f"sglang's {_STEP} must take the parameters of 0.5.17 to 0.5.23, {odd} differ"
+    return None
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A compressor as the operators take it.
+
+    Attributes:
+        norm: sglang's module, which identifies the compressor.
+        layer: ``None`` where the compressor stays on stock code.
+        memory: the address of its records; a pool that moves is bound anew.
+    """
+
+    norm: Any
+    layer: CompressorLayer | None
+    state: torch.Tensor
+    pages: torch.Tensor
+    memory: int
+
+
+class FusedStep:
+    """In the place of ``_forward_compress_all_in_one`` of one attention backend."""
+
+    def __init__(self, backend: Any, stock: Callable[..., None]) -> None:
+        self._backend = backend
+        self._stock = stock
+        self._bound: dict[int, _Bound] = {}
+        # by ratio and part: sglang's plan and slots, and what was made of them
+        self._plans: dict[tuple[int, bool], tuple[Any, Any, RingDecode | RingPrefill]] = {}
+
+    def __call__(self, **call: Any) -> None:
+        """The state rows of a step's tokens and the records of the windows that end with them.
+
+        Args:
+            call: sglang's arguments, among them ``kv_score_input [T, 2·C·d]``,
+                ``kv_score_buffer`` with rows of that width, ``kv_cache`` uint8 pages and
+                ``out_loc [T]``, a slot for each token.
+        """
+        bound = self._bound.get(id(call["norm"]))
+        if bound is None or bound.memory != call["kv_cache"].data_ptr():
+            bound = self._bound[id(call["norm"])] = self._bind(call)
+        if bound.layer is None:
+            self._stock(**call)
+            return
+        plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
+        part = (bound.layer, call["kv_score_input"], bound.state, bound.pages)
+        if isinstance(plan, RingDecode):
+            compress_decode_(*part, plan)
+        else:
+            compress_prefill_(*part, plan)
+
+    def _plan(
+        self, compress_ratio: int, is_indexer: bool, out_loc: torch.Tensor
+    ) -> RingDecode | RingPrefill:
+        """sglang's plan of the step, taken over once for the layers that share it."""
+        theirs = self._backend._get_paged_compress_metadata(compress_ratio)
+        key = (compress_ratio, is_indexer)
+        kept = self._plans.get(key)
+        if kept is not None and kept[0] is theirs and kept[1] is out_loc:
+            return kept[2]
+        plan: RingDecode | RingPrefill
+        if theirs.is_decode:
+            plan = RingDecode(theirs.plan_d, out_loc[: theirs.plan_d.shape[0]])
+        else:
+            plan = RingPrefill(theirs.plan_c, theirs.plan_w, out_loc)
+        self._plans[key] = (theirs, out_loc, plan)
+        return plan
+
+    def _bind(self, call: dict[str, Any]) -> _Bound:
+        """At a compressor's first step, which is sglang's own warm-up: check its tensors, and
+        compile every kernel that a later step may launch."""
+        norm, kv_cache, state = call["norm"], call["kv_cache"], call["kv_score_buffer"]
+        stock = _Bound(norm, None, state, kv_cache, kv_cache.data_ptr())
+        reason = _unserved(call)
+        if reason is None:
+            try:
+                spec = _spec(call)
+                _choose(kv_cache.device, spec)
+                layer = _layer(spec, call)
+                pages = kv_cache.view(torch.uint8).flatten(1)
+                state = state.view(-1, spec.compress_ratio, spec.row_width)
+                plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
+                for other in _both_phases(plan):
+                    warm_up(layer, call["kv_score_input"], state, pages, other)
+                return _Bound(norm, layer, state, pages, kv_cache.data_ptr())
+            except (LookupError, ValueError) as error:
+                reason = str(error)
+        fallback(f"--attention-backend dsv4: {reason}")
+        return stock
+
+
+def _unserved(call: dict[str, Any]) -> str | None:
+    """Why a compressor of this kind stays on stock code."""
+    halves = 2 if call["compress_ratio"] == 4 else 1
+    width = 2 * halves * call["head_dim"]
+    if call["kv_score_buffer"].shape[-1] != width:
+        return (
+            f"states must have rows of {width}, got {call['kv_score_buffer'].shape[-1]}:"
+            " SGLANG_OPT_USE_ONLINE_COMPRESS keeps running sums instead"
+        )
+    layout = call.get("kv_layout")
+    if layout is not None and layout.name != "V4":
+        return f"records must have DeepSeek-V4's layout, got {layout.name}"
+    if call.get("fp8_2buff"):
+        return "records with fp8 and RoPE in two pools are not served"
+    if call.get("kv_scale_cache") is not None:
+        return "aiter's MXFP4 records of the indexer, with scales of their own, are not served"
+    if call["is_indexer"] and aiter_can_use_preshuffle_paged_mqa():
+        return "the indexer's pages are in aiter's 16 x 16 tiles, which are not served"
+    return None
+
+
+def _spec(call: dict[str, Any]) -> CompressorSpec:
+    cache_format: CacheFormat
+    if call["is_indexer"]:
+        cache_format = "indexer_mxfp4" if call.get("use_fp4_indexer") else "indexer_fp8"
+    else:
+        cache_format = "bf16_rows" if call.get("bf16_store") else "fp8_ds_mla"
+    target = detect_target(call["kv_cache"].device)
+    return CompressorSpec(
+        head_dim=call["head_dim"],
+        compress_ratio=call["compress_ratio"],
+        cache_format=cache_format,
+        page_tokens=call["page_size"],
+        rounding="sglang",
+        rotate=call["rotate"],
+        fp8="fnuz" if target.arch == "gfx942" else "ocp",  # sglang stores each part's own
+        rope_layout="interleaved",
+        eps=call["norm"].variance_epsilon,
+    )
+
+
+def _layer(spec: CompressorSpec, call: dict[str, Any]) -> CompressorLayer:
+    # sglang lays [ratio, C·d] out as [C, ratio, d] when it loads the weights
+    ape = call["ape"].detach().view(spec.halves, spec.compress_ratio, spec.head_dim)
+    weight = call["norm"].weight.detach()
+    return CompressorLayer(spec, ape.transpose(0, 1), weight, call["freqs_cis_cache"])
+
+
+def _both_phases(plan: RingDecode | RingPrefill) -> tuple[RingDecode, RingPrefill]:
+    """A plan, and one of the other phase in tensors of the same kinds, for compiling alone."""
+    if isinstance(plan, RingDecode):
+        return plan, RingPrefill(plan.plan, plan.plan.view(-1, 2), plan.slots)
+    return RingDecode(plan.windows[:1], plan.slots[:1]), plan
+
+
+@functools.cache
+def _choose(device: torch.device, spec: CompressorSpec) -> None:
+    """Find the paths of a kind of compressor and say once which they are.
+
+    Raises:
+        LookupError: the part has none.
+    """
+    target = detect_target(device)
+    names = []
+    for phase, find in (("decode", paths.decode_paths), ("prefill", paths.prefill_paths)):
+        selection = find(target, spec, "ring", spec.compress_ratio).selection
+        names.append(f"{phase} {', '.join(dict.fromkeys(p.name for p in selection.paths))}")
+    rank0_log(
+        f"kda-dsv4-backend serves DeepSeek-V4's compressors of {spec.head_dim} channels and ratio"
+        f" {spec.compress_ratio} ({spec.cache_format}) on {target.name} ({target.arch}):"
+        f" {'; '.join(names)}"
+    )
