@@ -41,7 +41,7 @@ class Variant:
     part: str  # main, indexer, both or indexer_rows
     ratio: int
     sizes: tuple[int, ...]
-    params: tuple[tuple[str, int], ...]
+    params: tuple[tuple[str, str], ...]
 
     @property
     def feature(self) -> str:
@@ -58,21 +58,25 @@ def variants() -> list[Variant]:
         sizes = decode if phase == "decode" else prefill
         for option in options:
             pairs = [pair.split("=") for pair in option.split()]
-            params = tuple((name, int(value)) for name, value in pairs)
+            params = tuple((name, value) for name, value in pairs)
             found.append(Variant(phase, part, ratio, sizes, params))
 
-    add("decode", "indexer_rows", 4, "num_warps=1", "num_warps=1 pdl=1", "num_warps=1 pdl=2")
+    add("decode", "indexer_rows", 4, *(f"num_warps=1 pdl={p}" for p in (0, 1, 2)))
     add("decode", "indexer", 4, *(f"num_warps={w} pdl={p}" for w in (1, 2, 4) for p in (0, 1, 2)))
+    add("decode", "indexer", 4, "num_warps=1 pdl=2 late_row=true")
     add("decode", "main", 4, *(f"num_warps={w} pdl={p}" for w in (4, 8) for p in (0, 1, 2)))
     add("decode", "main", 4, "num_warps=2", "num_warps=4 block_w=4")
+    add("decode", "main", 4, *(f"num_warps=4 pdl={p} late_row=true" for p in (1, 2)))
     add("decode", "both", 4, *(f"num_warps={w} pdl={p}" for w in (4, 8) for p in (0, 1, 2)))
-    add("decode", "both", 4, *(f"num_warps=4 max_registers={r} pdl=1" for r in (64, 72)))
-    add("decode", "main", 128, *(f"num_warps={w} block_w={b}" for w in (8, 16) for b in (16, 32)))
-    add("decode", "main", 128, "num_warps=16 block_w=32 pdl=1", "num_warps=4 block_w=8 pdl=1")
+    lean = [f"block_w=2 max_registers={r}" for r in (64, 72)] + ["block_w=4 max_registers=72"]
+    add("decode", "both", 4, *(f"num_warps=4 {v} pdl=1 late_row=true" for v in lean))
+    add("decode", "both", 4, "num_warps=4 block_w=8 max_registers=64 pdl=1")
+    c128 = ((2, 8), (2, 16), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32), (16, 32))
+    add("decode", "main", 128, *(f"num_warps={w} block_w={b} pdl=1" for w, b in c128))
     add("prefill", "indexer", 4, *(f"num_warps={w} rows={r}" for w in (1, 2, 4) for r in (1, 4)))
     add("prefill", "main", 4, *(f"num_warps={w} rows={r}" for w in (4, 8) for r in (1, 2, 4)))
     add("prefill", "main", 4, "num_warps=4 rows=4 max_registers=80")
-    splits = ((4, 64, 32), (4, 128, 32), (4, 64, 64), (8, 128, 64), (2, 64, 32))
+    splits = ((4, 64, 32), (4, 128, 32), (4, 64, 64), (8, 128, 64), (2, 64, 32), (2, 32, 64))
     shapes = [f"num_warps={w} block_w={b} block_d={d}" for w, b, d in splits]
     add("prefill", "main", 128, *(f"{s} rest_num_warps=4" for s in shapes))
     add("prefill", "main", 128, *(f"{s} rest_num_warps=1" for s in shapes[:2]))
@@ -113,8 +117,9 @@ def with_params(text: str, variant: Variant) -> str:
     rows = text.split("[[path]]")
     for i, row in enumerate(rows):
         if f'phase = "{variant.phase}"' in row and f'"{variant.feature}"' in row:
+            row = re.sub(r"(?m)^(pdl|late_row|max_registers) = \w+\n", "", row)
             for name, value in variant.params:
-                row = re.sub(rf"(?m)^{name} = \d+\n", "", row)
+                row = re.sub(rf"(?m)^{name} = \w+\n", "", row)
                 row = row.replace("[path.params]\n", f"[path.params]\n{name} = {value}\n")
             rows[i] = row
     return "[[path]]".join(rows)

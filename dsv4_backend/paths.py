@@ -122,6 +122,15 @@ def pair_constexprs(
     }
 
 
+def decode_constexprs(path: KernelPath, kernel: Any) -> dict[str, Any]:
+    """What a row's parameters give ``decode_step_kernel`` or ``decode_pair_kernel``."""
+    return {
+        "BLOCK_W": path.params["block_w"],
+        "HAS_LATE_ROW": bool(path.params.get("late_row", False)),
+        **pdl(path, kernel),
+    }
+
+
 @functools.cache
 def in_place_paths(
     target: Target, phase: str, head_dim: int, compress_ratio: int, rotate: bool
@@ -153,10 +162,8 @@ def decode_paths(
         from backend_core.launch import KernelLaunch
         from dsv4_backend.kernels.decode_step import decode_step_kernel
 
-        constexprs = step_constexprs(spec, layout, state_block) | {
-            "BLOCK_W": path.params["block_w"]
-        }
-        constexprs |= pdl(path, decode_step_kernel)
+        constexprs = step_constexprs(spec, layout, state_block)
+        constexprs |= decode_constexprs(path, decode_step_kernel)
         return KernelLaunch(decode_step_kernel, constexprs, options(path))
 
     return Paths(target, "decode", {feature_of(spec)}, build)
@@ -177,7 +184,7 @@ def pair_paths(
         from dsv4_backend.kernels.decode_pair import decode_pair_kernel
 
         constexprs = pair_constexprs(main, indexer, layout, state_blocks)
-        constexprs |= pdl(path, decode_pair_kernel)
+        constexprs |= decode_constexprs(path, decode_pair_kernel)
         return KernelLaunch(decode_pair_kernel, constexprs, options(path))
 
     return Paths(target, "decode", {"pair"}, build)

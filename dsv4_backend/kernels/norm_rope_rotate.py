@@ -30,7 +30,6 @@ def norm_rope_rotate_kernel(
 ):
     """One program a plan entry; the row stays in registers from its load to its store."""
     i_n = tl.program_id(0)
-    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)  # no kernel writes it
     wait_for_previous(PDL)
     if IS_DECODE:
         i_row = i_n
@@ -44,6 +43,7 @@ def norm_rope_rotate_kernel(
 
     row_ptr = kv_ptr + i_row.to(tl.int64) * stride_kv_r + tl.arange(0, D)
     b_x = tl.load(row_ptr).to(tl.float32)
+    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
     b_angles = load_angles(table_ptr, seq_len - RATIO, stride_table_p, D, False)
     b_x = rope_tail(rms_norm(b_x, b_w, eps, D), b_angles, D)
     if HAS_ROTATION:

@@ -111,8 +111,10 @@ def cases() -> Iterator[Case]:
         yield f"decode pair {layout}", decode_pair_kernel, constexprs, "decode", "pair", types
 
 
-def compile_case(arch: str, case: Case, is_large: bool) -> tuple[int, Any]:
+def compile_case(arch: str, case: Case, is_large: bool, grid: int = 1) -> tuple[int, Any] | None:
     """Build one case as the shipped table has it: (warps, compiled kernel).
+
+    ``None`` for a grid that has the parameters of the smallest.
 
     Args:
         is_large: on HIP, pointers whose tensors may exceed 2 GiB and so get no buffer instructions.
@@ -122,13 +124,18 @@ def compile_case(arch: str, case: Case, is_large: bool) -> tuple[int, Any]:
     requires = {feature}
     if phase == "prefill" and kernel is not norm_rope_rotate_kernel:
         requires.add(constexprs.get("PLAN", "paged"))
-    path = select(load_table("dsv4", target), phase, frozenset(requires)).lookup(1)
+    selection = select(load_table("dsv4", target), phase, frozenset(requires))
+    path = selection.lookup(grid)
     params = path.params
+    if grid > 1 and params == selection.lookup(1).params:
+        return None
     constexprs = dict(constexprs)
     for argument in ("BLOCK_W", "BLOCK_D", "ROWS"):
         if argument in kernel.arg_names:
             constexprs[argument] = params[argument.lower()]
-    if "PDL" in kernel.arg_names:
+    if "HAS_LATE_ROW" in kernel.arg_names:
+        constexprs |= paths.decode_constexprs(path, kernel)
+    elif "PDL" in kernel.arg_names:
         constexprs |= paths.pdl(path, kernel)
     is_rest = kernel in (state_write_kernel, finish_and_write_kernel)
     options = paths.options(path, "rest_num_warps" if is_rest else "num_warps")
@@ -169,11 +176,16 @@ def build_launches(target: Target) -> None:
 
 
 def compiled(arch: str) -> Iterator[tuple[str, int, Any]]:
-    """Every case of one architecture, on HIP once more for large tensors."""
+    """Every case of one architecture, on HIP once more for large tensors, and once more where the
+    table has other parameters for large grids."""
     for case in cases():
-        yield case[0], *compile_case(arch, case, is_large=False)
+        variants = [("", False, 1), (", large grid", False, 1 << 20)]
         if arch.startswith("gfx"):
-            yield f"{case[0]}, over 2 GiB", *compile_case(arch, case, is_large=True)
+            variants.append((", over 2 GiB", True, 1))
+        for suffix, is_large, grid in variants:
+            built = compile_case(arch, case, is_large, grid)
+            if built is not None:
+                yield case[0] + suffix, *built
 
 
 def report(arch: str) -> dict[str, dict[str, int]]:
@@ -188,7 +200,9 @@ def assembly(arch: str, prefixes: list[str]) -> dict[str, str]:
     for case in cases():
         if case[0].startswith(tuple(prefixes)):
             for is_large, suffix in ((False, ""), (True, ", over 2 GiB")):
-                texts[case[0] + suffix] = compile_case(arch, case, is_large)[1].asm["amdgcn"]
+                built = compile_case(arch, case, is_large)
+                assert built is not None  # the smallest grid has parameters
+                texts[case[0] + suffix] = built[1].asm["amdgcn"]
     return texts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_backend import compress_decode_, compress_decode_pair_, reference_step, warm_up
+from dsv4_backend import compress_decode_, compress_decode_pair_, paths, reference_step, warm_up
 from tests.dsv4.cases import (
     TARGET,
     Engine,
@@ -107,8 +107,12 @@ def test_bf16_state() -> None:
     run(make_spec("indexer_fp8"), "ring", state_dtype=torch.bfloat16, seed=5)
 
 
+@pytest.mark.parametrize("rows", [6, 512])
 @pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
-def test_pair_equals_its_parts(layout: str) -> None:
+def test_pair_equals_its_parts(layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the launch parameters of a small batch and of a large one."""
+    launch = paths.Paths.launch
+    monkeypatch.setattr(paths.Paths, "launch", lambda self, _: launch(self, rows))
     main = prepare(make_spec("fp8_ds_mla"), layout, seed=6)
     indexer = prepare(make_spec("indexer_fp8", page_tokens=5), layout, seed=7)
     table = main[0].rope_table
