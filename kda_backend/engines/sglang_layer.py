@@ -121,17 +121,17 @@ def compile_kernels(
 ) -> None:
     """Compile what serving can launch: small calls on the engine's pools, of padded rows alone.
 
-    Rows of a layer's projections are views of one wide row, whose width need not be a multiple of
-    16 elements; kernels are compiled for either.
+    Decode reads views of one wide row, whose width need not be a multiple of 16 elements; the rows
+    of a single request have strides of their own. Prefill reads q, k and v from sglang's
+    convolution, beside a step size from that row. Kernels are compiled for each.
     """
     device, dtype = cache.temporal.device, kernel.plan.shape.dtype
     heads, key_dim, value_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     channels = layer.q_dim + layer.k_dim + layer.v_dim
     width = -(-(channels + heads) // 16) * 16
-    padded = torch.full((1,), -1, dtype=torch.int32, device=device)
+    padded = torch.full((2,), -1, dtype=torch.int32, device=device)
     common = {
         "ssm_states": cache.temporal,
-        "cache_indices": padded,
         "A_log": layer.A_log,
         "dt_bias": layer.dt_bias,
         "lower_bound": layer.lower_bound,
@@ -141,17 +141,22 @@ def compile_kernels(
     if raw_beta:
         shape = (1, *cache.temporal.shape[1:])
         snapshot = torch.empty(shape, dtype=torch.float32, device=device)
-        tracked = {"track_state": snapshot, "track_chunk_idx": padded}
+        tracked = {"track_state": snapshot, "track_chunk_idx": padded[:1]}
 
-    def inputs(tokens: int, extra: int) -> tuple[torch.Tensor, ...]:
-        row = torch.zeros(tokens, width + extra, dtype=dtype, device=device)
+    def inputs(tokens: int, extra: int, beta_extra: int) -> tuple[torch.Tensor, ...]:
+        rows = [
+            torch.zeros(tokens, width + more, dtype=dtype, device=device)
+            for more in (extra, beta_extra)
+        ]
         g = torch.zeros(tokens, heads, key_dim, dtype=dtype, device=device)
-        return row[:, :channels], g, row[:, channels : channels + heads]
+        return rows[0][:, :channels], g, rows[1][:, channels : channels + heads]
 
     def prefill(plan: KdaPlan) -> None:
         tokens = 65  # a full chunk and the start of another
-        for extra, tracking in itertools.product((0, 1), ({}, tracked)):
-            mixed_qkv, g, beta = inputs(tokens, extra)
+        for (extra, beta_extra), tracking in itertools.product(
+            ((0, 0), (0, 1), (1, 1)), ({}, tracked)
+        ):
+            mixed_qkv, g, beta = inputs(tokens, extra, beta_extra)
             if not raw_beta:
                 beta = beta.float().sigmoid()
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
@@ -162,6 +167,7 @@ def compile_kernels(
                 v.unsqueeze(0),
                 g.unsqueeze(0),
                 beta.unsqueeze(0),
+                cache_indices=padded[:1],
                 query_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),
                 extend_seq_lens_cpu=[tokens],
                 beta_is_raw=raw_beta,
@@ -171,10 +177,11 @@ def compile_kernels(
 
     def decode(plan: KdaPlan) -> None:
         conv = (cache.conv[0], layer.conv_weights, layer.bias) if one_launch else None
-        for extra in (0, 1):
-            mixed_qkv, g, beta = inputs(1, extra)
+        for number, extra in itertools.product((1, 2), (0, 1)):
+            mixed_qkv, g, beta = inputs(number, extra, extra)
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
-            kernel.step(plan, q, k, v, g, beta, conv=conv, **common)
+            indices = padded[:number]
+            kernel.step(plan, q, k, v, g, beta, conv=conv, cache_indices=indices, **common)
 
     def nothing(plan: KdaPlan) -> None:
         """A phase that stays on stock code."""

@@ -87,10 +87,15 @@ def chunk_table_kernel(
 def build_chunk_table(
     cu_seqlens: torch.Tensor, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """chunk_start, chunk_len, chunk_order [capacity], chunk_offsets [N + 1]: int32, no sync."""
+    """chunk_start, chunk_len, chunk_order [capacity], chunk_offsets [N + 1]: int32, no sync.
+
+    Each begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
+    """
     n = cu_seqlens.numel() - 1
-    table = torch.empty(3 * capacity + n + 1, dtype=torch.int32, device=cu_seqlens.device)
-    start, length, order, offsets = table.split([capacity, capacity, capacity, n + 1])
+    row = -(-capacity // 4) * 4
+    table = torch.empty(3 * row + n + 1, dtype=torch.int32, device=cu_seqlens.device)
+    start, length, order = table[: 3 * row].view(3, row)[:, :capacity].unbind(0)
+    offsets = table[3 * row :]
     grid = (max(1, triton.cdiv(capacity, _BLOCK)),)
     chunk_table_kernel[grid](
         cu_seqlens,

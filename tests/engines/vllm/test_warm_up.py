@@ -15,6 +15,7 @@ from backend_core.launch import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import vllm_layer
 from kda_backend.engines.vllm import register
+from tests.engines.launches import variant
 from tests.engines.vllm.harness import (
     bind_cache,
     build_layer,
@@ -38,23 +39,6 @@ STEPS = [
     ((1, 1, 1, 100, 5), (4, 9, 2, 0, 64)),
     ((1, 1, 1, 1, 33), (4, 9, 2, 6, 0)),
 ]
-
-
-def variant(launch: KernelLaunch, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What Triton compiles a kernel for: the kernel, its constants, and each argument's class."""
-    kernel = launch._fn
-    plain = kernel.kwargs["do_not_specialize"] or ()
-    unaligned = kernel.kwargs["do_not_specialize_on_alignment"] or ()
-    key: list[Any] = [kernel.fn.__name__, tuple(sorted(launch._kwargs.items()))]
-    for name, arg in zip(kernel.arg_names, args, strict=False):
-        if isinstance(arg, torch.Tensor):
-            aligned = arg.data_ptr() % 16 == 0 or name in unaligned
-            key.append((name, arg.dtype, aligned))
-        elif type(arg) is int and name not in plain:
-            key.append((name, 1 if arg == 1 else arg % 16 == 0))
-        else:
-            key.append((name, type(arg)))
-    return tuple(key)
 
 
 class Computed(TorchDispatchMode):
