@@ -37,8 +37,8 @@ def strings() -> list[str]:
 
 def refusals() -> Iterator[str]:
     """What the adapters of KDA say or raise, without what only passes on another reason."""
-    files = [*(ROOT / "kda_backend" / "engines").glob("*.py")]
-    for file in [*files, ROOT / "backend_core" / "engines" / "vllm_flag.py"]:
+    places = ("kda_backend/engines/*.py", "backend_core/engines/*_flag.py")
+    for file in [file for place in places for file in ROOT.glob(place)]:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             found: list[ast.AST | None] = []
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("fallback", "_say"):
