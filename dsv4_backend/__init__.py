@@ -20,6 +20,7 @@ from dsv4_backend.plans import (
     SeqLens,
     window_ends,
 )
+from dsv4_backend.queries import quantise_indexer_queries
 
 __all__ = [
     "CompressorLayer",
@@ -36,6 +37,7 @@ __all__ = [
     "compress_decode_pair_",
     "compress_norm_rope_hadamard_",
     "compress_prefill_",
+    "quantise_indexer_queries",
     "warm_up",
     "warm_up_pair",
     "window_ends",

@@ -153,6 +153,31 @@ def in_place_paths(
 
 
 @functools.cache
+def query_paths(target: Target, spec: CompressorSpec) -> Paths[KernelLaunch]:
+    """The path of ``quantise_indexer_queries``."""
+
+    def build(path: KernelPath) -> KernelLaunch:
+        from backend_core.launch import KernelLaunch
+        from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
+
+        return KernelLaunch(indexer_queries_kernel, query_constexprs(spec), options(path))
+
+    return Paths(target, "decode", {"queries"}, build)
+
+
+def query_constexprs(spec: CompressorSpec) -> dict[str, Any]:
+    """What ``indexer_queries_kernel`` takes."""
+    return {
+        "D": spec.head_dim,
+        "FORMAT": spec.cache_format,
+        "ROUNDING": spec.rounding,
+        "IS_FNUZ": spec.fp8 == "fnuz",
+        "IS_SPLIT_TABLE": spec.rope_layout == "split",
+        "HAS_ROTATION": spec.rotate,
+    }
+
+
+@functools.cache
 def decode_paths(
     target: Target, spec: CompressorSpec, layout: str, state_block: int
 ) -> Paths[KernelLaunch]:

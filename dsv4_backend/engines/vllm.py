@@ -27,9 +27,10 @@ from backend_core.engines.vllm_flag import logger
 from backend_core.strict import fallback
 
 _FAMILY = "DSV4"
-_COMPRESSOR = "vllm.models.deepseek_v4.compressor"
 # DeepSeek-V4.1's is another class: it stays stock's, which is said
-_COMPRESSORS = (_COMPRESSOR, "vllm.models.deepseek_v41.compressor")
+_COMPRESSORS = ("vllm.models.deepseek_v4.compressor", "vllm.models.deepseek_v41.compressor")
+_ATTENTION = "vllm.models.deepseek_v4.attention"
+ROTATE = "rotate_indexer"  # in --additional-config
 
 _broken: str | None = None
 
@@ -43,7 +44,7 @@ def register() -> None:
     try:
         if not vllm_flag.register_flag(_FAMILY, _refusal):
             return
-        for name in _COMPRESSORS:
+        for name in (*_COMPRESSORS, _ATTENTION):
             if name in sys.modules:
                 _install(sys.modules[name])
             elif _AfterImport(name) not in sys.meta_path:
@@ -88,7 +89,7 @@ def _report(error: Exception) -> None:
 
 @dataclass(frozen=True)
 class _AfterImport(MetaPathFinder):
-    """Runs `_install` on a compressor module of vLLM's when something imports it.
+    """Runs `_install` on a module of vLLM's when something imports it.
 
     Importing it to patch it would load the whole model in every vLLM process.
     """
@@ -118,7 +119,10 @@ class _AfterImport(MetaPathFinder):
 
 
 def _install(module: ModuleType) -> None:
-    stock = module.DeepseekCompressor
+    """Let the class of compressors, or of indexers, end its ``__init__`` with a decision."""
+    is_compressor = module.__name__ in _COMPRESSORS
+    stock = module.DeepseekCompressor if is_compressor else module.DeepseekV4Indexer
+    decide = _adopt if is_compressor else _rotate
     build = stock.__init__
     if hasattr(build, "_kda_dsv4"):
         return
@@ -127,13 +131,13 @@ def _install(module: ModuleType) -> None:
     def build_and_decide(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         build(self, vllm_config, *args, **kwargs)
         if is_requested(vllm_config):
-            _decide(self, vllm_config)
+            decide(self, vllm_config)
 
     build_and_decide._kda_dsv4 = True  # type: ignore[attr-defined]
     stock.__init__ = build_and_decide
 
 
-def _decide(compressor: Any, vllm_config: Any) -> None:
+def _adopt(compressor: Any, vllm_config: Any) -> None:
     if _broken is None:
         try:
             ours = importlib.import_module("dsv4_backend.engines.vllm_compressor")
@@ -144,3 +148,24 @@ def _decide(compressor: Any, vllm_config: Any) -> None:
         reason = _broken
     if reason is not None:
         fallback(f"--attention-backend {flag_name()}: {reason}")
+
+
+def _rotate(indexer: Any, vllm_config: Any) -> None:
+    """Rotate an indexer's keys and queries where the user asks for it.
+
+    Raises:
+        ValueError: the setting is no boolean.
+        RuntimeError: this indexer cannot be rotated and another one already was.
+    """
+    config = vllm_config.additional_config
+    wanted = config.get(ROTATE, False) if isinstance(config, dict) else False
+    if not isinstance(wanted, bool):
+        raise ValueError(f"--additional-config {ROTATE} must be true or false, got {wanted!r}")
+    if not wanted:
+        return
+    reason = _broken
+    if reason is None:
+        ours = importlib.import_module("dsv4_backend.engines.vllm_rotation")
+        reason = ours.rotate(indexer, vllm_config)
+    if reason is not None:
+        fallback(f"--additional-config {ROTATE}: {reason}; nothing is rotated")

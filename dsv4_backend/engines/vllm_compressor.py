@@ -4,8 +4,8 @@ Stock stores the tokens' state rows in one launch, pools, norms, rotates by posi
 stores in a second. Here a decode step is one launch and a step with prefills one or two
 (docs/dsv4.md); parameters, projections, state cache and record caches are stock's.
 
-The Walsh-Hadamard rotation is never applied: vLLM rotates neither the indexer's keys nor its
-queries.
+vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this, unless
+`vllm_rotation` rotates both.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
         return reason
     device = torch.device(vllm_config.device_config.device_type)
     page_tokens = max(1, vllm_config.cache_config.block_size // compressor.compress_ratio)
+    stock = type(compressor)
+    compressor.__class__ = FusedCompressor
     try:
         spec = _spec(compressor, _format(compressor), page_tokens)
         _choose(device, spec, compressor.state_cache.block_size)
     except (LookupError, ValueError) as error:
+        compressor.__class__ = stock
         return str(error)
-    compressor.__class__ = FusedCompressor
     compressor.state_cache.__class__ = StateCache
     return None
 
@@ -124,7 +126,7 @@ def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -
         cache_format=cache_format,
         page_tokens=page_tokens,
         rounding="vllm",
-        rotate=False,
+        rotate=compressor.rotates,
         fp8="ocp",  # vLLM keeps the compressed caches in OCP on gfx942 too
         rope_layout="split",
         eps=compressor.rms_norm_eps,
@@ -154,6 +156,8 @@ def _choose(device: torch.device, spec: CompressorSpec, state_block: int) -> Non
 class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
     """Stock's compressor with a step of its own; built by stock, see `adopt`."""
 
+    rotates = False  # set by `vllm_rotation`, for an indexer whose queries are rotated too
+
     # the record cache as the engine bound it, its pages as bytes, and the layer that writes them
     _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer] | None = None
 
@@ -176,6 +180,8 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
             try:
                 self._bound = _bind(self, kv_cache, kv_score, states, plan, rotary_emb)
             except ValueError as error:
+                if self.rotates:  # stock's keys would meet rotated queries
+                    raise
                 self.__class__ = DeepseekCompressor
                 fallback(f"--attention-backend {flag_name()}: {error}")
                 self.forward(kv_score, positions, rotary_emb)

@@ -71,6 +71,20 @@ def store_fp8_ds_mla(
 
 
 @triton.jit
+def quantise_indexer_fp8(b_x, ROUNDING: tl.constexpr, IS_FNUZ: tl.constexpr):
+    """(e4m3 codes, fp32 scale): amax / max code, which all but sglang round up to 2^k."""
+    amax = tl.maximum(tl.max(tl.abs(b_x), axis=0), 1e-4)
+    if ROUNDING == "sglang":
+        scale = tl.div_rn(amax, 224.0 if IS_FNUZ else 448.0)
+        inv = tl.div_rn(1.0, scale)
+    else:
+        k = ceil_log2_ratio(amax, 0x600000, 7 if IS_FNUZ else 8)
+        scale = exp2_int(k)
+        inv = exp2_int(-k)
+    return encode_e4m3(b_x * inv, IS_FNUZ), scale
+
+
+@triton.jit
 def store_indexer_fp8(
     b_x,
     page_ptr,
@@ -80,25 +94,15 @@ def store_indexer_fp8(
     ROUNDING: tl.constexpr,
     IS_FNUZ: tl.constexpr,
 ):
-    """D e4m3 and one fp32 scale: amax / max code, which all but sglang round up to 2^k."""
-    amax = tl.maximum(tl.max(tl.abs(b_x), axis=0), 1e-4)
-    if ROUNDING == "sglang":
-        scale = tl.div_rn(amax, 224.0 if IS_FNUZ else 448.0)
-        inv = tl.div_rn(1.0, scale)
-    else:
-        k = ceil_log2_ratio(amax, 0x600000, 7 if IS_FNUZ else 8)
-        scale = exp2_int(k)
-        inv = exp2_int(-k)
-    o_d = tl.arange(0, D)
-    tl.store(page_ptr + i_slot * D + o_d, encode_e4m3(b_x * inv, IS_FNUZ))
+    """D e4m3 and one fp32 scale."""
+    b_code, scale = quantise_indexer_fp8(b_x, ROUNDING, IS_FNUZ)
+    tl.store(page_ptr + i_slot * D + tl.arange(0, D), b_code)
     tl.store((page_ptr + PAGE * D + i_slot * 4).to(tl.pointer_type(tl.float32)), scale)
 
 
 @triton.jit
-def store_indexer_mxfp4(
-    b_x, page_ptr, i_slot, D: tl.constexpr, PAGE: tl.constexpr, ROUNDING: tl.constexpr
-):
-    """D/2 bytes of e2m1 pairs, the even channel in the low nibble; one UE8M0 byte per 32."""
+def quantise_indexer_mxfp4(b_x, D: tl.constexpr, ROUNDING: tl.constexpr):
+    """D/2 bytes of e2m1 pairs, the even channel in the low nibble, and one UE8M0 byte per 32."""
     G: tl.constexpr = D // 32
     FLOOR: tl.constexpr = 1e-4 if ROUNDING == "sglang" else 6.0 * 2.0**-126
     b_g = tl.reshape(b_x, (G, 32))
@@ -106,8 +110,15 @@ def store_indexer_mxfp4(
     b_k = ceil_log2_ratio(b_amax, 0x400000, 2)  # [G]; the largest magnitude is 1.5 · 2^2
     b_code = encode_e2m1(b_g * exp2_int(-b_k)[:, None], ROUNDING != "sglang")
     b_low, b_high = tl.split(tl.reshape(b_code, (D // 2, 2)))
-    o_b = tl.arange(0, D // 2)
-    tl.store(page_ptr + i_slot * (D // 2) + o_b, b_low | (b_high << 4))
-    o_g = tl.arange(0, G)
-    scale_ptr = page_ptr + PAGE * (D // 2) + i_slot * G
-    tl.store(scale_ptr + o_g, (b_k + 127).to(tl.uint8))
+    return b_low | (b_high << 4), (b_k + 127).to(tl.uint8)
+
+
+@triton.jit
+def store_indexer_mxfp4(
+    b_x, page_ptr, i_slot, D: tl.constexpr, PAGE: tl.constexpr, ROUNDING: tl.constexpr
+):
+    """D/2 bytes of codes and D/32 of scales."""
+    b_code, b_scale = quantise_indexer_mxfp4(b_x, D, ROUNDING)
+    tl.store(page_ptr + i_slot * (D // 2) + tl.arange(0, D // 2), b_code)
+    scale_ptr = page_ptr + PAGE * (D // 2) + i_slot * (D // 32)
+    tl.store(scale_ptr + tl.arange(0, D // 32), b_scale)

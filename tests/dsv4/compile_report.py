@@ -23,6 +23,7 @@ from dsv4_backend import paths
 from dsv4_backend.kernels.decode_pair import decode_pair_kernel
 from dsv4_backend.kernels.decode_step import decode_step_kernel
 from dsv4_backend.kernels.finish_and_write import finish_and_write_kernel
+from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
 from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
 from dsv4_backend.kernels.pool_columns import pool_columns_kernel
 from dsv4_backend.kernels.prefill_paged import prefill_paged_kernel
@@ -103,6 +104,12 @@ def cases() -> Iterator[Case]:
                 continue
             yield f"prefill {name}", prefill_step_kernel, common, "prefill", feature, types
             yield f"write {name}", state_write_kernel, rows, "prefill", feature, types
+    for cache_format in ("indexer_fp8", "indexer_mxfp4"):
+        spec = make_spec(cache_format, rope_layout="split")
+        types = {"q_ptr": "*bf16", "code_ptr": "*u8", "scale_ptr": "*u8"}
+        name = f"queries {cache_format}"
+        constexprs = paths.query_constexprs(spec)
+        yield name, indexer_queries_kernel, constexprs, "decode", "queries", types
     for layout, rounding in (("ring", "sglang"), ("paged", "vllm")):
         main = make_spec("fp8_ds_mla", rounding=rounding, page_tokens=64)
         indexer = make_spec("indexer_fp8", rounding=rounding, page_tokens=64)

@@ -169,7 +169,7 @@ def test_registering_loads_no_model_and_the_compressor_is_met_when_it_is_importe
 def test_a_release_without_the_compressor_class_still_imports(
     clean: None, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, adapter._COMPRESSOR, types.ModuleType("empty"))
+    monkeypatch.setitem(sys.modules, adapter._COMPRESSORS[0], types.ModuleType("empty"))
     register_vllm()
     assert adapter._broken is not None and said == [adapter._broken]
     assert said[0].startswith(
@@ -188,7 +188,7 @@ def test_an_adapter_that_cannot_be_imported_leaves_the_layer_to_stock(
     with monkeypatch.context() as patch:
         patch.setattr(adapter.importlib, "import_module", missing)
         compressor = types.SimpleNamespace()
-        adapter._decide(compressor, engine_config(flag=True))
+        adapter._adopt(compressor, engine_config(flag=True))
     assert type(compressor) is types.SimpleNamespace
     assert any("falling back to stock code" in s and "ImportError" in s for s in said)
 
@@ -200,6 +200,6 @@ def test_the_compressors_of_v41_stay_stocks_and_it_is_said(said: list[str]) -> N
 
     assert hasattr(DeepseekCompressor.__init__, "_kda_dsv4")
     compressor = object.__new__(DeepseekCompressor)
-    adapter._decide(compressor, engine_config(flag=True))
+    adapter._adopt(compressor, engine_config(flag=True))
     assert type(compressor) is DeepseekCompressor
     assert any("deepseek_v41.compressor.DeepseekCompressor is a compressor" in s for s in said)
