@@ -166,27 +166,31 @@ def _compressor() -> list[str]:
 
 
 def _engine() -> list[str]:
-    report = _load("vllm_kimi48b_agreement.json")
-    ours = _load("vllm_kimi48b_kda.json")["environment"]
-    rows = (
-        [
-            f"{call['n']} × {call['length']:,}",
-            f"{call['stock_ms']:.1f}",
-            f"{call['ours_ms']:.1f}",
-            f"{call['speedup']:.2f}",
+    lines = ["", "## Kimi-Linear-48B in vLLM"]
+    for name, which in (
+        ("vllm_kimi48b_agreement.json", ""),
+        ("vllm_kimi48b_second.json", "A second machine, the convolution of prefill rewritten: "),
+    ):
+        report = _load(name)
+        ours = report.get("environment") or _load("vllm_kimi48b_kda.json")["environment"]
+        rows = (
+            [
+                f"{call['n']} × {call['length']:,}",
+                f"{call['stock_ms']:.1f}",
+                f"{call['ours_ms']:.1f}",
+                f"{call['speedup']:.2f}",
+            ]
+            for call in report["calls"]
+        )
+        lines += [
+            "",
+            f"{which}vLLM {ours['vllm']}, {ours['layers']} layers with drawn weights, eager, one"
+            f" {ours['gpu']}, {ours['date']}: a prompt in, one token out, ms"
+            f" ([files](../benchmarks/results/{name})).",
+            "",
+            *_table(["prompts", "stock", "with the flag", "×"], rows),
         ]
-        for call in report["calls"]
-    )
-    return [
-        "",
-        "## Kimi-Linear-48B in vLLM",
-        "",
-        f"vLLM {ours['vllm']}, {ours['layers']} layers with drawn weights, eager, one"
-        f" {ours['gpu']}, {ours['date']}: a prompt in, one token out, ms"
-        " ([files](../benchmarks/results/vllm_kimi48b_agreement.json)).",
-        "",
-        *_table(["prompts", "stock", "with the flag", "×"], rows),
-    ]
+    return lines
 
 
 def _section(title: str, report: dict[str, Any], name: str) -> list[str]:
