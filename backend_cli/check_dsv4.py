@@ -28,9 +28,11 @@ from dsv4_backend import (
     compress_norm_rope_hadamard_,
     compress_prefill_,
     paths,
+    quantise_indexer_queries,
     reference,
     reference_step,
 )
+from dsv4_backend.metadata import CacheFormat
 from dsv4_backend.plans import DecodePlan, PrefillPlan
 
 Part = tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,7 +42,7 @@ ALLOWED = 0.02
 """Share of the written values that may differ from the definition's, each by one step of its code:
 float32 meets the middle between two codes on the other side."""
 
-_KINDS = ("in_place_128", "in_place_512", "indexer", "main_c4", "main_c128", "pair")
+_KINDS = ("in_place_128", "in_place_512", "indexer", "main_c4", "main_c128", "pair", "queries")
 
 
 def cases(path: KernelPath) -> dict[str, Callable[[Target, torch.device], float]]:
@@ -55,6 +57,9 @@ def cases(path: KernelPath) -> dict[str, Callable[[Target, torch.device], float]
             name = f"{kind}, {'adversarial' if hard else 'small'}"
             if kind.startswith("in_place"):
                 found[name] = _in_place(path, int(kind[9:]), hard)
+                continue
+            if kind == "queries":
+                found[name] = _queries(path, hard)
                 continue
             for layout in declared or ("paged", "ring"):
                 found[f"{name}, {layout}"] = _steps(path, kind, layout, hard)
@@ -207,6 +212,8 @@ def force(
 ) -> None:
     """Let calls like these run ``path`` whatever their grid."""
     spec, layout = engines[0].spec, plans[0].layout
+    for find in (paths.pair_paths, paths.decode_paths, paths.prefill_paths):
+        find.cache_clear()  # of what another row was forced on
     selected: paths.Paths[Any]
     if len(engines) == 2:
         blocks = (engines[0].block, engines[1].block)
@@ -253,6 +260,7 @@ def _in_place(
         want = kv.clone()
         reference_step.compress_in_place(want, weight, 1e-6, table, plan, ratio, rotate)
         got = kv.to(device)
+        paths.in_place_paths.cache_clear()
         selected = paths.in_place_paths(target, path.phase, head_dim, ratio, rotate)
         force_selection(selected, path)
         compress_norm_rope_hadamard_(
@@ -266,6 +274,44 @@ def _in_place(
         if not bool(((result.float() - want.float()).abs() <= ulp).all()):
             raise RuntimeError("an element is more than one bf16 ulp off")
         return float((result != want)[[0, 2, 5]].float().mean())
+
+    return run
+
+
+def _queries(path: KernelPath, hard: bool) -> Callable[[Target, torch.device], float]:
+    """``quantise_indexer_queries``: the share of codes that differ."""
+
+    def run(target: Target, device: torch.device) -> float:
+        rng = torch.Generator().manual_seed(4)
+        q = torch.randn(6, 4, 128, generator=rng)
+        if hard:
+            q *= 10.0 ** (8 * torch.rand(6, 4, 1, generator=rng) - 4)
+            q[2] = 0.0
+        q = q.bfloat16()
+        weights = torch.rand(6, 4, generator=rng) + 0.5
+        angle = 6.3 * torch.rand(1024, 32, generator=rng)
+        table = torch.cat((angle.cos(), angle.sin()), 1)
+        positions = torch.tensor([0, 1, 28, 400, 7, 1023])
+        worst = 0.0
+        formats: tuple[CacheFormat, ...] = ("indexer_fp8", "indexer_mxfp4")
+        for cache_format in formats:
+            spec = CompressorSpec(
+                128, 4, cache_format, 64, "vllm", rotate=True, fp8="ocp", rope_layout="split"
+            )
+            want = quantise_indexer_queries(spec, q, positions, table, weights, 0.1, 0.5)
+            paths.query_paths.cache_clear()
+            force_selection(paths.query_paths(target, spec), path)
+            codes, scales, out = quantise_indexer_queries(
+                spec, q.to(device), positions.to(device), table.to(device), weights.to(device),
+                0.1, 0.5, target=target,
+            )  # fmt: skip
+            worst = max(worst, float((codes.cpu() != want[0]).float().mean()))
+            known = want[1]
+            if scales is not None and known is not None and not torch.equal(scales.cpu(), known):
+                raise RuntimeError("a scale differs from that of the definition")
+            if not torch.allclose(out.cpu(), want[2], rtol=1e-6, atol=0):
+                raise RuntimeError("a head's weight differs from that of the definition")
+        return worst
 
     return run
 

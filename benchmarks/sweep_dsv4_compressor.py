@@ -63,13 +63,11 @@ def variants() -> list[Variant]:
 
     add("decode", "indexer_rows", 4, *(f"num_warps=1 pdl={p}" for p in (0, 1, 2)))
     add("decode", "indexer", 4, *(f"num_warps={w} pdl={p}" for w in (1, 2, 4) for p in (0, 1, 2)))
-    add("decode", "indexer", 4, "num_warps=1 pdl=2 late_row=true")
     add("decode", "main", 4, *(f"num_warps={w} pdl={p}" for w in (4, 8) for p in (0, 1, 2)))
     add("decode", "main", 4, "num_warps=2", "num_warps=4 block_w=4")
-    add("decode", "main", 4, *(f"num_warps=4 pdl={p} late_row=true" for p in (1, 2)))
     add("decode", "both", 4, *(f"num_warps={w} pdl={p}" for w in (4, 8) for p in (0, 1, 2)))
     lean = [f"block_w=2 max_registers={r}" for r in (64, 72)] + ["block_w=4 max_registers=72"]
-    add("decode", "both", 4, *(f"num_warps=4 {v} pdl=1 late_row=true" for v in lean))
+    add("decode", "both", 4, *(f"num_warps=4 {v} pdl=1" for v in lean))
     add("decode", "both", 4, "num_warps=4 block_w=8 max_registers=64 pdl=1")
     c128 = ((2, 8), (2, 16), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32), (16, 32))
     add("decode", "main", 128, *(f"num_warps={w} block_w={b} pdl=1" for w, b in c128))
@@ -117,7 +115,7 @@ def with_params(text: str, variant: Variant) -> str:
     rows = text.split("[[path]]")
     for i, row in enumerate(rows):
         if f'phase = "{variant.phase}"' in row and f'"{variant.feature}"' in row:
-            row = re.sub(r"(?m)^(pdl|late_row|max_registers) = \w+\n", "", row)
+            row = re.sub(r"(?m)^(pdl|max_registers) = \w+\n", "", row)
             for name, value in variant.params:
                 row = re.sub(rf"(?m)^{name} = \w+\n", "", row)
                 row = row.replace("[path.params]\n", f"[path.params]\n{name} = {value}\n")

@@ -124,11 +124,7 @@ def pair_constexprs(
 
 def decode_constexprs(path: KernelPath, kernel: Any) -> dict[str, Any]:
     """What a row's parameters give ``decode_step_kernel`` or ``decode_pair_kernel``."""
-    return {
-        "BLOCK_W": path.params["block_w"],
-        "HAS_LATE_ROW": bool(path.params.get("late_row", False)),
-        **pdl(path, kernel),
-    }
+    return {"BLOCK_W": path.params["block_w"], **pdl(path, kernel)}
 
 
 @functools.cache

@@ -57,7 +57,6 @@ def decode_pair_kernel(
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,  # of the main rows
-    HAS_LATE_ROW: tl.constexpr,  # of the main rows
     PDL: tl.constexpr,
 ):
     """Programs (n, 0) are the main rows, which take longer, and (n, 1) the indexer's."""
@@ -68,8 +67,7 @@ def decode_pair_kernel(
             m_plan_ptr, m_aux_ptr, request_ptr, m_block_table_ptr, m_slot_ptr, eps, m_inv_scale,
             stride_m_input_t, stride_m_state_b, stride_m_state_r, stride_m_ape_r, stride_m_ape_c,
             stride_table_p, stride_m_block_table_b, stride_m_cache_p, 512, 4, M_STATE_BLOCK,
-            M_PAGE, PLAN, M_FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, False, BLOCK_W, HAS_LATE_ROW,
-            PDL,
+            M_PAGE, PLAN, M_FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, False, BLOCK_W, PDL,
         )  # fmt: skip
     else:
         decode_row(
@@ -77,6 +75,5 @@ def decode_pair_kernel(
             x_plan_ptr, x_aux_ptr, request_ptr, x_block_table_ptr, x_slot_ptr, eps, 1.0,
             stride_x_input_t, stride_x_state_b, stride_x_state_r, stride_x_ape_r, stride_x_ape_c,
             stride_table_p, stride_x_block_table_b, stride_x_cache_p, 128, 4, X_STATE_BLOCK,
-            X_PAGE, PLAN, X_FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, 8, False,
-            PDL,
+            X_PAGE, PLAN, X_FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, 8, PDL,
         )  # fmt: skip

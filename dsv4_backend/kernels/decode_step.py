@@ -10,30 +10,6 @@ from dsv4_backend.kernels.window import load_row, locate_decode, pool_window, wr
 
 
 @triton.jit
-def copy_row(
-    token_ptr,
-    state_ptr,
-    ape_ptr,
-    state_row,
-    position,
-    stride_state_b,
-    stride_state_r,
-    stride_ape_r,
-    stride_ape_c,
-    D: tl.constexpr,
-    RATIO: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
-    PLAN: tl.constexpr,
-):
-    """The new token's row, from the input to the state."""
-    b_kv, b_score = load_row(token_ptr, D, RATIO)
-    write_state_row(
-        b_kv, b_score, state_ptr, ape_ptr, state_row, position, stride_state_b, stride_state_r,
-        stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
-    )  # fmt: skip
-
-
-@triton.jit
 def decode_row(
     i_n,
     input_ptr,
@@ -68,14 +44,13 @@ def decode_row(
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    HAS_LATE_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Where entry i_n's token ends a window, pool, finish and store it; write its state row.
 
     The new token's row of the window is read from the input, and the state row is written after
-    the window was read: no load waits for a store. The row is held from the start, beside the
-    plan's loads; or, if HAS_LATE_ROW, read once more, which leaves registers to the window.
+    the window was read: no load waits for a store, and what does not depend on the plan is loaded
+    beside it.
     """
     WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
     wait_for_previous(PDL)
@@ -84,36 +59,23 @@ def decode_row(
     request = tl.load(request_ptr + i_n).to(tl.int64) if PLAN == "paged" else state_row
     block_row_ptr = block_table_ptr + request * stride_block_table_b
     token_ptr = input_ptr + i_n.to(tl.int64) * stride_input_t
-    if not HAS_LATE_ROW:
-        b_kv, b_score = load_row(token_ptr, D, RATIO)
+    b_kv, b_score = load_row(token_ptr, D, RATIO)
     b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
 
     is_token = (seq_len > 0) & (state_row >= 0)
     # Asking for request >= 0 keeps its load before the branch, beside the plan's.
-    is_end = is_token & (seq_len % RATIO == 0) & (slot >= 0) & (request >= 0)
-    if is_end:
+    if is_token & (seq_len % RATIO == 0) & (slot >= 0) & (request >= 0):
         b_angles = load_angles(table_ptr, seq_len - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
         b_x = pool_window(
             tl.arange(0, D), seq_len, WINDOW - 1, token_ptr, state_ptr, ape_ptr, block_row_ptr,
             page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r,
             stride_ape_c, D, RATIO, STATE_BLOCK, PLAN, BLOCK_W, D,
         )  # fmt: skip
-        if HAS_LATE_ROW:
-            copy_row(
-                token_ptr, state_ptr, ape_ptr, state_row, seq_len - 1, stride_state_b,
-                stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
-            )  # fmt: skip
         b_x = finish_row(b_x, b_w, b_angles, eps, D, ROUNDING, HAS_ROTATION)
         store_record(
             b_x, cache_ptr, slot, stride_cache_p, inv_scale, D, PAGE, FORMAT, ROUNDING, IS_FNUZ
         )
-    if HAS_LATE_ROW:
-        if is_token & (is_end == 0):
-            copy_row(
-                token_ptr, state_ptr, ape_ptr, state_row, seq_len - 1, stride_state_b,
-                stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
-            )  # fmt: skip
-    elif is_token:
+    if is_token:
         write_state_row(
             b_kv, b_score, state_ptr, ape_ptr, state_row, seq_len - 1,
             stride_state_b, stride_state_r, stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK, PLAN,
@@ -154,7 +116,6 @@ def decode_step_kernel(
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    HAS_LATE_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a request."""
@@ -163,5 +124,5 @@ def decode_step_kernel(
         aux_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale, stride_input_t,
         stride_state_b, stride_state_r, stride_ape_r, stride_ape_c, stride_table_p,
         stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE, PLAN, FORMAT, ROUNDING,
-        IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W, HAS_LATE_ROW, PDL,
+        IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W, PDL,
     )  # fmt: skip

@@ -140,9 +140,7 @@ def compile_case(arch: str, case: Case, is_large: bool, grid: int = 1) -> tuple[
     for argument in ("BLOCK_W", "BLOCK_D", "ROWS"):
         if argument in kernel.arg_names:
             constexprs[argument] = params[argument.lower()]
-    if "HAS_LATE_ROW" in kernel.arg_names:
-        constexprs |= paths.decode_constexprs(path, kernel)
-    elif "PDL" in kernel.arg_names:
+    if "PDL" in kernel.arg_names:
         constexprs |= paths.pdl(path, kernel)
     is_rest = kernel in (state_write_kernel, finish_and_write_kernel)
     options = paths.options(path, "rest_num_warps" if is_rest else "num_warps")
