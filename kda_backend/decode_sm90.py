@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parent / "kernels" / "sm90" / "decode_step.cu"
 DIM = 128
-THREADS = 128
-_PARAMS = struct.Struct("=15Q11q3i3f")  # struct Params of the source
+BLOCKS_A_SM = {4: 3, 8: 2, 16: 1}  # by warps of a block; tiles of 64 KiB allow three
+_PARAMS = struct.Struct("=15Q11q3i3fi4x")  # struct Params of the source
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -31,17 +31,20 @@ def serves(x: StepInputs) -> bool:
 
 
 def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
-    """One launch; ``step_split`` blocks, a cluster, share the state of a head.
+    """One launch; ``step_split`` blocks of ``step_warps`` warps, a cluster, share a head's state.
 
-    With ``step_overlaps`` the blocks are placed while the kernel before runs, and wait for it.
+    With ``step_overlaps`` the blocks are placed while the kernel before runs, and wait for it; what
+    it does not write is fetched before they wait.
     """
     conv, norm = x.conv, x.norm
     conv_state, taps, conv_bias = (conv.state, conv.weight, conv.bias) if conv else (None,) * 3
     norm_weight, gate = (norm.weight, norm.gate) if norm else (None, None)
     split = int(path.params["step_split"])
     typed = (x.q, x.g, x.beta, x.a_log, x.dt_bias, conv_state, taps, conv_bias, norm_weight, gate)
+    warps, overlaps = int(path.params["step_warps"]), bool(path.params["step_overlaps"])
     kernel = _kernel(
         split,
+        warps,
         x.gate,
         x.beta_kind,
         x.l2norm,
@@ -80,12 +83,14 @@ def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
         x.lower_bound,
         x.scale,
         norm.eps if norm else 0.0,
+        overlaps and x.settled,
     )
-    kernel(rows * value_heads * split, THREADS, params, overlaps=bool(path.params["step_overlaps"]))
+    kernel(rows * value_heads * split, 32 * warps, params, overlaps=overlaps)
 
 
 def defines(
     split: int,
+    warps: int,
     gate: int,
     beta: int,
     l2norm: bool,
@@ -116,6 +121,8 @@ def defines(
     }
     return {
         "SPLIT": split,
+        "WARPS": warps,
+        "MIN_BLOCKS": BLOCKS_A_SM[warps],
         "GATE": gate,
         "BETA": beta,
         "L2NORM": int(l2norm),
@@ -125,23 +132,24 @@ def defines(
         "STATE_BF16": int(bf16_state),
         **{f"DT_{name}": _TYPE[dtype or torch.float32] for name, dtype in kinds.items()},
         "PARAM_BYTES": _PARAMS.size,
-        "SHARED_BYTES": shared_bytes(split, bf16_state),
+        "SHARED_BYTES": shared_bytes(split, warps, bf16_state),
     }
 
 
-def shared_bytes(split: int, bf16_state: bool) -> int:
-    """sizeof(Shared): the tile, q, k, decay, v and o, sums of four warps and of the blocks."""
+def shared_bytes(split: int, warps: int, bf16_state: bool) -> int:
+    """sizeof(Shared): the tile, q, k, decay, v and o, a sum of each warp of a head, barriers."""
     rows = DIM // split
     tile = rows * DIM * (2 if bf16_state else 4)
-    size = tile + 4 * (3 * DIM + 2 * rows + 4 + split)
-    return -(-size // 8) * 8 + 8
+    size = tile + 4 * (3 * DIM + 2 * rows + split * warps)
+    chunks = max(1, rows // warps // 8)
+    return -(-size // 8) * 8 + 8 * warps * chunks
 
 
 @functools.cache
-def _kernel(split: int, *variant: object) -> CudaKernel:
+def _kernel(*variant: object) -> CudaKernel:
     from backend_core.cuda_source import CudaKernel
 
-    constants = defines(split, *variant)  # type: ignore[arg-type]
+    constants = defines(*variant)  # type: ignore[arg-type]
     return CudaKernel(SOURCE, "decode_step", constants, constants["SHARED_BYTES"])
 
 

@@ -35,6 +35,7 @@ def kda_decode_step(
     norm_gate: torch.Tensor | None = None,
     norm_eps: float = 1e-5,
     out: torch.Tensor | None = None,
+    pools_settled: bool = False,
     plan: KdaPlan | None = None,
 ) -> torch.Tensor:
     """One token of each sequence through a KDA layer, from its projections to its output.
@@ -79,6 +80,9 @@ def kda_decode_step(
         conv_weight: ``[C, 4]``; the last tap meets the new token. conv_bias: ``[C]``.
         norm_weight: ``[V]``; norm_gate: ``[N, HV, V]``, the raw gate.
         out: where to write the output, ``[N, HV, V]`` in q's dtype; may alias v.
+        pools_settled: a promise that the kernel launched before this call writes neither the pools
+            at these slots, nor ``state_indices``, nor a weight. They are then fetched while it may
+            still run: behind a projection, never behind another step of the same sequences.
         plan: paths chosen at model load (``kda_backend.paths.select``).
 
     Returns:
@@ -112,6 +116,7 @@ def kda_decode_step(
         norm_gate=norm_gate,
         norm_eps=norm_eps,
         out=out,
+        settled=pools_settled,
     )
     if state_indices.shape != q.shape[:1] or not state_indices.is_contiguous():
         raise ValueError(

@@ -116,6 +116,9 @@ def decode(
 ) -> None:
     """One token of each sequence, all in one launch; every valid slot is read.
 
+    Called behind the layer's projections: the launch before it must not write the pools or
+    ``state_indices``, which may be read while that one still runs.
+
     Arguments as :func:`prefill`, with ``N = T``; rows at ``null_slot`` are padding too.
     """
     heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
@@ -141,6 +144,7 @@ def decode(
         norm_gate=gate,
         norm_eps=weights.norm_eps,
         out=out,
+        pools_settled=True,
         plan=plan,
     )
 

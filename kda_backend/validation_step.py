@@ -55,6 +55,7 @@ class StepInputs:
         gate, beta_kind: the ``GATE_*`` and ``BETA_*`` codes of ``kda_backend.validation``.
         pool: ``[slots, HV, V, K]``; indices: int32.
         null_slot: rows at this slot are padding; -1 where there is none.
+        settled: no kernel that may still run writes the pools, the indices or the weights.
     """
 
     q: torch.Tensor
@@ -74,6 +75,7 @@ class StepInputs:
     null_slot: int
     conv: ConvInputs | None
     norm: NormInputs | None
+    settled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ def check_step(
     norm_gate: torch.Tensor | None,
     norm_eps: float,
     out: torch.Tensor | None,
+    settled: bool = False,
 ) -> StepInputs:
     """Check all but the shape of ``state_indices``; raise ``ValueError`` before any write."""
     if q.dim() != 3:
@@ -199,6 +202,7 @@ def check_step(
         -1 if null_slot is None else int(null_slot),
         conv,
         _check_norm(norm_weight, norm_gate, norm_eps, v),
+        settled,
     )
 
 

@@ -246,6 +246,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             lower_bound=lower_bound,
             A_log=A_log,
             dt_bias=dt_bias,
+            pools_settled=True,  # projections or the convolution come before
             plan=plan,
             **stages,
         )

@@ -212,6 +212,33 @@ def test_every_row_of_the_tables_is_exact(
     assert_rows(case, out, [1, 0], before, pools)
 
 
+@pytest.mark.parametrize("row", shipped_rows("decode"))
+def test_settled_pools_change_no_bit(kernels: Backend, seed: int, row: Any) -> None:
+    """Steps of other sequences one behind the other, each fetched while the one before may run."""
+    rows, steps = 3, 4 if ON_GPU else 2
+    case = make_step(seed, rows * steps, device=kernels.device, heads=1, key_dim=128, value_dim=128)
+    pools = Pools(case, rows * steps)
+    pools.fill(seed + 1, list(range(rows * steps)))
+    twin = pools.copy()
+    plan = one_path(kernels.plan(case.shape), "decode", row)
+    table = torch.randperm(rows * steps).int().view(steps, rows)
+    table[-1, 0] = -1
+    table = table.to(kernels.device)
+    parts = [case.part(slice(rows * i, rows * (i + 1))) for i in range(steps)]
+    outs = case.z.new_full((2, steps, rows, *case.z.shape[1:]), float("nan"))
+    for settled, pool in enumerate((twin, pools)):
+        if ON_GPU:
+            torch.cuda.synchronize()
+        for i, part in enumerate(parts):
+            arguments = part.options(pool.windows) | {"plan": plan, "out": outs[settled, i]}
+            kda_decode_step(
+                *part.tokens, pool.states, table[i], pools_settled=bool(settled), **arguments
+            )
+    assert_same_bits("output", outs[1], outs[0])
+    assert_same_bits("states", pools.memory, twin.memory)
+    assert_same_bits("windows", pools.window_memory, twin.window_memory)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 def test_graph_replay_equals_the_call(kernels: Backend, seed: int) -> None:
     case = make_step(seed, 6, device=kernels.device, heads=4, key_dim=128, value_dim=128)

@@ -1,23 +1,32 @@
 // One KDA decode step of a layer on Hopper, K = V = 128: what kernels/decode_step.py computes.
 //
-// A head's state is SPLIT tiles of ROWS = 128 / SPLIT value rows, each one run of memory: a block
-// fetches its tile with one bulk copy as soon as it knows the slot, makes q, k, v and the decay
-// meanwhile, updates the tile in shared memory, and writes it back with one bulk copy. The blocks of
-// a head are a cluster: all have read the convolution's window before one of them shifts it, and
-// the norm's sum goes over all of them.
+// A head's state is SPLIT tiles of ROWS = 128 / SPLIT value rows, one for each block. Each of its
+// WARPS warps has rows of its own: a chunk of them comes by one bulk copy, is updated in shared
+// memory and leaves by one bulk copy, without waiting for other warps.
+//
+// What the kernel before this one does not write (slot, state, window and weights) is fetched while
+// that kernel still runs, if the caller says so (settled).
+//
+// The blocks of a head are a cluster: all have read the convolution's window before one of them
+// shifts it, and the norm's sum goes over all of them.
 //
 // Eight lanes share a row, 16 channels each, so a warp has four rows at a time and the products
 // with the state (S k and S q in one pass: o = S_old q + (k q) delta) take three shuffles.
 //
-// SPLIT, GATE, BETA, L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM, STATE_BF16 and DT_* come as
-// definitions: types of tensors are 0 (bf16), 1 (fp16) or 2 (fp32).
+// SPLIT, WARPS, MIN_BLOCKS, GATE, BETA, L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM, STATE_BF16 and DT_*
+// come as definitions: types of tensors are 0 (bf16), 1 (fp16) or 2 (fp32).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 typedef long long i64;
 
-static constexpr int D = 128, THREADS = 128, ROWS = D / SPLIT;
+static constexpr int D = 128, THREADS = 32 * WARPS, ROWS = D / SPLIT;
+static constexpr int WARP_ROWS = ROWS / WARPS;
+static_assert(WARP_ROWS >= 4, "a warp has four rows at a time");
+static constexpr int CHUNK_ROWS = WARP_ROWS < 8 ? WARP_ROWS : 8, CHUNKS = WARP_ROWS / CHUNK_ROWS;
+static constexpr int STEPS = CHUNK_ROWS / 4;  // rows of a chunk, four at a time
+static constexpr int FIRST_V = THREADS > D ? D : 0;  // thread of value row 0
 // blocks of a head wait for one another: for the window, and before they write to each other
 static constexpr bool MEETS = HAS_CONV || (HAS_NORM && SPLIT > 1);
 static constexpr float LOG2E = 1.4426950408889634f;
@@ -34,6 +43,7 @@ struct Params {
     i64 stride_conv_n, stride_conv_c, stride_conv_w, stride_gate, stride_out;
     int heads, heads_per_key, null_slot;
     float lower_bound, scale, eps;
+    int settled;  // the kernel before writes neither pools, indices nor weights
 };
 static_assert(sizeof(Params) == PARAM_BYTES, "struct Params differs from the host's");
 
@@ -46,9 +56,8 @@ typedef float State;
 struct Shared {
     State tile[ROWS * D];
     float q[D], k[D], decay[D], v[ROWS], o[ROWS];
-    float partial[THREADS / 32];
-    float squares[SPLIT];  // of each block of the head
-    u64 arrived;
+    float squares[SPLIT][WARPS];  // of the outputs of each warp of the head
+    u64 arrived[WARPS][CHUNKS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "struct Shared differs from the host's");
 
@@ -178,34 +187,56 @@ __device__ __forceinline__ u64 evict_first() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-__device__ __forceinline__ void fetch_tile(State* tile, const State* from, u64* arrived) {
+static constexpr u32 CHUNK_BYTES = sizeof(State) * CHUNK_ROWS * D;
+__device__ __forceinline__ void init_barrier(u64* arrived) {
     asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(arrived)) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void fetch_chunk(State* chunk, const State* from, u64* arrived) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(arrived)),
-                 "r"(static_cast<u32>(sizeof(State) * ROWS * D))
+                 "r"(CHUNK_BYTES)
                  : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(tile)),
-        "l"(from), "r"(static_cast<u32>(sizeof(State) * ROWS * D)), "r"(shared_address(arrived)),
-        "l"(evict_first())
+        " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(chunk)),
+        "l"(from), "r"(CHUNK_BYTES), "r"(shared_address(arrived)), "l"(evict_first())
         : "memory");
 }
-__device__ __forceinline__ void wait_for_tile(u64* arrived) {
-    asm volatile(
-        "{\n.reg .pred p;\nWAIT:\n"
-        "mbarrier.try_wait.parity.shared.b64 p, [%0], 0;\n"
-        "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(shared_address(arrived))
-        : "memory");
+__device__ __forceinline__ void wait_for_chunk(u64* arrived) {
+    u32 done = 0;
+    while (!done) {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared.b64 p, [%1], 0;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(shared_address(arrived))
+            : "memory");
+    }
 }
-__device__ __forceinline__ void write_tile(State* to, const State* tile) {
+__device__ __forceinline__ void write_chunk(State* to, const State* chunk) {
     asm volatile(
         "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
-        "r"(shared_address(tile)), "r"(static_cast<u32>(sizeof(State) * ROWS * D)),
-        "l"(evict_first())
+        "r"(shared_address(chunk)), "r"(CHUNK_BYTES), "l"(evict_first())
         : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until the chunks that this thread wrote have been read from shared memory.
+__device__ __forceinline__ void wait_for_writes() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// What threads did to shared memory comes before what bulk copies do to it.
+__device__ __forceinline__ void fence_bulk_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_kernel_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_arrive() {
@@ -214,16 +245,13 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
     if (SPLIT > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Writes x to a shared variable of every block of the cluster.
-__device__ __forceinline__ void tell_cluster(float* variable, float x) {
-#pragma unroll
-    for (int rank = 0; rank < SPLIT; ++rank) {
-        u32 there;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;"
-            : "=r"(there)
-            : "r"(shared_address(variable)), "r"(rank));
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
-    }
+// Writes x to a shared variable of block `rank` of the cluster.
+__device__ __forceinline__ void tell_block(float* variable, int rank, float x) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(there)
+        : "r"(shared_address(variable)), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
 }
 
 #if SPLIT > 1
@@ -232,59 +260,92 @@ __device__ __forceinline__ void tell_cluster(float* variable, float x) {
 #define CLUSTER
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 3)
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     decode_step(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char raw[];
     Shared& s = *reinterpret_cast<Shared*>(raw);
-    const int t = threadIdx.x, rank = blockIdx.x % SPLIT;
-    const int head = blockIdx.x / SPLIT % p.heads;
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32, column = 4 * (lane % 8);
+    const int rank = blockIdx.x % SPLIT, head = blockIdx.x / SPLIT % p.heads;
     const i64 n = blockIdx.x / SPLIT / p.heads;
-    // The kernel before this one may still run while blocks of this one are placed; both lines are
+    // a thread has channel t of q, k and the decay, and row r_v of the block's values
+    const int r_v = t - FIRST_V, row = rank * ROWS + r_v;
+    const bool has_channel = t < D, has_row = r_v >= 0 && r_v < ROWS;
+    u64* arrived = s.arrived[warp];
+    if (lane == 0) {
+        for (int c = 0; c < CHUNKS; ++c) init_barrier(&arrived[c]);
+        publish_barriers();
+    }
+    __syncwarp();
+    // The kernel before this one may still run while blocks of this one are placed; these lines are
     // nothing for a launch that does not overlap.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (!p.settled) wait_for_kernel_before();
     const i64 slot = p.indices[n];
-    const int row = rank * ROWS + t;  // of the value, for the first ROWS threads
     const i64 out_at = n * p.stride_out + head * D + row;
     if (slot < 0 || slot == p.null_slot) {  // the same in all blocks of the head
-        if (t < ROWS) store<DT_X>(p.out, out_at, 0.0f);
+        if (p.settled) wait_for_kernel_before();
+        let_next_kernel_start();
+        if (has_row) store<DT_X>(p.out, out_at, 0.0f);
         return;
     }
-    State* tile = static_cast<State*>(p.state) + slot * p.stride_state + head * (D * D) +
-                  rank * (ROWS * D);
-    if (t == 0) fetch_tile(s.tile, tile, &s.arrived);
-
-    const int key_head = head / p.heads_per_key, values = 2 * p.heads * D;
-    Channel q, k, v = {};
-    q.x = load<DT_X>(p.q, n * p.stride_q + key_head * D + t);
-    k.x = load<DT_X>(p.k, n * p.stride_k + key_head * D + t);
-    const float g = load<DT_G>(p.g, n * p.stride_g + head * D + t);
-    float beta = load<DT_BETA>(p.beta, n * p.stride_beta + head);
-    const float rate = p.a_log ? load<DT_A>(p.a_log, head) : 0.0f;
-    const float bias = p.dt_bias ? load<DT_DT>(p.dt_bias, head * D + t) : 0.0f;
-    q.fetch(p, slot, head * D + t);
-    k.fetch(p, slot, (p.heads + head) * D + t);
-    float weight = 0.0f, gate = 0.0f;
-    if (t < ROWS) {
-        v.x = load<DT_X>(p.v, n * p.stride_v + head * D + row);
-        v.fetch(p, slot, values + head * D + row);
-        if (HAS_NORM) {
-            weight = load<DT_NORM>(p.norm_weight, row);
-            gate = load<DT_Z>(p.norm_gate, n * p.stride_gate + head * D + row);
+    State* const tile = static_cast<State*>(p.state) + slot * p.stride_state + head * (D * D) +
+                        rank * (ROWS * D);
+    if (lane == 0) {
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int at = (warp * WARP_ROWS + c * CHUNK_ROWS) * D;
+            fetch_chunk(s.tile + at, tile + at, &arrived[c]);
         }
     }
-    if (BETA) beta = (BETA == 2 ? 2.0f : 1.0f) * sigmoid(beta);
-    float decay = g * LOG2E;
-    if (GATE == 1) decay = -ex2(rate * LOG2E) * softplus_log2(g + bias);
-    if (GATE == 2) decay = p.lower_bound * LOG2E * sigmoid(ex2(rate * LOG2E) * (g + bias));
-    s.q[t] = q.activated();
-    s.k[t] = k.activated();
-    s.decay[t] = ex2(decay);
-    if (t < ROWS) s.v[t] = v.activated();
+
+    const int c_q = head * D + t, c_k = (p.heads + head) * D + t;
+    const int c_v = (2 * p.heads + head) * D + row;
+    Channel q = {}, k = {}, v = {};
+    float g = 0.0f, rate = 0.0f, bias = 0.0f, weight = 0.0f, gate = 0.0f;
+    if (has_channel) {
+        rate = p.a_log ? load<DT_A>(p.a_log, head) : 0.0f;
+        bias = p.dt_bias ? load<DT_DT>(p.dt_bias, head * D + t) : 0.0f;
+        q.fetch(p, slot, c_q);
+        k.fetch(p, slot, c_k);
+    }
+    if (has_row) {
+        v.fetch(p, slot, c_v);
+        if (HAS_NORM) weight = load<DT_NORM>(p.norm_weight, row);
+    }
+    if (p.settled) wait_for_kernel_before();
+    let_next_kernel_start();
+    float beta = load<DT_BETA>(p.beta, n * p.stride_beta + head);
+    if (has_channel) {
+        const int key = head / p.heads_per_key * D + t;
+        q.x = load<DT_X>(p.q, n * p.stride_q + key);
+        k.x = load<DT_X>(p.k, n * p.stride_k + key);
+        g = load<DT_G>(p.g, n * p.stride_g + head * D + t);
+    }
+    if (has_row) {
+        v.x = load<DT_X>(p.v, n * p.stride_v + head * D + row);
+        if (HAS_NORM) gate = load<DT_Z>(p.norm_gate, n * p.stride_gate + head * D + row);
+    }
+
+    if (has_channel) {
+        const float r = ex2(rate * LOG2E), raw_gate = g + bias;
+        float decay = g * LOG2E;
+        if (GATE == 1) decay = -r * softplus_log2(raw_gate);
+        if (GATE == 2) decay = p.lower_bound * LOG2E * sigmoid(r * raw_gate);
+        s.q[t] = q.activated();
+        s.k[t] = k.activated();
+        s.decay[t] = ex2(decay);
+    }
+    if (has_row) s.v[r_v] = v.activated();
     __syncthreads();
     if (MEETS) cluster_arrive();  // this block has started, and has read the window
+    if (HAS_CONV) {
+        // nobody but this thread reads these channels of the window of this block's v, nor, in a
+        // head of one block, of q and k
+        if (SPLIT == 1 && has_channel) {
+            q.shift(p, slot, c_q);
+            k.shift(p, slot, c_k);
+        }
+        if (has_row) v.shift(p, slot, c_v);
+    }
 
-    const int warp = t / 32, lane = t % 32, column = 4 * (lane % 8);
     float4 b_q[4], b_k[4], b_decay[4];
     float qq = 0.0f, kk = 0.0f, qk = 0.0f;
 #pragma unroll
@@ -299,22 +360,23 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 3)
     qq = sum_of_row(qq);
     kk = sum_of_row(kk);
     qk = sum_of_row(qk);
+    if (BETA) beta = (BETA == 2 ? 2.0f : 1.0f) * sigmoid(beta);
     const float r_q = p.scale * (L2NORM ? rsqrtf(qq + 1e-6f) : 1.0f);
     const float r_k = L2NORM ? rsqrtf(kk + 1e-6f) : 1.0f;
 
-    wait_for_tile(&s.arrived);
-    constexpr int WARP_ROWS = ROWS / 4, STEPS = WARP_ROWS >= 8 ? 2 : 1;
+    float square = 0.0f;  // of the outputs of this lane's rows
 #pragma unroll 1
-    for (int first = 0; first < WARP_ROWS; first += 4 * STEPS) {
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int chunk = warp * WARP_ROWS + c * CHUNK_ROWS, first = chunk + lane / 8;
         float4 b_state[STEPS][4];
         float sk[STEPS], sq[STEPS];
+        wait_for_chunk(&arrived[c]);
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            const int r = warp * WARP_ROWS + first + 4 * i + lane / 8;
             sk[i] = sq[i] = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                float4 x = read_state(&s.tile[r * D + 32 * j + column]);
+                float4 x = read_state(&s.tile[(first + 4 * i) * D + 32 * j + column]);
                 x = make_float4(x.x * b_decay[j].x, x.y * b_decay[j].y, x.z * b_decay[j].z,
                                 x.w * b_decay[j].w);
                 sk[i] += dot(x, b_k[j]);
@@ -324,7 +386,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 3)
         }
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            const int r = warp * WARP_ROWS + first + 4 * i + lane / 8;
+            const int r = first + 4 * i;
             const float delta = beta * (s.v[r] - r_k * sum_of_row(sk[i]));
             const float step = r_k * delta;
             const float o = r_q * (sum_of_row(sq[i]) + step * qk);
@@ -336,39 +398,40 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 3)
                 write_state(&s.tile[r * D + 32 * j + column], x);
             }
             if (lane % 8 == 0) s.o[r] = o;
+            square += o * o;
         }
+        fence_bulk_copies();
+        __syncwarp();
+        if (lane == 0) write_chunk(tile + chunk * D, s.tile + chunk * D);
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tile, for the bulk copy
-    __syncthreads();
-    if (t == 0) write_tile(tile, s.tile);
-
-    if (MEETS) cluster_wait();
-    if (HAS_CONV) {
-        if (rank == 0) {
-            q.shift(p, slot, head * D + t);
-            k.shift(p, slot, (p.heads + head) * D + t);
-        }
-        if (t < ROWS) v.shift(p, slot, values + head * D + row);
-    }
-    float o = t < ROWS ? s.o[t] : 0.0f;
     if (HAS_NORM) {
-        float square = o * o;
-#pragma unroll
-        for (int l = 1; l < 32; l *= 2) square += __shfl_xor_sync(0xffffffffu, square, l);
-        if (lane == 0) s.partial[warp] = square;
+        square += __shfl_xor_sync(0xffffffffu, square, 8);
+        square += __shfl_xor_sync(0xffffffffu, square, 16);
+    }
+    if (MEETS && SPLIT > 1) cluster_wait();
+    if (HAS_CONV && SPLIT > 1 && rank == 0 && has_channel) {
+        q.shift(p, slot, c_q);
+        k.shift(p, slot, c_k);
+    }
+    if (HAS_NORM && SPLIT > 1) {
+        if (lane < SPLIT) tell_block(&s.squares[rank][warp], lane, square);
+        __syncwarp();
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        if (HAS_NORM && lane == 0) s.squares[0][warp] = square;
         __syncthreads();
-        square = s.partial[0] + s.partial[1] + s.partial[2] + s.partial[3];
-        if (SPLIT > 1) {
-            if (t == 0) tell_cluster(&s.squares[rank], square);
-            cluster_arrive();
-            cluster_wait();
+    }
+    if (has_row) {
+        float o = s.o[r_v];
+        if (HAS_NORM) {
             square = 0.0f;
 #pragma unroll
-            for (int r = 0; r < SPLIT; ++r) square += s.squares[r];
+            for (int i = 0; i < SPLIT * WARPS; ++i) square += s.squares[0][i];
+            o *= rsqrtf(square * (1.0f / D) + p.eps) * weight * sigmoid(gate);
         }
-        o *= rsqrtf(square * (1.0f / D) + p.eps) * weight * sigmoid(gate);
+        store<DT_X>(p.out, out_at, o);
     }
-    if (t < ROWS) store<DT_X>(p.out, out_at, o);
-    // the tile's shared memory must outlive the copy out of it
-    if (t == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    // shared memory must outlive the copies out of it
+    if (lane == 0) wait_for_writes();
 }
