@@ -18,7 +18,7 @@ from backend_core.launch import KernelLaunch
 from backend_core.path_table import KernelPath, load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode import _recurrent_kernel, _step_kernel, _verify_kernel
-from kda_backend.layer import _gated_norm_kernel, _short_conv_kernel
+from kda_backend.layer_stages import _gated_norm_kernel, _short_conv_kernel
 from kda_backend.prefill import _two_stage_kernels
 from kda_backend.validation import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
 from tests.offline import TARGETS, Report, compile_kernel, dump

@@ -1,0 +1,187 @@
+"""What surrounds the delta rule in a layer's prefill: the short convolution and the gated norm."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from kda_backend.metadata import CHUNK, ChunkMetadata
+
+if TYPE_CHECKING:
+    from backend_core.launch import KernelLaunch
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    has_initial_state: torch.Tensor | None,
+    metadata: ChunkMetadata,
+) -> torch.Tensor:
+    """SiLU of a causal depthwise convolution of packed sequences; their last tokens stay in a pool.
+
+    Args:
+        x: ``[T, C]``, channels adjacent; weight: ``[C, W]`` contiguous, W = 4.
+        pool: ``[slots, C, W - 1]``, any strides, oldest token first; read where
+            ``has_initial_state`` and written at ``state_indices`` ``[N]`` int32 (-1: neither).
+            No other slot is touched.
+        metadata: of these tokens; with a chunk table the kernel runs, else torch.
+
+    Returns:
+        ``[T, C]`` contiguous, x's dtype.
+    """
+    tokens, channels = x.shape
+    width = weight.shape[1]
+    expect_stride("qkv", x, 1, 1)
+    if width != 4:
+        raise ValueError(f"conv weight must have 4 taps, got {width}")
+    expect_shape("conv weight", weight, (channels, width))
+    expect_stride("conv weight", weight, 0, width)
+    expect_shape("conv_pool", pool, ("slots", channels, width - 1))
+    expect_shape("state_indices", state_indices, (metadata.num_sequences,))
+    expect_dtype("state_indices", state_indices, torch.int32)
+    expect_stride("state_indices", state_indices, 0, 1)
+    for name, tensor in (("conv weight", weight), ("conv_pool", pool)):
+        expect_device(name, tensor, x.device)
+    if metadata.num_tokens != tokens:
+        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, qkv has {tokens}")
+    out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
+    if metadata.chunk_start is None:
+        _short_conv_torch(x, weight, pool, state_indices, has_initial_state, metadata, out)
+        return out
+    launch, block = _short_conv_kernel(width, channels, _has_ptx(x))
+    launch(
+        (metadata.num_chunks * (-(-channels // block)), 1, 1),
+        x,
+        weight,
+        out,
+        pool,
+        state_indices,
+        has_initial_state,
+        metadata.cu_seqlens,
+        metadata.chunk_start,
+        metadata.chunk_len,
+        metadata.chunk_offsets,
+        metadata.num_sequences,
+        channels,
+        x.stride(0),
+        channels,
+        *pool.stride(),
+    )
+    return out
+
+
+def gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    kernels: bool,
+) -> None:
+    """``out = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)`` over the last dimension.
+
+    Args:
+        x, gate, out: ``[T, H, D]``, channels adjacent; ``out`` may be x. weight: ``[D]``.
+        kernels: run the Triton kernel; else torch.
+    """
+    tokens, heads, dim = x.shape
+    for name, tensor in (("gate", gate), ("out", out)):
+        expect_shape(name, tensor, (tokens, heads, dim))
+        expect_stride(name, tensor, 2, 1)
+        expect_device(name, tensor, x.device)
+    expect_shape("norm weight", weight, (dim,))
+    if not kernels:
+        norm = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        out.copy_(norm * weight.float() * gate.float().sigmoid())
+        return
+    launch, block = _gated_norm_kernel(dim, _has_ptx(x))
+    launch(
+        (-(-tokens * heads // block), 1, 1),
+        x,
+        gate,
+        weight,
+        out,
+        float(eps),
+        tokens * heads,
+        heads,
+        *x.stride()[:2],
+        *gate.stride()[:2],
+        *out.stride()[:2],
+    )
+
+
+def _short_conv_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    has_initial_state: torch.Tensor | None,
+    metadata: ChunkMetadata,
+    out: torch.Tensor,
+) -> None:
+    assert metadata.cu_seqlens_cpu is not None  # the CPU's metadata always has them
+    width = weight.shape[1]
+    slots = state_indices.tolist()
+    reads = [True] * len(slots) if has_initial_state is None else has_initial_state.tolist()
+    bounds = metadata.cu_seqlens_cpu
+    for begin, end, slot, initial in zip(bounds, bounds[1:], slots, reads, strict=False):
+        if begin == end:
+            continue
+        before = x.new_zeros(x.shape[1], width - 1)
+        if slot >= 0 and initial:
+            before = pool[slot].to(x.dtype)
+        line = torch.cat([before, x[begin:end].T], dim=1)
+        y = F.conv1d(line.float()[None], weight.float()[:, None], groups=line.shape[0])[0]
+        out[begin:end] = F.silu(y).T
+        if slot >= 0:
+            pool[slot] = line[:, line.shape[1] - (width - 1) :]
+
+
+@functools.cache
+def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[KernelLaunch, int]:
+    """The kernel and its channels a program; the imports need triton."""
+    import triton
+
+    from backend_core.launch import KernelLaunch
+    from kda_backend.kernels.short_conv import short_conv_kernel
+
+    block = min(128, triton.next_power_of_2(channels))
+    constexprs = {
+        "WIDTH": width,
+        "CHUNK": CHUNK,
+        "BLOCK_T": 16,
+        "BLOCK_C": block,
+        "BLOCK_N": 64,
+        "FAST_MATH": fast_math,
+    }
+    return KernelLaunch(short_conv_kernel, constexprs, {"num_warps": 4}), block
+
+
+@functools.cache
+def _gated_norm_kernel(dim: int, fast_math: bool) -> tuple[KernelLaunch, int]:
+    """The kernel and its rows a program; the imports need triton."""
+    import triton
+
+    from backend_core.launch import KernelLaunch
+    from kda_backend.kernels.gated_norm import gated_norm_kernel
+
+    block_v = triton.next_power_of_2(dim)
+    block_r = max(1, 2048 // block_v)
+    constexprs = {
+        "V": dim,
+        "BLOCK_V": block_v,
+        "BLOCK_R": block_r,
+        "FAST_MATH": fast_math,
+    }
+    return KernelLaunch(gated_norm_kernel, constexprs, {"num_warps": 4}), block_r
+
+
+def _has_ptx(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.version.hip is None
