@@ -18,11 +18,13 @@ from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixi
 from sglang.srt.mem_cache.deepseek_v4_compress_state import CompressStatePool, KVAndScore
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import prepare_server_args
 
 from dsv4_backend import CompressorLayer, CompressorSpec, RingDecode
-from tests.dsv4.cases import Chunk, Engine, make_layer, make_spec
+from tests.dsv4.cases import POISON, Chunk, Engine, make_layer, make_spec
 from tests.engines.deepseek_v4 import model_directory
+from tests.engines.sglang.harness import one_rank
 
 HIDDEN = 64
 STEP = "_forward_compress_all_in_one"
@@ -105,14 +107,33 @@ class Served:
         lengths: list[int] | None = None,
         *,
         flag: str | None = "dsv4",
+        page_tokens: int = 4,
     ) -> None:
-        spec = make_spec(cache_format, ratio, rounding="sglang", page_tokens=4)
+        spec = make_spec(cache_format, ratio, rounding="sglang", page_tokens=page_tokens)
         self.engine = Engine("ring", spec, lengths or [33, 30])
         self.compressor, self.layer = make_compressor(spec)
+        self.layer_id = 0
         full = Backend(self.engine)
         full.enable_deepseek_v4_fp4_indexer = cache_format == "indexer_mxfp4"
         self.runner = make_runner(flag)
         self.backend = attention_registry.attn_backend_wrapper(self.runner, full)
+
+    def use(self, pool: Any) -> None:
+        """Work in sglang's own pool, whose tensors become the engine's."""
+        layer = 1 if self.engine.spec.compress_ratio == 4 else 2
+        self.compressor.layer_id = layer
+        self.backend.token_to_kv_pool = pool
+        self.layer_id = layer
+        if self.engine.spec.head_dim == 128:
+            cache = pool.get_index_k_with_scale_buffer(layer)
+            states = pool.get_indexer_compress_states(layer)
+        else:
+            cache = pool.get_extra_key_buffer(layer)
+            states = pool.get_attention_compress_states(layer)
+        self.engine.cache = cache.view(torch.uint8).fill_(POISON)
+        rows = states.kv_score_buffer.kv_score.fill_(torch.nan)
+        spec = self.engine.spec
+        self.engine.state = rows.view(-1, spec.compress_ratio, spec.row_width)
 
     def run(self, histories: list[torch.Tensor], chunks: list[Chunk]) -> None:
         """One step: decode where every chunk is one token, else prefill."""
@@ -133,7 +154,33 @@ class Served:
         x = torch.cat([histories[r][start:end] for r, start, end in chunks])
         mode = ForwardMode.DECODE if is_decode else ForwardMode.EXTEND
         batch = SimpleNamespace(forward_mode=mode)
-        self.backend.forward_unified(x, batch, 0, self.compressor)
+        self.backend.forward_unified(x, batch, self.layer_id, self.compressor)
+
+
+def real_pool() -> Any:
+    """The pool that sglang allocates for four layers of ratios 0, 4, 128 and 4."""
+    publish(server_args(), role="test")
+    one_rank()
+    return DeepSeekV4TokenToKVPool(
+        max_num_reqs=8,
+        swa_size=1024,
+        c4_size=1024,
+        c128_size=256,
+        c4_state_pool_size=512,
+        c128_state_pool_size=512,
+        page_size=256,
+        swa_page_size=256,
+        dtype=torch.float8_e4m3fn,
+        c4_state_dtype=torch.float32,
+        c128_state_dtype=torch.float32,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        layer_num=4,
+        device="cpu",
+        enable_memory_saver=False,
+        compression_ratios=[0, 4, 128, 4],
+    )
 
 
 def server_args(*options: str) -> Any:

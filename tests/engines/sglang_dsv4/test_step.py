@@ -15,7 +15,7 @@ from backend_core.strict import FallbackError
 from dsv4_backend.engines import sglang_compressor
 from dsv4_backend.engines.sglang_compressor import FusedStep
 from tests.dsv4.cases import assert_records, expected_rows, make_history
-from tests.engines.sglang_dsv4.harness import STEP, Backend, Served
+from tests.engines.sglang_dsv4.harness import STEP, Backend, Served, real_pool
 
 # prompts cut inside windows, decodes beside them, and single tokens
 STEPS_C4 = [
@@ -48,9 +48,27 @@ def no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     [("indexer_fp8", 4), ("indexer_mxfp4", 4), ("fp8_ds_mla", 4), ("fp8_ds_mla", 128)],
 )
 def test_records_are_the_definitions(no_stock: None, cache_format: str, ratio: int) -> None:
+    check_steps(Served(cache_format, ratio, [33, 30] if ratio == 4 else [257, 129]))
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "ratio", "page_tokens"),
+    [("indexer_fp8", 4, 64), ("fp8_ds_mla", 4, 64), ("fp8_ds_mla", 128, 2)],
+)
+def test_the_pool_that_sglang_allocates(
+    no_stock: None, cache_format: str, ratio: int, page_tokens: int
+) -> None:
+    """Its pages, its paddings and its flat states."""
+    lengths = [33, 30] if ratio == 4 else [257, 129]
+    served = Served(cache_format, ratio, lengths, page_tokens=page_tokens)
+    served.use(real_pool())
+    check_steps(served)
+
+
+def check_steps(served: Served) -> None:
+    """State rows are exact, records are the definition's, and nothing else was written."""
+    engine, layer, ratio = served.engine, served.layer, served.engine.spec.compress_ratio
     steps = STEPS_C4 if ratio == 4 else STEPS_C128
-    served = Served(cache_format, ratio, [33, 30] if ratio == 4 else [257, 129])
-    engine, layer = served.engine, served.layer
     lengths = [max(end for chunks in steps for r, _, end in chunks if r == n) for n in (0, 1)]
     histories = [make_history(layer.spec, n, seed) for seed, n in enumerate(lengths)]
     for chunks in steps:
