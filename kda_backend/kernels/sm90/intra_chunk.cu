@@ -3,16 +3,21 @@
 // Computes what scores.py and solve.py compute (their docstrings give the equations), for bf16
 // q, k, v, g and K = V = 128. One block of 4 warps serves one (chunk, value head); warp b owns the
 // 16 tokens of row block b. Lane (l / 4, l % 4) = (r, t) holds tokens r and r + 8 of its block and
-// channels 8 t .. 8 t + 7 of each 32: the order in which channels enter a product is free, so this
-// is an operand fragment of mma.m16n8k16 and a 16-byte load at once.
+// channels 2 t, 2 t + 1 of each 8: the fragments of mma.m16n8k16, which ldmatrix and stmatrix move.
 //
-// Decays are products, never quotients. For a block of h tokens each row keeps
-//     pre = product of the decays from the block's first token through its own
-//     suf = product of the decays behind its own through the block's last
-// and pre * suf is the block's total, so doubling h takes one exchange: rows of the upper half
-// multiply pre by the lower half's total, rows of the lower half suf by the upper's. At each
-// doubling, (x pre) of upper rows times (k suf) of lower rows are the scores between the halves.
-// Nothing exceeds 1, so any gate is exact, and row r depends on tokens up to r alone.
+// A row's decay over some of the tokens of its block is 2 to a sum of log2 decays. Such sums are
+// products of a constant 0/1 matrix [8 rows, 8 tokens] and the log decays [8 tokens, channels], so the
+// tensor cores make them. Log decays enter rounded to fp16, all sums from the same rounded numbers:
+// what g rounded to 11 bits would give, and g itself has 8.
+//
+// Scores inside 8 tokens: the row's decay from the first of them on times the inverse of the column's,
+// a product in tf32, whose range is that of fp32; for that a decay counts as 2^-26 at least, which is
+// nothing in fp16. Between the halves of 16, 32 and 64 tokens: rows of the upper half decay from its
+// first token on, those of the lower half to its last, so nothing exceeds 1 and fp16 will do. Any gate
+// is exact, and row r depends on tokens up to r alone.
+//
+// The tiles are made where their inputs lie: q becomes q_in, g k_out, k first k_in, then -w. v and
+// what belongs to the solve come where k_out and q_in have left. Each leaves by a bulk copy.
 //
 // Blocks stay and take one tile after the other, in the order in which the scan wants them. They wait
 // for nobody, and the scan starts when all of them have, so it may wait for any tile.
@@ -47,6 +52,8 @@ struct Params {
 static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
 
 static constexpr float LOG2E = 1.4426950408889634f;
+// Log decays are kept as fp16 times this, so that decays next to 1 stay normal numbers.
+static constexpr float LOG_SCALE = 256.0f;
 
 __device__ __forceinline__ float ex2(float x) {
     float y;
@@ -76,6 +83,27 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// c = a [16, 8] b [8, 8] (+ c)
+__device__ __forceinline__ void mma_8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                         u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
+        " {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Reads the upper 19 bits of each operand: what it drops is cut off, not rounded.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3,
+                                         float b0, float b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
+        " {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)),
+          "r"(__float_as_uint(a3)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
@@ -84,74 +112,89 @@ __device__ __forceinline__ void ldmatrix_trans(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
+__device__ __forceinline__ void stmatrix(u32 address, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
 __device__ __forceinline__ void stmatrix_trans(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                  :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(valid ? 16 : 0) : "memory");
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
-
-// Byte offset of 16-byte piece c of row r in a [64][128] fp16 tile: rows r .. r + 7 at one c, and
-// the 2 x 4 pieces a quarter warp writes, fall into different banks.
-__device__ __forceinline__ u32 wide_offset(int r, int c) {
-    return r * 256 + ((c ^ (((r & 1) << 2) | ((r >> 1) & 3))) << 4);
+// Bulk copies from shared memory; what other threads wrote there must have passed writes_done().
+__device__ __forceinline__ void writes_done() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// The same for 64 rows of 128 bytes: wgmma's 128-byte swizzle.
-__device__ __forceinline__ u32 square_offset(int r, int c) { return r * 128 + ((c ^ (r & 7)) << 4); }
+__device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+                 "cp.async.bulk.commit_group;" ::"l"(to),
+                 "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void store_read_wait() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void store_wait() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
-__device__ __forceinline__ float decay(float g, float bias, float rate, float lower_bound) {
+// Byte offset of 16-byte piece c of row r in a block of 64 rows of 128 bytes: wgmma's 128-byte
+// swizzle. A row of 128 channels continues in the next block.
+__device__ __forceinline__ u32 offset(int r, int c) {
+    return (c / 8) * BLOCK_BYTES + r * 128 + ((c % 8 ^ (r & 7)) << 4);
+}
+
+// log2 of the decay, times LOG_SCALE, within fp16's range. ``bias`` is dt_bias log2(e), ``rate`` is
+// exp(A_log) LOG_SCALE.
+__device__ __forceinline__ float log_decay(float g, float bias, float rate, float lower_bound) {
 #if GATE == 0
-    return ex2(g * LOG2E);
+    return fmaxf(g * (LOG2E * LOG_SCALE), -65504.0f);
 #elif GATE == 1
-    float y = (g + bias) * LOG2E;
-    float e = ex2(fminf(y, 40.0f));
-    // log(1 + e) by its series where 1 + e rounds away the digits of a small e
-    float series = LOG2E * e * (1.0f - e * (0.5f - e * (0.33333333f - e * 0.25f)));
-    float s = e < 0.03f ? series : fmaxf(lg2(1.0f + e), y);
-    return ex2(-rate * s);
+    const float y = fmaf(g, LOG2E, bias);
+    const float e = ex2(fminf(y, 40.0f));
+    // log2(1 + e) by its series where 1 + e rounds away the digits of a small e
+    const float series = e * fmaf(e, fmaf(e, 0.3333333f * LOG2E, -0.5f * LOG2E), LOG2E);
+    return fmaxf(-rate * (e < 0.01f ? series : fmaxf(lg2(1.0f + e), y)), -65504.0f);
 #else
-    return ex2(lower_bound * LOG2E * reciprocal(1.0f + ex2(-rate * LOG2E * (g + bias))));
+    const float gate = reciprocal(1.0f + ex2((-1.0f / LOG_SCALE) * rate * fmaf(g, LOG2E, bias)));
+    return lower_bound * (LOG2E * LOG_SCALE) * gate;  // from -5 on
 #endif
 }
-
-// The rows r and r + 8 of q and k times their decays, as A operands.
-__device__ __forceinline__ void scale_rows(u32 (&qd)[2][4], u32 (&kd)[2][4], const u32 (&q)[2][4],
-                                           const u32 (&k)[2][4], const float (&f)[2][8]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const u32 pair = pack_fp16(f[i][2 * e], f[i][2 * e + 1]);
-            qd[i][e] = mul_fp16(q[i][e], pair);
-            kd[i][e] = mul_fp16(k[i][e], pair);
-        }
-}
-__device__ __forceinline__ void mma_rows(float (&c)[4], const u32 (&a)[2][4], const uint4& b) {
-    mma(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
-    mma(c, a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+// 8 tokens of 2^-26 and their inverse, centred by 2^SHIFT, times a key or a query, are numbers of fp32.
+static constexpr float SHIFT = GATE == 2 ? 0.0f : 90.0f;
+__device__ __forceinline__ u32 at_least_26(u32 pair) {
+    if (GATE == 2) return pair;
+    u32 y;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(pair), "r"(0xee80ee80u));  // -26 * 256
+    return y;
 }
 
 struct Shared {
-    u16 k[C * D];  // k, then k 2^G, then w
-    u16 v[C * D];  // v, then u
+    u16 k[C * D];  // k, then k_in = k 2^G, then -w
     union {
-        u16 q[C * D];
-        u16 low[C * C];  // -L below the diagonal blocks, the blocks' inverses on the diagonal
+        u16 q[C * D];  // q, then q_in
+        struct {
+            u16 low[C * C];   // -L below the diagonal blocks, on the diagonal their inverses
+            u16 a_qk[C * C];
+        };
     };
-    u16 g[C * D];
     union {
-        uint4 exchange[4][2][32];   // k suf of the lower blocks: [pair][token half][lane]
+        u16 g[C * D];  // g, then k_out
+        u16 v[C * D];  // v, then u
+    };
+    union {
+        // operands for other warps: [k suf of row blocks 0, 1, 2; q pre, k pre of 3][half][lane]
+        uint4 exchange[5][2][32];
         float diagonal[4][16][16];  // L's diagonal blocks
     };
-    float totals[2][4][32];  // block totals of 32 channels; slices take turns
+    float2 totals[3 + 4 + 3][16];  // decays over the row blocks, 32 channels; 1 before and behind
     float beta[C];
     int next;  // the block's next tile
     int left;  // how many it may still make
@@ -160,27 +203,23 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "prefill_sm90.py asks for other shared memory");
 
 __device__ __forceinline__ void fetch_rows(u16* to, const void* from, i64 stride, int length) {
-    const u16* rows = static_cast<const u16*>(from);
+    const int row = threadIdx.x / 16, piece = threadIdx.x % 16;
+    const char* source = static_cast<const char*>(from) + 16 * piece;
+    const u32 at = shared_address(to) + offset(row, piece);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int row = 8 * i + threadIdx.x / 16, piece = threadIdx.x % 16;
-        const bool valid = row < length;
-        copy_async(reinterpret_cast<char*>(to) + wide_offset(row, piece),
-                   rows + (valid ? row : 0) * stride + 8 * piece, valid);
+        const bool valid = row + 8 * i < length;
+        copy_async(at + 8 * i * 128, source + 2 * (valid ? row + 8 * i : 0) * stride, valid);
     }
 }
-__device__ __forceinline__ uint4 piece_of(const u16* tile, int row, int piece) {
-    return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(tile) +
-                                           wide_offset(row, piece));
-}
 
-// w or u by block forward substitution, transposed: channels are rows, tokens columns. Block i is
+// -w or u by block forward substitution, transposed: channels are rows, tokens columns. Block i is
 //     ((beta x)_i - sum over j < i of L_ij y_j) times the inverse of its diagonal block.
-// Solves, in place, the 64 channels from 16-byte piece first_piece on of x = k_in (fp16) or v (bf16).
+// Solves, in place, the 64 channels of one block of x = k_in (fp16, with -beta) or v (bf16).
 template <bool VALUES>
-__device__ __forceinline__ void solve(u16* tile, Shared& s, int first_piece, int lane) {
+__device__ __forceinline__ void solve(u16* block, Shared& s, int lane) {
     const u32 low_base = shared_address(s.low);
-    const u32 x_base = shared_address(tile);
+    const u32 x_base = shared_address(block);
     const int matrix = lane / 8, in_matrix = lane % 8, t = lane % 4;
 #pragma unroll 1
     for (int m = 0; m < 4; ++m) {
@@ -189,8 +228,7 @@ __device__ __forceinline__ void solve(u16* tile, Shared& s, int first_piece, int
         for (int i = 0; i < 4; ++i) {
             // matrices: (tokens 0-7, channels 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15)
             const u32 x_address =
-                x_base + wide_offset(16 * i + 8 * (matrix / 2) + in_matrix,
-                                     first_piece + 2 * m + matrix % 2);
+                x_base + offset(16 * i + 8 * (matrix / 2) + in_matrix, 2 * m + matrix % 2);
             u32 x[4];
             ldmatrix_trans(x, x_address);
             float acc[2][4];
@@ -200,15 +238,15 @@ __device__ __forceinline__ void solve(u16* tile, Shared& s, int first_piece, int
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const u32 y = x[2 * n + h];
-                    acc[n][2 * h] = (VALUES ? low_bf16(y) : low_fp16(y)) * b.x;
-                    acc[n][2 * h + 1] = (VALUES ? high_bf16(y) : high_fp16(y)) * b.y;
+                    acc[n][2 * h] = VALUES ? low_bf16(y) * b.x : low_fp16(y) * -b.x;
+                    acc[n][2 * h + 1] = VALUES ? high_bf16(y) * b.y : high_fp16(y) * -b.y;
                 }
             }
 #pragma unroll
             for (int j = 0; j < i; ++j) {
                 u32 l[4];
-                ldmatrix(l, low_base + square_offset(16 * i + 8 * (matrix / 2) + in_matrix,
-                                                     2 * j + matrix % 2));
+                ldmatrix(l, low_base + offset(16 * i + 8 * (matrix / 2) + in_matrix,
+                                              2 * j + matrix % 2));
                 mma(acc[0], solved[j][0], solved[j][1], solved[j][2], solved[j][3], l[0], l[1]);
                 mma(acc[1], solved[j][0], solved[j][1], solved[j][2], solved[j][3], l[2], l[3]);
             }
@@ -219,8 +257,8 @@ __device__ __forceinline__ void solve(u16* tile, Shared& s, int first_piece, int
                 z[2 * n + 1] = pack_fp16(acc[n][2], acc[n][3]);
                 acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
             }
-            ldmatrix(inverse, low_base + square_offset(16 * i + 8 * (matrix / 2) + in_matrix,
-                                                       2 * i + matrix % 2));
+            ldmatrix(inverse, low_base + offset(16 * i + 8 * (matrix / 2) + in_matrix,
+                                                2 * i + matrix % 2));
             mma(acc[0], z[0], z[1], z[2], z[3], inverse[0], inverse[1]);
             mma(acc[1], z[0], z[1], z[2], z[3], inverse[2], inverse[3]);
 #pragma unroll
@@ -233,10 +271,30 @@ __device__ __forceinline__ void solve(u16* tile, Shared& s, int first_piece, int
     }
 }
 
-// Makes tile ``index``; ``meanwhile`` runs while the inputs are on their way.
-template <typename F>
+// The A operand [16 tokens, 32 channels] of rows x (fp16 pairs) times f, by row or the same for all.
+__device__ __forceinline__ void scale_rows(u32 (&to)[2][4], const u32 (&x)[2][4],
+                                           const u32 (&f)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to[i][e] = mul_fp16(x[i][e], f[i][e]);
+}
+__device__ __forceinline__ void scale_rows(u32 (&to)[2][4], const u32 (&x)[2][4], const u32 (&f)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to[i][e] = mul_fp16(x[i][e], f[e]);
+}
+__device__ __forceinline__ void mma_rows(float (&c)[4], const u32 (&a)[2][4], const uint4& b) {
+    mma(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+    mma(c, a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+}
+
+// Makes tile ``index``. ``meanwhile`` runs while the inputs are on their way, ``then`` behind the
+// barrier that follows. At the end the copies to memory have read shared memory, but may be on their way.
+template <typename F, typename G>
 __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index, int warp, int lane,
-                                          F meanwhile) {
+                                          F meanwhile, G then) {
     const int head = index % p.num_value_heads;
     const int chunk = index / p.num_value_heads;
     const int length = p.chunk_len[chunk];
@@ -245,15 +303,15 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
     const int key_head = head / p.heads_per_key;
     fetch_rows(s.q, static_cast<const u16*>(p.q) + token * p.q_t + key_head * p.q_h, p.q_t, length);
     fetch_rows(s.k, static_cast<const u16*>(p.k) + token * p.k_t + key_head * p.k_h, p.k_t, length);
+    copy_commit();
     fetch_rows(s.g, static_cast<const u16*>(p.g) + token * p.g_t + head * p.g_h, p.g_t, length);
     copy_commit();
-    fetch_rows(s.v, static_cast<const u16*>(p.v) + token * p.v_t + head * p.v_h, p.v_t, length);
-    copy_commit();
     meanwhile();
-    char* tile = reinterpret_cast<char*>(p.tiles) + static_cast<i64>(index) * TILE_BYTES;
-    const int row[2] = {16 * warp + r, 16 * warp + r + 8};
-    const bool valid[2] = {row[0] < length, row[1] < length};
-    const float rate = p.a_log ? ex2(p.a_log[head] * LOG2E) : 1.0f;
+    auto tile = [&](int block) {
+        return reinterpret_cast<char*>(p.tiles) + static_cast<i64>(index) * TILE_BYTES +
+               block * BLOCK_BYTES;
+    };
+    const float rate = (p.a_log ? ex2(p.a_log[head] * LOG2E) : 1.0f) * LOG_SCALE;
     if (threadIdx.x < C) {
         float b = 0.f;
         if (threadIdx.x < length) {
@@ -263,333 +321,351 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
             if (BETA >= 1) b = (BETA == 2 ? 2.0f : 1.0f) * reciprocal(1.0f + ex2(-LOG2E * b));
         }
         s.beta[threadIdx.x] = b;
+    } else if (threadIdx.x < C + 16) {
+#pragma unroll
+        for (int i = 0; i < 3; ++i)
+            s.totals[i][threadIdx.x - C] = s.totals[7 + i][threadIdx.x - C] = make_float2(1.f, 1.f);
     }
     copy_wait<1>();
     __syncthreads();
+    then();
 
-    // Norms and the diagonal of A_qk, which no decay touches.
-    float q_norm[2], k_norm[2], diagonal[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float qq = 0.f, kk = 0.f, qk = 0.f;
-#pragma unroll
-        for (int slice = 0; slice < 4; ++slice) {
-            const uint4 a = piece_of(s.q, row[i], 4 * slice + t);
-            const uint4 b = piece_of(s.k, row[i], 4 * slice + t);
-            const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float x0 = low_bf16(x[e]), x1 = high_bf16(x[e]);
-                const float y0 = low_bf16(y[e]), y1 = high_bf16(y[e]);
-                qq += x0 * x0 + x1 * x1;
-                kk += y0 * y0 + y1 * y1;
-                qk += x0 * y0 + x1 * y1;
-            }
-        }
-#pragma unroll
-        for (int m = 1; m < 4; m <<= 1) {
-            qq += __shfl_xor_sync(~0u, qq, m);
-            kk += __shfl_xor_sync(~0u, kk, m);
-            qk += __shfl_xor_sync(~0u, qk, m);
-        }
-        q_norm[i] = L2NORM ? rsqrtf(qq + 1e-6f) : 1.0f;
-        k_norm[i] = L2NORM ? rsqrtf(kk + 1e-6f) : 1.0f;
-        diagonal[i] = qk * q_norm[i] * k_norm[i];
-    }
-
-    // Scores, 32 channels at a time. near[h][i]: level h inside the 8 tokens of half i, rows 0-7
-    // for q and 8-15 for k; eight: between the halves; sixteen, thirty_two: with earlier blocks.
-    float near[3][2][4] = {}, eight[4] = {};
-    float q_sixteen[2][4] = {}, k_sixteen[2][4] = {}, q_thirty_two[4][4] = {}, k_thirty_two[4][4] = {};
-#pragma unroll 1
-    for (int slice = 0; slice < 4; ++slice) {
-        float (&totals)[4][32] = s.totals[slice & 1];
-        u32 qh[2][4], kh[2][4];
-        float pre[2][8], suf[2][8];
-        float bias[8] = {};
-        if (GATE != 0 && p.dt_bias) {
-            const float4* from =
-                reinterpret_cast<const float4*>(p.dt_bias + head * D + 32 * slice + 8 * t);
-            const float4 b0 = __ldg(from), b1 = __ldg(from + 1);
-            bias[0] = b0.x, bias[1] = b0.y, bias[2] = b0.z, bias[3] = b0.w;
-            bias[4] = b1.x, bias[5] = b1.y, bias[6] = b1.z, bias[7] = b1.w;
-        }
-        // near = what the row's half needs at the level at hand (pre in an upper half, suf in a
-        // lower one), far = the other of the two
-        float (&near_f)[2][8] = pre, (&far_f)[2][8] = suf;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4 a = piece_of(s.q, row[i], 4 * slice + t);
-            const uint4 b = piece_of(s.k, row[i], 4 * slice + t);
-            const uint4 c = piece_of(s.g, row[i], 4 * slice + t);
-            const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-            const u32 z[4] = {c.x, c.y, c.z, c.w};
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                qh[i][e] = pack_fp16(low_bf16(x[e]) * q_norm[i], high_bf16(x[e]) * q_norm[i]);
-                kh[i][e] = pack_fp16(low_bf16(y[e]) * k_norm[i], high_bf16(y[e]) * k_norm[i]);
-                float d[2] = {decay(low_bf16(z[e]), bias[2 * e], rate, p.lower_bound),
-                              decay(high_bf16(z[e]), bias[2 * e + 1], rate, p.lower_bound)};
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    if (!valid[i]) d[j] = 1.0f;
-                    near_f[i][2 * e + j] = (r & 1) ? d[j] : 1.0f;
-                    far_f[i][2 * e + j] = (r & 1) ? 1.0f : d[j];
-                }
-            }
-        }
-#pragma unroll
-        for (int level = 0; level < 3; ++level) {  // halves of 1, 2, 4 tokens: lanes apart
-            // whether the row is in the same kind of half at the next level; after the last: upper
-            const bool same = level < 2 ? ((r >> level) & 1) == ((r >> (level + 1)) & 1)
-                                        : (r >> 2) & 1;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                u32 qd[4], kd[4];
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const u32 f = pack_fp16(near_f[i][2 * e], near_f[i][2 * e + 1]);
-                    qd[e] = mul_fp16(qh[i][e], f);
-                    kd[e] = mul_fp16(kh[i][e], f);
-                }
-                mma(near[level][i], qd[0], kd[0], qd[1], kd[1], kd[0], kd[1]);
-                mma(near[level][i], qd[2], kd[2], qd[3], kd[3], kd[2], kd[3]);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    const float total = near_f[i][e] * far_f[i][e];
-                    const float grown =
-                        near_f[i][e] * __shfl_xor_sync(~0u, total, 4 << level);
-                    const float other = far_f[i][e];
-                    near_f[i][e] = same ? grown : other;  // behind the last level: pre, suf
-                    far_f[i][e] = same ? other : grown;
-                }
-            }
-        }
-        {  // halves of 8 tokens: the lane's own two
-            u32 qd[4], kd[4], low[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const u32 f = pack_fp16(pre[1][2 * e], pre[1][2 * e + 1]);
-                qd[e] = mul_fp16(qh[1][e], f);
-                kd[e] = mul_fp16(kh[1][e], f);
-                low[e] = mul_fp16(kh[0][e], pack_fp16(suf[0][2 * e], suf[0][2 * e + 1]));
-            }
-            mma(eight, qd[0], kd[0], qd[1], kd[1], low[0], low[1]);
-            mma(eight, qd[2], kd[2], qd[3], kd[3], low[2], low[3]);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const float first = pre[0][e] * suf[0][e], second = pre[1][e] * suf[1][e];
-                pre[1][e] *= first;
-                suf[0][e] *= second;
-                if (r == 0) totals[warp][8 * t + e] = first * second;
-            }
-        }
-        __syncthreads();
-        // Blocks 0 and 2 meet 1 and 3, then 0 and 1 meet 2 and 3: (k suf) of the lower blocks goes
-        // through shared memory to the same lane of the warps that need it.
-#pragma unroll
-        for (int level = 0; level < 2; ++level) {
-            const bool lower = level == 0 ? (warp & 1) == 0 : warp < 2;
-            if (!lower) continue;
-            const bool reach = level == 1 && warp == 0;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                u32 low[4];
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float f0 = suf[i][2 * e], f1 = suf[i][2 * e + 1];
-                    if (reach) {
-                        f0 *= totals[1][8 * t + 2 * e];
-                        f1 *= totals[1][8 * t + 2 * e + 1];
-                    }
-                    low[e] = mul_fp16(kh[i][e], pack_fp16(f0, f1));
-                }
-                const int pair = level == 0 ? warp / 2 : 2 + warp;
-                s.exchange[pair][i][lane] = make_uint4(low[0], low[1], low[2], low[3]);
-            }
-        }
-        // Rows decayed from the chunk's start and to its end.
-        float blocks[8];  // totals of the blocks before this one, then of those behind
-#pragma unroll
-        for (int e = 0; e < 8; ++e) blocks[e] = 1.0f;
-#pragma unroll
-        for (int b = 0; b < 3; ++b)
-            if (b < warp) {
-#pragma unroll
-                for (int e = 0; e < 8; ++e) blocks[e] *= totals[b][8 * t + e];
-            }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            u32 in_q[4], in_k[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const u32 f =
-                    pack_fp16(pre[i][2 * e] * blocks[2 * e], pre[i][2 * e + 1] * blocks[2 * e + 1]);
-                in_q[e] = mul_fp16(qh[i][e], f);
-                in_k[e] = mul_fp16(kh[i][e], f);
-            }
-            *reinterpret_cast<uint4*>(tile + (Q_IN + slice / 2) * BLOCK_BYTES +
-                                      square_offset(row[i], 4 * (slice % 2) + t)) =
-                make_uint4(in_q[0], in_q[1], in_q[2], in_q[3]);
-            char* to = reinterpret_cast<char*>(s.k) + wide_offset(row[i], 4 * slice + t);
-            *reinterpret_cast<uint4*>(to) = make_uint4(in_k[0], in_k[1], in_k[2], in_k[3]);
-        }
-#pragma unroll
-        for (int e = 0; e < 8; ++e) blocks[e] = 1.0f;
-#pragma unroll
-        for (int b = 1; b < 4; ++b)
-            if (b > warp) {
-#pragma unroll
-                for (int e = 0; e < 8; ++e) blocks[e] *= totals[b][8 * t + e];
-            }
-        if (warp == 0 && r == 0) {  // a lane of the scan wants channels 2 e, 2 e + 1 of each 8
-            float* to = p.totals + static_cast<i64>(index) * D + 2 * (t % 2);
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                *reinterpret_cast<float2*>(to + 32 * e + 4 * ((2 * slice + t / 2) ^ (2 * e))) =
-                    make_float2(totals[0][8 * t + 2 * e] * blocks[2 * e],
-                                totals[0][8 * t + 2 * e + 1] * blocks[2 * e + 1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            u32 out_k[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                out_k[e] = mul_fp16(kh[i][e], pack_fp16(suf[i][2 * e] * blocks[2 * e],
-                                                        suf[i][2 * e + 1] * blocks[2 * e + 1]));
-            *reinterpret_cast<uint4*>(tile + (K_OUT + slice / 2) * BLOCK_BYTES +
-                                      square_offset(row[i], 4 * (slice % 2) + t)) =
-                make_uint4(out_k[0], out_k[1], out_k[2], out_k[3]);
-        }
-        __syncthreads();
-        if (warp & 1) {
-            u32 qd[2][4], kd[2][4];
-            scale_rows(qd, kd, qh, kh, pre);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const uint4 b = s.exchange[warp / 2][n][lane];
-                mma_rows(q_sixteen[n], qd, b);
-                mma_rows(k_sixteen[n], kd, b);
-            }
-        }
-        if (warp >= 2) {
-            u32 qd[2][4], kd[2][4];
-            if (warp == 3) {
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    pre[0][e] *= totals[2][8 * t + e];
-                    pre[1][e] *= totals[2][8 * t + e];
-                }
-            }
-            scale_rows(qd, kd, qh, kh, pre);
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const uint4 b = s.exchange[2 + n / 2][n % 2][lane];
-                mma_rows(q_thirty_two[n], qd, b);
-                mma_rows(k_thirty_two[n], kd, b);
-            }
-        }
-    }
-    __syncthreads();  // the exchange buffer becomes the diagonal blocks
-
-    // A_qk to memory, L to shared memory: -L between blocks, L itself in the diagonal blocks.
-    char* a_qk = tile + A_QK * BLOCK_BYTES;
-    char* low = reinterpret_cast<char*>(s.low);
-    auto put = [&](int i, int column, float a0, float a1, float l0, float l1, bool in_diagonal) {
-        const u32 at = square_offset(row[i], column / 8) + 2 * (column % 8);
-        *reinterpret_cast<u32*>(a_qk + at) = pack_fp16(a0, a1);
-        const float beta = s.beta[row[i]];
-        l0 *= beta, l1 *= beta;
-        if (in_diagonal) {
-            *reinterpret_cast<float2*>(&s.diagonal[warp][row[i] % 16][column % 16]) =
-                make_float2(l0, l1);
-        } else {
-            *reinterpret_cast<u32*>(low + at) = pack_fp16(-l0, -l1);
-        }
+    // Where the lane's row of a matrix starts that ldmatrix or stmatrix moves: matrices are (tokens
+    // 0-7, channels 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15). x4 number j of a row block has
+    // channels 16 j on.
+    const int matrix = lane / 8, in_matrix = lane % 8;
+    const u32 own_row = (8 * (matrix % 2) + in_matrix) * 128 + ((matrix / 2 ^ in_matrix) << 4);
+    auto at = [&](const u16* tile_of, int block, int j) {
+        return shared_address(tile_of) + block * 16 * 128 + (j / 4) * BLOCK_BYTES +
+               (own_row ^ (j % 4) << 5);
     };
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float a[2], l[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int c = 2 * t + j, apart = r ^ c;
-            const float a_near = apart >= 4   ? near[2][i][j]
-                                 : apart >= 2 ? near[1][i][j]
-                                              : near[0][i][j];
-            const float l_near = apart >= 4   ? near[2][i][2 + j]
-                                 : apart >= 2 ? near[1][i][2 + j]
-                                              : near[0][i][2 + j];
-            a[j] = c < r ? a_near : c == r ? diagonal[i] : 0.0f;
-            l[j] = c < r ? l_near : 0.0f;
-        }
-        put(i, 16 * warp + 8 * i + 2 * t, a[0], a[1], l[0], l[1], true);
-    }
-    put(1, 16 * warp + 2 * t, eight[0], eight[1], eight[2], eight[3], true);
-    put(0, 16 * warp + 8 + 2 * t, 0.f, 0.f, 0.f, 0.f, true);
-    if (warp & 1) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                put(i, 16 * (warp - 1) + 8 * n + 2 * t, q_sixteen[n][2 * i],
-                    q_sixteen[n][2 * i + 1], k_sixteen[n][2 * i], k_sixteen[n][2 * i + 1], false);
-    }
-    if (warp >= 2) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                put(i, 8 * n + 2 * t, q_thirty_two[n][2 * i], q_thirty_two[n][2 * i + 1],
-                    k_thirty_two[n][2 * i], k_thirty_two[n][2 * i + 1], false);
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-        if (n < 2 * (warp + 1)) continue;  // A_qk is zero behind the diagonal
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            *reinterpret_cast<u32*>(a_qk + square_offset(row[i], n) + 4 * t) = 0;
-    }
-    __syncwarp();
 
-    // (I + L)^-1 of the warp's diagonal block in fp32: each of 16 lanes substitutes one column.
+    // Norms and the diagonal of A_qk, which no decay touches: diagonals of products.
+    float q_norm[2], k_norm[2], diagonal[2];
     {
-        const int column = lane % 16;
-        float x[16];
+        float with_q[2][4] = {}, with_k[2][4] = {};  // rows 0-7 are q's, 8-15 k's
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            float sum = i == column ? 1.0f : 0.0f;
+        for (int j = 0; j < 8; ++j) {
+            u32 x[4], y[4];
+            ldmatrix(x, at(s.q, warp, j));
+            ldmatrix(y, at(s.k, warp, j));
 #pragma unroll
-            for (int m = 0; m < i; ++m) sum -= s.diagonal[warp][i][m] * x[m];
-            x[i] = sum;
+            for (int i = 0; i < 2; ++i) {
+                mma_bf16(with_k[i], x[i], y[i], x[2 + i], y[2 + i], y[i], y[2 + i]);
+                if (L2NORM) mma_bf16(with_q[i], x[i], y[i], x[2 + i], y[2 + i], x[i], x[2 + i]);
+            }
         }
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            const float right = __shfl_down_sync(~0u, x[i], 1);
-            if (lane < 16 && (column & 1) == 0) {
-                const int at = 16 * warp + column;
-                *reinterpret_cast<u32*>(low + square_offset(16 * warp + i, at / 8) + 2 * (at % 8)) =
-                    pack_fp16(x[i], right);
-            }
+        for (int i = 0; i < 2; ++i) {
+            auto own = [&](float even, float odd) {  // column r of row r
+                return __shfl_sync(~0u, r & 1 ? odd : even, 4 * r + r / 2);
+            };
+            q_norm[i] = L2NORM ? rsqrtf(own(with_q[i][0], with_q[i][1]) + 1e-6f) : 1.0f;
+            k_norm[i] = L2NORM ? rsqrtf(own(with_k[i][2], with_k[i][3]) + 1e-6f) : 1.0f;
+            diagonal[i] = own(with_k[i][0], with_k[i][1]) * q_norm[i] * k_norm[i];
         }
     }
     copy_wait<0>();
     __syncthreads();
 
-    if (warp < 2) {
-        solve<false>(s.k, s, 8 * (warp % 2), lane);
-    } else {
-        solve<true>(s.v, s, 8 * (warp % 2), lane);
+    // The sums' matrices, as halves of an A fragment [8 rows, 8 tokens] with entries 1 / LOG_SCALE
+    // (0x1c00): over all tokens, and over those through the row's own.
+    const u32 all = 0x1c001c00u;
+    const u32 through = (2 * t <= r ? 0x1c00u : 0u) | (2 * t + 1 <= r ? 0x1c000000u : 0u);
+    static_assert(LOG_SCALE == 256.0f, "0x1c00 is 2^-8");
+
+    // Scores, 32 channels at a time. near: inside the 8 tokens of half i, rows 0-7 for q and 8-15 for
+    // k; eight: between the halves. far: with earlier row blocks, 1 with 0 (warp 1), 2 and 3 with 0
+    // and 1 (warps 2 and 3), 3 with 2 (warp 0).
+    float near[2][4] = {}, eight[4] = {}, q_far[2][2][4] = {}, k_far[2][2][4] = {};
+#pragma unroll 1
+    for (int slice = 0; slice < 4; ++slice) {
+        // Log decays of 32 channels as B operands [8 tokens, 8 channels]: lane (r, t) has tokens 2 t
+        // and 2 t + 1, channel r of each 8.
+        u32 logs[4][2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            u32 x[4];
+            ldmatrix_trans(x, at(s.g, warp, 2 * slice + j));
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const float bias =
+                    GATE != 0 && p.dt_bias
+                        ? __ldg(p.dt_bias + head * D + 32 * slice + 16 * j + 8 * m + r) * LOG2E
+                        : 0.0f;
+                const int e = 2 * j + m;
+                float sums[4] = {};
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const u32 z = x[2 * m + i];
+                    float low = log_decay(low_bf16(z), bias, rate, p.lower_bound);
+                    float high = log_decay(high_bf16(z), bias, rate, p.lower_bound);
+                    const int first = 16 * warp + 8 * i + 2 * t;
+                    if (first >= length) low = 0.f;
+                    if (first + 1 >= length) high = 0.f;
+                    const u32 pair = pack_fp16(low, high);
+                    if (GATE != 2) mma_8(sums, all, 0, pair);
+                    logs[e][i] = at_least_26(pair);
+                }
+                if (GATE != 2 && r == 0)
+                    s.totals[3 + warp][4 * e + t] = make_float2(ex2(sums[0]), ex2(sums[1]));
+            }
+        }
+        u32 qh[2][4], kh[2][4];
+        // decays from the block's first token through the row's own, and behind it to the last
+        float pre[2][8], suf[2][8];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            u32 x[4], y[4];
+            ldmatrix(x, at(s.q, warp, 2 * slice + j));
+            ldmatrix(y, at(s.k, warp, 2 * slice + j));
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const int e = 2 * j + m;
+                float q[2][2], k[2][2], q_up[2][2], k_up[2][2], k_down[2][2], k_low[2];
+                float up[2][2], over[2][2];  // decays of the row from its half's first token; of halves
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    q[i][0] = low_bf16(x[2 * m + i]) * q_norm[i];
+                    q[i][1] = high_bf16(x[2 * m + i]) * q_norm[i];
+                    k[i][0] = low_bf16(y[2 * m + i]) * k_norm[i];
+                    k[i][1] = high_bf16(y[2 * m + i]) * k_norm[i];
+                    qh[i][e] = pack_fp16(q[i][0], q[i][1]);
+                    kh[i][e] = pack_fp16(k[i][0], k[i][1]);
+                    float sums[4] = {};
+                    mma_8(sums, through, all, logs[e][i]);
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        const float shifted = sums[c] + SHIFT;
+                        up[i][c] = ex2(shifted);
+                        q_up[i][c] = q[i][c] * up[i][c];
+                        k_up[i][c] = k[i][c] * up[i][c];
+                        k_down[i][c] = k[i][c] * ex2(-shifted);
+                        suf[i][2 * e + c] = ex2(sums[2 + c] - sums[c]);
+                        over[i][c] = ex2(sums[2 + c]);
+                    }
+                    mma_tf32(near[i], q_up[i][0], k_up[i][0], q_up[i][1], k_up[i][1], k_down[i][0],
+                             k_down[i][1]);
+                }
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    constexpr float UNSHIFT = SHIFT ? 0x1p-90f : 1.0f;
+                    k_low[c] = k[0][c] * suf[0][2 * e + c];
+                    suf[0][2 * e + c] *= over[1][c];
+                    pre[0][2 * e + c] = up[0][c] * UNSHIFT;
+                    pre[1][2 * e + c] = up[1][c] * (over[0][c] * UNSHIFT);
+                }
+                mma_tf32(eight, q_up[1][0], k_up[1][0], q_up[1][1], k_up[1][1], k_low[0], k_low[1]);
+                if (GATE == 2 && r == 0)
+                    s.totals[3 + warp][4 * e + t] =
+                        make_float2(over[0][0] * over[1][0], over[0][1] * over[1][1]);
+            }
+        }
+        // What other warps need goes to the same lane there through shared memory.
+        u32 pre_h[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) pre_h[i][e] = pack_fp16(pre[i][2 * e], pre[i][2 * e + 1]);
+            u32 x[4];
+            if (warp < 3) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    x[e] = mul_fp16(kh[i][e], pack_fp16(suf[i][2 * e], suf[i][2 * e + 1]));
+                s.exchange[warp][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[e] = mul_fp16(qh[i][e], pre_h[i][e]);
+                s.exchange[3][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[e] = mul_fp16(kh[i][e], pre_h[i][e]);
+                s.exchange[4][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
+            }
+        }
+        __syncthreads();
+        const float2 (*const totals)[16] = s.totals + 3 + warp;  // the warp's own
+        u32 reach[2][4];  // decays over the block before the warp's, and over block 1
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {  // rows decayed from the chunk's start and to its end
+            u32 in_q[4], in_k[4], out_k[4];
+            float4 last;
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const int e = 2 * j + m;
+                const float2 x0 = totals[-1][4 * e + t], x1 = totals[-2][4 * e + t];
+                const float2 x2 = totals[-3][4 * e + t], y0 = totals[1][4 * e + t];
+                const float2 y1 = totals[2][4 * e + t], y2 = totals[3][4 * e + t];
+                const float2 before = make_float2(x0.x * x1.x * x2.x, x0.y * x1.y * x2.y);
+                const float2 behind = make_float2(y0.x * y1.x * y2.x, y0.y * y1.y * y2.y);
+                reach[0][e] = pack_fp16(x0.x, x0.y);
+                reach[1][e] = warp == 3 ? pack_fp16(x1.x, x1.y) : reach[0][e];
+                if (m == 0)
+                    last.x = behind.x, last.y = behind.y;
+                else
+                    last.z = behind.x, last.w = behind.y;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const u32 in = pack_fp16(pre[i][2 * e] * before.x, pre[i][2 * e + 1] * before.y);
+                    in_q[2 * m + i] = mul_fp16(qh[i][e], in);
+                    in_k[2 * m + i] = mul_fp16(kh[i][e], in);
+                    out_k[2 * m + i] = mul_fp16(kh[i][e], pack_fp16(suf[i][2 * e] * behind.x,
+                                                                    suf[i][2 * e + 1] * behind.y));
+                }
+            }
+            stmatrix(at(s.q, warp, 2 * slice + j), in_q);
+            stmatrix(at(s.k, warp, 2 * slice + j), in_k);
+            stmatrix(at(s.g, warp, 2 * slice + j), out_k);
+            if (warp == 0 && r == 0) {  // a lane of the scan wants channels 2 t, 2 t + 1 of each 8
+                const float2 a = totals[0][8 * j + t], b = totals[0][8 * j + 4 + t];
+                *reinterpret_cast<float4*>(p.totals + static_cast<i64>(index) * D + 32 * t +
+                                           4 * ((2 * slice + j) ^ (2 * t))) =
+                    make_float4(a.x * last.x, a.y * last.y, b.x * last.z, b.y * last.w);
+            }
+        }
+        u32 qd[2][4], kd[2][4];
+        int lower = warp - 1;  // the row block of the columns
+        if (warp == 0) {
+            lower = 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint4 x = s.exchange[3][i][lane], y = s.exchange[4][i][lane];
+                qd[i][0] = x.x, qd[i][1] = x.y, qd[i][2] = x.z, qd[i][3] = x.w;
+                kd[i][0] = y.x, kd[i][1] = y.y, kd[i][2] = y.z, kd[i][3] = y.w;
+            }
+        } else {
+            if (warp == 3) {
+                lower = 1;
+                scale_rows(pre_h, pre_h, reach[0]);
+            }
+            scale_rows(qd, qh, pre_h);
+            scale_rows(kd, kh, pre_h);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const uint4 b = s.exchange[lower][n][lane];
+            mma_rows(q_far[0][n], qd, b);
+            mma_rows(k_far[0][n], kd, b);
+        }
+        if (warp >= 2) {
+            scale_rows(qd, qd, reach[1]);
+            scale_rows(kd, kd, reach[1]);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const uint4 b = s.exchange[0][n][lane];
+                mma_rows(q_far[1][n], qd, b);
+                mma_rows(k_far[1][n], kd, b);
+            }
+        }
+        if (slice == 3) writes_done();
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        store_bulk(tile(Q_IN), s.q, 2 * BLOCK_BYTES);
+        store_bulk(tile(K_OUT), s.g, 2 * BLOCK_BYTES);
+        store_read_wait();
+    }
+
+    // Scores [16, 16] of row block ``rows`` with ``columns``: A_qk, and -beta L.
+    auto pairs = [](u32 (&x)[4], const float (&c)[2][4], float f0, float f1) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            x[2 * n] = pack_fp16(c[n][0] * f0, c[n][1] * f0);
+            x[2 * n + 1] = pack_fp16(c[n][2] * f1, c[n][3] * f1);
+        }
+    };
+    // tf32 cut 2^-11 / (2 ln 2) off each of two factors on average
+    constexpr float CUT = 1.0f + 0x1p-10f * 0.72134752f;
+    u32 a_diagonal[4];
+    {
+        const float beta0 = s.beta[16 * warp + r], beta1 = s.beta[16 * warp + r + 8];
+        constexpr float UNSHIFT = SHIFT ? 0x1p-90f * CUT : CUT;
+        float a[2][2], l[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int c = 2 * t + j;
+                a[i][j] = c < r ? near[i][j] * CUT : c == r ? diagonal[i] : 0.0f;
+                l[i][j] = c < r ? near[i][2 + j] * CUT : 0.0f;
+            }
+        a_diagonal[0] = pack_fp16(a[0][0], a[0][1]);
+        a_diagonal[1] = pack_fp16(eight[0] * UNSHIFT, eight[1] * UNSHIFT);
+        a_diagonal[2] = 0;
+        a_diagonal[3] = pack_fp16(a[1][0], a[1][1]);
+        float (&to)[16][16] = s.diagonal[warp];
+        *reinterpret_cast<float2*>(&to[r][2 * t]) = make_float2(l[0][0] * beta0, l[0][1] * beta0);
+        *reinterpret_cast<float2*>(&to[r + 8][2 * t]) =
+            make_float2(eight[2] * (UNSHIFT * beta1), eight[3] * (UNSHIFT * beta1));
+        *reinterpret_cast<float2*>(&to[r + 8][8 + 2 * t]) =
+            make_float2(l[1][0] * beta1, l[1][1] * beta1);
     }
     __syncwarp();
-    char* to = tile + (warp < 2 ? W + warp : U + warp - 2) * BLOCK_BYTES;
-    const char* from = reinterpret_cast<const char*>(warp < 2 ? s.k : s.v);
-    const u32 sign = warp < 2 ? 0x80008000u : 0;
+
+    // (I + L)^-1 of the warp's diagonal block in fp32: each of 16 lanes substitutes one column.
+    float x[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        const int at = 4 * i + lane / 8, piece = lane % 8;
-        uint4 x = *reinterpret_cast<const uint4*>(from + wide_offset(at, 8 * (warp % 2) + piece));
-        x.x ^= sign, x.y ^= sign, x.z ^= sign, x.w ^= sign;
-        *reinterpret_cast<uint4*>(to + square_offset(at, piece)) = x;
+        x[i] = i == lane % 16 ? 1.0f : 0.0f;
+#pragma unroll
+        for (int m = 0; m < i; m += 4) {
+            const float4 l = *reinterpret_cast<const float4*>(&s.diagonal[warp][i][m]);
+            const float of_row[4] = {l.x, l.y, l.z, l.w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (m + e < i) x[i] -= of_row[e] * x[m + e];
+        }
+    }
+    __syncthreads();  // q_in and k_out have left
+    fetch_rows(s.v, static_cast<const u16*>(p.v) + p.chunk_start[chunk] * p.v_t + head * p.v_h, p.v_t,
+               p.chunk_len[chunk]);
+    copy_commit();
+    {  // even lanes write their column and the next
+        const int column = lane % 16;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const float right = __shfl_down_sync(~0u, x[i], 1);
+            if (lane < 16 && column % 2 == 0)
+                *reinterpret_cast<u32*>(reinterpret_cast<char*>(s.low) +
+                                        offset(16 * warp + i, 2 * warp + column / 8) +
+                                        2 * (column % 8)) = pack_fp16(x[i], right);
+        }
+    }
+    stmatrix(at(s.a_qk, warp, warp), a_diagonal);
+    const u32 nothing[4] = {};
+#pragma unroll
+    for (int n = 1; n < 4; ++n)
+        if (n > warp) stmatrix(at(s.a_qk, warp, n), nothing);
+    {
+        const int rows = warp == 0 ? 3 : warp, columns = warp == 0 ? 2 : warp == 3 ? 1 : warp - 1;
+        const float beta0 = -s.beta[16 * rows + r], beta1 = -s.beta[16 * rows + r + 8];
+        u32 y[4];
+        pairs(y, q_far[0], 1.0f, 1.0f);
+        stmatrix(at(s.a_qk, rows, columns), y);
+        pairs(y, k_far[0], beta0, beta1);
+        stmatrix(at(s.low, rows, columns), y);
+        if (warp >= 2) {
+            pairs(y, q_far[1], 1.0f, 1.0f);
+            stmatrix(at(s.a_qk, rows, 0), y);
+            pairs(y, k_far[1], beta0, beta1);
+            stmatrix(at(s.low, rows, 0), y);
+        }
+    }
+    copy_wait<0>();
+    writes_done();
+    __syncthreads();
+    if (threadIdx.x == 0) store_bulk(tile(A_QK), s.a_qk, BLOCK_BYTES);
+
+    u16* const block = (warp < 2 ? s.k : s.v) + (warp % 2) * (BLOCK_BYTES / 2);
+    if (warp < 2) {
+        solve<false>(block, s, lane);
+    } else {
+        solve<true>(block, s, lane);
+    }
+    writes_done();
+    __syncwarp();
+    if (lane == 0) {
+        store_bulk(tile(warp < 2 ? W + warp : U + warp - 2), block, BLOCK_BYTES);
+        store_read_wait();
     }
 }
 
@@ -616,24 +692,38 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     }
     __syncthreads();
     let_next_kernel_start();  // it resets the numbers, so all blocks have their first by then
+    int made = -1;  // the tile before, which has no flag yet
+    auto copies_done = [&] {
+        if (threadIdx.x % 32 == 0) store_wait();
+    };
+    auto set_flag = [&] {
+        if (threadIdx.x == 0 && made >= 0)
+            asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p.sync->flags() + made),
+                         "r"(s.launch) : "memory");
+    };
     for (;;) {
         const int number = __shfl_sync(~0u, s.next, 0);
-        if (number >= p.num_tiles) return;
+        if (number >= p.num_tiles) break;
         const int chunk = p.chunk_order[number / p.num_value_heads];
         // behind the last chunk are only more of length 0: they take no number and set no flag
-        if (p.chunk_len[chunk] == 0) return;
+        if (p.chunk_len[chunk] == 0) break;
         int thread;  // read anew for each tile: addresses made from it would fill the registers
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         __syncthreads();
         // the shuffle tells the compiler that the warp's number is uniform
         const int tile = chunk * p.num_value_heads + number % p.num_value_heads;
-        make_tile(p, s, tile, __shfl_sync(~0u, thread / 32, 0), thread % 32, [&] {
-            if (threadIdx.x == 0)
-                s.next = --s.left > 0 || nobody_else(p) ? atomicAdd(&p.sync->next, 1) : p.num_tiles;
-        });
-        __syncthreads();
-        if (threadIdx.x == 0)
-            asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p.sync->flags() + tile),
-                         "r"(s.launch) : "memory");
+        make_tile(
+            p, s, tile, __shfl_sync(~0u, thread / 32, 0), thread % 32,
+            [&] {
+                copies_done();
+                if (threadIdx.x == 0)
+                    s.next = --s.left > 0 || nobody_else(p) ? atomicAdd(&p.sync->next, 1)
+                                                            : p.num_tiles;
+            },
+            set_flag);
+        made = tile;
     }
+    copies_done();
+    __syncthreads();
+    set_flag();
 }
