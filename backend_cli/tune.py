@@ -50,7 +50,9 @@ SPACE: dict[str, dict[str, dict[str, Values]]] = {
             "solve_num_warps": (2, 4, 8),
         }
     },
-    "two_stage_sm90": {"prefill": {"intra_min_blocks": (2, 3)}},
+    "two_stage_sm90": {
+        "prefill": {"intra_2_tile_ns": (8000, 9000, 10000), "intra_4_tile_ns": (4400, 4900, 5400)}
+    },
     "recurrent": {
         "recurrent": {"block_v": (8, 16, 32, 64), "num_warps": (1, 2, 4)},
         "step": {"step_num_warps": (2, 4, 8), "step_k_inner": (16, 32, 64)},

@@ -46,8 +46,8 @@ _OVERLAPPING = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0,
 class CudaKernel:
     """One ``extern "C" __global__`` function, which takes one struct by value.
 
-    Compiled for the architecture of the current device at construction, and loaded on a device at
-    its first launch there (during a CUDA graph's warm-up, not its capture).
+    Compiled for the architecture of the current device at construction, and loaded on a device by
+    ``load`` or at its first launch there (during a CUDA graph's warm-up, not its capture).
     """
 
     def __init__(
@@ -75,6 +75,14 @@ class CudaKernel:
         self._image = _compiled(source, options)
         self._functions: dict[int, ctypes.c_void_p] = {}
 
+    def load(self) -> ctypes.c_void_p:
+        """The function on the current device, loaded if it is not there yet."""
+        device = torch.cuda.current_device()
+        function = self._functions.get(device)
+        if function is None:
+            function = self._functions[device] = _load(self._image, self._name, self._shared_bytes)
+        return function
+
     def __call__(self, grid: int, block: int, params: bytes, *, overlaps: bool = False) -> None:
         """Launch ``grid`` blocks of ``block`` threads on the current device and stream.
 
@@ -88,11 +96,8 @@ class CudaKernel:
         """
         if grid == 0:
             return
-        device = torch.cuda.current_device()
-        function = self._functions.get(device)
-        if function is None:
-            function = self._functions[device] = _load(self._image, self._name, self._shared_bytes)
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        function = self.load()
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         config = _launch_config(grid, block, self._shared_bytes, stream, overlaps)
         pointer = (ctypes.c_char_p * 1)(params)
         status = _launch()(config, function, pointer, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import sys
@@ -49,6 +50,13 @@ UNBOUNDED = [
 ] + [(32, RAGGED)]
 BOUNDED = [(32, [512]), *((h, [8192]) for h in (32, 16, 8, 4)), (4, [32768])] + [
     (h, [1024] * 8) for h in (32, 8)
+]
+# one sequence, equal ones, a long one in front of short ones and behind them
+GROWTH = [
+    *([tokens] for tokens in (8192, 16384, 32768, 65536, 131072)),
+    *([8192 // n] * n for n in (8, 64, 256)),
+    [32768] + [256] * 31,
+    [256] * 31 + [32768],
 ]
 
 
@@ -137,7 +145,9 @@ class Ours:
     def __init__(self, case: Case, path: str | None = None) -> None:
         tokens, heads = case.q.shape[1:3]
         shape = KdaShape(heads, heads, DIM, DIM, case.lower_bound is not None)
-        self.plan = select(detect_target(), shape)
+        target = detect_target()
+        self.num_sms = target.num_sms
+        self.plan = select(target, shape)
         if path is not None:
             self.plan = only(self.plan, path)
         self.meta = build_metadata(case.cu_seqlens, tokens, cu_seqlens_cpu=case.cu_seqlens.cpu())
@@ -276,13 +286,30 @@ def measure(
     return row
 
 
+def measure_growth(heads: list[int]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for h, lens in itertools.product(heads, GROWTH):
+        row = {"H": h, "sequences": len(lens), "tokens": sum(lens), "longest": max(lens)}
+        ours = Ours(make_case(lens, h, "init", None, seed=7))
+        rows.append(row | {"seq_lens": lens, "ours_gpu_ms": graph_time_ms(ours)})
+        print(row, f"{1e3 * rows[-1]['ours_gpu_ms']:.1f} us", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--flashkda-library", type=Path, help="vLLM's _flashkda_C.abi3.so")
     parser.add_argument("--gates", default="unbounded,bounded")
     parser.add_argument("--heads", default="32,16,8,4")
+    parser.add_argument(
+        "--growth", action="store_true", help="time by length and sequences instead"
+    )
     args = parser.parse_args()
+    if args.growth:
+        rows = measure_growth([32, 4])
+        args.output.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
+        return
 
     peers = {"fla"} if importlib.util.find_spec("fla") else set()
     if args.flashkda_library:

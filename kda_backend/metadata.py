@@ -25,9 +25,11 @@ class ChunkMetadata:
             the lengths, else the bound that any lengths with this ``T`` and ``N`` respect.
         max_chunks: chunks of the longest sequence; where the host does not know the lengths, as if
             all were equal. Layouts are estimated from it.
+        long_sequences: those with more than half as many chunks; all where the host does not know.
         chunk_start, chunk_len: ``[num_chunks]`` int32, first token and token count of each chunk.
         chunk_order: ``[num_chunks]`` int32, the chunks in the order in which the scan needs them.
         chunk_offsets: ``[N + 1]`` int32, first chunk of each sequence.
+        sequence_order: ``[N]`` int32, the sequences, longest first.
     """
 
     cu_seqlens: torch.Tensor
@@ -35,10 +37,12 @@ class ChunkMetadata:
     num_tokens: int
     num_chunks: int
     max_chunks: int
+    long_sequences: int
     chunk_start: torch.Tensor | None
     chunk_len: torch.Tensor | None
     chunk_order: torch.Tensor | None
     chunk_offsets: torch.Tensor | None
+    sequence_order: torch.Tensor | None
 
     @property
     def num_sequences(self) -> int:
@@ -77,17 +81,28 @@ def build_metadata(
         _check_offsets(lengths, num_tokens, cu_seqlens.shape[0])
         counts = [(end - begin + CHUNK - 1) // CHUNK for begin, end in itertools.pairwise(lengths)]
         num_chunks, max_chunks = sum(counts), max(counts, default=0)
+        long_sequences = sum(2 * count > max_chunks for count in counts)
     else:
         sequences = cu_seqlens.shape[0] - 1
         num_chunks = min(num_tokens, (num_tokens + (CHUNK - 1) * sequences) // CHUNK)
-        max_chunks = -(-num_chunks // max(1, sequences))
-    start = length = order = offsets = None
+        max_chunks, long_sequences = -(-num_chunks // max(1, sequences)), sequences
+    start = length = order = offsets = sequence_order = None
     if chunk_table:
         from kda_backend.kernels.chunk_table import build_chunk_table
 
-        start, length, order, offsets = build_chunk_table(cu_seqlens, num_chunks)
+        start, length, order, offsets, sequence_order = build_chunk_table(cu_seqlens, num_chunks)
     return ChunkMetadata(
-        cu_seqlens, lengths, num_tokens, num_chunks, max_chunks, start, length, order, offsets
+        cu_seqlens,
+        lengths,
+        num_tokens,
+        num_chunks,
+        max_chunks,
+        long_sequences,
+        start,
+        length,
+        order,
+        offsets,
+        sequence_order,
     )
 
 

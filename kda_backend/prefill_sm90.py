@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,12 +23,13 @@ if TYPE_CHECKING:
 KERNELS = Path(__file__).parent / "kernels" / "sm90"
 DIM = 128
 TILE_BYTES = 9 * 8192  # -w, q_in, k_out, A_qk, u in 8 KiB blocks
-_INTRA_THREADS, _INTRA_SHARED = 128, 70928  # sizeof(Shared) of intra_chunk.cu
+_INTRA_THREADS, _INTRA_SHARED = 128, 55824  # sizeof(Shared) of intra_chunk.cu
+_INTRA_BLOCKS = (2, 3, 4)  # on one multiprocessor
 _SCAN_THREADS = 384
 _SCAN_SHARED = {False: 231424, True: 224256}  # sizeof(Shared) of scan.cu, by SPLIT
 # struct Params of the two sources
 _INTRA_PARAMS = struct.Struct("=12Q10q2if3iQ")
-_SCAN_PARAMS = struct.Struct("=12Q14qf2i4xQ")
+_SCAN_PARAMS = struct.Struct("=13Q14qf3iQ")
 
 
 def two_stage_sm90(
@@ -67,10 +70,13 @@ def two_stage_sm90(
     num_tiles = meta.num_chunks * value_heads
     tiles, totals = workspace.buffers(num_tiles, TILE_BYTES, DIM)
     flags = workspace.flags().data_ptr()
-    layout = lay_out(model.costs, num_tiles, 2 * value_heads * meta.num_sequences, meta.max_chunks)
+    num_tasks = 2 * value_heads * meta.num_sequences
+    long_tasks = 2 * value_heads * meta.long_sequences
+    layout = lay_out(model.costs, num_tiles, num_tasks, meta.max_chunks, long_tasks)
     assert meta.chunk_start is not None and meta.chunk_len is not None
     assert meta.chunk_order is not None and meta.chunk_offsets is not None
-    model.intra(
+    assert meta.sequence_order is not None
+    model.intra[layout.per_sm](
         layout.intra_blocks,
         _INTRA_THREADS,
         _INTRA_PARAMS.pack(
@@ -121,6 +127,7 @@ def two_stage_sm90(
             _address(state.snapshots),
             meta.cu_seqlens.data_ptr(),
             meta.chunk_offsets.data_ptr(),
+            meta.sequence_order.data_ptr(),
             stride_o_t,
             stride_o_h,
             *state.strides(state.read),
@@ -129,6 +136,7 @@ def two_stage_sm90(
             x.scale,
             0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
             value_heads,
+            num_tasks,
             flags,
         ),
         overlaps=True,
@@ -137,36 +145,67 @@ def two_stage_sm90(
         out.copy_(o)
 
 
+class IntraCosts(NamedTuple):
+    """The intra stage with so many blocks on one multiprocessor; times in ns.
+
+    Attributes:
+        blocks: on one multiprocessor; each makes one tile at a time.
+        tile_ns: a multiprocessor's time for a tile, its blocks together.
+        alone_ns: time of the last tiles, when there is less than one for each block.
+    """
+
+    blocks: int
+    tile_ns: int
+    alone_ns: int
+
+
 class Costs(NamedTuple):
     """What the layout of a launch is estimated from: the path's parameters, times in ns.
 
     Attributes:
         num_sms: multiprocessors of the device.
-        intra_min_blocks: intra blocks on one multiprocessor.
-        tile_ns: one multiprocessor's time for a tile, its blocks together.
+        intra: the choices of the intra stage.
         scan_start_ns: a scan block's time beside its steps.
         scan_step_ns, split_step_ns: a chunk's time, in one block and split over a cluster of two.
     """
 
     num_sms: int
-    intra_min_blocks: int
-    tile_ns: int
+    intra: tuple[IntraCosts, ...]
     scan_start_ns: int
     scan_step_ns: int
     split_step_ns: int
+
+
+def costs_of(params: Mapping[str, int | bool | str], num_sms: int) -> Costs:
+    """The costs in a table row: ``intra_4_tile_ns``, ``intra_4_alone_ns`` and so on."""
+    return Costs(
+        num_sms,
+        tuple(
+            IntraCosts(
+                blocks,
+                int(params[f"intra_{blocks}_tile_ns"]),
+                int(params[f"intra_{blocks}_alone_ns"]),
+            )
+            for blocks in _INTRA_BLOCKS
+            if f"intra_{blocks}_tile_ns" in params
+        ),
+        *(int(params[name]) for name in ("scan_start_ns", "scan_step_ns", "split_step_ns")),
+    )
 
 
 class Layout(NamedTuple):
     """How one call shares the multiprocessors.
 
     Attributes:
+        per_sm: intra blocks on one multiprocessor.
         split: a cluster of two blocks shares each scan task.
-        scan_blocks: each occupies a whole multiprocessor.
+        scan_blocks: each occupies a whole multiprocessor; tasks beyond their number come in turn.
         intra_blocks: in all.
         first_scan_sm: the multiprocessors from this one on are left to the scan,
         limit: when every intra block there has made so many tiles.
     """
 
+    per_sm: int
     split: bool
     scan_blocks: int
     intra_blocks: int
@@ -175,43 +214,68 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def lay_out(costs: Costs, num_tiles: int, tasks: int, max_chunks: int) -> Layout:
-    """The layout with the least estimated time; a task is 64 value rows of a sequence and head."""
-    sms, at_once = costs.num_sms, costs.intra_min_blocks * costs.num_sms
-    round_ns = costs.intra_min_blocks * costs.tile_ns
-    best: tuple[float, Layout] | None = None
-    for split in (False, True):
-        blocks = 2 * tasks if split else tasks
+def lay_out(costs: Costs, num_tiles: int, tasks: int, max_chunks: int, long_tasks: int) -> Layout:
+    """The layout with the least estimated time.
+
+    Args:
+        tasks: 64 value rows of a sequence and head each, the longest first.
+        max_chunks: of the longest.
+        long_tasks: those of more than half as many chunks.
+    """
+    return min(layouts(costs, num_tiles, tasks, max_chunks, long_tasks))[1]
+
+
+def layouts(
+    costs: Costs, num_tiles: int, tasks: int, max_chunks: int, long_tasks: int
+) -> list[tuple[float, Layout]]:
+    """The layouts worth a thought, each with its estimated time in ns."""
+    sms = costs.num_sms
+    short_tasks = tasks - long_tasks
+    short_steps = max(0, 2 * num_tiles - long_tasks * max_chunks)
+    found = []
+    for (per_sm, tile_ns, alone_ns), split in itertools.product(costs.intra, (False, True)):
+        at_once = per_sm * sms
+        rounds, rest = divmod(-(-num_tiles // sms), per_sm)
+        intra_ns = rounds * per_sm * tile_ns + (max(alone_ns, rest * tile_ns) if rest else 0)
+        width = 2 if split else 1
         step_ns = costs.split_step_ns if split else costs.scan_step_ns
-        scan_ns = costs.scan_start_ns + max_chunks * step_ns
-        # all tiles first, then the scan
+        long_ns = costs.scan_start_ns + max_chunks * step_ns
+        # what the others take, in ns of one multiprocessor
+        short_ns = width * (short_tasks * costs.scan_start_ns + short_steps * step_ns)
+        # all tiles first, then the scan; of equal tasks, blocks that take one after the other save
+        # the starts
+        waves = -(-long_tasks * width // sms)
         intra_blocks = sms if num_tiles <= sms else at_once
-        rounds = -(-num_tiles // intra_blocks)
-        intra_ns = rounds * (round_ns if num_tiles > sms else 2 * costs.tile_ns)
-        waves = -(-blocks // sms)
-        choices = [(float(intra_ns + waves * scan_ns), Layout(split, blocks, intra_blocks, sms, 0))]
-        others = sms - blocks
-        if others > 0:
-            beside = others * scan_ns / costs.tile_ns
-            most = max(0, int((num_tiles - beside) // at_once))
-            for limit in (most, most + 1):
-                head_ns = limit * round_ns
-                rest_ns = max(0, num_tiles - limit * at_once) * costs.tile_ns / others
-                first_ns = 2 * costs.tile_ns if limit == 0 else 0  # no tile is there before that
-                ns = head_ns + max(first_ns + scan_ns, rest_ns + costs.scan_start_ns)
-                count = sms if num_tiles <= others else at_once
-                choices.append((ns, Layout(split, blocks, count, others, limit)))
-        for choice in choices:
-            if best is None or choice[0] < best[0]:
-                best = choice
-    assert best is not None
-    return best[1]
+        equal = 2 * num_tiles == tasks * max_chunks and not split
+        blocks = min(tasks, sms) if equal else tasks * width
+        ns = intra_ns + waves * long_ns + short_ns / sms
+        found.append((float(ns), Layout(per_sm, split, blocks, intra_blocks, sms, 0)))
+        # the long tasks beside the tiles, on multiprocessors of their own; the others behind them
+        others = sms - long_tasks * width
+        if others <= 0:
+            continue
+        last_ns = short_ns / others if short_tasks else costs.scan_start_ns
+        beside = others * max(0.0, long_ns - last_ns) / tile_ns
+        most = max(0, int((num_tiles - beside) // at_once))
+        for limit in (most, most + 1):
+            head_ns = limit * per_sm * tile_ns
+            rest_ns = max(0, num_tiles - limit * at_once) * tile_ns / others
+            # no tile is there before the first round is over
+            first_ns = max(alone_ns, min(per_sm, -(-num_tiles // others)) * tile_ns)
+            start_ns = first_ns if limit == 0 else 0
+            ns = head_ns + max(start_ns + long_ns, rest_ns + last_ns)
+            count = sms if num_tiles <= others else at_once
+            found.append((ns, Layout(per_sm, split, tasks * width, count, others, limit)))
+    return found
 
 
 class _Model(NamedTuple):
-    """The kernels of one model on one path and device; ``scan`` without and with SPLIT."""
+    """The kernels of one model on one path and device.
 
-    intra: CudaKernel
+    ``intra`` by blocks on one multiprocessor; ``scan`` without and with SPLIT.
+    """
+
+    intra: Mapping[int, CudaKernel]
     scan: tuple[CudaKernel, CudaKernel]
     costs: Costs
 
@@ -230,14 +294,16 @@ def _model(
 ) -> _Model:
     from backend_core.cuda_source import CudaKernel
 
-    times = {name: int(path.params[name]) for name in Costs._fields if name != "num_sms"}
-    costs = Costs(num_sms=detect_target(device).num_sms, **times)
-    intra = CudaKernel(
-        KERNELS / "intra_chunk.cu",
-        "intra_chunk",
-        intra_defines(gate, beta, l2norm, beta_dtype, costs.intra_min_blocks),
-        _INTRA_SHARED,
-    )
+    costs = costs_of(path.params, detect_target(device).num_sms)
+    intra = {
+        choice.blocks: CudaKernel(
+            KERNELS / "intra_chunk.cu",
+            "intra_chunk",
+            intra_defines(gate, beta, l2norm, beta_dtype, choice.blocks),
+            _INTRA_SHARED,
+        )
+        for choice in costs.intra
+    }
     plain, split = (
         CudaKernel(
             KERNELS / "scan.cu",
@@ -247,6 +313,9 @@ def _model(
         )
         for split in (False, True)
     )
+    # all of them now: a later batch may be the first to choose one
+    for kernel in (*intra.values(), plain, split):
+        kernel.load()
     return _Model(intra, (plain, split), costs)
 
 

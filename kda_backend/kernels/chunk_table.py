@@ -4,10 +4,13 @@ Chunks do not cross sequences. Sequence n contributes ceil(len_n / 64) chunks, n
 consecutively: ``chunk_offsets[n]`` is its first. Chunks past the last one have length 0, so a
 launch can be sized from a static capacity and no device value is read on the host.
 ``chunk_order`` lists the chunks in the order in which scans over all sequences at once need them:
-every sequence's first, then every sequence's second.
+every sequence's first, then every sequence's second. ``sequence_order`` lists the sequences, those
+with most chunks first: whoever starts scans in this order does not leave the longest for last.
 
 Grid: (cdiv(capacity, BLOCK),). Each program finds the sequences of BLOCK chunks.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +18,15 @@ import triton.language as tl
 
 CHUNK = 64
 _BLOCK = 128
+
+
+@triton.jit
+def _chunks_of(cu_seqlens_ptr, o_n, num_sequences, CHUNK: tl.constexpr):
+    """Chunks of sequences o_n."""
+    m_n = o_n < num_sequences
+    b_bos = tl.load(cu_seqlens_ptr + o_n, mask=m_n, other=0).to(tl.int32)
+    b_eos = tl.load(cu_seqlens_ptr + o_n + 1, mask=m_n, other=0).to(tl.int32)
+    return (b_eos - b_bos + CHUNK - 1) // CHUNK
 
 
 @triton.jit(
@@ -25,6 +37,7 @@ _BLOCK = 128
         "chunk_len_ptr",
         "chunk_offsets_ptr",
         "chunk_order_ptr",
+        "sequence_order_ptr",
     ],
 )
 def chunk_table_kernel(
@@ -33,6 +46,7 @@ def chunk_table_kernel(
     chunk_len_ptr,  # [capacity] int32: number of tokens, 0 behind the last chunk
     chunk_offsets_ptr,  # [N + 1] int32
     chunk_order_ptr,  # [capacity] int32
+    sequence_order_ptr,  # [N] int32
     num_sequences,
     capacity,
     CHUNK: tl.constexpr,
@@ -72,41 +86,70 @@ def chunk_table_kernel(
     b_place = tl.zeros([BLOCK], tl.int32)
     for n0 in range(0, num_sequences, BLOCK):
         o_n = n0 + tl.arange(0, BLOCK)
-        m_n = o_n < num_sequences
-        b_bos = tl.load(cu_seqlens_ptr + o_n, mask=m_n, other=0).to(tl.int32)
-        b_eos = tl.load(cu_seqlens_ptr + o_n + 1, mask=m_n, other=0).to(tl.int32)
-        b_count = ((b_eos - b_bos + CHUNK - 1) // CHUNK)[:, None]
+        b_count = _chunks_of(cu_seqlens_ptr, o_n, num_sequences, CHUNK)[:, None]
         m_earlier = (o_n[:, None] < b_owner[None, :]) & (b_count > b_depth[None, :])
         b_place += tl.sum(tl.minimum(b_count, b_depth[None, :]) + m_earlier.to(tl.int32), 0)
     b_place = tl.where(b_len > 0, b_place, o_chunk)
     tl.store(chunk_order_ptr + b_place, o_chunk, mask=m_chunk)
     tl.store(chunk_start_ptr + o_chunk, b_start, mask=m_chunk)
     tl.store(chunk_len_ptr + o_chunk, b_len, mask=m_chunk)
+    # before a sequence come those with more chunks, and those with as many and a smaller number
+    for n0 in range(i_block * BLOCK, num_sequences, tl.num_programs(0) * BLOCK):
+        o_n = n0 + tl.arange(0, BLOCK)
+        b_count = _chunks_of(cu_seqlens_ptr, o_n, num_sequences, CHUNK)
+        b_rank = tl.zeros([BLOCK], tl.int32)
+        for m0 in range(0, num_sequences, BLOCK):
+            o_m = m0 + tl.arange(0, BLOCK)
+            b_other = _chunks_of(cu_seqlens_ptr, o_m, num_sequences, CHUNK)[:, None]
+            m_before = (b_other > b_count[None, :]) | (
+                (b_other == b_count[None, :]) & (o_m[:, None] < o_n[None, :])
+            )
+            m_before &= o_m[:, None] < num_sequences
+            b_rank += tl.sum(m_before.to(tl.int32), 0)
+        tl.store(sequence_order_ptr + b_rank, o_n, mask=o_n < num_sequences)
 
 
-def build_chunk_table(
-    cu_seqlens: torch.Tensor, capacity: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """chunk_start, chunk_len, chunk_order [capacity], chunk_offsets [N + 1]: int32, no sync.
+class ChunkTable(NamedTuple):
+    """int32 tensors on the device.
 
-    Each begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
+    Attributes:
+        start, length: ``[capacity]``, first token and number of tokens of each chunk.
+        order: ``[capacity]``, the chunks in the order in which the scans need them.
+        offsets: ``[N + 1]``, first chunk of each sequence.
+        sequence_order: ``[N]``, the sequences, longest first.
+    """
+
+    start: torch.Tensor
+    length: torch.Tensor
+    order: torch.Tensor
+    offsets: torch.Tensor
+    sequence_order: torch.Tensor
+
+
+def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
+    """The table of a batch, without a sync.
+
+    Each tensor begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
     """
     n = cu_seqlens.numel() - 1
-    row = -(-capacity // 4) * 4
-    table = torch.empty(3 * row + n + 1, dtype=torch.int32, device=cu_seqlens.device)
-    start, length, order = table[: 3 * row].view(3, row)[:, :capacity].unbind(0)
-    offsets = table[3 * row :]
+    sizes = (capacity, capacity, capacity, n + 1, n)
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + -(-size // 4) * 4)
+    memory = torch.empty(ends[-1], dtype=torch.int32, device=cu_seqlens.device)
+    table = ChunkTable(*(memory[at : at + size] for at, size in zip(ends, sizes, strict=False)))
     grid = (max(1, triton.cdiv(capacity, _BLOCK)),)
     chunk_table_kernel[grid](
         cu_seqlens,
-        start,
-        length,
-        offsets,
-        order,
+        table.start,
+        table.length,
+        table.offsets,
+        table.order,
+        table.sequence_order,
         n,
         capacity,
         CHUNK=CHUNK,
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    return start, length, order, offsets
+    return table

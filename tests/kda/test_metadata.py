@@ -36,7 +36,9 @@ def test_chunk_table_of_ragged_batches(
 ) -> None:
     start, length, offsets = chunks_of(lengths)
     got = build_chunk_table(cu_tensor(lengths, device).to(dtype), len(start))
-    assert [x.tolist() for x in got] == [start, length, order_of(offsets), offsets]
+    longest_first = sorted(range(len(lengths)), key=lambda n: -lengths[n] // 64)
+    assert [x.tolist() for x in got] == [start, length, order_of(offsets), offsets, longest_first]
+    assert all(x.data_ptr() % 16 == 0 for x in got if x.numel())
     assert all(x.dtype == torch.int32 for x in got)
 
 
@@ -70,10 +72,10 @@ def test_a_bound_is_reached_by_some_batch() -> None:
 def test_the_longest_sequence_is_known_or_taken_for_an_equal_share() -> None:
     lengths = (70, 0, 9, 640)
     known = build_metadata(cu_tensor(lengths, torch.device("cpu")), 719, chunk_table=False)
-    assert (known.num_chunks, known.max_chunks) == (13, 10)
+    assert (known.num_chunks, known.max_chunks, known.long_sequences) == (13, 10, 1)
     on_meta = cu_tensor(lengths, torch.device("meta"))
     bound = build_metadata(on_meta, 719, chunk_table=False)
-    assert (bound.num_chunks, bound.max_chunks) == (15, 4)
+    assert (bound.num_chunks, bound.max_chunks, bound.long_sequences) == (15, 4, 4)
 
 
 def test_the_grid_counts_each_sequences_chunks_times_value_heads(

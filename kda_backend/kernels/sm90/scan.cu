@@ -37,11 +37,13 @@ struct Params {
     float* snapshots;           // [N, num_snapshots, HV, 128, 128]
     const void* cu_seqlens;     // int32, or int64 with CU_INT64
     const int* chunk_offsets;
+    const int* sequence_order;
     i64 o_t, o_h;
     i64 in_n, in_h, in_v, in_k, out_n, out_h, out_v, out_k, chunk_n, chunk_h, chunk_v, chunk_k;
     float scale;
     int num_snapshots;
     int num_value_heads;
+    int num_tasks;  // 64 value rows of a sequence and head each; block i takes i, i + blocks, ...
     Sync* sync;
 };
 
@@ -181,6 +183,37 @@ __device__ __forceinline__ float load_state(const void* p, i64 at) {
     return STATE_BF16 ? __uint_as_float(u32(static_cast<const u16*>(p)[at]) << 16)
                       : static_cast<const float*>(p)[at];
 }
+// What a task is about.
+struct Task {
+    int half, head, n;  // of the value rows; value head; sequence
+    i64 begin, end;     // its tokens
+    int chunks;
+    i64 first;  // chunk
+
+    __device__ __forceinline__ Task(const Params& p, int number)
+        : half(number % 2), head(number / 2 % p.num_value_heads),
+          n(p.sequence_order[number / (2 * p.num_value_heads)]) {
+        begin = offset_of(p.cu_seqlens, n), end = offset_of(p.cu_seqlens, n + 1);
+        chunks = static_cast<int>((end - begin + C - 1) / C);
+        first = p.chunk_offsets[n];
+    }
+};
+// Two channels side by side.
+__device__ __forceinline__ float2 load_state_pair(const void* p, i64 at) {
+    if (!STATE_BF16) return *reinterpret_cast<const float2*>(static_cast<const float*>(p) + at);
+    const u32 x = *reinterpret_cast<const u32*>(static_cast<const u16*>(p) + at);
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+__device__ __forceinline__ void store_state_pair(void* p, i64 at, float x, float y) {
+    if (STATE_BF16)
+        *reinterpret_cast<u32*>(static_cast<u16*>(p) + at) = pack_bf16(x, y);
+    else
+        *reinterpret_cast<float2*>(static_cast<float*>(p) + at) = make_float2(x, y);
+}
+__device__ __forceinline__ bool have_pairs(const void* p, i64 n, i64 h, i64 v, i64 k) {
+    const u32 bytes = STATE_BF16 ? 4 : 8;
+    return k == 1 && ((n | h | v) & 1) == 0 && (reinterpret_cast<u64>(p) & (bytes - 1)) == 0;
+}
 // Calls f(index, value row, channel) for each accumulator of the state.
 template <typename F>
 __device__ __forceinline__ void each_state(int warp, int r, int t, F f) {
@@ -201,13 +234,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
     const int rank = SPLIT ? blockIdx.x % 2 : 0;  // 0: the chain, 1: the output
-    const int task = SPLIT ? blockIdx.x / 2 : blockIdx.x;
-    const int half = task % 2;
-    const int head = task / 2 % p.num_value_heads;
-    const int n = task / (2 * p.num_value_heads);
-    const i64 begin = offset_of(p.cu_seqlens, n), end = offset_of(p.cu_seqlens, n + 1);
-    const int chunks = static_cast<int>((end - begin + C - 1) / C);
-    const i64 first = p.chunk_offsets[n];
+    const int first_task = SPLIT ? blockIdx.x / 2 : blockIdx.x;
+    const int workers = SPLIT ? gridDim.x / 2 : gridDim.x;
 
     if (threadIdx.x == 0) {
 #pragma unroll
@@ -233,47 +261,50 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
     const int r = lane / 4, t = lane % 4, partner = threadIdx.x % 128;
     const int matrix = lane / 8, in_matrix = lane % 8;
-    const int value0 = 64 * half;
 
+    int before = 0;  // chunks of the tasks before: stages and barriers take turns over all of them
     if (role == 2) {  // the fetching warp
         registers<32, false>();
         const bool for_chain = !SPLIT || rank == 0, for_output = !SPLIT || rank == 1;
         const u32 launch = p.sync->launches + 1;
-        const u32* flags = p.sync->flags() + first * p.num_value_heads + head;
-        int known = 0;  // chunks known to lie in memory
-        for (int c = 0; c < chunks && warp == 0; ++c) {
-            const int stage = c % STAGES;
-            if (c >= STAGES) barrier_wait(&s.empty[stage], (c / STAGES - 1) & 1);
-            while (known <= c) {  // each lane asks for one of the next chunks
-                const int asked = known + lane;
-                const bool there =
-                    asked < chunks &&
-                    load_acquire(flags + static_cast<i64>(asked) * p.num_value_heads) == launch;
-                const u32 missing = ~__ballot_sync(~0u, there);
-                known += missing ? __ffs(missing) - 1 : 32;
-                __syncwarp();
-                // other multiprocessors wrote the tiles; the copies below are of the async proxy
-                asm volatile("fence.proxy.async;" ::: "memory");
-            }
-            if (lane != 0) continue;
-            const i64 at = (first + c) * p.num_value_heads + head;
-            const unsigned char* tile =
-                reinterpret_cast<const unsigned char*>(p.tiles) + at * TILE_BYTES;
-            auto get = [&](int to, int from, int blocks) {
-                fetch(s.stage[stage] + to * BLOCK_BYTES, tile + from * BLOCK_BYTES,
-                      blocks * BLOCK_BYTES, &s.full[stage]);
-            };
-            barrier_expect(&s.full[stage], (for_chain ? 5 * BLOCK_BYTES + D * 4 : 0) +
-                                               (for_output ? 3 * BLOCK_BYTES : 0));
-            if (for_chain) {
-                get(STAGE_W, W, 2);
-                get(STAGE_K, K_OUT, 2);
-                get(STAGE_U, U + half, 1);
-                fetch(s.totals[stage], p.totals + at * D, D * 4, &s.full[stage]);
-            }
-            if (for_output) {
-                get(STAGE_Q, Q_IN, 2);
-                get(STAGE_A, A_QK, 1);
+        for (int number = first_task; number < p.num_tasks && warp == 0; number += workers) {
+            const Task task(p, number);
+            const u32* flags = p.sync->flags() + task.first * p.num_value_heads + task.head;
+            int known = 0;  // chunks known to lie in memory
+            for (int c = 0; c < task.chunks; ++c, ++before) {
+                const int stage = before % STAGES;
+                if (before >= STAGES) barrier_wait(&s.empty[stage], (before / STAGES - 1) & 1);
+                while (known <= c) {  // each lane asks for one of the next chunks
+                    const int asked = known + lane;
+                    const bool there =
+                        asked < task.chunks &&
+                        load_acquire(flags + static_cast<i64>(asked) * p.num_value_heads) == launch;
+                    const u32 missing = ~__ballot_sync(~0u, there);
+                    known += missing ? __ffs(missing) - 1 : 32;
+                    __syncwarp();
+                    // other multiprocessors wrote the tiles; the copies below are of the async proxy
+                    asm volatile("fence.proxy.async;" ::: "memory");
+                }
+                if (lane != 0) continue;
+                const i64 at = (task.first + c) * p.num_value_heads + task.head;
+                const unsigned char* tile =
+                    reinterpret_cast<const unsigned char*>(p.tiles) + at * TILE_BYTES;
+                auto get = [&](int to, int from, int blocks) {
+                    fetch(s.stage[stage] + to * BLOCK_BYTES, tile + from * BLOCK_BYTES,
+                          blocks * BLOCK_BYTES, &s.full[stage]);
+                };
+                barrier_expect(&s.full[stage], (for_chain ? 5 * BLOCK_BYTES + D * 4 : 0) +
+                                                   (for_output ? 3 * BLOCK_BYTES : 0));
+                if (for_chain) {
+                    get(STAGE_W, W, 2);
+                    get(STAGE_K, K_OUT, 2);
+                    get(STAGE_U, U + task.half, 1);
+                    fetch(s.totals[stage], p.totals + at * D, D * 4, &s.full[stage]);
+                }
+                if (for_output) {
+                    get(STAGE_Q, Q_IN, 2);
+                    get(STAGE_A, A_QK, 1);
+                }
             }
         }
         if (partner == 0) {
@@ -292,203 +323,226 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
 #pragma unroll
             for (int i = 0; i < HANDS; ++i) barrier_expect(&s.ready[i][warp], HAND_BYTES);
         }
-        for (int c = 0; c < chunks; ++c) {
-            const int stage = c % STAGES;
-            const u32 base = shared_address(s.stage[stage]);
-            float o[32];
-            u32 operand[8][4], v_operand[4][4];
-            barrier_wait(&s.full[stage], (c / STAGES) & 1);
-            // v_new comes last. Starting S q_in earlier would delay the chain's own products; now
-            // the chain rounds its state while these run.
-            barrier_wait(&s.ready[c % HANDS][warp], (c / HANDS) & 1);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) unpack(operand[i], s.hand[c % HANDS][warp][i][lane]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) unpack(v_operand[i], s.hand[c % HANDS][warp][8 + i][lane]);
-            __syncwarp();
-            if (lane == 0) {
-                if (SPLIT) {
-                    barrier_expect(&s.ready[c % HANDS][warp], HAND_BYTES);
-                    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                                     shared_of(&s.taken[c % HANDS][warp], 0)) : "memory");
-                } else {
-                    barrier_arrive(&s.taken[0][warp]);
+        for (int number = first_task; number < p.num_tasks; number += workers) {
+            const Task task(p, number);
+            for (int c = 0; c < task.chunks; ++c, ++before) {
+                const int stage = before % STAGES, hand = before % HANDS;
+                const u32 base = shared_address(s.stage[stage]);
+                float o[32];
+                u32 operand[8][4], v_operand[4][4];
+                barrier_wait(&s.full[stage], (before / STAGES) & 1);
+                // v_new comes last. Starting S q_in earlier would delay the chain's own products; now
+                // the chain rounds its state while these run.
+                barrier_wait(&s.ready[hand][warp], (before / HANDS) & 1);
+    #pragma unroll
+                for (int i = 0; i < 8; ++i) unpack(operand[i], s.hand[hand][warp][i][lane]);
+    #pragma unroll
+                for (int i = 0; i < 4; ++i) unpack(v_operand[i], s.hand[hand][warp][8 + i][lane]);
+                __syncwarp();
+                if (lane == 0) {
+                    if (SPLIT) {
+                        barrier_expect(&s.ready[hand][warp], HAND_BYTES);
+                        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                                         shared_of(&s.taken[hand][warp], 0)) : "memory");
+                    } else {
+                        barrier_arrive(&s.taken[0][warp]);
+                    }
                 }
+                wgmma_fence();
+    #pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    wgmma_64(o, operand[i],
+                             descriptor(base + (STAGE_Q + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024),
+                             i > 0);
+    #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    wgmma_64(o, v_operand[i],
+                             descriptor(base + STAGE_A * BLOCK_BYTES + i * 32, 16, 1024), 1);
+                wgmma_commit();
+                wgmma_wait<0>();
+                settled(o);
+                if (lane == 0) barrier_arrive(&s.empty[stage]);
+                // o^T leaves through the warp's own [64 tokens, 16 values]
+    #pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    u32 x[4];
+    #pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        x[e] = pack_bf16(o[8 * i + 2 * e] * p.scale, o[8 * i + 2 * e + 1] * p.scale);
+                    const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
+                    const u32 address =
+                        shared_address(out_tile) + row * 32 + (((matrix % 2) ^ ((row >> 2) & 1)) << 4);
+                    asm volatile(
+                        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                            address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+                }
+                __syncwarp();
+    #pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int row = 16 * i + lane / 2, piece = lane % 2;
+                    const uint4 x = *reinterpret_cast<const uint4*>(
+                        reinterpret_cast<const char*>(out_tile) + row * 32 +
+                        ((piece ^ ((row >> 2) & 1)) << 4));
+                    const i64 token = task.begin + static_cast<i64>(c) * C + row;
+                    if (token < task.end)
+                        *reinterpret_cast<uint4*>(p.o + token * p.o_t + task.head * p.o_h + 64 * task.half +
+                                                  16 * warp + 8 * piece) = x;
+                }
+                __syncwarp();
             }
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                wgmma_64(o, operand[i],
-                         descriptor(base + (STAGE_Q + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024),
-                         i > 0);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                wgmma_64(o, v_operand[i],
-                         descriptor(base + STAGE_A * BLOCK_BYTES + i * 32, 16, 1024), 1);
-            wgmma_commit();
-            wgmma_wait<0>();
-            settled(o);
-            if (lane == 0) barrier_arrive(&s.empty[stage]);
-            // o^T leaves through the warp's own [64 tokens, 16 values]
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                u32 x[4];
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    x[e] = pack_bf16(o[8 * i + 2 * e] * p.scale, o[8 * i + 2 * e + 1] * p.scale);
-                const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
-                const u32 address =
-                    shared_address(out_tile) + row * 32 + (((matrix % 2) ^ ((row >> 2) & 1)) << 4);
-                asm volatile(
-                    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                        address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-            }
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = 16 * i + lane / 2, piece = lane % 2;
-                const uint4 x = *reinterpret_cast<const uint4*>(
-                    reinterpret_cast<const char*>(out_tile) + row * 32 +
-                    ((piece ^ ((row >> 2) & 1)) << 4));
-                const i64 token = begin + static_cast<i64>(c) * C + row;
-                if (token < end)
-                    *reinterpret_cast<uint4*>(p.o + token * p.o_t + head * p.o_h + value0 +
-                                              16 * warp + 8 * piece) = x;
-            }
-            __syncwarp();
         }
     } else if (role == 0 && rank == 0) {  // the chain
         registers<240, true>();
-        const i64 slot = p.state_indices ? p.state_indices[n] : n;
-        float state[64], v_new[32];
-        const bool reads =
-            p.state_in && slot >= 0 && (!p.has_initial_state || p.has_initial_state[n]);
-        each_state(warp, r, t, [&](int i, int v, int k) {
-            state[i] = 0.f;
-            if (reads)
-                state[i] = load_state(
-                    p.state_in, slot * p.in_n + head * p.in_h + (value0 + v) * p.in_v + k * p.in_k);
-        });
-        auto snapshot = [&](int done) {
-            for (int i = 0; i < p.num_snapshots; ++i) {
-                const i64 at = static_cast<i64>(n) * p.num_snapshots + i;
-                if (p.snapshot_chunks[at] != done) continue;
-                float* to = p.snapshots + ((at * p.num_value_heads + head) * D + value0) * D;
-                each_state(warp, r, t, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
+        for (int number = first_task; number < p.num_tasks; number += workers) {
+            const Task task(p, number);
+            const int value0 = 64 * task.half;
+            const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
+            float state[64], v_new[32];
+            const bool reads =
+                p.state_in && slot >= 0 && (!p.has_initial_state || p.has_initial_state[task.n]);
+            const i64 from = slot * p.in_n + task.head * p.in_h + value0 * p.in_v;
+            if (reads && have_pairs(p.state_in, p.in_n, p.in_h, p.in_v, p.in_k)) {
+                each_state(warp, r, t, [&](int i, int v, int k) {
+                    if (i % 2) return;
+                    const float2 x = load_state_pair(p.state_in, from + v * p.in_v + k);
+                    state[i] = x.x, state[i + 1] = x.y;
+                });
+            } else {
+                each_state(warp, r, t, [&](int i, int v, int k) {
+                    state[i] = 0.f;
+                    if (reads) state[i] = load_state(p.state_in, from + v * p.in_v + k * p.in_k);
+                });
             }
-        };
-        auto track = [&](int c) {
-            snapshot(c);
-            if (!p.chunk_states) return;
-            u16* to =
-                static_cast<u16*>(p.chunk_states) + (first + c) * p.chunk_n + head * p.chunk_h;
-            each_state(warp, r, t, [&](int j, int v, int k) {
-                to[(value0 + v) * p.chunk_v + k * p.chunk_k] =
-                    static_cast<u16>(pack_bf16(state[j], 0.f));
-            });
-        };
-        u32 operand[8][4];
-        float2 totals[16];
-        auto enter = [&](int c) {  // the state before chunk c: its operand, then the decay
-            if (TRACK) track(c);
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    operand[i][e] = pack_fp16(state[8 * i + 2 * e], state[8 * i + 2 * e + 1]);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                state[4 * i] *= totals[i].x;
-                state[4 * i + 1] *= totals[i].y;
-                state[4 * i + 2] *= totals[i].x;
-                state[4 * i + 3] *= totals[i].y;
-            }
-        };
-        auto load_chunk = [&](int c) {  // v_new starts from u^T; the chunk's decay
-            const int stage = c % STAGES;
-            barrier_wait(&s.full[stage], (c / STAGES) & 1);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // 16 tokens each
-                u32 x[4];
-                const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
-                const int piece = 2 * warp + matrix % 2;
-                const u32 address = shared_address(s.stage[stage]) + STAGE_U * BLOCK_BYTES +
-                                    row * 128 + ((piece ^ (row & 7)) << 4);
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address)
-                             : "memory");
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    v_new[8 * i + 2 * e] = low_fp16(x[e]);
-                    v_new[8 * i + 2 * e + 1] = high_fp16(x[e]);
+            auto snapshot = [&](int done) {
+                for (int i = 0; i < p.num_snapshots; ++i) {
+                    const i64 at = static_cast<i64>(task.n) * p.num_snapshots + i;
+                    if (p.snapshot_chunks[at] != done) continue;
+                    float* to = p.snapshots + ((at * p.num_value_heads + task.head) * D + value0) * D;
+                    each_state(warp, r, t, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
                 }
+            };
+            auto track = [&](int c) {
+                snapshot(c);
+                if (!p.chunk_states) return;
+                u16* to =
+                    static_cast<u16*>(p.chunk_states) + (task.first + c) * p.chunk_n + task.head * p.chunk_h;
+                each_state(warp, r, t, [&](int j, int v, int k) {
+                    to[(value0 + v) * p.chunk_v + k * p.chunk_k] =
+                        static_cast<u16>(pack_bf16(state[j], 0.f));
+                });
+            };
+            u32 operand[8][4];
+            float2 totals[16];
+            auto enter = [&](int c) {  // the state before chunk c: its operand, then the decay
+                if (TRACK) track(c);
+    #pragma unroll
+                for (int i = 0; i < 8; ++i)
+    #pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        operand[i][e] = pack_fp16(state[8 * i + 2 * e], state[8 * i + 2 * e + 1]);
+    #pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    state[4 * i] *= totals[i].x;
+                    state[4 * i + 1] *= totals[i].y;
+                    state[4 * i + 2] *= totals[i].x;
+                    state[4 * i + 3] *= totals[i].y;
+                }
+            };
+            auto load_chunk = [&](int c) {  // v_new starts from u^T; the chunk's decay
+                const int stage = (before + c) % STAGES;
+                barrier_wait(&s.full[stage], ((before + c) / STAGES) & 1);
+    #pragma unroll
+                for (int i = 0; i < 4; ++i) {  // 16 tokens each
+                    u32 x[4];
+                    const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
+                    const int piece = 2 * warp + matrix % 2;
+                    const u32 address = shared_address(s.stage[stage]) + STAGE_U * BLOCK_BYTES +
+                                        row * 128 + ((piece ^ (row & 7)) << 4);
+                    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address)
+                                 : "memory");
+    #pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        v_new[8 * i + 2 * e] = low_fp16(x[e]);
+                        v_new[8 * i + 2 * e + 1] = high_fp16(x[e]);
+                    }
+                }
+    #pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const float4 x = *reinterpret_cast<const float4*>(
+                        &s.totals[stage][32 * t + 4 * (i ^ (2 * t))]);
+                    totals[2 * i] = make_float2(x.x, x.y);
+                    totals[2 * i + 1] = make_float2(x.z, x.w);
+                }
+            };
+            if (task.chunks) {
+                load_chunk(0);
+                enter(0);
             }
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float4 x = *reinterpret_cast<const float4*>(
-                    &s.totals[stage][32 * t + 4 * (i ^ (2 * t))]);
-                totals[2 * i] = make_float2(x.x, x.y);
-                totals[2 * i + 1] = make_float2(x.z, x.w);
+            for (int c = 0; c < task.chunks; ++c) {
+                const int step = before + c, stage = step % STAGES, hand = step % HANDS;
+                const u32 base = shared_address(s.stage[stage]);
+                settled(v_new);
+                settled(state);
+                wgmma_fence();
+    #pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    wgmma_64(v_new, operand[i],
+                             descriptor(base + (STAGE_W + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024), 1);
+                wgmma_commit();
+                if (step >= HANDS)
+                    barrier_wait(&s.taken[hand][warp], (step / HANDS - 1) & 1);
+    #pragma unroll
+                for (int i = 0; i < 8; ++i) s.hand[hand][warp][i][lane] = packed(operand[i]);
+                wgmma_wait<0>();
+                settled(v_new);
+                u32 v_operand[4][4];
+    #pragma unroll
+                for (int i = 0; i < 4; ++i)
+    #pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        v_operand[i][e] = pack_fp16(v_new[8 * i + 2 * e], v_new[8 * i + 2 * e + 1]);
+                wgmma_fence();
+    #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    wgmma_128(state, v_operand[i],
+                              descriptor(base + STAGE_K * BLOCK_BYTES + i * 2048, BLOCK_BYTES, 1024));
+                wgmma_commit();
+    #pragma unroll
+                for (int i = 0; i < 4; ++i) s.hand[hand][warp][8 + i][lane] = packed(v_operand[i]);
+                if (SPLIT) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                __syncwarp();
+                if (lane == 0) {
+                    if (SPLIT)
+                        send(s.hand[hand][warp], HAND_BYTES, &s.ready[hand][warp]);
+                    else
+                        barrier_arrive(&s.ready[0][warp]);
+                }
+                if (c + 1 < task.chunks) load_chunk(c + 1);
+                wgmma_wait<0>();
+                settled(state);
+                if (lane == 0) barrier_arrive(&s.empty[stage]);
+                if (c + 1 < task.chunks) enter(c + 1);
             }
-        };
-        if (chunks) {
-            load_chunk(0);
-            enter(0);
-        }
-        for (int c = 0; c < chunks; ++c) {
-            const u32 base = shared_address(s.stage[c % STAGES]);
-            settled(v_new);
-            settled(state);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                wgmma_64(v_new, operand[i],
-                         descriptor(base + (STAGE_W + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024), 1);
-            wgmma_commit();
-            if (c >= HANDS)
-                barrier_wait(&s.taken[c % HANDS][warp], (c / HANDS - 1) & 1);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) s.hand[c % HANDS][warp][i][lane] = packed(operand[i]);
-            wgmma_wait<0>();
-            settled(v_new);
-            u32 v_operand[4][4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    v_operand[i][e] = pack_fp16(v_new[8 * i + 2 * e], v_new[8 * i + 2 * e + 1]);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                wgmma_128(state, v_operand[i],
-                          descriptor(base + STAGE_K * BLOCK_BYTES + i * 2048, BLOCK_BYTES, 1024));
-            wgmma_commit();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s.hand[c % HANDS][warp][8 + i][lane] = packed(v_operand[i]);
-            if (SPLIT) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            __syncwarp();
-            if (lane == 0) {
-                if (SPLIT)
-                    send(s.hand[c % HANDS][warp], HAND_BYTES, &s.ready[c % HANDS][warp]);
-                else
-                    barrier_arrive(&s.ready[0][warp]);
+            before += task.chunks;
+            if (TRACK) snapshot(task.chunks);
+            if (!p.state_out || slot < 0) continue;
+            const i64 to = slot * p.out_n + task.head * p.out_h + value0 * p.out_v;
+            if (have_pairs(p.state_out, p.out_n, p.out_h, p.out_v, p.out_k)) {
+                each_state(warp, r, t, [&](int i, int v, int k) {
+                    if (i % 2 == 0)
+                        store_state_pair(p.state_out, to + v * p.out_v + k, state[i], state[i + 1]);
+                });
+            } else {
+                each_state(warp, r, t, [&](int i, int v, int k) {
+                    const i64 at = to + v * p.out_v + k * p.out_k;
+                    if (STATE_BF16)
+                        static_cast<u16*>(p.state_out)[at] =
+                            static_cast<u16>(pack_bf16(state[i], 0.f));
+                    else
+                        static_cast<float*>(p.state_out)[at] = state[i];
+                });
             }
-            if (c + 1 < chunks) load_chunk(c + 1);
-            wgmma_wait<0>();
-            settled(state);
-            if (lane == 0) barrier_arrive(&s.empty[c % STAGES]);
-            if (c + 1 < chunks) enter(c + 1);
-        }
-        if (TRACK) snapshot(chunks);
-        if (p.state_out && slot >= 0) {
-            const i64 to = slot * p.out_n + head * p.out_h;
-            each_state(warp, r, t, [&](int i, int v, int k) {
-                const i64 at = to + (value0 + v) * p.out_v + k * p.out_k;
-                if (STATE_BF16)
-                    static_cast<u16*>(p.state_out)[at] = static_cast<u16>(pack_bf16(state[i], 0.f));
-                else
-                    static_cast<float*>(p.state_out)[at] = state[i];
-            });
         }
     }
     if (SPLIT) cluster_sync();  // shared memory must outlive the other block's use of it
