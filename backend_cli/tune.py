@@ -42,12 +42,10 @@ Ask = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 SPACE: dict[str, dict[str, dict[str, Values]]] = {
     "two_stage": {
         "prefill": {
-            "block_v": (16, 32, 64),
+            "block_v": (16, 32),
+            "block_v_max": (32, 64),
             "scan_num_warps": (2, 4, 8),
             "scan_num_stages": (2, 3, 4),
-            "scores_num_warps": (2, 4, 8),
-            "scores_block_k": (32, 64),
-            "solve_num_warps": (2, 4, 8),
         }
     },
     "two_stage_sm90": {

@@ -55,6 +55,9 @@ class KernelLaunch:
         """
         self._fn = fn
         self._kwargs = {**constexprs, **(options or {})}
+        self.alternatives: tuple[KernelLaunch, ...] = ()
+        """Launches with the same arguments that a later call may choose instead of this one: what
+        is compiled here is compiled for them too."""
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
@@ -84,7 +87,7 @@ class KernelLaunch:
         key, values = _specialise(args, device, torch.version.hip is not None)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = self._compile(args)
+            compiled = self._compile(key, args)
         compiled[grid](*values, *self._tail, stream=active.get_current_stream(device))
 
     def warm_up(self, *args: Argument | torch.dtype) -> None:
@@ -98,13 +101,17 @@ class KernelLaunch:
         device = driver.active.get_current_device()
         key, _ = _specialise(args, device, torch.version.hip is not None)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(args)
+            self._compile(key, args)
 
-    def _compile(self, args: tuple[Argument | torch.dtype, ...]) -> Any:
-        compiled = self._fn.warmup(*args, grid=(1,), **self._kwargs)
-        # Reading run loads the binary: not lazily at the first launch, which may be in a capture.
-        compiled.run  # noqa: B018
-        return compiled
+    def _compile(self, key: tuple[object, ...], args: tuple[Argument | torch.dtype, ...]) -> Any:
+        for launch in (self, *self.alternatives):
+            if key not in launch._compiled:
+                compiled = launch._fn.warmup(*args, grid=(1,), **launch._kwargs)
+                # Reading run loads the binary: not lazily at the first launch, which may be in a
+                # capture.
+                compiled.run  # noqa: B018
+                launch._compiled[key] = compiled
+        return self._compiled[key]
 
 
 def _specialise(

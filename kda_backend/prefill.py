@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backend_core.target import detect_target
 from kda_backend import torch_path
 from kda_backend.metadata import CHUNK, ChunkMetadata
 from kda_backend.prefill_sm90 import two_stage_sm90
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def tile_elements(key_dim: int, value_dim: int) -> int:
-    """Elements of one (chunk, head) tile: w, q_in, k_out [64, K], u [64, V], A_qk, L [64, 64].
+    """Elements of one (chunk, head) tile: w, q_in, k_out [64, K], u [64, V], A_qk [64, 64], and as
+    many for the intra-chunk kernel's own use.
 
     Rows end at a multiple of eight elements.
     """
@@ -43,7 +45,7 @@ def two_stage(
     chunk_states: torch.Tensor | None,
     workspace: Workspace,
 ) -> None:
-    """Chunk-parallel scores and solve, then a scan over chunks, split over value rows."""
+    """One kernel over all chunks at once, then a scan over chunks, split over value rows."""
     value_heads, value_dim = x.v.shape[2:]
     key_dim = x.q.shape[3]
     dtype = operand_dtype(x.q.dtype)
@@ -69,10 +71,11 @@ def two_stage(
     _, stride_g_t, stride_g_h, _ = x.g.stride()
     _, stride_beta_t, stride_beta_h = x.beta.stride()
     _, stride_o_t, stride_o_h, _ = out.stride()
-    kernels.scores(
+    kernels.intra(
         (num_tiles, 1, 1),
         x.q,
         x.k,
+        x.v,
         x.g,
         x.beta,
         x.a_log,
@@ -87,27 +90,18 @@ def two_stage(
         stride_q_h,
         stride_k_t,
         stride_k_h,
+        stride_v_t,
+        stride_v_h,
         stride_g_t,
         stride_g_h,
         stride_beta_t,
         stride_beta_h,
         value_heads,
     )
-    kernels.solve(
-        (num_tiles, 1, 1),
-        x.v,
-        x.beta,
-        tiles,
-        meta.chunk_start,
-        meta.chunk_len,
-        stride_v_t,
-        stride_v_h,
-        stride_beta_t,
-        stride_beta_h,
-        value_heads,
-    )
-    kernels.scan(
-        (kernels.value_blocks * value_heads * meta.num_sequences, 1, 1),
+    tasks = value_heads * meta.num_sequences
+    block_v = kernels.value_rows(tasks, detect_target(x.q.device).num_sms)
+    kernels.scans[block_v](
+        (-(-value_dim // block_v) * tasks, 1, 1),
         tiles,
         totals,
         out,
@@ -132,11 +126,19 @@ def two_stage(
 
 @dataclass(frozen=True)
 class _TwoStageKernels:
-    scores: KernelLaunch
-    solve: KernelLaunch
-    scan: KernelLaunch
+    """``scans``: by the value rows of a program, ascending."""
+
+    intra: KernelLaunch
     masks: Callable[[torch.device, torch.dtype], torch.Tensor]
-    value_blocks: int
+    scans: dict[int, KernelLaunch]
+    value_dim: int
+
+    def value_rows(self, tasks: int, num_sms: int) -> int:
+        """The fewest with which all programs run at once, since few make a step short."""
+        for rows in self.scans:
+            if tasks * -(-self.value_dim // rows) <= num_sms:
+                return rows
+        return max(self.scans)
 
 
 @functools.cache
@@ -156,28 +158,28 @@ def _two_stage_kernels(
     import triton
 
     from backend_core.launch import KernelLaunch
+    from kda_backend.kernels.intra import intra_kernel, sum_masks
     from kda_backend.kernels.scan import scan_kernel
-    from kda_backend.kernels.scores import scores_kernel, sum_masks
-    from kda_backend.kernels.solve import solve_kernel
 
     params = path.params
     # the interpreter runs the same kernels on CPU tensors, where PTX and tf32 do not exist
     fast_math = bool(params["fast_math"]) and is_gpu
     precision = params["fp32_precision"] if is_gpu else "ieee"
     pow2_k = max(64, triton.next_power_of_2(key_dim))
-    block_v = min(int(params["block_v"]), max(16, triton.next_power_of_2(value_dim)))
+    pow2_v = max(16, triton.next_power_of_2(value_dim))
+    least, most = (min(int(params[name]), pow2_v) for name in ("block_v", "block_v_max"))
     scan_stages = int(params["scan_num_stages"])
     if pow2_k * dtype.itemsize > 256:
         # the table is for rows of up to 128 half-precision channels: of wider ones fewer chunks
         # fit shared memory, and fewer value rows the registers
-        block_v, scan_stages = min(block_v, 16), min(scan_stages, 2)
-    scores = KernelLaunch(
-        scores_kernel,
+        least, most, scan_stages = 16, 16, min(scan_stages, 2)
+    intra = KernelLaunch(
+        intra_kernel,
         {
             "HEADS_PER_KEY": heads_per_key,
             "K": key_dim,
             "V": value_dim,
-            "BLOCK_K": min(int(params["scores_block_k"]), pow2_k),
+            "BLOCK_K": 32,
             "GATE": gate,
             "BETA": beta,
             "L2NORM": l2norm,
@@ -185,38 +187,29 @@ def _two_stage_kernels(
             "FAST_MATH": fast_math,
             "CHUNK": CHUNK,
         },
-        {"num_warps": params["scores_num_warps"], "num_stages": 1},
+        {"num_warps": 4, "num_stages": 1},  # a warp for each block of 16 tokens
     )
-    solve = KernelLaunch(
-        solve_kernel,
-        {
-            "K": key_dim,
-            "V": value_dim,
-            "BLOCK_K": 64,
-            "BLOCK_V": 64,  # narrower ones come out wrong on Hopper (docs/performance-log.md)
-            "BETA": beta,
-            "PRECISION": precision,
-            "FAST_MATH": fast_math,
-            "CHUNK": CHUNK,
-        },
-        {"num_warps": params["solve_num_warps"], "num_stages": 1},
-    )
-    scan = KernelLaunch(
-        scan_kernel,
-        {
-            "K": key_dim,
-            "V": value_dim,
-            "BLOCK_K": pow2_k,
-            "BLOCK_V": block_v,
-            "PRECISION": precision,
-            "NUM_STAGES": scan_stages,
-            "NUM_SNAPSHOTS": num_snapshots,
-            "CHUNK": CHUNK,
-        },
-        {"num_warps": params["scan_num_warps"]},
-    )
-    blocks = triton.cdiv(value_dim, block_v)
-    return _TwoStageKernels(scores, solve, scan, functools.cache(sum_masks), blocks)
+    scans = {
+        rows: KernelLaunch(
+            scan_kernel,
+            {
+                "K": key_dim,
+                "V": value_dim,
+                "BLOCK_K": pow2_k,
+                "BLOCK_V": rows,
+                "PRECISION": precision,
+                "NUM_STAGES": scan_stages,
+                "NUM_SNAPSHOTS": num_snapshots,
+                "CHUNK": CHUNK,
+            },
+            {"num_warps": params["scan_num_warps"]},
+        )
+        for rows in (16, 32, 64, 128)
+        if least <= rows <= most
+    }
+    for scan in scans.values():
+        scan.alternatives = tuple(scans.values())
+    return _TwoStageKernels(intra, functools.cache(sum_masks), scans, value_dim)
 
 
 PIPELINES = {

@@ -1,6 +1,6 @@
 """Inter-chunk stage of KDA prefill: carries the state over the chunks and writes the output.
 
-For each 64-token chunk, with the tiles of ``scores`` and ``solve`` and the state S [V, K]:
+For each 64-token chunk, with the tiles of ``intra`` and the state S [V, K]:
 
     v_new = u - w S^T
     o     = scale (q_in S^T + A_qk v_new)

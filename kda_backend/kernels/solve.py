@@ -1,32 +1,48 @@
-"""Second intra-chunk stage of KDA prefill: the triangular inverse and what it multiplies.
+"""The triangular solve of KDA prefill, as functions of the intra-chunk kernel.
 
-For one chunk of one value head, with L and k_in from the first stage and the step sizes beta:
-
-    T = (I + L)^-1        w = T diag(beta) k_in        u = T diag(beta) v
+    T = (I + L)^-1        rows y = T diag(beta) x
 
 The inverse is forward substitution on pairs of rows, in fp32, then merges of inverted diagonal
-blocks, 2 to 64 wide. (A Neumann series in half precision turns near-collinear keys into NaN.)
-
-Grid: (HV * chunk capacity,).
+blocks, 2 to 64 wide: with L_i the part of L between the two halves of each larger block and X the
+inverse of the smaller ones, X - X L_i X is that of the larger. (A Neumann series in half precision
+turns near-collinear keys into NaN.)
 """
 
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import step_size
-from kda_backend.kernels.scores import in_level
+_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
-def invert_unit_lower(b_low, DOT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
-    """(I + L)^-1, kept in fp32: the inverse X of diagonal blocks of 2^i rows gives that of 2^(i+1).
+def in_level(level, SIZE: tl.constexpr):
+    """[SIZE, SIZE]: row in the upper, column in the lower half of one block of 2^(level + 1)."""
+    b_block = tl.arange(0, SIZE) >> level
+    b_upper = tl.where((b_block & 1) == 1, b_block, -1)
+    b_lower = tl.where((b_block & 1) == 0, b_block + 1, -2)
+    return b_upper[:, None] == b_lower[None, :]
 
-    With L_i the part of L between the two halves of each larger block: X - X L_i X.
-    """
-    o_r = tl.arange(0, CHUNK)[:, None]
-    o_c = tl.arange(0, CHUNK)[None, :]
-    b_inv = tl.where(o_r == o_c, 1.0, tl.where(in_level(0, CHUNK), -b_low, 0.0))
-    for level in tl.range(1, 6, num_stages=1):
+
+@triton.jit
+def invert_blocks(b_low, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 of each block of ``b_low`` [4, 16, 16], in fp32."""
+    o_s = tl.arange(0, 16)
+    m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
+    b_inv = tl.where(m_diag, 1.0, tl.where(in_level(0, 16)[None, :, :], -b_low, 0.0))
+    for level in tl.static_range(1, 4):
+        b_off = tl.where(in_level(level, 16)[None, :, :], b_low, 0.0).to(DOT)
+        b_x = b_inv.to(DOT)
+        b_off = tl.dot(b_off, b_x, input_precision=PRECISION).to(DOT)
+        b_inv -= tl.dot(b_x, b_off, input_precision=PRECISION)
+    return b_inv
+
+
+@triton.jit
+def merge_blocks(b_low, DOT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
+    """(I + L)^-1 of the chunk, in fp32, from [C, C]: L with its diagonal blocks inverted."""
+    o_block = tl.arange(0, CHUNK) // 16
+    b_inv = tl.where(o_block[:, None] == o_block[None, :], b_low, 0.0).to(tl.float32)
+    for level in tl.static_range(4, 6):
         b_off = tl.where(in_level(level, CHUNK), b_low, 0.0).to(DOT)
         b_x = b_inv.to(DOT)
         b_off = tl.dot(b_off, b_x, input_precision=PRECISION).to(DOT)
@@ -35,62 +51,27 @@ def invert_unit_lower(b_low, DOT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: 
 
 
 @triton.jit
-def solve_kernel(
-    v_ptr,  # [T, HV, V]
-    beta_ptr,  # [T, HV]
-    tile_ptr,  # [capacity, HV, C * (3 ROW_K + ROW_V + 2 C)]: k_in -> w, q_in, k_out, u, A_qk, L
-    chunk_start_ptr,
-    chunk_len_ptr,
-    stride_v_t,
-    stride_v_h,
-    stride_beta_t,
-    stride_beta_h,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BETA: tl.constexpr,
+def multiply_rows(
+    b_inv,
+    x_ptr,
+    stride_x_t,
+    length,
+    WIDTH: tl.constexpr,
+    y_ptr,
+    ROW: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     PRECISION: tl.constexpr,
-    FAST_MATH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    i_hv = (tl.program_id(0) % HV).to(tl.int64)  # heads may lie 2^31 elements apart
-    i_chunk = tl.program_id(0) // HV
-    length = tl.load(chunk_len_ptr + i_chunk)
-    if length == 0:
-        return
-    t0 = tl.load(chunk_start_ptr + i_chunk).to(tl.int64)
-    v_ptr += t0 * stride_v_t + i_hv * stride_v_h
-    beta_ptr += t0 * stride_beta_t + i_hv * stride_beta_h
-    i_tile = i_chunk.to(tl.int64) * HV + i_hv
-    ROW_K: tl.constexpr = (K + 7) // 8 * 8
-    ROW_V: tl.constexpr = (V + 7) // 8 * 8
-    w_ptr = tile_ptr + i_tile * (CHUNK * (3 * ROW_K + ROW_V + 2 * CHUNK))
-    u_ptr = w_ptr + CHUNK * 3 * ROW_K
-    low_ptr = u_ptr + CHUNK * (ROW_V + CHUNK)
-    DOT: tl.constexpr = tile_ptr.dtype.element_ty
-
+    """y [C, ROW] = ``b_inv`` [C, C] x, of which ``length`` rows of WIDTH exist."""
+    BLOCK: tl.constexpr = 64  # narrower ones come out wrong on Hopper (docs/performance-log.md)
     o_r = tl.arange(0, CHUNK)
-    m_r = o_r < length
-    b_beta = tl.load(beta_ptr + o_r * stride_beta_t, mask=m_r, other=0.0)
-    b_beta = tl.where(m_r, step_size(b_beta, BETA, FAST_MATH), 0.0)
-    b_low = tl.load(low_ptr + o_r[:, None] * CHUNK + o_r[None, :]).to(tl.float32)
-    b_inv = invert_unit_lower(b_low, DOT, PRECISION, CHUNK)
-    b_inv = (b_inv * b_beta[None, :]).to(DOT)
-    for d0 in tl.range(0, V, BLOCK_V, num_stages=1):
-        o_v = d0 + tl.arange(0, BLOCK_V)
-        m_v = o_v < V
-        m_rv = m_r[:, None] & m_v[None, :]
-        b_v = tl.load(v_ptr + o_r[:, None] * stride_v_t + o_v[None, :], mask=m_rv, other=0.0)
-        b_u = tl.dot(b_inv, b_v.to(DOT), input_precision=PRECISION)
-        m_u = (o_v < ROW_V)[None, :]
-        tl.store(u_ptr + o_r[:, None] * ROW_V + o_v[None, :], b_u.to(DOT), mask=m_u)
-    for d0 in tl.range(0, K, BLOCK_K, num_stages=1):
-        o_k = d0 + tl.arange(0, BLOCK_K)
-        m_k = (o_k < ROW_K)[None, :]
-        o_rk = o_r[:, None] * ROW_K + o_k[None, :]
-        b_w = tl.load(w_ptr + o_rk, mask=m_k, other=0.0)
-        b_w = tl.dot(b_inv, b_w, input_precision=PRECISION)
-        tl.debug_barrier()  # w replaces k_in: every warp must have read it
-        tl.store(w_ptr + o_rk, b_w.to(DOT), mask=m_k)
+    for d0 in tl.range(0, ROW, BLOCK, num_stages=1):
+        o_d = d0 + tl.arange(0, BLOCK)
+        m_x = (o_r < length)[:, None] & (o_d < WIDTH)[None, :]
+        b_x = tl.load(x_ptr + o_r[:, None] * stride_x_t + o_d[None, :], mask=m_x, other=0.0)
+        b_y = tl.dot(b_inv, b_x.to(b_inv.dtype), input_precision=PRECISION)
+        if IN_PLACE:
+            tl.debug_barrier()  # every warp must have read x
+        b_y = b_y.to(b_inv.dtype)
+        tl.store(y_ptr + o_r[:, None] * ROW + o_d[None, :], b_y, mask=(o_d < ROW)[None, :])

@@ -94,14 +94,14 @@ def cases(arch: str) -> Iterator[Case]:
                     kernels = _two_stage_kernels(
                         row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True, 0
                     )
-                    yield f"scores {size} {gate}{bounds}", kernels.scores, dtype, "pool"
-                yield f"solve {size}{bounds}", kernels.solve, dtype, "pool"
+                    yield f"intra {size} {gate}{bounds}", kernels.intra, dtype, "pool"
                 for variant in SCANS if usual and dim == 128 else ("pool",):
                     snapshots = int("snapshots" in variant)
                     kernels = _two_stage_kernels(
                         row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True, snapshots
                     )
-                    yield f"scan {size} {variant}{bounds}", kernels.scan, dtype, variant
+                    for rows, scan in kernels.scans.items():
+                        yield f"scan {rows} of {size} {variant}{bounds}", scan, dtype, variant
     fast_math = arch.startswith("sm")
     conv, _ = _short_conv_kernel(4, 3 * 32 * 128, fast_math)
     yield "short_conv bf16", conv, torch.bfloat16, "pool"

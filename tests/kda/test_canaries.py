@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kda_backend import decode, prefill
-from kda_backend.kernels import recurrent, scan, scores
+from kda_backend.kernels import intra, recurrent, scan
 from tests.kda.cases import (
     Backend,
     Case,
@@ -118,25 +118,20 @@ def test_decode_reading_the_state_transposed_is_seen(
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        pytest.param("ex2(tl.sum(b_sum, 0), FAST_MATH)", "tl.exp(tl.sum(b_sum, 0))", id="total"),
+        pytest.param("ex2(b_sum, FAST_MATH).to(DOT)", "tl.exp(b_sum).to(DOT)", id="between blocks"),
         pytest.param(
-            "ex2(tl.sum(b_g, 0), FAST_MATH), mask=m_d)",
-            "tl.exp(tl.sum(b_g, 0)), mask=m_d)",
-            id="total",
-        ),
-        pytest.param(
-            "b_decay = ex2(b_sum, FAST_MATH).to(DOT)",
-            "b_decay = tl.exp(b_sum).to(DOT)",
+            "b_decay = ex2(b_sums, FAST_MATH).to(DOT)\n            b_y",
+            "b_decay = tl.exp(b_sums).to(DOT)\n            b_y",
             id="scores",
         ),
         pytest.param(
-            "b_decay = ex2(b_sum, FAST_MATH)\n        tl.store(q_in_ptr",
-            "b_decay = tl.exp(b_sum)\n        tl.store(q_in_ptr",
-            id="q_in",
+            "b_decay = ex2(b_sums, FAST_MATH).to(DOT)\n        b_q",
+            "b_decay = tl.exp(b_sums).to(DOT)\n        b_q",
+            id="q_in, k_in",
         ),
         pytest.param(
-            "b_decay = ex2(b_sum, FAST_MATH)\n        tl.store(k_out_ptr",
-            "b_decay = tl.exp(b_sum)\n        tl.store(k_out_ptr",
-            id="k_out",
+            "b_k * ex2(b_sums, FAST_MATH).to(DOT)", "b_k * tl.exp(b_sums).to(DOT)", id="k_out"
         ),
     ],
 )
@@ -145,7 +140,7 @@ def test_exp_for_exp2_on_one_factor_of_prefill_is_seen(
 ) -> None:
     case = make_case(seed, (130,), regime="hf_init").to(kernels.device)
     assert_result(case, *chunk(case))
-    plant(scores, (old, new))
+    plant(intra, (old, new))
     with pytest.raises(AssertionError, match="is off by"):
         assert_result(case, *chunk(case))
 
@@ -160,36 +155,32 @@ def test_exp_for_exp2_in_decode_is_seen(
         assert_result(case, *token(case))
 
 
-# The six levels of scores, each relative to a token of the past, become one level whose rows and
-# columns are relative to an anchor: x 2^(G_r - a), k 2^(a - G_c).
+# The four levels of a block's scores, each relative to a token of the past, become one level whose
+# rows and columns are relative to an anchor: x 2^(G_r - a), k 2^(a - G_c).
 _TREE = """\
-        for level in tl.range(0, 6, num_stages=1):
-            b_sum = _decay_sum(mask_ptr, level, b_hi, b_lo, CHUNK, PRECISION)
-            b_decay = ex2(b_sum, FAST_MATH).to(DOT)
-            b_kd = b_kh * b_decay
-            m_level = in_level(level, CHUNK)
-            b_s = tl.dot(b_qh * b_decay, tl.trans(b_kd), input_precision=PRECISION)
-            b_aqk += tl.where(m_level, b_s, 0.0)
-            b_s = tl.dot(b_kd, tl.trans(b_kd), input_precision=PRECISION)
-            b_akk += tl.where(m_level, b_s, 0.0)
+        for level in tl.range(0, 4, num_stages=1):
+            b_sums = tl.dot(_sum_mask(mask_ptr, level), b_g, input_precision=PRECISION)
+            b_decay = ex2(b_sums, FAST_MATH).to(DOT)
+            b_y = b_k * b_decay
+            m_level = in_level(level, 16)[None, :, :]
+            b_aq0 += tl.where(m_level, _dot_rows(b_q * b_decay, b_y, PRECISION), 0.0)
+            b_ak0 += tl.where(m_level, _dot_rows(b_y, b_y, PRECISION), 0.0)
 """
 _ANCHORED = """\
-        b_rel = _decay_sum(mask_ptr, 6, b_hi, b_lo, CHUNK, PRECISION)
+        b_rel = tl.dot(_sum_mask(mask_ptr, _PREFIX), b_g, input_precision=PRECISION)
         b_rel -= {anchor}
         b_up = ex2({row}, FAST_MATH).to(DOT)
-        b_kd = b_kh * ex2({column}, FAST_MATH).to(DOT)
-        m_past = o_r[:, None] > o_r[None, :]
-        b_s = tl.dot(b_qh * b_up, tl.trans(b_kd), input_precision=PRECISION)
-        b_aqk += tl.where(m_past, b_s, 0.0)
-        b_s = tl.dot(b_kh * b_up, tl.trans(b_kd), input_precision=PRECISION)
-        b_akk += tl.where(m_past, b_s, 0.0)
+        b_y = b_k * ex2({column}, FAST_MATH).to(DOT)
+        m_past = (o_s[:, None] > o_s[None, :])[None, :, :]
+        b_aq0 += tl.where(m_past, _dot_rows(b_q * b_up, b_y, PRECISION), 0.0)
+        b_ak0 += tl.where(m_past, _dot_rows(b_k * b_up, b_y, PRECISION), 0.0)
 """
 
 
 def test_a_clamped_decay_exponent_is_seen(
     kernels: Backend, chunk: Run, plant: Plant, seed: int
 ) -> None:
-    """Anchored at the chunk's start, 2^-G overflows; a clamp at 126 hides that and is wrong."""
+    """Anchored at a block's start, 2^-G overflows; a clamp at 126 hides that and is wrong."""
     mild, extreme = (
         make_case(seed, (70,), regime=regime, dtype=torch.float32).to(kernels.device)
         for regime in ("weak", "extreme")
@@ -198,14 +189,14 @@ def test_a_clamped_decay_exponent_is_seen(
     clamped = _ANCHORED.format(
         anchor="0.0", row="tl.maximum(b_rel, -126.0)", column="tl.minimum(-b_rel, 126.0)"
     )
-    plant(scores, (_TREE, clamped))
+    plant(intra, (_TREE, clamped))
     # mild gates do not reveal it
     assert_result(mild, *chunk(mild))
     with pytest.raises(AssertionError, match="is off by"):
         assert_result(extreme, *chunk(extreme))
 
 
-@pytest.mark.parametrize("anchor_row", [32, 63])
+@pytest.mark.parametrize("anchor_row", [8, 15])
 def test_an_anchor_that_looks_ahead_is_seen(
     kernels: Backend, chunk: Run, plant: Plant, seed: int, anchor_row: int
 ) -> None:
@@ -215,8 +206,9 @@ def test_an_anchor_that_looks_ahead_is_seen(
     )
     positions = (20, 50)
     assert_causal(case, chunk, positions)
-    anchor = f"tl.sum(tl.where(o_r[:, None] == {anchor_row}, b_rel, 0.0), 0)[None, :]"
-    plant(scores, (_TREE, _ANCHORED.format(anchor=anchor, row="b_rel", column="-b_rel")))
+    m_anchor = f"(o_s == {anchor_row})[None, :, None]"
+    anchor = f"tl.sum(tl.where({m_anchor}, b_rel, 0.0), 1)[:, None, :]"
+    plant(intra, (_TREE, _ANCHORED.format(anchor=anchor, row="b_rel", column="-b_rel")))
     # no comparison with the definition reveals it
     assert_result(case, *chunk(case))
     with pytest.raises(AssertionError, match="output before token"):

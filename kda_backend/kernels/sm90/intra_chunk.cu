@@ -1,6 +1,6 @@
 // Intra-chunk stage of KDA prefill on Hopper: scores, triangular solve, decayed rows.
 //
-// Computes what scores.py and solve.py compute (their docstrings give the equations), for bf16
+// Computes what intra.py computes (its docstring gives the equations), for bf16
 // q, k, v, g and K = V = 128. One block of 4 warps serves one (chunk, value head); warp b owns the
 // 16 tokens of row block b. Lane (l / 4, l % 4) = (r, t) holds tokens r and r + 8 of its block and
 // channels 2 t, 2 t + 1 of each 8: the fragments of mma.m16n8k16, which ldmatrix and stmatrix move.
