@@ -16,10 +16,7 @@
 // SPLIT, WARPS, MIN_BLOCKS, GATE, BETA, L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM, STATE_BF16 and DT_*
 // come as definitions: types of tensors are 0 (bf16), 1 (fp16) or 2 (fp32).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "step_device.cuh"
 
 static constexpr int D = 128, THREADS = 32 * WARPS, ROWS = D / SPLIT;
 static constexpr int WARP_ROWS = ROWS / WARPS;
@@ -28,7 +25,7 @@ static constexpr int CHUNK_ROWS = WARP_ROWS < 8 ? WARP_ROWS : 8, CHUNKS = WARP_R
 static constexpr int STEPS = CHUNK_ROWS / 4;  // rows of a chunk, four at a time
 static constexpr int FIRST_V = THREADS > D ? D : 0;  // thread of value row 0
 // blocks of a head wait for one another: for the window, and before they write to each other
-static constexpr bool MEETS = HAS_CONV || (HAS_NORM && SPLIT > 1);
+static constexpr bool MEETS = SPLIT > 1 && (HAS_CONV || HAS_NORM);
 static constexpr float LOG2E = 1.4426950408889634f;
 
 struct Params {
@@ -61,25 +58,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "struct Shared differs from the host's");
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ float from_bf16(u32 x) { return __uint_as_float(x << 16); }
-__device__ __forceinline__ u32 to_bf16(float low, float high) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-__device__ __forceinline__ float from_fp16(u16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-__device__ __forceinline__ u16 to_fp16(float x) {
-    u16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
 template <int TYPE>
 __device__ __forceinline__ float load(const void* p, i64 i) {
     if (TYPE == 2) return static_cast<const float*>(p)[i];
@@ -107,20 +86,8 @@ __device__ __forceinline__ float4 load4(const void* p, i64 row) {
                        __uint_as_float(x.y & 0xffff0000u));
 }
 
-__device__ __forceinline__ float ex2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float lg2(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float sigmoid(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + ex2(-LOG2E * x)));
-    return y;
+    return rcp(1.0f + ex2(-LOG2E * x));
 }
 // log2(1 + e^x), without overflow for large x and without cancellation for very negative x
 __device__ __forceinline__ float softplus_log2(float x) {
@@ -182,78 +149,7 @@ __device__ __forceinline__ float sum_of_row(float x) {
     return x;
 }
 
-__device__ __forceinline__ u64 evict_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
 static constexpr u32 CHUNK_BYTES = sizeof(State) * CHUNK_ROWS * D;
-__device__ __forceinline__ void init_barrier(u64* arrived) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(arrived)) : "memory");
-}
-__device__ __forceinline__ void publish_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void fetch_chunk(State* chunk, const State* from, u64* arrived) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(arrived)),
-                 "r"(CHUNK_BYTES)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(chunk)),
-        "l"(from), "r"(CHUNK_BYTES), "r"(shared_address(arrived)), "l"(evict_first())
-        : "memory");
-}
-__device__ __forceinline__ void wait_for_chunk(u64* arrived) {
-    u32 done = 0;
-    while (!done) {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared.b64 p, [%1], 0;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(arrived))
-            : "memory");
-    }
-}
-__device__ __forceinline__ void write_chunk(State* to, const State* chunk) {
-    asm volatile(
-        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
-        "r"(shared_address(chunk)), "r"(CHUNK_BYTES), "l"(evict_first())
-        : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Until the chunks that this thread wrote have been read from shared memory.
-__device__ __forceinline__ void wait_for_writes() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-// What threads did to shared memory comes before what bulk copies do to it.
-__device__ __forceinline__ void fence_bulk_copies() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_kernel_before() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void let_next_kernel_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_arrive() {
-    if (SPLIT > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-    if (SPLIT > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Writes x to a shared variable of block `rank` of the cluster.
-__device__ __forceinline__ void tell_block(float* variable, int rank, float x) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(there)
-        : "r"(shared_address(variable)), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
-}
-
 #if SPLIT > 1
 #define CLUSTER __cluster_dims__(SPLIT, 1, 1)
 #else
@@ -262,8 +158,7 @@ __device__ __forceinline__ void tell_block(float* variable, int rank, float x) {
 
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     decode_step(const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) unsigned char raw[];
-    Shared& s = *reinterpret_cast<Shared*>(raw);
+    Shared& s = *reinterpret_cast<Shared*>(shared_memory());
     const int t = threadIdx.x, warp = t / 32, lane = t % 32, column = 4 * (lane % 8);
     const int rank = blockIdx.x % SPLIT, head = blockIdx.x / SPLIT % p.heads;
     const i64 n = blockIdx.x / SPLIT / p.heads;
@@ -292,7 +187,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     if (lane == 0) {
         for (int c = 0; c < CHUNKS; ++c) {
             const int at = (warp * WARP_ROWS + c * CHUNK_ROWS) * D;
-            fetch_chunk(s.tile + at, tile + at, &arrived[c]);
+            fetch(s.tile + at, tile + at, CHUNK_BYTES, &arrived[c]);
         }
     }
 
@@ -370,7 +265,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
         const int chunk = warp * WARP_ROWS + c * CHUNK_ROWS, first = chunk + lane / 8;
         float4 b_state[STEPS][4];
         float sk[STEPS], sq[STEPS];
-        wait_for_chunk(&arrived[c]);
+        wait_for_fetch(&arrived[c]);
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             sk[i] = sq[i] = 0.0f;
@@ -402,13 +297,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         fence_bulk_copies();
         __syncwarp();
-        if (lane == 0) write_chunk(tile + chunk * D, s.tile + chunk * D);
+        if (lane == 0) write(tile + chunk * D, s.tile + chunk * D, CHUNK_BYTES);
     }
     if (HAS_NORM) {
         square += __shfl_xor_sync(0xffffffffu, square, 8);
         square += __shfl_xor_sync(0xffffffffu, square, 16);
     }
-    if (MEETS && SPLIT > 1) cluster_wait();
+    if (MEETS) cluster_wait();
     if (HAS_CONV && SPLIT > 1 && rank == 0 && has_channel) {
         q.shift(p, slot, c_q);
         k.shift(p, slot, c_k);

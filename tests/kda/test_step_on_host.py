@@ -1,0 +1,83 @@
+"""The Hopper decode step on the CPU, a thread for each of its threads, against float64.
+
+Compiled by g++ from the kernel's own source; ``step_on_host/step_device.cuh`` stands in for its
+instructions. Waits of one thread for another are real; what memory a GPU shows early is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.path_table import load_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend import decode_sm90
+from tests.kda.cases import Backend, one_path
+from tests.kda.step_cases import Pools, make_step, run_step
+from tests.kda.test_decode_step import assert_rows
+
+HOST = Path(__file__).parent / "step_on_host"
+ROWS = [
+    row
+    for row in load_table("kda", KNOWN_TARGETS["H200"]).rows
+    if row.phase == "decode" and row.name == "recurrent_sm90"
+]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+class HostKernel:
+    """Called as ``CudaKernel`` is."""
+
+    def __init__(self, folder: Path, constants: dict[str, int]) -> None:
+        for file in (decode_sm90.SOURCE, *HOST.iterdir()):
+            shutil.copy(file, folder)
+        self._split = constants["SPLIT"]
+        library = folder / "step.so"
+        command = [
+            *("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"),
+            *(f"-D{name}={value}" for name, value in constants.items()),
+            *(str(folder / "run.cpp"), "-o", str(library)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        self._run = ctypes.CDLL(str(library)).run
+
+    def __call__(self, grid: int, block: int, params: bytes, *, overlaps: bool = False) -> None:
+        assert grid % self._split == 0
+        self._run(params, grid // self._split)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"gate": "bounded", "has_norm": False, "dtype": torch.float16, "pool": torch.bfloat16},
+        {"heads": 1, "value_heads": 2, "has_conv": False, "l2norm": False},
+    ],
+    ids=["whole", "bounded, no norm, bf16 state", "grouped, no convolution"],
+)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"to {row.max_grid}")
+def test_rows_of_the_table_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, row: Any, call: dict[str, Any]
+) -> None:
+    """Two live rows around a padded one, in each shape that the table chooses."""
+    monkeypatch.setattr(
+        decode_sm90, "_kernel", lambda *v: HostKernel(tmp_path, decode_sm90.defines(*v))
+    )
+    cpu = Backend("kernels", torch.device("cpu"))
+    model = dict(call)
+    dtype = model.pop("pool", torch.float32)
+    case = make_step(seed, 3, device=cpu.device, key_dim=128, value_dim=128, **model)
+    pools = Pools(case, 3, dtype=dtype)
+    pools.fill(seed + 1, [2, 0])
+    before = pools.copy()
+    plan = one_path(cpu.plan(case.shape), "decode", dataclasses.replace(row, max_grid=None))
+    out = run_step(cpu, case, pools, [2, -1, 0], plan=plan, pools_settled=True)
+    assert_rows(case, out, [2, -1, 0], before, pools)
