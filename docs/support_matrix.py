@@ -48,7 +48,7 @@ MODELS = f"""
 | Kimi-Linear | KDA layers, prefill and decode | the same |
 | Kimi-K3 | stock, and said (1) | {_DRAWN} |
 | GLM-5.3-Flash, Ling-V3 | the flag is refused (2) | {_DRAWN} |
-| DeepSeek-V4 | compressor ([dsv4.md](dsv4.md)) | the same; releases before 0.5.17 (plans v1) are refused |
+| DeepSeek-V4 | compressor ([dsv4.md](dsv4.md)) | the same, from 0.5.17 on (plans v2) |
 
 1. Its layer is a class of its own (`KimiK3DeltaAttention`), whose forward also exports prefill
    checkpoints and verifies drafts by recomputing states: there is no seam around the kernels alone.
