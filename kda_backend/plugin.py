@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from backend_core.strict import logger, strict_mode
-
 
 def register_vllm() -> None:
     """Entry point ``vllm.general_plugins``."""
@@ -13,16 +11,7 @@ def register_vllm() -> None:
 
 
 def register_sglang() -> None:
-    """Entry point ``sglang.srt.plugins``.
+    """Entry point ``sglang.srt.plugins``."""
+    from backend_core.engines.sglang_entry import register_adapter
 
-    sglang logs an exception from here and serves stock code; in strict mode the process ends.
-    """
-    try:
-        from kda_backend.engines import sglang
-
-        sglang.register()
-    except Exception as error:
-        reason = f"kda-dsv4-backend could not register with sglang: {type(error).__name__}: {error}"
-        if strict_mode():
-            raise SystemExit(reason) from error
-        logger.warning("%s", reason)
+    register_adapter("kda_backend.engines.sglang")

@@ -46,6 +46,8 @@ def two_stage_sm90(
     The scan starts on multiprocessors that the first kernel leaves to it, and finds by flags which
     tiles are there.
     """
+    if meta.num_sequences == 0:
+        return  # no scan block would take back what intra blocks count in the workspace
     q, q_address, stride_q_t, stride_q_h = _rows(x.q)
     _k, k_address, stride_k_t, stride_k_h = _rows(x.k)
     v, v_address, stride_v_t, stride_v_h = _rows(x.v)

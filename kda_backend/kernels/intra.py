@@ -93,6 +93,93 @@ def _dot_rows(b_x, b_y, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _norms_and_gates(
+    q_rows,  # [4, 16, 1] pointers
+    k_rows,
+    g_rows,
+    dt_bias_ptr,
+    k_in_ptr,
+    low_ptr,
+    total_ptr,  # [K]
+    i_hv,
+    rate,
+    lower_bound,
+    length,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATE: tl.constexpr,
+    L2NORM: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):
+    """Factors that normalise q and k, and the diagonal of A_qk, which no decay touches: [4, 16].
+
+    Leaves the gates in k_in's place, the total decays of the blocks in L's.
+    """
+    ROW_K: tl.constexpr = (K + 7) // 8 * 8
+    DOT: tl.constexpr = k_in_ptr.dtype.element_ty
+    o_b = tl.arange(0, 4)
+    o_t = o_b[:, None] * 16 + tl.arange(0, 16)[None, :]
+    m_t = o_t < length
+    b_qq = tl.zeros([4, 16, BLOCK_K], tl.float32)
+    b_kk = tl.zeros([4, 16, BLOCK_K], tl.float32)
+    b_qk = tl.zeros([4, 16, BLOCK_K], tl.float32)
+    for d0 in tl.range(0, K, BLOCK_K, num_stages=1):
+        o_d = d0 + tl.arange(0, BLOCK_K)
+        m_d = o_d < K
+        m_td = m_t[:, :, None] & m_d[None, None, :]
+        b_qf = tl.load(q_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
+        b_kf = tl.load(k_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
+        b_qq += b_qf * b_qf
+        b_kk += b_kf * b_kf
+        b_qk += b_qf * b_kf
+        b_gf = tl.load(g_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
+        b_bias = tl.zeros([1, 1, BLOCK_K], tl.float32)
+        if dt_bias_ptr is not None:
+            b_bias = tl.load(dt_bias_ptr + i_hv * K + o_d, mask=m_d, other=0.0)[None, None, :]
+        b_gf = log2_decay(b_gf, rate, b_bias.to(tl.float32), lower_bound, GATE, FAST_MATH)
+        # 2^-1024 is zero, so the bound only keeps fp16 finite
+        b_gf = tl.where(m_td, tl.maximum(b_gf, -1024.0), 0.0)
+        m_row = o_d < ROW_K
+        k_in_rows = k_in_ptr + o_t[:, :, None] * ROW_K
+        tl.store(
+            k_in_rows + o_d[None, None, :],
+            b_gf.to(DOT),
+            mask=m_row[None, None, :],
+        )
+        b_sum = tl.sum(b_gf, 1)  # [4, BLOCK_K]
+        tl.store(
+            low_ptr + o_b[:, None] * ROW_K + o_d[None, :],
+            ex2(b_sum, FAST_MATH).to(DOT),
+            mask=m_row[None, :],
+        )
+        tl.store(total_ptr + o_d, ex2(tl.sum(b_sum, 0), FAST_MATH), mask=m_d)
+    b_diag = tl.sum(b_qk, 2)
+    b_q_norm = tl.full([4, 16], 1.0, tl.float32)
+    b_k_norm = tl.full([4, 16], 1.0, tl.float32)
+    if L2NORM:
+        b_q_norm = tl.rsqrt(tl.sum(b_qq, 2) + 1e-6)
+        b_k_norm = tl.rsqrt(tl.sum(b_kk, 2) + 1e-6)
+    b_diag *= b_q_norm * b_k_norm
+    return b_q_norm, b_k_norm, b_diag
+
+
+@triton.jit
+def _store_beside_diagonal(matrix_ptr, b_1, b_2, b_3, CHUNK: tl.constexpr):
+    """Blocks 1, 2 and 3 left of the diagonal ones, and zeros right of them."""
+    DTYPE: tl.constexpr = matrix_ptr.dtype.element_ty
+    o_b = tl.arange(0, 4)
+    o_s = tl.arange(0, 16)
+    o_r = (o_b[:, None] * 16 + o_s[None, :])[:, :, None]
+    p_rc = matrix_ptr + o_r * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
+    tl.store(p_rc - 16, b_1.to(DTYPE), mask=(o_b >= 1)[:, None, None])
+    tl.store(p_rc - 32, b_2.to(DTYPE), mask=(o_b >= 2)[:, None, None])
+    tl.store(p_rc - 48, b_3.to(DTYPE), mask=(o_b >= 3)[:, None, None])
+    for i in tl.static_range(1, 4):
+        m_i = (o_b + i < 4)[:, None, None]
+        tl.store(p_rc + 16 * i, tl.zeros([4, 16, 16], DTYPE), mask=m_i)
+
+
+@triton.jit
 def intra_kernel(
     q_ptr,  # [T, H, K]
     k_ptr,  # [T, H, K]
@@ -167,44 +254,24 @@ def intra_kernel(
     q_rows = q_ptr + o_t[:, :, None] * stride_q_t
     k_rows = k_ptr + o_t[:, :, None] * stride_k_t
     g_rows = g_ptr + o_t[:, :, None] * stride_g_t
-    # Norms, and the diagonal of A_qk, which no decay touches. Gates wait in k_in's place, the total
-    # decays of the blocks in L's.
-    b_qq = tl.zeros([4, 16, BLOCK_K], tl.float32)
-    b_kk = tl.zeros([4, 16, BLOCK_K], tl.float32)
-    b_qk = tl.zeros([4, 16, BLOCK_K], tl.float32)
-    for d0 in tl.range(0, K, BLOCK_K, num_stages=1):
-        o_d = d0 + tl.arange(0, BLOCK_K)
-        m_d = o_d < K
-        m_td = m_t[:, :, None] & m_d[None, None, :]
-        b_qf = tl.load(q_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
-        b_kf = tl.load(k_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
-        b_qq += b_qf * b_qf
-        b_kk += b_kf * b_kf
-        b_qk += b_qf * b_kf
-        b_gf = tl.load(g_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
-        b_bias = tl.zeros([1, 1, BLOCK_K], tl.float32)
-        if dt_bias_ptr is not None:
-            b_bias = tl.load(dt_bias_ptr + i_hv * K + o_d, mask=m_d, other=0.0)[None, None, :]
-        b_gf = log2_decay(b_gf, rate, b_bias.to(tl.float32), lower_bound, GATE, FAST_MATH)
-        # 2^-1024 is zero, so the bound only keeps fp16 finite
-        b_gf = tl.where(m_td, tl.maximum(b_gf, -1024.0), 0.0)
-        m_row = o_d < ROW_K
-        k_in_rows = k_in_ptr + o_t[:, :, None] * ROW_K
-        tl.store(k_in_rows + o_d[None, None, :], b_gf.to(DOT), mask=m_row[None, None, :])
-        b_sum = tl.sum(b_gf, 1)  # [4, BLOCK_K]
-        tl.store(
-            low_ptr + o_b[:, None] * ROW_K + o_d[None, :],
-            ex2(b_sum, FAST_MATH).to(DOT),
-            mask=m_row[None, :],
-        )
-        tl.store(total_ptr + i_tile * K + o_d, ex2(tl.sum(b_sum, 0), FAST_MATH), mask=m_d)
-    b_diag = tl.sum(b_qk, 2)
-    b_q_norm = tl.full([4, 16], 1.0, tl.float32)
-    b_k_norm = tl.full([4, 16], 1.0, tl.float32)
-    if L2NORM:
-        b_q_norm = tl.rsqrt(tl.sum(b_qq, 2) + 1e-6)
-        b_k_norm = tl.rsqrt(tl.sum(b_kk, 2) + 1e-6)
-    b_diag *= b_q_norm * b_k_norm
+    b_q_norm, b_k_norm, b_diag = _norms_and_gates(
+        q_rows,
+        k_rows,
+        g_rows,
+        dt_bias_ptr,
+        k_in_ptr,
+        low_ptr,
+        total_ptr + i_tile * K,
+        i_hv,
+        rate,
+        lower_bound,
+        length,
+        K,
+        BLOCK_K,
+        GATE,
+        L2NORM,
+        FAST_MATH,
+    )
     tl.debug_barrier()
 
     # scores within a block, and with the blocks 1, 2 and 3 before it
@@ -275,20 +342,11 @@ def intra_kernel(
     o_rc = o_t[:, :, None] * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
     m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
     tl.debug_barrier()  # A_qk and L replace what the loop has read
-    b_none = tl.zeros([4, 16, 16], DOT)
     tl.store(a_qk_ptr + o_rc, tl.where(m_diag, b_diag[:, :, None], b_aq0).to(DOT))
-    tl.store(a_qk_ptr + o_rc - 16, b_aq1.to(DOT), mask=m_1)
-    tl.store(a_qk_ptr + o_rc - 32, b_aq2.to(DOT), mask=m_2)
-    tl.store(a_qk_ptr + o_rc - 48, b_aq3.to(DOT), mask=m_3)
-    for i in tl.static_range(1, 4):  # behind the diagonal blocks
-        tl.store(a_qk_ptr + o_rc + 16 * i, b_none, mask=(o_b + i < 4)[:, None, None])
+    _store_beside_diagonal(a_qk_ptr, b_aq1, b_aq2, b_aq3, CHUNK)
     b_step = b_beta[:, :, None]
-    tl.store(low_ptr + o_rc - 16, (b_ak1 * b_step).to(DOT), mask=m_1)
-    tl.store(low_ptr + o_rc - 32, (b_ak2 * b_step).to(DOT), mask=m_2)
-    tl.store(low_ptr + o_rc - 48, (b_ak3 * b_step).to(DOT), mask=m_3)
+    _store_beside_diagonal(low_ptr, b_ak1 * b_step, b_ak2 * b_step, b_ak3 * b_step, CHUNK)
     tl.store(low_ptr + o_rc, invert_blocks(b_ak0 * b_step, DOT, PRECISION).to(DOT))
-    for i in tl.static_range(1, 4):
-        tl.store(low_ptr + o_rc + 16 * i, b_none, mask=(o_b + i < 4)[:, None, None])
     tl.debug_barrier()
     o_r = tl.arange(0, CHUNK)
     m_r = o_r < length

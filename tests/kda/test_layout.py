@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
+import torch
 
 from backend_core.path_table import load_table
 from backend_core.target import KNOWN_TARGETS
+from kda_backend import prefill_sm90
+from kda_backend.metadata import build_metadata
 from kda_backend.prefill_sm90 import Costs, costs_of, lay_out
 
 
@@ -60,3 +64,12 @@ def test_a_long_sequence_among_short_ones_is_scanned_beside_the_tiles(heads: int
     layout = lay_out(costs, heads * chunks, 2 * heads * 32, 512, 2 * heads)
     assert layout.first_scan_sm == 132 - 2 * heads * (2 if layout.split else 1)
     assert layout.scan_blocks == 2 * heads * 32 * (2 if layout.split else 1)
+
+
+def test_no_sequences_launch_nothing() -> None:
+    """Intra blocks count themselves in the workspace, and only the scan takes that back."""
+    nothing = build_metadata(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
+    untouched: Any = None  # whatever is looked at raises
+    prefill_sm90.two_stage_sm90(
+        untouched, untouched, nothing, untouched, untouched, None, untouched
+    )

@@ -2,10 +2,7 @@
 // intra_chunk.cu writes and scan.cu reads.
 #pragma once
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "device.cuh"
 
 static constexpr int C = 64, D = 128;  // tokens of a chunk; channels of a key and of a value
 // A tile is nine blocks of 64 rows of 128 bytes with wgmma's 128-byte swizzle:
@@ -14,17 +11,9 @@ static constexpr int BLOCK_BYTES = 8192;
 static constexpr int TILE_BYTES = 9 * BLOCK_BYTES;
 static constexpr int W = 0, Q_IN = 2, K_OUT = 4, A_QK = 6, U = 7;  // first block of each
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ u32 pack_fp16(float low, float high) {
     u32 y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
 __device__ __forceinline__ float low_fp16(u32 x) {
@@ -47,8 +36,3 @@ struct Sync {
     u32 started;   // blocks of the intra stage, and 1 << 16 for each that is not limited
     __device__ __forceinline__ u32* flags() { return reinterpret_cast<u32*>(this + 1); }
 };
-
-// Programmatic dependent launch: the next kernel may start when every block has said so.
-__device__ __forceinline__ void let_next_kernel_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}

@@ -55,21 +55,6 @@ static constexpr float LOG2E = 1.4426950408889634f;
 // Log decays are kept as fp16 times this, so that decays next to 1 stay normal numbers.
 static constexpr float LOG_SCALE = 256.0f;
 
-__device__ __forceinline__ float ex2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float lg2(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 __device__ __forceinline__ u32 mul_fp16(u32 a, u32 b) {
@@ -163,7 +148,7 @@ __device__ __forceinline__ float log_decay(float g, float bias, float rate, floa
     const float series = e * fmaf(e, fmaf(e, 0.3333333f * LOG2E, -0.5f * LOG2E), LOG2E);
     return fmaxf(-rate * (e < 0.01f ? series : fmaxf(lg2(1.0f + e), y)), -65504.0f);
 #else
-    const float gate = reciprocal(1.0f + ex2((-1.0f / LOG_SCALE) * rate * fmaf(g, LOG2E, bias)));
+    const float gate = rcp(1.0f + ex2((-1.0f / LOG_SCALE) * rate * fmaf(g, LOG2E, bias)));
     return lower_bound * (LOG2E * LOG_SCALE) * gate;  // from -5 on
 #endif
 }
@@ -318,7 +303,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
             const i64 at = (token + threadIdx.x) * p.beta_t + head * p.beta_h;
             b = BETA_FP32 ? static_cast<const float*>(p.beta)[at]
                           : __uint_as_float(u32(static_cast<const u16*>(p.beta)[at]) << 16);
-            if (BETA >= 1) b = (BETA == 2 ? 2.0f : 1.0f) * reciprocal(1.0f + ex2(-LOG2E * b));
+            if (BETA >= 1) b = (BETA == 2 ? 2.0f : 1.0f) * rcp(1.0f + ex2(-LOG2E * b));
         }
         s.beta[threadIdx.x] = b;
     } else if (threadIdx.x < C + 16) {

@@ -206,7 +206,7 @@ __device__ __forceinline__ float2 load_state_pair(const void* p, i64 at) {
 }
 __device__ __forceinline__ void store_state_pair(void* p, i64 at, float x, float y) {
     if (STATE_BF16)
-        *reinterpret_cast<u32*>(static_cast<u16*>(p) + at) = pack_bf16(x, y);
+        *reinterpret_cast<u32*>(static_cast<u16*>(p) + at) = to_bf16(x, y);
     else
         *reinterpret_cast<float2*>(static_cast<float*>(p) + at) = make_float2(x, y);
 }
@@ -368,7 +368,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                     u32 x[4];
     #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        x[e] = pack_bf16(o[8 * i + 2 * e] * p.scale, o[8 * i + 2 * e + 1] * p.scale);
+                        x[e] = to_bf16(o[8 * i + 2 * e] * p.scale, o[8 * i + 2 * e + 1] * p.scale);
                     const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
                     const u32 address =
                         shared_address(out_tile) + row * 32 + (((matrix % 2) ^ ((row >> 2) & 1)) << 4);
@@ -428,7 +428,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                     static_cast<u16*>(p.chunk_states) + (task.first + c) * p.chunk_n + task.head * p.chunk_h;
                 each_state(warp, r, t, [&](int j, int v, int k) {
                     to[(value0 + v) * p.chunk_v + k * p.chunk_k] =
-                        static_cast<u16>(pack_bf16(state[j], 0.f));
+                        static_cast<u16>(to_bf16(state[j], 0.f));
                 });
             };
             u32 operand[8][4];
@@ -538,7 +538,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                     const i64 at = to + v * p.out_v + k * p.out_k;
                     if (STATE_BF16)
                         static_cast<u16*>(p.state_out)[at] =
-                            static_cast<u16>(pack_bf16(state[i], 0.f));
+                            static_cast<u16>(to_bf16(state[i], 0.f));
                     else
                         static_cast<float*>(p.state_out)[at] = state[i];
                 });

@@ -2,22 +2,11 @@
 // tests/kda/step_on_host/ has them for threads of the CPU.
 #pragma once
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "device.cuh"
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ unsigned char* shared_memory() {
     extern __shared__ __align__(128) unsigned char raw[];
     return raw;
-}
-__device__ __forceinline__ u32 to_bf16(float low, float high) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
 }
 __device__ __forceinline__ float from_fp16(u16 x) {
     float y;
@@ -27,21 +16,6 @@ __device__ __forceinline__ float from_fp16(u16 x) {
 __device__ __forceinline__ u16 to_fp16(float x) {
     u16 y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float ex2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float lg2(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float rcp(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -98,9 +72,6 @@ __device__ __forceinline__ void fence_bulk_copies() {
 }
 __device__ __forceinline__ void wait_for_kernel_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void let_next_kernel_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_arrive() {
