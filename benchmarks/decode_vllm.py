@@ -1,26 +1,19 @@
-"""A decode step of Kimi-Linear in a real vLLM engine, stock or with this backend, in CUDA graphs.
+"""A decode step of Kimi-Linear in a real vLLM engine's CUDA graphs, stock and with this backend.
 
-    python -m benchmarks.decode_vllm run CONFIG_DIR stock.json
-    python -m benchmarks.decode_vllm run CONFIG_DIR kda.json --attention-backend CUSTOM
-    python -m benchmarks.decode_vllm compare stock.json kda.json vllm_kimi48b_decode.json
+    python -m benchmarks.decode_vllm stock.json kda.json vllm_kimi48b_decode.json
 
-CONFIG_DIR holds the model's config.json; weights are vLLM's dummies, which are random, so that
-tokens choose their experts. The engine captures whole decode steps (FULL_DECODE_ONLY, without
-torch.compile unless --compile). A step's time is that of one generation less that of a shorter one
-with the same prompts, over the difference of their tokens; its GPU time is the kernels of one
-generation's steps, from the profiler.
+Of two runs of `benchmarks.serve_vllm` with ``--graphs decode --parts decode``. A step's time is
+that of one generation less that of a shorter one with the same prompts, over the difference of
+their tokens; its GPU time is the kernels of ``PROFILED`` steps, from the profiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from benchmarks.serve_vllm import environment, model_directory
 
 BATCHES = (1, 16, 64)
 PROMPT, SHORT, LONG, PROFILED = 128, 16, 144, 8
@@ -29,64 +22,20 @@ KDA_KERNELS = ("causal_conv1d_update", "kda", "decode_step", "recurrent", "rms_n
                "layer_norm_gated", "gated_norm")  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> None:
-    import torch
-    from vllm import LLM, SamplingParams
-
-    llm_arguments: dict[str, Any] = {}
-    if args.attention_backend:
-        llm_arguments["attention_backend"] = args.attention_backend
-    if not args.compile:
-        llm_arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    begin = time.perf_counter()
-    llm = LLM(
-        model=model_directory(args.config_dir, args.layers, dense=False),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=4096,
-        max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.93,
-        enable_prefix_caching=False,
-        max_num_seqs=max(BATCHES),
-        seed=0,
-        **llm_arguments,
-    )
-    result: dict[str, Any] = {
-        "environment": environment(args) | {"compile": args.compile},
-        "load_s": time.perf_counter() - begin,
-        "rows": [],
-    }
-    rng = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(PROMPT)]}
-        for _ in range(max(BATCHES))
-    ]
-
-    def generate(batch: int, tokens: int) -> float:
-        sampling = SamplingParams(
-            max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False
-        )
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        llm.generate(prompts[:batch], sampling, use_tqdm=False)
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    for batch in BATCHES:
-        generate(batch, SHORT)
-        times = sorted(
-            (generate(batch, LONG) - generate(batch, SHORT)) / (LONG - SHORT) for _ in range(3)
-        )
-        row = {"batch": batch, "step_ms": 1e3 * times[1], "all_ms": [1e3 * t for t in times]}
-        row |= kernels_of_a_step(lambda tokens, batch=batch: generate(batch, tokens))
-        result["rows"].append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "kernels_us"}), flush=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+def step(batch: int, generate: Callable[[int], Any]) -> dict[str, Any]:
+    """A decode step of ``batch`` sequences; ``generate(n)``: n tokens of each, seconds."""
+    generate(SHORT)
+    times = sorted((generate(LONG) - generate(SHORT)) / (LONG - SHORT) for _ in range(3))
+    row = {"batch": batch, "step_ms": 1e3 * times[1], "all_ms": [1e3 * t for t in times]}
+    row |= kernels_of_a_step(generate)
+    print(json.dumps({k: v for k, v in row.items() if k != "kernels_us"}), flush=True)
+    return row
 
 
-def kernels_of_a_step(generate: Any) -> dict[str, Any]:
+def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, Any]:
     """GPU time by kernel, of ``PROFILED`` steps by the difference of two profiles."""
-    longer, shorter = profile_of(generate, 2 + PROFILED), profile_of(generate, 2)
+    longer = kernels_of(lambda: generate(2 + PROFILED))
+    shorter = kernels_of(lambda: generate(2))
     by_kernel = {
         name: [(at[0] - shorter.get(name, (0.0, 0))[0]) / PROFILED,
                (at[1] - shorter.get(name, (0.0, 0))[1]) / PROFILED]
@@ -103,13 +52,13 @@ def kernels_of_a_step(generate: Any) -> dict[str, Any]:
     }
 
 
-def profile_of(generate: Any, tokens: int) -> dict[str, tuple[float, int]]:
-    """Kernel name -> (us, launches) of a generation."""
+def kernels_of(call: Callable[[], Any]) -> dict[str, tuple[float, int]]:
+    """Kernel name -> (us, launches) of a call."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as record:
-        generate(tokens)
+        call()
     found: dict[str, tuple[float, int]] = {}
     for event in record.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -131,14 +80,16 @@ def compare(args: argparse.Namespace) -> None:
                 for who, row in (("stock", a), ("ours", b))
             },
         }
-        for a, b in zip(stock["rows"], ours["rows"], strict=True)
+        for a, b in zip(
+            stock["decode"], ours["decode"], strict=False
+        )  # a run may have been cut off
     ]
     result = {
         "environment": ours["environment"],
         "prompt_tokens": PROMPT,
         "rows": rows,
         "kernels_us": {
-            name: {row["batch"]: row["kernels_us"] for row in run["rows"]}
+            name: {row["batch"]: row["kernels_us"] for row in run["decode"]}
             for name, run in (("stock", stock), ("ours", ours))
         },
     }
@@ -154,22 +105,9 @@ def compare(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("run")
-    one.add_argument("config_dir", type=Path)
-    one.add_argument("out", type=Path)
-    one.add_argument("--attention-backend")
-    one.add_argument("--layers", type=int, default=27)
-    one.add_argument("--compile", action="store_true", help="torch.compile too, a server's default")
-    two = commands.add_parser("compare")
     for name in ("stock", "ours", "out"):
-        two.add_argument(name, type=Path)
-    args = parser.parse_args()
-    args.graphs, args.dense = True, False
-    if args.command == "run":
-        run(args)
-    else:
-        compare(args)
+        parser.add_argument(name, type=Path)
+    compare(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,17 +1,26 @@
-"""Kimi-Linear with drawn weights in a real vLLM engine on one GPU: engine calls, tokens, profile.
+"""Kimi-Linear with drawn weights in a real vLLM engine on one GPU: engine calls, decode, tokens.
 
     python -m benchmarks.serve_vllm run CONFIG_DIR stock.json
     python -m benchmarks.serve_vllm run CONFIG_DIR kda.json --attention-backend CUSTOM
     python -m benchmarks.serve_vllm compare stock.json kda.json agreement.json
 
-CONFIG_DIR holds the model's config.json; no checkpoint is needed. ``run`` measures full engine
-calls (prompt tokens in, one token out; medians), the GPU time by kernel and the host's time by
-function, then generates greedily for 64 prompts of mixed lengths, all at once and 16 of them one
-after the other, and lists every kernel that was compiled or tuned after the model had been loaded.
-``compare`` says where two runs' tokens part, and how close the two best tokens were there; the same
-for one run's own two ways to batch, which differ by rounding alone: a divergence is explained where
-the margin of stock's two best tokens is no larger than what rounding moved between those two
-batchings of stock.
+CONFIG_DIR holds the model's config.json; no checkpoint is needed. The parts of ``run``, on one load
+of the model, each written as it comes:
+
+- calls: full engine calls (prompt tokens in, one token out; medians), the GPU time by kernel and
+  the host's time by function.
+- decode: a decode step in CUDA graphs (``--graphs decode`` or ``full``): see `decode_vllm`.
+- tokens: greedy ones for 64 prompts of mixed lengths, all at once and 16 of them one after the
+  other.
+
+``--graphs decode`` captures decode steps alone and compiles nothing: a prefill then runs the same
+code as in eager mode, and MLA's metadata makes two small copies more a step. Every kernel that was
+compiled or tuned after the model had been loaded is listed.
+
+``compare`` pairs the calls and says where two runs' tokens part, and how close the two best tokens
+were there; the same for one run's own two ways to batch, which differ by rounding alone: a
+divergence is explained where the margin of stock's two best tokens is no larger than what rounding
+moved between those two batchings of stock.
 """
 
 from __future__ import annotations
@@ -29,12 +38,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from benchmarks import decode_vllm
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-SHAPES = ((1, 512), (1, 2048), (1, 8192), (1, 32768), (8, 1024))
+SHAPES = ((1, 512), (1, 2048), (1, 8192), (8, 1024), (1, 32768))
 PROFILED = ((1, 512), (1, 8192), (8, 1024))
 OURS = ("kda_backend", "backend_core")
 PROMPTS, APART, NEW_TOKENS = 64, 16, 16
@@ -49,7 +60,10 @@ def main() -> None:
     one.add_argument("--attention-backend")
     one.add_argument("--layers", type=int, default=27)
     one.add_argument(
-        "--graphs", action="store_true", help="compile and capture CUDA graphs, a server's default"
+        "--graphs",
+        choices=("none", "decode", "full"),
+        default="none",
+        help="full: torch.compile and all CUDA graphs, a server's default",
     )
     one.add_argument(
         "--dense",
@@ -57,7 +71,7 @@ def main() -> None:
         help="no experts: with drawn weights their choice turns rounding into other tokens",
     )
     one.add_argument(
-        "--only", choices=("calls", "tokens"), help="engine calls and profile, or tokens"
+        "--parts", nargs="+", choices=("calls", "decode", "tokens"), default=["calls", "tokens"]
     )
     one.add_argument("--memory", type=float, default=0.93, help="share of the GPU's memory")
     one.add_argument(
@@ -67,51 +81,27 @@ def main() -> None:
     for name in ("stock", "ours", "out"):
         two.add_argument(name, type=Path)
     args = parser.parse_args()
-    if args.command == "run":
-        run(args)
-    else:
+    if args.command == "compare":
         compare(args)
+    elif args.graphs == "none" and "decode" in args.parts:
+        parser.error("decode steps are measured in CUDA graphs: --graphs decode or full")
+    else:
+        run(args)
 
 
 def run(args: argparse.Namespace) -> None:
-    import torch
-    from vllm import LLM, SamplingParams
-
-    llm_arguments: dict[str, Any] = {}
-    if args.attention_backend:
-        llm_arguments["attention_backend"] = args.attention_backend
-    if args.kv_cache_gib:
-        llm_arguments["kv_cache_memory_bytes"] = int(args.kv_cache_gib * 2**30)
     begin = time.perf_counter()
-    llm = LLM(
-        model=model_directory(args.config_dir, args.layers, args.dense),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=70000,
-        max_num_batched_tokens=8192,
-        gpu_memory_utilization=args.memory,
-        enforce_eager=not args.graphs,
-        enable_prefix_caching=False,
-        max_num_seqs=64,
-        seed=0,
-        **llm_arguments,
-    )
+    llm = load(args)
     load_s = time.perf_counter() - begin
     compiled = watch_compilation()
     llm.apply_model(draw_weights)
-    one_token = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     rng = random.Random(0)
 
     def prompt(length: int) -> dict[str, list[int]]:
         return {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(length)]}
 
     def call(count: int, length: int) -> float:
-        batch = [prompt(length) for _ in range(count)]
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        llm.generate(batch, one_token, use_tqdm=False)
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return seconds_of(llm, [prompt(length) for _ in range(count)], 1)
 
     result: dict[str, Any] = {
         "environment": environment(args),
@@ -119,52 +109,113 @@ def run(args: argparse.Namespace) -> None:
         "first_prefill_s": call(1, 8192),
         "shapes": [],
         "profiles": [],
+        "compiled_after_load": compiled,
     }
 
     def save() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    if args.only != "tokens":
+    if "calls" in args.parts:
         for count, length in SHAPES:
-            for _ in range(2):
-                call(count, length)
-            # the shorter the call, the more of it is the host's
-            times = sorted(call(count, length) for _ in range(15 if length <= 2048 else 5))
-            seconds = times[len(times) // 2]
-            row = {
-                "n": count,
-                "length": length,
-                "ms": 1e3 * seconds,
-                "least_ms": 1e3 * times[0],
-                "tokens_per_s": count * length / seconds,
-            }
-            result["shapes"].append(row)
-            print(json.dumps(row), flush=True)
-        save()
+            result["shapes"].append(measured(count, length, call))
+            save()
         for count, length in PROFILED:
             result["profiles"].append(profiled(count, length, call))
+            save()
         result["host"] = host_profile(lambda: call(1, 512))
-        save()
-    if args.only != "calls":
+    if "decode" in args.parts:
+        result["decode"] = []
+        for batch in decode_vllm.BATCHES:
+            batch_of = [prompt(decode_vllm.PROMPT) for _ in range(batch)]
+            result["decode"].append(
+                decode_vllm.step(batch, lambda new, batch=batch_of: seconds_of(llm, batch, new))
+            )
+            save()
+    if "tokens" in args.parts:
         lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(PROMPTS)]
-        batch = [prompt(length) for length in lengths]
-        sampling = SamplingParams(
-            max_tokens=NEW_TOKENS, temperature=0.0, logprobs=2, ignore_eos=True, detokenize=False
-        )
-        together = llm.generate(batch, sampling, use_tqdm=False)
-        apart = [llm.generate([one], sampling, use_tqdm=False)[0] for one in batch[:APART]]
-        result["greedy"] = {
-            "lengths": lengths,
-            "together": [tokens_of(output) for output in together],
-            "apart": [tokens_of(output) for output in apart],
-        }
-    result["compiled_after_load"] = compiled
+        result["greedy"] = greedy(llm, lengths, [prompt(length) for length in lengths])
     save()
     ours = [name for name in compiled if "kda_backend" in name]
     print(json.dumps({k: result[k] for k in ("load_s", "first_prefill_s")}))
     print(f"{len(compiled)} kernels compiled or tuned after load, {len(ours)} of them ours")
     for name in compiled:
         print("  ", name)
+
+
+def load(args: argparse.Namespace) -> Any:
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {}
+    if args.attention_backend:
+        arguments["attention_backend"] = args.attention_backend
+    if args.kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(args.kv_cache_gib * 2**30)
+    if args.graphs == "decode":
+        arguments["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": list(decode_vllm.BATCHES),
+        }
+    return LLM(
+        model=model_directory(args.config_dir, args.layers, args.dense),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=70000,
+        max_num_batched_tokens=8192,
+        gpu_memory_utilization=args.memory,
+        enforce_eager=args.graphs == "none",
+        enable_prefix_caching=False,
+        max_num_seqs=max(decode_vllm.BATCHES),
+        seed=0,
+        **arguments,
+    )
+
+
+def seconds_of(llm: Any, batch: list[dict[str, list[int]]], new_tokens: int) -> float:
+    """A batch of prompts in, ``new_tokens`` greedy tokens of each out."""
+    import torch
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    llm.generate(batch, sampling, use_tqdm=False)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measured(count: int, length: int, call: Any) -> dict[str, Any]:
+    for _ in range(2):
+        call(count, length)
+    # the shorter the call, the more of it is the host's
+    times = sorted(call(count, length) for _ in range(15 if length <= 2048 else 5))
+    seconds = times[len(times) // 2]
+    row = {
+        "n": count,
+        "length": length,
+        "ms": 1e3 * seconds,
+        "least_ms": 1e3 * times[0],
+        "tokens_per_s": count * length / seconds,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def greedy(llm: Any, lengths: list[int], batch: list[dict[str, list[int]]]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=NEW_TOKENS, temperature=0.0, logprobs=2, ignore_eos=True, detokenize=False
+    )
+    together = llm.generate(batch, sampling, use_tqdm=False)
+    apart = [llm.generate([one], sampling, use_tqdm=False)[0] for one in batch[:APART]]
+    return {
+        "lengths": lengths,
+        "together": [tokens_of(output) for output in together],
+        "apart": [tokens_of(output) for output in apart],
+    }
 
 
 def model_directory(config_dir: Path, layers: int, dense: bool) -> str:
@@ -246,17 +297,9 @@ def watch_compilation() -> list[str]:
 
 
 def profiled(count: int, length: int, call: Any) -> dict[str, Any]:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        call(count, length)
-    by_kernel: dict[str, float] = {}
-    launches = 0
-    for event in record.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            launches += 1
-            by_kernel[event.name] = by_kernel.get(event.name, 0.0) + event.device_time / 1e3
+    kernels = decode_vllm.kernels_of(lambda: call(count, length))
+    by_kernel = {name: us / 1e3 for name, (us, _) in kernels.items()}
+    launches = sum(number for _, number in kernels.values())
     top = sorted(by_kernel.items(), key=lambda item: -item[1])[:40]
     total = sum(by_kernel.values())
     print(f"{count} x {length}: {total:.1f} ms on the GPU in {launches} launches;", flush=True)
@@ -340,7 +383,9 @@ def compare(args: argparse.Namespace) -> None:
             "ours_ms": y["ms"],
             "speedup": x["ms"] / y["ms"],
         }
-        for x, y in zip(stock["shapes"], ours["shapes"], strict=True)
+        for x, y in zip(
+            stock["shapes"], ours["shapes"], strict=False
+        )  # a run may have been cut off
     ]
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, value in result.items():
