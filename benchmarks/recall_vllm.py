@@ -93,9 +93,9 @@ def transpose_states() -> None:
 
     prefill = layer.prefill
 
-    def planted(*args: Any) -> None:
-        prefill(*args)
-        states, slots = args[8:10]
+    def planted(*args: Any, **options: Any) -> None:
+        prefill(*args, **options)
+        states, slots = args[3].state, args[4]
         slots = slots[slots >= 0].long()  # a device sync, which a test may have
         states[slots] = states[slots].mT.contiguous()
 

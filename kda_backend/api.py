@@ -149,11 +149,13 @@ def chunk_kda(
         allow_neg_eigval=allow_neg_eigval,
         l2norm=use_qk_l2norm_in_kernel,
     )
-    plan = _plan(x, plan)
+    plan = check_plan(x, plan)
     if metadata is None:
         metadata = _metadata(x, plan, cu_seqlens, cu_seqlens_cpu)
     else:
-        _check_metadata(metadata, x, plan, cu_seqlens)
+        if cu_seqlens is not None:
+            raise ValueError("metadata replaces cu_seqlens: give either")
+        check_metadata(metadata, x, plan)
     sequences = metadata.num_sequences
     if use_graph and max_num_seqs is not None and max_num_seqs != sequences:
         raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {sequences + 1}")
@@ -265,7 +267,7 @@ def fused_recurrent_kda(
         None,
         None,
     )
-    plan = _plan(x, plan)
+    plan = check_plan(x, plan)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     path = plan.decode.lookup(sequences * v.shape[2])
@@ -273,7 +275,8 @@ def fused_recurrent_kda(
     return out, None if state_pool is not None else state.write
 
 
-def _plan(x: KdaInputs, plan: KdaPlan | None) -> KdaPlan:
+def check_plan(x: KdaInputs, plan: KdaPlan | None) -> KdaPlan:
+    """The plan, which must be for such inputs, or the device's own for ``None``."""
     heads, key_dim = x.q.shape[2:]
     value_heads, value_dim = x.v.shape[2:]
     bounded = x.gate == GATE_BOUNDED
@@ -293,11 +296,8 @@ def _check_packed(x: KdaInputs, cu_seqlens: torch.Tensor) -> None:
         raise ValueError(f"cu_seqlens must be on {x.q.device}, got {cu_seqlens.device}")
 
 
-def _check_metadata(
-    metadata: ChunkMetadata, x: KdaInputs, plan: KdaPlan, cu_seqlens: torch.Tensor | None
-) -> None:
-    if cu_seqlens is not None:
-        raise ValueError("metadata replaces cu_seqlens: give either")
+def check_metadata(metadata: ChunkMetadata, x: KdaInputs, plan: KdaPlan) -> None:
+    """It must be of these tokens, on their device, with the tables that the plan's kernels read."""
     if metadata.num_tokens != x.num_tokens:
         raise ValueError(f"metadata is of {metadata.num_tokens} tokens, q has {x.num_tokens}")
     if metadata.cu_seqlens.device != x.q.device:

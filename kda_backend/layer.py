@@ -7,14 +7,27 @@ pools of convolution and recurrent states that are read and written in place.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from backend_core.contracts import expect_stride
 from kda_backend import api
 from kda_backend.decode_step import kda_decode_step, kda_verify_step
-from kda_backend.layer_stages import gated_norm, short_conv
+from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
 from kda_backend.metadata import ChunkMetadata
 from kda_backend.paths import KdaPlan
+from kda_backend.prefill import PIPELINES
+from kda_backend.validation import (
+    BETA_SIGMOID,
+    GATE_BOUNDED,
+    GATE_SOFTPLUS,
+    KdaInputs,
+    StateInputs,
+    check_inputs,
+    check_output,
+    check_state_pool,
+)
 from kda_backend.workspace import Workspace
 
 
@@ -37,74 +50,127 @@ class LayerWeights:
     lower_bound: float | None
 
 
+class Tokens(NamedTuple):
+    """What the projections made of T tokens, all before activation; channels adjacent.
+
+    Attributes:
+        qkv: ``[T, 3 H D]``.
+        g: ``[T, H, D]`` raw gate; beta: ``[T, H]`` logits; gate: ``[T, H, D]`` logits of the
+            output's gate.
+        out: ``[T, H, D]``, written.
+    """
+
+    qkv: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    gate: torch.Tensor
+    out: torch.Tensor
+
+
+class Pools(NamedTuple):
+    """An engine's states, read and written in place.
+
+    Attributes:
+        conv: ``[slots, 3 H D, W - 1]``, any strides.
+        state: ``[slots, H, D, D]`` fp32 or bf16 (``[V, K]``).
+    """
+
+    conv: torch.Tensor
+    state: torch.Tensor
+
+
 def prefill(
     weights: LayerWeights,
     plan: KdaPlan,
-    qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    gate: torch.Tensor,
-    out: torch.Tensor,
-    conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
+    tokens: Tokens,
+    pools: Pools,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor | None,
     metadata: ChunkMetadata,
-    workspace: Workspace | None,
+    workspace: Workspace,
+    *,
+    checked: bool = False,
 ) -> None:
     """Sequences of any length: a convolution, the chunked delta rule, the norm.
 
     Args:
-        qkv: ``[T, 3 H D]``, channels adjacent.
-        g: ``[T, H, D]`` raw gate; beta: ``[T, H]`` logits; gate: ``[T, H, D]`` logits of the
-            output's gate.
-        out: ``[T, H, D]``, written.
-        conv_pool: ``[slots, 3 H D, W - 1]``, any strides; state_pool: ``[slots, H, D, D]`` fp32
-            (``[V, K]``).
         state_indices: ``[N]`` int32 slot of each sequence in both pools; -1 for none.
         has_initial_state: ``[N]`` bool, or ``None`` where every slot is read.
         metadata: of these T tokens.
+        checked: an earlier layer of this step was given such tensors; saves half of the host time.
 
     Raises:
-        ValueError: a tensor is not as described.
+        ValueError: a tensor is not as described; nothing has been written then.
     """
+    if not checked:
+        _check_prefill(weights, plan, tokens, pools, state_indices, has_initial_state, metadata)
     heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
-    mixed = short_conv(qkv, weights.conv, conv_pool, state_indices, has_initial_state, metadata)
+    qkv, g, beta, gate, out = tokens
+    mixed = short_conv(qkv, weights.conv, pools.conv, state_indices, has_initial_state, metadata)
     q, k, v = mixed.view(1, -1, 3, heads, dim).unbind(2)
-    api.chunk_kda(
+    bound = weights.lower_bound
+    x = KdaInputs(
         q,
         k,
         v,
         g.unsqueeze(0),
         beta.unsqueeze(0),
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        lower_bound=weights.lower_bound,
-        A_log=weights.a_log,
-        dt_bias=weights.dt_bias,
-        state_pool=state_pool,
-        state_indices=state_indices,
-        has_initial_state=has_initial_state,
-        out=out.unsqueeze(0),
-        metadata=metadata,
-        workspace=workspace,
-        plan=plan,
+        weights.a_log,
+        weights.dt_bias,
+        GATE_SOFTPLUS if bound is None else GATE_BOUNDED,
+        0.0 if bound is None else bound,
+        BETA_SIGMOID,
+        True,
+        dim**-0.5,
     )
+    state = StateInputs(pools.state, pools.state, 2, 3, state_indices, has_initial_state)
+    path = plan.prefill.lookup(metadata.num_chunks * heads)
+    PIPELINES[path.name](path, x, metadata, state, out.unsqueeze(0), None, workspace)
     kernels = metadata.chunk_start is not None
     gated_norm(out, gate, weights.norm, weights.norm_eps, out, kernels=kernels)
+
+
+def _check_prefill(
+    weights: LayerWeights,
+    plan: KdaPlan,
+    tokens: Tokens,
+    pools: Pools,
+    state_indices: torch.Tensor,
+    has_initial_state: torch.Tensor | None,
+    metadata: ChunkMetadata,
+) -> None:
+    heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
+    qkv, g, beta, gate, out = tokens
+    check_short_conv(qkv, weights.conv, pools.conv, state_indices, metadata)
+    expect_stride("g", g, 2, 1)
+    q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unsqueeze(0).unbind(2)
+    x = check_inputs(
+        q,
+        k,
+        v,
+        g.unsqueeze(0),
+        beta.unsqueeze(0),
+        scale=None,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        use_gate=True,
+        lower_bound=weights.lower_bound,
+        use_beta_sigmoid=True,
+        allow_neg_eigval=False,
+        l2norm=True,
+    )
+    api.check_plan(x, plan)
+    api.check_metadata(metadata, x, plan)
+    check_state_pool(pools.state, state_indices, has_initial_state, x, metadata.num_sequences)
+    check_output(out.unsqueeze(0), v)
+    check_gated_norm(out, gate, weights.norm, out)
 
 
 def decode(
     weights: LayerWeights,
     plan: KdaPlan,
-    qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    gate: torch.Tensor,
-    out: torch.Tensor,
-    conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
+    tokens: Tokens,
+    pools: Pools,
     state_indices: torch.Tensor,
     null_slot: int | None,
 ) -> None:
@@ -116,6 +182,7 @@ def decode(
     Arguments as :func:`prefill`, with ``N = T``; rows at ``null_slot`` are padding too.
     """
     heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
+    qkv, g, beta, gate, out = tokens
     q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unbind(1)
     kda_decode_step(
         q,
@@ -123,7 +190,7 @@ def decode(
         v,
         g,
         beta,
-        state_pool,
+        pools.state,
         state_indices,
         null_slot=null_slot,
         use_qk_l2norm_in_kernel=True,
@@ -132,7 +199,7 @@ def decode(
         lower_bound=weights.lower_bound,
         A_log=weights.a_log,
         dt_bias=weights.dt_bias,
-        conv_state=conv_pool,
+        conv_state=pools.conv,
         conv_weight=weights.conv,
         norm_weight=weights.norm,
         norm_gate=gate,
@@ -146,13 +213,8 @@ def decode(
 def verify(
     weights: LayerWeights,
     plan: KdaPlan,
-    qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    gate: torch.Tensor,
-    out: torch.Tensor,
-    conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
+    tokens: Tokens,
+    pools: Pools,
     state_indices: torch.Tensor,
     num_accepted_tokens: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -160,13 +222,14 @@ def verify(
 ) -> None:
     """The drafted tokens of each sequence in one launch; rows of no sequence are not written.
 
-    Arguments as :func:`prefill`, but ``conv_pool`` has at least ``S + 2`` columns.
+    Arguments as :func:`prefill`, but ``pools.conv`` has at least ``S + 2`` columns.
 
     Args:
         state_indices: ``[N, S]`` int32, a slot for each token of a draft.
         num_accepted_tokens: ``[N]`` int32, of the draft before; cu_seqlens: ``[N + 1]``.
     """
     heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
+    qkv, g, beta, gate, out = tokens
     q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unbind(1)
     kda_verify_step(
         q,
@@ -174,7 +237,7 @@ def verify(
         v,
         g,
         beta,
-        state_pool,
+        pools.state,
         state_indices,
         cu_seqlens=cu_seqlens,
         num_accepted_tokens=num_accepted_tokens,
@@ -185,7 +248,7 @@ def verify(
         lower_bound=weights.lower_bound,
         A_log=weights.a_log,
         dt_bias=weights.dt_bias,
-        conv_state=conv_pool,
+        conv_state=pools.conv,
         conv_weight=weights.conv,
         norm_weight=weights.norm,
         norm_gate=gate,
@@ -198,13 +261,8 @@ def verify(
 def decode_or_start(
     weights: LayerWeights,
     plan: KdaPlan,
-    qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    gate: torch.Tensor,
-    out: torch.Tensor,
-    conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
+    tokens: Tokens,
+    pools: Pools,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor | None,
     metadata: ChunkMetadata,
@@ -214,7 +272,10 @@ def decode_or_start(
     Arguments as :func:`prefill`; the recurrent kernel between its convolution and its norm.
     """
     heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
-    mixed = short_conv(qkv, weights.conv, conv_pool, state_indices, has_initial_state, metadata)
+    qkv, g, beta, gate, out = tokens
+    check_short_conv(qkv, weights.conv, pools.conv, state_indices, metadata)
+    check_gated_norm(out, gate, weights.norm, out)
+    mixed = short_conv(qkv, weights.conv, pools.conv, state_indices, has_initial_state, metadata)
     q, k, v = mixed.view(1, -1, 3, heads, dim).unbind(2)
     api.fused_recurrent_kda(
         q,
@@ -229,7 +290,7 @@ def decode_or_start(
         use_beta_sigmoid_in_kernel=True,
         lower_bound=weights.lower_bound,
         cu_seqlens=metadata.cu_seqlens,
-        state_pool=state_pool,
+        state_pool=pools.state,
         state_indices=state_indices,
         has_initial_state=has_initial_state,
         out=out.unsqueeze(0),

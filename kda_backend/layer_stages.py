@@ -32,24 +32,13 @@ def short_conv(
             No other slot is touched.
         metadata: of these tokens; with a chunk table the kernel runs, else torch.
 
+    Unchecked: :func:`check_short_conv` says whether they are so.
+
     Returns:
         ``[T, C]`` contiguous, x's dtype.
     """
     tokens, channels = x.shape
     width = weight.shape[1]
-    expect_stride("qkv", x, 1, 1)
-    if width != 4:
-        raise ValueError(f"conv weight must have 4 taps, got {width}")
-    expect_shape("conv weight", weight, (channels, width))
-    expect_stride("conv weight", weight, 0, width)
-    expect_shape("conv_pool", pool, ("slots", channels, width - 1))
-    expect_shape("state_indices", state_indices, (metadata.num_sequences,))
-    expect_dtype("state_indices", state_indices, torch.int32)
-    expect_stride("state_indices", state_indices, 0, 1)
-    for name, tensor in (("conv weight", weight), ("conv_pool", pool)):
-        expect_device(name, tensor, x.device)
-    if metadata.num_tokens != tokens:
-        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, qkv has {tokens}")
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     if metadata.chunk_start is None:
         _short_conv_torch(x, weight, pool, state_indices, has_initial_state, metadata, out)
@@ -76,6 +65,31 @@ def short_conv(
     return out
 
 
+def check_short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    metadata: ChunkMetadata,
+) -> None:
+    """Raise ``ValueError`` where an argument of :func:`short_conv` is not as described there."""
+    tokens, channels = x.shape
+    width = weight.shape[1]
+    expect_stride("qkv", x, 1, 1)
+    if width != 4:
+        raise ValueError(f"conv weight must have 4 taps, got {width}")
+    expect_shape("conv weight", weight, (channels, width))
+    expect_stride("conv weight", weight, 0, width)
+    expect_shape("conv_pool", pool, ("slots", channels, width - 1))
+    expect_shape("state_indices", state_indices, (metadata.num_sequences,))
+    expect_dtype("state_indices", state_indices, torch.int32)
+    expect_stride("state_indices", state_indices, 0, 1)
+    for name, tensor in (("conv weight", weight), ("conv_pool", pool)):
+        expect_device(name, tensor, x.device)
+    if metadata.num_tokens != tokens:
+        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, qkv has {tokens}")
+
+
 def gated_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -90,13 +104,10 @@ def gated_norm(
     Args:
         x, gate, out: ``[T, H, D]``, channels adjacent; ``out`` may be x. weight: ``[D]``.
         kernels: run the Triton kernel; else torch.
+
+    Unchecked: :func:`check_gated_norm` says whether they are so.
     """
     tokens, heads, dim = x.shape
-    for name, tensor in (("gate", gate), ("out", out)):
-        expect_shape(name, tensor, (tokens, heads, dim))
-        expect_stride(name, tensor, 2, 1)
-        expect_device(name, tensor, x.device)
-    expect_shape("norm weight", weight, (dim,))
     if not kernels:
         norm = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         out.copy_(norm * weight.float() * gate.float().sigmoid())
@@ -115,6 +126,18 @@ def gated_norm(
         *gate.stride()[:2],
         *out.stride()[:2],
     )
+
+
+def check_gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Raise ``ValueError`` where an argument of :func:`gated_norm` is not as described there."""
+    tokens, heads, dim = x.shape
+    for name, tensor in (("gate", gate), ("out", out)):
+        expect_shape(name, tensor, (tokens, heads, dim))
+        expect_stride(name, tensor, 2, 1)
+        expect_device(name, tensor, x.device)
+    expect_shape("norm weight", weight, (dim,))
 
 
 def _short_conv_torch(

@@ -23,7 +23,7 @@ from backend_core.target import detect_target
 from kda_backend import layer
 from kda_backend.engines.vllm import flag_name, is_requested
 from kda_backend.engines.vllm_step import Draft, Part, build_step
-from kda_backend.layer import LayerWeights
+from kda_backend.layer import LayerWeights, Pools, Tokens
 from kda_backend.metadata import build_metadata
 from kda_backend.paths import KdaPlan, KdaShape, select, warm_up
 from kda_backend.workspace import Workspace
@@ -135,62 +135,63 @@ def attend(
         _profile(runtime, weights, module, qkv, g, beta, gate, out)
         return
     step = getattr(metadata, _STEP, None)
+    # the layers that share metadata have caches and projections of one shape
+    checked = step is not None
     if step is None:
         step = build_step(metadata, runtime.plan)
         setattr(metadata, _STEP, step)
     conv_pool, state_pool = module.kv_cache
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
-    whole = (qkv, g, beta, gate, out)
+    whole, pools = Tokens(qkv, g, beta, gate, out), Pools(conv_pool, state_pool)
     if step.draft is not None:
-        _verify(runtime, weights, whole, conv_pool, state_pool, step.draft, step.prefill)
+        _verify(runtime, weights, whole, pools, step.draft, step.prefill)
         return
-    for part, run in ((step.decode, _decode), (step.prefill, _prefill)):
-        if part is not None:
-            tokens: Tokens = whole
-            if part.end - part.begin < out.shape[0]:
-                rows = slice(part.begin, part.end)
-                tokens = (qkv[rows], g[rows], beta[rows], gate[rows], out[rows])
-            run(runtime, weights, tokens, conv_pool, state_pool, part)
+    window = Pools(_window(conv_pool), state_pool)
+    if step.decode is not None:
+        _decode(runtime, weights, _rows(whole, step.decode), window, step.decode)
+    if step.prefill is not None:
+        tokens = _rows(whole, step.prefill)
+        _prefill(runtime, weights, tokens, window, step.prefill, checked=checked)
     if step.num_tokens < out.shape[0]:
         out[step.num_tokens :].zero_()
 
 
-Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+def _rows(tokens: Tokens, part: Part) -> Tokens:
+    if part.end - part.begin == tokens.out.shape[0]:
+        return tokens
+    rows = slice(part.begin, part.end)
+    return Tokens(*(x[rows] for x in tokens))
 
 
 def _prefill(
     runtime: Runtime,
     weights: LayerWeights,
     tokens: Tokens,
-    conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
+    pools: Pools,
     part: Part,
+    *,
+    checked: bool = False,
 ) -> None:
     assert part.metadata is not None
+    workspace = runtime.workspace
     layer.prefill(
         weights,
         runtime.plan,
-        *tokens,
-        _window(conv_pool),
-        state_pool,
+        tokens,
+        pools,
         part.state_indices,
         part.has_initial_state,
         part.metadata,
-        runtime.workspace,
+        Workspace(tokens.out.device) if workspace is None else workspace,
+        checked=checked,
     )
 
 
 def _decode(
-    runtime: Runtime,
-    weights: LayerWeights,
-    tokens: Tokens,
-    conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
-    part: Part,
+    runtime: Runtime, weights: LayerWeights, tokens: Tokens, pools: Pools, part: Part
 ) -> None:
-    pools = (_window(conv_pool), state_pool)
-    args = (weights, runtime.plan, *tokens, *pools, part.state_indices)
+    args = (weights, runtime.plan, tokens, pools, part.state_indices)
     if part.metadata is None:
         layer.decode(*args, null_slot=NULL_BLOCK_ID)
     else:
@@ -201,37 +202,35 @@ def _verify(
     runtime: Runtime,
     weights: LayerWeights,
     whole: Tokens,
-    conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
+    pools: Pools,
     draft: Draft,
     prefill: Part | None,
 ) -> None:
     """Drafts, and the prefills beside them, whose tokens may lie between those of drafts."""
-    out = whole[4]
-    out.zero_()  # padded tokens belong to no sequence
+    whole.out.zero_()  # padded tokens belong to no sequence
 
     def gathered(rows: torch.Tensor) -> Tokens:
-        q, g, beta, gate, _ = (x.index_select(0, rows) for x in whole)
-        return q, g, beta, gate, torch.zeros_like(gate)
+        qkv, g, beta, gate, _ = (x.index_select(0, rows) for x in whole)
+        return Tokens(qkv, g, beta, gate, torch.zeros_like(gate))
 
     tokens = whole if draft.rows is None else gathered(draft.rows)
     layer.verify(
         weights,
         runtime.plan,
-        *tokens,
-        conv_pool,
-        state_pool,
+        tokens,
+        pools,
         draft.state_indices,
         draft.num_accepted,
         draft.cu_seqlens,
         NULL_BLOCK_ID,
     )
     if draft.rows is not None and draft.others is not None:
-        out.index_copy_(0, draft.rows, tokens[4])
+        whole.out.index_copy_(0, draft.rows, tokens.out)
         if prefill is not None:
             tokens = gathered(draft.others)
-            _prefill(runtime, weights, tokens, conv_pool, state_pool, prefill)
-            out.index_copy_(0, draft.others, tokens[4])
+            window = Pools(_window(pools.conv), pools.state)
+            _prefill(runtime, weights, tokens, window, prefill)
+            whole.out.index_copy_(0, draft.others, tokens.out)
 
 
 def _window(conv_pool: torch.Tensor) -> torch.Tensor:
@@ -258,12 +257,13 @@ def _profile(
     if runtime in _warm:
         return
     _warm.add(runtime)
-    conv_pool, state_pool = _scratch_pools(module, qkv.device)
+    pools = _scratch_pools(module, qkv.device)
+    window = Pools(_window(pools.conv), pools.state)
     tables = runtime.plan.target.vendor != "cpu"
 
     def tokens(begin: int, end: int) -> Tokens:
         part = slice(begin, end)
-        return qkv[part], g[part], beta[part], gate[part], torch.empty_like(out[part])
+        return Tokens(qkv[part], g[part], beta[part], gate[part], torch.empty_like(out[part]))
 
     def part(lengths: list[int]) -> Part:
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -292,14 +292,14 @@ def _profile(
                 if begin + count > qkv.shape[0]:
                     continue
                 step = part([1] * count)
-                args = (runtime, weights, tokens(begin, begin + count), conv_pool, state_pool)
+                args = (runtime, weights, tokens(begin, begin + count), window)
                 _decode(*args, step)
                 _decode(*args, replace(step, has_initial_state=None, metadata=None))
                 _prefill(*args, step)
         if runtime.max_draft:
             # alone, then gathered from a step with prefills
             for rows in (None, torch.arange(qkv.shape[0], device=qkv.device)[:16]):
-                args = (runtime, weights, tokens(0, min(16, qkv.shape[0])), conv_pool, state_pool)
+                args = (runtime, weights, tokens(0, min(16, qkv.shape[0])), pools)
                 _verify(*args, drafts(rows), None if rows is None else part([len(rows)]))
 
     def each(plan: KdaPlan) -> None:
@@ -309,7 +309,7 @@ def _profile(
     total = qkv.shape[0]
     rows = max(1, min(runtime.max_sequences, total))
     largest = part([total - rows + 1] + [1] * (rows - 1))
-    _prefill(runtime, weights, tokens(0, total), conv_pool, state_pool, largest)
+    _prefill(runtime, weights, tokens(0, total), window, largest)
     logger.info(
         "kda-dsv4-backend: kernels are loaded; scratch memory of %d tokens is %.0f MiB",
         total,
@@ -317,7 +317,7 @@ def _profile(
     )
 
 
-def _scratch_pools(module: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _scratch_pools(module: Any, device: torch.device) -> Pools:
     """Pools of one slot, laid out in pages as the engine lays out its own."""
     shapes, dtypes = module.get_state_shape(), module.get_state_dtype()
     sizes = [
@@ -337,4 +337,4 @@ def _scratch_pools(module: Any, device: torch.device) -> tuple[torch.Tensor, tor
     conv_pool, state_pool = pools
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
-    return conv_pool, state_pool
+    return Pools(conv_pool, state_pool)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from kda_backend import layer, reference
-from kda_backend.layer import LayerWeights
+from kda_backend.layer import LayerWeights, Pools, Tokens
 from kda_backend.metadata import ChunkMetadata, build_metadata
 from kda_backend.paths import KdaPlan, KdaShape
+from kda_backend.workspace import Workspace
 from tests.kda.cases import Backend, assert_close, assert_same_bits, cu_tensor, offsets_of, poisoned
 
 SLOTS, WIDTH = 7, 4
@@ -51,6 +52,7 @@ class Model:
         pages[:, :, :channels] = randn(SLOTS, WIDTH - 1, channels).bfloat16().to(device)
         self.conv_pool = pages[:, :, :channels].transpose(1, 2)
         self.state_pool = randn(SLOTS, heads, dim, dim).to(device)
+        self.checked = False
         shape = KdaShape(heads, heads, dim, dim)
         self.plan: KdaPlan = backend.plan(shape)
         self.metadata: ChunkMetadata = build_metadata(
@@ -71,14 +73,14 @@ class Model:
         out = poisoned(*self.g.shape, dtype=torch.bfloat16, device=device)
         flags = None if initial is None else torch.tensor(initial, device=device)
         slots = torch.tensor(indices, dtype=torch.int32, device=device)
-        tokens = (self.qkv, self.g, self.beta, self.gate, out)
-        common = (self.weights, self.plan, *tokens, self.conv_pool, self.state_pool, slots)
+        tokens = Tokens(self.qkv, self.g, self.beta, self.gate, out)
+        common = (self.weights, self.plan, tokens, Pools(self.conv_pool, self.state_pool), slots)
         if function is layer.decode:
             function(*common, null_slot=0)
         elif function is layer.decode_or_start:
             function(*common, flags, self.metadata)
         else:
-            function(*common, flags, self.metadata, None)
+            function(*common, flags, self.metadata, Workspace(device), checked=self.checked)
         return out
 
     def expected(
@@ -198,3 +200,35 @@ def test_metadata_of_other_tokens_is_refused(backend: Backend, seed: int) -> Non
     model.qkv = model.qkv[:-1]
     with pytest.raises(ValueError, match="metadata is of 71 tokens, qkv has 70"):
         model.run(layer.prefill, (4, 1), None)
+
+
+def test_a_later_layer_of_a_step_is_not_checked_and_does_the_same(
+    backend: Backend, seed: int
+) -> None:
+    first, later = Model(backend, seed, LENGTHS), Model(backend, seed, LENGTHS)
+    later.checked = True
+    outs = [model.run(layer.prefill, INDICES, INITIAL) for model in (first, later)]
+    assert_same_bits("output", outs[1], outs[0])
+    assert_same_bits("states", later.state_pool, first.state_pool)
+    assert_same_bits("conv states", later.conv_pool, first.conv_pool)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("g", "g must have shape"),
+        ("beta", "beta must have shape"),
+        ("gate", "gate must have shape"),
+        ("state_pool", "state_pool must have shape"),
+    ],
+)
+def test_a_refused_prefill_writes_nothing(
+    backend: Backend, seed: int, name: str, message: str
+) -> None:
+    model = Model(backend, seed, (66, 5))
+    setattr(model, name, getattr(model, name)[:, :1])
+    pools = model.conv_pool.clone(), model.state_pool.clone()
+    with pytest.raises(ValueError, match=message):
+        model.run(layer.prefill, (4, 1), None)
+    assert_same_bits("conv states", model.conv_pool, pools[0])
+    assert_same_bits("states", model.state_pool, pools[1])
