@@ -29,7 +29,10 @@ else:
     @pytest.fixture(autouse=True)
     def fresh_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         """Each test sees what is said once; none inherits strict mode."""
+        from backend_core.engines import vllm_flag
+
         monkeypatch.setattr(strict, "_reported", set())
+        monkeypatch.setattr(vllm_flag, "_said", set())
         monkeypatch.delenv("KDA_DSV4_STRICT", raising=False)
 
     @pytest.fixture(autouse=True)
