@@ -90,13 +90,7 @@ def test_a_prefill_layer_launches_its_kernels_and_its_products_alone(
     with Computed() as all_of_it:
         run_layer(layers[1], config, x, metadata)
     assert launched == ["short_conv_kernel", "intra_kernel", "scan_kernel", "gated_norm_kernel"]
-    # indices in host memory are checked
-    assert set(core.names) <= {
-        "min.default",
-        "max.default",
-        "item.default",
-        "_local_scalar_dense.default",
-    }
+    assert not core.names  # nor checks, as the first layer does, indices in host memory
     if hasattr(layers[1], "_in_proj"):
         rest = [name for name in all_of_it.names if name not in core.names]
         positions = "zeros.default"  # of the harness
