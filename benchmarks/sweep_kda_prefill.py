@@ -27,22 +27,30 @@ from backend_core.target import KNOWN_TARGETS
 from benchmarks.bench_kda_prefill import UNBOUNDED, Ours, make_case
 from benchmarks.timing import environment, graph_time_ms
 from kda_backend import prefill_sm90
-from kda_backend.prefill_sm90 import Costs, IntraCosts, Layout, costs_of, lay_out, layouts
+from kda_backend.prefill_sm90 import (
+    Costs,
+    IntraCosts,
+    Layout,
+    ScanCosts,
+    costs_of,
+    lay_out,
+    layouts,
+)
 
 INTRA_BLOCKS = (2, 3, 4)
 TILE_NS = range(5000, 10001, 500)
-SCAN_START_NS = (6000, 8000, 10000)
-SCAN_STEP_NS = (1050, 1150, 1250)
-SPLIT_STEP_NS = (800, 860, 920)
+SCANS = [
+    ScanCosts(split, start_ns, step_ns)
+    for split, steps_ns in ((False, (1100, 1300, 1500)), (True, (800, 860, 920)))
+    for start_ns, step_ns in itertools.product((3000, 6000, 9000), steps_ns)
+]
 MIXED = [32768] + [256] * 31
 SHAPES = [*UNBOUNDED, (4, [1024]), (8, [256] * 64), (32, [256] * 64), (4, MIXED), (32, MIXED)]
 
 
 def all_costs(num_sms: int) -> Iterator[Costs]:
-    for blocks, tile_ns, *scan_ns in itertools.product(
-        INTRA_BLOCKS, TILE_NS, SCAN_START_NS, SCAN_STEP_NS, SPLIT_STEP_NS
-    ):
-        yield Costs(num_sms, (IntraCosts(blocks, tile_ns, 2 * tile_ns),), *scan_ns)
+    for blocks, tile_ns, scan in itertools.product(INTRA_BLOCKS, TILE_NS, SCANS):
+        yield Costs(num_sms, (IntraCosts(blocks, tile_ns, 2 * tile_ns),), (scan,), 18)
 
 
 class Params(dict[str, Any]):
@@ -58,16 +66,24 @@ def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     meta = ours.meta
     shape = (
         meta.num_chunks * heads,
-        2 * heads * len(lens),
+        heads * len(lens),
         meta.max_chunks,
-        2 * heads * meta.long_sequences,
+        heads * meta.long_sequences,
     )
     path, model, times = ours.plan.prefill.lookup(shape[0]), prefill_sm90._model, []
     every = Params(
         {f"intra_{blocks}_{name}_ns": 1 for blocks in INTRA_BLOCKS for name in ("tile", "alone")}
     )
     row = dataclasses.replace(path, params=Params({**path.params, **every}))
-    for layout in sorted({lay_out(costs, *shape) for costs in all_costs(ours.num_sms)}):
+    chosen = {lay_out(costs, *shape) for costs in all_costs(ours.num_sms)}
+    found = layouts(next(all_costs(ours.num_sms)), *shape)
+    chosen |= {
+        layout._replace(per_sm=blocks, intra_blocks=blocks * ours.num_sms)
+        for _, layout in found
+        if layout.in_turn
+        for blocks in INTRA_BLOCKS
+    }
+    for layout in sorted(chosen):
         with (
             mock.patch.object(prefill_sm90, "lay_out", return_value=layout),
             mock.patch.object(prefill_sm90, "_model", lambda _, *rest: model(row, *rest)),

@@ -303,7 +303,7 @@ def check_metadata(metadata: ChunkMetadata, x: KdaInputs, plan: KdaPlan) -> None
     if metadata.cu_seqlens.device != x.q.device:
         got = metadata.cu_seqlens.device
         raise ValueError(f"metadata must be on {x.q.device}, got {got}")
-    if metadata.chunk_start is None and plan.target.vendor != "cpu":
+    if metadata.chunk_table is None and plan.target.vendor != "cpu":
         raise ValueError("metadata must have a chunk table for the kernels, got none")
 
 

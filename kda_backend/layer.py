@@ -126,7 +126,7 @@ def prefill(
     state = StateInputs(pools.state, pools.state, 2, 3, state_indices, has_initial_state)
     path = plan.prefill.lookup(metadata.num_chunks * heads)
     PIPELINES[path.name](path, x, metadata, state, out.unsqueeze(0), None, workspace)
-    kernels = metadata.chunk_start is not None
+    kernels = metadata.chunk_table is not None
     gated_norm(out, gate, weights.norm, weights.norm_eps, out, kernels=kernels)
 
 
@@ -296,5 +296,5 @@ def decode_or_start(
         out=out.unsqueeze(0),
         plan=plan,
     )
-    kernels = metadata.chunk_start is not None
+    kernels = metadata.chunk_table is not None
     gated_norm(out, gate, weights.norm, weights.norm_eps, out, kernels=kernels)

@@ -40,7 +40,7 @@ def short_conv(
     tokens, channels = x.shape
     width = weight.shape[1]
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
-    if metadata.chunk_start is None:
+    if metadata.chunk_table is None:
         _short_conv_torch(x, weight, pool, state_indices, has_initial_state, metadata, out)
         return out
     launch, block = _short_conv_kernel(width, channels, _has_ptx(x))
@@ -53,9 +53,9 @@ def short_conv(
         state_indices,
         has_initial_state,
         metadata.cu_seqlens,
-        metadata.chunk_start,
-        metadata.chunk_len,
-        metadata.chunk_offsets,
+        metadata.chunk_table.start,
+        metadata.chunk_table.length,
+        metadata.chunk_table.offsets,
         metadata.num_sequences,
         channels,
         x.stride(0),

@@ -5,12 +5,32 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from backend_core.contracts import expect_stride
 
 CHUNK = 64
+
+
+class ChunkTable(NamedTuple):
+    """Which tokens each chunk of a ragged batch covers: int32 tensors on the device.
+
+    Attributes:
+        start, length: ``[capacity]``, first token and number of tokens of each chunk.
+        abreast: ``[capacity]``, the chunks as scans of all sequences at once need them.
+        in_turn: ``[capacity]``, as scans of one sequence after the other do, longest first.
+        offsets: ``[N + 1]``, first chunk of each sequence.
+        sequence_order: ``[N]``, the sequences, longest first.
+    """
+
+    start: torch.Tensor
+    length: torch.Tensor
+    abreast: torch.Tensor
+    in_turn: torch.Tensor
+    offsets: torch.Tensor
+    sequence_order: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -26,10 +46,7 @@ class ChunkMetadata:
         max_chunks: chunks of the longest sequence; where the host does not know the lengths, as if
             all were equal. Layouts are estimated from it.
         long_sequences: those with more than half as many chunks; all where the host does not know.
-        chunk_start, chunk_len: ``[num_chunks]`` int32, first token and token count of each chunk.
-        chunk_order: ``[num_chunks]`` int32, the chunks in the order in which the scan needs them.
-        chunk_offsets: ``[N + 1]`` int32, first chunk of each sequence.
-        sequence_order: ``[N]`` int32, the sequences, longest first.
+        chunk_table: which tokens each chunk covers, on the device; for the GPU paths alone.
     """
 
     cu_seqlens: torch.Tensor
@@ -38,11 +55,7 @@ class ChunkMetadata:
     num_chunks: int
     max_chunks: int
     long_sequences: int
-    chunk_start: torch.Tensor | None
-    chunk_len: torch.Tensor | None
-    chunk_order: torch.Tensor | None
-    chunk_offsets: torch.Tensor | None
-    sequence_order: torch.Tensor | None
+    chunk_table: ChunkTable | None
 
     @property
     def num_sequences(self) -> int:
@@ -86,23 +99,13 @@ def build_metadata(
         sequences = cu_seqlens.shape[0] - 1
         num_chunks = min(num_tokens, (num_tokens + (CHUNK - 1) * sequences) // CHUNK)
         max_chunks, long_sequences = -(-num_chunks // max(1, sequences)), sequences
-    start = length = order = offsets = sequence_order = None
+    table = None
     if chunk_table:
         from kda_backend.kernels.chunk_table import build_chunk_table
 
-        start, length, order, offsets, sequence_order = build_chunk_table(cu_seqlens, num_chunks)
+        table = build_chunk_table(cu_seqlens, num_chunks)
     return ChunkMetadata(
-        cu_seqlens,
-        lengths,
-        num_tokens,
-        num_chunks,
-        max_chunks,
-        long_sequences,
-        start,
-        length,
-        order,
-        offsets,
-        sequence_order,
+        cu_seqlens, lengths, num_tokens, num_chunks, max_chunks, long_sequences, table
     )
 
 

@@ -61,6 +61,7 @@ def two_stage(
         x.l2norm,
         0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
     )
+    assert meta.chunk_table is not None
     num_tiles = meta.num_chunks * value_heads
     tile_bytes = tile_elements(key_dim, value_dim) * dtype.itemsize
     tiles, totals = workspace.buffers(num_tiles, tile_bytes, key_dim)
@@ -83,8 +84,8 @@ def two_stage(
         tiles,
         totals,
         kernels.masks(x.q.device, dtype),
-        meta.chunk_start,
-        meta.chunk_len,
+        meta.chunk_table.start,
+        meta.chunk_table.length,
         x.lower_bound,
         stride_q_t,
         stride_q_h,
@@ -113,7 +114,7 @@ def two_stage(
         state.snapshot_chunks,
         state.snapshots,
         meta.cu_seqlens,
-        meta.chunk_offsets,
+        meta.chunk_table.offsets,
         x.scale,
         stride_o_t,
         stride_o_h,

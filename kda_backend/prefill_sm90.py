@@ -26,7 +26,7 @@ TILE_BYTES = 9 * 8192  # -w, q_in, k_out, A_qk, u in 8 KiB blocks
 _INTRA_THREADS, _INTRA_SHARED = 128, 55824  # sizeof(Shared) of intra_chunk.cu
 _INTRA_BLOCKS = (2, 3, 4)  # on one multiprocessor
 _SCAN_THREADS = 384
-_SCAN_SHARED = {False: 231424, True: 224256}  # sizeof(Shared) of scan.cu, by SPLIT
+_SCAN_SHARED = {False: 223232, True: 224256}  # sizeof(Shared) of scan.cu, by SPLIT
 # struct Params of the two sources
 _INTRA_PARAMS = struct.Struct("=12Q10q2if3iQ")
 _SCAN_PARAMS = struct.Struct("=13Q14qf3iQ")
@@ -41,7 +41,7 @@ def two_stage_sm90(
     chunk_states: torch.Tensor | None,
     workspace: Workspace,
 ) -> None:
-    """Scores and solve of each chunk in one kernel, the scan, 64 value rows a task, in another.
+    """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
     The scan starts on multiprocessors that the first kernel leaves to it, and finds by flags which
     tiles are there.
@@ -72,12 +72,11 @@ def two_stage_sm90(
     num_tiles = meta.num_chunks * value_heads
     tiles, totals = workspace.buffers(num_tiles, TILE_BYTES, DIM)
     flags = workspace.flags().data_ptr()
-    num_tasks = 2 * value_heads * meta.num_sequences
-    long_tasks = 2 * value_heads * meta.long_sequences
+    num_tasks = value_heads * meta.num_sequences
+    long_tasks = value_heads * meta.long_sequences
     layout = lay_out(model.costs, num_tiles, num_tasks, meta.max_chunks, long_tasks)
-    assert meta.chunk_start is not None and meta.chunk_len is not None
-    assert meta.chunk_order is not None and meta.chunk_offsets is not None
-    assert meta.sequence_order is not None
+    table = meta.chunk_table
+    assert table is not None
     model.intra[layout.per_sm](
         layout.intra_blocks,
         _INTRA_THREADS,
@@ -91,9 +90,9 @@ def two_stage_sm90(
             _address(dt_bias),
             tiles.data_ptr(),
             totals.data_ptr(),
-            meta.chunk_start.data_ptr(),
-            meta.chunk_len.data_ptr(),
-            meta.chunk_order.data_ptr(),
+            table.start.data_ptr(),
+            table.length.data_ptr(),
+            (table.in_turn if layout.in_turn else table.abreast).data_ptr(),
             stride_q_t,
             stride_q_h,
             stride_k_t,
@@ -128,8 +127,8 @@ def two_stage_sm90(
             _address(state.snapshot_chunks),
             _address(state.snapshots),
             meta.cu_seqlens.data_ptr(),
-            meta.chunk_offsets.data_ptr(),
-            meta.sequence_order.data_ptr(),
+            table.offsets.data_ptr(),
+            table.sequence_order.data_ptr(),
             stride_o_t,
             stride_o_h,
             *state.strides(state.read),
@@ -138,7 +137,7 @@ def two_stage_sm90(
             x.scale,
             0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
             value_heads,
-            num_tasks,
+            num_tasks * (2 if layout.split else 1),
             flags,
         ),
         overlaps=True,
@@ -161,21 +160,39 @@ class IntraCosts(NamedTuple):
     alone_ns: int
 
 
+class ScanCosts(NamedTuple):
+    """The scan in one of its forms; times in ns.
+
+    Attributes:
+        split: the output of each half of the value rows has a block of its own.
+        start_ns: a task's time beside its steps.
+        step_ns: time of a chunk.
+    """
+
+    split: bool
+    start_ns: int
+    step_ns: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks for a sequence and head, each on a multiprocessor of its own."""
+        return 4 if self.split else 1
+
+
 class Costs(NamedTuple):
     """What the layout of a launch is estimated from: the path's parameters, times in ns.
 
     Attributes:
         num_sms: multiprocessors of the device.
         intra: the choices of the intra stage.
-        scan_start_ns: a scan block's time beside its steps.
-        scan_step_ns, split_step_ns: a chunk's time, in one block and split over a cluster of two.
+        scan: those of the scan.
+        fetch_ns: a tile's way from memory to the scan, when all multiprocessors fetch.
     """
 
     num_sms: int
     intra: tuple[IntraCosts, ...]
-    scan_start_ns: int
-    scan_step_ns: int
-    split_step_ns: int
+    scan: tuple[ScanCosts, ...]
+    fetch_ns: int
 
 
 def costs_of(params: Mapping[str, int | bool | str], num_sms: int) -> Costs:
@@ -191,7 +208,11 @@ def costs_of(params: Mapping[str, int | bool | str], num_sms: int) -> Costs:
             for blocks in _INTRA_BLOCKS
             if f"intra_{blocks}_tile_ns" in params
         ),
-        *(int(params[name]) for name in ("scan_start_ns", "scan_step_ns", "split_step_ns")),
+        tuple(
+            ScanCosts(split, *(int(params[f"{name}_{what}_ns"]) for what in ("start", "step")))
+            for split, name in ((False, "scan"), (True, "split"))
+        ),
+        int(params["fetch_ns"]),
     )
 
 
@@ -200,11 +221,12 @@ class Layout(NamedTuple):
 
     Attributes:
         per_sm: intra blocks on one multiprocessor.
-        split: a cluster of two blocks shares each scan task.
+        split: the form of the scan.
         scan_blocks: each occupies a whole multiprocessor; tasks beyond their number come in turn.
         intra_blocks: in all.
         first_scan_sm: the multiprocessors from this one on are left to the scan,
         limit: when every intra block there has made so many tiles.
+        in_turn: tiles are made for one sequence after the other, not for all abreast.
     """
 
     per_sm: int
@@ -213,6 +235,7 @@ class Layout(NamedTuple):
     intra_blocks: int
     first_scan_sm: int
     limit: int
+    in_turn: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -220,7 +243,7 @@ def lay_out(costs: Costs, num_tiles: int, tasks: int, max_chunks: int, long_task
     """The layout with the least estimated time.
 
     Args:
-        tasks: 64 value rows of a sequence and head each, the longest first.
+        tasks: a sequence and head each, the longest first.
         max_chunks: of the longest.
         long_tasks: those of more than half as many chunks.
     """
@@ -233,41 +256,48 @@ def layouts(
     """The layouts worth a thought, each with its estimated time in ns."""
     sms = costs.num_sms
     short_tasks = tasks - long_tasks
-    short_steps = max(0, 2 * num_tiles - long_tasks * max_chunks)
+    short_steps = max(0, num_tiles - long_tasks * max_chunks)
     found = []
-    for (per_sm, tile_ns, alone_ns), split in itertools.product(costs.intra, (False, True)):
+    for (per_sm, tile_ns, alone_ns), scan in itertools.product(costs.intra, costs.scan):
         at_once = per_sm * sms
         rounds, rest = divmod(-(-num_tiles // sms), per_sm)
         intra_ns = rounds * per_sm * tile_ns + (max(alone_ns, rest * tile_ns) if rest else 0)
-        width = 2 if split else 1
-        step_ns = costs.split_step_ns if split else costs.scan_step_ns
-        long_ns = costs.scan_start_ns + max_chunks * step_ns
+        long_ns = scan.start_ns + max_chunks * scan.step_ns
         # what the others take, in ns of one multiprocessor
-        short_ns = width * (short_tasks * costs.scan_start_ns + short_steps * step_ns)
-        # all tiles first, then the scan; of equal tasks, blocks that take one after the other save
-        # the starts
-        waves = -(-long_tasks * width // sms)
-        intra_blocks = sms if num_tiles <= sms else at_once
-        equal = 2 * num_tiles == tasks * max_chunks and not split
-        blocks = min(tasks, sms) if equal else tasks * width
-        ns = intra_ns + waves * long_ns + short_ns / sms
-        found.append((float(ns), Layout(per_sm, split, blocks, intra_blocks, sms, 0)))
+        short_ns = scan.blocks * (short_tasks * scan.start_ns + short_steps * scan.step_ns)
+        scan_blocks = tasks * scan.blocks if scan.split else min(tasks, sms)
+
+        def add(ns: float, blocks: int, first_scan_sm: int, limit: int, in_turn: bool = False) -> None:
+            layout = Layout(per_sm, scan.split, scan_blocks, blocks, first_scan_sm, limit, in_turn)
+            found.append((ns, layout))
+
+        # all tiles first, then the scan
+        waves = -(-long_tasks * scan.blocks // sms)
+        scan_ns = max(waves * long_ns + short_ns / sms, num_tiles * costs.fetch_ns)
+        add(intra_ns + scan_ns, sms if num_tiles <= sms else at_once, sms, 0)
         # the long tasks beside the tiles, on multiprocessors of their own; the others behind them
-        others = sms - long_tasks * width
-        if others <= 0:
+        others = sms - long_tasks * scan.blocks
+        if others > 0:
+            last_ns = short_ns / others if short_tasks else scan.start_ns
+            beside = others * max(0.0, long_ns - last_ns) / tile_ns
+            most = max(0, int((num_tiles - beside) // at_once))
+            for limit in (most, most + 1):
+                head_ns = limit * per_sm * tile_ns
+                rest_ns = max(0, num_tiles - limit * at_once) * tile_ns / others
+                # no tile is there before the first round is over
+                first_ns = max(alone_ns, min(per_sm, -(-num_tiles // others)) * tile_ns)
+                start_ns = first_ns if limit == 0 else 0
+                ns = head_ns + max(start_ns + long_ns, rest_ns + last_ns)
+                add(ns, sms if num_tiles <= others else at_once, others, limit)
+        # tiles of one sequence after the other, and tasks as they come, on some multiprocessors
+        if scan.split or num_tiles <= at_once:
             continue
-        last_ns = short_ns / others if short_tasks else costs.scan_start_ns
-        beside = others * max(0.0, long_ns - last_ns) / tile_ns
-        most = max(0, int((num_tiles - beside) // at_once))
-        for limit in (most, most + 1):
-            head_ns = limit * per_sm * tile_ns
-            rest_ns = max(0, num_tiles - limit * at_once) * tile_ns / others
-            # no tile is there before the first round is over
-            first_ns = max(alone_ns, min(per_sm, -(-num_tiles // others)) * tile_ns)
-            start_ns = first_ns if limit == 0 else 0
-            ns = head_ns + max(start_ns + long_ns, rest_ns + last_ns)
-            count = sms if num_tiles <= others else at_once
-            found.append((ns, Layout(per_sm, split, tasks * width, count, others, limit)))
+        work_ns = tasks * scan.start_ns + num_tiles * scan.step_ns
+        for workers in range(4, min(tasks, sms // 2), 4):
+            tiles_ns = num_tiles * tile_ns / (sms - workers)
+            beside_ns = workers * max(0.0, tiles_ns - per_sm * tile_ns)
+            last_ns = max(long_ns, (work_ns - beside_ns) / sms)
+            add(tiles_ns + last_ns, at_once, sms - workers, 0, True)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_COUNTERS = 4
+_COUNTERS = 5
 
 
 class Workspace:
@@ -36,7 +36,7 @@ class Workspace:
         return self._tiles, self._totals
 
     def flags(self) -> torch.Tensor:
-        """Four counters and a flag a tile, int32; zeros at first, then the kernels' own."""
+        """Five counters and a flag a tile, int32; zeros at first, then the kernels' own."""
         return self._flags
 
     @property

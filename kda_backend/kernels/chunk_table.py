@@ -3,20 +3,20 @@
 Chunks do not cross sequences. Sequence n contributes ceil(len_n / 64) chunks, numbered
 consecutively: ``chunk_offsets[n]`` is its first. Chunks past the last one have length 0, so a
 launch can be sized from a static capacity and no device value is read on the host.
-``chunk_order`` lists the chunks in the order in which scans over all sequences at once need them:
-every sequence's first, then every sequence's second. ``sequence_order`` lists the sequences, those
-with most chunks first: whoever starts scans in this order does not leave the longest for last.
+``sequence_order`` lists the sequences, those with most chunks first: whoever starts scans in this
+order does not leave the longest for last. ``abreast`` lists the chunks in the order in which scans
+over all sequences at once need them, every sequence's first, then every sequence's second;
+``in_turn`` in that of scans of one sequence after the other, in ``sequence_order``.
 
 Grid: (cdiv(capacity, BLOCK),). Each program finds the sequences of BLOCK chunks.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNK = 64
+from kda_backend.metadata import CHUNK, ChunkTable
+
 _BLOCK = 128
 
 
@@ -36,7 +36,8 @@ def _chunks_of(cu_seqlens_ptr, o_n, num_sequences, CHUNK: tl.constexpr):
         "chunk_start_ptr",
         "chunk_len_ptr",
         "chunk_offsets_ptr",
-        "chunk_order_ptr",
+        "abreast_ptr",
+        "in_turn_ptr",
         "sequence_order_ptr",
     ],
 )
@@ -45,7 +46,8 @@ def chunk_table_kernel(
     chunk_start_ptr,  # [capacity] int32: first token
     chunk_len_ptr,  # [capacity] int32: number of tokens, 0 behind the last chunk
     chunk_offsets_ptr,  # [N + 1] int32
-    chunk_order_ptr,  # [capacity] int32
+    abreast_ptr,  # [capacity] int32
+    in_turn_ptr,  # [capacity] int32
     sequence_order_ptr,  # [N] int32
     num_sequences,
     capacity,
@@ -58,6 +60,7 @@ def chunk_table_kernel(
     b_len = tl.zeros([BLOCK], tl.int32)
     b_owner = tl.zeros([BLOCK], tl.int32)  # the chunk's sequence
     b_depth = tl.zeros([BLOCK], tl.int32)  # the chunks before it there
+    b_total = tl.zeros([BLOCK], tl.int32)  # all chunks there
     first = tl.zeros([], tl.int32)
     for n0 in range(0, num_sequences, BLOCK):
         o_n = n0 + tl.arange(0, BLOCK)
@@ -76,21 +79,27 @@ def chunk_table_kernel(
         b_t0 = b_bos[:, None] + b_before * CHUNK
         b_owner += tl.sum(tl.where(m_own, o_n[:, None], 0), 0)
         b_depth += tl.sum(tl.where(m_own, b_before, 0), 0)
+        b_total += tl.sum(tl.where(m_own, b_count[:, None], 0), 0)
         b_start += tl.sum(tl.where(m_own, b_t0, 0), 0)
         b_len += tl.sum(tl.where(m_own, tl.minimum(b_eos[:, None] - b_t0, CHUNK), 0), 0)
         first += tl.sum(b_count, 0)
     if i_block == 0:
         tl.store(chunk_offsets_ptr + num_sequences, first)
     m_chunk = o_chunk < capacity
-    # place in the order: all chunks of smaller depth, and those of this depth in earlier sequences
-    b_place = tl.zeros([BLOCK], tl.int32)
+    # abreast: behind all chunks of smaller depth, and those of this depth in earlier sequences
+    # in turn: behind all chunks of sequences with more chunks, or with as many and a smaller number
+    b_abreast = tl.zeros([BLOCK], tl.int32)
+    b_in_turn = b_depth
     for n0 in range(0, num_sequences, BLOCK):
         o_n = n0 + tl.arange(0, BLOCK)
         b_count = _chunks_of(cu_seqlens_ptr, o_n, num_sequences, CHUNK)[:, None]
-        m_earlier = (o_n[:, None] < b_owner[None, :]) & (b_count > b_depth[None, :])
-        b_place += tl.sum(tl.minimum(b_count, b_depth[None, :]) + m_earlier.to(tl.int32), 0)
-    b_place = tl.where(b_len > 0, b_place, o_chunk)
-    tl.store(chunk_order_ptr + b_place, o_chunk, mask=m_chunk)
+        m_earlier = o_n[:, None] < b_owner[None, :]
+        m_deeper = m_earlier & (b_count > b_depth[None, :])
+        b_abreast += tl.sum(tl.minimum(b_count, b_depth[None, :]) + m_deeper.to(tl.int32), 0)
+        m_before = (b_count > b_total[None, :]) | ((b_count == b_total[None, :]) & m_earlier)
+        b_in_turn += tl.sum(tl.where(m_before, b_count, 0), 0)
+    tl.store(abreast_ptr + tl.where(b_len > 0, b_abreast, o_chunk), o_chunk, mask=m_chunk)
+    tl.store(in_turn_ptr + tl.where(b_len > 0, b_in_turn, o_chunk), o_chunk, mask=m_chunk)
     tl.store(chunk_start_ptr + o_chunk, b_start, mask=m_chunk)
     tl.store(chunk_len_ptr + o_chunk, b_len, mask=m_chunk)
     # before a sequence come those with more chunks, and those with as many and a smaller number
@@ -109,30 +118,13 @@ def chunk_table_kernel(
         tl.store(sequence_order_ptr + b_rank, o_n, mask=o_n < num_sequences)
 
 
-class ChunkTable(NamedTuple):
-    """int32 tensors on the device.
-
-    Attributes:
-        start, length: ``[capacity]``, first token and number of tokens of each chunk.
-        order: ``[capacity]``, the chunks in the order in which the scans need them.
-        offsets: ``[N + 1]``, first chunk of each sequence.
-        sequence_order: ``[N]``, the sequences, longest first.
-    """
-
-    start: torch.Tensor
-    length: torch.Tensor
-    order: torch.Tensor
-    offsets: torch.Tensor
-    sequence_order: torch.Tensor
-
-
 def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
     """The table of a batch, without a sync.
 
     Each tensor begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
     """
     n = cu_seqlens.numel() - 1
-    sizes = (capacity, capacity, capacity, n + 1, n)
+    sizes = (capacity, capacity, capacity, capacity, n + 1, n)
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + -(-size // 4) * 4)
@@ -144,7 +136,8 @@ def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
         table.start,
         table.length,
         table.offsets,
-        table.order,
+        table.abreast,
+        table.in_turn,
         table.sequence_order,
         n,
         capacity,

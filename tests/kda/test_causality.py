@@ -214,16 +214,11 @@ def test_launch_sizes_from_a_bound_give_the_same_bits(kernels: Backend, seed: in
 def with_capacity(case: Case, capacity: int) -> Any:
     from kda_backend.kernels.chunk_table import build_chunk_table
 
-    start, length, order, offsets, sequence_order = build_chunk_table(case.cu_seqlens, capacity)
     return dataclasses.replace(
         build_metadata(case.cu_seqlens, offsets_of(case.lengths)[-1]),
         cu_seqlens_cpu=None,
         num_chunks=capacity,
-        chunk_start=start,
-        chunk_len=length,
-        chunk_order=order,
-        chunk_offsets=offsets,
-        sequence_order=sequence_order,
+        chunk_table=build_chunk_table(case.cu_seqlens, capacity),
     )
 
 

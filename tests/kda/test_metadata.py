@@ -37,12 +37,18 @@ def test_chunk_table_of_ragged_batches(
     start, length, offsets = chunks_of(lengths)
     got = build_chunk_table(cu_tensor(lengths, device).to(dtype), len(start))
     longest_first = sorted(range(len(lengths)), key=lambda n: -lengths[n] // 64)
-    assert [x.tolist() for x in got] == [start, length, order_of(offsets), offsets, longest_first]
+    assert (got.start.tolist(), got.length.tolist()) == (start, length)
+    assert got.offsets.tolist() == offsets
+    assert got.abreast.tolist() == abreast(offsets)
+    assert got.sequence_order.tolist() == longest_first
+    assert got.in_turn.tolist() == [
+        chunk for n in longest_first for chunk in range(offsets[n], offsets[n + 1])
+    ]
     assert all(x.data_ptr() % 16 == 0 for x in got if x.numel())
     assert all(x.dtype == torch.int32 for x in got)
 
 
-def order_of(offsets: list[int]) -> list[int]:
+def abreast(offsets: list[int]) -> list[int]:
     """Every sequence's first chunk, then every sequence's second, and so on."""
     depths = [
         (chunk - first, chunk)
@@ -56,10 +62,12 @@ def order_of(offsets: list[int]) -> list[int]:
 def test_chunks_past_the_last_are_empty(device: torch.device, spare: int) -> None:
     start, length, offsets = chunks_of((70, 0, 9))
     got = build_chunk_table(cu_tensor((70, 0, 9), device), len(start) + spare)
-    assert got[0].tolist() == start + [0] * spare
-    assert got[1].tolist() == length + [0] * spare
-    assert got[2].tolist() == order_of(offsets) + [len(start) + i for i in range(spare)]
-    assert got[3].tolist() == offsets
+    assert got.start.tolist() == start + [0] * spare
+    assert got.length.tolist() == length + [0] * spare
+    behind = [len(start) + i for i in range(spare)]
+    assert got.abreast.tolist() == abreast(offsets) + behind
+    assert got.in_turn.tolist() == [0, 1, 2, *behind]
+    assert got.offsets.tolist() == offsets
 
 
 def test_a_bound_is_reached_by_some_batch() -> None:
@@ -124,7 +132,8 @@ def test_equal_lengths_are_described_once(
     meta = equal_length_metadata(3, 70, device, True)
     assert meta.cu_seqlens.tolist() == [0, 70, 140, 210]
     assert (meta.num_tokens, meta.num_chunks, meta.num_sequences) == (210, 6, 3)
-    assert meta.chunk_len is not None and meta.chunk_len.tolist() == [64, 6] * 3
+    assert meta.chunk_table is not None
+    assert meta.chunk_table.length.tolist() == [64, 6] * 3
 
     def must_not_build(*args: object, **kwargs: object) -> ChunkMetadata:
         raise AssertionError("built a second time")

@@ -123,12 +123,11 @@ def test_chunk_table_of_any_batch(lengths: tuple[int, ...]) -> None:
     )
     assert meta.num_chunks == len(start)
     assert meta.cu_seqlens_cpu == tuple(offsets_of(lengths))
-    for got, want in zip(
-        (meta.chunk_start, meta.chunk_len, meta.chunk_offsets),
-        (start, length, offsets),
-        strict=True,
-    ):
-        assert got is not None and got.tolist() == want
+    table = meta.chunk_table
+    assert table is not None
+    assert table.start.tolist() == start
+    assert table.length.tolist() == length
+    assert table.offsets.tolist() == offsets
 
 
 @settings(SETTINGS, max_examples=50)

@@ -32,6 +32,7 @@ __device__ __forceinline__ float high_fp16(u32 x) {
 struct Sync {
     u32 launches;  // that are over
     u32 next;      // tiles handed out
+    u32 next_task; // tasks of the scan handed out
     u32 finished;  // scan blocks that have seen all their flags
     u32 started;   // blocks of the intra stage, and 1 << 16 for each that is not limited
     __device__ __forceinline__ u32* flags() { return reinterpret_cast<u32*>(this + 1); }

@@ -2,22 +2,20 @@
 //
 // The equations are scan.py's. For 64 value rows of one sequence and head,
 //
-//     v_new^T = u^T + S (-w)^T                             one warpgroup, the chain
+//     v_new^T = u^T + S (-w)^T
 //     S       = S diag(total) + v_new^T k_out
-//     o^T     = scale (S q_in^T + v_new^T A_qk^T)          another, beside it
+//     o^T     = scale (S q_in^T + v_new^T A_qk^T)
 //
-// and a thread that fetches the next chunks' tiles. The state stays in registers: as fp32
-// accumulators [64 values, 128 channels] of wgmma, and rounded to fp16 as its A operand, whose
-// register layout is the accumulators' own. The same holds for v_new, so nothing of the chain
-// S -> v_new -> S passes through shared memory and no warp of the chain waits for another. (A wgmma
-// with A in registers keeps its warps from issuing anything else, so the output, were it computed
-// by the same warpgroup, would lengthen the chain by all it does.) Both operands are handed to the
-// output's warpgroup lane by lane.
+// The state stays in the registers of a warpgroup: as fp32 accumulators [64 values, 128 channels] of
+// wgmma, and rounded to fp16 as its A operand, whose register layout is the accumulators' own. The
+// same holds for v_new, so nothing of the chain S -> v_new -> S passes through shared memory and no
+// warp of the chain waits for another. A thread of its own fetches the next chunks' tiles.
 //
-// What bounds a step is the traffic of shared memory, above all its filling, 64 bytes a cycle. With
-// SPLIT the output has a block of its own on another multiprocessor, a cluster of two, and each
-// fills only what it multiplies; without, one block does both, which takes less in all and more
-// each step.
+// A wgmma with A in registers keeps its warps from issuing anything else. Without SPLIT a block has
+// two warpgroups with 64 value rows each: one multiplies while the other packs, loads and stores,
+// and a tile is fetched once for both. With SPLIT a cluster of two blocks has 64 value rows: the
+// first computes the chain alone and hands its operands, lane by lane, to the second, which computes
+// the output. That takes four times the multiprocessors and the shortest step.
 //
 // intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
 // the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
@@ -43,27 +41,34 @@ struct Params {
     float scale;
     int num_snapshots;
     int num_value_heads;
-    int num_tasks;  // 64 value rows of a sequence and head each; block i takes i, i + blocks, ...
+    int num_tasks;  // a sequence and head each; with SPLIT a half of its value rows
     Sync* sync;
 };
 
 static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
 
-// Where a stage keeps a tile's blocks: what the chain reads, then what the output reads.
-static constexpr int STAGE_W = 0, STAGE_K = 2, STAGE_U = 4;
-static constexpr int STAGE_Q = SPLIT ? 0 : 5, STAGE_A = STAGE_Q + 2;
-static constexpr int STAGE_BLOCKS = SPLIT ? 5 : 8;
+// Where a stage keeps a tile's blocks. With SPLIT each block keeps what it multiplies.
+static constexpr int STAGE_W = SPLIT ? 0 : W, STAGE_K = SPLIT ? 2 : K_OUT, STAGE_U = SPLIT ? 4 : U;
+static constexpr int STAGE_Q = SPLIT ? 0 : Q_IN, STAGE_A = SPLIT ? 2 : A_QK;
+static constexpr int STAGE_BLOCKS = SPLIT ? 5 : 9;
 static constexpr int STAGES = SPLIT ? 4 : 3;
-static constexpr int HANDS = SPLIT ? 2 : 1;  // operands on their way to the output
+static constexpr int WARPS = SPLIT ? 4 : 8;  // that multiply
+#if SPLIT
+static constexpr int HANDS = 2;                  // operands on their way to the output
 static constexpr int HAND_BYTES = 12 * 32 * 16;  // of one warp
+#endif
 
 struct __align__(1024) Shared {
     unsigned char stage[STAGES][STAGE_BLOCKS * BLOCK_BYTES];
-    uint4 hand[HANDS][4][12][32];  // the chain's operands: [warp][state 8, v_new 4][lane]
-    u16 out[4][C * 16];  // each warp's [64 tokens, 16 values] on the way out
+#if SPLIT
+    unsigned char out[BLOCK_BYTES];  // on its way out
+    uint4 hand[HANDS][4][12][32];    // the chain's operands: [warp][state 8, v_new 4][lane]
+    u64 ready[HANDS][4], taken[HANDS][4];  // one for each warp of the chain and its partner
+#endif
     float totals[STAGES][D];
     u64 full[STAGES], empty[STAGES];
-    u64 ready[HANDS][4], taken[HANDS][4];  // one for each warp of the chain and its partner
+    u64 posted[2], read[2];
+    int number[2];  // of tasks, in turn; -1 behind the last
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "prefill_sm90.py asks for other shared memory");
 
@@ -185,14 +190,17 @@ __device__ __forceinline__ float load_state(const void* p, i64 at) {
 }
 // What a task is about.
 struct Task {
-    int half, head, n;  // of the value rows; value head; sequence
-    i64 begin, end;     // its tokens
+    int head, n;     // value head; sequence
+    int half;        // of the value rows
+    i64 begin, end;  // its tokens
     int chunks;
     i64 first;  // chunk
 
-    __device__ __forceinline__ Task(const Params& p, int number)
-        : half(number % 2), head(number / 2 % p.num_value_heads),
-          n(p.sequence_order[number / (2 * p.num_value_heads)]) {
+    __device__ __forceinline__ Task(const Params& p, int number, int warpgroup) {
+        half = SPLIT ? number % 2 : warpgroup;
+        if (SPLIT) number /= 2;
+        head = number % p.num_value_heads;
+        n = p.sequence_order[number / p.num_value_heads];
         begin = offset_of(p.cu_seqlens, n), end = offset_of(p.cu_seqlens, n + 1);
         chunks = static_cast<int>((end - begin + C - 1) / C);
         first = p.chunk_offsets[n];
@@ -224,6 +232,189 @@ __device__ __forceinline__ void each_state(int warp, int r, int t, F f) {
             f(4 * n + e, 16 * warp + r + 8 * (e / 2), 8 * n + 2 * t + e % 2);
 }
 
+// Where a lane stands in its warpgroup.
+struct Lane {
+    int warp, lane;  // of the warpgroup; of the warp
+    int r, t;        // row and pair of columns in an accumulator
+    int matrix, in_matrix;
+};
+
+__device__ __forceinline__ void read_state(const Params& p, const Task& task, const Lane& at,
+                                           float (&state)[64]) {
+    const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
+    const bool reads =
+        p.state_in && slot >= 0 && (!p.has_initial_state || p.has_initial_state[task.n]);
+    const i64 from = slot * p.in_n + task.head * p.in_h + 64 * task.half * p.in_v;
+    if (reads && have_pairs(p.state_in, p.in_n, p.in_h, p.in_v, p.in_k)) {
+        each_state(at.warp, at.r, at.t, [&](int i, int v, int k) {
+            if (i % 2) return;
+            const float2 x = load_state_pair(p.state_in, from + v * p.in_v + k);
+            state[i] = x.x, state[i + 1] = x.y;
+        });
+    } else {
+        each_state(at.warp, at.r, at.t, [&](int i, int v, int k) {
+            state[i] = 0.f;
+            if (reads) state[i] = load_state(p.state_in, from + v * p.in_v + k * p.in_k);
+        });
+    }
+}
+
+__device__ __forceinline__ void write_state(const Params& p, const Task& task, const Lane& at,
+                                            const float (&state)[64]) {
+    const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
+    if (!p.state_out || slot < 0) return;
+    const i64 to = slot * p.out_n + task.head * p.out_h + 64 * task.half * p.out_v;
+    if (have_pairs(p.state_out, p.out_n, p.out_h, p.out_v, p.out_k)) {
+        each_state(at.warp, at.r, at.t, [&](int i, int v, int k) {
+            if (i % 2 == 0)
+                store_state_pair(p.state_out, to + v * p.out_v + k, state[i], state[i + 1]);
+        });
+    } else {
+        each_state(at.warp, at.r, at.t, [&](int i, int v, int k) {
+            const i64 address = to + v * p.out_v + k * p.out_k;
+            if (STATE_BF16)
+                static_cast<u16*>(p.state_out)[address] =
+                    static_cast<u16>(to_bf16(state[i], 0.f));
+            else
+                static_cast<float*>(p.state_out)[address] = state[i];
+        });
+    }
+}
+
+// The state after ``done`` chunks, where it is asked for.
+__device__ __forceinline__ void snapshot(const Params& p, const Task& task, const Lane& at,
+                                         const float (&state)[64], int done) {
+    for (int i = 0; i < p.num_snapshots; ++i) {
+        const i64 number = static_cast<i64>(task.n) * p.num_snapshots + i;
+        if (p.snapshot_chunks[number] != done) continue;
+        float* to =
+            p.snapshots + ((number * p.num_value_heads + task.head) * D + 64 * task.half) * D;
+        each_state(at.warp, at.r, at.t, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
+    }
+    if (!p.chunk_states || done == task.chunks) return;
+    u16* to = static_cast<u16*>(p.chunk_states) + (task.first + done) * p.chunk_n +
+              task.head * p.chunk_h;
+    each_state(at.warp, at.r, at.t, [&](int j, int v, int k) {
+        to[(64 * task.half + v) * p.chunk_v + k * p.chunk_k] =
+            static_cast<u16>(to_bf16(state[j], 0.f));
+    });
+}
+
+// v_new = u^T
+__device__ __forceinline__ void load_values(float (&v_new)[32], u32 block, const Lane& at) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // 16 tokens each
+        u32 x[4];
+        const int row = 16 * i + 8 * (at.matrix / 2) + at.in_matrix;
+        const int piece = 2 * at.warp + at.matrix % 2;
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(block + row * 128 + ((piece ^ (row & 7)) << 4)) : "memory");
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            v_new[8 * i + 2 * e] = low_fp16(x[e]);
+            v_new[8 * i + 2 * e + 1] = high_fp16(x[e]);
+        }
+    }
+}
+// A chunk's decay of the channels that this lane has.
+__device__ __forceinline__ void load_totals(float2 (&totals)[16], const float* from, int t) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float4 x = *reinterpret_cast<const float4*>(from + 32 * t + 4 * (i ^ (2 * t)));
+        totals[2 * i] = make_float2(x.x, x.y);
+        totals[2 * i + 1] = make_float2(x.z, x.w);
+    }
+}
+// Accumulators as an A operand.
+template <int N>
+__device__ __forceinline__ void round(u32 (&operand)[N][4], const float (&x)[8 * N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            operand[i][e] = pack_fp16(x[8 * i + 2 * e], x[8 * i + 2 * e + 1]);
+}
+__device__ __forceinline__ void decay(float (&state)[64], const float2 (&totals)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        state[4 * i] *= totals[i].x;
+        state[4 * i + 1] *= totals[i].y;
+        state[4 * i + 2] *= totals[i].x;
+        state[4 * i + 3] *= totals[i].y;
+    }
+}
+// y [64, 64 tokens] = S rows^T (+ y); rows [64 tokens, 128] of two blocks
+__device__ __forceinline__ void state_times(float (&y)[32], const u32 (&operand)[8][4], u32 rows,
+                                            bool add) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        wgmma_64(y, operand[i], descriptor(rows + (i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024),
+                 add || i > 0);
+    wgmma_commit();
+}
+// o += v_new^T A_qk^T
+__device__ __forceinline__ void values_times_scores(float (&o)[32], const u32 (&operand)[4][4],
+                                                    u32 scores) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wgmma_64(o, operand[i], descriptor(scores + i * 32, 16, 1024), 1);
+    wgmma_commit();
+}
+// S += v_new^T k_out
+__device__ __forceinline__ void values_times_keys(float (&state)[64], const u32 (&operand)[4][4],
+                                                  u32 keys) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        wgmma_128(state, operand[i], descriptor(keys + i * 2048, BLOCK_BYTES, 1024));
+    wgmma_commit();
+}
+// o^T leaves through a block [64 tokens, 64 values] of shared memory, each warp through its own 16
+// values; ``free`` is called when the block has been read.
+template <typename F>
+__device__ __forceinline__ void store_output(const Params& p, const Task& task, const Lane& at,
+                                             int c, const float (&o)[32], u32 block, F free) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        u32 x[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            x[e] = to_bf16(o[8 * i + 2 * e] * p.scale, o[8 * i + 2 * e + 1] * p.scale);
+        const int row = 16 * i + 8 * (at.matrix / 2) + at.in_matrix;
+        const int piece = 2 * at.warp + at.matrix % 2;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                         block + row * 128 + ((piece ^ (row & 7)) << 4)),
+                     "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+    }
+    __syncwarp();
+    uint4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = 16 * i + at.lane / 2, piece = 2 * at.warp + at.lane % 2;
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(x[i].x), "=r"(x[i].y), "=r"(x[i].z), "=r"(x[i].w)
+                     : "r"(block + row * 128 + ((piece ^ (row & 7)) << 4)) : "memory");
+    }
+    __syncwarp();
+    free();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = 16 * i + at.lane / 2, piece = 2 * at.warp + at.lane % 2;
+        const i64 token = task.begin + static_cast<i64>(c) * C + row;
+        if (token < task.end)
+            *reinterpret_cast<uint4*>(p.o + token * p.o_t + task.head * p.o_h + 64 * task.half +
+                                      8 * piece) = x[i];
+    }
+}
+
+// The number that the fetching warp has posted.
+__device__ __forceinline__ int task_number(Shared& s, int turn, int lane) {
+    barrier_wait(&s.posted[turn % 2], (turn / 2) & 1);
+    const int number = s.number[turn % 2];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&s.read[turn % 2]);
+    return number;
+}
+
 #if SPLIT
 #define CLUSTER __cluster_dims__(2, 1, 1)
 #else
@@ -241,13 +432,20 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], SPLIT ? 4 : 8);
+            barrier_init(&s.empty[i], WARPS);
         }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(&s.posted[i], 1);
+            barrier_init(&s.read[i], WARPS);
+        }
+#if SPLIT
 #pragma unroll
         for (int i = 0; i < 4 * HANDS; ++i) {
             barrier_init(&s.ready[i / 4][i % 4], 1);
             barrier_init(&s.taken[i / 4][i % 4], 1);
         }
+#endif
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (SPLIT) {
@@ -258,17 +456,28 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
 
     // a shuffle makes the role uniform for the compiler, which else serialises wgmma
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
-    const int r = lane / 4, t = lane % 4, partner = threadIdx.x % 128;
-    const int matrix = lane / 8, in_matrix = lane % 8;
+    Lane at;
+    at.warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, at.lane = threadIdx.x % 32;
+    at.r = at.lane / 4, at.t = at.lane % 4, at.matrix = at.lane / 8, at.in_matrix = at.lane % 8;
+    const int warp = at.warp, lane = at.lane;
 
     int before = 0;  // chunks of the tasks before: stages and barriers take turns over all of them
     if (role == 2) {  // the fetching warp
-        registers<32, false>();
-        const bool for_chain = !SPLIT || rank == 0, for_output = !SPLIT || rank == 1;
+        registers<40, false>();
         const u32 launch = p.sync->launches + 1;
-        for (int number = first_task; number < p.num_tasks && warp == 0; number += workers) {
-            const Task task(p, number);
+        for (int turn = 0; warp == 0; ++turn) {
+            // blocks that are fewer than the tasks take them as they come
+            int number = first_task + turn * workers;
+            if (!SPLIT && workers < p.num_tasks)
+                number = __shfl_sync(~0u, lane ? 0 : atomicAdd(&p.sync->next_task, 1), 0);
+            const bool over = number >= p.num_tasks;
+            if (turn >= 2) barrier_wait(&s.read[turn % 2], (turn / 2 - 1) & 1);
+            if (lane == 0) {
+                s.number[turn % 2] = over ? -1 : number;
+                barrier_arrive(&s.posted[turn % 2]);
+            }
+            if (over) break;
+            const Task task(p, number, 0);
             const u32* flags = p.sync->flags() + task.first * p.num_value_heads + task.head;
             int known = 0;  // chunks known to lie in memory
             for (int c = 0; c < task.chunks; ++c, ++before) {
@@ -286,194 +495,94 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                     asm volatile("fence.proxy.async;" ::: "memory");
                 }
                 if (lane != 0) continue;
-                const i64 at = (task.first + c) * p.num_value_heads + task.head;
+                const i64 tile_index = (task.first + c) * p.num_value_heads + task.head;
                 const unsigned char* tile =
-                    reinterpret_cast<const unsigned char*>(p.tiles) + at * TILE_BYTES;
+                    reinterpret_cast<const unsigned char*>(p.tiles) + tile_index * TILE_BYTES;
                 auto get = [&](int to, int from, int blocks) {
                     fetch(s.stage[stage] + to * BLOCK_BYTES, tile + from * BLOCK_BYTES,
                           blocks * BLOCK_BYTES, &s.full[stage]);
                 };
-                barrier_expect(&s.full[stage], (for_chain ? 5 * BLOCK_BYTES + D * 4 : 0) +
-                                                   (for_output ? 3 * BLOCK_BYTES : 0));
-                if (for_chain) {
+                const bool has_totals = !SPLIT || rank == 0;
+                const int blocks = !SPLIT ? 9 : rank == 0 ? 5 : 3;
+                barrier_expect(&s.full[stage], blocks * BLOCK_BYTES + (has_totals ? D * 4 : 0));
+                if (!SPLIT) {
+                    get(0, 0, 9);
+                } else if (rank == 0) {
                     get(STAGE_W, W, 2);
                     get(STAGE_K, K_OUT, 2);
                     get(STAGE_U, U + task.half, 1);
-                    fetch(s.totals[stage], p.totals + at * D, D * 4, &s.full[stage]);
-                }
-                if (for_output) {
+                } else {
                     get(STAGE_Q, Q_IN, 2);
                     get(STAGE_A, A_QK, 1);
                 }
+                if (has_totals)
+                    fetch(s.totals[stage], p.totals + tile_index * D, D * 4, &s.full[stage]);
             }
         }
-        if (partner == 0) {
+        if (threadIdx.x % 128 == 0) {
             __threadfence();
             if (atomicAdd(&p.sync->finished, 1) == gridDim.x - 1) {
                 p.sync->next = 0;
+                p.sync->next_task = 0;
                 p.sync->started = 0;
                 p.sync->finished = 0;
                 p.sync->launches += 1;
             }
         }
-    } else if (role == 1 && rank == (SPLIT ? 1 : 0)) {  // the output
+    }
+#if SPLIT
+    else if (role == 1 && rank == 1) {  // the output
         registers<208, true>();
-        u16* const out_tile = s.out[warp];
-        if (SPLIT && lane == 0) {
+        if (lane == 0) {
 #pragma unroll
             for (int i = 0; i < HANDS; ++i) barrier_expect(&s.ready[i][warp], HAND_BYTES);
         }
-        for (int number = first_task; number < p.num_tasks; number += workers) {
-            const Task task(p, number);
+        for (int turn = 0, number; (number = task_number(s, turn, lane)) >= 0; ++turn) {
+            const Task task(p, number, 0);
             for (int c = 0; c < task.chunks; ++c, ++before) {
                 const int stage = before % STAGES, hand = before % HANDS;
                 const u32 base = shared_address(s.stage[stage]);
                 float o[32];
                 u32 operand[8][4], v_operand[4][4];
                 barrier_wait(&s.full[stage], (before / STAGES) & 1);
-                // v_new comes last. Starting S q_in earlier would delay the chain's own products; now
-                // the chain rounds its state while these run.
                 barrier_wait(&s.ready[hand][warp], (before / HANDS) & 1);
-    #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 8; ++i) unpack(operand[i], s.hand[hand][warp][i][lane]);
-    #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 4; ++i) unpack(v_operand[i], s.hand[hand][warp][8 + i][lane]);
                 __syncwarp();
                 if (lane == 0) {
-                    if (SPLIT) {
-                        barrier_expect(&s.ready[hand][warp], HAND_BYTES);
-                        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                                         shared_of(&s.taken[hand][warp], 0)) : "memory");
-                    } else {
-                        barrier_arrive(&s.taken[0][warp]);
-                    }
+                    barrier_expect(&s.ready[hand][warp], HAND_BYTES);
+                    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                                     shared_of(&s.taken[hand][warp], 0)) : "memory");
                 }
                 wgmma_fence();
-    #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    wgmma_64(o, operand[i],
-                             descriptor(base + (STAGE_Q + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024),
-                             i > 0);
-    #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    wgmma_64(o, v_operand[i],
-                             descriptor(base + STAGE_A * BLOCK_BYTES + i * 32, 16, 1024), 1);
-                wgmma_commit();
+                state_times(o, operand, base + STAGE_Q * BLOCK_BYTES, false);
+                values_times_scores(o, v_operand, base + STAGE_A * BLOCK_BYTES);
                 wgmma_wait<0>();
                 settled(o);
                 if (lane == 0) barrier_arrive(&s.empty[stage]);
-                // o^T leaves through the warp's own [64 tokens, 16 values]
-    #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    u32 x[4];
-    #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        x[e] = to_bf16(o[8 * i + 2 * e] * p.scale, o[8 * i + 2 * e + 1] * p.scale);
-                    const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
-                    const u32 address =
-                        shared_address(out_tile) + row * 32 + (((matrix % 2) ^ ((row >> 2) & 1)) << 4);
-                    asm volatile(
-                        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                            address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-                }
-                __syncwarp();
-    #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int row = 16 * i + lane / 2, piece = lane % 2;
-                    const uint4 x = *reinterpret_cast<const uint4*>(
-                        reinterpret_cast<const char*>(out_tile) + row * 32 +
-                        ((piece ^ ((row >> 2) & 1)) << 4));
-                    const i64 token = task.begin + static_cast<i64>(c) * C + row;
-                    if (token < task.end)
-                        *reinterpret_cast<uint4*>(p.o + token * p.o_t + task.head * p.o_h + 64 * task.half +
-                                                  16 * warp + 8 * piece) = x;
-                }
-                __syncwarp();
+                store_output(p, task, at, c, o, shared_address(s.out), [] {});
             }
         }
     } else if (role == 0 && rank == 0) {  // the chain
-        registers<240, true>();
-        for (int number = first_task; number < p.num_tasks; number += workers) {
-            const Task task(p, number);
-            const int value0 = 64 * task.half;
-            const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
+        registers<232, true>();
+        for (int turn = 0, number; (number = task_number(s, turn, lane)) >= 0; ++turn) {
+            const Task task(p, number, 0);
             float state[64], v_new[32];
-            const bool reads =
-                p.state_in && slot >= 0 && (!p.has_initial_state || p.has_initial_state[task.n]);
-            const i64 from = slot * p.in_n + task.head * p.in_h + value0 * p.in_v;
-            if (reads && have_pairs(p.state_in, p.in_n, p.in_h, p.in_v, p.in_k)) {
-                each_state(warp, r, t, [&](int i, int v, int k) {
-                    if (i % 2) return;
-                    const float2 x = load_state_pair(p.state_in, from + v * p.in_v + k);
-                    state[i] = x.x, state[i + 1] = x.y;
-                });
-            } else {
-                each_state(warp, r, t, [&](int i, int v, int k) {
-                    state[i] = 0.f;
-                    if (reads) state[i] = load_state(p.state_in, from + v * p.in_v + k * p.in_k);
-                });
-            }
-            auto snapshot = [&](int done) {
-                for (int i = 0; i < p.num_snapshots; ++i) {
-                    const i64 at = static_cast<i64>(task.n) * p.num_snapshots + i;
-                    if (p.snapshot_chunks[at] != done) continue;
-                    float* to = p.snapshots + ((at * p.num_value_heads + task.head) * D + value0) * D;
-                    each_state(warp, r, t, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
-                }
-            };
-            auto track = [&](int c) {
-                snapshot(c);
-                if (!p.chunk_states) return;
-                u16* to =
-                    static_cast<u16*>(p.chunk_states) + (task.first + c) * p.chunk_n + task.head * p.chunk_h;
-                each_state(warp, r, t, [&](int j, int v, int k) {
-                    to[(value0 + v) * p.chunk_v + k * p.chunk_k] =
-                        static_cast<u16>(to_bf16(state[j], 0.f));
-                });
-            };
+            read_state(p, task, at, state);
             u32 operand[8][4];
             float2 totals[16];
-            auto enter = [&](int c) {  // the state before chunk c: its operand, then the decay
-                if (TRACK) track(c);
-    #pragma unroll
-                for (int i = 0; i < 8; ++i)
-    #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        operand[i][e] = pack_fp16(state[8 * i + 2 * e], state[8 * i + 2 * e + 1]);
-    #pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    state[4 * i] *= totals[i].x;
-                    state[4 * i + 1] *= totals[i].y;
-                    state[4 * i + 2] *= totals[i].x;
-                    state[4 * i + 3] *= totals[i].y;
-                }
-            };
             auto load_chunk = [&](int c) {  // v_new starts from u^T; the chunk's decay
                 const int stage = (before + c) % STAGES;
                 barrier_wait(&s.full[stage], ((before + c) / STAGES) & 1);
-    #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // 16 tokens each
-                    u32 x[4];
-                    const int row = 16 * i + 8 * (matrix / 2) + in_matrix;
-                    const int piece = 2 * warp + matrix % 2;
-                    const u32 address = shared_address(s.stage[stage]) + STAGE_U * BLOCK_BYTES +
-                                        row * 128 + ((piece ^ (row & 7)) << 4);
-                    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address)
-                                 : "memory");
-    #pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        v_new[8 * i + 2 * e] = low_fp16(x[e]);
-                        v_new[8 * i + 2 * e + 1] = high_fp16(x[e]);
-                    }
-                }
-    #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const float4 x = *reinterpret_cast<const float4*>(
-                        &s.totals[stage][32 * t + 4 * (i ^ (2 * t))]);
-                    totals[2 * i] = make_float2(x.x, x.y);
-                    totals[2 * i + 1] = make_float2(x.z, x.w);
-                }
+                load_values(v_new, shared_address(s.stage[stage]) + STAGE_U * BLOCK_BYTES, at);
+                load_totals(totals, s.totals[stage], at.t);
+            };
+            auto enter = [&](int c) {  // the state before chunk c: its operand, then the decay
+                if (TRACK) snapshot(p, task, at, state, c);
+                round(operand, state);
+                decay(state, totals);
             };
             if (task.chunks) {
                 load_chunk(0);
@@ -485,39 +594,22 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                 settled(v_new);
                 settled(state);
                 wgmma_fence();
-    #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    wgmma_64(v_new, operand[i],
-                             descriptor(base + (STAGE_W + i / 4) * BLOCK_BYTES + (i % 4) * 32, 16, 1024), 1);
-                wgmma_commit();
+                state_times(v_new, operand, base + STAGE_W * BLOCK_BYTES, true);
                 if (step >= HANDS)
                     barrier_wait(&s.taken[hand][warp], (step / HANDS - 1) & 1);
-    #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 8; ++i) s.hand[hand][warp][i][lane] = packed(operand[i]);
                 wgmma_wait<0>();
                 settled(v_new);
                 u32 v_operand[4][4];
-    #pragma unroll
-                for (int i = 0; i < 4; ++i)
-    #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        v_operand[i][e] = pack_fp16(v_new[8 * i + 2 * e], v_new[8 * i + 2 * e + 1]);
+                round(v_operand, v_new);
                 wgmma_fence();
-    #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    wgmma_128(state, v_operand[i],
-                              descriptor(base + STAGE_K * BLOCK_BYTES + i * 2048, BLOCK_BYTES, 1024));
-                wgmma_commit();
-    #pragma unroll
+                values_times_keys(state, v_operand, base + STAGE_K * BLOCK_BYTES);
+#pragma unroll
                 for (int i = 0; i < 4; ++i) s.hand[hand][warp][8 + i][lane] = packed(v_operand[i]);
-                if (SPLIT) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 __syncwarp();
-                if (lane == 0) {
-                    if (SPLIT)
-                        send(s.hand[hand][warp], HAND_BYTES, &s.ready[hand][warp]);
-                    else
-                        barrier_arrive(&s.ready[0][warp]);
-                }
+                if (lane == 0) send(s.hand[hand][warp], HAND_BYTES, &s.ready[hand][warp]);
                 if (c + 1 < task.chunks) load_chunk(c + 1);
                 wgmma_wait<0>();
                 settled(state);
@@ -525,25 +617,65 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                 if (c + 1 < task.chunks) enter(c + 1);
             }
             before += task.chunks;
-            if (TRACK) snapshot(task.chunks);
-            if (!p.state_out || slot < 0) continue;
-            const i64 to = slot * p.out_n + task.head * p.out_h + value0 * p.out_v;
-            if (have_pairs(p.state_out, p.out_n, p.out_h, p.out_v, p.out_k)) {
-                each_state(warp, r, t, [&](int i, int v, int k) {
-                    if (i % 2 == 0)
-                        store_state_pair(p.state_out, to + v * p.out_v + k, state[i], state[i + 1]);
-                });
-            } else {
-                each_state(warp, r, t, [&](int i, int v, int k) {
-                    const i64 at = to + v * p.out_v + k * p.out_k;
-                    if (STATE_BF16)
-                        static_cast<u16*>(p.state_out)[at] =
-                            static_cast<u16>(to_bf16(state[i], 0.f));
-                    else
-                        static_cast<float*>(p.state_out)[at] = state[i];
-                });
-            }
+            if (TRACK) snapshot(p, task, at, state, task.chunks);
+            write_state(p, task, at, state);
         }
     }
-    if (SPLIT) cluster_sync();  // shared memory must outlive the other block's use of it
+    cluster_sync();  // shared memory must outlive the other block's use of it
+#else
+    else {  // a half of the value rows: chain and output
+        registers<232, true>();
+        for (int turn = 0, number; (number = task_number(s, turn, lane)) >= 0; ++turn) {
+            const Task task(p, number, role);
+            float state[64], v_new[32], o[32];
+            u32 operand[8][4], v_operand[4][4];
+            read_state(p, task, at, state);
+            float2 totals[16];
+            auto load_chunk = [&](int c) {
+                const int stage = (before + c) % STAGES;
+                barrier_wait(&s.full[stage], ((before + c) / STAGES) & 1);
+                load_values(v_new, shared_address(s.stage[stage]) + (U + role) * BLOCK_BYTES, at);
+            };
+            auto enter = [&](int c) {
+                if (TRACK) snapshot(p, task, at, state, c);
+                round(operand, state);
+                load_totals(totals, s.totals[(before + c) % STAGES], at.t);
+                decay(state, totals);
+            };
+            if (task.chunks) {
+                load_chunk(0);
+                enter(0);
+            }
+            for (int c = 0; c < task.chunks; ++c) {
+                const int stage = (before + c) % STAGES;
+                const u32 base = shared_address(s.stage[stage]);
+                settled(v_new);
+                settled(state);
+                wgmma_fence();
+                state_times(v_new, operand, base + W * BLOCK_BYTES, true);
+                state_times(o, operand, base + Q_IN * BLOCK_BYTES, false);
+                wgmma_wait<1>();
+                settled(v_new);
+                round(v_operand, v_new);
+                wgmma_fence();
+                values_times_keys(state, v_operand, base + K_OUT * BLOCK_BYTES);
+                values_times_scores(o, v_operand, base + A_QK * BLOCK_BYTES);
+                if (c + 1 < task.chunks) load_chunk(c + 1);
+                wgmma_wait<0>();
+                settled(state);
+                settled(o);
+                // u's block is this warpgroup's own, and has been read
+                store_output(p, task, at, c, o, base + (U + role) * BLOCK_BYTES, [&] {
+                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(&s.empty[stage]);
+                });
+                if (c + 1 < task.chunks) enter(c + 1);
+            }
+            before += task.chunks;
+            if (TRACK) snapshot(p, task, at, state, task.chunks);
+            write_state(p, task, at, state);
+        }
+    }
+#endif
 }
