@@ -1,20 +1,27 @@
 """Sweep of how KDA prefill on Hopper shares the multiprocessors between its two stages.
 
     python benchmarks/sweep_kda_prefill.py --output benchmarks/results/kda_prefill_sweep_h200.json
+    python benchmarks/sweep_kda_prefill.py --fit benchmarks/results/kda_prefill_sweep_h200.json
     python benchmarks/sweep_kda_prefill.py --table benchmarks/results/kda_prefill_sweep_h200.json
 
 The first line times, for each shape, each layout that `kda_backend.prefill_sm90.layouts` can come
-to. The second shows for each shape what the table's estimate chooses, and the best there is.
+to. The second looks for the parameters with which the estimate chooses best among them. The third
+shows for each shape what the table's estimate chooses, and the best there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import os
+import random
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +29,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.path_table import load_table
+from backend_core.path_table import KernelPath, load_table
 from backend_core.target import KNOWN_TARGETS
 from benchmarks.bench_kda_prefill import UNBOUNDED, Ours, make_case
 from benchmarks.timing import environment, graph_time_ms
@@ -32,6 +39,7 @@ from kda_backend.prefill_sm90 import (
     IntraCosts,
     Layout,
     ScanCosts,
+    Work,
     costs_of,
     lay_out,
     layouts,
@@ -64,65 +72,113 @@ def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     """One shape, and (layout, ms) of every choice."""
     ours = Ours(make_case(lens, heads, "init", None, seed=7))
     meta = ours.meta
-    shape = (
-        meta.num_chunks * heads,
-        heads * len(lens),
-        meta.max_chunks,
-        heads * meta.long_sequences,
+    work = Work(
+        meta.num_chunks * heads, heads * len(lens), meta.max_chunks, heads * meta.long_sequences
     )
-    path, model, times = ours.plan.prefill.lookup(shape[0]), prefill_sm90._model, []
+    path, model, times = ours.plan.prefill.lookup(work.tiles), prefill_sm90._model, []
     every = Params(
         {f"intra_{blocks}_{name}_ns": 1 for blocks in INTRA_BLOCKS for name in ("tile", "alone")}
     )
     row = dataclasses.replace(path, params=Params({**path.params, **every}))
-    chosen = {lay_out(costs, *shape) for costs in all_costs(ours.num_sms)}
-    found = layouts(next(all_costs(ours.num_sms)), *shape)
-    chosen |= {
+    candidates = {lay_out(costs, work) for costs in all_costs(ours.num_sms)}
+    found = layouts(next(all_costs(ours.num_sms)), work)
+    candidates |= {
         layout._replace(per_sm=blocks, intra_blocks=blocks * ours.num_sms)
         for _, layout in found
         if layout.in_turn
         for blocks in INTRA_BLOCKS
     }
-    for layout in sorted(chosen):
+    for layout in sorted(candidates):
         with (
             mock.patch.object(prefill_sm90, "lay_out", return_value=layout),
             mock.patch.object(prefill_sm90, "_model", lambda _, *rest: model(row, *rest)),
         ):
             times.append((layout, graph_time_ms(ours, replays=8)))
     names = ("H", "seq_lens", "num_sms", "tiles", "tasks", "max_chunks", "long_tasks", "times")
-    return dict(zip(names, (heads, lens, ours.num_sms, *shape, times), strict=True))
+    return dict(zip(names, (heads, lens, ours.num_sms, *work, times), strict=True))
+
+
+Timed = tuple[Work, dict[Layout, float]]
+
+
+def timed(row: dict[str, Any]) -> Timed:
+    """What there was to do, and ms by layout."""
+    work = Work(row["tiles"], row["tasks"], row["max_chunks"], row["long_tasks"])
+    return work, {Layout(*layout): ms for layout, ms in row["times"]}
+
+
+def chosen(costs: Costs, work: Work, times: dict[Layout, float]) -> Layout:
+    """The layout of the least estimate; of layouts that were not timed, the estimate's next."""
+    return next(layout for _, layout in sorted(layouts(costs, work)) if layout in times)
+
+
+def excess(costs: Costs, rows: list[Timed]) -> list[float]:
+    """Time of each row's chosen layout over that of its best."""
+    return [times[chosen(costs, work, times)] / min(times.values()) for work, times in rows]
+
+
+def behind(excess: list[float]) -> float:
+    return math.exp(sum(map(math.log, excess)) / len(excess)) - 1
+
+
+def shipped_tables() -> list[KernelPath]:
+    rows = load_table("kda", KNOWN_TARGETS["H200"]).rows
+    return [row for row in rows if row.name == "two_stage_sm90"]
+
+
+def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[float, dict[str, int]]:
+    """A random walk from the shipped parameters; (how far behind the best, the parameters)."""
+    draw = random.Random(seed)
+    best = {name: int(value) for name, value in shipped_tables()[-1].params.items()}
+    least = behind(excess(costs_of(best, num_sms), rows))
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        step = draw.choice((0.03, 0.1, 0.3))
+        tried = {
+            name: max(1, round(value * draw.gauss(1, step))) if draw.random() < 0.4 else value
+            for name, value in best.items()
+        }
+        result = behind(excess(costs_of(tried, num_sms), rows))
+        if result < least:
+            least, best = result, tried
+    return least, best
 
 
 def report(rows: list[dict[str, Any]]) -> None:
     """What the shipped table chooses beside the best of the layouts that were timed."""
-    tables = [
-        row for row in load_table("kda", KNOWN_TARGETS["H200"]).rows if row.name == "two_stage_sm90"
-    ]
-    excess = []
+    found = []
     for row in sorted(rows, key=lambda row: row["tiles"]):
-        path = next(t for t in tables if t.max_grid is None or row["tiles"] <= t.max_grid)
-        costs = costs_of(path.params, row["num_sms"])
-        timed = {Layout(*layout): ms for layout, ms in row["times"]}
-        best = min(timed, key=timed.__getitem__)
-        shape = (row["tiles"], row["tasks"], row["max_chunks"], row["long_tasks"])
-        # of layouts that were not timed the estimate's next is shown
-        chosen = next(layout for _, layout in sorted(layouts(costs, *shape)) if layout in timed)
-        excess.append(timed[chosen] / timed[best])
+        path = next(t for t in shipped_tables() if t.max_grid is None or row["tiles"] <= t.max_grid)
+        work, times = timed(row)
+        best = min(times, key=times.__getitem__)
+        choice = chosen(costs_of(path.params, row["num_sms"]), work, times)
+        found.append(times[choice] / times[best])
         lens = row["seq_lens"]
         print(
             f"{row['tiles']:6d} tiles  H{row['H']:<2d} {len(lens):2d} x {max(lens):5d}"
-            f"  chosen {1e3 * timed[chosen]:7.1f} us {tuple(chosen)}"
-            f"  best {1e3 * timed[best]:7.1f} us {tuple(best)}"
+            f"  chosen {1e3 * times[choice]:7.1f} us {tuple(choice)}"
+            f"  best {1e3 * times[best]:7.1f} us {tuple(best)}"
         )
-    behind = math.exp(sum(map(math.log, excess)) / len(excess)) - 1
-    print(f"{100 * behind:.1f} % behind the best layouts, at most {100 * (max(excess) - 1):.1f} %")
+    print(f"{100 * behind(found):.1f} % behind the best, at most {100 * (max(found) - 1):.1f} %")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="a result file, instead of a GPU")
+    parser.add_argument("--fit", type=Path, help="a result file, instead of a GPU")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of --fit, on all processors")
     args = parser.parse_args()
+    if args.fit:
+        measured = json.loads(args.fit.read_text())["rows"]
+        walk = functools.partial(
+            fit, [timed(row) for row in measured], measured[0]["num_sms"], args.seconds
+        )
+        with concurrent.futures.ProcessPoolExecutor() as pool:
+            least, params = min(pool.map(walk, range(os.cpu_count() or 1)), key=lambda x: x[0])
+        print("\n".join(f"{name} = {value}" for name, value in params.items()))
+        print(f"# {100 * least:.2f} % behind the best layouts")
+        return
     if args.table:
         report(json.loads(args.table.read_text())["rows"])
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KERNELS = Path(__file__).parent / "kernels" / "sm90"
 DIM = 128
 TILE_BYTES = 9 * 8192  # -w, q_in, k_out, A_qk, u in 8 KiB blocks
-_INTRA_THREADS, _INTRA_SHARED = 128, 55824  # sizeof(Shared) of intra_chunk.cu
+_INTRA_THREADS, _INTRA_SHARED = 128, 56384  # sizeof(Shared) of intra_chunk.cu
 _INTRA_BLOCKS = (2, 3, 4)  # on one multiprocessor
 _SCAN_THREADS = 384
 _SCAN_SHARED = {False: 223232, True: 224256}  # sizeof(Shared) of scan.cu, by SPLIT
@@ -73,8 +73,8 @@ def two_stage_sm90(
     tiles, totals = workspace.buffers(num_tiles, TILE_BYTES, DIM)
     flags = workspace.flags().data_ptr()
     num_tasks = value_heads * meta.num_sequences
-    long_tasks = value_heads * meta.long_sequences
-    layout = lay_out(model.costs, num_tiles, num_tasks, meta.max_chunks, long_tasks)
+    work = Work(num_tiles, num_tasks, meta.max_chunks, value_heads * meta.long_sequences)
+    layout = lay_out(model.costs, work)
     table = meta.chunk_table
     assert table is not None
     model.intra[layout.per_sm](
@@ -178,6 +178,9 @@ class ScanCosts(NamedTuple):
         """Blocks for a sequence and head, each on a multiprocessor of its own."""
         return 4 if self.split else 1
 
+    def task_ns(self, chunks: int) -> int:
+        return self.start_ns + chunks * self.step_ns
+
 
 class Costs(NamedTuple):
     """What the layout of a launch is estimated from: the path's parameters, times in ns.
@@ -238,67 +241,107 @@ class Layout(NamedTuple):
     in_turn: bool
 
 
-@functools.lru_cache(maxsize=4096)
-def lay_out(costs: Costs, num_tiles: int, tasks: int, max_chunks: int, long_tasks: int) -> Layout:
-    """The layout with the least estimated time.
+class Work(NamedTuple):
+    """What a call has to do.
 
-    Args:
-        tasks: a sequence and head each, the longest first.
-        max_chunks: of the longest.
+    Attributes:
+        tiles: chunks times value heads.
+        tasks: sequences times value heads.
+        chunks: of the longest sequence.
         long_tasks: those of more than half as many chunks.
     """
-    return min(layouts(costs, num_tiles, tasks, max_chunks, long_tasks))[1]
+
+    tiles: int
+    tasks: int
+    chunks: int
+    long_tasks: int
 
 
-def layouts(
-    costs: Costs, num_tiles: int, tasks: int, max_chunks: int, long_tasks: int
-) -> list[tuple[float, Layout]]:
+@functools.lru_cache(maxsize=4096)
+def lay_out(costs: Costs, work: Work) -> Layout:
+    """The layout with the least estimated time."""
+    return min(layouts(costs, work))[1]
+
+
+def layouts(costs: Costs, work: Work) -> Iterator[tuple[float, Layout]]:
     """The layouts worth a thought, each with its estimated time in ns."""
-    sms = costs.num_sms
-    short_tasks = tasks - long_tasks
-    short_steps = max(0, num_tiles - long_tasks * max_chunks)
-    found = []
-    for (per_sm, tile_ns, alone_ns), scan in itertools.product(costs.intra, costs.scan):
-        at_once = per_sm * sms
-        rounds, rest = divmod(-(-num_tiles // sms), per_sm)
-        intra_ns = rounds * per_sm * tile_ns + (max(alone_ns, rest * tile_ns) if rest else 0)
-        long_ns = scan.start_ns + max_chunks * scan.step_ns
-        # what the others take, in ns of one multiprocessor
-        short_ns = scan.blocks * (short_tasks * scan.start_ns + short_steps * scan.step_ns)
-        scan_blocks = tasks * scan.blocks if scan.split else min(tasks, sms)
+    for intra, scan in itertools.product(costs.intra, costs.scan):
+        yield _tiles_first(costs, work, intra, scan)
+        yield from _long_tasks_beside(costs, work, intra, scan)
+        if not scan.split:
+            yield from _tasks_in_turn(costs, work, intra, scan)
 
-        def add(ns: float, blocks: int, first_scan_sm: int, limit: int, in_turn: bool = False) -> None:
-            layout = Layout(per_sm, scan.split, scan_blocks, blocks, first_scan_sm, limit, in_turn)
-            found.append((ns, layout))
 
-        # all tiles first, then the scan
-        waves = -(-long_tasks * scan.blocks // sms)
-        scan_ns = max(waves * long_ns + short_ns / sms, num_tiles * costs.fetch_ns)
-        add(intra_ns + scan_ns, sms if num_tiles <= sms else at_once, sms, 0)
-        # the long tasks beside the tiles, on multiprocessors of their own; the others behind them
-        others = sms - long_tasks * scan.blocks
-        if others > 0:
-            last_ns = short_ns / others if short_tasks else scan.start_ns
-            beside = others * max(0.0, long_ns - last_ns) / tile_ns
-            most = max(0, int((num_tiles - beside) // at_once))
-            for limit in (most, most + 1):
-                head_ns = limit * per_sm * tile_ns
-                rest_ns = max(0, num_tiles - limit * at_once) * tile_ns / others
-                # no tile is there before the first round is over
-                first_ns = max(alone_ns, min(per_sm, -(-num_tiles // others)) * tile_ns)
-                start_ns = first_ns if limit == 0 else 0
-                ns = head_ns + max(start_ns + long_ns, rest_ns + last_ns)
-                add(ns, sms if num_tiles <= others else at_once, others, limit)
-        # tiles of one sequence after the other, and tasks as they come, on some multiprocessors
-        if scan.split or num_tiles <= at_once:
-            continue
-        work_ns = tasks * scan.start_ns + num_tiles * scan.step_ns
-        for workers in range(4, min(tasks, sms // 2), 4):
-            tiles_ns = num_tiles * tile_ns / (sms - workers)
-            beside_ns = workers * max(0.0, tiles_ns - per_sm * tile_ns)
-            last_ns = max(long_ns, (work_ns - beside_ns) / sms)
-            add(tiles_ns + last_ns, at_once, sms - workers, 0, True)
-    return found
+def _tiles_first(
+    costs: Costs, work: Work, intra: IntraCosts, scan: ScanCosts
+) -> tuple[float, Layout]:
+    """All tiles, then the scan."""
+    sms, per_sm = costs.num_sms, intra.blocks
+    rounds, rest = divmod(-(-work.tiles // sms), per_sm)
+    intra_ns = rounds * per_sm * intra.tile_ns
+    intra_ns += max(intra.alone_ns, rest * intra.tile_ns) if rest else 0
+    waves = -(-work.long_tasks * scan.blocks // sms)
+    scan_ns = waves * scan.task_ns(work.chunks) + _short_ns(work, scan) / sms
+    scan_ns = max(scan_ns, work.tiles * costs.fetch_ns)
+    blocks = sms if work.tiles <= sms else per_sm * sms
+    layout = Layout(per_sm, scan.split, _scan_blocks(costs, work, scan), blocks, sms, 0, False)
+    return intra_ns + scan_ns, layout
+
+
+def _long_tasks_beside(
+    costs: Costs, work: Work, intra: IntraCosts, scan: ScanCosts
+) -> Iterator[tuple[float, Layout]]:
+    """The long tasks beside the tiles, on multiprocessors of their own; the others behind them."""
+    per_sm, tile_ns = intra.blocks, intra.tile_ns
+    at_once = per_sm * costs.num_sms
+    others = costs.num_sms - work.long_tasks * scan.blocks
+    if others <= 0:
+        return
+    short_tasks = work.tasks - work.long_tasks
+    last_ns = _short_ns(work, scan) / others if short_tasks else scan.start_ns
+    long_ns = scan.task_ns(work.chunks)
+    beside = others * max(0.0, long_ns - last_ns) / tile_ns
+    most = max(0, int((work.tiles - beside) // at_once))
+    for limit in (most, most + 1):
+        head_ns = limit * per_sm * tile_ns
+        rest_ns = max(0, work.tiles - limit * at_once) * tile_ns / others
+        # no tile is there before the first round is over
+        first_ns = max(intra.alone_ns, min(per_sm, -(-work.tiles // others)) * tile_ns)
+        start_ns = first_ns if limit == 0 else 0
+        ns = head_ns + max(start_ns + long_ns, rest_ns + last_ns)
+        blocks = costs.num_sms if work.tiles <= others else at_once
+        scan_blocks = _scan_blocks(costs, work, scan)
+        yield ns, Layout(per_sm, scan.split, scan_blocks, blocks, others, limit, False)
+
+
+def _tasks_in_turn(
+    costs: Costs, work: Work, intra: IntraCosts, scan: ScanCosts
+) -> Iterator[tuple[float, Layout]]:
+    """Tiles of one sequence after the other; some multiprocessors take its tasks as they come."""
+    sms, at_once = costs.num_sms, intra.blocks * costs.num_sms
+    if work.tiles <= at_once:
+        return
+    work_ns = work.tasks * scan.start_ns + work.tiles * scan.step_ns
+    for workers in range(4, min(work.tasks, sms // 2), 4):
+        tiles_ns = work.tiles * intra.tile_ns / (sms - workers)
+        beside_ns = workers * max(0.0, tiles_ns - intra.blocks * intra.tile_ns)
+        left = max(0.0, 1 - beside_ns / work_ns)  # of the scan, when all tiles are there
+        last_ns = max(
+            scan.task_ns(work.chunks), left * work_ns / sms, left * work.tiles * costs.fetch_ns
+        )
+        scan_blocks = _scan_blocks(costs, work, scan)
+        layout = Layout(intra.blocks, False, scan_blocks, at_once, sms - workers, 0, True)
+        yield tiles_ns + last_ns, layout
+
+
+def _short_ns(work: Work, scan: ScanCosts) -> int:
+    """What the tasks that are not long take, in ns of one multiprocessor."""
+    steps = max(0, work.tiles - work.long_tasks * work.chunks)
+    return scan.blocks * ((work.tasks - work.long_tasks) * scan.start_ns + steps * scan.step_ns)
+
+
+def _scan_blocks(costs: Costs, work: Work, scan: ScanCosts) -> int:
+    return work.tasks * scan.blocks if scan.split else min(work.tasks, costs.num_sms)
 
 
 class _Model(NamedTuple):

@@ -76,7 +76,7 @@ def test_hopper_kernels_compile_to_what_the_report_says() -> None:
     for name, kernel in fresh["kernels"].items():  # type: ignore[attr-defined]
         assert kernel["serialised_wgmma"] == 0, name
         # four blocks of 128 registers beat three of 168 with a few words spilled
-        assert kernel["spill_bytes"] <= (96 if "4 blocks" in name else 16), name
+        assert kernel["spill_bytes"] <= (112 if "4 blocks" in name else 16), name
         assert kernel["shared_bytes"] <= 227 * 1024, name
 
 

@@ -12,7 +12,7 @@ from backend_core.path_table import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import prefill_sm90
 from kda_backend.metadata import build_metadata
-from kda_backend.prefill_sm90 import Costs, costs_of, lay_out
+from kda_backend.prefill_sm90 import Costs, Work, costs_of, lay_out
 
 
 def shipped_costs(num_sms: int) -> list[Costs]:
@@ -27,43 +27,46 @@ def test_every_tile_has_a_maker_and_every_scan_block_a_place(num_sms: int) -> No
     for costs, heads, sequences, chunks in itertools.product(
         shipped_costs(num_sms), (1, 2, 4, 8, 16, 32, 96), (1, 3, 8, 64), (0, 1, 2, 8, 31, 128, 2048)
     ):
-        tasks, tiles = 2 * heads * sequences, heads * sequences * chunks
-        layout = lay_out(costs, tiles, tasks, chunks, tasks)
-        blocks = tasks * (2 if layout.split else 1)
-        assert layout.scan_blocks in (blocks, min(blocks, num_sms))
+        tasks, tiles = heads * sequences, heads * sequences * chunks
+        layout = lay_out(costs, Work(tiles, tasks, chunks, tasks))
+        scan = next(scan for scan in costs.scan if scan.split == layout.split)
+        assert layout.scan_blocks == (4 * tasks if layout.split else min(tasks, num_sms))
         assert 0 < layout.first_scan_sm <= num_sms
         left_to_the_scan = num_sms - layout.first_scan_sm
-        assert left_to_the_scan in (0, layout.scan_blocks)
+        assert left_to_the_scan <= layout.scan_blocks
         assert layout.limit >= 0
         # one wave: hardware spreads it evenly, and every block is there before the scan may start
         assert layout.intra_blocks in (num_sms, num_sms * layout.per_sm)
         if left_to_the_scan:  # and the tiles made beside it do not wait for a handful of makers
             beside = tiles - layout.limit * layout.intra_blocks
-            scan_ns = costs.scan_start_ns + chunks * costs.scan_step_ns
             tile_ns = next(c.tile_ns for c in costs.intra if c.blocks == layout.per_sm)
-            one_after_the_other = tiles * tile_ns / num_sms + scan_ns
+            waves = -(-tasks * scan.blocks // num_sms)
+            one_after_the_other = tiles * tile_ns / num_sms + waves * scan.task_ns(chunks)
             assert beside * tile_ns / layout.first_scan_sm <= 1.2 * one_after_the_other
 
 
-def test_few_long_sequences_are_scanned_beside_the_tiles() -> None:
+@pytest.mark.parametrize("heads", [4, 8, 16, 32])
+def test_few_long_sequences_are_scanned_beside_the_tiles(heads: int) -> None:
+    layout = lay_out(shipped_costs(132)[-1], Work(heads * 512, heads, 512, heads))
+    assert layout.first_scan_sm == 132 - heads * (4 if layout.split else 1)
+
+
+def test_few_long_tasks_are_split_and_many_are_not() -> None:
     costs = shipped_costs(132)[-1]
-    for heads in (4, 8, 16, 32):
-        assert lay_out(costs, heads * 512, 2 * heads, 512, 2 * heads).first_scan_sm < 132
+    assert lay_out(costs, Work(4 * 512, 4, 512, 4)).split
+    assert not lay_out(costs, Work(32 * 512, 32, 512, 32)).split
 
 
-def test_many_sequences_are_scanned_behind_the_tiles() -> None:
-    assert (
-        lay_out(shipped_costs(132)[-1], 32 * 8 * 16, 2 * 32 * 8, 16, 2 * 32 * 8).first_scan_sm
-        == 132
-    )
+def test_of_many_equal_sequences_one_comes_after_the_other() -> None:
+    layout = lay_out(shipped_costs(132)[-1], Work(32 * 64 * 4, 32 * 64, 4, 32 * 64))
+    assert layout.in_turn and layout.scan_blocks == 132
 
 
 @pytest.mark.parametrize("heads", [4, 32])
 def test_a_long_sequence_among_short_ones_is_scanned_beside_the_tiles(heads: int) -> None:
-    costs, chunks = shipped_costs(132)[-1], 512 + 31 * 4
-    layout = lay_out(costs, heads * chunks, 2 * heads * 32, 512, 2 * heads)
-    assert layout.first_scan_sm == 132 - 2 * heads * (2 if layout.split else 1)
-    assert layout.scan_blocks == 2 * heads * 32 * (2 if layout.split else 1)
+    chunks = 512 + 31 * 4
+    layout = lay_out(shipped_costs(132)[-1], Work(heads * chunks, heads * 32, 512, heads))
+    assert layout.first_scan_sm < 132
 
 
 def test_no_sequences_launch_nothing() -> None:

@@ -51,6 +51,8 @@ struct Params {
 
 static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
 
+// The thread that works for its block; its warp has the least of the products.
+static constexpr int CLERK = 32;
 static constexpr float LOG2E = 1.4426950408889634f;
 // Log decays are kept as fp16 times this, so that decays next to 1 stay normal numbers.
 static constexpr float LOG_SCALE = 256.0f;
@@ -109,6 +111,11 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(valid ? 16 : 0) : "memory");
 }
+// One word, without waiting for it.
+__device__ __forceinline__ void copy_word(void* to, const void* from, bool valid = true) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(valid ? 4 : 0) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copy_wait() {
@@ -153,13 +160,20 @@ __device__ __forceinline__ float log_decay(float g, float bias, float rate, floa
 #endif
 }
 // 8 tokens of 2^-26 and their inverse, centred by 2^SHIFT, times a key or a query, are numbers of fp32.
-static constexpr float SHIFT = GATE == 2 ? 0.0f : 90.0f;
+static constexpr float SHIFT = GATE == 2 ? 58.0f : 90.0f;
 __device__ __forceinline__ u32 at_least_26(u32 pair) {
     if (GATE == 2) return pair;
     u32 y;
     asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(pair), "r"(0xee80ee80u));  // -26 * 256
     return y;
 }
+
+// Where a tile's inputs lie.
+struct Source {
+    int head, key_head, chunk;
+    int token, length;
+    float a_log;
+};
 
 struct Shared {
     u16 k[C * D];  // k, then k_in = k 2^G, then -w
@@ -181,8 +195,10 @@ struct Shared {
     };
     float2 totals[3 + 4 + 3][16];  // decays over the row blocks, 32 channels; 1 before and behind
     float beta[C];
-    int next;  // the block's next tile
-    int left;  // how many it may still make
+    float bias[D];     // dt_bias of the head
+    Source source[2];  // of this tile and of the next
+    int next;          // the block's next tile, as a place in the order
+    int left;          // how many it may still make
     u32 launch;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "prefill_sm90.py asks for other shared memory");
@@ -196,6 +212,11 @@ __device__ __forceinline__ void fetch_rows(u16* to, const void* from, i64 stride
         const bool valid = row + 8 * i < length;
         copy_async(at + 8 * i * 128, source + 2 * (valid ? row + 8 * i : 0) * stride, valid);
     }
+}
+// First row of a tile in q, k, v or g.
+__device__ __forceinline__ const u16* rows_of(const void* x, const Source& from, int head, i64 stride_t,
+                                              i64 stride_h) {
+    return static_cast<const u16*>(x) + from.token * stride_t + head * stride_h;
 }
 
 // -w or u by block forward substitution, transposed: channels are rows, tokens columns. Block i is
@@ -275,32 +296,64 @@ __device__ __forceinline__ void mma_rows(float (&c)[4], const u32 (&a)[2][4], co
     mma(c, a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
 }
 
-// Makes tile ``index``. ``meanwhile`` runs while the inputs are on their way, ``then`` behind the
-// barrier that follows. At the end the copies to memory have read shared memory, but may be on their way.
+__device__ __forceinline__ u32 started(const Params& p) {
+    return *reinterpret_cast<const volatile u32*>(&p.sync->started);
+}
+// Should the multiprocessors be numbered otherwise than thought, the limited blocks make all tiles.
+__device__ __forceinline__ bool nobody_else(const Params& p) { return started(p) < 0x10000; }
+
+// In three steps, each of which uses what the one before has fetched: which chunk comes next, then
+// where it is.
+__device__ __forceinline__ void find_next(const Params& p, Shared& s, int turn, int step) {
+    if (s.next >= p.num_tiles) return;
+    Source& to = s.source[turn];
+    if (step == 1) {
+        to.head = s.next % p.num_value_heads;
+        to.key_head = to.head / p.heads_per_key;
+        copy_word(&to.chunk, p.chunk_order + s.next / p.num_value_heads);
+        copy_commit();
+    } else if (step == 2) {
+        copy_wait<0>();
+        copy_word(&to.token, p.chunk_start + to.chunk);
+        copy_word(&to.length, p.chunk_len + to.chunk);
+        if (p.a_log) copy_word(&to.a_log, p.a_log + to.head);
+        copy_commit();
+    } else {
+        copy_wait<0>();
+    }
+}
+
+// Makes the tile of ``s.source[turn]``, and finds out about the next one. At the end the copies to
+// memory have read shared memory, but may be on their way.
+//
+// ``made`` runs while the inputs are on their way, ``told`` behind the barrier that follows.
 template <typename F, typename G>
-__device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index, int warp, int lane,
-                                          F meanwhile, G then) {
-    const int head = index % p.num_value_heads;
-    const int chunk = index / p.num_value_heads;
-    const int length = p.chunk_len[chunk];
+__device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, int warp, int lane,
+                                          F made, G told) {
+    const Source& source = s.source[turn];
+    const int head = source.head, length = source.length;
+    const i64 index = static_cast<i64>(source.chunk) * p.num_value_heads + head;
     const int r = lane / 4, t = lane % 4;
-    const i64 token = p.chunk_start[chunk];
-    const int key_head = head / p.heads_per_key;
-    fetch_rows(s.q, static_cast<const u16*>(p.q) + token * p.q_t + key_head * p.q_h, p.q_t, length);
-    fetch_rows(s.k, static_cast<const u16*>(p.k) + token * p.k_t + key_head * p.k_h, p.k_t, length);
+    fetch_rows(s.q, rows_of(p.q, source, source.key_head, p.q_t, p.q_h), p.q_t, length);
+    fetch_rows(s.k, rows_of(p.k, source, source.key_head, p.k_t, p.k_h), p.k_t, length);
     copy_commit();
-    fetch_rows(s.g, static_cast<const u16*>(p.g) + token * p.g_t + head * p.g_h, p.g_t, length);
+    fetch_rows(s.g, rows_of(p.g, source, head, p.g_t, p.g_h), p.g_t, length);
+    if (GATE != 0) {
+        const bool has_bias = p.dt_bias != nullptr;
+        copy_word(&s.bias[threadIdx.x],
+                  has_bias ? p.dt_bias + head * D + threadIdx.x : static_cast<const void*>(p.g), has_bias);
+    }
     copy_commit();
-    meanwhile();
+    if (threadIdx.x == CLERK)
+        s.next = --s.left > 0 || nobody_else(p) ? atomicAdd(&p.sync->next, 1) : p.num_tiles;
     auto tile = [&](int block) {
-        return reinterpret_cast<char*>(p.tiles) + static_cast<i64>(index) * TILE_BYTES +
-               block * BLOCK_BYTES;
+        return reinterpret_cast<char*>(p.tiles) + index * TILE_BYTES + block * BLOCK_BYTES;
     };
-    const float rate = (p.a_log ? ex2(p.a_log[head] * LOG2E) : 1.0f) * LOG_SCALE;
+    const float rate = ex2(source.a_log * LOG2E) * LOG_SCALE;
     if (threadIdx.x < C) {
         float b = 0.f;
         if (threadIdx.x < length) {
-            const i64 at = (token + threadIdx.x) * p.beta_t + head * p.beta_h;
+            const i64 at = static_cast<i64>(source.token + threadIdx.x) * p.beta_t + head * p.beta_h;
             b = BETA_FP32 ? static_cast<const float*>(p.beta)[at]
                           : __uint_as_float(u32(static_cast<const u16*>(p.beta)[at]) << 16);
             if (BETA >= 1) b = (BETA == 2 ? 2.0f : 1.0f) * rcp(1.0f + ex2(-LOG2E * b));
@@ -311,9 +364,10 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
         for (int i = 0; i < 3; ++i)
             s.totals[i][threadIdx.x - C] = s.totals[7 + i][threadIdx.x - C] = make_float2(1.f, 1.f);
     }
+    made();
     copy_wait<1>();
     __syncthreads();
-    then();
+    told();
 
     // Where the lane's row of a matrix starts that ldmatrix or stmatrix moves: matrices are (tokens
     // 0-7, channels 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15). x4 number j of a row block has
@@ -375,9 +429,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const float bias =
-                    GATE != 0 && p.dt_bias
-                        ? __ldg(p.dt_bias + head * D + 32 * slice + 16 * j + 8 * m + r) * LOG2E
-                        : 0.0f;
+                    GATE != 0 ? s.bias[32 * slice + 16 * j + 8 * m + r] * LOG2E : 0.0f;
                 const int e = 2 * j + m;
                 float sums[4] = {};
 #pragma unroll
@@ -398,7 +450,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
         }
         u32 qh[2][4], kh[2][4];
         // decays from the block's first token through the row's own, and behind it to the last
-        float pre[2][8], suf[2][8];
+        u32 pre[2][4], suf[2][4];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             u32 x[4], y[4];
@@ -407,8 +459,8 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const int e = 2 * j + m;
-                float q[2][2], k[2][2], q_up[2][2], k_up[2][2], k_down[2][2], k_low[2];
-                float up[2][2], over[2][2];  // decays of the row from its half's first token; of halves
+                float q[2][2], k[2][2];
+                float up[2][2];  // decay of the row from the anchor's token on, shifted
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     q[i][0] = low_bf16(x[2 * m + i]) * q_norm[i];
@@ -417,6 +469,39 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
                     k[i][1] = high_bf16(y[2 * m + i]) * k_norm[i];
                     qh[i][e] = pack_fp16(q[i][0], q[i][1]);
                     kh[i][e] = pack_fp16(k[i][0], k[i][1]);
+                }
+#if GATE == 2
+                float sums[4] = {}, down[2][2], over[2];
+                mma(sums, through, all, 0, through, logs[e][0], logs[e][1]);
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    over[c] = ex2(__shfl_sync(~0u, sums[2 + c], 28 + t));
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const float shifted = sums[2 * i + c] + SHIFT;
+                        up[i][c] = ex2(shifted);
+                        down[i][c] = ex2(-shifted);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    pre[i][e] = pack_fp16(up[i][0] * 0x1p-58f, up[i][1] * 0x1p-58f);
+                    suf[i][e] = pack_fp16(over[0] * 0x1p58f * down[i][0], over[1] * 0x1p58f * down[i][1]);
+                    down[i][0] *= k[i][0];
+                    down[i][1] *= k[i][1];
+                }
+                mma_tf32(near[0], q[0][0] * up[0][0], k[0][0] * up[0][0], q[0][1] * up[0][1],
+                         k[0][1] * up[0][1], down[0][0], down[0][1]);
+                const float q_up[2] = {q[1][0] * up[1][0], q[1][1] * up[1][1]};
+                const float k_up[2] = {k[1][0] * up[1][0], k[1][1] * up[1][1]};
+                mma_tf32(near[1], q_up[0], k_up[0], q_up[1], k_up[1], down[1][0], down[1][1]);
+                mma_tf32(eight, q_up[0], k_up[0], q_up[1], k_up[1], down[0][0], down[0][1]);
+                if (r == 0) s.totals[3 + warp][4 * e + t] = make_float2(over[0], over[1]);
+#else
+                float q_up[2][2], k_up[2][2], k_down[2][2], k_low[2], over[2][2], behind[2][2];
+                constexpr float UNSHIFT = 0x1p-90f;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
                     float sums[4] = {};
                     mma_8(sums, through, all, logs[e][i]);
 #pragma unroll
@@ -426,44 +511,37 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
                         q_up[i][c] = q[i][c] * up[i][c];
                         k_up[i][c] = k[i][c] * up[i][c];
                         k_down[i][c] = k[i][c] * ex2(-shifted);
-                        suf[i][2 * e + c] = ex2(sums[2 + c] - sums[c]);
+                        behind[i][c] = ex2(sums[2 + c] - sums[c]);
                         over[i][c] = ex2(sums[2 + c]);
                     }
                     mma_tf32(near[i], q_up[i][0], k_up[i][0], q_up[i][1], k_up[i][1], k_down[i][0],
                              k_down[i][1]);
                 }
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    constexpr float UNSHIFT = SHIFT ? 0x1p-90f : 1.0f;
-                    k_low[c] = k[0][c] * suf[0][2 * e + c];
-                    suf[0][2 * e + c] *= over[1][c];
-                    pre[0][2 * e + c] = up[0][c] * UNSHIFT;
-                    pre[1][2 * e + c] = up[1][c] * (over[0][c] * UNSHIFT);
-                }
+                k_low[0] = k[0][0] * behind[0][0];
+                k_low[1] = k[0][1] * behind[0][1];
+                suf[0][e] = pack_fp16(behind[0][0] * over[1][0], behind[0][1] * over[1][1]);
+                suf[1][e] = pack_fp16(behind[1][0], behind[1][1]);
+                pre[0][e] = pack_fp16(up[0][0] * UNSHIFT, up[0][1] * UNSHIFT);
+                pre[1][e] = pack_fp16(up[1][0] * (over[0][0] * UNSHIFT), up[1][1] * (over[0][1] * UNSHIFT));
                 mma_tf32(eight, q_up[1][0], k_up[1][0], q_up[1][1], k_up[1][1], k_low[0], k_low[1]);
-                if (GATE == 2 && r == 0)
-                    s.totals[3 + warp][4 * e + t] =
-                        make_float2(over[0][0] * over[1][0], over[0][1] * over[1][1]);
+#endif
             }
         }
         // What other warps need goes to the same lane there through shared memory.
-        u32 pre_h[2][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) pre_h[i][e] = pack_fp16(pre[i][2 * e], pre[i][2 * e + 1]);
             u32 x[4];
             if (warp < 3) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    x[e] = mul_fp16(kh[i][e], pack_fp16(suf[i][2 * e], suf[i][2 * e + 1]));
+                    x[e] = mul_fp16(kh[i][e], suf[i][e]);
                 s.exchange[warp][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
             } else {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x[e] = mul_fp16(qh[i][e], pre_h[i][e]);
+                for (int e = 0; e < 4; ++e) x[e] = mul_fp16(qh[i][e], pre[i][e]);
                 s.exchange[3][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x[e] = mul_fp16(kh[i][e], pre_h[i][e]);
+                for (int e = 0; e < 4; ++e) x[e] = mul_fp16(kh[i][e], pre[i][e]);
                 s.exchange[4][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
             }
         }
@@ -488,13 +566,14 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
                     last.x = behind.x, last.y = behind.y;
                 else
                     last.z = behind.x, last.w = behind.y;
+                const u32 before_h = pack_fp16(before.x, before.y);
+                const u32 behind_h = pack_fp16(behind.x, behind.y);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const u32 in = pack_fp16(pre[i][2 * e] * before.x, pre[i][2 * e + 1] * before.y);
+                    const u32 in = mul_fp16(pre[i][e], before_h);
                     in_q[2 * m + i] = mul_fp16(qh[i][e], in);
                     in_k[2 * m + i] = mul_fp16(kh[i][e], in);
-                    out_k[2 * m + i] = mul_fp16(kh[i][e], pack_fp16(suf[i][2 * e] * behind.x,
-                                                                    suf[i][2 * e + 1] * behind.y));
+                    out_k[2 * m + i] = mul_fp16(kh[i][e], mul_fp16(suf[i][e], behind_h));
                 }
             }
             stmatrix(at(s.q, warp, 2 * slice + j), in_q);
@@ -502,7 +581,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
             stmatrix(at(s.g, warp, 2 * slice + j), out_k);
             if (warp == 0 && r == 0) {  // a lane of the scan wants channels 2 t, 2 t + 1 of each 8
                 const float2 a = totals[0][8 * j + t], b = totals[0][8 * j + 4 + t];
-                *reinterpret_cast<float4*>(p.totals + static_cast<i64>(index) * D + 32 * t +
+                *reinterpret_cast<float4*>(p.totals + index * D + 32 * t +
                                            4 * ((2 * slice + j) ^ (2 * t))) =
                     make_float4(a.x * last.x, a.y * last.y, b.x * last.z, b.y * last.w);
             }
@@ -520,10 +599,10 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
         } else {
             if (warp == 3) {
                 lower = 1;
-                scale_rows(pre_h, pre_h, reach[0]);
+                scale_rows(pre, pre, reach[0]);
             }
-            scale_rows(qd, qh, pre_h);
-            scale_rows(kd, kh, pre_h);
+            scale_rows(qd, qh, pre);
+            scale_rows(kd, kh, pre);
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -541,13 +620,15 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
                 mma_rows(k_far[1][n], kd, b);
             }
         }
-        if (slice == 3) writes_done();
+        if (slice % 2) writes_done();
+        if (slice > 0 && threadIdx.x == CLERK) find_next(p, s, turn ^ 1, slice);
         __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        store_bulk(tile(Q_IN), s.q, 2 * BLOCK_BYTES);
-        store_bulk(tile(K_OUT), s.g, 2 * BLOCK_BYTES);
-        store_read_wait();
+        if (slice % 2 && threadIdx.x == CLERK) {  // 64 channels are complete
+            const int half = slice / 2;
+            store_bulk(tile(Q_IN + half), s.q + half * (BLOCK_BYTES / 2), BLOCK_BYTES);
+            store_bulk(tile(K_OUT + half), s.g + half * (BLOCK_BYTES / 2), BLOCK_BYTES);
+            if (half) store_read_wait();
+        }
     }
 
     // Scores [16, 16] of row block ``rows`` with ``columns``: A_qk, and -beta L.
@@ -563,7 +644,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
     u32 a_diagonal[4];
     {
         const float beta0 = s.beta[16 * warp + r], beta1 = s.beta[16 * warp + r + 8];
-        constexpr float UNSHIFT = SHIFT ? 0x1p-90f * CUT : CUT;
+        constexpr float UNSHIFT = GATE == 2 ? CUT : 0x1p-90f * CUT;
         float a[2][2], l[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -601,8 +682,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
         }
     }
     __syncthreads();  // q_in and k_out have left
-    fetch_rows(s.v, static_cast<const u16*>(p.v) + p.chunk_start[chunk] * p.v_t + head * p.v_h, p.v_t,
-               p.chunk_len[chunk]);
+    fetch_rows(s.v, rows_of(p.v, source, source.head, p.v_t, p.v_h), p.v_t, source.length);
     copy_commit();
     {  // even lanes write their column and the next
         const int column = lane % 16;
@@ -638,7 +718,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
     copy_wait<0>();
     writes_done();
     __syncthreads();
-    if (threadIdx.x == 0) store_bulk(tile(A_QK), s.a_qk, BLOCK_BYTES);
+    if (threadIdx.x == CLERK) store_bulk(tile(A_QK), s.a_qk, BLOCK_BYTES);
 
     u16* const block = (warp < 2 ? s.k : s.v) + (warp % 2) * (BLOCK_BYTES / 2);
     if (warp < 2) {
@@ -654,19 +734,13 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int index,
     }
 }
 
-__device__ __forceinline__ u32 started(const Params& p) {
-    return *reinterpret_cast<const volatile u32*>(&p.sync->started);
-}
-// Should the multiprocessors be numbered otherwise than thought, the limited blocks make all tiles.
-__device__ __forceinline__ bool nobody_else(const Params& p) { return started(p) < 0x10000; }
-
 extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const Params p) {
     u32 sm;
     asm("mov.u32 %0, %%smid;" : "=r"(sm));
     const bool limited = sm >= p.first_scan_sm;
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == CLERK) {
         atomicAdd(&p.sync->started, limited ? 1 : 0x10001);
         s.left = limited ? p.limit : p.num_tiles;
         s.next = p.num_tiles;
@@ -674,38 +748,33 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
             while ((started(p) & 0xffff) < gridDim.x) __nanosleep(100);
         s.launch = p.sync->launches + 1;
         if (s.left || nobody_else(p)) s.next = atomicAdd(&p.sync->next, 1);
+        s.source[0].a_log = s.source[1].a_log = 0.0f;
     }
     __syncthreads();
     let_next_kernel_start();  // it resets the numbers, so all blocks have their first by then
-    int made = -1;  // the tile before, which has no flag yet
+    if (threadIdx.x == CLERK) {
+#pragma unroll
+        for (int step = 1; step <= 3; ++step) find_next(p, s, 0, step);
+    }
+    __syncthreads();
+    i64 made = -1;  // the tile before, which has no flag yet
     auto copies_done = [&] {
         if (threadIdx.x % 32 == 0) store_wait();
     };
     auto set_flag = [&] {
-        if (threadIdx.x == 0 && made >= 0)
+        if (threadIdx.x == CLERK && made >= 0)
             asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p.sync->flags() + made),
                          "r"(s.launch) : "memory");
     };
-    for (;;) {
-        const int number = __shfl_sync(~0u, s.next, 0);
-        if (number >= p.num_tiles) break;
-        const int chunk = p.chunk_order[number / p.num_value_heads];
-        // behind the last chunk are only more of length 0: they take no number and set no flag
-        if (p.chunk_len[chunk] == 0) break;
+    // behind the last chunk are only more of length 0: they take no number and set no flag
+    for (int turn = 0; s.next < p.num_tiles && s.source[turn].length; turn ^= 1) {
         int thread;  // read anew for each tile: addresses made from it would fill the registers
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const i64 tile =
+            static_cast<i64>(s.source[turn].chunk) * p.num_value_heads + s.source[turn].head;
         __syncthreads();
         // the shuffle tells the compiler that the warp's number is uniform
-        const int tile = chunk * p.num_value_heads + number % p.num_value_heads;
-        make_tile(
-            p, s, tile, __shfl_sync(~0u, thread / 32, 0), thread % 32,
-            [&] {
-                copies_done();
-                if (threadIdx.x == 0)
-                    s.next = --s.left > 0 || nobody_else(p) ? atomicAdd(&p.sync->next, 1)
-                                                            : p.num_tiles;
-            },
-            set_flag);
+        make_tile(p, s, turn, __shfl_sync(~0u, thread / 32, 0), thread % 32, copies_done, set_flag);
         made = tile;
     }
     copies_done();

@@ -52,7 +52,8 @@ static constexpr int STAGE_W = SPLIT ? 0 : W, STAGE_K = SPLIT ? 2 : K_OUT, STAGE
 static constexpr int STAGE_Q = SPLIT ? 0 : Q_IN, STAGE_A = SPLIT ? 2 : A_QK;
 static constexpr int STAGE_BLOCKS = SPLIT ? 5 : 9;
 static constexpr int STAGES = SPLIT ? 4 : 3;
-static constexpr int WARPS = SPLIT ? 4 : 8;  // that multiply
+static constexpr int RELEASES = SPLIT ? 4 : 2;  // of a stage, by the warps that read it last
+static constexpr int READERS = SPLIT ? 4 : 10;  // of a task's number: warps that multiply or store
 #if SPLIT
 static constexpr int HANDS = 2;                  // operands on their way to the output
 static constexpr int HAND_BYTES = 12 * 32 * 16;  // of one warp
@@ -67,6 +68,7 @@ struct __align__(1024) Shared {
 #endif
     float totals[STAGES][D];
     u64 full[STAGES], empty[STAGES];
+    u64 written[STAGES][2];  // the output of a half of the value rows
     u64 posted[2], read[2];
     int number[2];  // of tasks, in turn; -1 behind the last
 };
@@ -204,6 +206,10 @@ struct Task {
         begin = offset_of(p.cu_seqlens, n), end = offset_of(p.cu_seqlens, n + 1);
         chunks = static_cast<int>((end - begin + C - 1) / C);
         first = p.chunk_offsets[n];
+    }
+    // tokens of chunk c, if not more than it can have
+    __device__ __forceinline__ int rows(int c) const {
+        return static_cast<int>(end - begin) - c * C;
     }
 };
 // Two channels side by side.
@@ -368,17 +374,15 @@ __device__ __forceinline__ void values_times_keys(float (&state)[64], const u32 
         wgmma_128(state, operand[i], descriptor(keys + i * 2048, BLOCK_BYTES, 1024));
     wgmma_commit();
 }
-// o^T leaves through a block [64 tokens, 64 values] of shared memory, each warp through its own 16
-// values; ``free`` is called when the block has been read.
-template <typename F>
-__device__ __forceinline__ void store_output(const Params& p, const Task& task, const Lane& at,
-                                             int c, const float (&o)[32], u32 block, F free) {
+// o^T to a block [64 tokens, 64 values] of shared memory, each warp to its own 16 values.
+__device__ __forceinline__ void write_output(const float (&o)[32], float scale, u32 block,
+                                             const Lane& at) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         u32 x[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            x[e] = to_bf16(o[8 * i + 2 * e] * p.scale, o[8 * i + 2 * e + 1] * p.scale);
+            x[e] = to_bf16(o[8 * i + 2 * e] * scale, o[8 * i + 2 * e + 1] * scale);
         const int row = 16 * i + 8 * (at.matrix / 2) + at.in_matrix;
         const int piece = 2 * at.warp + at.matrix % 2;
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
@@ -386,24 +390,29 @@ __device__ __forceinline__ void store_output(const Params& p, const Task& task, 
                      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
     }
     __syncwarp();
+}
+// Where row 0 of a chunk's output goes.
+__device__ __forceinline__ u16* output_of(const Params& p, const Task& task, int c) {
+    return p.o + (task.begin + static_cast<i64>(c) * C) * p.o_t + task.head * p.o_h + 64 * task.half;
+}
+// Four pieces of 8 values, of rows ``row``, ``row + step`` and so on, from the block to memory; ``read``
+// is called when they have been read.
+template <typename F>
+__device__ __forceinline__ void store_output(u16* to, i64 stride, int rows, u32 block, int row, int step,
+                                             int piece, F read) {
     uint4 x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int row = 16 * i + at.lane / 2, piece = 2 * at.warp + at.lane % 2;
+        const int at = row + step * i;
         asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(x[i].x), "=r"(x[i].y), "=r"(x[i].z), "=r"(x[i].w)
-                     : "r"(block + row * 128 + ((piece ^ (row & 7)) << 4)) : "memory");
+                     : "r"(block + at * 128 + ((piece ^ (at & 7)) << 4)) : "memory");
     }
-    __syncwarp();
-    free();
+    read();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int row = 16 * i + at.lane / 2, piece = 2 * at.warp + at.lane % 2;
-        const i64 token = task.begin + static_cast<i64>(c) * C + row;
-        if (token < task.end)
-            *reinterpret_cast<uint4*>(p.o + token * p.o_t + task.head * p.o_h + 64 * task.half +
-                                      8 * piece) = x[i];
-    }
+    for (int i = 0; i < 4; ++i)
+        if (row + step * i < rows)
+            *reinterpret_cast<uint4*>(to + (row + step * i) * stride + 8 * piece) = x[i];
 }
 
 // The number that the fetching warp has posted.
@@ -432,12 +441,14 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], WARPS);
+            barrier_init(&s.empty[i], RELEASES);
+            barrier_init(&s.written[i][0], 4);
+            barrier_init(&s.written[i][1], 4);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             barrier_init(&s.posted[i], 1);
-            barrier_init(&s.read[i], WARPS);
+            barrier_init(&s.read[i], READERS);
         }
 #if SPLIT
 #pragma unroll
@@ -519,6 +530,25 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                     fetch(s.totals[stage], p.totals + tile_index * D, D * 4, &s.full[stage]);
             }
         }
+        // two more carry the output of a half each from shared memory to memory
+        for (int turn = 0, number;
+             !SPLIT && (warp == 1 || warp == 2) && (number = task_number(s, turn, lane)) >= 0; ++turn) {
+            const int half = warp - 1;
+            const Task task(p, number, half);
+            for (int c = 0; c < task.chunks; ++c, ++before) {
+                const int stage = before % STAGES;
+                barrier_wait(&s.written[stage][half], (before / STAGES) & 1);
+                const u32 block = shared_address(s.stage[stage]) + (U + half) * BLOCK_BYTES;
+                u16* const to = output_of(p, task, c);
+                const int rows = task.rows(c);
+#pragma unroll 1
+                for (int row = lane / 8; row < C; row += 16)
+                    store_output(to, p.o_t, rows, block, row, 4, lane % 8, [] {});
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                __syncwarp();
+                if (lane == 0) barrier_arrive(&s.empty[stage]);
+            }
+        }
         if (threadIdx.x % 128 == 0) {
             __threadfence();
             if (atomicAdd(&p.sync->finished, 1) == gridDim.x - 1) {
@@ -562,7 +592,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                 wgmma_wait<0>();
                 settled(o);
                 if (lane == 0) barrier_arrive(&s.empty[stage]);
-                store_output(p, task, at, c, o, shared_address(s.out), [] {});
+                write_output(o, p.scale, shared_address(s.out), at);
+                store_output(output_of(p, task, c), p.o_t, task.rows(c), shared_address(s.out), lane / 2,
+                             16, 2 * warp + lane % 2, [] { __syncwarp(); });
             }
         }
     } else if (role == 0 && rank == 0) {  // the chain
@@ -630,47 +662,38 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
             float state[64], v_new[32], o[32];
             u32 operand[8][4], v_operand[4][4];
             read_state(p, task, at, state);
-            float2 totals[16];
             auto load_chunk = [&](int c) {
                 const int stage = (before + c) % STAGES;
                 barrier_wait(&s.full[stage], ((before + c) / STAGES) & 1);
                 load_values(v_new, shared_address(s.stage[stage]) + (U + role) * BLOCK_BYTES, at);
             };
-            auto enter = [&](int c) {
-                if (TRACK) snapshot(p, task, at, state, c);
-                round(operand, state);
-                load_totals(totals, s.totals[(before + c) % STAGES], at.t);
-                decay(state, totals);
-            };
-            if (task.chunks) {
-                load_chunk(0);
-                enter(0);
-            }
+            if (task.chunks) load_chunk(0);
             for (int c = 0; c < task.chunks; ++c) {
                 const int stage = (before + c) % STAGES;
                 const u32 base = shared_address(s.stage[stage]);
+                if (TRACK) snapshot(p, task, at, state, c);
+                round(operand, state);
                 settled(v_new);
-                settled(state);
                 wgmma_fence();
                 state_times(v_new, operand, base + W * BLOCK_BYTES, true);
-                state_times(o, operand, base + Q_IN * BLOCK_BYTES, false);
-                wgmma_wait<1>();
+                float2 totals[16];
+                load_totals(totals, s.totals[stage], at.t);
+                decay(state, totals);
+                wgmma_wait<0>();
                 settled(v_new);
                 round(v_operand, v_new);
+                settled(state);
                 wgmma_fence();
                 values_times_keys(state, v_operand, base + K_OUT * BLOCK_BYTES);
+                state_times(o, operand, base + Q_IN * BLOCK_BYTES, false);
                 values_times_scores(o, v_operand, base + A_QK * BLOCK_BYTES);
                 if (c + 1 < task.chunks) load_chunk(c + 1);
                 wgmma_wait<0>();
                 settled(state);
                 settled(o);
                 // u's block is this warpgroup's own, and has been read
-                store_output(p, task, at, c, o, base + (U + role) * BLOCK_BYTES, [&] {
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(&s.empty[stage]);
-                });
-                if (c + 1 < task.chunks) enter(c + 1);
+                write_output(o, p.scale, base + (U + role) * BLOCK_BYTES, at);
+                if (lane == 0) barrier_arrive(&s.written[stage][role]);
             }
             before += task.chunks;
             if (TRACK) snapshot(p, task, at, state, task.chunks);
