@@ -322,16 +322,16 @@ def _tasks_in_turn(
     if work.tiles <= at_once:
         return
     work_ns = work.tasks * scan.start_ns + work.tiles * scan.step_ns
+    first_ns = intra.blocks * intra.tile_ns  # nothing can be scanned before, so all make tiles
     for workers in range(4, min(work.tasks, sms // 2), 4):
-        tiles_ns = work.tiles * intra.tile_ns / (sms - workers)
-        beside_ns = workers * max(0.0, tiles_ns - intra.blocks * intra.tile_ns)
-        left = max(0.0, 1 - beside_ns / work_ns)  # of the scan, when all tiles are there
+        rest_ns = (work.tiles - at_once) * intra.tile_ns / (sms - workers)
+        left = max(0.0, 1 - workers * rest_ns / work_ns)  # of the scan, when all tiles are there
         last_ns = max(
             scan.task_ns(work.chunks), left * work_ns / sms, left * work.tiles * costs.fetch_ns
         )
         scan_blocks = _scan_blocks(costs, work, scan)
-        layout = Layout(intra.blocks, False, scan_blocks, at_once, sms - workers, 0, True)
-        yield tiles_ns + last_ns, layout
+        layout = Layout(intra.blocks, False, scan_blocks, at_once, sms - workers, 1, True)
+        yield first_ns + rest_ns + last_ns, layout
 
 
 def _short_ns(work: Work, scan: ScanCosts) -> int:
