@@ -28,15 +28,16 @@ predicted stands in [performance-log.md](performance-log.md).
 BOUNDS = """
 ## What bounds each phase
 
-- **Intra stage of prefill**: instructions. A tile of 64 tokens and one head takes about 6,500 a
-  warp; at 32 heads and 8k tokens the stage uses 54 % of the issue slots and 48 % of the memory
-  bandwidth.
-- **Scan of prefill**: the latency of a chain. A step of 64 tokens is 0.86 µs in a cluster of two
-  blocks and 1.15 µs in one, of which tensor work is 0.51; filling shared memory and one warp a
-  scheduler waiting for itself take the rest.
+- **Intra stage of prefill**: instructions and their latency. A tile of 64 tokens and one head takes
+  about 5,600 a warp; with the 16 warps that registers and shared memory allow a multiprocessor, the
+  stage uses 49 % of the issue slots and 47 % of the memory bandwidth.
+- **Scan of prefill**: the latency of a chain. A step of 64 tokens is 0.86 µs in clusters of two blocks,
+  64 value rows each, and 1.75 µs for 128 rows in one block, of which tensor work is 1.02 and the traffic of
+  shared memory 1.4.
 - **Both together**: with few heads the chain, with many the intra stage's work; the scan starts
   beside the intra stage, so the longer of the two counts.
-- **Many short sequences**: 8 µs a scan task, a block's start and its state's traffic.
+- **Many short sequences**: the sum of both, and at each end a time in which most multiprocessors
+  wait, for the first tiles and for the last task.
 - **Decode**: the bytes of the state, read and written once, from about 1,000 sequences times heads
   on; below, the launch.
 - **The compressor's decode**: the launch up to 64 tokens, then the bytes of the pooled windows.
