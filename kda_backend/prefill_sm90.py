@@ -112,36 +112,37 @@ def two_stage_sm90(
             flags,
         ),
     )
-    model.scan[layout.split](
-        layout.scan_blocks,
-        _SCAN_THREADS,
-        _SCAN_PARAMS.pack(
-            tiles.data_ptr(),
-            totals.data_ptr(),
-            o_address,
-            _address(state.read),
-            _address(state.write),
-            _address(state.indices),
-            _address(state.has_initial),
-            _address(chunk_states),
-            _address(state.snapshot_chunks),
-            _address(state.snapshots),
-            meta.cu_seqlens.data_ptr(),
-            table.offsets.data_ptr(),
-            table.sequence_order.data_ptr(),
-            stride_o_t,
-            stride_o_h,
-            *state.strides(state.read),
-            *state.strides(state.write),
-            *state.strides(chunk_states),
-            x.scale,
-            0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
-            value_heads,
-            num_tasks * (2 if layout.split else 1),
-            flags,
-        ),
-        overlaps=True,
+    scan_params = _SCAN_PARAMS.pack(
+        tiles.data_ptr(),
+        totals.data_ptr(),
+        o_address,
+        _address(state.read),
+        _address(state.write),
+        _address(state.indices),
+        _address(state.has_initial),
+        _address(chunk_states),
+        _address(state.snapshot_chunks),
+        _address(state.snapshots),
+        meta.cu_seqlens.data_ptr(),
+        table.offsets.data_ptr(),
+        table.sequence_order.data_ptr(),
+        stride_o_t,
+        stride_o_h,
+        *state.strides(state.read),
+        *state.strides(state.write),
+        *state.strides(chunk_states),
+        x.scale,
+        0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
+        value_heads,
+        num_tasks * (2 if layout.split else 1),
+        flags,
     )
+    scan = model.scan[layout.split]
+    try:
+        scan(layout.scan_blocks, _SCAN_THREADS, scan_params, overlaps=True)
+    except Exception:
+        workspace.clear_flags()  # which this scan would have taken back
+        raise
     if o is not out:
         out.copy_(o)
 

@@ -39,6 +39,10 @@ class Workspace:
         """Five counters and a flag a tile, int32; zeros at first, then the kernels' own."""
         return self._flags
 
+    def clear_flags(self) -> None:
+        """As at first: for a call whose scan could not be launched."""
+        self._flags.zero_()
+
     @property
     def nbytes(self) -> int:
         return self._tiles.nbytes + self._totals.nbytes + self._flags.nbytes

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ import torch
 from backend_core.path_table import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import prefill_sm90
-from kda_backend.metadata import build_metadata
+from kda_backend.metadata import ChunkTable, build_metadata
 from kda_backend.prefill_sm90 import Costs, Work, costs_of, lay_out
+from kda_backend.validation import BETA_SIGMOID, GATE_LOG, KdaInputs, StateInputs
+from kda_backend.workspace import Workspace
 
 
 def shipped_costs(num_sms: int) -> list[Costs]:
@@ -67,6 +72,36 @@ def test_a_long_sequence_among_short_ones_is_scanned_beside_the_tiles(heads: int
     chunks = 512 + 31 * 4
     layout = lay_out(shipped_costs(132)[-1], Work(heads * chunks, heads * 32, 512, heads))
     assert layout.first_scan_sm < 132
+
+
+def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the intra stage has counted by then, the next call starts from zero."""
+    workspace = Workspace(torch.device("cpu"))
+
+    def intra(*_: object) -> None:
+        workspace.flags().fill_(7)
+
+    def scan(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    costs = shipped_costs(132)[-1]
+    model = SimpleNamespace(intra=defaultdict(lambda: intra), scan=(scan, scan), costs=costs)
+    monkeypatch.setattr(prefill_sm90, "_model", lambda *_: model)
+    tokens = torch.zeros(1, 70, 2, 128, dtype=torch.bfloat16)
+    x = KdaInputs(
+        tokens, tokens, tokens, tokens, tokens[..., 0], None, None,
+        GATE_LOG, 0.0, BETA_SIGMOID, True, 1.0,
+    )  # fmt: skip
+    offsets = torch.tensor([0, 70], dtype=torch.int32)
+    meta = build_metadata(offsets, 70, chunk_table=False)
+    empty = torch.zeros(4, dtype=torch.int32)
+    meta = dataclasses.replace(meta, chunk_table=ChunkTable(*(empty,) * 6))
+    path: Any = None
+    with pytest.raises(RuntimeError, match="out of memory"):
+        prefill_sm90.two_stage_sm90(
+            path, x, meta, StateInputs(None, None, 2, 3), tokens.clone(), None, workspace
+        )
+    assert workspace.flags().numel() and not workspace.flags().any()
 
 
 def test_no_sequences_launch_nothing() -> None:
