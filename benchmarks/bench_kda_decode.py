@@ -60,7 +60,11 @@ SWEEPS: dict[str, tuple[str, bool, Space]] = {
     "sm90": (
         "recurrent_sm90",
         True,
-        {"step_split": (1, 2, 4), "step_warps": (4, 8), "step_overlaps": (True, False)},
+        {
+            "step_split": (1, 2, 4, 8),
+            "step_warps": (4, 8),
+            "step_load_hint": ("evict_first", "evict_last"),
+        },
     ),
     "triton": (
         "recurrent",

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parent / "kernels" / "sm90" / "decode_step.cu"
 DIM = 128
-BLOCKS_A_SM = {4: 3, 8: 2, 16: 1}  # by warps of a block; tiles of 64 KiB allow three
+BLOCKS_A_SM = {4: 3, 8: 2, 16: 1}  # by warps of a block; a tile of 64 KiB allows three
+_HINTS = {"": 0, "evict_first": 1, "evict_last": 2}
 _PARAMS = struct.Struct("=15Q11q3i3fi4x")  # struct Params of the source
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -33,18 +34,20 @@ def serves(x: StepInputs) -> bool:
 def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
     """One launch; ``step_split`` blocks of ``step_warps`` warps, a cluster, share a head's state.
 
-    With ``step_overlaps`` the blocks are placed while the kernel before runs, and wait for it; what
-    it does not write is fetched before they wait.
+    The blocks are placed while the kernel before runs, and wait for it; what it does not write is
+    fetched before they wait.
     """
     conv, norm = x.conv, x.norm
     conv_state, taps, conv_bias = (conv.state, conv.weight, conv.bias) if conv else (None,) * 3
     norm_weight, gate = (norm.weight, norm.gate) if norm else (None, None)
     split = int(path.params["step_split"])
     typed = (x.q, x.g, x.beta, x.a_log, x.dt_bias, conv_state, taps, conv_bias, norm_weight, gate)
-    warps, overlaps = int(path.params["step_warps"]), bool(path.params["step_overlaps"])
+    warps = int(path.params["step_warps"])
     kernel = _kernel(
         split,
         warps,
+        _HINTS[str(path.params["step_load_hint"])],
+        _HINTS[str(path.params["step_store_hint"])],
         x.gate,
         x.beta_kind,
         x.l2norm,
@@ -83,14 +86,16 @@ def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
         x.lower_bound,
         x.scale,
         norm.eps if norm else 0.0,
-        overlaps and x.settled,
+        x.settled,
     )
-    kernel(rows * value_heads * split, 32 * warps, params, overlaps=overlaps)
+    kernel(rows * value_heads * split, 32 * warps, params, overlaps=True)
 
 
 def defines(
     split: int,
     warps: int,
+    load_hint: int,
+    store_hint: int,
     gate: int,
     beta: int,
     l2norm: bool,
@@ -123,6 +128,8 @@ def defines(
         "SPLIT": split,
         "WARPS": warps,
         "MIN_BLOCKS": BLOCKS_A_SM[warps],
+        "LOAD_HINT": load_hint,
+        "STORE_HINT": store_hint,
         "GATE": gate,
         "BETA": beta,
         "L2NORM": int(l2norm),
@@ -137,12 +144,13 @@ def defines(
 
 
 def shared_bytes(split: int, warps: int, bf16_state: bool) -> int:
-    """sizeof(Shared): the tile, q, k, decay, v and o, a sum of each warp of a head, barriers."""
+    """sizeof(Shared): q, k and decay, a sum of each warp of a head, a barrier; the tile and its
+    barriers where a warp has more than eight rows."""
     rows = DIM // split
-    tile = rows * DIM * (2 if bf16_state else 4)
-    size = tile + 4 * (3 * DIM + 2 * rows + split * warps)
-    chunks = max(1, rows // warps // 8)
-    return -(-size // 8) * 8 + 8 * warps * chunks
+    size = 4 * (3 * DIM + split * warps) + 8
+    if rows // warps <= 8:
+        return size
+    return size + rows * DIM * (2 if bf16_state else 4) + 8 * rows // 8
 
 
 @functools.cache

@@ -80,9 +80,10 @@ def kda_decode_step(
         conv_weight: ``[C, 4]``; the last tap meets the new token. conv_bias: ``[C]``.
         norm_weight: ``[V]``; norm_gate: ``[N, HV, V]``, the raw gate.
         out: where to write the output, ``[N, HV, V]`` in q's dtype; may alias v.
-        pools_settled: a promise that the kernel launched before this call writes neither the pools
-            at these slots, nor ``state_indices``, nor a weight. They are then fetched while it may
-            still run: behind a projection, never behind another step of the same sequences.
+        pools_settled: a promise that no kernel that may still run writes the pools at these slots,
+            ``state_indices`` or a weight: they are then fetched before it is over. True behind a
+            projection, never behind another step of the same sequences. On Hopper a step lets the
+            kernel behind it start at once, so in a row of steps the promise is about all of them.
         plan: paths chosen at model load (``kda_backend.paths.select``).
 
     Returns:

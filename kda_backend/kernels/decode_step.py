@@ -20,7 +20,7 @@ Grid: (V / BLOCK_V * HV * N,): one axis, since the others stop at 65,535.
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import ex2, log2_decay, sigmoid, step_size
+from kda_backend.kernels.elementwise import ex2, load_gate, log2_decay, sigmoid, step_size
 from kda_backend.kernels.step_conv import conv_silu, load_taps, load_window, store_window
 
 
@@ -129,12 +129,7 @@ def decode_step_kernel(
     b_v = tl.load(v_ptr + i_n * stride_v_n + i_hv * V + o_v, mask=m_v, other=0.0)
     b_g = tl.load(g_ptr + i_n * stride_g_n + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     beta = tl.load(beta_ptr + i_n * stride_beta_n + i_hv)
-    rate = 1.0
-    if a_log_ptr is not None:
-        rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
-    b_bias = tl.zeros([BLOCK_K], tl.float32)
-    if dt_bias_ptr is not None:
-        b_bias += tl.load(dt_bias_ptr + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
         p_gate = norm_gate_ptr + i_n * stride_gate_n + i_hv * V + o_v

@@ -84,6 +84,19 @@ def log2_decay(g, rate, bias, lower_bound, GATE: tl.constexpr, FAST_MATH: tl.con
 
 
 @triton.jit
+def load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K: tl.constexpr):
+    """exp(A_log) of a head and its dt_bias; 1 and zeros where they are not given."""
+    rate = 1.0
+    if a_log_ptr is not None:
+        rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
+    if dt_bias_ptr is not None:
+        b_bias = tl.load(dt_bias_ptr + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    else:
+        b_bias = tl.zeros_like(o_k).to(tl.float32)
+    return rate, b_bias
+
+
+@triton.jit
 def step_size(beta, BETA: tl.constexpr, FAST_MATH: tl.constexpr):
     """beta in fp32 from the caller's beta."""
     b = beta.to(tl.float32)

@@ -15,7 +15,7 @@ Grid: (cdiv(V, BLOCK_V) * HV * N,): one axis, since the others stop at 65,535.
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import ex2, log2_decay, step_size
+from kda_backend.kernels.elementwise import ex2, load_gate, log2_decay, step_size
 
 
 @triton.jit
@@ -96,12 +96,7 @@ def recurrent_kernel(
         state_in_ptr += slot * stride_in_n + i_hv * stride_in_h
         b_state += tl.load(state_in_ptr + o_state, mask=m_vk & reads, other=0.0).to(tl.float32)
 
-    rate = 1.0
-    if a_log_ptr is not None:
-        rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
-    b_bias = tl.zeros([BLOCK_K], tl.float32)
-    if dt_bias_ptr is not None:
-        b_bias = tl.load(dt_bias_ptr + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
     q_ptr += bos * stride_q_t + i_h * stride_q_h
     k_ptr += bos * stride_k_t + i_h * stride_k_h
     v_ptr += bos * stride_v_t + i_hv * stride_v_h

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kda_backend.kernels.decode_step import delta_step, gated_norm
-from kda_backend.kernels.elementwise import ex2, log2_decay, step_size
+from kda_backend.kernels.elementwise import ex2, load_gate, log2_decay, step_size
 from kda_backend.kernels.step_conv import conv_silu, load_taps, load_window, store_window
 
 
@@ -125,12 +125,7 @@ def verify_step_kernel(
     o_state = i_hv * (V * K) + o_v[:, None, None] * K + o_state_k
     p_state = state_ptr + slot * stride_state_n + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
-    rate = 1.0
-    if a_log_ptr is not None:
-        rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
-    b_bias = tl.zeros([BLOCK_K], tl.float32)
-    if dt_bias_ptr is not None:
-        b_bias += tl.load(dt_bias_ptr + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
     c_q = i_hv * K + o_k

@@ -2,6 +2,7 @@
 // CPU: a thread for each of a block's, barriers of C++20, and memory that a block has of its own.
 #pragma once
 
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdlib>
@@ -48,11 +49,6 @@ struct Cluster {
     std::barrier<> arrivals{32 * WARPS * SPLIT};
     Block blocks[SPLIT];
 };
-struct Copy {
-    void* to;
-    const void* from;
-    u32 bytes;
-};
 struct Index {
     int x;
 };
@@ -60,17 +56,19 @@ inline thread_local Index threadIdx, blockIdx;
 inline thread_local Block* block;
 inline thread_local Cluster* cluster;
 inline thread_local std::optional<std::barrier<>::arrival_token> arrival;
-inline thread_local std::vector<Copy> writes;  // not done yet
 
 inline unsigned char* shared_memory() { return block->memory.data(); }
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline void __syncwarp() { block->warps[threadIdx.x / 32]->arrive_and_wait(); }
-inline float __shfl_xor_sync(u32, float x, int lanes) {
+inline float __shfl_sync(u32, float x, int lane) {
     block->lanes[threadIdx.x] = x;
     __syncwarp();
-    const float y = block->lanes[threadIdx.x ^ lanes];
+    const float y = block->lanes[threadIdx.x / 32 * 32 + lane];
     __syncwarp();
     return y;
+}
+inline float __shfl_xor_sync(u32 mask, float x, int lanes) {
+    return __shfl_sync(mask, x, threadIdx.x % 32 ^ lanes);
 }
 
 inline u32 to_bf16(float low, float high) {
@@ -96,22 +94,28 @@ inline float ex2(float x) { return std::exp2(x); }
 inline float lg2(float x) { return std::log2(x); }
 inline float rcp(float x) { return 1.0f / x; }
 
-// A fetch is there at once and a write as late as may be, so a wait that lacks for a write shows.
-inline void init_barrier(u64* arrived) { *arrived = 0; }
+inline i64 known(i64 x) { return x; }
+
+template <int HINT>
+u64 policy() { return 0; }
+template <typename T>
+T load_global(const T* p, u64) { return *p; }
+template <typename T>
+void store_global(T* p, T x, u64) { *p = x; }
+
+// A barrier is the number of bytes that are still to come.
+inline std::atomic_ref<u64> bytes_of(u64* arrived) { return std::atomic_ref<u64>(*arrived); }
+inline void init_barrier(u64* arrived) { bytes_of(arrived) = ~0ull; }
 inline void publish_barriers() {}
-inline void fetch(void* to, const void* from, u32 bytes, u64* arrived) {
+inline void expect(u64* arrived, u32 bytes) { bytes_of(arrived) += 1 + bytes; }
+inline void fetch(void* to, const void* from, u32 bytes, u64* arrived, u64) {
+    expect(arrived, bytes);
     memcpy(to, from, bytes);
-    ++*arrived;
+    bytes_of(arrived) -= bytes;
 }
-inline void wait_for_fetch(u64* arrived) {
-    if (*static_cast<volatile u64*>(arrived) != 1) std::abort();  // would wait for ever
+inline void wait_for_bytes(u64* arrived) {
+    while (bytes_of(arrived) != 0) std::this_thread::yield();
 }
-inline void write(void* to, const void* from, u32 bytes) { writes.push_back({to, from, bytes}); }
-inline void wait_for_writes() {
-    for (const Copy& copy : writes) memcpy(copy.to, copy.from, copy.bytes);
-    writes.clear();
-}
-inline void fence_bulk_copies() {}
 inline void wait_for_kernel_before() {}
 inline void let_next_kernel_start() {}
 inline void cluster_arrive() { arrival.emplace(cluster->arrivals.arrive()); }
@@ -119,7 +123,9 @@ inline void cluster_wait() {
     cluster->arrivals.wait(std::move(arrival.value()));
     arrival.reset();
 }
-inline void tell_block(float* variable, int rank, float x) {
-    const auto offset = reinterpret_cast<unsigned char*>(variable) - shared_memory();
-    memcpy(cluster->blocks[rank].memory.data() + offset, &x, 4);
+inline void tell_block(float* variable, u64* arrived, int rank, float x) {
+    unsigned char* there = cluster->blocks[rank].memory.data();
+    memcpy(there + (reinterpret_cast<unsigned char*>(variable) - shared_memory()), &x, 4);
+    bytes_of(reinterpret_cast<u64*>(
+        there + (reinterpret_cast<unsigned char*>(arrived) - shared_memory()))) -= 4;
 }
