@@ -11,14 +11,28 @@ an interpreted function and is called plainly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from triton.runtime import JITFunction, driver
 
 Argument = torch.Tensor | int | float | bool | None
 Grid = tuple[int, int, int]
+
+
+class Packed(NamedTuple):
+    """Some of a launch's arguments, made ready once for many launches.
+
+    ``key`` numbers their class; ``values`` has the tensors' addresses and keeps none alive.
+    """
+
+    key: int
+    values: tuple[object, ...]
+
+
+_PACK_KEYS: dict[tuple[object, ...], int] = {}
 
 
 class KernelLaunch:
@@ -43,22 +57,37 @@ class KernelLaunch:
     """
 
     def __init__(
-        self, fn: Any, constexprs: Mapping[str, Any], options: Mapping[str, Any] | None = None
+        self,
+        fn: Any,
+        constexprs: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
+        groups: Sequence[Sequence[str]] = (),
     ) -> None:
         """Args:
             fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
             constexprs: a value for each of them.
             options: ``num_warps``, ``num_stages`` and other compiler options.
+            groups: of a kernel that ``packed`` launches, the names of its run-time arguments, by
+                what they change with.
 
         Raises:
-            ValueError: the constexprs are not those of the kernel, or do not stand last.
+            ValueError: the constexprs are not those of the kernel, or do not stand last; or the
+                groups are not its other arguments.
         """
-        self._fn = fn
+        self.kernel = self._fn = fn
         self._kwargs = {**constexprs, **(options or {})}
         self.alternatives: tuple[KernelLaunch, ...] = ()
         """Launches with the same arguments that a later call may choose instead of this one: what
         is compiled here is compiled for them too."""
         self._compiled: dict[tuple[object, ...], Any] = {}
+        self._packed: dict[tuple[int, ...], Any] = {}
+        self.groups = tuple(tuple(names) for names in groups)
+        if groups:
+            given = [name for names in groups for name in names]
+            wanted = [name for name in fn.arg_names if name not in constexprs]
+            if sorted(given) != sorted(wanted):
+                raise ValueError(f"groups of {fn.__name__} must be of {wanted}, got {given}")
+            self._in_order = operator.itemgetter(*[given.index(name) for name in wanted])
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -84,10 +113,47 @@ class KernelLaunch:
             return
         active = driver.active
         device = active.get_current_device()
-        key, values = _specialise(args, device, torch.version.hip is not None)
+        names, values = _specialise(args, torch.version.hip is not None)
+        key = (device, *names)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compile(key, args)
+        compiled[grid](*values, *self._tail, stream=active.get_current_stream(device))
+
+    @staticmethod
+    def pack(args: Iterable[Argument]) -> Packed:
+        """A group's arguments for ``packed``, in the group's order."""
+        key, values = _specialise(args, torch.version.hip is not None)
+        return Packed(_PACK_KEYS.setdefault(tuple(key), len(_PACK_KEYS)), tuple(values))
+
+    def packed(
+        self, grid: Grid, packs: Sequence[Packed], arguments: Callable[[], Sequence[Argument]]
+    ) -> None:
+        """Launch with arguments that were made ready before, in the order of ``groups``.
+
+        Args:
+            grid: as above.
+            packs: one for each group.
+            arguments: gives what the packs stand for, in the order of the kernel's signature.
+                Called where the kernel has to be compiled or is interpreted.
+        """
+        if self._interpreted:
+            self(grid, *arguments())
+            return
+        active = driver.active
+        device = active.get_current_device()
+        values: tuple[object, ...] = ()
+        key = [device]
+        for number, group in packs:
+            key.append(number)
+            values += group
+        compiled = self._packed.get(tuple(key))
+        if compiled is None:
+            args = tuple(arguments())
+            full = (device, *_specialise(args, torch.version.hip is not None)[0])
+            compiled = self._compiled.get(full) or self._compile(full, args)
+            self._packed[tuple(key)] = compiled
+        values = self._in_order(values)
         compiled[grid](*values, *self._tail, stream=active.get_current_stream(device))
 
     def warm_up(self, *args: Argument | torch.dtype) -> None:
@@ -99,7 +165,7 @@ class KernelLaunch:
         if self._interpreted:
             return
         device = driver.active.get_current_device()
-        key, _ = _specialise(args, device, torch.version.hip is not None)
+        key = (device, *_specialise(args, torch.version.hip is not None)[0])
         if key not in self._compiled:
             self._compile(key, args)
 
@@ -115,13 +181,13 @@ class KernelLaunch:
 
 
 def _specialise(
-    args: tuple[Argument | torch.dtype, ...], device: int, hip: bool
-) -> tuple[tuple[object, ...], list[object]]:
-    """The key of ``args`` (see ``KernelLaunch``) and what to hand to the launcher.
+    args: Iterable[Argument | torch.dtype], hip: bool
+) -> tuple[list[object], list[object]]:
+    """The key of ``args`` (see ``KernelLaunch``), without device, and what the launcher is handed.
 
     The entries of an argument start with its dtype, class or type, which fixes how many follow.
     """
-    key: list[object] = [device]
+    key: list[object] = []
     values: list[object] = []
     for arg in args:
         if type(arg) is int:
@@ -141,7 +207,7 @@ def _specialise(
             values.append(arg)
         else:
             raise TypeError(f"kernel argument must be a tensor, number or None, got {arg!r}")
-    return tuple(key), values
+    return key, values
 
 
 class _IntClass(dict[int, str]):

@@ -13,6 +13,7 @@ Triton kernels are timed where they can be imported, from an installed vLLM or, 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -39,16 +40,20 @@ from dsv4_backend import (
     CompressorSpec,
     PagedDecode,
     PagedPrefill,
+    RingPrefill,
     compress_decode_,
     compress_decode_pair_,
     compress_prefill_,
+    quantise_indexer_queries,
     window_ends,
 )
 from dsv4_backend.metadata import RECORD_BYTES
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+QUERIES = (1, 64, 512, 4096)
 PAGE_TOKENS = 64
+INDEXER_HEADS = 64
 
 
 @functools.cache
@@ -103,7 +108,8 @@ def make_part(part: str, ratio: int, positions: torch.Tensor, requests: torch.Te
         rope_table=rope_table(),
     )
     common = (positions, state_slots, requests.int(), table, slots)
-    plan: PagedDecode | PagedPrefill = PagedDecode(*common)
+    # as in an engine: the plan and the state are older than the launch before, a projection's
+    plan: PagedDecode | PagedPrefill = PagedDecode(*common, is_settled=True)
     if is_prefill:
         starts = torch.searchsorted(requests, torch.arange(count + 1, device="cuda")).int()
         plan = PagedPrefill(*common, starts, window_ends(positions, state_slots, count, ratio))
@@ -111,8 +117,24 @@ def make_part(part: str, ratio: int, positions: torch.Tensor, requests: torch.Te
     return Part(layer, normal(tokens, spec.row_width), state, cache, plan, ends)
 
 
+def on_ring(part: Part) -> Part:
+    """One request's prefill with sglang's plan v2, whose state keeps the last window alone."""
+    layer, tokens = part.layer, part.plan.num_tokens
+    spec, ratio = layer.spec, layer.spec.compress_ratio
+    seq_lens = torch.arange(ratio, tokens + 1, ratio, device="cuda")
+    # the rows before the first token count as rows of the state
+    packed = (seq_lens - 1) | ((spec.window - seq_lens).clamp_(min=0) << 16)
+    pages = torch.arange(2, device="cuda").expand(len(seq_lens), 2)
+    windows = torch.cat((seq_lens[:, None], packed[:, None], pages), 1).int()
+    last = torch.arange(tokens - spec.window, tokens, device="cuda")
+    writes = torch.stack((last, last % (2 * ratio)), 1).int()
+    state = torch.zeros(2, ratio, spec.row_width, device="cuda")
+    plan = RingPrefill(windows, writes, part.plan.slots)
+    return Part(layer, part.kv_score, state, part.cache, plan, part.ends)
+
+
 def ours(part: Part) -> Callable[[], None]:
-    if isinstance(part.plan, PagedPrefill):
+    if isinstance(part.plan, PagedPrefill | RingPrefill):
         return lambda: compress_prefill_(*part.tensors, part.plan)
     return lambda: compress_decode_(*part.tensors, part.plan)
 
@@ -183,6 +205,66 @@ def measure(
     return row
 
 
+def measure_ring(part_name: str, ratio: int, n: int, bandwidth: float) -> dict[str, object]:
+    part = make_part(part_name, ratio, *tokens_of("prefill", n, ratio, "all"))
+    ours(part)()
+    wanted = part.cache.clone()
+    part.cache.zero_()
+    call = ours(on_ring(part))
+    call()
+    if not torch.equal(part.cache, wanted):
+        raise SystemExit(
+            f"prefill {part_name} c{ratio}: a ring's records differ from a paged plan's"
+        )
+    return {
+        "phase": "prefill",
+        "part": part_name,
+        "layout": "ring",
+        "ratio": ratio,
+        "n": n,
+        "ends": "all",
+        "ours_gpu_ms": graph_time_ms(call),
+        "ours_call_ms": call_time_ms(call),
+        "ours_host_ms": host_time_ms(call),
+        "vllm_gpu_ms": None,
+        "seed_style_gpu_ms": None,
+        "two_launch_gpu_ms": None,
+        "floor_ms": (
+            part.kv_score.nbytes + part.ends * sum(RECORD_BYTES[part.layer.spec.cache_format])
+        )
+        / (bandwidth * 1e6),
+    }
+
+
+def measure_queries(cache_format: str, n: int, bandwidth: float) -> dict[str, object]:
+    """The indexer's queries of n tokens, rotated as sglang does."""
+    spec = dataclasses.replace(make_spec("indexer", 4), cache_format=cache_format, rotate=True)
+    q = torch.randn(n, INDEXER_HEADS, 128, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(n, INDEXER_HEADS, device="cuda", dtype=torch.bfloat16)
+    positions = torch.randint(4096, 8192, (n,), device="cuda")
+
+    def call() -> None:
+        quantise_indexer_queries(
+            spec, q, positions, rope_table(), weights, 128**-0.5, INDEXER_HEADS**-0.5
+        )
+
+    data = sum(RECORD_BYTES[spec.cache_format]) * n * INDEXER_HEADS
+    return {
+        "phase": "decode",
+        "part": f"queries_{cache_format.removeprefix('indexer_')}",
+        "ratio": 4,
+        "n": n,
+        "ends": "all",
+        "ours_gpu_ms": graph_time_ms(call),
+        "ours_call_ms": call_time_ms(call),
+        "ours_host_ms": host_time_ms(call),
+        "vllm_gpu_ms": None,
+        "seed_style_gpu_ms": None,
+        "two_launch_gpu_ms": None,
+        "floor_ms": (q.nbytes + weights.nbytes + data) / (bandwidth * 1e6),
+    }
+
+
 def measure_rows(n: int, bandwidth: float) -> dict[str, object]:
     calls = rows_calls(n, rope_table())
     return {
@@ -227,12 +309,16 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for n in DECODE:
         rows.append(measure_rows(n, bandwidth))
-    for case in cases(args.quick):
-        rows.append(measure(*case, vllm, bandwidth))
-        shown = {k: f"{v:.4f}" for k, v in rows[-1].items() if isinstance(v, float)}
-        print(*case, shown, flush=True)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    for cache_format in ("indexer_fp8", "indexer_mxfp4"):
+        rows += [measure_queries(cache_format, n, bandwidth) for n in QUERIES]
+    for name, ratio in (("main", 4), ("indexer", 4), ("main", 128)):
+        for n in PREFILL[:: 3 if args.quick else 1]:
+            rows.append(measure_ring(name, ratio, n, bandwidth))
+    rows += [measure(*case, vllm, bandwidth) for case in cases(args.quick)]
+    for row in rows:
+        print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()})
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from dsv4_backend import (
     CompressorLayer,
     PagedDecode,
     PagedPrefill,
+    RingPrefill,
     SeqLens,
     compress_norm_rope_hadamard_,
 )
@@ -36,7 +37,7 @@ class Part:
     kv_score: torch.Tensor
     state: torch.Tensor
     cache: torch.Tensor
-    plan: PagedDecode | PagedPrefill
+    plan: PagedDecode | PagedPrefill | RingPrefill
     ends: int
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_core.path_table import load_table
 from backend_core.target import detect_target
 from benchmarks.bench_dsv4_compressor import make_part, ours, ours_both, rope_table, tokens_of
-from benchmarks.dsv4_peers import empty_kernel, rows_calls
+from benchmarks.dsv4_peers import Part, empty_kernel, rows_calls
 from benchmarks.timing import environment, graph_time_ms
 from dsv4_backend import paths
 
@@ -61,33 +63,50 @@ def variants() -> list[Variant]:
             params = tuple((name, value) for name, value in pairs)
             found.append(Variant(phase, part, ratio, sizes, params))
 
-    add("decode", "indexer_rows", 4, *(f"num_warps=1 pdl={p}" for p in (0, 1, 2)))
-    add("decode", "indexer", 4, *(f"num_warps={w} pdl={p}" for w in (1, 2, 4) for p in (0, 1, 2)))
-    add("decode", "main", 4, *(f"num_warps={w} pdl={p}" for w in (4, 8) for p in (0, 1, 2)))
-    add("decode", "main", 4, "num_warps=2", "num_warps=4 block_w=4")
-    add("decode", "both", 4, *(f"num_warps={w} pdl={p}" for w in (4, 8) for p in (0, 1, 2)))
-    lean = [f"block_w=2 max_registers={r}" for r in (64, 72)] + ["block_w=4 max_registers=72"]
-    add("decode", "both", 4, *(f"num_warps=4 {v} pdl=1" for v in lean))
-    add("decode", "both", 4, "num_warps=4 block_w=8 max_registers=64 pdl=1")
-    c128 = ((2, 8), (2, 16), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32), (16, 32))
-    add("decode", "main", 128, *(f"num_warps={w} block_w={b} pdl=1" for w, b in c128))
-    add("prefill", "indexer", 4, *(f"num_warps={w} rows={r}" for w in (1, 2, 4) for r in (1, 4)))
-    add("prefill", "main", 4, *(f"num_warps={w} rows={r}" for w in (4, 8) for r in (1, 2, 4)))
-    add("prefill", "main", 4, "num_warps=4 rows=4 max_registers=80")
-    splits = ((4, 64, 32), (4, 128, 32), (4, 64, 64), (8, 128, 64), (2, 64, 32), (2, 32, 64))
-    shapes = [f"num_warps={w} block_w={b} block_d={d}" for w, b, d in splits]
-    add("prefill", "main", 128, *(f"{s} rest_num_warps=4" for s in shapes))
-    add("prefill", "main", 128, *(f"{s} rest_num_warps=1" for s in shapes[:2]))
+    early = "reads_early=true"
+    add("decode", "indexer_rows", 4, *(f"num_warps=1 pdl={p}" for p in (2, 3)))
+    add("decode", "indexer", 4, *(f"num_warps=1 pdl={p}" for p in (2, 3)))
+    add("decode", "indexer", 4, *(f"num_warps=1 pdl={p} {early}" for p in (1, 2, 3)))
+    add("decode", "indexer", 4, f"num_warps=2 pdl=3 {early}")
+    add("decode", "main", 4, *(f"num_warps=4 block_w=8 pdl={p}" for p in (1, 2, 3)))
+    add("decode", "main", 4, *(f"num_warps=4 block_w=8 pdl={p} {early}" for p in (1, 2, 3)))
+    add("decode", "both", 4, *(f"num_warps=4 block_w=8 pdl={p}" for p in (1, 2, 3)))
+    add("decode", "both", 4, *(f"num_warps=4 block_w=8 pdl={p} {early}" for p in (1, 2, 3)))
+    lean = [f"num_warps=4 block_w=8 max_registers=64 pdl={p}" for p in (1, 2)]
+    add("decode", "both", 4, *lean)
+    c128 = ((4, 8, 1), (4, 8, 2), (4, 8, 3), (2, 8, 1), (8, 8, 1), (4, 4, 1), (4, 16, 1))
+    add("decode", "main", 128, *(f"num_warps={w} block_w={b} pdl={p}" for w, b, p in c128))
     return found
+
+
+def parts_of(variant: Variant, n: int) -> list[Part]:
+    names = ("main", "indexer") if variant.part == "both" else (variant.part,)
+    tokens = tokens_of(variant.phase, n, variant.ratio, "all")
+    return [make_part(name, variant.ratio, *tokens) for name in names]
 
 
 def calls_of(variant: Variant, n: int) -> Callable[[], object]:
     if variant.part == "indexer_rows":
         return rows_calls(n, rope_table())["ours"]
-    names = ("main", "indexer") if variant.part == "both" else (variant.part,)
-    tokens = tokens_of(variant.phase, n, variant.ratio, "all")
-    parts = [make_part(name, variant.ratio, *tokens) for name in names]
+    parts = parts_of(variant, n)
     return ours(parts[0]) if len(parts) == 1 else ours_both(parts[0], parts[1])
+
+
+def written_by(variant: Variant) -> list[torch.Tensor]:
+    """The records and state rows that a variant's call writes."""
+    parts = parts_of(variant, variant.sizes[1])
+    torch.cuda.synchronize()
+    (ours(parts[0]) if len(parts) == 1 else ours_both(parts[0], parts[1]))()
+    return [tensor for part in parts for tensor in (part.cache, part.state)]
+
+
+def differs(variant: Variant, wanted: list[torch.Tensor]) -> str | None:
+    """States must be equal, and records but for what another order of a sum may round apart."""
+    for got, want in zip(written_by(variant), wanted, strict=True):
+        share = float((got != want).sum()) / float((want != 0).sum())
+        if share > (1e-3 if want.dtype == torch.uint8 else 0.0):
+            return f"{share:.4f} of a tensor differs from the first variant's"
+    return None
 
 
 @contextmanager
@@ -115,7 +134,7 @@ def with_params(text: str, variant: Variant) -> str:
     rows = text.split("[[path]]")
     for i, row in enumerate(rows):
         if f'phase = "{variant.phase}"' in row and f'"{variant.feature}"' in row:
-            row = re.sub(r"(?m)^(pdl|max_registers) = \w+\n", "", row)
+            row = re.sub(r"(?m)^(pdl|max_registers|reads_early) = \w+\n", "", row)
             for name, value in variant.params:
                 row = re.sub(rf"(?m)^{name} = \w+\n", "", row)
                 row = row.replace("[path.params]\n", f"[path.params]\n{name} = {value}\n")
@@ -135,9 +154,60 @@ def compile_variant(variant: Variant) -> str | None:
     return None
 
 
+BUCKETS: tuple[tuple[tuple[int, ...], int | None], ...] = (
+    ((1, 16, 64), 128),
+    ((256,), 256),
+    ((512,), None),
+)
+"""Sizes that stand for decode steps of up to so many requests."""
+
+
+def best_rows(rows: list[dict[str, Any]]) -> list[tuple[int | None, dict[str, Any]]]:
+    """Of one part's rows of the sweep the fastest for each bucket, neighbours that agree as one."""
+    found: list[tuple[int | None, dict[str, Any]]] = []
+    for sizes, bound in BUCKETS:
+        times = {i: math.prod(row["gpu_ms"][n] for n in sizes) for i, row in enumerate(rows)}
+        best = rows[min(times, key=lambda i: times[i])]
+        if found and found[-1][1] is best:
+            found.pop()
+        found.append((bound, best))
+    return found
+
+
+def chosen_table(text: str, rows: list[dict[str, Any]], result: dict[str, object]) -> str:
+    """The table's text with the decode rows of every part of the sweep replaced by the fastest."""
+    head, *blocks = text.split("[[path]]")
+    for feature in dict.fromkeys(row["feature"] for row in rows if row["phase"] == "decode"):
+        timed = [row for row in rows if row["feature"] == feature and not row["failure"]]
+        name = "in_registers" if feature.startswith("in_place") else "one_launch"
+        blocks = [
+            block
+            for block in blocks
+            if not ('phase = "decode"' in block and f'features = ["{feature}"]' in block)
+        ]
+        for bound, row in best_rows(timed):
+            params = "".join(f"{key} = {value}\n" for key, value in row["params"].items())
+            if feature in ("indexer", "main_c4", "pair") and "block_w" not in row["params"]:
+                params += "block_w = 8\n"
+            limit = "" if bound is None else f"max_grid = {bound}\n"
+            blocks.append(
+                f'\nphase = "decode"\nname = "{name}"\n{limit}features = ["{feature}"]\n'
+                f'measured = true\nsource = "benchmarks/results/dsv4_sweep_decode_h200.json"\n'
+                f'gpu = "{result["gpu"]}"\ndate = "{result["date"]}"\n[path.params]\n{params}\n'
+            )
+
+    def place(block: str) -> tuple[bool, float]:
+        bound = re.search(r"max_grid = (\d+)", block)
+        return 'phase = "decode"' in block, int(bound[1]) if bound else math.inf
+
+    blocks = [block.rstrip("\n") + "\n\n" for block in sorted(blocks, key=place)]
+    return "[[path]]".join([head, *blocks]).rstrip("\n") + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--table", type=Path, help="where to write the table that the times choose")
     parser.add_argument("--processes", type=int, default=12, help="that compile side by side")
     args = parser.parse_args()
 
@@ -146,17 +216,34 @@ def main() -> None:
         failures = pool.map(compile_variant, todo, chunksize=1)
     result: dict[str, object] = environment()
     result["empty_launch_ms"] = graph_time_ms(lambda: empty_kernel[(1,)](rope_table()), calls=20)
-    rows: list[dict[str, object]] = []
-    for variant, failure in zip(todo, failures, strict=True):
+    rows: list[dict[str, Any]] = []
+    wanted: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for variant, compile_failure in zip(todo, failures, strict=True):
         times = {}
+        failure = compile_failure
+        if failure is None and variant.part != "indexer_rows":
+            with table_of(variant):
+                key = (variant.phase, variant.feature)
+                if key in wanted:
+                    failure = differs(variant, wanted[key])
+                else:
+                    wanted[key] = written_by(variant)
         if failure is None:
             with table_of(variant):
                 times = {n: graph_time_ms(calls_of(variant, n), replays=20) for n in variant.sizes}
-        row = {"phase": variant.phase, "part": variant.part, "ratio": variant.ratio}
+        row: dict[str, Any] = {
+            "phase": variant.phase,
+            "part": variant.part,
+            "ratio": variant.ratio,
+        }
         rows.append(row | {"params": dict(variant.params), "gpu_ms": times, "failure": failure})
+        rows[-1] |= {"feature": variant.feature}
         shown = failure or " ".join(f"{n}: {1e3 * ms:.2f}" for n, ms in times.items())
         print(*row.values(), dict(variant.params), "us", shown, flush=True)
-        args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    if args.table is not None:
+        shipped = load_table("dsv4", detect_target()).source.read_text()
+        args.table.write_text(chosen_table(shipped, rows, result))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ from dsv4_backend import compressor, validation
 from dsv4_backend.metadata import CompressorLayer, real_rope_table
 from dsv4_backend.plans import (
     DecodePlan,
-    PagedDecode,
     PrefillPlan,
-    RingDecode,
-    RingDecodeV1,
     RowPlan,
     SeqLens,
 )
@@ -87,9 +84,7 @@ def compress_decode_(
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
-    validation.check_step(layer, kv_score, state, cache, plan, "decode")
-    target = target or detect_target(kv_score.device)
-    compressor.run_decode(target, (layer, kv_score, state, cache), plan)
+    compressor.run_decode((layer, kv_score, state, cache), plan, target)
 
 
 def compress_decode_pair_(
@@ -112,9 +107,7 @@ def compress_decode_pair_(
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
-    _check_pair(main, indexer, main_plan, indexer_plan)
-    target = target or detect_target(main[1].device)
-    compressor.run_decode_pair(target, main, indexer, main_plan, indexer_plan)
+    compressor.run_decode_pair((main, indexer), (main_plan, indexer_plan), target)
 
 
 def compress_prefill_(
@@ -140,9 +133,7 @@ def compress_prefill_(
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
-    validation.check_step(layer, kv_score, state, cache, plan, "prefill")
-    target = target or detect_target(kv_score.device)
-    compressor.run_prefill(target, (layer, kv_score, state, cache), plan)
+    compressor.run_prefill((layer, kv_score, state, cache), plan, target)
 
 
 def warm_up(
@@ -166,14 +157,11 @@ def warm_up(
         ValueError: an argument breaks the operator's contract.
         LookupError: there are no kernel paths for the target.
     """
-    phase = plan.phase
-    validation.check_step(layer, kv_score, state, cache, plan, phase)
-    target = target or detect_target(kv_score.device)
     part = (layer, kv_score, state, cache)
-    if isinstance(plan, RingDecode | RingDecodeV1 | PagedDecode):
-        compressor.warm_up_decode(target, part, plan)
+    if isinstance(plan, DecodePlan):
+        compressor.warm_up_decode(part, plan, target)
     else:
-        compressor.warm_up_prefill(target, part, plan)
+        compressor.warm_up_prefill(part, plan, target)
 
 
 def warm_up_pair(
@@ -185,17 +173,4 @@ def warm_up_pair(
     target: Target | None = None,
 ) -> None:
     """``warm_up`` for ``compress_decode_pair_``, whose arguments it takes."""
-    _check_pair(main, indexer, main_plan, indexer_plan)
-    target = target or detect_target(main[1].device)
-    compressor.warm_up_decode_pair(target, main, indexer, main_plan, indexer_plan)
-
-
-def _check_pair(
-    main: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
-    indexer: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
-    main_plan: DecodePlan,
-    indexer_plan: DecodePlan,
-) -> None:
-    validation.check_step(*main, main_plan, "decode")
-    validation.check_step(*indexer, indexer_plan, "decode")
-    validation.check_pair(main[0], indexer[0], main_plan, indexer_plan)
+    compressor.warm_up_decode_pair((main, indexer), (main_plan, indexer_plan), target)

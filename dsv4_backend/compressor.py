@@ -7,15 +7,86 @@ for a C4 layer main and indexer together. A prefill step is two: windows, then t
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
 import torch
 
-from backend_core.target import Target
-from dsv4_backend import paths, plans, reference_step
-from dsv4_backend.metadata import CompressorLayer
+from backend_core.target import Target, detect_target
+from dsv4_backend import arguments, paths, plans, reference_step, validation
+from dsv4_backend.arguments import LAYER, PAIR, PLAN, Argument, Part
 
-Argument = torch.Tensor | int | float
-Part = tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor]
-"""A layer with its kv_score, state and cache."""
+if TYPE_CHECKING:
+    from backend_core.launch import KernelLaunch, Packed
+
+T = TypeVar("T")
+_Two = tuple[T, T]
+_READY_LIMIT = 64  # kinds of calls that a layer remembers
+
+
+@dataclass(eq=False)
+class Ready(Generic[T]):
+    """What calls of one layer with like tensors share."""
+
+    kernels: paths.Paths[T]
+    packs: dict[tuple[KernelLaunch, int], Packed] = field(default_factory=dict)
+    pairs: dict[Ready[T], paths.Paths[T]] = field(default_factory=dict)
+
+
+def ready(
+    part: Part, plan: plans.DecodePlan | plans.PrefillPlan, phase: str, target: Target | None
+) -> Ready[Any]:
+    """Check a call and choose its kernels, once for calls that agree in all that a check or a pack
+    looks at.
+
+    Raises:
+        ValueError: the call breaks its operator's contract.
+        LookupError: there are no kernel paths for the target.
+    """
+    layer, kv_score, state, cache = part
+    facts = (
+        type(plan), phase, getattr(plan, "device", None), getattr(plan, "is_settled", None), target,
+        kv_score.shape[1:], kv_score.stride()[1:], kv_score.dtype, kv_score.device,
+        state.data_ptr(), state.shape, state.stride(), state.dtype, state.device,
+        cache.data_ptr(), cache.shape, cache.stride(), cache.dtype, cache.device,
+        layer.ape.data_ptr(), layer.norm_weight.data_ptr(), layer.rope_table.data_ptr(),
+    )  # fmt: skip
+    found: Ready[Any] | None = layer.ready.get(facts)
+    if found is not None and kv_score.shape[0] >= plan.num_tokens:
+        return found
+    validation.check_step(layer, kv_score, state, cache, plan, phase)
+    target = target or detect_target(kv_score.device)
+    if len(layer.ready) >= _READY_LIMIT:
+        layer.ready.clear()
+    found = layer.ready[facts] = Ready(_paths(target, part, plan))
+    return found
+
+
+def ready_pair(
+    parts: _Two[Part], both: _Two[plans.DecodePlan], target: Target | None
+) -> _Two[Ready[Any]]:
+    """``ready`` of both; the first knows the kernels that serve it together with the second."""
+    main, indexer = parts
+    found = ready(main, both[0], "decode", target), ready(indexer, both[1], "decode", target)
+    validation.check_pair_plans(*both)
+    if found[1] not in found[0].pairs:
+        validation.check_pair(main[0], indexer[0])
+        found[0].pairs[found[1]] = paths.pair_paths(
+            target or detect_target(main[1].device),
+            main[0].spec,
+            indexer[0].spec,
+            both[0].layout,
+            (main[2].shape[1], indexer[2].shape[1]),
+            both[0].is_settled and both[1].is_settled,
+        )
+    return found
+
+
+def _paths(target: Target, part: Part, plan: plans.DecodePlan | plans.PrefillPlan) -> Any:
+    spec, state_block = part[0].spec, part[2].shape[1]
+    if isinstance(plan, plans.DecodePlan):
+        return paths.decode_paths(target, spec, plan.layout, state_block, plan.is_settled)
+    return paths.prefill_paths(target, spec, plan.layout, state_block)
 
 
 def run_in_place(
@@ -40,183 +111,111 @@ def run_in_place(
     )  # fmt: skip
 
 
-def run_decode(target: Target, part: Part, plan: plans.DecodePlan) -> None:
-    layer, kv_score, state, cache = part
-    selected = paths.decode_paths(target, layer.spec, plan.layout, state.shape[1])
-    launch = selected.launch(plan.num_tokens)
+def run_decode(part: Part, plan: plans.DecodePlan, target: Target | None) -> None:
+    found = ready(part, plan, "decode", target)
+    tokens = plan.num_tokens
+    launch = found.kernels.launch(tokens)
     if launch is None:
-        reference_step.step(layer, kv_score, state, cache, plan)
+        reference_step.step(*part, plan)
         return
-    launch((plan.num_tokens, 1, 1), *decode_arguments(part, plan))
+    packs = (launch.pack(arguments.input_values(part[1])), *_packs(launch, found, part, plan))
+    launch.packed((tokens, 1, 1), packs, lambda: arguments.of_kernel(launch.kernel, part, plan))
 
 
-def run_decode_pair(
-    target: Target,
-    main: Part,
-    indexer: Part,
-    main_plan: plans.DecodePlan,
-    indexer_plan: plans.DecodePlan,
-) -> None:
-    state_blocks = (main[2].shape[1], indexer[2].shape[1])
-    specs = (main[0].spec, indexer[0].spec)
-    selected = paths.pair_paths(target, *specs, main_plan.layout, state_blocks)
-    launch = selected.launch(main_plan.num_tokens)
+def run_decode_pair(parts: _Two[Part], both: _Two[plans.DecodePlan], target: Target | None) -> None:
+    found = ready_pair(parts, both, target)
+    tokens = both[0].num_tokens
+    launch = found[0].pairs[found[1]].launch(tokens)
     if launch is None:
-        reference_step.step(*main, main_plan)
-        reference_step.step(*indexer, indexer_plan)
+        for part, plan in zip(parts, both, strict=True):
+            reference_step.step(*part, plan)
         return
-    arguments = _pair_arguments(main, indexer, main_plan, indexer_plan)
-    launch((main_plan.num_tokens, 2, 1), *arguments)
+    packs = [
+        launch.pack(arguments.input_values(parts[0][1])),
+        *_packs(launch, found[0], parts[0], both[0]),
+        launch.pack(arguments.input_values(parts[1][1])),
+        *_packs(launch, found[1], parts[1], both[1], PAIR),
+    ]
+    launch.packed((tokens, 2, 1), packs, lambda: arguments.of_pair(launch.kernel, parts, both))
 
 
-def run_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
-    layer, kv_score, state, cache = part
-    num_windows = _num_windows(plan)
-    selected = paths.prefill_paths(target, layer.spec, plan.layout, state.shape[1])
-    launches = selected.launch(num_windows)
+def run_prefill(part: Part, plan: plans.PrefillPlan, target: Target | None) -> None:
+    found = ready(part, plan, "prefill", target)
+    num_windows, num_writes = plan.num_windows, plan.num_writes
+    launches = found.kernels.launch(num_windows)
     if launches is None:
-        reference_step.step(layer, kv_score, state, cache, plan)
+        reference_step.step(*part, plan)
         return
-    windows, rest = _prefill_arguments(part, plan, launches)
-    num_writes = _write_pointers(plan)[2]
-    if launches.rest is None:
-        ratio = layer.spec.compress_ratio
-        groups = max(num_windows, -(-num_writes // ratio))
-        launches.windows((groups * launches.num_splits, 1, 1), *windows)
+    layer, kv_score, _, _ = part
+    windows, rest, num_splits = launches.windows, launches.rest, launches.num_splits
+    packs = (
+        windows.pack(arguments.input_values(kv_score)),
+        *_packs(windows, found, part, plan),
+    )
+    if rest is None:
+        groups = max(num_windows, -(-num_writes // layer.spec.compress_ratio))
+        grid = (groups * num_splits, 1, 1)
+        windows.packed(grid, packs, lambda: arguments.of_kernel(windows.kernel, part, plan))
         return
-    launches.windows((num_windows, launches.num_splits, 1), *windows)
-    rest_grid = num_writes if launches.num_splits == 1 else num_windows + num_writes
-    launches.rest((rest_grid, 1, 1), *rest)
+    pooled: torch.Tensor | None = None
+    pooled_packs: tuple[Packed, ...] = ()
+    rest_grid = num_writes
+    if num_splits > 1:
+        pooled = kv_score.new_empty((num_windows, layer.spec.head_dim), dtype=torch.float32)
+        pooled_packs = (windows.pack((pooled,)),)
+        rest_grid += num_windows
+    windows.packed(
+        (num_windows, num_splits, 1),
+        packs + pooled_packs,
+        lambda: arguments.of_kernel(windows.kernel, part, plan, pooled),
+    )
+    rest.packed(
+        (rest_grid, 1, 1),
+        (packs[0], *_packs(rest, found, part, plan), *pooled_packs),
+        lambda: arguments.of_kernel(rest.kernel, part, plan, pooled),
+    )
 
 
-def warm_up_decode(target: Target, part: Part, plan: plans.DecodePlan) -> None:
+def warm_up_decode(part: Part, plan: plans.DecodePlan, target: Target | None) -> None:
     """Compile whatever ``run_decode`` may launch for tensors like these."""
-    selected = paths.decode_paths(target, part[0].spec, plan.layout, part[2].shape[1])
-    for launch in selected.launches():
-        launch.warm_up(*decode_arguments(part, plan))
+    for launch in ready(part, plan, "decode", target).kernels.launches():
+        launch.warm_up(*arguments.of_kernel(launch.kernel, part, plan))
 
 
 def warm_up_decode_pair(
-    target: Target,
-    main: Part,
-    indexer: Part,
-    main_plan: plans.DecodePlan,
-    indexer_plan: plans.DecodePlan,
+    parts: _Two[Part], both: _Two[plans.DecodePlan], target: Target | None
 ) -> None:
     """Compile whatever ``run_decode_pair`` may launch for tensors like these."""
-    state_blocks = (main[2].shape[1], indexer[2].shape[1])
-    specs = (main[0].spec, indexer[0].spec)
-    for launch in paths.pair_paths(target, *specs, main_plan.layout, state_blocks).launches():
-        launch.warm_up(*_pair_arguments(main, indexer, main_plan, indexer_plan))
+    found = ready_pair(parts, both, target)
+    for launch in found[0].pairs[found[1]].launches():
+        launch.warm_up(*arguments.of_pair(launch.kernel, parts, both))
 
 
-def warm_up_prefill(target: Target, part: Part, plan: plans.PrefillPlan) -> None:
+def warm_up_prefill(part: Part, plan: plans.PrefillPlan, target: Target | None) -> None:
     """Compile whatever ``run_prefill`` may launch for tensors like these."""
-    selected = paths.prefill_paths(target, part[0].spec, plan.layout, part[2].shape[1])
-    for launches in selected.launches():
-        windows, rest = _prefill_arguments(part, plan, launches)
-        launches.windows.warm_up(*windows)
-        if launches.rest is not None:
-            launches.rest.warm_up(*rest)
+    pooled = part[1].new_empty((plan.num_windows, part[0].spec.head_dim), dtype=torch.float32)
+    for launches in ready(part, plan, "prefill", target).kernels.launches():
+        for launch in (launches.windows, launches.rest):
+            if launch is not None:
+                launch.warm_up(*arguments.of_kernel(launch.kernel, part, plan, pooled))
 
 
-def decode_arguments(part: Part, plan: plans.DecodePlan) -> tuple[Argument, ...]:
-    """What ``decode_step_kernel`` takes, without constexprs."""
-    layer, kv_score, state, cache = part
-    plan_ptr, aux, request, table = _decode_pointers(plan)
-    return (
-        kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
-        plan_ptr, aux, request, table, plan.slots,
-        layer.spec.eps, 1.0 / layer.fp8_scale,
-        *_strides(part), layer.rope_table.stride(0), table.stride(0), cache.stride(0),
-    )  # fmt: skip
+def _packs(
+    launch: KernelLaunch,
+    found: Ready[Any],
+    part: Part,
+    plan: plans.DecodePlan | plans.PrefillPlan,
+    first: int = 0,
+) -> tuple[Packed, Packed]:
+    """The layer's and the plan's arguments, whose groups follow group ``first``."""
+    key = (launch, first)
+    of_layer, of_plan = found.packs.get(key), plan.packs.get(key)
+    if of_layer is None:
+        of_layer = found.packs[key] = _pack(launch, first + LAYER, arguments.layer_values(part))
+    if of_plan is None:
+        of_plan = plan.packs[key] = _pack(launch, first + PLAN, arguments.plan_values(plan))
+    return of_layer, of_plan
 
 
-def _pair_arguments(
-    main: Part, indexer: Part, main_plan: plans.DecodePlan, indexer_plan: plans.DecodePlan
-) -> tuple[Argument, ...]:
-    layer, other = main[0], indexer[0]
-    plan_ptr, aux, request, table = _decode_pointers(main_plan)
-    x_plan_ptr, x_aux, _, x_table = _decode_pointers(indexer_plan)
-    return (
-        main[1], main[2], layer.ape, layer.norm_weight, main[3],
-        plan_ptr, aux, table, main_plan.slots,
-        indexer[1], indexer[2], other.ape, other.norm_weight, indexer[3],
-        x_plan_ptr, x_aux, x_table, indexer_plan.slots,
-        layer.rope_table, request, layer.spec.eps, 1.0 / layer.fp8_scale,
-        *_strides(main), table.stride(0), main[3].stride(0),
-        *_strides(indexer), x_table.stride(0), indexer[3].stride(0),
-        layer.rope_table.stride(0),
-    )  # fmt: skip
-
-
-def _prefill_arguments(
-    part: Part, plan: plans.PrefillPlan, launches: paths.PrefillLaunches
-) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
-    """Those of the windows and those of the rest; see ``paths.PrefillLaunches``."""
-    layer, kv_score, state, cache = part
-    strides, table_stride = _strides(part), layer.rope_table.stride(0)
-    plan_ptr, aux, positions, requests, table = _prefill_pointers(plan)
-    write_ptr, write_aux, _ = _write_pointers(plan)
-    eps, inv_scale = layer.spec.eps, 1.0 / layer.fp8_scale
-    if launches.rest is None:
-        return (
-            kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
-            plan_ptr, aux, write_ptr, positions, requests, table, plan.slots,
-            _num_windows(plan), plan.num_tokens, eps, inv_scale,
-            *strides, table_stride, table.stride(0), cache.stride(0),
-        ), ()  # fmt: skip
-    if launches.num_splits == 1:
-        return (
-            kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
-            plan_ptr, aux, positions, requests, table, plan.slots,
-            eps, inv_scale, *strides, table_stride, table.stride(0), cache.stride(0),
-        ), (kv_score, state, layer.ape, write_ptr, write_aux, positions, *strides)  # fmt: skip
-    num_windows = _num_windows(plan)
-    pooled = kv_score.new_empty((num_windows, layer.spec.head_dim), dtype=torch.float32)
-    return (
-        kv_score, state, layer.ape, pooled, plan_ptr, aux, positions, requests, table,
-        *strides, table.stride(0),
-    ), (
-        pooled, kv_score, state, layer.ape, layer.norm_weight, layer.rope_table, cache,
-        plan_ptr, aux, write_ptr, write_aux, positions, requests, plan.slots, num_windows,
-        eps, inv_scale, *strides, table_stride, cache.stride(0),
-    )  # fmt: skip
-
-
-def _num_windows(plan: plans.PrefillPlan) -> int:
-    windows = plan.ends if isinstance(plan, plans.PagedPrefill) else plan.windows
-    return windows.shape[0]
-
-
-def _strides(part: Part) -> tuple[int, ...]:
-    layer, kv_score, state, _ = part
-    ape = layer.ape
-    return (kv_score.stride(0), state.stride(0), state.stride(1), ape.stride(0), ape.stride(1))
-
-
-def _decode_pointers(plan: plans.DecodePlan) -> tuple[torch.Tensor, ...]:
-    """(plan, aux, requests, block table); what a layout lacks is filled with what it has."""
-    if isinstance(plan, plans.RingDecode):
-        return plan.plan, plan.slots, plan.slots, plan.plan
-    if isinstance(plan, plans.RingDecodeV1):
-        return plan.seq_lens, plan.pages, plan.slots, plan.seq_lens
-    return plan.positions, plan.state_slots, plan.requests, plan.block_table
-
-
-def _prefill_pointers(plan: plans.PrefillPlan) -> tuple[torch.Tensor, ...]:
-    """(plan, aux, positions, requests, block table), filled in the same way."""
-    if isinstance(plan, plans.RingPrefill):
-        return plan.windows, plan.slots, plan.slots, plan.slots, plan.windows
-    if isinstance(plan, plans.RingPrefillV1):
-        return plan.windows, plan.pages, plan.slots, plan.slots, plan.windows
-    return plan.ends, plan.query_starts, plan.positions, plan.requests, plan.block_table
-
-
-def _write_pointers(plan: plans.PrefillPlan) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(plan, aux, number of state rows)."""
-    if isinstance(plan, plans.RingPrefill):
-        return plan.writes, plan.slots, plan.writes.shape[0]
-    if isinstance(plan, plans.RingPrefillV1):
-        return plan.writes, plan.pages, plan.writes.shape[0]
-    return plan.state_slots, plan.slots, plan.num_tokens
+def _pack(launch: KernelLaunch, group: int, values: dict[str, Argument]) -> Packed:
+    return launch.pack(values[arguments.plain_name(name)] for name in launch.groups[group])

@@ -7,7 +7,7 @@ Both are frozen and check their own contract when they are built. What changes e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -95,7 +95,7 @@ class CompressorLayer:
         rope_table: [positions, 64] fp32 or bf16 in ``spec.rope_layout``, with the compressed
             layers' own frequencies (theta 160000, YaRN); also a complex64 [positions, 32].
         fp8_scale: of ``"fp8_rows"``: a stored code times this is the value.
-        accepted: what ``validation`` has already found right in calls of this layer.
+        ready: what ``compressor`` has found right, chosen and packed for calls of this layer.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or layout above.
@@ -106,8 +106,8 @@ class CompressorLayer:
     norm_weight: torch.Tensor
     rope_table: torch.Tensor
     fp8_scale: float = 1.0
-    accepted: set[tuple[object, ...]] = field(
-        default_factory=set, init=False, repr=False, compare=False
+    ready: dict[tuple[object, ...], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from backend_core.path_table import KernelPath, PathSelection, load_table, select
 from backend_core.target import Target
+from dsv4_backend.arguments import groups_of, pair_groups
 from dsv4_backend.metadata import CompressorSpec
 
 if TYPE_CHECKING:
@@ -122,9 +123,13 @@ def pair_constexprs(
     }
 
 
-def decode_constexprs(path: KernelPath, kernel: Any) -> dict[str, Any]:
+def decode_constexprs(path: KernelPath, kernel: Any, is_settled: bool) -> dict[str, Any]:
     """What a row's parameters give ``decode_step_kernel`` or ``decode_pair_kernel``."""
-    return {"BLOCK_W": path.params["block_w"], **pdl(path, kernel)}
+    return {
+        "BLOCK_W": path.params["block_w"],
+        "READS_EARLY": is_settled and bool(path.params.get("reads_early", False)),
+        **pdl(path, kernel),
+    }
 
 
 @functools.cache
@@ -175,7 +180,7 @@ def query_constexprs(spec: CompressorSpec) -> dict[str, Any]:
 
 @functools.cache
 def decode_paths(
-    target: Target, spec: CompressorSpec, layout: str, state_block: int
+    target: Target, spec: CompressorSpec, layout: str, state_block: int, is_settled: bool = False
 ) -> Paths[KernelLaunch]:
     """The paths of a decode step of one part."""
 
@@ -184,8 +189,9 @@ def decode_paths(
         from dsv4_backend.kernels.decode_step import decode_step_kernel
 
         constexprs = step_constexprs(spec, layout, state_block)
-        constexprs |= decode_constexprs(path, decode_step_kernel)
-        return KernelLaunch(decode_step_kernel, constexprs, options(path))
+        constexprs |= decode_constexprs(path, decode_step_kernel, is_settled)
+        groups = groups_of(decode_step_kernel)
+        return KernelLaunch(decode_step_kernel, constexprs, options(path), groups)
 
     return Paths(target, "decode", {feature_of(spec)}, build)
 
@@ -197,6 +203,7 @@ def pair_paths(
     indexer: CompressorSpec,
     layout: str,
     state_blocks: tuple[int, int],
+    is_settled: bool = False,
 ) -> Paths[KernelLaunch]:
     """The paths of a C4 layer's decode step, main and indexer together."""
 
@@ -205,8 +212,9 @@ def pair_paths(
         from dsv4_backend.kernels.decode_pair import decode_pair_kernel
 
         constexprs = pair_constexprs(main, indexer, layout, state_blocks)
-        constexprs |= decode_constexprs(path, decode_pair_kernel)
-        return KernelLaunch(decode_pair_kernel, constexprs, options(path))
+        constexprs |= decode_constexprs(path, decode_pair_kernel, is_settled)
+        groups = pair_groups(decode_pair_kernel)
+        return KernelLaunch(decode_pair_kernel, constexprs, options(path), groups)
 
     return Paths(target, "decode", {"pair"}, build)
 
@@ -225,26 +233,31 @@ def prefill_paths(
         from dsv4_backend.kernels.prefill_step import prefill_step_kernel
         from dsv4_backend.kernels.state_write import state_write_kernel
 
+        def launch_of(
+            kernel: Any, constexprs: dict[str, Any], options: dict[str, Any]
+        ) -> KernelLaunch:
+            return KernelLaunch(kernel, constexprs, options, groups_of(kernel))
+
         step = step_constexprs(spec, layout, state_block)
         rows = {name: step[name] for name in ("D", "RATIO", "STATE_BLOCK", "PLAN")}
         block_w = {"BLOCK_W": path.params["block_w"]}
         if path.name == "one_launch":
             rows_each = int(path.params["rows"])
             constexprs = paged_constexprs(step) | block_w | {"ROWS": rows_each}
-            launch = KernelLaunch(prefill_paged_kernel, constexprs, options(path))
+            launch = launch_of(prefill_paged_kernel, constexprs, options(path))
             return PrefillLaunches(launch, None, spec.compress_ratio // rows_each + 1)
         rest_options = options(path, "rest_num_warps")
         if path.name == "column_split":
             block_d = int(path.params["block_d"])
             pool = rows | block_w | {"BLOCK_D": block_d}
             return PrefillLaunches(
-                KernelLaunch(pool_columns_kernel, pool, options(path)),
-                KernelLaunch(finish_and_write_kernel, step, rest_options),
+                launch_of(pool_columns_kernel, pool, options(path)),
+                launch_of(finish_and_write_kernel, step, rest_options),
                 spec.head_dim // block_d,
             )
         return PrefillLaunches(
-            KernelLaunch(prefill_step_kernel, step | block_w, options(path)),
-            KernelLaunch(state_write_kernel, rows, rest_options),
+            launch_of(prefill_step_kernel, step | block_w, options(path)),
+            launch_of(state_write_kernel, rows, rest_options),
             1,
         )
 

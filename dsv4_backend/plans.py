@@ -11,15 +11,20 @@ in the state and partly in the chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from dsv4_backend import validation
 
+if TYPE_CHECKING:
+    from backend_core.launch import KernelLaunch, Packed
+
 PlanLayout = Literal["rows", "ring", "ring_v1", "paged"]
 Phase = Literal["decode", "prefill"]
+Packs = dict[tuple["KernelLaunch", int], "Packed"]
+"""A plan's arguments of a kernel and one of its groups (``arguments``), made ready once."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,10 @@ class RingDecode:
         plan: [N, 4] int32 {seq_len, write_loc, read_page_0, read_page_1} or [N, 16] uint8;
             seq_len -1 or write_loc < 0 is padding.
         slots: [N] int32 or int64, cache slot of the compressed token; < 0 stores nothing.
+        is_settled: a promise that at least one ordinary launch, one that waits for all before it,
+            lies on the stream between the last write of the plan's tensors or of earlier tokens'
+            state rows and the call, as an engine's projections do. Kernels may then read those
+            while the launch before theirs still runs.
     """
 
     layout: ClassVar[PlanLayout] = "ring"
@@ -90,6 +99,8 @@ class RingDecode:
 
     plan: torch.Tensor
     slots: torch.Tensor
+    is_settled: bool = False
+    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", _int32_plan("plan", self.plan, 4))
@@ -112,7 +123,7 @@ class RingDecodeV1:
         seq_lens: [N] int32 or int64; <= 0 is padding.
         pages: [N] int32 or int64, the request's ring; token p lies in row p % window. < 0 is
             padding.
-        slots: as in ``RingDecode``.
+        slots, is_settled: as in ``RingDecode``.
     """
 
     layout: ClassVar[PlanLayout] = "ring_v1"
@@ -121,6 +132,8 @@ class RingDecodeV1:
     seq_lens: torch.Tensor
     pages: torch.Tensor
     slots: torch.Tensor
+    is_settled: bool = False
+    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         validation.check_index("seq_lens", self.seq_lens, ("N",))
@@ -156,6 +169,7 @@ class RingPrefill:
     windows: torch.Tensor
     writes: torch.Tensor
     slots: torch.Tensor
+    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", _int32_plan("windows", self.windows, 4))
@@ -167,6 +181,15 @@ class RingPrefill:
     @property
     def num_tokens(self) -> int:
         return self.slots.shape[0]
+
+    @property
+    def num_windows(self) -> int:
+        return self.windows.shape[0]
+
+    @property
+    def num_writes(self) -> int:
+        """Entries of the plan that may write a state row."""
+        return self.writes.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -192,6 +215,7 @@ class RingPrefillV1:
     writes: torch.Tensor
     pages: torch.Tensor
     slots: torch.Tensor
+    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", _int32_plan("windows", self.windows, 4))
@@ -204,6 +228,15 @@ class RingPrefillV1:
     @property
     def num_tokens(self) -> int:
         return self.slots.shape[0]
+
+    @property
+    def num_windows(self) -> int:
+        return self.windows.shape[0]
+
+    @property
+    def num_writes(self) -> int:
+        """Entries of the plan that may write a state row."""
+        return self.writes.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -220,6 +253,7 @@ class PagedDecode:
         requests: [N] int32 or int64, row of the block table.
         block_table: [B, blocks] int32, state blocks of a request by position // block.
         slots: [N] int32 or int64, cache slot of the compressed token; < 0 stores nothing.
+        is_settled: as in ``RingDecode``.
     """
 
     layout: ClassVar[PlanLayout] = "paged"
@@ -230,6 +264,8 @@ class PagedDecode:
     requests: torch.Tensor
     block_table: torch.Tensor
     slots: torch.Tensor
+    is_settled: bool = False
+    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         validation.check_paged(self)
@@ -263,6 +299,7 @@ class PagedPrefill:
     slots: torch.Tensor
     query_starts: torch.Tensor
     ends: torch.Tensor
+    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         validation.check_paged(self)
@@ -273,6 +310,15 @@ class PagedPrefill:
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
+
+    @property
+    def num_windows(self) -> int:
+        return self.ends.shape[0]
+
+    @property
+    def num_writes(self) -> int:
+        """Entries of the plan that may write a state row."""
+        return self.num_tokens
 
     @property
     def device(self) -> torch.device:

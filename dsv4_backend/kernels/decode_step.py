@@ -4,9 +4,94 @@ import triton
 import triton.language as tl
 
 from dsv4_backend.kernels.finish import finish_row
-from dsv4_backend.kernels.numerics import load_angles, wait_for_previous
+from dsv4_backend.kernels.numerics import load_angles, start_next, wait_for_previous
 from dsv4_backend.kernels.records import store_record
-from dsv4_backend.kernels.window import load_row, locate_decode, pool_window, write_state_row
+from dsv4_backend.kernels.window import (
+    load_ape_row,
+    load_row,
+    locate_decode,
+    old_rows,
+    pool_rows,
+    pool_window,
+    store_state_row,
+    with_last_row,
+    write_state_row,
+)
+
+
+@triton.jit
+def decode_row_early(
+    i_n,
+    input_ptr,
+    state_ptr,
+    ape_ptr,
+    weight_ptr,
+    table_ptr,
+    cache_ptr,
+    plan_ptr,
+    aux_ptr,
+    request_ptr,
+    block_table_ptr,
+    slot_ptr,
+    eps,
+    inv_scale,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    stride_table_p,
+    stride_block_table_b,
+    stride_cache_p,
+    D: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PLAN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    IS_FNUZ: tl.constexpr,
+    IS_SPLIT_TABLE: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``decode_row`` of ratio 4 where the launch before may only have written the input.
+
+    All else is read before that launch has ended. Loads are masked, not branched over, so that none
+    waits for the plan's values in a branch.
+    """
+    start_next(PDL)
+    seq_len, state_row, page_0, page_1 = locate_decode(plan_ptr, aux_ptr, i_n, 4, 8, PLAN)
+    slot = tl.load(slot_ptr + i_n).to(tl.int64)
+    request = tl.load(request_ptr + i_n).to(tl.int64) if PLAN == "paged" else state_row
+    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+    is_token = (seq_len > 0) & (state_row >= 0)
+    is_end = is_token & (seq_len % 4 == 0) & (slot >= 0) & (request >= 0)
+    block_row_ptr = block_table_ptr + request * stride_block_table_b
+    end = tl.where(is_end, seq_len, 0)
+    b_kv, b_s, b_ape = old_rows(
+        end, state_ptr, ape_ptr, block_row_ptr, page_0, page_1, stride_state_b, stride_state_r,
+        stride_ape_r, stride_ape_c, D, STATE_BLOCK, PLAN,
+    )  # fmt: skip
+    b_angles = load_angles(table_ptr, tl.maximum(end - 4, 0), stride_table_p, D, IS_SPLIT_TABLE)
+    b_row_ape = tl.zeros([2 * D], tl.float32)
+    if PLAN == "paged":
+        position = tl.maximum(seq_len - 1, 0)
+        b_row_ape = load_ape_row(ape_ptr, position, stride_ape_r, stride_ape_c, D, 4)
+    token_ptr = input_ptr + i_n.to(tl.int64) * stride_input_t
+
+    wait_for_previous(PDL)
+    b_row_kv, b_row_score = load_row(token_ptr, D, 4)
+    b_kv, b_s = with_last_row(b_kv, b_s, b_ape, token_ptr, D)
+    if is_token:
+        store_state_row(
+            b_row_kv, b_row_score + b_row_ape, state_ptr, state_row, stride_state_b,
+            stride_state_r, D, 4, STATE_BLOCK,
+        )  # fmt: skip
+    if is_end:
+        b_x = finish_row(pool_rows(b_kv, b_s), b_w, b_angles, eps, D, ROUNDING, HAS_ROTATION)
+        store_record(
+            b_x, cache_ptr, slot, stride_cache_p, inv_scale, D, PAGE, FORMAT, ROUNDING, IS_FNUZ
+        )
 
 
 @triton.jit
@@ -53,6 +138,7 @@ def decode_row(
     beside it.
     """
     WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
+    start_next(PDL)
     wait_for_previous(PDL)
     seq_len, state_row, page_0, page_1 = locate_decode(plan_ptr, aux_ptr, i_n, RATIO, WINDOW, PLAN)
     slot = tl.load(slot_ptr + i_n).to(tl.int64)
@@ -116,13 +202,24 @@ def decode_step_kernel(
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    READS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a request."""
-    decode_row(
-        tl.program_id(0), input_ptr, state_ptr, ape_ptr, weight_ptr, table_ptr, cache_ptr, plan_ptr,
-        aux_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale, stride_input_t,
-        stride_state_b, stride_state_r, stride_ape_r, stride_ape_c, stride_table_p,
-        stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE, PLAN, FORMAT, ROUNDING,
-        IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W, PDL,
-    )  # fmt: skip
+    if READS_EARLY:
+        tl.static_assert(RATIO == 4)
+        decode_row_early(
+            tl.program_id(0), input_ptr, state_ptr, ape_ptr, weight_ptr, table_ptr, cache_ptr,
+            plan_ptr, aux_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale,
+            stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
+            stride_table_p, stride_block_table_b, stride_cache_p, D, STATE_BLOCK, PAGE, PLAN,
+            FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, PDL,
+        )  # fmt: skip
+    else:
+        decode_row(
+            tl.program_id(0), input_ptr, state_ptr, ape_ptr, weight_ptr, table_ptr, cache_ptr,
+            plan_ptr, aux_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale,
+            stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
+            stride_table_p, stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE, PLAN,
+            FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W, PDL,
+        )  # fmt: skip

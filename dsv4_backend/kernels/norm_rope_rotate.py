@@ -9,6 +9,7 @@ from dsv4_backend.kernels.numerics import (
     rms_norm,
     rope_tail,
     round_bf16,
+    start_next,
     wait_for_previous,
 )
 
@@ -30,6 +31,7 @@ def norm_rope_rotate_kernel(
 ):
     """One program a plan entry; the row stays in registers from its load to its store."""
     i_n = tl.program_id(0)
+    start_next(PDL)
     wait_for_previous(PDL)
     if IS_DECODE:
         i_row = i_n

@@ -9,12 +9,20 @@ import triton.language as tl
 
 
 @triton.jit
+def start_next(PDL: tl.constexpr):
+    """PDL 3: the launch after this one may start as soon as all programs of this one have."""
+    if PDL == 3:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """Before the first access to anything that an earlier kernel wrote or reads.
 
     PDL 1: this kernel starts while the previous one ends (programmatic dependent launch, sm_90 and
     newer), and waits here until that one's memory is visible. PDL 2: it also lets its successor
-    start early, which must wait in its turn. PDL 0: the launch itself waits.
+    start early, which must wait in its turn. PDL 3: it has done so before (``start_next``). PDL 0:
+    the launch itself waits.
     """
     if PDL >= 1:
         tl.extra.cuda.gdc_wait()

@@ -11,8 +11,8 @@ def state_write_kernel(
     input_ptr,  # [T, 2·C·D] fp32 or bf16
     state_ptr,  # [pages, STATE_BLOCK, 2·C·D]
     ape_ptr,  # [RATIO, C, D]
-    plan_ptr,  # see window.locate_write
-    aux_ptr,
+    write_ptr,  # see window.locate_write
+    write_aux_ptr,
     position_ptr,  # [T], PLAN "paged"
     stride_input_t,
     stride_state_b,
@@ -27,7 +27,7 @@ def state_write_kernel(
     """One program a token."""
     WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
     token, state_row, position = locate_write(
-        plan_ptr, aux_ptr, position_ptr, tl.program_id(0), WINDOW, PLAN
+        write_ptr, write_aux_ptr, position_ptr, tl.program_id(0), WINDOW, PLAN
     )
     if (token < 0) | (state_row < 0):
         return

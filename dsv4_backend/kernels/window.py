@@ -185,6 +185,70 @@ def window_rows(
 
 
 @triton.jit
+def pool_rows(b_kv, b_s):
+    """softmax over the rows of b_s [BLOCK_W, BLOCK_D], times b_kv, summed: [BLOCK_D]."""
+    b_p = tl.exp2((b_s - tl.max(b_s, axis=0)[None, :]) * LOG2_E)
+    return tl.sum(b_p * b_kv, axis=0) / tl.sum(b_p, axis=0)
+
+
+@triton.jit
+def old_rows(
+    seq_len,  # 0: no row is read
+    state_ptr,
+    ape_ptr,
+    block_row_ptr,
+    page_0,
+    page_1,
+    stride_state_b,
+    stride_state_r,
+    stride_ape_r,
+    stride_ape_c,
+    D: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PLAN: tl.constexpr,
+):
+    """(kv, score) [8, D] fp32 of the C4 window that ends with token seq_len - 1, but for its last
+    row, and that row's ape [D]: what a decode step reads beside its input."""
+    o_w = tl.arange(0, 8)
+    o_d = tl.arange(0, D)
+    o_c = o_w // 4
+    m_state = ((o_w < 7) & (seq_len - 8 + o_w >= 0))[:, None]
+    o_state = state_offsets(
+        o_w, seq_len, page_0, page_1, block_row_ptr, stride_state_b, stride_state_r, 4, 8,
+        STATE_BLOCK, PLAN,
+    )  # fmt: skip
+    state_ptrs = state_ptr + (o_state + o_c * D)[:, None] + o_d[None, :]
+    b_kv = tl.load(state_ptrs, mask=m_state, other=0.0).to(tl.float32)
+    b_s = tl.load(state_ptrs + 2 * D, mask=m_state, other=NO_SCORE).to(tl.float32)
+    if PLAN != "paged":  # the state holds scores without ape
+        o_ape = (o_w % 4) * stride_ape_r + o_c * stride_ape_c
+        b_s += tl.load(ape_ptr + o_ape[:, None] + o_d[None, :]).to(tl.float32)
+    b_ape = tl.load(ape_ptr + 3 * stride_ape_r + stride_ape_c + o_d).to(tl.float32)
+    return b_kv, b_s, b_ape
+
+
+@triton.jit
+def with_last_row(b_kv, b_s, b_ape, token_ptr, D: tl.constexpr):
+    """Put the input row of the window's last token in its place."""
+    o_d = tl.arange(0, D)
+    m_last = (tl.arange(0, 8) == 7)[:, None]
+    b_kv_new = tl.load(token_ptr + D + o_d).to(tl.float32)
+    b_s_new = tl.load(token_ptr + 3 * D + o_d).to(tl.float32) + b_ape
+    return tl.where(m_last, b_kv_new[None, :], b_kv), tl.where(m_last, b_s_new[None, :], b_s)
+
+
+@triton.jit
+def load_ape_row(
+    ape_ptr, position, stride_ape_r, stride_ape_c, D: tl.constexpr, RATIO: tl.constexpr
+):
+    """The APE [C·D] fp32 of a position."""
+    C: tl.constexpr = 2 if RATIO == 4 else 1
+    o_s = tl.arange(0, C * D)
+    o_ape = (position % RATIO) * stride_ape_r + (o_s // D) * stride_ape_c + o_s % D
+    return tl.load(ape_ptr + o_ape).to(tl.float32)
+
+
+@triton.jit
 def pool_window(
     o_d,  # [BLOCK_D] channels
     seq_len,
@@ -215,9 +279,7 @@ def pool_window(
             page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r,
             stride_ape_c, D, RATIO, STATE_BLOCK, PLAN, BLOCK_W,
         )  # fmt: skip
-        b_p = tl.exp2((b_s - tl.max(b_s, axis=0)[None, :]) * LOG2_E)
-        b_acc = tl.sum(b_p * b_kv, axis=0)
-        b_sum = tl.sum(b_p, axis=0)
+        return pool_rows(b_kv, b_s)
     else:
         b_max = tl.full((BLOCK_D,), NO_SCORE, tl.float32)
         b_sum = tl.zeros((BLOCK_D,), tl.float32)
@@ -234,7 +296,7 @@ def pool_window(
             b_sum = b_sum * b_scale + tl.sum(b_p, axis=0)
             b_acc = b_acc * b_scale + tl.sum(b_p * b_kv, axis=0)
             b_max = b_top
-    return b_acc / b_sum
+        return b_acc / b_sum
 
 
 @triton.jit
@@ -303,12 +365,28 @@ def write_state_row(
     PLAN: tl.constexpr,
 ):
     """Write one token's (kv, score) to its state row, with its APE added if the state is paged."""
+    if PLAN == "paged":
+        b_score += load_ape_row(ape_ptr, position, stride_ape_r, stride_ape_c, D, RATIO)
+    store_state_row(
+        b_kv, b_score, state_ptr, state_row, stride_state_b, stride_state_r, D, RATIO, STATE_BLOCK
+    )
+
+
+@triton.jit
+def store_state_row(
+    b_kv,  # [C·D] fp32
+    b_score,
+    state_ptr,
+    state_row,
+    stride_state_b,
+    stride_state_r,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+):
     C: tl.constexpr = 2 if RATIO == 4 else 1
     o_s = tl.arange(0, C * D)
     o_row = (state_row // STATE_BLOCK) * stride_state_b + (state_row % STATE_BLOCK) * stride_state_r
-    if PLAN == "paged":
-        o_ape = (position % RATIO) * stride_ape_r + (o_s // D) * stride_ape_c + o_s % D
-        b_score += tl.load(ape_ptr + o_ape).to(tl.float32)
     if state_ptr.dtype.element_ty == tl.bfloat16:
         b_kv = round_bf16(b_kv)
         b_score = round_bf16(b_score)

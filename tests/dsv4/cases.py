@@ -147,7 +147,9 @@ class Engine:
             page, row = self.locate(request, position)
             self.state[page, row] = self.expected_row(layer, history[position], position)
 
-    def decode_plan(self, entries: list[tuple[int, int] | None]) -> DecodePlan:
+    def decode_plan(
+        self, entries: list[tuple[int, int] | None], is_settled: bool = False
+    ) -> DecodePlan:
         """Entries (request, seq_len), ``None`` for padding; a slot only where a window ends."""
         r = self.spec.compress_ratio
         slots, rows = [], []
@@ -162,17 +164,18 @@ class Engine:
             page_0, _ = self.locate(request, max(seq_len - 1 - r, 0))
             rows.append([seq_len, self.location(request, seq_len - 1), page_0, page_1])
         if self.layout == "ring":
-            return RingDecode(_i32(rows).view(torch.uint8), _i64(slots))
+            return RingDecode(_i32(rows).view(torch.uint8), _i64(slots), is_settled)
         if self.layout == "ring_v1":
             seq_lens = [row[0] for row in rows]
             pages = [entry[0] if entry else -1 for entry in entries]
-            return RingDecodeV1(_i32(seq_lens), _i32(pages), _i64(slots))
+            return RingDecodeV1(_i32(seq_lens), _i32(pages), _i64(slots), is_settled)
         return PagedDecode(
             positions=_i64([entry[1] - 1 if entry else 7 for entry in entries]),
             state_slots=_i64([self.location(e[0], e[1] - 1) if e else -1 for e in entries]),
             requests=_i32([entry[0] if entry else 0 for entry in entries]),
             block_table=self.table.int().to(DEVICE),
             slots=_i64(slots),
+            is_settled=is_settled,
         )
 
     def prefill_plan(self, chunks: list[Chunk], padding: int = 2) -> PrefillPlan:
@@ -288,3 +291,8 @@ def assert_records(engine: Engine, layer: CompressorLayer, want: dict[int, torch
 
 def _among(got: torch.Tensor, options: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([got == option for option in options]).any(0)
+
+
+def settle() -> None:
+    """A launch that waits for all before it, as an engine's are before a decode step."""
+    torch.zeros(1, device=DEVICE).add_(1)

@@ -140,7 +140,9 @@ def compile_case(arch: str, case: Case, is_large: bool, grid: int = 1) -> tuple[
     for argument in ("BLOCK_W", "BLOCK_D", "ROWS"):
         if argument in kernel.arg_names:
             constexprs[argument] = params[argument.lower()]
-    if "PDL" in kernel.arg_names:
+    if "READS_EARLY" in kernel.arg_names:
+        constexprs |= paths.decode_constexprs(path, kernel, True)
+    elif "PDL" in kernel.arg_names:
         constexprs |= paths.pdl(path, kernel)
     is_rest = kernel in (state_write_kernel, finish_and_write_kernel)
     options = paths.options(path, "rest_num_warps" if is_rest else "num_warps")

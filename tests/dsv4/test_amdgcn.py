@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_backend import RowPlan, SeqLens, compressor, reference_step
+from dsv4_backend import RowPlan, SeqLens, arguments, reference_step
+from dsv4_backend.kernels.decode_step import decode_step_kernel
 from tests.dsv4.cases import DEVICE, make_spec
 from tests.dsv4.test_decode import check, prepare
 from tests.dsv4.wave64 import Memory, Wave
@@ -110,7 +111,7 @@ def test_decode_step(
     plan = engine.decode_plan(entries)
     part = (layer, kv_score, engine.state, engine.cache)
     text = assembly[f"decode {cache_format} c4 {layout}{large}"]
-    execute(text, Memory(), plan.num_tokens, compressor.decode_arguments(part, plan))
+    execute(text, Memory(), plan.num_tokens, arguments.of_kernel(decode_step_kernel, part, plan))
     check(layer, engine, histories, entries, before)
 
 

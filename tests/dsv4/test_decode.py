@@ -14,6 +14,7 @@ from tests.dsv4.cases import (
     make_history,
     make_layer,
     make_spec,
+    settle,
 )
 
 # For ratio r: in the middle of a window, first window, a later window, one before its end.
@@ -61,11 +62,16 @@ def check(layer, engine, histories, entries, state_before):
 
 
 def run(spec, layout, **kwargs):
+    """As the launch before may have written anything, and as an engine's has written the input."""
     layer, engine, histories, entries, kv_score = prepare(spec, layout, **kwargs)
-    before = engine.state.clone()
-    plan = engine.decode_plan(entries)
-    compress_decode_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
-    check(layer, engine, histories, entries, before)
+    before, cache = engine.state.clone(), engine.cache.clone()
+    for is_settled in (False, True):
+        engine.state.copy_(before)
+        engine.cache.copy_(cache)
+        plan = engine.decode_plan(entries, is_settled)
+        settle()
+        compress_decode_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
+        check(layer, engine, histories, entries, before)
 
 
 FORMATS = ["fp8_ds_mla", "bf16_rows", "fp8_rows", "indexer_fp8", "indexer_mxfp4"]
@@ -107,9 +113,12 @@ def test_bf16_state() -> None:
     run(make_spec("indexer_fp8"), "ring", state_dtype=torch.bfloat16, seed=5)
 
 
+@pytest.mark.parametrize("is_settled", [False, True])
 @pytest.mark.parametrize("rows", [6, 512])
 @pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
-def test_pair_equals_its_parts(layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_equals_its_parts(
+    layout: str, rows: int, is_settled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the launch parameters of a small batch and of a large one."""
     launch = paths.Paths.launch
     monkeypatch.setattr(paths.Paths, "launch", lambda self, _: launch(self, rows))
@@ -117,11 +126,12 @@ def test_pair_equals_its_parts(layout: str, rows: int, monkeypatch: pytest.Monke
     indexer = prepare(make_spec("indexer_fp8", page_tokens=5), layout, seed=7)
     table = main[0].rope_table
     object.__setattr__(indexer[0], "rope_table", table)
-    plans = [part[1].decode_plan(part[3]) for part in (main, indexer)]
+    plans = [part[1].decode_plan(part[3], is_settled) for part in (main, indexer)]
     if layout == "paged":
         object.__setattr__(plans[1], "requests", plans[0].requests)
     before = [part[1].state.clone() for part in (main, indexer)]
     parts = [(part[0], part[4], part[1].state, part[1].cache) for part in (main, indexer)]
+    settle()
     compress_decode_pair_(parts[0], parts[1], plans[0], plans[1], target=TARGET)
     for part, state in zip((main, indexer), before, strict=True):
         check(*part[:4], state)

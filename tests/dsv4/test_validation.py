@@ -165,15 +165,15 @@ def test_pairs_share_what_one_launch_shares() -> None:
     engine = Engine("ring", main.spec, [8])
     plan = engine.decode_plan([(0, 8)])
     with pytest.raises(ValueError, match="rope_table of a pair must be one tensor, got two"):
-        validation.check_pair(main, LAYER, plan, DECODE)
+        validation.check_pair(main, LAYER)
     with pytest.raises(ValueError, match=r"a pair must have head_dim 512 .* got 128 and 512"):
-        validation.check_pair(LAYER, main, plan, DECODE)
+        validation.check_pair(LAYER, main)
     other = make_layer(make_spec("indexer_fp8", rounding="sglang"))
     with pytest.raises(ValueError, match="rounding of a pair must be the same, got 'vllm'"):
-        validation.check_pair(main, other, plan, DECODE)
+        validation.check_pair(main, other)
     paged = Engine("paged", SPEC, [8]).decode_plan([(0, 8)])
     with pytest.raises(ValueError, match="plan of a pair must be the same, got 'RingDecode'"):
-        validation.check_pair(main, LAYER, plan, paged)
+        validation.check_pair_plans(plan, paged)
 
 
 def test_a_target_without_a_table_is_named() -> None:
