@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,6 @@ def two_stage(
         x.dt_bias,
         tiles,
         totals,
-        kernels.masks(x.q.device, dtype),
         meta.chunk_table.start,
         meta.chunk_table.length,
         x.lower_bound,
@@ -130,7 +128,6 @@ class _TwoStageKernels:
     """``scans``: by the value rows of a program, ascending."""
 
     intra: KernelLaunch
-    masks: Callable[[torch.device, torch.dtype], torch.Tensor]
     scans: dict[int, KernelLaunch]
     value_dim: int
 
@@ -159,7 +156,7 @@ def _two_stage_kernels(
     import triton
 
     from backend_core.launch import KernelLaunch
-    from kda_backend.kernels.intra import intra_kernel, sum_masks
+    from kda_backend.kernels.intra import intra_kernel
     from kda_backend.kernels.scan import scan_kernel
 
     params = path.params
@@ -170,26 +167,34 @@ def _two_stage_kernels(
     pow2_v = max(16, triton.next_power_of_2(value_dim))
     least, most = (min(int(params[name]), pow2_v) for name in ("block_v", "block_v_max"))
     scan_stages = int(params["scan_num_stages"])
+    overlap = bool(params["scan_overlaps"]) and is_gpu
     if pow2_k * dtype.itemsize > 256:
         # the table is for rows of up to 128 half-precision channels: of wider ones fewer chunks
         # fit shared memory, and fewer value rows the registers
         least, most, scan_stages = 16, 16, min(scan_stages, 2)
+    # a warp for each block of 16 tokens; the limit is for 128 channels, others would spill
+    intra_options = {"num_warps": 4, "num_stages": 1}
+    if params["intra_max_registers"] and dtype == torch.float16 and pow2_k == 128:
+        intra_options["maxnreg"] = int(params["intra_max_registers"])
     intra = KernelLaunch(
         intra_kernel,
         {
             "HEADS_PER_KEY": heads_per_key,
             "K": key_dim,
             "V": value_dim,
-            "BLOCK_K": 32,
             "GATE": gate,
             "BETA": beta,
             "L2NORM": l2norm,
             "PRECISION": precision,
             "FAST_MATH": fast_math,
+            "OVERLAP": overlap,
             "CHUNK": CHUNK,
         },
-        {"num_warps": 4, "num_stages": 1},  # a warp for each block of 16 tokens
+        intra_options,
     )
+    scan_options = {"num_warps": params["scan_num_warps"]}
+    if overlap:
+        scan_options["launch_pdl"] = True
     scans = {
         rows: KernelLaunch(
             scan_kernel,
@@ -201,16 +206,17 @@ def _two_stage_kernels(
                 "PRECISION": precision,
                 "NUM_STAGES": scan_stages,
                 "NUM_SNAPSHOTS": num_snapshots,
+                "OVERLAP": overlap,
                 "CHUNK": CHUNK,
             },
-            {"num_warps": params["scan_num_warps"]},
+            scan_options,
         )
         for rows in (16, 32, 64, 128)
         if least <= rows <= most
     }
     for scan in scans.values():
         scan.alternatives = tuple(scans.values())
-    return _TwoStageKernels(intra, functools.cache(sum_masks), scans, value_dim)
+    return _TwoStageKernels(intra, scans, value_dim)
 
 
 PIPELINES = {

@@ -23,7 +23,7 @@ prefix has the same bits whatever follows it.
 Each of the four warps keeps its block of 16 rows in registers through all levels: products of
 ``[4, 16, x]`` tensors give a warp a block, and the result of one is an operand of the next as it
 stands. What other warps need (a block's columns and its total decay) goes through the tile in
-memory, which the caches hold.
+memory, which the first-level cache holds.
 
 Operands of the tensor cores are fp16 for 16-bit inputs: all of them are at most 1 in magnitude
 after normalisation, and fp16 carries three more bits than bf16. So are the gates in the sums: a
@@ -32,7 +32,6 @@ decay of 2^-x is off by x 2^-11 of itself at most, so by less than 2^-11 (docs/k
 Grid: (HV * chunk capacity,): one axis, since the others stop at 65,535.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -41,55 +40,64 @@ from kda_backend.kernels.solve import in_level, invert_blocks, merge_blocks, mul
 
 CHUNK = 64
 _PREFIX, _SUFFIX = tl.constexpr(4), tl.constexpr(5)
+_BLOCK_K = tl.constexpr(16)  # channels at a time: each warp loads its own 16 rows
 
 
-def sum_masks(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """0/1 matrices [6, 16, 16]; ``mask @ gates`` is the sum of gates each row of a block needs.
+@triton.jit
+def _sum_mask(LEVEL: tl.constexpr, DOT: tl.constexpr):
+    """0/1 matrix [4, 16, 16], the same for each block: times the gates, the sum each row needs.
 
-    Level i: row r of an upper half of 2^i sums the tokens from its half's start through r; row c of
-    a lower half sums the tokens after c through its half's end. Then inclusive prefix and exclusive
-    suffix of the block.
+    Row r of an upper half of 2^LEVEL sums the tokens from its half's start through r; row c of a
+    lower half sums the tokens after c through its half's end. _PREFIX: all through r. _SUFFIX: all
+    after c.
     """
-    r, c = torch.arange(16)[:, None], torch.arange(16)[None, :]
-    levels = []
-    for i in range(4):
-        same_half = (r >> i) == (c >> i)
-        upper = ((r >> i) & 1) == 1
-        levels.append(same_half & torch.where(upper, c <= r, c > r))
-    return torch.stack([*levels, c <= r, c > r]).to(device=device, dtype=dtype)
-
-
-@triton.jit
-def _sum_mask(mask_ptr, i_mask):
-    """[4, 16, 16], the same for each block."""
-    o_s = tl.arange(0, 16)
-    b_mask = tl.load(mask_ptr + i_mask * 256 + o_s[:, None] * 16 + o_s[None, :])
-    return tl.broadcast_to(b_mask[None, :, :], [4, 16, 16])
-
-
-@triton.jit
-def _block_decay(decay_ptr, o_b, SHIFT: tl.constexpr, d0, ROW: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[4, 1, BLOCK_K]: total decay of block b - SHIFT, 1 where there is none."""
-    o_i = o_b[:, None] - SHIFT
-    m_i = (o_i >= 0) & (o_i < 4)
-    if BLOCK_K == 32 and decay_ptr.dtype.element_ty == tl.float16:
-        # in pairs: a load of fewer elements than threads is made in whatever layout it is used
-        o_d = tl.arange(0, 16)[None, :]
-        pair_ptr = (decay_ptr + o_i * ROW + d0).to(tl.pointer_type(tl.uint32)) + o_d
-        b_pair = tl.load(pair_ptr, mask=m_i & (d0 + 2 * o_d < ROW), other=0x3C003C00)
-        b_first = (b_pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-        b_second = (b_pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-        b_decay = tl.reshape(tl.join(b_first, b_second), [4, 32])
+    o_r = tl.arange(0, 16)[:, None]
+    o_c = tl.arange(0, 16)[None, :]
+    if LEVEL == _PREFIX:
+        m_sum = o_c <= o_r
+    elif LEVEL == _SUFFIX:
+        m_sum = o_c > o_r
     else:
-        o_d = d0 + tl.arange(0, BLOCK_K)[None, :]
-        b_decay = tl.load(decay_ptr + o_i * ROW + o_d, mask=m_i & (o_d < ROW), other=1.0)
-    return b_decay[:, None, :]
+        m_upper = ((o_r >> LEVEL) & 1) == 1
+        m_sum = ((o_r >> LEVEL) == (o_c >> LEVEL)) & ((o_c <= o_r) == m_upper)
+    # two axes until here: Triton then builds the operand in registers, in its own layout
+    return tl.broadcast_to(tl.where(m_sum, 1.0, 0.0).to(DOT)[None, :, :], [4, 16, 16])
 
 
 @triton.jit
-def _dot_rows(b_x, b_y, PRECISION: tl.constexpr):
-    """Rows of x times rows of y, block by block: [4, 16, 16]."""
-    return tl.dot(b_x, tl.trans(b_y, 0, 2, 1), input_precision=PRECISION)
+def _block_decay(decay_ptr, m_d, SHIFT: tl.constexpr, ROW: tl.constexpr):
+    """[4, 1, _BLOCK_K]: total decay of block b - SHIFT, 1 where there is none."""
+    o_b = tl.arange(0, 4)[:, None]
+    m_bd = (o_b >= SHIFT) & (o_b < 4 + SHIFT) & m_d
+    return tl.load(decay_ptr - SHIFT * ROW, mask=m_bd, other=1.0)[:, None, :]
+
+
+@triton.jit
+def _scores(b_x, b_y, b_acc, PRECISION: tl.constexpr):
+    """``b_acc`` + rows of x times rows of y, block by block: [4, 16, 16]."""
+    return tl.dot(b_x, tl.trans(b_y, 0, 2, 1), acc=b_acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _level(
+    b_aq,
+    b_ak,
+    b_q,
+    b_k,
+    b_g,
+    LEVEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):
+    """Adds the scores of one level of the tree."""
+    b_sum = tl.dot(_sum_mask(LEVEL, b_g.dtype), b_g, input_precision=PRECISION)
+    b_decay = ex2(b_sum, FAST_MATH).to(b_k.dtype)
+    b_y = b_k * b_decay
+    b_none = tl.zeros([4, 16, 16], tl.float32)
+    m_level = in_level(LEVEL, 16)[None, :, :]
+    b_aq += tl.where(m_level, _scores(b_q * b_decay, b_y, b_none, PRECISION), 0.0)
+    b_ak += tl.where(m_level, _scores(b_y, b_y, b_none, PRECISION), 0.0)
+    return b_aq, b_ak
 
 
 @triton.jit
@@ -99,60 +107,50 @@ def _norms_and_gates(
     g_rows,
     dt_bias_ptr,
     k_in_ptr,
-    low_ptr,
-    total_ptr,  # [K]
+    block_sum_ptr,  # [4, ROW_K] fp32
     i_hv,
     rate,
     lower_bound,
     length,
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
     GATE: tl.constexpr,
     L2NORM: tl.constexpr,
     FAST_MATH: tl.constexpr,
 ):
     """Factors that normalise q and k, and the diagonal of A_qk, which no decay touches: [4, 16].
 
-    Leaves the gates in k_in's place, the total decays of the blocks in L's.
+    Leaves the gates in k_in's place and their sums over each block.
     """
     ROW_K: tl.constexpr = (K + 7) // 8 * 8
     DOT: tl.constexpr = k_in_ptr.dtype.element_ty
     o_b = tl.arange(0, 4)
     o_t = o_b[:, None] * 16 + tl.arange(0, 16)[None, :]
     m_t = o_t < length
-    b_qq = tl.zeros([4, 16, BLOCK_K], tl.float32)
-    b_kk = tl.zeros([4, 16, BLOCK_K], tl.float32)
-    b_qk = tl.zeros([4, 16, BLOCK_K], tl.float32)
-    for d0 in tl.range(0, K, BLOCK_K, num_stages=1):
-        o_d = d0 + tl.arange(0, BLOCK_K)
+    b_qq = tl.zeros([4, 16, BLOCK], tl.float32)
+    b_kk = tl.zeros([4, 16, BLOCK], tl.float32)
+    b_qk = tl.zeros([4, 16, BLOCK], tl.float32)
+    for d0 in tl.range(0, K, BLOCK, num_stages=1):
+        o_d = d0 + tl.arange(0, BLOCK)
         m_d = o_d < K
         m_td = m_t[:, :, None] & m_d[None, None, :]
         b_qf = tl.load(q_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
         b_kf = tl.load(k_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
+        b_gf = tl.load(g_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
         b_qq += b_qf * b_qf
         b_kk += b_kf * b_kf
         b_qk += b_qf * b_kf
-        b_gf = tl.load(g_rows + o_d[None, None, :], mask=m_td, other=0.0).to(tl.float32)
-        b_bias = tl.zeros([1, 1, BLOCK_K], tl.float32)
+        b_bias = tl.zeros([1, 1, BLOCK], tl.float32)
         if dt_bias_ptr is not None:
             b_bias = tl.load(dt_bias_ptr + i_hv * K + o_d, mask=m_d, other=0.0)[None, None, :]
         b_gf = log2_decay(b_gf, rate, b_bias.to(tl.float32), lower_bound, GATE, FAST_MATH)
         # 2^-1024 is zero, so the bound only keeps fp16 finite
         b_gf = tl.where(m_td, tl.maximum(b_gf, -1024.0), 0.0)
         m_row = o_d < ROW_K
-        k_in_rows = k_in_ptr + o_t[:, :, None] * ROW_K
-        tl.store(
-            k_in_rows + o_d[None, None, :],
-            b_gf.to(DOT),
-            mask=m_row[None, None, :],
-        )
-        b_sum = tl.sum(b_gf, 1)  # [4, BLOCK_K]
-        tl.store(
-            low_ptr + o_b[:, None] * ROW_K + o_d[None, :],
-            ex2(b_sum, FAST_MATH).to(DOT),
-            mask=m_row[None, :],
-        )
-        tl.store(total_ptr + o_d, ex2(tl.sum(b_sum, 0), FAST_MATH), mask=m_d)
+        o_td = o_t[:, :, None] * ROW_K + o_d[None, None, :]
+        tl.store(k_in_ptr + o_td, b_gf.to(DOT), mask=m_row[None, None, :])
+        o_bd = o_b[:, None] * ROW_K + o_d[None, :]
+        tl.store(block_sum_ptr + o_bd, tl.sum(b_gf, 1), mask=m_row[None, :])
     b_diag = tl.sum(b_qk, 2)
     b_q_norm = tl.full([4, 16], 1.0, tl.float32)
     b_k_norm = tl.full([4, 16], 1.0, tl.float32)
@@ -161,6 +159,20 @@ def _norms_and_gates(
         b_k_norm = tl.rsqrt(tl.sum(b_kk, 2) + 1e-6)
     b_diag *= b_q_norm * b_k_norm
     return b_q_norm, b_k_norm, b_diag
+
+
+@triton.jit
+def _block_decays(block_sum_ptr, decay_ptr, total_ptr, K: tl.constexpr, FAST_MATH: tl.constexpr):
+    """The blocks' total decays [4, ROW_K], and the chunk's [K], from the sums of the gates."""
+    ROW_K: tl.constexpr = (K + 7) // 8 * 8
+    DOT: tl.constexpr = decay_ptr.dtype.element_ty
+    for d0 in tl.static_range(0, K, 128):
+        o_d = d0 + tl.arange(0, 128)
+        o_bd = tl.arange(0, 4)[:, None] * ROW_K + o_d[None, :]
+        m_row = (o_d < ROW_K)[None, :]
+        b_total = tl.load(block_sum_ptr + o_bd, mask=m_row, other=0.0)
+        tl.store(decay_ptr + o_bd, ex2(b_total, FAST_MATH).to(DOT), mask=m_row)
+        tl.store(total_ptr + o_d, ex2(tl.sum(b_total, 0), FAST_MATH), mask=o_d < K)
 
 
 @triton.jit
@@ -190,7 +202,6 @@ def intra_kernel(
     dt_bias_ptr,  # [HV, K] fp32 or None
     tile_ptr,  # [capacity, HV, C * (3 ROW_K + ROW_V + 2 C)]: w, q_in, k_out, u, A_qk, scratch
     total_ptr,  # [capacity, HV, K] fp32
-    mask_ptr,  # sum_masks
     chunk_start_ptr,
     chunk_len_ptr,
     lower_bound,
@@ -208,14 +219,16 @@ def intra_kernel(
     HEADS_PER_KEY: tl.constexpr,  # HV / H
     K: tl.constexpr,
     V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     GATE: tl.constexpr,
     BETA: tl.constexpr,
     L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST_MATH: tl.constexpr,
+    OVERLAP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()  # the scan, which waits for all that is written here
     i_hv = (tl.program_id(0) % HV).to(tl.int64)  # heads may lie 2^31 elements apart
     i_chunk = tl.program_id(0) // HV
     length = tl.load(chunk_len_ptr + i_chunk)
@@ -245,33 +258,34 @@ def intra_kernel(
     o_s = tl.arange(0, 16)
     o_t = o_b[:, None] * 16 + o_s[None, :]  # token of a block's row
     m_t = o_t < length
-    b_beta = tl.load(beta_ptr + o_t * stride_beta_t, mask=m_t, other=0.0)
-    b_beta = tl.where(m_t, step_size(b_beta, BETA, FAST_MATH), 0.0)
     rate = 1.0
     if a_log_ptr is not None:
         rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
 
-    q_rows = q_ptr + o_t[:, :, None] * stride_q_t
-    k_rows = k_ptr + o_t[:, :, None] * stride_k_t
-    g_rows = g_ptr + o_t[:, :, None] * stride_g_t
+    # gates wait in k_in's place, their sums in A_qk's; then block decays and the diagonal in L's
+    BLOCK_G: tl.constexpr = 32 if DOT.is_fp32() or K > 128 else (64 if K <= 64 else 128)
+    block_sum_ptr = a_qk_ptr.to(tl.pointer_type(tl.float32))
+    diag_ptr = (low_ptr + 4 * ROW_K).to(tl.pointer_type(tl.float32))
     b_q_norm, b_k_norm, b_diag = _norms_and_gates(
-        q_rows,
-        k_rows,
-        g_rows,
+        q_ptr + o_t[:, :, None] * stride_q_t,
+        k_ptr + o_t[:, :, None] * stride_k_t,
+        g_ptr + o_t[:, :, None] * stride_g_t,
         dt_bias_ptr,
         k_in_ptr,
-        low_ptr,
-        total_ptr + i_tile * K,
+        block_sum_ptr,
         i_hv,
         rate,
         lower_bound,
         length,
         K,
-        BLOCK_K,
+        BLOCK_G,
         GATE,
         L2NORM,
         FAST_MATH,
     )
+    tl.store(diag_ptr + o_t, b_diag)
+    tl.debug_barrier()
+    _block_decays(block_sum_ptr, low_ptr, total_ptr + i_tile * K, K, FAST_MATH)
     tl.debug_barrier()
 
     # scores within a block, and with the blocks 1, 2 and 3 before it
@@ -283,77 +297,89 @@ def intra_kernel(
     b_ak2 = tl.zeros([4, 16, 16], tl.float32)
     b_aq3 = tl.zeros([4, 16, 16], tl.float32)
     b_ak3 = tl.zeros([4, 16, 16], tl.float32)
-    m_1 = (o_b >= 1)[:, None, None]
-    m_2 = (o_b >= 2)[:, None, None]
-    m_3 = (o_b >= 3)[:, None, None]
-    for d0 in tl.range(0, K, BLOCK_K, num_stages=1):
-        o_d = d0 + tl.arange(0, BLOCK_K)
-        m_td = m_t[:, :, None] & (o_d < K)[None, None, :]
-        m_row = (o_d < ROW_K)[None, None, :]
-        o_td = o_t[:, :, None] * ROW_K + o_d[None, None, :]
-        b_g = tl.load(k_in_ptr + o_td, mask=m_row, other=0.0)
-        b_q = tl.load(q_rows + o_d[None, None, :], mask=m_td, other=0.0)
-        b_k = tl.load(k_rows + o_d[None, None, :], mask=m_td, other=0.0)
-        b_q = (b_q.to(tl.float32) * b_q_norm[:, :, None]).to(DOT)
-        b_k = (b_k.to(tl.float32) * b_k_norm[:, :, None]).to(DOT)
-        for level in tl.range(0, 4, num_stages=1):
-            b_sums = tl.dot(_sum_mask(mask_ptr, level), b_g, input_precision=PRECISION)
-            b_decay = ex2(b_sums, FAST_MATH).to(DOT)
-            b_y = b_k * b_decay
-            m_level = in_level(level, 16)[None, :, :]
-            b_aq0 += tl.where(m_level, _dot_rows(b_q * b_decay, b_y, PRECISION), 0.0)
-            b_ak0 += tl.where(m_level, _dot_rows(b_y, b_y, PRECISION), 0.0)
-        # columns, to the end of their block: what other warps read, by turns in two places, so that
-        # one barrier is enough
-        b_sums = tl.dot(_sum_mask(mask_ptr, _SUFFIX), b_g, input_precision=PRECISION)
-        b_y = b_k * ex2(b_sums, FAST_MATH).to(DOT)
-        y_ptr = a_qk_ptr + (d0 // BLOCK_K % 2) * (CHUNK * BLOCK_K)
-        o_y = o_t[:, :, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-        tl.store(y_ptr + o_y, b_y)
-        # rows, from the start of their block, then of the blocks before it
-        b_sums = tl.dot(_sum_mask(mask_ptr, _PREFIX), b_g, input_precision=PRECISION)
-        b_decay = ex2(b_sums, FAST_MATH).to(DOT)
-        b_q *= b_decay
-        b_k *= b_decay
-        tl.debug_barrier()
-        b_y *= _block_decay(low_ptr, o_b, -1, d0, ROW_K, BLOCK_K)
-        b_y *= _block_decay(low_ptr, o_b, -2, d0, ROW_K, BLOCK_K)
-        b_y *= _block_decay(low_ptr, o_b, -3, d0, ROW_K, BLOCK_K)
-        tl.store(k_out_ptr + o_td, b_y, mask=m_row)
-        b_y = tl.trans(tl.load(y_ptr + o_y - 16 * BLOCK_K, mask=m_1, other=0.0), 0, 2, 1)
-        b_aq1 = tl.dot(b_q, b_y, acc=b_aq1, input_precision=PRECISION)
-        b_ak1 = tl.dot(b_k, b_y, acc=b_ak1, input_precision=PRECISION)
-        b_decay = _block_decay(low_ptr, o_b, 1, d0, ROW_K, BLOCK_K)
-        b_q *= b_decay
-        b_k *= b_decay
-        b_y = tl.trans(tl.load(y_ptr + o_y - 32 * BLOCK_K, mask=m_2, other=0.0), 0, 2, 1)
-        b_aq2 = tl.dot(b_q, b_y, acc=b_aq2, input_precision=PRECISION)
-        b_ak2 = tl.dot(b_k, b_y, acc=b_ak2, input_precision=PRECISION)
-        b_decay = _block_decay(low_ptr, o_b, 2, d0, ROW_K, BLOCK_K)
-        b_q *= b_decay
-        b_k *= b_decay
-        b_y = tl.trans(tl.load(y_ptr + o_y - 48 * BLOCK_K, mask=m_3, other=0.0), 0, 2, 1)
-        b_aq3 = tl.dot(b_q, b_y, acc=b_aq3, input_precision=PRECISION)
-        b_ak3 = tl.dot(b_k, b_y, acc=b_ak3, input_precision=PRECISION)
-        b_decay = _block_decay(low_ptr, o_b, 3, d0, ROW_K, BLOCK_K)
-        tl.store(q_in_ptr + o_td, b_q * b_decay, mask=m_row)
-        tl.store(k_in_ptr + o_td, b_k * b_decay, mask=m_row)
-
-    o_rc = o_t[:, :, None] * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
-    m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
-    tl.debug_barrier()  # A_qk and L replace what the loop has read
-    tl.store(a_qk_ptr + o_rc, tl.where(m_diag, b_diag[:, :, None], b_aq0).to(DOT))
-    _store_beside_diagonal(a_qk_ptr, b_aq1, b_aq2, b_aq3, CHUNK)
-    b_step = b_beta[:, :, None]
-    _store_beside_diagonal(low_ptr, b_ak1 * b_step, b_ak2 * b_step, b_ak3 * b_step, CHUNK)
-    tl.store(low_ptr + o_rc, invert_blocks(b_ak0 * b_step, DOT, PRECISION).to(DOT))
-    tl.debug_barrier()
     o_r = tl.arange(0, CHUNK)
     m_r = o_r < length
-    b_steps = tl.load(beta_ptr + o_r * stride_beta_t, mask=m_r, other=0.0)
-    b_steps = tl.where(m_r, step_size(b_steps, BETA, FAST_MATH), 0.0)
+    # a slice of channels is loaded while the one before it is worked on
+    o_e = tl.arange(0, _BLOCK_K)[None, :]
+    m_re = m_r[:, None] & (o_e < K)
+    b_g_next = tl.load(k_in_ptr + o_r[:, None] * ROW_K + o_e, mask=o_e < ROW_K, other=0.0)
+    b_q_next = tl.load(q_ptr + o_r[:, None] * stride_q_t + o_e, mask=m_re, other=0.0)
+    b_k_next = tl.load(k_ptr + o_r[:, None] * stride_k_t + o_e, mask=m_re, other=0.0)
+    for d0 in tl.range(0, K, _BLOCK_K, num_stages=1):
+        o_e = d0 + tl.arange(0, _BLOCK_K)[None, :]
+        m_row = o_e < ROW_K
+        o_re = o_r[:, None] * ROW_K + o_e
+        b_g = tl.reshape(b_g_next, [4, 16, _BLOCK_K])
+        b_q = tl.reshape(b_q_next, [4, 16, _BLOCK_K]).to(tl.float32) * b_q_norm[:, :, None]
+        b_k = tl.reshape(b_k_next, [4, 16, _BLOCK_K]).to(tl.float32) * b_k_norm[:, :, None]
+        o_n = o_e + _BLOCK_K
+        m_n = m_r[:, None] & (o_n < K)
+        b_g_next = tl.load(k_in_ptr + o_re + _BLOCK_K, mask=o_n < ROW_K, other=0.0)
+        b_q_next = tl.load(q_ptr + o_r[:, None] * stride_q_t + o_n, mask=m_n, other=0.0)
+        b_k_next = tl.load(k_ptr + o_r[:, None] * stride_k_t + o_n, mask=m_n, other=0.0)
+        b_q = b_q.to(DOT)
+        b_k = b_k.to(DOT)
+        b_aq0, b_ak0 = _level(b_aq0, b_ak0, b_q, b_k, b_g, 0, PRECISION, FAST_MATH)
+        b_aq0, b_ak0 = _level(b_aq0, b_ak0, b_q, b_k, b_g, 1, PRECISION, FAST_MATH)
+        b_aq0, b_ak0 = _level(b_aq0, b_ak0, b_q, b_k, b_g, 2, PRECISION, FAST_MATH)
+        b_aq0, b_ak0 = _level(b_aq0, b_ak0, b_q, b_k, b_g, 3, PRECISION, FAST_MATH)
+        # columns, to the end of their block: what other warps read, by turns in two places, so that
+        # one barrier is enough
+        b_sum = tl.dot(_sum_mask(_SUFFIX, DOT), b_g, input_precision=PRECISION)
+        b_y = b_k * ex2(b_sum, FAST_MATH).to(DOT)
+        y_ptr = a_qk_ptr + d0 // _BLOCK_K % 2 * (CHUNK * _BLOCK_K)
+        y_ptr += o_r[:, None] * _BLOCK_K + tl.arange(0, _BLOCK_K)[None, :]
+        tl.store(y_ptr, tl.reshape(b_y, [CHUNK, _BLOCK_K]))
+        decay_ptr = low_ptr + o_b[:, None] * ROW_K + o_e
+        b_y *= _block_decay(decay_ptr, m_row, -1, ROW_K)
+        b_y *= _block_decay(decay_ptr, m_row, -2, ROW_K)
+        b_y *= _block_decay(decay_ptr, m_row, -3, ROW_K)
+        tl.store(k_out_ptr + o_re, tl.reshape(b_y, [CHUNK, _BLOCK_K]), mask=m_row)
+        tl.debug_barrier()
+        b_y1 = tl.load(y_ptr - 16 * _BLOCK_K, mask=o_r[:, None] >= 16, other=0.0)
+        b_y2 = tl.load(y_ptr - 32 * _BLOCK_K, mask=o_r[:, None] >= 32, other=0.0)
+        b_y3 = tl.load(y_ptr - 48 * _BLOCK_K, mask=o_r[:, None] >= 48, other=0.0)
+        b_decay1 = _block_decay(decay_ptr, m_row, 1, ROW_K)
+        b_decay2 = _block_decay(decay_ptr, m_row, 2, ROW_K)
+        b_decay3 = _block_decay(decay_ptr, m_row, 3, ROW_K)
+        # rows, from the start of their block, then of the blocks before it
+        b_sum = tl.dot(_sum_mask(_PREFIX, DOT), b_g, input_precision=PRECISION)
+        b_decay = ex2(b_sum, FAST_MATH).to(DOT)
+        b_q *= b_decay
+        b_k *= b_decay
+        b_y = tl.reshape(b_y1, [4, 16, _BLOCK_K])
+        b_aq1 = _scores(b_q, b_y, b_aq1, PRECISION)
+        b_ak1 = _scores(b_k, b_y, b_ak1, PRECISION)
+        b_q *= b_decay1
+        b_k *= b_decay1
+        b_y = tl.reshape(b_y2, [4, 16, _BLOCK_K])
+        b_aq2 = _scores(b_q, b_y, b_aq2, PRECISION)
+        b_ak2 = _scores(b_k, b_y, b_ak2, PRECISION)
+        b_q *= b_decay2
+        b_k *= b_decay2
+        b_y = tl.reshape(b_y3, [4, 16, _BLOCK_K])
+        b_aq3 = _scores(b_q, b_y, b_aq3, PRECISION)
+        b_ak3 = _scores(b_k, b_y, b_ak3, PRECISION)
+        b_q *= b_decay3
+        b_k *= b_decay3
+        tl.store(q_in_ptr + o_re, tl.reshape(b_q, [CHUNK, _BLOCK_K]), mask=m_row)
+        tl.store(k_in_ptr + o_re, tl.reshape(b_k, [CHUNK, _BLOCK_K]), mask=m_row)
+
+    b_diag = tl.load(diag_ptr + o_t)
+    tl.debug_barrier()  # A_qk and L replace what the loop has read
+    b_beta = tl.load(beta_ptr + o_t * stride_beta_t, mask=m_t, other=0.0)
+    b_beta = tl.where(m_t, step_size(b_beta, BETA, FAST_MATH), 0.0)[:, :, None]
+    o_rc = o_t[:, :, None] * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
+    m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
+    tl.store(a_qk_ptr + o_rc, tl.where(m_diag, b_diag[:, :, None], b_aq0).to(DOT))
+    _store_beside_diagonal(a_qk_ptr, b_aq1, b_aq2, b_aq3, CHUNK)
+    b_inv = invert_blocks(b_ak0 * b_beta, DOT, PRECISION)
+    tl.store(low_ptr + o_rc, b_inv.to(DOT))
+    _store_beside_diagonal(low_ptr, b_ak1 * b_beta, b_ak2 * b_beta, b_ak3 * b_beta, CHUNK)
+    tl.debug_barrier()
+    b_step = tl.load(beta_ptr + o_r * stride_beta_t, mask=m_r, other=0.0)
+    b_step = tl.where(m_r, step_size(b_step, BETA, FAST_MATH), 0.0)
     b_low = tl.load(low_ptr + o_r[:, None] * CHUNK + o_r[None, :])
-    b_inv = (merge_blocks(b_low, DOT, PRECISION, CHUNK) * b_steps[None, :]).to(DOT)
-    multiply_rows(b_inv, v_ptr, stride_v_t, length, V, u_ptr, ROW_V, False, PRECISION, CHUNK)
-    w_ptr = k_in_ptr
-    multiply_rows(b_inv, k_in_ptr, ROW_K, CHUNK, ROW_K, w_ptr, ROW_K, True, PRECISION, CHUNK)
+    b_inv = (merge_blocks(b_low, DOT, PRECISION, CHUNK) * b_step[None, :]).to(DOT)
+    multiply_rows(b_inv, v_ptr, stride_v_t, length, V, u_ptr, ROW_V, PRECISION, CHUNK)
+    multiply_rows(b_inv, k_in_ptr, ROW_K, CHUNK, ROW_K, k_in_ptr, ROW_K, PRECISION, CHUNK)

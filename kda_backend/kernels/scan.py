@@ -53,8 +53,11 @@ def scan_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     NUM_SNAPSHOTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    if OVERLAP:  # launched while the tiles are made
+        tl.extra.cuda.gdc_wait()
     NUM_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_v = tl.program_id(0) % NUM_V
     i_hv = (tl.program_id(0) // NUM_V % HV).to(tl.int64)  # heads may lie 2^31 elements apart

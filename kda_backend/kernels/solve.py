@@ -59,19 +59,18 @@ def multiply_rows(
     WIDTH: tl.constexpr,
     y_ptr,
     ROW: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """y [C, ROW] = ``b_inv`` [C, C] x, of which ``length`` rows of WIDTH exist."""
-    BLOCK: tl.constexpr = 64  # narrower ones come out wrong on Hopper (docs/performance-log.md)
+    """y [C, ROW] = ``b_inv`` [C, C] x, of which ``length`` rows of WIDTH exist; y may replace x."""
+    # narrower ones come out wrong on Hopper (docs/performance-log.md)
+    BLOCK: tl.constexpr = 64 if ROW <= 64 else 128
     o_r = tl.arange(0, CHUNK)
     for d0 in tl.range(0, ROW, BLOCK, num_stages=1):
         o_d = d0 + tl.arange(0, BLOCK)
         m_x = (o_r < length)[:, None] & (o_d < WIDTH)[None, :]
         b_x = tl.load(x_ptr + o_r[:, None] * stride_x_t + o_d[None, :], mask=m_x, other=0.0)
         b_y = tl.dot(b_inv, b_x.to(b_inv.dtype), input_precision=PRECISION)
-        if IN_PLACE:
-            tl.debug_barrier()  # every warp must have read x
+        tl.debug_barrier()  # every warp must have read x
         b_y = b_y.to(b_inv.dtype)
         tl.store(y_ptr + o_r[:, None] * ROW + o_d[None, :], b_y, mask=(o_d < ROW)[None, :])

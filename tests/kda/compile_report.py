@@ -129,7 +129,7 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
         (constexprs if name in kernel.arg_names else options)[name] = value
     token = f"*{_TRITON_TYPE[dtype]}"
     tile = "*fp32" if dtype == torch.float32 else "*fp16"
-    pointers = _POINTERS | {"tile_ptr": tile, "mask_ptr": tile}
+    pointers = _POINTERS | {"tile_ptr": tile}
     types: dict[str, str] = {}
     aligned = set()
     for name in kernel.arg_names:

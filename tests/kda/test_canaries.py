@@ -118,20 +118,22 @@ def test_decode_reading_the_state_transposed_is_seen(
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param("ex2(tl.sum(b_sum, 0), FAST_MATH)", "tl.exp(tl.sum(b_sum, 0))", id="total"),
-        pytest.param("ex2(b_sum, FAST_MATH).to(DOT)", "tl.exp(b_sum).to(DOT)", id="between blocks"),
         pytest.param(
-            "b_decay = ex2(b_sums, FAST_MATH).to(DOT)\n            b_y",
-            "b_decay = tl.exp(b_sums).to(DOT)\n            b_y",
-            id="scores",
+            "ex2(tl.sum(b_total, 0), FAST_MATH)", "tl.exp(tl.sum(b_total, 0))", id="total"
         ),
         pytest.param(
-            "b_decay = ex2(b_sums, FAST_MATH).to(DOT)\n        b_q",
-            "b_decay = tl.exp(b_sums).to(DOT)\n        b_q",
+            "ex2(b_total, FAST_MATH).to(DOT)", "tl.exp(b_total).to(DOT)", id="between blocks"
+        ),
+        pytest.param(
+            "ex2(b_sum, FAST_MATH).to(b_k.dtype)", "tl.exp(b_sum).to(b_k.dtype)", id="scores"
+        ),
+        pytest.param(
+            "b_decay = ex2(b_sum, FAST_MATH).to(DOT)",
+            "b_decay = tl.exp(b_sum).to(DOT)",
             id="q_in, k_in",
         ),
         pytest.param(
-            "b_k * ex2(b_sums, FAST_MATH).to(DOT)", "b_k * tl.exp(b_sums).to(DOT)", id="k_out"
+            "b_k * ex2(b_sum, FAST_MATH).to(DOT)", "b_k * tl.exp(b_sum).to(DOT)", id="k_out"
         ),
     ],
 )
@@ -158,22 +160,19 @@ def test_exp_for_exp2_in_decode_is_seen(
 # The four levels of a block's scores, each relative to a token of the past, become one level whose
 # rows and columns are relative to an anchor: x 2^(G_r - a), k 2^(a - G_c).
 _TREE = """\
-        for level in tl.range(0, 4, num_stages=1):
-            b_sums = tl.dot(_sum_mask(mask_ptr, level), b_g, input_precision=PRECISION)
-            b_decay = ex2(b_sums, FAST_MATH).to(DOT)
-            b_y = b_k * b_decay
-            m_level = in_level(level, 16)[None, :, :]
-            b_aq0 += tl.where(m_level, _dot_rows(b_q * b_decay, b_y, PRECISION), 0.0)
-            b_ak0 += tl.where(m_level, _dot_rows(b_y, b_y, PRECISION), 0.0)
+        b_aq0, b_ak0 = _level(b_aq0, b_ak0, b_q, b_k, b_g, 0, PRECISION, FAST_MATH)
+        b_aq0, b_ak0 = _level(b_aq0, b_ak0, b_q, b_k, b_g, 1, PRECISION, FAST_MATH)
+        b_aq0, b_ak0 = _level(b_aq0, b_ak0, b_q, b_k, b_g, 2, PRECISION, FAST_MATH)
+        b_aq0, b_ak0 = _level(b_aq0, b_ak0, b_q, b_k, b_g, 3, PRECISION, FAST_MATH)
 """
 _ANCHORED = """\
-        b_rel = tl.dot(_sum_mask(mask_ptr, _PREFIX), b_g, input_precision=PRECISION)
+        b_rel = tl.dot(_sum_mask(_PREFIX, DOT), b_g, input_precision=PRECISION)
         b_rel -= {anchor}
         b_up = ex2({row}, FAST_MATH).to(DOT)
         b_y = b_k * ex2({column}, FAST_MATH).to(DOT)
         m_past = (o_s[:, None] > o_s[None, :])[None, :, :]
-        b_aq0 += tl.where(m_past, _dot_rows(b_q * b_up, b_y, PRECISION), 0.0)
-        b_ak0 += tl.where(m_past, _dot_rows(b_k * b_up, b_y, PRECISION), 0.0)
+        b_aq0 += tl.where(m_past, _scores(b_q * b_up, b_y, None, PRECISION), 0.0)
+        b_ak0 += tl.where(m_past, _scores(b_k * b_up, b_y, None, PRECISION), 0.0)
 """
 
 
