@@ -18,7 +18,7 @@ import functools
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from dsv4_backend import (
     window_ends,
 )
 from dsv4_backend.metadata import RECORD_BYTES
+from dsv4_backend.queries import Queries
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -236,22 +237,23 @@ def measure_ring(part_name: str, ratio: int, n: int, bandwidth: float) -> dict[s
     }
 
 
-def measure_queries(cache_format: str, n: int, bandwidth: float) -> dict[str, object]:
-    """The indexer's queries of n tokens, rotated as sglang does."""
-    spec = dataclasses.replace(make_spec("indexer", 4), cache_format=cache_format, rotate=True)
+def measure_queries(
+    cache_format: str, rotate: bool, n: int, vllm: Any, bandwidth: float
+) -> dict[str, object]:
+    """The indexer's queries of n tokens; vLLM's kernel does not rotate."""
+    spec = dataclasses.replace(make_spec("indexer", 4), cache_format=cache_format, rotate=rotate)
     q = torch.randn(n, INDEXER_HEADS, 128, device="cuda", dtype=torch.bfloat16)
     weights = torch.randn(n, INDEXER_HEADS, device="cuda", dtype=torch.bfloat16)
     positions = torch.randint(4096, 8192, (n,), device="cuda")
+    scales = (128**-0.5, INDEXER_HEADS**-0.5)
 
-    def call() -> None:
-        quantise_indexer_queries(
-            spec, q, positions, rope_table(), weights, 128**-0.5, INDEXER_HEADS**-0.5
-        )
+    def call() -> Queries:
+        return quantise_indexer_queries(spec, q, positions, rope_table(), weights, *scales)
 
-    data = sum(RECORD_BYTES[spec.cache_format]) * n * INDEXER_HEADS
-    return {
+    row: dict[str, object] = {
         "phase": "decode",
         "part": f"queries_{cache_format.removeprefix('indexer_')}",
+        "rotate": rotate,
         "ratio": 4,
         "n": n,
         "ends": "all",
@@ -261,8 +263,21 @@ def measure_queries(cache_format: str, n: int, bandwidth: float) -> dict[str, ob
         "vllm_gpu_ms": None,
         "seed_style_gpu_ms": None,
         "two_launch_gpu_ms": None,
-        "floor_ms": (q.nbytes + weights.nbytes + data) / (bandwidth * 1e6),
+        "floor_ms": (q.nbytes + n * INDEXER_HEADS * (sum(RECORD_BYTES[spec.cache_format]) + 2))
+        / (bandwidth * 1e6),
     }
+    if vllm is None or rotate:
+        return row
+    is_fp4 = cache_format == "indexer_mxfp4"
+
+    def theirs() -> Any:
+        return vllm.queries(positions, q, rope_table(), weights, *scales, use_fp4=is_fp4)
+
+    codes = theirs()[0][0] if is_fp4 else theirs()[0].view(torch.uint8)
+    row["vllm_equal_bytes"] = float((codes == call()[0]).float().mean())
+    row["vllm_gpu_ms"] = graph_time_ms(theirs)
+    row["vllm_call_ms"] = call_time_ms(theirs)
+    return row
 
 
 def measure_rows(n: int, bandwidth: float) -> dict[str, object]:
@@ -292,6 +307,20 @@ def cases(quick: bool) -> list[tuple[str, str, int, int, str]]:
     return found + [("prefill", p, r, n, "all") for p, r in kinds for n in prefill]
 
 
+def measurements(quick: bool, vllm: Any, bandwidth: float) -> Iterator[dict[str, object]]:
+    for case in cases(quick):
+        yield measure(*case, vllm, bandwidth)
+    for n in DECODE:
+        yield measure_rows(n, bandwidth)
+    for cache_format in ("indexer_fp8", "indexer_mxfp4"):
+        for rotate in (False, True):
+            for n in QUERIES:
+                yield measure_queries(cache_format, rotate, n, vllm, bandwidth)
+    for name, ratio in (("main", 4), ("indexer", 4), ("main", 128)):
+        for n in PREFILL[::3]:
+            yield measure_ring(name, ratio, n, bandwidth)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
@@ -306,19 +335,12 @@ def main() -> None:
         "copy_gbs": bandwidth,
         "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](rope_table()), calls=20),
     }
-    rows: list[dict[str, object]] = []
-    for n in DECODE:
-        rows.append(measure_rows(n, bandwidth))
-    for cache_format in ("indexer_fp8", "indexer_mxfp4"):
-        rows += [measure_queries(cache_format, n, bandwidth) for n in QUERIES]
-    for name, ratio in (("main", 4), ("indexer", 4), ("main", 128)):
-        for n in PREFILL[:: 3 if args.quick else 1]:
-            rows.append(measure_ring(name, ratio, n, bandwidth))
-    rows += [measure(*case, vllm, bandwidth) for case in cases(args.quick)]
-    for row in rows:
-        print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()})
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    rows: list[dict[str, object]] = []
+    for row in measurements(args.quick, vllm, bandwidth):
+        print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        rows.append(row)
+        args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ def load_vllm(source: Path | None) -> types.SimpleNamespace | None:
         common.__path__ = [str(source / "vllm/models/deepseek_v4/common")]
         ops = types.ModuleType("vllm.models.deepseek_v4.common.ops")
         ops.__path__ = [str(source / "vllm/models/deepseek_v4/common/ops")]
-        platform = types.SimpleNamespace(is_rocm=lambda: torch.version.hip is not None)
+        platform = types.SimpleNamespace(
+            is_rocm=lambda: torch.version.hip is not None, fp8_dtype=lambda: torch.float8_e4m3fn
+        )
         stubs = {
             "vllm.models.deepseek_v4.common": common,
             "vllm.models.deepseek_v4.common.ops": ops,
@@ -80,6 +82,7 @@ def load_vllm(source: Path | None) -> types.SimpleNamespace | None:
     try:
         save = importlib.import_module(f"{root}.save_partial_states")
         store = importlib.import_module(f"{root}.fused_compress_quant_cache")
+        queries = importlib.import_module(f"{root}.fused_indexer_q")
     except ImportError as error:
         print(f"vLLM's kernels are left out: {error}", flush=True)
         return None
@@ -87,6 +90,7 @@ def load_vllm(source: Path | None) -> types.SimpleNamespace | None:
         save=save.save_partial_states,
         store=store.compress_norm_rope_store_triton,
         two_stage=store.compress_norm_rope_store_two_stage_triton,
+        queries=queries.fused_indexer_q_rope_quant,
     )
 
 

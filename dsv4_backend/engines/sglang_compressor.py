@@ -122,7 +122,9 @@ class FusedStep:
             return kept[2]
         plan: RingDecode | RingPrefill
         if theirs.is_decode:
-            plan = RingDecode(theirs.plan_d, out_loc[: theirs.plan_d.shape[0]])
+            slots = out_loc[: theirs.plan_d.shape[0]]
+            # written before the forward pass, whose projections lie between
+            plan = RingDecode(theirs.plan_d, slots, is_settled=True)
         else:
             plan = RingPrefill(theirs.plan_c, theirs.plan_w, out_loc)
         self._plans[key] = (theirs, out_loc, plan)
@@ -203,7 +205,7 @@ def _both_phases(plan: RingDecode | RingPrefill) -> tuple[RingDecode, RingPrefil
     """A plan, and one of the other phase in tensors of the same kinds, for compiling alone."""
     if isinstance(plan, RingDecode):
         return plan, RingPrefill(plan.plan, plan.plan.view(-1, 2), plan.slots)
-    return RingDecode(plan.windows[:1], plan.slots[:1]), plan
+    return RingDecode(plan.windows[:1], plan.slots[:1], is_settled=True), plan
 
 
 @functools.cache

@@ -214,7 +214,12 @@ def _bind(
     pages = memory.as_strided((memory.shape[0], spec.page_bytes), (memory.stride(0), 1))
     state = compressor.state_cache.kv_cache
     decode = PagedDecode(
-        plan.positions, plan.state_slots, plan.requests, plan.block_table, plan.slots
+        plan.positions,
+        plan.state_slots,
+        plan.requests,
+        plan.block_table,
+        plan.slots,
+        is_settled=True,
     )
     for other in (decode, _prefill(decode, states, spec.compress_ratio)):
         warm_up(layer, kv_score, state, pages, other)
@@ -240,6 +245,7 @@ def _plan(
         states.token_to_req_indices[:tokens],
         states.block_table,
         records.slot_mapping[:tokens],
+        is_settled=True,  # written before the forward pass, whose projections lie between
     )
     plan = decode
     if states.max_query_len > 1:
