@@ -198,9 +198,12 @@ def to_device(
 
 
 def _move(plan: Plan, device: torch.device, shared: dict[int, torch.Tensor]) -> Plan:
-    tensors = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    for name, tensor in tensors.items():
-        tensors[name] = shared.setdefault(id(tensor), tensor.to(device))
+    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    tensors = {
+        name: shared.setdefault(id(value), value.to(device))
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
     return dataclasses.replace(plan, **tensors)
 
 
