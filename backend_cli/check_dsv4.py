@@ -199,7 +199,7 @@ def to_device(
 
 def _move(plan: Plan, device: torch.device, shared: dict[int, torch.Tensor]) -> Plan:
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    tensors = {
+    tensors: dict[str, Any] = {
         name: shared.setdefault(id(value), value.to(device))
         for name, value in values.items()
         if isinstance(value, torch.Tensor)
