@@ -5,6 +5,7 @@ Its tables are those of ``KDA_DSV4_CONFIG_DIR``, which ``tune`` rewrites between
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -170,7 +171,7 @@ def _on_device(engine: Engine, phase: str) -> tuple[Any, Any]:
         plan, rows = engine.prefill_plan(whole), engine.rows(whole)
     else:
         last = [length - 1 for length in engine.lengths]
-        plan = engine.decode_plan(list(last))
+        plan = dataclasses.replace(engine.decode_plan(list(last)), is_settled=True)
         rows = engine.rows([(position, position + 1) for position in last])
     ((part, moved),) = check_dsv4.to_device((engine,), (plan,), [rows], torch.device(DEVICE))
     return part, moved

@@ -18,7 +18,7 @@ from vllm.models.deepseek_v4.compressor import (
 
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import PagedDecode, PagedPrefill, api, reference, reference_step
+from dsv4_backend import PagedDecode, PagedPrefill, compressor, reference, reference_step
 from dsv4_backend.engines import vllm as adapter
 from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.vllm_compressor import FusedCompressor, MetadataBuilder, StateCache
@@ -93,7 +93,7 @@ def test_the_engines_steps_give_the_definitions_state_and_records(
 def test_the_gpus_kernels_give_the_same_through_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, cache_format: str
 ) -> None:
-    monkeypatch.setattr(api, "detect_target", lambda device: KNOWN_TARGETS["H200"])
+    monkeypatch.setattr(compressor, "detect_target", lambda device: KNOWN_TARGETS["H200"])
     monkeypatch.setattr(reference_step, "step", None)
     config = engine_config(flag=True)
     step = Step(build(config, cache_format), cache_format, [12, 17, 8])
