@@ -218,3 +218,35 @@ def test_on_the_gpu_every_variant_gives_the_right_answer() -> None:
         y = torch.empty_like(storage).as_strided((num_rows, 16), (stride, 1), offset)
         launch((num_rows, 1, 1), x, y, None, num_rows, stride, 2.0)
         torch.testing.assert_close(y, x * 2.0)
+
+
+GROUPS = (("x_ptr", "factor"), ("num_rows", "stride_x"), ("mask_ptr", "y_ptr"))
+
+
+def _packs(args: tuple[Any, ...]) -> list[Any]:
+    x, y, mask, num_rows, stride, factor = args
+    return [KernelLaunch.pack(group) for group in ((x, factor), (num_rows, stride), (mask, y))]
+
+
+def test_packed_arguments_launch_what_a_plain_call_does(recorder: RecordingDriver) -> None:
+    constexprs, options = {"BLOCK": 16, "HAS_MASK": False}, {"num_warps": 1, "num_stages": 1}
+    launch = KernelLaunch(JITFunction(scale_rows), constexprs, options, GROUPS)
+    for name, args in CALLS.items():
+        launch((3, 2, 1), *args)
+        want_source, want = recorder.launches[-1]
+        # the arguments themselves are asked for once for each class
+        for arguments in (lambda args=args: args, lambda: pytest.fail("asked again")):
+            launch.packed((3, 2, 1), _packs(args), arguments)
+            source, got = recorder.launches[-1]
+            assert source is want_source, name
+            assert got[:6] == want[:6] and got[7:] == want[7:], name
+
+
+def test_packed_compiles_what_no_call_has_yet(recorder: RecordingDriver) -> None:
+    constexprs, options = {"BLOCK": 16, "HAS_MASK": False}, {"num_warps": 1, "num_stages": 1}
+    launch = KernelLaunch(JITFunction(scale_rows), constexprs, options, GROUPS)
+    args = CALLS["unaligned input"]
+    launch.packed((1, 1, 1), _packs(args), lambda: args)
+    assert recorder.launches[-1][1][-6 - 2] == args[0].data_ptr()
+    with pytest.raises(ValueError, match="groups of scale_rows must be of"):
+        KernelLaunch(JITFunction(scale_rows), constexprs, options, GROUPS[:2])

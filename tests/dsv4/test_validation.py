@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import dsv4_backend as dsv4
-from dsv4_backend import validation
+from dsv4_backend import compressor, validation
+from dsv4_backend.plans import DecodePlan
 from tests.dsv4.cases import DEVICE, TARGET, Engine, make_history, make_layer, make_spec, rope_table
 
 KV = torch.randn(4, 128, device=DEVICE)
@@ -181,3 +182,23 @@ def test_a_target_without_a_table_is_named() -> None:
 
     with pytest.raises(LookupError, match="no dsv4 kernel paths for sm75"):
         decode(target=Target("nvidia", "sm75", 40, "T4"))
+
+
+def test_what_was_found_right_is_kept_for_calls_that_agree() -> None:
+    """Another cache, state or weight at another address is checked and packed anew."""
+    engine = Engine("ring", LAYER.spec, [8])
+    layer, kv_score = make_layer(LAYER.spec), torch.zeros(1, LAYER.spec.row_width, device=DEVICE)
+    plan = engine.decode_plan([(0, 8)])
+
+    def found(state: torch.Tensor, cache: torch.Tensor, plan: DecodePlan) -> object:
+        return compressor.ready((layer, kv_score, state, cache), plan, "decode", TARGET)
+
+    first = found(engine.state, engine.cache, plan)
+    assert found(engine.state, engine.cache, engine.decode_plan([(0, 8)])) is first
+    assert found(engine.state, engine.cache.clone(), plan) is not first
+    assert found(engine.state.clone(), engine.cache, plan) is not first
+    assert found(engine.state, engine.cache, engine.decode_plan([(0, 8)], True)) is not first
+    with pytest.raises(ValueError, match="kv_score must have at least 2 rows"):
+        found(engine.state, engine.cache, engine.decode_plan([(0, 8), None]))
+    layer.norm_weight.data = layer.norm_weight.clone()
+    assert found(engine.state, engine.cache, plan) is not first
