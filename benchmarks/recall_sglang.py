@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from backend_cli import recall
-from benchmarks.recall_vllm import CONCURRENCY, HERE, ask_all
+from benchmarks.recall_vllm import CONCURRENCY, HERE, ask_all, environment, shown
 
 VARIANTS = {
     "stock": ["--attention-backend", "triton"],
@@ -46,6 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
+        "environment": environment("sglang"),
         "items": args.items,
         "serve_options": args.serve_option,
         "date": time.strftime("%Y-%m-%d"),
@@ -91,7 +92,7 @@ def measure(
         finally:
             stop(server)
     said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
-    return {"command": command[3:], "start_s": start_s, "rounds": rows, "log": said}
+    return {"command": shown(command[3:]), "start_s": start_s, "rounds": rows, "log": said}
 
 
 def wait(server: subprocess.Popen[bytes], port: int, timeout: float, log: Path) -> None:

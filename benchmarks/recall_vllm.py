@@ -47,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
-        "environment": environment(),
+        "environment": environment("vllm"),
         "items": args.items,
         "serve_options": args.serve_option,
         "date": time.strftime("%Y-%m-%d"),
@@ -64,16 +64,24 @@ def main() -> None:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def environment() -> dict[str, str]:
+def environment(engine: str) -> dict[str, str]:
     """GPU and versions, asked of another process: this one leaves the GPU to the server."""
     code = (
-        "import json, torch, triton, vllm; print(json.dumps(dict("
-        "gpu=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__,"
-        " triton=triton.__version__)))"
+        f"import json, torch, triton, {engine}; print(json.dumps(dict("
+        f"gpu=torch.cuda.get_device_name(), {engine}={engine}.__version__,"
+        " torch=torch.__version__, triton=triton.__version__)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def shown(command: list[str]) -> list[str]:
+    """An engine's arguments, paths from the repository's root."""
+    return [
+        str(Path(part).relative_to(HERE.parents[1])) if part.startswith(str(HERE)) else part
+        for part in command
+    ]
 
 
 def plant(place: Path) -> str:
@@ -145,11 +153,7 @@ def measure(
             except subprocess.TimeoutExpired:
                 server.kill()
     said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
-    shown = [
-        str(Path(part).relative_to(HERE.parents[1])) if part.startswith("/") else part
-        for part in command[3:]
-    ]
-    return {"command": shown, "start_s": start_s, "rounds": rows, "log": said}
+    return {"command": shown(command[3:]), "start_s": start_s, "rounds": rows, "log": said}
 
 
 def wait(server: subprocess.Popen[bytes], port: int, timeout: float, log: Path) -> None:
