@@ -31,9 +31,9 @@ BOUNDS = """
 - **Intra stage of prefill**: instructions and their latency. A tile of 64 tokens and one head takes
   about 5,600 a warp; with the 16 warps that registers and shared memory allow a multiprocessor, the
   stage uses 49 % of the issue slots and 47 % of the memory bandwidth.
-- **Scan of prefill**: the latency of a chain. A step of 64 tokens is 0.86 µs in clusters of two blocks,
-  64 value rows each, and 1.75 µs for 128 rows in one block, of which tensor work is 1.02 and the traffic of
-  shared memory 1.4.
+- **Scan of prefill**: the latency of a chain. A step of 64 tokens is 0.86 µs in clusters of two
+  blocks, 64 value rows each, and 1.75 µs for 128 rows in one block, of which tensor work is 1.02 and
+  the traffic of shared memory 1.4.
 - **Both together**: with few heads the chain, with many the intra stage's work; the scan starts
   beside the intra stage, so the longer of the two counts.
 - **Many short sequences**: the sum of both, and at each end a time in which most multiprocessors
@@ -163,7 +163,28 @@ def _compressor() -> list[str]:
         f" {min(ratios):.2f}×.",
         "",
         *_table(titles, cells),
+        *_alone(report["rows"]),
     ]
+
+
+def _alone(rows: list[dict[str, Any]]) -> list[str]:
+    """Prefill on sglang's ring and rotated queries, which vLLM does not have."""
+    shown = [row for row in rows if row.get("layout") or row.get("rotate")]
+    if not shown:
+        return []
+    cells = (
+        [
+            row["phase"],
+            f"{row['part']}, C{row['ratio']}" + (", rotated" if row.get("rotate") else ", ring"),
+            f"{row['n']:,}",
+            _us(row["ours_gpu_ms"]),
+            _us(row["floor_ms"]),
+            _us(row["ours_host_ms"]),
+        ]
+        for row in shown
+    )
+    titles = ["phase", "part", "tokens", "ours", "bytes at copy bandwidth", "host"]
+    return ["", "Without a peer, µs:", "", *_table(titles, cells)]
 
 
 def _engine() -> list[str]:
