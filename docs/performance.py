@@ -32,8 +32,8 @@ BOUNDS = """
   about 5,600 a warp; with the 16 warps that registers and shared memory allow a multiprocessor, the
   stage uses 49 % of the issue slots and 47 % of the memory bandwidth.
 - **Scan of prefill**: the latency of a chain. A step of 64 tokens is 0.86 µs in clusters of two
-  blocks, 64 value rows each, and 1.75 µs for 128 rows in one block, of which tensor work is 1.02 and
-  the traffic of shared memory 1.4.
+  blocks, 64 value rows each, and 1.75 µs for 128 rows in one block, of which tensor work is 1.02
+  and the traffic of shared memory 1.4.
 - **Both together**: with few heads the chain, with many the intra stage's work; the scan starts
   beside the intra stage, so the longer of the two counts.
 - **Many short sequences**: the sum of both, and at each end a time in which most multiprocessors
