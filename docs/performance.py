@@ -188,31 +188,46 @@ def _alone(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _engine() -> list[str]:
-    lines = ["", "## Kimi-Linear-48B in vLLM"]
-    for name, which in (
-        ("vllm_kimi48b_agreement.json", ""),
-        ("vllm_kimi48b_second.json", "A second machine, the convolution of prefill rewritten: "),
-    ):
-        report = _load(name)
-        ours = report.get("environment") or _load("vllm_kimi48b_kda.json")["environment"]
-        rows = (
-            [
-                f"{call['n']} × {call['length']:,}",
-                f"{call['stock_ms']:.1f}",
-                f"{call['ours_ms']:.1f}",
-                f"{call['speedup']:.2f}",
-            ]
-            for call in report["calls"]
-        )
-        lines += [
-            "",
-            f"{which}vLLM {ours['vllm']}, {ours['layers']} layers with drawn weights, eager, one"
-            f" {ours['gpu']}, {ours['date']}: a prompt in, one token out, ms"
-            f" ([files](../benchmarks/results/{name})).",
-            "",
-            *_table(["prompts", "stock", "with the flag", "×"], rows),
+    stock, ours = (_load(f"vllm_kimi48b_{who}.json") for who in ("stock", "kda"))
+    where = ours["environment"]
+    links = ", ".join(
+        f"[{text}](../benchmarks/results/vllm_kimi48b_{name}.json)"
+        for text, name in (("stock", "stock"), ("with the flag", "kda"), ("decode", "decode"))
+    )
+    calls = (
+        [
+            f"{a['n']} × {a['length']:,}",
+            f"{a['ms']:.1f}",
+            f"{b['ms']:.1f}",
+            f"{a['ms'] / b['ms']:.2f}",
         ]
-    return lines
+        for a, b in zip(stock["shapes"], ours["shapes"], strict=True)
+    )
+    steps = (
+        [
+            str(row["batch"]),
+            f"{row['stock_ms']:.2f}",
+            f"{row['ours_ms']:.2f}",
+            f"{row['stock_ms'] / row['ours_ms']:.2f}",
+            f"{row['stock_kda_us']:,.0f} in {row['stock_kda_launches']:.0f}",
+            f"{row['ours_kda_us']:,.0f} in {row['ours_kda_launches']:.0f}",
+        ]
+        for row in _load("vllm_kimi48b_decode.json")["rows"]
+    )
+    return [
+        "",
+        "## Kimi-Linear-48B in vLLM",
+        "",
+        f"vLLM {where['vllm']}, {where['layers']} layers with drawn weights, one {where['gpu']},"
+        f" {where['date']} ({links}). A prompt in, one token out, eager, ms:",
+        "",
+        *_table(["prompts", "stock", "with the flag", "×"], calls),
+        "",
+        "A decode step in CUDA graphs, ms, and its KDA layers between their projections, µs in"
+        " launches:",
+        "",
+        *_table(["sequences", "stock", "with the flag", "×", "KDA, stock", "KDA, flag"], steps),
+    ]
 
 
 def _section(title: str, report: dict[str, Any], name: str) -> list[str]:
