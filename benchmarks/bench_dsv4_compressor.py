@@ -266,9 +266,10 @@ def measure_queries(
         "floor_ms": (q.nbytes + n * INDEXER_HEADS * (sum(RECORD_BYTES[spec.cache_format]) + 2))
         / (bandwidth * 1e6),
     }
-    if vllm is None or rotate:
-        return row
     is_fp4 = cache_format == "indexer_mxfp4"
+    # vLLM's kernel for fp4 is of sm_100 instructions
+    if vllm is None or rotate or (is_fp4 and torch.cuda.get_device_capability() < (10, 0)):
+        return row
 
     def theirs() -> Any:
         return vllm.queries(positions, q, rope_table(), weights, *scales, use_fp4=is_fp4)
