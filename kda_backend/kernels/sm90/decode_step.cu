@@ -70,11 +70,23 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "struct Shared differs from the host's");
 
 __device__ __forceinline__ float from_bf16(u32 x) { return __uint_as_float(x << 16); }
+// An element as it lies in memory. What is made of it waits for it, and so would the loads behind.
 template <int TYPE>
-__device__ __forceinline__ float load(const void* p, i64 i) {
-    if (TYPE == 2) return static_cast<const float*>(p)[i];
-    u16 x = static_cast<const u16*>(p)[i];
-    return TYPE == 1 ? from_fp16(x) : from_bf16(x);
+__device__ __forceinline__ u32 load_bits(const void* p, i64 i) {
+    return TYPE == 2 ? static_cast<const u32*>(p)[i] : static_cast<const u16*>(p)[i];
+}
+template <int TYPE>
+__device__ __forceinline__ float to_float(u32 bits) {
+    bits = known(bits);
+    return TYPE == 2 ? __uint_as_float(bits) : TYPE == 1 ? from_fp16(bits) : from_bf16(bits);
+}
+template <int TYPE>
+__device__ __forceinline__ void store_bits(void* p, i64 i, u32 bits) {
+    if (TYPE == 2) {
+        static_cast<u32*>(p)[i] = bits;
+    } else {
+        static_cast<u16*>(p)[i] = bits;
+    }
 }
 template <int TYPE>
 __device__ __forceinline__ void store(void* p, i64 i, float x) {
@@ -84,18 +96,17 @@ __device__ __forceinline__ void store(void* p, i64 i, float x) {
         static_cast<u16*>(p)[i] = TYPE == 1 ? to_fp16(x) : static_cast<u16>(to_bf16(x, 0.0f));
     }
 }
-// A row of four, for the taps of a channel; 16 or 8 bytes aligned.
-template <int TYPE>
-__device__ __forceinline__ float4 load4(const void* p, i64 row) {
-    if (TYPE == 2) return static_cast<const float4*>(p)[row];
-    uint2 x = static_cast<const uint2*>(p)[row];
-    if (TYPE == 1) {
-        return make_float4(from_fp16(x.x), from_fp16(x.x >> 16), from_fp16(x.y),
-                           from_fp16(x.y >> 16));
-    }
-    return make_float4(from_bf16(x.x), __uint_as_float(x.x & 0xffff0000u), from_bf16(x.y),
-                       __uint_as_float(x.y & 0xffff0000u));
+// The four taps of a channel as they lie in memory, 16 or 8 bytes aligned.
+#if DT_TAPS == 2
+typedef float4 Taps;
+__device__ __forceinline__ float4 taps_of(Taps x) { return x; }
+#else
+typedef uint2 Taps;
+__device__ __forceinline__ float4 taps_of(Taps x) {
+    return make_float4(to_float<DT_TAPS>(x.x & 0xffff), to_float<DT_TAPS>(x.x >> 16),
+                       to_float<DT_TAPS>(x.y & 0xffff), to_float<DT_TAPS>(x.y >> 16));
 }
+#endif
 
 __device__ __forceinline__ float sigmoid(float x) {
     return rcp(1.0f + ex2(-LOG2E * x));
@@ -109,28 +120,30 @@ __device__ __forceinline__ float softplus_log2(float x) {
 
 // A channel of the short convolution: the window, the taps, then both at work.
 struct Channel {
-    float x0, x1, x2, x;
-    float4 taps;
-    float bias;
+    u32 x0, x1, x2, x, bias;
+    Taps taps;
     __device__ __forceinline__ void fetch(const Params& p, i64 slot, int channel) {
         if (!HAS_CONV) return;
         i64 at = slot * p.stride_conv_n + channel * p.stride_conv_c;
-        x0 = load<DT_CONV>(p.conv_state, at);
-        x1 = load<DT_CONV>(p.conv_state, at + p.stride_conv_w);
-        x2 = load<DT_CONV>(p.conv_state, at + 2 * p.stride_conv_w);
-        taps = load4<DT_TAPS>(p.conv_weight, channel);
-        bias = HAS_BIAS ? load<DT_BIAS>(p.conv_bias, channel) : 0.0f;
+        x0 = load_bits<DT_CONV>(p.conv_state, at);
+        x1 = load_bits<DT_CONV>(p.conv_state, at + p.stride_conv_w);
+        x2 = load_bits<DT_CONV>(p.conv_state, at + 2 * p.stride_conv_w);
+        taps = static_cast<const Taps*>(p.conv_weight)[channel];
+        if (HAS_BIAS) bias = load_bits<DT_BIAS>(p.conv_bias, channel);
     }
     __device__ __forceinline__ float activated() const {
-        if (!HAS_CONV) return x;
-        float y = bias + taps.x * x0 + taps.y * x1 + taps.z * x2 + taps.w * x;
+        if (!HAS_CONV) return to_float<DT_X>(x);
+        const float4 w = taps_of(taps);
+        float y = HAS_BIAS ? to_float<DT_BIAS>(bias) : 0.0f;
+        y += w.x * to_float<DT_CONV>(x0) + w.y * to_float<DT_CONV>(x1);
+        y += w.z * to_float<DT_CONV>(x2) + w.w * to_float<DT_X>(x);
         return y * sigmoid(y);
     }
     __device__ __forceinline__ void shift(const Params& p, i64 slot, int channel) const {
         i64 at = slot * p.stride_conv_n + channel * p.stride_conv_c;
-        store<DT_CONV>(p.conv_state, at, x1);
-        store<DT_CONV>(p.conv_state, at + p.stride_conv_w, x2);
-        store<DT_CONV>(p.conv_state, at + 2 * p.stride_conv_w, x);
+        store_bits<DT_CONV>(p.conv_state, at, x1);
+        store_bits<DT_CONV>(p.conv_state, at + p.stride_conv_w, x2);
+        store<DT_CONV>(p.conv_state, at + 2 * p.stride_conv_w, to_float<DT_X>(x));
     }
 };
 
@@ -173,7 +186,11 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     // values, the lane / 8th of the column'th four rows of its warp
     const int t_k = t - FIRST_K, row = rank * ROWS + warp * WARP_ROWS + 4 * column + lane / 8;
     const bool has_q = t < D, has_k = t_k >= 0 && t_k < D, has_row = column < WARP_ROWS / 4;
+    // The kernel before this one may still run while blocks of this one are placed; these lines are
+    // nothing for a launch that does not overlap.
     let_next_kernel_start();
+    if (!p.settled) wait_for_kernel_before();
+    const i64 slot = p.indices[n];
     if (HAS_NORM && SPLIT > 1 && t == 0) {
         init_barrier(&s.told);
         expect(&s.told, sizeof(s.squares));
@@ -186,10 +203,6 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
     if (lane == 0) publish_barriers();
     __syncwarp();
-    // The kernel before this one may still run while blocks of this one are placed; these lines are
-    // nothing for a launch that does not overlap.
-    if (!p.settled) wait_for_kernel_before();
-    const i64 slot = p.indices[n];
     const i64 out_at = n * p.stride_out + head * D + row;
     if (slot < 0 || slot == p.null_slot) {  // the same in all blocks of the head
         if (p.settled) wait_for_kernel_before();
@@ -224,16 +237,16 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     const int c_q = head * D + t, c_k = (p.heads + head) * D + t_k;
     const int c_v = (2 * p.heads + head) * D + row;
     Channel q = {}, k = {}, v = {};
-    float g = 0.0f, rate = 0.0f, bias = 0.0f, weight = 0.0f, gate = 0.0f;
+    u32 g = 0, rate = 0, bias = 0, weight = 0, gate = 0;
     if (has_q) {
-        rate = p.a_log ? load<DT_A>(p.a_log, head) : 0.0f;
-        bias = p.dt_bias ? load<DT_DT>(p.dt_bias, head * D + t) : 0.0f;
+        rate = p.a_log ? load_bits<DT_A>(p.a_log, head) : 0;
+        bias = p.dt_bias ? load_bits<DT_DT>(p.dt_bias, head * D + t) : 0;
         q.fetch(p, slot, c_q);
     }
     if (has_k) k.fetch(p, slot, c_k);
     if (has_row) {
         v.fetch(p, slot, c_v);
-        if (HAS_NORM) weight = load<DT_NORM>(p.norm_weight, row);
+        if (HAS_NORM) weight = load_bits<DT_NORM>(p.norm_weight, row);
     }
     const int key = head / p.heads_per_key * D;
     const i64 at_beta = known(n * p.stride_beta + head);
@@ -242,20 +255,21 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     const i64 at_v = known(n * p.stride_v + head * D + row);
     const i64 at_gate = HAS_NORM ? known(n * p.stride_gate + head * D + row) : 0;
     if (p.settled) wait_for_kernel_before();
-    float beta = load<DT_BETA>(p.beta, at_beta);
+    const u32 beta_bits = load_bits<DT_BETA>(p.beta, at_beta);
     if (has_q) {
-        g = load<DT_G>(p.g, at_g);
-        q.x = load<DT_X>(p.q, at_q);
+        g = load_bits<DT_G>(p.g, at_g);
+        q.x = load_bits<DT_X>(p.q, at_q);
     }
-    if (has_k) k.x = load<DT_X>(p.k, at_k);
+    if (has_k) k.x = load_bits<DT_X>(p.k, at_k);
     if (has_row) {
-        v.x = load<DT_X>(p.v, at_v);
-        if (HAS_NORM) gate = load<DT_Z>(p.norm_gate, at_gate);
+        v.x = load_bits<DT_X>(p.v, at_v);
+        if (HAS_NORM) gate = load_bits<DT_Z>(p.norm_gate, at_gate);
     }
 
     if (has_q) {
-        const float r = ex2(rate * LOG2E), raw_gate = g + bias;
-        float decay = g * LOG2E;
+        const float r = ex2(to_float<DT_A>(rate) * LOG2E), x = to_float<DT_G>(g);
+        const float raw_gate = x + to_float<DT_DT>(bias);
+        float decay = x * LOG2E;
         if (GATE == 1) decay = -r * softplus_log2(raw_gate);
         if (GATE == 2) decay = p.lower_bound * LOG2E * sigmoid(r * raw_gate);
         s.q[t] = q.activated();
@@ -286,6 +300,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     qq = sum_of_row(qq);
     kk = sum_of_row(kk);
     qk = sum_of_row(qk);
+    float beta = to_float<DT_BETA>(beta_bits);
     if (BETA) beta = (BETA == 2 ? 2.0f : 1.0f) * sigmoid(beta);
     const float r_q = p.scale * (L2NORM ? rsqrtf(qq + 1e-6f) : 1.0f);
     const float r_k = L2NORM ? rsqrtf(kk + 1e-6f) : 1.0f;
@@ -338,7 +353,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     if (HAS_NORM) {
         square += __shfl_xor_sync(0xffffffffu, square, 8);
         square += __shfl_xor_sync(0xffffffffu, square, 16);
-        output *= weight * sigmoid(gate);
+        output *= to_float<DT_NORM>(weight) * sigmoid(to_float<DT_Z>(gate));
     }
     if (MEETS) cluster_wait();
     if (HAS_NORM && SPLIT > 1 && lane < SPLIT) {

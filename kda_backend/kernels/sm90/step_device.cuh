@@ -19,9 +19,13 @@ __device__ __forceinline__ u16 to_fp16(float x) {
     return y;
 }
 
-// x, computed here and not where it is used.
+// x; what comes from it is computed behind here, and what it comes from before.
 __device__ __forceinline__ i64 known(i64 x) {
     asm volatile("" : "+l"(x)::"memory");
+    return x;
+}
+__device__ __forceinline__ u32 known(u32 x) {
+    asm volatile("" : "+r"(x)::"memory");
     return x;
 }
 
