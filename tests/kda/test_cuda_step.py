@@ -27,7 +27,7 @@ VARIANTS = {
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize(("split", "warps"), [(1, 4), (1, 8), (2, 8), (2, 16), (4, 8), (8, 4)])
+@pytest.mark.parametrize(("split", "warps"), [(1, 4), (1, 8), (2, 8), (2, 16), (4, 4), (8, 4)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_fit_a_multiprocessor_without_spills(
     tmp_path: Path, split: int, warps: int, variant: str

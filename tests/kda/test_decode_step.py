@@ -103,7 +103,8 @@ def test_head_dimensions(
     backend: Backend, seed: int, key_dim: int, value_dim: int, fused: bool
 ) -> None:
     dims = {"key_dim": key_dim, "value_dim": value_dim}
-    check(backend, seed, [1, 0], heads=1, has_conv=fused, has_norm=fused, **dims)
+    rows = list(range(8))  # the mean of fewer roundings of three values would vary too much
+    check(backend, seed, rows, heads=1, has_conv=fused, has_norm=fused, **dims)
 
 
 def test_grouped_value_heads(backend: Backend, seed: int) -> None:
