@@ -299,7 +299,9 @@ def _long_tasks_beside(
     if others <= 0:
         return
     short_tasks = work.tasks - work.long_tasks
-    last_ns = _short_ns(work, scan) / others if short_tasks else scan.start_ns
+    last_ns: float = scan.start_ns
+    if short_tasks:
+        last_ns = max(_short_ns(work, scan) / others, _short_steps(work) * costs.fetch_ns)
     long_ns = scan.task_ns(work.chunks)
     beside = others * max(0.0, long_ns - last_ns) / tile_ns
     most = max(0, int((work.tiles - beside) // at_once))
@@ -324,20 +326,27 @@ def _tasks_in_turn(
         return
     work_ns = work.tasks * scan.start_ns + work.tiles * scan.step_ns
     first_ns = intra.blocks * intra.tile_ns  # nothing can be scanned before, so all make tiles
+    short_tasks = work.tasks - work.long_tasks
+    last_chunks = -(-_short_steps(work) // short_tasks) if short_tasks else work.chunks
     for workers in range(4, min(work.tasks, sms // 2), 4):
         rest_ns = (work.tiles - at_once) * intra.tile_ns / (sms - workers)
         left = max(0.0, 1 - workers * rest_ns / work_ns)  # of the scan, when all tiles are there
         last_ns = max(
-            scan.task_ns(work.chunks), left * work_ns / sms, left * work.tiles * costs.fetch_ns
+            scan.task_ns(last_chunks), left * work_ns / sms, left * work.tiles * costs.fetch_ns
         )
         scan_blocks = _scan_blocks(costs, work, scan)
         layout = Layout(intra.blocks, False, scan_blocks, at_once, sms - workers, 1, True)
-        yield first_ns + rest_ns + last_ns, layout
+        yield first_ns + max(rest_ns + last_ns, scan.task_ns(work.chunks)), layout
+
+
+def _short_steps(work: Work) -> int:
+    """Chunks of the tasks that are not long, if the long ones are equal."""
+    return max(0, work.tiles - work.long_tasks * work.chunks)
 
 
 def _short_ns(work: Work, scan: ScanCosts) -> int:
     """What the tasks that are not long take, in ns of one multiprocessor."""
-    steps = max(0, work.tiles - work.long_tasks * work.chunks)
+    steps = _short_steps(work)
     return scan.blocks * ((work.tasks - work.long_tasks) * scan.start_ns + steps * scan.step_ns)
 
 
