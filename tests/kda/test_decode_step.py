@@ -75,7 +75,7 @@ def test_every_stage_on_and_off(
 @pytest.mark.parametrize("gate", ["log", "softplus", "bounded"])
 @pytest.mark.parametrize("beta", ["given", "sigmoid", "twice_sigmoid"])
 def test_gate_and_beta_kinds(backend: Backend, seed: int, gate: str, beta: str) -> None:
-    check(backend, seed, [0, 2], heads=1, gate=gate, beta_kind=beta)
+    check(backend, seed, list(range(8)), heads=1, gate=gate, beta_kind=beta)
 
 
 @pytest.mark.parametrize("layout", ["SD", "DS"])
