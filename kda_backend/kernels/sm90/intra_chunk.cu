@@ -12,9 +12,10 @@
 //
 // Scores inside 8 tokens: the row's decay from the first of them on times the inverse of the column's,
 // a product in tf32, whose range is that of fp32; for that a decay counts as 2^-26 at least, which is
-// nothing in fp16. Between the halves of 16, 32 and 64 tokens: rows of the upper half decay from its
-// first token on, those of the lower half to its last, so nothing exceeds 1 and fp16 will do. Any gate
-// is exact, and row r depends on tokens up to r alone.
+// nothing in fp16. Of a bounded gate 16 tokens stay in that range, and are taken at once. Between the
+// halves of 16, 32 and 64 tokens: rows of the upper half decay from its first token on, those of the
+// lower half to its last, so nothing exceeds 1 and fp16 will do. Any gate is exact, and row r depends on
+// tokens up to r alone.
 //
 // The tiles are made where their inputs lie: q becomes q_in, g k_out, k first k_in, then -w. v and
 // what belongs to the solve come where k_out and q_in have left. Each leaves by a bulk copy.
@@ -159,7 +160,8 @@ __device__ __forceinline__ float log_decay(float g, float bias, float rate, floa
     return lower_bound * (LOG2E * LOG_SCALE) * gate;  // from -5 on
 #endif
 }
-// 8 tokens of 2^-26 and their inverse, centred by 2^SHIFT, times a key or a query, are numbers of fp32.
+// 8 tokens of 2^-26, or 16 of a bounded gate's 2^-7.3, and their inverse, centred by 2^SHIFT, times a
+// key or a query, are numbers of fp32.
 static constexpr float SHIFT = GATE == 2 ? 58.0f : 90.0f;
 __device__ __forceinline__ u32 at_least_26(u32 pair) {
     if (GATE == 2) return pair;
