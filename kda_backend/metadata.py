@@ -5,32 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from backend_core.contracts import expect_stride
-
-CHUNK = 64
-
-
-class ChunkTable(NamedTuple):
-    """Which tokens each chunk of a ragged batch covers: int32 tensors on the device.
-
-    Attributes:
-        start, length: ``[capacity]``, first token and number of tokens of each chunk.
-        abreast: ``[capacity]``, the chunks as scans of all sequences at once need them.
-        in_turn: ``[capacity]``, as scans of one sequence after the other do, longest first.
-        offsets: ``[N + 1]``, first chunk of each sequence.
-        sequence_order: ``[N]``, the sequences, longest first.
-    """
-
-    start: torch.Tensor
-    length: torch.Tensor
-    abreast: torch.Tensor
-    in_turn: torch.Tensor
-    offsets: torch.Tensor
-    sequence_order: torch.Tensor
+from kda_backend.chunks import CHUNK, ChunkTable
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kda_backend.metadata import CHUNK, ChunkTable
+from kda_backend.chunks import CHUNK, ChunkTable
 
 _BLOCK = 128
 
