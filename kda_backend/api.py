@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kda_backend import decode, prefill
-from kda_backend.chunks import CHUNK
 from kda_backend.metadata import (
+    CHUNK,
     ChunkMetadata,
     build_metadata,
     check_cu_seqlens,

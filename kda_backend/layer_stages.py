@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
-from kda_backend.chunks import CHUNK
-from kda_backend.metadata import ChunkMetadata
+from kda_backend.metadata import CHUNK, ChunkMetadata
 
 if TYPE_CHECKING:
     from backend_core.launch import KernelLaunch

@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from backend_core.contracts import expect_stride
-from kda_backend.chunks import CHUNK, ChunkTable
+
+if TYPE_CHECKING:
+    from kda_backend.kernels.chunk_table import ChunkTable
+
+CHUNK = 64
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 
 from backend_core.target import detect_target
 from kda_backend import torch_path
-from kda_backend.chunks import CHUNK
-from kda_backend.metadata import ChunkMetadata
+from kda_backend.metadata import CHUNK, ChunkMetadata
 from kda_backend.prefill_sm90 import two_stage_sm90
 from kda_backend.validation import KdaInputs, StateInputs
 from kda_backend.workspace import Workspace

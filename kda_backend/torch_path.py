@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kda_backend import reference
-from kda_backend.chunks import CHUNK
-from kda_backend.metadata import ChunkMetadata
+from kda_backend.metadata import CHUNK, ChunkMetadata
 from kda_backend.validation import (
     BETA_GIVEN,
     BETA_TWICE_SIGMOID,

@@ -11,12 +11,13 @@ over all sequences at once need them, every sequence's first, then every sequenc
 Grid: (cdiv(capacity, BLOCK),). Each program finds the sequences of BLOCK chunks.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from kda_backend.chunks import CHUNK, ChunkTable
-
+CHUNK = 64
 _BLOCK = 128
 
 
@@ -116,6 +117,25 @@ def chunk_table_kernel(
             m_before &= o_m[:, None] < num_sequences
             b_rank += tl.sum(m_before.to(tl.int32), 0)
         tl.store(sequence_order_ptr + b_rank, o_n, mask=o_n < num_sequences)
+
+
+class ChunkTable(NamedTuple):
+    """Which tokens each chunk of a ragged batch covers: int32 tensors on the device.
+
+    Attributes:
+        start, length: ``[capacity]``, first token and number of tokens of each chunk.
+        abreast: ``[capacity]``, the chunks as scans of all sequences at once need them.
+        in_turn: ``[capacity]``, as scans of one sequence after the other do, longest first.
+        offsets: ``[N + 1]``, first chunk of each sequence.
+        sequence_order: ``[N]``, the sequences, longest first.
+    """
+
+    start: torch.Tensor
+    length: torch.Tensor
+    abreast: torch.Tensor
+    in_turn: torch.Tensor
+    offsets: torch.Tensor
+    sequence_order: torch.Tensor
 
 
 def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:

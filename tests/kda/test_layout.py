@@ -14,7 +14,7 @@ import torch
 from backend_core.path_table import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import prefill_sm90
-from kda_backend.chunks import ChunkTable
+from kda_backend.kernels.chunk_table import ChunkTable
 from kda_backend.metadata import build_metadata
 from kda_backend.prefill_sm90 import Costs, Work, costs_of, lay_out
 from kda_backend.validation import BETA_SIGMOID, GATE_LOG, KdaInputs, StateInputs
