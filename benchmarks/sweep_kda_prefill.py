@@ -4,7 +4,7 @@
     python benchmarks/sweep_kda_prefill.py --fit benchmarks/results/kda_prefill_sweep_h200.json
     python benchmarks/sweep_kda_prefill.py --table benchmarks/results/kda_prefill_sweep_h200.json
 
-The first line times, for each shape, each layout that `kda_backend.prefill_sm90.layouts` can come
+The first line times, for each shape, each layout that `kda_backend.prefill_layout.layouts` can come
 to. The second looks for the parameters with which the estimate chooses best among them. The third
 shows for each shape what the table's estimate chooses, and the best there is.
 """
@@ -34,7 +34,7 @@ from backend_core.target import KNOWN_TARGETS
 from benchmarks.bench_kda_prefill import UNBOUNDED, Ours, make_case
 from benchmarks.timing import environment, graph_time_ms
 from kda_backend import prefill_sm90
-from kda_backend.prefill_sm90 import (
+from kda_backend.prefill_layout import (
     Costs,
     IntraCosts,
     Layout,

@@ -138,7 +138,9 @@ def _decode() -> list[str]:
         "",
         "From the packed projections to the gated norm, µs; peers' launches counted together. Over"
         f" the best peer: geometric mean {_mean(ratios):.2f}×, least {min(ratios):.2f}×. *floor*:"
-        " the fp32 state read and written once.",
+        " the fp32 state read and written once. The kernel has since been changed once more"
+        " (how its loads wait); beside the peers that form has not been timed"
+        " ([performance-log.md](performance-log.md)).",
         "",
         *_table(["heads", "sequences", "ours", "best peer", "×", "floor", "host"], rows),
     ]

@@ -16,7 +16,7 @@ from backend_core.target import KNOWN_TARGETS
 from kda_backend import prefill_sm90
 from kda_backend.kernels.chunk_table import ChunkTable
 from kda_backend.metadata import build_metadata
-from kda_backend.prefill_sm90 import Costs, Work, costs_of, lay_out
+from kda_backend.prefill_layout import Costs, Work, costs_of, lay_out
 from kda_backend.validation import BETA_SIGMOID, GATE_LOG, KdaInputs, StateInputs
 from kda_backend.workspace import Workspace
 
