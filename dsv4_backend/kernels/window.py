@@ -53,7 +53,7 @@ def locate_prefill(
         entry_ptr = plan_ptr + 4 * i_n.to(tl.int64)
         seq_len = tl.load(entry_ptr)
         packed = tl.load(entry_ptr + 1)
-        token = packed & 0xFFFF
+        token = tl.where(seq_len > 0, packed & 0xFFFF, -1)  # padding has every bit set
         buffer_len = (packed >> 16) & 0xFFFF
         page_0 = tl.load(entry_ptr + 2).to(tl.int64)
         page_1 = tl.load(entry_ptr + 3).to(tl.int64)
