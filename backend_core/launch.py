@@ -2,7 +2,7 @@
 
 ``fn[grid](...)`` binds, specialises and hashes every argument and every option on each launch.
 ``KernelLaunch`` fixes the constexprs and options once, keeps the compiled kernels in a dictionary
-and launches them through ``compiled[grid](*args)``, Triton's own launcher.
+and hands them to Triton's own launcher, ``compiled.run``.
 
 Written against Triton 3.6.0 (``runtime/jit.py``, ``compiler/compiler.py`` and the two
 ``driver.py``), and read against 3.8.0, for CUDA and HIP. Under ``TRITON_INTERPRET=1`` the kernel is
@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from triton import knobs
 from triton.runtime import JITFunction, driver
 
 Argument = torch.Tensor | int | float | bool | None
 Grid = tuple[int, int, int]
 
-
-class Packed(NamedTuple):
-    """Some of a launch's arguments, made ready once for many launches.
-
-    ``key`` numbers their class; ``values`` has the tensors' addresses and keeps none alive.
-    """
-
-    key: int
-    values: tuple[object, ...]
-
+Packed = tuple[int, tuple[object, ...]]
+"""Some of a launch's arguments, made ready once for many launches: a number of their class, and
+their values, which hold the tensors' addresses and keep none alive."""
 
 _PACK_KEYS: dict[tuple[object, ...], int] = {}
 
@@ -118,13 +112,13 @@ class KernelLaunch:
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compile(key, args)
-        compiled[grid](*values, *self._tail, stream=active.get_current_stream(device))
+        _run(compiled, grid, active.get_current_stream(device), (*values, *self._tail))
 
     @staticmethod
     def pack(args: Iterable[Argument]) -> Packed:
         """A group's arguments for ``packed``, in the group's order."""
         key, values = _specialise(args, torch.version.hip is not None)
-        return Packed(_PACK_KEYS.setdefault(tuple(key), len(_PACK_KEYS)), tuple(values))
+        return _PACK_KEYS.setdefault(tuple(key), len(_PACK_KEYS)), tuple(values)
 
     def packed(
         self, grid: Grid, packs: Sequence[Packed], arguments: Callable[[], Sequence[Argument]]
@@ -149,12 +143,12 @@ class KernelLaunch:
             values += group
         compiled = self._packed.get(tuple(key))
         if compiled is None:
-            args = tuple(arguments())
-            full = (device, *_specialise(args, torch.version.hip is not None)[0])
-            compiled = self._compiled.get(full) or self._compile(full, args)
+            given = tuple(arguments())
+            full = (device, *_specialise(given, torch.version.hip is not None)[0])
+            compiled = self._compiled.get(full) or self._compile(full, given)
             self._packed[tuple(key)] = compiled
-        values = self._in_order(values)
-        compiled[grid](*values, *self._tail, stream=active.get_current_stream(device))
+        args = (*self._in_order(values), *self._tail)
+        _run(compiled, grid, active.get_current_stream(device), args)
 
     def warm_up(self, *args: Argument | torch.dtype) -> None:
         """Compile and load the variant that these arguments select, without launching it.
@@ -178,6 +172,18 @@ class KernelLaunch:
                 compiled.run  # noqa: B018
                 launch._compiled[key] = compiled
         return self._compiled[key]
+
+
+def _run(compiled: Any, grid: Grid, stream: int, args: tuple[object, ...]) -> None:
+    """``compiled[grid]``, without the records for launch hooks where none are installed."""
+    hooks = knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    # a chain of hooks has its calls; a hook may also be a function, or None
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        compiled[grid](*args, stream=stream)
+        return
+    function, metadata = compiled.function, compiled.packed_metadata
+    compiled.run(*grid, stream, function, metadata, None, None, None, *args)
 
 
 def _specialise(

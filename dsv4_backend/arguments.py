@@ -92,7 +92,7 @@ def _values(part: Part, plan: plans.DecodePlan | plans.PrefillPlan) -> dict[str,
 
 
 def input_values(kv_score: torch.Tensor) -> tuple[Argument, ...]:
-    return kv_score, kv_score.stride(0)
+    return kv_score, kv_score.stride()[0]
 
 
 def layer_values(part: Part) -> dict[str, Argument]:

@@ -44,15 +44,16 @@ def ready(
         LookupError: there are no kernel paths for the target.
     """
     layer, kv_score, state, cache = part
+    rows = kv_score.shape
     facts = (
         type(plan), phase, getattr(plan, "device", None), getattr(plan, "is_settled", None), target,
-        kv_score.shape[1:], kv_score.stride()[1:], kv_score.dtype, kv_score.device,
+        rows[1:], kv_score.stride(), kv_score.dtype, kv_score.device,
         state.data_ptr(), state.shape, state.stride(), state.dtype, state.device,
         cache.data_ptr(), cache.shape, cache.stride(), cache.dtype, cache.device,
         layer.ape.data_ptr(), layer.norm_weight.data_ptr(), layer.rope_table.data_ptr(),
     )  # fmt: skip
     found: Ready[Any] | None = layer.ready.get(facts)
-    if found is not None and kv_score.shape[0] >= plan.num_tokens:
+    if found is not None and rows[0] >= plan.num_tokens:
         return found
     validation.check_step(layer, kv_score, state, cache, plan, phase)
     target = target or detect_target(kv_score.device)
@@ -107,7 +108,7 @@ def run_in_place(
         return
     launch(
         (plan.num_tokens, 1, 1),
-        kv, weight, rope_table, entries, eps, kv.stride(0), rope_table.stride(0),
+        kv, weight, rope_table, entries, eps, kv.stride()[0], rope_table.stride()[0],
     )  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def run_prefill(part: Part, plan: plans.PrefillPlan, target: Target | None) -> N
     pooled_packs: tuple[Packed, ...] = ()
     rest_grid = num_writes
     if num_splits > 1:
-        pooled = kv_score.new_empty((num_windows, layer.spec.head_dim), dtype=torch.float32)
+        pooled = kv_score.new_empty(num_windows, layer.spec.head_dim, dtype=torch.float32)
         pooled_packs = (windows.pack((pooled,)),)
         rest_grid += num_windows
     windows.packed(

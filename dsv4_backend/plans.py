@@ -12,6 +12,7 @@ in the state and partly in the chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -44,11 +45,11 @@ class SeqLens:
     def __post_init__(self) -> None:
         validation.check_index("seq_lens", self.seq_lens, ("N",))
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.seq_lens.shape[0]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.seq_lens.device
 
@@ -71,11 +72,11 @@ class RowPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", _int32_plan("rows", self.rows, 4))
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.rows.shape[0]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.rows.device
 
@@ -106,11 +107,11 @@ class RingDecode:
         object.__setattr__(self, "plan", _int32_plan("plan", self.plan, 4))
         validation.check_index("slots", self.slots, (self.plan.shape[0],), self.plan.device)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.plan.shape[0]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.plan.device
 
@@ -141,11 +142,11 @@ class RingDecodeV1:
         validation.check_index("pages", self.pages, (rows,), device)
         validation.check_index("slots", self.slots, (rows,), device)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.seq_lens.shape[0]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.seq_lens.device
 
@@ -178,20 +179,20 @@ class RingPrefill:
         validation.check_index("writes", self.writes, ("M", 2), device)
         validation.check_index("slots", self.slots, ("T",), device)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.slots.shape[0]
 
-    @property
+    @cached_property
     def num_windows(self) -> int:
         return self.windows.shape[0]
 
-    @property
+    @cached_property
     def num_writes(self) -> int:
         """Entries of the plan that may write a state row."""
         return self.writes.shape[0]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.windows.device
 
@@ -225,20 +226,20 @@ class RingPrefillV1:
         validation.check_index("pages", self.pages, ("B",), device)
         validation.check_index("slots", self.slots, ("T",), device)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.slots.shape[0]
 
-    @property
+    @cached_property
     def num_windows(self) -> int:
         return self.windows.shape[0]
 
-    @property
+    @cached_property
     def num_writes(self) -> int:
         """Entries of the plan that may write a state row."""
         return self.writes.shape[0]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.windows.device
 
@@ -270,11 +271,11 @@ class PagedDecode:
     def __post_init__(self) -> None:
         validation.check_paged(self)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.positions.device
 
@@ -307,20 +308,20 @@ class PagedPrefill:
         validation.check_index("query_starts", self.query_starts, ("B + 1",), device)
         validation.check_index("ends", self.ends, ("N",), device)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
-    @property
+    @cached_property
     def num_windows(self) -> int:
         return self.ends.shape[0]
 
-    @property
+    @cached_property
     def num_writes(self) -> int:
         """Entries of the plan that may write a state row."""
         return self.num_tokens
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.positions.device
 

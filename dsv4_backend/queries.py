@@ -56,14 +56,15 @@ def quantise_indexer_queries(
     if launch is None:
         return _reference(spec, q, positions, rope_table, weights, softmax_scale, head_scale)
     is_fp4 = spec.cache_format == "indexer_mxfp4"
-    codes = q.new_empty((tokens, heads, dim // 2 if is_fp4 else dim), dtype=torch.uint8)
-    scales = q.new_empty((tokens, heads, dim // 32), dtype=torch.uint8) if is_fp4 else None
-    out = q.new_empty((tokens, heads), dtype=torch.float32)
+    codes = q.new_empty(tokens, heads, dim // 2 if is_fp4 else dim, dtype=torch.uint8)
+    scales = q.new_empty(tokens, heads, dim // 32, dtype=torch.uint8) if is_fp4 else None
+    out = q.new_empty(tokens, heads, dtype=torch.float32)
+    stride_q_t, stride_q_h, _ = q.stride()
     launch(
         (tokens, heads, 1),
         q, positions, rope_table, weights, codes, codes if scales is None else scales, out,
-        softmax_scale, head_scale, q.stride(0), q.stride(1), rope_table.stride(0),
-        weights.stride(0),
+        softmax_scale, head_scale, stride_q_t, stride_q_h, rope_table.stride()[0],
+        weights.stride()[0],
     )  # fmt: skip
     return codes, scales, out
 
@@ -80,12 +81,13 @@ def _check(
     expect_shape("q", q, ("T", "H", 128))
     expect_dtype("q", q, torch.float32, torch.bfloat16)
     expect_stride("q", q, 2, 1)
-    validation.check_index("positions", positions, (q.shape[0],), q.device)
-    validation.check_rope_table("rope_table", rope_table, q.device)
-    expect_shape("weights", weights, tuple(q.shape[:2]))
+    (tokens, heads, _), device = q.shape, q.device
+    validation.check_index("positions", positions, (tokens,), device)
+    validation.check_rope_table("rope_table", rope_table, device)
+    expect_shape("weights", weights, (tokens, heads))
     expect_dtype("weights", weights, torch.float32, torch.bfloat16)
     expect_stride("weights", weights, 1, 1)
-    expect_device("weights", weights, q.device)
+    expect_device("weights", weights, device)
 
 
 def _reference(

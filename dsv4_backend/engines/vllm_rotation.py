@@ -9,6 +9,7 @@ decided together, once for a process, and keys that another engine wrote are not
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -73,6 +74,7 @@ def _refusal(indexer: Any, vllm_config: Any) -> str | None:
     return None
 
 
+@functools.cache
 def _spec(use_fp4: bool) -> CompressorSpec:
     return CompressorSpec(
         head_dim=128,
