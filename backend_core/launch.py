@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-Argument = torch.Tensor | int | float | bool | None
+Argument = Tensor | int | float | bool | None
 Grid = tuple[int, int, int]
 
 Packed = tuple[int, tuple[object, ...]]
@@ -199,16 +200,18 @@ def _specialise(
         if type(arg) is int:
             key.append(_INT_CLASS[arg])
             values.append(arg)
-        elif isinstance(arg, torch.Tensor):
+        elif type(arg) is float:
+            key.append(float)
+            values.append(arg)
+        elif isinstance(arg, Tensor):
             address = arg.data_ptr()
-            key.append(arg.dtype)
-            key.append(address & 15 == 0)
+            key += (arg.dtype, address & 15 == 0)
             if hip:
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             values.append(address)
         elif isinstance(arg, torch.dtype):
             key += (arg, True, True) if hip else (arg, True)
-        elif arg is None or type(arg) in (bool, float):
+        elif arg is None or type(arg) is bool:
             key.append(type(arg))
             values.append(arg)
         else:

@@ -54,6 +54,8 @@ def detect_target(device: torch.device | None = None) -> Target:
     Raises:
         ValueError: the device is neither a CPU nor a CUDA or HIP device.
     """
+    if device is not None and device.type == "cuda" and device.index is not None:
+        return _detect_gpu(device.index)  # what an operator asks in every call
     try:
         import torch
     except ModuleNotFoundError:
