@@ -138,9 +138,8 @@ def _decode() -> list[str]:
         "",
         "From the packed projections to the gated norm, µs; peers' launches counted together. Over"
         f" the best peer: geometric mean {_mean(ratios):.2f}×, least {min(ratios):.2f}×. *floor*:"
-        " the fp32 state read and written once. The kernel has since been changed once more"
-        " (how its loads wait); beside the peers that form has not been timed"
-        " ([performance-log.md](performance-log.md)).",
+        " the fp32 state read and written once. What was tried and what memory forbids:"
+        " [performance-log.md](performance-log.md#decode-step-in-one-launch).",
         "",
         *_table(["heads", "sequences", "ours", "best peer", "×", "floor", "host"], rows),
     ]
@@ -171,19 +170,32 @@ def _compressor() -> list[str]:
         f" {min(ratios):.2f}×.",
         "",
         *_table(titles, cells),
+        *_in_place(report["rows"]),
         *_alone(report["rows"]),
     ]
 
 
+def _in_place(rows: list[dict[str, Any]]) -> list[str]:
+    cells = (
+        [f"{row['n']:,}"]
+        + [_us(row[f"{who}_gpu_ms"]) for who in ("ours", "seed_style", "two_launch")]
+        + [_us(row["ours_host_ms"])]
+        for row in rows
+        if row["part"] == "indexer_rows"
+    )
+    titles = ["rows", "ours", "one launch through memory", "two launches", "host"]
+    return ["", "Norm, RoPE and rotation of pooled rows in place, µs:", "", *_table(titles, cells)]
+
+
 def _alone(rows: list[dict[str, Any]]) -> list[str]:
-    """Prefill on sglang's ring and rotated queries, which vLLM does not have."""
-    shown = [row for row in rows if row.get("layout") or row.get("rotate")]
-    if not shown:
-        return []
+    """Prefill on sglang's ring and rotated queries, which vLLM does not have, and fp4 queries."""
+    shown = [row for row in rows if row["vllm_gpu_ms"] is None and row["part"] != "indexer_rows"]
     cells = (
         [
             row["phase"],
-            f"{row['part']}, C{row['ratio']}" + (", rotated" if row.get("rotate") else ", ring"),
+            f"{row['part']}, C{row['ratio']}"
+            + (", rotated" if row.get("rotate") else "")
+            + (f", {row['layout']}" if "layout" in row else ""),
             f"{row['n']:,}",
             _us(row["ours_gpu_ms"]),
             _us(row["floor_ms"]),
@@ -192,7 +204,13 @@ def _alone(rows: list[dict[str, Any]]) -> list[str]:
         for row in shown
     )
     titles = ["phase", "part", "tokens", "ours", "bytes at copy bandwidth", "host"]
-    return ["", "Without a peer, µs:", "", *_table(titles, cells)]
+    return [
+        "",
+        "Without a peer, µs (vLLM rotates no queries and has no ring; its fp4 queries do not build"
+        " for sm_90):",
+        "",
+        *_table(titles, cells),
+    ]
 
 
 def _engine() -> list[str]:
