@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 KERNELS = Path(__file__).parent / "kernels" / "sm90"
 DIM = 128
-TILE_BYTES = 9 * 8192  # -w, q_in, k_out, A_qk, u in 8 KiB blocks
+TILE_BYTES = 7 * 8192  # -k_in, q_in, T^T k_out, A_qk T in 8 KiB blocks
 _INTRA_THREADS, _INTRA_SHARED = 128, 56384  # sizeof(Shared) of intra_chunk.cu
 _SCAN_THREADS = 384
-_SCAN_SHARED = {False: 223232, True: 224256}  # sizeof(Shared) of scan.cu, by SPLIT
+_SCAN_SHARED = {False: 226304, True: 229376}  # sizeof(Shared) of scan.cu, by SPLIT
 # struct Params of the two sources
-_INTRA_PARAMS = struct.Struct("=12Q10q2if3iQ")
-_SCAN_PARAMS = struct.Struct("=13Q14qf3iQ")
+_INTRA_PARAMS = struct.Struct("=11Q8q2if3iQ")
+_SCAN_PARAMS = struct.Struct("=14Q16qf3iQ")
 
 
 def two_stage_sm90(
@@ -82,7 +82,6 @@ def two_stage_sm90(
         _INTRA_PARAMS.pack(
             q_address,
             k_address,
-            v_address,
             g_address,
             beta.data_ptr(),
             _address(a_log),
@@ -96,8 +95,6 @@ def two_stage_sm90(
             stride_q_h,
             stride_k_t,
             stride_k_h,
-            stride_v_t,
-            stride_v_h,
             stride_g_t,
             stride_g_h,
             stride_beta_t,
@@ -114,6 +111,7 @@ def two_stage_sm90(
     scan_params = _SCAN_PARAMS.pack(
         tiles.data_ptr(),
         totals.data_ptr(),
+        v_address,
         o_address,
         _address(state.read),
         _address(state.write),
@@ -125,6 +123,8 @@ def two_stage_sm90(
         meta.cu_seqlens.data_ptr(),
         table.offsets.data_ptr(),
         table.sequence_order.data_ptr(),
+        stride_v_t,
+        stride_v_h,
         stride_o_t,
         stride_o_h,
         *state.strides(state.read),

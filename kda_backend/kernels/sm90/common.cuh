@@ -5,11 +5,11 @@
 #include "device.cuh"
 
 static constexpr int C = 64, D = 128;  // tokens of a chunk; channels of a key and of a value
-// A tile is nine blocks of 64 rows of 128 bytes with wgmma's 128-byte swizzle:
-// -w, q_in, k_out (2 blocks each), A_qk, u (2).
+// A tile is seven blocks of 64 rows of 128 bytes with wgmma's 128-byte swizzle:
+// -k_in, q_in, T^T k_out (2 blocks each), A_qk T.
 static constexpr int BLOCK_BYTES = 8192;
-static constexpr int TILE_BYTES = 9 * BLOCK_BYTES;
-static constexpr int W = 0, Q_IN = 2, K_OUT = 4, A_QK = 6, U = 7;  // first block of each
+static constexpr int TILE_BYTES = 7 * BLOCK_BYTES;
+static constexpr int K_IN = 0, Q_IN = 2, K_OUT = 4, A_QK = 6;  // first block of each
 
 __device__ __forceinline__ u32 pack_fp16(float low, float high) {
     u32 y;

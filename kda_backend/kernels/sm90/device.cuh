@@ -29,6 +29,11 @@ __device__ __forceinline__ u32 to_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
+// 16 bytes to shared memory, or zeros, without waiting for them.
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? 16 : 0) : "memory");
+}
 // Programmatic dependent launch: the next kernel may start when every block has said so.
 __device__ __forceinline__ void let_next_kernel_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -17,8 +17,12 @@
 // lower half to its last, so nothing exceeds 1 and fp16 will do. Any gate is exact, and row r depends on
 // tokens up to r alone.
 //
-// The tiles are made where their inputs lie: q becomes q_in, g k_out, k first k_in, then -w. v and
-// what belongs to the solve come where k_out and q_in have left. Each leaves by a bulk copy.
+// The solve is applied to k_out and A_qk, not to k_in and v: with T = (I + L)^-1 diag(beta) the values
+// of a chunk enter the state and the output as T (v - k_in S), so T^T k_out and A_qk T serve as well,
+// and neither v nor w nor u passes through here.
+//
+// The tiles are made where their inputs lie: q becomes q_in, k -k_in, g k_out and then T^T k_out. What
+// belongs to the solve comes where q_in has left. Each leaves by a bulk copy.
 //
 // Blocks stay and take one tile after the other, in the order in which the scan wants them. They wait
 // for nobody, and the scan starts when all of them have, so it may wait for any tile.
@@ -30,17 +34,16 @@
 struct Params {
     const void* q;
     const void* k;
-    const void* v;
     const void* g;
     const void* beta;         // bf16, or fp32 with BETA_FP32
     const float* a_log;       // [HV] or null
     const float* dt_bias;     // [HV, 128] or null
-    u16* tiles;               // [chunks, HV, 9 * 4096] fp16: -w, q_in, k_out, A_qk, u
+    u16* tiles;               // [chunks, HV, 7 * 4096] fp16: -k_in, q_in, T^T k_out, A_qk T
     float* totals;            // [chunks, HV, 128], in the order in which scan.cu reads them
     const int* chunk_start;
     const int* chunk_len;
     const int* chunk_order;
-    i64 q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h;  // strides in elements
+    i64 q_t, q_h, k_t, k_h, g_t, g_h, beta_t, beta_h;  // strides in elements
     int num_value_heads;
     int heads_per_key;
     float lower_bound;
@@ -63,6 +66,11 @@ __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0
 __device__ __forceinline__ u32 mul_fp16(u32 a, u32 b) {
     u32 y;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ u32 minus_mul_fp16(u32 a, u32 b) {
+    u32 y;
+    asm("{.reg .b32 n; neg.f16x2 n, %1; mul.rn.f16x2 %0, n, %2;}" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -107,10 +115,6 @@ __device__ __forceinline__ void stmatrix(u32 address, const u32 (&r)[4]) {
 __device__ __forceinline__ void stmatrix_trans(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                  :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(valid ? 16 : 0) : "memory");
 }
 // One word, without waiting for it.
 __device__ __forceinline__ void copy_word(void* to, const void* from, bool valid = true) {
@@ -178,18 +182,16 @@ struct Source {
 };
 
 struct Shared {
-    u16 k[C * D];  // k, then k_in = k 2^G, then -w
+    u16 k[C * D];  // k, then -k_in = -k 2^G
     union {
         u16 q[C * D];  // q, then q_in
         struct {
-            u16 low[C * C];   // -L below the diagonal blocks, on the diagonal their inverses
-            u16 a_qk[C * C];
+            // below the diagonal blocks -L without its beta, on the diagonal their T
+            u16 low[C * C];
+            u16 a_qk[C * C];  // then A_qk T
         };
     };
-    union {
-        u16 g[C * D];  // g, then k_out
-        u16 v[C * D];  // v, then u
-    };
+    u16 g[C * D];  // g, then k_out, then T^T k_out
     union {
         // operands for other warps: [k suf of row blocks 0, 1, 2; q pre, k pre of 3][half][lane]
         uint4 exchange[5][2][32];
@@ -221,61 +223,62 @@ __device__ __forceinline__ const u16* rows_of(const void* x, const Source& from,
     return static_cast<const u16*>(x) + from.token * stride_t + head * stride_h;
 }
 
-// -w or u by block forward substitution, transposed: channels are rows, tokens columns. Block i is
-//     ((beta x)_i - sum over j < i of L_ij y_j) times the inverse of its diagonal block.
-// Solves, in place, the 64 channels of one block of x = k_in (fp16, with -beta) or v (bf16).
-template <bool VALUES>
-__device__ __forceinline__ void solve(u16* block, Shared& s, int lane) {
-    const u32 low_base = shared_address(s.low);
-    const u32 x_base = shared_address(block);
-    const int matrix = lane / 8, in_matrix = lane % 8, t = lane % 4;
-#pragma unroll 1
-    for (int m = 0; m < 4; ++m) {
-        u32 solved[4][4];
+// Applies T by block backward substitution to 16 rows x over the chunk's 64 tokens, in place:
+//     y_i = (x_i - sum over j > i of y_j L_ji) T_ii,
+// where y and T have beta in them and L has not. KEYS: the rows are channels, ``rows`` is which 16, of
+// k_out, whose tokens lie one below the other. Else they are tokens of A_qk, of row block ``rows``, and
+// there is nothing behind it.
+template <bool KEYS>
+__device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, int lane) {
+    const u32 low_base = shared_address(s.low), x_base = shared_address(x_rows);
+    const int in_matrix = lane % 8, first = 8 * (lane / 8 % 2), second = lane / 16;
+    u32 solved[4][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            // matrices: (tokens 0-7, channels 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15)
-            const u32 x_address =
-                x_base + offset(16 * i + 8 * (matrix / 2) + in_matrix, 2 * m + matrix % 2);
-            u32 x[4];
+    for (int i = 3; i >= 0; --i) {
+        if (!KEYS && i > rows) continue;
+        // matrices, of x and of what is stored: (tokens 0-7, rows 0-7), (0-7, 8-15), (8-15, 0-7), ..
+        const u32 x_address =
+            x_base + (KEYS ? offset(16 * i + 8 * second + in_matrix, 2 * rows + first / 8)
+                           : offset(16 * rows + first + in_matrix, 2 * i + second));
+        u32 x[4];
+        if (KEYS)
             ldmatrix_trans(x, x_address);
-            float acc[2][4];
+        else
+            ldmatrix(x, x_address);
+        float acc[2][4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                acc[n][2 * h] = low_fp16(x[2 * n + h]);
+                acc[n][2 * h + 1] = high_fp16(x[2 * n + h]);
+            }
+        auto times = [&](const u32 (&y)[4], int j) {  // acc += y low_ji
+            u32 l[4];
+            ldmatrix_trans(l, low_base + offset(16 * j + first + in_matrix, 2 * i + second));
+            mma(acc[0], y[0], y[1], y[2], y[3], l[0], l[1]);
+            mma(acc[1], y[0], y[1], y[2], y[3], l[2], l[3]);
+        };
+        auto operand = [&](u32 (&y)[4]) {
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const float2 b = *reinterpret_cast<const float2*>(&s.beta[16 * i + 8 * n + 2 * t]);
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const u32 y = x[2 * n + h];
-                    acc[n][2 * h] = VALUES ? low_bf16(y) * b.x : low_fp16(y) * -b.x;
-                    acc[n][2 * h + 1] = VALUES ? high_bf16(y) * b.y : high_fp16(y) * -b.y;
-                }
+                y[2 * n] = pack_fp16(acc[n][0], acc[n][1]);
+                y[2 * n + 1] = pack_fp16(acc[n][2], acc[n][3]);
             }
+        };
 #pragma unroll
-            for (int j = 0; j < i; ++j) {
-                u32 l[4];
-                ldmatrix(l, low_base + offset(16 * i + 8 * (matrix / 2) + in_matrix,
-                                              2 * j + matrix % 2));
-                mma(acc[0], solved[j][0], solved[j][1], solved[j][2], solved[j][3], l[0], l[1]);
-                mma(acc[1], solved[j][0], solved[j][1], solved[j][2], solved[j][3], l[2], l[3]);
-            }
-            u32 z[4], inverse[4];
+        for (int j = i + 1; j < 4; ++j)
+            if (KEYS || j <= rows) times(solved[j], j);
+        u32 z[4];
+        operand(z);
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                z[2 * n] = pack_fp16(acc[n][0], acc[n][1]);
-                z[2 * n + 1] = pack_fp16(acc[n][2], acc[n][3]);
-                acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
-            }
-            ldmatrix(inverse, low_base + offset(16 * i + 8 * (matrix / 2) + in_matrix,
-                                                2 * i + matrix % 2));
-            mma(acc[0], z[0], z[1], z[2], z[3], inverse[0], inverse[1]);
-            mma(acc[1], z[0], z[1], z[2], z[3], inverse[2], inverse[3]);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                solved[i][2 * n] = pack_fp16(acc[n][0], acc[n][1]);
-                solved[i][2 * n + 1] = pack_fp16(acc[n][2], acc[n][3]);
-            }
+        for (int n = 0; n < 2; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
+        times(z, i);
+        operand(solved[i]);
+        if (KEYS)
             stmatrix_trans(x_address, solved[i]);
-        }
+        else
+            stmatrix(x_address, solved[i]);
     }
 }
 
@@ -336,8 +339,9 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     const int head = source.head, length = source.length;
     const i64 index = static_cast<i64>(source.chunk) * p.num_value_heads + head;
     const int r = lane / 4, t = lane % 4;
-    fetch_rows(s.q, rows_of(p.q, source, source.key_head, p.q_t, p.q_h), p.q_t, length);
     fetch_rows(s.k, rows_of(p.k, source, source.key_head, p.k_t, p.k_h), p.k_t, length);
+    __syncthreads();  // the last tile has been read, and s.next
+    fetch_rows(s.q, rows_of(p.q, source, source.key_head, p.q_t, p.q_h), p.q_t, length);
     copy_commit();
     fetch_rows(s.g, rows_of(p.g, source, head, p.g_t, p.g_h), p.g_t, length);
     if (GATE != 0) {
@@ -574,7 +578,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
                 for (int i = 0; i < 2; ++i) {
                     const u32 in = mul_fp16(pre[i][e], before_h);
                     in_q[2 * m + i] = mul_fp16(qh[i][e], in);
-                    in_k[2 * m + i] = mul_fp16(kh[i][e], in);
+                    in_k[2 * m + i] = minus_mul_fp16(kh[i][e], in);
                     out_k[2 * m + i] = mul_fp16(kh[i][e], mul_fp16(suf[i][e], behind_h));
                 }
             }
@@ -628,17 +632,17 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
         if (slice % 2 && threadIdx.x == CLERK) {  // 64 channels are complete
             const int half = slice / 2;
             store_bulk(tile(Q_IN + half), s.q + half * (BLOCK_BYTES / 2), BLOCK_BYTES);
-            store_bulk(tile(K_OUT + half), s.g + half * (BLOCK_BYTES / 2), BLOCK_BYTES);
+            store_bulk(tile(K_IN + half), s.k + half * (BLOCK_BYTES / 2), BLOCK_BYTES);
             if (half) store_read_wait();
         }
     }
 
-    // Scores [16, 16] of row block ``rows`` with ``columns``: A_qk, and -beta L.
-    auto pairs = [](u32 (&x)[4], const float (&c)[2][4], float f0, float f1) {
+    // Scores [16, 16] of row block ``rows`` with ``columns``: A_qk, and -L without its beta.
+    auto pairs = [](u32 (&x)[4], const float (&c)[2][4], float f) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            x[2 * n] = pack_fp16(c[n][0] * f0, c[n][1] * f0);
-            x[2 * n + 1] = pack_fp16(c[n][2] * f1, c[n][3] * f1);
+            x[2 * n] = pack_fp16(c[n][0] * f, c[n][1] * f);
+            x[2 * n + 1] = pack_fp16(c[n][2] * f, c[n][3] * f);
         }
     };
     // tf32 cut 2^-11 / (2 ln 2) off each of two factors on average
@@ -683,13 +687,13 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
                 if (m + e < i) x[i] -= of_row[e] * x[m + e];
         }
     }
-    __syncthreads();  // q_in and k_out have left
-    fetch_rows(s.v, rows_of(p.v, source, source.head, p.v_t, p.v_h), p.v_t, source.length);
-    copy_commit();
-    {  // even lanes write their column and the next
+    __syncthreads();  // q_in has left
+    {  // even lanes write their column and the next, each with its beta
         const int column = lane % 16;
+        const float beta = s.beta[16 * warp + column];
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
+            x[i] *= beta;
             const float right = __shfl_down_sync(~0u, x[i], 1);
             if (lane < 16 && column % 2 == 0)
                 *reinterpret_cast<u32*>(reinterpret_cast<char*>(s.low) +
@@ -704,34 +708,27 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
         if (n > warp) stmatrix(at(s.a_qk, warp, n), nothing);
     {
         const int rows = warp == 0 ? 3 : warp, columns = warp == 0 ? 2 : warp == 3 ? 1 : warp - 1;
-        const float beta0 = -s.beta[16 * rows + r], beta1 = -s.beta[16 * rows + r + 8];
         u32 y[4];
-        pairs(y, q_far[0], 1.0f, 1.0f);
+        pairs(y, q_far[0], 1.0f);
         stmatrix(at(s.a_qk, rows, columns), y);
-        pairs(y, k_far[0], beta0, beta1);
+        pairs(y, k_far[0], -1.0f);
         stmatrix(at(s.low, rows, columns), y);
         if (warp >= 2) {
-            pairs(y, q_far[1], 1.0f, 1.0f);
+            pairs(y, q_far[1], 1.0f);
             stmatrix(at(s.a_qk, rows, 0), y);
-            pairs(y, k_far[1], beta0, beta1);
+            pairs(y, k_far[1], -1.0f);
             stmatrix(at(s.low, rows, 0), y);
         }
     }
-    copy_wait<0>();
+    __syncthreads();
+    solve<false>(s.a_qk, warp, s, lane);
+#pragma unroll 1
+    for (int m = 2 * warp; m < 2 * warp + 2; ++m) solve<true>(s.g, m, s, lane);
     writes_done();
     __syncthreads();
-    if (threadIdx.x == CLERK) store_bulk(tile(A_QK), s.a_qk, BLOCK_BYTES);
-
-    u16* const block = (warp < 2 ? s.k : s.v) + (warp % 2) * (BLOCK_BYTES / 2);
-    if (warp < 2) {
-        solve<false>(block, s, lane);
-    } else {
-        solve<true>(block, s, lane);
-    }
-    writes_done();
-    __syncwarp();
-    if (lane == 0) {
-        store_bulk(tile(warp < 2 ? W + warp : U + warp - 2), block, BLOCK_BYTES);
+    if (threadIdx.x == CLERK) {
+        store_bulk(tile(K_OUT), s.g, 2 * BLOCK_BYTES);
+        store_bulk(tile(A_QK), s.a_qk, BLOCK_BYTES);
         store_read_wait();
     }
 }
@@ -761,7 +758,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     __syncthreads();
     i64 made = -1;  // the tile before, which has no flag yet
     auto copies_done = [&] {
-        if (threadIdx.x % 32 == 0) store_wait();
+        if (threadIdx.x == CLERK) store_wait();
     };
     auto set_flag = [&] {
         if (threadIdx.x == CLERK && made >= 0)
@@ -774,7 +771,6 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         const i64 tile =
             static_cast<i64>(s.source[turn].chunk) * p.num_value_heads + s.source[turn].head;
-        __syncthreads();
         // the shuffle tells the compiler that the warp's number is uniform
         make_tile(p, s, turn, __shfl_sync(~0u, thread / 32, 0), thread % 32, copies_done, set_flag);
         made = tile;

@@ -1,15 +1,17 @@
 // Inter-chunk stage of KDA prefill on Hopper: carries the state over the chunks, writes the output.
 //
-// The equations are scan.py's. For 64 value rows of one sequence and head,
+// The equations are scan.py's, with the solve moved from k_in and v, where it makes w and u, to k_out
+// and A_qk. For 64 value rows of one sequence and head, e being what the state before the chunk misses
+// of v,
 //
-//     v_new^T = u^T + S (-w)^T
-//     S       = S diag(total) + v_new^T k_out
-//     o^T     = scale (S q_in^T + v_new^T A_qk^T)
+//     e^T = v^T + S (-k_in)^T
+//     S   = S diag(total) + e^T (T^T k_out)
+//     o^T = scale (S q_in^T + e^T (A_qk T)^T)
 //
 // The state stays in the registers of a warpgroup: as fp32 accumulators [64 values, 128 channels] of
 // wgmma, and rounded to fp16 as its A operand, whose register layout is the accumulators' own. The
-// same holds for v_new, so nothing of the chain S -> v_new -> S passes through shared memory and no
-// warp of the chain waits for another. A thread of its own fetches the next chunks' tiles.
+// same holds for e, so nothing of the chain S -> e -> S passes through shared memory and no warp of the
+// chain waits for another. Warps of their own fetch the next chunks' tiles and values.
 //
 // A wgmma with A in registers keeps its warps from issuing anything else. Without SPLIT a block has
 // two warpgroups with 64 value rows each: one multiplies while the other packs, loads and stores,
@@ -24,8 +26,9 @@
 #include "scan_device.cuh"
 
 struct Params {
-    const u16* tiles;     // [chunks, HV, 9 * 4096] fp16: -w, q_in, k_out, A_qk, u
+    const u16* tiles;     // [chunks, HV, 7 * 4096] fp16: -k_in, q_in, T^T k_out, A_qk T
     const float* totals;  // [chunks, HV, 128], in the order of load_chunk
+    const u16* v;         // bf16
     u16* o;               // bf16
     const void* state_in;
     void* state_out;
@@ -37,7 +40,7 @@ struct Params {
     const void* cu_seqlens;     // int32, or int64 with CU_INT64
     const int* chunk_offsets;
     const int* sequence_order;
-    i64 o_t, o_h;
+    i64 v_t, v_h, o_t, o_h;
     i64 in_n, in_h, in_v, in_k, out_n, out_h, out_v, out_k, chunk_n, chunk_h, chunk_v, chunk_k;
     float scale;
     int num_snapshots;
@@ -49,12 +52,14 @@ struct Params {
 static_assert(sizeof(Params) == PARAM_BYTES, "prefill_sm90.py packs other parameters");
 
 // Where a stage keeps a tile's blocks. With SPLIT each block keeps what it multiplies.
-static constexpr int STAGE_W = SPLIT ? 0 : W, STAGE_K = SPLIT ? 2 : K_OUT, STAGE_U = SPLIT ? 4 : U;
+static constexpr int STAGE_K = SPLIT ? 2 : K_OUT;
 static constexpr int STAGE_Q = SPLIT ? 0 : Q_IN, STAGE_A = SPLIT ? 2 : A_QK;
-static constexpr int STAGE_BLOCKS = SPLIT ? 5 : 9;
+static constexpr int STAGE_BLOCKS = SPLIT ? 4 : 7;
 static constexpr int STAGES = SPLIT ? 4 : 3;
 static constexpr int RELEASES = SPLIT ? 4 : 2;  // of a stage, by the warps that read it last
-static constexpr int READERS = SPLIT ? 4 : 10;  // of a task's number: warps that multiply or store
+// Rows of v, and of the output on its way, lie 16 bytes further than they are long, so that the pieces
+// of 8 rows at the same place are in different banks.
+static constexpr int ROW_BYTES = SPLIT ? 128 : 256, PITCH = ROW_BYTES + 16;
 #if SPLIT
 static constexpr int HANDS = 2;                  // operands on their way to the output
 static constexpr int HAND_BYTES = 12 * 32 * 16;  // of one warp
@@ -62,9 +67,10 @@ static constexpr int HAND_BYTES = 12 * 32 * 16;  // of one warp
 
 struct __align__(1024) Shared {
     unsigned char stage[STAGES][STAGE_BLOCKS * BLOCK_BYTES];
+    unsigned char v[STAGES][C * PITCH];  // without SPLIT then the output
 #if SPLIT
-    unsigned char out[BLOCK_BYTES];  // on its way out
-    uint4 hand[HANDS][4][12][32];    // the chain's operands: [warp][state 8, v_new 4][lane]
+    unsigned char out[C * PITCH];
+    uint4 hand[HANDS][4][12][32];    // the chain's operands: [warp][state 8, e 4][lane]
     u64 ready[HANDS][4], taken[HANDS][4];  // one for each warp of the chain and its partner
 #endif
     float totals[STAGES][D];
@@ -199,20 +205,23 @@ __device__ __forceinline__ void snapshot(const Params& p, const Task& task, cons
     });
 }
 
-// v_new = u^T
-__device__ __forceinline__ void load_values(float (&v_new)[32], u32 block, const Lane& at) {
+// Piece ``piece`` of 8 values of a token's row.
+__device__ __forceinline__ u32 values_at(u32 rows, int row, int piece) {
+    return rows + row * PITCH + piece * 16;
+}
+// e = v^T
+__device__ __forceinline__ void load_values(float (&e)[32], u32 rows, const Lane& at) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // 16 tokens each
         u32 x[4];
-        const int row = 16 * i + 8 * (at.matrix / 2) + at.in_matrix;
-        const int piece = 2 * at.warp + at.matrix % 2;
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                     : "r"(block + row * 128 + ((piece ^ (row & 7)) << 4)) : "memory");
+                     : "r"(values_at(rows, 16 * i + 8 * (at.matrix / 2) + at.in_matrix,
+                                     2 * at.warp + at.matrix % 2)) : "memory");
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            v_new[8 * i + 2 * e] = low_fp16(x[e]);
-            v_new[8 * i + 2 * e + 1] = high_fp16(x[e]);
+        for (int j = 0; j < 4; ++j) {
+            e[8 * i + 2 * j] = __uint_as_float(x[j] << 16);
+            e[8 * i + 2 * j + 1] = __uint_as_float(x[j] & 0xffff0000u);
         }
     }
 }
@@ -252,23 +261,23 @@ __device__ __forceinline__ void state_times(float (&y)[32], const u32 (&operand)
                  add || i > 0);
     wgmma_commit();
 }
-// o += v_new^T A_qk^T
-__device__ __forceinline__ void values_times_scores(float (&o)[32], const u32 (&operand)[4][4],
+// o += e^T (A_qk T)^T
+__device__ __forceinline__ void rest_times_scores(float (&o)[32], const u32 (&operand)[4][4],
                                                     u32 scores) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) wgmma_64(o, operand[i], descriptor(scores + i * 32, 16, 1024), 1);
     wgmma_commit();
 }
-// S += v_new^T k_out
-__device__ __forceinline__ void values_times_keys(float (&state)[64], const u32 (&operand)[4][4],
+// S += e^T (T^T k_out)
+__device__ __forceinline__ void rest_times_keys(float (&state)[64], const u32 (&operand)[4][4],
                                                   u32 keys) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         wgmma_128(state, operand[i], descriptor(keys + i * 2048, BLOCK_BYTES, 1024));
     wgmma_commit();
 }
-// o^T to a block [64 tokens, 64 values] of shared memory, each warp to its own 16 values.
-__device__ __forceinline__ void write_output(const float (&o)[32], float scale, u32 block,
+// o^T to rows [64 tokens, 64 values] of shared memory, each warp to its own 16 values.
+__device__ __forceinline__ void write_output(const float (&o)[32], float scale, u32 rows,
                                              const Lane& at) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -276,10 +285,9 @@ __device__ __forceinline__ void write_output(const float (&o)[32], float scale, 
 #pragma unroll
         for (int e = 0; e < 4; ++e)
             x[e] = to_bf16(o[8 * i + 2 * e] * scale, o[8 * i + 2 * e + 1] * scale);
-        const int row = 16 * i + 8 * (at.matrix / 2) + at.in_matrix;
-        const int piece = 2 * at.warp + at.matrix % 2;
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                         block + row * 128 + ((piece ^ (row & 7)) << 4)),
+                         values_at(rows, 16 * i + 8 * (at.matrix / 2) + at.in_matrix,
+                                   2 * at.warp + at.matrix % 2)),
                      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
     }
     __syncwarp();
@@ -288,18 +296,17 @@ __device__ __forceinline__ void write_output(const float (&o)[32], float scale, 
 __device__ __forceinline__ u16* output_of(const Params& p, const Task& task, int c) {
     return p.o + (task.begin + static_cast<i64>(c) * C) * p.o_t + task.head * p.o_h + 64 * task.half;
 }
-// Four pieces of 8 values, of rows ``row``, ``row + step`` and so on, from the block to memory; ``read``
+// Four pieces of 8 values, of rows ``row``, ``row + step`` and so on, from ``from`` to memory; ``read``
 // is called when they have been read.
 template <typename F>
-__device__ __forceinline__ void store_output(u16* to, i64 stride, int rows, u32 block, int row, int step,
+__device__ __forceinline__ void store_output(u16* to, i64 stride, int rows, u32 from, int row, int step,
                                              int piece, F read) {
     uint4 x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int at = row + step * i;
         asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(x[i].x), "=r"(x[i].y), "=r"(x[i].z), "=r"(x[i].w)
-                     : "r"(block + at * 128 + ((piece ^ (at & 7)) << 4)) : "memory");
+                     : "r"(values_at(from, row + step * i, piece)) : "memory");
     }
     read();
 #pragma unroll
@@ -329,11 +336,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
     const int rank = SPLIT ? blockIdx.x % 2 : 0;  // 0: the chain, 1: the output
     const int first_task = SPLIT ? blockIdx.x / 2 : blockIdx.x;
     const int workers = SPLIT ? gridDim.x / 2 : gridDim.x;
+    const bool has_chain = rank == 0;
+    const int readers = !SPLIT ? 11 : has_chain ? 5 : 4;  // warps that want a task's number
 
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.full[i], 1);
+            barrier_init(&s.full[i], has_chain ? 1 + 32 : 1);
             barrier_init(&s.empty[i], RELEASES);
             barrier_init(&s.written[i][0], 4);
             barrier_init(&s.written[i][1], 4);
@@ -341,7 +350,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             barrier_init(&s.posted[i], 1);
-            barrier_init(&s.read[i], READERS);
+            barrier_init(&s.read[i], readers);
         }
 #if SPLIT
 #pragma unroll
@@ -406,21 +415,38 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                     fetch(s.stage[stage] + to * BLOCK_BYTES, tile + from * BLOCK_BYTES,
                           blocks * BLOCK_BYTES, &s.full[stage]);
                 };
-                const bool has_totals = !SPLIT || rank == 0;
-                const int blocks = !SPLIT ? 9 : rank == 0 ? 5 : 3;
-                barrier_expect(&s.full[stage], blocks * BLOCK_BYTES + (has_totals ? D * 4 : 0));
+                const int blocks = !SPLIT ? 7 : rank == 0 ? 4 : 3;
+                barrier_expect(&s.full[stage], blocks * BLOCK_BYTES + (has_chain ? D * 4 : 0));
                 if (!SPLIT) {
-                    get(0, 0, 9);
+                    get(0, 0, 7);
                 } else if (rank == 0) {
-                    get(STAGE_W, W, 2);
+                    get(K_IN, K_IN, 2);
                     get(STAGE_K, K_OUT, 2);
-                    get(STAGE_U, U + task.half, 1);
                 } else {
                     get(STAGE_Q, Q_IN, 2);
                     get(STAGE_A, A_QK, 1);
                 }
-                if (has_totals)
+                if (has_chain)
                     fetch(s.totals[stage], p.totals + tile_index * D, D * 4, &s.full[stage]);
+            }
+        }
+        // another the values, zeros behind the sequence's end
+        for (int turn = 0, number;
+             has_chain && warp == 3 && (number = task_number(s, turn, lane)) >= 0; ++turn) {
+            const Task task(p, number, 0);
+            constexpr int PIECES = ROW_BYTES / 16, STEP = 32 / PIECES;  // rows at once
+            const int row = lane / PIECES, piece = lane % PIECES;
+            const u16* from = p.v + (task.begin + row) * p.v_t + task.head * p.v_h +
+                              64 * task.half + 8 * piece;
+            for (int c = 0; c < task.chunks; ++c, ++before) {
+                const int stage = before % STAGES;
+                if (before >= STAGES) barrier_wait(&s.empty[stage], (before / STAGES - 1) & 1);
+                const u32 to = values_at(shared_address(s.v[stage]), row, piece);
+                const int rows = task.rows(c) - row;
+#pragma unroll 8
+                for (int i = 0; i < C; i += STEP, from += STEP * p.v_t)
+                    copy_async(to + i * PITCH, i < rows ? from : p.v, i < rows);
+                copies_arrive(&s.full[stage]);
             }
         }
         // two more carry the output of a half each from shared memory to memory
@@ -431,12 +457,12 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
             for (int c = 0; c < task.chunks; ++c, ++before) {
                 const int stage = before % STAGES;
                 barrier_wait(&s.written[stage][half], (before / STAGES) & 1);
-                const u32 block = shared_address(s.stage[stage]) + (U + half) * BLOCK_BYTES;
+                const u32 from = shared_address(s.v[stage]) + 128 * half;
                 u16* const to = output_of(p, task, c);
                 const int rows = task.rows(c);
 #pragma unroll 1
                 for (int row = lane / 8; row < C; row += 16)
-                    store_output(to, p.o_t, rows, block, row, 4, lane % 8, [] {});
+                    store_output(to, p.o_t, rows, from, row, 4, lane % 8, [] {});
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 __syncwarp();
                 if (lane == 0) barrier_arrive(&s.empty[stage]);
@@ -466,13 +492,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                 const int stage = before % STAGES, hand = before % HANDS;
                 const u32 base = shared_address(s.stage[stage]);
                 float o[32];
-                u32 operand[8][4], v_operand[4][4];
+                u32 operand[8][4], e_operand[4][4];
                 barrier_wait(&s.full[stage], (before / STAGES) & 1);
                 barrier_wait(&s.ready[hand][warp], (before / HANDS) & 1);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) unpack(operand[i], s.hand[hand][warp][i][lane]);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) unpack(v_operand[i], s.hand[hand][warp][8 + i][lane]);
+                for (int i = 0; i < 4; ++i) unpack(e_operand[i], s.hand[hand][warp][8 + i][lane]);
                 __syncwarp();
                 if (lane == 0) {
                     barrier_expect(&s.ready[hand][warp], HAND_BYTES);
@@ -481,7 +507,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                 }
                 wgmma_fence();
                 state_times(o, operand, base + STAGE_Q * BLOCK_BYTES, false);
-                values_times_scores(o, v_operand, base + STAGE_A * BLOCK_BYTES);
+                rest_times_scores(o, e_operand, base + STAGE_A * BLOCK_BYTES);
                 wgmma_wait<0>();
                 settled(o);
                 if (lane == 0) barrier_arrive(&s.empty[stage]);
@@ -494,14 +520,14 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
         registers<232, true>();
         for (int turn = 0, number; (number = task_number(s, turn, lane)) >= 0; ++turn) {
             const Task task(p, number, 0);
-            float state[64], v_new[32];
+            float state[64], e[32];
             read_state(p, task, at, state);
             u32 operand[8][4];
             float2 totals[16];
-            auto load_chunk = [&](int c) {  // v_new starts from u^T; the chunk's decay
+            auto load_chunk = [&](int c) {  // e starts from v^T; the chunk's decay
                 const int stage = (before + c) % STAGES;
                 barrier_wait(&s.full[stage], ((before + c) / STAGES) & 1);
-                load_values(v_new, shared_address(s.stage[stage]) + STAGE_U * BLOCK_BYTES, at);
+                load_values(e, shared_address(s.v[stage]), at);
                 load_totals(totals, s.totals[stage], at.t);
             };
             auto enter = [&](int c) {  // the state before chunk c: its operand, then the decay
@@ -516,22 +542,22 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
             for (int c = 0; c < task.chunks; ++c) {
                 const int step = before + c, stage = step % STAGES, hand = step % HANDS;
                 const u32 base = shared_address(s.stage[stage]);
-                settled(v_new);
+                settled(e);
                 settled(state);
                 wgmma_fence();
-                state_times(v_new, operand, base + STAGE_W * BLOCK_BYTES, true);
+                state_times(e, operand, base + K_IN * BLOCK_BYTES, true);
                 if (step >= HANDS)
                     barrier_wait(&s.taken[hand][warp], (step / HANDS - 1) & 1);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) s.hand[hand][warp][i][lane] = packed(operand[i]);
                 wgmma_wait<0>();
-                settled(v_new);
-                u32 v_operand[4][4];
-                round(v_operand, v_new);
+                settled(e);
+                u32 e_operand[4][4];
+                round(e_operand, e);
                 wgmma_fence();
-                values_times_keys(state, v_operand, base + STAGE_K * BLOCK_BYTES);
+                rest_times_keys(state, e_operand, base + STAGE_K * BLOCK_BYTES);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) s.hand[hand][warp][8 + i][lane] = packed(v_operand[i]);
+                for (int i = 0; i < 4; ++i) s.hand[hand][warp][8 + i][lane] = packed(e_operand[i]);
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 __syncwarp();
                 if (lane == 0) send(s.hand[hand][warp], HAND_BYTES, &s.ready[hand][warp]);
@@ -552,13 +578,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
         registers<232, true>();
         for (int turn = 0, number; (number = task_number(s, turn, lane)) >= 0; ++turn) {
             const Task task(p, number, role);
-            float state[64], v_new[32], o[32];
-            u32 operand[8][4], v_operand[4][4];
+            float state[64], e[32], o[32];
+            u32 operand[8][4], e_operand[4][4];
             read_state(p, task, at, state);
             auto load_chunk = [&](int c) {
                 const int stage = (before + c) % STAGES;
                 barrier_wait(&s.full[stage], ((before + c) / STAGES) & 1);
-                load_values(v_new, shared_address(s.stage[stage]) + (U + role) * BLOCK_BYTES, at);
+                load_values(e, shared_address(s.v[stage]) + 128 * role, at);
             };
             if (task.chunks) load_chunk(0);
             for (int c = 0; c < task.chunks; ++c) {
@@ -566,26 +592,26 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                 const u32 base = shared_address(s.stage[stage]);
                 if (TRACK) snapshot(p, task, at, state, c);
                 round(operand, state);
-                settled(v_new);
+                settled(e);
                 wgmma_fence();
-                state_times(v_new, operand, base + W * BLOCK_BYTES, true);
+                state_times(e, operand, base + K_IN * BLOCK_BYTES, true);
                 float2 totals[16];
                 load_totals(totals, s.totals[stage], at.t);
                 decay(state, totals);
                 wgmma_wait<0>();
-                settled(v_new);
-                round(v_operand, v_new);
+                settled(e);
+                round(e_operand, e);
                 settled(state);
                 wgmma_fence();
-                values_times_keys(state, v_operand, base + K_OUT * BLOCK_BYTES);
+                rest_times_keys(state, e_operand, base + K_OUT * BLOCK_BYTES);
                 state_times(o, operand, base + Q_IN * BLOCK_BYTES, false);
-                values_times_scores(o, v_operand, base + A_QK * BLOCK_BYTES);
+                rest_times_scores(o, e_operand, base + A_QK * BLOCK_BYTES);
                 if (c + 1 < task.chunks) load_chunk(c + 1);
                 wgmma_wait<0>();
                 settled(state);
                 settled(o);
-                // u's block is this warpgroup's own, and has been read
-                write_output(o, p.scale, base + (U + role) * BLOCK_BYTES, at);
+                // these values are this warp's own, and have been read
+                write_output(o, p.scale, shared_address(s.v[stage]) + 128 * role, at);
                 if (lane == 0) barrier_arrive(&s.written[stage][role]);
             }
             before += task.chunks;

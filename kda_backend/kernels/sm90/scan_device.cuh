@@ -19,6 +19,10 @@ __device__ __forceinline__ void barrier_expect(u64* b, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)),
                  "r"(bytes) : "memory");
 }
+// Arrives when the copies have that this thread has begun by copy_async.
+__device__ __forceinline__ void copies_arrive(u64* b) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(u64* b, u32 parity) {
     asm volatile(
         "{\n.reg .pred p;\nwait:\n"
