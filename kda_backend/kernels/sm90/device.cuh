@@ -29,7 +29,7 @@ __device__ __forceinline__ u32 to_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
-// 16 bytes to shared memory, or zeros, without waiting for them.
+// 16 bytes to shared memory, or zeros, without waiting for them; for zeros nothing is read.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(valid ? 16 : 0) : "memory");

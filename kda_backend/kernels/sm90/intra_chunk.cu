@@ -213,8 +213,7 @@ __device__ __forceinline__ void fetch_rows(u16* to, const void* from, i64 stride
     const u32 at = shared_address(to) + offset(row, piece);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const bool valid = row + 8 * i < length;
-        copy_async(at + 8 * i * 128, source + 2 * (valid ? row + 8 * i : 0) * stride, valid);
+        copy_async(at + 8 * i * 128, source + 2 * (row + 8 * i) * stride, row + 8 * i < length);
     }
 }
 // First row of a tile in q, k, v or g.
@@ -232,7 +231,7 @@ template <bool KEYS>
 __device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, int lane) {
     const u32 low_base = shared_address(s.low), x_base = shared_address(x_rows);
     const int in_matrix = lane % 8, first = 8 * (lane / 8 % 2), second = lane / 16;
-    u32 solved[4][4];
+    u32 solved[4][4] = {};
 #pragma unroll
     for (int i = 3; i >= 0; --i) {
         if (!KEYS && i > rows) continue;
@@ -516,9 +515,10 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
                         up[i][c] = ex2(shifted);
                         q_up[i][c] = q[i][c] * up[i][c];
                         k_up[i][c] = k[i][c] * up[i][c];
-                        k_down[i][c] = k[i][c] * ex2(-shifted);
-                        behind[i][c] = ex2(sums[2 + c] - sums[c]);
-                        over[i][c] = ex2(sums[2 + c]);
+                        const float down = ex2(-shifted), end = ex2(sums[2 + c] + SHIFT);
+                        k_down[i][c] = k[i][c] * down;
+                        behind[i][c] = end * down;
+                        over[i][c] = end * UNSHIFT;
                     }
                     mma_tf32(near[i], q_up[i][0], k_up[i][0], q_up[i][1], k_up[i][1], k_down[i][0],
                              k_down[i][1]);
@@ -688,18 +688,15 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
         }
     }
     __syncthreads();  // q_in has left
-    {  // even lanes write their column and the next, each with its beta
-        const int column = lane % 16;
+    {  // lanes from 16 on write the odd rows
+        const int column = lane % 16, odd = lane / 16;
         const float beta = s.beta[16 * warp + column];
+        char* const to = reinterpret_cast<char*>(s.low) + (16 * warp + odd) * 128 + 2 * (column % 8);
+        const int piece = 2 * warp + column / 8 ^ odd;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            x[i] *= beta;
-            const float right = __shfl_down_sync(~0u, x[i], 1);
-            if (lane < 16 && column % 2 == 0)
-                *reinterpret_cast<u32*>(reinterpret_cast<char*>(s.low) +
-                                        offset(16 * warp + i, 2 * warp + column / 8) +
-                                        2 * (column % 8)) = pack_fp16(x[i], right);
-        }
+        for (int i = 0; i < 16; i += 2)
+            *reinterpret_cast<u16*>(to + i * 128 + ((piece ^ i % 8) << 4)) =
+                static_cast<u16>(pack_fp16((odd ? x[i + 1] : x[i]) * beta, 0.f));
     }
     stmatrix(at(s.a_qk, warp, warp), a_diagonal);
     const u32 nothing[4] = {};

@@ -445,7 +445,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
                 const int rows = task.rows(c) - row;
 #pragma unroll 8
                 for (int i = 0; i < C; i += STEP, from += STEP * p.v_t)
-                    copy_async(to + i * PITCH, i < rows ? from : p.v, i < rows);
+                    copy_async(to + i * PITCH, from, i < rows);
                 copies_arrive(&s.full[stage]);
             }
         }
