@@ -388,17 +388,22 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     float q_norm[2], k_norm[2], diagonal[2];
     {
         float with_q[2][4] = {}, with_k[2][4] = {};  // rows 0-7 are q's, 8-15 k's
+        // lane groups of 8 read channels 0-7 of q, of k, 8-15 of q, of k; and of k, k, q, q
+        const u32 rows = 16 * warp * 128 + in_matrix * 128;
+        const u32 q_rows = shared_address(s.q) + rows, k_rows = shared_address(s.k) + rows;
+        const u32 a_rows = matrix % 2 ? k_rows : q_rows, b_rows = matrix / 2 ? q_rows : k_rows;
+        const u32 a_piece = (matrix / 2 ^ in_matrix) << 4, b_piece = (matrix % 2 ^ in_matrix) << 4;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            u32 x[4], y[4];
-            ldmatrix(x, at(s.q, warp, j));
-            ldmatrix(y, at(s.k, warp, j));
+        for (int j = 0; j < 8; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                mma_bf16(with_k[i], x[i], y[i], x[2 + i], y[2 + i], y[i], y[2 + i]);
-                if (L2NORM) mma_bf16(with_q[i], x[i], y[i], x[2 + i], y[2 + i], x[i], x[2 + i]);
+                const u32 block = (j / 4) * BLOCK_BYTES + i * 8 * 128;
+                u32 a[4], b[4];
+                ldmatrix(a, a_rows + block + (a_piece ^ (j % 4) << 5));
+                ldmatrix(b, b_rows + block + (b_piece ^ (j % 4) << 5));
+                mma_bf16(with_k[i], a[0], a[1], a[2], a[3], b[0], b[1]);
+                if (L2NORM) mma_bf16(with_q[i], a[0], a[1], a[2], a[3], b[2], b[3]);
             }
-        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             auto own = [&](float even, float odd) {  // column r of row r
