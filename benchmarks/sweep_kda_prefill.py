@@ -46,7 +46,7 @@ from kda_backend.prefill_layout import (
 )
 
 INTRA_BLOCKS = (2, 3, 4)
-TILE_NS = range(5000, 10001, 500)
+TILE_NS = range(4000, 9001, 500)
 SCANS = [
     ScanCosts(split, start_ns, step_ns)
     for split, steps_ns in ((False, (1100, 1300, 1500)), (True, (800, 860, 920)))

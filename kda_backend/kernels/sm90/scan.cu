@@ -463,7 +463,6 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) scan(const Params p
 #pragma unroll 1
                 for (int row = lane / 8; row < C; row += 16)
                     store_output(to, p.o_t, rows, from, row, 4, lane % 8, [] {});
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 __syncwarp();
                 if (lane == 0) barrier_arrive(&s.empty[stage]);
             }
