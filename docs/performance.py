@@ -167,7 +167,7 @@ def _compressor() -> list[str]:
         *_section("DeepSeek-V4's compressor", report, "dsv4_compressor_h200.json"),
         "",
         f"µs; vLLM 0.26's Triton kernels. Geometric mean {_mean(ratios):.2f}×, least"
-        f" {min(ratios):.2f}×.",
+        f" {min(ratios):.2f}×. An empty launch: {report['empty_launch_ms'] * 1e3:.2f} µs.",
         "",
         *_table(titles, cells),
         *_in_place(report["rows"]),
