@@ -181,9 +181,9 @@ def test_a_workspace_grows_and_then_stays(kernels: Backend, seed: int) -> None:
     case = kernels.case(seed, (70,))
     kernels.chunk(case, workspace=workspace)
     grown = workspace.nbytes
-    # two chunks: w, q_in, k_out and u at least, and a total decay a channel
-    key_dim, value_dim = case.state.shape[3], case.state.shape[2]
-    assert grown >= 2 * (2 * 64 * (3 * key_dim + value_dim) + 4 * key_dim)
+    # two chunks: three rows of keys a token at least, and a total decay a channel
+    key_dim = case.state.shape[3]
+    assert grown >= 2 * (2 * 64 * 3 * key_dim + 4 * key_dim)
     kernels.chunk(case.part(0, 9, case.state), workspace=workspace)
     assert workspace.nbytes == grown
 
