@@ -4,8 +4,8 @@ For one chunk of C = 64 tokens of one value head, with G[r] the running sum of l
 ``q_r, k_r`` the normalised rows and ``beta_r`` the step sizes:
 
     A_x[r, c] = sum_d x[r, d] k[c, d] 2^(G[r, d] - G[c, d])       for c < r, x = q or k
-    T    = (I + diag(beta) A_kk)^-1
-    w    = T diag(beta) (k * 2^G)           u     = T diag(beta) v
+    T    = (I + diag(beta) A_kk)^-1 diag(beta)
+    w    = T (k * 2^G)                      u     = T v
     q_in = q * 2^G                          k_out = k * 2^(G[C-1] - G)         total = 2^G[C-1]
 
 Decays never appear as 2^-G, which overflows: a chunk spans up to 6e4 in the released

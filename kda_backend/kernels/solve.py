@@ -1,8 +1,8 @@
 """The triangular solve of KDA prefill, as functions of the intra-chunk kernel.
 
-    T = (I + L)^-1        rows y = T diag(beta) x
+    T = (I + L)^-1 diag(beta)        rows y = T x
 
-The inverse is forward substitution on pairs of rows, in fp32, then merges of inverted diagonal
+(I + L)^-1 is forward substitution on pairs of rows, in fp32, then merges of inverted diagonal
 blocks, 2 to 64 wide: with L_i the part of L between the two halves of each larger block and X the
 inverse of the smaller ones, X - X L_i X is that of the larger. (A Neumann series in half precision
 turns near-collinear keys into NaN.)

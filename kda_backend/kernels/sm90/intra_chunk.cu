@@ -1,7 +1,7 @@
 // Intra-chunk stage of KDA prefill on Hopper: scores, triangular solve, decayed rows.
 //
-// Computes what intra.py computes (its docstring gives the equations), for bf16
-// q, k, v, g and K = V = 128. One block of 4 warps serves one (chunk, value head); warp b owns the
+// Computes what intra.py computes (its docstring gives the equations), but for the solve, for bf16
+// q, k, g and K = V = 128. One block of 4 warps serves one (chunk, value head); warp b owns the
 // 16 tokens of row block b. Lane (l / 4, l % 4) = (r, t) holds tokens r and r + 8 of its block and
 // channels 2 t, 2 t + 1 of each 8: the fragments of mma.m16n8k16, which ldmatrix and stmatrix move.
 //
@@ -17,9 +17,9 @@
 // lower half to its last, so nothing exceeds 1 and fp16 will do. Any gate is exact, and row r depends on
 // tokens up to r alone.
 //
-// The solve is applied to k_out and A_qk, not to k_in and v: with T = (I + L)^-1 diag(beta) the values
-// of a chunk enter the state and the output as T (v - k_in S), so T^T k_out and A_qk T serve as well,
-// and neither v nor w nor u passes through here.
+// The solve is applied to k_out and A_qk, not to k_in and v: what the state misses of a chunk's values,
+// v - k_in S^T, enters state and output through T (docs/kda.md), so T^T k_out and A_qk T serve as well, and
+// neither v nor w nor u passes through here.
 //
 // The tiles are made where their inputs lie: q becomes q_in, k -k_in, g k_out and then T^T k_out. What
 // belongs to the solve comes where q_in has left. Each leaves by a bulk copy.
