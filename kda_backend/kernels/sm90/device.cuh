@@ -29,6 +29,12 @@ __device__ __forceinline__ u32 to_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
+__device__ __forceinline__ uint4 packed(const u32 (&x)[4]) {
+    return make_uint4(x[0], x[1], x[2], x[3]);
+}
+__device__ __forceinline__ void unpack(u32 (&to)[4], const uint4& x) {
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
 // 16 bytes to shared memory, or zeros, without waiting for them; for zeros nothing is read.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),

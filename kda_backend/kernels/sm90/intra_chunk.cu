@@ -11,7 +11,7 @@
 // what g rounded to 11 bits would give, and g itself has 8.
 //
 // Scores inside 8 tokens: the row's decay from the first of them on times the inverse of the column's,
-// a product in tf32, whose range is that of fp32; for that a decay counts as 2^-26 at least, which is
+// a product in tf32, whose range is that of fp32; for that a decay counts as 2^-22 at least, which is
 // nothing in fp16. Of a bounded gate 16 tokens stay in that range, and are taken at once. Between the
 // halves of 16, 32 and 64 tokens: rows of the upper half decay from its first token on, those of the
 // lower half to its last, so nothing exceeds 1 and fp16 will do. Any gate is exact, and row r depends on
@@ -60,6 +60,9 @@ static constexpr int CLERK = 32;
 static constexpr float LOG2E = 1.4426950408889634f;
 // Log decays are kept as fp16 times this, so that decays next to 1 stay normal numbers.
 static constexpr float LOG_SCALE = 256.0f;
+// 8 tokens of 2^-22, or 16 of a bounded gate's 2^-7.3, and their inverse, centred by 2^SHIFT, times a
+// key or a query, are numbers of fp32.
+static constexpr float SHIFT = 60.0f, UNSHIFT = 0x1p-60f;
 
 __device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
@@ -78,6 +81,18 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
         " {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// c = a b, and SHIFT on each sum
+__device__ __forceinline__ void shifted_sums(float (&c)[4], u32 a0, u32 a1, u32 b0) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(b0), "f"(SHIFT));
+}
+__device__ __forceinline__ void shifted_sums(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                             u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
+        " {%10,%10,%10,%10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(SHIFT));
 }
 // c = a [16, 8] b [8, 8] (+ c)
 __device__ __forceinline__ void mma_8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
@@ -148,29 +163,32 @@ __device__ __forceinline__ u32 offset(int r, int c) {
     return (c / 8) * BLOCK_BYTES + r * 128 + ((c % 8 ^ (r & 7)) << 4);
 }
 
-// log2 of the decay, times LOG_SCALE, within fp16's range. ``bias`` is dt_bias log2(e), ``rate`` is
+// log2 of the decay, times LOG_SCALE. ``bias`` is dt_bias log2(e), ``rate`` is
 // exp(A_log) LOG_SCALE.
 __device__ __forceinline__ float log_decay(float g, float bias, float rate, float lower_bound) {
 #if GATE == 0
-    return fmaxf(g * (LOG2E * LOG_SCALE), -65504.0f);
+    return g * (LOG2E * LOG_SCALE);
 #elif GATE == 1
     const float y = fmaf(g, LOG2E, bias);
     const float e = ex2(fminf(y, 40.0f));
     // log2(1 + e) by its series where 1 + e rounds away the digits of a small e
-    const float series = e * fmaf(e, fmaf(e, 0.3333333f * LOG2E, -0.5f * LOG2E), LOG2E);
-    return fmaxf(-rate * (e < 0.01f ? series : fmaxf(lg2(1.0f + e), y)), -65504.0f);
+    const float series = e * fmaf(e, -0.5f * LOG2E, LOG2E);
+    return -rate * (e < 0.01f ? series : fmaxf(lg2(1.0f + e), y));
 #else
     const float gate = rcp(1.0f + ex2((-1.0f / LOG_SCALE) * rate * fmaf(g, LOG2E, bias)));
     return lower_bound * (LOG2E * LOG_SCALE) * gate;  // from -5 on
 #endif
 }
-// 8 tokens of 2^-26, or 16 of a bounded gate's 2^-7.3, and their inverse, centred by 2^SHIFT, times a
-// key or a query, are numbers of fp32.
-static constexpr float SHIFT = GATE == 2 ? 58.0f : 90.0f;
-__device__ __forceinline__ u32 at_least_26(u32 pair) {
+__device__ __forceinline__ u32 at_least_22(u32 pair) {
     if (GATE == 2) return pair;
     u32 y;
-    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(pair), "r"(0xee80ee80u));  // -26 * 256
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(pair), "r"(0xed80ed80u));  // -22 * 256
+    return y;
+}
+// Log decays as a pair; those beyond fp16's range are its last number.
+__device__ __forceinline__ u32 pack_logs(float low, float high) {
+    u32 y;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
 
@@ -197,7 +215,8 @@ struct Shared {
         uint4 exchange[5][2][32];
         float diagonal[4][16][16];  // L's diagonal blocks
     };
-    float2 totals[3 + 4 + 3][16];  // decays over the row blocks, 32 channels; 1 before and behind
+    // decays over the row blocks, of 16 channels the 2 t, 2 t + 1 of each 8 together; 1 before and behind
+    float4 totals[3 + 4 + 3][2][4];
     float beta[C];
     float bias[D];     // dt_bias of the head
     Source source[2];  // of this tile and of the next
@@ -281,19 +300,15 @@ __device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, in
     }
 }
 
-// The A operand [16 tokens, 32 channels] of rows x (fp16 pairs) times f, by row or the same for all.
-__device__ __forceinline__ void scale_rows(u32 (&to)[2][4], const u32 (&x)[2][4],
-                                           const u32 (&f)[2][4]) {
+// Rows [16 tokens, 32 channels] of fp16 pairs times f, the same for all.
+__device__ __forceinline__ void scale_rows(u32 (&x)[2][4], const u32 (&f)[4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) to[i][e] = mul_fp16(x[i][e], f[i][e]);
+        for (int e = 0; e < 4; ++e) x[i][e] = mul_fp16(x[i][e], f[e]);
 }
-__device__ __forceinline__ void scale_rows(u32 (&to)[2][4], const u32 (&x)[2][4], const u32 (&f)[4]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) to[i][e] = mul_fp16(x[i][e], f[e]);
+__device__ __forceinline__ float4 product(const float4& a, const float4& b, const float4& c) {
+    return make_float4(a.x * b.x * c.x, a.y * b.y * c.y, a.z * b.z * c.z, a.w * b.w * c.w);
 }
 __device__ __forceinline__ void mma_rows(float (&c)[4], const u32 (&a)[2][4], const uint4& b) {
     mma(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
@@ -327,7 +342,11 @@ __device__ __forceinline__ void find_next(const Params& p, Shared& s, int turn, 
     }
 }
 
-// Makes the tile of ``s.source[turn]``, and finds out about the next one. At the end the copies to
+__device__ __forceinline__ void fetch_keys(const Params& p, Shared& s, const Source& from) {
+    fetch_rows(s.k, rows_of(p.k, from, from.key_head, p.k_t, p.k_h), p.k_t, from.length);
+}
+
+// Makes the tile of ``s.source[turn]``, whose keys are on their way, and finds out about the next one. At the end the copies to
 // memory have read shared memory, but may be on their way.
 //
 // ``made`` runs while the inputs are on their way, ``told`` behind the barrier that follows.
@@ -338,7 +357,6 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     const int head = source.head, length = source.length;
     const i64 index = static_cast<i64>(source.chunk) * p.num_value_heads + head;
     const int r = lane / 4, t = lane % 4;
-    fetch_rows(s.k, rows_of(p.k, source, source.key_head, p.k_t, p.k_h), p.k_t, length);
     __syncthreads();  // the last tile has been read, and s.next
     fetch_rows(s.q, rows_of(p.q, source, source.key_head, p.q_t, p.q_h), p.q_t, length);
     copy_commit();
@@ -364,10 +382,11 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
             if (BETA >= 1) b = (BETA == 2 ? 2.0f : 1.0f) * rcp(1.0f + ex2(-LOG2E * b));
         }
         s.beta[threadIdx.x] = b;
-    } else if (threadIdx.x < C + 16) {
+    } else if (threadIdx.x < C + 8) {
+        const int j = (threadIdx.x - C) / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 3; ++i)
-            s.totals[i][threadIdx.x - C] = s.totals[7 + i][threadIdx.x - C] = make_float2(1.f, 1.f);
+            s.totals[i][j][t] = s.totals[7 + i][j][t] = make_float4(1.f, 1.f, 1.f, 1.f);
     }
     made();
     copy_wait<1>();
@@ -426,6 +445,12 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     // Scores, 32 channels at a time. near: inside the 8 tokens of half i, rows 0-7 for q and 8-15 for
     // k; eight: between the halves. far: with earlier row blocks, 1 with 0 (warp 1), 2 and 3 with 0
     // and 1 (warps 2 and 3), 3 with 2 (warp 0).
+    u32 inside[2];  // which of the lane's tokens the chunk has
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int first = 16 * warp + 8 * i + 2 * t;
+        inside[i] = (first < length ? 0xffffu : 0u) | (first + 1 < length ? 0xffff0000u : 0u);
+    }
     float near[2][4] = {}, eight[4] = {}, q_far[2][2][4] = {}, k_far[2][2][4] = {};
 #pragma unroll 1
     for (int slice = 0; slice < 4; ++slice) {
@@ -436,6 +461,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
         for (int j = 0; j < 2; ++j) {
             u32 x[4];
             ldmatrix_trans(x, at(s.g, warp, 2 * slice + j));
+            float total[2][2];
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const float bias =
@@ -445,30 +471,32 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const u32 z = x[2 * m + i];
-                    float low = log_decay(low_bf16(z), bias, rate, p.lower_bound);
-                    float high = log_decay(high_bf16(z), bias, rate, p.lower_bound);
-                    const int first = 16 * warp + 8 * i + 2 * t;
-                    if (first >= length) low = 0.f;
-                    if (first + 1 >= length) high = 0.f;
-                    const u32 pair = pack_fp16(low, high);
+                    const u32 pair =
+                        inside[i] & pack_logs(log_decay(low_bf16(z), bias, rate, p.lower_bound),
+                                              log_decay(high_bf16(z), bias, rate, p.lower_bound));
                     if (GATE != 2) mma_8(sums, all, 0, pair);
-                    logs[e][i] = at_least_26(pair);
+                    logs[e][i] = at_least_22(pair);
                 }
-                if (GATE != 2 && r == 0)
-                    s.totals[3 + warp][4 * e + t] = make_float2(ex2(sums[0]), ex2(sums[1]));
+                total[m][0] = ex2(sums[0]), total[m][1] = ex2(sums[1]);
             }
+            if (GATE != 2 && r == 0)
+                s.totals[3 + warp][j][t] =
+                    make_float4(total[0][0], total[0][1], total[1][0], total[1][1]);
         }
-        u32 qh[2][4], kh[2][4];
-        // decays from the block's first token through the row's own, and behind it to the last
-        u32 pre[2][4], suf[2][4];
+        // rows decayed from the block's first token through their own, and behind it to the last
+        u32 q_pre[2][4], k_pre[2][4], k_suf[2][4];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             u32 x[4], y[4];
             ldmatrix(x, at(s.q, warp, 2 * slice + j));
             ldmatrix(y, at(s.k, warp, 2 * slice + j));
+#if GATE == 2
+            float total[2][2];
+#endif
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const int e = 2 * j + m;
+                u32 qh[2], kh[2], pre[2], suf[2];
                 float q[2][2], k[2][2];
                 float up[2][2];  // decay of the row from the anchor's token on, shifted
 #pragma unroll
@@ -477,26 +505,26 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
                     q[i][1] = high_bf16(x[2 * m + i]) * q_norm[i];
                     k[i][0] = low_bf16(y[2 * m + i]) * k_norm[i];
                     k[i][1] = high_bf16(y[2 * m + i]) * k_norm[i];
-                    qh[i][e] = pack_fp16(q[i][0], q[i][1]);
-                    kh[i][e] = pack_fp16(k[i][0], k[i][1]);
+                    qh[i] = pack_fp16(q[i][0], q[i][1]);
+                    kh[i] = pack_fp16(k[i][0], k[i][1]);
                 }
 #if GATE == 2
-                float sums[4] = {}, down[2][2], over[2];
-                mma(sums, through, all, 0, through, logs[e][0], logs[e][1]);
+                float sums[4], down[2][2], end[2];
+                shifted_sums(sums, through, all, 0, through, logs[e][0], logs[e][1]);
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    over[c] = ex2(__shfl_sync(~0u, sums[2 + c], 28 + t));
+                    end[c] = ex2(__shfl_sync(~0u, sums[2 + c], 28 + t));
+                    total[m][c] = end[c] * UNSHIFT;
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const float shifted = sums[2 * i + c] + SHIFT;
-                        up[i][c] = ex2(shifted);
-                        down[i][c] = ex2(-shifted);
+                        up[i][c] = ex2(sums[2 * i + c]);
+                        down[i][c] = ex2(-sums[2 * i + c]);
                     }
                 }
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    pre[i][e] = pack_fp16(up[i][0] * 0x1p-58f, up[i][1] * 0x1p-58f);
-                    suf[i][e] = pack_fp16(over[0] * 0x1p58f * down[i][0], over[1] * 0x1p58f * down[i][1]);
+                    pre[i] = pack_fp16(up[i][0] * UNSHIFT, up[i][1] * UNSHIFT);
+                    suf[i] = pack_fp16(end[0] * down[i][0], end[1] * down[i][1]);
                     down[i][0] *= k[i][0];
                     down[i][1] *= k[i][1];
                 }
@@ -506,129 +534,117 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
                 const float k_up[2] = {k[1][0] * up[1][0], k[1][1] * up[1][1]};
                 mma_tf32(near[1], q_up[0], k_up[0], q_up[1], k_up[1], down[1][0], down[1][1]);
                 mma_tf32(eight, q_up[0], k_up[0], q_up[1], k_up[1], down[0][0], down[0][1]);
-                if (r == 0) s.totals[3 + warp][4 * e + t] = make_float2(over[0], over[1]);
 #else
-                float q_up[2][2], k_up[2][2], k_down[2][2], k_low[2], over[2][2], behind[2][2];
-                constexpr float UNSHIFT = 0x1p-90f;
+                float q_up[2][2], k_up[2][2], k_down[2][2], k_low[2], end[2][2], behind[2][2];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    float sums[4] = {};
-                    mma_8(sums, through, all, logs[e][i]);
+                    float sums[4];
+                    shifted_sums(sums, through, all, logs[e][i]);
 #pragma unroll
                     for (int c = 0; c < 2; ++c) {
-                        const float shifted = sums[c] + SHIFT;
-                        up[i][c] = ex2(shifted);
+                        up[i][c] = ex2(sums[c]);
                         q_up[i][c] = q[i][c] * up[i][c];
                         k_up[i][c] = k[i][c] * up[i][c];
-                        const float down = ex2(-shifted), end = ex2(sums[2 + c] + SHIFT);
+                        const float down = ex2(-sums[c]);
                         k_down[i][c] = k[i][c] * down;
-                        behind[i][c] = end * down;
-                        over[i][c] = end * UNSHIFT;
+                        end[i][c] = ex2(sums[2 + c]);
+                        behind[i][c] = end[i][c] * down;
                     }
                     mma_tf32(near[i], q_up[i][0], k_up[i][0], q_up[i][1], k_up[i][1], k_down[i][0],
                              k_down[i][1]);
                 }
                 k_low[0] = k[0][0] * behind[0][0];
                 k_low[1] = k[0][1] * behind[0][1];
-                suf[0][e] = pack_fp16(behind[0][0] * over[1][0], behind[0][1] * over[1][1]);
-                suf[1][e] = pack_fp16(behind[1][0], behind[1][1]);
-                pre[0][e] = pack_fp16(up[0][0] * UNSHIFT, up[0][1] * UNSHIFT);
-                pre[1][e] = pack_fp16(up[1][0] * (over[0][0] * UNSHIFT), up[1][1] * (over[0][1] * UNSHIFT));
+                constexpr float TWICE = UNSHIFT * UNSHIFT;
+                suf[0] = pack_fp16(behind[0][0] * (end[1][0] * UNSHIFT), behind[0][1] * (end[1][1] * UNSHIFT));
+                suf[1] = pack_fp16(behind[1][0], behind[1][1]);
+                pre[0] = pack_fp16(up[0][0] * UNSHIFT, up[0][1] * UNSHIFT);
+                pre[1] = pack_fp16(up[1][0] * (end[0][0] * TWICE), up[1][1] * (end[0][1] * TWICE));
                 mma_tf32(eight, q_up[1][0], k_up[1][0], q_up[1][1], k_up[1][1], k_low[0], k_low[1]);
 #endif
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    q_pre[i][e] = mul_fp16(qh[i], pre[i]);
+                    k_pre[i][e] = mul_fp16(kh[i], pre[i]);
+                    k_suf[i][e] = mul_fp16(kh[i], suf[i]);
+                }
             }
+#if GATE == 2
+            if (r == 0)
+                s.totals[3 + warp][j][t] =
+                    make_float4(total[0][0], total[0][1], total[1][0], total[1][1]);
+#endif
         }
         // What other warps need goes to the same lane there through shared memory.
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            u32 x[4];
             if (warp < 3) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    x[e] = mul_fp16(kh[i][e], suf[i][e]);
-                s.exchange[warp][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
+                s.exchange[warp][i][lane] = packed(k_suf[i]);
             } else {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[e] = mul_fp16(qh[i][e], pre[i][e]);
-                s.exchange[3][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[e] = mul_fp16(kh[i][e], pre[i][e]);
-                s.exchange[4][i][lane] = make_uint4(x[0], x[1], x[2], x[3]);
+                s.exchange[3][i][lane] = packed(q_pre[i]);
+                s.exchange[4][i][lane] = packed(k_pre[i]);
             }
         }
         __syncthreads();
-        const float2 (*const totals)[16] = s.totals + 3 + warp;  // the warp's own
+        const float4 (*const totals)[2][4] = s.totals + 3 + warp;  // the warp's own
         u32 reach[2][4];  // decays over the block before the warp's, and over block 1
 #pragma unroll
         for (int j = 0; j < 2; ++j) {  // rows decayed from the chunk's start and to its end
+            const float4 x0 = totals[-1][j][t], x1 = totals[-2][j][t], x2 = totals[-3][j][t];
+            const float4 y0 = totals[1][j][t], y1 = totals[2][j][t], y2 = totals[3][j][t];
+            const float4 behind = product(y0, y1, y2);
+            const u32 behind_h[2] = {pack_fp16(behind.x, behind.y), pack_fp16(behind.z, behind.w)};
+            const float4 before = product(x0, x1, x2);
+            const u32 before_h[2] = {pack_fp16(before.x, before.y), pack_fp16(before.z, before.w)};
+            const float4 far = warp == 3 ? x1 : x0;
+            reach[0][2 * j] = pack_fp16(x0.x, x0.y), reach[0][2 * j + 1] = pack_fp16(x0.z, x0.w);
+            reach[1][2 * j] = pack_fp16(far.x, far.y), reach[1][2 * j + 1] = pack_fp16(far.z, far.w);
             u32 in_q[4], in_k[4], out_k[4];
-            float4 last;
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const int e = 2 * j + m;
-                const float2 x0 = totals[-1][4 * e + t], x1 = totals[-2][4 * e + t];
-                const float2 x2 = totals[-3][4 * e + t], y0 = totals[1][4 * e + t];
-                const float2 y1 = totals[2][4 * e + t], y2 = totals[3][4 * e + t];
-                const float2 before = make_float2(x0.x * x1.x * x2.x, x0.y * x1.y * x2.y);
-                const float2 behind = make_float2(y0.x * y1.x * y2.x, y0.y * y1.y * y2.y);
-                reach[0][e] = pack_fp16(x0.x, x0.y);
-                reach[1][e] = warp == 3 ? pack_fp16(x1.x, x1.y) : reach[0][e];
-                if (m == 0)
-                    last.x = behind.x, last.y = behind.y;
-                else
-                    last.z = behind.x, last.w = behind.y;
-                const u32 before_h = pack_fp16(before.x, before.y);
-                const u32 behind_h = pack_fp16(behind.x, behind.y);
+            for (int m = 0; m < 2; ++m)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const u32 in = mul_fp16(pre[i][e], before_h);
-                    in_q[2 * m + i] = mul_fp16(qh[i][e], in);
-                    in_k[2 * m + i] = minus_mul_fp16(kh[i][e], in);
-                    out_k[2 * m + i] = mul_fp16(kh[i][e], mul_fp16(suf[i][e], behind_h));
+                    in_q[2 * m + i] = mul_fp16(q_pre[i][2 * j + m], before_h[m]);
+                    in_k[2 * m + i] = minus_mul_fp16(k_pre[i][2 * j + m], before_h[m]);
+                    out_k[2 * m + i] = mul_fp16(k_suf[i][2 * j + m], behind_h[m]);
                 }
-            }
             stmatrix(at(s.q, warp, 2 * slice + j), in_q);
             stmatrix(at(s.k, warp, 2 * slice + j), in_k);
             stmatrix(at(s.g, warp, 2 * slice + j), out_k);
             if (warp == 0 && r == 0) {  // a lane of the scan wants channels 2 t, 2 t + 1 of each 8
-                const float2 a = totals[0][8 * j + t], b = totals[0][8 * j + 4 + t];
+                const float4 own = totals[0][j][t];
                 *reinterpret_cast<float4*>(p.totals + index * D + 32 * t +
                                            4 * ((2 * slice + j) ^ (2 * t))) =
-                    make_float4(a.x * last.x, a.y * last.y, b.x * last.z, b.y * last.w);
+                    make_float4(own.x * behind.x, own.y * behind.y, own.z * behind.z, own.w * behind.w);
             }
         }
-        u32 qd[2][4], kd[2][4];
         int lower = warp - 1;  // the row block of the columns
         if (warp == 0) {
             lower = 2;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const uint4 x = s.exchange[3][i][lane], y = s.exchange[4][i][lane];
-                qd[i][0] = x.x, qd[i][1] = x.y, qd[i][2] = x.z, qd[i][3] = x.w;
-                kd[i][0] = y.x, kd[i][1] = y.y, kd[i][2] = y.z, kd[i][3] = y.w;
+                unpack(q_pre[i], s.exchange[3][i][lane]);
+                unpack(k_pre[i], s.exchange[4][i][lane]);
             }
-        } else {
-            if (warp == 3) {
-                lower = 1;
-                scale_rows(pre, pre, reach[0]);
-            }
-            scale_rows(qd, qh, pre);
-            scale_rows(kd, kh, pre);
+        } else if (warp == 3) {
+            lower = 1;
+            scale_rows(q_pre, reach[0]);
+            scale_rows(k_pre, reach[0]);
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const uint4 b = s.exchange[lower][n][lane];
-            mma_rows(q_far[0][n], qd, b);
-            mma_rows(k_far[0][n], kd, b);
+            mma_rows(q_far[0][n], q_pre, b);
+            mma_rows(k_far[0][n], k_pre, b);
         }
         if (warp >= 2) {
-            scale_rows(qd, qd, reach[1]);
-            scale_rows(kd, kd, reach[1]);
+            scale_rows(q_pre, reach[1]);
+            scale_rows(k_pre, reach[1]);
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const uint4 b = s.exchange[0][n][lane];
-                mma_rows(q_far[1][n], qd, b);
-                mma_rows(k_far[1][n], kd, b);
+                mma_rows(q_far[1][n], q_pre, b);
+                mma_rows(k_far[1][n], k_pre, b);
             }
         }
         if (slice % 2) writes_done();
@@ -655,7 +671,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     u32 a_diagonal[4];
     {
         const float beta0 = s.beta[16 * warp + r], beta1 = s.beta[16 * warp + r + 8];
-        constexpr float UNSHIFT = GATE == 2 ? CUT : 0x1p-90f * CUT;
+        constexpr float EIGHT = GATE == 2 ? CUT : UNSHIFT * CUT;
         float a[2][2], l[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -666,13 +682,13 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
                 l[i][j] = c < r ? near[i][2 + j] * CUT : 0.0f;
             }
         a_diagonal[0] = pack_fp16(a[0][0], a[0][1]);
-        a_diagonal[1] = pack_fp16(eight[0] * UNSHIFT, eight[1] * UNSHIFT);
+        a_diagonal[1] = pack_fp16(eight[0] * EIGHT, eight[1] * EIGHT);
         a_diagonal[2] = 0;
         a_diagonal[3] = pack_fp16(a[1][0], a[1][1]);
         float (&to)[16][16] = s.diagonal[warp];
         *reinterpret_cast<float2*>(&to[r][2 * t]) = make_float2(l[0][0] * beta0, l[0][1] * beta0);
         *reinterpret_cast<float2*>(&to[r + 8][2 * t]) =
-            make_float2(eight[2] * (UNSHIFT * beta1), eight[3] * (UNSHIFT * beta1));
+            make_float2(eight[2] * (EIGHT * beta1), eight[3] * (EIGHT * beta1));
         *reinterpret_cast<float2*>(&to[r + 8][8 + 2 * t]) =
             make_float2(l[1][0] * beta1, l[1][1] * beta1);
     }
@@ -692,7 +708,8 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
                 if (m + e < i) x[i] -= of_row[e] * x[m + e];
         }
     }
-    __syncthreads();  // q_in has left
+    __syncthreads();  // q_in and k_in have left
+    if (s.next < p.num_tiles) fetch_keys(p, s, s.source[turn ^ 1]);
     {  // lanes from 16 on write the odd rows
         const int column = lane % 16, odd = lane / 16;
         const float beta = s.beta[16 * warp + column];
@@ -758,6 +775,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
         for (int step = 1; step <= 3; ++step) find_next(p, s, 0, step);
     }
     __syncthreads();
+    if (s.next < p.num_tiles) fetch_keys(p, s, s.source[0]);
     i64 made = -1;  // the tile before, which has no flag yet
     auto copies_done = [&] {
         if (threadIdx.x == CLERK) store_wait();

@@ -107,10 +107,3 @@ __device__ __forceinline__ void registers() {
     else
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-
-__device__ __forceinline__ uint4 packed(const u32 (&x)[4]) {
-    return make_uint4(x[0], x[1], x[2], x[3]);
-}
-__device__ __forceinline__ void unpack(u32 (&to)[4], const uint4& x) {
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-}
