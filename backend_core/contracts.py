@@ -1,18 +1,47 @@
 """Checks of tensor arguments, whose messages say what was expected and what came.
 
 All raise ``ValueError`` and cost one comparison where the argument is right: they run on every
-call of an operator.
+call of an operator, or once for calls alike (``once``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
 Extent = int | str | None
+Tensors = TypeVar("Tensors", bound="tuple[torch.Tensor | None, ...]")
+Options = TypeVar("Options", bound=Hashable)
+Result = TypeVar("Result")
+_KEPT = 1024  # results of one check
+
+
+def once(check: Callable[[Tensors, Options], Result]) -> Callable[[Tensors, Options], Result]:
+    """Keep what a check returns for calls that agree in all that it may look at.
+
+    These are the shapes, strides, dtypes and devices of the tensors, and the options. It must look
+    at no value or address, and return no tensor. A check that raises is made again.
+    """
+    found: dict[Hashable, Result] = {}
+
+    @functools.wraps(check)
+    def checked(tensors: Tensors, options: Options) -> Result:
+        facts = [t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        key = (options, *facts)
+        try:
+            return found[key]
+        except KeyError:
+            result = check(tensors, options)
+        if len(found) >= _KEPT:
+            found.clear()
+        found[key] = result
+        return result
+
+    return checked
 
 
 def expect_shape(name: str, tensor: torch.Tensor, expected: tuple[Extent, ...]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from backend_core.contracts import once
 from kda_backend import decode, prefill
 from kda_backend.metadata import (
     CHUNK,
@@ -15,13 +18,17 @@ from kda_backend.metadata import (
 from kda_backend.paths import KdaPlan, KdaShape, plan_for
 from kda_backend.validation import (
     GATE_BOUNDED,
-    KdaInputs,
     StateInputs,
+    TokenKinds,
     check_initial_state,
     check_inputs,
     check_output,
+    check_slots,
     check_snapshots,
     check_state_pool,
+    state_shape,
+    token_inputs,
+    wants_grad,
 )
 from kda_backend.workspace import Workspace
 
@@ -134,49 +141,47 @@ def chunk_kda(
         raise ValueError(f"chunk_size must be 64, or 32 without states, got {chunk_size}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError("lower_bound must be given with safe_gate=True, got None")
-    x = check_inputs(
+    if metadata is not None and cu_seqlens is not None:
+        raise ValueError("metadata replaces cu_seqlens: give either")
+    sequences = _num_sequences(q, cu_seqlens) if metadata is None else metadata.num_sequences
+    tensors = _Tensors(
         q,
         k,
         v,
         g,
         beta,
-        scale=scale,
-        a_log=A_log,
-        dt_bias=dt_bias,
-        use_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        l2norm=use_qk_l2norm_in_kernel,
-    )
-    plan = check_plan(x, plan)
-    if metadata is None:
-        metadata = _metadata(x, plan, cu_seqlens, cu_seqlens_cpu)
-    else:
-        if cu_seqlens is not None:
-            raise ValueError("metadata replaces cu_seqlens: give either")
-        check_metadata(metadata, x, plan)
-    sequences = metadata.num_sequences
-    if use_graph and max_num_seqs is not None and max_num_seqs != sequences:
-        raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {sequences + 1}")
-    if out is not None:
-        check_output(out, v)
-    if (snapshot_chunks is None) != (snapshots is None):
-        raise ValueError("snapshot_chunks and snapshots must be given together")
-    if snapshot_chunks is not None and snapshots is not None:
-        check_snapshots(snapshot_chunks, snapshots, x, sequences)
-    state = _state(
-        x,
-        sequences,
+        A_log,
+        dt_bias,
+        out,
         initial_state,
-        output_final_state,
-        state_v_first,
         state_pool,
         state_indices,
         has_initial_state,
         snapshot_chunks,
         snapshots,
     )
+    options = _Options(
+        None if scale is None else float(scale),
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        None if lower_bound is None else float(lower_bound),
+        output_final_state,
+        state_v_first,
+        sequences,
+        plan,
+        wants_grad(q, k, v, g, beta),
+    )
+    kinds, plan = _check(tensors, options)
+    if metadata is None:
+        metadata = _metadata(q, plan, cu_seqlens, cu_seqlens_cpu)
+    else:
+        check_metadata(metadata, q, plan)
+    if use_graph and max_num_seqs is not None and max_num_seqs != sequences:
+        raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {sequences + 1}")
+    x = token_inputs(q, k, v, g, beta, A_log, dt_bias, kinds)
+    state = _state(tensors, options)
 
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -232,42 +237,43 @@ def fused_recurrent_kda(
     Returns:
         ``(o, final_state)``: ``o [B, T, HV, V]`` in v's dtype, ``final_state`` fp32 or ``None``.
     """
-    x = check_inputs(
+    sequences = _num_sequences(q, cu_seqlens)
+    tensors = _Tensors(
         q,
         k,
         v,
         g,
         beta,
-        scale=scale,
-        a_log=A_log,
-        dt_bias=dt_bias,
-        use_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        l2norm=use_qk_l2norm_in_kernel,
-    )
-    sequences = q.shape[0]
-    if cu_seqlens is not None:
-        _check_packed(x, cu_seqlens)
-        if cu_seqlens.device.type == "cpu":
-            build_metadata(cu_seqlens, x.num_tokens, chunk_table=False)
-        sequences = cu_seqlens.shape[0] - 1
-    if out is not None:
-        check_output(out, v)
-    state = _state(
-        x,
-        sequences,
+        A_log,
+        dt_bias,
+        out,
         initial_state,
-        output_final_state,
-        state_v_first,
         state_pool,
         state_indices,
         has_initial_state,
         None,
         None,
     )
-    plan = check_plan(x, plan)
+    options = _Options(
+        None if scale is None else float(scale),
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        None if lower_bound is None else float(lower_bound),
+        output_final_state,
+        state_v_first,
+        sequences,
+        plan,
+        wants_grad(q, k, v, g, beta),
+    )
+    kinds, plan = _check(tensors, options)
+    if cu_seqlens is not None:
+        _check_packed(q, cu_seqlens)
+        if cu_seqlens.device.type == "cpu":
+            build_metadata(cu_seqlens, q.shape[1], chunk_table=False)
+    x = token_inputs(q, k, v, g, beta, A_log, dt_bias, kinds)
+    state = _state(tensors, options)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     path = plan.decode.lookup(sequences * v.shape[2])
@@ -275,85 +281,158 @@ def fused_recurrent_kda(
     return out, None if state_pool is not None else state.write
 
 
-def check_plan(x: KdaInputs, plan: KdaPlan | None) -> KdaPlan:
+class _Tensors(NamedTuple):
+    """A call's tensors, but those that say where sequences begin."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    a_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    out: torch.Tensor | None
+    initial_state: torch.Tensor | None
+    state_pool: torch.Tensor | None
+    state_indices: torch.Tensor | None
+    has_initial_state: torch.Tensor | None
+    snapshot_chunks: torch.Tensor | None
+    snapshots: torch.Tensor | None
+
+
+class _Options(NamedTuple):
+    """The rest of what is checked with them."""
+
+    scale: float | None
+    l2norm: bool
+    use_gate: bool
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    lower_bound: float | None
+    output_final_state: bool
+    state_v_first: bool
+    num_sequences: int
+    plan: KdaPlan | None
+    wants_grad: bool
+
+
+@once
+def _check(t: _Tensors, options: _Options) -> tuple[TokenKinds, KdaPlan]:
+    """All but values: (what the inputs are, the plan that serves them)."""
+    kinds = check_inputs(
+        t.q,
+        t.k,
+        t.v,
+        t.g,
+        t.beta,
+        scale=options.scale,
+        a_log=t.a_log,
+        dt_bias=t.dt_bias,
+        use_gate=options.use_gate,
+        lower_bound=options.lower_bound,
+        use_beta_sigmoid=options.use_beta_sigmoid,
+        allow_neg_eigval=options.allow_neg_eigval,
+        l2norm=options.l2norm,
+        wants_grad=options.wants_grad,
+    )
+    plan = check_plan(t.q, t.v, t.g, kinds.gate, options.plan)
+    if t.out is not None:
+        check_output(t.out, t.v)
+    if (t.snapshot_chunks is None) != (t.snapshots is None):
+        raise ValueError("snapshot_chunks and snapshots must be given together")
+    if t.snapshot_chunks is not None and t.snapshots is not None:
+        check_snapshots(t.snapshot_chunks, t.snapshots, t.q, t.v, options.num_sequences)
+    sequences = options.num_sequences
+    if t.state_pool is not None:
+        if t.initial_state is not None or options.output_final_state:
+            raise ValueError(
+                "state_pool replaces initial_state and output_final_state: give either"
+            )
+        check_state_pool(t.state_pool, t.state_indices, t.has_initial_state, t.q, t.v, sequences)
+    elif t.state_indices is not None or t.has_initial_state is not None:
+        raise ValueError("state_indices and has_initial_state need a state_pool")
+    elif t.initial_state is not None:
+        check_initial_state(t.initial_state, t.q, t.v, sequences, options.state_v_first)
+    return kinds, plan
+
+
+def check_plan(
+    q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, gate: int, plan: KdaPlan | None
+) -> KdaPlan:
     """The plan, which must be for such inputs, or the device's own for ``None``."""
-    heads, key_dim = x.q.shape[2:]
-    value_heads, value_dim = x.v.shape[2:]
-    bounded = x.gate == GATE_BOUNDED
-    shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded, x.q.dtype, x.g.dtype)
+    heads, key_dim = q.shape[2:]
+    value_heads, value_dim = v.shape[2:]
+    bounded = gate == GATE_BOUNDED
+    shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded, q.dtype, g.dtype)
     if plan is None:
-        return plan_for(x.q.device, shape)
+        return plan_for(q.device, shape)
     if plan.shape != shape:
         raise ValueError(f"plan must be for {shape}, got one for {plan.shape}")
     return plan
 
 
-def _check_packed(x: KdaInputs, cu_seqlens: torch.Tensor) -> None:
+def _num_sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    if cu_seqlens is None:
+        return len(q) if q.dim() else 0
     check_cu_seqlens("cu_seqlens", cu_seqlens)
-    if x.q.shape[0] != 1:
-        raise ValueError(f"q must have batch size 1 with cu_seqlens, got {x.q.shape[0]}")
-    if cu_seqlens.device != x.q.device:
-        raise ValueError(f"cu_seqlens must be on {x.q.device}, got {cu_seqlens.device}")
+    return cu_seqlens.shape[0] - 1
 
 
-def check_metadata(metadata: ChunkMetadata, x: KdaInputs, plan: KdaPlan) -> None:
+def _check_packed(q: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    if q.shape[0] != 1:
+        raise ValueError(f"q must have batch size 1 with cu_seqlens, got {q.shape[0]}")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on {q.device}, got {cu_seqlens.device}")
+
+
+def check_metadata(metadata: ChunkMetadata, q: torch.Tensor, plan: KdaPlan) -> None:
     """It must be of these tokens, on their device, with the tables that the plan's kernels read."""
-    if metadata.num_tokens != x.num_tokens:
-        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, q has {x.num_tokens}")
-    if metadata.cu_seqlens.device != x.q.device:
+    batch, length, _, _ = q.shape
+    if metadata.num_tokens != batch * length:
+        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, q has {batch * length}")
+    if metadata.cu_seqlens.device != q.device:
         got = metadata.cu_seqlens.device
-        raise ValueError(f"metadata must be on {x.q.device}, got {got}")
+        raise ValueError(f"metadata must be on {q.device}, got {got}")
     if metadata.chunk_table is None and plan.target.vendor != "cpu":
         raise ValueError("metadata must have a chunk table for the kernels, got none")
 
 
 def _metadata(
-    x: KdaInputs,
+    q: torch.Tensor,
     plan: KdaPlan,
     cu_seqlens: torch.Tensor | None,
     cu_seqlens_cpu: torch.Tensor | None,
 ) -> ChunkMetadata:
     tables = plan.target.vendor != "cpu"
     if cu_seqlens is None:
-        return equal_length_metadata(x.q.shape[0], x.q.shape[1], x.q.device, tables)
-    _check_packed(x, cu_seqlens)
-    return build_metadata(
-        cu_seqlens, x.num_tokens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_table=tables
-    )
+        return equal_length_metadata(q.shape[0], q.shape[1], q.device, tables)
+    _check_packed(q, cu_seqlens)
+    return build_metadata(cu_seqlens, q.shape[1], cu_seqlens_cpu=cu_seqlens_cpu, chunk_table=tables)
 
 
-def _state(
-    x: KdaInputs,
-    sequences: int,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    state_pool: torch.Tensor | None,
-    state_indices: torch.Tensor | None,
-    has_initial_state: torch.Tensor | None,
-    snapshot_chunks: torch.Tensor | None,
-    snapshots: torch.Tensor | None,
-) -> StateInputs:
-    if state_pool is None:
-        if state_indices is not None or has_initial_state is not None:
-            raise ValueError("state_indices and has_initial_state need a state_pool")
-        return check_initial_state(
-            initial_state,
-            x,
-            sequences,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            snapshot_chunks=snapshot_chunks,
-            snapshots=snapshots,
+def _state(t: _Tensors, options: _Options) -> StateInputs:
+    """Where checked states are read and written."""
+    if t.state_pool is not None and t.state_indices is not None:
+        check_slots(t.state_indices, len(t.state_pool))
+        return StateInputs(
+            t.state_pool,
+            t.state_pool,
+            2,
+            3,
+            t.state_indices,
+            t.has_initial_state,
+            t.snapshot_chunks,
+            t.snapshots,
         )
-    if initial_state is not None or output_final_state:
-        raise ValueError("state_pool replaces initial_state and output_final_state: give either")
-    return check_state_pool(
-        state_pool,
-        state_indices,
-        has_initial_state,
-        x,
-        sequences,
-        snapshot_chunks=snapshot_chunks,
-        snapshots=snapshots,
+    v_first, write = options.state_v_first, None
+    if options.output_final_state:
+        shape = state_shape(t.q, t.v, options.num_sequences, v_first)
+        write = torch.empty(shape, dtype=torch.float32, device=t.q.device)
+    return StateInputs(
+        t.initial_state,
+        write,
+        2 if v_first else 3,
+        3 if v_first else 2,
+        snapshot_chunks=t.snapshot_chunks,
+        snapshots=t.snapshots,
     )

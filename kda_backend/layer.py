@@ -26,7 +26,9 @@ from kda_backend.validation import (
     StateInputs,
     check_inputs,
     check_output,
+    check_slots,
     check_state_pool,
+    wants_grad,
 )
 from kda_backend.workspace import Workspace
 
@@ -144,12 +146,14 @@ def _check_prefill(
     check_short_conv(qkv, weights.conv, pools.conv, state_indices, metadata)
     expect_stride("g", g, 2, 1)
     q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unsqueeze(0).unbind(2)
-    x = check_inputs(
+    beta = beta.unsqueeze(0)
+    g = g.unsqueeze(0)
+    kinds = check_inputs(
         q,
         k,
         v,
-        g.unsqueeze(0),
-        beta.unsqueeze(0),
+        g,
+        beta,
         scale=None,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
@@ -158,10 +162,12 @@ def _check_prefill(
         use_beta_sigmoid=True,
         allow_neg_eigval=False,
         l2norm=True,
+        wants_grad=wants_grad(q, k, v, g, beta),
     )
-    api.check_plan(x, plan)
-    api.check_metadata(metadata, x, plan)
-    check_state_pool(pools.state, state_indices, has_initial_state, x, metadata.num_sequences)
+    api.check_plan(q, v, g, kinds.gate, plan)
+    api.check_metadata(metadata, q, plan)
+    check_state_pool(pools.state, state_indices, has_initial_state, q, v, metadata.num_sequences)
+    check_slots(state_indices, len(pools.state))
     check_output(out.unsqueeze(0), v)
     check_gated_norm(out, gate, weights.norm, out)
 

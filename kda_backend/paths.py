@@ -49,9 +49,9 @@ class KdaShape:
         return frozenset(needs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KdaPlan:
-    """The paths chosen for one model on one target."""
+    """The paths chosen for one model on one target. Compared by identity: calls look it up."""
 
     target: Target
     shape: KdaShape

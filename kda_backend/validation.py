@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,23 @@ BETA_GIVEN, BETA_SIGMOID, BETA_TWICE_SIGMOID = 0, 1, 2
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class KdaInputs:
+class TokenKinds(NamedTuple):
+    """What ``check_inputs`` finds out beside that the inputs are right.
+
+    Attributes:
+        gate, beta_kind: the ``GATE_*`` and ``BETA_*`` codes of this module.
+        packed: q, k, v, g and beta are read as they are, not as packed copies.
+    """
+
+    gate: int
+    lower_bound: float
+    beta_kind: int
+    l2norm: bool
+    scale: float
+    packed: bool
+
+
+class KdaInputs(NamedTuple):
     """Validated token inputs; ``T`` counts the packed tokens of all ``B`` rows.
 
     Attributes:
@@ -39,13 +54,8 @@ class KdaInputs:
     l2norm: bool
     scale: float
 
-    @property
-    def num_tokens(self) -> int:
-        return self.v.shape[0] * self.v.shape[1]
 
-
-@dataclass(frozen=True, slots=True)
-class StateInputs:
+class StateInputs(NamedTuple):
     """Where the recurrent state is read and written.
 
     Attributes:
@@ -88,7 +98,8 @@ def check_inputs(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
     l2norm: bool,
-) -> KdaInputs:
+    wants_grad: bool,
+) -> TokenKinds:
     """Check every token input; raise ``ValueError`` before anything is written."""
     if q.dim() != 4:
         raise ValueError(f"q must have shape [B, T, H, K], got {list(q.shape)}")
@@ -116,7 +127,7 @@ def check_inputs(
         )
     for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
         expect_device(name, x, device)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta)):
+    if wants_grad:
         raise ValueError("kda_backend has no backward pass: call it under torch.no_grad()")
 
     if not use_gate:
@@ -137,20 +148,39 @@ def check_inputs(
     if use_beta_sigmoid:
         beta_kind = BETA_TWICE_SIGMOID if allow_neg_eigval else BETA_SIGMOID
 
-    return KdaInputs(
-        _packed(q),
-        _packed(k),
-        _packed(v),
-        _packed(g),
-        beta if batch == 1 or beta.stride(0) == length * beta.stride(1) else beta.contiguous(),
-        a_log,
-        dt_bias,
+    return TokenKinds(
         gate,
-        0.0 if lower_bound is None else float(lower_bound),
+        0.0 if lower_bound is None else lower_bound,
         beta_kind,
         l2norm,
-        key_dim**-0.5 if scale is None else float(scale),
+        key_dim**-0.5 if scale is None else scale,
+        all(map(_is_packed, (q, k, v, g, beta.unsqueeze(3)))),
     )
+
+
+def wants_grad(*tensors: torch.Tensor) -> bool:
+    """Whether torch would record a call on these."""
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+
+
+def token_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    kinds: TokenKinds,
+) -> KdaInputs:
+    """The inputs that were checked, packed where they are not."""
+    gate, lower_bound, beta_kind, l2norm, scale, packed = kinds
+    if not packed:
+        q, k, v, g = (x if _is_packed(x) else x.contiguous() for x in (q, k, v, g))
+        beta = beta if _is_packed(beta.unsqueeze(3)) else beta.contiguous()
+    if gate == GATE_LOG:
+        a_log = dt_bias = None
+    return KdaInputs(q, k, v, g, beta, a_log, dt_bias, gate, lower_bound, beta_kind, l2norm, scale)
 
 
 def check_output(out: torch.Tensor, v: torch.Tensor) -> None:
@@ -164,52 +194,40 @@ def check_output(out: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_initial_state(
-    initial_state: torch.Tensor | None,
-    x: KdaInputs,
+    initial_state: torch.Tensor,
+    q: torch.Tensor,
+    v: torch.Tensor,
     num_sequences: int,
-    *,
-    output_final_state: bool,
     state_v_first: bool,
-    snapshot_chunks: torch.Tensor | None = None,
-    snapshots: torch.Tensor | None = None,
-) -> StateInputs:
+) -> None:
     """The functional form: a state is read from one tensor and written to a new one."""
-    key_dim, value_dim, value_heads = x.q.shape[3], x.v.shape[3], x.v.shape[2]
+    expect_shape("initial_state", initial_state, state_shape(q, v, num_sequences, state_v_first))
+    expect_dtype("initial_state", initial_state, torch.float32)
+    expect_device("initial_state", initial_state, q.device)
+
+
+def state_shape(
+    q: torch.Tensor, v: torch.Tensor, num_sequences: int, state_v_first: bool
+) -> tuple[int, int, int, int]:
+    """Of the states of all sequences in the functional form."""
+    key_dim, value_dim = q.shape[3], v.shape[3]
     last = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
-    shape = (num_sequences, value_heads, *last)
-    if initial_state is not None:
-        expect_shape("initial_state", initial_state, shape)
-        expect_dtype("initial_state", initial_state, torch.float32)
-        expect_device("initial_state", initial_state, x.q.device)
-    write = None
-    if output_final_state:
-        write = torch.empty(shape, dtype=torch.float32, device=x.q.device)
-    v_dim, k_dim = (2, 3) if state_v_first else (3, 2)
-    return StateInputs(
-        initial_state,
-        write,
-        v_dim,
-        k_dim,
-        snapshot_chunks=snapshot_chunks,
-        snapshots=snapshots,
-    )
+    return (num_sequences, v.shape[2], *last)
 
 
 def check_state_pool(
     state_pool: torch.Tensor,
     state_indices: torch.Tensor | None,
     has_initial_state: torch.Tensor | None,
-    x: KdaInputs,
+    q: torch.Tensor,
+    v: torch.Tensor,
     num_sequences: int,
-    *,
-    snapshot_chunks: torch.Tensor | None = None,
-    snapshots: torch.Tensor | None = None,
-) -> StateInputs:
+) -> None:
     """The engines' form: slots of a pool ``[slots, HV, V, K]`` are read and written in place."""
-    key_dim, value_dim, value_heads = x.q.shape[3], x.v.shape[3], x.v.shape[2]
+    key_dim, value_dim, value_heads = q.shape[3], v.shape[3], v.shape[2]
     expect_shape("state_pool", state_pool, ("slots", value_heads, value_dim, key_dim))
     expect_dtype("state_pool", state_pool, torch.float32, torch.bfloat16)
-    expect_device("state_pool", state_pool, x.q.device)
+    expect_device("state_pool", state_pool, q.device)
     expect_stride("state_pool", state_pool, 3, 1)
     expect_stride("state_pool", state_pool, 2, key_dim)
     expect_stride("state_pool", state_pool, 1, value_dim * key_dim)
@@ -222,43 +240,41 @@ def check_state_pool(
         raise ValueError("state_indices must be given with state_pool, got None")
     expect_shape("state_indices", state_indices, (num_sequences,))
     expect_dtype("state_indices", state_indices, torch.int32)
-    expect_device("state_indices", state_indices, x.q.device)
+    expect_device("state_indices", state_indices, q.device)
     expect_stride("state_indices", state_indices, 0, 1)
-    if state_indices.device.type == "cpu" and num_sequences:
-        low, high = int(state_indices.min()), int(state_indices.max())
-        if low < -1 or high >= state_pool.shape[0]:
-            raise ValueError(
-                f"state_indices must be -1 or a slot below {state_pool.shape[0]},"
-                f" got values from {low} to {high}"
-            )
     if has_initial_state is not None:
         expect_shape("has_initial_state", has_initial_state, (num_sequences,))
         expect_dtype("has_initial_state", has_initial_state, torch.bool)
-        expect_device("has_initial_state", has_initial_state, x.q.device)
+        expect_device("has_initial_state", has_initial_state, q.device)
         expect_stride("has_initial_state", has_initial_state, 0, 1)
-    return StateInputs(
-        state_pool,
-        state_pool,
-        2,
-        3,
-        state_indices,
-        has_initial_state,
-        snapshot_chunks,
-        snapshots,
-    )
+
+
+def check_slots(state_indices: torch.Tensor, num_slots: int) -> None:
+    """Values in host memory are checked; values on a GPU are trusted."""
+    if state_indices.is_cpu and state_indices.shape[0]:
+        low, high = int(state_indices.min()), int(state_indices.max())
+        if low < -1 or high >= num_slots:
+            raise ValueError(
+                f"state_indices must be -1 or a slot below {num_slots},"
+                f" got values from {low} to {high}"
+            )
 
 
 def check_snapshots(
-    snapshot_chunks: torch.Tensor, snapshots: torch.Tensor, x: KdaInputs, num_sequences: int
+    snapshot_chunks: torch.Tensor,
+    snapshots: torch.Tensor,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    num_sequences: int,
 ) -> None:
     """``snapshots [N, S, HV, V, K]`` fp32 receives the state after ``snapshot_chunks [N, S]``."""
     expect_shape("snapshot_chunks", snapshot_chunks, (num_sequences, "S"))
     expect_dtype("snapshot_chunks", snapshot_chunks, torch.int32)
-    expect_device("snapshot_chunks", snapshot_chunks, x.q.device)
-    shape = (*snapshot_chunks.shape, x.v.shape[2], x.v.shape[3], x.q.shape[3])
+    expect_device("snapshot_chunks", snapshot_chunks, q.device)
+    shape = (*snapshot_chunks.shape, v.shape[2], v.shape[3], q.shape[3])
     expect_shape("snapshots", snapshots, shape)
     expect_dtype("snapshots", snapshots, torch.float32)
-    expect_device("snapshots", snapshots, x.q.device)
+    expect_device("snapshots", snapshots, q.device)
     for name, tensor in (("snapshot_chunks", snapshot_chunks), ("snapshots", snapshots)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
@@ -278,10 +294,8 @@ def check_gate_parameter(
         raise ValueError(f"{name} must be contiguous, got strides {list(parameter.stride())}")
 
 
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    """x itself where its rows follow one another and channels are adjacent, else a packed copy."""
-    if (x.stride(3) == 1 or x.shape[3] == 1) and (
+def _is_packed(x: torch.Tensor) -> bool:
+    """Whether its rows follow one another and channels are adjacent."""
+    return (x.stride(3) == 1 or x.shape[3] == 1) and (
         x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    ):
-        return x
-    return x.contiguous()
+    )

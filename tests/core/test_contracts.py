@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core import contracts
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride, once
 
 
 def test_right_arguments_pass() -> None:
@@ -49,3 +52,49 @@ def test_stride_message() -> None:
     with pytest.raises(ValueError) as error:
         expect_stride("v", torch.zeros(8, 8).t(), -1, 1)
     assert str(error.value) == "v must have stride 1 in dimension -1, got 8"
+
+
+class Check:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def __call__(self, tensors: tuple[torch.Tensor | None, ...], options: object) -> int:
+        if options == "wrong":
+            raise ValueError("wrong")
+        self.asked.append(options)
+        return len(self.asked)
+
+
+def test_a_check_is_made_once_for_calls_alike() -> None:
+    check = Check()
+    checked = once(check)
+    x = torch.zeros(4, 4)
+    assert checked((x, None), "a") == 1
+    assert checked((torch.ones(4, 4), None), "a") == 1
+    others = [x[:3], x.t()[:, :3], x.half(), torch.empty(4, 4, device="meta"), None]
+    assert [checked((other, None), "a") for other in others] == [2, 3, 4, 5, 6]
+    assert checked((x, x), "a") == 7 and checked((x, None), "b") == 8
+    assert checked((x, None), "a") == 1
+
+
+def test_a_check_that_fails_is_made_again() -> None:
+    checked = once(Check())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="wrong"):
+            checked((torch.zeros(1),), "wrong")
+
+
+def test_results_of_checks_are_limited_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contracts, "_KEPT", 3)
+    check = Check()
+    checked = once(check)
+    for _ in range(2):
+        for size in range(5):
+            x = torch.zeros(size)
+            seen = weakref.ref(x)
+            checked((x,), None)
+            del x
+            assert seen() is None
+    assert len(check.asked) > 5
