@@ -39,6 +39,7 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+_Parameters = ctypes.c_char_p * 1  # a kernel's only one
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _OVERLAPPING = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1)))
 
@@ -96,11 +97,11 @@ class CudaKernel:
         """
         if grid == 0:
             return
-        function = self.load()
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        device = torch.cuda.current_device()
+        function = self._functions.get(device) or self.load()
+        stream = torch._C._cuda_getCurrentRawStream(device)
         config = _launch_config(grid, block, self._shared_bytes, stream, overlaps)
-        pointer = (ctypes.c_char_p * 1)(params)
-        status = _launch()(config, function, pointer, None)
+        status = _launch()(config, function, _Parameters(params), None)
         if status:
             raise RuntimeError(f"launch of {self._name} failed: {_driver_error(status)}")
 

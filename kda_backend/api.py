@@ -15,7 +15,7 @@ from kda_backend.metadata import (
     check_cu_seqlens,
     equal_length_metadata,
 )
-from kda_backend.paths import KdaPlan, KdaShape, plan_for
+from kda_backend.paths import KdaPlan, KdaShape, plan_of_call
 from kda_backend.validation import (
     GATE_BOUNDED,
     StateInputs,
@@ -145,21 +145,9 @@ def chunk_kda(
         raise ValueError("metadata replaces cu_seqlens: give either")
     sequences = _num_sequences(q, cu_seqlens) if metadata is None else metadata.num_sequences
     tensors = _Tensors(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        out,
-        initial_state,
-        state_pool,
-        state_indices,
-        has_initial_state,
-        snapshot_chunks,
-        snapshots,
-    )
+        q, k, v, g, beta, A_log, dt_bias, out, initial_state, state_pool, state_indices,
+        has_initial_state, snapshot_chunks, snapshots,
+    )  # fmt: skip
     options = _Options(
         None if scale is None else float(scale),
         use_qk_l2norm_in_kernel,
@@ -239,21 +227,9 @@ def fused_recurrent_kda(
     """
     sequences = _num_sequences(q, cu_seqlens)
     tensors = _Tensors(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        out,
-        initial_state,
-        state_pool,
-        state_indices,
-        has_initial_state,
-        None,
-        None,
-    )
+        q, k, v, g, beta, A_log, dt_bias, out, initial_state, state_pool, state_indices,
+        has_initial_state, None, None,
+    )  # fmt: skip
     options = _Options(
         None if scale is None else float(scale),
         use_qk_l2norm_in_kernel,
@@ -364,16 +340,12 @@ def check_plan(
     value_heads, value_dim = v.shape[2:]
     bounded = gate == GATE_BOUNDED
     shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded, q.dtype, g.dtype)
-    if plan is None:
-        return plan_for(q.device, shape)
-    if plan.shape != shape:
-        raise ValueError(f"plan must be for {shape}, got one for {plan.shape}")
-    return plan
+    return plan_of_call(plan, q.device, shape)
 
 
 def _num_sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
     if cu_seqlens is None:
-        return len(q) if q.dim() else 0
+        return q.shape[0] if q.dim() else 0
     check_cu_seqlens("cu_seqlens", cu_seqlens)
     return cu_seqlens.shape[0] - 1
 
@@ -413,7 +385,7 @@ def _metadata(
 def _state(t: _Tensors, options: _Options) -> StateInputs:
     """Where checked states are read and written."""
     if t.state_pool is not None and t.state_indices is not None:
-        check_slots(t.state_indices, len(t.state_pool))
+        check_slots(t.state_indices, t.state_pool)
         return StateInputs(
             t.state_pool,
             t.state_pool,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from kda_backend import decode
-from kda_backend.paths import KdaPlan, KdaShape, plan_for
-from kda_backend.validation import GATE_BOUNDED
-from kda_backend.validation_step import StepInputs, check_draft, check_step
+from kda_backend.paths import KdaPlan
+from kda_backend.validation_step import check_draft, check_step
 
 
 def kda_decode_step(
@@ -118,16 +117,16 @@ def kda_decode_step(
         norm_eps=norm_eps,
         out=out,
         settled=pools_settled,
+        plan=plan,
     )
     if state_indices.shape != q.shape[:1] or not state_indices.is_contiguous():
         raise ValueError(
             f"state_indices must have shape [{q.shape[0]}] and stride 1, got"
             f" {list(state_indices.shape)} and {list(state_indices.stride())}"
         )
-    plan = _plan(x, plan)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    path = plan.decode.lookup(v.shape[0] * v.shape[1])
+    path = x.plan.decode.lookup(v.shape[0] * v.shape[1])
     decode.STEPS[path.name](path, x, out)
     return out
 
@@ -224,6 +223,7 @@ def kda_verify_step(
         norm_gate=norm_gate,
         norm_eps=norm_eps,
         out=out,
+        plan=plan,
     )
     draft = check_draft(
         x,
@@ -233,22 +233,9 @@ def kda_verify_step(
         intermediate_indices=intermediate_indices,
         intermediate_conv=intermediate_conv,
     )
-    plan = _plan(x, plan)
     if out is None:
         # rows that belong to no sequence are not written by the kernel
         out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    path = plan.decode.lookup(draft.num_sequences * v.shape[1])
+    path = x.plan.decode.lookup(draft.num_sequences * v.shape[1])
     decode.VERIFICATIONS[path.name](path, x, draft, out)
     return out
-
-
-def _plan(x: StepInputs, plan: KdaPlan | None) -> KdaPlan:
-    heads, key_dim = x.q.shape[1:]
-    value_heads, value_dim = x.v.shape[1:]
-    bounded = x.gate == GATE_BOUNDED
-    shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded, x.q.dtype, x.g.dtype)
-    if plan is None:
-        return plan_for(x.q.device, shape)
-    if plan.shape != shape:
-        raise ValueError(f"plan must be for {shape}, got one for {plan.shape}")
-    return plan

@@ -167,7 +167,7 @@ def _check_prefill(
     api.check_plan(q, v, g, kinds.gate, plan)
     api.check_metadata(metadata, q, plan)
     check_state_pool(pools.state, state_indices, has_initial_state, q, v, metadata.num_sequences)
-    check_slots(state_indices, len(pools.state))
+    check_slots(state_indices, pools.state)
     check_output(out.unsqueeze(0), v)
     check_gated_norm(out, gate, weights.norm, out)
 

@@ -106,3 +106,17 @@ def warm_up(
 def plan_for(device: torch.device, shape: KdaShape) -> KdaPlan:
     """The plan of calls that bring none; found once for each device and shape."""
     return select(detect_target(device), shape)
+
+
+def plan_of_call(plan: KdaPlan | None, device: torch.device, shape: KdaShape) -> KdaPlan:
+    """The plan that a call brings, which must be for its shape, or the device's own for ``None``.
+
+    Raises:
+        ValueError: the plan is for another shape.
+        LookupError: as ``select``.
+    """
+    if plan is None:
+        return plan_for(device, shape)
+    if plan.shape != shape:
+        raise ValueError(f"plan must be for {shape}, got one for {plan.shape}")
+    return plan

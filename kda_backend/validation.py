@@ -249,13 +249,13 @@ def check_state_pool(
         expect_stride("has_initial_state", has_initial_state, 0, 1)
 
 
-def check_slots(state_indices: torch.Tensor, num_slots: int) -> None:
+def check_slots(state_indices: torch.Tensor, state_pool: torch.Tensor) -> None:
     """Values in host memory are checked; values on a GPU are trusted."""
     if state_indices.is_cpu and state_indices.shape[0]:
         low, high = int(state_indices.min()), int(state_indices.max())
-        if low < -1 or high >= num_slots:
+        if low < -1 or high >= state_pool.shape[0]:
             raise ValueError(
-                f"state_indices must be -1 or a slot below {num_slots},"
+                f"state_indices must be -1 or a slot below {state_pool.shape[0]},"
                 f" got values from {low} to {high}"
             )
 

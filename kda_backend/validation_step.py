@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import (
+    expect_device,
+    expect_dtype,
+    expect_shape,
+    expect_stride,
+    once,
+)
+from kda_backend.paths import KdaPlan, KdaShape, plan_of_call
 from kda_backend.validation import (
     BETA_GIVEN,
     BETA_SIGMOID,
@@ -16,14 +23,14 @@ from kda_backend.validation import (
     GATE_LOG,
     GATE_SOFTPLUS,
     check_gate_parameter,
+    wants_grad,
 )
 
 MAX_STEP_DIM = 128  # one program holds the state of a head
 TAPS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ConvInputs:
+class ConvInputs(NamedTuple):
     """The short convolution of ``C`` channels: q's, then k's, then v's.
 
     Attributes:
@@ -35,8 +42,7 @@ class ConvInputs:
     bias: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class NormInputs:
+class NormInputs(NamedTuple):
     """The gated RMSNorm of the output: weight ``[V]``, gate ``[N, HV, V]``."""
 
     weight: torch.Tensor
@@ -44,8 +50,7 @@ class NormInputs:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """Validated inputs of ``N`` rows, or of as many tokens.
 
     Attributes:
@@ -56,6 +61,7 @@ class StepInputs:
         pool: ``[slots, HV, V, K]``; indices: int32.
         null_slot: rows at this slot are padding; -1 where there is none.
         settled: no kernel that may still run writes the pools, the indices or the weights.
+        plan: the paths that serve such inputs.
     """
 
     q: torch.Tensor
@@ -76,10 +82,10 @@ class StepInputs:
     conv: ConvInputs | None
     norm: NormInputs | None
     settled: bool
+    plan: KdaPlan
 
 
-@dataclass(frozen=True, slots=True)
-class DraftInputs:
+class DraftInputs(NamedTuple):
     """Where verification reads and keeps states.
 
     Attributes:
@@ -126,8 +132,94 @@ def check_step(
     norm_eps: float,
     out: torch.Tensor | None,
     settled: bool = False,
+    plan: KdaPlan | None,
 ) -> StepInputs:
-    """Check all but the shape of ``state_indices``; raise ``ValueError`` before any write."""
+    """Check all but the shape of ``state_indices``; raise ``ValueError`` before any write.
+
+    Raises:
+        ValueError: an input is not as described.
+        LookupError: there is no plan for such inputs.
+    """
+    tensors = _StepTensors(
+        q, k, v, g, beta, a_log, dt_bias, state_pool, state_indices, conv_state, conv_weight,
+        conv_bias, norm_weight, norm_gate, out,
+    )  # fmt: skip
+    bound = None if lower_bound is None else float(lower_bound)
+    options = _StepOptions(
+        use_gate,
+        bound,
+        use_beta_sigmoid,
+        allow_neg_eigval,
+        wants_grad(q, k, v, g, beta),
+        plan,
+    )
+    gate, beta_kind, plan = _check_facts(tensors, options)
+    _check_rows("state_indices", state_indices, "slot", state_pool)
+    conv = norm = None
+    if conv_state is not None and conv_weight is not None:
+        conv = ConvInputs(conv_state, conv_weight, conv_bias)
+    if norm_weight is not None and norm_gate is not None:
+        norm = NormInputs(norm_weight, norm_gate, float(norm_eps))
+    return StepInputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        a_log if use_gate else None,
+        dt_bias if use_gate else None,
+        gate,
+        0.0 if bound is None or not use_gate else bound,
+        beta_kind,
+        l2norm,
+        q.shape[2] ** -0.5 if scale is None else float(scale),
+        state_pool,
+        state_indices,
+        -1 if null_slot is None else int(null_slot),
+        conv,
+        norm,
+        settled,
+        plan,
+    )
+
+
+class _StepTensors(NamedTuple):
+    """The tensors of a step."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    a_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    state_pool: torch.Tensor
+    state_indices: torch.Tensor
+    conv_state: torch.Tensor | None
+    conv_weight: torch.Tensor | None
+    conv_bias: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    norm_gate: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+class _StepOptions(NamedTuple):
+    """What is checked with them."""
+
+    use_gate: bool
+    lower_bound: float | None
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    wants_grad: bool
+    plan: KdaPlan | None
+
+
+@once
+def _check_facts(tensors: _StepTensors, options: _StepOptions) -> tuple[int, int, KdaPlan]:
+    """All but values: (``GATE_*`` code, ``BETA_*`` code, plan)."""
+    q, k, v, g, beta, a_log, dt_bias, state_pool, state_indices, *others = tensors
+    conv_state, conv_weight, conv_bias, norm_weight, norm_gate, out = others
+    use_gate, lower_bound, use_beta_sigmoid, allow_neg_eigval, wants_grad, plan = options
     if q.dim() != 3:
         raise ValueError(f"q must have shape [N, H, K], got {list(q.shape)}")
     rows, heads, key_dim = q.shape
@@ -157,7 +249,7 @@ def check_step(
         _expect_adjacent_heads(name, x)
     expect_device("beta", beta, device)
     expect_stride("beta", beta, 1, 1)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta)):
+    if wants_grad:
         raise ValueError("kda_backend has no backward pass: call it under torch.no_grad()")
     gate = GATE_LOG
     if use_gate:
@@ -177,33 +269,16 @@ def check_step(
     _check_states("state_pool", state_pool, ("slots", value_heads, value_dim, key_dim), device)
     expect_dtype("state_indices", state_indices, torch.int32)
     expect_device("state_indices", state_indices, device)
-    _check_rows("state_indices", state_indices, "slot", state_pool.shape[0])
-    conv = _check_conv(conv_state, conv_weight, conv_bias, q, v, state_pool.shape[0])
+    _check_conv(conv_state, conv_weight, conv_bias, q, v, state_pool.shape[0])
     if out is not None:
         expect_shape("out", out, (rows, value_heads, value_dim))
         expect_dtype("out", out, q.dtype)
         expect_device("out", out, device)
         _expect_adjacent_heads("out", out)
-    return StepInputs(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        a_log if use_gate else None,
-        dt_bias if use_gate else None,
-        gate,
-        0.0 if lower_bound is None or not use_gate else float(lower_bound),
-        beta_kind,
-        l2norm,
-        key_dim**-0.5 if scale is None else float(scale),
-        state_pool,
-        state_indices,
-        -1 if null_slot is None else int(null_slot),
-        conv,
-        _check_norm(norm_weight, norm_gate, norm_eps, v),
-        settled,
-    )
+    _check_norm(norm_weight, norm_gate, v)
+    bounded = gate == GATE_BOUNDED
+    shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded, q.dtype, g.dtype)
+    return gate, beta_kind, plan_of_call(plan, device, shape)
 
 
 def check_draft(
@@ -266,7 +341,7 @@ def check_draft(
         expect_dtype("intermediate_indices", intermediate_indices, torch.int32)
         expect_device("intermediate_indices", intermediate_indices, device)
         expect_stride("intermediate_indices", intermediate_indices, 0, 1)
-        _check_rows("intermediate_indices", intermediate_indices, "row", len(intermediate_states))
+        _check_rows("intermediate_indices", intermediate_indices, "row", intermediate_states)
         if x.conv is not None and intermediate_conv is not None:
             channels = x.conv.state.shape[1]
             expect_shape("intermediate_conv", intermediate_conv, ("rows", max_tokens, channels, 3))
@@ -289,11 +364,11 @@ def _check_conv(
     q: torch.Tensor,
     v: torch.Tensor,
     slots: int,
-) -> ConvInputs | None:
+) -> None:
     if state is None or weight is None:
         if state is not None or weight is not None or bias is not None:
             raise ValueError("conv_state and conv_weight must be given together")
-        return None
+        return
     heads, key_dim = q.shape[1:]
     value_heads, value_dim = v.shape[1:]
     if heads != value_heads:
@@ -317,16 +392,13 @@ def _check_conv(
         expect_dtype("conv_bias", bias, *FLOATS)
         expect_device("conv_bias", bias, q.device)
         _expect_contiguous("conv_bias", bias)
-    return ConvInputs(state, weight, bias)
 
 
-def _check_norm(
-    weight: torch.Tensor | None, gate: torch.Tensor | None, eps: float, v: torch.Tensor
-) -> NormInputs | None:
+def _check_norm(weight: torch.Tensor | None, gate: torch.Tensor | None, v: torch.Tensor) -> None:
     if weight is None or gate is None:
         if weight is not None or gate is not None:
             raise ValueError("norm_weight and norm_gate must be given together")
-        return None
+        return
     expect_shape("norm_weight", weight, (v.shape[2],))
     expect_dtype("norm_weight", weight, *FLOATS)
     expect_device("norm_weight", weight, v.device)
@@ -335,7 +407,6 @@ def _check_norm(
     expect_dtype("norm_gate", gate, *FLOATS)
     expect_device("norm_gate", gate, v.device)
     _expect_adjacent_heads("norm_gate", gate)
-    return NormInputs(weight, gate, float(eps))
 
 
 def _check_states(
@@ -361,11 +432,11 @@ def _check_states(
             )
 
 
-def _check_rows(name: str, indices: torch.Tensor, what: str, count: int) -> None:
+def _check_rows(name: str, indices: torch.Tensor, what: str, of: torch.Tensor) -> None:
     """Values in host memory are checked; values on a GPU are trusted."""
-    if indices.device.type == "cpu" and indices.numel() and int(indices.max()) >= count:
+    if indices.is_cpu and indices.numel() and int(indices.max()) >= of.shape[0]:
         raise ValueError(
-            f"{name} must be negative or a {what} below {count}, got {int(indices.max())}"
+            f"{name} must be negative or a {what} below {of.shape[0]}, got {int(indices.max())}"
         )
 
 
