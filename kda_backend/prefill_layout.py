@@ -194,15 +194,16 @@ def _tasks_in_turn(
     first_ns = intra.blocks * intra.tile_ns  # nothing can be scanned before, so all make tiles
     short_tasks = work.tasks - work.long_tasks
     last_chunks = -(-_short_steps(work) // short_tasks) if short_tasks else work.chunks
+    last_task_ns, long_ns = scan.task_ns(last_chunks), scan.task_ns(work.chunks)
+    scan_blocks = _scan_blocks(costs, work, scan)
+    others_ns = (work.tiles - at_once) * intra.tile_ns
+    behind_ns = max(work_ns / sms, work.tiles * costs.fetch_ns)  # the whole scan behind all tiles
     for workers in range(4, min(work.tasks, sms // 2), 4):
-        rest_ns = (work.tiles - at_once) * intra.tile_ns / (sms - workers)
-        left = max(0.0, 1 - workers * rest_ns / work_ns)  # of the scan, when all tiles are there
-        last_ns = max(
-            scan.task_ns(last_chunks), left * work_ns / sms, left * work.tiles * costs.fetch_ns
-        )
-        scan_blocks = _scan_blocks(costs, work, scan)
+        rest_ns = others_ns / (sms - workers)
+        left = 1 - workers * rest_ns / work_ns  # of the scan, when all tiles are there
+        last_ns = max(last_task_ns, left * behind_ns)
         layout = Layout(intra.blocks, False, scan_blocks, at_once, sms - workers, 1, True)
-        yield first_ns + max(rest_ns + last_ns, scan.task_ns(work.chunks)), layout
+        yield first_ns + max(rest_ns + last_ns, long_ns), layout
 
 
 def _short_steps(work: Work) -> int:
