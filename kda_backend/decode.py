@@ -9,7 +9,8 @@ import torch
 
 from kda_backend import decode_sm90, torch_path, torch_step
 from kda_backend.validation import KdaInputs, StateInputs
-from kda_backend.validation_step import ConvInputs, DraftInputs, NormInputs, StepInputs
+from kda_backend.validation_draft import DraftInputs
+from kda_backend.validation_step import ConvInputs, NormInputs, StepInputs
 
 if TYPE_CHECKING:
     from backend_core.launch import KernelLaunch

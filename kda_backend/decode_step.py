@@ -6,7 +6,8 @@ import torch
 
 from kda_backend import decode
 from kda_backend.paths import KdaPlan
-from kda_backend.validation_step import check_draft, check_step
+from kda_backend.validation_draft import check_draft
+from kda_backend.validation_step import check_step
 
 
 def kda_decode_step(

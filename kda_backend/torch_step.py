@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from kda_backend import reference
 from kda_backend.validation import BETA_GIVEN, BETA_TWICE_SIGMOID, GATE_LOG
-from kda_backend.validation_step import DraftInputs, StepInputs
+from kda_backend.validation_draft import DraftInputs
+from kda_backend.validation_step import StepInputs
 
 if TYPE_CHECKING:
     from backend_core.path_table import KernelPath
