@@ -68,6 +68,9 @@ def variants() -> list[Variant]:
     add("decode", "indexer", 4, *(f"num_warps=1 pdl={p}" for p in (2, 3)))
     add("decode", "indexer", 4, *(f"num_warps=1 pdl={p} {early}" for p in (1, 2, 3)))
     add("decode", "indexer", 4, f"num_warps=2 pdl=3 {early}")
+    add("decode", "indexer", 4, f"num_warps=1 pdl=3 {early} pools_early=true")
+    for part in ("main", "both"):
+        add("decode", part, 4, f"num_warps=4 block_w=8 pdl=3 {early} pools_early=true")
     add("decode", "main", 4, *(f"num_warps=4 block_w=8 pdl={p}" for p in (1, 2, 3)))
     add("decode", "main", 4, *(f"num_warps=4 block_w=8 pdl={p} {early}" for p in (1, 2, 3)))
     add("decode", "both", 4, *(f"num_warps=4 block_w=8 pdl={p}" for p in (1, 2, 3)))
@@ -134,7 +137,7 @@ def with_params(text: str, variant: Variant) -> str:
     rows = text.split("[[path]]")
     for i, row in enumerate(rows):
         if f'phase = "{variant.phase}"' in row and f'"{variant.feature}"' in row:
-            row = re.sub(r"(?m)^(pdl|max_registers|reads_early) = \w+\n", "", row)
+            row = re.sub(r"(?m)^(pdl|max_registers|reads_early|pools_early) = \w+\n", "", row)
             for name, value in variant.params:
                 row = re.sub(rf"(?m)^{name} = \w+\n", "", row)
                 row = row.replace("[path.params]\n", f"[path.params]\n{name} = {value}\n")

@@ -39,6 +39,14 @@ class PrefillLaunches:
     num_splits: int
 
 
+@dataclass(frozen=True)
+class QueryLaunch:
+    """``indexer_queries_kernel``, a program of which takes ``heads`` heads of a token."""
+
+    kernel: KernelLaunch
+    heads: int
+
+
 class Paths(Generic[T]):
     """The kernel paths of one phase, each with what it launches."""
 
@@ -125,10 +133,13 @@ def pair_constexprs(
 
 def decode_constexprs(path: KernelPath, kernel: Any, is_settled: bool) -> dict[str, Any]:
     """What a row's parameters give ``decode_step_kernel`` or ``decode_pair_kernel``."""
+    launch = pdl(path, kernel)
+    pools_early = launch["PDL"] > 0 and bool(path.params.get("pools_early", False))
     return {
         "BLOCK_W": path.params["block_w"],
         "READS_EARLY": is_settled and bool(path.params.get("reads_early", False)),
-        **pdl(path, kernel),
+        "POOLS_EARLY": is_settled and pools_early,
+        **launch,
     }
 
 
@@ -154,20 +165,26 @@ def in_place_paths(
 
 
 @functools.cache
-def query_paths(target: Target, spec: CompressorSpec) -> Paths[KernelLaunch]:
-    """The path of ``quantise_indexer_queries``."""
+def query_paths(target: Target, spec: CompressorSpec) -> Paths[QueryLaunch]:
+    """The paths of ``quantise_indexer_queries``."""
 
-    def build(path: KernelPath) -> KernelLaunch:
+    def build(path: KernelPath) -> QueryLaunch:
         from backend_core.launch import KernelLaunch
         from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
 
-        return KernelLaunch(indexer_queries_kernel, query_constexprs(spec), options(path))
+        heads = int(path.params["heads"])
+        constexprs = query_constexprs(spec) | {"HEADS": heads}
+        return QueryLaunch(KernelLaunch(indexer_queries_kernel, constexprs, options(path)), heads)
 
-    return Paths(target, "decode", {"queries"}, build)
+    found = Paths(target, "decode", {"queries"}, build)
+    kernels = tuple(launch.kernel for launch in found.launches())
+    for kernel in kernels:
+        kernel.alternatives = kernels
+    return found
 
 
 def query_constexprs(spec: CompressorSpec) -> dict[str, Any]:
-    """What ``indexer_queries_kernel`` takes."""
+    """What ``indexer_queries_kernel`` takes, without launch parameters."""
     return {
         "D": spec.head_dim,
         "FORMAT": spec.cache_format,

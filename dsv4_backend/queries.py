@@ -60,10 +60,10 @@ def quantise_indexer_queries(
     scales = q.new_empty(tokens, heads, dim // 32, dtype=torch.uint8) if is_fp4 else None
     out = q.new_empty(tokens, heads, dtype=torch.float32)
     stride_q_t, stride_q_h, _ = q.stride()
-    launch(
-        (tokens, heads, 1),
+    launch.kernel(
+        (tokens, -(-heads // launch.heads), 1),
         q, positions, rope_table, weights, codes, codes if scales is None else scales, out,
-        softmax_scale, head_scale, stride_q_t, stride_q_h, rope_table.stride()[0],
+        heads, softmax_scale, head_scale, stride_q_t, stride_q_h, rope_table.stride()[0],
         weights.stride()[0],
     )  # fmt: skip
     return codes, scales, out

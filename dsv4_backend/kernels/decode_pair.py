@@ -58,6 +58,7 @@ def decode_pair_kernel(
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,  # of the main rows
     READS_EARLY: tl.constexpr,
+    POOLS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs (n, 0) are the main rows, which take longer, and (n, 1) the indexer's."""
@@ -71,7 +72,7 @@ def decode_pair_kernel(
                 stride_m_input_t, stride_m_state_b, stride_m_state_r, stride_m_ape_r,
                 stride_m_ape_c, stride_table_p, stride_m_block_table_b, stride_m_cache_p, 512,
                 M_STATE_BLOCK, M_PAGE, PLAN, M_FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, False,
-                PDL,
+                PDL, POOLS_EARLY,
             )  # fmt: skip
         else:
             decode_row_early(
@@ -80,7 +81,7 @@ def decode_pair_kernel(
                 stride_x_input_t, stride_x_state_b, stride_x_state_r, stride_x_ape_r,
                 stride_x_ape_c, stride_table_p, stride_x_block_table_b, stride_x_cache_p, 128,
                 X_STATE_BLOCK, X_PAGE, PLAN, X_FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE,
-                HAS_ROTATION, PDL,
+                HAS_ROTATION, PDL, POOLS_EARLY,
             )  # fmt: skip
     elif is_main:
         decode_row(

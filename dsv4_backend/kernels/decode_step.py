@@ -4,17 +4,18 @@ import triton
 import triton.language as tl
 
 from dsv4_backend.kernels.finish import finish_row
-from dsv4_backend.kernels.numerics import load_angles, start_next, wait_for_previous
+from dsv4_backend.kernels.numerics import load_angles, made_by_now, start_next, wait_for_previous
 from dsv4_backend.kernels.records import store_record
 from dsv4_backend.kernels.window import (
     load_ape_row,
+    load_last_row,
     load_row,
     locate_decode,
     old_rows,
-    pool_rows,
+    pool_last_row,
+    pool_old_rows,
     pool_window,
     store_state_row,
-    with_last_row,
     write_state_row,
 )
 
@@ -53,11 +54,13 @@ def decode_row_early(
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     PDL: tl.constexpr,
+    POOLS_EARLY: tl.constexpr,
 ):
     """``decode_row`` of ratio 4 where the launch before may only have written the input.
 
-    All else is read before that launch has ended. Loads are masked, not branched over, so that none
-    waits for the plan's values in a branch.
+    All else is read before that launch has ended, and with POOLS_EARLY the old rows are pooled too,
+    in steps that end no window as well. Loads are masked, not branched over, so that none waits for
+    the plan's values in a branch.
     """
     start_next(PDL)
     seq_len, state_row, page_0, page_1 = locate_decode(plan_ptr, aux_ptr, i_n, 4, 8, PLAN)
@@ -72,23 +75,27 @@ def decode_row_early(
         end, state_ptr, ape_ptr, block_row_ptr, page_0, page_1, stride_state_b, stride_state_r,
         stride_ape_r, stride_ape_c, D, STATE_BLOCK, PLAN,
     )  # fmt: skip
+    b_top, b_sum, b_acc = pool_old_rows(b_kv, b_s)
     b_angles = load_angles(table_ptr, tl.maximum(end - 4, 0), stride_table_p, D, IS_SPLIT_TABLE)
     b_row_ape = tl.zeros([2 * D], tl.float32)
     if PLAN == "paged":
         position = tl.maximum(seq_len - 1, 0)
         b_row_ape = load_ape_row(ape_ptr, position, stride_ape_r, stride_ape_c, D, 4)
     token_ptr = input_ptr + i_n.to(tl.int64) * stride_input_t
+    if POOLS_EARLY:
+        b_acc = made_by_now(b_acc, b_sum, b_top)
 
     wait_for_previous(PDL)
     b_row_kv, b_row_score = load_row(token_ptr, D, 4)
-    b_kv, b_s = with_last_row(b_kv, b_s, b_ape, token_ptr, D)
+    b_kv, b_s = load_last_row(token_ptr, b_ape, D)
     if is_token:
         store_state_row(
             b_row_kv, b_row_score + b_row_ape, state_ptr, state_row, stride_state_b,
             stride_state_r, D, 4, STATE_BLOCK,
         )  # fmt: skip
     if is_end:
-        b_x = finish_row(pool_rows(b_kv, b_s), b_w, b_angles, eps, D, ROUNDING, HAS_ROTATION)
+        b_x = pool_last_row(b_top, b_sum, b_acc, b_kv, b_s)
+        b_x = finish_row(b_x, b_w, b_angles, eps, D, ROUNDING, HAS_ROTATION)
         store_record(
             b_x, cache_ptr, slot, stride_cache_p, inv_scale, D, PAGE, FORMAT, ROUNDING, IS_FNUZ
         )
@@ -203,6 +210,7 @@ def decode_step_kernel(
     HAS_ROTATION: tl.constexpr,
     BLOCK_W: tl.constexpr,
     READS_EARLY: tl.constexpr,
+    POOLS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a request."""
@@ -213,7 +221,7 @@ def decode_step_kernel(
             plan_ptr, aux_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale,
             stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
             stride_table_p, stride_block_table_b, stride_cache_p, D, STATE_BLOCK, PAGE, PLAN,
-            FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, PDL,
+            FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, PDL, POOLS_EARLY,
         )  # fmt: skip
     else:
         decode_row(

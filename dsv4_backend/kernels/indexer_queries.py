@@ -16,6 +16,7 @@ def indexer_queries_kernel(
     code_ptr,  # uint8 [T, H, D], or of "indexer_mxfp4" [T, H, D/2]
     scale_ptr,  # uint8 [T, H, D/32], of "indexer_mxfp4" alone
     out_ptr,  # [T, H] fp32
+    num_heads,
     softmax_scale,
     head_scale,
     stride_q_t,
@@ -28,26 +29,30 @@ def indexer_queries_kernel(
     IS_FNUZ: tl.constexpr,
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """One program a token and head. An fp8 row's scale goes into its head's weight."""
-    i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_row = i_t * tl.num_programs(1) + i_h
+    """One program a token and HEADS heads. An fp8 row's scale goes into its head's weight."""
+    i_t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, D)
     position = tl.load(position_ptr + i_t)
-    b_x = tl.load(q_ptr + i_t * stride_q_t + i_h * stride_q_h + o_d).to(tl.float32)
-    weight = tl.load(weight_ptr + i_t * stride_weight_t + i_h).to(tl.float32)
     b_angles = load_angles(table_ptr, position, stride_table_p, D, IS_SPLIT_TABLE)
-    b_x = rope_tail(b_x, b_angles, D)
-    if HAS_ROTATION:
-        b_x = hadamard(b_x, D)
-    if ROUNDING != "sglang":
-        b_x = round_bf16(b_x)
-    if FORMAT == "indexer_fp8":
-        b_code, scale = quantise_indexer_fp8(b_x, ROUNDING, IS_FNUZ)
-        tl.store(code_ptr + i_row * D + o_d, b_code)
-        weight *= scale
-    else:
-        b_code, b_scale = quantise_indexer_mxfp4(b_x, D, ROUNDING)
-        tl.store(code_ptr + i_row * (D // 2) + tl.arange(0, D // 2), b_code)
-        tl.store(scale_ptr + i_row * (D // 32) + tl.arange(0, D // 32), b_scale)
-    tl.store(out_ptr + i_row, weight * softmax_scale * head_scale)
+    for i in tl.static_range(HEADS):
+        # beyond the last head: that one once more
+        i_h = tl.minimum(tl.program_id(1) * HEADS + i, num_heads - 1)
+        i_row = i_t * num_heads + i_h
+        b_x = tl.load(q_ptr + i_t * stride_q_t + i_h * stride_q_h + o_d).to(tl.float32)
+        weight = tl.load(weight_ptr + i_t * stride_weight_t + i_h).to(tl.float32)
+        b_x = rope_tail(b_x, b_angles, D)
+        if HAS_ROTATION:
+            b_x = hadamard(b_x, D)
+        if ROUNDING != "sglang":
+            b_x = round_bf16(b_x)
+        if FORMAT == "indexer_fp8":
+            b_code, scale = quantise_indexer_fp8(b_x, ROUNDING, IS_FNUZ)
+            tl.store(code_ptr + i_row * D + o_d, b_code)
+            weight *= scale
+        else:
+            b_code, b_scale = quantise_indexer_mxfp4(b_x, D, ROUNDING)
+            tl.store(code_ptr + i_row * (D // 2) + tl.arange(0, D // 2), b_code)
+            tl.store(scale_ptr + i_row * (D // 32) + tl.arange(0, D // 32), b_scale)
+        tl.store(out_ptr + i_row, weight * softmax_scale * head_scale)

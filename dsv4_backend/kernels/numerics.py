@@ -31,6 +31,28 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
+def made_by_now(b_x, b_y, b_z):
+    """b_x, for CUDA; the three are computed before what follows in the program.
+
+    Without it compilers move the arithmetic behind a wait, into the branch that uses its result.
+    They do not move it over a vote of the warp: on a NaN here that no addition gives.
+    """
+    return tl.inline_asm_elementwise(
+        """{ .reg .f32 s; .reg .pred p, q;
+        add.f32 s, $4, $5; add.f32 s, s, $6; add.f32 s, s, $7; add.f32 s, s, $8;
+        add.f32 s, s, $9; add.f32 s, s, $10; add.f32 s, s, $11; add.f32 s, s, $12;
+        add.f32 s, s, $13; add.f32 s, s, $14; add.f32 s, s, $15;
+        setp.eq.b32 p, s, 0x7FBADBAD; vote.sync.any.pred q, p, 0xFFFFFFFF; @q trap;
+        mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }""",
+        "=f,=f,=f,=f,f,f,f,f,f,f,f,f,f,f,f,f",
+        [b_x, b_y, b_z],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@triton.jit
 def round_bf16(x):
     """fp32 to the nearest bf16, ties to even, kept in fp32."""
     u = x.to(tl.uint32, bitcast=True)

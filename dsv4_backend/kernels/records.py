@@ -73,7 +73,9 @@ def store_fp8_ds_mla(
 @triton.jit
 def quantise_indexer_fp8(b_x, ROUNDING: tl.constexpr, IS_FNUZ: tl.constexpr):
     """(e4m3 codes, fp32 scale): amax / max code, which all but sglang round up to 2^k."""
-    amax = tl.maximum(tl.max(tl.abs(b_x), axis=0), 1e-4)
+    # magnitudes compare as their bits do, and integers have a reduction of the warp (redux.sync)
+    amax = tl.max(tl.abs(b_x).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    amax = tl.maximum(amax, 1e-4)
     if ROUNDING == "sglang":
         scale = tl.div_rn(amax, 224.0 if IS_FNUZ else 448.0)
         inv = tl.div_rn(1.0, scale)

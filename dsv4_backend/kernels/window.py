@@ -192,6 +192,35 @@ def pool_rows(b_kv, b_s):
 
 
 @triton.jit
+def pool_old_rows(b_kv, b_s):
+    """Of rows 0 to 6 of a C4 window [8, D]: top score, sum of weights, weighted sum of kv, [D]."""
+    m_old = (tl.arange(0, 8) < 7)[:, None]
+    b_top = tl.max(tl.where(m_old, b_s, NO_SCORE), axis=0)
+    b_p = tl.where(m_old, tl.exp2((b_s - b_top[None, :]) * LOG2_E), 0.0)
+    return b_top, tl.sum(b_p, axis=0), tl.sum(b_p * b_kv, axis=0)
+
+
+@triton.jit
+def pool_last_row(b_top, b_sum, b_acc, b_kv, b_s):
+    """The pooled C4 window [D]: `pool_old_rows` and row 7, (kv, score) [D].
+
+    In every path the last row comes last, so that a step may pool the others before it has it.
+    """
+    b_gap = (b_s - b_top) * LOG2_E
+    b_less = tl.exp2(-tl.abs(b_gap))
+    b_old = tl.where(b_gap > 0, b_less, 1.0)
+    b_new = tl.where(b_gap > 0, 1.0, b_less)
+    return (b_acc * b_old + b_kv * b_new) / (b_sum * b_old + b_new)
+
+
+@triton.jit
+def last_row(b_x):
+    """Row 7 of [8, D] fp32: [D]. Where a thread holds all rows this is a choice of registers."""
+    u = tl.where((tl.arange(0, 8) == 7)[:, None], b_x.to(tl.int32, bitcast=True), 0)
+    return tl.xor_sum(u, axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def old_rows(
     seq_len,  # 0: no row is read
     state_ptr,
@@ -228,13 +257,11 @@ def old_rows(
 
 
 @triton.jit
-def with_last_row(b_kv, b_s, b_ape, token_ptr, D: tl.constexpr):
-    """Put the input row of the window's last token in its place."""
+def load_last_row(token_ptr, b_ape, D: tl.constexpr):
+    """(kv, score + ape) [D] fp32 of a C4 window's last token, from its input row."""
     o_d = tl.arange(0, D)
-    m_last = (tl.arange(0, 8) == 7)[:, None]
-    b_kv_new = tl.load(token_ptr + D + o_d).to(tl.float32)
-    b_s_new = tl.load(token_ptr + 3 * D + o_d).to(tl.float32) + b_ape
-    return tl.where(m_last, b_kv_new[None, :], b_kv), tl.where(m_last, b_s_new[None, :], b_s)
+    b_kv = tl.load(token_ptr + D + o_d).to(tl.float32)
+    return b_kv, tl.load(token_ptr + 3 * D + o_d).to(tl.float32) + b_ape
 
 
 @triton.jit
@@ -279,6 +306,9 @@ def pool_window(
             page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r,
             stride_ape_c, D, RATIO, STATE_BLOCK, PLAN, BLOCK_W,
         )  # fmt: skip
+        if RATIO == 4:
+            b_top, b_sum, b_acc = pool_old_rows(b_kv, b_s)
+            return pool_last_row(b_top, b_sum, b_acc, last_row(b_kv), last_row(b_s))
         return pool_rows(b_kv, b_s)
     else:
         b_max = tl.full((BLOCK_D,), NO_SCORE, tl.float32)

@@ -137,7 +137,7 @@ def compile_case(arch: str, case: Case, is_large: bool, grid: int = 1) -> tuple[
     if grid > 1 and params == selection.lookup(1).params:
         return None
     constexprs = dict(constexprs)
-    for argument in ("BLOCK_W", "BLOCK_D", "ROWS"):
+    for argument in ("BLOCK_W", "BLOCK_D", "ROWS", "HEADS"):
         if argument in kernel.arg_names:
             constexprs[argument] = params[argument.lower()]
     if "READS_EARLY" in kernel.arg_names:

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from dsv4_backend import quantise_indexer_queries, reference
+from backend_core.launch import KernelLaunch
+from dsv4_backend import paths, quantise_indexer_queries, reference
+from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
 from tests.dsv4.cases import DEVICE, TARGET, make_spec, rope_table
 
 
@@ -48,6 +50,26 @@ def test_bytes(cache_format: str, rounding: str, rotate: bool) -> None:
     got = reference.dequantise(codes.reshape(15, -1), got_scales, spec)
     error = (got.double() - rows).norm() / rows.norm()
     assert error < (0.04 if cache_format == "indexer_fp8" else 0.16)
+
+
+@pytest.mark.parametrize("cache_format", ["indexer_fp8", "indexer_mxfp4"])
+def test_heads_a_program_change_nothing(cache_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(cache_format, rope_layout="split")
+    q, positions, weights = draw(tokens=2, heads=7)
+    arguments = (spec, q, positions, rope_table("split"), weights, 0.1, 0.5)
+    results = []
+    for heads in (1, 2, 4):
+        constexprs = paths.query_constexprs(spec) | {"HEADS": heads}
+        kernel = KernelLaunch(indexer_queries_kernel, constexprs, {"num_warps": 1})
+        launch = paths.QueryLaunch(kernel, heads)
+        monkeypatch.setattr(paths.Paths, "launch", lambda self, rows, launch=launch: launch)
+        results.append(quantise_indexer_queries(*arguments, target=TARGET))
+    for codes, scales, out in results[1:]:
+        want_codes, want_scales, want_out = results[0]
+        # compilers may fuse a product and a sum in one of two ways
+        assert (codes == want_codes).float().mean() > 0.999
+        assert scales is None or torch.equal(scales, want_scales)
+        torch.testing.assert_close(out, want_out, rtol=1e-6, atol=0)
 
 
 def test_fp32_queries_and_an_empty_step() -> None:

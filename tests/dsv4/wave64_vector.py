@@ -162,6 +162,8 @@ class VectorUnit:
             "v_sub_u32": lambda: u[0] - u[1],
             "v_add3_u32": lambda: u[0] + u[1] + u[2],
             "v_min_u32": lambda: np.minimum(u[0], u[1]),
+            "v_max_i32": lambda: np.maximum(i[0], i[1]),
+            "v_max3_i32": lambda: np.maximum(np.maximum(i[0], i[1]), i[2]),
             "v_mul_lo_u32": lambda: u[0] * u[1],
             "v_add_lshl_u32": lambda: (u[0] + u[1]) << by[2],
             "v_lshl_add_u32": lambda: (u[0] << by[1]) + u[2],
