@@ -49,7 +49,7 @@ SPACE: dict[str, dict[str, dict[str, Values]]] = {
         }
     },
     "two_stage_sm90": {
-        "prefill": {"intra_2_tile_ns": (8000, 9000, 10000), "intra_4_tile_ns": (4400, 4900, 5400)}
+        "prefill": {"intra_2_tile_ns": (7000, 8000, 9000), "intra_4_tile_ns": (4400, 4900, 5400)}
     },
     "recurrent": {
         "recurrent": {"block_v": (8, 16, 32, 64), "num_warps": (1, 2, 4)},

@@ -28,14 +28,16 @@ predicted stands in [performance-log.md](performance-log.md).
 BOUNDS = """
 ## What bounds each phase
 
-- **Intra stage of prefill**: instructions and their latency. A tile of 64 tokens and one head takes
-  about 5,600 a warp; with the 16 warps that registers and shared memory allow a multiprocessor, the
-  stage uses 49 % of the issue slots and 47 % of the memory bandwidth.
-- **Scan of prefill**: the latency of a chain. A step of 64 tokens is 0.86 µs in clusters of two
+- **Intra stage of prefill**: instructions and bytes alike. With the 16 warps that registers and
+  shared memory allow a multiprocessor, the stage alone uses 58 % of the issue slots, 43 % of the
+  memory bandwidth and 60 % of the L2 cache's
+  ([ncu](../benchmarks/results/kda_prefill_solve_development_h200.json)).
+- **Scan of prefill**: the latency of a chain. A step of 64 tokens is 0.88 µs in clusters of two
   blocks, 64 value rows each, and 1.75 µs for 128 rows in one block, of which tensor work is 1.02
   and the traffic of shared memory 1.4.
-- **Both together**: with few heads the chain, with many the intra stage's work; the scan starts
-  beside the intra stage, so the longer of the two counts.
+- **Both together**: with few heads the chain, with many the bytes: 192 KiB a tile of 64 tokens and
+  one head, 786 MB for 8k tokens and 32 heads, which take 187 of the 280 µs at the copy bandwidth. The
+  scan starts beside the intra stage, so the longer of the two counts.
 - **Many short sequences**: the sum of both, and at each end a time in which most multiprocessors
   wait, for the first tiles and for the last task.
 - **Decode**: the bytes of the state, read and written once, from about 1,000 sequences times heads
