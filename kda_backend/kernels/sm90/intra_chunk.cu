@@ -442,15 +442,15 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     const u32 through = (2 * t <= r ? 0x1c00u : 0u) | (2 * t + 1 <= r ? 0x1c000000u : 0u);
     static_assert(LOG_SCALE == 256.0f, "0x1c00 is 2^-8");
 
-    // Scores, 32 channels at a time. near: inside the 8 tokens of half i, rows 0-7 for q and 8-15 for
-    // k; eight: between the halves. far: with earlier row blocks, 1 with 0 (warp 1), 2 and 3 with 0
-    // and 1 (warps 2 and 3), 3 with 2 (warp 0).
     u32 inside[2];  // which of the lane's tokens the chunk has
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int first = 16 * warp + 8 * i + 2 * t;
         inside[i] = (first < length ? 0xffffu : 0u) | (first + 1 < length ? 0xffff0000u : 0u);
     }
+    // Scores, 32 channels at a time. near: inside the 8 tokens of half i, rows 0-7 for q and 8-15 for
+    // k; eight: between the halves. far: with earlier row blocks, 1 with 0 (warp 1), 2 and 3 with 0
+    // and 1 (warps 2 and 3), 3 with 2 (warp 0).
     float near[2][4] = {}, eight[4] = {}, q_far[2][2][4] = {}, k_far[2][2][4] = {};
 #pragma unroll 1
     for (int slice = 0; slice < 4; ++slice) {
