@@ -37,6 +37,7 @@ GAIN = 0.02
 
 Values = tuple[int, ...]
 Ask = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+Keep = Callable[[dict[str, Any], list[dict[str, Any]]], None]
 
 # By path: what to measure, and the values of each parameter. Parameters that are not here stay.
 SPACE: dict[str, dict[str, dict[str, Values]]] = {
@@ -124,27 +125,27 @@ def _tune_family(
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     file = folder / family / source.name
     record = file.with_suffix(".json")
-    with tempfile.TemporaryDirectory() as scratch, _asking(family, source, scratch, timeout) as ask:
-        tuned, trials = search(document, todo, ask, heads)
-    report = {
+    about = {
         "schema": SCHEMA,
         "gpu": target.name,
         "date": date,
         "release": __version__,
         "heads": heads,
-        "trials": trials,
     }
-    for number in {sweep.row for sweep in todo}:
-        if any(t["row"] == number and t["ms"] is not None for t in trials):
-            tuned["path"][number] |= {
-                "measured": True,
-                "gpu": target.name,
-                "date": date,
-                "source": str(record),
-            }
-    tuned["table"]["release"] = __version__
-    write_json(record, report)
-    write_text(file, render(tuned, f"Written by kda-dsv4 tune on {target.name}, {date}."))
+    measured = {"measured": True, "gpu": target.name, "date": date, "source": str(record)}
+
+    def keep(found: dict[str, Any], trials: list[dict[str, Any]]) -> None:
+        """A stop loses no sweep that is over."""
+        table = copy.deepcopy(found)
+        for number in {t["row"] for t in trials if t["ms"] is not None}:
+            table["path"][number] |= measured
+        table["table"]["release"] = __version__
+        write_json(record, about | {"trials": trials})
+        write_text(file, render(table, f"Written by kda-dsv4 tune on {target.name}, {date}."))
+
+    with tempfile.TemporaryDirectory() as scratch, _asking(family, source, scratch, timeout) as ask:
+        tuned, trials = search(document, todo, ask, heads, keep)
+    keep(tuned, trials)
     parse_table(file, family, source.stem)
     _print(family, document, tuned, trials, file)
 
@@ -179,13 +180,18 @@ def sweeps(family: str, document: dict[str, Any], heads: int) -> Iterator[Sweep]
 
 
 def search(
-    document: dict[str, Any], todo: list[Sweep], ask: Ask, heads: int
+    document: dict[str, Any],
+    todo: list[Sweep],
+    ask: Ask,
+    heads: int,
+    keep: Keep = lambda found, trials: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document with the best parameters found, and every trial in order.
 
     Args:
         ask: takes a document and the question about one of its rows; returns ``ms`` and
             ``message``.
+        keep: called after each sweep with the document and the trials so far.
     """
     best = copy.deepcopy(document)
     trials: list[dict[str, Any]] = []
@@ -236,6 +242,7 @@ def search(
                 progress.advance(bar)
             elif time(sweep, row["params"], "all") is None:
                 row["params"] = shipped
+            keep(best, trials)
     return best, trials
 
 

@@ -152,6 +152,27 @@ def test_the_table_is_found_before_the_shipped_one(tuned: SimpleNamespace) -> No
     assert code == 0 and f"from {tuned.folder}/kda/nvidia_sm90.toml" in " ".join(out.split())
 
 
+def test_a_stop_keeps_the_sweeps_that_are_over(
+    tuned: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = {s.row: s for s in sweeps("dsv4", shipped("dsv4"), heads=8)}.values()
+    ask = tune_module.Worker.ask
+
+    def stop(worker: Any, line: str, timeout: float) -> dict[str, Any]:
+        if json.loads(line)["row"] == second.row:
+            raise KeyboardInterrupt
+        return ask(worker, line, timeout)
+
+    monkeypatch.setattr(tune_module.Worker, "ask", stop)
+    run("tune", "--family", "dsv4", "--heads", "8", "--output-dir", str(tmp_path / "half"))
+    file = tmp_path / "half" / "dsv4" / "nvidia_sm90.toml"
+    assert parse_table(file, "dsv4", "nvidia_sm90")
+    rows, record = tomllib.loads(file.read_text())["path"], file.with_suffix(".json")
+    assert rows[first.row]["source"] == str(record) != rows[second.row]["source"]
+    trials = json.loads(record.read_text())["trials"]
+    assert {trial["row"] for trial in trials} == {first.row}
+
+
 def test_tables_elsewhere_are_announced(tuned: SimpleNamespace, tmp_path: Path) -> None:
     code, out, _ = run("tune", "--family", "dsv4", "--output-dir", str(tmp_path / "mine"))
     assert code == 0 and (tmp_path / "mine" / "dsv4" / "nvidia_sm90.toml").is_file()
