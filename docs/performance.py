@@ -36,8 +36,8 @@ BOUNDS = """
   blocks, 64 value rows each, and 1.75 µs for 128 rows in one block, of which tensor work is 1.02
   and the traffic of shared memory 1.4.
 - **Both together**: with few heads the chain, with many the bytes: 192 KiB a tile of 64 tokens and
-  one head, 786 MB for 8k tokens and 32 heads, which take 187 of the 280 µs at the copy bandwidth. The
-  scan starts beside the intra stage, so the longer of the two counts.
+  one head, 786 MB for 8k tokens and 32 heads, which take 187 of the 280 µs at the copy bandwidth.
+  The scan starts beside the intra stage, so the longer of the two counts.
 - **Many short sequences**: the sum of both, and at each end a time in which most multiprocessors
   wait, for the first tiles and for the last task.
 - **Decode**: the bytes of the state, read and written once, from about 1,000 sequences times heads
@@ -93,8 +93,8 @@ def _prefill() -> list[str]:
     return [
         *lines,
         "",
-        "The host of that run changes its speed: FLA's whole call takes 0.9 to 4.7 ms. 64 tokens and"
-        " 4 heads cost 62 µs while torch's `zero_` of eight numbers cost 8"
+        "The host of that run changes its speed: FLA's whole call takes 0.9 to 4.7 ms. 64 tokens"
+        " and 4 heads cost 62 µs while torch's `zero_` of eight numbers cost 8"
         " ([file](../benchmarks/results/kda_host_h200.json)).",
     ]
 
