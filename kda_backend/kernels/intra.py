@@ -176,6 +176,13 @@ def _block_decays(block_sum_ptr, decay_ptr, total_ptr, K: tl.constexpr, FAST_MAT
 
 
 @triton.jit
+def _scores_before(b_aq, b_ak, b_q, b_k, b_y, PRECISION: tl.constexpr):
+    """Adds those of q and k with the columns [C, x] of a block before each row's."""
+    b_y = tl.reshape(b_y, [4, 16, b_y.shape[1]])
+    return _scores(b_q, b_y, b_aq, PRECISION), _scores(b_k, b_y, b_ak, PRECISION)
+
+
+@triton.jit
 def _store_beside_diagonal(matrix_ptr, b_1, b_2, b_3, CHUNK: tl.constexpr):
     """Blocks 1, 2 and 3 left of the diagonal ones, and zeros right of them."""
     DTYPE: tl.constexpr = matrix_ptr.dtype.element_ty
@@ -189,6 +196,56 @@ def _store_beside_diagonal(matrix_ptr, b_1, b_2, b_3, CHUNK: tl.constexpr):
     for i in tl.static_range(1, 4):
         m_i = (o_b + i < 4)[:, None, None]
         tl.store(p_rc + 16 * i, tl.zeros([4, 16, 16], DTYPE), mask=m_i)
+
+
+@triton.jit
+def _solve(
+    a_qk_ptr,  # [C, C]
+    low_ptr,  # [C, C], scratch
+    k_in_ptr,  # [C, ROW_K]; w takes its place
+    v_ptr,
+    u_ptr,  # [C, ROW_V]
+    beta_ptr,
+    diag_ptr,  # [C], of A_qk; where A_qk or L will be
+    b_aq0, b_aq1, b_aq2, b_aq3,  # scores of q by distance of the blocks
+    b_ak0, b_ak1, b_ak2, b_ak3,  # of k
+    stride_v_t,
+    stride_beta_t,
+    m_t,  # [4, 16]: tokens that the chunk has
+    length,
+    V: tl.constexpr,
+    ROW_K: tl.constexpr,
+    ROW_V: tl.constexpr,
+    BETA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A_qk, and from L = diag(beta) A_kk the rows u of v and w of k_in."""
+    DOT: tl.constexpr = low_ptr.dtype.element_ty
+    o_b = tl.arange(0, 4)
+    o_s = tl.arange(0, 16)
+    o_t = o_b[:, None] * 16 + o_s[None, :]
+    o_r = tl.arange(0, CHUNK)
+    m_r = o_r < length
+    b_diag = tl.load(diag_ptr + o_t)
+    tl.debug_barrier()  # A_qk and L replace what the loop has read
+    b_beta = tl.load(beta_ptr + o_t * stride_beta_t, mask=m_t, other=0.0)
+    b_beta = tl.where(m_t, step_size(b_beta, BETA, FAST_MATH), 0.0)[:, :, None]
+    o_rc = o_t[:, :, None] * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
+    m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
+    tl.store(a_qk_ptr + o_rc, tl.where(m_diag, b_diag[:, :, None], b_aq0).to(DOT))
+    _store_beside_diagonal(a_qk_ptr, b_aq1, b_aq2, b_aq3, CHUNK)
+    b_inv = invert_blocks(b_ak0 * b_beta, DOT, PRECISION)
+    tl.store(low_ptr + o_rc, b_inv.to(DOT))
+    _store_beside_diagonal(low_ptr, b_ak1 * b_beta, b_ak2 * b_beta, b_ak3 * b_beta, CHUNK)
+    tl.debug_barrier()
+    b_step = tl.load(beta_ptr + o_r * stride_beta_t, mask=m_r, other=0.0)
+    b_step = tl.where(m_r, step_size(b_step, BETA, FAST_MATH), 0.0)
+    b_low = tl.load(low_ptr + o_r[:, None] * CHUNK + o_r[None, :])
+    b_inv = (merge_blocks(b_low, DOT, PRECISION, CHUNK) * b_step[None, :]).to(DOT)
+    multiply_rows(b_inv, v_ptr, stride_v_t, length, V, u_ptr, ROW_V, PRECISION, CHUNK)
+    multiply_rows(b_inv, k_in_ptr, ROW_K, CHUNK, ROW_K, k_in_ptr, ROW_K, PRECISION, CHUNK)
 
 
 @triton.jit
@@ -347,39 +404,20 @@ def intra_kernel(
         b_decay = ex2(b_sum, FAST_MATH).to(DOT)
         b_q *= b_decay
         b_k *= b_decay
-        b_y = tl.reshape(b_y1, [4, 16, _BLOCK_K])
-        b_aq1 = _scores(b_q, b_y, b_aq1, PRECISION)
-        b_ak1 = _scores(b_k, b_y, b_ak1, PRECISION)
+        b_aq1, b_ak1 = _scores_before(b_aq1, b_ak1, b_q, b_k, b_y1, PRECISION)
         b_q *= b_decay1
         b_k *= b_decay1
-        b_y = tl.reshape(b_y2, [4, 16, _BLOCK_K])
-        b_aq2 = _scores(b_q, b_y, b_aq2, PRECISION)
-        b_ak2 = _scores(b_k, b_y, b_ak2, PRECISION)
+        b_aq2, b_ak2 = _scores_before(b_aq2, b_ak2, b_q, b_k, b_y2, PRECISION)
         b_q *= b_decay2
         b_k *= b_decay2
-        b_y = tl.reshape(b_y3, [4, 16, _BLOCK_K])
-        b_aq3 = _scores(b_q, b_y, b_aq3, PRECISION)
-        b_ak3 = _scores(b_k, b_y, b_ak3, PRECISION)
+        b_aq3, b_ak3 = _scores_before(b_aq3, b_ak3, b_q, b_k, b_y3, PRECISION)
         b_q *= b_decay3
         b_k *= b_decay3
         tl.store(q_in_ptr + o_re, tl.reshape(b_q, [CHUNK, _BLOCK_K]), mask=m_row)
         tl.store(k_in_ptr + o_re, tl.reshape(b_k, [CHUNK, _BLOCK_K]), mask=m_row)
 
-    b_diag = tl.load(diag_ptr + o_t)
-    tl.debug_barrier()  # A_qk and L replace what the loop has read
-    b_beta = tl.load(beta_ptr + o_t * stride_beta_t, mask=m_t, other=0.0)
-    b_beta = tl.where(m_t, step_size(b_beta, BETA, FAST_MATH), 0.0)[:, :, None]
-    o_rc = o_t[:, :, None] * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
-    m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
-    tl.store(a_qk_ptr + o_rc, tl.where(m_diag, b_diag[:, :, None], b_aq0).to(DOT))
-    _store_beside_diagonal(a_qk_ptr, b_aq1, b_aq2, b_aq3, CHUNK)
-    b_inv = invert_blocks(b_ak0 * b_beta, DOT, PRECISION)
-    tl.store(low_ptr + o_rc, b_inv.to(DOT))
-    _store_beside_diagonal(low_ptr, b_ak1 * b_beta, b_ak2 * b_beta, b_ak3 * b_beta, CHUNK)
-    tl.debug_barrier()
-    b_step = tl.load(beta_ptr + o_r * stride_beta_t, mask=m_r, other=0.0)
-    b_step = tl.where(m_r, step_size(b_step, BETA, FAST_MATH), 0.0)
-    b_low = tl.load(low_ptr + o_r[:, None] * CHUNK + o_r[None, :])
-    b_inv = (merge_blocks(b_low, DOT, PRECISION, CHUNK) * b_step[None, :]).to(DOT)
-    multiply_rows(b_inv, v_ptr, stride_v_t, length, V, u_ptr, ROW_V, PRECISION, CHUNK)
-    multiply_rows(b_inv, k_in_ptr, ROW_K, CHUNK, ROW_K, k_in_ptr, ROW_K, PRECISION, CHUNK)
+    _solve(
+        a_qk_ptr, low_ptr, k_in_ptr, v_ptr, u_ptr, beta_ptr, diag_ptr,
+        b_aq0, b_aq1, b_aq2, b_aq3, b_ak0, b_ak1, b_ak2, b_ak3,
+        stride_v_t, stride_beta_t, m_t, length, V, ROW_K, ROW_V, BETA, PRECISION, FAST_MATH, CHUNK,
+    )  # fmt: skip

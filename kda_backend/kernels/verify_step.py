@@ -28,6 +28,37 @@ def store_column(p_column, stride_c, c_q, c_k, c_v, x_q, x_k, x_v, m_k, m_v):
     tl.store(p_column + c_v * stride_c, x_v, mask=m_v)
 
 
+@triton.jit
+def tokens_of(cu_seqlens_ptr, i_n, tokens_per_sequence, max_tokens):
+    """(first token, number of tokens) of a sequence."""
+    if cu_seqlens_ptr is not None:
+        bos = tl.load(cu_seqlens_ptr + i_n).to(tl.int64)
+        num_tokens = (tl.load(cu_seqlens_ptr + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+        num_tokens = tl.minimum(num_tokens, max_tokens)
+    else:
+        bos = i_n * tokens_per_sequence
+        num_tokens = tokens_per_sequence
+    return bos, num_tokens
+
+
+@triton.jit
+def last_accepted(num_accepted_ptr, i_n, max_tokens):
+    """Which token of the step before is the last that was accepted."""
+    accepted = 0
+    if num_accepted_ptr is not None:
+        accepted = tl.load(num_accepted_ptr + i_n).to(tl.int32) - 1
+        accepted = tl.maximum(tl.minimum(accepted, max_tokens - 1), 0)
+    return accepted
+
+
+@triton.jit
+def store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V: tl.constexpr):
+    """The output of a padded row."""
+    for _ in range(num_tokens):
+        tl.store(p_out, tl.zeros([BLOCK_V], p_out.dtype.element_ty), mask=m_v)
+        p_out += stride_out_t
+
+
 @triton.jit(do_not_specialize=["null_slot", "null_write", "tokens_per_sequence", "max_tokens"])
 def verify_step_kernel(
     q_ptr,  # [tokens, H, K]
@@ -93,17 +124,8 @@ def verify_step_kernel(
     i_hv = tl.program_id(0) % HV
     i_n = (tl.program_id(0) // HV).to(tl.int64)
     i_h = i_hv // HEADS_PER_KEY
-    if cu_seqlens_ptr is not None:
-        bos = tl.load(cu_seqlens_ptr + i_n).to(tl.int64)
-        num_tokens = (tl.load(cu_seqlens_ptr + i_n + 1).to(tl.int64) - bos).to(tl.int32)
-        num_tokens = tl.minimum(num_tokens, max_tokens)
-    else:
-        bos = i_n * tokens_per_sequence
-        num_tokens = tokens_per_sequence
-    accepted = 0
-    if num_accepted_ptr is not None:
-        accepted = tl.load(num_accepted_ptr + i_n).to(tl.int32) - 1
-        accepted = tl.maximum(tl.minimum(accepted, max_tokens - 1), 0)
+    bos, num_tokens = tokens_of(cu_seqlens_ptr, i_n, tokens_per_sequence, max_tokens)
+    accepted = last_accepted(num_accepted_ptr, i_n, max_tokens)
     state_indices_ptr += i_n * stride_indices_n
     slot = tl.load(state_indices_ptr + accepted).to(tl.int64)
     conv_slot = tl.load(state_indices_ptr).to(tl.int64)
@@ -115,9 +137,7 @@ def verify_step_kernel(
     p_out = out_ptr + bos * stride_out_t + i_hv * V + o_v
     is_padding = (slot < 0) | (slot == null_slot) | (conv_slot < 0) | (conv_slot == null_slot)
     if is_padding:
-        for _ in range(num_tokens):
-            tl.store(p_out, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=m_v)
-            p_out += stride_out_t
+        store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V)
         return
 
     o_state_k = tl.arange(0, KB)[None, :, None] * K_INNER + tl.arange(0, K_INNER)[None, None, :]
