@@ -81,6 +81,12 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
             return f"vllm's {method.__qualname__} must take {wanted[1:]}, got {got[1:]}"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on, which the compressor of this backend does not serve"
+    if captured := _captured_mixed_mode(vllm_config):
+        return (
+            f"Model Runner V2 captures batches with prefills as {captured} CUDA graphs, and this"
+            " backend's compressor would replay its decode step for them; pass"
+            " --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
+        )
     if compressor.rope_head_dim != ROPE_DIM:
         return f"RoPE must turn {ROPE_DIM} channels, got {compressor.rope_head_dim}"
     cache_format = _format(compressor)
@@ -90,6 +96,19 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
     if cache_format == "indexer_fp8" and _packs_scales():
         return "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32"
     return None
+
+
+def _captured_mixed_mode(vllm_config: VllmConfig) -> str | None:
+    """The mode in which Model Runner V2 captures a compressor's step with prefills, if it does.
+
+    Model Runner V1 runs the compressor outside of piecewise graphs, and releases without V2 have no
+    ``use_v2_model_runner``.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is None or not getattr(vllm_config, "use_v2_model_runner", False):
+        return None
+    mixed: str | None = mode.mixed_mode().name
+    return None if mixed == "NONE" else mixed
 
 
 def _record_cache(compressor: Any) -> Any:
