@@ -47,8 +47,8 @@ from dsv4_backend import (
     quantise_indexer_queries,
     window_ends,
 )
-from dsv4_backend.metadata import RECORD_BYTES
 from dsv4_backend.queries import Queries
+from dsv4_backend.spec import RECORD_BYTES
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)

@@ -28,7 +28,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.path_table import PathSelection, load_table
+from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
 from benchmarks.kda_decode_peers import (
     DIM,
@@ -49,7 +49,7 @@ from benchmarks.timing import (
     installed_version,
 )
 from kda_backend import kda_decode_step, kda_verify_step, reference
-from kda_backend.paths import KdaPlan, KdaShape, select
+from kda_backend.selection import KdaPlan, KdaShape, select
 
 BATCHES = (1, 8, 32, 64, 256, 512)
 COLD_BYTES = 150e6

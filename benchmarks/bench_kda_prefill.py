@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.path_table import PathSelection, load_table
+from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
 from benchmarks.regimes import REGIMES, collinear, gate_parameters
 from benchmarks.timing import (
@@ -37,9 +37,9 @@ from benchmarks.timing import (
     installed_version,
 )
 from kda_backend import chunk_kda, reference
-from kda_backend.metadata import build_metadata
-from kda_backend.paths import KdaPlan, KdaShape, select
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.selection import KdaPlan, KdaShape, select
+from kda_backend.step_plan import build_metadata
 
 DIM = 128
 RAGGED = [1300, 547, 2048, 963, 271, 3063]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kda_backend import decode
-from kda_backend.paths import KdaPlan
-from kda_backend.validation_draft import check_draft
-from kda_backend.validation_step import check_step
+from kda_backend.contract.draft import check_draft
+from kda_backend.contract.step import check_step
+from kda_backend.decode import recurrent as decode
+from kda_backend.selection import KdaPlan
 
 
 def kda_decode_step(
@@ -84,7 +84,7 @@ def kda_decode_step(
             ``state_indices`` or a weight: they are then fetched before it is over. True behind a
             projection, never behind another step of the same sequences. On Hopper a step lets the
             kernel behind it start at once, so in a row of steps the promise is about all of them.
-        plan: paths chosen at model load (``kda_backend.paths.select``).
+        plan: paths chosen at model load (``kda_backend.selection.select``).
 
     Returns:
         ``out``.

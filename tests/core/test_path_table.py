@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from backend_core import path_table
-from backend_core.path_table import PathTable, explain, feature_sets, load_table, select
+from backend_core.tables import select as path_table
+from backend_core.tables.select import PathTable, explain, feature_sets, load_table, select
 from backend_core.target import KNOWN_TARGETS, Target
 
 H200 = KNOWN_TARGETS["H200"]

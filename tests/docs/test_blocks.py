@@ -33,8 +33,8 @@ PRELUDES = {
     """
 }
 MODULES = {
-    ("docs/adding-a-kernel-path.md", "def prefill_by_token("): "kda_backend.torch_path",
-    ("docs/adding-a-kernel-path.md", "PIPELINES = {"): "kda_backend.prefill",
+    ("docs/adding-a-kernel-path.md", "def prefill_by_token("): "kda_backend.prefill.torch",
+    ("docs/adding-a-kernel-path.md", "PIPELINES = {"): "kda_backend.prefill.two_stage",
 }
 
 

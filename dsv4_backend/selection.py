@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from backend_core.path_table import KernelPath, PathSelection, load_table, select
+from backend_core.tables.select import KernelPath, PathSelection, load_table, select
 from backend_core.target import Target
 from dsv4_backend.arguments import groups_of, pair_groups
-from dsv4_backend.metadata import CompressorSpec
+from dsv4_backend.spec import CompressorSpec
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ def in_place_paths(
     """The paths of ``compress_norm_rope_hadamard_``."""
 
     def build(path: KernelPath) -> KernelLaunch:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
 
         constexprs = {
@@ -169,7 +169,7 @@ def query_paths(target: Target, spec: CompressorSpec) -> Paths[QueryLaunch]:
     """The paths of ``quantise_indexer_queries``."""
 
     def build(path: KernelPath) -> QueryLaunch:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
 
         heads = int(path.params["heads"])
@@ -202,7 +202,7 @@ def decode_paths(
     """The paths of a decode step of one part."""
 
     def build(path: KernelPath) -> KernelLaunch:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.decode_step import decode_step_kernel
 
         constexprs = step_constexprs(spec, layout, state_block)
@@ -225,7 +225,7 @@ def pair_paths(
     """The paths of a C4 layer's decode step, main and indexer together."""
 
     def build(path: KernelPath) -> KernelLaunch:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.decode_pair import decode_pair_kernel
 
         constexprs = pair_constexprs(main, indexer, layout, state_blocks)
@@ -243,7 +243,7 @@ def prefill_paths(
     """The paths of a prefill step."""
 
     def build(path: KernelPath) -> PrefillLaunches:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.finish_and_write import finish_and_write_kernel
         from dsv4_backend.kernels.pool_columns import pool_columns_kernel
         from dsv4_backend.kernels.prefill_paged import prefill_paged_kernel

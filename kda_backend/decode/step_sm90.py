@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kda_backend.validation_step import StepInputs
+from kda_backend.contract.step import StepInputs
 
 if TYPE_CHECKING:
-    from backend_core.cuda_source import CudaKernel
-    from backend_core.path_table import KernelPath
+    from backend_core.launch.cuda import CudaKernel
+    from backend_core.tables.select import KernelPath
 
-SOURCE = Path(__file__).parent / "kernels" / "sm90" / "decode_step.cu"
+SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "decode_step.cu"
 DIM = 128
 BLOCKS_A_SM = {4: 3, 8: 2, 16: 1}  # by warps of a block; a tile of 64 KiB allows three
 _HINTS = {"": 0, "evict_first": 1, "evict_last": 2}
@@ -155,7 +155,7 @@ def shared_bytes(split: int, warps: int, bf16_state: bool) -> int:
 
 @functools.cache
 def _kernel(*variant: object) -> CudaKernel:
-    from backend_core.cuda_source import CudaKernel
+    from backend_core.launch.cuda import CudaKernel
 
     constants = defines(*variant)  # type: ignore[arg-type]
     return CudaKernel(SOURCE, "decode_step", constants, constants["SHARED_BYTES"])

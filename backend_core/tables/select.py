@@ -41,7 +41,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backend_core.table_file import PHASES, KernelPath, parse_table
+from backend_core.tables.schema import PHASES, KernelPath, parse_table
 from backend_core.target import Target
 
 __all__ = [
@@ -230,5 +230,5 @@ def shipped_directory() -> Path:
     spec = importlib.util.find_spec("backend_core.configs")
     if spec is None or not spec.submodule_search_locations:
         # A source tree that was not installed has its tables beside this package.
-        return Path(__file__).resolve().parent.parent / "configs"
+        return Path(__file__).resolve().parents[2] / "configs"
     return Path(spec.submodule_search_locations[0])

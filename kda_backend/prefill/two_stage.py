@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.target import detect_target
-from kda_backend import torch_path
-from kda_backend.metadata import CHUNK, ChunkMetadata
-from kda_backend.prefill_sm90 import two_stage_sm90
-from kda_backend.validation import KdaInputs, StateInputs
-from kda_backend.workspace import Workspace
+from kda_backend.contract.inputs import KdaInputs, StateInputs
+from kda_backend.prefill import torch as torch_path
+from kda_backend.prefill.two_stage_sm90 import two_stage_sm90
+from kda_backend.scratch import Workspace
+from kda_backend.step_plan import CHUNK, ChunkMetadata
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch
-    from backend_core.path_table import KernelPath
+    from backend_core.launch.triton import KernelLaunch
+    from backend_core.tables.select import KernelPath
 
 
 def tile_elements(key_dim: int, value_dim: int) -> int:
@@ -155,7 +155,7 @@ def _two_stage_kernels(
     """The kernels of one model on one path; the imports need triton."""
     import triton
 
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.intra import intra_kernel
     from kda_backend.kernels.scan import scan_kernel
 

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kda_backend import decode_sm90, torch_path, torch_step
-from kda_backend.validation import KdaInputs, StateInputs
-from kda_backend.validation_draft import DraftInputs
-from kda_backend.validation_step import ConvInputs, NormInputs, StepInputs
+from kda_backend.contract.draft import DraftInputs
+from kda_backend.contract.inputs import KdaInputs, StateInputs
+from kda_backend.contract.step import ConvInputs, NormInputs, StepInputs
+from kda_backend.decode import step_sm90 as decode_sm90
+from kda_backend.decode import torch_step
+from kda_backend.prefill import torch as torch_path
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch
-    from backend_core.path_table import KernelPath
+    from backend_core.launch.triton import KernelLaunch
+    from backend_core.tables.select import KernelPath
 
 
 def recurrent(
@@ -94,7 +96,7 @@ def _recurrent_kernel(
     """The kernel of one model on one path, and its programs a head; the imports need triton."""
     import triton
 
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.recurrent import recurrent_kernel
 
     params = path.params
@@ -235,7 +237,7 @@ def _step_kernel(
     """The kernel of one model on one path, and its programs a head."""
     import triton
 
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.decode_step import decode_step_kernel
 
     constexprs = _step_constexprs(
@@ -261,7 +263,7 @@ def _verify_kernel(
     beta: int,
     l2norm: bool,
 ) -> KernelLaunch:
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.verify_step import verify_step_kernel
 
     constexprs = _step_constexprs(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from backend_core.path_table import PathSelection, load_table
-from backend_core.path_table import select as select_phase
+from backend_core.tables.select import PathSelection, load_table
+from backend_core.tables.select import select as select_phase
 from backend_core.target import Target, detect_target
 
 
