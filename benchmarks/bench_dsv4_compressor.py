@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.dsv4_peers import EPS, Part, empty_kernel, load_vllm, rows_calls, vllm_step
-from benchmarks.timing import (
+from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,

@@ -41,7 +41,7 @@ from benchmarks.kda_decode_peers import (
     load_vllm,
 )
 from benchmarks.regimes import gate_parameters
-from benchmarks.timing import (
+from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
 from benchmarks.regimes import REGIMES, collinear, gate_parameters
-from benchmarks.timing import (
+from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,
