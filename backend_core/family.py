@@ -1,7 +1,7 @@
 """Operator families, as everything outside them sees them.
 
-A family is a package with a `Family` in its ``family.py`` and one line in `PACKAGES`. A package that
-is installed beside ours names its family in the entry-point group ``kda_dsv4.families``::
+A family is a package with a `Family` in its ``family.py`` and one line in `PACKAGES`. A package
+that is installed beside ours names its family in the entry-point group ``kda_dsv4.families``::
 
     [project.entry-points."kda_dsv4.families"]
     toy = "toy_backend.family:FAMILY"
@@ -35,7 +35,7 @@ ModelConfig: TypeAlias = Mapping[str, Any]
 """A model's ``config.json``, with the keys of its ``text_config`` at the top."""
 
 CheckCase: TypeAlias = "Callable[[Target, torch.device], tuple[float, float]]"
-"""Makes one call on the device; returns (error, allowed error). It may raise, which is a failure."""
+"""Makes one call on the device; returns (error, allowed error). Raising is a failure too."""
 
 TuneSpace: TypeAlias = Mapping[str, Mapping[str, tuple[int | bool | str, ...]]]
 """For each measure, the values that each launch parameter is tried with."""
