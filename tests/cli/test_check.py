@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_cli.check_worker import probes
 
-from backend_cli import check as check_module
 from backend_cli import check_dsv4, check_kda, check_step, worker
+from backend_cli.check import command as check_module
+from backend_cli.check.probes import UPSTREAM, probes
+from backend_core.family import families
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from kda_backend.prefill import torch as torch_path

@@ -72,7 +72,9 @@ def test_every_tunable_row_is_searched(family: str) -> None:
     table, declared = table_of(family), families()[family]
     todo = list(sweeps(declared, table))
     searched = {(sweep.row, sweep.measure) for sweep in todo}
-    wanted = {(n, measure) for n, row in enumerate(table.rows) for measure in declared.tune_space(row)}
+    wanted = {
+        (n, measure) for n, row in enumerate(table.rows) for measure in declared.tune_space(row)
+    }
     assert searched == wanted and searched
     for sweep in todo:
         row = table.rows[sweep.row]
@@ -278,9 +280,7 @@ def test_compressor_calls_store_a_record_for_each_window(
         return part, plan
 
     monkeypatch.setattr(measure_dsv4, "_on_device", remember)
-    call = families()["dsv4"].measure(
-        row_here("dsv4", operator), detect_target(), measure, 3, 32
-    )
+    call = families()["dsv4"].measure(row_here("dsv4", operator), detect_target(), measure, 3, 32)
     before = [cache.clone() for cache in stored]
     call()
     assert stored
