@@ -14,11 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from backend_cli.errors import BadInputError, CliError
-from backend_core.engines import ENGINES
+from backend_core.engines import ENGINES, flag_name
 from backend_core.target import detect_target
 
 SERVERS = ("vllm", "sglang")
-_FIRST_OWN_NAME = (0, 32)  # vLLM takes new names of backends from this release on
 _TENSOR_PARALLEL = {
     "vllm": ("--tensor-parallel-size", "-tp"),
     "sglang": ("--tensor-parallel-size", "--tp-size", "--tp"),
@@ -67,7 +66,7 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
         raise CliError(f"{engine} needs a GPU for this model, and there is none here")
     lines = [f"{engine} {version} on {target.name} ({target.arch}), {ranks} GPUs"]
     lines += _kda_paths(target, config, ranks) if family == "kda" else _dsv4_paths(target)
-    flag = _flag(engine, version, family)
+    flag = flag_name(engine, family, version)
     program = _program(engine)
     name = [model] if engine == "vllm" else ["--model-path", model]
     return [program, "serve", *name, "--attention-backend", flag, *arguments], lines
@@ -174,14 +173,6 @@ def _dsv4_paths(target: Any) -> list[str]:
         raise CliError(f"this machine has no kernel path for this model: {error}") from error
     names = dict.fromkeys(f"{row.phase} {row.name}" for row in table.rows)
     return [f"compressors: {', '.join(names)}"]
-
-
-def _flag(engine: str, version: str, family: str) -> str:
-    if engine == "sglang":
-        return family
-    major, minor = (int(part) for part in version.split(".")[:2])
-    # before, a plug-in has the one name that vLLM leaves free
-    return "CUSTOM" if (major, minor) < _FIRST_OWN_NAME else family.upper()
 
 
 def _program(engine: str) -> str:
