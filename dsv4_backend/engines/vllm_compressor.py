@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import ENGINES, Engine
-from backend_core.engines.vllm_flag import logger
+from backend_core.engines.vllm_flag import flag_name, logger
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from dsv4_backend import (
@@ -42,7 +42,6 @@ from dsv4_backend import (
     window_ends,
 )
 from dsv4_backend import selection as paths
-from dsv4_backend.engines.vllm import flag_name
 from dsv4_backend.spec import ROPE_DIM, CacheFormat
 
 _FORWARD = ["self", "kv_score", "positions", "rotary_emb"]
@@ -202,7 +201,7 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
                 if self.rotates:  # stock's keys would meet rotated queries
                     raise
                 self.__class__ = DeepseekCompressor
-                fallback(f"--attention-backend {flag_name()}: {error}")
+                fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
                 self.forward(kv_score, positions, rotary_emb)
                 return
         _, pages, layer = self._bound

@@ -75,7 +75,15 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository in which commands may write, with the program on the path."""
     tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__", ".*")
-    for name in ("backend_cli", "backend_core", *PACKAGES, "benchmarks", "configs", "docs", "tests"):
+    for name in (
+        "backend_cli",
+        "backend_core",
+        *PACKAGES,
+        "benchmarks",
+        "configs",
+        "docs",
+        "tests",
+    ):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)
