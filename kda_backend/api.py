@@ -253,7 +253,7 @@ def fused_recurrent_kda(
     state = _state(tensors, options)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    path = plan.decode.lookup(sequences * v.shape[2])
+    path = plan.recurrent.lookup(sequences * v.shape[2])
     decode.PIPELINES[path.name](path, x, cu_seqlens, state, out)
     return out, None if state_pool is not None else state.write
 

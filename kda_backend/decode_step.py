@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kda_backend.contract.draft import check_draft
-from kda_backend.contract.step import check_step
+from kda_backend.contract.step import check_step, is_aligned
 from kda_backend.decode import recurrent as decode
-from kda_backend.selection import KdaPlan
+from kda_backend.selection import KdaPlan, plan_for
 
 
 def kda_decode_step(
@@ -127,7 +129,10 @@ def kda_decode_step(
         )
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    path = x.plan.decode.lookup(v.shape[0] * v.shape[1])
+    chosen = x.plan
+    if plan is None and not is_aligned(x):
+        chosen = plan_for(q.device, replace(chosen.shape, aligned_state=False))
+    path = chosen.decode_step.lookup(v.shape[0] * v.shape[1])
     decode.STEPS[path.name](path, x, out)
     return out
 
@@ -237,6 +242,6 @@ def kda_verify_step(
     if out is None:
         # rows that belong to no sequence are not written by the kernel
         out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    path = x.plan.decode.lookup(draft.num_sequences * v.shape[1])
+    path = x.plan.verify.lookup(draft.num_sequences * v.shape[1])
     decode.VERIFICATIONS[path.name](path, x, draft, out)
     return out

@@ -351,3 +351,10 @@ def _expect_adjacent_heads(name: str, x: torch.Tensor) -> None:
 def _expect_contiguous(name: str, x: torch.Tensor) -> None:
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
+
+
+def is_aligned(x: StepInputs) -> bool:
+    """Whether the pool's states, and the convolution's weight, start at multiples of 16 bytes."""
+    if x.pool.data_ptr() % 16 or x.pool.stride(0) * x.pool.element_size() % 16:
+        return False
+    return x.conv is None or x.conv.weight.data_ptr() % 16 == 0
