@@ -51,6 +51,10 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _PDL = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1)))
 
 
+Fields = Sequence[tuple[str, str]]
+"""(name, C type) in order: a pointer, int, float, i64, u64, or the name of a struct of such."""
+
+
 class CudaParams:
     """A kernel's only parameter, ``struct Params``: the C declaration and what packs it, from one
     list of fields.
@@ -59,39 +63,54 @@ class CudaParams:
         names: of the fields, in order.
         header: the text of ``params.cuh``, which the kernel's sources include.
         size: of the struct, in bytes.
-        pack: takes every field by name (a pointer as its address) and returns the struct's bytes; a
-            missing or unknown name is a TypeError.
+        pack: takes every field by name and returns the struct's bytes: a pointer as its address, a
+            field that is a struct as the tuple of its members. A missing or unknown name is a
+            TypeError, a value that does not fit a ``struct.error``.
     """
 
-    def __init__(self, fields: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, fields: Fields, structs: Mapping[str, Fields] | None = None) -> None:
         """Args:
-            fields: (name, C type) in order: a pointer, int, float, i64 or u64.
+            fields: of the struct.
+            structs: by name, the types of fields that are structs themselves, such as a pointer
+                with its strides. All members of one have 8 bytes.
 
         Raises:
-            ValueError: a type is none of these, or a name is used twice or is no identifier.
+            ValueError: a field has an unknown type, or names are used twice or are no identifiers.
         """
+        structs = structs or {}
+        members = {kind: "".join(map(_format, of)) for kind, of in structs.items()}
+        for kind, formats in members.items():
+            if set(formats) - {"Q", "q"}:
+                raise ValueError(f"members of struct {kind} must have 8 bytes, got {formats}")
         self.names = tuple(name for name, _ in fields)
-        for name, kind in fields:
-            if not kind.endswith("*") and kind not in _FORMATS:
-                raise ValueError(
-                    f"field {name}: expected a pointer or one of {', '.join(_FORMATS)}, got {kind}"
-                )
+        for name in self.names:
             if not name.isidentifier() or self.names.count(name) > 1:
                 raise ValueError(f"expected distinct identifiers as field names, got {name!r}")
-        formats = "".join("Q" if kind.endswith("*") else _FORMATS[kind] for _, kind in fields)
+        formats = "".join(members.get(kind) or _format((name, kind)) for name, kind in fields)
         packer = struct.Struct(f"@{formats}0Q")  # aligned and padded as C does
-        lines = "".join(f"    {kind} {name};\n" for name, kind in fields)
-        self.header = f"#pragma once\nstruct Params {{\n{lines}}};\n"
+        declarations = (_declaration(kind, of) for kind, of in structs.items())
+        self.header = "\n".join(("#pragma once", *declarations, _declaration("Params", fields)))
         self.size = packer.size
-        self.pack = _by_name(self.names, packer.pack)
+        starred = ", ".join(f"*{name}" if kind in members else name for name, kind in fields)
+        scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
+        exec(f"def by_name({', '.join(self.names)}):\n    return pack({starred})", scope)
+        # Not keyword-only, which CPython 3.11 takes twice as long to bind.
+        self.pack = scope["by_name"]
 
 
-def _by_name(names: tuple[str, ...], pack: Callable[..., bytes]) -> Callable[..., bytes]:
-    """``pack`` with keyword arguments; as fast as a call by position plus the look-up of names."""
-    scope: dict[str, Callable[..., bytes]] = {"pack": pack}
-    arguments = ", ".join(names)
-    exec(f"def by_name(*, {arguments}):\n    return pack({arguments})", scope)
-    return scope["by_name"]
+def _format(field: tuple[str, str]) -> str:
+    name, kind = field
+    if kind.endswith("*"):
+        return "Q"
+    if kind not in _FORMATS:
+        known = ", ".join(_FORMATS)
+        raise ValueError(f"field {name}: expected a pointer, {known} or a struct, got {kind}")
+    return _FORMATS[kind]
+
+
+def _declaration(name: str, fields: Fields) -> str:
+    lines = "".join(f"    {kind} {field};\n" for field, kind in fields)
+    return f"struct {name} {{\n{lines}}};\n"
 
 
 class CudaKernel:

@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import functools
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from backend_core.launch.cuda import CudaKernel, CudaParams
 from kda_backend.contract.step import StepInputs, is_aligned
 from kda_backend.launch_params import FusedStepSm90Params
 
 if TYPE_CHECKING:
-    from backend_core.launch.cuda import CudaKernel
     from backend_core.tables.select import KernelPath
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "decode_step.cu"
 DIM = 128
-BLOCKS_A_SM = {4: 3, 8: 2, 16: 1}  # by warps of a block; a tile of 64 KiB allows three
+CTAS_PER_SM = {4: 3, 8: 2, 16: 1}  # by warps of a CTA; a tile of 64 KiB allows three
 _HINTS = {"": 0, "evict_first": 1, "evict_last": 2}
-_PARAMS = struct.Struct("=15Q11q3i3fi4x")  # struct Params of the source
+PARAMS = CudaParams(
+    (
+        ("q", "Rows"),  # [N, H, 128], like k
+        ("k", "Rows"),
+        ("v", "Rows"),  # [N, HV, 128], like g
+        ("g", "Rows"),
+        ("beta", "Rows"),  # [N, HV]
+        ("a_log", "const void*"),  # [HV], or null
+        ("dt_bias", "const void*"),  # [HV, 128], or null
+        ("state", "Rows"),  # [slots, HV, 128, 128]
+        ("indices", "const int*"),  # [N]: slots
+        ("conv_state", "Windows"),  # [slots, C, W]
+        ("conv_weight", "const void*"),  # [C, 4]
+        ("conv_bias", "const void*"),  # [C]
+        ("norm_weight", "const void*"),  # [128]
+        ("norm_gate", "Rows"),  # [N, HV, 128], like out
+        ("out", "Rows"),
+        ("heads", "int"),  # value heads
+        ("heads_per_key", "int"),
+        ("null_slot", "int"),  # rows at it, as those at negative slots, are padding
+        ("lower_bound", "float"),
+        ("scale", "float"),
+        ("eps", "float"),
+        ("pdl_prefetch_safe", "int"),  # no kernel in flight writes pools, indices or weights
+    ),
+    {
+        "Rows": (("ptr", "void*"), ("stride", "i64")),
+        "Windows": (("ptr", "void*"), *((f"stride_{axis}", "i64") for axis in "ncw")),
+    },
+)
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -40,18 +68,18 @@ def check_alignment(x: StepInputs) -> None:
 
 
 def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
-    """One launch; ``step_split`` blocks of ``step_warps`` warps, a cluster, share a head's state.
+    """One launch: a cluster of ``split`` CTAs of ``warps`` warps shares a head's state.
 
-    The blocks are placed while the kernel before runs, and wait for it; what it does not write is
-    fetched before they wait.
+    The CTAs are placed while the kernel before runs, and wait for its end. With
+    ``pdl_prefetch_safe`` they fetch slots, states, windows and weights before they wait.
     """
     check_alignment(x)
     conv, norm = x.conv, x.norm
     conv_state, taps, conv_bias = (conv.state, conv.weight, conv.bias) if conv else (None,) * 3
-    norm_weight, gate = (norm.weight, norm.gate) if norm else (None, None)
+    norm_weight, norm_gate = (norm.weight, norm.gate) if norm else (None, None)
     launch: FusedStepSm90Params = path.params
     split = launch.split
-    typed = (x.q, x.g, x.beta, x.a_log, x.dt_bias, conv_state, taps, conv_bias, norm_weight, gate)
+    typed = (x.q, x.g, x.beta, x.a_log, x.dt_bias, conv_state, taps, conv_bias, norm_weight, norm_gate)
     warps = launch.warps
     kernel = _kernel(
         split,
@@ -65,40 +93,31 @@ def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
         *(None if tensor is None else tensor.dtype for tensor in typed),
     )
     rows, value_heads = x.v.shape[:2]
-    params = _PARAMS.pack(
-        x.q.data_ptr(),
-        x.k.data_ptr(),
-        x.v.data_ptr(),
-        x.g.data_ptr(),
-        x.beta.data_ptr(),
-        _address(x.a_log),
-        _address(x.dt_bias),
-        x.pool.data_ptr(),
-        x.indices.data_ptr(),
-        _address(conv_state),
-        _address(taps),
-        _address(conv_bias),
-        _address(norm_weight),
-        _address(gate),
-        out.data_ptr(),
-        x.q.stride(0),
-        x.k.stride(0),
-        x.v.stride(0),
-        x.g.stride(0),
-        x.beta.stride(0),
-        x.pool.stride(0),
-        *((0, 0, 0) if conv_state is None else conv_state.stride()),
-        0 if gate is None else gate.stride(0),
-        out.stride(0),
-        value_heads,
-        value_heads // x.q.shape[1],
-        x.null_slot,
-        x.lower_bound,
-        x.scale,
-        norm.eps if norm else 0.0,
-        x.settled,
+    params = PARAMS.pack(
+        q=(x.q.data_ptr(), x.q.stride(0)),
+        k=(x.k.data_ptr(), x.k.stride(0)),
+        v=(x.v.data_ptr(), x.v.stride(0)),
+        g=(x.g.data_ptr(), x.g.stride(0)),
+        beta=(x.beta.data_ptr(), x.beta.stride(0)),
+        a_log=_address(x.a_log),
+        dt_bias=_address(x.dt_bias),
+        state=(x.pool.data_ptr(), x.pool.stride(0)),
+        indices=x.indices.data_ptr(),
+        conv_state=(conv_state.data_ptr(), *conv_state.stride()) if conv else (0, 0, 0, 0),
+        conv_weight=_address(taps),
+        conv_bias=_address(conv_bias),
+        norm_weight=_address(norm_weight),
+        norm_gate=(norm_gate.data_ptr(), norm_gate.stride(0)) if norm else (0, 0),
+        out=(out.data_ptr(), out.stride(0)),
+        heads=value_heads,
+        heads_per_key=value_heads // x.q.shape[1],
+        null_slot=x.null_slot,
+        lower_bound=x.lower_bound,
+        scale=x.scale,
+        eps=norm.eps if norm else 0.0,
+        pdl_prefetch_safe=x.settled,
     )
-    kernel(rows * value_heads * split, 32 * warps, params, overlaps=True)
+    kernel(rows * value_heads * split, 32 * warps, params, pdl=True)
 
 
 def defines(
@@ -137,7 +156,7 @@ def defines(
     return {
         "SPLIT": split,
         "WARPS": warps,
-        "MIN_BLOCKS": BLOCKS_A_SM[warps],
+        "MIN_BLOCKS": CTAS_PER_SM[warps],
         "LOAD_HINT": load_hint,
         "STORE_HINT": store_hint,
         "GATE": gate,
@@ -148,27 +167,12 @@ def defines(
         "HAS_NORM": int(norm is not None),
         "STATE_BF16": int(bf16_state),
         **{f"DT_{name}": _TYPE[dtype or torch.float32] for name, dtype in kinds.items()},
-        "PARAM_BYTES": _PARAMS.size,
-        "SHARED_BYTES": shared_bytes(split, warps, bf16_state),
     }
-
-
-def shared_bytes(split: int, warps: int, bf16_state: bool) -> int:
-    """sizeof(Shared): q, k and decay, a sum of each warp of a head, a barrier; the tile and its
-    barriers where a warp has more than eight rows."""
-    rows = DIM // split
-    size = 4 * (3 * DIM + split * warps) + 8
-    if rows // warps <= 8:
-        return size
-    return size + rows * DIM * (2 if bf16_state else 4) + 8 * rows // 8
 
 
 @functools.cache
 def _kernel(*variant: object) -> CudaKernel:
-    from backend_core.launch.cuda import CudaKernel
-
-    constants = defines(*variant)  # type: ignore[arg-type]
-    return CudaKernel(SOURCE, "decode_step", constants, constants["SHARED_BYTES"])
+    return CudaKernel(SOURCE, "decode_step", PARAMS, defines(*variant))  # type: ignore[arg-type]
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -78,10 +78,10 @@ struct Channel {
 
     __device__ __forceinline__ void fetch_window(const Params& p, i64 slot, int channel) {
         if (!HAS_CONV) return;
-        i64 at = slot * p.stride_conv_n + channel * p.stride_conv_c;
-        x0 = load_bits<DT_CONV>(p.conv_state, at);
-        x1 = load_bits<DT_CONV>(p.conv_state, at + p.stride_conv_w);
-        x2 = load_bits<DT_CONV>(p.conv_state, at + 2 * p.stride_conv_w);
+        i64 at = slot * p.conv_state.stride_n + channel * p.conv_state.stride_c;
+        x0 = load_bits<DT_CONV>(p.conv_state.ptr, at);
+        x1 = load_bits<DT_CONV>(p.conv_state.ptr, at + p.conv_state.stride_w);
+        x2 = load_bits<DT_CONV>(p.conv_state.ptr, at + 2 * p.conv_state.stride_w);
         taps = static_cast<const Taps*>(p.conv_weight)[channel];
         if (HAS_BIAS) bias = load_bits<DT_BIAS>(p.conv_bias, channel);
     }
@@ -95,10 +95,10 @@ struct Channel {
         return y * sigmoid(y);
     }
     __device__ __forceinline__ void shift_window(const Params& p, i64 slot, int channel) const {
-        i64 at = slot * p.stride_conv_n + channel * p.stride_conv_c;
-        store_bits<DT_CONV>(p.conv_state, at, x1);
-        store_bits<DT_CONV>(p.conv_state, at + p.stride_conv_w, x2);
-        store<DT_CONV>(p.conv_state, at + 2 * p.stride_conv_w, to_float<DT_X>(x));
+        i64 at = slot * p.conv_state.stride_n + channel * p.conv_state.stride_c;
+        store_bits<DT_CONV>(p.conv_state.ptr, at, x1);
+        store_bits<DT_CONV>(p.conv_state.ptr, at + p.conv_state.stride_w, x2);
+        store<DT_CONV>(p.conv_state.ptr, at + 2 * p.conv_state.stride_w, to_float<DT_X>(x));
     }
 };
 
@@ -128,23 +128,23 @@ struct Inputs {
     __device__ __forceinline__ void fetch_tokens(const Params& p, const Place& at) {
         const i64 n = at.n;
         const int key = at.head / p.heads_per_key * D;
-        const i64 at_beta = compiler_fence(n * p.stride_beta + at.head);
-        const i64 at_g = compiler_fence(n * p.stride_g + at.head * D + at.t);
-        const i64 at_q = compiler_fence(n * p.stride_q + key + at.t);
-        const i64 at_k = compiler_fence(n * p.stride_k + key + at.t_k);
-        const i64 at_v = compiler_fence(n * p.stride_v + at.head * D + at.row);
+        const i64 at_beta = compiler_fence(n * p.beta.stride + at.head);
+        const i64 at_g = compiler_fence(n * p.g.stride + at.head * D + at.t);
+        const i64 at_q = compiler_fence(n * p.q.stride + key + at.t);
+        const i64 at_k = compiler_fence(n * p.k.stride + key + at.t_k);
+        const i64 at_v = compiler_fence(n * p.v.stride + at.head * D + at.row);
         const i64 at_gate =
-            HAS_NORM ? compiler_fence(n * p.stride_gate + at.head * D + at.row) : 0;
+            HAS_NORM ? compiler_fence(n * p.norm_gate.stride + at.head * D + at.row) : 0;
         if (p.pdl_prefetch_safe) wait_on_dependent_grids();
-        beta = load_bits<DT_BETA>(p.beta, at_beta);
+        beta = load_bits<DT_BETA>(p.beta.ptr, at_beta);
         if (at.has_q) {
-            g = load_bits<DT_G>(p.g, at_g);
-            q.x = load_bits<DT_X>(p.q, at_q);
+            g = load_bits<DT_G>(p.g.ptr, at_g);
+            q.x = load_bits<DT_X>(p.q.ptr, at_q);
         }
-        if (at.has_k) k.x = load_bits<DT_X>(p.k, at_k);
+        if (at.has_k) k.x = load_bits<DT_X>(p.k.ptr, at_k);
         if (at.has_row) {
-            v.x = load_bits<DT_X>(p.v, at_v);
-            if (HAS_NORM) norm_gate = load_bits<DT_Z>(p.norm_gate, at_gate);
+            v.x = load_bits<DT_X>(p.v.ptr, at_v);
+            if (HAS_NORM) norm_gate = load_bits<DT_Z>(p.norm_gate.ptr, at_gate);
         }
     }
     __device__ __forceinline__ float decay(const Params& p) const {

@@ -170,14 +170,14 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
         tma_store_fence();
     }
     __syncwarp();
-    const i64 out_at = at.n * p.stride_out + at.head * D + at.row;
+    const i64 out_at = at.n * p.out.stride + at.head * D + at.row;
     if (slot < 0 || slot == p.null_slot) {  // the same in all blocks of the head
         if (p.pdl_prefetch_safe) wait_on_dependent_grids();
-        if (at.has_row) store<DT_X>(p.out, out_at, 0.0f);
+        if (at.has_row) store<DT_X>(p.out.ptr, out_at, 0.0f);
         return;
     }
     // the states of this warp, and of this lane
-    State* const tile = static_cast<State*>(p.state) + slot * p.stride_state +
+    State* const tile = static_cast<State*>(p.state.ptr) + slot * p.state.stride +
                         at.head * (D * D) + (at.rank * ROWS + at.warp * WARP_ROWS) * D;
     State4* const own = reinterpret_cast<State4*>(tile) + at.lane / 8 * ROW4 + at.column;
     state.fetch(s, at, tile, own);
@@ -200,5 +200,5 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     const float beta = activate_beta<BETA>(to_float<DT_BETA>(inputs.beta));
     const Output rows = update_rows(s, at, state, own, vectors, beta, value);
     const float output = normalise(p, s, at, inputs, slot, rows);
-    if (at.has_row) store<DT_X>(p.out, out_at, output);
+    if (at.has_row) store<DT_X>(p.out.ptr, out_at, output);
 }

@@ -75,9 +75,8 @@ __device__ __forceinline__ char* tile_block(const Params& p, i64 tile, int block
     return reinterpret_cast<char*>(p.tiles) + tile * TILE_BYTES + block * BLOCK_BYTES;
 }
 // First row of a tile in q, k or g.
-__device__ __forceinline__ const u16* rows_of(const void* x, const TileSource& from, int head,
-                                              i64 stride_t, i64 stride_h) {
-    return static_cast<const u16*>(x) + from.token * stride_t + head * stride_h;
+__device__ __forceinline__ const u16* rows_of(const Rows& x, const TileSource& from, int head) {
+    return static_cast<const u16*>(x.ptr) + from.token * x.stride_t + head * x.stride_h;
 }
 // A chunk's rows to shared memory, zeros after the last.
 __device__ __forceinline__ void fetch_rows(u16* to, const void* from, i64 stride, int length) {
@@ -91,22 +90,20 @@ __device__ __forceinline__ void fetch_rows(u16* to, const void* from, i64 stride
     }
 }
 __device__ __forceinline__ void fetch_keys(const Params& p, Shared& s, const TileSource& from) {
-    const u16* rows = rows_of(p.k, from, from.key_head, p.stride_k_t, p.stride_k_h);
-    fetch_rows(s.k, rows, p.stride_k_t, from.length);
+    fetch_rows(s.k, rows_of(p.k, from, from.key_head), p.k.stride_t, from.length);
 }
 // Two groups of copies: q; then g and dt_bias.
 __device__ __forceinline__ void fetch_queries_and_gates(const Params& p, Shared& s,
                                                         const TileSource& from, int head,
                                                         int length) {
-    fetch_rows(s.q, rows_of(p.q, from, from.key_head, p.stride_q_t, p.stride_q_h), p.stride_q_t,
-               length);
+    fetch_rows(s.q, rows_of(p.q, from, from.key_head), p.q.stride_t, length);
     cp_async_fence();
-    fetch_rows(s.g, rows_of(p.g, from, head, p.stride_g_t, p.stride_g_h), p.stride_g_t, length);
+    fetch_rows(s.g, rows_of(p.g, from, head), p.g.stride_t, length);
     if (GATE != GATE_LOG) {
         const bool has_bias = p.dt_bias != nullptr;
         cp_async_cachealways_zfill(
             &s.bias[threadIdx.x],
-            has_bias ? p.dt_bias + head * D + threadIdx.x : static_cast<const void*>(p.g),
+            has_bias ? p.dt_bias + head * D + threadIdx.x : p.g.ptr,
             has_bias);
     }
     cp_async_fence();
@@ -117,10 +114,10 @@ __device__ __forceinline__ void load_beta(const Params& p, Shared& s, const Tile
     if (threadIdx.x < C) {
         float b = 0.f;
         if (threadIdx.x < length) {
-            const i64 at = static_cast<i64>(source.token + threadIdx.x) * p.stride_beta_t +
-                           head * p.stride_beta_h;
-            b = BETA_FP32 ? static_cast<const float*>(p.beta)[at]
-                          : low_bf16(static_cast<const u16*>(p.beta)[at]);
+            const i64 at = static_cast<i64>(source.token + threadIdx.x) * p.beta.stride_t +
+                           head * p.beta.stride_h;
+            b = BETA_FP32 ? static_cast<const float*>(p.beta.ptr)[at]
+                          : low_bf16(static_cast<const u16*>(p.beta.ptr)[at]);
             b = activate_beta<BETA>(b);
         }
         s.beta[threadIdx.x] = b;

@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_outputs(const Params& p, Shared& s, int ha
             const int rows = task.rows(c);
 #pragma unroll 1
             for (int row = lane / 8; row < C; row += 16)
-                store_output(to, p.stride_o_t, rows, from, row, 4, lane % 8, [] {});
+                store_output(to, p.o.stride_t, rows, from, row, 4, lane % 8, [] {});
             __syncwarp();
             if (lane == 0) s.empty[stage].arrive();
         }

@@ -108,8 +108,8 @@ __device__ __forceinline__ void write_output(const float (&o)[32], float scale, 
 }
 // Where row 0 of a chunk's output goes.
 __device__ __forceinline__ u16* output_of(const Params& p, const Task& task, int c) {
-    return p.o + (task.begin + static_cast<i64>(c) * C) * p.stride_o_t +
-           task.head * p.stride_o_h + 64 * task.half;
+    return static_cast<u16*>(p.o.ptr) + (task.begin + static_cast<i64>(c) * C) * p.o.stride_t +
+           task.head * p.o.stride_h + 64 * task.half;
 }
 // Four pieces of 8 values, of rows ``row``, ``row + step`` and so on, from ``from`` to memory;
 // ``after_read`` is called when they have been read.
@@ -133,15 +133,15 @@ __device__ __forceinline__ void fetch_values(const Params& p, S& s, const Task& 
                                              int& before) {
     constexpr int PIECES = ROW_BYTES / 16, STEP = 32 / PIECES;  // rows at once
     const int row = lane / PIECES, piece = lane % PIECES;
-    const u16* from = p.v + (task.begin + row) * p.stride_v_t + task.head * p.stride_v_h +
-                      64 * task.half + 8 * piece;
+    const u16* from = static_cast<const u16*>(p.v.ptr) + (task.begin + row) * p.v.stride_t +
+                      task.head * p.v.stride_h + 64 * task.half + 8 * piece;
     for (int c = 0; c < task.chunks; ++c, ++before) {
         const int stage = before % STAGES;
         if (before >= STAGES) s.empty[stage].wait((before / STAGES - 1) & 1);
         const u32 to = values_at(cast_smem_ptr_to_uint(s.v[stage]), row, piece);
         const int rows = task.rows(c) - row;
 #pragma unroll 8
-        for (int i = 0; i < C; i += STEP, from += STEP * p.stride_v_t)
+        for (int i = 0; i < C; i += STEP, from += STEP * p.v.stride_t)
             cp_async_cacheglobal_zfill(to + i * PITCH, from, i < rows);
         cpasync_barrier_arrive_noinc(s.full[stage]);
     }

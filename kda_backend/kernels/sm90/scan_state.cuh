@@ -30,9 +30,10 @@ __device__ __forceinline__ void store_state_pair(void* p, i64 at, float x, float
     else
         *reinterpret_cast<float2*>(static_cast<float*>(p) + at) = make_float2(x, y);
 }
-__device__ __forceinline__ bool have_pairs(const void* p, i64 n, i64 h, i64 v, i64 k) {
+__device__ __forceinline__ bool have_pairs(const States& x) {
     const u32 bytes = STATE_BF16 ? 4 : 8;
-    return k == 1 && ((n | h | v) & 1) == 0 && (reinterpret_cast<u64>(p) & (bytes - 1)) == 0;
+    return x.stride_k == 1 && ((x.stride_n | x.stride_h | x.stride_v) & 1) == 0 &&
+           (reinterpret_cast<u64>(x.ptr) & (bytes - 1)) == 0;
 }
 // Calls f(index, value row, channel) for each accumulator of the state.
 template <typename F>
@@ -46,49 +47,42 @@ __device__ __forceinline__ void each_state(const Lane& at, F f) {
 
 __device__ __forceinline__ void read_state(const Params& p, const Task& task, const Lane& at,
                                            float (&state)[64]) {
+    const States& x = p.state_in;
     const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
-    const bool reads =
-        p.state_in && slot >= 0 && (!p.has_initial_state || p.has_initial_state[task.n]);
-    const i64 from = slot * p.stride_in_n + task.head * p.stride_in_h +
-                     64 * task.half * p.stride_in_v;
-    if (reads && have_pairs(p.state_in, p.stride_in_n, p.stride_in_h, p.stride_in_v,
-                            p.stride_in_k)) {
+    const bool reads = x.ptr && slot >= 0 && (!p.has_initial_state || p.has_initial_state[task.n]);
+    const i64 from = slot * x.stride_n + task.head * x.stride_h + 64 * task.half * x.stride_v;
+    if (reads && have_pairs(x)) {
         each_state(at, [&](int i, int v, int k) {
             if (i % 2) return;
-            const float2 x = load_state_pair(p.state_in, from + v * p.stride_in_v + k);
-            state[i] = x.x, state[i + 1] = x.y;
+            const float2 y = load_state_pair(x.ptr, from + v * x.stride_v + k);
+            state[i] = y.x, state[i + 1] = y.y;
         });
     } else {
         each_state(at, [&](int i, int v, int k) {
             state[i] = 0.f;
-            if (reads)
-                state[i] =
-                    load_state(p.state_in, from + v * p.stride_in_v + k * p.stride_in_k);
+            if (reads) state[i] = load_state(x.ptr, from + v * x.stride_v + k * x.stride_k);
         });
     }
 }
 
 __device__ __forceinline__ void write_state(const Params& p, const Task& task, const Lane& at,
                                             const float (&state)[64]) {
+    const States& x = p.state_out;
     const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
-    if (!p.state_out || slot < 0) return;
-    const i64 to = slot * p.stride_out_n + task.head * p.stride_out_h +
-                   64 * task.half * p.stride_out_v;
-    if (have_pairs(p.state_out, p.stride_out_n, p.stride_out_h, p.stride_out_v,
-                   p.stride_out_k)) {
+    if (!x.ptr || slot < 0) return;
+    const i64 to = slot * x.stride_n + task.head * x.stride_h + 64 * task.half * x.stride_v;
+    if (have_pairs(x)) {
         each_state(at, [&](int i, int v, int k) {
             if (i % 2 == 0)
-                store_state_pair(p.state_out, to + v * p.stride_out_v + k, state[i],
-                                 state[i + 1]);
+                store_state_pair(x.ptr, to + v * x.stride_v + k, state[i], state[i + 1]);
         });
     } else {
         each_state(at, [&](int i, int v, int k) {
-            const i64 address = to + v * p.stride_out_v + k * p.stride_out_k;
+            const i64 address = to + v * x.stride_v + k * x.stride_k;
             if (STATE_BF16)
-                static_cast<u16*>(p.state_out)[address] =
-                    static_cast<u16>(pack_bf16(state[i], 0.f));
+                static_cast<u16*>(x.ptr)[address] = static_cast<u16>(pack_bf16(state[i], 0.f));
             else
-                static_cast<float*>(p.state_out)[address] = state[i];
+                static_cast<float*>(x.ptr)[address] = state[i];
         });
     }
 }
@@ -103,11 +97,12 @@ __device__ __forceinline__ void track_state(const Params& p, const Task& task, c
             p.snapshots + ((number * p.num_value_heads + task.head) * D + 64 * task.half) * D;
         each_state(at, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
     }
-    if (!p.chunk_states || done == task.chunks) return;
-    u16* to = static_cast<u16*>(p.chunk_states) + (task.first + done) * p.stride_chunk_n +
-              task.head * p.stride_chunk_h;
+    const States& x = p.chunk_states;
+    if (!x.ptr || done == task.chunks) return;
+    u16* chunk = static_cast<u16*>(x.ptr) + (task.first + done) * x.stride_n +
+                 task.head * x.stride_h;
     each_state(at, [&](int j, int v, int k) {
-        to[(64 * task.half + v) * p.stride_chunk_v + k * p.stride_chunk_k] =
+        chunk[(64 * task.half + v) * x.stride_v + k * x.stride_k] =
             static_cast<u16>(pack_bf16(state[j], 0.f));
     });
 }
