@@ -11,7 +11,6 @@ best on a sweep (benchmarks/sweep_kda_prefill.py); they are not times of stages 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -141,7 +140,6 @@ class Schedule(NamedTuple):
     sequence_major: bool
 
 
-@functools.lru_cache(maxsize=4096)
 def choose_schedule(model: CostModel, shape: PrefillShape) -> Schedule:
     """The schedule with the least estimated time."""
     return min(schedules(model, shape))[1]

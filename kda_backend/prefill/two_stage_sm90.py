@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -111,7 +111,7 @@ def two_stage_sm90(
     num_tiles = meta.num_chunks * value_heads
     num_tasks = value_heads * meta.num_sequences
     shape = PrefillShape(num_tiles, num_tasks, meta.max_chunks, value_heads * meta.long_sequences)
-    schedule = choose_schedule(kernels.cost_model, shape)
+    schedule = kernels.schedule(shape)
     _q, q = _rows(x.q)
     _k, k = _rows(x.k)
     _g, g = _rows(x.g)
@@ -186,11 +186,11 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
 
 class _Kernels(NamedTuple):
     """The kernels of one model on one path and device: ``intra`` by CTAs per SM, ``scan`` as
-    (scan, scan_split)."""
+    (scan, scan_split); and the schedule of each shape."""
 
     intra: Mapping[int, CudaKernel]
     scan: tuple[CudaKernel, CudaKernel]
-    cost_model: CostModel
+    schedule: Callable[[PrefillShape], Schedule]
 
 
 @functools.cache
@@ -223,7 +223,8 @@ def _kernels(
     # all of them now: a later batch may be the first to choose one
     for kernel in (*intra.values(), scan, scan_split):
         kernel.load()
-    return _Kernels(intra, (scan, scan_split), cost_model)
+    schedule = functools.lru_cache(4096)(functools.partial(choose_schedule, cost_model))
+    return _Kernels(intra, (scan, scan_split), schedule)
 
 
 def intra_defines(
