@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kda_backend.contract.step import StepInputs, is_aligned
+from kda_backend.contract.step import is_aligned
+from kda_backend.contract.values import ConvInputs, GateSpec, NormInputs, StateRef, TokenInputs
 from kda_backend.launch_params import FusedStepSm90Params
 
 if TYPE_CHECKING:
@@ -24,79 +25,103 @@ _PARAMS = struct.Struct("=15Q11q3i3fi4x")  # struct Params of the source
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def check_alignment(x: StepInputs) -> None:
+def check_alignment(state: StateRef, conv: ConvInputs | None) -> None:
     """Bulk copies need states on 16 bytes; so do the four taps of a channel.
 
     Raises:
         ValueError: the pool or the convolution's weight is not aligned.
     """
-    if not is_aligned(x):
-        weight = "none" if x.conv is None else hex(x.conv.weight.data_ptr())
+    if not is_aligned(state, conv):
+        assert state.read is not None
+        weight = "none" if conv is None else hex(conv.weight.data_ptr())
         raise ValueError(
             "state_pool's slots and conv_weight must start at multiples of 16 bytes for path"
-            f" fused_sm90, got addresses {x.pool.data_ptr():#x} and {weight}, and"
-            f" {x.pool.stride(0)} elements per slot; select paths for aligned_state=False"
+            f" fused_sm90, got addresses {state.read.data_ptr():#x} and {weight}, and"
+            f" {state.read.stride(0)} elements per slot: pass a selection made with"
+            " KdaShape(..., aligned_state=False)"
         )
 
 
-def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
-    """One launch; ``step_split`` blocks of ``step_warps`` warps, a cluster, share a head's state.
+def step_sm90(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor,
+    pdl_prefetch_safe: bool,
+) -> None:
+    """One launch; a cluster of ``split`` CTAs of ``warps`` warps shares a head's state.
 
-    The blocks are placed while the kernel before runs, and wait for it; what it does not write is
-    fetched before they wait.
+    The CTAs are placed while the kernel before runs, and wait for it; with ``pdl_prefetch_safe``
+    states are fetched before they wait.
     """
-    check_alignment(x)
-    conv, norm = x.conv, x.norm
-    conv_state, taps, conv_bias = (conv.state, conv.weight, conv.bias) if conv else (None,) * 3
-    norm_weight, gate = (norm.weight, norm.gate) if norm else (None, None)
+    check_alignment(state, conv)
+    q, k, v, g, beta = tokens[:5]
+    pool, indices = state.write, state.indices
+    assert pool is not None and indices is not None
+    conv_state, taps, conv_bias = conv or (None, None, None)
+    norm_weight, norm_gate, eps = norm or (None, None, 0.0)
     launch: FusedStepSm90Params = path.params
     split = launch.split
-    typed = (x.q, x.g, x.beta, x.a_log, x.dt_bias, conv_state, taps, conv_bias, norm_weight, gate)
+    typed = (
+        q,
+        g,
+        beta,
+        gate.a_log,
+        gate.dt_bias,
+        conv_state,
+        taps,
+        conv_bias,
+        norm_weight,
+        norm_gate,
+    )
     warps = launch.warps
     kernel = _kernel(
         split,
         warps,
         _HINTS[launch.load_hint],
         _HINTS[launch.store_hint],
-        x.gate,
-        x.beta_kind,
-        x.l2norm,
-        x.pool.dtype == torch.bfloat16,
+        gate.kind,
+        tokens.beta_kind,
+        tokens.l2norm,
+        pool.dtype == torch.bfloat16,
         *(None if tensor is None else tensor.dtype for tensor in typed),
     )
-    rows, value_heads = x.v.shape[:2]
+    rows, value_heads = v.shape[:2]
     params = _PARAMS.pack(
-        x.q.data_ptr(),
-        x.k.data_ptr(),
-        x.v.data_ptr(),
-        x.g.data_ptr(),
-        x.beta.data_ptr(),
-        _address(x.a_log),
-        _address(x.dt_bias),
-        x.pool.data_ptr(),
-        x.indices.data_ptr(),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        g.data_ptr(),
+        beta.data_ptr(),
+        _address(gate.a_log),
+        _address(gate.dt_bias),
+        pool.data_ptr(),
+        indices.data_ptr(),
         _address(conv_state),
         _address(taps),
         _address(conv_bias),
         _address(norm_weight),
-        _address(gate),
+        _address(norm_gate),
         out.data_ptr(),
-        x.q.stride(0),
-        x.k.stride(0),
-        x.v.stride(0),
-        x.g.stride(0),
-        x.beta.stride(0),
-        x.pool.stride(0),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        g.stride(0),
+        beta.stride(0),
+        pool.stride(0),
         *((0, 0, 0) if conv_state is None else conv_state.stride()),
-        0 if gate is None else gate.stride(0),
+        0 if norm_gate is None else norm_gate.stride(0),
         out.stride(0),
         value_heads,
-        value_heads // x.q.shape[1],
-        x.null_slot,
-        x.lower_bound,
-        x.scale,
-        norm.eps if norm else 0.0,
-        x.settled,
+        value_heads // q.shape[1],
+        state.null_slot,
+        gate.lower_bound,
+        tokens.scale,
+        eps,
+        pdl_prefetch_safe,
     )
     kernel(rows * value_heads * split, 32 * warps, params, overlaps=True)
 

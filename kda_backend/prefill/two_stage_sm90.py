@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backend_core.target import detect_target
-from kda_backend.contract.inputs import KdaInputs, StateInputs
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.prefill.sm_schedule import Costs, Work, costs_of, lay_out
-from kda_backend.scratch import Workspace
-from kda_backend.step_plan import ChunkMetadata
+from kda_backend.scratch import Scratch
+from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.launch.cuda import CudaKernel
@@ -33,48 +33,49 @@ _SCAN_PARAMS = struct.Struct("=14Q16qf3iQ")
 
 def two_stage_sm90(
     path: KernelPath,
-    x: KdaInputs,
-    meta: ChunkMetadata,
-    state: StateInputs,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    step_plan: StepPlan,
+    state: StateRef,
     out: torch.Tensor,
     chunk_states: torch.Tensor | None,
-    workspace: Workspace,
+    scratch: Scratch,
 ) -> None:
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
     The scan starts on multiprocessors that the first kernel leaves to it, and finds by flags which
     tiles are there.
     """
-    if meta.num_sequences == 0:
+    if step_plan.num_sequences == 0:
         return  # no scan block would take back what intra blocks count in the workspace
-    q, q_address, stride_q_t, stride_q_h = _rows(x.q)
-    _k, k_address, stride_k_t, stride_k_h = _rows(x.k)
-    v, v_address, stride_v_t, stride_v_h = _rows(x.v)
-    _g, g_address, stride_g_t, stride_g_h = _rows(x.g)
+    q, q_address, stride_q_t, stride_q_h = _rows(tokens.q)
+    _k, k_address, stride_k_t, stride_k_h = _rows(tokens.k)
+    v, v_address, stride_v_t, stride_v_h = _rows(tokens.v)
+    _g, g_address, stride_g_t, stride_g_h = _rows(tokens.g)
     o, o_address, stride_o_t, stride_o_h = _rows(out)
-    a_log, dt_bias = _parameter(x.a_log), _parameter(x.dt_bias)
-    beta = x.beta if x.beta.dtype != torch.float16 else x.beta.float()
+    a_log, dt_bias = _parameter(gate.a_log), _parameter(gate.dt_bias)
+    beta = tokens.beta if tokens.beta.dtype != torch.float16 else tokens.beta.float()
     _, stride_beta_t, stride_beta_h = beta.stride()
     value_heads = v.shape[2]
     pool = state.read if state.read is not None else state.write
     model = _model(
         path,
         q.device,
-        x.gate,
-        x.beta_kind,
-        x.l2norm,
+        gate.kind,
+        tokens.beta_kind,
+        tokens.l2norm,
         beta.dtype,
-        meta.cu_seqlens.dtype == torch.int64,
+        step_plan.cu_seqlens.dtype == torch.int64,
         pool is not None and pool.dtype == torch.bfloat16,
         chunk_states is not None or state.snapshots is not None,
     )
-    num_tiles = meta.num_chunks * value_heads
-    tiles, totals = workspace.buffers(num_tiles, TILE_BYTES, DIM)
-    flags = workspace.flags().data_ptr()
-    num_tasks = value_heads * meta.num_sequences
-    work = Work(num_tiles, num_tasks, meta.max_chunks, value_heads * meta.long_sequences)
+    num_tiles = step_plan.num_chunks * value_heads
+    tiles, totals = scratch.buffers(num_tiles, TILE_BYTES, DIM)
+    flags = scratch.flags().data_ptr()
+    num_tasks = value_heads * step_plan.num_sequences
+    work = Work(num_tiles, num_tasks, step_plan.max_chunks, value_heads * step_plan.long_sequences)
     layout = lay_out(model.costs, work)
-    table = meta.chunk_table
+    table = step_plan.chunk_table
     assert table is not None
     model.intra[layout.per_sm](
         layout.intra_blocks,
@@ -90,7 +91,7 @@ def two_stage_sm90(
             totals.data_ptr(),
             table.start.data_ptr(),
             table.length.data_ptr(),
-            (table.in_turn if layout.in_turn else table.abreast).data_ptr(),
+            (table.sequence_major if layout.in_turn else table.chunk_major).data_ptr(),
             stride_q_t,
             stride_q_h,
             stride_k_t,
@@ -101,7 +102,7 @@ def two_stage_sm90(
             stride_beta_h,
             value_heads,
             value_heads // q.shape[2],
-            x.lower_bound,
+            gate.lower_bound,
             num_tiles,
             layout.first_scan_sm,
             layout.limit,
@@ -120,7 +121,7 @@ def two_stage_sm90(
         _address(chunk_states),
         _address(state.snapshot_chunks),
         _address(state.snapshots),
-        meta.cu_seqlens.data_ptr(),
+        step_plan.cu_seqlens.data_ptr(),
         table.offsets.data_ptr(),
         table.sequence_order.data_ptr(),
         stride_v_t,
@@ -130,7 +131,7 @@ def two_stage_sm90(
         *state.strides(state.read),
         *state.strides(state.write),
         *state.strides(chunk_states),
-        x.scale,
+        tokens.scale,
         0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
         value_heads,
         num_tasks * (2 if layout.split else 1),
@@ -140,7 +141,7 @@ def two_stage_sm90(
     try:
         scan(layout.scan_blocks, _SCAN_THREADS, scan_params, overlaps=True)
     except Exception:
-        workspace.clear_flags()  # which this scan would have taken back
+        scratch.clear_flags()  # which this scan would have taken back
         raise
     if o is not out:
         out.copy_(o)
