@@ -174,7 +174,8 @@ def kda_verify_step(
     """The drafted tokens of each sequence, one after the other, keeping the state after each.
 
     As :func:`kda_decode_step` on every token in turn, but no accepted state is lost before the
-    engine knows how many tokens it accepts. A draft is a chain of tokens. There are two variants of keeping states:
+    engine knows how many tokens it accepts. A draft is a chain of tokens. There are two variants of
+    keeping states:
 
     With ``intermediate_states`` (sglang) the state is read at ``state_indices [N]`` and neither
     pool is written: the state after token t of sequence n goes to
@@ -197,7 +198,8 @@ def kda_verify_step(
             int32, a negative one keeps nothing; intermediate_conv: ``[rows, T, C, 3]``, any
             strides.
         state_indices: a padded sequence (negative, or ``null_slot``) gets zeros in the output and
-            touches no state; a negative or null slot of a single token keeps no state for that token.
+            touches no state; where the slot of a single token is negative or null, the state after
+            that token is not kept.
         conv_state: has at least ``T + 2`` columns with ``num_accepted_tokens``.
 
     Returns:

@@ -114,9 +114,7 @@ def prefill(
         _check_sequences(weights, selection, tokens, pools, state, step_plan)
     mixed = _convolved(weights, tokens, pools, state, step_plan)
     rows = _token_inputs(tokens, mixed, selection)
-    run_prefill(
-        selection, rows, gate, step_plan, state, tokens.out.unsqueeze(0), None, scratch
-    )
+    run_prefill(selection, rows, gate, step_plan, state, tokens.out.unsqueeze(0), None, scratch)
     _normalise(weights, tokens, step_plan)
 
 

@@ -111,10 +111,8 @@ def build_step_plan(
 
 
 @functools.lru_cache(maxsize=64)
-def equal_length_plan(
-    batch: int, length: int, device: torch.device, chunk_table: bool
-) -> StepPlan:
-    """The plan of ``batch`` sequences of ``length`` tokens; kept, since that is all it depends on."""
+def equal_length_plan(batch: int, length: int, device: torch.device, chunk_table: bool) -> StepPlan:
+    """The plan of ``batch`` sequences of ``length`` tokens, kept for the calls that follow."""
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32) * length
     return build_step_plan(
         cu_seqlens.to(device), batch * length, cu_seqlens_cpu=cu_seqlens, chunk_table=chunk_table

@@ -160,8 +160,7 @@ def _check_draft(
         _expect_vector("cu_seqlens", draft.cu_seqlens, sequences + 1, device)
     elif num_tokens and (sequences == 0 or num_tokens % sequences):
         raise ValueError(
-            f"q must have as many tokens for each of {sequences} sequences,"
-            f" got {num_tokens} tokens"
+            f"q must have as many tokens for each of {sequences} sequences, got {num_tokens} tokens"
         )
     if draft.num_accepted is not None:
         max_tokens = _check_token_slots(indices, draft.num_accepted, conv, device)

@@ -98,7 +98,9 @@ def chunk_table_kernel(
         m_before = (b_count > b_total[None, :]) | ((b_count == b_total[None, :]) & m_earlier)
         b_sequence_major += tl.sum(tl.where(m_before, b_count, 0), 0)
     tl.store(chunk_major_ptr + tl.where(b_len > 0, b_chunk_major, o_chunk), o_chunk, mask=m_chunk)
-    tl.store(sequence_major_ptr + tl.where(b_len > 0, b_sequence_major, o_chunk), o_chunk, mask=m_chunk)
+    tl.store(
+        sequence_major_ptr + tl.where(b_len > 0, b_sequence_major, o_chunk), o_chunk, mask=m_chunk
+    )
     tl.store(chunk_start_ptr + o_chunk, b_start, mask=m_chunk)
     tl.store(chunk_len_ptr + o_chunk, b_len, mask=m_chunk)
     # before a sequence come those with more chunks, and those with as many and a smaller number

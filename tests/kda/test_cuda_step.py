@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from kda_backend.contract.inputs import (
     BETA_GIVEN,
     BETA_SIGMOID,
@@ -17,6 +16,7 @@ from kda_backend.contract.inputs import (
     GATE_LOG,
     GATE_SOFTPLUS,
 )
+
 from kda_backend.decode.step_sm90 import BLOCKS_A_SM, SOURCE, defines
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
