@@ -215,8 +215,9 @@ def exported_int(image: bytes, name: str) -> int:
     """
     (table,) = struct.unpack_from("<Q", image, 0x28)
     entry_size, count = struct.unpack_from("<HH", image, 0x3A)
-    # of each section: name, type, flags, address, offset, size, link, info, alignment, entry size
-    sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + i * entry_size) for i in range(count)]
+    # name, type, flags, address, offset, size, link, info, alignment, entry size
+    header = struct.Struct("<IIQQQQIIQQ")
+    sections = [header.unpack_from(image, table + i * entry_size) for i in range(count)]
     for _, kind, _, _, begin, size, link, *_ in sections:
         if kind != _ELF_SYMBOL_TABLE:
             continue

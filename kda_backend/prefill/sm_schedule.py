@@ -5,8 +5,8 @@ sequence and value head, whose chunks follow one another; it can start on a chun
 chunk's tile lies in memory. A scan CTA occupies a whole SM. There are three strategies, and a call
 takes the schedule with the least estimated time.
 
-The estimates come from the table's ``[cost_model]``, whose constants are fitted so that the choice is
-best on a sweep (benchmarks/sweep_kda_prefill.py); they are not times of stages by themselves.
+The estimates come from the table's ``[cost_model]``, whose constants are fitted so that the choice
+is best on a sweep (benchmarks/sweep_kda_prefill.py); they are not times of stages by themselves.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.target import detect_target
-from kda_backend.contract.inputs import KdaInputs, StateInputs
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
-from kda_backend.scratch import Workspace
-from kda_backend.step_plan import ChunkMetadata
+from kda_backend.scratch import Scratch
+from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
@@ -79,50 +79,53 @@ SCAN_PARAMS = CudaParams(
 
 def two_stage_sm90(
     path: KernelPath,
-    x: KdaInputs,
-    meta: ChunkMetadata,
-    state: StateInputs,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    step_plan: StepPlan,
+    state: StateRef,
     out: torch.Tensor,
     chunk_states: torch.Tensor | None,
-    workspace: Workspace,
+    scratch: Scratch,
 ) -> None:
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
     The scan starts on SMs that the first kernel leaves to it, and finds by flags which tiles are
-    there. Between calls the workspace's counters are zero: the scan resets what the intra stage has
-    counted.
+    there. Between calls the counters in ``scratch`` are zero: the scan resets what the intra stage
+    has counted.
     """
-    if meta.num_sequences == 0:
+    if step_plan.num_sequences == 0:
         return  # without sequences no scan would be launched, and none would reset the counters
-    value_heads = x.v.shape[2]
-    beta = x.beta if x.beta.dtype != torch.float16 else x.beta.float()
+    value_heads = tokens.v.shape[2]
+    beta = tokens.beta if tokens.beta.dtype != torch.float16 else tokens.beta.float()
     pool = state.read if state.read is not None else state.write
     kernels = _kernels(
         path,
-        x.q.device,
-        x.gate,
-        x.beta_kind,
-        x.l2norm,
+        tokens.q.device,
+        gate.kind,
+        tokens.beta_kind,
+        tokens.l2norm,
         beta.dtype,
-        meta.cu_seqlens.dtype == torch.int64,
+        step_plan.cu_seqlens.dtype == torch.int64,
         pool is not None and pool.dtype == torch.bfloat16,
         chunk_states is not None or state.snapshots is not None,
     )
-    num_tiles = meta.num_chunks * value_heads
-    num_tasks = value_heads * meta.num_sequences
-    shape = PrefillShape(num_tiles, num_tasks, meta.max_chunks, value_heads * meta.long_sequences)
+    num_tiles = step_plan.num_chunks * value_heads
+    num_tasks = value_heads * step_plan.num_sequences
+    long_tasks = value_heads * step_plan.long_sequences
+    shape = PrefillShape(num_tiles, num_tasks, step_plan.max_chunks, long_tasks)
     schedule = kernels.schedule(shape)
-    _q, q = _rows(x.q)
-    _k, k = _rows(x.k)
-    _g, g = _rows(x.g)
-    _v, v = _rows(x.v)
+    _q, q = _rows(tokens.q)
+    _k, k = _rows(tokens.k)
+    _g, g = _rows(tokens.g)
+    _v, v = _rows(tokens.v)
     o_tensor, o = _rows(out)
-    a_log, dt_bias = _gate_parameter(x.a_log), _gate_parameter(x.dt_bias)
-    table = meta.chunk_table
+    a_log, dt_bias = _gate_parameter(gate.a_log), _gate_parameter(gate.dt_bias)
+    table = step_plan.chunk_table
     assert table is not None
-    tiles, chunk_decays = workspace.buffers(num_tiles, TILE_BYTES, DIM)
+    order = table.sequence_major if schedule.sequence_major else table.chunk_major
+    tiles, chunk_decays = scratch.buffers(num_tiles, TILE_BYTES, DIM)
     tiles_address, decays_address = tiles.data_ptr(), chunk_decays.data_ptr()
-    progress = workspace.flags().data_ptr()
+    progress = scratch.flags().data_ptr()
     intra_params = INTRA_PARAMS.pack(
         q=q,
         k=k,
@@ -134,10 +137,10 @@ def two_stage_sm90(
         chunk_decays=decays_address,
         chunk_start=table.start.data_ptr(),
         chunk_len=table.length.data_ptr(),
-        chunk_order=(table.in_turn if schedule.sequence_major else table.abreast).data_ptr(),
+        chunk_order=order.data_ptr(),
         num_value_heads=value_heads,
-        heads_per_key=value_heads // x.q.shape[2],
-        lower_bound=x.lower_bound,
+        heads_per_key=value_heads // tokens.q.shape[2],
+        lower_bound=gate.lower_bound,
         num_tiles=num_tiles,
         first_scan_sm=schedule.first_scan_sm,
         reserved_sm_tile_cap=schedule.reserved_sm_tile_cap,
@@ -155,10 +158,10 @@ def two_stage_sm90(
         chunk_states=(_address(chunk_states), *state.strides(chunk_states)),
         snapshot_chunks=_address(state.snapshot_chunks),
         snapshots=_address(state.snapshots),
-        cu_seqlens=meta.cu_seqlens.data_ptr(),
+        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
         chunk_offsets=table.offsets.data_ptr(),
         sequence_order=table.sequence_order.data_ptr(),
-        scale=x.scale,
+        scale=tokens.scale,
         num_snapshots=0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
         num_value_heads=value_heads,
         num_tasks=num_tasks * 2 if schedule.split else num_tasks,
@@ -169,7 +172,7 @@ def two_stage_sm90(
     try:
         scan(schedule.scan_ctas, _SCAN_THREADS, scan_params, pdl=True)
     except Exception:
-        workspace.clear_flags()  # which this scan would have reset
+        scratch.clear_flags()  # which this scan would have reset
         raise
     if o_tensor is not out:
         out.copy_(o_tensor)

@@ -13,32 +13,26 @@ import pytest
 import torch
 
 from backend_core.launch.cuda import CudaParams
-from kda_backend.contract.inputs import (
-    BETA_GIVEN,
-    BETA_SIGMOID,
-    GATE_BOUNDED,
-    GATE_LOG,
-    GATE_SOFTPLUS,
-)
 from kda_backend.decode import step_sm90
+from kda_backend.launch_params import FusedStepSm90Params
 from kda_backend.prefill import two_stage_sm90 as prefill
+from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 REPORT = Path(__file__).parent / "cuda_report.json"
-GATES = {"given": GATE_LOG, "softplus": GATE_SOFTPLUS, "bounded": GATE_BOUNDED}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(1, 4), (1, 8), (2, 8), (2, 16), (4, 4), (8, 4)]  # CTAs of a cluster, warps of a CTA
-# gate, beta, L2 norm, bf16 state; then the types of q, g, beta, A_log, dt_bias, convolution state,
-# taps, bias, norm weight, norm gate
+# gate, beta, L2 norm, type of the state; then the types of q, g, beta, A_log, dt_bias, convolution
+# state, taps, bias, norm weight, norm gate
 ENGINE = (BF16, BF16, BF16, FP32, FP32, BF16, FP32, None, BF16, BF16)
 BARE = (FP32, FP32, FP32, None, None, None, None, None, None, None)
 MIXED = (FP16, FP32, FP32, BF16, FP16, FP16, FP16, FP16, FP32, FP16)
 STEPS = {
-    "engine": (GATE_SOFTPLUS, BETA_SIGMOID, True, False, *ENGINE),
-    "bounded, bf16 state": (GATE_BOUNDED, BETA_SIGMOID, True, True, *ENGINE),
-    "bare": (GATE_LOG, BETA_GIVEN, False, False, *BARE),
-    "other types": (GATE_SOFTPLUS, BETA_SIGMOID, True, True, *MIXED),
+    "engine": (Gate.SOFTPLUS, Beta.SIGMOID, True, FP32, *ENGINE),
+    "bounded, bf16 state": (Gate.BOUNDED, Beta.SIGMOID, True, BF16, *ENGINE),
+    "bare": (Gate.LOG, Beta.GIVEN, False, FP32, *BARE),
+    "other types": (Gate.SOFTPLUS, Beta.SIGMOID, True, BF16, *MIXED),
 }
 
 Variant = tuple[Path, CudaParams, dict[str, int]]
@@ -47,10 +41,11 @@ Variant = tuple[Path, CudaParams, dict[str, int]]
 def prefill_variants() -> Iterator[tuple[str, Variant]]:
     """(name, variant) of what configs/kda/nvidia_sm90.toml can choose."""
     for ctas in (2, 4):
-        for gate, code in GATES.items():
-            defines = prefill.intra_defines(code, BETA_SIGMOID, True, BF16, ctas)
+        for gate in Gate:
+            defines = prefill.intra_defines(gate, Beta.SIGMOID, True, BF16, ctas)
             source = prefill.KERNELS / "intra_chunk.cu"
-            yield f"intra_chunk {gate}, {ctas} CTAs per SM", (source, prefill.INTRA_PARAMS, defines)
+            name = f"intra_chunk {gate.name.lower()}, {ctas} CTAs per SM"
+            yield name, (source, prefill.INTRA_PARAMS, defines)
     for name in ("scan", "scan_split"):
         for track in (False, True):
             defines = prefill.scan_defines(False, False, track)
@@ -59,7 +54,8 @@ def prefill_variants() -> Iterator[tuple[str, Variant]]:
 
 
 def step_variant(split: int, warps: int, kind: str) -> Variant:
-    defines = step_sm90.defines(split, warps, 2, 1, *STEPS[kind])
+    launch = FusedStepSm90Params(split, warps, "evict_last", "evict_first")  # type: ignore[arg-type]
+    defines = step_sm90.defines(launch, *STEPS[kind])
     return step_sm90.SOURCE, step_sm90.PARAMS, defines
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from kda_backend.contract.inputs import BETA_SIGMOID, GATE_LOG, KdaInputs, StateInputs
 
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.contract.inputs import BETA_SIGMOID, GATE_LOG, KdaInputs, StateInputs
 from kda_backend.kernels.chunk_table import ChunkTable
 from kda_backend.prefill import two_stage_sm90 as prefill_sm90
 from kda_backend.prefill.sm_schedule import Costs, Work, costs_of, lay_out
-from kda_backend.scratch import Workspace
-from kda_backend.step_plan import build_metadata
+from kda_backend.scratch import Scratch
+from kda_backend.step_plan import build_step_plan
 
 
 def shipped_costs(num_sms: int) -> list[Costs]:
@@ -77,10 +77,10 @@ def test_a_long_sequence_among_short_ones_is_scanned_beside_the_tiles(heads: int
 
 def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the intra stage has counted by then, the next call starts from zero."""
-    workspace = Workspace(torch.device("cpu"))
+    scratch = Scratch(torch.device("cpu"))
 
     def intra(*_: object) -> None:
-        workspace.flags().fill_(7)
+        scratch.flags().fill_(7)
 
     def scan(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
@@ -94,20 +94,20 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
         GATE_LOG, 0.0, BETA_SIGMOID, True, 1.0,
     )  # fmt: skip
     offsets = torch.tensor([0, 70], dtype=torch.int32)
-    meta = build_metadata(offsets, 70, chunk_table=False)
+    meta = build_step_plan(offsets, 70, chunk_table=False)
     empty = torch.zeros(4, dtype=torch.int32)
     meta = dataclasses.replace(meta, chunk_table=ChunkTable(*(empty,) * 6))
     path: Any = None
     with pytest.raises(RuntimeError, match="out of memory"):
         prefill_sm90.two_stage_sm90(
-            path, x, meta, StateInputs(None, None, 2, 3), tokens.clone(), None, workspace
+            path, x, meta, StateInputs(None, None, 2, 3), tokens.clone(), None, scratch
         )
-    assert workspace.flags().numel() and not workspace.flags().any()
+    assert scratch.flags().numel() and not scratch.flags().any()
 
 
 def test_no_sequences_launch_nothing() -> None:
-    """Intra blocks count themselves in the workspace, and only the scan takes that back."""
-    nothing = build_metadata(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
+    """Intra blocks count themselves in the scratch, and only the scan takes that back."""
+    nothing = build_step_plan(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
     untouched: Any = None  # whatever is looked at raises
     prefill_sm90.two_stage_sm90(
         untouched, untouched, nothing, untouched, untouched, None, untouched

@@ -19,8 +19,8 @@ import torch
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode import step_sm90 as decode_sm90
-from tests.kda.cases import Backend, one_path
-from tests.kda.step_cases import Pools, make_step, run_step
+from kda_backend.testing.steps import StepPools, make_step
+from tests.kda.cases import Backend, one_path, run_step
 from tests.kda.test_decode_step import assert_rows
 
 HOST = Path(__file__).parent / "step_on_host"
@@ -76,9 +76,9 @@ def test_rows_of_the_table_on_the_host(
     model = dict(call)
     dtype = model.pop("pool", torch.float32)
     case = make_step(seed, 3, device=cpu.device, key_dim=128, value_dim=128, **model)
-    pools = Pools(case, 3, dtype=dtype)
+    pools = StepPools(case, 3, dtype=dtype)
     pools.fill(seed + 1, [2, 0])
     before = pools.copy()
-    plan = one_path(cpu.plan(case.shape), "decode", dataclasses.replace(row, max_grid=None))
-    out = run_step(cpu, case, pools, [2, -1, 0], plan=plan, pools_settled=True)
+    plan = one_path(cpu.selection(case.shape), "decode", dataclasses.replace(row, max_grid=None))
+    out = run_step(cpu, case, pools, [2, -1, 0], selection=plan, pdl_prefetch_safe=True)
     assert_rows(case, out, [2, -1, 0], before, pools)
