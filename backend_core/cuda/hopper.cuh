@@ -365,11 +365,11 @@ __device__ __forceinline__ void warpgroup_fence_operand(float (&c)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 // Registers per thread from here on, taken from or given to the other warpgroups of the block.
-template <int COUNT>
+template <int REGISTERS>
 __device__ __forceinline__ void warpgroup_reg_alloc() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
-template <int COUNT>
+template <int REGISTERS>
 __device__ __forceinline__ void warpgroup_reg_dealloc() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
