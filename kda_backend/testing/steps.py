@@ -1,21 +1,21 @@
-"""Inputs of the fused decode step, and what its definition says of them in float64."""
+"""Inputs of the one-launch operators, and what the definition says of them in float64."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kda_backend import kda_decode_step, kda_verify_step, reference
+from backend_core.testing.numerics import poisoned
+from kda_backend import reference
 from kda_backend.selection import KdaShape
-from tests.kda.cases import LOWER_BOUND, Backend, poisoned
+from kda_backend.testing.cases import LOWER_BOUND
+from kda_backend.testing.regimes import collinear, gate_parameters
 
 EPS = 1e-5
-# relative L2 against float64 of (output, state) by state dtype, for bf16 inputs and outputs:
-# the interpreter truncates to bf16, which costs twice what rounding does
-TOLERANCE = {torch.float32: (5e-3, 1e-4), torch.bfloat16: (6e-3, 5e-3)}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class StepCase:
     def expected(
         self, row: int, state: torch.Tensor, window: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(out [HV, V], state [HV, V, K], window [C, 3]) behind one token, in float64."""
+        """(out [HV, V], state [HV, V, K], window [C, 3]) after one token, in float64."""
         x = self.packed[row].double().cpu()
         columns = torch.cat([window.double(), x[:, None]], 1)
         if self.has_conv:
@@ -149,26 +149,35 @@ def make_step(
     key_dim: int = 16,
     value_dim: int = 16,
     dtype: torch.dtype = torch.bfloat16,
+    regime: Sequence[str] = ("weak", "random"),
     **flags: Any,
 ) -> StepCase:
+    """Draw the projections of ``rows`` tokens; value heads take the regimes in turn.
+
+    ``flags``: of `StepCase`.
+    """
     rng = torch.Generator().manual_seed(seed)
 
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=rng)
 
     value_heads = heads if value_heads is None else value_heads
-    channels = 2 * heads * key_dim + value_heads * value_dim
-    raw = randn(rows, value_heads, key_dim)
-    a_log = (1.0 + 3.0 * torch.rand(value_heads, generator=rng)).log()
-    dt_bias = randn(value_heads, key_dim) - 2.0
+    keys, channels = heads * key_dim, 2 * heads * key_dim + value_heads * value_dim
+    raw, beta = randn(rows, value_heads, key_dim), randn(rows, value_heads)
+    packed = randn(rows, channels)
+    a_log, dt_bias = randn(value_heads), randn(value_heads, key_dim)
+    for i, name in enumerate(regime):
+        own = slice(i, None, len(regime))
+        a_log[own], dt_bias[own], raw[:, own] = gate_parameters(name, raw[:, own], rng)
+        if name == "collinear":
+            k = packed[:, keys : 2 * keys].view(rows, heads, key_dim)
+            k[:, own], beta[:, own] = collinear(k[:, own], beta[:, own])
     if flags.get("gate") == "log":
         raw = reference.log_decay(raw, a_log, dt_bias, None)
-    beta = randn(rows, value_heads)
     if flags.get("beta_kind") == "given":
         beta = beta.sigmoid()
-    packed = randn(rows, channels)
     if not flags.get("l2norm", True):
-        packed[:, : 2 * heads * key_dim] *= 0.5 * key_dim**-0.5
+        packed[:, : 2 * keys] *= 0.5 * key_dim**-0.5
     case = StepCase(
         heads,
         value_heads,
@@ -191,7 +200,7 @@ def make_step(
     return dataclasses.replace(case, **moved)
 
 
-class Pools:
+class StepPools:
     """A state pool and a window pool of NaN around the slots that are filled.
 
     Attributes:
@@ -231,8 +240,8 @@ class Pools:
                 values = torch.randn(pool.shape[1:], generator=rng)
                 pool[slot] = values.to(pool.device, pool.dtype)
 
-    def copy(self) -> Pools:
-        other = object.__new__(Pools)
+    def copy(self) -> StepPools:
+        other = object.__new__(StepPools)
         other.memory, other.window_memory = self.memory.clone(), self.window_memory.clone()
         for name, mine, theirs in (
             ("states", self.states, other.memory),
@@ -241,19 +250,3 @@ class Pools:
             view = theirs.as_strided(mine.shape, mine.stride(), mine.storage_offset())
             setattr(other, name, view)
         return other
-
-
-def run_step(
-    backend: Backend, case: StepCase, pools: Pools, indices: list[int], **overrides: Any
-) -> torch.Tensor:
-    device = case.packed.device
-    arguments = case.options(pools.windows) | {"plan": backend.plan(case.shape)} | overrides
-    table = torch.tensor(indices, dtype=torch.int32, device=device)
-    return kda_decode_step(*case.tokens, pools.states, table, **arguments)
-
-
-def run_verify(
-    backend: Backend, case: StepCase, pools: Pools, indices: torch.Tensor, **overrides: Any
-) -> torch.Tensor:
-    arguments = case.options(pools.windows) | {"plan": backend.plan(case.shape)} | overrides
-    return kda_verify_step(*case.tokens, pools.states, indices, **arguments)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from backend_cli import check_kda
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from kda_backend import chunk_kda, fused_recurrent_kda, kda_decode_step
-from kda_backend.scratch import Workspace
-from kda_backend.step_plan import build_metadata
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaShape
+from kda_backend.step_plan import build_step_plan
+from kda_backend.testing.checks import forced
 
 Call = Callable[[], object]
 
@@ -26,8 +27,8 @@ def _tokens(lead: tuple[int, ...], heads: int) -> list[torch.Tensor]:
 
 
 def _arguments(path: KernelPath, target: Target, heads: int, slots: int) -> dict[str, Any]:
-    """A pool with a slot for each row, the gate of the model and the plan of one path."""
-    shape = check_kda.make_call((1,), heads, heads).shape()
+    """A pool with a slot for each row, the gate of the model and one path for every grid."""
+    shape = KdaShape(heads, heads, 128, 128)
     return {
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
@@ -36,7 +37,7 @@ def _arguments(path: KernelPath, target: Target, heads: int, slots: int) -> dict
         "dt_bias": torch.randn(heads * 128, device=DEVICE),
         "state_pool": torch.randn(slots, heads, 128, 128, device=DEVICE),
         "state_indices": torch.arange(slots, dtype=torch.int32, device=DEVICE),
-        "plan": check_kda.only(path, target, shape),
+        "selection": forced(path, target, shape),
     }
 
 
@@ -45,9 +46,13 @@ def _prefill(path: KernelPath, target: Target, grid: int, heads: int) -> Call:
     tokens = 64 * max(1, grid // heads)
     q, k, v, g, beta = _tokens((1, tokens), heads)
     offsets = torch.tensor([0, tokens], dtype=torch.int32)
-    meta = build_metadata(offsets.to(DEVICE), tokens, cu_seqlens_cpu=offsets)
+    step_plan = build_step_plan(offsets.to(DEVICE), tokens, cu_seqlens_cpu=offsets)
     arguments = _arguments(path, target, heads, 1)
-    arguments |= {"metadata": meta, "workspace": Workspace(q.device), "out": torch.empty_like(v)}
+    arguments |= {
+        "step_plan": step_plan,
+        "scratch": Scratch(q.device),
+        "out": torch.empty_like(v),
+    }
     return lambda: chunk_kda(q, k, v, g, beta, **arguments)
 
 

@@ -1,5 +1,5 @@
-// What kda_backend/kernels/sm90/step_device.cuh and CUDA give decode_step.cu, for threads of the
-// CPU: a thread for each of a block's, barriers of C++20, and memory that a block has of its own.
+// What backend_core/cuda/hopper.cuh and CUDA give decode_step.cu, for threads of the CPU: a thread
+// for each of a block's, barriers of C++20, and memory that a block has of its own.
 #pragma once
 
 #include <atomic>
@@ -20,6 +20,8 @@ typedef long long i64;
 #define __device__
 #define __forceinline__ inline
 #define __global__
+#define __constant__
+#define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
@@ -57,7 +59,7 @@ inline thread_local Block* block;
 inline thread_local Cluster* cluster;
 inline thread_local std::optional<std::barrier<>::arrival_token> arrival;
 
-inline unsigned char* shared_memory() { return block->memory.data(); }
+inline unsigned char* dynamic_shared_memory() { return block->memory.data(); }
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline void __syncwarp() { block->warps[threadIdx.x / 32]->arrive_and_wait(); }
 inline float __shfl_sync(u32, float x, int lane) {
@@ -71,7 +73,7 @@ inline float __shfl_xor_sync(u32 mask, float x, int lanes) {
     return __shfl_sync(mask, x, threadIdx.x % 32 ^ lanes);
 }
 
-inline u32 to_bf16(float low, float high) {
+inline u32 pack_bf16(float low, float high) {
     auto round = [](float x) {
         u32 y;
         memcpy(&y, &x, 4);
@@ -79,6 +81,8 @@ inline u32 to_bf16(float low, float high) {
     };
     return round(low) | round(high) << 16;
 }
+inline float low_bf16(u32 x) { return __uint_as_float(x << 16); }
+inline float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 inline float from_fp16(u16 x) {
     _Float16 y;
     memcpy(&y, &x, 2);
@@ -94,38 +98,51 @@ inline float ex2(float x) { return std::exp2(x); }
 inline float lg2(float x) { return std::log2(x); }
 inline float rcp(float x) { return 1.0f / x; }
 
-inline i64 known(i64 x) { return x; }
+inline i64 compiler_fence(i64 x) { return x; }
+inline u32 compiler_fence(u32 x) { return x; }
 
 template <int HINT>
-u64 policy() { return 0; }
+u64 create_policy() { return 0; }
 template <typename T>
 T load_global(const T* p, u64) { return *p; }
 template <typename T>
 void store_global(T* p, T x, u64) { *p = x; }
 
-// A barrier is the number of bytes that are still to come.
-inline std::atomic_ref<u64> bytes_of(u64* arrived) { return std::atomic_ref<u64>(*arrived); }
-inline void init_barrier(u64* arrived) { bytes_of(arrived) = ~0ull; }
-inline void publish_barriers() {}
-inline void expect(u64* arrived, u32 bytes) { bytes_of(arrived) += 1 + bytes; }
-inline void fetch(void* to, const void* from, u32 bytes, u64* arrived, u64) {
-    expect(arrived, bytes);
+// A barrier of one phase is the number of bytes that are still to come.
+struct ClusterBarrier {
+    std::atomic<u64> state;
+
+    void init(int) { state = ~0ull; }
+    void wait(u32) {
+        while (state != 0) std::this_thread::yield();
+    }
+};
+struct ClusterTransactionBarrier : ClusterBarrier {
+    void arrive_and_expect_tx(u32 bytes) { state += 1 + bytes; }
+};
+inline void fence_barrier_init() {}
+inline void tma_store_fence() {}
+inline void bulk_copy_g2s(void* to, const void* from, u32 bytes,
+                          ClusterTransactionBarrier& barrier, u64) {
     memcpy(to, from, bytes);
-    bytes_of(arrived) -= bytes;
+    barrier.state -= bytes;
 }
-inline void wait_for_bytes(u64* arrived) {
-    while (bytes_of(arrived) != 0) std::this_thread::yield();
-}
-inline void wait_for_kernel_before() {}
-inline void let_next_kernel_start() {}
-inline void cluster_arrive() { arrival.emplace(cluster->arrivals.arrive()); }
+inline void wait_on_dependent_grids() {}
+inline void launch_dependent_grids() {}
+inline void cluster_arrive_relaxed() { arrival.emplace(cluster->arrivals.arrive()); }
 inline void cluster_wait() {
     cluster->arrivals.wait(std::move(arrival.value()));
     arrival.reset();
 }
-inline void tell_block(float* variable, u64* arrived, int rank, float x) {
+// A shared variable of this block, at block ``rank`` of the cluster.
+template <typename T>
+T& at_rank(T& here, int rank) {
     unsigned char* there = cluster->blocks[rank].memory.data();
-    memcpy(there + (reinterpret_cast<unsigned char*>(variable) - shared_memory()), &x, 4);
-    bytes_of(reinterpret_cast<u64*>(
-        there + (reinterpret_cast<unsigned char*>(arrived) - shared_memory()))) -= 4;
+    const auto offset = reinterpret_cast<unsigned char*>(&here) - dynamic_shared_memory();
+    return *reinterpret_cast<T*>(there + offset);
+}
+inline void store_shared_remote(float x, float* variable, ClusterTransactionBarrier& barrier,
+                                int rank) {
+    at_rank(*variable, rank) = x;
+    at_rank(barrier, rank).state -= 4;
 }

@@ -6,10 +6,20 @@ from dataclasses import replace
 
 import torch
 
-from kda_backend.contract.draft import check_draft
-from kda_backend.contract.step import check_step, is_aligned
-from kda_backend.decode import recurrent as decode
-from kda_backend.selection import KdaPlan, plan_for
+from kda_backend.contract.states import check_rows
+from kda_backend.contract.step import check_step, check_verification, is_aligned
+from kda_backend.contract.tokens import refuse_gradients
+from kda_backend.contract.values import (
+    ConvInputs,
+    DraftInputs,
+    GateSpec,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+    beta_kind_of,
+)
+from kda_backend.decode import run_step, run_verification
+from kda_backend.selection import KdaSelection, selection_for
 
 
 def kda_decode_step(
@@ -37,8 +47,8 @@ def kda_decode_step(
     norm_gate: torch.Tensor | None = None,
     norm_eps: float = 1e-5,
     out: torch.Tensor | None = None,
-    pools_settled: bool = False,
-    plan: KdaPlan | None = None,
+    pdl_prefetch_safe: bool = False,
+    selection: KdaSelection | None = None,
 ) -> torch.Tensor:
     """One token of each sequence through a KDA layer, from its projections to its output.
 
@@ -82,11 +92,13 @@ def kda_decode_step(
         conv_weight: ``[C, 4]``; the last tap meets the new token. conv_bias: ``[C]``.
         norm_weight: ``[V]``; norm_gate: ``[N, HV, V]``, the raw gate.
         out: where to write the output, ``[N, HV, V]`` in q's dtype; may alias v.
-        pools_settled: a promise that no kernel that may still run writes the pools at these slots,
-            ``state_indices`` or a weight: they are then fetched before it is over. True behind a
-            projection, never behind another step of the same sequences. On Hopper a step lets the
-            kernel behind it start at once, so in a row of steps the promise is about all of them.
-        plan: paths chosen at model load (``kda_backend.selection.select``).
+        pdl_prefetch_safe: a promise that no kernel still in flight writes the pools at these slots,
+            ``state_indices`` or a weight, so that they may be read before the launch before is
+            over. True after a projection, never after another step of the same sequences. On
+            Hopper each step lets the next kernel start early, so several steps in a row are all in
+            flight.
+        selection: paths chosen at model load (``kda_backend.select``). One that was not made for
+            ``aligned_state=False`` needs a pool and a ``conv_weight`` on 16 bytes on Hopper.
 
     Returns:
         ``out``.
@@ -95,45 +107,35 @@ def kda_decode_step(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
-    x = check_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state_pool,
-        state_indices,
-        null_slot=null_slot,
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-        use_gate=use_gate_in_kernel,
-        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        a_log=A_log,
-        dt_bias=dt_bias,
-        conv_state=conv_state,
-        conv_weight=conv_weight,
-        conv_bias=conv_bias,
-        norm_weight=norm_weight,
-        norm_gate=norm_gate,
-        norm_eps=norm_eps,
-        out=out,
-        settled=pools_settled,
-        plan=plan,
-    )
-    if state_indices.shape != q.shape[:1] or not state_indices.is_contiguous():
-        raise ValueError(
-            f"state_indices must have shape [{q.shape[0]}] and stride 1, got"
-            f" {list(state_indices.shape)} and {list(state_indices.stride())}"
-        )
-    if out is None:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    chosen = x.plan
-    if plan is None and not is_aligned(x):
-        chosen = plan_for(q.device, replace(chosen.shape, aligned_state=False))
-    path = chosen.decode_step.lookup(v.shape[0] * v.shape[1])
-    decode.STEPS[path.name](path, x, out)
+    beta_kind = beta_kind_of(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    tokens = TokenInputs.of((q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, beta_kind)
+    gate = GateSpec.of(use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    state = StateRef.pool(state_pool, state_indices, null_slot=null_slot)
+    conv = ConvInputs.of(conv_state, conv_weight, conv_bias)
+    norm = NormInputs.of(norm_weight, norm_gate, norm_eps)
+    return decode_step(tokens, gate, state, conv, norm, out, selection, pdl_prefetch_safe)
+
+
+def decode_step(
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor | None,
+    selection: KdaSelection | None,
+    pdl_prefetch_safe: bool,
+) -> torch.Tensor:
+    """:func:`kda_decode_step` on the typed values of its arguments: check them and run them."""
+    chosen = check_step(tokens, gate, state, conv, norm, out, selection)
+    refuse_gradients(tokens)
+    assert state.indices is not None and state.read is not None
+    check_rows("state_indices", state.indices, "slot", state.read)
+    v = tokens.v
+    if selection is None and not is_aligned(state, conv):
+        chosen = selection_for(v.device, replace(chosen.shape, aligned_state=False))
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    run_step(chosen, tokens, gate, state, conv, norm, out, pdl_prefetch_safe)
     return out
 
 
@@ -167,12 +169,13 @@ def kda_verify_step(
     norm_gate: torch.Tensor | None = None,
     norm_eps: float = 1e-5,
     out: torch.Tensor | None = None,
-    plan: KdaPlan | None = None,
+    selection: KdaSelection | None = None,
 ) -> torch.Tensor:
-    """The drafted tokens of each sequence, one behind the other, keeping the state after each.
+    """The drafted tokens of each sequence, one after the other, keeping the state after each.
 
     As :func:`kda_decode_step` on every token in turn, but no accepted state is lost before the
-    engine knows how many tokens it accepts. Drafts are chains; there are two ways to keep states:
+    engine knows how many tokens it accepts. A draft is a chain of tokens. There are two variants of
+    keeping states:
 
     With ``intermediate_states`` (sglang) the state is read at ``state_indices [N]`` and neither
     pool is written: the state after token t of sequence n goes to
@@ -186,7 +189,7 @@ def kda_verify_step(
     the last two inputs before the draft, then the draft.
 
     Args:
-        q, k, v, g, beta, norm_gate, out: as for :func:`kda_decode_step`, a row for each token; the
+        q, k, v, g, beta, norm_gate, out: as for :func:`kda_decode_step`, a row per token; the
             tokens of a sequence follow one another.
         cu_seqlens: ``[N + 1]`` int32 or int64 token offsets; by default all sequences are equally
             long. A sequence has at most ``T`` tokens; later ones are left out.
@@ -195,7 +198,8 @@ def kda_verify_step(
             int32, a negative one keeps nothing; intermediate_conv: ``[rows, T, C, 3]``, any
             strides.
         state_indices: a padded sequence (negative, or ``null_slot``) gets zeros in the output and
-            touches no state; a negative or null slot of a token alone keeps nothing for it.
+            touches no state; where the slot of a single token is negative or null, the state after
+            that token is not kept.
         conv_state: has at least ``T + 2`` columns with ``num_accepted_tokens``.
 
     Returns:
@@ -205,43 +209,40 @@ def kda_verify_step(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
-    x = check_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state_pool,
-        state_indices,
-        null_slot=null_slot,
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-        use_gate=use_gate_in_kernel,
-        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        a_log=A_log,
-        dt_bias=dt_bias,
-        conv_state=conv_state,
-        conv_weight=conv_weight,
-        conv_bias=conv_bias,
-        norm_weight=norm_weight,
-        norm_gate=norm_gate,
-        norm_eps=norm_eps,
-        out=out,
-        plan=plan,
+    beta_kind = beta_kind_of(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    tokens = TokenInputs.of((q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, beta_kind)
+    gate = GateSpec.of(use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    state = StateRef.pool(state_pool, state_indices, null_slot=null_slot)
+    conv = ConvInputs.of(conv_state, conv_weight, conv_bias)
+    norm = NormInputs.of(norm_weight, norm_gate, norm_eps)
+    draft = DraftInputs.of(
+        cu_seqlens,
+        num_accepted_tokens,
+        (intermediate_states, intermediate_indices, intermediate_conv),
+        has_conv=conv is not None,
     )
-    draft = check_draft(
-        x,
-        cu_seqlens=cu_seqlens,
-        num_accepted_tokens=num_accepted_tokens,
-        intermediate_states=intermediate_states,
-        intermediate_indices=intermediate_indices,
-        intermediate_conv=intermediate_conv,
-    )
+    return verify_step(tokens, gate, state, draft, conv, norm, out, selection)
+
+
+def verify_step(
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    draft: DraftInputs,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor | None,
+    selection: KdaSelection | None,
+) -> torch.Tensor:
+    """:func:`kda_verify_step` on the typed values of its arguments: check them and run them."""
+    selection, shape = check_verification(tokens, gate, state, draft, conv, norm, out, selection)
+    refuse_gradients(tokens)
+    assert state.indices is not None and state.read is not None
+    check_rows("state_indices", state.indices, "slot", state.read)
+    if draft.states is not None and draft.indices is not None:
+        check_rows("intermediate_indices", draft.indices, "row", draft.states)
     if out is None:
-        # rows that belong to no sequence are not written by the kernel
-        out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    path = x.plan.verify.lookup(draft.num_sequences * v.shape[1])
-    decode.VERIFICATIONS[path.name](path, x, draft, out)
+        # the kernel does not write rows that belong to no sequence
+        out = torch.zeros(tokens.v.shape, dtype=tokens.v.dtype, device=tokens.v.device)
+    run_verification(selection, tokens, gate, state, draft, shape, conv, norm, out)
     return out
