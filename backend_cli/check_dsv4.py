@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from backend_cli.check_engine import PAGE_TOKENS, Engine, Layout, int32, make_engine
+from backend_core.family import CheckCase
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import PathSelection
 from backend_core.target import Target
@@ -42,40 +43,46 @@ ALLOWED = 0.02
 """Share of the written values that may differ from the definition's, each by one step of its code:
 float32 meets the middle between two codes on the other side."""
 
-_KINDS = ("in_place_128", "in_place_512", "indexer", "main_c4", "main_c128", "pair", "queries")
+Case = Callable[[Target, torch.device], float]
 
 
-def cases(path: KernelPath) -> dict[str, Callable[[Target, torch.device], float]]:
-    """The calls that ``path`` must get right, by name; each returns the share of
-    values that differ."""
-    found: dict[str, Callable[[Target, torch.device], float]] = {}
+def check_cases(path: KernelPath) -> dict[str, CheckCase]:
+    """The calls of `cases`; each returns (share of values that differ, `ALLOWED`)."""
+
+    def allowed(run: Case) -> CheckCase:
+        return lambda target, device: (run(target, device), ALLOWED)
+
+    return {name: allowed(run) for name, run in cases(path).items()}
+
+
+def cases(path: KernelPath) -> dict[str, Case]:
+    """The calls that ``path`` must get right, by name; each returns the share of values that
+    differ."""
+    found: dict[str, Case] = {}
     declared: list[Layout] = [x for x in ("paged", "ring", "ring_v1") if x in path.features]
-    for kind in _KINDS:
-        if kind not in path.features:
+    for hard in (False, True):
+        name = "adversarial" if hard else "small"
+        if path.operator.startswith("in_place"):
+            found[name] = _in_place(path, hard)
             continue
-        for hard in (False, True):
-            name = f"{kind}, {'adversarial' if hard else 'small'}"
-            if kind.startswith("in_place"):
-                found[name] = _in_place(path, int(kind[9:]), hard)
-                continue
-            if kind == "queries":
-                found[name] = _queries(path, hard)
-                continue
-            for layout in declared or ("paged", "ring"):
-                found[f"{name}, {layout}"] = _steps(path, kind, layout, hard)
+        if path.operator == "queries":
+            found[name] = _queries(path, hard)
+            continue
+        for layout in declared or ("paged", "ring"):
+            found[f"{name}, {layout}"] = _steps(path, layout, hard)
     return found
 
 
-def _steps(
-    path: KernelPath, kind: str, layout: Layout, hard: bool
-) -> Callable[[Target, torch.device], float]:
+def _steps(path: KernelPath, layout: Layout, hard: bool) -> Case:
+    kind, _, phase = path.operator.rpartition("_")
+
     def run(target: Target, device: torch.device) -> float:
         if kind == "pair":
             return _run_pair(path, layout, hard, target, device)
         engine = make_engine(kind, layout, hard)
         return max(
             _compare(path, (engine,), (plan,), rows, target, device)
-            for plan, rows in _calls(engine, path.phase)
+            for plan, rows in _calls(engine, phase)
         )
 
     return run
@@ -137,7 +144,7 @@ def _compare(
         (main, main_plan), (indexer, indexer_plan) = moved
         compress_decode_pair_(main, indexer, main_plan, indexer_plan, target=target)
     else:
-        step: Any = compress_decode_ if path.phase == "decode" else compress_prefill_
+        step: Any = compress_decode_ if path.operator.endswith("_decode") else compress_prefill_
         step(*moved[0][0], moved[0][1], target=target)
     worst = 0.0
     for engine, plan, row, ((_, _, state, cache), _) in zip(
@@ -239,21 +246,20 @@ def force(
 
 
 def force_selection(selected: paths.Paths[Any], path: KernelPath) -> None:
-    rows = tuple(selected.selection.explain())
     same = [row for row in selected.selection.paths if _row_of(row) == _row_of(path)]
     if not same:
         raise RuntimeError("the table never chooses this row: another one comes before it")
-    selected.selection = PathSelection(path.phase, (same[0],), (), rows)
+    selected.selection = PathSelection.of(same[0])
 
 
 def _row_of(path: KernelPath) -> tuple[object, ...]:
-    return path.name, path.features, tuple(path.params.items())
+    return path.name, path.features, path.params
 
 
-def _in_place(
-    path: KernelPath, head_dim: int, hard: bool
-) -> Callable[[Target, torch.device], float]:
+def _in_place(path: KernelPath, hard: bool) -> Case:
     """``compress_norm_rope_hadamard_``: the share of elements more than one bf16 ulp off."""
+    _, _, width, phase = path.operator.split("_")
+    head_dim = int(width)
 
     def run(target: Target, device: torch.device) -> float:
         ratio, rotate = 4, head_dim == 128
@@ -267,14 +273,14 @@ def _in_place(
         angle = 6.3 * torch.rand(1024, 32, generator=rng)
         table = torch.stack((angle.cos(), angle.sin()), -1).flatten(1)
         plan: SeqLens | RowPlan = SeqLens(int32([4, 5, 28, -1, 0, 400]))
-        if path.phase == "prefill":
+        if phase == "prefill":
             rows = [[0, 0, 3, 0], [-1, -1, -1, -1], [2, 0, 27, 0], [5, 0, 399, 0], [4, 0, 400, 0]]
             plan = RowPlan(int32(rows))
         want = kv.clone()
         reference_step.compress_in_place(want, weight, 1e-6, table, plan, ratio, rotate)
         got = kv.to(device)
         paths.in_place_paths.cache_clear()
-        selected = paths.in_place_paths(target, path.phase, head_dim, ratio, rotate)
+        selected = paths.in_place_paths(target, phase, head_dim, ratio, rotate)
         force_selection(selected, path)
         compress_norm_rope_hadamard_(
             got, weight.to(device), 1e-6, table.to(device), _move(plan, device, {}),
@@ -291,7 +297,7 @@ def _in_place(
     return run
 
 
-def _queries(path: KernelPath, hard: bool) -> Callable[[Target, torch.device], float]:
+def _queries(path: KernelPath, hard: bool) -> Case:
     """``quantise_indexer_queries``: the share of codes that differ."""
 
     def run(target: Target, device: torch.device) -> float:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from backend_core.family import CheckCase
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection
 from backend_core.target import Target
+from backend_core.testing.numerics import relative_error
 from kda_backend import chunk_kda, fused_recurrent_kda, reference
-from kda_backend.selection import KdaPlan, KdaShape
+from kda_backend.selection import KdaPlan, KdaShape, select
 
 HARD_HEADS = ("random", "extreme", "collinear", "long")
 """The gate regimes of a hard call's heads, in turn; docs/evaluating.md describes them."""
@@ -134,32 +135,41 @@ def make_call(
     return Call(q, k, v, g, beta, a_log, dt_bias, state, lengths, cold, padded, lower_bound)
 
 
-def small(phase: str) -> Call:
+def small(operator: str) -> Call:
     """Two value heads over one key head, two sequences, every sequence with its state."""
-    return make_call((65, 17) if phase == "prefill" else (1, 1), 1, 2)
+    return make_call((65, 17) if operator == "prefill" else (1, 1), 1, 2)
 
 
-def hard(phase: str, lower_bound: float | None = None) -> Call:
+def hard(operator: str, lower_bound: float | None = None) -> Call:
     """Four regimes of gate and keys, ragged lengths, a cold and a padded row."""
-    lengths = (1, 63, 64, 150, 5) if phase == "prefill" else (1,) * 5
+    lengths = (1, 63, 64, 150, 5) if operator == "prefill" else (1,) * 5
     return make_call(lengths, 8, 8, regimes=HARD_HEADS, lower_bound=lower_bound, cold=2, padded=4)
 
 
-def uneven(phase: str) -> Call:
+def uneven(operator: str) -> Call:
     """fp32, with dimensions that no tile divides."""
-    lengths = (70, 3) if phase == "prefill" else (1, 1)
+    lengths = (70, 3) if operator == "prefill" else (1, 1)
     return make_call(lengths, 1, 2, key_dim=48, value_dim=24, dtype=torch.float32)
 
 
 def cases(path: KernelPath) -> dict[str, Callable[[], Call]]:
     """The calls that ``path`` must get right, by name."""
-    phase = path.phase
-    found = {"small": lambda: small(phase), "adversarial": lambda: hard(phase)}
+    operator = path.operator
+    found = {"small": lambda: small(operator), "adversarial": lambda: hard(operator)}
     if "bounded_gate" in path.features:
-        found["adversarial, bounded gate"] = lambda: hard(phase, -5.0)
+        found["adversarial, bounded gate"] = lambda: hard(operator, -5.0)
     if {"any_dtype", "any_head_dim", "grouped_values"} <= path.features:
-        found["fp32, K 48, V 24"] = lambda: uneven(phase)
+        found["fp32, K 48, V 24"] = lambda: uneven(operator)
     return found
+
+
+def check_cases(path: KernelPath) -> dict[str, CheckCase]:
+    """The same as functions of target and device that return (error, allowed)."""
+
+    def case(call: Callable[[], Call]) -> CheckCase:
+        return lambda target, device: run(path, target, device, call())
+
+    return {name: case(call) for name, call in cases(path).items()}
 
 
 Operator = Callable[..., torch.Tensor]
@@ -173,7 +183,7 @@ def run(
     call: Call,
     operator: Operator | None = None,
 ) -> tuple[float, float]:
-    """Run one call on ``path``, by default through the operator of its phase.
+    """Run one call on ``path``, by default through its operator.
 
     States are slots of a pool in which a cold row's slot is NaN; tokens are views into one buffer.
 
@@ -187,7 +197,7 @@ def run(
     pool, slots, warm = _pool(call)
     pool = pool.to(device)
     if operator is None:
-        operator = _prefill(call) if path.phase == "prefill" else _decode
+        operator = _prefill(call) if path.operator == "prefill" else _decode
     o = operator(
         *_tokens(call, device),
         use_qk_l2norm_in_kernel=True,
@@ -265,12 +275,5 @@ def _worst_error(
 
 
 def only(path: KernelPath, target: Target, shape: KdaShape) -> KdaPlan:
-    """A plan that runs one path for every grid of its phase."""
-    prefill, decode = (PathSelection(phase, (path,), (), ()) for phase in ("prefill", "decode"))
-    return KdaPlan(target, shape, prefill, decode)
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want| over all elements; infinite where anything is not finite."""
-    error = float((got.double() - want).norm() / want.norm())
-    return error if math.isfinite(error) else math.inf
+    """A plan that runs one path for every grid of its operator."""
+    return select(target, shape).with_path(path)

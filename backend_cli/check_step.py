@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from backend_cli.check_kda import ALLOWED, HARD_HEADS, Call, make_call, only, relative_error
+from backend_cli.check_kda import ALLOWED, HARD_HEADS, Call, make_call, only
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
+from backend_core.testing.numerics import relative_error
 from kda_backend import kda_decode_step, kda_verify_step
 
 _EPS = 1e-5
@@ -20,16 +21,22 @@ Answer = tuple[float, float]
 
 
 def cases(path: KernelPath) -> dict[str, Callable[[Target, torch.device], Answer]]:
-    """The calls that a decode path must get right, by name; each returns (error, allowed)."""
+    """The calls that a path of ``decode_step`` or ``verify`` must get right, by name; none for a
+    path of another operator. Each returns (error, allowed)."""
+    if path.operator == "verify":
+        return {f"drafts of {_DRAFT}": lambda target, device: run_draft(path, target, device)}
+    if path.operator != "decode_step":
+        return {}
     return {
-        "one launch": lambda target, device: run_step(path, target, device, whole_layer=False),
-        "one launch, convolution, norm": lambda target, device: run_step(
+        "state update alone": lambda target, device: run_step(
+            path, target, device, whole_layer=False
+        ),
+        "convolution, norm": lambda target, device: run_step(
             path, target, device, whole_layer=True
         ),
-        "one launch, convolution, norm, bounded gate": lambda target, device: run_step(
+        "convolution, norm, bounded gate": lambda target, device: run_step(
             path, target, device, whole_layer=True, lower_bound=-5.0
         ),
-        f"drafts of {_DRAFT}": lambda target, device: run_draft(path, target, device),
     }
 
 
@@ -44,7 +51,7 @@ def run_step(
     """``kda_decode_step`` for five rows, the last of them padded.
 
     Args:
-        whole_layer: with the short convolution before and the gated norm behind.
+        whole_layer: with the short convolution before and the gated norm after.
         lower_bound: of the gate, or ``None``.
     """
     call = make_call((1,) * 5, 8, 8, regimes=HARD_HEADS, lower_bound=lower_bound, padded=4)
