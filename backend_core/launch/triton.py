@@ -62,12 +62,12 @@ class KernelLaunch:
             fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
             constexprs: a value for each of them.
             options: ``num_warps``, ``num_stages`` and other compiler options.
-            groups: of a kernel that ``packed`` launches, the names of its run-time arguments, by
-                what they change with.
+            groups: for ``packed``, argument names grouped by lifetime: for instance per call, per
+                layer, per step. A name that the kernel does not take is passed over.
 
         Raises:
             ValueError: the constexprs are not those of the kernel, or do not stand last; or the
-                groups are not its other arguments.
+                groups lack one of its other arguments, or have a name twice.
         """
         self.kernel = self._fn = fn
         self._kwargs = {**constexprs, **(options or {})}
@@ -76,12 +76,12 @@ class KernelLaunch:
         is compiled here is compiled for them too."""
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._packed: dict[tuple[int, ...], Any] = {}
-        self.groups = tuple(tuple(names) for names in groups)
+        self.argument_names = wanted = tuple(n for n in fn.arg_names if n not in constexprs)
+        """Of the run-time arguments, in the order of the kernel's signature."""
         if groups:
             given = [name for names in groups for name in names]
-            wanted = [name for name in fn.arg_names if name not in constexprs]
-            if sorted(given) != sorted(wanted):
-                raise ValueError(f"groups of {fn.__name__} must be of {wanted}, got {given}")
+            if set(wanted) - set(given) or len(set(given)) != len(given):
+                raise ValueError(f"groups of {fn.__name__} must be of {list(wanted)}, got {given}")
             self._in_order = operator.itemgetter(*[given.index(name) for name in wanted])
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
@@ -114,6 +114,19 @@ class KernelLaunch:
         if compiled is None:
             compiled = self._compile(key, args)
         _run(compiled, grid, active.get_current_stream(device), (*values, *self._tail))
+
+    def by_name(self, grid: Grid, arguments: Mapping[str, Argument]) -> None:
+        """Launch with the run-time arguments by name.
+
+        Raises:
+            ValueError: they are not those of the kernel.
+        """
+        names = self.argument_names
+        if len(arguments) != len(names) or not all(name in arguments for name in names):
+            raise ValueError(
+                f"arguments of {self._fn.__name__} must be {list(names)}, got {list(arguments)}"
+            )
+        self(grid, *[arguments[name] for name in names])
 
     @staticmethod
     def pack(args: Iterable[Argument]) -> Packed:
