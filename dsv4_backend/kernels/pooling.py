@@ -41,9 +41,8 @@ def window_rows(
     WINDOW: tl.constexpr = C * RATIO
     o_w = i_w + tl.arange(0, BLOCK_W)
     o_c = o_w // RATIO if C == 2 else o_w * 0  # half of the channels
-    is_old = o_w < window.rows_in_state
     m_input = (o_w >= window.rows_in_state)[:, None]
-    m_state = (is_old & (window.seq_len - WINDOW + o_w >= 0))[:, None]
+    m_state = ((o_w < window.rows_in_state) & (window.seq_len - WINDOW + o_w >= 0))[:, None]
     o_state = window_offsets(o_w, window, window.seq_len, step, state, RATIO, STATE_BLOCK, LAYOUT)
     o_ape = (o_w % RATIO) * ape.stride_r + o_c * ape.stride_c
     b_ape = tl.load(ape.ptr + o_ape[:, None] + o_d[None, :]).to(tl.float32)

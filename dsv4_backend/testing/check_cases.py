@@ -192,9 +192,7 @@ def move_plan(step_plan: Plan, device: torch.device) -> Plan:
     return type(step_plan)(**moved)
 
 
-def _in_place(
-    path: KernelPath, adversarial: bool, target: Target, device: torch.device
-) -> float:
+def _in_place(path: KernelPath, adversarial: bool, target: Target, device: torch.device) -> float:
     """``compress_norm_rope_hadamard_``: the share of elements that differ, by one bf16 ulp."""
     head_dim, ratio = int(path.operator.removeprefix("in_place_")), 4
     rotate = head_dim == 128
