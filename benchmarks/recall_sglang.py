@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from backend_cli import recall
+from backend_cli.eval import recall_task as recall
 from benchmarks.recall_vllm import CONCURRENCY, HERE, ask_all, environment, shown
 
 VARIANTS = {

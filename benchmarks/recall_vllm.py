@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from backend_cli import recall
+from backend_cli.eval import recall_task as recall
 
 HERE = Path(__file__).parent / "recall"
 CONCURRENCY = (1, 16, 64)

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from backend_cli import endpoint, eval_gsm8k, eval_recall, recall
+from backend_cli.eval import endpoint
+from backend_cli.eval import gsm8k as eval_gsm8k
+from backend_cli.eval import recall as eval_recall
+from backend_cli.eval import recall_task as recall
 from benchmarks.recall.canary import with_transposed_state
 from kda_backend.engines import transformers as kda
 from tests.cli.program import assert_one_sentence, run
@@ -213,7 +216,7 @@ def test_an_interrupt_keeps_answers(server: Server, monkeypatch: pytest.MonkeyPa
         if len(log) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("backend_cli.answers.AnswerLog.add", add_two)
+    monkeypatch.setattr("backend_cli.eval.answers.AnswerLog.add", add_two)
     assert ask_recall(server, 4, "--concurrency", "1")[0] == 130
     assert len(Path("recall-recall.json.answers.jsonl").read_text().splitlines()) == 3
 

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 import typer
 
-from backend_cli import recall
-from backend_cli.endpoint import Endpoint
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.eval_record import accuracy, verdict
-from backend_cli.eval_run import Run, print_record
+from backend_cli.eval import recall_task as recall
+from backend_cli.eval.endpoint import Endpoint
+from backend_cli.eval.record import accuracy, verdict
+from backend_cli.eval.run import Run, print_record
 
 NUM_FEWSHOT = 5
 SEED = 1234  # the harness's own default, for the choice of examples and for the server

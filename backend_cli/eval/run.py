@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from backend_cli.answers import AnswerLog
-from backend_cli.endpoint import Server, ServerGoneError, ask_all
 from backend_cli.errors import BadInputError
-from backend_cli.eval_record import FORMAT
+from backend_cli.eval.answers import AnswerLog
+from backend_cli.eval.endpoint import Server, ServerGoneError, ask_all
+from backend_cli.eval.record import FORMAT
 from backend_cli.files import check_writable, write_json
+from backend_cli.terminal import Bar, plain_console
 from backend_core import __version__
 
 
@@ -61,14 +59,6 @@ class Run:
         answers = [self._log.get(prompt) for prompt in prompts]
         rights = [is_right(i, a) for i, a in enumerate(answers) if is_right and a is not None]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
-        progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[right]}"),
-            console=Console(stderr=True),
-        )
 
         def done(place: int, answer: str) -> None:
             index = open_[place]
@@ -78,11 +68,10 @@ class Run:
             if is_right is not None:
                 rights.append(is_right(index, answer))
                 shown = f"accuracy {sum(rights) / len(rights):.3f}"
-            progress.update(bar, advance=1, right=shown)
+            bar.update(1, note=shown)
 
-        with progress:
-            kept = len(prompts) - len(open_)
-            bar = progress.add_task("questions", total=len(prompts), completed=kept, right="")
+        with Bar("questions", len(prompts)) as bar:
+            bar.update(len(prompts) - len(open_))
             try:
                 ask_all(ask, [prompts[i] for i in open_], concurrency, done)
             except BadInputError as error:
@@ -135,7 +124,7 @@ class Run:
 
 def print_record(record: dict[str, Any], output: Path) -> None:
     """The result in a few lines on stdout."""
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = plain_console()
     where = " ".join(str(record[k]) for k in ("engine", "engine_version") if record[k])
     on = f" on {where}" if where else ""
     backend = f", attention backend {record['backend']}" if record["backend"] else ""

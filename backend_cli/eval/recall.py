@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from backend_cli import recall as task
-from backend_cli.endpoint import Endpoint, Server
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.eval_record import accuracy
-from backend_cli.eval_run import Run, print_record
+from backend_cli.eval import recall_task as task
+from backend_cli.eval.endpoint import Endpoint, Server
+from backend_cli.eval.record import accuracy
+from backend_cli.eval.run import Run, print_record
+from backend_cli.families import family_of_checkpoint, transformers_adapter
 from backend_core.engines import ENGINES
 
-RECALL = Path(__file__).resolve().parent.parent / "benchmarks" / "recall"
+RECALL = Path(__file__).resolve().parents[2] / "benchmarks" / "recall"
 WANTED = 0.95
 """The checkpoint answers 0.999 rightly; 0.02 of them with its state read transposed."""
 
@@ -42,8 +42,9 @@ def recall(
         Path | None,
         typer.Option(metavar="DIR", help="For transformers; by default the repository's."),
     ] = None,
-    stock: Annotated[
-        bool, typer.Option("--stock", help="Run transformers here without this backend.")
+    upstream: Annotated[
+        bool,
+        typer.Option("--upstream", "--stock", help="Run transformers here without this backend."),
     ] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The record; default recall-MODEL.json.")
@@ -58,8 +59,10 @@ def recall(
     ] = None,
 ) -> None:
     """Ask the recall checkpoint for what stands in its context; the right kernels know it."""
-    if base_url is not None and (stock or checkpoint is not None):
-        raise BadInputError("--stock and --checkpoint are for transformers here, not for a server")
+    if base_url is not None and (upstream or checkpoint is not None):
+        raise BadInputError(
+            "--upstream and --checkpoint are for transformers here, not for a server"
+        )
     path = data_path or RECALL / "questions.jsonl"
     questions = _questions(path, num_questions, data_path is None)
     endpoint = None if base_url is None else Endpoint.parse(base_url, timeout)
@@ -67,7 +70,7 @@ def recall(
         server = endpoint.server(model)
     else:
         where = checkpoint or RECALL / "checkpoint"
-        server = _here(where, stock)
+        server = _here(where, upstream)
         concurrency = 1
     settings = {
         "num_questions": len(questions.items),
@@ -87,7 +90,7 @@ def recall(
     if endpoint is not None:
         answers = run.ask(prompts, _served(endpoint, server.model), concurrency, is_right)
     else:
-        answers = _answer_here(run, where, stock, prompts, is_right)
+        answers = _answer_here(run, where, upstream, prompts, is_right)
     rights = [is_right(index, answer) for index, answer in enumerate(answers)]
     found = {"exact": accuracy(rights)}
     ok = found["exact"]["value"] >= WANTED
@@ -145,7 +148,7 @@ def _served(endpoint: Endpoint, model: str) -> Callable[[str], str]:
     )
 
 
-def _here(checkpoint: Path, stock: bool) -> Server:
+def _here(checkpoint: Path, upstream: bool) -> Server:
     """transformers in this process, as a server would describe itself."""
     version = ENGINES["transformers"].installed()
     if version is None or importlib.util.find_spec("torch") is None:
@@ -158,31 +161,38 @@ def _here(checkpoint: Path, stock: bool) -> Server:
             f"the checkpoint must be a folder with config.json, got {checkpoint}: the repository "
             "has one, run from a clone or give --checkpoint"
         )
-    return Server(checkpoint.name, "transformers", version, "stock" if stock else "kda", None)
+    return Server(
+        checkpoint.name,
+        "transformers",
+        version,
+        "upstream" if upstream else family_of_checkpoint(checkpoint).name,
+        None,
+    )
 
 
 def _answer_here(
     run: Run,
     checkpoint: Path,
-    stock: bool,
+    upstream: bool,
     prompts: list[str],
     is_right: Callable[[int, str], bool],
 ) -> list[str]:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its bars would break ours
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import torch
 
-    from backend_cli.demo import generate
-    from kda_backend.engines import transformers as kda
+    from backend_cli.demo import bounded_threads, generate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adapter = transformers_adapter(family_of_checkpoint(checkpoint))
     try:
-        model = kda.load_model(checkpoint, device)
+        model = adapter.load_model(checkpoint, device)
     except (OSError, ValueError, ImportError) as error:
         raise BadInputError(f"{checkpoint} cannot be loaded: {error}") from error
-    if not stock:
-        kda.enable()
+    if not upstream:
+        adapter.enable()
     try:
-        return run.ask(prompts, lambda prompt: task.decode(generate(model, prompt)), 1, is_right)
+        with bounded_threads():
+            return run.ask(
+                prompts, lambda prompt: task.decode(generate(model, prompt)), 1, is_right
+            )
     finally:
-        kda.disable()
+        adapter.disable()

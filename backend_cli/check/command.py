@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from backend_cli.check.probes import Probe, probes
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import check_writable, write_json
 from backend_cli.info import build_report
+from backend_cli.terminal import Bar, plain_console
 from backend_cli.worker import Worker, WorkerDiedError
 from backend_core.tables.select import shipped_directory
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
-SCHEMA = 1
-WORKER = "backend_cli.check_worker"
+SCHEMA = 2
+WORKER = "backend_cli.check.worker"
 
 
 def check(
@@ -63,15 +63,16 @@ def check(
 def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[str, Any]:
     """What ``check --json`` writes. Within one ``schema`` number keys are added, never changed.
 
-    - ``schema``: 1; ``date``; ``seconds``, of the whole run;
+    - ``schema``: 2 (1 had ``phase`` in place of ``operator``); ``date``; ``seconds`` of the whole
+      run;
     - ``info``: what ``info --json`` prints for the target, with shipped tables named without their
       folder;
     - ``interpreted``: whether the kernels ran in Triton's interpreter;
     - ``checked``, ``failures``: how many calls were made, and how many were not right;
-    - ``results``: for each call ``family``, ``phase``, ``path``, ``grids``, ``params``, ``case``,
-      ``status`` (``"ok"``, ``"wrong"``, ``"failed"`` or ``"skipped"``), ``error`` and ``allowed``
-      (relative L2 for KDA, share of differing values for the compressor), ``seconds`` and
-      ``message``.
+    - ``results``: for each call ``family``, ``operator``, ``path``, ``grids``, ``params``,
+      ``case``, ``status`` (``"ok"``, ``"wrong"``, ``"failed"`` or ``"skipped"``), ``error`` and
+      ``allowed`` (in the family's measure: relative L2 for KDA, the share of differing values for
+      the compressor), ``seconds`` and ``message``.
 
     Raises:
         CliError: torch or triton is missing, or there is no table for the target.
@@ -82,10 +83,10 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
     results: list[dict[str, Any]] = [
         {
             "family": probe.family,
-            "phase": probe.path.phase,
+            "operator": probe.path.operator,
             "path": probe.path.name,
             "grids": probe.grids,
-            "params": dict(probe.path.params),
+            "params": probe.path.params_dict(),
             "case": probe.case,
             "status": "skipped",
             "error": None,
@@ -100,19 +101,11 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
         if probe.skip is None:
             numbers.put(number)
     checked = numbers.qsize()
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
-    with progress:
-        task = progress.add_task(f"checking {target.name}", total=checked)
+    with Bar(f"checking {target.name}", checked) as bar:
 
         def done(number: int, answer: dict[str, Any]) -> None:
             results[number].update(answer)
-            progress.advance(task)
+            bar.update(1)
 
         name = target.name if interpreted else None
         threads = [
@@ -154,23 +147,21 @@ def _target(interpret: str | None) -> Target:
     return by_name[interpret.lower()]
 
 
-def _probes(target: Target, interpreted: bool) -> list[Any]:
+def _probes(target: Target, interpreted: bool) -> list[Probe]:
     try:
-        from backend_cli import check_worker
+        import torch  # noqa: F401 (each probe runs on it)
+
+        return probes(target, interpreted=interpreted)
     except ModuleNotFoundError as error:
         raise CliError(
             f"check runs kernels and needs {error.name}, which is not installed here"
         ) from error
-    try:
-        return list(check_worker.probes(target, interpreted=interpreted))
     except LookupError as error:
-        raise CliError(f"nothing to check, stock code runs on this machine: {error}") from error
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
+        raise CliError(f"nothing to check, upstream code runs on this machine: {error}") from error
 
 
 def _default_jobs(target: Target) -> int:
-    """Compilation fills one CPU a process; each process holds half a gigabyte of GPU memory."""
+    """Compilation fills one CPU per process; each process holds half a gigabyte of GPU memory."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // (1 if target.vendor == "cpu" else 2)))
 
 
@@ -210,7 +201,7 @@ def _serve(
 
 def _print_report(report: dict[str, Any]) -> None:
     width = None if sys.stdout.isatty() else 120
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    console = plain_console(width=width, soft_wrap=False)
     info = report["info"]
     (target,) = info["targets"]
     versions = [f"{name} {version}" for name, version in info["packages"].items() if version]
@@ -223,14 +214,14 @@ def _print_report(report: dict[str, Any]) -> None:
         error, allowed = (
             "" if row[key] is None else f"{row[key]:.1e}" for key in ("error", "allowed")
         )
-        kernels = f"{row['family']} {row['phase']}"
+        kernels = f"{row['family']} {row['operator']}"
         table.add_row(
             kernels, row["path"], row["grids"], row["case"], error, allowed, row["status"]
         )
     console.print(table)
     for row in report["results"]:
         if row["status"] != "ok":
-            what = f"{row['family']} {row['phase']} {row['path']} {row['case']}".strip()
+            what = f"{row['family']} {row['operator']} {row['path']} {row['case']}".strip()
             console.print(f"{row['status']}: {what}: {row['message']}", soft_wrap=True)
     if target["vendor"] == "cpu":
         console.print(

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from backend_cli.errors import BadInputError
-from backend_cli.eval_record import mcnemar, read_record
+from backend_cli.eval.record import mcnemar, read_record
 from backend_cli.files import check_writable, write_json
+from backend_cli.terminal import plain_console
 
 SCHEMA = 1
 LEVEL = 0.05
@@ -97,7 +97,7 @@ def compare_records(
 
 
 def _print(report: dict[str, Any], show: int) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console(soft_wrap=False)
     changed = report["changed"][:show]
     if changed:
         table = Table("question", "expected", "A", "B", box=None, pad_edge=False)
