@@ -3,14 +3,14 @@
 A page of P tokens holds their data one after another, then their scales one after another. One
 family writes these records and another reads them, so the formats are stated here.
 
-===============  ====================================================  ============================
-format           data of a token                                       scales of a token
-===============  ====================================================  ============================
-fp8_ds_mla       448 e4m3, then 64 bf16 (the channels that RoPE turns)  7 UE8M0, one per 64 e4m3; a 0
-bf16_rows        512 bf16                                              none
-indexer_fp8      128 e4m3                                              one fp32
-indexer_mxfp4    128 e2m1, the even channel in the low nibble          4 UE8M0, one per 32 channels
-===============  ====================================================  ============================
+=============  =============================================  ==============================
+format         data of a token                                scales of a token
+=============  =============================================  ==============================
+fp8_ds_mla     448 e4m3, then 64 bf16 that RoPE turned        7 UE8M0, one per 64 e4m3; a 0
+bf16_rows      512 bf16                                       none
+indexer_fp8    128 e4m3                                       one fp32
+indexer_mxfp4  128 e2m1, the even channel in the low nibble   4 UE8M0, one per 32 channels
+=============  =============================================  ==============================
 
 UE8M0 is a power of two 2^k, stored as the byte k + 127.
 """

@@ -1,7 +1,7 @@
 """Roundings and number formats of caches, exactly, in integers.
 
-The result is then one and the same in Triton's interpreter, on CUDA and on HIP, and fp8 codes do not
-depend on which conversions an architecture has.
+The result is then one and the same in Triton's interpreter, on CUDA and on HIP, and fp8 codes do
+not depend on which conversions an architecture has.
 """
 
 import triton

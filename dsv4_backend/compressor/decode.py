@@ -1,4 +1,4 @@
-"""A decode step: state rows, pooling, norm, RoPE, rotation, quantisation and store in one launch."""
+"""A decode step in one launch: state rows, pooling, norm, RoPE, rotation, quantisation, store."""
 
 from __future__ import annotations
 

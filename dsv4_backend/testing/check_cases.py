@@ -250,9 +250,10 @@ def _queries(path: KernelPath, adversarial: bool, target: Target, device: torch.
             selection=PathSelection.of(path),
         )
         worst = max(worst, float((codes.cpu() != want_codes).float().mean()))
-        if scales is not None and want_scales is not None:
-            if not torch.equal(scales.cpu(), want_scales):
-                raise RuntimeError("a scale differs from that of the definition")
+        missing = torch.empty(0)
+        got, known = (missing if x is None else x.cpu() for x in (scales, want_scales))
+        if not torch.equal(got, known):
+            raise RuntimeError("a scale differs from that of the definition")
         if not torch.allclose(out.cpu(), want, rtol=1e-6, atol=0):
             raise RuntimeError("a head's weight differs from that of the definition")
     return worst

@@ -1,4 +1,4 @@
-"""An engine in miniature: a state and a cache with poisoned pages, and the step plans of its steps."""
+"""An engine in miniature: a state and a cache with poisoned pages, and its step plans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def default_device() -> torch.device:
 
 
 def make_spec(cache_format: str = "fp8_ds_mla", ratio: int = 4, **changes: Any) -> CompressorSpec:
-    """A spec with vLLM's rounding, e4m3 as OCP has it and pages of 4 tokens; the indexer rotates."""
+    """A spec with vLLM's rounding, e4m3 of OCP and pages of 4 tokens; the indexer rotates."""
     is_indexer = cache_format.startswith("indexer")
     fields: dict[str, Any] = {
         "page_tokens": 4,

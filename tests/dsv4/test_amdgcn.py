@@ -73,9 +73,7 @@ def run_in_place(text: str, head_dim: int, dtype: str) -> None:
 
     want = before[0].clone()
     rotate = head_dim == 128
-    in_torch(
-        want[:, :head_dim], weight, EPS, table, seq_lens, compress_ratio=4, rotate=rotate
-    )
+    in_torch(want[:, :head_dim], weight, EPS, table, seq_lens, compress_ratio=4, rotate=rotate)
     assert torch.equal(kv[:, head_dim:], before[0][:, head_dim:])
     tolerance = {"rtol": 0.0, "atol": 4e-6} if dtype == "fp32" else {"rtol": 2**-7, "atol": 1e-6}
     torch.testing.assert_close(kv.float(), want.float(), **tolerance)

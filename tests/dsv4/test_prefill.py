@@ -26,7 +26,9 @@ from tests.dsv4.cases import (
 LAYOUTS = ["ring", "paged"]
 
 
-def serve(layer, engine, histories, calls: list[list[Chunk]], input_dtype=torch.float32, torch_path=False):
+def serve(
+    layer, engine, histories, calls: list[list[Chunk]], input_dtype=torch.float32, torch_path=False
+):
     for chunks in calls:
         kv_score = torch.cat([histories[r][start:end] for r, start, end in chunks])
         plan = engine.prefill_plan(chunks)

@@ -10,7 +10,7 @@ import pytest
 from backend_cli import demo
 from backend_cli.errors import BadInputError, CliError
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import compressor
+from dsv4_backend import reference
 from dsv4_backend.engines import transformers as dsv4
 from kda_backend.engines import transformers as kda
 
@@ -60,7 +60,7 @@ def test_wrong_answers_fail_the_demo(
 def test_a_wrong_compressor_fails_the_demo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compressor, "run_in_place", lambda *_: None)
+    monkeypatch.setattr(reference, "rope", lambda x, *_: x)
     assert demo.run(1) == 1
     shown = capsys.readouterr().out.splitlines()[-2]
     assert shown.startswith("DeepSeek-V4 (tiny, random weights): ") and "16 of 16" not in shown
