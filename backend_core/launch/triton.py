@@ -27,6 +27,7 @@ Packed = tuple[int, tuple[object, ...]]
 """Some of a launch's arguments, made ready once for many launches: a number of their class, and
 their values, which hold the tensors' addresses and keep none alive."""
 
+_RECENT = 4096  # exact argument lists that a launch remembers
 _PACK_KEYS: dict[tuple[object, ...], int] = {}
 
 
@@ -62,12 +63,12 @@ class KernelLaunch:
             fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
             constexprs: a value for each of them.
             options: ``num_warps``, ``num_stages`` and other compiler options.
-            groups: of a kernel that ``packed`` launches, the names of its run-time arguments, by
-                what they change with.
+            groups: for ``packed``, argument names grouped by lifetime: for instance per call, per
+                layer, per step. A name that the kernel does not take is passed over.
 
         Raises:
             ValueError: the constexprs are not those of the kernel, or do not stand last; or the
-                groups are not its other arguments.
+                groups lack one of its other arguments, or have a name twice.
         """
         self.kernel = self._fn = fn
         self._kwargs = {**constexprs, **(options or {})}
@@ -75,14 +76,17 @@ class KernelLaunch:
         """Launches with the same arguments that a later call may choose instead of this one: what
         is compiled here is compiled for them too."""
         self._compiled: dict[tuple[object, ...], Any] = {}
+        # by the integers themselves, which saves deciding their classes again
+        self._recent: dict[tuple[object, ...], Any] = {}
         self._packed: dict[tuple[int, ...], Any] = {}
-        self.groups = tuple(tuple(names) for names in groups)
+        self.argument_names = wanted = tuple(n for n in fn.arg_names if n not in constexprs)
+        """Of the run-time arguments, in the order of the kernel's signature."""
         if groups:
             given = [name for names in groups for name in names]
-            wanted = [name for name in fn.arg_names if name not in constexprs]
-            if sorted(given) != sorted(wanted):
-                raise ValueError(f"groups of {fn.__name__} must be of {wanted}, got {given}")
+            if set(wanted) - set(given) or len(set(given)) != len(given):
+                raise ValueError(f"groups of {fn.__name__} must be of {list(wanted)}, got {given}")
             self._in_order = operator.itemgetter(*[given.index(name) for name in wanted])
+        self._ordered = _getter(self.argument_names)
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -96,24 +100,55 @@ class KernelLaunch:
             )
         self._tail = tuple(constexprs[name] for name in declared)
 
-    def __call__(self, grid: Grid, *args: Argument) -> None:
+    def __call__(self, grid: Grid, *args: Argument, **named: Argument) -> None:
         """Launch on the current device and stream; a grid with a zero launches nothing.
 
         Args:
             grid: number of programs along x, y and z.
-            args: the run-time arguments, in the order of the kernel's signature.
+            args: the run-time arguments in the order of the kernel's signature; or
+            named: the run-time arguments by their names in the kernel's signature.
+
+        Raises:
+            TypeError: an argument is missing or unknown.
         """
+        if named:
+            args = self._positional(args, named)
         if self._interpreted:
             self._fn[grid](*args, **self._kwargs)
             return
         active = driver.active
         device = active.get_current_device()
-        names, values = _specialise(args, torch.version.hip is not None)
-        key = (device, *names)
-        compiled = self._compiled.get(key)
+        key, values = _exactly(args, torch.version.hip is not None)
+        key.append(device)
+        exact = tuple(key)
+        compiled = self._recent.get(exact)
         if compiled is None:
-            compiled = self._compile(key, args)
+            compiled = self._variant(device, args)
+            if len(self._recent) >= _RECENT:
+                self._recent.clear()
+            self._recent[exact] = compiled
         _run(compiled, grid, active.get_current_stream(device), (*values, *self._tail))
+
+    def _positional(
+        self, args: tuple[Argument, ...], named: Mapping[str, Argument]
+    ) -> tuple[Argument, ...]:
+        """Named arguments in the order of the kernel's signature."""
+        if not args and len(named) == len(self.argument_names):
+            try:
+                return self._ordered(named)
+            except KeyError:
+                pass
+        missing = sorted(set(self.argument_names) - named.keys())
+        unknown = sorted(named.keys() - set(self.argument_names))
+        raise TypeError(
+            f"arguments of {self._fn.__name__} must be all by name, each once; missing"
+            f" {missing}, unknown {unknown}, {len(args)} without a name"
+        )
+
+    def _variant(self, device: int, args: tuple[Argument, ...]) -> Any:
+        """The compiled kernel for the classes of the arguments."""
+        key = (device, *_specialise(args, torch.version.hip is not None)[0])
+        return self._compiled.get(key) or self._compile(key, args)
 
     @staticmethod
     def pack(args: Iterable[Argument]) -> Packed:
@@ -175,6 +210,13 @@ class KernelLaunch:
         return self._compiled[key]
 
 
+def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Argument]], tuple[Argument, ...]]:
+    """Takes the values of ``names`` out of a mapping, in order."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda named: tuple(named[name] for name in names)
+
+
 def _run(compiled: Any, grid: Grid, stream: int, args: tuple[object, ...]) -> None:
     """``compiled[grid]``, without the records for launch hooks where none are installed."""
     hooks = knobs.runtime
@@ -185,6 +227,26 @@ def _run(compiled: Any, grid: Grid, stream: int, args: tuple[object, ...]) -> No
         return
     function, metadata = compiled.function, compiled.packed_metadata
     compiled.run(*grid, stream, function, metadata, None, None, None, *args)
+
+
+def _exactly(args: Iterable[Argument], hip: bool) -> tuple[list[object], list[object]]:
+    """As `_specialise`, where each int stands for itself: finer, and found faster."""
+    key: list[object] = []
+    values: list[object] = []
+    for arg in args:
+        if type(arg) is int:
+            key.append(arg)
+            values.append(arg)
+        elif isinstance(arg, Tensor):
+            address = arg.data_ptr()
+            key += (arg.dtype, address & 15)
+            if hip:
+                key.append(arg.untyped_storage().nbytes() < 2**31)
+            values.append(address)
+        else:
+            key.append(type(arg))
+            values.append(arg)
+    return key, values
 
 
 def _specialise(

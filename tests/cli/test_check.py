@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend_cli import check_dsv4, check_kda, check_step, worker
+from backend_cli import check_kda, check_step, worker
 from backend_cli.check import command as check_module
 from backend_cli.check.probes import UPSTREAM, probes
 from backend_core.family import families
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
+from dsv4_backend.testing import check_cases as check_dsv4
 from kda_backend.prefill import torch as torch_path
 from tests.cli.program import assert_one_sentence, run
 
@@ -168,19 +169,17 @@ def test_a_draft_that_commits_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_compressor_without_its_ape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, row = _row("dsv4", "indexer_decode")
-    case = check_dsv4._steps(row, "paged", False)
-    assert case(cpu, CPU) == 0.0
+    assert check_dsv4._steps(row, "paged", False, cpu, CPU) == 0.0
     moved = check_dsv4.to_device
 
     def without_ape(*args):
-        parts = moved(*args)
-        return [
-            ((replace(layer, ape=0 * layer.ape), *rest), plan) for (layer, *rest), plan in parts
-        ]
+        call = moved(*args)
+        call.layer = replace(call.layer, ape=0 * call.layer.ape)
+        return call
 
     monkeypatch.setattr(check_dsv4, "to_device", without_ape)
     with pytest.raises(RuntimeError, match=r"state rows differ|more than one step"):
-        case(cpu, CPU)
+        check_dsv4._steps(row, "paged", False, cpu, CPU)
 
 
 WORKER = """

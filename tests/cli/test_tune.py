@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from backend_cli import measure_dsv4
 from backend_cli.tune import command as tune_module
 from backend_cli.tune import worker as tune_worker
 from backend_cli.tune.search import render, search, sweeps
@@ -26,6 +25,8 @@ from backend_core.family import families
 from backend_core.tables.schema import parse_table
 from backend_core.tables.select import PathTable, load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS, detect_target
+from dsv4_backend import reference
+from dsv4_backend.testing import steps
 from tests.cli.program import assert_one_sentence, run
 
 H200 = KNOWN_TARGETS["H200"]
@@ -271,21 +272,21 @@ def test_kda_calls_are_of_the_asked_size(operator: str, measure: str) -> None:
 def test_compressor_calls_store_a_record_for_each_window(
     operator: str, measure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = []
-    moved = measure_dsv4._on_device
+    made = []
+    make_step = steps.make_step
 
     def remember(*args: Any) -> Any:
-        part, plan = moved(*args)
-        stored.append(part[3])
-        return part, plan
+        made.append(make_step(*args))
+        return made[-1]
 
-    monkeypatch.setattr(measure_dsv4, "_on_device", remember)
+    monkeypatch.setattr(steps, "make_step", remember)
     call = families()["dsv4"].measure(row_here("dsv4", operator), detect_target(), measure, 3, 32)
-    before = [cache.clone() for cache in stored]
     call()
-    assert stored
-    for cache, old in zip(stored, before, strict=True):
-        assert int((cache != old).any(1).sum()) > 0
+    (step,) = made
+    assert step.ends == 3
+    slots = torch.arange(step.ends)
+    data, _ = reference.load(step.cache, slots, step.layer.spec)
+    assert bool((data != 0).any(1).all())
 
 
 def test_a_row_that_cannot_run_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

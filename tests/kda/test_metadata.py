@@ -11,8 +11,9 @@ import torch
 from kda_backend import step_plan as metadata_module
 from kda_backend.kernels.chunk_table import build_chunk_table
 from kda_backend.selection import KdaShape, select
-from kda_backend.step_plan import ChunkMetadata, build_metadata, equal_length_metadata
-from tests.kda.cases import Backend, chunks_of, cu_tensor
+from kda_backend.step_plan import StepPlan, build_step_plan, equal_length_plan
+from kda_backend.testing.cases import chunks_of, cu_tensor
+from tests.kda.cases import Backend
 
 RAGGED = [
     (),
@@ -72,17 +73,17 @@ def test_chunks_past_the_last_are_empty(device: torch.device, spare: int) -> Non
 
 def test_a_bound_is_reached_by_some_batch() -> None:
     on_meta = cu_tensor((65, 65, 65), torch.device("meta"))
-    assert build_metadata(on_meta, 195, chunk_table=False).num_chunks == 6
+    assert build_step_plan(on_meta, 195, chunk_table=False).num_chunks == 6
     on_meta = cu_tensor((1, 1, 0, 0), torch.device("meta"))
-    assert build_metadata(on_meta, 2, chunk_table=False).num_chunks == 2
+    assert build_step_plan(on_meta, 2, chunk_table=False).num_chunks == 2
 
 
 def test_the_longest_sequence_is_known_or_taken_for_an_equal_share() -> None:
     lengths = (70, 0, 9, 640)
-    known = build_metadata(cu_tensor(lengths, torch.device("cpu")), 719, chunk_table=False)
+    known = build_step_plan(cu_tensor(lengths, torch.device("cpu")), 719, chunk_table=False)
     assert (known.num_chunks, known.max_chunks, known.long_sequences) == (13, 10, 1)
     on_meta = cu_tensor(lengths, torch.device("meta"))
-    bound = build_metadata(on_meta, 719, chunk_table=False)
+    bound = build_step_plan(on_meta, 719, chunk_table=False)
     assert (bound.num_chunks, bound.max_chunks, bound.long_sequences) == (15, 4, 4)
 
 
@@ -91,7 +92,7 @@ def test_the_grid_counts_each_sequences_chunks_times_value_heads(
 ) -> None:
     """Chunks do not cross sequences: three of 22 tokens are three chunks, not ceil(66 / 64)."""
     case = kernels.case(seed, (22, 22, 22), heads=1, value_heads=2, dims="narrow")
-    plan = kernels.plan(case.shape)
+    plan = kernels.selection(case.shape)
     seen: list[int] = []
 
     class Spy:
@@ -100,13 +101,13 @@ def test_the_grid_counts_each_sequences_chunks_times_value_heads(
             return plan.prefill.paths[0]
 
     spied = dataclasses.replace(plan, prefill=Spy())  # type: ignore[arg-type]
-    kernels.chunk(case, plan=spied, cu_seqlens_cpu=case.cu_seqlens.cpu())
+    kernels.chunk(case, selection=spied, cu_seqlens_cpu=case.cu_seqlens.cpu())
     assert seen == [3 * 2]
 
 
 def test_the_decode_grid_counts_sequences_times_value_heads(kernels: Backend, seed: int) -> None:
     case = kernels.case(seed, (1, 1, 1), heads=1, value_heads=2, dims="narrow")
-    plan = kernels.plan(case.shape)
+    plan = kernels.selection(case.shape)
     seen: list[int] = []
 
     class Spy:
@@ -115,12 +116,12 @@ def test_the_decode_grid_counts_sequences_times_value_heads(kernels: Backend, se
             return plan.decode.paths[0]
 
     spied = dataclasses.replace(plan, decode=Spy())  # type: ignore[arg-type]
-    kernels.recurrent(case, plan=spied)
+    kernels.recurrent(case, selection=spied)
     assert seen == [3 * 2]
 
 
 def test_metadata_is_frozen(device: torch.device) -> None:
-    meta = build_metadata(cu_tensor((70,), device), 70)
+    meta = build_step_plan(cu_tensor((70,), device), 70)
     with pytest.raises(dataclasses.FrozenInstanceError):
         meta.num_tokens = 1  # type: ignore[misc]
     assert meta.num_sequences == 1
@@ -129,17 +130,17 @@ def test_metadata_is_frozen(device: torch.device) -> None:
 def test_equal_lengths_are_described_once(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meta = equal_length_metadata(3, 70, device, True)
+    meta = equal_length_plan(3, 70, device, True)
     assert meta.cu_seqlens.tolist() == [0, 70, 140, 210]
     assert (meta.num_tokens, meta.num_chunks, meta.num_sequences) == (210, 6, 3)
     assert meta.chunk_table is not None
     assert meta.chunk_table.length.tolist() == [64, 6] * 3
 
-    def must_not_build(*args: object, **kwargs: object) -> ChunkMetadata:
+    def must_not_build(*args: object, **kwargs: object) -> StepPlan:
         raise AssertionError("built a second time")
 
-    monkeypatch.setattr(metadata_module, "build_metadata", must_not_build)
-    assert equal_length_metadata(3, 70, device, True) is meta
+    monkeypatch.setattr(metadata_module, "build_step_plan", must_not_build)
+    assert equal_length_plan(3, 70, device, True) is meta
 
 
 def test_a_plan_explains_each_row_of_its_table(kernels: Backend) -> None:

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from backend_core.tables.schema import KernelPath
+from backend_core.testing.numerics import poisoned
+from kda_backend.testing.cases import TOKEN_FIELDS, Case
+from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import (
     LENGTHS,
-    REGIMES,
-    TOKEN_FIELDS,
     Backend,
-    Case,
     assert_close,
     assert_result,
     assert_same_bits,
     one_path,
-    poisoned,
     shipped_rows,
 )
 
@@ -339,5 +338,5 @@ def test_every_row_of_the_tables_is_exact(
     case = kernels.case(seed, (70, 9), key_dim=dims[0], value_dim=dims[1])
     if missing := case.shape.requires() - row.features:
         pytest.skip(f"{row.name} lacks {', '.join(missing)}")
-    plan = one_path(kernels.plan(case.shape), "prefill", row)
-    assert_result(case, *kernels.chunk(case, plan=plan))
+    plan = one_path(kernels.selection(case.shape), "prefill", row)
+    assert_result(case, *kernels.chunk(case, selection=plan))

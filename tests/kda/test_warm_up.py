@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.selection import KdaPlan, KdaShape, select, warm_up
+from kda_backend.selection import KdaSelection, KdaShape, select, warm_up
 
 
 @pytest.mark.parametrize("target", ["H200", "B200", "MI355X", "cpu"])
@@ -13,10 +13,10 @@ def test_every_path_of_both_phases_is_called(target: str) -> None:
     plan = select(KNOWN_TARGETS[target], KdaShape(4, 4, 128, 128))
     called: dict[str, list[object]] = {"prefill": [], "decode": []}
 
-    def prefill(single: KdaPlan) -> None:
+    def prefill(single: KdaSelection) -> None:
         called["prefill"].append(single.prefill.lookup(1))
 
-    def decode(single: KdaPlan) -> None:
+    def decode(single: KdaSelection) -> None:
         called["decode"].append(single.decode.lookup(1))
 
     warm_up(plan, prefill, decode)

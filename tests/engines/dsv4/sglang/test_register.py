@@ -16,8 +16,8 @@ from backend_core.engines import sglang_flag
 from backend_core.strict import FallbackError
 from dsv4_backend.engines import sglang
 from dsv4_backend.engines.sglang_compressor import FusedStep
-from tests.engines.kda.sglang.test_register import resolved
 from tests.engines.dsv4.sglang.harness import STEP, Served, make_runner, server_args
+from tests.engines.kda.sglang.test_register import resolved
 
 
 def test_sglangs_own_loader_has_run_both_plug_ins() -> None:

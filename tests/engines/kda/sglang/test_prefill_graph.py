@@ -28,7 +28,7 @@ NEW, SLOTS = [70, 6], [3, 5]
 @pytest.fixture(scope="module")
 def served() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(sglang_layer, "plan_for", kernels_of_an_a100)
+        patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
         yield harness.Served("--attention-backend", "kda")
 
 
