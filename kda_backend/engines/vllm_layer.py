@@ -17,7 +17,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from backend_core.engines.vllm_flag import logger, requested
+from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger, requested
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend import layer
@@ -47,6 +47,7 @@ def runtime_of(
     conv_size: int,
     *,
     verifies_drafts: bool,
+    full_rank_gate: bool = False,
 ) -> Runtime | None:
     """The runtime of a model's layers where the flag asks for it and a path serves them.
 
@@ -60,6 +61,8 @@ def runtime_of(
     speculative = vllm_config.speculative_config
     drafts = 0 if speculative is None else 1 + speculative.num_speculative_tokens
     refusal = _refusal(shape, state_dtype, conv_size, bool(drafts) and not verifies_drafts)
+    if full_rank_gate:  # its forward also exports prefill checkpoints
+        refusal = "KDA layers with a full-rank gate are not replaced"
     if refusal is None:
         try:
             return _runtime(
@@ -78,6 +81,8 @@ def runtime_of(
 def _refusal(
     shape: KdaShape, state_dtype: torch.dtype, conv_size: int, unknown_drafts: bool
 ) -> str | None:
+    if batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if unknown_drafts:
         return "speculative decoding is on, which the KDA layers of this backend do not serve"
     if state_dtype not in (torch.float32, torch.bfloat16):
@@ -119,7 +124,7 @@ def attend(
     gate: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """A layer between its projections.
+    """A layer between its projections; see `log_failed_step` for what an exception does.
 
     Args:
         module: the engine's layer: its prefix and its cache.
@@ -132,6 +137,17 @@ def attend(
     if metadata is None:
         _profile(runtime, weights, module, qkv, g, beta, gate, out)
         return
+    whole = Tokens(qkv, g, beta, gate, out)
+    try:
+        _run_step(runtime, weights, module, whole, metadata)
+    except Exception as error:
+        log_failed_step(f"KDA layer {module.prefix}", error)
+        raise
+
+
+def _run_step(
+    runtime: Runtime, weights: LayerWeights, module: Any, whole: Tokens, metadata: Any
+) -> None:
     step = getattr(metadata, _STEP, None)
     # the layers that share metadata have caches and projections of one shape
     checked = step is not None
@@ -141,7 +157,7 @@ def attend(
     conv_pool, state_pool = module.kv_cache
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
-    whole, pools = Tokens(qkv, g, beta, gate, out), Pools(conv_pool, state_pool)
+    pools = Pools(conv_pool, state_pool)
     if step.draft is not None:
         _verify(runtime, weights, whole, pools, step.draft, step.prefill)
         return
@@ -151,8 +167,8 @@ def attend(
     if step.prefill is not None:
         tokens = _rows(whole, step.prefill)
         _prefill(runtime, weights, tokens, window, step.prefill, checked=checked)
-    if step.num_tokens < out.shape[0]:
-        out[step.num_tokens :].zero_()
+    if step.num_tokens < whole.out.shape[0]:
+        whole.out[step.num_tokens :].zero_()
 
 
 def _rows(tokens: Tokens, part: Part) -> Tokens:

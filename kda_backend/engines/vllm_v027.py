@@ -31,6 +31,7 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
             self.get_state_dtype()[1],
             self.conv_size,
             verifies_drafts=Engine("vllm", "0.30.0", None).supports(vllm.__version__),
+            full_rank_gate=getattr(self, "use_full_rank_gate", False),
         )
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention

@@ -16,8 +16,8 @@ from backend_core.engines import sglang_flag
 from backend_core.strict import FallbackError
 from dsv4_backend.engines import sglang
 from dsv4_backend.engines.sglang_compressor import FusedStep
-from tests.engines.kda.sglang.test_register import resolved
 from tests.engines.dsv4.sglang.harness import STEP, Served, make_runner, server_args
+from tests.engines.kda.sglang.test_register import resolved
 
 
 def test_sglangs_own_loader_has_run_both_plug_ins() -> None:
@@ -75,7 +75,9 @@ def test_a_model_without_compressors_is_reported(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner: Any = SimpleNamespace(
-        server_args=SimpleNamespace(_kda_dsv4_requested="dsv4"),
+        server_args=SimpleNamespace(
+            _kda_dsv4_requested="dsv4", enable_deterministic_inference=False
+        ),
         model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])),
         is_draft_worker=False,
         use_mla_backend=False,

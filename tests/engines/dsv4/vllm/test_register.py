@@ -24,7 +24,6 @@ from backend_core.engines import Engine, vllm_flag
 from backend_core.engines.after_import import _AfterImport
 from dsv4_backend.engines import vllm as adapter
 from dsv4_backend.plugin import register_vllm
-from kda_backend.engines import vllm as kda_adapter
 from kda_backend.plugin import register_vllm as register_kda
 from tests.engines.dsv4.vllm.harness import engine_config
 
@@ -64,7 +63,7 @@ def test_registering_again_changes_nothing(log_lines: list[str]) -> None:
 
 
 def test_vllm_parses_the_flag() -> None:
-    assert FLAG == ("DSV4" if NEW_NAMES else "CUSTOM")
+    assert ("DSV4" if NEW_NAMES else "CUSTOM") == FLAG
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = parser.parse_args(["--attention-backend", FLAG])
     assert AttentionConfig(backend=parsed.attention_backend).backend.name == FLAG

@@ -65,7 +65,7 @@ def test_registering_again_changes_nothing(log_lines: list[str]) -> None:
 
 
 def test_the_flag_is_what_the_release_can_take() -> None:
-    assert FLAG == ("KDA" if NEW_NAMES else "CUSTOM")
+    assert ("KDA" if NEW_NAMES else "CUSTOM") == FLAG
 
 
 def test_vllm_parses_the_flag() -> None:

@@ -15,7 +15,6 @@ from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import vllm_layer
 from kda_backend.engines.vllm import register
-from tests.engines.launches import variant
 from tests.engines.kda.vllm.harness import (
     bind_cache,
     build_layer,
@@ -24,6 +23,7 @@ from tests.engines.kda.vllm.harness import (
     run_layer,
     step_metadata,
 )
+from tests.engines.launches import variant
 
 VERIFIES = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
 
