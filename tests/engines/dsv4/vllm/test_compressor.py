@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4 import attention
 from vllm.models.deepseek_v4.compressor import (
@@ -186,11 +186,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
         return build(config, "fp8_rows", cache_dtype="fp8")
     if case == "drafts":
         monkeypatch.setattr(config, "speculative_config", object())
-    elif case.startswith("captured"):
-        mode = CUDAGraphMode[case.split()[1]]
-        monkeypatch.setattr(config.compilation_config, "cudagraph_mode", mode)
-        v2 = property(lambda self: True)
-        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", v2, raising=False)
+    elif case == "batch invariance":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     elif case == "scales":
         monkeypatch.setattr(vllm_compressor, "_packs_scales", lambda: True)
     elif case == "no table":
@@ -207,9 +204,7 @@ REFUSALS = {
     "subclass": ".OfAPlatform is a compressor that is not replaced",
     "fp8 rows": "main records of kv_cache_dtype fp8 are not served: fp8_ds_mla and bf16 are",
     "drafts": "speculative decoding is on, which the compressor of this backend does not serve",
-    "captured FULL_AND_PIECEWISE": "captures batches with prefills as PIECEWISE CUDA graphs",
-    "captured PIECEWISE": "captures batches with prefills as PIECEWISE CUDA graphs",
-    "captured FULL": "captures batches with prefills as FULL CUDA graphs",
+    "batch invariance": "VLLM_BATCH_INVARIANT is set",
     "scales": "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32",
     "no table": "no dsv4 kernel paths for sm80",
     "signature": "must take ['kv_score', 'positions', 'rotary_emb'], got ['x']",
@@ -239,18 +234,26 @@ def test_strict_mode_refuses_to_build_what_is_not_served(
         refused(monkeypatch, case)
 
 
-@pytest.mark.parametrize(
-    ("mode", "v2"),
-    [("NONE", True), ("FULL_DECODE_ONLY", True), ("FULL_AND_PIECEWISE", False), ("FULL", False)],
-)
-def test_modes_that_capture_no_prefill_are_served(
-    monkeypatch: pytest.MonkeyPatch, mode: str, v2: bool
+def test_a_failing_step_is_logged_once_and_raised(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
+    """vLLM then ends the engine: no request gets an answer from half a step."""
     config = engine_config(flag=True)
-    monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode[mode])
-    runner = property(lambda self: v2)
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", runner, raising=False)
-    assert isinstance(build(config, "indexer_fp8"), FusedCompressor)
+    step = Step(build(config, "indexer_fp8"), "indexer_fp8", [12])
+    history = make_history(step.layer.spec, 12, 0)
+    step.run(config, [history], [(0, 0, 4)])
+
+    def fail(*args: Any) -> None:
+        raise ValueError("no such page")
+
+    monkeypatch.setattr(vllm_compressor, "compress_prefill_", fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such page"):
+            step.run(config, [history], [(0, 4, 7)])
+    lines = [line for line in log_lines if "no such page" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("kda-dsv4-backend: the step of compressor layer.compressor.state_c")
+    assert "vllm will end this engine and its requests: ValueError: no such page" in lines[0]
 
 
 def test_caches_that_cannot_be_served_go_to_stock_before_anything_is_written(
