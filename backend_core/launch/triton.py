@@ -63,12 +63,12 @@ class KernelLaunch:
             fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
             constexprs: a value for each of them.
             options: ``num_warps``, ``num_stages`` and other compiler options.
-            groups: of a kernel that ``packed`` launches, the names of its run-time arguments, by
-                what they change with.
+            groups: for ``packed``, argument names grouped by lifetime: for instance per call, per
+                layer, per step. A name that the kernel does not take is passed over.
 
         Raises:
             ValueError: the constexprs are not those of the kernel, or do not stand last; or the
-                groups are not its other arguments.
+                groups lack one of its other arguments, or have a name twice.
         """
         self.kernel = self._fn = fn
         self._kwargs = {**constexprs, **(options or {})}
@@ -79,15 +79,14 @@ class KernelLaunch:
         # by the integers themselves, which saves deciding their classes again
         self._recent: dict[tuple[object, ...], Any] = {}
         self._packed: dict[tuple[int, ...], Any] = {}
-        self.groups = tuple(tuple(names) for names in groups)
+        self.argument_names = wanted = tuple(n for n in fn.arg_names if n not in constexprs)
+        """Of the run-time arguments, in the order of the kernel's signature."""
         if groups:
             given = [name for names in groups for name in names]
-            wanted = [name for name in fn.arg_names if name not in constexprs]
-            if sorted(given) != sorted(wanted):
-                raise ValueError(f"groups of {fn.__name__} must be of {wanted}, got {given}")
+            if set(wanted) - set(given) or len(set(given)) != len(given):
+                raise ValueError(f"groups of {fn.__name__} must be of {list(wanted)}, got {given}")
             self._in_order = operator.itemgetter(*[given.index(name) for name in wanted])
-        self._names = tuple(name for name in fn.arg_names if name not in constexprs)
-        self._ordered = _getter(self._names)
+        self._ordered = _getter(self.argument_names)
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -134,13 +133,13 @@ class KernelLaunch:
         self, args: tuple[Argument, ...], named: Mapping[str, Argument]
     ) -> tuple[Argument, ...]:
         """Named arguments in the order of the kernel's signature."""
-        if not args and len(named) == len(self._names):
+        if not args and len(named) == len(self.argument_names):
             try:
                 return self._ordered(named)
             except KeyError:
                 pass
-        missing = sorted(set(self._names) - named.keys())
-        unknown = sorted(named.keys() - set(self._names))
+        missing = sorted(set(self.argument_names) - named.keys())
+        unknown = sorted(named.keys() - set(self.argument_names))
         raise TypeError(
             f"arguments of {self._fn.__name__} must be all by name, each once; missing"
             f" {missing}, unknown {unknown}, {len(args)} without a name"
