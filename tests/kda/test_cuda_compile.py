@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kda_backend.contract.inputs import BETA_SIGMOID, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
 
 from kda_backend.prefill.two_stage_sm90 import KERNELS, intra_defines, scan_defines
+from kda_backend.spec import Beta, Gate
 
 REPORT = Path(__file__).parent / "cuda_report.json"
 NVCC = shutil.which("nvcc")
-GATES = {"given": GATE_LOG, "softplus": GATE_SOFTPLUS, "bounded": GATE_BOUNDED}
+GATES = {"given": Gate.LOG, "softplus": Gate.SOFTPLUS, "bounded": Gate.BOUNDED}
 
 
 def variants() -> dict[str, tuple[str, dict[str, int]]]:
@@ -28,7 +28,7 @@ def variants() -> dict[str, tuple[str, dict[str, int]]]:
     found = {}
     for blocks in (2, 4):
         for gate, code in GATES.items():
-            defines = intra_defines(code, BETA_SIGMOID, True, torch.bfloat16, blocks)
+            defines = intra_defines(code, Beta.SIGMOID, True, torch.bfloat16, blocks)
             found[f"intra_chunk {gate}, {blocks} blocks"] = ("intra_chunk", defines)
     for split in (False, True):
         for track in (False, True):

@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kda_backend.contract.inputs import (
-    BETA_GIVEN,
-    BETA_SIGMOID,
-    GATE_BOUNDED,
-    GATE_LOG,
-    GATE_SOFTPLUS,
-)
 
 from kda_backend.decode.step_sm90 import BLOCKS_A_SM, SOURCE, defines
+from kda_backend.spec import Beta, Gate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # q, g, beta, A_log, dt_bias, convolution state, taps, bias, norm weight, norm gate
@@ -25,10 +19,10 @@ ENGINE = (BF16, BF16, BF16, FP32, FP32, BF16, FP32, None, BF16, BF16)
 BARE = (FP32, FP32, FP32, None, None, None, None, None, None, None)
 MIXED = (FP16, FP32, FP32, BF16, FP16, FP16, FP16, FP16, FP32, FP16)
 VARIANTS = {
-    "engine": (GATE_SOFTPLUS, BETA_SIGMOID, True, False, *ENGINE),
-    "bounded, bf16 state": (GATE_BOUNDED, BETA_SIGMOID, True, True, *ENGINE),
-    "bare": (GATE_LOG, BETA_GIVEN, False, False, *BARE),
-    "other types": (GATE_SOFTPLUS, BETA_SIGMOID, True, True, *MIXED),
+    "engine": (Gate.SOFTPLUS, Beta.SIGMOID, True, False, *ENGINE),
+    "bounded, bf16 state": (Gate.BOUNDED, Beta.SIGMOID, True, True, *ENGINE),
+    "bare": (Gate.LOG, Beta.GIVEN, False, False, *BARE),
+    "other types": (Gate.SOFTPLUS, Beta.SIGMOID, True, True, *MIXED),
 }
 
 

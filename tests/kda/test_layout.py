@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from kda_backend.contract.inputs import BETA_SIGMOID, GATE_LOG, KdaInputs, StateInputs
 
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.kernels.chunk_table import ChunkTable
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.launch_params import TABLES
 from kda_backend.prefill import two_stage_sm90 as prefill_sm90
 from kda_backend.prefill.sm_schedule import Costs, Work, costs_of, lay_out
 from kda_backend.scratch import Scratch
-from kda_backend.step_plan import build_step_plan
+from kda_backend.spec import Beta, Gate
+from kda_backend.step_plan import ChunkTable, build_step_plan
 
 
 def shipped_costs(num_sms: int) -> list[Costs]:
-    rows = load_table("kda", KNOWN_TARGETS["H200"]).rows
+    rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
     found = {costs_of(row.params, num_sms) for row in rows if row.name == "two_stage_sm90"}
     assert found and all(costs.intra for costs in found)
     return sorted(found)
@@ -89,10 +90,9 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
     model = SimpleNamespace(intra=defaultdict(lambda: intra), scan=(scan, scan), costs=costs)
     monkeypatch.setattr(prefill_sm90, "_model", lambda *_: model)
     tokens = torch.zeros(1, 70, 2, 128, dtype=torch.bfloat16)
-    x = KdaInputs(
-        tokens, tokens, tokens, tokens, tokens[..., 0], None, None,
-        GATE_LOG, 0.0, BETA_SIGMOID, True, 1.0,
-    )  # fmt: skip
+    rows = (tokens, tokens, tokens, tokens, tokens[..., 0])
+    x = TokenInputs(*rows, Beta.SIGMOID, l2norm=True, scale=1.0)
+    gate = GateSpec(Gate.LOG)
     offsets = torch.tensor([0, 70], dtype=torch.int32)
     meta = build_step_plan(offsets, 70, chunk_table=False)
     empty = torch.zeros(4, dtype=torch.int32)
@@ -100,7 +100,14 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
     path: Any = None
     with pytest.raises(RuntimeError, match="out of memory"):
         prefill_sm90.two_stage_sm90(
-            path, x, meta, StateInputs(None, None, 2, 3), tokens.clone(), None, scratch
+            path,
+            x,
+            gate,
+            meta,
+            StateRef.functional(None, v_first=True),
+            tokens.clone(),
+            None,
+            scratch,
         )
     assert scratch.flags().numel() and not scratch.flags().any()
 
@@ -110,5 +117,5 @@ def test_no_sequences_launch_nothing() -> None:
     nothing = build_step_plan(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
     untouched: Any = None  # whatever is looked at raises
     prefill_sm90.two_stage_sm90(
-        untouched, untouched, nothing, untouched, untouched, None, untouched
+        untouched, untouched, untouched, nothing, untouched, untouched, None, untouched
     )

@@ -19,16 +19,17 @@ import torch
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode import step_sm90 as decode_sm90
+from kda_backend.launch_params import TABLES
 from kda_backend.testing.steps import StepPools, make_step
-from tests.kda.cases import Backend, one_path, run_step
+from tests.kda.cases import Backend, run_step
 from tests.kda.test_decode_step import assert_rows
 
 HOST = Path(__file__).parent / "step_on_host"
 # one of each shape: how long the L2 cache keeps a state is nothing to a CPU
 ROWS = {
-    f"{row.params['step_split']}x{row.params['step_warps']}": row
-    for row in load_table("kda", KNOWN_TARGETS["H200"]).rows
-    if row.phase == "decode" and row.name == "recurrent_sm90"
+    f"{row.params.split}x{row.params.warps}": row
+    for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows
+    if row.name == "fused_sm90"
 }
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -79,6 +80,6 @@ def test_rows_of_the_table_on_the_host(
     pools = StepPools(case, 3, dtype=dtype)
     pools.fill(seed + 1, [2, 0])
     before = pools.copy()
-    plan = one_path(cpu.selection(case.shape), "decode", dataclasses.replace(row, max_grid=None))
-    out = run_step(cpu, case, pools, [2, -1, 0], selection=plan, pdl_prefetch_safe=True)
+    selection = cpu.selection(case.shape).with_path(dataclasses.replace(row, max_grid=None))
+    out = run_step(cpu, case, pools, [2, -1, 0], selection=selection, pdl_prefetch_safe=True)
     assert_rows(case, out, [2, -1, 0], before, pools)
