@@ -14,21 +14,18 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
+from backend_core.engines.vllm_flag import logger, requested
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend import layer
-from kda_backend.engines.vllm import flag_name, is_requested
 from kda_backend.engines.vllm_step import Draft, Segment, build_step
 from kda_backend.layer import LayerWeights, Pools, Tokens
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, select, warm_up
 from kda_backend.step_plan import build_step_plan
-
-logger = init_logger("vllm.kda_dsv4")
 
 _STEP = "_kda_dsv4_step"
 
@@ -61,7 +58,8 @@ def runtime_of(
         shape: of the layer, whatever the alignment of its states.
         verifies_drafts: whether this release's metadata has what speculative decoding needs.
     """
-    if not is_requested(vllm_config):
+    name = requested(vllm_config)
+    if name is None:
         return None
     speculative = vllm_config.speculative_config
     drafts = 0 if speculative is None else 1 + speculative.num_speculative_tokens
@@ -78,7 +76,7 @@ def runtime_of(
             )
         except (LookupError, ValueError) as error:
             refusal = str(error)
-    fallback(f"--attention-backend {flag_name()}: {refusal}")
+    fallback(f"--attention-backend {name}: {refusal}")
     return None
 
 

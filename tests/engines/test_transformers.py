@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, KimiLinearConfig, KimiLinearForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
-from backend_cli import demo, recall
+from backend_cli import demo
+from backend_cli.eval import recall_task as recall
 from backend_core.engines import ENGINES, Engine
 from backend_core.strict import FallbackError
 from benchmarks.recall.canary import with_transposed_state
