@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 from collections import defaultdict
@@ -23,13 +22,13 @@ from benchmarks.sweep_kda_prefill import (
     timed,
 )
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import PrefillShape, choose_schedule, schedules
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import ChunkTable, build_step_plan
 
 SWEEP = Path(__file__).parents[2] / "benchmarks/results/kda_prefill_sweep_h200.json"
-pipeline = importlib.import_module("kda_backend.prefill.two_stage_sm90")
 
 
 @pytest.mark.parametrize("num_sms", [132, 114, 78])
