@@ -78,6 +78,9 @@ class KernelLaunch:
         self._packed: dict[tuple[int, ...], Any] = {}
         self.argument_names = wanted = tuple(n for n in fn.arg_names if n not in constexprs)
         """Of the run-time arguments, in the order of the kernel's signature."""
+        self._by_name: Callable[[Mapping[str, Argument]], tuple[Argument, ...]] = (
+            operator.itemgetter(*wanted)
+        )
         if groups:
             given = [name for names in groups for name in names]
             if set(wanted) - set(given) or len(set(given)) != len(given):
@@ -121,12 +124,16 @@ class KernelLaunch:
         Raises:
             ValueError: they are not those of the kernel.
         """
-        names = self.argument_names
-        if len(arguments) != len(names) or not all(name in arguments for name in names):
+        try:
+            values = self._by_name(arguments)
+        except KeyError:
+            values = ()
+        if len(values) != len(arguments):
             raise ValueError(
-                f"arguments of {self._fn.__name__} must be {list(names)}, got {list(arguments)}"
+                f"arguments of {self._fn.__name__} must be {list(self.argument_names)}, "
+                f"got {list(arguments)}"
             )
-        self(grid, *[arguments[name] for name in names])
+        self(grid, *values)
 
     @staticmethod
     def pack(args: Iterable[Argument]) -> Packed:
