@@ -15,12 +15,11 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.families import all_families
-from backend_core.engines import ENGINES
+from backend_core.engines import ENGINES, flag_name
 from backend_core.family import Family
 from backend_core.target import Target, detect_target
 
 SERVERS = ("vllm", "sglang")
-_FIRST_OWN_NAME = (0, 32)  # vLLM takes new names of backends from this release on
 _TENSOR_PARALLEL = {
     "vllm": ("--tensor-parallel-size", "-tp"),
     "sglang": ("--tensor-parallel-size", "--tp-size", "--tp"),
@@ -64,7 +63,7 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
         raise CliError(f"{engine} needs a GPU for this model, and there is none here")
     serving, paths = _describe(candidates, target, config, ranks)
     lines = [f"{engine} {version} on {target.name} ({target.arch}), {ranks} GPUs", *paths]
-    flag = _flag(engine, version, serving.name)
+    flag = flag_name(engine, serving.name, version)
     program = _program(engine)
     name = [model] if engine == "vllm" else ["--model-path", model]
     return [program, "serve", *name, "--attention-backend", flag, *arguments], lines
@@ -168,14 +167,6 @@ def _tensor_parallel(engine: str, arguments: list[str]) -> int:
     if not found.isdigit() or int(found) < 1:
         raise BadInputError(f"{names[0]} must be a positive number, got {found!r}")
     return int(found)
-
-
-def _flag(engine: str, version: str, family: str) -> str:
-    if engine == "sglang":
-        return family
-    major, minor = (int(part) for part in version.split(".")[:2])
-    # before, a plug-in has the one name that vLLM leaves free
-    return "CUSTOM" if (major, minor) < _FIRST_OWN_NAME else family.upper()
 
 
 def _program(engine: str) -> str:

@@ -46,6 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
+        "script": "benchmarks/recall_sglang.py",
         "environment": environment("sglang"),
         "items": args.items,
         "serve_options": args.serve_option,

@@ -47,6 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
+        "script": "benchmarks/recall_vllm.py",
         "environment": environment("vllm"),
         "items": args.items,
         "serve_options": args.serve_option,

@@ -94,14 +94,15 @@ class Run:
     ) -> dict[str, Any]:
         """Write the record, delete the kept answers, return the record.
 
-        Within one ``format`` keys are added, never changed: ``task``, ``model``, ``engine``,
-        ``engine_version``, ``backend``, ``flags``, ``accuracy`` (by extraction rule: ``value``,
-        ``low``, ``high``), ``verdict`` (``ok``, ``text``), ``questions`` (``id``, ``question``,
-        ``expected``, ``answer``, ``right`` by rule), ``settings``, ``date``, ``seconds`` (of the
-        last, unbroken part), ``version``.
+        Within one ``format`` keys are added, never changed: ``script``, ``task``, ``model``,
+        ``engine``, ``engine_version``, ``backend``, ``flags``, ``accuracy`` (by extraction rule:
+        ``value``, ``low``, ``high``), ``verdict`` (``ok``, ``text``), ``questions`` (``id``,
+        ``question``, ``expected``, ``answer``, ``right`` by rule), ``settings``, ``date``,
+        ``seconds`` (of the last, unbroken part), ``version``.
         """
         record = {
             "format": FORMAT,
+            "script": f"kda-dsv4 eval {self.settings['task']}",
             "task": self.settings["task"],
             "model": self.settings["model"],
             "engine": server and server.engine,

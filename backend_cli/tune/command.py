@@ -95,6 +95,7 @@ def _tune_family(
     file = folder / family.name / source.name
     record = file.with_suffix(".json")
     about = {
+        "script": "kda-dsv4 tune",
         "schema": SCHEMA,
         "gpu": target.name,
         "date": date,

@@ -67,17 +67,15 @@ class InRegisters:
         rope_table: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
-        self._launch.by_name(
+        self._launch.launch(
             (seq_lens.shape[0], 1, 1),
-            {
-                "kv_ptr": kv,
-                "weight_ptr": weight,
-                "table_ptr": rope_table,
-                "seq_len_ptr": seq_lens,
-                "eps": eps,
-                "stride_kv_r": kv.stride()[0],
-                "stride_table_p": rope_table.stride()[0],
-            },
+            kv_ptr=kv,
+            weight_ptr=weight,
+            table_ptr=rope_table,
+            seq_len_ptr=seq_lens,
+            eps=eps,
+            stride_kv_r=kv.stride()[0],
+            stride_table_p=rope_table.stride()[0],
         )
 
 

@@ -83,24 +83,22 @@ class InRegisters:
         scales = q.new_empty(tokens, heads, dim // 32, dtype=torch.uint8) if self._is_fp4 else None
         out = q.new_empty(tokens, heads, dtype=torch.float32)
         stride_q_t, stride_q_h, _ = q.stride()
-        self.launch.by_name(
+        self.launch.launch(
             (tokens, -(-heads // self._heads), 1),
-            {
-                "q_ptr": q,
-                "position_ptr": positions,
-                "table_ptr": rope_table,
-                "weight_ptr": weights,
-                "code_ptr": codes,
-                "scale_ptr": scales,
-                "out_ptr": out,
-                "num_heads": heads,
-                "softmax_scale": softmax_scale,
-                "head_scale": head_scale,
-                "stride_q_t": stride_q_t,
-                "stride_q_h": stride_q_h,
-                "stride_table_p": rope_table.stride()[0],
-                "stride_weight_t": weights.stride()[0],
-            },
+            q_ptr=q,
+            position_ptr=positions,
+            table_ptr=rope_table,
+            weight_ptr=weights,
+            code_ptr=codes,
+            scale_ptr=scales,
+            out_ptr=out,
+            num_heads=heads,
+            softmax_scale=softmax_scale,
+            head_scale=head_scale,
+            stride_q_t=stride_q_t,
+            stride_q_h=stride_q_h,
+            stride_table_p=rope_table.stride()[0],
+            stride_weight_t=weights.stride()[0],
         )
         return codes, scales, out
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from backend_core.family import Family, families
 from backend_core.tables.select import feature_sets, load_table, select
 from backend_core.target import KNOWN_TARGETS
+from tests.core.evidence import assert_made_by_a_script
 from tests.core.golden import CONFIGS, GOLDEN, render, shipped_tables
 
 ROOT = CONFIGS.parent
@@ -60,14 +60,15 @@ def test_every_table_is_read() -> None:
     assert {family for family, _ in shipped_tables()} == set(families())
 
 
-@pytest.mark.parametrize(
-    ("file", "number", "entry"), MEASURED, ids=lambda value: getattr(value, "stem", str(value)[:40])
-)
-def test_a_measured_row_can_be_measured_again(
-    file: Path, number: int, entry: dict[str, Any]
-) -> None:
-    """Its source is a result file, which names the committed script that writes it."""
-    assert_made_by_a_script(ROOT, entry["source"], f"{file.name}: path {number}")
+def test_a_measured_row_can_be_measured_again() -> None:
+    """Its source is a result file of that GPU and day, which a committed script writes."""
+    assert MEASURED
+    for file, number, entry in MEASURED:
+        where = f"{file.parent.name}/{file.name}: path {number}"
+        assert_made_by_a_script(ROOT, entry["source"], where)
+        report = json.loads((ROOT / entry["source"]).read_text(encoding="utf-8"))
+        found = {key: report.get(key) for key in ("gpu", "date")}
+        assert found == {key: entry[key] for key in found}, where
 
 
 def test_fitted_sections_name_a_sweep_that_can_be_made_again() -> None:
@@ -79,38 +80,6 @@ def test_fitted_sections_name_a_sweep_that_can_be_made_again() -> None:
                 assert_made_by_a_script(ROOT, section["fit_source"], f"{file.name}: {name}")
                 found += 1
     assert found
-
-
-def assert_made_by_a_script(root: Path, source: str, where: str) -> None:
-    path = Path(source)
-    assert path.parts[:2] == ("benchmarks", "results"), f"{where}: {source} is no result file"
-    assert (root / path).is_file(), f"{where}: {source} does not exist"
-    report = json.loads((root / path).read_text(encoding="utf-8"))
-    script = report.get("script") if isinstance(report, dict) else None
-    assert isinstance(script, str), f"{where}: {source} does not name the script that writes it"
-    name = script.split()[0]
-    assert (root / name).is_file(), f"{where}: {source} was written by {name}, which is not here"
-    text = (root / name).read_text(encoding="utf-8")
-    assert path.stem in text or "--output" in text, f"{where}: {name} does not write {path.name}"
-
-
-@pytest.mark.parametrize(
-    ("source", "content", "message"),
-    [
-        ("elsewhere.json", None, "is no result file"),
-        ("benchmarks/results/a.json", None, "does not exist"),
-        ("benchmarks/results/a.json", {"rows": []}, "does not name the script"),
-        ("benchmarks/results/a.json", {"script": "benchmarks/gone.py"}, "which is not here"),
-    ],
-)
-def test_a_source_without_a_script_is_found(
-    tmp_path: Path, source: str, content: dict[str, Any] | None, message: str
-) -> None:
-    if content is not None:
-        (tmp_path / source).parent.mkdir(parents=True)
-        (tmp_path / source).write_text(json.dumps(content))
-    with pytest.raises(AssertionError, match=message):
-        assert_made_by_a_script(tmp_path, source, "toy.toml: path 1")
 
 
 def _targets(family: Family) -> list[Any]:

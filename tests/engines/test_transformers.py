@@ -193,7 +193,7 @@ def test_without_a_path_stock_runs_and_strict_mode_refuses(
     ids = tokens(model, 1, 20)
     stock = logits(model, ids)
     kda.enable()
-    monkeypatch.setattr(kda, "plan_for", no_path)
+    monkeypatch.setattr(kda, "selection_for", no_path)
     assert torch.equal(logits(model, ids), stock)
     assert "no kda kernel paths for this test" in caplog.text
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
