@@ -19,8 +19,8 @@ from kda_backend.contract.sequences import (
 from kda_backend.contract.states import check_slots
 from kda_backend.contract.tokens import refuse_gradients
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs, beta_kind_of
-from kda_backend.decode import run_recurrent
-from kda_backend.prefill import run_prefill
+from kda_backend.decode.paths import run_recurrent
+from kda_backend.prefill.paths import run_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import CHUNK

@@ -18,7 +18,7 @@ from kda_backend.contract.values import (
     TokenInputs,
     beta_kind_of,
 )
-from kda_backend.decode import run_step, run_verification
+from kda_backend.decode.paths import run_step, run_verification
 from kda_backend.selection import KdaSelection, selection_for
 
 

@@ -23,9 +23,9 @@ from kda_backend.contract.values import (
     StateRef,
     TokenInputs,
 )
-from kda_backend.decode import run_recurrent
+from kda_backend.decode.paths import run_recurrent
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
-from kda_backend.prefill import run_prefill
+from kda_backend.prefill.paths import run_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import Beta

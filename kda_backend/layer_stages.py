@@ -44,9 +44,9 @@ def short_conv(
     if step_plan.chunk_table is None:
         _short_conv_torch(x, weight, pool, state_indices, has_initial_state, step_plan, out)
         return out
-    launch, block = _short_conv_kernel(width, channels, _has_ptx(x))
+    kernel, block = _short_conv_kernel(width, channels, _has_ptx(x))
     stride_conv_n, stride_conv_c, stride_conv_w = pool.stride()
-    launch(
+    kernel.launch(
         (step_plan.num_chunks * (-(-channels // block)), 1, 1),
         x_ptr=x,
         conv_weight_ptr=weight,
@@ -116,8 +116,8 @@ def gated_norm(
         norm = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         out.copy_(norm * weight.float() * gate.float().sigmoid())
         return
-    launch, block = _gated_norm_kernel(dim, _has_ptx(x))
-    launch(
+    kernel, block = _gated_norm_kernel(dim, _has_ptx(x))
+    kernel.launch(
         (-(-tokens * heads // block), 1, 1),
         x_ptr=x,
         gate_ptr=gate,

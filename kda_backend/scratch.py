@@ -36,7 +36,7 @@ class Scratch:
         return self._tiles, self._totals
 
     def flags(self) -> torch.Tensor:
-        """Five counters and a flag per tile, int32: zeros at first, then written by kernels alone."""
+        """Five counters and a flag per tile, int32: zeros at first, then kernels write them."""
         return self._flags
 
     def clear_flags(self) -> None:

@@ -106,7 +106,7 @@ def build_step_plan(
         max_chunks, long_sequences = -(-num_chunks // max(1, sequences)), sequences
     table = None
     if chunk_table:
-        table = _build_chunk_table(cu_seqlens, num_chunks)
+        table = build_chunk_table(cu_seqlens, num_chunks)
     return StepPlan(cu_seqlens, lengths, num_tokens, num_chunks, max_chunks, long_sequences, table)
 
 
@@ -140,7 +140,7 @@ def _check_offsets(offsets: tuple[int, ...], num_tokens: int, expected_len: int)
             raise ValueError(f"cu_seqlens must not decrease, got {begin} then {end} at entry {n}")
 
 
-def _build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
+def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
     """The table of a batch, without a sync.
 
     Each tensor begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
@@ -152,7 +152,7 @@ def _build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
         ends.append(ends[-1] + -(-size // 4) * 4)
     memory = torch.empty(ends[-1], dtype=torch.int32, device=cu_seqlens.device)
     table = ChunkTable(*(memory[at : at + size] for at, size in zip(ends, sizes, strict=False)))
-    _chunk_table_kernel()(
+    _chunk_table_kernel().launch(
         (max(1, -(-capacity // _TABLE_BLOCK)), 1, 1),
         cu_seqlens_ptr=cu_seqlens,
         chunk_start_ptr=table.start,

@@ -27,7 +27,7 @@ Packed = tuple[int, tuple[object, ...]]
 """Some of a launch's arguments, made ready once for many launches: a number of their class, and
 their values, which hold the tensors' addresses and keep none alive."""
 
-_RECENT = 4096  # exact argument lists that a launch remembers
+_RECENT = 4096  # exact argument lists that a kernel remembers
 _PACK_KEYS: dict[tuple[object, ...], int] = {}
 
 
@@ -43,6 +43,9 @@ class KernelLaunch:
       uint64;
     - float, bool and ``None``: the type alone;
     - the current device, since a compiled kernel is loaded on one.
+
+    ``launch`` takes the arguments by name and finds the variant by a finer key still. A pointer's
+    name ends in ``_ptr``; only such arguments may be tensors there.
 
     A key seen for the first time goes through ``fn.warmup``, which compiles only where Triton has
     no such variant yet. An int that varies while serving should be named in ``do_not_specialize``
@@ -76,7 +79,6 @@ class KernelLaunch:
         """Launches with the same arguments that a later call may choose instead of this one: what
         is compiled here is compiled for them too."""
         self._compiled: dict[tuple[object, ...], Any] = {}
-        # by the integers themselves, which saves deciding their classes again
         self._recent: dict[tuple[object, ...], Any] = {}
         self._packed: dict[tuple[int, ...], Any] = {}
         self.argument_names = wanted = tuple(n for n in fn.arg_names if n not in constexprs)
@@ -86,7 +88,8 @@ class KernelLaunch:
             if set(wanted) - set(given) or len(set(given)) != len(given):
                 raise ValueError(f"groups of {fn.__name__} must be of {list(wanted)}, got {given}")
             self._in_order = operator.itemgetter(*[given.index(name) for name in wanted])
-        self._ordered = _getter(self.argument_names)
+        self.launch: Callable[..., None] = self._call_by_name
+        """``launch(grid, **arguments)``: as a call, with the run-time arguments by name."""
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -99,56 +102,48 @@ class KernelLaunch:
                 f"constexprs of {fn.__name__} must be {sorted(declared)}, got {sorted(constexprs)}"
             )
         self._tail = tuple(constexprs[name] for name in declared)
+        self.launch = _launcher(self, self.argument_names)
 
-    def __call__(self, grid: Grid, *args: Argument, **named: Argument) -> None:
+    def __call__(self, grid: Grid, *args: Argument) -> None:
         """Launch on the current device and stream; a grid with a zero launches nothing.
+
+        ``launch`` is the same by names, and faster.
 
         Args:
             grid: number of programs along x, y and z.
-            args: the run-time arguments in the order of the kernel's signature; or
-            named: the run-time arguments by their names in the kernel's signature.
-
-        Raises:
-            TypeError: an argument is missing or unknown.
+            args: the run-time arguments, in the order of the kernel's signature.
         """
-        if named:
-            args = self._positional(args, named)
         if self._interpreted:
             self._fn[grid](*args, **self._kwargs)
             return
         active = driver.active
         device = active.get_current_device()
-        key, values = _exactly(args, torch.version.hip is not None)
-        key.append(device)
-        exact = tuple(key)
-        compiled = self._recent.get(exact)
+        names, values = _specialise(args, torch.version.hip is not None)
+        key = (device, *names)
+        compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._variant(device, args)
-            if len(self._recent) >= _RECENT:
-                self._recent.clear()
-            self._recent[exact] = compiled
+            compiled = self._compile(key, args)
         _run(compiled, grid, active.get_current_stream(device), (*values, *self._tail))
 
-    def _positional(
-        self, args: tuple[Argument, ...], named: Mapping[str, Argument]
-    ) -> tuple[Argument, ...]:
-        """Named arguments in the order of the kernel's signature."""
-        if not args and len(named) == len(self.argument_names):
-            try:
-                return self._ordered(named)
-            except KeyError:
-                pass
-        missing = sorted(set(self.argument_names) - named.keys())
-        unknown = sorted(named.keys() - set(self.argument_names))
-        raise TypeError(
-            f"arguments of {self._fn.__name__} must be all by name, each once; missing"
-            f" {missing}, unknown {unknown}, {len(args)} without a name"
-        )
+    def _call_by_name(self, grid: Grid, **named: Argument) -> None:
+        """What ``launch`` is where nothing is compiled."""
+        if named.keys() != set(self.argument_names):
+            missing = sorted(set(self.argument_names) - named.keys())
+            unknown = sorted(named.keys() - set(self.argument_names))
+            raise TypeError(
+                f"{self._fn.__name__} takes {len(self.argument_names)} arguments by name: missing"
+                f" {missing}, unknown {unknown}"
+            )
+        self(grid, *[named[name] for name in self.argument_names])
 
-    def _variant(self, device: int, args: tuple[Argument, ...]) -> Any:
-        """The compiled kernel for the classes of the arguments."""
+    def _find(self, exact: tuple[object, ...], device: int, args: tuple[Argument, ...]) -> Any:
+        """The compiled kernel for the classes of the arguments, kept for their exact values."""
         key = (device, *_specialise(args, torch.version.hip is not None)[0])
-        return self._compiled.get(key) or self._compile(key, args)
+        compiled = self._compiled.get(key) or self._compile(key, args)
+        if len(self._recent) >= _RECENT:
+            self._recent.clear()
+        self._recent[exact] = compiled
+        return compiled
 
     @staticmethod
     def pack(args: Iterable[Argument]) -> Packed:
@@ -210,11 +205,59 @@ class KernelLaunch:
         return self._compiled[key]
 
 
-def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Argument]], tuple[Argument, ...]]:
-    """Takes the values of ``names`` out of a mapping, in order."""
-    if len(names) > 1:
-        return operator.itemgetter(*names)
-    return lambda named: tuple(named[name] for name in names)
+def _launcher(kernel: KernelLaunch, names: Sequence[str]) -> Callable[..., None]:
+    """A function of grid and named arguments that launches a kernel.
+
+    It is generated, as Triton's own binder is: its parameters are the kernel's, so that Python
+    brings them in order and refuses others, and nothing loops over them. It remembers the variant
+    for the numbers themselves, which saves deciding their classes in every launch.
+    """
+    is_pointer = {name: name.endswith("_ptr") for name in names}
+    hip = torch.version.hip is not None
+    lines = [f"def launch(grid, *, {', '.join(names)}):"]
+    exact, values = ["device"], []
+    for name in names:
+        if not is_pointer[name]:
+            # 1, 1.0 and True are equal, and have variants of their own
+            exact += [name, f"type({name})"]
+            values.append(name)
+            continue
+        lines += [
+            f"    if {name} is None:",
+            f"        {name}_address = {name}_kind = None",
+            "    else:",
+            f"        {name}_address = {name}.data_ptr()",
+            f"        {name}_kind = {name}.dtype, {name}_address & 15"
+            + (f", {name}.untyped_storage().nbytes() < 2**31" if hip else ""),
+        ]
+        exact.append(f"{name}_kind")
+        values.append(f"{name}_address")
+    lines += [
+        "    active = driver.active",
+        "    device = active.get_current_device()",
+        f"    exact = ({', '.join(exact)},)",
+        "    compiled = recent.get(exact)",
+        "    if compiled is None:",
+        f"        compiled = find(exact, device, ({', '.join(names)},))",
+        "    stream = active.get_current_stream(device)",
+        "    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook",
+        "    if getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave):",
+        f"        compiled[grid]({', '.join(values)}, *tail, stream=stream)",
+        "        return",
+        "    function, metadata = compiled.function, compiled.packed_metadata",
+        "    compiled.run(*grid, stream, function, metadata, None, None, None,"
+        f" {', '.join(values)}, *tail)",
+    ]
+    scope: dict[str, Any] = {
+        "driver": driver,
+        "recent": kernel._recent,
+        "find": kernel._find,
+        "hooks": knobs.runtime,
+        "tail": kernel._tail,
+    }
+    exec("\n".join(lines), scope)
+    launch: Callable[..., None] = scope["launch"]
+    return launch
 
 
 def _run(compiled: Any, grid: Grid, stream: int, args: tuple[object, ...]) -> None:
@@ -227,26 +270,6 @@ def _run(compiled: Any, grid: Grid, stream: int, args: tuple[object, ...]) -> No
         return
     function, metadata = compiled.function, compiled.packed_metadata
     compiled.run(*grid, stream, function, metadata, None, None, None, *args)
-
-
-def _exactly(args: Iterable[Argument], hip: bool) -> tuple[list[object], list[object]]:
-    """As `_specialise`, where each int stands for itself: finer, and found faster."""
-    key: list[object] = []
-    values: list[object] = []
-    for arg in args:
-        if type(arg) is int:
-            key.append(arg)
-            values.append(arg)
-        elif isinstance(arg, Tensor):
-            address = arg.data_ptr()
-            key += (arg.dtype, address & 15)
-            if hip:
-                key.append(arg.untyped_storage().nbytes() < 2**31)
-            values.append(address)
-        else:
-            key.append(type(arg))
-            values.append(arg)
-    return key, values
 
 
 def _specialise(

@@ -83,7 +83,7 @@ class InRegisters:
         scales = q.new_empty(tokens, heads, dim // 32, dtype=torch.uint8) if self._is_fp4 else None
         out = q.new_empty(tokens, heads, dtype=torch.float32)
         stride_q_t, stride_q_h, _ = q.stride()
-        self.launch(
+        self.launch.launch(
             (tokens, -(-heads // self._heads), 1),
             q_ptr=q,
             position_ptr=positions,

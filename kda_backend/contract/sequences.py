@@ -56,7 +56,7 @@ def packed(tokens: TokenInputs) -> TokenInputs:
     q, k, v, g = (x if _is_packed(x) else x.contiguous() for x in tokens[:4])
     beta = tokens.beta
     beta = beta if _is_packed(beta.unsqueeze(3)) else beta.contiguous()
-    return tokens._replace(q=q, k=k, v=v, g=g, beta=beta)
+    return TokenInputs(q, k, v, g, beta, *tokens[5:])
 
 
 def check_step_plan(step_plan: StepPlan, q: torch.Tensor, selection: KdaSelection) -> None:

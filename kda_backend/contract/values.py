@@ -46,8 +46,8 @@ class TokenInputs(NamedTuple):
         q, k, v, g, beta = tokens
         if scale is None:
             # a K of zero, or no K at all, is refused by the check that follows
-            scale = max(1, q.shape[-1]) ** -0.5 if q.shape else 1.0
-        return cls(q, k, v, g, beta, beta_kind, bool(l2norm), float(scale))
+            scale = (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
+        return cls(q, k, v, g, beta, beta_kind, l2norm, float(scale))
 
 
 def beta_kind_of(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> Beta:
@@ -109,7 +109,7 @@ class StateRef(NamedTuple):
 
     Attributes:
         read, write: ``[rows, HV, V, K]`` or ``[rows, HV, K, V]``; the same tensor for a pool.
-        v_dim, k_dim: which dimension of them is V and which is K.
+        v_first: rows are ``[HV, V, K]``, else ``[HV, K, V]``.
         indices: of a pool, the int32 slot of each sequence, negative for none; else ``None``:
             sequence n has row n.
         has_initial: ``[N]`` bool; ``None`` where every sequence reads its state.
@@ -119,8 +119,7 @@ class StateRef(NamedTuple):
 
     read: torch.Tensor | None
     write: torch.Tensor | None
-    v_dim: int
-    k_dim: int
+    v_first: bool
     indices: torch.Tensor | None = None
     has_initial: torch.Tensor | None = None
     snapshot_chunks: torch.Tensor | None = None
@@ -138,13 +137,12 @@ class StateRef(NamedTuple):
     ) -> StateRef:
         """Slots of ``pool [slots, HV, V, K]``, read and written in place."""
         null = -1 if null_slot is None else int(null_slot)
-        return cls(pool, pool, 2, 3, indices, has_initial, None, None, null)
+        return cls(pool, pool, True, indices, has_initial, None, None, null)
 
     @classmethod
     def functional(cls, initial: torch.Tensor | None, *, v_first: bool) -> StateRef:
         """Initial states ``[N, HV, V, K]``, or ``[N, HV, K, V]`` without ``v_first``."""
-        v_dim, k_dim = (2, 3) if v_first else (3, 2)
-        return cls(initial, None, v_dim, k_dim)
+        return cls(initial, None, v_first)
 
     @classmethod
     def of(
@@ -192,15 +190,15 @@ class StateRef(NamedTuple):
     def shape(self, tokens: TokenInputs, num_rows: int) -> tuple[int, int, int, int]:
         """The shape of a tensor with the states of ``num_rows`` sequences."""
         key_dim, value_dim = tokens.q.shape[-1], tokens.v.shape[-1]
-        last = (value_dim, key_dim) if self.v_dim == 2 else (key_dim, value_dim)
+        last = (value_dim, key_dim) if self.v_first else (key_dim, value_dim)
         return (num_rows, tokens.v.shape[-2], *last)
 
     def strides(self, tensor: torch.Tensor | None) -> tuple[int, int, int, int]:
         """(row, head, V, K) strides of a tensor laid out like these; zeros where there is none."""
         if tensor is None:
             return (0, 0, 0, 0)
-        stride = tensor.stride()
-        return (stride[0], stride[1], stride[self.v_dim], stride[self.k_dim])
+        row, head, v, k = tensor.stride()
+        return (row, head, v, k) if self.v_first else (row, head, k, v)
 
 
 class ConvInputs(NamedTuple):

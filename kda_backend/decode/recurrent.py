@@ -47,7 +47,7 @@ def recurrent(
     _, stride_o_t, stride_o_h, _ = out.stride()
     stride_in_n, stride_in_h, stride_in_v, stride_in_k = state.strides(state.read)
     stride_out_n, stride_out_h, stride_out_v, stride_out_k = state.strides(state.write)
-    kernel(
+    kernel.launch(
         (value_blocks * value_heads * sequences, 1, 1),
         q_ptr=q,
         k_ptr=k,

@@ -50,7 +50,7 @@ def fused_step(
     conv_state, conv_weight, conv_bias = conv or NO_CONV
     norm_weight, norm_gate, eps = norm or NO_NORM
     stride_conv_n, stride_conv_c, stride_conv_w = conv.state.stride() if conv else (0, 0, 0)
-    kernel(
+    kernel.launch(
         (value_blocks * value_heads * rows, 1, 1),
         q_ptr=q,
         k_ptr=k,

@@ -58,7 +58,7 @@ def fused_verification(
     else:
         write, write_indices, null_write = draft.states, draft.indices, -1
         stride_write_indices_t, stride_write_t = 0, draft.states.stride(1)
-    kernel(
+    kernel.launch(
         (value_heads * shape.num_sequences, 1, 1),
         q_ptr=q,
         k_ptr=k,

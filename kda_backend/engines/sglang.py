@@ -18,7 +18,7 @@ from backend_core.engines.sglang_flag import LayerClaim, register_family
 
 def register() -> None:
     """Make ``kda`` known to sglang; see `sglang_flag.register_family` for what it raises."""
-    claim = LayerClaim("linear_attention", "Kimi Delta Attention", _present, _install)
+    claim = LayerClaim("linear_attention", "Kimi Delta Attention", _present, _install, _reserve)
     register_family("kda", [claim])
 
 
@@ -32,3 +32,9 @@ def _install(backend: Any, runner: Any) -> None:
     from kda_backend.engines import sglang_layer
 
     sglang_layer.install(backend.linear_attn_backend, runner)
+
+
+def _reserve(runner: Any) -> None:
+    from kda_backend.engines import sglang_layer
+
+    sglang_layer.reserve(runner)

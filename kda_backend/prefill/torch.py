@@ -44,7 +44,7 @@ def prefill(
     if state.snapshots is not None and state.snapshot_chunks is not None:
         _write_snapshots(state.snapshots, state.snapshot_chunks, offsets, chunk, after)
     if chunk_states is not None:
-        chunk_states.copy_(chunk if state.v_dim == 2 else chunk.mT)
+        chunk_states.copy_(chunk if state.v_first else chunk.mT)
     write_states(state, after)
     out.copy_(o.view(out.shape))
 
@@ -78,7 +78,7 @@ def read_states(
     """The states [N, HV, V, K] in fp32."""
     if state.read is None:
         return v.new_zeros(num_sequences, v.shape[1], v.shape[2], k.shape[2])
-    rows = state.read if state.v_dim == 2 else state.read.mT
+    rows = state.read if state.v_first else state.read.mT
     if state.indices is None:
         return rows.float()
     reads = state.indices >= 0
@@ -92,7 +92,7 @@ def write_states(state: StateRef, after: torch.Tensor) -> None:
     """The states after the sequences, to where they belong."""
     if state.write is None:
         return
-    rows = after if state.v_dim == 2 else after.mT
+    rows = after if state.v_first else after.mT
     if state.indices is None:
         state.write.copy_(rows)
     else:

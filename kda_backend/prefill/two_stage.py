@@ -73,7 +73,7 @@ def two_stage(
     _, stride_v_t, stride_v_h, _ = v.stride()
     _, stride_g_t, stride_g_h, _ = g.stride()
     _, stride_beta_t, stride_beta_h = beta.stride()
-    kernels.intra(
+    kernels.intra.launch(
         (num_tiles, 1, 1),
         q_ptr=q,
         k_ptr=k,
@@ -105,7 +105,7 @@ def two_stage(
     stride_in_n, stride_in_h, stride_in_v, stride_in_k = state.strides(state.read)
     stride_out_n, stride_out_h, stride_out_v, stride_out_k = state.strides(state.write)
     stride_c_n, stride_c_h, stride_c_v, stride_c_k = state.strides(chunk_states)
-    kernels.scans[block_v](
+    kernels.scans[block_v].launch(
         (-(-value_dim // block_v) * num_tasks, 1, 1),
         tile_ptr=tiles,
         total_ptr=totals,

@@ -162,12 +162,12 @@ def test_the_compiler_lays_params_out_alike_and_says_the_shared_memory(tmp_path:
         '#include "hopper.cuh"\n#include "params.cuh"\n#include <cstddef>\n'
         + "".join(f"static_assert(offsetof(Params, {x}) == {at});\n" for x, at in fields.items())
         + f"static_assert(sizeof(Params) == {MIXED.size});\n"
-        + "struct Shared { float x[COUNT]; };\n"
+        + "struct Shared { float x[FLOATS]; };\n"
         + 'extern "C" __constant__ const int shared_bytes = sizeof(Shared);\n'
         + 'extern "C" __global__ void k(const Params p) {}\n'
     )
     for count in (3, 300):
-        _, kernel = compile_cubin(source, MIXED, {"COUNT": count})
+        _, kernel = compile_cubin(source, MIXED, {"FLOATS": count})
         assert kernel["shared_bytes"] == 4 * count
 
 

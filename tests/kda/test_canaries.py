@@ -51,13 +51,13 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plant:
     return replace
 
 
-def run_on(kernels: Backend, phase: str, path_name: str) -> Run:
-    """The operator of a phase on one named path, whatever the table prefers for the grid."""
-    operator = kernels.chunk if phase == "prefill" else kernels.recurrent
+def run_on(kernels: Backend, operator_name: str, path_name: str) -> Run:
+    """An operator on one named path, whatever the table prefers for the grid."""
+    operator = kernels.chunk if operator_name == "prefill" else kernels.recurrent
 
     def run(case: Case, **overrides: Any) -> tuple[torch.Tensor, ...]:
         return operator(
-            case, selection=kernels.selection_of(case.shape, phase, path_name), **overrides
+            case, selection=kernels.selection_of(case.shape, operator_name, path_name), **overrides
         )
 
     return run

@@ -186,15 +186,15 @@ def test_a_workspace_grows_and_then_stays(kernels: Backend, seed: int) -> None:
     assert scratch.nbytes == grown
 
 
-def test_metadata_serves_every_layer_of_a_step(backend: Backend, seed: int) -> None:
+def test_a_step_plan_serves_every_layer_of_a_step(backend: Backend, seed: int) -> None:
     layers = [backend.case(seed + n, (70, 0, 9)) for n in range(3)]
     cu_seqlens = layers[0].cu_seqlens
-    metadata = build_step_plan(
+    step_plan = build_step_plan(
         cu_seqlens, 79, cu_seqlens_cpu=cu_seqlens.cpu(), chunk_table=backend.name != "torch"
     )
     scratch = Scratch(backend.device)
     for case in layers:
-        assert_result(case, *backend.chunk(case, step_plan=metadata, scratch=scratch))
+        assert_result(case, *backend.chunk(case, step_plan=step_plan, scratch=scratch))
 
 
 def test_launch_sizes_from_a_bound_give_the_same_bits(kernels: Backend, seed: int) -> None:
@@ -210,7 +210,7 @@ def test_launch_sizes_from_a_bound_give_the_same_bits(kernels: Backend, seed: in
 
 
 def with_capacity(case: Case, capacity: int) -> Any:
-    from kda_backend.kernels.chunk_table import build_chunk_table
+    from kda_backend.step_plan import build_chunk_table
 
     return dataclasses.replace(
         build_step_plan(case.cu_seqlens, offsets_of(case.lengths)[-1]),

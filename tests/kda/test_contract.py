@@ -306,7 +306,8 @@ POOL: list[tuple[str, Change, str]] = [
     (
         "pool slots that overlap",
         swap(state_pool=lambda x: x.as_strided(x.shape, (V * K, V * K, K, 1))),
-        f"state_pool must have states at least {HV * V * K} elements apart, got a stride of {V * K}",
+        f"state_pool must have states at least {HV * V * K} elements apart,"
+        f" got a stride of {V * K}",
     ),
     (
         "indices missing",

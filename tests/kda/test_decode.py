@@ -17,7 +17,6 @@ from tests.kda.cases import (
     assert_close,
     assert_result,
     assert_same_bits,
-    one_path,
     shipped_rows,
 )
 
@@ -173,13 +172,13 @@ def test_output_goes_to_the_given_buffer(backend: Backend, seed: int) -> None:
     assert wide[..., value_dim:].isnan().all(), "written beside the output"
 
 
-@pytest.mark.parametrize("row", shipped_rows("decode"))
+@pytest.mark.parametrize("row", shipped_rows("recurrent"))
 @pytest.mark.parametrize("dims", [(128, 128), (48, 80)])
 def test_every_row_of_the_tables_is_exact(
     kernels: Backend, seed: int, row: KernelPath, dims: tuple[int, int]
 ) -> None:
     case = kernels.case(seed, (1, 2), key_dim=dims[0], value_dim=dims[1])
-    if missing := case.shape.requires() - row.features:
+    if missing := case.shape.requires(row.operator) - row.features:
         pytest.skip(f"{row.name} lacks {', '.join(missing)}")
-    plan = one_path(kernels.selection(case.shape), "decode", row)
-    assert_result(case, *kernels.recurrent(case, selection=plan))
+    selection = kernels.selection(case.shape).with_path(row)
+    assert_result(case, *kernels.recurrent(case, selection=selection))

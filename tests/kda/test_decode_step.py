@@ -15,7 +15,6 @@ from tests.kda.cases import (
     Backend,
     assert_close,
     assert_same_bits,
-    one_path,
     run_step,
     shipped_rows,
 )
@@ -207,7 +206,7 @@ def test_drift_over_many_steps(backend: Backend, seed: int, dtype: torch.dtype) 
     assert_same_bits("window", pools.windows[1].contiguous(), window.to(pools.windows).contiguous())
 
 
-@pytest.mark.parametrize("row", shipped_rows("decode"))
+@pytest.mark.parametrize("row", shipped_rows("decode_step"))
 @pytest.mark.parametrize("fused", [True, False])
 def test_every_row_of_the_tables_is_exact(
     kernels: Backend, seed: int, row: Any, fused: bool
@@ -217,32 +216,40 @@ def test_every_row_of_the_tables_is_exact(
     pools = StepPools(case, 2)
     pools.fill(seed + 1, [0, 1])
     before = pools.copy()
-    plan = one_path(kernels.selection(case.shape), "decode", row)
-    out = run_step(kernels, case, pools, [1, 0], selection=plan)
+    selection = kernels.selection(case.shape).with_path(row)
+    out = run_step(kernels, case, pools, [1, 0], selection=selection)
     assert_rows(case, out, [1, 0], before, pools)
 
 
-@pytest.mark.parametrize("row", shipped_rows("decode"))
-def test_settled_pools_change_no_bit(kernels: Backend, seed: int, row: Any) -> None:
-    """Steps of other sequences one behind the other, each fetched while the one before may run."""
+@pytest.mark.parametrize("row", shipped_rows("decode_step"))
+def test_a_prefetch_before_the_wait_changes_no_bit(kernels: Backend, seed: int, row: Any) -> None:
+    """Steps of other sequences, each of which may read states while the step before still runs."""
     rows, steps = 3, 4 if ON_GPU else 2
     case = make_step(seed, rows * steps, device=kernels.device, heads=1, key_dim=128, value_dim=128)
     pools = StepPools(case, rows * steps)
     pools.fill(seed + 1, list(range(rows * steps)))
     twin = pools.copy()
-    plan = one_path(kernels.selection(case.shape), "decode", row)
+    selection = kernels.selection(case.shape).with_path(row)
     table = torch.randperm(rows * steps).int().view(steps, rows)
     table[-1, 0] = -1
     table = table.to(kernels.device)
     parts = [case.part(slice(rows * i, rows * (i + 1))) for i in range(steps)]
     outs = case.z.new_full((2, steps, rows, *case.z.shape[1:]), float("nan"))
-    for settled, pool in enumerate((twin, pools)):
+    for prefetch, pool in enumerate((twin, pools)):
         if ON_GPU:
             torch.cuda.synchronize()
         for i, part in enumerate(parts):
-            arguments = part.options(pool.windows) | {"plan": plan, "out": outs[settled, i]}
+            arguments = part.options(pool.windows) | {
+                "selection": selection,
+                "out": outs[prefetch, i],
+            }
             kda_decode_step(
-                *part.tokens, pool.states, table[i], pdl_prefetch_safe=bool(settled), **arguments
+                *part.tokens,
+                pool.states,
+                table[i],
+                pdl_prefetch_safe=bool(prefetch),
+                selection=selection,
+                **arguments,
             )
     assert_same_bits("output", outs[1], outs[0])
     assert_same_bits("states", pools.memory, twin.memory)
@@ -255,12 +262,12 @@ def test_graph_replay_equals_the_call(kernels: Backend, seed: int) -> None:
     pools = StepPools(case, 6)
     pools.fill(seed + 1, list(range(6)))
     twin = pools.copy()
-    plan = kernels.selection(case.shape)
+    selection = kernels.selection(case.shape)
     table = torch.tensor([4, -1, 0, 2, 5, 1], dtype=torch.int32, device=kernels.device)
     out = torch.full_like(case.z, float("nan"))
 
     def call(pool: StepPools, out: torch.Tensor) -> None:
-        arguments = case.options(pool.windows) | {"plan": plan, "out": out}
+        arguments = case.options(pool.windows) | {"selection": selection, "out": out}
         kda_decode_step(*case.tokens, pool.states, table, **arguments)
 
     warm = pools.copy()
@@ -322,7 +329,7 @@ def wrong_arguments(case: StepCase, pools: StepPools) -> list[tuple[str, dict[st
             {"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}),
         ("out must have shape [2, 2, 16]", {"out": case.z[:1]}),
         ("out must have dtype bfloat16", {"out": case.z.float()}),
-        ("plan must be for", {"plan": "another model's"}),
+        ("selection must be for", {"selection": "another model's"}),
     ]  # fmt: skip
 
 
@@ -337,13 +344,13 @@ def test_wrong_input_is_refused_before_anything_is_written(seed: int) -> None:
         "state_pool": pools.states,
         "state_indices": torch.tensor([1, 0], dtype=torch.int32),
         "out": torch.full_like(case.z, 7.0),
-        "plan": cpu.selection(case.shape),
+        "selection": cpu.selection(case.shape),
         **case.options(pools.windows),
     }
     other = cpu.selection(make_step(seed, 1, device=cpu.device, heads=4).shape)
     for message, wrong in wrong_arguments(case, pools):
-        if "plan" in wrong:
-            wrong = {"plan": other}
+        if "selection" in wrong:
+            wrong = {"selection": other}
         with pytest.raises(ValueError) as raised:
             kda_decode_step(**(right | wrong))
         assert message in str(raised.value)

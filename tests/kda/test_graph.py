@@ -40,7 +40,7 @@ def test_a_replay_computes_what_the_call_does(kernels: Backend, seed: int, opera
     extra: dict[str, Any] = {"cu_seqlens": case.cu_seqlens}
     if operator == "chunk":
         extra = {
-            "metadata": build_step_plan(case.cu_seqlens, case.q.shape[1]),
+            "step_plan": build_step_plan(case.cu_seqlens, case.q.shape[1]),
             "scratch": Scratch(device),
         }
 

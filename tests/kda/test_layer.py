@@ -56,8 +56,8 @@ class Model:
         self.state_pool = randn(SLOTS, heads, dim, dim).to(device)
         self.checked = False
         shape = KdaShape(heads, heads, dim, dim)
-        self.plan: KdaSelection = backend.selection(shape)
-        self.metadata: StepPlan = build_step_plan(
+        self.selection: KdaSelection = backend.selection(shape)
+        self.step_plan: StepPlan = build_step_plan(
             cu_tensor(lengths, device),
             tokens,
             cu_seqlens_cpu=cu_tensor(lengths, torch.device("cpu")),
@@ -76,13 +76,19 @@ class Model:
         flags = None if initial is None else torch.tensor(initial, device=device)
         slots = torch.tensor(indices, dtype=torch.int32, device=device)
         tokens = Tokens(self.qkv, self.g, self.beta, self.gate, out)
-        common = (self.weights, self.plan, tokens, Pools(self.conv_pool, self.state_pool), slots)
+        common = (
+            self.weights,
+            self.selection,
+            tokens,
+            Pools(self.conv_pool, self.state_pool),
+            slots,
+        )
         if function is layer.decode:
             function(*common, null_slot=0)
         elif function is layer.decode_or_start:
-            function(*common, flags, self.metadata)
+            function(*common, flags, self.step_plan)
         else:
-            function(*common, flags, self.metadata, Scratch(device), checked=self.checked)
+            function(*common, flags, self.step_plan, Scratch(device), checked=self.checked)
         return out
 
     def expected(
@@ -193,11 +199,11 @@ def test_bounded_gate(backend: Backend, seed: int) -> None:
     bounded = {**vars(model.weights), "lower_bound": -5.0}
     model.weights = LayerWeights(**bounded)
     shape = KdaShape(model.heads, model.heads, model.dim, model.dim, bounded_gate=True)
-    model.plan = backend.selection(shape)
+    model.selection = backend.selection(shape)
     check(model, layer.prefill, (4, 1), (True, False))
 
 
-def test_metadata_of_other_tokens_is_refused(backend: Backend, seed: int) -> None:
+def test_a_step_plan_of_other_tokens_is_refused(backend: Backend, seed: int) -> None:
     model = Model(backend, seed, (66, 5))
     model.qkv = model.qkv[:-1]
     with pytest.raises(ValueError, match="step_plan is of 71 tokens, qkv has 70"):

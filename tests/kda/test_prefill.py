@@ -17,7 +17,6 @@ from tests.kda.cases import (
     assert_close,
     assert_result,
     assert_same_bits,
-    one_path,
     shipped_rows,
 )
 
@@ -336,7 +335,7 @@ def test_every_row_of_the_tables_is_exact(
     kernels: Backend, seed: int, row: KernelPath, dims: tuple[int, int]
 ) -> None:
     case = kernels.case(seed, (70, 9), key_dim=dims[0], value_dim=dims[1])
-    if missing := case.shape.requires() - row.features:
+    if missing := case.shape.requires(row.operator) - row.features:
         pytest.skip(f"{row.name} lacks {', '.join(missing)}")
-    plan = one_path(kernels.selection(case.shape), "prefill", row)
-    assert_result(case, *kernels.chunk(case, selection=plan))
+    selection = kernels.selection(case.shape).with_path(row)
+    assert_result(case, *kernels.chunk(case, selection=selection))

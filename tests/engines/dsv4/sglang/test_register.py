@@ -75,7 +75,9 @@ def test_a_model_without_compressors_is_reported(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner: Any = SimpleNamespace(
-        server_args=SimpleNamespace(_kda_dsv4_requested="dsv4"),
+        server_args=SimpleNamespace(
+            _kda_dsv4_requested="dsv4", enable_deterministic_inference=False
+        ),
         model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])),
         is_draft_worker=False,
         use_mla_backend=False,

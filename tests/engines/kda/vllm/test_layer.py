@@ -404,6 +404,7 @@ REFUSALS = {
     "a part without a table": "no kda kernel paths for sm75",
     "speculative decoding": "speculative decoding is on",
     "another convolution": "the short convolution must have 4 taps, got 3",
+    "batch invariance": "VLLM_BATCH_INVARIANT is set",
     "wide heads": "KDA heads must have at most 128 channels, got 192",
 }
 
@@ -417,6 +418,8 @@ def refuse(case: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         if VERIFIES:
             pytest.skip("this release is served with drafts")
         monkeypatch.setattr(config, "speculative_config", Draft())
+    elif case == "batch invariance":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     elif case == "another convolution":
         config.model_config.hf_config.linear_attn_config["short_conv_kernel_size"] = 3
     else:
@@ -446,6 +449,26 @@ def test_what_cannot_be_served_is_an_error_in_strict_mode(
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match=REFUSALS[case].split("(")[0]):
         construct(config)
+
+
+def test_a_failing_step_is_logged_once_and_raised(
+    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """vLLM then ends the engine: no request gets an answer from half a step."""
+    metadata = step_metadata(layer, config, (40,), (0,), table(4))
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ValueError("g must be finite")
+
+    monkeypatch.setattr(operators, "prefill", fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="g must be finite"):
+            run_layer(layer, config, hidden(40), metadata)
+    lines = [line for line in log_lines if "g must be finite" in line]
+    assert lines == [
+        f"kda-dsv4-backend: the step of KDA layer {layer.prefix} failed, and vllm will end this"
+        " engine and its requests: ValueError: g must be finite"
+    ]
 
 
 def construct(config: Any) -> Any:
