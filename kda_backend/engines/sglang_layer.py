@@ -20,7 +20,6 @@ from kda_backend.scratch import Workspace
 from kda_backend.selection import KdaPlan, KdaShape, plan_for, warm_up
 from kda_backend.step_plan import build_metadata
 
-
 _SCRATCH = "_kda_dsv4_scratch"  # on a ModelRunner, from `reserve` to `install`
 # Requests of a prefill step where --max-running-requests does not say: a step of more grows the
 # scratch memory, a tile for the started chunk of each.
