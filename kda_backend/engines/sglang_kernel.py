@@ -47,7 +47,7 @@ class _Pass:
 class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     """sglang's KDA kernel on this backend. Verification of drafts is upstream's.
 
-    A batch that the operators refuse runs on the upstream kernel, and is reported: they refuse before
+    A batch that the operators refuse runs on upstream's kernel, and is reported: they refuse before
     they write anything.
     """
 

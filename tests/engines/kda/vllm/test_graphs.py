@@ -175,6 +175,8 @@ def test_indices_that_are_not_the_builders_own_are_caught(monkeypatch: pytest.Mo
 
     def copied(*args: Any) -> Any:
         step = build(*args)
+        if step.decode is None:
+            return step
         decode = replace(step.decode, state_indices=step.decode.state_indices.clone())
         return replace(step, decode=decode)
 
