@@ -30,6 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
+from backend_core.testing.numerics import relative_error
+from backend_core.testing.timing import (
+    call_time_ms,
+    copy_bandwidth_gbs,
+    environment,
+    host_time_ms,
+    installed_version,
+)
 from benchmarks.kda_decode_peers import (
     DIM,
     EPS,
@@ -41,13 +49,6 @@ from benchmarks.kda_decode_peers import (
     load_vllm,
 )
 from benchmarks.regimes import gate_parameters
-from benchmarks.timing import (
-    call_time_ms,
-    copy_bandwidth_gbs,
-    environment,
-    host_time_ms,
-    installed_version,
-)
 from kda_backend import kda_decode_step, kda_verify_step, reference
 from kda_backend.selection import KdaPlan, KdaShape, select
 
@@ -185,10 +186,6 @@ def expected(x: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     )
     o = o * torch.rsqrt(o.square().mean(2, keepdim=True) + EPS) * x.norm_weight.double()
     return o * x.z.double().sigmoid(), states
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 def check_accuracy(make: Peer, *, in_place: bool = True) -> list[float | None]:

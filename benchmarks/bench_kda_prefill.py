@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
-from benchmarks.regimes import REGIMES, collinear, gate_parameters
-from benchmarks.timing import (
+from backend_core.testing.numerics import relative_error
+from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,
@@ -36,6 +36,7 @@ from benchmarks.timing import (
     host_time_ms,
     installed_version,
 )
+from benchmarks.regimes import REGIMES, collinear, gate_parameters
 from kda_backend import chunk_kda, reference
 from kda_backend.scratch import Workspace
 from kda_backend.selection import KdaPlan, KdaShape, select
@@ -232,10 +233,6 @@ def flashkda(case: Case) -> Call:
         return out, final
 
     return call
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 def check_accuracy(

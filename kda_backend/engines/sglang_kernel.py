@@ -1,6 +1,6 @@
 """The kernel of sglang's KDA layers. Imports sglang's GPU modules, so only a scheduler imports it.
 
-One form serves sglang 0.5.17 to 0.5.23, whose KDA layers hand over
+This kernel serves sglang 0.5.17 to 0.5.23, whose KDA layers hand over
 
 - prefill: q, k, v and the raw gate as ``[1, T, H, D]``, the step size as fp32 (0.5.17 to 0.5.19) or
   its logits (``beta_is_raw``) as ``[1, T, H]``, any of them strided;
@@ -26,38 +26,38 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from backend_core.strict import fallback
 from kda_backend.api import chunk_kda
 from kda_backend.decode_step import kda_decode_step
-from kda_backend.scratch import Workspace
-from kda_backend.selection import KdaPlan
-from kda_backend.step_plan import ChunkMetadata, build_metadata
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection
+from kda_backend.step_plan import StepPlan, build_step_plan
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The metadata of one forward pass, and which layer built it.
+    """The step plan of one forward pass, and which layer built it.
 
     A pass visits a layer once: where that layer comes again a new pass has begun, also with the
     very same tensors, which sglang's CUDA graphs refill.
     """
 
-    metadata: ChunkMetadata
+    step_plan: StepPlan
     first_layer: int
     capturing: bool
 
 
 class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
-    """sglang's KDA kernel on this backend. Verification of drafts is upstream's.
+    """sglang's KDA kernel on this backend. Drafts are verified by sglang's own kernel.
 
-    A batch that the operators refuse runs on upstream's kernel, and is reported: they refuse before
-    they write anything.
+    A batch that the operators refuse runs on the upstream kernel and is reported: they refuse
+    before they write anything.
     """
 
     supports_track_state_snapshot = True
 
     def __init__(
-        self, plan: KdaPlan, device: torch.device, workspace: Workspace | None = None
+        self, selection: KdaSelection, device: torch.device, scratch: Scratch | None = None
     ) -> None:
-        self.plan = plan
-        self._workspace = Workspace(device) if workspace is None else workspace
+        self.selection = selection
+        self._scratch = Scratch(device) if scratch is None else scratch
         self._pass: _Pass | None = None
 
     def extend(
@@ -72,7 +72,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         """Prefill; ``call`` as `prefill` takes it."""
         try:
             _check_known("prefill", call, _PREFILL)
-            return self.prefill(self.plan, q, k, v, g, beta, **call)
+            return self.prefill(self.selection, q, k, v, g, beta, **call)
         except ValueError as error:
             fallback(f"prefill: {error}")
         return super().extend(q, k, v, g, beta, **call)
@@ -85,7 +85,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             _check_known("decode", call, _STEP)
             value_heads, value_dim = call["num_v_heads"], call["head_v_dim"]
             q, k, v = split_rows(mixed_qkv, value_heads, call["ssm_states"].shape[-1], value_dim)
-            return self.step(self.plan, q, k, v, a, b, **call).unsqueeze(0)
+            return self.step(self.selection, q, k, v, a, b, **call).unsqueeze(0)
         except ValueError as error:
             fallback(f"decode: {error}")
         return super().packed_decode(mixed_qkv, a, b, **call)
@@ -102,14 +102,14 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         """Decode of convolved q, k and v ``[1, N, H, D]``; returns ``[1, N, HV, V]``."""
         try:
             _check_known("decode", call, _STEP)
-            return self.step(self.plan, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
+            return self.step(self.selection, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
         except ValueError as error:
             fallback(f"decode: {error}")
         return super().decode(q, k, v, a, b, **call)
 
     def prefill(
         self,
-        plan: KdaPlan,
+        selection: KdaSelection,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -164,7 +164,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         if g.shape[1] != tokens:  # 0.5.17 pads the gates alone for a prefill graph
             g, beta = g[:, :tokens], beta[:, :tokens]
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        metadata = self._metadata(
+        step_plan = self._step_plan(
             query_start_loc, tokens, extend_seq_lens_cpu, ssm_states.data_ptr(), capturing
         )
         states: dict[str, Any] = {"state_pool": ssm_states, "state_indices": cache_indices}
@@ -179,7 +179,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             states["return_intermediate_states"] = (
                 track_ssm_h_src is None or track_ssm_h_src.numel() > 0
             )
-        if metadata.cu_seqlens_cpu is None and chunk_indices is None:
+        if step_plan.cu_seqlens_cpu is None and chunk_indices is None:
             states["out"] = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
         result = chunk_kda(
             q,
@@ -193,10 +193,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             lower_bound=lower_bound,
             A_log=A_log,
             dt_bias=dt_bias,
-            metadata=metadata,
-            # a graph keeps addresses, and this workspace moves when it grows
-            workspace=None if capturing else self._workspace,
-            plan=plan,
+            step_plan=step_plan,
+            # a graph keeps addresses, and this scratch memory moves when it grows
+            scratch=None if capturing else self._scratch,
+            selection=selection,
             **states,
         )
         if not return_intermediate_states:
@@ -205,7 +205,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
 
     def step(
         self,
-        plan: KdaPlan,
+        selection: KdaSelection,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -248,7 +248,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             ValueError: the operator refuses; nothing has been written.
         """
         if replayssm_d is not None:
-            raise ValueError("--enable-linear-replayssm keeps states in a form of sglang's own")
+            raise ValueError("--enable-linear-replayssm keeps states in a layout of sglang's own")
         if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) > 1e-6:
             raise ValueError(f"scale must be K ** -0.5, got {scale} for K = {q.shape[-1]}")
         number, heads = v.shape[:2]
@@ -274,41 +274,41 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             lower_bound=lower_bound,
             A_log=A_log,
             dt_bias=dt_bias,
-            pools_settled=True,  # projections or the convolution come before
-            plan=plan,
+            pdl_prefetch_safe=True,  # projections or the convolution come before
+            selection=selection,
             **stages,
         )
 
-    def _metadata(
+    def _step_plan(
         self,
         cu_seqlens: torch.Tensor,
         tokens: int,
         lengths: Sequence[int] | None,
         layer: int,
         capturing: bool,
-    ) -> ChunkMetadata:
-        """The metadata of this pass, built by its first layer; ``layer`` is its pool's address."""
+    ) -> StepPlan:
+        """The plan of this pass, built by its first layer; ``layer`` is its pool's address."""
         last = self._pass
         if (
             last is not None
-            and last.metadata.cu_seqlens is cu_seqlens
-            and last.metadata.num_tokens == tokens
+            and last.step_plan.cu_seqlens is cu_seqlens
+            and last.step_plan.num_tokens == tokens
             and last.first_layer != layer
             and last.capturing == capturing
         ):
-            return last.metadata
+            return last.step_plan
         host = None
         # without lengths that cover every token, launches take a bound on the number of chunks
         if lengths is not None and len(lengths) + 1 == len(cu_seqlens) and sum(lengths) == tokens:
             host = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        metadata = build_metadata(
+        step_plan = build_step_plan(
             cu_seqlens,
             tokens,
             cu_seqlens_cpu=host,
-            chunk_table=self.plan.target.vendor != "cpu",
+            chunk_table=self.selection.target.vendor != "cpu",
         )
-        self._pass = _Pass(metadata, layer, capturing)
-        return metadata
+        self._pass = _Pass(step_plan, layer, capturing)
+        return step_plan
 
 
 def _keywords(method: Callable[..., Any]) -> frozenset[str]:

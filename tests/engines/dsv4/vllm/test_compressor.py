@@ -19,7 +19,8 @@ from vllm.models.deepseek_v4.compressor import (
 from backend_core.engines import vllm_flag
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import PagedDecode, PagedPrefill, compressor, reference, reference_step
+from dsv4_backend import PagedDecode, PagedPrefill, reference
+from dsv4_backend.compressor import decode, prefill, torch_step
 from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.vllm_compressor import FusedCompressor, MetadataBuilder, StateCache
 from dsv4_backend.plugin import register_vllm
@@ -93,8 +94,9 @@ def test_the_engines_steps_give_the_definitions_state_and_records(
 def test_the_gpus_kernels_give_the_same_through_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, cache_format: str
 ) -> None:
-    monkeypatch.setattr(compressor, "detect_target", lambda device: KNOWN_TARGETS["H200"])
-    monkeypatch.setattr(reference_step, "step", None)
+    for pipelines in (decode, prefill):
+        monkeypatch.setattr(pipelines, "detect_target", lambda device: KNOWN_TARGETS["H200"])
+    monkeypatch.setattr(torch_step, "step", None)
     config = engine_config(flag=True)
     step = Step(build(config, cache_format), cache_format, [12, 17, 8])
     check(step, serve(step, STEPS_C4, config))
@@ -118,8 +120,7 @@ def test_stock_writes_the_same_state_and_records(cache_format: str) -> None:
     slots = ours.slot_of.flatten()
     width = 448 if cache_format == "fp8_ds_mla" else 128
     (data, scales), (stock_data, stock_scales) = (
-        reference.load(engine.cache, slots, ours.spec.page_tokens, ours.spec.cache_format)
-        for engine in results
+        reference.load(engine.cache, slots, ours.spec) for engine in results
     )
     assert torch.equal(scales, stock_scales)
     codes, stock_codes = (x[:, :width].int() for x in (data, stock_data))
@@ -142,7 +143,7 @@ def test_stock_writes_the_same_state_and_records(cache_format: str) -> None:
 def test_a_step_is_one_call_and_its_plan_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     for name in ("compress_decode_", "compress_prefill_"):
-        monkeypatch.setattr(vllm_compressor, name, lambda *args: calls.append(args))
+        monkeypatch.setattr(vllm_compressor, name, lambda *args, **_: calls.append(args))
     config = engine_config(flag=True)
     step = Step(build(config, "indexer_fp8"), "indexer_fp8", [12, 17, 8])
     histories = [make_history(step.layer.spec, n, n) for n in (12, 17, 8)]
@@ -279,7 +280,7 @@ def test_what_was_chosen_is_said_once_for_each_kind(log_lines: list[str]) -> Non
     lines = [line for line in log_lines if "serves DeepSeek-V4's compressors" in line]
     assert lines == [
         "kda-dsv4-backend serves DeepSeek-V4's compressors of 512 channels and ratio 128"
-        " (fp8_ds_mla) on cpu (cpu): decode reference; prefill reference"
+        " (fp8_ds_mla) on cpu (cpu): decode torch; prefill torch"
     ]
 
 

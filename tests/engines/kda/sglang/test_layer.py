@@ -15,9 +15,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
+from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_kernel, sglang_layer
 from kda_backend.selection import KdaShape, select
-from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Definition, Served, relative_error
+from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Definition, Served
 
 HIDDEN = 256
 # activations are bf16 between the projections, the convolution and the kernels
@@ -29,7 +30,7 @@ def served(request: pytest.FixtureRequest) -> Any:
     """A server with the flag; ``triton``: with the kernels that an A100's table chooses."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if request.param == "triton":
-            patch.setattr(sglang_layer, "plan_for", kernels_of_an_a100)
+            patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
         yield Served("--attention-backend", "kda")
 
 
@@ -150,13 +151,13 @@ def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> 
 
 def test_metadata_is_built_once_a_pass(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    stock = sglang_kernel.build_metadata
+    stock = sglang_kernel.build_step_plan
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         built.append(args)
         return stock(*args, **kwargs)
 
-    monkeypatch.setattr(sglang_kernel, "build_metadata", counted)
+    monkeypatch.setattr(sglang_kernel, "build_step_plan", counted)
     served.fill_pools(seed=9)
     batch = served.batch(ForwardMode.EXTEND, [3, 2], [0, 0], [1, 2])
     served.forward(tokens(5, seed=1), batch)
@@ -239,7 +240,7 @@ def test_decode_of_convolved_rows(served: Any, bounded: bool) -> None:
     if bounded:
         if kernel.plan.target.vendor != "cpu":
             pytest.skip("one plan serves one gate")
-        plan = sglang_layer.plan_for(
+        plan = sglang_layer.selection_for(
             torch.device("cpu"), KdaShape(2, 2, 128, 128, bounded_gate=True)
         )
         kernel = sglang_kernel.KdaKernel(plan, torch.device("cpu"))

@@ -120,7 +120,7 @@ def test_a_head_size_without_a_path_stays_on_stock(
     def no_path(*_: Any) -> None:
         raise LookupError("no path of cpu serves K = 512")
 
-    monkeypatch.setattr(sglang_layer, "plan_for", no_path)
+    monkeypatch.setattr(sglang_layer, "selection_for", no_path)
     served = Served("--attention-backend", "kda")
     assert type(served.dispatcher.extend_kernel) is TritonKDAKernel
     assert "falling back to stock code: no path of cpu serves K = 512" in log_lines

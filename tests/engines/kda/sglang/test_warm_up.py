@@ -35,7 +35,7 @@ def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPa
         KernelLaunch, "__call__", lambda self, grid, *args: launched.add(variant(self, args))
     )
     # a part whose paths are all Triton's
-    monkeypatch.setattr(sglang_layer, "plan_for", kernels_of_an_a100)
+    monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
     with torch.no_grad():
         served = Served("--attention-backend", "kda")
         compiled = set(launched)

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from backend_core.engines import Engine
 from backend_core.strict import FallbackError
 from backend_core.target import Target
+from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import transpose_states
 from kda_backend import layer as operators
 from kda_backend.engines import vllm_layer
@@ -27,7 +28,6 @@ from tests.engines.kda.vllm.harness import (
     checkpoint_weights,
     drawn_weights,
     engine_config,
-    relative_error,
     run_layer,
     step_metadata,
 )

@@ -1,0 +1,117 @@
+"""How the benchmarks measure: medians of CUDA-graph replays, and the Python call an engine pays."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def graph_time_ms(call: Callable[[], object], replays: int = 30, calls: int | None = None) -> float:
+    """GPU time of one call, in ms: median over replays of a CUDA graph that holds several calls.
+
+    Several calls in one graph hide the launch of the graph itself behind the first of them.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        if calls is None:
+            calls = max(1, min(20, int(4.0 / max(start.elapsed_time(end), 1e-3))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                call()
+        times = []
+        for _ in range(replays):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / calls)
+    torch.cuda.current_stream().wait_stream(stream)
+    return statistics.median(times)
+
+
+def call_time_ms(call: Callable[[], object], repeats: int = 50) -> float:
+    """Time of one Python call with an idle GPU before and after it: host and device, in ms."""
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
+
+
+def host_time_ms(call: Callable[[], object], repeats: int = 200) -> float:
+    """Time the host spends in one Python call, in ms: the GPU is kept from filling its queue."""
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def copy_bandwidth_gbs() -> float:
+    """Bytes read plus bytes written by an elementwise kernel over 1 GiB, in GB/s.
+
+    A kernel, since ``copy_`` becomes a memory copy of the driver's, which is slower.
+    """
+    source = torch.randn(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    ms = graph_time_ms(lambda: torch.neg(source, out=target), calls=4)
+    return 2 * source.nbytes / (ms * 1e6)
+
+
+def environment() -> dict[str, str | None]:
+    """What a result depends on: the script that writes it, GPU, versions, commit and date."""
+    return {
+        "script": script_name(Path(sys.argv[0])),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": installed_version("triton"),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def script_name(file: Path) -> str:
+    """What a result calls the script that wrote it: ``"benchmarks/<name>.py"``."""
+    return f"benchmarks/{file.name}"
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
