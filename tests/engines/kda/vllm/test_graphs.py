@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from backend_core.testing.numerics import relative_error
 from kda_backend import layer as operators
 from kda_backend.engines import vllm_layer
 from kda_backend.engines.vllm import register
@@ -29,7 +30,6 @@ from tests.engines.kda.vllm.harness import (
     bind_cache,
     build_layer,
     engine_config,
-    relative_error,
     run_layer,
     step_metadata,
 )
