@@ -21,7 +21,7 @@ from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import check_writable, write_json
 from backend_cli.info import build_report
 from backend_cli.worker import Worker, WorkerDiedError
-from backend_core.path_table import shipped_directory
+from backend_core.tables.select import shipped_directory
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 1

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from backend_cli.check_engine import PAGE_TOKENS, Engine, Layout, int32, make_engine
-from backend_core.path_table import PathSelection
-from backend_core.table_file import KernelPath
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import PathSelection
 from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
@@ -27,13 +27,13 @@ from dsv4_backend import (
     compress_decode_pair_,
     compress_norm_rope_hadamard_,
     compress_prefill_,
-    paths,
     quantise_indexer_queries,
     reference,
     reference_step,
 )
-from dsv4_backend.metadata import CacheFormat
-from dsv4_backend.plans import DecodePlan, PrefillPlan
+from dsv4_backend import selection as paths
+from dsv4_backend.spec import CacheFormat
+from dsv4_backend.step_plan import DecodePlan, PrefillPlan
 
 Part = tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor]
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan | SeqLens | RowPlan)

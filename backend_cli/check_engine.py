@@ -19,8 +19,8 @@ from dsv4_backend import (
     reference,
     window_ends,
 )
-from dsv4_backend.metadata import CacheFormat
-from dsv4_backend.plans import DecodePlan, PrefillPlan
+from dsv4_backend.spec import CacheFormat
+from dsv4_backend.step_plan import DecodePlan, PrefillPlan
 
 Layout = Literal["paged", "ring", "ring_v1"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from backend_core.path_table import PathSelection
-from backend_core.table_file import KernelPath
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import PathSelection
 from backend_core.target import Target
 from kda_backend import chunk_kda, fused_recurrent_kda, reference
-from kda_backend.paths import KdaPlan, KdaShape
+from kda_backend.selection import KdaPlan, KdaShape
 
 HARD_HEADS = ("random", "extreme", "collinear", "long")
 """The gate regimes of a hard call's heads, in turn; docs/evaluating.md describes them."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from backend_cli.check_kda import ALLOWED, HARD_HEADS, Call, make_call, only, relative_error
-from backend_core.table_file import KernelPath
+from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from kda_backend import kda_decode_step, kda_verify_step
 

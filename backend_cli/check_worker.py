@@ -15,8 +15,8 @@ import torch
 
 from backend_cli import check_dsv4, check_kda, check_step
 from backend_cli.worker import serve_answers
-from backend_core.path_table import PHASES, explain, load_table
-from backend_core.table_file import KernelPath
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import PHASES, explain, load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 INTERPRETABLE = frozenset(

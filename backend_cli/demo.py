@@ -22,11 +22,11 @@ from rich.table import Table
 
 from backend_cli import recall
 from backend_cli.errors import BadInputError, CliError
-from backend_core.path_table import PathSelection
+from backend_core.tables.select import PathSelection
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from dsv4_backend.engines import transformers as dsv4
 from kda_backend.engines import transformers as kda
-from kda_backend.paths import KdaShape, select
+from kda_backend.selection import KdaShape, select
 
 RECALL = Path(__file__).resolve().parent.parent / "benchmarks" / "recall"
 SCHEMA = 1

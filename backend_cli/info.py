@@ -16,8 +16,8 @@ from rich.table import Table
 from backend_cli.errors import BadInputError
 from backend_core import __version__
 from backend_core.engines import ENGINES
-from backend_core.path_table import PHASES, PathRow, PathTable, explain, feature_sets, load_table
 from backend_core.strict import strict_mode
+from backend_core.tables.select import PHASES, PathRow, PathTable, explain, feature_sets, load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 1

@@ -139,7 +139,7 @@ def _tensor_parallel(engine: str, arguments: list[str]) -> int:
 
 def _kda_paths(target: Any, config: dict[str, Any], ranks: int) -> list[str]:
     """What the table chooses for a rank of this model."""
-    from kda_backend.paths import KdaShape, select
+    from kda_backend.selection import KdaShape, select
 
     linear = config["linear_attn_config"]
     try:
@@ -166,7 +166,7 @@ def _kda_paths(target: Any, config: dict[str, Any], ranks: int) -> list[str]:
 
 def _dsv4_paths(target: Any) -> list[str]:
     """What the table holds for the compressors; every rank has all of each."""
-    from backend_core.path_table import load_table
+    from backend_core.tables.select import load_table
 
     try:
         table = load_table("dsv4", target)

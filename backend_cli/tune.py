@@ -26,8 +26,8 @@ from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import check_writable, write_json, write_text
 from backend_cli.worker import Worker, WorkerDiedError
 from backend_core import __version__
-from backend_core.path_table import load_table, shipped_directory, user_directory
-from backend_core.table_file import PHASES, parse_table
+from backend_core.tables.schema import PHASES, parse_table
+from backend_core.tables.select import load_table, shipped_directory, user_directory
 from backend_core.target import Target, detect_target
 
 SCHEMA = 1
@@ -277,7 +277,7 @@ class _asking:  # noqa: N801 (used as a function in a with statement)
 
 
 def render(document: dict[str, Any], comment: str) -> str:
-    """A table as TOML, readable by ``backend_core.table_file``."""
+    """A table as TOML, readable by ``backend_core.tables.schema``."""
     lines = [f"# {comment}", "", "[table]", *_pairs(document["table"])]
     for row in document["path"]:
         plain = {key: value for key, value in row.items() if key != "params"}

@@ -19,13 +19,14 @@ from backend_cli.bench import scripts_folder
 from backend_cli.check_engine import Engine, make_engine
 from backend_cli.check_worker import probes_of
 from backend_cli.worker import serve_answers
-from backend_core.path_table import explain, load_table
-from backend_core.table_file import KernelPath
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import explain, load_table
 from backend_core.target import Target, detect_target
-from dsv4_backend import compress_decode_, compress_decode_pair_, compress_prefill_, paths
+from dsv4_backend import compress_decode_, compress_decode_pair_, compress_prefill_
+from dsv4_backend import selection as paths
 from kda_backend import chunk_kda, fused_recurrent_kda, kda_decode_step
-from kda_backend.metadata import build_metadata
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.step_plan import build_metadata
 
 Call = Callable[[], object]
 

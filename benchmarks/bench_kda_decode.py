@@ -28,8 +28,15 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.path_table import PathSelection, load_table
+from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
+from backend_core.testing.timing import (
+    call_time_ms,
+    copy_bandwidth_gbs,
+    environment,
+    host_time_ms,
+    installed_version,
+)
 from benchmarks.kda_decode_peers import (
     DIM,
     EPS,
@@ -41,15 +48,8 @@ from benchmarks.kda_decode_peers import (
     load_vllm,
 )
 from benchmarks.regimes import gate_parameters
-from benchmarks.timing import (
-    call_time_ms,
-    copy_bandwidth_gbs,
-    environment,
-    host_time_ms,
-    installed_version,
-)
 from kda_backend import kda_decode_step, kda_verify_step, reference
-from kda_backend.paths import KdaPlan, KdaShape, select
+from kda_backend.selection import KdaPlan, KdaShape, select
 
 BATCHES = (1, 8, 32, 64, 256, 512)
 COLD_BYTES = 150e6

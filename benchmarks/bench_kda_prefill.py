@@ -25,10 +25,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.path_table import PathSelection, load_table
+from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
-from benchmarks.regimes import REGIMES, collinear, gate_parameters
-from benchmarks.timing import (
+from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,
@@ -36,10 +35,11 @@ from benchmarks.timing import (
     host_time_ms,
     installed_version,
 )
+from benchmarks.regimes import REGIMES, collinear, gate_parameters
 from kda_backend import chunk_kda, reference
-from kda_backend.metadata import build_metadata
-from kda_backend.paths import KdaPlan, KdaShape, select
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.selection import KdaPlan, KdaShape, select
+from kda_backend.step_plan import build_metadata
 
 DIM = 128
 RAGGED = [1300, 547, 2048, 963, 271, 3063]

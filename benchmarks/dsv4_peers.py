@@ -24,7 +24,7 @@ from dsv4_backend import (
 )
 from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
 from dsv4_backend.kernels.numerics import hadamard, load_angles, rms_norm, rope_tail
-from dsv4_backend.metadata import RECORD_BYTES
+from dsv4_backend.spec import RECORD_BYTES
 
 EPS = 1e-6
 

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from backend_core.cuda_source import CudaKernel
+from backend_core.launch.cuda import CudaKernel
 
 DIM = 128
 EPS = 1e-5

@@ -25,7 +25,7 @@ from matplotlib import pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.sweep_kda_prefill import chosen, shipped_tables, timed
-from kda_backend.prefill_layout import Layout, costs_of
+from kda_backend.prefill.sm_schedule import Layout, costs_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = {

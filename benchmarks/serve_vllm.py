@@ -283,7 +283,7 @@ def watch_compilation() -> list[str]:
 
     Autotuner._bench = tuned
     try:
-        from backend_core import cuda_source
+        from backend_core.launch import cuda as cuda_source
     except ModuleNotFoundError:
         return found
     construct = cuda_source.CudaKernel.__init__

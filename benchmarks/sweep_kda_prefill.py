@@ -4,8 +4,8 @@
     python benchmarks/sweep_kda_prefill.py --fit benchmarks/results/kda_prefill_sweep_h200.json
     python benchmarks/sweep_kda_prefill.py --table benchmarks/results/kda_prefill_sweep_h200.json
 
-The first line times, for each shape, each layout that `kda_backend.prefill_layout.layouts` can come
-to. The second looks for the parameters with which the estimate chooses best among them. The third
+The first line times, for each shape, each layout that `prefill.sm_schedule.layouts` can come to.
+The second looks for the parameters with which the estimate chooses best among them. The third
 shows for each shape what the table's estimate chooses, and the best there is.
 """
 
@@ -29,12 +29,12 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.path_table import KernelPath, load_table
+from backend_core.tables.select import KernelPath, load_table
 from backend_core.target import KNOWN_TARGETS
+from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.bench_kda_prefill import UNBOUNDED, Ours, make_case
-from benchmarks.timing import environment, graph_time_ms
-from kda_backend import prefill_sm90
-from kda_backend.prefill_layout import (
+from kda_backend.prefill import two_stage_sm90 as prefill_sm90
+from kda_backend.prefill.sm_schedule import (
     Costs,
     IntraCosts,
     Layout,

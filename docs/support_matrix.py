@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_cli.serve import SERVERS
 from backend_core.engines import ENGINES
-from backend_core.path_table import PHASES, PathTable, load_table
+from backend_core.tables.select import PHASES, PathTable, load_table
 from backend_core.target import KNOWN_TARGETS, Target
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,8 +8,9 @@ from dsv4_backend.api import (
     warm_up,
     warm_up_pair,
 )
-from dsv4_backend.metadata import CompressorLayer, CompressorSpec
-from dsv4_backend.plans import (
+from dsv4_backend.queries import quantise_indexer_queries
+from dsv4_backend.spec import CompressorLayer, CompressorSpec
+from dsv4_backend.step_plan import (
     PagedDecode,
     PagedPrefill,
     RingDecode,
@@ -20,7 +21,6 @@ from dsv4_backend.plans import (
     SeqLens,
     window_ends,
 )
-from dsv4_backend.queries import quantise_indexer_queries
 
 __all__ = [
     "CompressorLayer",

@@ -9,8 +9,8 @@ import torch
 
 from backend_core.target import Target, detect_target
 from dsv4_backend import compressor, validation
-from dsv4_backend.metadata import CompressorLayer, real_rope_table
-from dsv4_backend.plans import (
+from dsv4_backend.spec import CompressorLayer, real_rope_table
+from dsv4_backend.step_plan import (
     DecodePlan,
     PrefillPlan,
     RowPlan,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dsv4_backend import plans
-from dsv4_backend.metadata import CompressorLayer
+from dsv4_backend import step_plan as plans
+from dsv4_backend.spec import CompressorLayer
 
 Argument = torch.Tensor | int | float
 Part = tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor]

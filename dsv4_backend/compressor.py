@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from backend_core.target import Target, detect_target
-from dsv4_backend import arguments, paths, plans, reference_step, validation
+from dsv4_backend import arguments, reference_step, validation
+from dsv4_backend import selection as paths
+from dsv4_backend import step_plan as plans
 from dsv4_backend.arguments import LAYER, PAIR, PLAN, Argument, Part
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch, Packed
+    from backend_core.launch.triton import KernelLaunch, Packed
 
 T = TypeVar("T")
 _Two = tuple[T, T]

@@ -10,8 +10,9 @@ import torch
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
 from backend_core.target import Target, detect_target
-from dsv4_backend import paths, reference, validation
-from dsv4_backend.metadata import CompressorSpec
+from dsv4_backend import reference, validation
+from dsv4_backend import selection as paths
+from dsv4_backend.spec import CompressorSpec
 
 Queries = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 

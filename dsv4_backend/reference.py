@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dsv4_backend.metadata import RECORD_BYTES, ROPE_DIM, CacheFormat, Fp8Flavour, Rounding
+from dsv4_backend.spec import RECORD_BYTES, ROPE_DIM, CacheFormat, Fp8Flavour, Rounding
 
 if TYPE_CHECKING:
-    from dsv4_backend.metadata import CompressorLayer, CompressorSpec, RopeLayout
+    from dsv4_backend.spec import CompressorLayer, CompressorSpec, RopeLayout
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4_backend import plans, reference
-from dsv4_backend.metadata import CompressorLayer, CompressorSpec
+from dsv4_backend import reference
+from dsv4_backend import step_plan as plans
+from dsv4_backend.spec import CompressorLayer, CompressorSpec
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
 
 if TYPE_CHECKING:
-    from dsv4_backend.metadata import CompressorLayer, CompressorSpec
-    from dsv4_backend.plans import (
+    from dsv4_backend.spec import CompressorLayer, CompressorSpec
+    from dsv4_backend.step_plan import (
         DecodePlan,
         PagedDecode,
         PagedPrefill,

@@ -7,16 +7,7 @@ from typing import NamedTuple
 import torch
 
 from backend_core.contracts import once
-from kda_backend import decode, prefill
-from kda_backend.metadata import (
-    CHUNK,
-    ChunkMetadata,
-    build_metadata,
-    check_cu_seqlens,
-    equal_length_metadata,
-)
-from kda_backend.paths import KdaPlan, KdaShape, plan_of_call
-from kda_backend.validation import (
+from kda_backend.contract.inputs import (
     GATE_BOUNDED,
     StateInputs,
     TokenKinds,
@@ -30,7 +21,17 @@ from kda_backend.validation import (
     token_inputs,
     wants_grad,
 )
-from kda_backend.workspace import Workspace
+from kda_backend.decode import recurrent as decode
+from kda_backend.prefill import two_stage as prefill
+from kda_backend.scratch import Workspace
+from kda_backend.selection import KdaPlan, KdaShape, plan_of_call
+from kda_backend.step_plan import (
+    CHUNK,
+    ChunkMetadata,
+    build_metadata,
+    check_cu_seqlens,
+    equal_length_metadata,
+)
 
 
 def chunk_kda(
@@ -125,7 +126,7 @@ def chunk_kda(
         out: where to write the output; may alias v.
         metadata: of this step (``build_metadata``), instead of ``cu_seqlens``.
         workspace: scratch memory to reuse; by default the call allocates its own.
-        plan: paths chosen at model load (``kda_backend.paths.select``).
+        plan: paths chosen at model load (``kda_backend.selection.select``).
 
     Returns:
         ``(o, final_state)`` with ``o [B, T, HV, V]`` in q's dtype and ``final_state`` fp32 or
@@ -252,7 +253,7 @@ def fused_recurrent_kda(
     state = _state(tensors, options)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    path = plan.decode.lookup(sequences * v.shape[2])
+    path = plan.recurrent.lookup(sequences * v.shape[2])
     decode.PIPELINES[path.name](path, x, cu_seqlens, state, out)
     return out, None if state_pool is not None else state.write
 

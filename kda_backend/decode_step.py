@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from kda_backend import decode
-from kda_backend.paths import KdaPlan
-from kda_backend.validation_draft import check_draft
-from kda_backend.validation_step import check_step
+from kda_backend.contract.draft import check_draft
+from kda_backend.contract.step import check_step, is_aligned
+from kda_backend.decode import recurrent as decode
+from kda_backend.selection import KdaPlan, plan_for
 
 
 def kda_decode_step(
@@ -84,7 +86,7 @@ def kda_decode_step(
             ``state_indices`` or a weight: they are then fetched before it is over. True behind a
             projection, never behind another step of the same sequences. On Hopper a step lets the
             kernel behind it start at once, so in a row of steps the promise is about all of them.
-        plan: paths chosen at model load (``kda_backend.paths.select``).
+        plan: paths chosen at model load (``kda_backend.selection.select``).
 
     Returns:
         ``out``.
@@ -127,7 +129,10 @@ def kda_decode_step(
         )
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    path = x.plan.decode.lookup(v.shape[0] * v.shape[1])
+    chosen = x.plan
+    if plan is None and not is_aligned(x):
+        chosen = plan_for(q.device, replace(chosen.shape, aligned_state=False))
+    path = chosen.decode_step.lookup(v.shape[0] * v.shape[1])
     decode.STEPS[path.name](path, x, out)
     return out
 
@@ -237,6 +242,6 @@ def kda_verify_step(
     if out is None:
         # rows that belong to no sequence are not written by the kernel
         out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    path = x.plan.decode.lookup(draft.num_sequences * v.shape[1])
+    path = x.plan.verify.lookup(draft.num_sequences * v.shape[1])
     decode.VERIFICATIONS[path.name](path, x, draft, out)
     return out

@@ -13,12 +13,7 @@ import torch
 
 from backend_core.contracts import expect_stride
 from kda_backend import api
-from kda_backend.decode_step import kda_decode_step, kda_verify_step
-from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
-from kda_backend.metadata import ChunkMetadata
-from kda_backend.paths import KdaPlan
-from kda_backend.prefill import PIPELINES
-from kda_backend.validation import (
+from kda_backend.contract.inputs import (
     BETA_SIGMOID,
     GATE_BOUNDED,
     GATE_SOFTPLUS,
@@ -30,7 +25,12 @@ from kda_backend.validation import (
     check_state_pool,
     wants_grad,
 )
-from kda_backend.workspace import Workspace
+from kda_backend.decode_step import kda_decode_step, kda_verify_step
+from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
+from kda_backend.prefill.two_stage import PIPELINES
+from kda_backend.scratch import Workspace
+from kda_backend.selection import KdaPlan
+from kda_backend.step_plan import ChunkMetadata
 
 
 @dataclass(frozen=True)

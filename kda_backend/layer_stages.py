@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
-from kda_backend.metadata import CHUNK, ChunkMetadata
+from kda_backend.step_plan import CHUNK, ChunkMetadata
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
 
 
 def short_conv(
@@ -172,7 +172,7 @@ def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[Kern
     """The kernel and its channels a program; the imports need triton."""
     import triton
 
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.short_conv import short_conv_kernel
 
     block = min(128, triton.next_power_of_2(channels))
@@ -192,7 +192,7 @@ def _gated_norm_kernel(dim: int, fast_math: bool) -> tuple[KernelLaunch, int]:
     """The kernel and its rows a program; the imports need triton."""
     import triton
 
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.gated_norm import gated_norm_kernel
 
     block_v = triton.next_power_of_2(dim)

@@ -28,10 +28,10 @@ from dsv4_backend import (
     RingPrefill,
     compress_decode_,
     compress_prefill_,
-    paths,
     warm_up,
 )
-from dsv4_backend.metadata import CacheFormat
+from dsv4_backend import selection as paths
+from dsv4_backend.spec import CacheFormat
 
 _STEP = "_forward_compress_all_in_one"
 # 0.5.17's parameters of the step, and those that later releases added

@@ -38,12 +38,12 @@ from dsv4_backend import (
     PagedPrefill,
     compress_decode_,
     compress_prefill_,
-    paths,
     warm_up,
     window_ends,
 )
+from dsv4_backend import selection as paths
 from dsv4_backend.engines.vllm import flag_name
-from dsv4_backend.metadata import ROPE_DIM, CacheFormat
+from dsv4_backend.spec import ROPE_DIM, CacheFormat
 
 _FORWARD = ["self", "kv_score", "positions", "rotary_emb"]
 _BUILD = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]

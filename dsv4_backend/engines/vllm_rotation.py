@@ -19,7 +19,8 @@ from vllm.platforms import current_platform
 
 from backend_core.engines.vllm_flag import logger
 from backend_core.target import detect_target
-from dsv4_backend import CompressorSpec, paths, quantise_indexer_queries
+from dsv4_backend import CompressorSpec, quantise_indexer_queries
+from dsv4_backend import selection as paths
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
 
 _QUANTISE = "fused_indexer_q_rope_quant"

@@ -25,9 +25,9 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from backend_core.strict import fallback
 from kda_backend.api import chunk_kda
 from kda_backend.decode_step import kda_decode_step
-from kda_backend.metadata import ChunkMetadata, build_metadata
-from kda_backend.paths import KdaPlan
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.selection import KdaPlan
+from kda_backend.step_plan import ChunkMetadata, build_metadata
 
 
 @dataclass(frozen=True, slots=True)

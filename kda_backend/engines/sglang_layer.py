@@ -15,7 +15,7 @@ from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
 from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
-from kda_backend.paths import KdaPlan, KdaShape, plan_for, warm_up
+from kda_backend.selection import KdaPlan, KdaShape, plan_for, warm_up
 
 
 def install(backend: Any, runner: Any) -> None:

@@ -24,7 +24,7 @@ import torch
 import kda_backend
 from backend_core.engines import ENGINES
 from backend_core.strict import fallback
-from kda_backend.paths import KdaShape, plan_for
+from kda_backend.selection import KdaShape, plan_for
 
 _MODULE = "transformers.models.kimi_linear.modeling_kimi_linear"
 _CHUNK = "chunk_kimi_delta_attention"

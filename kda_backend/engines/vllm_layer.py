@@ -24,9 +24,9 @@ from kda_backend import layer
 from kda_backend.engines.vllm import flag_name, is_requested
 from kda_backend.engines.vllm_step import Draft, Part, build_step
 from kda_backend.layer import LayerWeights, Pools, Tokens
-from kda_backend.metadata import build_metadata
-from kda_backend.paths import KdaPlan, KdaShape, select, warm_up
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.selection import KdaPlan, KdaShape, select, warm_up
+from kda_backend.step_plan import build_metadata
 
 logger = init_logger("vllm.kda_dsv4")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kda_backend.metadata import ChunkMetadata, build_metadata
-from kda_backend.paths import KdaPlan
+from kda_backend.selection import KdaPlan
+from kda_backend.step_plan import ChunkMetadata, build_metadata
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.layer import LayerWeights
-from kda_backend.paths import KdaShape
+from kda_backend.selection import KdaShape
 
 _OP = "kda_dsv4_core"
 

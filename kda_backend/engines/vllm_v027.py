@@ -15,7 +15,7 @@ from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 from backend_core.engines import Engine
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.layer import LayerWeights
-from kda_backend.paths import KdaShape
+from kda_backend.selection import KdaShape
 
 
 class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]

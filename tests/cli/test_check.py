@@ -16,9 +16,9 @@ import torch
 from backend_cli import check as check_module
 from backend_cli import check_dsv4, check_kda, check_step, worker
 from backend_cli.check_worker import probes
-from backend_core.path_table import load_table
+from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
-from kda_backend import torch_path
+from kda_backend.prefill import torch as torch_path
 from tests.cli.program import assert_one_sentence, run
 
 CPU = torch.device("cpu")
@@ -92,7 +92,9 @@ def _kda_row(phase: str) -> tuple[Target, object]:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_transposed_state_is_wrong(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, row = _kda_row(phase)
-    module = {"prefill": "kda_backend.prefill", "decode": "kda_backend.decode"}[phase]
+    module = {"prefill": "kda_backend.prefill.two_stage", "decode": "kda_backend.decode.recurrent"}[
+        phase
+    ]
     pipelines = sys.modules[module].PIPELINES
     right = pipelines["reference"]
 
@@ -114,7 +116,7 @@ def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch
         torch_path.prefill(path, x, meta, state, *rest)
         state.write[0] += 1
 
-    monkeypatch.setitem(sys.modules["kda_backend.prefill"].PIPELINES, "reference", greedy)
+    monkeypatch.setitem(sys.modules["kda_backend.prefill.two_stage"].PIPELINES, "reference", greedy)
     with pytest.raises(RuntimeError, match="a state slot outside the call was written"):
         check_kda.run(row, cpu, CPU, check_kda.cases(row)["small"]())
 

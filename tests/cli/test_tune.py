@@ -19,8 +19,8 @@ from backend_cli import tune as tune_module
 from backend_cli import tune_worker
 from backend_cli.tune import render, search, sweeps
 from backend_core import __version__
-from backend_core.path_table import load_table, shipped_directory
-from backend_core.table_file import parse_table
+from backend_core.tables.schema import parse_table
+from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS, detect_target
 from tests.cli.program import assert_one_sentence, run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-from backend_core import path_table
-from backend_core.path_table import PHASES, feature_sets, load_table, select
+from backend_core.tables import select as path_table
+from backend_core.tables.select import PHASES, feature_sets, load_table, select
 from backend_core.target import Target
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backend_core import cuda_source
+from backend_core.launch import cuda as cuda_source
 
 
 class FakeNvrtc:

@@ -51,10 +51,10 @@ def _allowed(parts: tuple[str, ...], module: str) -> bool:
     if package in OPERATORS and top in OURS and top not in {package, "backend_core"}:
         return False
     if "kernels" in parts[1:-1]:
-        own = (f"{package}.metadata", f"{package}.kernels")
+        own = (f"{package}.spec", f"{package}.step_plan", f"{package}.kernels")
         return top in {"torch", "triton", "backend_core"} or module.startswith(own)
     if package in OPERATORS and parts[-1] == "reference":
-        return top == "torch" or module.startswith(f"{package}.metadata.")
+        return top == "torch" or module.startswith(f"{package}.spec.")
     return True
 
 
@@ -78,8 +78,8 @@ def test_the_packages_keep_the_rules() -> None:
         ("dsv4_backend/api.py", "import backend_cli.main", "backend_cli.main"),
         ("kda_backend/reference.py", "import triton", "triton"),
         ("kda_backend/reference.py", "import kda_backend.api", "kda_backend.api"),
-        ("backend_core/launch.py", "from kda_backend import paths", "kda_backend.paths"),
-        ("backend_core/launch.py", "import numpy", "numpy"),
+        ("backend_core/strict.py", "from kda_backend import api", "kda_backend.api"),
+        ("backend_core/strict.py", "import numpy", "numpy"),
         ("backend_cli/info.py", "import transformers", "transformers"),
     ],
 )
@@ -94,12 +94,12 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, module: 
     ("file", "source"),
     [
         ("kda_backend/kernels/scan.py", "import math\nimport torch\nimport triton.language as tl"),
-        ("kda_backend/kernels/scan.py", "from kda_backend.metadata import ChunkMetadata"),
+        ("kda_backend/kernels/scan.py", "from kda_backend.step_plan import ChunkMetadata"),
         ("kda_backend/kernels/scan.py", "from . import elementwise"),
         ("kda_backend/engines/vllm.py", "from vllm import envs\nfrom kda_backend import api"),
         ("kda_backend/reference.py", "from __future__ import annotations\nimport torch"),
-        ("dsv4_backend/reference.py", "from dsv4_backend.metadata import CacheFormat"),
-        ("backend_cli/info.py", "import rich\nfrom kda_backend import paths"),
+        ("dsv4_backend/reference.py", "from dsv4_backend.spec import CacheFormat"),
+        ("backend_cli/info.py", "import rich\nfrom kda_backend import api"),
     ],
 )
 def test_a_kept_rule_is_not_reported(tmp_path: Path, file: str, source: str) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
-from backend_core.launch import KernelLaunch  # noqa: E402
+from backend_core.launch.triton import KernelLaunch  # noqa: E402
 
 
 def scale_rows(

@@ -20,7 +20,7 @@ PACKAGES = ("backend_cli", "backend_core", "dsv4_backend", "kda_backend")
 # Run in an installed copy; prints where the package and its tables come from.
 PROBE = """
 import sys, backend_core
-from backend_core.path_table import load_table, select
+from backend_core.tables.select import load_table, select
 from backend_core.target import KNOWN_TARGETS
 print(backend_core.__file__)
 for target in KNOWN_TARGETS.values():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from backend_core.path_table import PHASES, load_table, select
+from backend_core.tables.select import PHASES, load_table, select
 from backend_core.target import KNOWN_TARGETS
 from tests.core.golden import CONFIGS, GOLDEN, render, shipped_tables
 

@@ -19,8 +19,8 @@ from dsv4_backend import (
     reference,
     window_ends,
 )
-from dsv4_backend.metadata import RECORD_BYTES
-from dsv4_backend.plans import DecodePlan, PrefillPlan
+from dsv4_backend.spec import RECORD_BYTES
+from dsv4_backend.step_plan import DecodePlan, PrefillPlan
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # Kernel tests on the CPU run, interpreted, what the Hopper table selects.

@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from backend_core.path_table import load_table, select
+from backend_core.tables.select import load_table, select
 from backend_core.target import KNOWN_TARGETS, Target
-from dsv4_backend import paths
+from dsv4_backend import selection as paths
 from dsv4_backend.kernels.decode_pair import decode_pair_kernel
 from dsv4_backend.kernels.decode_step import decode_step_kernel
 from dsv4_backend.kernels.finish_and_write import finish_and_write_kernel

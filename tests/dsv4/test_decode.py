@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_backend import compress_decode_, compress_decode_pair_, paths, reference_step, warm_up
+from dsv4_backend import compress_decode_, compress_decode_pair_, reference_step, warm_up
+from dsv4_backend import selection as paths
 from tests.dsv4.cases import (
     TARGET,
     Engine,

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from backend_core.launch import KernelLaunch
-from dsv4_backend import paths, quantise_indexer_queries, reference
+from backend_core.launch.triton import KernelLaunch
+from dsv4_backend import quantise_indexer_queries, reference
+from dsv4_backend import selection as paths
 from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
 from tests.dsv4.cases import DEVICE, TARGET, make_spec, rope_table
 

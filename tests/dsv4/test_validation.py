@@ -10,7 +10,7 @@ import torch
 
 import dsv4_backend as dsv4
 from dsv4_backend import compressor, validation
-from dsv4_backend.plans import DecodePlan
+from dsv4_backend.step_plan import DecodePlan
 from tests.dsv4.cases import DEVICE, TARGET, Engine, make_history, make_layer, make_spec, rope_table
 
 KV = torch.randn(4, 128, device=DEVICE)

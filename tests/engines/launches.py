@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from backend_core.launch import KernelLaunch
+from backend_core.launch.triton import KernelLaunch
 
 Variant = tuple[Any, ...]
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.path_table import PathSelection, load_table
-from backend_core.table_file import KernelPath
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from kda_backend import chunk_kda, fused_recurrent_kda, reference
-from kda_backend.paths import KdaPlan, KdaShape, select
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.selection import KdaPlan, KdaShape, select
 
 ON_GPU = torch.cuda.is_available()
 # paths written in Triton, which the interpreter runs

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from backend_core.launch import KernelLaunch
-from backend_core.path_table import KernelPath, load_table
+from backend_core.launch.triton import KernelLaunch
+from backend_core.tables.select import KernelPath, load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.decode import _recurrent_kernel, _step_kernel, _verify_kernel
+from kda_backend.contract.inputs import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
+from kda_backend.decode.recurrent import _recurrent_kernel, _step_kernel, _verify_kernel
 from kda_backend.layer_stages import _gated_norm_kernel, _short_conv_kernel
-from kda_backend.prefill import _two_stage_kernels
-from kda_backend.validation import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
+from kda_backend.prefill.two_stage import _two_stage_kernels
 from tests.offline import TARGETS, Report, compile_kernel, dump
 
 REPORT = Path(__file__).with_name("compile_report.json")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kda_backend import kda_decode_step, kda_verify_step, reference
-from kda_backend.paths import KdaShape
+from kda_backend.selection import KdaShape
 from tests.kda.cases import LOWER_BOUND, Backend, poisoned
 
 EPS = 1e-5

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from kda_backend import decode, prefill
+from kda_backend.decode import recurrent as decode
 from kda_backend.kernels import intra, recurrent, scan
+from kda_backend.prefill import two_stage as prefill
 from tests.kda.cases import (
     Backend,
     Case,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kda_backend.metadata import build_metadata
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.step_plan import build_metadata
 from tests.kda.cases import (
     REGIMES,
     TOKEN_FIELDS,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kda_backend import chunk_kda, fused_recurrent_kda
-from kda_backend.metadata import ChunkMetadata, build_metadata
-from kda_backend.paths import KdaShape
+from kda_backend.selection import KdaShape
+from kda_backend.step_plan import ChunkMetadata, build_metadata
 from tests.kda.cases import ON_GPU, Backend, make_case, poisoned
 
 Arguments = dict[str, Any]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_backend.prefill_sm90 import KERNELS, intra_defines, scan_defines
-from kda_backend.validation import BETA_SIGMOID, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
+from kda_backend.contract.inputs import BETA_SIGMOID, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
+from kda_backend.prefill.two_stage_sm90 import KERNELS, intra_defines, scan_defines
 
 REPORT = Path(__file__).parent / "cuda_report.json"
 NVCC = shutil.which("nvcc")

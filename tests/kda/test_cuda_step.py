@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_backend.decode_sm90 import BLOCKS_A_SM, SOURCE, defines
-from kda_backend.validation import BETA_GIVEN, BETA_SIGMOID, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
+from kda_backend.contract.inputs import (
+    BETA_GIVEN,
+    BETA_SIGMOID,
+    GATE_BOUNDED,
+    GATE_LOG,
+    GATE_SOFTPLUS,
+)
+from kda_backend.decode.step_sm90 import BLOCKS_A_SM, SOURCE, defines
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # q, g, beta, A_log, dt_bias, convolution state, taps, bias, norm weight, norm gate

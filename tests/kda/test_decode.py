@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from backend_core.table_file import KernelPath
+from backend_core.tables.schema import KernelPath
 from tests.kda.cases import (
     REGIMES,
     TOKEN_FIELDS,

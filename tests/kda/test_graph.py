@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kda_backend.metadata import build_metadata
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.step_plan import build_metadata
 from tests.kda.cases import ON_GPU, Backend, Case, assert_same_bits, poisoned
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")

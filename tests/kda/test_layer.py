@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from kda_backend import layer, reference
 from kda_backend.layer import LayerWeights, Pools, Tokens
-from kda_backend.metadata import ChunkMetadata, build_metadata
-from kda_backend.paths import KdaPlan, KdaShape
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.selection import KdaPlan, KdaShape
+from kda_backend.step_plan import ChunkMetadata, build_metadata
 from tests.kda.cases import Backend, assert_close, assert_same_bits, cu_tensor, offsets_of, poisoned
 
 SLOTS, WIDTH = 7, 4

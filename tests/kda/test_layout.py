@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.path_table import load_table
+from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend import prefill_sm90
+from kda_backend.contract.inputs import BETA_SIGMOID, GATE_LOG, KdaInputs, StateInputs
 from kda_backend.kernels.chunk_table import ChunkTable
-from kda_backend.metadata import build_metadata
-from kda_backend.prefill_layout import Costs, Work, costs_of, lay_out
-from kda_backend.validation import BETA_SIGMOID, GATE_LOG, KdaInputs, StateInputs
-from kda_backend.workspace import Workspace
+from kda_backend.prefill import two_stage_sm90 as prefill_sm90
+from kda_backend.prefill.sm_schedule import Costs, Work, costs_of, lay_out
+from kda_backend.scratch import Workspace
+from kda_backend.step_plan import build_metadata
 
 
 def shipped_costs(num_sms: int) -> list[Costs]:

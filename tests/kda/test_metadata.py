@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 
-from kda_backend import metadata as metadata_module
+from kda_backend import step_plan as metadata_module
 from kda_backend.kernels.chunk_table import build_chunk_table
-from kda_backend.metadata import ChunkMetadata, build_metadata, equal_length_metadata
-from kda_backend.paths import KdaShape, select
+from kda_backend.selection import KdaShape, select
+from kda_backend.step_plan import ChunkMetadata, build_metadata, equal_length_metadata
 from tests.kda.cases import Backend, chunks_of, cu_tensor
 
 RAGGED = [

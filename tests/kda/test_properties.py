@@ -13,7 +13,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kda_backend.metadata import build_metadata
+from kda_backend.step_plan import build_metadata
 from tests.kda.cases import (
     ON_GPU,
     REGIMES,

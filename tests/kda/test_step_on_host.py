@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.path_table import load_table
+from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend import decode_sm90
+from kda_backend.decode import step_sm90 as decode_sm90
 from tests.kda.cases import Backend, one_path
 from tests.kda.step_cases import Pools, make_step, run_step
 from tests.kda.test_decode_step import assert_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.paths import KdaPlan, KdaShape, select, warm_up
+from kda_backend.selection import KdaPlan, KdaShape, select, warm_up
 
 
 @pytest.mark.parametrize("target", ["H200", "B200", "MI355X", "cpu"])

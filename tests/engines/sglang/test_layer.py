@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import sglang_kernel, sglang_layer
-from kda_backend.paths import KdaShape, select
+from kda_backend.selection import KdaShape, select
 from tests.engines.sglang.harness import LAYERS, SLOTS, Definition, Served, relative_error
 
 HIDDEN = 256

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from backend_core.launch import KernelLaunch
+from backend_core.launch.triton import KernelLaunch
 from kda_backend.engines import sglang_layer
 from tests.engines.launches import Variant, variant
 from tests.engines.sglang.harness import Served

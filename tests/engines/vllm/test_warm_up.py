@@ -11,7 +11,7 @@ import vllm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend_core.engines import Engine
-from backend_core.launch import KernelLaunch
+from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import vllm_layer
 from kda_backend.engines.vllm import register

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from dsv4_backend import CompressorLayer, PagedPrefill
 from dsv4_backend.engines.vllm import flag_name
-from dsv4_backend.metadata import RECORD_BYTES
+from dsv4_backend.spec import RECORD_BYTES
 from tests.dsv4.cases import Chunk, Engine, make_spec
 from tests.engines.deepseek_v4 import model_directory
 

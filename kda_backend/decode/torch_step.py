@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from kda_backend import reference
-from kda_backend.validation import BETA_GIVEN, BETA_TWICE_SIGMOID, GATE_LOG
-from kda_backend.validation_draft import DraftInputs
-from kda_backend.validation_step import StepInputs
+from kda_backend.contract.draft import DraftInputs
+from kda_backend.contract.inputs import BETA_GIVEN, BETA_TWICE_SIGMOID, GATE_LOG
+from kda_backend.contract.step import StepInputs
 
 if TYPE_CHECKING:
-    from backend_core.path_table import KernelPath
+    from backend_core.tables.select import KernelPath
 
 
 def step(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:

@@ -1,21 +1,60 @@
+"""Path tables: typed rows, refusals that name file and row, and the selection by grid."""
+
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from backend_core import path_table
-from backend_core.path_table import PathTable, explain, feature_sets, load_table, select
+from backend_core.tables import select as path_table
+from backend_core.tables.schema import NoParams, Operator, TableSchema
+from backend_core.tables.select import PathTable, explain, feature_sets, load_table, select
 from backend_core.target import KNOWN_TARGETS, Target
 
 H200 = KNOWN_TARGETS["H200"]
-HEADER = '[table]\nfamily = "kda"\nvendor = "nvidia"\narch = "sm90"\n'
+HEADER = '[table]\nfamily = "toy"\nvendor = "nvidia"\narch = "sm90"\n'
 
 
-def row(phase: str = "prefill", name: str = "two_stage", **keys: object) -> str:
+@dataclass(frozen=True)
+class TileParams:
+    block_v: int
+    tma: bool
+    precision: Literal["ieee", "tf32"]
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        if self.block_v % 16:
+            raise ValueError(f"block_v must be a multiple of 16, got {self.block_v}")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    step_ns: int
+
+
+PREFILL_PATHS = ("two_stage", "small", "middle", "a", "b", "c", "d", "ours", "vendor")
+TOY = TableSchema(
+    "toy",
+    (
+        Operator(
+            "prefill",
+            "chunks",
+            {name: NoParams for name in PREFILL_PATHS}
+            | {"fused": TileParams, "modelled": "cost_model"},
+        ),
+        Operator("decode", "sequences", {"recurrent": NoParams}),
+    ),
+    {"cost_model": CostModel},
+)
+
+
+def row(operator: str = "prefill", name: str = "two_stage", **keys: object) -> str:
     """One [[path]]; a key of None is left out."""
     entry: dict[str, object] = {
-        "phase": phase,
+        "operator": operator,
         "name": name,
         "features": [],
         "measured": False,
@@ -40,13 +79,20 @@ def _toml(value: object) -> str:
 
 
 DECODE = row("decode", "recurrent")
+TILE = {"block_v": 32, "tma": True, "precision": "ieee"}
+
+
+def fused(**params: object) -> str:
+    """A row with the parameters of `TILE`, changed; ``None`` leaves one out."""
+    changed = {key: value for key, value in (TILE | params).items() if value is not None}
+    return row(name="fused", params=changed)
 
 
 def load(directory: Path, text: str, target: Target = H200) -> PathTable:
-    file = directory / "kda" / f"{target.key}.toml"
+    file = directory / "toy" / f"{target.key}.toml"
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
-    return load_table("kda", target, directory=directory)
+    return load_table(TOY, target, directory=directory)
 
 
 def three_buckets(directory: Path) -> PathTable:
@@ -55,7 +101,7 @@ def three_buckets(directory: Path) -> PathTable:
         HEADER
         + row(name="small", max_grid=10, features=["varlen"])
         + row(name="middle", max_grid=100, features=["varlen", "snapshots"])
-        + row(name="large", features=["varlen"], params={"block_v": 32, "tma": True, "kind": "a"})
+        + row(name="fused", features=["varlen"], params=TILE)
         + DECODE,
     )
 
@@ -70,16 +116,23 @@ def test_rows_are_read_whole(tmp_path: Path) -> None:
         gpu="H200",
         date="2026-11-21",
         requires_package="flashinfer",
-        params={"block_v": 16, "tma": True, "precision": "ieee"},
+        params=TILE,
     )
     path = load(tmp_path, HEADER + measured + row() + DECODE).rows[0]
-    assert (path.name, path.phase, path.max_grid) == ("fused", "prefill", 4)
+    assert (path.name, path.operator, path.max_grid) == ("fused", "prefill", 4)
     assert path.features == {"varlen", "state_pool"}
-    assert path.params == {"block_v": 16, "tma": True, "precision": "ieee"}
+    assert path.params == TileParams(32, True, "ieee", num_stages=2)
+    assert path.params_dict() == {**TILE, "num_stages": 2}
     assert path.measured and path.provenance == "H200, 2026-11-21, benchmarks/results/x.json"
     assert path.requires_package == "flashinfer"
-    with pytest.raises(TypeError):
-        path.params["block_v"] = 32  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        path.params.block_v = 16
+
+
+def test_a_path_may_take_its_parameters_from_a_section(tmp_path: Path) -> None:
+    section = "[cost_model]\nstep_ns = 70\n"
+    table = load(tmp_path, HEADER + section + row(name="modelled") + DECODE)
+    assert table.rows[0].params == CostModel(70)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +146,51 @@ def test_rows_are_read_whole(tmp_path: Path) -> None:
         ("path = [3]\n" + HEADER, "path 1: must be a table, got 3"),
         (HEADER + row(warps=4) + DECODE, "path 1: unknown key warps"),
         (HEADER + DECODE + row(source=None), "path 2: missing key source"),
-        (HEADER + row("train") + DECODE, "path 1: phase must be one of prefill, decode, got 'tr"),
+        (
+            HEADER + row("train") + DECODE,
+            "path 1: operator of toy must be one of prefill, decode, got 'tr",
+        ),
+        (
+            HEADER + row(name="x") + DECODE,
+            "path 1: name of a prefill path must be one of .*, got 'x'",
+        ),
         (HEADER + row(max_grid=True) + DECODE, "path 1: max_grid must be int, got True"),
         (HEADER + row(max_grid=0) + DECODE, "path 1: max_grid must be at least 1, got 0"),
         (HEADER + row(measured=1) + DECODE, "path 1: measured must be bool, got 1"),
         (HEADER + row(measured=True) + DECODE, "path 1: measured = true needs date, gpu"),
         (HEADER + row(features=[1]) + DECODE, "path 1: features must be strings, got 1"),
         (HEADER + row(requires_package="a.b") + DECODE, "must be a top-level package, got 'a.b'"),
-        (HEADER + row(params={"x": 0.5}) + DECODE, r"path 1: params.x must be int, bool or str"),
+        (HEADER + fused(block_v=0.5) + DECODE, r"path 1: params.block_v must be int, got 0.5"),
+        (HEADER + fused(block_v=True) + DECODE, r"path 1: params.block_v must be int, got True"),
+        (
+            HEADER + fused(block_v=24) + DECODE,
+            "path 1: params: block_v must be a multiple of 16, got 24",
+        ),
+        (
+            HEADER + fused(blockv=16) + DECODE,
+            "path 1: params: unknown key blockv; TileParams has block_v, ",
+        ),
+        (HEADER + fused(tma=None) + DECODE, "path 1: params: missing key tma"),
+        (
+            HEADER + fused(precision="fp8") + DECODE,
+            "params.precision must be one of 'ieee', 'tf32', got 'fp8'",
+        ),
+        (
+            HEADER + row(params={"x": 1}) + DECODE,
+            "path 1: params: unknown key x; NoParams has none",
+        ),
+        (
+            HEADER + row(name="modelled") + DECODE,
+            r"path 1: modelled needs the table \[cost_model\]",
+        ),
+        (
+            HEADER + "[cost_model]\nstep_ns = 1\n" + row(name="modelled", params={"x": 1}) + DECODE,
+            r"path 1: modelled takes its parameters from \[cost_model\], not params",
+        ),
+        (
+            HEADER + "[cost_model]\nstep = 1\n" + row() + DECODE,
+            "cost_model: unknown key step; CostModel has step_ns",
+        ),
         (HEADER + row(max_grid=8) + DECODE, "path 1: the last prefill row must have no max_grid"),
         (HEADER + row(), "path: the last decode row must have no max_grid"),
         (
@@ -116,18 +206,18 @@ def test_rows_are_read_whole(tmp_path: Path) -> None:
 def test_a_malformed_table_names_file_and_row(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path, text)
-    assert str(error.value).startswith(f"{tmp_path / 'kda' / 'nvidia_sm90.toml'}: ")
+    assert str(error.value).startswith(f"{tmp_path / 'toy' / 'nvidia_sm90.toml'}: ")
 
 
 def test_lookup_at_bucket_boundaries(tmp_path: Path) -> None:
     selection = select(three_buckets(tmp_path), "prefill")
-    expected = {0: "small", 1: "small", 10: "small", 11: "middle", 100: "middle", 101: "large"}
+    expected = {0: "small", 1: "small", 10: "small", 11: "middle", 100: "middle", 101: "fused"}
     assert {grid: selection.lookup(grid).name for grid in expected} == expected
-    assert selection.lookup(2**40).name == "large"
+    assert selection.lookup(2**40).name == "fused"
     assert [str(row) for row in selection.explain()] == [
         "prefill grid 1 to 10: small (not measured, offline compilation)",
         "prefill grid 11 to 100: middle (not measured, offline compilation)",
-        "prefill grid 101 and more: large block_v=32 tma=True kind=a "
+        "prefill grid 101 and more: fused block_v=32 tma=True precision=ieee num_stages=2 "
         "(not measured, offline compilation)",
     ]
 
@@ -165,7 +255,7 @@ def test_refusal_names_what_is_missing(tmp_path: Path) -> None:
         select(table, "prefill", needs)
     assert str(error.value) == (
         f"no prefill path in {table.source} can serve this model: small lacks bf16_state, "
-        "snapshots; middle lacks bf16_state; large lacks bf16_state, snapshots"
+        "snapshots; middle lacks bf16_state; fused lacks bf16_state, snapshots"
     )
 
 
@@ -175,11 +265,7 @@ def test_of_alternatives_the_first_usable_serves(
     vendor = row(name="vendor", requires_package="flashinfer", features=["x"])
     table = load(
         tmp_path,
-        HEADER
-        + row(name="ours", max_grid=10)
-        + vendor
-        + row(name="ours", params={"b": 2})
-        + DECODE,
+        HEADER + row(name="ours", max_grid=10) + vendor + fused() + DECODE,
     )
     monkeypatch.setattr(path_table, "_is_installed", lambda package: package == "flashinfer")
     selection = select(table, "prefill")
@@ -190,7 +276,7 @@ def test_of_alternatives_the_first_usable_serves(
 
     monkeypatch.setattr(path_table, "_is_installed", lambda package: False)
     selection = select(table, "prefill")
-    assert selection.lookup(11).params == {"b": 2}
+    assert selection.lookup(11).name == "fused"
     refusal = [r.refusal for r in selection.explain()][1]
     assert refusal == "needs the package flashinfer, which is not installed"
 
@@ -201,51 +287,59 @@ def test_feature_sets_are_the_distinct_ones_in_order(tmp_path: Path) -> None:
     assert feature_sets(table, "decode") == [frozenset()]
 
 
-def test_phases_are_kept_apart(tmp_path: Path) -> None:
+def test_operators_are_kept_apart(tmp_path: Path) -> None:
     table = three_buckets(tmp_path)
     assert select(table, "decode").lookup(5).name == "recurrent"
-    with pytest.raises(ValueError, match="phase of kda must be one of prefill, decode, got 'x'"):
+    with pytest.raises(ValueError, match="operator of toy must be one of prefill, decode, got 'x'"):
         select(table, "x")
 
 
 def test_a_missing_table_says_where_it_was_looked_for(tmp_path: Path) -> None:
     turing = Target("nvidia", "sm75", 72, "T4")
     with pytest.raises(LookupError) as error:
-        load_table("kda", turing, directory=tmp_path)
+        load_table(TOY, turing, directory=tmp_path)
     assert str(error.value) == (
-        f"no kda kernel paths for sm75: no nvidia_sm75.toml in {tmp_path / 'kda'}"
+        f"no toy kernel paths for sm75: no nvidia_sm75.toml in {tmp_path / 'toy'}"
     )
-    with pytest.raises(ValueError, match="family must be one of kda, dsv4, got 'gdn'"):
-        load_table("gdn", H200)
 
 
 def test_the_users_table_comes_before_the_shipped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    places = {name: tmp_path / name for name in ("shipped", "xdg/kda-dsv4", "mine")}
+    for place in places.values():
+        place.mkdir(parents=True)
+    monkeypatch.setattr(path_table, "shipped_directory", lambda: places["shipped"])
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("KDA_DSV4_CONFIG_DIR", raising=False)
-    shipped = load_table("kda", H200)
-    assert tmp_path not in shipped.source.parents
 
-    xdg = tmp_path / "xdg" / "kda-dsv4"
-    xdg.mkdir(parents=True)
-    three_buckets(xdg)
-    assert load_table("kda", H200).source == xdg / "kda" / "nvidia_sm90.toml"
+    def found() -> Path:
+        return load_table(TOY, H200).source.parents[1]
 
-    configured = tmp_path / "mine"
-    configured.mkdir()
-    monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(configured))
-    assert load_table("kda", H200).source == shipped.source
-    three_buckets(configured)
-    assert load_table("kda", H200).source == configured / "kda" / "nvidia_sm90.toml"
-
+    three_buckets(places["shipped"])
+    assert found() == places["shipped"]
+    three_buckets(places["xdg/kda-dsv4"])
+    assert found() == places["xdg/kda-dsv4"]
+    monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(places["mine"]))
+    assert found() == places["shipped"]
+    three_buckets(places["mine"])
+    assert found() == places["mine"]
     monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(tmp_path / "absent"))
     with pytest.raises(
         ValueError, match=r"KDA_DSV4_CONFIG_DIR must name a directory, got .*absent"
     ):
-        load_table("kda", H200)
+        load_table(TOY, H200)
 
 
-def test_a_part_may_share_its_elders_table() -> None:
+def test_a_gpu_may_share_its_predecessors_table(tmp_path: Path) -> None:
     b300 = Target("nvidia", "sm103", 148, "B300")
-    assert load_table("kda", b300).source.name == "nvidia_sm100.toml"
+    text = (HEADER + row() + DECODE).replace("sm90", "sm100")
+    load(tmp_path, text, KNOWN_TARGETS["B200"])
+    assert load_table(TOY, b300, directory=tmp_path).source.name == "nvidia_sm100.toml"
+
+
+def test_a_forced_selection_holds_the_given_rows_alone(tmp_path: Path) -> None:
+    small, middle, _, decode = three_buckets(tmp_path).rows
+    assert path_table.PathSelection.of(decode).lookup(10**6) is decode
+    both = path_table.PathSelection.of(small, middle)
+    assert [both.lookup(grid) for grid in (1, 10, 11, 10**6)] == [small, small, middle, middle]

@@ -1,7 +1,7 @@
 """Kernel paths as data: TOML tables with provenance, one selection at model load, a bisect a call.
 
 A table serves one family of operators on one architecture. Its ``[[path]]`` rows name, for each
-phase, which path runs up to which grid and with which launch parameters:
+operator, which path runs up to which grid and with which launch parameters:
 
     [table]
     family = "kda"
@@ -9,19 +9,19 @@ phase, which path runs up to which grid and with which launch parameters:
     arch = "sm90"
 
     [[path]]
-    phase = "prefill"
-    name = "fused"
+    operator = "recurrent"
+    name = "recurrent"
     max_grid = 264                # serves grids up to and including this one
-    features = ["varlen"]
+    features = ["bounded_gate"]
     measured = true
-    source = "benchmarks/results/h200_prefill.json"
-    gpu = "H200"
+    source = "benchmarks/results/kda_decode_h200.json"
+    gpu = "NVIDIA H200"
     date = "2026-11-21"
-    [path.params]
+    [path.params]                 # the fields of the path's dataclass (`schema.Operator.paths`)
     block_v = 32
 
-Rows of one phase come in ascending ``max_grid``; the last has none and is open. Rows with the same
-``max_grid`` are alternatives for one bucket, the preferred first (for instance a path that
+Rows of one operator come in ascending ``max_grid``; the last has none and is open. Rows with the
+same ``max_grid`` are alternatives for one bucket, the preferred first (for instance a path that
 ``requires_package``, then one that always runs).
 
 A table that was written for one release of the package (``kda-dsv4 tune``) says so with
@@ -41,11 +41,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backend_core.table_file import PHASES, KernelPath, parse_table
+from backend_core.tables.schema import KernelPath, TableSchema, parse_table
 from backend_core.target import Target
 
 __all__ = [
-    "PHASES",
     "KernelPath",
     "PathRow",
     "PathSelection",
@@ -58,7 +57,7 @@ __all__ = [
     "user_directory",
 ]
 
-# Parts that share their elder's table: same instruction set as far as the kernels use it, same
+# GPUs that share their predecessor's table: same instruction set as far as the kernels use it, same
 # shared memory.
 _TABLE_OF: Mapping[str, str] = {"nvidia_sm103": "nvidia_sm100"}
 
@@ -68,13 +67,17 @@ class PathTable:
     """The rows of one table file, in the file's order.
 
     Attributes:
-        family: ``"kda"`` or ``"dsv4"``.
+        schema: what the family's tables may hold.
         source: the file that the rows were read from.
     """
 
-    family: str
+    schema: TableSchema
     source: Path
     rows: tuple[KernelPath, ...]
+
+    @property
+    def family(self) -> str:
+        return self.schema.family
 
 
 @dataclass(frozen=True)
@@ -94,22 +97,23 @@ class PathRow:
 
     def __str__(self) -> str:
         if self.refusal is not None:
-            return f"{self.path.phase} {self.path.name}: refused, {self.refusal}"
+            return f"{self.path.operator} {self.path.name}: refused, {self.refusal}"
         grids = f"grid {self.low} to {self.high}" if self.high else f"grid {self.low} and more"
-        chosen = [self.path.name, *(f"{key}={value}" for key, value in self.path.params.items())]
-        return f"{self.path.phase} {grids}: {' '.join(chosen)} ({self.path.provenance})"
+        params = self.path.params_dict()
+        chosen = [self.path.name, *(f"{key}={value}" for key, value in params.items())]
+        return f"{self.path.operator} {grids}: {' '.join(chosen)} ({self.path.provenance})"
 
 
 @dataclass(frozen=True)
 class PathSelection:
-    """The rows of one phase that can serve a model's calls; built once, at model load.
+    """The rows of one operator that can serve a model's calls; built once, at model load.
 
     A bucket whose rows were all refused is taken over by the next larger bucket, and above the
     largest usable row that row itself goes on: launch parameters chosen for more parallel work are
     the closest ones known to run.
     """
 
-    phase: str
+    operator: str
     paths: tuple[KernelPath, ...]
     _bounds: tuple[int, ...]
     _rows: tuple[PathRow, ...] = field(repr=False)
@@ -118,47 +122,53 @@ class PathSelection:
         """The path for a launch of ``grid`` units (what a unit is, the family defines)."""
         return self.paths[bisect_left(self._bounds, grid)]
 
+    @classmethod
+    def of(cls, *paths: KernelPath) -> PathSelection:
+        """The given rows of one operator alone, whatever they require: a forced choice.
+
+        Only the last may be without ``max_grid``; above it the last serves.
+        """
+        bounds = tuple(path.max_grid for path in paths[:-1] if path.max_grid is not None)
+        return cls(paths[0].operator, paths, bounds, ())
+
     def explain(self) -> Iterator[PathRow]:
-        """One entry for each row of the table's phase, in the table's order."""
+        """One entry for each row of the table's operator, in the table's order."""
         return iter(self._rows)
 
 
-def load_table(family: str, target: Target, *, directory: Path | None = None) -> PathTable:
-    """Read the table of ``family`` for ``target``.
+def load_table(schema: TableSchema, target: Target, *, directory: Path | None = None) -> PathTable:
+    """Read the table of a family for ``target``.
 
     Args:
+        schema: the family's operators and their parameters.
         directory: look only here, for ``<family>/<target.key>.toml``, instead of in the user's
             directory and then in the package.
 
     Raises:
         LookupError: there is no table for this target.
-        ValueError: the family is unknown, or the table is malformed; the message names file and
-            row.
+        ValueError: the table is malformed; the message names file and row.
     """
-    if family not in PHASES:
-        raise ValueError(f"family must be one of {', '.join(PHASES)}, got {family!r}")
+    family = schema.family
     roots = [user_directory(), shipped_directory()] if directory is None else [directory]
     stem = _TABLE_OF.get(target.key, target.key)
     for root in roots:
         file = root / family / f"{stem}.toml"
         if file.is_file():
-            return PathTable(family, file, parse_table(file, family, stem))
+            return PathTable(schema, file, parse_table(file, schema, stem))
     looked = ", ".join(str(root / family) for root in roots)
     raise LookupError(f"no {family} kernel paths for {target.arch}: no {stem}.toml in {looked}")
 
 
 def explain(
-    table: PathTable, phase: str, requires: frozenset[str] = frozenset()
+    table: PathTable, operator: str, requires: frozenset[str] = frozenset()
 ) -> tuple[PathRow, ...]:
-    """What each row of ``phase`` does for a model that needs ``requires``, in the table's order.
+    """What each row of ``operator`` does for a model that needs ``requires``, in the table's order.
 
     Raises:
-        ValueError: the family has no such phase.
+        ValueError: the family has no such operator.
     """
-    if phase not in PHASES[table.family]:
-        known = ", ".join(PHASES[table.family])
-        raise ValueError(f"phase of {table.family} must be one of {known}, got {phase!r}")
-    declared = [row for row in table.rows if row.phase == phase]
+    table.schema.operator(operator)
+    declared = [row for row in table.rows if row.operator == operator]
     refusals: list[str | None] = []
     usable: list[KernelPath] = []
     for row in declared:
@@ -177,25 +187,27 @@ def explain(
     )
 
 
-def feature_sets(table: PathTable, phase: str) -> list[frozenset[str]]:
-    """The kinds of model that rows of ``phase`` are written for: their distinct feature sets."""
-    return list(dict.fromkeys(row.features for row in table.rows if row.phase == phase))
+def feature_sets(table: PathTable, operator: str) -> list[frozenset[str]]:
+    """The kinds of model that an operator's rows are written for: their distinct feature sets."""
+    return list(dict.fromkeys(row.features for row in table.rows if row.operator == operator))
 
 
-def select(table: PathTable, phase: str, requires: frozenset[str] = frozenset()) -> PathSelection:
-    """Choose, for every grid, the first row of ``phase`` that has all features in ``requires``.
+def select(
+    table: PathTable, operator: str, requires: frozenset[str] = frozenset()
+) -> PathSelection:
+    """Choose, for every grid, the first row of ``operator`` that has all features in ``requires``.
 
     Raises:
         LookupError: no row is left; the message gives the refusals.
-        ValueError: the family has no such phase.
+        ValueError: the family has no such operator.
     """
-    rows = explain(table, phase, requires)
+    rows = explain(table, operator, requires)
     served = [row for row in rows if row.refusal is None]
     if not served:
         why = "; ".join(dict.fromkeys(f"{row.path.name} {row.refusal}" for row in rows))
-        raise LookupError(f"no {phase} path in {table.source} can serve this model: {why}")
+        raise LookupError(f"no {operator} path in {table.source} can serve this model: {why}")
     bounds = tuple(row.high for row in served if row.high is not None)
-    return PathSelection(phase, tuple(row.path for row in served), bounds, rows)
+    return PathSelection(operator, tuple(row.path for row in served), bounds, rows)
 
 
 def _refusal(row: KernelPath, requires: frozenset[str]) -> str | None:
@@ -230,5 +242,5 @@ def shipped_directory() -> Path:
     spec = importlib.util.find_spec("backend_core.configs")
     if spec is None or not spec.submodule_search_locations:
         # A source tree that was not installed has its tables beside this package.
-        return Path(__file__).resolve().parent.parent / "configs"
+        return Path(__file__).resolve().parents[2] / "configs"
     return Path(spec.submodule_search_locations[0])

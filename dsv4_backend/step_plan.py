@@ -20,7 +20,7 @@ import torch
 from dsv4_backend import validation
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch, Packed
+    from backend_core.launch.triton import KernelLaunch, Packed
 
 PlanLayout = Literal["rows", "ring", "ring_v1", "paged"]
 Phase = Literal["decode", "prefill"]

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from backend_core.path_table import PathSelection, load_table
-from backend_core.path_table import select as select_phase
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import PathSelection, load_table
+from backend_core.tables.select import select as select_paths
 from backend_core.target import Target, detect_target
+from kda_backend.launch_params import TABLES
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class KdaShape:
         key_dim, value_dim: ``K`` and ``V``.
         bounded_gate: the model's gate has a lower bound.
         dtype: of q, k and v; gate_dtype: of g.
+        aligned_state: slots of the state pool, and the convolution's weight, start at multiples of
+            16 bytes.
     """
 
     num_heads: int
@@ -36,9 +41,10 @@ class KdaShape:
     bounded_gate: bool = False
     dtype: torch.dtype = torch.bfloat16
     gate_dtype: torch.dtype = torch.bfloat16
+    aligned_state: bool = True
 
-    def requires(self) -> frozenset[str]:
-        """The features a path must declare to serve this model."""
+    def requires(self, operator: str) -> frozenset[str]:
+        """The features that a path of this operator must declare to serve this model."""
         needs = {"bounded_gate" if self.bounded_gate else "unbounded_gate"}
         if self.num_value_heads != self.num_heads:
             needs.add("grouped_values")
@@ -46,6 +52,8 @@ class KdaShape:
             needs.add("any_head_dim")
         if self.dtype != torch.bfloat16 or self.gate_dtype != torch.bfloat16:
             needs.add("any_dtype")
+        if operator == "decode_step" and not self.aligned_state:
+            needs.add("unaligned_state")
         return frozenset(needs)
 
 
@@ -56,18 +64,28 @@ class KdaPlan:
     target: Target
     shape: KdaShape
     prefill: PathSelection
-    decode: PathSelection
+    recurrent: PathSelection
+    decode_step: PathSelection
+    verify: PathSelection
+
+    @property
+    def operators(self) -> tuple[PathSelection, ...]:
+        return self.prefill, self.recurrent, self.decode_step, self.verify
 
     def single_paths(self) -> Iterator[KdaPlan]:
         """This plan with each of its paths alone, for every grid."""
-        for path in dict.fromkeys(self.prefill.paths):
-            yield replace(self, prefill=PathSelection("prefill", (path,), (), ()))
-        for path in dict.fromkeys(self.decode.paths):
-            yield replace(self, decode=PathSelection("decode", (path,), (), ()))
+        for selection in self.operators:
+            for path in dict.fromkeys(selection.paths):
+                yield self.with_path(path)
+
+    def with_path(self, path: KernelPath) -> KdaPlan:
+        """This plan with ``path`` alone for its operator, for every grid."""
+        forced: dict[str, Any] = {path.operator: PathSelection.of(path)}
+        return replace(self, **forced)
 
     def explain(self) -> list[str]:
         """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
-        return [str(row) for phase in (self.prefill, self.decode) for row in phase.explain()]
+        return [str(row) for selection in self.operators for row in selection.explain()]
 
 
 @functools.lru_cache(maxsize=256)
@@ -77,14 +95,11 @@ def select(target: Target, shape: KdaShape) -> KdaPlan:
     Raises:
         LookupError: no table for the target, or no row that can serve the shape.
     """
-    table = load_table("kda", target)
-    requires = shape.requires()
-    return KdaPlan(
-        target,
-        shape,
-        select_phase(table, "prefill", requires),
-        select_phase(table, "decode", requires),
-    )
+    table = load_table(TABLES, target)
+    chosen = {
+        name: select_paths(table, name, shape.requires(name)) for name in TABLES.operator_names
+    }
+    return KdaPlan(target, shape, **chosen)
 
 
 def warm_up(

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
-from kda_backend.validation import FLOATS
-from kda_backend.validation_step import StepInputs, check_rows, check_states
+from kda_backend.contract.inputs import FLOATS
+from kda_backend.contract.step import StepInputs, check_rows, check_states
 
 
 class DraftInputs(NamedTuple):

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from kda_backend import reference
-from kda_backend.metadata import CHUNK, ChunkMetadata
-from kda_backend.validation import (
+from kda_backend.contract.inputs import (
     BETA_GIVEN,
     BETA_TWICE_SIGMOID,
     GATE_LOG,
     KdaInputs,
     StateInputs,
 )
-from kda_backend.workspace import Workspace
+from kda_backend.scratch import Workspace
+from kda_backend.step_plan import CHUNK, ChunkMetadata
 
 if TYPE_CHECKING:
-    from backend_core.path_table import KernelPath
+    from backend_core.tables.select import KernelPath
 
 
 def prefill(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
-_INTRA_BLOCKS = (2, 3, 4)  # on one multiprocessor
+from kda_backend.launch_params import PrefillCostModel
 
 
 class IntraCosts(NamedTuple):
@@ -65,24 +65,19 @@ class Costs(NamedTuple):
     fetch_ns: int
 
 
-def costs_of(params: Mapping[str, int | bool | str], num_sms: int) -> Costs:
-    """The costs in a table row: ``intra_4_tile_ns``, ``intra_4_alone_ns`` and so on."""
+def costs_of(model: PrefillCostModel, num_sms: int) -> Costs:
+    """The costs in a table's ``[cost_model]``."""
     return Costs(
         num_sms,
-        tuple(
-            IntraCosts(
-                blocks,
-                int(params[f"intra_{blocks}_tile_ns"]),
-                int(params[f"intra_{blocks}_alone_ns"]),
-            )
-            for blocks in _INTRA_BLOCKS
-            if f"intra_{blocks}_tile_ns" in params
+        (
+            IntraCosts(2, model.intra_2_tile_ns, model.intra_2_alone_ns),
+            IntraCosts(4, model.intra_4_tile_ns, model.intra_4_alone_ns),
         ),
-        tuple(
-            ScanCosts(split, *(int(params[f"{name}_{what}_ns"]) for what in ("start", "step")))
-            for split, name in ((False, "scan"), (True, "split"))
+        (
+            ScanCosts(False, model.scan_start_ns, model.scan_step_ns),
+            ScanCosts(True, model.split_start_ns, model.split_step_ns),
         ),
-        int(params["fetch_ns"]),
+        model.fetch_ns,
     )
 
 

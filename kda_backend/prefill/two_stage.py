@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.target import detect_target
-from kda_backend import torch_path
-from kda_backend.metadata import CHUNK, ChunkMetadata
-from kda_backend.prefill_sm90 import two_stage_sm90
-from kda_backend.validation import KdaInputs, StateInputs
-from kda_backend.workspace import Workspace
+from kda_backend.contract.inputs import KdaInputs, StateInputs
+from kda_backend.launch_params import TwoStageParams
+from kda_backend.prefill import torch as torch_path
+from kda_backend.prefill.two_stage_sm90 import two_stage_sm90
+from kda_backend.scratch import Workspace
+from kda_backend.step_plan import CHUNK, ChunkMetadata
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch
-    from backend_core.path_table import KernelPath
+    from backend_core.launch.triton import KernelLaunch
+    from backend_core.tables.select import KernelPath
 
 
 def tile_elements(key_dim: int, value_dim: int) -> int:
@@ -155,27 +156,27 @@ def _two_stage_kernels(
     """The kernels of one model on one path; the imports need triton."""
     import triton
 
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.intra import intra_kernel
     from kda_backend.kernels.scan import scan_kernel
 
-    params = path.params
+    params: TwoStageParams = path.params
     # the interpreter runs the same kernels on CPU tensors, where PTX and tf32 do not exist
-    fast_math = bool(params["fast_math"]) and is_gpu
-    precision = params["fp32_precision"] if is_gpu else "ieee"
+    fast_math = params.fast_math and is_gpu
+    precision = params.fp32_precision if is_gpu else "ieee"
     pow2_k = max(64, triton.next_power_of_2(key_dim))
     pow2_v = max(16, triton.next_power_of_2(value_dim))
-    least, most = (min(int(params[name]), pow2_v) for name in ("block_v", "block_v_max"))
-    scan_stages = int(params["scan_num_stages"])
-    overlap = bool(params["scan_overlaps"]) and is_gpu
+    least, most = (min(rows, pow2_v) for rows in (params.block_v, params.block_v_max))
+    scan_stages = params.scan_num_stages
+    overlap = params.scan_overlaps and is_gpu
     if pow2_k * dtype.itemsize > 256:
         # the table is for rows of up to 128 half-precision channels: of wider ones fewer chunks
         # fit shared memory, and fewer value rows the registers
         least, most, scan_stages = 16, 16, min(scan_stages, 2)
     # a warp for each block of 16 tokens; the limit is for 128 channels, others would spill
     intra_options = {"num_warps": 4, "num_stages": 1}
-    if params["intra_max_registers"] and dtype == torch.float16 and pow2_k == 128:
-        intra_options["maxnreg"] = int(params["intra_max_registers"])
+    if params.intra_max_registers and dtype == torch.float16 and pow2_k == 128:
+        intra_options["maxnreg"] = params.intra_max_registers
     intra = KernelLaunch(
         intra_kernel,
         {
@@ -192,7 +193,7 @@ def _two_stage_kernels(
         },
         intra_options,
     )
-    scan_options = {"num_warps": params["scan_num_warps"]}
+    scan_options = {"num_warps": params.scan_num_warps}
     if overlap:
         scan_options["launch_pdl"] = True
     scans = {
@@ -222,5 +223,5 @@ def _two_stage_kernels(
 PIPELINES = {
     "two_stage": two_stage,
     "two_stage_sm90": two_stage_sm90,
-    "reference": torch_path.prefill,
+    "torch": torch_path.prefill,
 }

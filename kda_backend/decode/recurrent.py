@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kda_backend import decode_sm90, torch_path, torch_step
-from kda_backend.validation import KdaInputs, StateInputs
-from kda_backend.validation_draft import DraftInputs
-from kda_backend.validation_step import ConvInputs, NormInputs, StepInputs
+from kda_backend.contract.draft import DraftInputs
+from kda_backend.contract.inputs import KdaInputs, StateInputs
+from kda_backend.contract.step import ConvInputs, NormInputs, StepInputs
+from kda_backend.decode import step_sm90, torch_step
+from kda_backend.launch_params import FusedStepParams, FusedVerifyParams, RecurrentParams
+from kda_backend.prefill import torch as torch_path
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch
-    from backend_core.path_table import KernelPath
+    from backend_core.launch.triton import KernelLaunch
+    from backend_core.tables.select import KernelPath
 
 
 def recurrent(
@@ -94,11 +96,11 @@ def _recurrent_kernel(
     """The kernel of one model on one path, and its programs a head; the imports need triton."""
     import triton
 
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.recurrent import recurrent_kernel
 
-    params = path.params
-    block_v = min(int(params["block_v"]), triton.next_power_of_2(value_dim))
+    params: RecurrentParams = path.params
+    block_v = min(params.block_v, triton.next_power_of_2(value_dim))
     constexprs = {
         "HEADS_PER_KEY": heads_per_key,
         "K": key_dim,
@@ -108,9 +110,9 @@ def _recurrent_kernel(
         "GATE": gate,
         "BETA": beta,
         "L2NORM": l2norm,
-        "FAST_MATH": bool(params["fast_math"]) and is_gpu,
+        "FAST_MATH": params.fast_math and is_gpu,
     }
-    launch = KernelLaunch(recurrent_kernel, constexprs, {"num_warps": params["num_warps"]})
+    launch = KernelLaunch(recurrent_kernel, constexprs, {"num_warps": params.num_warps})
     return launch, triton.cdiv(value_dim, block_v)
 
 
@@ -235,17 +237,18 @@ def _step_kernel(
     """The kernel of one model on one path, and its programs a head."""
     import triton
 
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.decode_step import decode_step_kernel
 
+    params: FusedStepParams = path.params
     constexprs = _step_constexprs(
-        path, "step_k_inner", is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
+        params, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
     )
-    warps = path.params["step_num_warps"]
+    warps = params.num_warps
     if split:
-        constexprs["BLOCK_V"] = min(int(path.params["step_block_v"]), constexprs["BLOCK_V"])
-        warps = path.params["step_split_num_warps"]
-    constexprs["EVICTION"] = str(path.params["step_eviction"])
+        constexprs["BLOCK_V"] = min(params.block_v, constexprs["BLOCK_V"])
+        warps = params.split_num_warps
+    constexprs["EVICTION"] = params.eviction
     launch = KernelLaunch(decode_step_kernel, constexprs, {"num_warps": warps})
     return launch, triton.cdiv(value_dim, constexprs["BLOCK_V"])
 
@@ -261,19 +264,19 @@ def _verify_kernel(
     beta: int,
     l2norm: bool,
 ) -> KernelLaunch:
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.verify_step import verify_step_kernel
 
+    params: FusedVerifyParams = path.params
     constexprs = _step_constexprs(
-        path, "verify_k_inner", is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
+        params, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
     )
-    options = {"num_warps": path.params["verify_num_warps"]}
+    options = {"num_warps": params.num_warps}
     return KernelLaunch(verify_step_kernel, constexprs, options)
 
 
 def _step_constexprs(
-    path: KernelPath,
-    k_inner: str,
+    params: FusedStepParams | FusedVerifyParams,
     is_gpu: bool,
     heads_per_key: int,
     key_dim: int,
@@ -290,33 +293,15 @@ def _step_constexprs(
         "K": key_dim,
         "V": value_dim,
         "BLOCK_K": block_k,
-        "K_INNER": min(int(path.params[k_inner]), block_k),
+        "K_INNER": min(params.k_inner, block_k),
         "BLOCK_V": triton.next_power_of_2(value_dim),
         "GATE": gate,
         "BETA": beta,
         "L2NORM": l2norm,
-        "FAST_MATH": bool(path.params["fast_math"]) and is_gpu,
+        "FAST_MATH": params.fast_math and is_gpu,
     }
 
 
-def fused_step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
-    """The Hopper kernel; the Triton one for a pool whose states are not on 16 bytes."""
-    step = decode_sm90.step_sm90 if decode_sm90.serves(x) else fused_step
-    step(path, x, out)
-
-
-PIPELINES = {
-    "recurrent": recurrent,
-    "recurrent_sm90": recurrent,
-    "reference": torch_path.decode,
-}
-STEPS = {
-    "recurrent": fused_step,
-    "recurrent_sm90": fused_step_sm90,
-    "reference": torch_step.step,
-}
-VERIFICATIONS = {
-    "recurrent": fused_verification,
-    "recurrent_sm90": fused_verification,
-    "reference": torch_step.verification,
-}
+PIPELINES = {"recurrent": recurrent, "torch": torch_path.decode}
+STEPS = {"fused": fused_step, "fused_sm90": step_sm90.step_sm90, "torch": torch_step.step}
+VERIFICATIONS = {"fused": fused_verification, "torch": torch_step.verification}

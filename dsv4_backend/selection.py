@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from backend_core.path_table import KernelPath, PathSelection, load_table, select
+from backend_core.tables.select import KernelPath, PathSelection, load_table, select
 from backend_core.target import Target
 from dsv4_backend.arguments import groups_of, pair_groups
-from dsv4_backend.metadata import CompressorSpec
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.spec import CompressorSpec
 
 if TYPE_CHECKING:
-    from backend_core.launch import KernelLaunch
+    from backend_core.launch.triton import KernelLaunch
 
 T = TypeVar("T")
 
@@ -48,16 +49,15 @@ class QueryLaunch:
 
 
 class Paths(Generic[T]):
-    """The kernel paths of one phase, each with what it launches."""
+    """The kernel paths of one operator, each with what it launches."""
 
     def __init__(
-        self, target: Target, phase: str, features: set[str], build: Callable[[KernelPath], T]
+        self, target: Target, operator: str, features: set[str], build: Callable[[KernelPath], T]
     ) -> None:
-        requires = frozenset() if target.vendor == "cpu" else frozenset(features)
-        self.selection: PathSelection = select(load_table("dsv4", target), phase, requires)
+        requires = frozenset(features)
+        self.selection: PathSelection = select(load_table(TABLES, target), operator, requires)
         self._launches: dict[int, T | None] = {
-            id(path): None if path.name == "reference" else build(path)
-            for path in self.selection.paths
+            id(path): None if path.name == "torch" else build(path) for path in self.selection.paths
         }
 
     def launches(self) -> list[T]:
@@ -71,10 +71,8 @@ class Paths(Generic[T]):
 
 def options(path: KernelPath, name: str = "num_warps") -> dict[str, Any]:
     """Compiler and launch options that a table row asks for; ``name`` is its count of warps."""
-    options: dict[str, Any] = {"num_warps": path.params[name], "num_stages": 1}
-    if "max_registers" in path.params:
-        options["maxnreg"] = path.params["max_registers"]
-    if path.params.get("pdl", 0):
+    options: dict[str, Any] = {"num_warps": getattr(path.params, name), "num_stages": 1}
+    if getattr(path.params, "pdl", 0):
         options["launch_pdl"] = True
     return options
 
@@ -83,11 +81,11 @@ def pdl(path: KernelPath, kernel: Any) -> dict[str, int]:
     """``PDL`` of a kernel, see ``numerics.wait_for_previous``; 0 in Triton's interpreter."""
     from triton.runtime import JITFunction
 
-    return {"PDL": int(path.params.get("pdl", 0)) if isinstance(kernel, JITFunction) else 0}
+    return {"PDL": path.params.pdl if isinstance(kernel, JITFunction) else 0}
 
 
-def feature_of(spec: CompressorSpec) -> str:
-    """The feature that a table row must have to serve this kind of compressor."""
+def kind_of(spec: CompressorSpec) -> str:
+    """The kind of compressor, by which the tables' operators are named."""
     return "indexer" if spec.head_dim == 128 else f"main_c{spec.compress_ratio}"
 
 
@@ -134,10 +132,10 @@ def pair_constexprs(
 def decode_constexprs(path: KernelPath, kernel: Any, is_settled: bool) -> dict[str, Any]:
     """What a row's parameters give ``decode_step_kernel`` or ``decode_pair_kernel``."""
     launch = pdl(path, kernel)
-    pools_early = launch["PDL"] > 0 and bool(path.params.get("pools_early", False))
+    pools_early = launch["PDL"] > 0 and path.params.pools_early
     return {
-        "BLOCK_W": path.params["block_w"],
-        "READS_EARLY": is_settled and bool(path.params.get("reads_early", False)),
+        "BLOCK_W": path.params.block_w,
+        "READS_EARLY": is_settled and path.params.reads_early,
         "POOLS_EARLY": is_settled and pools_early,
         **launch,
     }
@@ -150,7 +148,7 @@ def in_place_paths(
     """The paths of ``compress_norm_rope_hadamard_``."""
 
     def build(path: KernelPath) -> KernelLaunch:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
 
         constexprs = {
@@ -161,7 +159,7 @@ def in_place_paths(
         } | pdl(path, norm_rope_rotate_kernel)
         return KernelLaunch(norm_rope_rotate_kernel, constexprs, options(path))
 
-    return Paths(target, phase, {f"in_place_{head_dim}"}, build)
+    return Paths(target, f"in_place_{head_dim}_{phase}", set(), build)
 
 
 @functools.cache
@@ -169,14 +167,14 @@ def query_paths(target: Target, spec: CompressorSpec) -> Paths[QueryLaunch]:
     """The paths of ``quantise_indexer_queries``."""
 
     def build(path: KernelPath) -> QueryLaunch:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
 
-        heads = int(path.params["heads"])
+        heads = path.params.heads
         constexprs = query_constexprs(spec) | {"HEADS": heads}
         return QueryLaunch(KernelLaunch(indexer_queries_kernel, constexprs, options(path)), heads)
 
-    found = Paths(target, "decode", {"queries"}, build)
+    found = Paths(target, "queries", set(), build)
     kernels = tuple(launch.kernel for launch in found.launches())
     for kernel in kernels:
         kernel.alternatives = kernels
@@ -202,7 +200,7 @@ def decode_paths(
     """The paths of a decode step of one part."""
 
     def build(path: KernelPath) -> KernelLaunch:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.decode_step import decode_step_kernel
 
         constexprs = step_constexprs(spec, layout, state_block)
@@ -210,7 +208,7 @@ def decode_paths(
         groups = groups_of(decode_step_kernel)
         return KernelLaunch(decode_step_kernel, constexprs, options(path), groups)
 
-    return Paths(target, "decode", {feature_of(spec)}, build)
+    return Paths(target, f"{kind_of(spec)}_decode", set(), build)
 
 
 @functools.cache
@@ -225,7 +223,7 @@ def pair_paths(
     """The paths of a C4 layer's decode step, main and indexer together."""
 
     def build(path: KernelPath) -> KernelLaunch:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.decode_pair import decode_pair_kernel
 
         constexprs = pair_constexprs(main, indexer, layout, state_blocks)
@@ -233,7 +231,7 @@ def pair_paths(
         groups = pair_groups(decode_pair_kernel)
         return KernelLaunch(decode_pair_kernel, constexprs, options(path), groups)
 
-    return Paths(target, "decode", {"pair"}, build)
+    return Paths(target, "pair_decode", set(), build)
 
 
 @functools.cache
@@ -243,7 +241,7 @@ def prefill_paths(
     """The paths of a prefill step."""
 
     def build(path: KernelPath) -> PrefillLaunches:
-        from backend_core.launch import KernelLaunch
+        from backend_core.launch.triton import KernelLaunch
         from dsv4_backend.kernels.finish_and_write import finish_and_write_kernel
         from dsv4_backend.kernels.pool_columns import pool_columns_kernel
         from dsv4_backend.kernels.prefill_paged import prefill_paged_kernel
@@ -257,15 +255,15 @@ def prefill_paths(
 
         step = step_constexprs(spec, layout, state_block)
         rows = {name: step[name] for name in ("D", "RATIO", "STATE_BLOCK", "PLAN")}
-        block_w = {"BLOCK_W": path.params["block_w"]}
+        block_w = {"BLOCK_W": path.params.block_w}
         if path.name == "one_launch":
-            rows_each = int(path.params["rows"])
+            rows_each = path.params.rows
             constexprs = paged_constexprs(step) | block_w | {"ROWS": rows_each}
             launch = launch_of(prefill_paged_kernel, constexprs, options(path))
             return PrefillLaunches(launch, None, spec.compress_ratio // rows_each + 1)
         rest_options = options(path, "rest_num_warps")
         if path.name == "column_split":
-            block_d = int(path.params["block_d"])
+            block_d = path.params.block_d
             pool = rows | block_w | {"BLOCK_D": block_d}
             return PrefillLaunches(
                 launch_of(pool_columns_kernel, pool, options(path)),
@@ -278,4 +276,4 @@ def prefill_paths(
             1,
         )
 
-    return Paths(target, "prefill", {feature_of(spec), layout}, build)
+    return Paths(target, f"{kind_of(spec)}_prefill", {layout}, build)

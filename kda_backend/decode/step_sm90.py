@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kda_backend.validation_step import StepInputs
+from kda_backend.contract.step import StepInputs, is_aligned
+from kda_backend.launch_params import FusedStepSm90Params
 
 if TYPE_CHECKING:
-    from backend_core.cuda_source import CudaKernel
-    from backend_core.path_table import KernelPath
+    from backend_core.launch.cuda import CudaKernel
+    from backend_core.tables.select import KernelPath
 
-SOURCE = Path(__file__).parent / "kernels" / "sm90" / "decode_step.cu"
+SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "decode_step.cu"
 DIM = 128
 BLOCKS_A_SM = {4: 3, 8: 2, 16: 1}  # by warps of a block; a tile of 64 KiB allows three
 _HINTS = {"": 0, "evict_first": 1, "evict_last": 2}
@@ -23,12 +24,19 @@ _PARAMS = struct.Struct("=15Q11q3i3fi4x")  # struct Params of the source
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def serves(x: StepInputs) -> bool:
-    """Bulk copies want states on 16 bytes; so do the four taps of a channel."""
-    size = x.pool.element_size()
-    if x.pool.data_ptr() % 16 or x.pool.stride(0) * size % 16:
-        return False
-    return x.conv is None or x.conv.weight.data_ptr() % 16 == 0
+def check_alignment(x: StepInputs) -> None:
+    """Bulk copies need states on 16 bytes; so do the four taps of a channel.
+
+    Raises:
+        ValueError: the pool or the convolution's weight is not aligned.
+    """
+    if not is_aligned(x):
+        weight = "none" if x.conv is None else hex(x.conv.weight.data_ptr())
+        raise ValueError(
+            "state_pool's slots and conv_weight must start at multiples of 16 bytes for path"
+            f" fused_sm90, got addresses {x.pool.data_ptr():#x} and {weight}, and"
+            f" {x.pool.stride(0)} elements per slot; select paths for aligned_state=False"
+        )
 
 
 def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
@@ -37,17 +45,19 @@ def step_sm90(path: KernelPath, x: StepInputs, out: torch.Tensor) -> None:
     The blocks are placed while the kernel before runs, and wait for it; what it does not write is
     fetched before they wait.
     """
+    check_alignment(x)
     conv, norm = x.conv, x.norm
     conv_state, taps, conv_bias = (conv.state, conv.weight, conv.bias) if conv else (None,) * 3
     norm_weight, gate = (norm.weight, norm.gate) if norm else (None, None)
-    split = int(path.params["step_split"])
+    launch: FusedStepSm90Params = path.params
+    split = launch.split
     typed = (x.q, x.g, x.beta, x.a_log, x.dt_bias, conv_state, taps, conv_bias, norm_weight, gate)
-    warps = int(path.params["step_warps"])
+    warps = launch.warps
     kernel = _kernel(
         split,
         warps,
-        _HINTS[str(path.params["step_load_hint"])],
-        _HINTS[str(path.params["step_store_hint"])],
+        _HINTS[launch.load_hint],
+        _HINTS[launch.store_hint],
         x.gate,
         x.beta_kind,
         x.l2norm,
@@ -155,7 +165,7 @@ def shared_bytes(split: int, warps: int, bf16_state: bool) -> int:
 
 @functools.cache
 def _kernel(*variant: object) -> CudaKernel:
-    from backend_core.cuda_source import CudaKernel
+    from backend_core.launch.cuda import CudaKernel
 
     constants = defines(*variant)  # type: ignore[arg-type]
     return CudaKernel(SOURCE, "decode_step", constants, constants["SHARED_BYTES"])

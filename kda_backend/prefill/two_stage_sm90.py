@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backend_core.target import detect_target
-from kda_backend.metadata import ChunkMetadata
-from kda_backend.prefill_layout import Costs, Work, costs_of, lay_out
-from kda_backend.validation import KdaInputs, StateInputs
-from kda_backend.workspace import Workspace
+from kda_backend.contract.inputs import KdaInputs, StateInputs
+from kda_backend.prefill.sm_schedule import Costs, Work, costs_of, lay_out
+from kda_backend.scratch import Workspace
+from kda_backend.step_plan import ChunkMetadata
 
 if TYPE_CHECKING:
-    from backend_core.cuda_source import CudaKernel
-    from backend_core.path_table import KernelPath
+    from backend_core.launch.cuda import CudaKernel
+    from backend_core.tables.select import KernelPath
 
-KERNELS = Path(__file__).parent / "kernels" / "sm90"
+KERNELS = Path(__file__).parents[1] / "kernels" / "sm90"
 DIM = 128
 TILE_BYTES = 7 * 8192  # -k_in, q_in, T^T k_out, A_qk T in 8 KiB blocks
 _INTRA_THREADS, _INTRA_SHARED = 128, 56384  # sizeof(Shared) of intra_chunk.cu
@@ -169,7 +169,7 @@ def _model(
     bf16_state: bool,
     track: bool,
 ) -> _Model:
-    from backend_core.cuda_source import CudaKernel
+    from backend_core.launch.cuda import CudaKernel
 
     costs = costs_of(path.params, detect_target(device).num_sms)
     intra = {

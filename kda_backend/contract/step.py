@@ -13,8 +13,7 @@ from backend_core.contracts import (
     expect_stride,
     once,
 )
-from kda_backend.paths import KdaPlan, KdaShape, plan_of_call
-from kda_backend.validation import (
+from kda_backend.contract.inputs import (
     BETA_GIVEN,
     BETA_SIGMOID,
     BETA_TWICE_SIGMOID,
@@ -25,6 +24,7 @@ from kda_backend.validation import (
     check_gate_parameter,
     wants_grad,
 )
+from kda_backend.selection import KdaPlan, KdaShape, plan_of_call
 
 MAX_STEP_DIM = 128  # one program holds the state of a head
 TAPS = 4
@@ -57,7 +57,7 @@ class StepInputs(NamedTuple):
         q, k: ``[N, H, K]``; v: ``[N, HV, V]``; g: ``[N, HV, K]``; beta: ``[N, HV]``. Heads of a row
             are adjacent, rows are ``stride(0)`` apart.
         a_log: ``HV`` elements or ``None``; dt_bias: ``HV * K`` elements or ``None``.
-        gate, beta_kind: the ``GATE_*`` and ``BETA_*`` codes of ``kda_backend.validation``.
+        gate, beta_kind: the ``GATE_*`` and ``BETA_*`` codes of ``kda_backend.contract.inputs``.
         pool: ``[slots, HV, V, K]``; indices: int32.
         null_slot: rows at this slot are padding; -1 where there is none.
         settled: no kernel that may still run writes the pools, the indices or the weights.
@@ -351,3 +351,10 @@ def _expect_adjacent_heads(name: str, x: torch.Tensor) -> None:
 def _expect_contiguous(name: str, x: torch.Tensor) -> None:
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
+
+
+def is_aligned(x: StepInputs) -> bool:
+    """Whether the pool's states, and the convolution's weight, start at multiples of 16 bytes."""
+    if x.pool.data_ptr() % 16 or x.pool.stride(0) * x.pool.element_size() % 16:
+        return False
+    return x.conv is None or x.conv.weight.data_ptr() % 16 == 0

@@ -1,0 +1,150 @@
+"""The launch parameters of each KDA kernel path, and what KDA's path tables may hold.
+
+Imports no torch: tables are read where it is not installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from backend_core.tables.schema import NoParams, Operator, TableSchema
+
+EvictionHint = Literal["", "evict_first", "evict_last"]
+Fp32Precision = Literal["ieee", "tf32x3"]
+
+
+@dataclass(frozen=True)
+class TwoStageParams:
+    """Prefill in Triton: the intra-chunk kernel, then the scan.
+
+    Attributes:
+        intra_max_registers: register limit per thread of the intra-chunk kernel, for K = 128 in
+            16 bits; 0 is none.
+        block_v, block_v_max: fewest and most value rows of a scan program; a call takes the fewest
+            with which all programs run at once.
+        scan_num_warps, scan_num_stages: of the scan.
+        scan_overlaps: programmatic dependent launch of the scan (NVIDIA, from Hopper on).
+        fast_math: approximate exp2 and log2 instructions (PTX).
+        fp32_precision: of products with fp32 inputs.
+    """
+
+    intra_max_registers: int
+    block_v: int
+    block_v_max: int
+    scan_num_warps: int
+    scan_num_stages: int
+    scan_overlaps: bool
+    fast_math: bool
+    fp32_precision: Fp32Precision
+
+
+@dataclass(frozen=True)
+class RecurrentParams:
+    """The recurrent kernel: a program walks the tokens of a sequence for ``block_v`` value rows."""
+
+    block_v: int
+    num_warps: int
+    fast_math: bool
+
+
+@dataclass(frozen=True)
+class FusedStepParams:
+    """The decode step in one Triton launch.
+
+    Attributes:
+        num_warps: of a program that has a whole head, which convolution and norm need.
+        k_inner: key channels per inner step.
+        block_v, split_num_warps: value rows and warps of a program where neither convolution nor
+            norm is fused.
+        eviction: cache hint of the state's loads and stores.
+        fast_math: approximate exp2 and log2 instructions (PTX).
+    """
+
+    num_warps: int
+    k_inner: int
+    block_v: int
+    split_num_warps: int
+    eviction: EvictionHint
+    fast_math: bool
+
+
+@dataclass(frozen=True)
+class FusedStepSm90Params:
+    """The decode step in CUDA C++.
+
+    Attributes:
+        split: CTAs of a cluster that share a head's state.
+        warps: of a CTA.
+        load_hint, store_hint: L2 hints of the state's loads and stores.
+    """
+
+    split: Literal[1, 2, 4, 8]
+    warps: Literal[4, 8, 16]
+    load_hint: EvictionHint
+    store_hint: EvictionHint
+
+
+@dataclass(frozen=True)
+class FusedVerifyParams:
+    """Verification of drafts in one Triton launch; fields as in `FusedStepParams`."""
+
+    num_warps: int
+    k_inner: int
+    fast_math: bool
+
+
+@dataclass(frozen=True)
+class PrefillCostModel:
+    """Times from which the Hopper prefill chooses how its two stages share the SMs, in ns.
+
+    The numbers are fitted so that the choice is best on a sweep, not measured one by one.
+
+    Attributes:
+        fitted: always true; says so in the table.
+        fit_source: the sweep.
+        intra_2_tile_ns, intra_4_tile_ns: time per tile of an SM with so many intra CTAs.
+        intra_2_alone_ns, intra_4_alone_ns: of the last tiles, when CTAs have none left.
+        scan_start_ns, scan_step_ns: of a scan task and per chunk.
+        split_start_ns, split_step_ns: the same of the scan whose output is split over four CTAs.
+        fetch_ns: per tile, when all SMs fetch.
+    """
+
+    fitted: bool
+    fit_source: str
+    intra_2_tile_ns: int
+    intra_2_alone_ns: int
+    intra_4_tile_ns: int
+    intra_4_alone_ns: int
+    scan_start_ns: int
+    scan_step_ns: int
+    split_start_ns: int
+    split_step_ns: int
+    fetch_ns: int
+
+    def __post_init__(self) -> None:
+        if not self.fitted:
+            raise ValueError("fitted must be true: the constants are not measured one by one")
+
+
+_CHUNKS = "64-token chunks, each sequence's counted on its own, times value heads of this rank"
+_SEQUENCES = "sequences times value heads of this rank"
+
+TABLES = TableSchema(
+    family="kda",
+    operators=(
+        Operator(
+            "prefill",
+            _CHUNKS,
+            {"two_stage_sm90": "cost_model", "two_stage": TwoStageParams, "torch": NoParams},
+        ),
+        Operator("recurrent", _SEQUENCES, {"recurrent": RecurrentParams, "torch": NoParams}),
+        Operator(
+            "decode_step",
+            _SEQUENCES,
+            {"fused_sm90": FusedStepSm90Params, "fused": FusedStepParams, "torch": NoParams},
+        ),
+        Operator("verify", _SEQUENCES, {"fused": FusedVerifyParams, "torch": NoParams}),
+    ),
+    sections={"cost_model": PrefillCostModel},
+)
