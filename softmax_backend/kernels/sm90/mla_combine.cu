@@ -65,9 +65,9 @@ __device__ __forceinline__ float scale_splits(const Params& p, const Splits& row
 #pragma unroll
     for (int bit = 16; bit; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
     const float all = sum == 0.f || sum != sum ? INF : lg2(sum) + top;
-    const float weight = p.sinks ? lg2(sum + ex2(p.sinks[head] * LOG2E - top)) + top : all;
+    const float weight = p.sinks && all != INF ? lg2(sum + ex2(p.sinks[head] * LOG2E - top)) + top : all;
 #pragma unroll
-    for (int i = 0; i < MOST / 32; ++i) scale[i] = all == INF ? 0.f : ex2(scale[i] - weight);
+    for (int i = 0; i < MOST / 32; ++i) scale[i] = ex2(scale[i] - weight);
     return all;
 }
 

@@ -38,6 +38,7 @@ struct Params {
     int causal;              // a query token sees what is before it
     int chunk_blocks;        // > 0: a split is so many blocks of a tile, whatever the batch is
     int prefetch_safe;       // plan, lengths and block table were there before the previous kernel began
+    int row_tiles;           // of 64 rows of a request; CTAs count them fastest
 };
 
 static constexpr int BLOCK = 64, PIECE = 16, BOX = BLOCK * 128, HALF = 4 * BOX;
@@ -53,6 +54,7 @@ struct __align__(1024) Shared {
     u64 rope_full[ROPES], rope_empty[ROPES], half_full[HALVES][4], half_empty[HALVES], p_ready[2];
 };
 static_assert(ROWS % 8 == 0 && ROWS <= 64, "rows");
+static_assert(sizeof(Params) == PARAM_BYTES, "the host packs this struct");
 static_assert(sizeof(Shared) <= SHARED_BYTES && SHARED_BYTES <= 232448, "shared memory");
 
 // Query rows row_begin .. row_begin + rows of the members' rows one after the other (a member is a request;
@@ -68,7 +70,7 @@ __device__ __forceinline__ QueryTile query_tile(const Params& p, int tile) {
         const int4 a = p.tiles[2 * tile], b = p.tiles[2 * tile + 1];
         return {a.x, a.y, a.z, a.w, b.x, b.y};
     }
-    const int begin = 64 * blockIdx.y, rows = p.heads * p.query_tokens;
+    const int begin = 64 * (blockIdx.x % p.row_tiles), rows = p.heads * p.query_tokens;
     return {tile, begin, min(64, rows - begin), 0, p.lengths[tile], 0};
 }
 __device__ __forceinline__ int request_of(const Params& p, int member) {
@@ -423,8 +425,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_con
         fence_barrier_init();
     }
     if (!p.prefetch_safe) wait_on_dependent_grids();
-    const int4 work = p.work[2 * blockIdx.x];
-    const int split = p.work[2 * blockIdx.x + 1].x;
+    const int cta = blockIdx.x / p.row_tiles;
+    const int4 work = p.work[2 * cta];
+    const int split = p.work[2 * cta + 1].x;
     __syncthreads();
     if (work.x > work.z) return;
     if (warp >= 8) {

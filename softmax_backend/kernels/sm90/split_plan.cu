@@ -10,10 +10,10 @@
 #include "hopper.cuh"
 
 struct Params {
-    const int* lengths;  // [tiles] tokens
+    const int* lengths;  // [tiles] tokens; negative: the tile is not there
     int4* work;          // [ctas, 2]: first tile, first block, last tile, end block; first split
     int* num_splits;     // [tiles + 1], a prefix sum
-    int tiles, ctas, overhead, min_blocks;
+    int tiles, ctas, overhead, min_blocks, chunk_blocks;
 };
 static constexpr int THREADS = 1024, WARPS = THREADS / 32;
 
@@ -54,84 +54,104 @@ __device__ __forceinline__ int last_at_most(const int* start, int count, int x) 
 
 struct Boundary { int tile, block, split; };  // split: number of the split that starts here
 
+// What the tiles take on the line; n < 0 is a tile that is not there.
+struct Measure {
+    int overhead, min_blocks, share, even;  // even: blocks of a split, or 0 for the contiguous plan
+    bool chunked;
+    __device__ __forceinline__ int pieces(int n) const { return n < 0 ? 0 : max(1, ceil_div(n, even)); }
+    __device__ __forceinline__ int extent(int n) const { return even ? pieces(n) : n < 0 ? 0 : overhead + n; }
+    // the first and the last CTA that starts inside a tile that starts at `start`
+    __device__ __forceinline__ int first_inside(int start) const {
+        return ceil_div(start + overhead + min_blocks, share);
+    }
+    __device__ __forceinline__ int splits(int start, int n) const {
+        if (even) return pieces(n);
+        if (chunked || n < 0) return max(n, 0);
+        return 1 + max(0, (start + overhead + n - min_blocks) / share - first_inside(start) + 1);
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) split_plan(const __grid_constant__ Params p) {
     extern __shared__ int memory[];
-    int* const blocks = memory;          // [tiles]
-    int* const start = memory + p.tiles; // [tiles + 1]
+    int* const blocks = memory;           // [tiles]
+    int* const start = memory + p.tiles;  // [tiles]
     __shared__ int warps[WARPS], candidates[WARPS];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     wait_on_dependent_grids();
     launch_dependent_grids();
     const int each = ceil_div(p.tiles, THREADS), first = min(p.tiles, thread * each);
     const int last = min(p.tiles, first + each);
-    int mine = 0, total;
-    for (int i = first; i < last; ++i) mine += blocks[i] = ceil_div(max(p.lengths[i], 0), 64);
+    const bool chunked = p.chunk_blocks > 0;
+    const int unit = max(p.chunk_blocks, 1), overhead = chunked ? 0 : p.overhead;
+    int mine = 0, there = 0, total, count;
+    for (int i = first; i < last; ++i) {
+        const int length = p.lengths[i];
+        int n = -1;
+        if (length >= 0) {
+            n = ceil_div(ceil_div(length, 64), unit);
+            if (chunked) n = max(n, 1);
+            mine += n, ++there;
+        }
+        blocks[i] = n;
+    }
     exclusive_sum(mine, warps, total);
-    const int share = max(p.min_blocks, ceil_div(total + p.overhead * p.tiles, p.ctas));
+    exclusive_sum(there, warps, count);
+    const int least = max(max(p.min_blocks, 1), ceil_div(total, p.ctas));
+    Measure measure{overhead, p.min_blocks, max(max(p.min_blocks, 1), ceil_div(total + overhead * count, p.ctas)), 0,
+                    chunked};
     // warp w tries splits of w more blocks than the least
-    const int least = max(max(p.min_blocks, 1), ceil_div(total, p.ctas)), size = least + warp;
+    measure.even = least + warp;
     int splits = 0;
-    for (int i = lane; i < p.tiles; i += 32) splits += max(1, ceil_div(blocks[i], size));
+    for (int i = lane; i < p.tiles; i += 32) splits += measure.pieces(blocks[i]);
 #pragma unroll
     for (int bit = 16; bit; bit /= 2) splits += __shfl_xor_sync(~0u, splits, bit);
-    if (lane == 0) candidates[warp] = splits <= p.ctas && size <= share ? size : 0x7fffffff;
+    const bool fits = !chunked && splits <= p.ctas && measure.even <= measure.share;
+    if (lane == 0) candidates[warp] = fits ? measure.even : 0x7fffffff;
     __syncthreads();
     int even = candidates[lane];
 #pragma unroll
     for (int bit = 16; bit; bit /= 2) even = min(even, __shfl_xor_sync(~0u, even, bit));
-    const bool is_even = even != 0x7fffffff;
+    measure.even = even == 0x7fffffff ? 0 : even;
 
-    // where each tile starts: its first CTA, or its place on the line
     mine = 0;
-    for (int i = first; i < last; ++i) mine += is_even ? max(1, ceil_div(blocks[i], even)) : p.overhead + blocks[i];
-    int at = exclusive_sum(mine, warps, total), count = 0;
+    for (int i = first; i < last; ++i) mine += measure.extent(blocks[i]);
+    int at = exclusive_sum(mine, warps, total);
+    count = 0;
     for (int i = first; i < last; ++i) {
         start[i] = at;
-        if (is_even) {
-            at += max(1, ceil_div(blocks[i], even));
-            continue;
-        }
-        // boundaries inside the tile
-        const int zero = at + p.overhead;
-        const int low = ceil_div(zero + p.min_blocks, share), high = (zero + blocks[i] - p.min_blocks) / share;
-        count += 1 + max(0, high - low + 1);
-        at += p.overhead + blocks[i];
+        count += measure.splits(at, blocks[i]);
+        at += measure.extent(blocks[i]);
     }
-    if (is_even) count = mine;
     int all, slot = exclusive_sum(count, warps, all);
     for (int i = first; i < last; ++i) {
         p.num_splits[i] = slot;
-        const int zero = start[i] + p.overhead;
-        slot += is_even ? max(1, ceil_div(blocks[i], even))
-                        : 1 + max(0, (zero + blocks[i] - p.min_blocks) / share -
-                                         ceil_div(zero + p.min_blocks, share) + 1);
+        slot += measure.splits(start[i], blocks[i]);
     }
     if (thread == 0) p.num_splits[p.tiles] = all;
     __syncthreads();
 
     auto boundary = [&](int cta) -> Boundary {
-        const int x = cta * share;
+        const int x = cta * measure.share;
         if (x >= total) return {p.tiles, 0, 0};
-        const int tile = last_at_most(start, p.tiles, x), block = x - start[tile] - p.overhead;
+        const int tile = last_at_most(start, p.tiles, x), block = x - start[tile] - overhead;
         if (block < p.min_blocks) return {tile, 0, 0};
         if (blocks[tile] - block < p.min_blocks) return {tile + 1, 0, 0};
-        return {tile, block, cta - ceil_div(start[tile] + p.overhead + p.min_blocks, share) + 1};
+        return {tile, block * unit, cta - measure.first_inside(start[tile]) + 1};
     };
     for (int cta = thread; cta < p.ctas; cta += THREADS) {
         int4 work = make_int4(p.tiles, 0, p.tiles - 1, 0);
         int split = 0;
-        if (is_even) {
+        if (measure.even) {
             if (cta < total) {
-                const int tile = last_at_most(start, p.tiles, cta), n = blocks[tile];
-                const int of = max(1, ceil_div(n, even));
+                const int tile = last_at_most(start, p.tiles, cta), n = blocks[tile], of = measure.pieces(n);
                 split = cta - start[tile];
                 work = make_int4(tile, split * n / of, tile, (split + 1) * n / of);
             }
         } else {
             const Boundary from = boundary(cta), to = boundary(cta + 1);
             split = from.split;
-            work = to.block ? make_int4(from.tile, from.block, to.tile, to.block)
-                            : make_int4(from.tile, from.block, to.tile - 1, to.tile > 0 ? blocks[to.tile - 1] : 0);
+            const int whole = to.tile > 0 ? max(blocks[to.tile - 1], 0) * unit : 0;
+            work = make_int4(from.tile, from.block, to.block ? to.tile : to.tile - 1, to.block ? to.block : whole);
         }
         p.work[2 * cta] = work;
         p.work[2 * cta + 1] = make_int4(split, 0, 0, 0);
