@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
 
 SM90_SOURCE = Path(__file__).parent / "kernels" / "sm90" / "mla_combine.cu"
-_PARAMS = struct.Struct("=8Q5i4x")  # struct Params of the source
-_FEW_ROWS = 512
+_PARAMS = struct.Struct("=9Q4i")  # struct Params of the source
+_FILLS = 264  # two CTAs per SM
 
 
-def combine_triton(
-    x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Tensor
-) -> None:
+def combine_triton(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
     """One launch of the Triton kernel; a program per output row."""
     prefix = x.plan.prefix
     rows = x.spec.query_rows
@@ -38,7 +36,6 @@ def combine_triton(
         x.sinks,
         rows,
         partial_out.shape[1],
-        0 if prefix is None else prefix.num_prefix_tiles,
         x.spec.num_heads,
     )
 
@@ -53,19 +50,18 @@ def combine_sm90(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Ten
         partial_out.data_ptr(),
         partial_lse.data_ptr(),
         x.plan.num_splits.data_ptr(),
+        0 if x.plan.merges is None else x.plan.merges.data_ptr(),
         0 if prefix is None else prefix.prefix_tile.data_ptr(),
         0 if prefix is None else prefix.prefix_row.data_ptr(),
         0 if x.sinks is None else x.sinks.data_ptr(),
         x.plan.requests,
         x.spec.query_rows,
         partial_out.shape[1],
-        0 if prefix is None else prefix.num_prefix_tiles,
         x.spec.num_heads,
     )
-    if rows <= _FEW_ROWS:
-        _sm90_kernel("mla_combine_few")(rows * 8, 256, params, overlaps=True)
-    else:
-        _sm90_kernel("mla_combine_many")(-(-rows // 8), 256, params, overlaps=True)
+    # one CTA per 64 channels of a row where that is not too many, else enough to fill the GPU
+    ctas = rows * 8 if rows * 8 <= _FILLS else min(max(rows // 2, _FILLS), 4 * _FILLS)
+    _sm90_kernel()(ctas, 256, params, overlaps=True)
 
 
 @functools.cache
@@ -79,7 +75,7 @@ def _triton_kernel(dim: int) -> KernelLaunch:
 
 
 @functools.cache
-def _sm90_kernel(name: str) -> CudaKernel:
+def _sm90_kernel() -> CudaKernel:
     from backend_core.launch.cuda import CudaKernel
 
-    return CudaKernel(SM90_SOURCE, name, {})
+    return CudaKernel(SM90_SOURCE, "mla_combine", {})

@@ -96,8 +96,8 @@ def mla_decode(
         if mask is not None:
             seen = seen & mask(position, query_position)
         row_sinks = None if sinks is None else sinks.repeat(tokens)
-        o, l = attention(q, k, v, scale, seen=seen, sinks=row_sinks, logits=logits)
-        out[i], lse[i] = o.view(tokens, heads, dim), l.view(tokens, heads)
+        b_out, b_lse = attention(q, k, v, scale, seen=seen, sinks=row_sinks, logits=logits)
+        out[i], lse[i] = b_out.view(tokens, heads, dim), b_lse.view(tokens, heads)
     return out, lse
 
 
@@ -112,8 +112,9 @@ def combine(
         sinks: ``[rows]`` natural logits.
 
     Returns:
-        (output ``[rows, D]``, natural LSE ``[rows]``), float64. Where every split is -inf the output
-        is 0 and the LSE +inf; where a split's LSE is NaN the output is NaN and the LSE +inf.
+        (output ``[rows, D]``, natural LSE ``[rows]``), float64. Where every split is -inf the
+        output is 0 and the LSE +inf; where a split's LSE is NaN the output is NaN and the LSE
+        +inf.
     """
     lse2 = partial_lse.double()
     top = lse2.amax(0)

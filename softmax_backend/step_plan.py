@@ -18,7 +18,7 @@ class SharedPrefix:
         members: ``[2 * requests]`` int32: requests group by group, then all in order.
         prefix_tile: ``[requests]`` int32: first tile of the request's prefix, or -1.
         prefix_row: ``[requests]`` int32: the request's first row among its group's rows.
-        num_prefix_tiles: the tiles before those of the requests themselves.
+        num_prefix_tiles: capacity of tiles for prefixes, after the requests' own.
         leader, shared: ``[requests]`` int32: the first request with the same first page, and the
             tokens shared with it.
     """
@@ -53,6 +53,8 @@ class StepPlan:
         chunk_blocks: > 0 in fixed-split mode: blocks of every split, whatever the batch.
         num_slots: capacity of the scratch memory.
         prefix: where a shared prefix is a level of its own.
+        merges: ``[1 + requests]`` int32: how many requests are to be merged, and which; ``None``
+            where the planner leaves no list.
         starts: scratch of the planner.
     """
 
@@ -63,6 +65,7 @@ class StepPlan:
     chunk_blocks: int
     num_slots: int
     prefix: SharedPrefix | None = None
+    merges: torch.Tensor | None = None
     starts: torch.Tensor | None = field(default=None, repr=False)
 
     @property

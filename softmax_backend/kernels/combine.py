@@ -1,6 +1,6 @@
 """Merging the splits of an output row by their log-sum-exp, in Triton.
 
-    LSE = log2(sum_s 2^lse_s),  out = sum_s 2^(lse_s - LSE) partial_s
+LSE = log2(sum_s 2^lse_s),  out = sum_s 2^(lse_s - LSE) partial_s
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["num_rows", "partial_rows", "first_tile", "heads"])
+@triton.jit(do_not_specialize=["num_rows", "partial_rows", "heads"])
 def combine_kernel(
     out_ptr,  # [requests, rows, DIM]
     lse_ptr,  # [requests, rows], natural
     partial_out_ptr,  # [slots, partial_rows, DIM]
     partial_lse_ptr,  # [slots, partial_rows], base 2
-    num_splits_ptr,  # [tiles + 1], a prefix sum
+    num_splits_ptr,  # [tiles + 1], a prefix sum; the first tiles are the requests' own
     prefix_tile_ptr,  # [requests] or None: the tile of a shared prefix, or -1
     prefix_row_ptr,  # [requests]: the request's first row in that tile
     sinks_ptr,  # [heads] or None
     num_rows,
     partial_rows,
-    first_tile,
     heads,
     DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -34,8 +33,8 @@ def combine_kernel(
     i_number = tl.program_id(0)
     request = i_number // num_rows
     row = i_number - request * num_rows
-    own_slot = tl.load(num_splits_ptr + first_tile + request)
-    own = tl.load(num_splits_ptr + first_tile + request + 1) - own_slot
+    own_slot = tl.load(num_splits_ptr + request)
+    own = tl.load(num_splits_ptr + request + 1) - own_slot
     prefix = own * 0
     prefix_slot = own_slot * 0
     prefix_row = row * 0
@@ -127,6 +126,4 @@ def merge_states_kernel(
         (b_o * weight).to(out_ptr.dtype.element_ty),
         mask=m_dim,
     )
-    tl.store(
-        lse_ptr + i_number, tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
-    )
+    tl.store(lse_ptr + i_number, tl.where(total == 0.0, float("-inf"), top + tl.log2(total)))

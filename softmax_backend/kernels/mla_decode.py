@@ -214,9 +214,7 @@ def mla_decode_kernel(
                 b_s = tl.dot(b_kr, b_qr, b_s, input_precision="ieee")
                 b_s = LOGITS(b_s * scale, variant_a, variant_b) * LOG2E
                 seen = m_token[:, None] & (position[:, None] < limit[None, :])
-                seen = seen & MASK(
-                    position[:, None], query_position[None, :], variant_a, variant_b
-                )
+                seen = seen & MASK(position[:, None], query_position[None, :], variant_a, variant_b)
                 b_s = tl.where(seen, b_s, float("-inf"))
                 b_now = tl.maximum(b_top, tl.max(b_s, 0))
                 shift = tl.where(b_now == float("-inf"), 0.0, b_now)

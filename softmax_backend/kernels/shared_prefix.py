@@ -62,8 +62,8 @@ def two_level_tiles_kernel(
     lengths_ptr,  # [requests]
     leader_ptr,  # [requests]
     shared_ptr,  # [requests]
-    tiles_ptr,  # [prefix_tiles + requests, 8] out
-    tile_lengths_ptr,  # [prefix_tiles + requests] out: tokens, or -1 where no tile is
+    tiles_ptr,  # [requests + prefix_tiles, 8] out
+    tile_lengths_ptr,  # [requests + prefix_tiles] out: tokens, or -1 where no tile is
     members_ptr,  # [2, requests] out: requests by group, then in order
     prefix_tile_ptr,  # [requests] out: first tile of the request's prefix, or -1
     prefix_row_ptr,  # [requests] out: the request's first row among its group's
@@ -95,19 +95,19 @@ def two_level_tiles_kernel(
     tl.store(members_ptr + requests + o, o, mask=m)
     tiles = tl.cdiv(count * query_rows, 64)
     first_tile = tl.sum(tl.where(before, tiles[None, :], 0), 1)
-    tl.store(prefix_tile_ptr + o, tl.where(grouped, first_tile, -1), mask=m)
+    tl.store(prefix_tile_ptr + o, tl.where(grouped, requests + first_tile, -1), mask=m)
     tl.store(prefix_row_ptr + o, rank * query_rows, mask=m)
 
     # a request's own tile: what follows the prefix
     prefix = tl.where(grouped, tokens, 0)
-    at = tiles_ptr + (prefix_tiles + o) * 8
+    at = tiles_ptr + o * 8
     tl.store(at, requests + o, mask=m)
     tl.store(at + 1, o * 0, mask=m)
     tl.store(at + 2, o * 0 + query_rows, mask=m)
     tl.store(at + 3, prefix, mask=m)
     tl.store(at + 4, length, mask=m)
     tl.store(at + 5, tl.where(grouped, ALWAYS_PARTIAL, 0), mask=m)
-    tl.store(tile_lengths_ptr + prefix_tiles + o, length - prefix, mask=m)
+    tl.store(tile_lengths_ptr + o, length - prefix, mask=m)
 
     # the prefixes' tiles: number t is the (t - first)-th of the last group that starts at or before
     t = tl.arange(0, BLOCK_TILES)
@@ -118,11 +118,11 @@ def two_level_tiles_kernel(
     row = (t - tl.sum(tl.where(mine, first_tile[None, :], 0), 1)) * 64
     rows = tl.sum(tl.where(mine, count[None, :], 0), 1) * query_rows - row
     end = tl.sum(tl.where(mine, tokens[None, :], 0), 1)
-    at = tiles_ptr + t * 8
+    at = tiles_ptr + (requests + t) * 8
     tl.store(at, tl.sum(tl.where(mine, first[None, :], 0), 1), mask=m_t)
     tl.store(at + 1, tl.where(there, row, 0), mask=m_t)
     tl.store(at + 2, tl.where(there, tl.minimum(rows, 64), 0), mask=m_t)
     tl.store(at + 3, t * 0, mask=m_t)
     tl.store(at + 4, end, mask=m_t)
     tl.store(at + 5, t * 0 + (ALWAYS_PARTIAL | NO_CAUSAL_MASK), mask=m_t)
-    tl.store(tile_lengths_ptr + t, tl.where(there, end, -1), mask=m_t)
+    tl.store(tile_lengths_ptr + requests + t, tl.where(there, end, -1), mask=m_t)

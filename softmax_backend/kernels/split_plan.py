@@ -1,6 +1,7 @@
 """The work list of one step in Triton, from the lengths alone; one program.
 
-The arithmetic is that of ``plan/split_kv.py``, which describes it, and of kernels/sm90/split_plan.cu.
+The arithmetic is that of ``plan/split_kv.py``, which describes it, and of
+kernels/sm90/split_plan.cu.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ def last_at_most(start_ptr, count, x, STEPS: tl.constexpr):
 
 @triton.jit
 def boundary(
-    x, tiles, total, share, overhead, min_blocks, unit, start_ptr, blocks_ptr, STEPS: tl.constexpr
+    x,
+    tiles,
+    end,
+    total,
+    share,
+    overhead,
+    min_blocks,
+    unit,
+    start_ptr,
+    blocks_ptr,
+    STEPS: tl.constexpr,
 ):
     """(tile, block, split) at which the CTA starts whose share begins at ``x * share``."""
     place = x * share
@@ -37,7 +48,7 @@ def boundary(
     at_start = block < min_blocks
     at_end = left < min_blocks
     tile = tl.where(at_start, tile, tl.where(at_end, tile + 1, tile))
-    tile = tl.where(inside, tile, tiles)
+    tile = tl.where(inside, tile, end)
     keep = inside & (at_start == 0) & (at_end == 0)
     return tile, tl.where(keep, block * unit, 0), tl.where(keep, split, 0)
 
@@ -74,11 +85,12 @@ def split_plan_kernel(
     line = sum_blocks + tl.sum(cost, 0)
     share = tl.maximum(tl.maximum(min_blocks, 1), tl.cdiv(line, ctas))
     least = tl.maximum(tl.maximum(min_blocks, 1), tl.cdiv(sum_blocks, ctas))
+    most = share + share // 32
     even = 0
     for i in tl.static_range(CANDIDATES):
-        size = least + i
+        size = least + (i * (most - least) + CANDIDATES - 2) // (CANDIDATES - 1)
         splits = tl.sum(tl.where(there, tl.maximum(tl.cdiv(blocks, size), 1), 0), 0)
-        fits = (even == 0) & (splits <= ctas) & (size <= share) & (chunk_blocks == 0)
+        fits = (even == 0) & (splits <= ctas) & (chunk_blocks == 0)
         even = tl.where(fits, size, even)
     is_even = even > 0
 
@@ -101,6 +113,7 @@ def split_plan_kernel(
 
     o_cta = tl.arange(0, BLOCK_CTAS)
     m_cta = o_cta < ctas
+    end = tl.max(tl.where(there, o_tile + 1, 0), 0)
     blocks_ptr = scratch_ptr + tiles
     if is_even:
         busy = o_cta < total
@@ -108,27 +121,46 @@ def split_plan_kernel(
         n = tl.load(blocks_ptr + tile)
         of = tl.maximum(tl.cdiv(n, even), 1)
         split = o_cta - tl.load(scratch_ptr + tile)
-        first = tl.where(busy, tile, tiles)
+        first = tl.where(busy, tile, end)
         block = tl.where(busy, split * n // of, 0)
-        last = tl.where(busy, tile, tiles - 1)
-        end = tl.where(busy, (split + 1) * n // of, 0)
+        last = tl.where(busy, tile, end - 1)
+        stop = tl.where(busy, (split + 1) * n // of, 0)
         split = tl.where(busy, split, 0)
     else:
         first, block, split = boundary(
-            o_cta, tiles, total, share, overhead, min_blocks, unit, scratch_ptr, blocks_ptr, STEPS
-        )
-        after, end, _ = boundary(
-            o_cta + 1, tiles, total, share, overhead, min_blocks, unit, scratch_ptr, blocks_ptr,
+            o_cta,
+            tiles,
+            end,
+            total,
+            share,
+            overhead,
+            min_blocks,
+            unit,
+            scratch_ptr,
+            blocks_ptr,
             STEPS,
-        )  # fmt: skip
-        last = tl.where(end > 0, after, after - 1)
+        )
+        after, stop, _ = boundary(
+            o_cta + 1,
+            tiles,
+            end,
+            total,
+            share,
+            overhead,
+            min_blocks,
+            unit,
+            scratch_ptr,
+            blocks_ptr,
+            STEPS,
+        )
+        last = tl.where(stop > 0, after, after - 1)
         whole = tl.load(blocks_ptr + tl.maximum(after - 1, 0)) * unit
-        end = tl.where(end > 0, end, tl.where(after > 0, whole, 0))
+        stop = tl.where(stop > 0, stop, tl.where(after > 0, whole, 0))
     row = work_ptr + o_cta * 8
     tl.store(row, first, mask=m_cta)
     tl.store(row + 1, block, mask=m_cta)
     tl.store(row + 2, last, mask=m_cta)
-    tl.store(row + 3, end, mask=m_cta)
+    tl.store(row + 3, stop, mask=m_cta)
     tl.store(row + 4, split, mask=m_cta)
 
 

@@ -12,7 +12,7 @@ import torch
 from backend_core import contracts
 from backend_core.tables.schema import KernelPath
 from softmax_backend.launch_params import Sm90MlaParams, TritonMlaParams
-from softmax_backend.plan.split_kv import flash_mla_schedule, split_kv
+from softmax_backend.plan.split_kv import CANDIDATES, flash_mla_schedule, split_kv
 from softmax_backend.selection import MlaSelection
 from softmax_backend.spec import BLOCK_TOKENS, MAX_SPLITS
 from softmax_backend.step_plan import SharedPrefix, StepPlan
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Schedule = Literal["balanced", "flash_mla"]
 SM90_SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "split_plan.cu"
-_PARAMS = struct.Struct("=3Q5i4x")  # struct Params of the source
-_MAX_TILES = 4096
+_PARAMS = struct.Struct("=5Q6i")  # struct Params of the source
+_MAX_TILES = 4095
 _MAX_PREFIX_REQUESTS = 256
 
 
@@ -160,8 +160,12 @@ class MlaPlanner:
             self._chunk_blocks,
             slots,
             prefix,
+            torch.zeros(1 + requests, **i32) if self._lists_merges(path) else None,
             torch.zeros(2, tiles, **i32),
         )
+
+    def _lists_merges(self, path: KernelPath) -> bool:
+        return isinstance(path.params, Sm90MlaParams) and self._schedule == "balanced"
 
     def _num_ctas(self, path: KernelPath) -> int:
         row_tiles = 1 if self._prefix_tokens else -(-self.spec.query_rows // 64)
@@ -187,15 +191,28 @@ class MlaPlanner:
         elif self._schedule == "flash_mla":
             plan_flash_mla(tokens, plan.work, plan.num_splits)
         elif isinstance(path.params, Sm90MlaParams):
-            params = _PARAMS.pack(
-                tokens.data_ptr(), plan.work.data_ptr(), plan.num_splits.data_ptr(),
-                tokens.shape[0], plan.num_ctas, overhead, min_blocks, self._chunk_blocks,
-            )  # fmt: skip
-            _sm90_kernel()(1, 1024, params, overlaps=True)
+            self._fill_sm90(plan, tokens, path.params)
         else:
-            plan_split_kv(
-                tokens, plan, overhead, min_blocks, self._chunk_blocks
-            )
+            plan_split_kv(tokens, plan, overhead, min_blocks, self._chunk_blocks)
+
+    def _fill_sm90(self, plan: StepPlan, tokens: torch.Tensor, params: Sm90MlaParams) -> None:
+        assert plan.merges is not None
+        tiles = tokens.shape[0]
+        packed = _PARAMS.pack(
+            tokens.data_ptr(),
+            plan.work.data_ptr(),
+            plan.num_splits.data_ptr(),
+            plan.merges.data_ptr(),
+            0 if plan.prefix is None else plan.prefix.prefix_tile.data_ptr(),
+            tiles,
+            plan.requests,
+            plan.num_ctas,
+            params.overhead,
+            params.min_blocks,
+            self._chunk_blocks,
+        )
+        threads = min(max(_power_of_two(tiles), 256), 1024)
+        _sm90_kernel()(1, threads, packed, overlaps=True)
 
 
 def plan_split_kv(
@@ -203,14 +220,12 @@ def plan_split_kv(
 ) -> None:
     """One launch of the Triton planner."""
     tiles, ctas = lengths.shape[0], plan.num_ctas
-    kernel = _split_kernel(_power_of_two(tiles), _power_of_two(ctas), overhead + 2)
+    kernel = _split_kernel(_power_of_two(tiles), _power_of_two(ctas))
     kernel((1, 1, 1), lengths, plan.work, plan.num_splits, plan.starts, tiles, ctas, overhead,
            min_blocks, chunk_blocks)  # fmt: skip
 
 
-def plan_flash_mla(
-    lengths: torch.Tensor, work: torch.Tensor, num_splits: torch.Tensor
-) -> None:
+def plan_flash_mla(lengths: torch.Tensor, work: torch.Tensor, num_splits: torch.Tensor) -> None:
     """FlashMLA's schedule by a kernel, bit for bit for every part that has work."""
     kernel = _flash_mla_kernel(_power_of_two(lengths.shape[0]))
     kernel((1, 1, 1), lengths, work, num_splits, lengths.shape[0], work.shape[0])
@@ -239,7 +254,7 @@ def _power_of_two(x: int) -> int:
 
 
 @functools.cache
-def _split_kernel(block_t: int, block_ctas: int, candidates: int) -> KernelLaunch:
+def _split_kernel(block_t: int, block_ctas: int) -> KernelLaunch:
     from backend_core.launch.triton import KernelLaunch
     from softmax_backend.kernels.split_plan import split_plan_kernel
 
@@ -247,7 +262,7 @@ def _split_kernel(block_t: int, block_ctas: int, candidates: int) -> KernelLaunc
         "BLOCK_T": block_t,
         "BLOCK_CTAS": block_ctas,
         "STEPS": block_t.bit_length(),
-        "CANDIDATES": candidates,
+        "CANDIDATES": CANDIDATES,
     }
     return KernelLaunch(split_plan_kernel, constexprs, {"num_warps": 8})
 

@@ -5,8 +5,9 @@ touches. The blocks are shared out in one of two ways:
 
 even
     A tile is cut into ``ceil(blocks / c)`` splits, as even as can be, and each has a CTA of its
-    own. c is the smallest size for which the CTAs suffice; this way is taken where c is at most the
-    contiguous way's share. Few requests, and batches of like lengths.
+    own. c is the smallest of 17 candidates for which the CTAs suffice; they go up to a 32nd more
+    than the contiguous way's share, which is what fewer splits are worth. Taken where one
+    suffices: few requests, and batches of like lengths.
 contiguous
     CTA g has the g-th of equal shares of the line on which each tile takes ``overhead + blocks``.
     A boundary less than ``min_blocks`` from a tile's start or end moves there.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import torch
 
 BLOCK = 64
+CANDIDATES = 17
 
 
 def _ceil_div(a: torch.Tensor, b: int | torch.Tensor) -> torch.Tensor:
@@ -39,7 +41,6 @@ def split_kv(
         (work ``[ctas, 8]``, num_splits ``[tiles + 1]``), int32, as `StepPlan` describes them.
     """
     lengths = lengths.long()
-    tiles = lengths.shape[0]
     there = lengths >= 0
     unit = max(chunk_blocks, 1)
     blocks = _ceil_div(_ceil_div(lengths.clamp(min=0), BLOCK), unit)
@@ -48,7 +49,10 @@ def split_kv(
     total = int(blocks.sum())
     share = max(min_blocks, 1, -(-(total + overhead * int(there.sum())) // ctas))
     least = max(min_blocks, 1, -(-total // ctas))
-    for size in range(least, share + 1) if not chunk_blocks else ():
+    most = share + share // 32
+    steps = () if chunk_blocks else range(CANDIDATES)
+    for step in steps:
+        size = least - (-step * (most - least) // (CANDIDATES - 1))
         pieces = _ceil_div(blocks, size).clamp(min=1) * there
         if int(pieces.sum()) <= ctas:
             return _even(blocks, pieces, ctas)
@@ -56,6 +60,7 @@ def split_kv(
     extent = (blocks + overhead) * there
     start = extent.cumsum(0) - extent
     zero = start + overhead
+    end = int(there.nonzero().max()) + 1
     inside = (zero + blocks - min_blocks) // share - _ceil_div(zero + min_blocks, share) + 1
     count = blocks if chunk_blocks else (1 + inside.clamp(min=0)) * there
     cta = torch.arange(ctas + 1, device=lengths.device)
@@ -67,13 +72,13 @@ def split_kv(
     at_start = block < min_blocks
     at_end = blocks[tile] - block < min_blocks
     keep = live & ~at_start & ~at_end
-    tile = torch.where(live, tile + (~at_start & at_end).long(), tiles)
+    tile = torch.where(live, tile + (~at_start & at_end).long(), end)
     block, split = torch.where(keep, block * unit, 0), torch.where(keep, split, 0)
-    after, end = tile[1:], block[1:]
+    after, stop = tile[1:], block[1:]
     whole = torch.where(after > 0, blocks[(after - 1).clamp(min=0)] * unit, 0)
-    last = torch.where(end > 0, after, after - 1)
+    last = torch.where(stop > 0, after, after - 1)
     return (
-        _rows(tile[:-1], block[:-1], last, torch.where(end > 0, end, whole), split[:-1]),
+        _rows(tile[:-1], block[:-1], last, torch.where(stop > 0, stop, whole), split[:-1]),
         _prefix_sum(count),
     )
 
@@ -81,14 +86,14 @@ def split_kv(
 def _even(
     blocks: torch.Tensor, pieces: torch.Tensor, ctas: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tiles = blocks.shape[0]
     first = pieces.cumsum(0) - pieces
     cta = torch.arange(ctas, device=blocks.device)
     live = cta < int(pieces.sum())
+    end = int(pieces.nonzero().max()) + 1
     tile = torch.searchsorted(first, torch.where(live, cta, 0), right=True) - 1
     split, n, of = cta - first[tile], blocks[tile], pieces[tile]
     work = _rows(tile, split * n // of, tile, (split + 1) * n // of, split)
-    idle = torch.tensor([tiles, 0, tiles - 1, 0, 0, 0, 0, 0], dtype=work.dtype, device=work.device)
+    idle = torch.tensor([end, 0, end - 1, 0, 0, 0, 0, 0], dtype=work.dtype, device=work.device)
     return torch.where(live[:, None], work, idle), _prefix_sum(pieces)
 
 

@@ -77,11 +77,10 @@ def defines(rows: int, evict_first: bool) -> dict[str, int]:
     """Preprocessor constants for a tile of up to ``rows`` query rows: of shared memory the queries
     take what they need and the ring of keys the rest."""
     size = next(size for size in (8, 16, 32, 64) if size >= rows)
-    halves, ropes = {8: (6, 2), 16: (6, 1), 32: (5, 2), 64: (4, 1)}[size]
+    halves, ropes = {8: (6, 3), 16: (5, 4), 32: (5, 3), 64: (4, 3)}[size]
     shared = (
         9 * size * 128  # queries
-        + 2 * max(size, 16) * 128  # probabilities
-        + ropes * 64 * 128
+        + ropes * 64 * 128  # and probabilities
         + halves * 64 * 512
         + 6 * 64 * 4
         + 8 * (2 * ropes + 5 * halves + 2)
@@ -131,11 +130,11 @@ def _tensor_map(
     buffer = ctypes.create_string_buffer(128 + 64)
     at = (ctypes.addressof(buffer) + 63) // 64 * 64
     u32, u64 = ctypes.c_uint32, ctypes.c_uint64
-    bf16, no_interleave, swizzle_128b, promote_256b, no_fill = 9, 0, 3, 3, 0
+    bf16, no_interleave, swizzle_128b, promote_128b, no_fill = 9, 0, 3, 2, 0
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(at), bf16, 3, ctypes.c_void_p(address), (u64 * 3)(*extents),
         (u64 * 2)(*(2 * stride for stride in strides)), (u32 * 3)(64, rows, 1),
-        (u32 * 3)(1, 1, 1), no_interleave, swizzle_128b, promote_256b, no_fill,
+        (u32 * 3)(1, 1, 1), no_interleave, swizzle_128b, promote_128b, no_fill,
     )  # fmt: skip
     if status:
         raise ValueError(

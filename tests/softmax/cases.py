@@ -63,7 +63,9 @@ def make_case(
     owned = torch.zeros(total, size, dtype=torch.bool)
     for i, count in enumerate(need):
         pages = [order.pop() for _ in range(count)]
-        pages[:shared_pages] = table[0, :shared_pages].tolist()[:count] if i else pages[:shared_pages]
+        pages[:shared_pages] = (
+            table[0, :shared_pages].tolist()[:count] if i else pages[:shared_pages]
+        )
         table[i, :count] = torch.tensor(pages, dtype=torch.int32)
         for j, page in enumerate(pages):
             owned[page, : lengths[i] - j * size] = True

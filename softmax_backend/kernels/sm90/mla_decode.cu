@@ -8,8 +8,8 @@
 // V, 256 channels each; so S of one block runs during the softmax of the other, and no outputs need merging.
 // A tile of which one CTA has every block is written as bf16, others as fp32 partials with a base-2 LSE.
 //
-// Shared memory keeps ROPES boxes of 64 RoPE channels and HALVES halves of a block, 256 channels each: a
-// box is free when its only reader is done (RoPE after S, a half after its warpgroup's P V).
+// Shared memory keeps ROPES boxes of 64 RoPE channels and HALVES halves of a block, 256 channels each. A
+// block's P takes the place of its RoPE box, which S was the last to read.
 //
 // Constants: ROWS, the query rows in shared memory (wgmma computes 64 and those beyond ROWS are garbage that
 // stays in its own rows); HALVES, ROPES; EVICT_FIRST, the L2 hint for a cache that is read once.
@@ -42,12 +42,11 @@ struct Params {
 };
 
 static constexpr int BLOCK = 64, PIECE = 16, BOX = BLOCK * 128, HALF = 4 * BOX;
-static constexpr int P_ROWS = ROWS < 16 ? 16 : ROWS;
+static constexpr int FRAGMENT_ROWS = ROWS > 8 ? 2 : 1;  // rows of a thread that are not garbage
 
 struct __align__(1024) Shared {
     unsigned char q[9][ROWS * 128];
-    unsigned char p[2][P_ROWS * 128];  // of the blocks in turn
-    unsigned char rope[ROPES][BOX];
+    unsigned char rope[ROPES][BOX];    // then P [64 rows, 64 tokens]
     unsigned char half[HALVES][HALF];
     float keep[2][64], top[2][64];     // what of O stays; the highest logit so far
     float sums[2][64];
@@ -185,27 +184,23 @@ struct Lane {
     __device__ __forceinline__ bool active() const { return 16 * warp < ROWS; }
 };
 
-// Begins S of a block.
+// Begins S of a block, box by box as they come.
 __device__ __forceinline__ void multiply_keys(Shared& s, float (&x)[32], const Ring& ring) {
     const u32 q = descriptor_low(cast_smem_ptr_to_uint(s.q));
-    u32 k[9];
-    k[8] = warp_uniform(descriptor_low(cast_smem_ptr_to_uint(s.rope[ring.rope()])));
-    mbarrier_wait(&s.rope_full[ring.rope()], ring.rope_parity());
-#pragma unroll
-    for (int box = 0; box < 8; ++box) {
-        const int half = ring.half(box / 4);
-        k[box] = box % 4 ? k[box - 1] + (BOX >> 4)
-                         : warp_uniform(descriptor_low(cast_smem_ptr_to_uint(s.half[half])));
-        mbarrier_wait(&s.half_full[half][box % 4], ring.half_parity(box / 4));
-    }
+    const u32 rope = warp_uniform(descriptor_low(cast_smem_ptr_to_uint(s.rope[ring.rope()])));
+    const u32 half[2] = {warp_uniform(descriptor_low(cast_smem_ptr_to_uint(s.half[ring.half(0)]))),
+                         warp_uniform(descriptor_low(cast_smem_ptr_to_uint(s.half[ring.half(1)])))};
     warpgroup_fence_operand(x);
-    warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < 9; ++i) {
         const int box = (i + 8) % 9;  // the order of the fetches
+        const u32 k = box == 8 ? rope : half[box / 4] + box % 4 * (BOX >> 4);
+        if (box == 8) mbarrier_wait(&s.rope_full[ring.rope()], ring.rope_parity());
+        else mbarrier_wait(&s.half_full[ring.half(box / 4)][box % 4], ring.half_parity(box / 4));
+        warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
-            wgmma_m64n64k16(x, q + box * ROWS * 8 + step * 2, k[box] + step * 2, i + step > 0);
+            wgmma_m64n64k16(x, q + box * ROWS * 8 + step * 2, k + step * 2, i + step > 0);
     }
     warpgroup_commit_batch();
 }
@@ -221,13 +216,13 @@ __device__ __forceinline__ void clear_values(Shared& s, const Ring& ring, int va
 
 // S of a block is in x, of which row(i) sees visible[i] tokens: makes P, and updates maxima and sums.
 __device__ __forceinline__ void softmax(Shared& s, float (&x)[32], float (&sum)[2], const Lane& at, int buffer,
-                                        bool first, const int (&visible)[2], float scale_log2) {
+                                        int slot, bool first, const int (&visible)[2], float scale_log2) {
     if (visible[0] < BLOCK || visible[1] < BLOCK)
 #pragma unroll
         for (int e = 0; e < 32; ++e)
             x[e] = e / 4 * 8 + 2 * at.t + e % 2 < visible[e / 2 % 2] ? x[e] : -INF;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < FRAGMENT_ROWS; ++i) {
         float top = -INF;
 #pragma unroll
         for (int j = 0; j < 8; ++j) top = fmaxf(top, fmaxf(x[4 * j + 2 * i], x[4 * j + 2 * i + 1]));
@@ -248,7 +243,7 @@ __device__ __forceinline__ void softmax(Shared& s, float (&x)[32], float (&sum)[
         sum[i] = sum[i] * keep + total;
     }
     // matrix m of a stmatrix: rows 8 (m % 2).., tokens 8 (j + m / 2)..
-    const u32 p = cast_smem_ptr_to_uint(s.p[buffer]);
+    const u32 p = cast_smem_ptr_to_uint(s.rope[slot]);
     const int row = 16 * at.warp + at.lane % 16;
 #pragma unroll
     for (int j = 0; j < 8; j += 2)
@@ -259,10 +254,11 @@ __device__ __forceinline__ void softmax(Shared& s, float (&x)[32], float (&sum)[
 
 // Begins O += P V of a block, this warpgroup's 256 channels.
 __device__ __forceinline__ void multiply_values(Shared& s, float (&o)[128], const Lane& at, const Ring& ring,
-                                                int buffer, const float (&keep)[2]) {
+                                                const float (&keep)[2]) {
 #pragma unroll
-    for (int e = 0; e < 128; ++e) o[e] *= keep[e / 2 % 2];
-    const u32 p = descriptor_low(cast_smem_ptr_to_uint(s.p[buffer]));
+    for (int e = 0; e < 128; ++e)
+        if (e / 2 % 2 < FRAGMENT_ROWS) o[e] *= keep[e / 2 % 2];
+    const u32 p = warp_uniform(descriptor_low(cast_smem_ptr_to_uint(s.rope[ring.rope()])));
     const u32 v = warp_uniform(descriptor_low(cast_smem_ptr_to_uint(s.half[ring.half(at.wg)]), BOX));
     warpgroup_fence_operand(o);
     warpgroup_arrive();
@@ -293,7 +289,7 @@ __device__ __forceinline__ void store_row(const float (&o)[128], int i, float fa
 __device__ __forceinline__ void write_out(const Params& p, Shared& s, const float (&o)[128], const QueryTile& tile,
                                           const Lane& at, int slot, int last_buffer, bool empty) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < FRAGMENT_ROWS; ++i) {
         const int row = at.row(i);
         const bool valid = row < tile.rows;
         const Row q = query_row(p, tile, valid ? row : 0);
@@ -360,7 +356,6 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
                     multiply_keys(s, x, next);
                     warpgroup_wait<0>();
                     warpgroup_fence_operand(x);
-                    if (at.lane == 0) mbarrier_arrive(&s.rope_empty[next.rope()]);
                 }
                 if (n >= part.begin) {
                     mbarrier_wait(&s.p_ready[buffer ^ 1], p_phase >> (buffer ^ 1) & 1);
@@ -368,15 +363,17 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
                     float keep[2] = {1, 1};
                     if (at.active()) keep[0] = s.keep[buffer ^ 1][at.row(0)], keep[1] = s.keep[buffer ^ 1][at.row(1)];
                     if (at.wg != (buffer ^ 1)) sum[0] *= keep[0], sum[1] *= keep[1];
-                    multiply_values(s, o, at, ring, buffer ^ 1, keep);
+                    multiply_values(s, o, at, ring, keep);
                     warpgroup_wait<0>();
                     warpgroup_fence_operand(o);
                     if (at.lane == 0) mbarrier_arrive(&s.half_empty[ring.half(at.wg)]);
+                    if (at.lane == 1) mbarrier_arrive(&s.rope_empty[ring.rope()]);
                 }
                 if (mine) {
                     const int position = (n + 1) * BLOCK;
                     const int visible[2] = {limit[0] - position, limit[1] - position};
-                    if (at.active()) softmax(s, x, sum, at, buffer, n + 1 == part.begin, visible, scale_log2);
+                    if (at.active()) softmax(s, x, sum, at, buffer, next.rope(), n + 1 == part.begin, visible,
+                                             scale_log2);
                     const int valid = tile.kv_end - tile.kv_begin - position;
                     if (valid < BLOCK) clear_values(s, next, valid, at.thread);
                     fence_view_async_shared();
@@ -414,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_con
     if (threadIdx.x == 0) {
         prefetch_tma_descriptor(&p.rope), prefetch_tma_descriptor(&p.latent);
 #pragma unroll
-        for (int i = 0; i < ROPES; ++i) mbarrier_init(&s.rope_full[i], 1), mbarrier_init(&s.rope_empty[i], 4);
+        for (int i = 0; i < ROPES; ++i) mbarrier_init(&s.rope_full[i], 1), mbarrier_init(&s.rope_empty[i], 8);
 #pragma unroll
         for (int i = 0; i < HALVES; ++i) {
             mbarrier_init(&s.half_empty[i], 4);
@@ -431,11 +428,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_con
     __syncthreads();
     if (work.x > work.z) return;
     if (warp >= 8) {
-        warpgroup_reg_dealloc<40>();
+        warpgroup_reg_dealloc<24>();
         launch_dependent_grids();
         if (warp == 8) fetch_blocks(p, s, work, lane);
     } else {
-        warpgroup_reg_alloc<232>();
+        warpgroup_reg_alloc<240>();
         attend(p, s, work, split, {warp / 4, int(threadIdx.x) % 128, warp % 4, lane, lane / 4, lane % 4});
     }
 }
