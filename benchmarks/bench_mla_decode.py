@@ -157,7 +157,7 @@ class Ours:
 
     def planner(self, case: Case) -> MlaPlanner:
         options = dict(self._planner)
-        if case.shared and "shared_prefix_tokens" not in options and "schedule" not in options:
+        if case.shared and not options:
             options["shared_prefix_tokens"] = 1024
         return MlaPlanner(self.selection(case), **options)
 
