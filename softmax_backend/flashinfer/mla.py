@@ -21,8 +21,8 @@ class BatchMLAPagedAttentionWrapper:
     """MLA over a paged cache: ``plan`` once per step, ``run`` in every layer.
 
     As FlashInfer 0.7.2's wrapper in its form with ``qo_indptr`` and ``kv_indptr``, split queries
-    and split caches; LSEs are base 2, and -inf where a query sees no key. What differs: requests of a
-    batch with 1 to 8 query tokens each, all alike, read their keys once; otherwise once per query
+    and split caches; LSEs are base 2, and -inf where a query sees no key. What differs: requests of
+    a batch with 1 to 8 query tokens each, all alike, read their keys once; otherwise once per query
     token. The workspace is not used.
 
     Args:
