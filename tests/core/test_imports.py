@@ -167,7 +167,7 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, module: 
     ("file", "source"),
     [
         ("kda_backend/kernels/scan.py", "import math\nimport torch\nimport triton.language as tl"),
-        ("kda_backend/kernels/scan.py", "from kda_backend.step_plan import ChunkMetadata"),
+        ("kda_backend/kernels/scan.py", "from kda_backend.step_plan import StepPlan"),
         ("kda_backend/kernels/scan.py", "from . import elementwise"),
         ("kda_backend/engines/vllm.py", "from vllm import envs\nfrom kda_backend import api"),
         ("kda_backend/reference.py", "from __future__ import annotations\nimport torch"),
