@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from backend_core.launch.cuda import PARAMS_HEADER, CudaParams
+from backend_core.launch.cuda import PARAMS_HEADER, CudaParams, shared_bytes_of
 
 HERE = Path(__file__).parent
 GXX = shutil.which("g++")
@@ -60,10 +61,10 @@ class HostKernel:
         )
         texts = (file.read_bytes() for file in sorted(source.parent.glob("*.cu*")))
         digest = hashlib.sha256(b"".join(texts)).hexdigest()
-        library = ctypes.CDLL(str(_build(options, params.header, digest)))
+        file = _build(options, params.header, digest)
         self._cluster_size, self._run_seed = cluster_size, run_seed
-        self._shared_bytes = ctypes.c_int.in_dll(library, "shared_bytes").value
-        self._kernel = library.kernel_on_host
+        self._shared_bytes = shared_bytes_of(file.read_bytes())
+        self._kernel = ctypes.CDLL(str(file)).kernel_on_host
 
     def __call__(self, grid: int, block: int, params: bytes, *, pdl: bool = False) -> None:
         sizes = (len(params), grid, block, self._cluster_size, self._shared_bytes, int(pdl))
@@ -76,6 +77,7 @@ class HostKernel:
 def _build(arguments: tuple[str, ...], params_header: str, digest: str = "") -> Path:
     """``digest``: of sources that may change while the process runs."""
     folder = Path(tempfile.mkdtemp(prefix="cuda-on-host-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / PARAMS_HEADER).write_text(params_header)
     library = folder / "library.so"
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic"]

@@ -133,6 +133,8 @@ inline u32 load_acquire(const u32* p) {
 }
 inline void store_release(u32* p, u32 x) { *p = x; }
 inline uint4 load_shared(u32 from) { return *reinterpret_cast<uint4*>(host::at(from)); }
+template <unsigned BYTES>
+void shared_bytes() {}
 enum CacheHint { EVICT_NORMAL = 0, EVICT_FIRST = 1, EVICT_LAST = 2 };
 template <int HINT>
 u64 create_policy() { return 0; }
