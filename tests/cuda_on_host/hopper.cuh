@@ -1,8 +1,8 @@
 // What backend_core/cuda/hopper.cuh and CUDA give a kernel, on the CPU (runtime.h).
 //
 // Of the GPU's memory model: copies and wgmma are asynchronous and complete in any order that their
-// barriers and waits allow; what a copy will write is NaN before. Ordinary accesses are sequentially
-// consistent, so a missing fence does not show.
+// barriers and waits allow; what a copy will write is NaN before. Ordinary accesses are
+// sequentially consistent, so a missing fence does not show.
 #pragma once
 
 #include <cmath>

@@ -362,8 +362,9 @@ extern "C" const char* run(unsigned seed) {
         }
         if (ready.empty()) {
             if (!pending.empty()) continue;
-            const bool done = std::all_of(grids.begin(), grids.end(),
-                                          [](auto& grid) { return grid->started && !grid->running; });
+            const bool done = std::all_of(grids.begin(), grids.end(), [](auto& grid) {
+                return grid->started && !grid->running;
+            });
             if (!done) error = "no thread can go on: a barrier or a flag is waited for in vain";
             break;
         }
