@@ -158,7 +158,7 @@ def _compressor(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norm(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """An RMSNorm's forward: a compressor's rows pass unchanged, in upstream's dtype of the result."""
+    """An RMSNorm's forward: a compressor's rows pass unchanged, in the dtype of its result."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         call = _call.get()

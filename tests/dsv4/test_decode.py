@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import load_table
 from dsv4_backend import compress_decode_, warm_up
 from dsv4_backend.compressor.torch_step import step
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.testing.check_cases import check_cases
 from tests.dsv4.cases import (
+    DEVICE,
     TARGET,
     Engine,
     assert_records,
@@ -170,3 +175,14 @@ def test_warm_up_writes_nothing(layout: str) -> None:
         warm_up(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
     assert_records(engine, layer, {})
     torch.testing.assert_close(engine.state, before, rtol=0, atol=0, equal_nan=True)
+
+
+ROWS = [row for row in load_table(TABLES, TARGET).rows if row.operator.endswith("_decode")]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.operator}-{row.max_grid}")
+def test_every_row_of_the_table_is_right(row: KernelPath) -> None:
+    """Whatever its grid: the rows for many requests, too."""
+    for name, run_case in check_cases(row).items():
+        error, allowed = run_case(TARGET, DEVICE)
+        assert error <= allowed, name
