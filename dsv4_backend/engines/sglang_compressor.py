@@ -70,7 +70,7 @@ class _Bound:
 
     Attributes:
         norm: sglang's module, which identifies the compressor.
-        layer: ``None`` where the compressor stays on upstream code.
+        layer: ``None`` where the compressor stays on upstream's code.
         memory: the address of its records; a pool that moves is bound anew.
         launches: what its calls have bound.
     """
@@ -90,7 +90,7 @@ class FusedStep:
         self._backend = backend
         self._upstream = upstream
         self._bound: dict[int, _Bound] = {}
-        # by ratio and part: sglang's plan and slots, and what was made of them
+        # by ratio, and main or indexer: sglang's plan and slots, and what was made of them
         self._plans: dict[tuple[int, bool], tuple[Any, Any, RingDecode | RingPrefill]] = {}
 
     def __call__(self, **call: Any) -> None:
@@ -158,7 +158,7 @@ class FusedStep:
 
 
 def _unserved(call: dict[str, Any]) -> str | None:
-    """Why a compressor of this kind stays on upstream code."""
+    """Why a compressor of this kind stays on upstream's code."""
     halves = 2 if call["compress_ratio"] == 4 else 1
     width = 2 * halves * call["head_dim"]
     if call["kv_score_buffer"].shape[-1] != width:
@@ -192,7 +192,7 @@ def _spec(call: dict[str, Any]) -> CompressorSpec:
         page_tokens=call["page_size"],
         rounding="sglang",
         rotate=call["rotate"],
-        fp8="fnuz" if target.arch == "gfx942" else "ocp",  # sglang stores each part's own
+        fp8="fnuz" if target.arch == "gfx942" else "ocp",  # sglang stores each GPU's own
         rope_layout="interleaved",
         eps=call["norm"].variance_epsilon,
     )
@@ -214,10 +214,10 @@ def _decode_and_prefill(plan: RingDecode | RingPrefill) -> tuple[RingDecode, Rin
 
 @functools.cache
 def _choose(device: torch.device, spec: CompressorSpec) -> None:
-    """Find the paths of a kind of compressor and say once which they are.
+    """Select the paths of a kind of compressor and log once which they are.
 
     Raises:
-        LookupError: the part has none.
+        LookupError: the GPU has none.
     """
     target = detect_target(device)
     names = []

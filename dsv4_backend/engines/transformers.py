@@ -103,7 +103,7 @@ def tiny_model(device: torch.device) -> Any:
         sliding_window=16,
         o_groups=2,
         o_lora_rank=32,
-        index_n_heads=16,  # fewer leave scores of exactly 0 behind ReLU, and top-k ties
+        index_n_heads=16,  # fewer leave scores of exactly 0 after ReLU, and top-k ties
         index_topk=8,
         hc_mult=2,
         initializer_range=0.2,

@@ -105,12 +105,12 @@ def _format(compressor: Any) -> CacheFormat | None:
     cache = _record_cache(compressor)
     if cache.kv_cache_dtype == "fp8_ds_mla":
         return "fp8_ds_mla"
-    # e4m3 rows have their scale on the device, where a launch parameter cannot be read from
+    # e4m3 rows have their scale on the device, where no launch parameter can be read from
     return "bf16_rows" if cache.kv_cache_torch_dtype is torch.bfloat16 else None
 
 
 def _packs_scales() -> bool:
-    """From 0.27 on, where the part's logits kernel takes UE8M0 scales only."""
+    """From 0.27 on, where the GPU's logits kernel takes UE8M0 scales only."""
     version = ENGINES["vllm"].installed()
     return (
         current_platform.is_cuda()
@@ -137,7 +137,7 @@ def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -
 
 @functools.cache
 def _choose(device: torch.device, spec: CompressorSpec) -> None:
-    """Find the paths of a kind of compressor and say once which they are."""
+    """Select the paths of a kind of compressor and log once which they are."""
     target = detect_target(device)
     names = []
     for selection in (decode_selection(target, spec), prefill_selection(target, spec, "paged")):

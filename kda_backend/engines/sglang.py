@@ -5,8 +5,8 @@
 The flag is `backend_core.engines.sglang_flag`'s: sglang chooses its full-attention backend as
 without it, unless another family claims those layers; ``--prefill-attention-backend`` and
 ``--decode-attention-backend`` still choose it by name. Once it is built, the two kernels of the
-model's KDA layers are exchanged (`sglang_layer`). ``--linear-attn-backend`` stays ``triton``: sglang ties its prefix cache of
-recurrent states to that name.
+model's KDA layers are exchanged (`sglang_layer`). ``--linear-attn-backend`` stays ``triton``:
+sglang ties its prefix cache of recurrent states to that name.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_a_model_without_kda_layers_is_reported(
     )
     build_backend(lambda *given: object(), runner, None)
     assert log_lines == [
-        "falling back to stock code: LlamaForCausalLM has no Kimi Delta Attention layers"
+        "falling back to upstream's code: LlamaForCausalLM has no Kimi Delta Attention layers"
     ]
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="LlamaForCausalLM has no Kimi Delta Attention layers"):
@@ -123,7 +123,7 @@ def test_a_head_size_without_a_path_stays_on_stock(
     monkeypatch.setattr(sglang_layer, "selection_for", no_path)
     served = Served("--attention-backend", "kda")
     assert type(served.dispatcher.extend_kernel) is TritonKDAKernel
-    assert "falling back to stock code: no path of cpu serves K = 512" in log_lines
+    assert "falling back to upstream's code: no path of cpu serves K = 512" in log_lines
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="no path of cpu serves K = 512"):
         Served("--attention-backend", "kda")
@@ -197,7 +197,7 @@ def test_an_argument_that_nobody_knows_is_refused_by_its_name(
     got = getattr(kernel, method)(x, x, x, x, x[..., 0], ssm_states=None, chunk_sparsity=2)
     assert got == "upstream's" and calls == [{"ssm_states": None, "chunk_sparsity": 2}]
     reason = f"{phase}: sglang passes chunk_sparsity, unknown to its {phase} here"
-    assert log_lines[-1] == f"falling back to stock code: {reason}"
+    assert log_lines[-1] == f"falling back to upstream's code: {reason}"
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="sglang passes chunk_sparsity"):
         getattr(kernel, method)(x, x, x, x, x[..., 0], ssm_states=None, chunk_sparsity=2)

@@ -437,7 +437,7 @@ def test_what_cannot_be_served_is_stock_and_said(
     refuse(case, config, monkeypatch)
     assert type(construct(config)) is KimiGatedDeltaNetAttention
     (line,) = [r.getMessage() for r in caplog.records if r.name == "kda_dsv4"]
-    assert line.startswith("falling back to stock code: --attention-backend")
+    assert line.startswith("falling back to upstream's code: --attention-backend")
     assert REFUSALS[case] in line
 
 
