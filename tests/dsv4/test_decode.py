@@ -68,7 +68,7 @@ def check(layer, engine, histories, entries, state_before):
 
 
 def run(spec, layout, **kwargs):
-    """As if the kernel in front wrote anything, and as if it wrote the input alone, as in engines."""
+    """As if the kernel in front wrote anything, and as if the input alone, as in engines."""
     layer, engine, histories, entries, kv_score = prepare(spec, layout, **kwargs)
     before, cache = engine.state.clone(), engine.cache.clone()
     for is_safe in (False, True):
