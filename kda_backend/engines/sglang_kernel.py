@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 
 from backend_core.strict import fallback
 from kda_backend.api import chunk_kda
-from kda_backend.decode_step import kda_decode_step
+from kda_backend.api_step import kda_decode_step
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
