@@ -60,7 +60,7 @@ def combine_sm90(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Ten
         x.spec.num_heads,
     )
     # one CTA per 64 channels of a row where that is not too many, else enough to fill the GPU
-    ctas = rows * 8 if rows * 8 <= _FILLS else min(max(rows // 2, _FILLS), 4 * _FILLS)
+    ctas = rows * 8 if rows * 8 <= _FILLS else min(max(-(-rows // 8), _FILLS), 4 * _FILLS)
     _sm90_kernel()(ctas, 256, params, overlaps=True)
 
 

@@ -211,7 +211,7 @@ class MlaPlanner:
             params.min_blocks,
             self._chunk_blocks,
         )
-        threads = min(max(_power_of_two(tiles), 256), 1024)
+        threads = 544 if tiles <= 544 else 1024  # a warp per candidate
         _sm90_kernel()(1, threads, packed, overlaps=True)
 
 

@@ -21,8 +21,11 @@ CTAS = 132
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
-def build(source: Path, function: str, folder: Path) -> ctypes.CDLL:
+def build(source: Path, function: str, folder: Path, many: int = 528) -> ctypes.CDLL:
     text = source.read_text().replace("extern __shared__ int memory[];", "")
+    if function == "mla_combine":
+        assert "MANY = 528;" in text
+        text = text.replace("MANY = 528;", f"MANY = {many};")
     entry = (
         f'\nextern "C" void run(int grid, int block, const Params* p)'
         f" {{ launch({function}, grid, block, *p); }}\n"
@@ -48,15 +51,18 @@ def combine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(combine.SM90_SOURCE, "mla_combine", tmp_path_factory.mktemp("combine"))
 
 
+@pytest.fixture(scope="module")
+def many_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build(combine.SM90_SOURCE, "mla_combine", tmp_path_factory.mktemp("many"), many=0)
+
+
 @pytest.mark.parametrize("chunk", [0, 16])
 @pytest.mark.parametrize(
     ("lengths", "overhead", "min_blocks"),
     [
-        ([1024], 1, 1),
         ([65536] + [1024] * 63, 1, 1),
-        ([1024] * 64, 3, 2),
-        ([0, 1, 63, 64, 65, 4000, 0, 130], 1, 1),
-        ([100 * i % 7777 for i in range(300)], 5, 4),
+        ([0, 1, 63, 64, 65, 4000, 0, 130], 3, 2),
+        ([100 * i % 7777 for i in range(600)], 5, 4),
         ([512] * 64 + [16384] * 4 + [-1] * 30, 1, 1),
     ],
 )
@@ -75,7 +81,7 @@ def test_the_planner_is_the_one_in_torch(
         *(x.data_ptr() for x in (tokens, work, num_splits, merges, prefix)),
         tiles, requests, CTAS, overhead, min_blocks, chunk,
     )  # fmt: skip
-    plan_library.run(1, 256, params)
+    plan_library.run(1, 544 if chunk else 256, params)
     want_work, want_splits = split_kv(tokens, CTAS, overhead, min_blocks, chunk)
     assert torch.equal(work, want_work)
     assert torch.equal(num_splits, want_splits)
@@ -85,12 +91,16 @@ def test_the_planner_is_the_one_in_torch(
     assert torch.equal(merges[1 : 1 + len(merged)], merged)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("ctas", [3, 5, 64])
+@pytest.mark.parametrize(
+    ("ctas", "many", "listed"), [(3, 528, True), (7, 528, False), (96, 528, True), (4, 0, True)]
+)
 def test_combine_is_the_reference(
-    combine_library: ctypes.CDLL, ctas: int, listed: bool, seed: int
-) -> None:
-    """Splits: none, one (left alone), few, 160; two levels; empty and poisoned ones."""
+    combine_library: ctypes.CDLL, many_library: ctypes.CDLL, ctas: int, many: int, listed: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    """Splits: one (left alone), few, 160; two levels; empty and poisoned ones. A warp has some
+    splits of a quarter of a row, a CTA a slice of a row (96), or a warp a row (many = 0)."""
+    library = combine_library if many else many_library
     generator = torch.Generator().manual_seed(seed)
     heads, counts = 2, [1, 3, 2, 40, 160, 1, 5]
     requests, slots = len(counts), sum(counts) + 4
@@ -113,7 +123,7 @@ def test_combine_is_the_reference(
         *(x.data_ptr() for x in (prefix_tile, prefix_row, sinks)),
         requests, heads, 64, heads,
     )  # fmt: skip
-    combine_library.run(ctas, 256, params)
+    library.run(ctas, 256, params)
     assert out[0].isnan().all() and lse[0].isnan().all()  # the main kernel's own
     for request in range(1, requests):
         slot = int(num_splits[request])

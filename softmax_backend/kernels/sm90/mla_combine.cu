@@ -8,7 +8,8 @@
 // the weights and none of the LSE.
 //
 // The plan lists the requests to merge, so CTAs beyond them leave at once. Few rows: a CTA has 64 channels of
-// a row. More: a warp has 128 channels of a row and some of its splits, all of which it loads at once.
+// a row. More: a warp has 128 channels of a row and some of its splits, all of which it loads at once. Many,
+// which have few splits each: a warp has a row.
 // The main kernel lets this one start early; the plan's lists are read before waiting.
 #include "hopper.cuh"
 
@@ -25,6 +26,7 @@ struct Params {
     int requests, rows, partial_rows, heads;
 };
 static constexpr int MOST = 160;  // splits of a row
+static constexpr int MANY = 528;  // rows, of which a warp each has one: half a GPU's warps of this kernel
 
 // The splits of a row: those of the shared prefix, then its own.
 struct Splits {
@@ -174,11 +176,55 @@ __device__ __forceinline__ void combine_quarter(const Params& p, int item, int i
     if (lane == 0 && part == 0) p.lse[to] = all * LN2;
 }
 
+// A whole row by a warp, two splits at a time.
+__device__ __forceinline__ void combine_row(const Params& p, int number) {
+    const int lane = threadIdx.x % 32, request = merged_request(p, number / p.rows), r = number % p.rows;
+    const Splits row(p, request, r);
+    if (row.count <= 1) return;
+    const float* from = p.partial_out + lane * 4;
+    float4 x[2][4], y[4];
+    auto load = [&](int buffer, int split) {
+        const float* at = from + row.index(p, min(split, row.count - 1)) * 512;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[buffer][e] = *reinterpret_cast<const float4*>(at + e * 128);
+    };
+    load(0, 0), load(1, 1);  // while the scales are found
+    float scale[MOST / 32];
+    const float all = scale_splits(p, row, r % p.heads, lane, scale);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) y[e] = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < MOST / 32; ++i)  // scale[i] needs a constant i
+        for (int j = 0; j < 32 && i * 32 + j < row.count; j += 2) {
+            const int split = i * 32 + j;
+            const float a = __shfl_sync(~0u, scale[i], j), b = __shfl_sync(~0u, scale[i], j + 1);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) add(y[e], x[0][e], a);
+            if (split + 2 < row.count) load(0, split + 2);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) add(y[e], x[1][e], b);  // b is 0 beyond the last split
+            if (split + 3 < row.count) load(1, split + 3);
+        }
+    const i64 to = i64(request) * p.rows + r;
+    if (lane == 0) p.lse[to] = all * LN2;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+        *reinterpret_cast<uint2*>(p.out + to * 512 + e * 128 + lane * 4) =
+            make_uint2(to_bf16x2(y[e].x, y[e].y), to_bf16x2(y[e].z, y[e].w));
+}
+
 extern "C" __global__ void __launch_bounds__(256) mla_combine(const __grid_constant__ Params p) {
     // the plan was over before the main kernel let this one start
     const int rows = (p.merges ? p.merges[0] : p.requests) * p.rows, ctas = gridDim.x;
     if (rows * 8 <= ctas) {
         if (int(blockIdx.x) < rows * 8) combine_slice(p, blockIdx.x);
+        return;
+    }
+    if (rows > MANY) {
+        if (int(blockIdx.x) * 8 >= rows) return;
+        wait_on_dependent_grids();
+        launch_dependent_grids();
+        for (int row = blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += ctas * 8) combine_row(p, row);
         return;
     }
     const int warps = ctas * 8, items = rows * 4;
