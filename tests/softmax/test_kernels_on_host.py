@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from backend_core.launch.cuda import PARAMS_HEADER, CudaParams
 from softmax_backend import combine, reference
 from softmax_backend.plan import planner
 from softmax_backend.plan.split_kv import split_kv
@@ -21,8 +22,10 @@ CTAS = 132
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
-def build(source: Path, function: str, folder: Path, many: int = 528) -> ctypes.CDLL:
-    text = source.read_text().replace("extern __shared__ int memory[];", "")
+def build(
+    source: Path, function: str, params: CudaParams, folder: Path, many: int = 528
+) -> ctypes.CDLL:
+    text = source.read_text()
     if function == "mla_combine":
         assert "MANY = 528;" in text
         text = text.replace("MANY = 528;", f"MANY = {many};")
@@ -32,6 +35,8 @@ def build(source: Path, function: str, folder: Path, many: int = 528) -> ctypes.
     )
     (folder / "kernel.cpp").write_text(text + entry)
     shutil.copy(SHIM, folder / "hopper.cuh")
+    shutil.copy(source.parent / "softmax.cuh", folder)
+    (folder / PARAMS_HEADER).write_text(params.header)
     library = folder / "kernel.so"
     command = ["g++", "-std=c++20", "-O1", "-pthread", "-shared", "-fPIC", "-w"]
     done = subprocess.run(
@@ -41,19 +46,27 @@ def build(source: Path, function: str, folder: Path, many: int = 528) -> ctypes.
     return ctypes.CDLL(str(library))
 
 
+def pack(params: CudaParams, *values: int) -> bytes:
+    return params.pack(**dict(zip(params.names, values, strict=True)))
+
+
 @pytest.fixture(scope="module")
 def plan_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(planner.SM90_SOURCE, "split_plan", tmp_path_factory.mktemp("plan"))
+    return build(planner.SM90_SOURCE, "split_plan", planner.PARAMS, tmp_path_factory.mktemp("plan"))
 
 
 @pytest.fixture(scope="module")
 def combine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(combine.SM90_SOURCE, "mla_combine", tmp_path_factory.mktemp("combine"))
+    return build(
+        combine.SM90_SOURCE, "mla_combine", combine.PARAMS, tmp_path_factory.mktemp("combine")
+    )
 
 
 @pytest.fixture(scope="module")
 def many_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(combine.SM90_SOURCE, "mla_combine", tmp_path_factory.mktemp("many"), many=0)
+    return build(
+        combine.SM90_SOURCE, "mla_combine", combine.PARAMS, tmp_path_factory.mktemp("many"), many=0
+    )
 
 
 @pytest.mark.parametrize("chunk", [0, 16])
@@ -77,7 +90,7 @@ def test_the_planner_is_the_one_in_torch(
     work = torch.full((CTAS, 8), -7, dtype=torch.int32)
     num_splits = torch.full((tiles + 1,), -7, dtype=torch.int32)
     merges = torch.full((requests + 1,), -7, dtype=torch.int32)
-    params = planner._PARAMS.pack(
+    params = pack(planner.PARAMS, 
         *(x.data_ptr() for x in (tokens, work, num_splits, merges, prefix)),
         tiles, requests, CTAS, overhead, min_blocks, chunk,
     )  # fmt: skip
@@ -117,7 +130,7 @@ def test_combine_is_the_reference(
     merged = torch.tensor([6, 1, 2, 3, 4, 5, 6], dtype=torch.int32)
     out = torch.full((requests, heads, 512), math.nan, dtype=torch.bfloat16)
     lse = torch.full((requests, heads), math.nan)
-    params = combine._PARAMS.pack(
+    params = pack(combine.PARAMS, 
         *(x.data_ptr() for x in (out, lse, partial_out, partial_lse, num_splits)),
         merged.data_ptr() if listed else 0,
         *(x.data_ptr() for x in (prefix_tile, prefix_row, sinks)),

@@ -12,19 +12,10 @@
 // which have few splits each: a warp has a row.
 // The main kernel lets this one start early; the plan's lists are read before waiting.
 #include "hopper.cuh"
+#include "params.cuh"
+#include "softmax.cuh"
 
-struct Params {
-    u16* out;                  // [requests, rows, 512] bf16
-    float* lse;                // [requests, rows], natural logarithm
-    const float* partial_out;  // [slots, partial_rows, 512]
-    const float* partial_lse;  // [slots, partial_rows], base 2
-    const int* num_splits;     // [tiles + 1], a prefix sum; the first tiles are the requests' own
-    const int* merges;         // [1 + requests]: how many requests to merge, and which; or null: all
-    const int* prefix_tile;    // [requests] or null: the tile of a shared prefix, or -1
-    const int* prefix_row;     // [requests]: the request's first row in that tile
-    const float* sinks;        // [heads] or null, natural logarithm
-    int requests, rows, partial_rows, heads;
-};
+template __global__ void shared_bytes<0>();
 static constexpr int MOST = 160;  // splits of a row
 static constexpr int MANY = 528;  // rows, of which a warp each has one: half a GPU's warps of this kernel
 
@@ -116,7 +107,7 @@ __device__ __forceinline__ void combine_slice(const Params& p, int item) {
 #pragma unroll
         for (int w = 0; w < 8; ++w) a += sums[w][2 * lane], b += sums[w][2 * lane + 1];
         const i64 to = i64(request) * p.rows + r;
-        *reinterpret_cast<u32*>(p.out + to * 512 + part * 64 + 2 * lane) = to_bf16x2(a, b);
+        *reinterpret_cast<u32*>(p.out + to * 512 + part * 64 + 2 * lane) = pack_bf16(a, b);
         if (threadIdx.x == 0 && part == 0) p.lse[to] = all * LN2;
     }
 }
@@ -172,7 +163,7 @@ __device__ __forceinline__ void combine_quarter(const Params& p, int item, int i
     if (!merges || way > 0) return;
     const i64 to = i64(request) * p.rows + r;
     *reinterpret_cast<uint2*>(p.out + to * 512 + part * 128 + lane * 4) =
-        make_uint2(to_bf16x2(y.x, y.y), to_bf16x2(y.z, y.w));
+        make_uint2(pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
     if (lane == 0 && part == 0) p.lse[to] = all * LN2;
 }
 
@@ -210,7 +201,7 @@ __device__ __forceinline__ void combine_row(const Params& p, int number) {
 #pragma unroll
     for (int e = 0; e < 4; ++e)
         *reinterpret_cast<uint2*>(p.out + to * 512 + e * 128 + lane * 4) =
-            make_uint2(to_bf16x2(y[e].x, y[e].y), to_bf16x2(y[e].z, y[e].w));
+            make_uint2(pack_bf16(y[e].x, y[e].y), pack_bf16(y[e].z, y[e].w));
 }
 
 extern "C" __global__ void __launch_bounds__(256) mla_combine(const __grid_constant__ Params p) {
