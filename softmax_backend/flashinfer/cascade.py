@@ -188,7 +188,10 @@ class MultiLevelCascadeAttentionWrapper:
         start = (torch.arange(len(request)) - first) * block_tokens
         to = (self.device, torch.int32)
         return _Level(
-            *(x.to(*to) for x in (qo_indptr, kv_indptr, kv_indices, last_page_len)),
+            qo_indptr.to(*to),
+            kv_indptr.to(*to),
+            kv_indices.to(*to),
+            last_page_len.to(*to),
             request.to(*to),
             start.to(*to),
             causal,

@@ -147,7 +147,7 @@ class MlaPlanner:
     def _allocate(self, lengths: torch.Tensor, path: KernelPath) -> StepPlan:
         requests, rows = lengths.shape[0], self.spec.query_rows
         ctas = self._num_ctas(path)
-        i32 = {"dtype": torch.int32, "device": lengths.device}
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=lengths.device)
         prefix = None
         tiles = requests
         if self._prefix_tokens:
@@ -155,26 +155,26 @@ class MlaPlanner:
             prefix_tiles = requests // 2 + -(-requests * rows // 64)
             tiles += prefix_tiles
             prefix = SharedPrefix(
-                torch.zeros(tiles, 8, **i32),
-                torch.zeros(tiles, **i32),
-                torch.zeros(2 * requests, **i32),
-                torch.zeros(requests, **i32),
-                torch.zeros(requests, **i32),
+                zeros(tiles, 8),
+                zeros(tiles),
+                zeros(2 * requests),
+                zeros(requests),
+                zeros(requests),
                 prefix_tiles,
-                torch.zeros(requests, **i32),
-                torch.zeros(requests, **i32),
+                zeros(requests),
+                zeros(requests),
             )
         slots = requests * self._max_splits if self._max_splits else tiles + ctas
         return StepPlan(
             lengths,
-            torch.zeros(ctas, 8, **i32),
-            torch.zeros(tiles + 1, **i32),
+            zeros(ctas, 8),
+            zeros(tiles + 1),
             self.spec.query_tokens,
             self._chunk_blocks,
             slots,
             prefix,
-            torch.zeros(1 + requests, **i32) if self._lists_merges(path) else None,
-            torch.zeros(2, tiles, **i32),
+            zeros(1 + requests) if self._lists_merges(path) else None,
+            zeros(2, tiles),
         )
 
     def _lists_merges(self, path: KernelPath) -> bool:
