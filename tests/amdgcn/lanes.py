@@ -97,6 +97,20 @@ def _read_lane(operands: list[Operand], modifiers: dict[str, str]) -> Run:
     return lambda wave: wave.set_s32(target.index, int(wave.u[row, at]))
 
 
+def _write_lane(operands: list[Operand], modifiers: dict[str, str]) -> Run:
+    """Writes one lane, in EXEC or not: how scalar registers are spilled."""
+    target, source, lane = operands
+    if lane.kind != "literal":
+        raise Unmodelled("v_writelane_b32 of a lane in a register")
+    row, at = target.index, lane.bits & 63
+    read = reader(source, "u")
+
+    def run(wave: Wave) -> None:
+        wave.u[row, at] = read(wave)
+
+    return run
+
+
 def _read_first_lane(operands: list[Operand], modifiers: dict[str, str]) -> Run:
     target, source = operands
 
@@ -159,6 +173,7 @@ def _bpermute(operands: list[Operand], modifiers: dict[str, str]) -> Run:
 
 BUILDERS: dict[str, Callable[[list[Operand], dict[str, str]], Run]] = {
     "v_readlane_b32": _read_lane,
+    "v_writelane_b32": _write_lane,
     "v_readfirstlane_b32": _read_first_lane,
     "v_permlane16_swap_b32": _permlane_swap(16),
     "v_permlane32_swap_b32": _permlane_swap(32),

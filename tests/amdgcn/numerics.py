@@ -241,6 +241,12 @@ ARITHMETIC: dict[str, tuple[str, str, Function]] = {
         "uu", "u", lambda a, b: (a & np.uint32(0xFFFF)) | (b & np.uint32(0xFFFF)) << np.uint32(16)
     ),
 }  # fmt: skip
+# With "clamp"; in int64.
+SATURATED: dict[str, Function] = {
+    "v_add_u32": lambda a, b: a + b,
+    "v_sub_u32": lambda a, b: a - b,
+    "v_subrev_u32": lambda a, b: b - a,
+}
 # With two sources of 64 bits, or a shift of one: the result fills two registers.
 WIDE: dict[str, tuple[str, Function]] = {
     "v_mov_b64": ("q", lambda a: a),

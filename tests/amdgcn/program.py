@@ -34,23 +34,35 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """Place and size in bytes, and what it is: ``"global_buffer"``, ``"by_value"``, or one of the
+    hidden ones, which come after those of the kernel's signature."""
+
+    offset: int
+    size: int
+    kind: str
+
+
+@dataclass(frozen=True)
 class Program:
     """One kernel.
 
     Attributes:
         labels: label to the index of the instruction after it.
-        arguments: (offset, size) in bytes of each argument in the kernel argument segment.
+        arguments: where each argument lies in the kernel argument segment.
         argument_bytes: size of that segment.
-        user_sgprs: scalar registers that are set before the workgroup's number.
+        user_sgprs: scalar registers that are set before the workgroup's place in the grid.
+        axes: of the grid, those whose place the kernel is given, in the order of its registers.
     """
 
     name: str
     arch: str
     instructions: tuple[Instruction, ...]
     labels: Mapping[str, int]
-    arguments: tuple[tuple[int, int], ...]
+    arguments: tuple[Argument, ...]
     argument_bytes: int
     user_sgprs: int
+    axes: tuple[int, ...]
 
 
 def parse(text: str) -> Program:
@@ -79,15 +91,18 @@ def parse(text: str) -> Program:
             raise Unmodelled(f"{name}: not an instruction: {line}")
     if _find(r"\.private_segment_fixed_size:\s+(\d+)", text) != "0":
         raise Unmodelled(f"{name} uses a stack")
-    pairs = re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)", text)
+    found_arguments = re.findall(
+        r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text
+    )
     return Program(
         name,
         _find(r"amdgcn_target \"amdgcn-amd-amdhsa--(\w+)", text),
         tuple(instructions),
         labels,
-        tuple((int(offset), int(size)) for offset, size in pairs),
+        tuple(Argument(int(offset), int(size), kind) for offset, size, kind in found_arguments),
         int(_find(r"\.kernarg_segment_size:\s+(\d+)", text)),
         int(_find(r"\.amdhsa_user_sgpr_count (\d+)", text)),
+        tuple(n for n, axis in enumerate("xyz") if f"workgroup_id_{axis} 1" in text),
     )
 
 

@@ -63,6 +63,8 @@ def _apply(
         return lanes.with_dpp(target, sources, types, modifiers)
     if instruction.encoding == "sdwa":
         return _with_sdwa(target, sources, types, modifiers)
+    if modifiers.pop("clamp", None) is not None:
+        types = kinds, view, function = _saturated(instruction.operation)
     select = modifiers.pop("op_sel", None)
     readers = [reader(source, kind) for source, kind in zip(sources, kinds, strict=True)]
     if select is not None:  # fp16 in the upper halves
@@ -82,6 +84,15 @@ def _apply(
         return lambda wave: wave.put(pick(wave), row, function(a(wave), b(wave)))
     a, b, c = readers
     return lambda wave: wave.put(pick(wave), row, function(a(wave), b(wave), c(wave)))
+
+
+def _saturated(name: str) -> tuple[str, str, Callable[..., Any]]:
+    """A sum or difference of unsigned integers that stops at the ends of their range."""
+    if name not in numerics.SATURATED:
+        raise Unmodelled(f"{name} with clamp")
+    exact = numerics.SATURATED[name]
+    most = np.int64(0xFFFFFFFF)
+    return "uu", "u", lambda a, b: np.clip(exact(a.astype(np.int64), b.astype(np.int64)), 0, most)
 
 
 def _upper(read: Reader) -> Reader:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.amdgcn.errors import ExecutionError, Hazard
+from tests.amdgcn.errors import Deadlock, ExecutionError, Hazard
 from tests.amdgcn.operands import ACC, EXEC, SCALAR
 from tests.amdgcn.program import Instruction
 
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 LANES = np.arange(64)
 ALL = 2**64 - 1
+CAPACITY = {"vmcnt": 63, "lgkmcnt": 15}
+"""Operations that each counter can hold."""
 BARRIER, END = "barrier", "end"
+LIMIT = 5_000_000
+"""Instructions between two barriers after which a wave is taken to run for ever."""
 HISTORY = 6
 """Instructions that a wave remembers: the longest wait that a hazard asks for, and itself."""
 
@@ -68,6 +72,12 @@ class InFlight:
     def __init__(self, counter: str) -> None:
         self.counter = counter
         self.operations: deque[Operation] = deque()
+
+    def add(self, wave: Wave, operation: Operation) -> None:
+        """A counter that is full holds the next operation back until the oldest one is done."""
+        if len(self.operations) == CAPACITY[self.counter]:
+            self.wait(wave, CAPACITY[self.counter] - 1)
+        self.operations.append(operation)
 
     def wait(self, wave: Wave, count: int) -> None:
         """Retire the operations that a wait until ``count`` are left guarantees."""
@@ -144,14 +154,14 @@ class Wave:
 
     def issue(self, operation: Operation) -> None:
         """Put an operation in flight. Its registers hold their new values but must not be used."""
-        self.flights[operation.counter].operations.append(operation)
+        self.flights[operation.counter].add(self, operation)
         for register in operation.registers:
             self.pending[register] = operation
 
     def run(self, steps: Sequence[Step], counts: list[int]) -> str:
         """Run until a barrier or the end; ``counts`` says how often each step was run."""
         history = self.history
-        while True:
+        for _ in range(LIMIT):
             at = self.pc
             step = steps[at]
             self.pc = at + 1
@@ -165,6 +175,7 @@ class Wave:
             history.append(step)
             if signal is not None:
                 return signal
+        raise Deadlock(f"{self.place(step.instruction)}: no barrier and no end in {LIMIT} steps")
 
     def place(self, instruction: Instruction) -> str:
         workgroup = self.workgroup

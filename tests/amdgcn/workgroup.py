@@ -46,22 +46,37 @@ class Kernel:
         seed: int = 0,
     ) -> None:
         """Run every workgroup; tensors are addresses in ``memory``, hidden arguments are zero."""
-        if grid[1] != 1 or grid[2] != 1:
-            raise ValueError(f"grid must be along x, got {grid}")
-        block = np.zeros(self.program.argument_bytes, np.uint8)
-        layout = self.program.arguments
-        if len(arguments) > len(layout):
-            raise ValueError(f"at most {len(layout)} arguments, got {len(arguments)}")
-        for (offset, size), value in zip(layout, arguments, strict=False):
-            code = "<f" if isinstance(value, float) else {1: "<B", 4: "<i", 8: "<q"}[size]
-            block[offset : offset + size] = np.frombuffer(struct.pack(code, value), np.uint8)
+        block = self._argument_block(grid, arguments)
         address = memory.add(block, "the arguments", tracked=False)
         order = random.Random(seed)
         with np.errstate(all="ignore"):
-            for number in range(grid[0]):
-                workgroup = Workgroup(self, number, memory, address)
+            for number in range(grid[0] * grid[1] * grid[2]):
+                x, rest = number % grid[0], number // grid[0]
+                place = (x, rest % grid[1], rest // grid[1])
+                workgroup = Workgroup(self, number, place, memory, address)
                 workgroup.run(order)
                 self.unwaited_reads += workgroup.unwaited_reads
+
+    def _argument_block(
+        self, grid: tuple[int, int, int], arguments: Sequence[int | float | bool]
+    ) -> np.ndarray:
+        """The kernel argument segment. Pointers of scratch that Triton adds are null."""
+        block = np.zeros(self.program.argument_bytes, np.uint8)
+        hidden = {f"hidden_block_count_{axis}": n for axis, n in zip("xyz", grid, strict=True)}
+        hidden |= {f"hidden_group_size_{axis}": 1 for axis in "yz"}
+        hidden["hidden_group_size_x"] = 64 * self.num_waves
+        given = iter(arguments)
+        for place in self.program.arguments:
+            if place.kind.startswith("hidden_"):
+                value: int | float | bool = hidden.get(place.kind, 0)
+            else:
+                value = next(given, 0)
+            code = "f" if isinstance(value, float) else {1: "B", 2: "H", 4: "i", 8: "q"}[place.size]
+            data = struct.pack(f"<{code}", value)
+            block[place.offset : place.offset + place.size] = np.frombuffer(data, np.uint8)
+        if next(given, None) is not None:
+            raise ValueError(f"{self.program.name} takes fewer than {len(arguments)} arguments")
+        return block
 
     def opcodes(self) -> Counter[str]:
         """Instructions run, by operation."""
@@ -79,7 +94,14 @@ class Workgroup:
         time: barriers that all waves have passed.
     """
 
-    def __init__(self, kernel: Kernel, number: int, memory: GlobalMemory, arguments: int) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        number: int,
+        place: tuple[int, int, int],
+        memory: GlobalMemory,
+        arguments: int,
+    ) -> None:
         self.kernel, self.number, self.memory = kernel, number, memory
         self.name = f"{kernel.program.name} on {kernel.program.arch}"
         self.lds = Lds(kernel.lds_bytes)
@@ -89,7 +111,8 @@ class Workgroup:
         for wave in self.waves:
             wave.u[0] = LANES + 64 * wave.number
             wave.set_s64(0, arguments)
-            wave.s[kernel.program.user_sgprs] = number
+            for at, axis in enumerate(kernel.program.axes, kernel.program.user_sgprs):
+                wave.s[at] = place[axis]
 
     def identity(self, wave: Wave) -> int:
         return 64 * self.number + wave.number
