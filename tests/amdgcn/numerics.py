@@ -94,7 +94,8 @@ def div_scale(value: Any, denominator: Any, numerator: Any) -> tuple[Any, Any]:
     """(scaled value, whether the quotient has to be scaled back) of ``v_div_scale_f32``.
 
     Moves numerator and denominator to where the steps of a division neither overflow nor meet a
-    denormal.
+    denormal. Where the inverse and the quotient are denormal the instruction set's text scales a
+    denominator of up to 2^127 up, which would overflow; scaling it down is what gives the quotient.
     """
     value, denominator, numerator = np.broadcast_arrays(
         np.asarray(value, np.float32),
@@ -121,7 +122,7 @@ def div_scale(value: Any, denominator: Any, numerator: Any) -> tuple[Any, Any]:
         np.full_like(value, np.nan),
         up_denominator,
         value * up,
-        up_denominator,
+        np.where(is_denominator, value * down, value),
         value * down,
         up_numerator,
         value * up,
