@@ -26,6 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dsv4_backend.queries import Queries
+
 from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
@@ -47,7 +49,6 @@ from dsv4_backend import (
     quantise_indexer_queries,
     window_ends,
 )
-from dsv4_backend.queries import Queries
 from dsv4_backend.spec import RECORD_BYTES
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from dsv4_backend.kernels.numerics import hadamard, load_angles, rms_norm, rope_tail
 
 from dsv4_backend import (
     CompressorLayer,
@@ -23,7 +24,6 @@ from dsv4_backend import (
     compress_norm_rope_hadamard_,
 )
 from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
-from dsv4_backend.kernels.numerics import hadamard, load_angles, rms_norm, rope_tail
 from dsv4_backend.spec import RECORD_BYTES
 
 EPS = 1e-6

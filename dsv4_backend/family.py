@@ -22,7 +22,6 @@ _TUNE: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "indexer_decode": _C4,
     "main_c4_decode": _C4,
     "main_c128_decode": {"num_warps": (4, 8, 16), "block_w": (8, 16, 32)},
-    "pair_decode": {"num_warps": (1, 2, 4, 8)},
     "indexer_prefill": _C4_PREFILL,
     "main_c4_prefill": _C4_PREFILL,
     "main_c128_prefill": {
@@ -60,11 +59,9 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 
     None for the torch path, which is what the kernels are compared with.
     """
-    if path.name == "torch":
-        return {}
-    from backend_cli import check_dsv4
+    from dsv4_backend.testing import check_cases as cases
 
-    return check_dsv4.check_cases(path)
+    return cases.check_cases(path)
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
@@ -86,9 +83,9 @@ def measure(
     path: KernelPath, target: Target, name: str, grid: int, heads: int
 ) -> Callable[[], object]:
     """``grid`` requests that decode, each at the end of a window, or windows of one prompt."""
-    from backend_cli import measure_dsv4
+    from dsv4_backend.testing import steps
 
-    return measure_dsv4.measure(path, target, grid)
+    return steps.measure(path, target, grid)
 
 
 FAMILY = Family(

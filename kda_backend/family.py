@@ -74,9 +74,9 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     """The calls that a path of any operator must get right, by name."""
-    from backend_cli import check_kda, check_step
+    from kda_backend.testing import checks
 
-    return check_step.cases(path) or check_kda.check_cases(path)
+    return checks.check_cases(path)
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
@@ -92,7 +92,7 @@ def measure(
     path: KernelPath, target: Target, name: str, grid: int, heads: int
 ) -> Callable[[], object]:
     """A call of ``grid / heads`` sequences, or of one sequence of so many chunks of 64 tokens."""
-    from backend_cli.measure_kda import MEASURES
+    from kda_backend.testing.measures import MEASURES
 
     return MEASURES[name](path, target, grid, heads)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -85,14 +86,20 @@ def copy_bandwidth_gbs() -> float:
 
 
 def environment() -> dict[str, str | None]:
-    """What a result depends on: GPU, versions, commit and date."""
+    """What a result depends on: the script that writes it, GPU, versions, commit and date."""
     return {
+        "script": script_name(Path(sys.argv[0])),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": installed_version("triton"),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
+
+
+def script_name(file: Path) -> str:
+    """What a result calls the script that wrote it: ``"benchmarks/<name>.py"``."""
+    return f"benchmarks/{file.name}"
 
 
 def installed_version(package: str) -> str | None:

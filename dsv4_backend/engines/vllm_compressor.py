@@ -28,12 +28,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import ENGINES, Engine
-from backend_core.engines.vllm_flag import logger
+from backend_core.engines.vllm_flag import flag_name, logger
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
     CompressorSpec,
+    LaunchCache,
     PagedDecode,
     PagedPrefill,
     compress_decode_,
@@ -41,8 +42,7 @@ from dsv4_backend import (
     warm_up,
     window_ends,
 )
-from dsv4_backend import selection as paths
-from dsv4_backend.engines.vllm import flag_name
+from dsv4_backend.selection import decode_selection, prefill_selection
 from dsv4_backend.spec import ROPE_DIM, CacheFormat
 
 _FORWARD = ["self", "kv_score", "positions", "rotary_emb"]
@@ -60,7 +60,7 @@ def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
     compressor.__class__ = FusedCompressor
     try:
         spec = _spec(compressor, _format(compressor), page_tokens)
-        _choose(device, spec, compressor.state_cache.block_size)
+        _choose(device, spec)
     except (LookupError, ValueError) as error:
         compressor.__class__ = stock
         return str(error)
@@ -153,13 +153,13 @@ def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -
 
 
 @functools.cache
-def _choose(device: torch.device, spec: CompressorSpec, state_block: int) -> None:
+def _choose(device: torch.device, spec: CompressorSpec) -> None:
     """Find the paths of a kind of compressor and say once which they are."""
     target = detect_target(device)
     names = []
-    for phase, find in (("decode", paths.decode_paths), ("prefill", paths.prefill_paths)):
-        selection = find(target, spec, "paged", state_block).selection
-        names.append(f"{phase} {', '.join(dict.fromkeys(p.name for p in selection.paths))}")
+    for selection in (decode_selection(target, spec), prefill_selection(target, spec, "paged")):
+        paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
+        names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
     logger.info(
         "kda-dsv4-backend serves DeepSeek-V4's compressors of %d channels and ratio %d (%s) on"
         " %s (%s): %s",
@@ -177,8 +177,9 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
 
     rotates = False  # set by `vllm_rotation`, for an indexer whose queries are rotated too
 
-    # the record cache as the engine bound it, its pages as bytes, and the layer that writes them
-    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer] | None = None
+    # the record cache as the engine bound it, its pages as bytes, the layer that writes them, and
+    # what its calls have bound
+    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer, LaunchCache] | None = None
 
     def forward(self, kv_score: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
         """The state rows of all tokens and the records of the windows that end with them.
@@ -202,14 +203,15 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
                 if self.rotates:  # stock's keys would meet rotated queries
                     raise
                 self.__class__ = DeepseekCompressor
-                fallback(f"--attention-backend {flag_name()}: {error}")
+                fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
                 self.forward(kv_score, positions, rotary_emb)
                 return
-        _, pages, layer = self._bound
+        _, pages, layer, launches = self._bound
+        state = self.state_cache.kv_cache
         if isinstance(plan, PagedDecode):
-            compress_decode_(layer, kv_score, self.state_cache.kv_cache, pages, plan)
+            compress_decode_(layer, kv_score, state, pages, plan, launches=launches)
         else:
-            compress_prefill_(layer, kv_score, self.state_cache.kv_cache, pages, plan)
+            compress_prefill_(layer, kv_score, state, pages, plan, launches=launches)
 
 
 def _bind(
@@ -219,7 +221,7 @@ def _bind(
     states: Any,
     plan: PagedDecode | PagedPrefill,
     rotary_emb: Any,
-) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer]:
+) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer, LaunchCache]:
     """At the first step that has caches, which is the engine's own warm-up where it makes one:
     check them, and compile every kernel that a later step may launch.
 
@@ -238,11 +240,12 @@ def _bind(
         plan.requests,
         plan.block_table,
         plan.slots,
-        is_settled=True,
+        pdl_prefetch_safe=True,
     )
+    launches = LaunchCache()
     for other in (decode, _prefill(decode, states, spec.compress_ratio)):
-        warm_up(layer, kv_score, state, pages, other)
-    return kv_cache, pages, layer
+        warm_up(layer, kv_score, state, pages, other, launches=launches)
+    return kv_cache, pages, layer, launches
 
 
 def _plan(
@@ -264,7 +267,7 @@ def _plan(
         states.token_to_req_indices[:tokens],
         states.block_table,
         records.slot_mapping[:tokens],
-        is_settled=True,  # written before the forward pass, whose projections lie between
+        pdl_prefetch_safe=True,  # written before the forward pass, whose projections lie between
     )
     plan = decode
     if states.max_query_len > 1:

@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 from backend_core.engines.vllm_flag import logger
 from backend_core.target import detect_target
 from dsv4_backend import CompressorSpec, quantise_indexer_queries
-from dsv4_backend import selection as paths
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
+from dsv4_backend.selection import select_paths
 
 _QUANTISE = "fused_indexer_q_rope_quant"
 _TAKEN = [
@@ -69,7 +69,7 @@ def _refusal(indexer: Any, vllm_config: Any) -> str | None:
         return f"queries must be float8_e4m3fn on this part, got {current_platform.fp8_dtype()}"
     device = torch.device(vllm_config.device_config.device_type)
     try:
-        paths.query_paths(detect_target(device), _spec(bool(indexer.use_fp4_kv)))
+        select_paths(detect_target(device), "queries")
     except LookupError as error:
         return str(error)
     return None

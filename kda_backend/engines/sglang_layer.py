@@ -15,14 +15,14 @@ from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
 from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
-from kda_backend.selection import KdaPlan, KdaShape, plan_for, warm_up
+from kda_backend.selection import KdaSelection, KdaShape, selection_for, warm_up
 
 
 def install(backend: Any, runner: Any) -> None:
     """Exchange the kernels of ``backend``, sglang's KDAAttnBackend, and compile ours.
 
     ``runner`` is sglang's ModelRunner, with its weights loaded and its pools allocated. What
-    cannot be served stays on stock code, and is reported.
+    cannot be served stays on upstream code, and is reported.
     """
     layers = [
         layer
@@ -30,36 +30,38 @@ def install(backend: Any, runner: Any) -> None:
         if isinstance(layer, RadixLinearAttention) and layer.A_log is not None
     ]
     device = torch.device(runner.device)
-    plan = _plan(layers, device, runner.dtype)
-    if plan is None:
+    pools = backend.req_to_token_pool
+    states = [pools.mamba2_layer_cache(layer.layer_id).temporal for layer in layers]
+    selection = _selection(layers, states, device, runner.dtype)
+    if selection is None:
         return
-    kernel = KdaKernel(plan, device)
+    kernel = KdaKernel(selection, device)
     dispatcher = backend.kernel_dispatcher
     ours = []
     for phase, name in (("prefill", "extend_kernel"), ("decode", "decode_kernel")):
-        stock = getattr(dispatcher, name)
-        if type(stock) is TritonKDAKernel:
+        upstream = getattr(dispatcher, name)
+        if type(upstream) is TritonKDAKernel:
             setattr(dispatcher, name, kernel)
             ours.append(phase)
         else:
             fallback(
-                f"{phase} is on {type(stock).__name__}, which sglang or a flag chose:"
+                f"{phase} is on {type(upstream).__name__}, which sglang or a flag chose:"
                 f" pass --linear-attn-{phase}-backend triton"
             )
-    cache = backend.req_to_token_pool.mamba2_layer_cache(layers[0].layer_id)
+    cache = pools.mamba2_layer_cache(layers[0].layer_id)
     one_launch = "decode" in ours and _has_one_launch(layers[0], cache)
     if one_launch:
-        stock = backend.forward_decode
-        backend.forward_decode = functools.partial(decode_layer, kernel, backend, stock)
+        upstream = backend.forward_decode
+        backend.forward_decode = functools.partial(decode_layer, kernel, backend, upstream)
     compile_kernels(kernel, layers[0], cache, ours, one_launch)
-    for line in describe(plan, len(layers), cache.temporal.dtype, ours, one_launch):
+    for line in describe(selection, len(layers), cache.temporal.dtype, ours, one_launch):
         rank0_log(line)
 
 
 def decode_layer(
     kernel: KdaKernel,
     backend: Any,
-    stock: Callable[..., Any],
+    upstream: Callable[..., Any],
     *,
     layer: Any,
     forward_batch: Any,
@@ -88,7 +90,7 @@ def decode_layer(
             raise ValueError("the gate's projection was left to a kernel of sglang's own")
         q, k, v = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
         o = kernel.step(
-            kernel.plan,
+            kernel.selection,
             q,
             k,
             v,
@@ -105,7 +107,7 @@ def decode_layer(
         )
     except ValueError as error:
         fallback(f"decode: {error}")
-        return stock(
+        return upstream(
             layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **engine
         )
     if norm is not None:
@@ -125,7 +127,7 @@ def compile_kernels(
     of a single request have strides of their own. Prefill reads q, k and v from sglang's
     convolution, beside a step size from that row. Kernels are compiled for each.
     """
-    device, dtype = cache.temporal.device, kernel.plan.shape.dtype
+    device, dtype = cache.temporal.device, kernel.selection.shape.dtype
     heads, key_dim, value_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     channels = layer.q_dim + layer.k_dim + layer.v_dim
     width = -(-(channels + heads) // 16) * 16
@@ -151,7 +153,7 @@ def compile_kernels(
         g = torch.zeros(tokens, heads, key_dim, dtype=dtype, device=device)
         return rows[0][:, :channels], g, rows[1][:, channels : channels + heads]
 
-    def prefill(plan: KdaPlan) -> None:
+    def prefill(selection: KdaSelection) -> None:
         tokens = 65  # a full chunk and the start of another
         for (extra, beta_extra), tracking in itertools.product(
             ((0, 0), (0, 1), (1, 1)), ({}, tracked)
@@ -161,7 +163,7 @@ def compile_kernels(
                 beta = beta.float().sigmoid()
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
             kernel.prefill(
-                plan,
+                selection,
                 q.unsqueeze(0),
                 k.unsqueeze(0),
                 v.unsqueeze(0),
@@ -175,33 +177,33 @@ def compile_kernels(
                 **tracking,
             )
 
-    def decode(plan: KdaPlan) -> None:
+    def decode(selection: KdaSelection) -> None:
         conv = (cache.conv[0], layer.conv_weights, layer.bias) if one_launch else None
         for number, extra in itertools.product((1, 2), (0, 1)):
             mixed_qkv, g, beta = inputs(number, extra, extra)
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
             indices = padded[:number]
-            kernel.step(plan, q, k, v, g, beta, conv=conv, cache_indices=indices, **common)
+            kernel.step(selection, q, k, v, g, beta, conv=conv, cache_indices=indices, **common)
 
-    def nothing(plan: KdaPlan) -> None:
-        """A phase that stays on stock code."""
+    def nothing(selection: KdaSelection) -> None:
+        """A phase that stays on upstream code."""
 
     warm_up(
-        kernel.plan,
+        kernel.selection,
         prefill if "prefill" in phases else nothing,
         decode if "decode" in phases else nothing,
     )
 
 
 def describe(
-    plan: KdaPlan,
+    selection: KdaSelection,
     num_layers: int,
     state_dtype: torch.dtype,
     phases: Sequence[str],
     one_launch: bool,
 ) -> list[str]:
     """What was chosen for a model: a line, and one for each row of the table."""
-    shape, target = plan.shape, plan.target
+    shape, target = selection.shape, selection.target
     gate = "bounded" if shape.bounded_gate else "unbounded"
     state = str(state_dtype).removeprefix("torch.")
     step = ", convolution in the decode step" if one_launch else ""
@@ -209,12 +211,21 @@ def describe(
         f"kda-dsv4: {' and '.join(phases) or 'nothing'} of {num_layers} KDA layers on {target.name}"
         f" ({target.arch}): {shape.num_value_heads} heads on this rank, K = {shape.key_dim},"
         f" V = {shape.value_dim}, {gate} gate, {state} states{step}",
-        *(f"kda-dsv4: {row}" for row in plan.explain()),
+        *(f"kda-dsv4: {row}" for row in selection.explain()),
     ]
 
 
-def _plan(layers: list[Any], device: torch.device, dtype: torch.dtype) -> KdaPlan | None:
-    """The paths of a model's KDA layers; ``None``, and a report, where there are none."""
+def _selection(
+    layers: list[Any], states: list[torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> KdaSelection | None:
+    """The paths of a model's KDA layers; ``None``, and a report, where there are none.
+
+    ``states``: the pool of each layer.
+    """
+    tensors = (*states, *(layer.conv_weights for layer in layers))
+    aligned = all(x.data_ptr() % 16 == 0 for x in tensors) and all(
+        pool.stride(0) * pool.element_size() % 16 == 0 for pool in states
+    )
     shapes = {
         KdaShape(
             layer.num_k_heads,
@@ -224,6 +235,7 @@ def _plan(layers: list[Any], device: torch.device, dtype: torch.dtype) -> KdaPla
             layer.lower_bound is not None,
             dtype,
             dtype,
+            aligned,
         )
         for layer in layers
     }
@@ -231,7 +243,7 @@ def _plan(layers: list[Any], device: torch.device, dtype: torch.dtype) -> KdaPla
         fallback(f"the KDA layers of a model must have one shape, got {len(shapes)}")
         return None
     try:
-        return plan_for(device, shapes.pop())
+        return selection_for(device, shapes.pop())
     except LookupError as error:
         fallback(str(error))
         return None

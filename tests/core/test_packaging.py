@@ -20,19 +20,20 @@ PACKAGES = ("backend_cli", "backend_core", "dsv4_backend", "kda_backend")
 # Run in an installed copy; prints where the package and its tables come from.
 PROBE = """
 import sys, backend_core
+from backend_core.family import families
 from backend_core.tables.select import load_table, select
 from backend_core.target import KNOWN_TARGETS
 print(backend_core.__file__)
 for target in KNOWN_TARGETS.values():
-    table = load_table("kda", target)
+    table = load_table(families()["kda"].tables, target)
     assert select(table, "prefill").lookup(1) is not None
     print(table.source)
 """
 
 SCRIPTS_PROBE = """
-from backend_cli.bench import SCRIPTS, scripts_folder
-assert all((scripts_folder() / script).is_file() for script in SCRIPTS.values())
-print(scripts_folder())
+from backend_cli.bench import script_file, scripts
+for script in scripts().values():
+    print(script_file(script))
 """
 
 

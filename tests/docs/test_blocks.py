@@ -16,13 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from backend_core.family import PACKAGES
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # What stands around an excerpt: names that the page describes, or the module it is written into.
 PRELUDES = {
-    "docs/dsv4.md": """
+    "docs/families/dsv4.md": """
         import torch
         ape, norm_weight = torch.randn(4, 256), torch.ones(128)
         cos_sin_cache = torch.randn(1024, 64)
@@ -73,9 +75,15 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository in which commands may write, with the program on the path."""
     tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__", ".*")
-    for name in ("backend_cli", "backend_core", "benchmarks", "configs", "docs", "dsv4_backend"):
-        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
-    for name in ("kda_backend", "tests"):
+    for name in (
+        "backend_cli",
+        "backend_core",
+        *PACKAGES,
+        "benchmarks",
+        "configs",
+        "docs",
+        "tests",
+    ):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)

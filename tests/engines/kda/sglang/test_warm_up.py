@@ -1,0 +1,66 @@
+"""What serving launches has been compiled when the model was loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from backend_core.launch.triton import KernelLaunch
+from kda_backend.engines import sglang_layer
+from tests.engines.kda.sglang.harness import Served
+from tests.engines.kda.sglang.test_layer import kernels_of_an_a100, tokens
+from tests.engines.launches import Variant, variant
+
+# tokens of each request, tokens before them, requests whose state the prefix cache wants
+PREFILLS: list[tuple[list[int], list[int], list[tuple[int, int]]]] = [
+    ([64], [0], []),
+    ([512], [0], []),
+    ([1], [9], []),
+    ([16], [0], []),
+    ([70, 1, 5], [0, 64, 3], []),
+    ([70, 64, 20], [0, 64, 0], [(0, 8), (1, 10)]),
+    ([17, 1, 1, 1, 100], [0, 3, 4, 5, 64], []),
+]
+DECODES = (1, 2, 5, 8)
+
+
+def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: set[Variant] = set()
+    monkeypatch.setattr(
+        KernelLaunch, "__call__", lambda self, grid, *args: launched.add(variant(self, args))
+    )
+    # a part whose paths are all Triton's
+    monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
+    with torch.no_grad():
+        served = Served("--attention-backend", "kda")
+        compiled = set(launched)
+        assert {key[0] for key in compiled} >= {"scan_kernel", "decode_step_kernel"}
+        slots = [3, 1, 7, 5, 9]
+        for new, prefix, tracked in PREFILLS:
+            batch = served.batch(
+                ForwardMode.EXTEND, new, prefix, slots[: len(new)], tracked=tracked
+            )
+            serve(served, batch, sum(new), launched, compiled, f"a prefill of {new}")
+        for number in DECODES:
+            batch = served.batch(
+                ForwardMode.DECODE, [1] * number, [9] * number, [*slots, 2, 4, 6][:number]
+            )
+            serve(served, batch, number, launched, compiled, f"{number} decodes")
+
+
+def serve(
+    served: Any,
+    batch: Any,
+    number: int,
+    launched: set[Variant],
+    compiled: set[Variant],
+    what: str,
+) -> None:
+    launched.clear()
+    served.forward(tokens(number, seed=1), batch)
+    assert launched
+    late = launched - compiled
+    assert not late, f"compiled in {what}: {sorted(map(str, late))}"
