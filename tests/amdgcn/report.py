@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,25 +70,31 @@ def coverage(arch: str, executed: Counter[str]) -> dict[str, Any]:
     }
 
 
+def run_arch(arch: str) -> tuple[list[dict[str, Any]], dict[str, Counter[str]], dict[str, Any]]:
+    """All cases of one architecture: lines of the result, instructions by kernel, coverage."""
+    torch.set_num_threads(1)
+    lines: list[dict[str, Any]] = []
+    by_kernel: dict[str, Counter[str]] = {}
+    for case in all_cases(arch):
+        line, opcodes = run_case(case)
+        lines.append(line)
+        for name, counts in opcodes.items():
+            by_kernel.setdefault(name, Counter()).update(counts)
+        shown = line.get("failure") or f"{line['error']:.2e} of {line['allowed']:.0e}"
+        print(f"{arch} {case.name}: {shown} ({line['seconds']} s)", flush=True)
+    return lines, by_kernel, coverage(arch, sum(by_kernel.values(), Counter()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--arch", nargs="*", default=list(TARGETS), choices=list(TARGETS))
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    lines: list[dict[str, Any]] = []
-    by_kernel: dict[str, dict[str, Counter[str]]] = {arch: {} for arch in options.arch}
-    for arch in options.arch:
-        for case in all_cases(arch):
-            line, opcodes = run_case(case)
-            lines.append(line)
-            for name, counts in opcodes.items():
-                by_kernel[arch].setdefault(name, Counter()).update(counts)
-            shown = line.get("failure") or f"{line['error']:.2e} of {line['allowed']:.0e}"
-            print(f"{arch} {case.name}: {shown} ({line['seconds']} s)", flush=True)
-    covered = {
-        arch: coverage(arch, sum(by_kernel[arch].values(), Counter())) for arch in options.arch
-    }
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(options.arch), mp_context=context) as pool:
+        done = dict(zip(options.arch, pool.map(run_arch, options.arch), strict=True))
+    lines = [line for of_arch, _, _ in done.values() for line in of_arch]
+    covered = {arch: shares for arch, (_, _, shares) in done.items()}
     result = {
         "script": "tests/amdgcn/report.py",
         "date": datetime.date.today().isoformat(),
@@ -96,7 +104,7 @@ def main() -> None:
         "coverage": covered,
         "opcodes_by_kernel": {
             arch: {name: dict(sorted(counts.items())) for name, counts in sorted(kernels.items())}
-            for arch, kernels in by_kernel.items()
+            for arch, (_, kernels, _) in done.items()
         },
         "cases": lines,
     }

@@ -60,6 +60,13 @@ _TWO_64: dict[str, Callable[[int, int], int]] = {
     "s_lshr_b64": lambda a, b: a >> (b & 63),
     "s_ashr_i64": lambda a, b: signed(a, 64) >> (b & 63),
 }
+# The source and EXEC to the new EXEC; the old one is kept.
+_SAVE_EXEC: dict[str, Callable[[int, int], int]] = {
+    "s_and_saveexec_b64": lambda a, b: a & b,
+    "s_or_saveexec_b64": lambda a, b: a | b,
+    "s_xor_saveexec_b64": lambda a, b: a ^ b,
+    "s_andn2_saveexec_b64": lambda a, b: a & ~b,
+}
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "eq": lambda a, b: a == b,
     "lg": lambda a, b: a != b,
@@ -168,13 +175,14 @@ def _wide(name: str, operands: list[Operand]) -> Run:
         return lambda wave: wave.set_s64(target, a(wave))
     if name == "s_not_b64":
         return _result64(target, lambda wave: ~a(wave))
-    if name == "s_and_saveexec_b64":
+    if name in _SAVE_EXEC:
+        combine = _SAVE_EXEC[name]
 
         def save(wave: Wave) -> None:
             saved, given = wave.s64(EXEC), a(wave)
-            wave.set_exec(saved & given)
+            wave.set_exec(combine(given, saved) % 2**64)
             wave.set_s64(target, saved)
-            wave.scc = int(saved & given != 0)
+            wave.scc = int(wave.s64(EXEC) != 0)
 
         return save
     if name == "s_cselect_b64":
