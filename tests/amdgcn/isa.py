@@ -39,7 +39,7 @@ def step_of(instruction: Instruction, labels: Mapping[str, int], arch: str) -> S
             run = vector.build(instruction, modifiers)
         if modifiers:
             raise Unmodelled(f"modifiers {', '.join(modifiers)}")
-    except (Unmodelled, KeyError, ValueError) as error:
+    except (Unmodelled, KeyError, ValueError, IndexError) as error:
         raise Unmodelled(f"{arch} `{instruction.text}`: {error}") from error
     return Step(instruction, run, _touched(instruction), _written(instruction), _waits(instruction))
 

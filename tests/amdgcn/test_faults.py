@@ -120,7 +120,7 @@ def test_a_wrong_dpp_control_is_caught(control: str, other: str) -> None:
         assert control in text
         return text.replace(control, other)
 
-    case = case_of("dsv4 in_place_128_decode in_registers: small")
+    case = case_of("dsv4 in_place_128 in_registers: small")
     assert list(caught(case, change)) == ["wrong"]
 
 
@@ -128,7 +128,7 @@ def test_a_missing_wait_state_is_caught() -> None:
     def change(text: str) -> str:
         return re.sub(r"\ts_nop \d+\n(?=.*_dpp )", "", text)
 
-    case = case_of("dsv4 in_place_128_decode in_registers: small")
+    case = case_of("dsv4 in_place_128 in_registers: small")
     assert list(caught(case, change)) == ["Hazard"]
 
 
