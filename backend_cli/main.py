@@ -68,7 +68,8 @@ def demo(
         raise CliError(
             f"the demo needs {' and '.join(missing)}: pip install 'kda-dsv4-backend[cpu]'"
         )
-    # read when torch is loaded: threads that wait sleep, so that a busy machine does not stretch it
+    # read when torch is loaded; threads that wait for one another would stretch it on a busy machine
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from backend_cli.demo import run
 

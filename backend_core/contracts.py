@@ -55,8 +55,8 @@ def once(check: Callable[Values, Result]) -> Callable[Values, Result]:
             new = {kind for kind in kinds if issubclass(kind, Tensor)} - tensors
             if new:
                 tensors.update(new)
-                return checked(*values)
-            result = check(*values)
+                return checked(*values, **named)
+            result = check(*values, **named)
         if len(found) >= _KEPT:
             found.clear()
         found[key] = result

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -89,10 +88,10 @@ def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
 def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     """One shape, and (schedule, ms) of every candidate."""
     from backend_core.testing.timing import graph_time_ms
-    from benchmarks.bench_kda_prefill import Ours, make_case
+    from benchmarks.bench_kda_prefill import Ours, draw
+    from kda_backend.prefill import two_stage_sm90 as pipeline
 
-    pipeline = importlib.import_module("kda_backend.prefill.two_stage_sm90")
-    ours = Ours(make_case(lens, heads, "init", None, seed=7))
+    ours = Ours(draw(lens, heads, "init", None, seed=7))
     plan = ours.step_plan
     shape = PrefillShape(
         plan.num_chunks * heads, heads * len(lens), plan.max_chunks, heads * plan.long_sequences

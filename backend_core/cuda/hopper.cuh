@@ -37,7 +37,7 @@ __device__ __forceinline__ u32 compiler_fence(u32 x) {
 __device__ __forceinline__ u32 cast_smem_ptr_to_uint(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
-// The block's dynamic shared memory.
+// The CTA's dynamic shared memory.
 __device__ __forceinline__ unsigned char* dynamic_shared_memory() {
     extern __shared__ __align__(1024) unsigned char raw[];
     return raw;
@@ -56,6 +56,10 @@ __device__ __forceinline__ uint4 load_shared(u32 from) {
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
     return x;
 }
+// A kernel's source instantiates this with the size of its dynamic shared memory, which the host
+// reads from the name of the instance. (A constant in the module would add time to each launch.)
+template <unsigned BYTES>
+__global__ void shared_bytes() {}
 // How long the L2 cache keeps what is accessed.
 enum CacheHint { EVICT_NORMAL = 0, EVICT_FIRST = 1, EVICT_LAST = 2 };
 template <int HINT>
@@ -91,7 +95,7 @@ __device__ __forceinline__ void store_global(uint2* p, uint2 x, u64 policy) {
 
 // ---- programmatic dependent launch ----
 
-// The next kernel in the stream may start once every block of this one has said so or has ended.
+// The next kernel in the stream may start once every CTA of this one has said so or has ended.
 __device__ __forceinline__ void launch_dependent_grids() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -117,7 +121,7 @@ __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
-// The address that a shared variable of this block has at block ``rank`` of the cluster.
+// The address that a shared variable of this CTA has at CTA ``rank`` of the cluster.
 __device__ __forceinline__ u32 set_block_rank(u32 address, int rank) {
     u32 y;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
@@ -138,7 +142,7 @@ struct ClusterBarrier {
     __device__ __forceinline__ void arrive() {
         asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address()) : "memory");
     }
-    // At the same barrier of block ``rank`` of the cluster.
+    // At the same barrier of CTA ``rank`` of the cluster.
     __device__ __forceinline__ void arrive(int rank) {
         asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
                      ::"r"(set_block_rank(address(), rank)) : "memory");
@@ -213,7 +217,7 @@ __device__ __forceinline__ void bulk_copy_g2s(void* to, const void* from, u32 by
         ::"r"(cast_smem_ptr_to_uint(to)), "l"(from), "r"(bytes), "r"(barrier.address()),
         "l"(policy) : "memory");
 }
-// Shared memory to the same place in block ``rank`` of the cluster; completes at the barrier there.
+// Shared memory to the same place in CTA ``rank`` of the cluster; completes at the barrier there.
 __device__ __forceinline__ void bulk_copy_s2s(void* data, u32 bytes,
                                               ClusterTransactionBarrier& barrier, int rank) {
     const u32 from = cast_smem_ptr_to_uint(data);
@@ -222,7 +226,7 @@ __device__ __forceinline__ void bulk_copy_s2s(void* data, u32 bytes,
         "[%3];" ::"r"(set_block_rank(from, rank)), "r"(from), "r"(bytes),
         "r"(set_block_rank(barrier.address(), rank)) : "memory");
 }
-// x to the same variable in block ``rank`` of the cluster; completes at the barrier there.
+// x to the same variable in CTA ``rank`` of the cluster; completes at the barrier there.
 __device__ __forceinline__ void store_shared_remote(float x, float* variable,
                                                     ClusterTransactionBarrier& barrier, int rank) {
     const u32 to = set_block_rank(cast_smem_ptr_to_uint(variable), rank);
@@ -364,7 +368,7 @@ __device__ __forceinline__ void warpgroup_fence_operand(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
-// Registers per thread from here on, taken from or given to the other warpgroups of the block.
+// Registers per thread from here on, taken from or given to the other warpgroups of the CTA.
 template <int REGISTERS>
 __device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -1,5 +1,5 @@
-// Types, approximate functions and conversions of numbers. A pair is two 16-bit numbers in a u32, the
-// first of them in the low half.
+// Types, approximate functions and conversions of numbers. A pair is two 16-bit numbers in a u32,
+// the first of them in the low half.
 #pragma once
 
 typedef unsigned int u32;

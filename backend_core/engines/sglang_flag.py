@@ -13,15 +13,18 @@ declines, is upstream's. There are two sorts of claim:
 - `BackendClaim`, of kind ``"mla"``, ``"sparse_mla"`` or ``"attention"``: the family is asked for a
   class that stands in the place of sglang's full-attention backend.
 
-Two hooks do it, both in modules that sglang's launcher imports anyway. ``dsv4`` is also the name of
+Two hooks do it, both in modules that sglang's launcher imports anyway, and a third where a claim
+takes memory, once the launcher's schedulers import their ModelRunner. ``dsv4`` is also the name of
 sglang's own attention backend, which it chooses for DeepSeek-V4 by itself: only where a user passes
 it does it mean this package.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from sglang.srt import server_args as server_args_module
@@ -32,6 +35,7 @@ from sglang.srt.utils.common import rank0_log
 
 from backend_core import engines
 from backend_core.engines import ENGINES
+from backend_core.engines.after_import import after_import
 from backend_core.strict import fallback
 
 
@@ -45,12 +49,15 @@ class LayerClaim:
         present: whether sglang's attention backend, of the model that its ModelRunner holds, has
             such layers.
         install: called with both where it has: weights are loaded, pools allocated.
+        reserve: called with a ModelRunner before its pools are sized, weights loaded: memory that
+            is taken here is in sglang's account. For any model; `present` is asked later.
     """
 
     kind: str
     title: str
     present: Callable[[Any, Any], bool]
     install: Callable[[Any, Any], None]
+    reserve: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class BackendClaim:
     choose: Callable[[Any, Any], type | str]
 
 
+_MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
 _REQUESTED = "_kda_dsv4_requested"  # on ServerArgs, which sglang pickles to its schedulers
 _OTHER_FLAGS = (
     "prefill_attention_backend",
@@ -127,6 +135,35 @@ def _register_hooks() -> None:
     HookRegistry.register(
         f"{attention_registry.__name__}.attn_backend_wrapper", build_backend, HookType.AROUND
     )
+    after_import(_MODEL_RUNNER, _reserve_before_pools)
+
+
+def _reserve_before_pools(module: ModuleType) -> None:
+    allocate = module.ModelRunner.alloc_memory_pool
+    if hasattr(allocate, "_kda_dsv4"):
+        return
+
+    @functools.wraps(allocate)
+    def reserve_and_allocate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if refusal(self.server_args) is None and getattr(self.server_args, _REQUESTED, None):
+            for claims in _families.values():
+                for claim in claims:
+                    if isinstance(claim, LayerClaim) and claim.reserve is not None:
+                        claim.reserve(self)
+        return allocate(self, *args, **kwargs)
+
+    reserve_and_allocate._kda_dsv4 = True  # type: ignore[attr-defined]
+    module.ModelRunner.alloc_memory_pool = reserve_and_allocate
+
+
+def refusal(server_args: Any) -> str | None:
+    """Why no layer is served under these arguments."""
+    if server_args.enable_deterministic_inference:
+        return (
+            "--enable-deterministic-inference is on, and the kernel paths of this backend change"
+            " with the batch"
+        )
+    return None
 
 
 def take_flag(server_args: Any) -> None:
@@ -149,6 +186,9 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
     """In the place of ``attn_backend_wrapper``: sglang's attention backend with what is claimed."""
     family = getattr(runner.server_args, _REQUESTED, None)
     if family is None:
+        return build(runner, full_attn_backend)
+    if (reason := refusal(runner.server_args)) is not None:
+        fallback(f"--attention-backend {family}: {reason}")
         return build(runner, full_attn_backend)
     chosen = _full_attention(runner, full_attn_backend)
     backend = build(runner, full_attn_backend if chosen is None else chosen)
@@ -173,7 +213,7 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
 
 
 def _full_attention(runner: Any, upstream: Any) -> Any | None:
-    """What a family puts in the place of sglang's full-attention backend; ``None`` where none does."""
+    """What a family puts in the place of sglang's full-attention backend, if one does."""
     for family, claims in _families.items():
         for claim in claims:
             if not isinstance(claim, BackendClaim) or claim.kind != kind_of(runner):

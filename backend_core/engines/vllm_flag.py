@@ -215,6 +215,26 @@ def broken(family: str) -> str | None:
     return _families[family].broken if family in _families else None
 
 
+def batch_invariant() -> bool:
+    """Whether the user asks that a request's result depend on nothing else in its batch."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def log_failed_step(what: str, error: Exception) -> None:
+    """Say once what failed in a step, before its exception leaves this backend.
+
+    There is no way back to upstream's code: other sequences of the step may have been written. So
+    vLLM ends the engine and fails every request in it, and none gets a wrong answer.
+    """
+    _log_once(
+        f"kda-dsv4-backend: the step of {what} failed, and vllm will end this engine and its"
+        f" requests: {type(error).__name__}: {error}",
+        logger.error,
+    )
+
+
 def kind_of(selector: Any) -> str:
     """The kind of a layer that asks for an attention backend, from its selector configuration."""
     if not selector.use_mla:

@@ -67,7 +67,7 @@ class InRegisters:
         rope_table: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
-        self._launch(
+        self._launch.launch(
             (seq_lens.shape[0], 1, 1),
             kv_ptr=kv,
             weight_ptr=weight,

@@ -74,8 +74,8 @@ def in_place_variant(path: KernelPath, head_dim: int, compress_ratio: int, rotat
     """``norm_rope_rotate_kernel``."""
     from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
 
-    constexprs = {"D": head_dim, "RATIO": compress_ratio, "HAS_ROTATION": rotate}
-    constexprs |= _pdl(path, norm_rope_rotate_kernel)
+    constexprs: dict[str, Any] = _pdl(path, norm_rope_rotate_kernel)
+    constexprs |= {"D": head_dim, "RATIO": compress_ratio, "HAS_ROTATION": rotate}
     return Variant(norm_rope_rotate_kernel, constexprs, _options(path))
 
 
@@ -111,7 +111,7 @@ def _options(path: KernelPath) -> dict[str, Any]:
     return options
 
 
-def _pdl(path: KernelPath, kernel: Any) -> dict[str, str]:
+def _pdl(path: KernelPath, kernel: Any) -> dict[str, Any]:
     """``PDL`` of a kernel (``backend_core.kernels.pdl``); off in Triton's interpreter."""
     from triton.runtime import JITFunction
 

@@ -70,7 +70,7 @@ class _Bound:
 
     Attributes:
         norm: sglang's module, which identifies the compressor.
-        layer: ``None`` where the compressor stays on stock code.
+        layer: ``None`` where the compressor stays on upstream's code.
         memory: the address of its records; a pool that moves is bound anew.
         launches: what its calls have bound.
     """
@@ -158,7 +158,7 @@ class FusedStep:
 
 
 def _unserved(call: dict[str, Any]) -> str | None:
-    """Why a compressor of this kind stays on stock code."""
+    """Why a compressor of this kind stays on upstream's code."""
     halves = 2 if call["compress_ratio"] == 4 else 1
     width = 2 * halves * call["head_dim"]
     if call["kv_score_buffer"].shape[-1] != width:

@@ -15,7 +15,7 @@ import inspect
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.compressor import (
     CompressorBackend,
@@ -27,7 +27,7 @@ from vllm.models.deepseek_v4.compressor import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from backend_core.engines import ENGINES, Engine
+from backend_core.engines import ENGINES, Engine, vllm_flag
 from backend_core.engines.vllm_flag import flag_name, logger
 from backend_core.strict import fallback
 from backend_core.target import detect_target
@@ -81,12 +81,8 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
             return f"vllm's {method.__qualname__} must take {wanted[1:]}, got {got[1:]}"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on, which the compressor of this backend does not serve"
-    if captured := _captured_mixed_mode(vllm_config):
-        return (
-            f"Model Runner V2 captures batches with prefills as {captured} CUDA graphs, and this"
-            " backend's compressor would replay its decode step for them; pass"
-            " --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
-        )
+    if vllm_flag.batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if compressor.rope_head_dim != ROPE_DIM:
         return f"RoPE must turn {ROPE_DIM} channels, got {compressor.rope_head_dim}"
     cache_format = _format(compressor)
@@ -96,19 +92,6 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
     if cache_format == "indexer_fp8" and _packs_scales():
         return "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32"
     return None
-
-
-def _captured_mixed_mode(vllm_config: VllmConfig) -> str | None:
-    """The mode in which Model Runner V2 captures a compressor's step with prefills, if it does.
-
-    Model Runner V1 runs the compressor outside of piecewise graphs, and releases without V2 have no
-    ``use_v2_model_runner``.
-    """
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is None or not getattr(vllm_config, "use_v2_model_runner", False):
-        return None
-    mixed: str | None = mode.mixed_mode().name
-    return None if mixed == "NONE" else mixed
 
 
 def _record_cache(compressor: Any) -> Any:
@@ -208,10 +191,14 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
                 return
         _, pages, layer, launches = self._bound
         state = self.state_cache.kv_cache
-        if isinstance(plan, PagedDecode):
-            compress_decode_(layer, kv_score, state, pages, plan, launches=launches)
-        else:
-            compress_prefill_(layer, kv_score, state, pages, plan, launches=launches)
+        try:
+            if isinstance(plan, PagedDecode):
+                compress_decode_(layer, kv_score, state, pages, plan, launches=launches)
+            else:
+                compress_prefill_(layer, kv_score, state, pages, plan, launches=launches)
+        except Exception as error:
+            vllm_flag.log_failed_step(f"compressor {self.state_cache.prefix}", error)
+            raise
 
 
 def _bind(
@@ -253,10 +240,13 @@ def _plan(
 ) -> PagedDecode | PagedPrefill:
     """The step's plan, built once for the layers of one kind and kept with their metadata.
 
-    Main and indexer never share one: vLLM runs them on two streams at the same time.
+    Main and indexer never share one: vLLM runs them on two streams at the same time. Nor do a
+    capture and the run before it, which may have the same metadata: a graph has to hold what
+    derives the plan from the step's lengths.
     """
     kept = states.plans
-    key = (compressor.head_dim, compressor.compress_ratio, id(records))
+    capturing = _capturing(positions)
+    key = (compressor.head_dim, compressor.compress_ratio, id(records), capturing)
     if key in kept:
         plan: PagedDecode | PagedPrefill = kept[key][0]
         return plan
@@ -270,10 +260,17 @@ def _plan(
         pdl_prefetch_safe=True,  # written before the forward pass, whose projections lie between
     )
     plan = decode
-    if states.max_query_len > 1:
+    # Only a graph of decodes replays nothing but decodes. Any other graph is captured with a dummy
+    # batch, often of one token per request, and replayed with whatever has as many tokens.
+    if states.max_query_len > 1 or (capturing and not states.replays_decodes_alone):
         plan = _prefill(decode, states, compressor.compress_ratio)
     kept[key] = (plan, records)  # the object too: its id is the key
     return plan
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _prefill(decode: PagedDecode, states: Any, compress_ratio: int) -> PagedPrefill:
@@ -302,6 +299,16 @@ class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
         metadata.query_start_loc = common_attn_metadata.query_start_loc
         metadata.max_query_len = common_attn_metadata.max_query_len
         metadata.plans = {}
+        metadata.replays_decodes_alone = False
+        return metadata
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> CompressorMetadata:
+        """For a FULL graph: of decodes, unless batches with prefills are captured so too."""
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        metadata.replays_decodes_alone = mode.mixed_mode() is not CUDAGraphMode.FULL
         return metadata
 
 

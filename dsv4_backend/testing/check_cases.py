@@ -244,8 +244,12 @@ def _queries(path: KernelPath, adversarial: bool, target: Target, device: torch.
         )
         codes, scales, out = quantise_indexer_queries(
             spec,
-            *(x.to(device) for x in (q, positions, table, weights)),
-            *(0.1, 0.5),
+            q.to(device),
+            positions.to(device),
+            table.to(device),
+            weights.to(device),
+            0.1,
+            0.5,
             target=target,
             selection=PathSelection.of(path),
         )

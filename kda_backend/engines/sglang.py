@@ -5,8 +5,8 @@
 The flag is `backend_core.engines.sglang_flag`'s: sglang chooses its full-attention backend as
 without it, unless another family claims those layers; ``--prefill-attention-backend`` and
 ``--decode-attention-backend`` still choose it by name. Once it is built, the two kernels of the
-model's KDA layers are exchanged (`sglang_layer`). ``--linear-attn-backend`` stays ``triton``: sglang ties its prefix cache of
-recurrent states to that name.
+model's KDA layers are exchanged (`sglang_layer`). ``--linear-attn-backend`` stays ``triton``:
+sglang ties its prefix cache of recurrent states to that name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backend_core.engines.sglang_flag import LayerClaim, register_family
 
 def register() -> None:
     """Make ``kda`` known to sglang; see `sglang_flag.register_family` for what it raises."""
-    claim = LayerClaim("linear_attention", "Kimi Delta Attention", _present, _install)
+    claim = LayerClaim("linear_attention", "Kimi Delta Attention", _present, _install, _reserve)
     register_family("kda", [claim])
 
 
@@ -32,3 +32,9 @@ def _install(backend: Any, runner: Any) -> None:
     from kda_backend.engines import sglang_layer
 
     sglang_layer.install(backend.linear_attn_backend, runner)
+
+
+def _reserve(runner: Any) -> None:
+    from kda_backend.engines import sglang_layer
+
+    sglang_layer.reserve(runner)

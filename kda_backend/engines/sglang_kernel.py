@@ -14,8 +14,9 @@ This kernel serves sglang 0.5.17 to 0.5.23, whose KDA layers hand over
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 
 from backend_core.strict import fallback
 from kda_backend.api import chunk_kda
-from kda_backend.decode_step import kda_decode_step
+from kda_backend.api_step import kda_decode_step
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
@@ -52,9 +53,11 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
 
     supports_track_state_snapshot = True
 
-    def __init__(self, selection: KdaSelection, device: torch.device) -> None:
+    def __init__(
+        self, selection: KdaSelection, device: torch.device, scratch: Scratch | None = None
+    ) -> None:
         self.selection = selection
-        self._scratch = Scratch(device)
+        self._scratch = Scratch(device) if scratch is None else scratch
         self._pass: _Pass | None = None
 
     def extend(
@@ -68,6 +71,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Prefill; ``call`` as `prefill` takes it."""
         try:
+            _check_known("prefill", call, _PREFILL)
             return self.prefill(self.selection, q, k, v, g, beta, **call)
         except ValueError as error:
             fallback(f"prefill: {error}")
@@ -78,6 +82,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved rows ``[N, C]`` of q, k and v; returns ``[1, N, HV, V]``."""
         try:
+            _check_known("decode", call, _STEP)
             value_heads, value_dim = call["num_v_heads"], call["head_v_dim"]
             q, k, v = split_rows(mixed_qkv, value_heads, call["ssm_states"].shape[-1], value_dim)
             return self.step(self.selection, q, k, v, a, b, **call).unsqueeze(0)
@@ -96,6 +101,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved q, k and v ``[1, N, H, D]``; returns ``[1, N, HV, V]``."""
         try:
+            _check_known("decode", call, _STEP)
             return self.step(self.selection, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
         except ValueError as error:
             fallback(f"decode: {error}")
@@ -124,7 +130,12 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         track_state: torch.Tensor | None = None,
         track_chunk_idx: torch.Tensor | None = None,
         chunk_indices: torch.Tensor | None = None,
-        **_: Any,
+        chunk_offsets: torch.Tensor | None = None,
+        extend_prefix_lens: Any = None,
+        layer_id: int | None = None,
+        state_checkpoint_cu_starts: Any = None,
+        num_state_checkpoints: Any = None,
+        state_checkpoint_every_n_tokens: int | None = None,
     ) -> Any:
         """Packed sequences of any length.
 
@@ -134,6 +145,9 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             query_start_loc: ``[N + 1]`` int32; may end before T.
             extend_seq_lens_cpu: the N lengths, where the host knows them.
             chunk_indices: given for a captured graph, after which sglang clears padded rows.
+            chunk_offsets, extend_prefix_lens, layer_id: of other kernels; nothing here reads them.
+            state_checkpoint_cu_starts, num_state_checkpoints, state_checkpoint_every_n_tokens:
+                for kernels that write checkpoints, which this one does not claim to.
             is_spec_decode: leave the states as they are.
             track_ssm_h_src: the chunks whose states sglang will read from ``h``.
 
@@ -144,6 +158,8 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         Raises:
             ValueError: the operator refuses; nothing has been written.
         """
+        if num_state_checkpoints:
+            raise ValueError(f"{num_state_checkpoints} checkpoints of the state are asked for")
         tokens = q.shape[1]
         if g.shape[1] != tokens:  # 0.5.17 pads the gates alone for a prefill graph
             g, beta = g[:, :tokens], beta[:, :tokens]
@@ -201,16 +217,26 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         A_log: torch.Tensor,
         dt_bias: torch.Tensor,
         lower_bound: float | None = None,
+        scale: float | None = None,
+        query_start_loc: torch.Tensor | None = None,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
         replayssm_d: torch.Tensor | None = None,
+        replayssm_k: torch.Tensor | None = None,
+        replayssm_g: torch.Tensor | None = None,
+        replayssm_write_pos: torch.Tensor | None = None,
+        replayssm_force_flush: torch.Tensor | None = None,
         conv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
         norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-        **_: Any,
     ) -> torch.Tensor:
         """One token of each request.
 
         Args:
             q, k: ``[N, H, K]``; v: ``[N, HV, V]``; a: raw gate and b: step-size logits, of
                 ``N * HV * K`` and ``N * HV`` elements.
+            scale: K ** -0.5, which is what the kernels multiply by.
+            query_start_loc, num_v_heads, head_v_dim: what the shapes say already.
+            replayssm_d: with the other four, given with --enable-linear-replayssm.
             conv: pool ``[slots, 3, C]``, filters ``[C, 4]`` and bias, for inputs that are not
                 convolved yet.
             norm: weight ``[V]``, raw gate ``[N, HV * V]`` and epsilon of the output's norm.
@@ -223,6 +249,8 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         """
         if replayssm_d is not None:
             raise ValueError("--enable-linear-replayssm keeps states in a layout of sglang's own")
+        if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) > 1e-6:
+            raise ValueError(f"scale must be K ** -0.5, got {scale} for K = {q.shape[-1]}")
         number, heads = v.shape[:2]
         stages: dict[str, Any] = {}
         if conv is not None:
@@ -281,6 +309,20 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         )
         self._pass = _Pass(step_plan, layer, capturing)
         return step_plan
+
+
+def _keywords(method: Callable[..., Any]) -> frozenset[str]:
+    parameters = inspect.signature(method).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+_PREFILL, _STEP = _keywords(KdaKernel.prefill), _keywords(KdaKernel.step)
+
+
+def _check_known(phase: str, call: Collection[str], known: frozenset[str]) -> None:
+    """Raises ValueError for an argument that a release of sglang added and nothing here reads."""
+    if unknown := set(call) - known:
+        raise ValueError(f"sglang passes {', '.join(sorted(unknown))}, unknown to its {phase} here")
 
 
 def split_rows(

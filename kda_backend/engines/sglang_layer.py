@@ -14,8 +14,90 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
+from kda_backend.api import chunk_kda
 from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
+from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, selection_for, warm_up
+from kda_backend.step_plan import build_step_plan
+
+_SCRATCH = "_kda_dsv4_scratch"  # on a ModelRunner, from `reserve` to `install`
+# Requests of a prefill step where --max-running-requests does not say: a step of more grows the
+# scratch memory, a tile for the started chunk of each.
+_REQUESTS = 128
+
+
+def reserve(runner: Any) -> None:
+    """Take the scratch memory of the largest prefill step before sglang sizes its pools.
+
+    sglang gives its pools a share of what is free after the weights are loaded: memory that is
+    taken now is in its account, and memory that a step takes later is not.
+    """
+    layers = _kda_layers(runner)
+    device = torch.device(runner.device)
+    selection = _selection(layers, [], device, runner.dtype) if layers else None
+    if selection is None:
+        return
+    args = runner.server_args
+    tokens = args.chunked_prefill_size
+    if tokens is None or tokens < 1:  # -1: prompts are not cut
+        tokens = args.max_prefill_tokens
+    requests = max(1, min(args.max_running_requests or _REQUESTS, tokens))
+    scratch = Scratch(device)
+    reserve_scratch(selection, scratch, tokens, requests)
+    setattr(runner, _SCRATCH, scratch)
+    rank0_log(
+        f"kda-dsv4: scratch memory of {tokens} tokens of {requests} requests is"
+        f" {scratch.nbytes / 2**20:.0f} MiB, taken before the pools are sized"
+    )
+
+
+def reserve_scratch(selection: KdaSelection, scratch: Scratch, tokens: int, requests: int) -> None:
+    """Grow ``scratch`` to what a prefill of so many tokens and requests takes, by running one."""
+    shape, device = selection.shape, scratch.flags().device
+    lengths = [tokens - requests + 1] + [1] * (requests - 1)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    keys = torch.zeros(1, tokens, shape.num_heads, shape.key_dim, dtype=shape.dtype, device=device)
+    values = torch.zeros(
+        1, tokens, shape.num_value_heads, shape.value_dim, dtype=shape.dtype, device=device
+    )
+    g = torch.zeros(
+        1, tokens, shape.num_value_heads, shape.key_dim, dtype=shape.dtype, device=device
+    )
+    pool = torch.zeros(
+        1, shape.num_value_heads, shape.value_dim, shape.key_dim, dtype=torch.float32, device=device
+    )
+    heads = torch.zeros(shape.num_value_heads, device=device)
+    chunk_kda(
+        keys,
+        keys,
+        values,
+        g,
+        g[..., 0],
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=-5.0 if shape.bounded_gate else None,
+        A_log=heads,
+        dt_bias=heads.new_zeros(shape.num_value_heads * shape.key_dim),
+        step_plan=build_step_plan(
+            bounds.to(device),
+            tokens,
+            cu_seqlens_cpu=bounds,
+            chunk_table=selection.target.vendor != "cpu",
+        ),
+        state_pool=pool,
+        state_indices=torch.full((requests,), -1, dtype=torch.int32, device=device),
+        scratch=scratch,
+        selection=selection,
+    )
+
+
+def _kda_layers(runner: Any) -> list[Any]:
+    return [
+        layer
+        for layer in runner.model.modules()
+        if isinstance(layer, RadixLinearAttention) and layer.A_log is not None
+    ]
 
 
 def install(backend: Any, runner: Any) -> None:
@@ -24,18 +106,14 @@ def install(backend: Any, runner: Any) -> None:
     ``runner`` is sglang's ModelRunner, with its weights loaded and its pools allocated. What
     cannot be served stays on upstream code, and is reported.
     """
-    layers = [
-        layer
-        for layer in runner.model.modules()
-        if isinstance(layer, RadixLinearAttention) and layer.A_log is not None
-    ]
+    layers = _kda_layers(runner)
     device = torch.device(runner.device)
     pools = backend.req_to_token_pool
     states = [pools.mamba2_layer_cache(layer.layer_id).temporal for layer in layers]
     selection = _selection(layers, states, device, runner.dtype)
     if selection is None:
         return
-    kernel = KdaKernel(selection, device)
+    kernel = KdaKernel(selection, device, runner.__dict__.pop(_SCRATCH, None))
     dispatcher = backend.kernel_dispatcher
     ours = []
     for phase, name in (("prefill", "extend_kernel"), ("decode", "decode_kernel")):
@@ -68,13 +146,17 @@ def decode_layer(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    **engine: Any,
+    q: None = None,
+    k: None = None,
+    v: None = None,
+    save_kv_cache: bool = True,
+    **unknown: Any,
 ) -> Any:
     """KDAAttnBackend.forward_decode, with the convolution in the launch of the delta rule.
 
     ``mixed_qkv [N, C]``, raw gate ``a`` and step-size logits ``b``, of one token of each request;
     returns ``o [1, N, HV, V]``. Kimi-K3's layers also offer their output's norm, which then ends
-    the same launch.
+    the same launch. q, k, v and save_kv_cache are of softmax layers.
     """
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     indices = backend.forward_metadata.mamba_cache_indices
@@ -88,12 +170,12 @@ def decode_layer(
     try:
         if getattr(layer, "_k3_deferred_f_b", False):
             raise ValueError("the gate's projection was left to a kernel of sglang's own")
-        q, k, v = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+        if unknown:
+            raise ValueError(f"sglang passes {', '.join(sorted(unknown))}, unknown to decode here")
+        rows = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
         o = kernel.step(
             kernel.selection,
-            q,
-            k,
-            v,
+            *rows,
             a,
             b,
             ssm_states=cache.temporal,
@@ -108,7 +190,16 @@ def decode_layer(
     except ValueError as error:
         fallback(f"decode: {error}")
         return upstream(
-            layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **engine
+            layer=layer,
+            forward_batch=forward_batch,
+            mixed_qkv=mixed_qkv,
+            a=a,
+            b=b,
+            q=q,
+            k=k,
+            v=v,
+            save_kv_cache=save_kv_cache,
+            **unknown,
         )
     if norm is not None:
         layer._k3_onorm_consumed = True
@@ -138,9 +229,11 @@ def compile_kernels(
         "dt_bias": layer.dt_bias,
         "lower_bound": layer.lower_bound,
     }
-    raw_beta = "beta_is_raw" in inspect.signature(TritonKDAKernel.extend).parameters
     tracked: dict[str, Any] = {"return_intermediate_states": True}
-    if raw_beta:
+    # logits, or steps that the model has put through the sigmoid: 0.5.20 and newer pass either
+    raw_betas = [False]
+    if "beta_is_raw" in inspect.signature(TritonKDAKernel.extend).parameters:
+        raw_betas = [True, False]
         shape = (1, *cache.temporal.shape[1:])
         snapshot = torch.empty(shape, dtype=torch.float32, device=device)
         tracked = {"track_state": snapshot, "track_chunk_idx": padded[:1]}
@@ -155,8 +248,8 @@ def compile_kernels(
 
     def prefill(selection: KdaSelection) -> None:
         tokens = 65  # a full chunk and the start of another
-        for (extra, beta_extra), tracking in itertools.product(
-            ((0, 0), (0, 1), (1, 1)), ({}, tracked)
+        for (extra, beta_extra), tracking, raw_beta in itertools.product(
+            ((0, 0), (0, 1), (1, 1)), ({}, tracked), raw_betas
         ):
             mixed_qkv, g, beta = inputs(tokens, extra, beta_extra)
             if not raw_beta:
@@ -220,7 +313,7 @@ def _selection(
 ) -> KdaSelection | None:
     """The paths of a model's KDA layers; ``None``, and a report, where there are none.
 
-    ``states``: the pool of each layer.
+    ``states``: the pool of each layer; before there are any they are taken to be aligned.
     """
     tensors = (*states, *(layer.conv_weights for layer in layers))
     aligned = all(x.data_ptr() % 16 == 0 for x in tensors) and all(

@@ -17,7 +17,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from backend_core.engines.vllm_flag import logger, requested
+from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger, requested
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend import layer
@@ -46,7 +46,12 @@ class Runtime:
 
 
 def runtime_of(
-    vllm_config: VllmConfig, module: Any, shape: KdaShape, *, verifies_drafts: bool
+    vllm_config: VllmConfig,
+    module: Any,
+    shape: KdaShape,
+    *,
+    verifies_drafts: bool,
+    full_rank_gate: bool = False,
 ) -> Runtime | None:
     """The runtime of a model's layers where the flag asks for it and a path serves them.
 
@@ -65,6 +70,8 @@ def runtime_of(
     drafts = 0 if speculative is None else 1 + speculative.num_speculative_tokens
     unknown_drafts = bool(drafts) and not verifies_drafts
     refusal = _refusal(shape, module.get_state_dtype()[1], module.conv_size, unknown_drafts)
+    if full_rank_gate:  # its forward also exports prefill checkpoints
+        refusal = "KDA layers with a full-rank gate are not replaced"
     if refusal is None:
         try:
             return _runtime(
@@ -83,6 +90,8 @@ def runtime_of(
 def _refusal(
     shape: KdaShape, state_dtype: torch.dtype, conv_size: int, unknown_drafts: bool
 ) -> str | None:
+    if batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if unknown_drafts:
         return "speculative decoding is on, which the KDA layers of this backend do not serve"
     if state_dtype not in (torch.float32, torch.bfloat16):
@@ -124,7 +133,7 @@ def attend(
     gate: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """A layer between its projections.
+    """A layer between its projections; see `log_failed_step` for what an exception does.
 
     Args:
         module: the engine's layer: its prefix and its cache.
@@ -137,6 +146,17 @@ def attend(
     if metadata is None:
         _profile(runtime, weights, module, qkv, g, beta, gate, out)
         return
+    whole = Tokens(qkv, g, beta, gate, out)
+    try:
+        _run_step(runtime, weights, module, whole, metadata)
+    except Exception as error:
+        log_failed_step(f"KDA layer {module.prefix}", error)
+        raise
+
+
+def _run_step(
+    runtime: Runtime, weights: LayerWeights, module: Any, whole: Tokens, metadata: Any
+) -> None:
     step = getattr(metadata, _STEP, None)
     # the layers that share metadata have caches and projections of one shape
     checked = step is not None
@@ -146,7 +166,7 @@ def attend(
     conv_pool, state_pool = module.kv_cache
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
-    whole, pools = Tokens(qkv, g, beta, gate, out), Pools(conv_pool, state_pool)
+    pools = Pools(conv_pool, state_pool)
     if step.draft is not None:
         _verify(runtime, weights, whole, pools, step.draft, step.prefill)
         return
@@ -156,8 +176,8 @@ def attend(
     if step.prefill is not None:
         tokens = _rows(whole, step.prefill)
         _prefill(runtime, weights, tokens, window, step.prefill, checked=checked)
-    if step.num_tokens < out.shape[0]:
-        out[step.num_tokens :].zero_()
+    if step.num_tokens < whole.out.shape[0]:
+        whole.out[step.num_tokens :].zero_()
 
 
 def _rows(tokens: Tokens, segment: Segment) -> Tokens:

@@ -26,7 +26,10 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         bounded = self.gate_lower_bound is not None
         shape = KdaShape(heads, heads, dim, dim, bounded, dtype, dtype)
         drafts = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
-        runtime = runtime_of(vllm_config, self, shape, verifies_drafts=drafts)
+        full_rank = getattr(self, "use_full_rank_gate", False)
+        runtime = runtime_of(
+            vllm_config, self, shape, verifies_drafts=drafts, full_rank_gate=full_rank
+        )
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention
             return

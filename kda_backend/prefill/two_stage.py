@@ -182,7 +182,7 @@ def _two_stage_kernels(
     pow2_v = max(16, triton.next_power_of_2(value_dim))
     least, most = (min(rows, pow2_v) for rows in (params.block_v, params.block_v_max))
     scan_stages = params.scan_num_stages
-    overlap = params.scan_overlaps and is_gpu
+    pdl = params.scan_pdl and is_gpu
     if pow2_k * dtype.itemsize > 256:
         # the table is for rows of up to 128 half-precision channels: of wider ones fewer chunks
         # fit shared memory, and fewer value rows the registers
@@ -202,13 +202,13 @@ def _two_stage_kernels(
             "L2NORM": l2norm,
             "PRECISION": precision,
             "FAST_MATH": fast_math,
-            "OVERLAP": overlap,
+            "PDL": "release_first" if pdl else "off",
             "CHUNK": CHUNK,
         },
         intra_options,
     )
-    scan_options = {"num_warps": params.scan_num_warps}
-    if overlap:
+    scan_options: dict[str, int | bool] = {"num_warps": params.scan_num_warps}
+    if pdl:
         scan_options["launch_pdl"] = True
     scans = {
         rows: KernelLaunch(
@@ -221,7 +221,7 @@ def _two_stage_kernels(
                 "PRECISION": precision,
                 "NUM_STAGES": scan_stages,
                 "NUM_SNAPSHOTS": num_snapshots,
-                "OVERLAP": overlap,
+                "PDL": "wait" if pdl else "off",
                 "CHUNK": CHUNK,
             },
             scan_options,

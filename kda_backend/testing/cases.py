@@ -113,7 +113,7 @@ class Case:
         )
 
     def to(self, device: torch.device) -> Case:
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
@@ -201,9 +201,14 @@ def make_case(
         logit = logit.sigmoid()
     if not l2norm:
         q, k = reference.l2norm(q), reference.l2norm(k)
+    q, k, v, raw, logit = (x.to(dtype) for x in (q, k, v, raw, logit))
     return Case(
         tuple(lengths),
-        *(x.to(dtype) for x in (q, k, v, raw, logit)),
+        q,
+        k,
+        v,
+        raw,
+        logit,
         a_log if gate != "log" and with_a_log else None,
         dt_bias if gate != "log" else None,
         randn(len(lengths), value_heads, value_dim, key_dim),

@@ -62,14 +62,14 @@ def small(operator: str) -> Case:
 def hard(operator: str, gate: str = "softplus") -> Case:
     """Four regimes of gate and keys, and ragged lengths; `run` adds a cold and a padded row."""
     lengths = (1, 63, 64, 150, 5) if operator == "prefill" else (1,) * _ROWS
-    model = {"heads": 8, "key_dim": 128, "value_dim": 128}
+    model: dict[str, Any] = {"heads": 8, "key_dim": 128, "value_dim": 128}
     return make_case(_SEED, lengths, regime=HARD_REGIMES, gate=gate, **model)
 
 
 def uneven(operator: str) -> Case:
     """fp32, with dimensions that no tile divides."""
     lengths = (70, 3) if operator == "prefill" else (1, 1)
-    model = {"value_heads": 2, "key_dim": 48, "value_dim": 24}
+    model: dict[str, Any] = {"value_heads": 2, "key_dim": 48, "value_dim": 24}
     return make_case(_SEED, lengths, dtype=torch.float32, **model)
 
 
@@ -158,8 +158,13 @@ def run_step(path: KernelPath, target: Target, device: torch.device, **flags: An
     """
     case, pools, slots = _step_inputs(_ROWS, device, **flags)
     before = pools.copy()
+    q, k, v, g, beta = case.tokens
     o = kda_decode_step(
-        *case.tokens,
+        q,
+        k,
+        v,
+        g,
+        beta,
         pools.states,
         torch.tensor(slots, dtype=torch.int32, device=device),
         selection=forced(path, target, case.shape),
@@ -193,8 +198,13 @@ def run_draft(path: KernelPath, target: Target, device: torch.device) -> Answer:
     before = pools.copy()
     shape = (_ROWS, _DRAFT, *pools.states.shape[1:])
     kept = torch.full(shape, math.nan, device=device)
+    q, k, v, g, beta = case.tokens
     o = kda_verify_step(
-        *case.tokens,
+        q,
+        k,
+        v,
+        g,
+        beta,
         pools.states,
         torch.tensor(slots, dtype=torch.int32, device=device),
         intermediate_states=kept,
@@ -219,7 +229,7 @@ def _step_inputs(
     tokens: int, device: torch.device, **flags: Any
 ) -> tuple[StepCase, StepPools, list[int]]:
     """A layer of 8 heads of 128, filled pools, and the slots of five rows, the last padded."""
-    model = {"heads": 8, "key_dim": 128, "value_dim": 128}
+    model: dict[str, Any] = {"heads": 8, "key_dim": 128, "value_dim": 128}
     case = make_step(_SEED, tokens, device=device, regime=HARD_REGIMES, **model, **flags)
     pools = StepPools(case, _ROWS + 2)
     pools.fill(_SEED, list(range(_ROWS + 2)))

@@ -58,7 +58,7 @@ class StepCase:
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of the packed projection, as an engine has them."""
         keys = self.heads * self.g.shape[2]
-        q, k, v = self.packed.split([keys, keys, self.channels - 2 * keys], 1)
+        q, k, v = torch.split(self.packed, [keys, keys, self.channels - 2 * keys], 1)
         key_dim = self.g.shape[2]
         return (
             q.unflatten(1, (self.heads, key_dim)),
@@ -192,7 +192,7 @@ def make_step(
         1.0 + 0.1 * randn(value_dim),
         **flags,
     )
-    moved = {
+    moved: dict[str, Any] = {
         field.name: value.to(device)
         for field in dataclasses.fields(case)
         if isinstance(value := getattr(case, field.name), torch.Tensor)

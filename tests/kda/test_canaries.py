@@ -75,7 +75,7 @@ def chunk(kernels: Backend) -> Run:
 
 @pytest.fixture
 def token(kernels: Backend) -> Run:
-    return run_on(kernels, "decode", "recurrent")
+    return run_on(kernels, "recurrent", "recurrent")
 
 
 def test_prefill_reading_the_state_transposed_is_seen(
@@ -163,6 +163,7 @@ _TREE = """\
 """
 _ANCHORED = """\
         b_rel = tl.dot(_sum_mask(_PREFIX, DOT), b_g, input_precision=PRECISION)
+        o_s = tl.arange(0, 16)
         b_rel -= {anchor}
         b_up = ex2({row}, FAST_MATH).to(DOT)
         b_y = b_k * ex2({column}, FAST_MATH).to(DOT)

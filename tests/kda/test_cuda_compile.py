@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +13,12 @@ import pytest
 import torch
 
 from backend_core.launch.cuda import CudaParams
+from kda_backend.decode import step_sm90
 from kda_backend.launch_params import FusedStepSm90Params
+from kda_backend.prefill import two_stage_sm90 as prefill
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
-# the packages have functions of these modules' names
-prefill = importlib.import_module("kda_backend.prefill.two_stage_sm90")
-step_sm90 = importlib.import_module("kda_backend.decode.step_sm90")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 REPORT = Path(__file__).parent / "cuda_report.json"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

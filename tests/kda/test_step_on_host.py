@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,12 +19,12 @@ import torch
 from backend_core.launch.cuda import PARAMS_HEADER
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
+from kda_backend.decode import step_sm90 as pipeline
 from kda_backend.launch_params import TABLES
 from kda_backend.testing.steps import StepPools, make_step
 from tests.kda.cases import Backend, run_step
 from tests.kda.test_decode_step import assert_rows
 
-pipeline = importlib.import_module("kda_backend.decode.step_sm90")
 HOST = Path(__file__).parent / "step_on_host"
 # one of each shape: how long the L2 cache keeps a state is nothing to a CPU
 ROWS = {

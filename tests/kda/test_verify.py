@@ -304,6 +304,6 @@ def test_wrong_input_is_refused_before_anything_is_written(seed: int) -> None:
 def test_a_draft_longer_than_its_buffer_is_refused(seed: int) -> None:
     cpu = Backend("torch", torch.device("cpu"))
     draft = Draft(cpu, seed, (3, 3), heads=1)
-    with pytest.raises(ValueError, match="at most 2 tokens, got 3 a sequence"):
+    with pytest.raises(ValueError, match="at most 2 tokens, got 3 per sequence"):
         draft.run(cpu, intermediate_states=draft.states[:, :2],
                   intermediate_conv=draft.windows[:, :2].transpose(2, 3))  # fmt: skip

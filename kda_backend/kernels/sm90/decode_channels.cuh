@@ -59,7 +59,7 @@ __device__ __forceinline__ float softplus_log2(float x) {
 // Where a thread stands in the step.
 struct Place {
     int t, warp, lane, column;  // column: of the eight lanes that share a row
-    int rank, head;             // block of the head's cluster; value head
+    int rank, head;             // CTA of the head's cluster; value head
     i64 n;                      // row of the batch
     int t_k, row;               // a thread has channel t of q and the decay, channel t_k of k, and
     bool has_q, has_k, has_row;  // value `row`, the lane / 8th of the column'th four of its warp

@@ -1,4 +1,5 @@
-// The states of one warp in a decode step: WARP_ROWS rows of 128 channels, fetched in one of two ways.
+// The states of one warp in a decode step: WARP_ROWS rows of 128 channels, fetched in one of two
+// ways.
 #pragma once
 
 #include "decode_channels.cuh"
@@ -27,11 +28,11 @@ struct StateTile<false> {
 struct __align__(16) Vectors {
     float q[D], k[D], decay[D];
     float squares[SPLIT][WARPS];           // of the outputs of each warp of the head
-    ClusterTransactionBarrier norm_ready;  // the squares of all blocks are there
+    ClusterTransactionBarrier norm_ready;  // the squares of all CTAs are there
 };
 struct Shared : StateTile<DIRECT>, Vectors {};
 // Read by the host from the compiled kernel.
-extern "C" __constant__ const int shared_bytes = sizeof(Shared);
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 __device__ __forceinline__ float4 to_float4(float4 x) { return x; }
 __device__ __forceinline__ float4 to_float4(uint2 x) {

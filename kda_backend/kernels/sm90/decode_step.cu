@@ -1,10 +1,10 @@
 // One KDA decode step of a layer on Hopper, K = V = 128: what kernels/decode_step.py computes.
 //
-// A head's state is SPLIT shares of ROWS = 128 / SPLIT value rows, one for each block of a cluster.
-// Each of a block's WARPS warps has rows of its own, which it fetches, updates in registers and
+// A head's state is SPLIT shares of ROWS = 128 / SPLIT value rows, one for each CTA of a cluster.
+// Each of a CTA's WARPS warps has rows of its own, which it fetches, updates in registers and
 // stores without waiting for other warps:
 //
-//     kernel before    each thread                                   other blocks of the head
+//     kernel before    each thread                                   other CTAs of the head
 //     still runs       if nothing in flight writes them
 //                      (pdl_prefetch_safe): slot, state, window,
 //                      weights are requested
@@ -15,20 +15,20 @@
 //                      chunk by chunk: o and the new state of each   (update_rows)
 //                      row; the state is stored
 //                      sum of o^2 of the warp                        (normalise)
-//                      cluster_wait; the sum to all blocks      ->   norm_ready
+//                      cluster_wait; the sum to all CTAs      ->   norm_ready
 //                      shift the convolution's window
 //                      o / rms, times the gate, is stored
 //
-// Eight lanes share a row, 16 channels each, so a warp has four rows at a time and the products with
-// the state (S k and S q in one pass: o = S_old q + (k q) delta) take three shuffles. What concerns
-// a row alone (v, norm, output) is done by one of its lanes.
+// Eight lanes share a row, 16 channels each, so a warp has four rows at a time and the products
+// with the state (S k and S q in one pass: o = S_old q + (k q) delta) take three shuffles. What
+// concerns a row alone (v, norm, output) is done by one of its lanes.
 //
 // Compile-time: SPLIT, WARPS, MIN_BLOCKS per SM, LOAD_HINT and STORE_HINT (CacheHint), GATE, BETA,
 // L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM, STATE_BF16 (else fp32), DT_* (decode_channels.cuh).
 
 #include "decode_state.cuh"
 
-// Blocks of a head wait for one another: for the window, and before they write to each other.
+// CTAs of a head wait for one another: for the window, and before they write to each other.
 static constexpr bool NEEDS_CLUSTER_SYNC = SPLIT > 1 && (HAS_CONV || HAS_NORM);
 
 __device__ __forceinline__ float dot(float4 a, float4 b) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ Output update_rows(Shared& s, const Place& at,
     return out;
 }
 
-// After the rows: the blocks of the head meet, the window is shifted, the output normalised.
+// After the rows: the CTAs of the head meet, the window is shifted, the output normalised.
 __device__ __forceinline__ float normalise(const Params& p, Shared& s, const Place& at,
                                            const Inputs& x, i64 slot, Output out) {
     if (HAS_NORM) {
@@ -171,7 +171,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     __syncwarp();
     const i64 out_at = at.n * p.out.stride + at.head * D + at.row;
-    if (slot < 0 || slot == p.null_slot) {  // the same in all blocks of the head
+    if (slot < 0 || slot == p.null_slot) {  // the same in all CTAs of the head
         if (p.pdl_prefetch_safe) wait_on_dependent_grids();
         if (at.has_row) store<DT_X>(p.out.ptr, out_at, 0.0f);
         return;

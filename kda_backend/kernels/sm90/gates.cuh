@@ -1,12 +1,12 @@
 // Log decays of a chunk, from the gate, and their sums by matrix products.
 //
-// A row's decay over some tokens of its block is 2 to a sum of log2 decays. Such sums are products of
-// a constant 0/1 matrix [8 rows, 8 tokens] and the log decays [8 tokens, channels], so the tensor
-// cores make them. Log decays enter rounded to fp16, all sums from the same rounded numbers: what g
-// rounded to 11 bits would give, and g itself has 8.
+// A row's decay over some tokens of its block is 2 to a sum of log2 decays. Such sums are products
+// of a constant 0/1 matrix [8 rows, 8 tokens] and the log decays [8 tokens, channels], so the
+// tensor cores make them. Log decays enter rounded to fp16, all sums from the same rounded numbers:
+// what g rounded to 11 bits would give, and g itself has 8.
 #pragma once
 
-#include "intra_block.cuh"
+#include "intra_cta.cuh"
 
 // Log decays are kept as fp16 times this, so that decays next to 1 stay normal numbers.
 static constexpr float LOG_SCALE = 256.0f;
@@ -58,8 +58,8 @@ __device__ __forceinline__ void tokens_inside(u32 (&inside)[2], const Lane& at, 
 }
 
 // Log decays of 32 channels as B operands [8 tokens, 8 channels], [group of 8 channels][half of the
-// row block]: lane (r, t) has tokens 2 t and 2 t + 1, channel r. Of an unbounded gate also writes the
-// decay over the row block; a bounded one's falls out of decay_bounded.
+// row block]: lane (r, t) has tokens 2 t and 2 t + 1, channel r. Of an unbounded gate also writes
+// the decay over the row block; a bounded one's falls out of decay_bounded.
 __device__ __forceinline__ void load_log_decays(u32 (&logs)[4][2], const Params& p, Shared& s,
                                                 const Lane& at, int slice, float rate,
                                                 const u32 (&inside)[2]) {

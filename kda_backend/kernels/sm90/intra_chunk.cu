@@ -1,7 +1,7 @@
 // Intra-chunk stage of KDA prefill on Hopper: scores, triangular solve, decayed rows.
 //
 // Computes what intra.py computes (its docstring gives the equations), but for the solve, for bf16
-// q, k, g and K = V = 128. A block of 4 warps makes one tile after the other, each of one chunk and
+// q, k, g and K = V = 128. A CTA of 4 warps makes one tile after the other, each of one chunk and
 // value head; warp w owns the 16 tokens of row block w:
 //
 //     leader thread                    all four warps                            copy engine
@@ -21,16 +21,16 @@
 //                                      A_qk T and T^T k_out      (solve)
 //     T^T k_out, A_qk T: to memory                                               both leave
 //
-// Each row of the picture is in the places of the rows before it: q becomes q_in, k -k_in, g k_out
-// and then T^T k_out, and the solve's operands lie where q_in has left.
+// The tile is made where its inputs lie: q becomes q_in, k -k_in, g k_out and then T^T k_out; the
+// solve's operands lie where q_in has left.
 //
 // The solve is applied to k_out and A_qk, not to k_in and v: what the state misses of a chunk's
-// values, v - k_in S^T, enters state and output through T (docs/kda.md), so T^T k_out and A_qk T
+// values, v - k_in S^T, enters state and output through T (docs/families/kda.md), so T^T k_out and A_qk T
 // serve as well, and neither v nor w nor u passes through here.
 //
-// Blocks are persistent and take tiles in the order in which the scan wants them. They wait for no
+// CTAs are persistent and take tiles in the order in which the scan wants them. They wait for no
 // other kernel, and the scan is placed only when all of them run, so it may wait for any tile. A
-// block that the scan's SM is reserved for makes a limited number of tiles and ends.
+// CTA on an SM that is reserved for the scan makes reserved_sm_tile_cap tiles and ends.
 //
 // Compile-time: GATE, BETA (kda.cuh); L2NORM; BETA_FP32 (else bf16); MIN_BLOCKS per SM.
 
@@ -112,10 +112,10 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
     const bool is_leader = threadIdx.x == LEADER_THREAD;
     if (is_leader) {
-        atomicAdd(&p.progress->started_intra_blocks, on_reserved_sm ? 1 : 0x10001);
+        atomicAdd(&p.progress->started_intra_ctas, on_reserved_sm ? 1 : 0x10001);
         s.tiles_left = on_reserved_sm ? p.reserved_sm_tile_cap : p.num_tiles;
         s.next = p.num_tiles;
-        // If this block ended now, the hardware would place a pending block on this SM.
+        // If this CTA ended now, the hardware would place a pending CTA on this SM.
         if (s.tiles_left == 0)
             while ((started(p) & 0xffff) < gridDim.x) __nanosleep(100);
         s.launch = p.progress->launches + 1;
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
         s.source[0].a_log = s.source[1].a_log = 0.0f;
     }
     __syncthreads();
-    launch_dependent_grids();  // the scan resets the counters: every block has used them by then
+    launch_dependent_grids();  // the scan resets the counters: every CTA has used them by then
     if (is_leader) {
 #pragma unroll
         for (int step = 1; step <= 3; ++step) find_source(p, s, 0, step);

@@ -1,29 +1,28 @@
 // Inter-chunk stage of KDA prefill on Hopper: carries the state over the chunks, writes the output.
 //
 // The equations are in scan_chunk.cuh; they are scan.py's, with the solve moved from k_in and v to
-// k_out and A_qk. A block carries all 128 value rows of one sequence and head through its chunks,
+// k_out and A_qk. A CTA carries all 128 value rows of one sequence and head through its chunks,
 // task after task, with three warpgroups. "->" is an mbarrier:
 //
-//     producer warpgroup                                        two consumer warpgroups,
-//     warp 0            warp 3           warps 1, 2             64 value rows each
+//     producer warpgroup                                  two consumer warpgroups,
+//     warp 0           warp 3          warps 1, 2         64 value rows each
 //     take a task, post its number -> everybody
 //     wait for a flag
-//     copy the tile     copy v                              ->  full: e = v - k_in S^T
-//                                                               S = decay S + e (T^T k_out)
-//                                                               o = S q_in + e (A_qk T) into v's place
-//                                        written: o to memory <-
-//     empty: the stage  empty                               <-
-//     may be filled
+//     copy the tile    copy v                         ->  full: e = v - k_in S^T
+//                                                         S = decay S + e (T^T k_out)
+//                                                         o = S q_in + e (A_qk T), in place of v
+//                                      store o        <-  written
+//     empty            empty        <-
 //
-// A wgmma with A in registers keeps its warps from issuing anything else, so one warpgroup multiplies
-// while the other packs, loads and stores, and a tile is fetched once for both. Three stages of tiles
-// and values are on their way.
+// A wgmma with A in registers keeps its warps from issuing anything else, so one warpgroup
+// multiplies while the other packs, loads and stores, and a tile is fetched once for both. Three
+// stages of tiles and values are on their way.
 //
-// intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with the
-// 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
+// intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
+// the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
 //
-// Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (states of chunks or
-// snapshots are asked for).
+// Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (states of chunks
+// or snapshots are asked for).
 
 static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
 #include "scan_chunk.cuh"
@@ -40,14 +39,14 @@ struct __align__(1024) Shared {
     TaskQueue tasks;
 };
 // Read by the host from the compiled kernel.
-extern "C" __constant__ const int shared_bytes = sizeof(Shared);
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 // Warp 0 of the producers: takes tasks and fetches their tiles.
 __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane) {
     const u32 launch = p.progress->launches + 1;
     int before = 0;  // chunks of the tasks before
     for (int turn = 0;; ++turn) {
-        // blocks that are fewer than the tasks take them as they come
+        // CTAs that are fewer than the tasks take them as they come
         int number = blockIdx.x + turn * gridDim.x;
         if (gridDim.x < p.num_tasks)
             number = __shfl_sync(~0u, lane ? 0 : atomicAdd(&p.progress->next_task, 1), 0);
@@ -167,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) scan(const Params p) {
         } else {
             store_outputs(p, s, at.warp - 1, at.lane);
         }
-        if (threadIdx.x % 128 == 0) finish_scan_block(p);
+        if (threadIdx.x % 128 == 0) finish_scan_cta(p);
     } else {
         warpgroup_reg_alloc<232>();
         scan_tasks(p, s, warpgroup, at);

@@ -5,9 +5,9 @@
 //     S   = S diag(chunk decay) + e^T (T^T k_out)  decay, add_error_keys
 //     o^T = scale (S q_in^T + e^T (A_qk T)^T)      add_state_product, add_error_scores
 //
-// S stays in registers: as fp32 accumulators [64 values, 128 channels] of wgmma, and rounded to fp16
-// as its A operand, whose register layout is the accumulators' own. The same holds for e, so nothing
-// of the recurrence S -> e -> S passes through shared memory.
+// S stays in registers: as fp32 accumulators [64 values, 128 channels] of wgmma, and rounded to
+// fp16 as its A operand, whose register layout is the accumulators' own. The same holds for e, so
+// nothing of the recurrence S -> e -> S passes through shared memory.
 #pragma once
 
 #include "scan_state.cuh"

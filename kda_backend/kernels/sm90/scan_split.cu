@@ -1,19 +1,20 @@
 // The scan (scan.cu) for few long tasks: the recurrence and the output on two SMs.
 //
-// A cluster of two blocks carries 64 value rows of one sequence and head. Block 0 computes the
-// recurrence alone and sends its operands, lane by lane, to block 1, which computes the output. That
-// takes four times the SMs of scan.cu and has the shortest step. "->" is an mbarrier:
+// A cluster of two CTAs carries 64 value rows of one sequence and head. CTA 0 computes the
+// recurrence alone and sends its operands, lane by lane, to CTA 1, which computes the output.
+// That takes four times the SMs of scan.cu and has the shortest step. "->" is an mbarrier:
 //
-//     block 0: producer        block 0: recurrence            block 1: output        block 1: producer
-//     warp 0      warp 3
-//     -k_in,                                                                         q_in, A_qk T
-//     T^T k_out,  v        ->  e = v - k_in S^T            ready                <-
-//     decays                   send S and e in fp16     -----------> o = S q_in + e (A_qk T)
-//                              S = decay S + e (T^T k_out)  taken
-//                                                       <-----------   o to memory
-//     empty                <-                                                   ->   empty
+//     CTA 0, producers      CTA 0, recurrence            CTA 1, output      its producer
+//     warp 0     warp 3                                                          warp 0
+//     -k_in,                                                                     q_in, A_qk T
+//     T^T k_out,
+//     decays     v       ->   e = v - k_in S^T                                <- full
+//                             S and e in fp16       -> ready: o = S q_in + e (A_qk T)
+//                             S = decay S + e (T^T k_out)   store o
+//                                                   <- taken
+//     empty             <-                                                    -> empty
 //
-// Four stages of tiles are on their way in each block, and two of operands between them.
+// Four stages of tiles are on their way in each CTA, and two of operands between them.
 //
 // Compile-time: as scan.cu.
 
@@ -24,7 +25,7 @@ static constexpr int STAGES = 4;
 static constexpr int HANDOFF_STAGES = 2;
 static constexpr int HANDOFF_BYTES = 12 * 32 * 16;  // of one warp
 
-// A stage of block 0 holds -k_in and T^T k_out, one of block 1 q_in and A_qk T.
+// A stage of CTA 0 holds -k_in and T^T k_out, one of CTA 1 q_in and A_qk T.
 static constexpr int STAGE_K_IN = 0, STAGE_K_OUT = 2, STAGE_Q_IN = 0, STAGE_A_QK = 2;
 
 struct __align__(1024) Shared {
@@ -41,7 +42,7 @@ struct __align__(1024) Shared {
     TaskQueue tasks;
 };
 // Read by the host from the compiled kernel.
-extern "C" __constant__ const int shared_bytes = sizeof(Shared);
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 __device__ __forceinline__ Task task_of(const Params& p, int number) {
     return Task(p, number / 2, number % 2);
@@ -53,7 +54,7 @@ __device__ __forceinline__ void unpack(u32 (&to)[4], const uint4& x) {
     to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
-// Warp 0 of either block's producers: takes tasks and fetches the block's part of their tiles.
+// Warp 0 of either CTA's producers: takes tasks and fetches the CTA's part of their tiles.
 __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int rank, int lane) {
     const u32 launch = p.progress->launches + 1;
     const int clusters = gridDim.x / 2;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int rank
     }
 }
 
-// Block 0: the recurrence.
+// CTA 0: the recurrence.
 __device__ __forceinline__ void carry_state(const Params& p, Shared& s, const Lane& at) {
     const int warp = at.warp, lane = at.lane;
     int before = 0;
@@ -152,7 +153,7 @@ __device__ __forceinline__ void carry_state(const Params& p, Shared& s, const La
     }
 }
 
-// Block 1: the output.
+// CTA 1: the output.
 __device__ __forceinline__ void compute_output(const Params& p, Shared& s, const Lane& at) {
     const int warp = at.warp, lane = at.lane;
     if (lane == 0) {
@@ -226,7 +227,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
             for (int turn = 0, number; (number = s.tasks.take(turn, at.lane)) >= 0; ++turn)
                 fetch_values<STAGES>(p, s, task_of(p, number), at.lane, before);
         }
-        if (threadIdx.x % 128 == 0) finish_scan_block(p);
+        if (threadIdx.x % 128 == 0) finish_scan_cta(p);
     } else if (warpgroup == 1 && rank == 1) {
         warpgroup_reg_alloc<208>();
         compute_output(p, s, at);
@@ -234,5 +235,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
         warpgroup_reg_alloc<232>();
         carry_state(p, s, at);
     }
-    cluster_sync();  // shared memory must outlive the other block's use of it
+    cluster_sync();  // shared memory must outlive the other CTA's use of it
 }

@@ -1,4 +1,4 @@
-// The tasks of the scan, how blocks take them, and how their tiles are waited for.
+// The tasks of the scan, how CTAs take them, and how their tiles are waited for.
 //
 // A task is one sequence and value head (scan.cu), or a half of its value rows (scan_split.cu).
 #pragma once
@@ -35,8 +35,8 @@ struct Task {
     }
 };
 
-// Task numbers on their way from the warp that takes them to the block's other warps, two at a time.
-// -1 comes after the last.
+// Task numbers on their way from the warp that takes them to the CTA's other warps, two at a
+// time. -1 comes after the last.
 struct TaskQueue {
     ClusterBarrier posted[2], read[2];
     int number[2];
@@ -89,15 +89,15 @@ struct TileFlags {
     }
 };
 
-// Called by one thread of each block, after its last flag: the last of all blocks makes the counters
-// ready for the next launch.
-__device__ __forceinline__ void finish_scan_block(const Params& p) {
+// Called by one thread of each CTA, after its last flag: the last of all CTAs makes the
+// counters ready for the next launch.
+__device__ __forceinline__ void finish_scan_cta(const Params& p) {
     __threadfence();
-    if (atomicAdd(&p.progress->finished_scan_blocks, 1) == gridDim.x - 1) {
+    if (atomicAdd(&p.progress->finished_scan_ctas, 1) == gridDim.x - 1) {
         p.progress->next_tile = 0;
         p.progress->next_task = 0;
-        p.progress->started_intra_blocks = 0;
-        p.progress->finished_scan_blocks = 0;
+        p.progress->started_intra_ctas = 0;
+        p.progress->finished_scan_ctas = 0;
         p.progress->launches += 1;
     }
 }

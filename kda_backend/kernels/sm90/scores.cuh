@@ -3,8 +3,8 @@
 // Within 8 tokens: the row's decay from the first of them on times the inverse of the column's, a
 // product in tf32, whose range is that of fp32. Of a bounded gate 16 tokens stay in that range, and
 // are taken at once. Between the halves of 16, 32 and 64 tokens: rows of the upper half decay from
-// its first token on, those of the lower half to its last, so nothing exceeds 1 and fp16 will do. Any
-// gate is exact, and row r depends on tokens up to r alone.
+// its first token on, those of the lower half to its last, so nothing exceeds 1 and fp16 will do.
+// Any gate is exact, and row r depends on tokens up to r alone.
 #pragma once
 
 #include "gates.cuh"

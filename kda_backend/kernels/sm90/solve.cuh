@@ -1,7 +1,7 @@
 // The triangular solve of a chunk: T = (I + L)^-1 diag(beta), applied to k_out and A_qk.
 //
-// L has beta in its rows; its blocks of 16 tokens are inverted one by one in fp32, the rest is block
-// substitution on the tensor cores.
+// L has beta in its rows; its blocks of 16 tokens are inverted one by one in fp32, the rest is
+// block substitution on the tensor cores.
 #pragma once
 
 #include "scores.cuh"
@@ -65,8 +65,8 @@ __device__ __forceinline__ void pack_scores(u32 (&x)[4], const float (&c)[2][4],
         x[2 * n + 1] = pack_fp16(c[n][2] * f, c[n][3] * f);
     }
 }
-// The solve's operands to shared memory: ``low`` with -L below its diagonal blocks and their T on the
-// diagonal (columns ``inverse``), and all of A_qk.
+// The solve's operands to shared memory: ``low`` with -L below its diagonal blocks and their T on
+// the diagonal (columns ``inverse``), and all of A_qk.
 __device__ __forceinline__ void write_solve_operands(Shared& s, const Scores& scores,
                                                      const u32 (&a_diagonal)[4],
                                                      const float (&inverse)[16], const Lane& at) {
@@ -103,9 +103,9 @@ __device__ __forceinline__ void write_solve_operands(Shared& s, const Scores& sc
 
 // Applies T by block backward substitution to 16 rows x over the chunk's 64 tokens, in place:
 //     y_i = (x_i - sum over j > i of y_j L_ji) T_ii,
-// where y and T have beta in them and L has not. KEYS: the rows are channels, ``rows`` is which 16, of
-// k_out, whose tokens lie one below the other. Else they are tokens of A_qk, of row block ``rows``,
-// and there is nothing after it.
+// where y and T have beta in them and L has not. KEYS: the rows are channels, ``rows`` is which 16,
+// of k_out, whose tokens lie one below the other. Else they are tokens of A_qk, of row block
+// ``rows``, and there is nothing after it.
 template <bool KEYS>
 __device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, int lane) {
     const u32 low_base = cast_smem_ptr_to_uint(s.low), x_base = cast_smem_ptr_to_uint(x_rows);
@@ -114,7 +114,8 @@ __device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, in
 #pragma unroll
     for (int i = 3; i >= 0; --i) {
         if (!KEYS && i > rows) continue;
-        // matrices, of x and of what is stored: (tokens 0-7, rows 0-7), (0-7, 8-15), (8-15, 0-7), ..
+        // matrices, of x and of what is stored: (tokens 0-7, rows 0-7), (0-7, 8-15), (8-15, 0-7),
+        // ..
         const u32 x_address =
             x_base + (KEYS ? swizzled(16 * i + 8 * second + in_matrix, 2 * rows + first / 8)
                            : swizzled(16 * rows + first + in_matrix, 2 * i + second));

@@ -1,5 +1,5 @@
-// What the two stages of KDA prefill hand to one another: tiles, and the counters and flags by which
-// they find them. intra_chunk.cu writes them, scan.cu and scan_split.cu read them.
+// What the two stages of KDA prefill hand to one another: tiles, and the counters and flags by
+// which they find them. intra_chunk.cu writes them, scan.cu and scan_split.cu read them.
 #pragma once
 
 #include "kda.cuh"
@@ -16,10 +16,10 @@ static constexpr int K_IN = 0, Q_IN = 2, K_OUT = 4, A_QK = 6;  // first block of
 // launch; the scan counts launches, so no flag is ever cleared.
 struct Progress {
     u32 launches;              // that are over
-    u32 next_tile;             // tiles that intra blocks have taken
-    u32 next_task;             // tasks that scan blocks have taken
-    u32 finished_scan_blocks;  // that have seen all their flags
-    u32 started_intra_blocks;  // and 1 << 16 for each that is not on an SM reserved for the scan
+    u32 next_tile;             // tiles that intra CTAs have taken
+    u32 next_task;             // tasks that scan CTAs have taken
+    u32 finished_scan_ctas;    // that have seen all their flags
+    u32 started_intra_ctas;    // and 1 << 16 for each that is not on an SM reserved for the scan
 
     __device__ __forceinline__ u32* flags() { return reinterpret_cast<u32*>(this + 1); }
 };

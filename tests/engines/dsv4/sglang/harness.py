@@ -141,7 +141,7 @@ class Served:
         is_decode = all(end - start == 1 for _, start, end in chunks)
         if is_decode:
             plan = self.engine.decode_plan([(r, end) for r, _, end in chunks])
-            theirs = CompressorDecodePlan(ratio, plan.plan.view(torch.uint8))
+            theirs = CompressorDecodePlan(ratio, plan.entries.view(torch.uint8))
         else:
             plan = self.engine.prefill_plan(chunks)
             windows, writes = (x.view(torch.uint8) for x in (plan.windows, plan.writes))

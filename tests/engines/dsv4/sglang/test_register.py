@@ -75,14 +75,16 @@ def test_a_model_without_compressors_is_reported(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner: Any = SimpleNamespace(
-        server_args=SimpleNamespace(_kda_dsv4_requested="dsv4"),
+        server_args=SimpleNamespace(
+            _kda_dsv4_requested="dsv4", enable_deterministic_inference=False
+        ),
         model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])),
         is_draft_worker=False,
         use_mla_backend=False,
     )
     reason = "LlamaForCausalLM has no DeepSeek-V4 compressor layers"
     sglang_flag.build_backend(lambda *given: object(), runner, None)
-    assert log_lines == [f"falling back to stock code: {reason}"]
+    assert log_lines == [f"falling back to upstream's code: {reason}"]
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match=reason):
         sglang_flag.build_backend(lambda *given: object(), runner, None)

@@ -1,4 +1,4 @@
-"""sglang's compressors through sglang's own call: state, records, and what stays on stock code."""
+"""sglang's compressors through sglang's own call: state, records, and what stays on upstream's code."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_what_is_not_served_stays_stock(
     backend = Backend(served.engine)
     plan = served.engine.decode_plan([(0, 4)])
     backend.forward_metadata = SimpleNamespace(
-        c4_compress_metadata=CompressorDecodePlan(4, plan.plan.view(torch.uint8))
+        c4_compress_metadata=CompressorDecodePlan(4, plan.entries.view(torch.uint8))
     )
     step = FusedStep(backend, lambda **call: calls.append(call))
     x = make_history(served.layer.spec, 1, 0)

@@ -15,7 +15,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines.vllm_flag import flag_name
 from dsv4_backend import CompressorLayer, PagedPrefill
-from dsv4_backend.spec import RECORD_BYTES
 from tests.dsv4.cases import Chunk, Engine, make_spec
 from tests.engines.deepseek_v4 import model_directory
 
@@ -111,7 +110,7 @@ class Step:
             rotary(ratio).cos_sin_cache,
         )
         compressor.state_cache.kv_cache = self.caches.state
-        cache, record = self.caches.cache, sum(RECORD_BYTES[spec.cache_format])
+        cache, record = self.caches.cache, spec.record.record_bytes
         view = cache.as_strided(
             (cache.shape[0], spec.page_tokens, record), (cache.stride(0), record, 1)
         )

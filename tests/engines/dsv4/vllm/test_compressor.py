@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4 import attention
 from vllm.models.deepseek_v4.compressor import (
@@ -19,7 +19,8 @@ from vllm.models.deepseek_v4.compressor import (
 from backend_core.engines import vllm_flag
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import PagedDecode, PagedPrefill, compressor, reference, reference_step
+from dsv4_backend import PagedDecode, PagedPrefill, reference
+from dsv4_backend.compressor import decode, prefill, torch_step
 from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.vllm_compressor import FusedCompressor, MetadataBuilder, StateCache
 from dsv4_backend.plugin import register_vllm
@@ -93,8 +94,9 @@ def test_the_engines_steps_give_the_definitions_state_and_records(
 def test_the_gpus_kernels_give_the_same_through_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, cache_format: str
 ) -> None:
-    monkeypatch.setattr(compressor, "detect_target", lambda device: KNOWN_TARGETS["H200"])
-    monkeypatch.setattr(reference_step, "step", None)
+    for pipelines in (decode, prefill):
+        monkeypatch.setattr(pipelines, "detect_target", lambda device: KNOWN_TARGETS["H200"])
+    monkeypatch.setattr(torch_step, "step", None)
     config = engine_config(flag=True)
     step = Step(build(config, cache_format), cache_format, [12, 17, 8])
     check(step, serve(step, STEPS_C4, config))
@@ -118,8 +120,7 @@ def test_stock_writes_the_same_state_and_records(cache_format: str) -> None:
     slots = ours.slot_of.flatten()
     width = 448 if cache_format == "fp8_ds_mla" else 128
     (data, scales), (stock_data, stock_scales) = (
-        reference.load(engine.cache, slots, ours.spec.page_tokens, ours.spec.cache_format)
-        for engine in results
+        reference.load(engine.cache, slots, ours.spec) for engine in results
     )
     assert torch.equal(scales, stock_scales)
     codes, stock_codes = (x[:, :width].int() for x in (data, stock_data))
@@ -142,7 +143,7 @@ def test_stock_writes_the_same_state_and_records(cache_format: str) -> None:
 def test_a_step_is_one_call_and_its_plan_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     for name in ("compress_decode_", "compress_prefill_"):
-        monkeypatch.setattr(vllm_compressor, name, lambda *args: calls.append(args))
+        monkeypatch.setattr(vllm_compressor, name, lambda *args, **_: calls.append(args))
     config = engine_config(flag=True)
     step = Step(build(config, "indexer_fp8"), "indexer_fp8", [12, 17, 8])
     histories = [make_history(step.layer.spec, n, n) for n in (12, 17, 8)]
@@ -185,11 +186,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
         return build(config, "fp8_rows", cache_dtype="fp8")
     if case == "drafts":
         monkeypatch.setattr(config, "speculative_config", object())
-    elif case.startswith("captured"):
-        mode = CUDAGraphMode[case.split()[1]]
-        monkeypatch.setattr(config.compilation_config, "cudagraph_mode", mode)
-        v2 = property(lambda self: True)
-        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", v2, raising=False)
+    elif case == "batch invariance":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     elif case == "scales":
         monkeypatch.setattr(vllm_compressor, "_packs_scales", lambda: True)
     elif case == "no table":
@@ -206,9 +204,7 @@ REFUSALS = {
     "subclass": ".OfAPlatform is a compressor that is not replaced",
     "fp8 rows": "main records of kv_cache_dtype fp8 are not served: fp8_ds_mla and bf16 are",
     "drafts": "speculative decoding is on, which the compressor of this backend does not serve",
-    "captured FULL_AND_PIECEWISE": "captures batches with prefills as PIECEWISE CUDA graphs",
-    "captured PIECEWISE": "captures batches with prefills as PIECEWISE CUDA graphs",
-    "captured FULL": "captures batches with prefills as FULL CUDA graphs",
+    "batch invariance": "VLLM_BATCH_INVARIANT is set",
     "scales": "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32",
     "no table": "no dsv4 kernel paths for sm80",
     "signature": "must take ['kv_score', 'positions', 'rotary_emb'], got ['x']",
@@ -224,7 +220,7 @@ def test_what_is_not_served_stays_stock_and_is_said_once(
         stock = refused(monkeypatch, case)
         assert type(stock) in (DeepseekCompressor, OfAPlatform)
         assert type(stock.state_cache) is CompressorStateCache
-    lines = [line for line in log_lines if "falling back to stock code" in line]
+    lines = [line for line in log_lines if "falling back to upstream's code" in line]
     assert len(lines) == 1 and REFUSALS[case] in lines[0]
     assert f"--attention-backend {vllm_flag.flag_name('dsv4')}: " in lines[0]
 
@@ -238,18 +234,26 @@ def test_strict_mode_refuses_to_build_what_is_not_served(
         refused(monkeypatch, case)
 
 
-@pytest.mark.parametrize(
-    ("mode", "v2"),
-    [("NONE", True), ("FULL_DECODE_ONLY", True), ("FULL_AND_PIECEWISE", False), ("FULL", False)],
-)
-def test_modes_that_capture_no_prefill_are_served(
-    monkeypatch: pytest.MonkeyPatch, mode: str, v2: bool
+def test_a_failing_step_is_logged_once_and_raised(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
+    """vLLM then ends the engine: no request gets an answer from half a step."""
     config = engine_config(flag=True)
-    monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode[mode])
-    runner = property(lambda self: v2)
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", runner, raising=False)
-    assert isinstance(build(config, "indexer_fp8"), FusedCompressor)
+    step = Step(build(config, "indexer_fp8"), "indexer_fp8", [12])
+    history = make_history(step.layer.spec, 12, 0)
+    step.run(config, [history], [(0, 0, 4)])
+
+    def fail(*args: Any) -> None:
+        raise ValueError("no such page")
+
+    monkeypatch.setattr(vllm_compressor, "compress_prefill_", fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such page"):
+            step.run(config, [history], [(0, 4, 7)])
+    lines = [line for line in log_lines if "no such page" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("kda-dsv4-backend: the step of compressor layer.compressor.state_c")
+    assert "vllm will end this engine and its requests: ValueError: no such page" in lines[0]
 
 
 def test_caches_that_cannot_be_served_go_to_stock_before_anything_is_written(
@@ -276,7 +280,7 @@ def test_what_was_chosen_is_said_once_for_each_kind(log_lines: list[str]) -> Non
     lines = [line for line in log_lines if "serves DeepSeek-V4's compressors" in line]
     assert lines == [
         "kda-dsv4-backend serves DeepSeek-V4's compressors of 512 channels and ratio 128"
-        " (fp8_ds_mla) on cpu (cpu): decode reference; prefill reference"
+        " (fp8_ds_mla) on cpu (cpu): decode torch; prefill torch"
     ]
 
 

@@ -15,9 +15,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
+from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_kernel, sglang_layer
 from kda_backend.selection import KdaShape, select
-from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Definition, Served, relative_error
+from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Definition, Served
 
 HIDDEN = 256
 # activations are bf16 between the projections, the convolution and the kernels

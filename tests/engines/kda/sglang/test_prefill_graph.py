@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_layer
 from tests.engines.kda.sglang import harness
 from tests.engines.kda.sglang.test_layer import kernels_of_an_a100, tokens
@@ -63,12 +64,12 @@ def test_a_bucket_with_empty_requests_and_a_tracked_state(served: Any) -> None:
         y = x[start : start + length]
         if slot == 3:
             first = request.run(y[:64])
-            assert harness.relative_error(states[8], request.state[0]) < 1e-2
+            assert relative_error(states[8], request.state[0]) < 1e-2
             want = torch.cat([first, request.run(y[64:])])
         else:
             want = request.run(y)
-        assert harness.relative_error(output[start : start + length], want) < 2e-2
-        assert harness.relative_error(states[slot], request.state[0]) < 1e-2
+        assert relative_error(output[start : start + length], want) < 2e-2
+        assert relative_error(states[slot], request.state[0]) < 1e-2
         start += length
     assert torch.equal(conv[others], before[0][others])
     assert torch.equal(states[others], before[1][others])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend, KDAKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
@@ -94,14 +96,16 @@ def test_a_model_without_kda_layers_is_reported(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = SimpleNamespace(
-        server_args=SimpleNamespace(_kda_dsv4_requested="kda"),
+        server_args=SimpleNamespace(
+            _kda_dsv4_requested="kda", enable_deterministic_inference=False
+        ),
         model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])),
         is_draft_worker=False,
         use_mla_backend=False,
     )
     build_backend(lambda *given: object(), runner, None)
     assert log_lines == [
-        "falling back to stock code: LlamaForCausalLM has no Kimi Delta Attention layers"
+        "falling back to upstream's code: LlamaForCausalLM has no Kimi Delta Attention layers"
     ]
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="LlamaForCausalLM has no Kimi Delta Attention layers"):
@@ -119,7 +123,7 @@ def test_a_head_size_without_a_path_stays_on_stock(
     monkeypatch.setattr(sglang_layer, "selection_for", no_path)
     served = Served("--attention-backend", "kda")
     assert type(served.dispatcher.extend_kernel) is TritonKDAKernel
-    assert "falling back to stock code: no path of cpu serves K = 512" in log_lines
+    assert "falling back to upstream's code: no path of cpu serves K = 512" in log_lines
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="no path of cpu serves K = 512"):
         Served("--attention-backend", "kda")
@@ -145,15 +149,85 @@ def test_a_kernel_that_sglang_or_a_flag_chose_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["extend", "packed_decode", "decode"])
-def test_every_argument_of_the_stock_kernel_is_taken(name: str) -> None:
-    """What sglang declares must be a parameter here, not swallowed by ``**_``."""
+def test_every_argument_of_the_upstream_kernel_is_taken(name: str) -> None:
+    """What sglang declares must be a parameter here."""
     ours = set(
         inspect.signature(KdaKernel.prefill if name == "extend" else KdaKernel.step).parameters
     )
-    stock = inspect.signature(getattr(TritonKDAKernel, name)).parameters
-    # of packed rows and of decode: shapes, the default scale, and offsets of one token each
-    known = {"mixed_qkv", "scale", "num_v_heads", "head_v_dim", "query_start_loc", "kwargs"}
-    assert set(stock) - ours <= known
+    upstream = set(inspect.signature(getattr(TritonKDAKernel, name)).parameters)
+    assert upstream - ours <= {"mixed_qkv", "kwargs"}
+
+
+def test_what_sglang_passes_by_keyword_is_taken() -> None:
+    """Its kernels take more than they declare; the calls say what."""
+    source = inspect.getsource(KDAAttnBackend.forward_extend)
+    call = source[source.index("kernel_dispatcher.extend(") :]
+    passed = set(re.findall(r"^ +(\w+)=", call[: call.index("\n        )\n")], re.M))
+    assert {"ssm_states", "query_start_loc", "lower_bound"} <= passed
+    ours = set(inspect.signature(KdaKernel.prefill).parameters)
+    assert passed <= ours
+    decode = inspect.getsource(KDAAttnBackend.forward_decode)
+    for name in ("packed_decode", "decode"):
+        call = decode[decode.index(f"kernel_dispatcher.{name}(") :]
+        passed = set(
+            re.findall(
+                r"^ +(\w+)=",
+                call[: call.index(")\n\n" if name == "decode" else "self._track")],
+                re.M,
+            )
+        )
+        assert "ssm_states" in passed
+        assert passed - {"mixed_qkv"} <= set(inspect.signature(KdaKernel.step).parameters)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_argument_that_nobody_knows_is_refused_by_its_name(
+    phase: str, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Served("--attention-backend", "kda").dispatcher.extend_kernel
+    calls: list[dict[str, Any]] = []
+
+    def upstream(self: Any, *tensors: Any, **call: Any) -> str:
+        calls.append(call)
+        return "upstream's"
+
+    method = "extend" if phase == "prefill" else "decode"
+    monkeypatch.setattr(TritonKDAKernel, method, upstream)
+    x = torch.zeros(1, 1, 2, 128)
+    got = getattr(kernel, method)(x, x, x, x, x[..., 0], ssm_states=None, chunk_sparsity=2)
+    assert got == "upstream's" and calls == [{"ssm_states": None, "chunk_sparsity": 2}]
+    reason = f"{phase}: sglang passes chunk_sparsity, unknown to its {phase} here"
+    assert log_lines[-1] == f"falling back to upstream's code: {reason}"
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="sglang passes chunk_sparsity"):
+        getattr(kernel, method)(x, x, x, x, x[..., 0], ssm_states=None, chunk_sparsity=2)
+
+
+def test_another_scale_is_refused() -> None:
+    kernel = Served("--attention-backend", "kda").dispatcher.decode_kernel
+    x = torch.zeros(1, 2, 128)
+    with pytest.raises(ValueError, match=r"scale must be K \*\* -0.5, got 1.0 for K = 128"):
+        kernel.step(
+            kernel.plan, x, x, x, x, x[..., 0], ssm_states=x, cache_indices=x, A_log=x, dt_bias=x,
+            scale=1.0,
+        )  # fmt: skip
+
+
+def test_deterministic_inference_is_upstreams(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths change with the size of the batch, and so does what they round."""
+    assert not server_args("--attention-backend", "kda").enable_deterministic_inference
+    arguments = SimpleNamespace(_kda_dsv4_requested="kda", enable_deterministic_inference=True)
+    runner = SimpleNamespace(server_args=arguments)
+    built, full = object(), object()
+    assert build_backend(
+        lambda *given: built if given == (runner, full) else None, runner, full
+    ) is (built)
+    assert any("--enable-deterministic-inference is on" in line for line in log_lines)
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="--enable-deterministic-inference is on"):
+        build_backend(lambda *given: built, runner, full)
 
 
 def test_the_seams_are_what_they_were() -> None:

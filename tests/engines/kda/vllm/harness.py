@@ -241,7 +241,3 @@ class Definition:
         o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * w["o_norm.weight"]
         o = o * gate.view(tokens, self.heads, self.dim).sigmoid()
         return o.flatten(1) @ w["o_proj.weight"].T
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from backend_core.engines import Engine
 from backend_core.strict import FallbackError
 from backend_core.target import Target
+from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import transpose_states
 from kda_backend import layer as operators
 from kda_backend.engines import vllm_layer
@@ -27,7 +28,6 @@ from tests.engines.kda.vllm.harness import (
     checkpoint_weights,
     drawn_weights,
     engine_config,
-    relative_error,
     run_layer,
     step_metadata,
 )
@@ -404,6 +404,7 @@ REFUSALS = {
     "a part without a table": "no kda kernel paths for sm75",
     "speculative decoding": "speculative decoding is on",
     "another convolution": "the short convolution must have 4 taps, got 3",
+    "batch invariance": "VLLM_BATCH_INVARIANT is set",
     "wide heads": "KDA heads must have at most 128 channels, got 192",
 }
 
@@ -417,6 +418,8 @@ def refuse(case: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         if VERIFIES:
             pytest.skip("this release is served with drafts")
         monkeypatch.setattr(config, "speculative_config", Draft())
+    elif case == "batch invariance":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     elif case == "another convolution":
         config.model_config.hf_config.linear_attn_config["short_conv_kernel_size"] = 3
     else:
@@ -434,7 +437,7 @@ def test_what_cannot_be_served_is_stock_and_said(
     refuse(case, config, monkeypatch)
     assert type(construct(config)) is KimiGatedDeltaNetAttention
     (line,) = [r.getMessage() for r in caplog.records if r.name == "kda_dsv4"]
-    assert line.startswith("falling back to stock code: --attention-backend")
+    assert line.startswith("falling back to upstream's code: --attention-backend")
     assert REFUSALS[case] in line
 
 
@@ -446,6 +449,26 @@ def test_what_cannot_be_served_is_an_error_in_strict_mode(
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match=REFUSALS[case].split("(")[0]):
         construct(config)
+
+
+def test_a_failing_step_is_logged_once_and_raised(
+    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """vLLM then ends the engine: no request gets an answer from half a step."""
+    metadata = step_metadata(layer, config, (40,), (0,), table(4))
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ValueError("g must be finite")
+
+    monkeypatch.setattr(operators, "prefill", fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="g must be finite"):
+            run_layer(layer, config, hidden(40), metadata)
+    lines = [line for line in log_lines if "g must be finite" in line]
+    assert lines == [
+        f"kda-dsv4-backend: the step of KDA layer {layer.prefix} failed, and vllm will end this"
+        " engine and its requests: ValueError: g must be finite"
+    ]
 
 
 def construct(config: Any) -> Any:

@@ -11,8 +11,6 @@ turns near-collinear keys into NaN.)
 import triton
 import triton.language as tl
 
-_BLOCK = tl.constexpr(64)
-
 
 @triton.jit
 def in_level(level, SIZE: tl.constexpr):

@@ -1,4 +1,4 @@
-"""The short convolution of KDA's q, k and v as device functions: four taps a channel, then SiLU.
+"""The short convolution of KDA's q, k and v: four taps per channel, then SiLU.
 
 The window holds the last three inputs of a channel, oldest first, before the convolution.
 """
@@ -6,7 +6,7 @@ The window holds the last three inputs of a channel, oldest first, before the co
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import sigmoid
+from backend_core.kernels.math import sigmoid
 
 
 @triton.jit
@@ -33,12 +33,13 @@ def load_window(window_ptr, o_c, m_c, stride_c, stride_w):
 
 
 @triton.jit
-def store_window(window_ptr, o_c, m_c, stride_c, stride_w, b_x0, b_x1, b_x2):
-    p_x = window_ptr + o_c * stride_c
+def store_window(window_ptr, o_c, m_c, strides, window):
+    """The three inputs before the next token, oldest first."""
+    p_x = window_ptr + o_c * strides[0]
     element = window_ptr.dtype.element_ty
-    tl.store(p_x, b_x0.to(element), mask=m_c)
-    tl.store(p_x + stride_w, b_x1.to(element), mask=m_c)
-    tl.store(p_x + 2 * stride_w, b_x2.to(element), mask=m_c)
+    tl.store(p_x, window[0].to(element), mask=m_c)
+    tl.store(p_x + strides[1], window[1].to(element), mask=m_c)
+    tl.store(p_x + 2 * strides[1], window[2].to(element), mask=m_c)
 
 
 @triton.jit
@@ -47,3 +48,19 @@ def conv_silu(taps, window, b_x, FAST_MATH: tl.constexpr):
     b_y = taps[4] + taps[0] * window[0].to(tl.float32) + taps[1] * window[1].to(tl.float32)
     b_y += taps[2] * window[2].to(tl.float32) + taps[3] * b_x.to(tl.float32)
     return b_y * sigmoid(b_y, FAST_MATH)
+
+
+@triton.jit
+def load_head(window_ptr, weights, channels, masks, strides):
+    """Windows, then taps, of a head's channels of q, k and v.
+
+    ``weights``: pointers to weight and bias; ``channels``, ``masks``: of q, k and v; ``strides``:
+    of the window's channels and columns.
+    """
+    w_q = load_window(window_ptr, channels[0], masks[0], strides[0], strides[1])
+    w_k = load_window(window_ptr, channels[1], masks[1], strides[0], strides[1])
+    w_v = load_window(window_ptr, channels[2], masks[2], strides[0], strides[1])
+    t_q = load_taps(weights[0], weights[1], channels[0], masks[0])
+    t_k = load_taps(weights[0], weights[1], channels[1], masks[1])
+    t_v = load_taps(weights[0], weights[1], channels[2], masks[2])
+    return (w_q, w_k, w_v), (t_q, t_k, t_v)

@@ -1,10 +1,11 @@
-// Shared memory of an intra-chunk block, where a lane stands in it, and how a tile's inputs get there.
+// Shared memory of an intra-chunk CTA, where a lane stands in it, and how a tile's inputs get
+// there.
 #pragma once
 
 #include "tile.cuh"
 #include "params.cuh"
 
-// The thread that acts for its block; its warp has the fewest products to compute.
+// The thread that acts for its CTA; its warp has the fewest products to compute.
 static constexpr int LEADER_THREAD = 32;
 
 // Where a tile's inputs lie.
@@ -37,12 +38,12 @@ struct Shared {
     float beta[C];
     float bias[D];         // dt_bias of the head
     TileSource source[2];  // of this tile and of the next
-    int next;              // the block's next tile, as a place in the order
+    int next;              // the CTA's next tile, as a place in the order
     int tiles_left;        // that it may still make
     u32 launch;            // the number of this launch
 };
 // Read by the host from the compiled kernel.
-extern "C" __constant__ const int shared_bytes = sizeof(Shared);
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 // Byte offset of 16-byte piece c of row r in a block of 64 rows of 128 bytes with the 128-byte
 // swizzle. A row of 128 channels continues in the next block.
@@ -131,9 +132,9 @@ __device__ __forceinline__ void load_beta(const Params& p, Shared& s, const Tile
 }
 
 __device__ __forceinline__ u32 started(const Params& p) {
-    return *reinterpret_cast<const volatile u32*>(&p.progress->started_intra_blocks);
+    return *reinterpret_cast<const volatile u32*>(&p.progress->started_intra_ctas);
 }
-// Should the SMs be numbered otherwise than thought, the blocks on reserved ones make all tiles.
+// Should the SMs be numbered otherwise than thought, the CTAs on reserved ones make all tiles.
 __device__ __forceinline__ bool all_on_reserved_sms(const Params& p) {
     return started(p) < 0x10000;
 }
