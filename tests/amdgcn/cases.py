@@ -215,9 +215,7 @@ def _recurrent(target: Target, case: Case) -> Answer:
     )
     want_o, want_state = case.expected()
     tolerance_o, tolerance_s = TOLERANCES[case.q.dtype]
-    return _worse(
-        (error_of(o[0], want_o), tolerance_o), (error_of(state, want_state), tolerance_s)
-    )
+    return _worse((error_of(o[0], want_o), tolerance_o), (error_of(state, want_state), tolerance_s))
 
 
 def _verify(target: Target, dim: int, in_slots: bool) -> Answer:

@@ -1,11 +1,11 @@
-"""From a program's instructions to steps that a wave can run: the one place that knows all units."""
+"""From a program's instructions to steps that a wave runs: the one place that knows all units."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from tests.amdgcn import lanes, memory_unit, scalar, vector
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 from tests.amdgcn.operands import SCALAR, VCC, operand
 from tests.amdgcn.program import Instruction, Program
 from tests.amdgcn.wave import Step
@@ -21,7 +21,7 @@ _TWO_TARGETS = (
 
 
 def steps_of(program: Program) -> tuple[Step, ...]:
-    """Raises Unmodelled, with the line, where any instruction is unknown, executed or not."""
+    """Raises UnmodelledError, with the line, where any instruction is unknown, executed or not."""
     return tuple(step_of(x, program.labels, program.arch) for x in program.instructions)
 
 
@@ -38,9 +38,9 @@ def step_of(instruction: Instruction, labels: Mapping[str, int], arch: str) -> S
         else:
             run = vector.build(instruction, modifiers)
         if modifiers:
-            raise Unmodelled(f"modifiers {', '.join(modifiers)}")
-    except (Unmodelled, KeyError, ValueError, IndexError) as error:
-        raise Unmodelled(f"{arch} `{instruction.text}`: {error}") from error
+            raise UnmodelledError(f"modifiers {', '.join(modifiers)}")
+    except (UnmodelledError, KeyError, ValueError, IndexError) as error:
+        raise UnmodelledError(f"{arch} `{instruction.text}`: {error}") from error
     return Step(instruction, run, _touched(instruction), _written(instruction), _waits(instruction))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 from tests.amdgcn.operands import Operand, convert, reader
 from tests.amdgcn.wave import LANES, Operation, Wave
 
@@ -34,7 +34,7 @@ def with_dpp(
     gives_zero = modifiers.pop("bound_ctrl", "0") == "1"
     first, *others = sources
     if first.kind != "v" or first.negate or first.absolute:
-        raise Unmodelled("DPP of anything but a plain vector register")
+        raise UnmodelledError("DPP of anything but a plain vector register")
     readers = [reader(source, kind) for source, kind in zip(others, kinds[1:], strict=True)]
     row, moved = target.index, frozenset(first.registers)
 
@@ -56,7 +56,7 @@ def movement(modifiers: dict[str, str]) -> tuple[np.ndarray, np.ndarray]:
     if "quad_perm" in modifiers:
         picks = re.fullmatch(r"\[(\d),(\d),(\d),(\d)\]", modifiers.pop("quad_perm"))
         if picks is None:
-            raise Unmodelled("quad_perm without four lanes")
+            raise UnmodelledError("quad_perm without four lanes")
         return LANES & ~3 | np.array([int(x) for x in picks.groups()])[LANES & 3], _EVERY
     for kind in ("row_shl", "row_shr", "row_ror", "row_bcast"):
         if kind in modifiers:
@@ -64,7 +64,7 @@ def movement(modifiers: dict[str, str]) -> tuple[np.ndarray, np.ndarray]:
     for kind, flip in (("row_mirror", 15), ("row_half_mirror", 7)):
         if modifiers.pop(kind, None) is not None:
             return LANES ^ flip, _EVERY
-    raise Unmodelled(f"DPP control {', '.join(modifiers)}")
+    raise UnmodelledError(f"DPP control {', '.join(modifiers)}")
 
 
 def _row_movement(kind: str, amount: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,7 +78,7 @@ def _row_movement(kind: str, amount: int) -> tuple[np.ndarray, np.ndarray]:
         return np.maximum(_ROW - 1, 0), _ROW > 0
     if amount == 31:  # lane 31 to the rows after it
         return np.full(64, 31), LANES > 31
-    raise Unmodelled(f"row_bcast:{amount}")
+    raise UnmodelledError(f"row_bcast:{amount}")
 
 
 def _enabled(modifiers: dict[str, str]) -> np.ndarray:
@@ -92,7 +92,7 @@ def _enabled(modifiers: dict[str, str]) -> np.ndarray:
 def _read_lane(operands: list[Operand], modifiers: dict[str, str]) -> Run:
     target, source, lane = operands
     if lane.kind != "literal":
-        raise Unmodelled("v_readlane_b32 of a lane in a register")
+        raise UnmodelledError("v_readlane_b32 of a lane in a register")
     row, at = source.index, lane.bits & 63
     return lambda wave: wave.set_s32(target.index, int(wave.u[row, at]))
 
@@ -101,7 +101,7 @@ def _write_lane(operands: list[Operand], modifiers: dict[str, str]) -> Run:
     """Writes one lane, in EXEC or not: how scalar registers are spilled."""
     target, source, lane = operands
     if lane.kind != "literal":
-        raise Unmodelled("v_writelane_b32 of a lane in a register")
+        raise UnmodelledError("v_writelane_b32 of a lane in a register")
     row, at = target.index, lane.bits & 63
     read = reader(source, "u")
 
@@ -134,7 +134,7 @@ def _permlane_swap(half: int) -> Callable[[list[Operand], dict[str, str]], Run]:
         def run(wave: Wave) -> None:
             wave.expect_wait_states(both, 2, "a permlane swap reads it")
             if not wave.full:
-                raise Unmodelled("a permlane swap under a partial EXEC")
+                raise UnmodelledError("a permlane swap under a partial EXEC")
             wave.u[a, odd], wave.u[b, even] = wave.u[b, even].copy(), wave.u[a, odd].copy()
 
         return run
@@ -146,7 +146,7 @@ def _swizzle(operands: list[Operand], modifiers: dict[str, str]) -> Run:
     pattern = modifiers.pop("offset")
     found = re.fullmatch(r"swizzle\(SWAP,(\d+)\)", pattern)
     if found is None:
-        raise Unmodelled(f"ds_swizzle_b32 with {pattern}")
+        raise UnmodelledError(f"ds_swizzle_b32 with {pattern}")
     index = LANES ^ int(found.group(1))
     target, source = operands
 

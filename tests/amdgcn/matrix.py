@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 from tests.amdgcn.operands import Operand
 from tests.amdgcn.wave import Wave
 
@@ -28,24 +28,25 @@ _GROUP = 8
 _NONE = -10_000
 """Exponent of a zero."""
 FORMS = {
-    (32, 8, "f16"), (16, 16, "f16"), (16, 32, "f16"), (32, 16, "f16"), (16, 4, "f32"), (32, 2, "f32"),
+    (32, 8, "f16"), (16, 16, "f16"), (16, 4, "f32"), (32, 2, "f32"),
+    (16, 32, "f16"), (32, 16, "f16"),
 }  # fmt: skip
 
 
 def build(name: str, operands: list[Operand]) -> Callable[[Wave], None]:
     found = re.fullmatch(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_(\w+)", name)
     if found is None:
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     rows, columns, depth = (int(x) for x in found.groups()[:3])
     dtype = found.group(4)
     if rows != columns or (rows, depth, dtype) not in FORMS:
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     target, a, b, c = operands
     width = 4 if dtype == "f32" else 2
     words = depth * rows // 64 * width // 4
     row, column = result_layout(rows)
     if a.count != words or b.count != words or target.count != row.shape[0]:
-        raise Unmodelled(f"{name} with registers of other widths")
+        raise UnmodelledError(f"{name} with registers of other widths")
     multiply = _multiply_f32 if dtype == "f32" else _multiply_f16
 
     def run(wave: Wave) -> None:
@@ -55,7 +56,7 @@ def build(name: str, operands: list[Operand]) -> Callable[[Wave], None]:
         if c.kind == "v":
             start[row, column] = wave.f[c.index : c.index + row.shape[0]]
         elif c.bits:
-            raise Unmodelled("MFMA onto a constant other than zero")
+            raise UnmodelledError("MFMA onto a constant other than zero")
         result = multiply(left, right, start)
         wave.f[target.index : target.index + row.shape[0]] = result[row, column]
 
@@ -74,7 +75,7 @@ def result_layout(size: int) -> tuple[np.ndarray, np.ndarray]:
 def _matrix(wave: Wave, source: Operand, size: int, dtype: str) -> np.ndarray:
     """``[size, K]`` fp64 (fp32 stays): each lane has adjacent elements of one row."""
     if source.kind != "v":
-        raise Unmodelled("MFMA of a constant")
+        raise UnmodelledError("MFMA of a constant")
     words = np.ascontiguousarray(wave.u[source.index : source.index + source.count].T)
     held: Any = words.view(np.float32 if dtype == "f32" else np.float16)
     blocks = held.reshape(64 // size, size, -1)  # [lane / size, row, element]

@@ -4,10 +4,10 @@ Two accesses to one byte from different waves, one of them a write, must have a 
 them; from different workgroups they must not happen at all. Writes of equal bytes are no conflict:
 Triton lets several waves store a value that all of them hold.
 
-Operations that a wave has not waited for when it reaches a barrier count as after it. LDS operations
-of different waves are not ordered among one another without the wait (LLVM's AMDGPU memory model
-of GFX942). Vector memory is ordered by the L1 that the waves of a workgroup share, so a store that
-was not waited for is visible after the barrier: this is taken as granted, and counted.
+Operations that a wave has not waited for when it reaches a barrier count as after it. LDS
+operations of different waves are not ordered among one another without the wait (LLVM's AMDGPU
+memory model of GFX942). Vector memory is ordered by the L1 that the waves of a workgroup share, so
+a store that was not waited for is visible after the barrier: this is taken as granted, and counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.amdgcn.errors import Fault, Race
+from tests.amdgcn.errors import FaultError, RaceError
 
 if TYPE_CHECKING:
     from tests.amdgcn.wave import Wave
@@ -107,7 +107,7 @@ class Tracker:
     def _refuse(self, verb: str, index: np.ndarray, which: np.ndarray, other: np.ndarray) -> None:
         at = int(np.argmax(which))
         whose = int(other[at])
-        raise Race(
+        raise RaceError(
             f"{verb} byte {int(index[at])} of {self.what}, which wave {whose & 63} of workgroup "
             f"{whose >> 6} touched with no barrier in between"
         )
@@ -140,7 +140,7 @@ class GlobalMemory:
             region = self.regions[number]
             if address + size <= region.base + region.data.size:
                 return region
-        raise Fault(f"{size} bytes at {address:#x} are outside every tensor")
+        raise FaultError(f"{size} bytes at {address:#x} are outside every tensor")
 
     def split(self, addresses: np.ndarray, size: int) -> list[tuple[Region, np.ndarray]]:
         """Regions with the places in ``addresses`` that lie in them."""
@@ -162,9 +162,8 @@ class Lds:
 
     def check(self, addresses: np.ndarray, size: int) -> None:
         if addresses.size and (addresses.max() + size > self.data.size or addresses.min() < 0):
-            raise Fault(
-                f"{size} bytes at {int(addresses.max())} are outside the {self.data.size} bytes of LDS"
-            )
+            at, limit = int(addresses.max()), self.data.size
+            raise FaultError(f"{size} bytes at {at} are outside the {limit} bytes of LDS")
 
 
 def spread(addresses: np.ndarray, size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.amdgcn.errors import Fault, Unmodelled
+from tests.amdgcn.errors import FaultError, UnmodelledError
 from tests.amdgcn.memory import Access, Region, spread
 from tests.amdgcn.operands import SCALAR, Operand, operand, reader
 from tests.amdgcn.program import Instruction
@@ -32,7 +32,7 @@ def build(instruction: Instruction, modifiers: dict[str, str]) -> Run:
         return _lds(name, operands, modifiers)
     space, direction, kind = name.split("_", 2)
     if kind not in _SIZES or direction not in ("load", "store") or space == "flat":
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     address = _buffer_address if space == "buffer" else _global_address
     for hint in ("nt", "sc0", "sc1"):  # cache hints, which change no value
         modifiers.pop(hint, None)
@@ -71,7 +71,7 @@ def _buffer_address(
 ) -> tuple[Operand, Address]:
     data, index, descriptor, base_offset = operands
     if "offen" not in modifiers:
-        raise Unmodelled("a buffer access without offen")
+        raise UnmodelledError("a buffer access without offen")
     del modifiers["offen"]
     offset = int(modifiers.pop("offset", "0"))
     read_base = reader(base_offset, "u")
@@ -105,7 +105,7 @@ def _global_address(
 def _vector_memory(is_store: bool, size: int, data: Operand, address: Address) -> Run:
     words = (size + 3) // 4
     if data.count != words:
-        raise Unmodelled(f"{size} bytes in {data.count} registers")
+        raise UnmodelledError(f"{size} bytes in {data.count} registers")
     rows = range(data.index, data.index + words)
 
     def run(wave: Wave) -> None:
@@ -133,7 +133,7 @@ def _vector_memory(is_store: bool, size: int, data: Operand, address: Address) -
 def _check_aligned(addresses: np.ndarray, size: int) -> None:
     unit = min(size, 4)
     if unit > 1 and (addresses & (unit - 1)).any():
-        raise Fault(f"an address of {size} bytes is not a multiple of {unit}")
+        raise FaultError(f"an address of {size} bytes is not a multiple of {unit}")
 
 
 def _load(
@@ -177,9 +177,9 @@ def _lds(name: str, operands: list[Operand], modifiers: dict[str, str]) -> Run:
     parts = name.removesuffix("_d16_hi").split("_")
     verb, kind = parts[1], parts[-1]
     if verb.removesuffix("st64") not in ("read", "read2", "write", "write2") or len(parts) != 3:
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     if kind not in _SIZES or (upper and name != "ds_write_b16_d16_hi"):
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     size = _SIZES[kind]
     if verb.startswith(("read2", "write2")):
         unit = size * (64 if verb.endswith("st64") else 1)
@@ -190,7 +190,7 @@ def _lds(name: str, operands: list[Operand], modifiers: dict[str, str]) -> Run:
     if verb.startswith("read"):
         target, base = operands
         if target.count != words * len(offsets):
-            raise Unmodelled(f"{name} into {target.count} registers")
+            raise UnmodelledError(f"{name} into {target.count} registers")
         rows = [
             range(target.index + words * n, target.index + words * (n + 1))
             for n in range(len(offsets))
@@ -219,9 +219,7 @@ def _lds_read(base: Operand, rows: list[range], offsets: list[int], size: int) -
     return run
 
 
-def _lds_write(
-    base: Operand, rows: list[range], offsets: list[int], size: int, upper: bool
-) -> Run:
+def _lds_write(base: Operand, rows: list[range], offsets: list[int], size: int, upper: bool) -> Run:
     def run(wave: Wave) -> None:
         lds = wave.workgroup.lds
         lanes = np.flatnonzero(wave.mask)
@@ -254,7 +252,7 @@ def _transposed_read(operands: list[Operand], offset: int) -> Run:
 
     def run(wave: Wave) -> None:
         if not wave.full:
-            raise Unmodelled("a transposed read under a partial EXEC")
+            raise UnmodelledError("a transposed read under a partial EXEC")
         lds = wave.workgroup.lds
         start = wave.u[base.index].astype(np.int64) + offset
         lds.check(start, 8)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 
 Function = Callable[..., Any]
 _TINY = 2.0**-126
@@ -43,7 +43,7 @@ def perm(high: Any, low: Any, select: Any) -> Any:
     for byte in range(4):
         pick = select >> np.uint32(8 * byte) & np.uint32(0xFF)
         if ((pick > 7) & (pick != 12)).any():
-            raise Unmodelled("v_perm_b32 with a selector that is neither 0 to 7 nor 12")
+            raise UnmodelledError("v_perm_b32 with a selector that is neither 0 to 7 nor 12")
         chosen = pair >> (np.uint64(8) * (pick & np.uint32(7)).astype(np.uint64)) & np.uint64(0xFF)
         out = out | np.where(pick == 12, np.uint64(0), chosen) << np.uint64(8 * byte)
     return out.astype(np.uint32)
@@ -73,7 +73,7 @@ def bfe_u(value: Any, first: Any, width: Any) -> Any:
 def bfe_i(value: Any, first: Any, width: Any) -> Any:
     width = width & np.uint32(31)
     if np.any(width == 0):
-        raise Unmodelled("v_bfe_i32 of no bits")
+        raise UnmodelledError("v_bfe_i32 of no bits")
     top = np.uint32(1) << (width - np.uint32(1))
     return (bfe_u(value, first, width) ^ top) - top
 
@@ -254,7 +254,7 @@ WIDE: dict[str, tuple[str, Function]] = {
     "v_lshl_add_u64": ("quq", lambda a, b, c: (a << (b.astype(np.uint64) & np.uint64(7))) + c),
     "v_lshlrev_b64": ("uq", lambda a, b: b << (a.astype(np.uint64) & np.uint64(63))),
     "v_lshrrev_b64": ("uq", lambda a, b: b >> (a.astype(np.uint64) & np.uint64(63))),
-    "v_ashrrev_i64": ("up", lambda a, b: (b >> (a.astype(np.int64) & np.int64(63)))),
+    "v_ashrrev_i64": ("up", lambda a, b: b >> (a.astype(np.int64) & np.int64(63))),
 }
 COMPARISONS: dict[str, Function] = {
     "eq": lambda a, b: a == b,

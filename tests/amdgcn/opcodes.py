@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 from tests.amdgcn.isa import step_of
 from tests.amdgcn.program import parse
 
@@ -59,9 +59,13 @@ def _collect(arch: str) -> dict[str, Any]:
             opcodes[instruction.operation] += 1
             try:
                 step_of(instruction, program.labels, program.arch)
-            except Unmodelled as error:
+            except UnmodelledError as error:
                 unmodelled[instruction.text] = str(error)
-    return {"kernels": len(texts), "opcodes": dict(sorted(opcodes.items())), "unmodelled": unmodelled}
+    return {
+        "kernels": len(texts),
+        "opcodes": dict(sorted(opcodes.items())),
+        "unmodelled": unmodelled,
+    }
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 
 if TYPE_CHECKING:
     from tests.amdgcn.wave import Wave
@@ -74,7 +74,7 @@ def operand(text: str) -> Operand:
     try:
         return Operand("literal", bits=int(bare, 0) % 2**64, negate=negate, absolute=absolute)
     except ValueError:
-        raise Unmodelled(f"operand {text}") from None
+        raise UnmodelledError(f"operand {text}") from None
 
 
 _DTYPES = {"u": np.uint32, "i": np.int32, "f": np.float32}
@@ -92,7 +92,7 @@ def convert(bits: Any, kind: str) -> Any:
         return bits.astype(np.uint16).view(np.float16)
     if kind == "w":
         return bits.astype(np.uint16).view(np.float16).astype(np.float64)
-    raise Unmodelled(f"type {kind} of a 32-bit operand")
+    raise UnmodelledError(f"type {kind} of a 32-bit operand")
 
 
 def reader(source: Operand, kind: str) -> Reader:
@@ -103,7 +103,7 @@ def reader(source: Operand, kind: str) -> Reader:
     if not (source.negate or source.absolute):
         return plain
     if kind not in "fdhw":
-        raise Unmodelled("a sign modifier on an integer")
+        raise UnmodelledError("a sign modifier on an integer")
     if not source.absolute:
         return lambda wave: -plain(wave)
     if not source.negate:
@@ -115,13 +115,13 @@ def _plain_reader(source: Operand, kind: str) -> Reader:
     index = source.index
     if source.kind == "literal":
         if kind in "hw" and source.bits >> 16:
-            raise Unmodelled("a 32-bit literal as fp16")
+            raise UnmodelledError("a 32-bit literal as fp16")
         constant = convert(np.uint32(source.bits % 2**32), kind)
         return lambda wave: constant
     if source.kind == "s":
         return lambda wave: convert(np.uint32(wave.s[index]), kind)
     if source.kind != "v":
-        raise Unmodelled(f"a {source.kind} operand as a value")
+        raise UnmodelledError(f"a {source.kind} operand as a value")
     if kind == "u":
         return lambda wave: wave.u[index]
     if kind == "f":
@@ -135,7 +135,7 @@ def _plain_reader(source: Operand, kind: str) -> Reader:
 
 def _reader64(source: Operand, kind: str) -> Reader:
     if source.negate or source.absolute:
-        raise Unmodelled("a sign modifier on 64 bits")
+        raise UnmodelledError("a sign modifier on 64 bits")
     dtype = np.uint64 if kind == "q" else np.int64
     index = source.index
     if source.kind == "literal":
@@ -145,5 +145,5 @@ def _reader64(source: Operand, kind: str) -> Reader:
         return lambda wave: np.uint64(wave.s64(index)).astype(dtype)
     shift = np.uint64(32)
     return lambda wave: (
-        (wave.u[index].astype(np.uint64) | wave.u[index + 1].astype(np.uint64) << shift).view(dtype)
-    )
+        wave.u[index].astype(np.uint64) | wave.u[index + 1].astype(np.uint64) << shift
+    ).view(dtype)

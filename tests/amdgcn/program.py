@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 
 _ENCODING = re.compile(r"_(e32|e64|dpp|sdwa)$")
 _INSTRUCTION = re.compile(r"(?:s|v|ds|global|buffer|flat|scratch)_\w+")
@@ -69,8 +69,8 @@ def parse(text: str) -> Program:
     """The kernel of a text that holds one.
 
     Raises:
-        Unmodelled: a line is neither an instruction, a label nor a directive; or the kernel uses
-            what the interpreter does not set up, such as a stack.
+        UnmodelledError: a line is neither an instruction, a label nor a directive; or the kernel
+            uses what the interpreter does not set up, such as a stack.
     """
     name = _find(r"\.globl\s+(\w+)", text)
     body = text[re.search(rf"^{name}:", text, re.MULTILINE).end() :]  # type: ignore[union-attr]
@@ -88,9 +88,9 @@ def parse(text: str) -> Program:
         elif _INSTRUCTION.match(line):
             instructions.append(_instruction(line, source))
         elif not line.startswith("."):
-            raise Unmodelled(f"{name}: not an instruction: {line}")
+            raise UnmodelledError(f"{name}: not an instruction: {line}")
     if _find(r"\.private_segment_fixed_size:\s+(\d+)", text) != "0":
-        raise Unmodelled(f"{name} uses a stack")
+        raise UnmodelledError(f"{name} uses a stack")
     found_arguments = re.findall(
         r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text
     )
@@ -109,7 +109,7 @@ def parse(text: str) -> Program:
 def _find(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
     if found is None:
-        raise Unmodelled(f"the text has no {pattern}")
+        raise UnmodelledError(f"the text has no {pattern}")
     return found.group(1)
 
 

@@ -22,13 +22,13 @@ from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import torch  # noqa: E402
-import triton  # noqa: E402
+import torch
+import triton
 
-from tests.amdgcn.cases import ExecutionCase, all_cases  # noqa: E402
-from tests.amdgcn.device import TARGETS, Device  # noqa: E402
-from tests.amdgcn.errors import ExecutionError  # noqa: E402
-from tests.amdgcn.opcodes import of_compile_reports  # noqa: E402
+from tests.amdgcn.cases import ExecutionCase, all_cases
+from tests.amdgcn.device import TARGETS, Device
+from tests.amdgcn.errors import ExecutionError
+from tests.amdgcn.opcodes import of_compile_reports
 
 
 def run_case(case: ExecutionCase) -> tuple[dict[str, Any], dict[str, Counter[str]]]:
@@ -127,7 +127,9 @@ def _dump(result: dict[str, Any]) -> str:
         elif key == "opcodes_by_kernel":
             blocks = []
             for arch, kernels in value.items():
-                rows = ",\n".join(f"      {json.dumps(k)}: {json.dumps(v)}" for k, v in kernels.items())
+                rows = ",\n".join(
+                    f"      {json.dumps(k)}: {json.dumps(v)}" for k, v in kernels.items()
+                )
                 blocks.append(f"    {json.dumps(arch)}: {{\n{rows}\n    }}")
             parts.append('  "opcodes_by_kernel": {\n' + ",\n".join(blocks) + "\n  }")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 from tests.amdgcn.operands import EXEC, VCC, Operand, operand
 from tests.amdgcn.program import Instruction
 from tests.amdgcn.wave import BARRIER, END, Wave
@@ -133,7 +133,7 @@ def _get32(source: Operand) -> Get:
         constant = source.bits & 0xFFFFFFFF
         return lambda wave: constant
     if source.kind != "s":
-        raise Unmodelled(f"a {source.kind} operand of the scalar unit")
+        raise UnmodelledError(f"a {source.kind} operand of the scalar unit")
     index = source.index
     return lambda wave: wave.s[index]
 
@@ -143,7 +143,7 @@ def _get64(source: Operand) -> Get:
         constant = source.bits
         return lambda wave: constant
     if source.kind != "s" or source.count != 2:
-        raise Unmodelled("a 64-bit scalar operand that is not a pair")
+        raise UnmodelledError("a 64-bit scalar operand that is not a pair")
     index = source.index
     return lambda wave: wave.s64(index)
 
@@ -189,7 +189,7 @@ def _wide(name: str, operands: list[Operand]) -> Run:
         b = _get64(operands[2])
         return lambda wave: wave.set_s64(target, a(wave) if wave.scc else b(wave))
     if name not in _TWO_64:
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     function = _TWO_64[name]
     is_shift = "sh" in name
     second = _get32(operands[2]) if is_shift else _get64(operands[2])
@@ -264,7 +264,7 @@ def _extreme(target: int, a: Get, b: Get, is_max: bool) -> Run:
 def _sum(name: str, target: int, a: Get, b: Get) -> Run:
     """Additions and subtractions; SCC is the carry or borrow, signed ones set it on overflow."""
     if name not in ("s_add_u32", "s_addc_u32", "s_sub_u32", "s_subb_u32", "s_add_i32", "s_sub_i32"):
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     is_signed = name.endswith("i32")
     takes_carry = name in ("s_addc_u32", "s_subb_u32")
     sign = -1 if "sub" in name else 1

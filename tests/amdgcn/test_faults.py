@@ -11,7 +11,7 @@ import torch
 
 from tests.amdgcn.cases import ExecutionCase, all_cases
 from tests.amdgcn.device import Device
-from tests.amdgcn.errors import Deadlock, ExecutionError, Hazard, Race
+from tests.amdgcn.errors import DeadlockError, ExecutionError, HazardError, RaceError
 from tests.amdgcn.memory import GlobalMemory
 from tests.amdgcn.test_instructions import kernel
 
@@ -83,7 +83,7 @@ def test_each_dropped_wait_is_caught() -> None:
         for kind in caught(case, without(pattern, number, "decode_step_kernel"))
     ]
     assert count >= 20 and len(found) >= 0.9 * count
-    assert set(found) == {"Hazard", "Race"}
+    assert set(found) == {"HazardError", "RaceError"}
 
 
 def test_each_dropped_barrier_is_caught() -> None:
@@ -96,7 +96,7 @@ def test_each_dropped_barrier_is_caught() -> None:
         for kind in caught(case, without(pattern, number, "verify_step_kernel"))
     ]
     assert count >= 10 and len(found) >= 0.8 * count
-    assert found.count("Race") >= 0.7 * count
+    assert found.count("RaceError") >= 0.7 * count
 
 
 def test_swapped_operands_of_mfma_are_caught() -> None:
@@ -113,7 +113,8 @@ def test_swapped_operands_of_mfma_are_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    ("control", "other"), [("quad_perm:[1,0,3,2]", "quad_perm:[0,1,2,3]"), ("row_shr:8", "row_shr:4")]
+    ("control", "other"),
+    [("quad_perm:[1,0,3,2]", "quad_perm:[0,1,2,3]"), ("row_shr:8", "row_shr:4")],
 )
 def test_a_wrong_dpp_control_is_caught(control: str, other: str) -> None:
     def change(text: str) -> str:
@@ -129,7 +130,7 @@ def test_a_missing_wait_state_is_caught() -> None:
         return re.sub(r"\ts_nop \d+\n(?=.*_dpp )", "", text)
 
     case = case_of("dsv4 in_place_128 in_registers: small")
-    assert list(caught(case, change)) == ["Hazard"]
+    assert list(caught(case, change)) == ["HazardError"]
 
 
 def test_a_missing_mask_is_caught() -> None:
@@ -153,7 +154,7 @@ def test_waves_at_different_barriers_are_reported() -> None:
         "s_nop 0",
         num_waves=2,
     )
-    with pytest.raises(Deadlock, match="has ended"):
+    with pytest.raises(DeadlockError, match="has ended"):
         built.launch((1, 1, 1), [], GlobalMemory())
 
 
@@ -168,7 +169,7 @@ def test_workgroups_that_touch_the_same_byte_are_reported() -> None:
         "global_store_dword v2, v1, s[6:7]",
     )
     kernel(*lines).launch((1, 1, 1), [], memory)
-    with pytest.raises(Race, match="of x, which wave 0 of workgroup 0 touched"):
+    with pytest.raises(RaceError, match="of x, which wave 0 of workgroup 0 touched"):
         kernel(*lines).launch((2, 1, 1), [], memory)
 
 
@@ -184,12 +185,14 @@ def test_a_register_in_flight_must_not_be_used() -> None:
     ]
     use = "v_add_u32_e32 v5, v3, v3"
     kernel(*lines, "s_waitcnt vmcnt(1)", use).launch((1, 1, 1), [], memory)
-    with pytest.raises(Hazard, match="v3 is in flight .* vmcnt"):
+    with pytest.raises(HazardError, match=r"v3 is in flight .* vmcnt"):
         kernel(*lines, "s_waitcnt vmcnt(2)", use).launch((1, 1, 1), [], memory)
     # scalar loads return in any order: only a wait for all of them counts
     scalars = ["s_load_dword s8, s[6:7], 0x0", "s_load_dword s9, s[6:7], 0x4"]
-    kernel(*lines, *scalars, "s_waitcnt lgkmcnt(0)", "s_mov_b32 s10, s8").launch((1, 1, 1), [], memory)
-    with pytest.raises(Hazard, match="s8 is in flight .* lgkmcnt"):
+    kernel(*lines, *scalars, "s_waitcnt lgkmcnt(0)", "s_mov_b32 s10, s8").launch(
+        (1, 1, 1), [], memory
+    )
+    with pytest.raises(HazardError, match=r"s8 is in flight .* lgkmcnt"):
         kernel(*lines, *scalars, "s_waitcnt lgkmcnt(1)", "s_mov_b32 s10, s8").launch(
             (1, 1, 1), [], memory
         )

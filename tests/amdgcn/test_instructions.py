@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.amdgcn import matrix
-from tests.amdgcn.errors import Fault, Unmodelled
+from tests.amdgcn.errors import FaultError, UnmodelledError
 from tests.amdgcn.isa import step_of
 from tests.amdgcn.memory import GlobalMemory
 from tests.amdgcn.operands import ACC
@@ -117,9 +117,13 @@ def test_mfma_is_the_product_of_its_matrices(name: str, words: int) -> None:
 
 
 def test_lane_movements() -> None:
-    wave = run("v_permlane16_swap_b32_e32 v1, v2", v1=LANES.astype("u4"), v2=LANES.astype("u4") + 64)
+    wave = run(
+        "v_permlane16_swap_b32_e32 v1, v2", v1=LANES.astype("u4"), v2=LANES.astype("u4") + 64
+    )
     assert wave.u[1][16] == 64 and wave.u[2][0] == 16 and wave.u[1][0] == 0
-    wave = run("v_permlane32_swap_b32_e32 v1, v2", v1=LANES.astype("u4"), v2=LANES.astype("u4") + 64)
+    wave = run(
+        "v_permlane32_swap_b32_e32 v1, v2", v1=LANES.astype("u4"), v2=LANES.astype("u4") + 64
+    )
     assert wave.u[1][32] == 64 and wave.u[2][0] == 32 and wave.u[2][63] == 127
     ones = "row_mask:0xf bank_mask:0xf"
     for control, lane, source in (
@@ -130,7 +134,9 @@ def test_lane_movements() -> None:
         wave = run(f"v_mov_b32_dpp v2, v1 {control} {ones}", v1=LANES.astype("u4"), v2=f32(0))
         assert wave.u[2][lane] == source, control
     # without bound_ctrl a lane that has no source keeps its value
-    wave = run(f"v_mov_b32_dpp v2, v1 row_shr:1 {ones}", v1=LANES.astype("u4"), v2=LANES.astype("u4"))
+    wave = run(
+        f"v_mov_b32_dpp v2, v1 row_shr:1 {ones}", v1=LANES.astype("u4"), v2=LANES.astype("u4")
+    )
     assert wave.u[2][16] == 16 and wave.u[2][17] == 16
 
 
@@ -173,12 +179,15 @@ def test_scalar_arithmetic() -> None:
 
 def test_packed_and_narrow_arithmetic() -> None:
     values = {"v2": f32(1.0), "v3": f32(2.0), "v4": f32(3.0), "v5": f32(5.0)}
-    wave = run("v_pk_fma_f32 v[6:7], v[2:3], v[4:5], v[2:3] op_sel:[0,1,0] op_sel_hi:[1,0,1]", **values)
+    wave = run(
+        "v_pk_fma_f32 v[6:7], v[2:3], v[4:5], v[2:3] op_sel:[0,1,0] op_sel_hi:[1,0,1]", **values
+    )
     assert (wave.f[6][0], wave.f[7][0]) == (6.0, 8.0)
     wave = run("v_pk_add_f32 v[6:7], v[2:3], v[4:5] neg_lo:[0,1] neg_hi:[0,1]", **values)
     assert (wave.f[6][0], wave.f[7][0]) == (-2.0, -3.0)
-    wave = run("v_or_b32_sdwa v2, v3, v4 dst_sel:BYTE_1 dst_unused:UNUSED_PAD src0_sel:BYTE_3 "
-               "src1_sel:DWORD", v3=np.full(64, 0x41000000, "u4"), v4=np.full(64, 2, "u4"))  # fmt: skip
+    parts = "dst_sel:BYTE_1 dst_unused:UNUSED_PAD src0_sel:BYTE_3 src1_sel:DWORD"
+    values = {"v3": np.full(64, 0x41000000, "u4"), "v4": np.full(64, 2, "u4")}
+    wave = run(f"v_or_b32_sdwa v2, v3, v4 {parts}", **values)
     assert wave.u[2][0] == 0x4300
     wave = run("v_cvt_pk_bf16_f32 v2, v3, v4", v3=f32(1.00390625), v4=f32(float("nan")))
     assert wave.u[2][0] & 0xFFFF == 0x3F80 and wave.u[2][0] >> 16 & 0x7FFF > 0x7F80
@@ -196,7 +205,8 @@ def test_exec_masks_what_is_written() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "v_frobnicate_b32 v0, v1", "v_mul_f32_e64 v0, v1, v2 clamp", "v_add_f32_e64 v0, v1, v2 mul:2",
+        "v_frobnicate_b32 v0, v1", "v_mul_f32_e64 v0, v1, v2 clamp",
+        "v_add_f32_e64 v0, v1, v2 mul:2",
         "v_mfma_f32_4x4x4_16b_f16 a[0:3], v[0:1], v[2:3], 0", "ds_add_u32 v0, v1",
         "global_atomic_add v0, v1, s[2:3]", "buffer_load_dword v0, v1, s[4:7], 0 idxen",
         "v_mov_b32_dpp v0, v1 wave_shr:1 row_mask:0xf bank_mask:0xf", "s_getreg_b32 s0, 1",
@@ -204,14 +214,14 @@ def test_exec_masks_what_is_written() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_its_text(line: str) -> None:
-    with pytest.raises(Unmodelled, match=re.escape(line.split(" ")[0])):
+    with pytest.raises(UnmodelledError, match=re.escape(line.split(" ")[0])):
         kernel(line)
 
 
 def test_an_access_outside_every_tensor_is_refused() -> None:
-    with pytest.raises(Fault, match="outside every tensor"):
+    with pytest.raises(FaultError, match="outside every tensor"):
         run("global_load_dword v1, v[2:3], off", v2=np.zeros(64, "u4"), v3=np.zeros(64, "u4"))
-    with pytest.raises(Fault, match="outside the 1024 bytes of LDS"):
+    with pytest.raises(FaultError, match="outside the 1024 bytes of LDS"):
         run("ds_write_b32 v1, v2", v1=np.full(64, 1024, "u4"), v2=f32(0))
 
 

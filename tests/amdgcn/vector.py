@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.amdgcn import lanes, matrix, numerics
-from tests.amdgcn.errors import Unmodelled
+from tests.amdgcn.errors import UnmodelledError
 from tests.amdgcn.operands import VCC, Operand, Reader, convert, operand, reader
 from tests.amdgcn.program import Instruction
 from tests.amdgcn.wave import Wave, bits_of, lanes_of
@@ -42,9 +42,11 @@ def build(instruction: Instruction, modifiers: dict[str, str]) -> Run:
         return _wide(name, operands)
     if name == "v_fmac_f32":  # the target is the third source
         sources = [*operands[1:], operands[0]]
-        return _apply(instruction, operands[0], sources, numerics.ARITHMETIC["v_fma_f32"], modifiers)
+        return _apply(
+            instruction, operands[0], sources, numerics.ARITHMETIC["v_fma_f32"], modifiers
+        )
     if name not in numerics.ARITHMETIC:
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     types = numerics.ARITHMETIC[name]
     return _apply(instruction, operands[0], operands[1:], types, modifiers)
 
@@ -58,7 +60,7 @@ def _apply(
 ) -> Run:
     kinds, view, function = types
     if len(kinds) != len(sources) or target.count != 1:
-        raise Unmodelled(f"{instruction.operation} with {len(sources)} sources")
+        raise UnmodelledError(f"{instruction.operation} with {len(sources)} sources")
     if instruction.encoding == "dpp":
         return lanes.with_dpp(target, sources, types, modifiers)
     if instruction.encoding == "sdwa":
@@ -69,10 +71,9 @@ def _apply(
     readers = [reader(source, kind) for source, kind in zip(sources, kinds, strict=True)]
     if select is not None:  # fp16 in the upper halves
         if instruction.operation != "v_pack_b32_f16":
-            raise Unmodelled("op_sel")
+            raise UnmodelledError("op_sel")
         readers = [
-            _upper(read) if bit else read
-            for read, bit in zip(readers, _bits(select), strict=False)
+            _upper(read) if bit else read for read, bit in zip(readers, _bits(select), strict=False)
         ]
     row = target.index
     pick = _VIEWS[view]
@@ -89,7 +90,7 @@ def _apply(
 def _saturated(name: str) -> tuple[str, str, Callable[..., Any]]:
     """A sum or difference of unsigned integers that stops at the ends of their range."""
     if name not in numerics.SATURATED:
-        raise Unmodelled(f"{name} with clamp")
+        raise UnmodelledError(f"{name} with clamp")
     exact = numerics.SATURATED[name]
     most = np.int64(0xFFFFFFFF)
     return "uu", "u", lambda a, b: np.clip(exact(a.astype(np.int64), b.astype(np.int64)), 0, most)
@@ -109,7 +110,7 @@ def _selected(source: Operand, kind: str, selection: str) -> Reader:
     shift, keep = (np.uint32(x) for x in _SELECTIONS[selection])
     plain = Operand(source.kind, source.index, source.count, source.bits)
     if source.negate or source.absolute:
-        raise Unmodelled("a sign modifier with SDWA")
+        raise UnmodelledError("a sign modifier with SDWA")
     read = reader(plain, "u")
     return lambda wave: convert(read(wave) >> shift & keep, kind)
 
@@ -128,7 +129,7 @@ def _with_sdwa(
     ]
     shift, keep = (np.uint32(x) for x in _SELECTIONS[modifiers.pop("dst_sel", "DWORD")])
     if modifiers.pop("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
-        raise Unmodelled("SDWA that keeps a part of the target")
+        raise UnmodelledError("SDWA that keeps a part of the target")
     row = target.index
 
     def run(wave: Wave) -> None:
@@ -143,7 +144,7 @@ def _with_sdwa(
 def _compare(name: str, operands: list[Operand]) -> Run:
     _, _, kind, dtype = name.split("_")
     if kind not in numerics.COMPARISONS or dtype not in numerics.TYPES:
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     test = numerics.COMPARISONS[kind]
     a, b = (reader(x, numerics.TYPES[dtype]) for x in operands[1:])
     target = operands[0].index
@@ -160,7 +161,7 @@ def _cndmask(instruction: Instruction, operands: list[Operand], modifiers: dict[
         picks = [modifiers.pop(f"src{n}_sel", "DWORD") for n in range(2)]
         a, b = (_selected(x, "u", pick) for x, pick in zip(sources, picks, strict=True))
         if modifiers.pop("dst_sel") != "DWORD" or modifiers.pop("dst_unused") != "UNUSED_PAD":
-            raise Unmodelled("v_cndmask_b32 into a part of its target")
+            raise UnmodelledError("v_cndmask_b32 into a part of its target")
     else:
         kind = "f" if any(x.negate or x.absolute for x in sources) else "u"
         a, b = (_raw(reader(x, kind)) for x in sources)
@@ -315,12 +316,9 @@ def _packed(name: str, operands: list[Operand], modifiers: dict[str, str]) -> Ru
         moved = [_half(source, low[n], "u", False) for n, source in enumerate(sources)]
         return _both(target, "u", np.array, [moved[:1], moved[1:]])
     if name not in _PACKED:
-        raise Unmodelled(f"{name} is not modelled")
+        raise UnmodelledError(f"{name} is not modelled")
     halves = [
-        [
-            _half(source, picks[n], "f", bool(signs[which][n]))
-            for n, source in enumerate(sources)
-        ]
+        [_half(source, picks[n], "f", bool(signs[which][n])) for n, source in enumerate(sources)]
         for which, picks in enumerate((low, high))
     ]
     return _both(target, "f", _PACKED[name], halves)
@@ -345,7 +343,7 @@ def _half(source: Operand, pick: int, kind: str, negate: bool) -> Reader:
     """One register of a pair, or a constant, which has no second half."""
     if source.kind == "literal":
         if pick:
-            raise Unmodelled("the high half of a constant")
+            raise UnmodelledError("the high half of a constant")
         return reader(source, kind)
     half = Operand(source.kind, source.index + pick)
     read = reader(half, kind)
@@ -374,5 +372,5 @@ def _packed_f16(target: Operand, sources: list[Operand], picks: tuple[list[int],
 def _bits(text: str) -> list[int]:
     found = re.fullmatch(r"\[([01](?:,[01])*)\]", text)
     if found is None:
-        raise Unmodelled(f"a choice of halves {text}")
+        raise UnmodelledError(f"a choice of halves {text}")
     return [int(x) for x in found.group(1).split(",")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.amdgcn.errors import Deadlock, ExecutionError, Hazard
+from tests.amdgcn.errors import DeadlockError, ExecutionError, HazardError
 from tests.amdgcn.operands import ACC, EXEC, SCALAR
 from tests.amdgcn.program import Instruction
 
@@ -175,7 +175,9 @@ class Wave:
             history.append(step)
             if signal is not None:
                 return signal
-        raise Deadlock(f"{self.place(step.instruction)}: no barrier and no end in {LIMIT} steps")
+        raise DeadlockError(
+            f"{self.place(step.instruction)}: no barrier and no end in {LIMIT} steps"
+        )
 
     def place(self, instruction: Instruction) -> str:
         workgroup = self.workgroup
@@ -185,7 +187,7 @@ class Wave:
     def _refuse_pending(self, step: Step) -> None:
         for register in sorted(step.touched & self.pending.keys()):
             operation = self.pending[register]
-            raise Hazard(
+            raise HazardError(
                 f"{_name(register)} is in flight and was not waited for with {operation.counter}"
             )
 
@@ -197,7 +199,7 @@ class Wave:
             if passed >= states:
                 return
             if late := step.written & registers:
-                raise Hazard(
+                raise HazardError(
                     f"{_name(min(late))} was written by `{step.instruction.text}` {passed} wait "
                     f"states before {what}, which needs {states}"
                 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.amdgcn.errors import Deadlock
+from tests.amdgcn.errors import DeadlockError
 from tests.amdgcn.isa import steps_of
 from tests.amdgcn.memory import GlobalMemory, Lds
 from tests.amdgcn.program import Program
@@ -126,7 +126,8 @@ class Workgroup:
             signals = [wave.run(kernel.steps, kernel.counts) for wave in waves]
             if all(signal == END for signal in signals):
                 return
-            places = {wave.pc if signal != END else -1 for wave, signal in zip(waves, signals)}
+            pairs = zip(waves, signals, strict=True)
+            places = {wave.pc if signal != END else -1 for wave, signal in pairs}
             if len(places) > 1:
                 self._refuse(places)
             self.time += 1
@@ -146,4 +147,4 @@ class Workgroup:
             for at in places
         )
         waits = "; another ".join(where)
-        raise Deadlock(f"{self.name}, workgroup {self.number}: one wave {waits}")
+        raise DeadlockError(f"{self.name}, workgroup {self.number}: one wave {waits}")
