@@ -16,10 +16,15 @@ CHECKS := lint
 PYTEST_ARGS ?= -n 2
 endif
 
-.PHONY: test test-engines test-engines-all lint demo
+.PHONY: test test-amd test-engines test-engines-all lint demo
 
 test: $(SETUP) $(CHECKS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+# Every kernel that the gfx942 and gfx950 tables can choose, as machine code executed on the CPU.
+# Takes minutes; rewrites the committed result.
+test-amd: $(SETUP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.amdgcn.report --output benchmarks/results/amdgcn_execution.json
 
 # In environments with the real vLLM and sglang, kept under ~/.cache; the first time they are fetched.
 # Oldest and newest release of each engine and one other in turn, by the day; test-engines-all runs
