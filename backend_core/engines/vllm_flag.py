@@ -337,7 +337,7 @@ class PlatformDelegate(AttentionBackend):  # type: ignore[misc]
     def full_cls_name(cls) -> tuple[str, str]:
         """Module and name of the choice."""
         chosen = _take_choice()
-        owner = super() if chosen is cls else chosen
+        owner: Any = super() if chosen is cls else chosen
         name: tuple[str, str] = owner.full_cls_name()
         return name
 
