@@ -307,9 +307,7 @@ def test_a_misaligned_pool_is_refused_by_the_hopper_path_and_served_by_the_other
     assert pools.states.data_ptr() % 16
     before = pools.copy()
     aligned = select(KNOWN_TARGETS["H200"], case.shape)
-    with pytest.raises(
-        ValueError, match=r"pass a selection .*aligned_state=False"
-    ):
+    with pytest.raises(ValueError, match=r"pass a selection .*aligned_state=False"):
         run_step(cpu, case, pools, [1, 0], selection=aligned)
     assert_same_bits("states", pools.memory, before.memory)
     if ON_GPU:
