@@ -2,6 +2,7 @@
 
     git worktree add ../before 40464a6
     python benchmarks/redesign_pair.py --before ../before --after . \
+        --commits 40464a6 $(git rev-parse --short HEAD) \
         --output benchmarks/results/redesign_pair_h200.json
 
 Each tree has a process, and one of them works at a time. Both prepare an item (outputs are compared
@@ -219,12 +220,6 @@ def measure(sides: list[Side], selected: list[str]) -> Iterator[tuple[dict[str, 
         yield row, differs
 
 
-def commit(tree: Path) -> str | None:
-    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
 def print_table(rows: list[dict[str, Any]], differences: dict[str, float]) -> None:
     """Per kind of item: how many, the geometric mean and the largest of after over before."""
     kinds: dict[str, list[tuple[float, str]]] = {}
@@ -245,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--before", type=Path, help="a checkout")
     parser.add_argument("--after", type=Path, help="a checkout")
+    parser.add_argument("--commits", nargs=2, help="what the two checkouts hold")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", default="", help="items whose name contains this")
     parser.add_argument("--processes", type=int, default=6, help="per tree, to compile first")
@@ -257,8 +253,8 @@ def main() -> None:
     if args.warm:
         warm(*map(int, args.warm.split("/")))
         return
-    if not (args.before and args.after and args.output):
-        parser.error("--before, --after and --output are needed")
+    if not (args.before and args.after and args.commits and args.output):
+        parser.error("--before, --after, --commits and --output are needed")
     trees = [args.before.resolve(), args.after.resolve()]
     begin = time.monotonic()
     if args.processes:
@@ -269,8 +265,8 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "script": "benchmarks/redesign_pair.py",
-        "before": commit(args.before),
-        "after": commit(args.after),
+        "before": args.commits[0],
+        "after": args.commits[1],
     }
     rows: list[dict[str, Any]] = []
     differences: dict[str, float] = {}

@@ -63,4 +63,5 @@ def __getattr__(name: str) -> Any:
     # imported when first asked for: `dsv4_backend.family` is read where torch is not installed
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value

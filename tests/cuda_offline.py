@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from backend_core.launch.cuda import HEADERS, PARAMS_HEADER, CudaParams, exported_int
+from backend_core.launch.cuda import HEADERS, PARAMS_HEADER, CudaParams, shared_bytes_of
 
 NVCC = shutil.which("nvcc")
 
@@ -40,5 +40,5 @@ def compile_cubin(
         "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
         # ptxas runs wgmma one by one where it cannot follow the accumulators
         "serialised_wgmma": done.stderr.count("instructions are serialized"),
-        "shared_bytes": exported_int(image, "shared_bytes"),
+        "shared_bytes": shared_bytes_of(image),
     }

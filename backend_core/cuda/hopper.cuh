@@ -56,6 +56,10 @@ __device__ __forceinline__ uint4 load_shared(u32 from) {
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
     return x;
 }
+// A kernel's source instantiates this with the size of its dynamic shared memory, which the host
+// reads from the name of the instance. (A constant in the module would add time to each launch.)
+template <unsigned BYTES>
+__global__ void shared_bytes() {}
 // How long the L2 cache keeps what is accessed.
 enum CacheHint { EVICT_NORMAL = 0, EVICT_FIRST = 1, EVICT_LAST = 2 };
 template <int HINT>

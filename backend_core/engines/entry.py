@@ -1,7 +1,7 @@
 """What the entry points of every family do: import its adapter of an engine and let it register.
 
 An exception in an entry point ends every process of vLLM, with or without the flag, and is only
-logged by sglang. So it is one line of ours instead, and an error where the flag asks for the family.
+logged by sglang. So it is one line of ours, and an error where the flag asks for the family.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
 
 
 def _full_attention(runner: Any, upstream: Any) -> Any | None:
-    """What a family puts in the place of sglang's full-attention backend; ``None`` where none does."""
+    """What a family puts in the place of sglang's full-attention backend, if one does."""
     for family, claims in _families.items():
         for claim in claims:
             if not isinstance(claim, BackendClaim) or claim.kind != kind_of(runner):

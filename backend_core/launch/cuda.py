@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ HEADERS = Path(__file__).parents[1] / "cuda"
 """The headers that every kernel may include beside its own: ``hopper.cuh``."""
 PARAMS_HEADER = "params.cuh"
 """The name by which a kernel includes the ``struct Params`` generated for it."""
-_ELF_SYMBOL_TABLE, _ELF_SYMBOL = 2, struct.Struct("<IBBHQQ")
 _FORMATS = {"int": "i", "float": "f", "i64": "q", "u64": "Q"}
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
@@ -118,8 +118,7 @@ class CudaKernel:
 
     Compiled for the architecture of the current device at construction, and loaded on a device by
     ``load`` or at its first launch there (during a CUDA graph's warm-up, not its capture). The
-    dynamic shared memory of a block is the source's ``extern "C" __constant__ const int
-    shared_bytes``, read from the compiled code.
+    dynamic shared memory of a block is that of the source's instance of ``shared_bytes``.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class CudaKernel:
         Raises:
             ImportError: NVRTC is not installed beside torch.
             RuntimeError: the source does not compile (the message holds the compiler's log), or
-                exports no ``shared_bytes``.
+                has no instance of ``shared_bytes``.
         """
         major, minor = torch.cuda.get_device_capability()
         suffix = "a" if major >= 9 else ""
@@ -146,7 +145,7 @@ class CudaKernel:
         )
         self._name = name
         self._image = _compiled(source, params.header, options)
-        self._shared_bytes = exported_int(self._image, "shared_bytes")
+        self._shared_bytes = shared_bytes_of(self._image)
         self._functions: dict[int, ctypes.c_void_p] = {}
 
     def load(self) -> ctypes.c_void_p:
@@ -207,28 +206,19 @@ def _load(image: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:
     return function
 
 
-def exported_int(image: bytes, name: str) -> int:
-    """The value of an ``extern "C" __constant__ const int`` of a cubin (an ELF file of 64 bits).
+def shared_bytes_of(image: bytes) -> int:
+    """The dynamic shared memory of a compiled kernel, in bytes.
+
+    It stands in the name of the instance of ``shared_bytes`` (hopper.cuh), ``_Z12shared_bytesILj``,
+    the number and ``EEvv``.
 
     Raises:
-        RuntimeError: the cubin has no such constant.
+        RuntimeError: the source instantiates no ``shared_bytes``.
     """
-    (table,) = struct.unpack_from("<Q", image, 0x28)
-    entry_size, count = struct.unpack_from("<HH", image, 0x3A)
-    # name, type, flags, address, offset, size, link, info, alignment, entry size
-    header = struct.Struct("<IIQQQQIIQQ")
-    sections = [header.unpack_from(image, table + i * entry_size) for i in range(count)]
-    for _, kind, _, _, begin, size, link, *_ in sections:
-        if kind != _ELF_SYMBOL_TABLE:
-            continue
-        names = sections[link][4]
-        for at in range(begin, begin + size, _ELF_SYMBOL.size):
-            name_at, _, _, section, value, _ = _ELF_SYMBOL.unpack_from(image, at)
-            end = image.index(b"\0", names + name_at)
-            if image[names + name_at : end] == name.encode():
-                found: int = struct.unpack_from("<i", image, sections[section][4] + value)[0]
-                return found
-    raise RuntimeError(f"the compiled kernel exports no {name}")
+    found = re.search(rb"shared_bytesILj(\d+)EE", image)
+    if found is None:
+        raise RuntimeError("the compiled kernel has no instance of shared_bytes (hopper.cuh)")
+    return int(found[1])
 
 
 def _compiled(source: Path, params_header: str, options: tuple[str, ...]) -> bytes:

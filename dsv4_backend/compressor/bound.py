@@ -26,22 +26,29 @@ Plan = TypeVar("Plan", bound=CompressorStepPlan, contravariant=True)
 T = TypeVar("T")
 
 _INPUT = ("input_ptr", "stride_input_t")
-_POOLED = ("pooled_ptr",)
+_POOLED_INPUT = (*_INPUT, "pooled_ptr")
 _KEPT = 64  # kinds of calls in one cache
 
 
 @dataclass(slots=True, eq=False)
 class CompressorCall:
-    """A layer with the tensors of one call, as the operators take them."""
+    """A layer with the tensors of one call, as the operators take them.
+
+    Attributes:
+        pooled: [windows, head_dim] fp32, between the launches that split the channels.
+    """
 
     layer: CompressorLayer
     kv_score: torch.Tensor
     state: torch.Tensor
     cache: torch.Tensor
+    pooled: torch.Tensor | None = None
 
     def input_arguments(self) -> tuple[Argument, ...]:
-        """In the order of ``_INPUT``."""
-        return self.kv_score, self.kv_score.stride()[0]
+        """In the order of ``_INPUT``, or of ``_POOLED_INPUT`` where there are pooled rows."""
+        kv_score, pooled = self.kv_score, self.pooled
+        stride = kv_score.stride()[0]
+        return (kv_score, stride) if pooled is None else (kv_score, stride, pooled)
 
     def layer_arguments(self) -> dict[str, Argument]:
         """The kernels' arguments that stay while the layer and its caches do."""
@@ -88,10 +95,8 @@ def _shared_launch(
 ) -> KernelLaunch:
     from backend_core.launch.triton import KernelLaunch
 
-    groups = [_INPUT, layer_names, plan_names]
-    if _POOLED[0] in kernel.arg_names:
-        groups.append(_POOLED)
-    return KernelLaunch(kernel, dict(constexprs), dict(options), groups)
+    inputs = _POOLED_INPUT if "pooled_ptr" in kernel.arg_names else _INPUT
+    return KernelLaunch(kernel, dict(constexprs), dict(options), (inputs, layer_names, plan_names))
 
 
 class BoundLaunch:
@@ -105,7 +110,7 @@ class BoundLaunch:
         self, variant: Variant, call: CompressorCall, step_plan: CompressorStepPlan
     ) -> None:
         plan_names = tuple(step_plan.kernel_arguments())
-        others = {*_INPUT, *_POOLED, *plan_names, *variant.constexprs}
+        others = {*_POOLED_INPUT, *plan_names, *variant.constexprs}
         layer_names = tuple(name for name in variant.kernel.arg_names if name not in others)
         values = call.layer_arguments()
         self._launch = variant.launch(layer_names, plan_names)
@@ -116,37 +121,29 @@ class BoundLaunch:
         grid: Grid,
         call: CompressorCall,
         step_plan: CompressorStepPlan,
-        pooled: torch.Tensor | None = None,
+        packed_input: Packed | None = None,
     ) -> None:
         """Launch for a call of the same layer and caches.
 
         Args:
-            pooled: [windows, head_dim] fp32, for the kernels that take it.
+            packed_input: what ``pack_input`` returned for this call, for another launch of it.
         """
         launch = self._launch
-        packs = [launch.pack(call.input_arguments()), self._layer, step_plan.packed]
-        if pooled is not None:
-            packs.append(launch.pack((pooled,)))
-        launch.packed(grid, packs, lambda: self.in_order(call, step_plan, pooled))
+        packs = (packed_input or self.pack_input(call), self._layer, step_plan.packed)
+        launch.packed(grid, packs, lambda: self.in_order(call, step_plan))
 
-    def warm_up(
-        self,
-        call: CompressorCall,
-        step_plan: CompressorStepPlan,
-        pooled: torch.Tensor | None = None,
-    ) -> None:
+    def pack_input(self, call: CompressorCall) -> Packed:
+        """The call's own arguments, prepared for all of its launches."""
+        return self._launch.pack(call.input_arguments())
+
+    def warm_up(self, call: CompressorCall, step_plan: CompressorStepPlan) -> None:
         """Compile what a call like this one launches."""
-        self._launch.warm_up(*self.in_order(call, step_plan, pooled))
+        self._launch.warm_up(*self.in_order(call, step_plan))
 
-    def in_order(
-        self,
-        call: CompressorCall,
-        step_plan: CompressorStepPlan,
-        pooled: torch.Tensor | None = None,
-    ) -> tuple[Argument, ...]:
+    def in_order(self, call: CompressorCall, step_plan: CompressorStepPlan) -> tuple[Argument, ...]:
         """The run-time arguments in the order of the kernel's signature."""
-        values: dict[str, Argument] = dict(zip(_INPUT, call.input_arguments(), strict=True))
-        values |= call.layer_arguments() | step_plan.kernel_arguments() | {"pooled_ptr": pooled}
+        values: dict[str, Argument] = dict(zip(_POOLED_INPUT, call.input_arguments(), strict=False))
+        values |= call.layer_arguments() | step_plan.kernel_arguments()
         return tuple(values.get(name) for name in self._launch.argument_names)
 
 
@@ -203,16 +200,17 @@ class LaunchCache:
             LookupError: there are no kernel paths for the target.
         """
         layer, kv_score, state, cache = call.layer, call.kv_score, call.state, call.cache
-        rows = kv_score.shape
+        rows, width = kv_score.shape
+        # An address tells the device, so of state and cache that one is not asked.
         key = (
-            (layer, type(step_plan), step_plan.device, step_plan.pdl_prefetch_safe),
-            (target, selection, rows[1:], kv_score.stride(), kv_score.dtype, kv_score.device),
-            (state.data_ptr(), state.shape, state.stride(), state.dtype, state.device),
-            (cache.data_ptr(), cache.shape, cache.stride(), cache.dtype, cache.device),
-            (layer.ape.data_ptr(), layer.norm_weight.data_ptr(), layer.rope_table.data_ptr()),
+            *(layer, type(step_plan), step_plan.device, step_plan.pdl_prefetch_safe),
+            *(target, selection, width, kv_score.stride(), kv_score.dtype, kv_score.device),
+            *(state.data_ptr(), state.shape, state.stride(), state.dtype),
+            *(cache.data_ptr(), cache.shape, cache.stride(), cache.dtype),
+            *(layer.ape.data_ptr(), layer.norm_weight.data_ptr(), layer.rope_table.data_ptr()),
         )
         found = self._found.get(key)
-        if found is None or rows[0] < step_plan.num_tokens:
+        if found is None or rows < step_plan.num_tokens:
             found = bind(call, step_plan, target, selection)
             if len(self._found) >= _KEPT:
                 self._found.clear()

@@ -50,8 +50,9 @@ class TwoLaunch:
         self._windows, self._writes = _bound(path, call, step_plan)
 
     def __call__(self, call: CompressorCall, step_plan: PrefillStepPlan) -> None:
-        self._windows((step_plan.num_windows, 1, 1), call, step_plan)
-        self._writes((step_plan.num_writes, 1, 1), call, step_plan)
+        packed = self._windows.pack_input(call)
+        self._windows((step_plan.num_windows, 1, 1), call, step_plan, packed)
+        self._writes((step_plan.num_writes, 1, 1), call, step_plan, packed)
 
     def warm_up(self, call: CompressorCall, step_plan: PrefillStepPlan) -> None:
         self._windows.warm_up(call, step_plan)
@@ -64,23 +65,23 @@ class ColumnSplit:
 
     def __init__(self, path: KernelPath, call: CompressorCall, step_plan: PrefillStepPlan) -> None:
         self._pool, self._finish = _bound(path, call, step_plan)
-        self._splits = call.layer.spec.head_dim // path.params.block_d
+        self._head_dim = call.layer.spec.head_dim
+        self._splits = self._head_dim // path.params.block_d
 
     def __call__(self, call: CompressorCall, step_plan: PrefillStepPlan) -> None:
         windows = step_plan.num_windows
-        pooled = _pooled(call, step_plan)
-        self._pool((windows, self._splits, 1), call, step_plan, pooled)
-        self._finish((windows + step_plan.num_writes, 1, 1), call, step_plan, pooled)
+        call.pooled = self._pooled(call, step_plan)
+        packed = self._pool.pack_input(call)
+        self._pool((windows, self._splits, 1), call, step_plan, packed)
+        self._finish((windows + step_plan.num_writes, 1, 1), call, step_plan, packed)
 
     def warm_up(self, call: CompressorCall, step_plan: PrefillStepPlan) -> None:
-        pooled = _pooled(call, step_plan)
-        self._pool.warm_up(call, step_plan, pooled)
-        self._finish.warm_up(call, step_plan, pooled)
+        call.pooled = self._pooled(call, step_plan)
+        self._pool.warm_up(call, step_plan)
+        self._finish.warm_up(call, step_plan)
 
-
-def _pooled(call: CompressorCall, step_plan: PrefillStepPlan) -> torch.Tensor:
-    shape = (step_plan.num_windows, call.layer.spec.head_dim)
-    return call.kv_score.new_empty(shape, dtype=torch.float32)
+    def _pooled(self, call: CompressorCall, step_plan: PrefillStepPlan) -> torch.Tensor:
+        return call.kv_score.new_empty(step_plan.num_windows, self._head_dim, dtype=torch.float32)
 
 
 _PIPELINES: Mapping[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride, once
 from dsv4_backend.contract.values import (
     ROW_DTYPES,
     check_index,
@@ -110,9 +110,17 @@ def check_queries(
     rope_table: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
-    """The contract of ``quantise_indexer_queries``."""
-    if spec.head_dim != 128:
-        raise ValueError(f"spec must be an indexer's (head_dim 128), got {spec.head_dim}")
+    """The contract of ``quantise_indexer_queries``, once for calls with like tensors."""
+    _check_queries((q, positions, rope_table, weights), spec.head_dim)
+
+
+@once
+def _check_queries(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], head_dim: int
+) -> None:
+    q, positions, rope_table, weights = tensors
+    if head_dim != 128:
+        raise ValueError(f"spec must be an indexer's (head_dim 128), got {head_dim}")
     expect_shape("q", q, ("T", "H", 128))
     expect_dtype("q", q, *ROW_DTYPES)
     expect_stride("q", q, 2, 1)

@@ -52,7 +52,7 @@ def reserve(runner: Any) -> None:
 
 
 def reserve_scratch(selection: KdaSelection, scratch: Scratch, tokens: int, requests: int) -> None:
-    """Grow ``scratch`` by running a prefill of ``tokens`` tokens of so many requests."""
+    """Grow ``scratch`` to what a prefill of so many tokens and requests takes, by running one."""
     shape, device = selection.shape, scratch.flags().device
     lengths = [tokens - requests + 1] + [1] * (requests - 1)
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
@@ -155,8 +155,8 @@ def decode_layer(
     """KDAAttnBackend.forward_decode, with the convolution in the launch of the delta rule.
 
     ``mixed_qkv [N, C]``, raw gate ``a`` and step-size logits ``b``, of one token of each request;
-    returns ``o [1, N, HV, V]``; q, k, v and save_kv_cache are of softmax layers. Kimi-K3's layers
-    also offer their output's norm, which then ends the same launch.
+    returns ``o [1, N, HV, V]``. Kimi-K3's layers also offer their output's norm, which then ends
+    the same launch. q, k, v and save_kv_cache are of softmax layers.
     """
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     indices = backend.forward_metadata.mamba_cache_indices

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from backend_core.family import families
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from dsv4_backend.testing import check_cases as check_dsv4
-from kda_backend.decode.paths import RECURRENT_PATHS
+from kda_backend.decode import paths as decode
+from kda_backend.prefill import paths as prefill
 from kda_backend.prefill import torch as torch_path
-from kda_backend.prefill.paths import PATHS as PREFILL_PATHS
 from kda_backend.testing import checks as check_kda
 from tests.cli.program import assert_one_sentence, run
 
@@ -97,18 +98,21 @@ def _row(family: str, operator: str) -> tuple[Target, object]:
     return cpu, next(row for row in rows if row.operator == operator)
 
 
-@pytest.mark.parametrize("operator", ["prefill", "recurrent"])
-def test_a_transposed_state_is_wrong(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("operator", "paths"), [("prefill", prefill.PATHS), ("recurrent", decode.RECURRENT_PATHS)]
+)
+def test_a_transposed_state_is_wrong(
+    operator: str, paths: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpu, row = _row("kda", operator)
-    pipelines = {"prefill": PREFILL_PATHS, "recurrent": RECURRENT_PATHS}[operator]
-    right = pipelines["torch"]
+    right = paths["torch"]
 
-    def transposed(path, tokens, gate, sequences, state, *rest):
+    def transposed(path, tokens, gate, plan, state, *rest):
         pool = state.read
         pool.copy_(pool.mT.clone())
-        right(path, tokens, gate, sequences, state, *rest)
+        right(path, tokens, gate, plan, state, *rest)
 
-    monkeypatch.setitem(pipelines, "torch", transposed)
+    monkeypatch.setitem(paths, "torch", transposed)
     error, allowed = check_kda.check_cases(row)["small"](cpu, CPU)
     assert error > 10 * allowed
 
@@ -116,11 +120,11 @@ def test_a_transposed_state_is_wrong(operator: str, monkeypatch: pytest.MonkeyPa
 def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, row = _row("kda", "prefill")
 
-    def greedy(path, tokens, gate, step_plan, state, *rest):
-        torch_path.prefill(path, tokens, gate, step_plan, state, *rest)
+    def greedy(path, tokens, gate, plan, state, *rest):
+        torch_path.prefill(path, tokens, gate, plan, state, *rest)
         state.write[0] += 1
 
-    monkeypatch.setitem(PREFILL_PATHS, "torch", greedy)
+    monkeypatch.setitem(prefill.PATHS, "torch", greedy)
     with pytest.raises(RuntimeError, match="a state slot outside the call was written"):
         check_kda.check_cases(row)["small"](cpu, CPU)
 
@@ -128,9 +132,9 @@ def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch
 def test_an_operator_that_forgets_the_decay_is_wrong() -> None:
     cpu, row = _row("kda", "recurrent")
 
-    def no_decay(q, k, v, g, beta, **arguments):
+    def no_decay(*tokens, **arguments):
         arguments["A_log"] = torch.full_like(arguments["A_log"], -30.0)
-        return check_kda._recurrent(q, k, v, g, beta, **arguments)
+        return check_kda._recurrent(*tokens, **arguments)
 
     error, allowed = check_kda.run(row, cpu, CPU, check_kda.hard("recurrent"), no_decay)
     assert error > 10 * allowed
@@ -139,12 +143,13 @@ def test_an_operator_that_forgets_the_decay_is_wrong() -> None:
 def test_a_step_without_its_convolution_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, row = _row("kda", "decode_step")
     case = check_kda.check_cases(row)["convolution, norm"]
-    assert case(cpu, CPU)[0] <= case(cpu, CPU)[1]
+    error, allowed = case(cpu, CPU)
+    assert error <= allowed
     right = check_kda.kda_decode_step
 
-    def unweighted(**arguments):
+    def unweighted(*tokens, **arguments):
         arguments["conv_weight"] = torch.ones_like(arguments["conv_weight"])
-        return right(**arguments)
+        return right(*tokens, **arguments)
 
     monkeypatch.setattr(check_kda, "kda_decode_step", unweighted)
     error, allowed = case(cpu, CPU)
@@ -155,9 +160,10 @@ def test_a_draft_that_commits_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     cpu, row = _row("kda", "verify")
     right = check_kda.kda_verify_step
 
-    def committing(*, state_pool, intermediate_states, **arguments):
-        o = right(state_pool=state_pool, intermediate_states=intermediate_states, **arguments)
-        state_pool[5] = intermediate_states[0, -1]
+    def committing(*tokens_and_pool, intermediate_states, **arguments):
+        o = right(*tokens_and_pool, intermediate_states=intermediate_states, **arguments)
+        pool = tokens_and_pool[-2]
+        pool[5] = intermediate_states[0, -1]
         return o
 
     monkeypatch.setattr(check_kda, "kda_verify_step", committing)

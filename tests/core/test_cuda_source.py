@@ -163,7 +163,7 @@ def test_the_compiler_lays_params_out_alike_and_says_the_shared_memory(tmp_path:
         + "".join(f"static_assert(offsetof(Params, {x}) == {at});\n" for x, at in fields.items())
         + f"static_assert(sizeof(Params) == {MIXED.size});\n"
         + "struct Shared { float x[FLOATS]; };\n"
-        + 'extern "C" __constant__ const int shared_bytes = sizeof(Shared);\n'
+        + "template __global__ void shared_bytes<sizeof(Shared)>();\n"
         + 'extern "C" __global__ void k(const Params p) {}\n'
     )
     for count in (3, 300):
@@ -178,5 +178,5 @@ def test_a_kernel_that_does_not_say_its_shared_memory_is_refused(tmp_path: Path)
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-o", "k.cubin", "k.cu"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     image = (tmp_path / "k.cubin").read_bytes()
-    with pytest.raises(RuntimeError, match="the compiled kernel exports no shared_bytes"):
-        cuda_source.exported_int(image, "shared_bytes")
+    with pytest.raises(RuntimeError, match="the compiled kernel has no instance of shared_bytes"):
+        cuda_source.shared_bytes_of(image)

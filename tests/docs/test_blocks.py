@@ -34,9 +34,10 @@ PRELUDES = {
         cache = torch.zeros(1, 64 * 132, dtype=torch.uint8)
     """
 }
+_PAGE = "docs/adding-a-kernel-path.md"
 MODULES = {
-    ("docs/adding-a-kernel-path.md", "def prefill_by_token("): "kda_backend.prefill.torch",
-    ("docs/adding-a-kernel-path.md", "PIPELINES = {"): "kda_backend.prefill.two_stage",
+    (_PAGE, "def prefill_by_token("): "kda_backend.prefill.torch",
+    (_PAGE, "from kda_backend.prefill.torch import"): "kda_backend.prefill.paths",
 }
 
 

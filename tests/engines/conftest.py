@@ -28,7 +28,10 @@ def fresh_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def log_lines() -> Iterator[list[str]]:
-    """What adapters and fallbacks log; parsing a command line takes pytest's handler off the root."""
+    """What adapters and fallbacks log.
+
+    By a handler of its own: parsing a command line takes pytest's off the root logger.
+    """
     lines: list[str] = []
 
     class Keep(logging.Handler):

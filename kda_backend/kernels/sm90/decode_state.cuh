@@ -32,7 +32,7 @@ struct __align__(16) Vectors {
 };
 struct Shared : StateTile<DIRECT>, Vectors {};
 // Read by the host from the compiled kernel.
-extern "C" __constant__ const int shared_bytes = sizeof(Shared);
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 __device__ __forceinline__ float4 to_float4(float4 x) { return x; }
 __device__ __forceinline__ float4 to_float4(uint2 x) {

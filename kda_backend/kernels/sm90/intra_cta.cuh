@@ -43,7 +43,7 @@ struct Shared {
     u32 launch;            // the number of this launch
 };
 // Read by the host from the compiled kernel.
-extern "C" __constant__ const int shared_bytes = sizeof(Shared);
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 // Byte offset of 16-byte piece c of row r in a block of 64 rows of 128 bytes with the 128-byte
 // swizzle. A row of 128 channels continues in the next block.

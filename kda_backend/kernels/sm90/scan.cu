@@ -39,7 +39,7 @@ struct __align__(1024) Shared {
     TaskQueue tasks;
 };
 // Read by the host from the compiled kernel.
-extern "C" __constant__ const int shared_bytes = sizeof(Shared);
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 // Warp 0 of the producers: takes tasks and fetches their tiles.
 __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane) {

@@ -42,7 +42,7 @@ struct __align__(1024) Shared {
     TaskQueue tasks;
 };
 // Read by the host from the compiled kernel.
-extern "C" __constant__ const int shared_bytes = sizeof(Shared);
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 __device__ __forceinline__ Task task_of(const Params& p, int number) {
     return Task(p, number / 2, number % 2);

@@ -82,7 +82,8 @@ from backend_core.engines import sglang_flag
 built = sglang_flag.build_backend(lambda runner, full: full, runner, object())
 print("CHOSE", type(built).__name__)
 runner.device = "cuda"
-print("CHOSE", type(sglang_flag.build_backend(lambda runner, full: full, runner, object())).__name__)
+built = sglang_flag.build_backend(lambda runner, full: full, runner, object())
+print("CHOSE", type(built).__name__)
 """
 
 

@@ -156,8 +156,9 @@ vllm.plugins.load_general_plugins()
 new = set(sys.modules) - before
 heavy = sorted(
     n for n in new
-    if n.startswith(("vllm.models", "vllm.model_executor.models", "vllm.model_executor.layers"))
-    or "flash_linear_attention" in n or n.startswith(("kda_backend.kernels", "dsv4_backend.kernels"))
+    if "flash_linear_attention" in n or n.startswith((
+        "vllm.models", "vllm.model_executor.models", "vllm.model_executor.layers",
+        "kda_backend.kernels", "dsv4_backend.kernels"))
 )
 from backend_core.engines import vllm_flag
 print("REGISTERED", sorted(vllm_flag._families))

@@ -84,7 +84,7 @@ def test_a_model_without_compressors_is_reported(
     )
     reason = "LlamaForCausalLM has no DeepSeek-V4 compressor layers"
     sglang_flag.build_backend(lambda *given: object(), runner, None)
-    assert log_lines == [f"falling back to stock code: {reason}"]
+    assert log_lines == [f"falling back to upstream's code: {reason}"]
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match=reason):
         sglang_flag.build_backend(lambda *given: object(), runner, None)

@@ -220,7 +220,7 @@ def test_what_is_not_served_stays_stock_and_is_said_once(
         stock = refused(monkeypatch, case)
         assert type(stock) in (DeepseekCompressor, OfAPlatform)
         assert type(stock.state_cache) is CompressorStateCache
-    lines = [line for line in log_lines if "falling back to stock code" in line]
+    lines = [line for line in log_lines if "falling back to upstream's code" in line]
     assert len(lines) == 1 and REFUSALS[case] in lines[0]
     assert f"--attention-backend {vllm_flag.flag_name('dsv4')}: " in lines[0]
 
@@ -243,7 +243,7 @@ def test_a_failing_step_is_logged_once_and_raised(
     history = make_history(step.layer.spec, 12, 0)
     step.run(config, [history], [(0, 0, 4)])
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise ValueError("no such page")
 
     monkeypatch.setattr(vllm_compressor, "compress_prefill_", fail)

@@ -193,7 +193,7 @@ def test_an_adapter_that_cannot_be_imported_leaves_the_layer_to_stock(
         compressor = types.SimpleNamespace()
         adapter.adopt(compressor, engine_config(flag=True))
     assert type(compressor) is types.SimpleNamespace
-    assert any("falling back to stock code" in s and "ImportError" in s for s in log_lines)
+    assert any("falling back to upstream's code" in s and "ImportError" in s for s in log_lines)
 
 
 @pytest.mark.skipif(not NEW_NAMES, reason="this release has no DeepSeek-V4.1")

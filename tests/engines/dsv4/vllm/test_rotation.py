@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4 import attention
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
@@ -167,9 +168,38 @@ def test_the_indexers_own_call_gets_rotated_queries(monkeypatch: pytest.MonkeyPa
         q = torch.randn(3, HEADS, 128).bfloat16()
         got, _ = indexer._q_rope_quant(torch.arange(3), q, rotary(4), weights)
     else:
-        got, _ = indexer(torch.randn(3, 256), qr, None, weights, torch.arange(3), rotary(4))
-    assert seen == [{"use_fp4": False}]
+        with (
+            set_current_vllm_config(config),
+            set_forward_context(None, config, num_tokens=3),
+        ):
+            got, *_ = indexer(torch.randn(3, 256), qr, None, weights, torch.arange(3), rotary(4))
+    (named,) = seen
+    assert named.pop("output_buffers", None) is None and named == {"use_fp4": False}
     assert got.shape == (3, HEADS, 128)
+
+
+@pytest.mark.parametrize("use_fp4", [False, True])
+def test_results_go_into_the_buffers_that_vllm_gives(use_fp4: bool) -> None:
+    """0.27 and 0.28 keep them for what runs between two graphs."""
+    g = torch.Generator().manual_seed(5)
+    q = torch.randn(3, HEADS, 128, generator=g).bfloat16()
+    call = (torch.arange(3), q, rotary(4).cos_sin_cache, torch.rand(3, HEADS, generator=g), 0.1, 1)
+    want, weights = vllm_rotation.quantise_queries(*call, use_fp4=use_fp4)
+    codes = torch.zeros(3, HEADS, 64 if use_fp4 else 128, dtype=torch.uint8)
+    buffers = [codes if use_fp4 else codes.view(torch.float8_e4m3fn), torch.zeros(3, HEADS)]
+    if use_fp4:
+        buffers.insert(1, torch.zeros(3, HEADS, 4, dtype=torch.uint8))
+    got, got_weights = vllm_rotation.quantise_queries(
+        *call, use_fp4=use_fp4, output_buffers=tuple(buffers)
+    )
+    assert got_weights is buffers[-1] and torch.equal(got_weights, weights)
+    parts = zip(got, want, strict=True) if use_fp4 else [(got, want)]
+    for part, wanted in parts:
+        assert part.dtype is wanted.dtype
+        assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8))
+    assert (got[0] if use_fp4 else got).data_ptr() == codes.data_ptr()
+    with pytest.raises(ValueError, match="output_buffers must be"):
+        vllm_rotation.quantise_queries(*call, use_fp4=use_fp4, output_buffers=(codes,))
 
 
 def test_by_default_nothing_is_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +278,7 @@ def test_rotated_keys_never_go_to_stock(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_is_relied_on_is_in_the_wheel() -> None:
     taken = list(inspect.signature(getattr(attention, QUANTISE)).parameters)
-    assert taken[:7] == vllm_rotation._TAKEN and taken[7:] in ([], vllm_rotation._ADDED)
+    assert taken[:7] == vllm_rotation._TAKEN and taken[7:] in vllm_rotation._ADDED
     source = inspect.getsource(DeepseekV4Indexer)
     assert f"{QUANTISE}(" in source
     assert "rotate=True" in source  # stock's argument, which stock's compressor ignores

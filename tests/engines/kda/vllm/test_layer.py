@@ -295,7 +295,9 @@ def test_both_layers_come_from_one_plan_that_is_logged_once(
     )
     assert [line.split(": ")[1] for line in lines[1:]] == [
         "prefill grid 1 and more",
-        "decode grid 1 and more",
+        "recurrent grid 1 and more",
+        "decode_step grid 1 and more",
+        "verify grid 1 and more",
     ]
 
 
@@ -437,7 +439,7 @@ def test_what_cannot_be_served_is_stock_and_said(
     refuse(case, config, monkeypatch)
     assert type(construct(config)) is KimiGatedDeltaNetAttention
     (line,) = [r.getMessage() for r in caplog.records if r.name == "kda_dsv4"]
-    assert line.startswith("falling back to stock code: --attention-backend")
+    assert line.startswith("falling back to upstream's code: --attention-backend")
     assert REFUSALS[case] in line
 
 

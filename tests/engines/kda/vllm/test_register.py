@@ -213,7 +213,7 @@ def test_kda_layers_of_another_class_are_upstreams_and_it_is_logged(
     with set_current_vllm_config(engine_config(flag=True)):
         cls()
     assert log_lines == [
-        f"falling back to stock code: --attention-backend {FLAG}: the KDA layers of"
+        f"falling back to upstream's code: --attention-backend {FLAG}: the KDA layers of"
         f" {module}.{name} are not replaced"
     ]
 
@@ -236,7 +236,7 @@ def test_a_broken_install_serves_stock(
     assert type(build_layer(config)) is KimiGatedDeltaNetAttention
     assert log_lines[0].startswith("kda-dsv4-backend could not register kda with vllm: ImportError")
     assert any(
-        "falling back to stock code: kda-dsv4-backend could not" in line for line in log_lines
+        "falling back to upstream's code: kda-dsv4-backend could not" in line for line in log_lines
     )
 
 
