@@ -18,7 +18,7 @@ import triton.language as tl
 
 from backend_core.kernels.math import ex2
 from kda_backend.kernels.functions.conv import conv_silu, load_head, store_window
-from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_tile
+from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_channels
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 
 
@@ -83,8 +83,9 @@ def decode_step_kernel(
         tl.store(p_out, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=m_v)
         return
 
-    o_state, m_state = state_tile(o_v, m_v, K, BLOCK_K, K_INNER)
-    p_state = state_ptr + slot * stride_state_n + i_hv * (V * K) + o_state
+    o_state_k, m_state = state_channels(m_v, K, BLOCK_K, K_INNER)
+    p_state = state_ptr + slot * stride_state_n + i_hv * (V * K)
+    p_state += o_v[:, None, None] * K + o_state_k
     b_state = tl.load(p_state, mask=m_state, other=0.0, eviction_policy=EVICTION)
     b_q = tl.load(q_ptr + i_n * stride_q_n + i_h * K + o_k, mask=m_k, other=0.0)
     b_k = tl.load(k_ptr + i_n * stride_k_n + i_h * K + o_k, mask=m_k, other=0.0)

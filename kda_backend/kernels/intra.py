@@ -338,6 +338,7 @@ def intra_kernel(
 
     o_b = tl.arange(0, 4)
     o_t = o_b[:, None] * 16 + tl.arange(0, 16)[None, :]  # token of a block's row
+    m_t = o_t < length
     rate = 1.0
     if a_log_ptr is not None:
         rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
@@ -387,6 +388,7 @@ def intra_kernel(
         diag_ptr=diag_ptr,
         scores_q=scores_q,
         scores_k=scores_k,
+        m_t=m_t,
         length=length,
         V=V,
         ROW_K=ROW_K,

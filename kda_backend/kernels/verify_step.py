@@ -17,7 +17,7 @@ import triton.language as tl
 
 from backend_core.kernels.math import ex2
 from kda_backend.kernels.functions.conv import conv_silu, load_head, store_window
-from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_tile
+from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_channels
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 
 
@@ -137,8 +137,8 @@ def verify_step_kernel(
         store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V)
         return
 
-    o_state, m_state = state_tile(o_v, m_v, K, BLOCK_K, K_INNER)
-    o_state += i_hv * (V * K)
+    o_state_k, m_state = state_channels(m_v, K, BLOCK_K, K_INNER)
+    o_state = i_hv * (V * K) + o_v[:, None, None] * K + o_state_k
     p_state = state_ptr + slot * stride_state_n + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
     rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)

@@ -46,8 +46,8 @@ def gated_norm(b_o, b_weight, b_gate, eps, V: tl.constexpr, FAST_MATH: tl.conste
 
 
 @triton.jit
-def state_tile(o_v, m_v, K: tl.constexpr, BLOCK_K: tl.constexpr, K_INNER: tl.constexpr):
-    """Offsets and mask [V, KB, K_INNER] of a head's state [V, K]."""
+def state_channels(m_v, K: tl.constexpr, BLOCK_K: tl.constexpr, K_INNER: tl.constexpr):
+    """Channels [1, KB, K_INNER] of a head's state, and its mask [V, KB, K_INNER]."""
     KB: tl.constexpr = BLOCK_K // K_INNER
     o_k = tl.arange(0, KB)[None, :, None] * K_INNER + tl.arange(0, K_INNER)[None, None, :]
-    return o_v[:, None, None] * K + o_k, (o_k < K) & m_v[:, None, None]
+    return o_k, (o_k < K) & m_v[:, None, None]

@@ -100,6 +100,7 @@ def solve_chunk(
     diag_ptr,  # [C], of A_qk; where A_qk or L will be
     scores_q,  # of q, by distance of the blocks
     scores_k,
+    m_t,  # [4, 16]: tokens that the chunk has
     length,
     V: tl.constexpr,
     ROW_K: tl.constexpr,
@@ -119,7 +120,6 @@ def solve_chunk(
     o_b = tl.arange(0, 4)
     o_s = tl.arange(0, 16)
     o_t = o_b[:, None] * 16 + o_s[None, :]
-    m_t = o_t < length
     o_r = tl.arange(0, CHUNK)
     m_r = o_r < length
     b_diag = tl.load(diag_ptr + o_t)
