@@ -149,7 +149,7 @@ def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> 
     assert kernel.supports_track_state_snapshot
 
 
-def test_metadata_is_built_once_a_pass(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_plan_is_built_once_per_pass(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     stock = sglang_kernel.build_step_plan
 
@@ -164,8 +164,8 @@ def test_metadata_is_built_once_a_pass(served: Any, monkeypatch: pytest.MonkeyPa
     assert len(built) == 1
     # the same tensors, refilled, as sglang's CUDA graphs do
     kernel = served.dispatcher.extend_kernel
-    kernel._metadata(built[0][0], 5, [3, 2], served.states(0)[1].data_ptr(), False)
-    kernel._metadata(built[0][0], 5, [3, 2], served.states(1)[1].data_ptr(), False)
+    kernel._step_plan(built[0][0], 5, [3, 2], served.states(0)[1].data_ptr(), False)
+    kernel._step_plan(built[0][0], 5, [3, 2], served.states(1)[1].data_ptr(), False)
     assert len(built) == 2
 
 
@@ -238,7 +238,7 @@ def test_decode_of_convolved_rows(served: Any, bounded: bool) -> None:
     """The seam below the layer's: packed rows, and q, k and v apart, agree with prefill."""
     kernel = served.dispatcher.decode_kernel
     if bounded:
-        if kernel.plan.target.vendor != "cpu":
+        if kernel.selection.target.vendor != "cpu":
             pytest.skip("one plan serves one gate")
         plan = sglang_layer.selection_for(
             torch.device("cpu"), KdaShape(2, 2, 128, 128, bounded_gate=True)

@@ -92,11 +92,11 @@ def test_scratch_memory_is_taken_before_the_pools_are_sized(
             setattr(served.dispatcher, name, sglang_layer.TritonKDAKernel())
         sglang_layer.install(served.backend.linear_attn_backend, served.runner)
         kernel = served.dispatcher.extend_kernel
-        assert kernel._workspace.nbytes == taken
+        assert kernel._scratch.nbytes == taken
         for new in ([128], [100, 20, 4, 4], [1, 1, 1, 125]):
             batch = served.batch(ForwardMode.EXTEND, new, [0] * len(new), [3, 1, 7, 5][: len(new)])
             served.forward(tokens(sum(new), seed=1), batch)
-        assert kernel._workspace.nbytes == taken
+        assert kernel._scratch.nbytes == taken
     assert any("scratch memory of 128 tokens of 4 requests is" in line for line in log_lines)
 
 
