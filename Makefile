@@ -16,16 +16,25 @@ CHECKS := lint
 PYTEST_ARGS ?= -n 2
 endif
 
-.PHONY: test test-engines lint demo
+.PHONY: test test-amd test-engines test-engines-all lint demo
 
 test: $(SETUP) $(CHECKS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
+# Every kernel that the gfx942 and gfx950 tables can choose, as machine code executed on the CPU.
+# Takes minutes; rewrites the committed result.
+test-amd: $(SETUP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.amdgcn.report --output benchmarks/results/amdgcn_execution.json
+
 # In environments with the real vLLM and sglang, kept under ~/.cache; the first time they are fetched.
-# make test-engines ENGINES="vllm==0.33.0" runs one alone.
+# Oldest and newest release of each engine and one other in turn, by the day; test-engines-all runs
+# every release that is claimed, make test-engines ENGINES="vllm==0.33.0" one alone.
 ENGINES ?=
 test-engines: $(SETUP)
 	$(PY) tests/engines/envs.py $(ENGINES)
+
+test-engines-all: $(SETUP)
+	$(PY) tests/engines/envs.py all
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

@@ -65,10 +65,8 @@ def demo(
     """Answer questions over real text with a small model, with and without this backend."""
     missing = [p for p in ("torch", "transformers") if importlib.util.find_spec(p) is None]
     if missing:
-        raise CliError(
-            f"the demo needs {' and '.join(missing)}: pip install 'kda-dsv4-backend[cpu]'"
-        )
-    # read when torch is loaded; threads that wait for one another would stretch it on a busy machine
+        raise CliError(f"the demo needs {' and '.join(missing)}: pip install '.[cpu]' in the clone")
+    # read when torch is loaded; threads that wait for one another stretch it on a busy machine
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from backend_cli.demo import run

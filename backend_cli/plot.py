@@ -54,7 +54,7 @@ def plot(
     found = read_result(result)
     rows = choose(found["rows"], where or [])
     if importlib.util.find_spec("matplotlib") is None:
-        raise CliError("plot needs matplotlib: pip install 'kda-dsv4-backend[bench]'")
+        raise CliError("plot needs matplotlib: pip install '.[bench]' in the clone")
     figure = draw(found, rows, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     # the same result gives the same file

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath, TableSchema
     from backend_core.target import Target
 
-PACKAGES = ("kda_backend", "dsv4_backend")
+PACKAGES = ("kda_backend", "dsv4_backend", "softmax_backend")
 """The packages of this project that hold a family, in the order in which they are shown."""
 
 GROUP = "kda_dsv4.families"

@@ -1,6 +1,6 @@
 """Kimi Delta Attention in torch: the definition, and a chunked form for CPUs.
 
-Both take packed tokens (``T`` tokens of all sequences, one behind the other) and activated inputs:
+Both take packed tokens (``T`` tokens of all sequences, one after the other) and activated inputs:
 ``log_decay`` is the natural logarithm of the per-channel decay and ``beta`` the step size. The
 functions ``log_decay`` and ``l2norm`` are the activations. Source: "Kimi Linear: An Expressive,
 Efficient Attention Architecture", Moonshot AI, 2025 (arXiv 2510.26692).
@@ -72,7 +72,7 @@ def recurrent_kda(
         cu_seqlens: ``N + 1`` token offsets.
 
     Returns:
-        ``o [T, HV, V]`` and the state ``[N, HV, V, K]`` behind each sequence.
+        ``o [T, HV, V]`` and the state ``[N, HV, V, K]`` after each sequence.
     """
     group = v.shape[1] // q.shape[1]
     q, k = (x.repeat_interleave(group, dim=1) for x in (q, k))
@@ -104,7 +104,7 @@ def chunk_kda(
     Arguments as :func:`recurrent_kda`. No exponent is ever positive, so any gate is exact.
 
     Returns:
-        ``o [T, HV, V]``, the state ``[N, HV, V, K]`` behind each sequence, and the state
+        ``o [T, HV, V]``, the state ``[N, HV, V, K]`` after each sequence, and the state
         ``[chunks, HV, V, K]`` before each chunk (chunks numbered sequence by sequence).
     """
     group = v.shape[1] // q.shape[1]
@@ -160,7 +160,7 @@ def _gather(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_after(g: torch.Tensor) -> torch.Tensor:
-    """Sum of the rows behind each row of g [..., C, K], formed without subtracting the row."""
+    """Sum of the rows after each row of g [..., C, K], formed without subtracting the row."""
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 

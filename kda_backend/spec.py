@@ -17,6 +17,8 @@ CONV_TAPS = 4
 class Gate(IntEnum):
     """How ``g`` becomes a decay; the values of the kernels' GATE."""
 
+    __hash__ = int.__hash__  # IntEnum's is a Python function, and every call hashes these
+
     LOG = 0  # g is the natural logarithm of the decay
     SOFTPLUS = 1  # log decay = -exp(A_log) softplus(g + dt_bias)
     BOUNDED = 2  # log decay = lower_bound sigmoid(exp(A_log) (g + dt_bias))
@@ -24,6 +26,8 @@ class Gate(IntEnum):
 
 class Beta(IntEnum):
     """How ``beta`` becomes a step size; the values of the kernels' BETA."""
+
+    __hash__ = int.__hash__
 
     GIVEN = 0  # beta is the step size
     SIGMOID = 1

@@ -60,7 +60,7 @@ def gsm8k(
 ) -> None:
     """Measure GSM8K accuracy, five examples a question, and compare it with published values."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise CliError("eval gsm8k needs lm-eval: pip install 'kda-dsv4-backend[eval]'")
+        raise CliError("eval gsm8k needs lm-eval: pip install '.[eval]' in the clone")
     files = None if data_path is None else _data_files(data_path, num_questions)
     endpoint = Endpoint.parse(base_url, timeout)
     server = endpoint.server(model)

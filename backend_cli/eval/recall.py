@@ -154,7 +154,7 @@ def _here(checkpoint: Path, upstream: bool) -> Server:
     if version is None or importlib.util.find_spec("torch") is None:
         raise CliError(
             "eval recall without --base-url needs torch and transformers: "
-            "pip install 'kda-dsv4-backend[cpu]'"
+            "pip install '.[cpu]' in the clone"
         )
     if not (checkpoint / "config.json").is_file():
         raise BadInputError(

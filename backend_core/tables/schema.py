@@ -114,6 +114,13 @@ class KernelPath:
     provenance: str
     requires_package: str | None = None
 
+    def __post_init__(self) -> None:
+        # every call looks its kernels up by path: hashing all fields would take a microsecond
+        object.__setattr__(self, "_hash", hash((self.name, self.operator, self.max_grid)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
     def params_dict(self) -> dict[str, int | bool | str]:
         """The launch parameters by name, for reports."""
         return dataclasses.asdict(self.params)

@@ -1,9 +1,9 @@
 """The compressors of a model in sglang, main and indexer, with their step as one call.
 
-Stock writes state rows and pools in one launch, norms, rotates by position, rotates the indexer's
-rows by Hadamard, quantises and stores in a second. Here a decode step is one launch and a step with
-longer chunks two (docs/dsv4.md); projections, plans, states and pages are sglang's. The indexer's
-queries are rotated by sglang, and its keys here, as in stock.
+sglang's own code writes state rows and pools in one launch, norms, applies RoPE, rotates the
+indexer's rows by Hadamard, quantises and stores in a second. Here a decode step is one launch and a
+step with longer chunks two (docs/families/dsv4.md); projections, plans, states and pages are
+sglang's. The indexer's queries are rotated by sglang, and its keys here, as upstream does.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class _Bound:
 class FusedStep:
     """In the place of ``_forward_compress_all_in_one`` of one attention backend."""
 
-    def __init__(self, backend: Any, stock: Callable[..., None]) -> None:
+    def __init__(self, backend: Any, upstream: Callable[..., None]) -> None:
         self._backend = backend
-        self._stock = stock
+        self._upstream = upstream
         self._bound: dict[int, _Bound] = {}
-        # by ratio and part: sglang's plan and slots, and what was made of them
+        # by ratio, and main or indexer: sglang's plan and slots, and what was made of them
         self._plans: dict[tuple[int, bool], tuple[Any, Any, RingDecode | RingPrefill]] = {}
 
     def __call__(self, **call: Any) -> None:
@@ -105,7 +105,7 @@ class FusedStep:
         if bound is None or bound.memory != call["kv_cache"].data_ptr():
             bound = self._bound[id(call["norm"])] = self._bind(call)
         if bound.layer is None:
-            self._stock(**call)
+            self._upstream(**call)
             return
         plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
         tensors = (call["kv_score_input"], bound.state, bound.pages)
@@ -138,7 +138,7 @@ class FusedStep:
         compile every kernel that a later step may launch."""
         norm, kv_cache, state = call["norm"], call["kv_cache"], call["kv_score_buffer"]
         launches = LaunchCache()
-        stock = _Bound(norm, None, state, kv_cache, kv_cache.data_ptr(), launches)
+        unserved = _Bound(norm, None, state, kv_cache, kv_cache.data_ptr(), launches)
         reason = _unserved(call)
         if reason is None:
             try:
@@ -154,7 +154,7 @@ class FusedStep:
             except (LookupError, ValueError) as error:
                 reason = str(error)
         fallback(f"--attention-backend dsv4: {reason}")
-        return stock
+        return unserved
 
 
 def _unserved(call: dict[str, Any]) -> str | None:
@@ -192,7 +192,7 @@ def _spec(call: dict[str, Any]) -> CompressorSpec:
         page_tokens=call["page_size"],
         rounding="sglang",
         rotate=call["rotate"],
-        fp8="fnuz" if target.arch == "gfx942" else "ocp",  # sglang stores each part's own
+        fp8="fnuz" if target.arch == "gfx942" else "ocp",  # sglang stores each GPU's own
         rope_layout="interleaved",
         eps=call["norm"].variance_epsilon,
     )
@@ -214,10 +214,10 @@ def _decode_and_prefill(plan: RingDecode | RingPrefill) -> tuple[RingDecode, Rin
 
 @functools.cache
 def _choose(device: torch.device, spec: CompressorSpec) -> None:
-    """Find the paths of a kind of compressor and say once which they are.
+    """Select the paths of a kind of compressor and log once which they are.
 
     Raises:
-        LookupError: the part has none.
+        LookupError: the GPU has none.
     """
     target = detect_target(device)
     names = []

@@ -4,7 +4,7 @@
 
     dsv4.enable()     # from here on every DeepSeek-V4 model of the process runs on this backend
     model.generate(...)
-    dsv4.disable()    # stock again
+    dsv4.disable()    # upstream code again
 
 transformers' compressors (C128, C4 and the C4 layers' indexer) pool a window, norm the row through
 their module ``kv_norm`` and rotate it with the module-level ``apply_rotary_pos_emb``. Inside a
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import dsv4_backend
-from backend_core.engines import ENGINES
+from backend_core.engines import transformers_patch
 from backend_core.strict import fallback
 
 _MODULE = "transformers.models.deepseek_v4.modeling_deepseek_v4"
@@ -35,7 +35,7 @@ _LAYER_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
 _NORM = "DeepseekV4RMSNorm"
 _ROPE = "apply_rotary_pos_emb"
 
-_stock: list[tuple[Any, str, Any]] = []  # (module or class, name, what was there)
+_replaced = transformers_patch.Replacements()
 
 
 @dataclass
@@ -59,27 +59,25 @@ def enable() -> None:
         ImportError: transformers is not installed, is older than the first supported release, or
             has no such functions any more.
     """
-    if _stock:
+    if _replaced:
         return
     modeling = _modeling()
     norm, rope = getattr(modeling, _NORM).forward, getattr(modeling, _ROPE)
-    _replace(modeling, _ROPE, _rope(rope, norm))
-    _replace(getattr(modeling, _NORM), "forward", _norm(norm))
+    _replaced.replace(modeling, _ROPE, _rope(rope, norm))
+    _replaced.replace(getattr(modeling, _NORM), "forward", _norm(norm))
     for name in _COMPRESSORS:
         compressor = getattr(modeling, name)
-        _replace(compressor, "forward", _compressor(compressor.forward))
+        _replaced.replace(compressor, "forward", _compressor(compressor.forward))
 
 
 def disable() -> None:
     """Put back the very functions that `enable` replaced; without `enable` it does nothing."""
-    for owner, name, function in _stock:
-        setattr(owner, name, function)
-    _stock.clear()
+    _replaced.restore()
 
 
 def is_enabled() -> bool:
     """Whether ``deepseek_v4`` models run through this backend now."""
-    return bool(_stock)
+    return bool(_replaced)
 
 
 def tiny_model(device: torch.device) -> Any:
@@ -105,7 +103,7 @@ def tiny_model(device: torch.device) -> Any:
         sliding_window=16,
         o_groups=2,
         o_lora_rank=32,
-        index_n_heads=16,  # fewer leave scores of exactly 0 behind ReLU, and top-k ties
+        index_n_heads=16,  # fewer leave scores of exactly 0 after ReLU, and top-k ties
         index_topk=8,
         hc_mult=2,
         initializer_range=0.2,
@@ -126,27 +124,11 @@ def tiny_model(device: torch.device) -> Any:
 
 
 def _modeling() -> ModuleType:
-    engine = ENGINES["transformers"]
-    version = engine.installed()
-    if version is None:
-        raise ImportError(f"transformers {engine.supported} is not installed")
-    if not engine.supports(version):
-        raise ImportError(f"transformers must be {engine.supported}, got {version}")
-    modeling = importlib.import_module(_MODULE)
-    names = (*_COMPRESSORS, _NORM, _ROPE)
-    missing = [name for name in names if not callable(getattr(modeling, name, None))]
-    if missing:
-        raise ImportError(f"transformers {version} has no {' and no '.join(missing)} in {_MODULE}")
-    return modeling
+    return transformers_patch.modeling(_MODULE, (*_COMPRESSORS, _NORM, _ROPE))
 
 
-def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    _stock.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, ours)
-
-
-def _compressor(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A compressor's forward: upstream's code, in which norm and RoPE know whose rows they get."""
+def _compressor(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """A compressor's forward: upstream's, in which norm and RoPE know whose rows they get."""
 
     def forward(
         self: Any,
@@ -157,15 +139,15 @@ def _compressor(stock: Callable[..., Any]) -> Callable[..., Any]:
         layer_idx: int,
     ) -> Any:
         arguments = (self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
-        if not _stock:  # kept by a hook on the module after `disable`
-            return stock(*arguments)
+        if not _replaced:  # kept by a hook on the module after `disable`
+            return upstream(*arguments)
         if "forward" in vars(self.kv_norm):
             fallback("kv_norm of a DeepSeek-V4 compressor has a forward of its own")
-            return stock(*arguments)
+            return upstream(*arguments)
         call = _Call(self)
         token = _call.set(call)
         try:
-            result = stock(*arguments)
+            result = upstream(*arguments)
         finally:
             _call.reset(token)
         if call.rows is not None:
@@ -175,28 +157,28 @@ def _compressor(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _norm(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """An RMSNorm's forward: a compressor's rows pass unchanged, in the dtype that stock returns."""
+def _norm(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """An RMSNorm's forward: a compressor's rows pass unchanged, in the dtype of its result."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         call = _call.get()
         if call is None or self is not call.compressor.kv_norm:
-            return stock(self, hidden_states)
+            return upstream(self, hidden_states)
         if torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad):
             raise ValueError("dsv4_backend has no backward pass: call it under torch.no_grad()")
-        call.rows = hidden_states.to(stock(self, hidden_states[:0]).dtype)
+        call.rows = hidden_states.to(upstream(self, hidden_states[:0]).dtype)
         return call.rows
 
     return forward
 
 
-def _rope(stock: Callable[..., Any], norm: Callable[..., Any]) -> Callable[..., Any]:
+def _rope(upstream: Callable[..., Any], norm: Callable[..., Any]) -> Callable[..., Any]:
     """``apply_rotary_pos_emb``: for a compressor's rows, norm and RoPE; x is rewritten in place."""
 
     def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
         call = _call.get()
         if call is None or call.rows is None:
-            return stock(x, cos, sin, unsqueeze_dim)
+            return upstream(x, cos, sin, unsqueeze_dim)
         rows, call.rows = call.rows, None
         if x.data_ptr() != rows.data_ptr() or x.numel() != rows.numel():
             raise RuntimeError(
@@ -207,7 +189,7 @@ def _rope(stock: Callable[..., Any], norm: Callable[..., Any]) -> Callable[..., 
             _finish(rows, cos, sin, call.compressor)
         except (LookupError, ValueError) as error:  # raised before anything is written
             fallback(str(error))
-            return stock(norm(call.compressor.kv_norm, rows).view_as(x), cos, sin, unsqueeze_dim)
+            return upstream(norm(call.compressor.kv_norm, rows).view_as(x), cos, sin, unsqueeze_dim)
         return x
 
     return rope

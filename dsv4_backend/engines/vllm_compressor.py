@@ -1,8 +1,8 @@
 """One of vLLM's compressors, main or indexer, with its step as one call of this package.
 
-Stock stores the tokens' state rows in one launch, pools, norms, rotates by position, quantises and
-stores in a second. Here a decode step is one launch and a step with prefills one or two
-(docs/dsv4.md); parameters, projections, state cache and record caches are stock's.
+vLLM's own code stores the tokens' state rows in one launch, pools, norms, applies RoPE, quantises
+and stores in a second. Here a decode step is one launch and a step with prefills one or two
+(docs/families/dsv4.md); parameters, projections, state cache and record caches are vLLM's.
 
 vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this, unless
 `vllm_rotation` rotates both.
@@ -50,19 +50,19 @@ _BUILD = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]
 
 
 def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
-    """Make a compressor that vLLM just built a `FusedCompressor`; or why it stays stock's."""
+    """Make a compressor that vLLM just built a `FusedCompressor`; or why it stays vLLM's."""
     reason = _refusal(compressor, vllm_config)
     if reason is not None:
         return reason
     device = torch.device(vllm_config.device_config.device_type)
     page_tokens = max(1, vllm_config.cache_config.block_size // compressor.compress_ratio)
-    stock = type(compressor)
+    upstream = type(compressor)
     compressor.__class__ = FusedCompressor
     try:
         spec = _spec(compressor, _format(compressor), page_tokens)
         _choose(device, spec)
     except (LookupError, ValueError) as error:
-        compressor.__class__ = stock
+        compressor.__class__ = upstream
         return str(error)
     compressor.state_cache.__class__ = StateCache
     return None
@@ -105,12 +105,12 @@ def _format(compressor: Any) -> CacheFormat | None:
     cache = _record_cache(compressor)
     if cache.kv_cache_dtype == "fp8_ds_mla":
         return "fp8_ds_mla"
-    # e4m3 rows have their scale on the device, where a launch parameter cannot be read from
+    # e4m3 rows have their scale on the device, where no launch parameter can be read from
     return "bf16_rows" if cache.kv_cache_torch_dtype is torch.bfloat16 else None
 
 
 def _packs_scales() -> bool:
-    """From 0.27 on, where the part's logits kernel takes UE8M0 scales only."""
+    """From 0.27 on, where the GPU's logits kernel takes UE8M0 scales only."""
     version = ENGINES["vllm"].installed()
     return (
         current_platform.is_cuda()
@@ -137,7 +137,7 @@ def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -
 
 @functools.cache
 def _choose(device: torch.device, spec: CompressorSpec) -> None:
-    """Find the paths of a kind of compressor and say once which they are."""
+    """Select the paths of a kind of compressor and log once which they are."""
     target = detect_target(device)
     names = []
     for selection in (decode_selection(target, spec), prefill_selection(target, spec, "paged")):
@@ -156,7 +156,7 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
 
 
 class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
-    """Stock's compressor with a step of its own; built by stock, see `adopt`."""
+    """vLLM's compressor with a step of its own; built by vLLM, see `adopt`."""
 
     rotates = False  # set by `vllm_rotation`, for an indexer whose queries are rotated too
 
@@ -183,7 +183,7 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
             try:
                 self._bound = _bind(self, kv_cache, kv_score, states, plan, rotary_emb)
             except ValueError as error:
-                if self.rotates:  # stock's keys would meet rotated queries
+                if self.rotates:  # upstream's keys would meet rotated queries
                     raise
                 self.__class__ = DeepseekCompressor
                 fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
@@ -287,7 +287,7 @@ def _prefill(decode: PagedDecode, states: Any, compress_ratio: int) -> PagedPref
 
 
 class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
-    """Stock's metadata with the bounds of the requests, and room for the step's plans."""
+    """vLLM's metadata with the bounds of the requests, and room for the step's plans."""
 
     def build(
         self,
@@ -313,7 +313,7 @@ class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
 
 
 class Backend(CompressorBackend):  # type: ignore[misc]
-    """Stock's, but for the builder."""
+    """vLLM's, but for the builder."""
 
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
@@ -321,7 +321,7 @@ class Backend(CompressorBackend):  # type: ignore[misc]
 
 
 class StateCache(CompressorStateCache):  # type: ignore[misc]
-    """Stock's, but for the backend."""
+    """vLLM's, but for the backend."""
 
     def get_attn_backend(self) -> type[Backend]:
         return Backend

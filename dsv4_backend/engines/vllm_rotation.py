@@ -29,7 +29,7 @@ _TAKEN = [
     *("index_weights_softmax_scale", "index_weights_head_scale", "use_fp4"),
 ]
 # What some releases added after those: 0.27 and 0.28, 0.31 to 0.33
-_ADDED = ([], ["output_buffers"], ["weights_out_dtype"])
+_ADDED: tuple[list[str], ...] = ([], ["output_buffers"], ["weights_out_dtype"])
 # What of the indexer's class decides how its queries are quantised; the second from 0.27 on
 _METHODS = ("forward", "_q_rope_quant")
 

@@ -112,7 +112,7 @@ def _prefill_calls(
 def _decode_calls(
     engine: Engine, layer: CompressorLayer, histories: list[torch.Tensor]
 ) -> Iterator[tuple[CompressorStepPlan, torch.Tensor]]:
-    """One decoded token per request: first as if the launch before may have written anything, then
+    """One decoded token per request: first as if the kernel in front wrote anything, then
     with a step plan that is safe to prefetch. The first request is padding."""
     for request, history in enumerate(histories):
         engine.fill_state(layer, request, history[:-1])

@@ -136,6 +136,8 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         state_checkpoint_cu_starts: Any = None,
         num_state_checkpoints: Any = None,
         state_checkpoint_every_n_tokens: int | None = None,
+        state_checkpoint_indices: Any = None,
+        track_ssm_h_batch_src: Any = None,
     ) -> Any:
         """Packed sequences of any length.
 
@@ -145,9 +147,11 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             query_start_loc: ``[N + 1]`` int32; may end before T.
             extend_seq_lens_cpu: the N lengths, where the host knows them.
             chunk_indices: given for a captured graph, after which sglang clears padded rows.
-            chunk_offsets, extend_prefix_lens, layer_id: of other kernels; nothing here reads them.
-            state_checkpoint_cu_starts, num_state_checkpoints, state_checkpoint_every_n_tokens:
-                for kernels that write checkpoints, which this one does not claim to.
+            chunk_offsets, extend_prefix_lens, layer_id, track_ssm_h_batch_src: of other kernels;
+                nothing here reads them.
+            state_checkpoint_cu_starts, num_state_checkpoints, state_checkpoint_every_n_tokens,
+                state_checkpoint_indices: for kernels that write checkpoints, which this one does
+                not claim to.
             is_spec_decode: leave the states as they are.
             track_ssm_h_src: the chunks whose states sglang will read from ``h``.
 

@@ -160,13 +160,13 @@ def run_step(path: KernelPath, target: Target, device: torch.device, **flags: An
     before = pools.copy()
     q, k, v, g, beta = case.tokens
     o = kda_decode_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        pools.states,
-        torch.tensor(slots, dtype=torch.int32, device=device),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        state_pool=pools.states,
+        state_indices=torch.tensor(slots, dtype=torch.int32, device=device),
         selection=forced(path, target, case.shape),
         **case.options(pools.windows),
     ).cpu()
@@ -200,13 +200,13 @@ def run_draft(path: KernelPath, target: Target, device: torch.device) -> Answer:
     kept = torch.full(shape, math.nan, device=device)
     q, k, v, g, beta = case.tokens
     o = kda_verify_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        pools.states,
-        torch.tensor(slots, dtype=torch.int32, device=device),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        state_pool=pools.states,
+        state_indices=torch.tensor(slots, dtype=torch.int32, device=device),
         intermediate_states=kept,
         intermediate_indices=torch.arange(_ROWS, dtype=torch.int32, device=device),
         selection=forced(path, target, case.shape),

@@ -61,9 +61,9 @@ class StepCase:
         q, k, v = torch.split(self.packed, [keys, keys, self.channels - 2 * keys], 1)
         key_dim = self.g.shape[2]
         return (
-            q.unflatten(1, (self.heads, key_dim)),
-            k.unflatten(1, (self.heads, key_dim)),
-            v.unflatten(1, (self.value_heads, -1)),
+            torch.unflatten(q, 1, (self.heads, key_dim)),
+            torch.unflatten(k, 1, (self.heads, key_dim)),
+            torch.unflatten(v, 1, (self.value_heads, -1)),
         )
 
     @property

@@ -21,7 +21,8 @@ from backend_core.family import families
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from dsv4_backend.testing import check_cases as check_dsv4
-from kda_backend import decode, prefill
+from kda_backend.decode import paths as decode
+from kda_backend.prefill import paths as prefill
 from kda_backend.prefill import torch as torch_path
 from kda_backend.testing import checks as check_kda
 from tests.cli.program import assert_one_sentence, run

@@ -308,5 +308,5 @@ def test_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = run("eval", "gsm8k", "--base-url", "http://127.0.0.1:9")
     assert (code, err) == (
         1,
-        "kda-dsv4: eval gsm8k needs lm-eval: pip install 'kda-dsv4-backend[eval]'\n",
+        "kda-dsv4: eval gsm8k needs lm-eval: pip install '.[eval]' in the clone\n",
     )

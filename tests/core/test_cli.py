@@ -188,7 +188,7 @@ def test_demo_without_its_extra_names_the_command(monkeypatch: pytest.MonkeyPatc
     assert run("demo") == (
         1,
         "",
-        "kda-dsv4: the demo needs torch and transformers: pip install 'kda-dsv4-backend[cpu]'\n",
+        "kda-dsv4: the demo needs torch and transformers: pip install '.[cpu]' in the clone\n",
     )
 
 

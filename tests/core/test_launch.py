@@ -205,10 +205,11 @@ def test_a_launch_hook_is_told_of_every_launch(
 
     def records() -> list[Any]:
         launch((1, 1, 1), *args)
+        launch.launch((1, 1, 1), **dict(zip(NAMES, args, strict=True)))
         launch.packed((1, 1, 1), _packs(args), lambda: args)
-        return [[launched[i] for i in RECORD] for _, launched in recorder.launches[-2:]]
+        return [[launched[i] for i in RECORD] for _, launched in recorder.launches[-3:]]
 
-    assert records() == [[None, None, None]] * 2
+    assert records() == [[None, None, None]] * 3
     hooks = triton.knobs.runtime
     hook = lambda metadata: None  # noqa: E731
     hooks.launch_exit_hook.add(hook)
@@ -244,6 +245,51 @@ def test_on_the_gpu_every_variant_gives_the_right_answer() -> None:
         y = torch.empty_like(storage).as_strided((num_rows, 16), (stride, 1), offset)
         launch((num_rows, 1, 1), x, y, None, num_rows, stride, 2.0)
         torch.testing.assert_close(y, x * 2.0)
+
+
+NAMES = ("x_ptr", "y_ptr", "mask_ptr", "num_rows", "stride_x", "factor")
+
+
+def test_arguments_by_name_launch_what_positions_do(recorder: RecordingDriver) -> None:
+    fn = JITFunction(scale_rows)
+    launch, first = _launch(fn), _launch(fn)
+    for name, args in CALLS.items():
+        named = dict(zip(NAMES, args, strict=True))
+        first.launch((3, 2, 1), **named)  # Triton finds the variant, or compiles it
+        compiled, _ = recorder.launches[-1]
+        launch((3, 2, 1), *args)
+        want_source, want = recorder.launches[-1]
+        assert want_source is compiled, name
+        for order in (NAMES, reversed(NAMES)):  # found by class, then by the numbers themselves
+            launch.launch((3, 2, 1), **{key: named[key] for key in order})
+            source, got = recorder.launches[-1]
+            assert source is want_source and got == want, name
+
+
+def test_calls_by_name_keep_variants_apart(recorder: RecordingDriver) -> None:
+    """1, 1.0 and True are equal, and compile to three kernels."""
+    launch = _launch(JITFunction(scale_rows))
+    x, y = _tensor(), _tensor()
+    for _ in range(2):
+        for factor in (1, 1.0, True):
+            launch.launch(
+                (1, 1, 1), x_ptr=x, y_ptr=y, mask_ptr=None, num_rows=1, stride_x=1, factor=factor
+            )
+    sources = [source for source, _ in recorder.launches]
+    assert sources[:3] == sources[3:] and len(set(map(id, sources))) == 3
+
+
+def test_a_wrong_name_is_refused(
+    recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = dict(zip(NAMES, CALLS["aligned"], strict=True))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for launch in (_launch(JITFunction(scale_rows)), _launch(triton.jit(scale_rows))):
+        with pytest.raises(TypeError, match="stride_y"):
+            launch.launch((1, 1, 1), **named, stride_y=1)
+        with pytest.raises(TypeError, match="factor"):
+            launch.launch((1, 1, 1), **{key: x for key, x in named.items() if key != "factor"})
+    assert recorder.launches == []
 
 
 GROUPS = (("x_ptr", "factor"), ("num_rows", "stride_x"), ("mask_ptr", "y_ptr"))

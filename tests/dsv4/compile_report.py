@@ -1,8 +1,7 @@
 """Compile every kernel that a shipped table chooses, for all four architectures, without a GPU.
 
 Run as a script it rewrites ``compile_report.json``; with the name of an architecture it prints that
-part as JSON, which is what the test compares, and with beginnings of cases' names after it
-those cases' assembly. Triton's interpreter must be off.
+part as JSON, which is what the test compares. Triton's interpreter must be off.
 """
 
 from __future__ import annotations
@@ -183,22 +182,8 @@ def report(arch: str) -> dict[str, dict[str, int]]:
     return {name: {"num_warps": warps, **measure(kernel)} for name, warps, kernel in compiled(arch)}
 
 
-def assembly(arch: str, prefixes: list[str]) -> dict[str, str]:
-    """The amdgcn text of the cases whose names start with one of ``prefixes``."""
-    texts = {}
-    for case in cases(TARGETS[arch][1]):
-        if case[0].startswith(tuple(prefixes)):
-            for is_large, suffix in ((False, ""), (True, ", over 2 GiB")):
-                built = compile_case(arch, case, is_large)
-                assert built is not None  # the smallest grid has parameters
-                texts[case[0] + suffix] = built[1].asm["amdgcn"]
-    return texts
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        print(json.dumps(assembly(sys.argv[1], sys.argv[2:])))
-    elif len(sys.argv) > 1:
+    if len(sys.argv) > 1:
         print(json.dumps(report(sys.argv[1])))
     else:
         REPORT.write_text(dump({arch: report(arch) for arch in TARGETS}), encoding="utf-8")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import load_table
 from dsv4_backend import compress_decode_, warm_up
 from dsv4_backend.compressor.torch_step import step
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.testing.check_cases import check_cases
 from tests.dsv4.cases import (
+    DEVICE,
     TARGET,
     Engine,
     assert_records,
@@ -63,7 +68,7 @@ def check(layer, engine, histories, entries, state_before):
 
 
 def run(spec, layout, **kwargs):
-    """As the launch before may have written anything, and as an engine's has written the input."""
+    """As if the kernel in front wrote anything, and as if the input alone, as in engines."""
     layer, engine, histories, entries, kv_score = prepare(spec, layout, **kwargs)
     before, cache = engine.state.clone(), engine.cache.clone()
     for is_safe in (False, True):
@@ -170,3 +175,14 @@ def test_warm_up_writes_nothing(layout: str) -> None:
         warm_up(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
     assert_records(engine, layer, {})
     torch.testing.assert_close(engine.state, before, rtol=0, atol=0, equal_nan=True)
+
+
+ROWS = [row for row in load_table(TABLES, TARGET).rows if row.operator.endswith("_decode")]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.operator}-{row.max_grid}")
+def test_every_row_of_the_table_is_right(row: KernelPath) -> None:
+    """Whatever its grid: the rows for many requests, too."""
+    for name, run_case in check_cases(row).items():
+        error, allowed = run_case(TARGET, DEVICE)
+        assert error <= allowed, name

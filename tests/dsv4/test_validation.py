@@ -13,6 +13,7 @@ import torch
 import dsv4_backend as dsv4
 from dsv4_backend.compressor import decode as decode_pipeline
 from dsv4_backend.compressor.bound import CompressorCall
+from dsv4_backend.launch_params import DecodeC4Params
 from dsv4_backend.selection import select_paths
 from dsv4_backend.step_plan import DecodeStepPlan
 from tests.dsv4.cases import DEVICE, TARGET, Engine, make_history, make_layer, make_spec, rope_table
@@ -167,6 +168,12 @@ def _i32(*shape: int) -> torch.Tensor:
 def test_plans(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_prefetch_needs_pdl() -> None:
+    params = DecodeC4Params(num_warps=1, block_w=8, pdl="wait", prefetch="pool")
+    with pytest.raises(ValueError, match="prefetch must be none where pdl is off, got 'pool'"):
+        dataclasses.replace(params, pdl="off")
 
 
 def test_a_target_without_a_table_is_named() -> None:

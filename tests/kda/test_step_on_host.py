@@ -1,60 +1,29 @@
-"""The Hopper decode step on the CPU, a thread for each of its threads, against float64.
-
-Compiled by g++ from the kernel's own sources; ``step_on_host/hopper.cuh`` stands in for the GPU's
-instructions. Waits of one thread for another are real; what memory a GPU shows early is not.
-"""
+"""The Hopper decode step on the CPU, from its own sources (tests/cuda_on_host), against float64."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from backend_core.launch.cuda import PARAMS_HEADER
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode import step_sm90 as pipeline
-from kda_backend.launch_params import TABLES
+from kda_backend.launch_params import TABLES, FusedStepSm90Params
 from kda_backend.testing.steps import StepPools, make_step
+from tests.cuda_on_host.driver import GXX, HostKernel
 from tests.kda.cases import Backend, run_step
 from tests.kda.test_decode_step import assert_rows
 
-HOST = Path(__file__).parent / "step_on_host"
 # one of each shape: how long the L2 cache keeps a state is nothing to a CPU
 ROWS = {
     f"{row.params.split}x{row.params.warps}": row
     for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows
     if row.name == "fused_sm90"
 }
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-
-
-class HostKernel:
-    """Called as ``CudaKernel`` is."""
-
-    def __init__(self, folder: Path, constants: dict[str, int]) -> None:
-        self._split = constants["SPLIT"]
-        library = folder / "step.so"
-        (folder / PARAMS_HEADER).write_text(pipeline.PARAMS.header)
-        command = [
-            *("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"),
-            *(f"-D{name}={value}" for name, value in constants.items()),
-            *(f"-I{place}" for place in (folder, HOST, pipeline.SOURCE.parent)),
-            *(str(HOST / "run.cpp"), "-o", str(library)),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        self._run = ctypes.CDLL(str(library)).run
-
-    def __call__(self, grid: int, block: int, params: bytes, *, pdl: bool) -> None:
-        assert grid % self._split == 0
-        self._run(params, grid // self._split)
+pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
 
 @pytest.mark.parametrize(
@@ -68,10 +37,18 @@ class HostKernel:
 )
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_rows_of_the_table_on_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, row: Any, call: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, seed: int, row: Any, call: dict[str, Any]
 ) -> None:
     """Two live rows around a padded one, in each shape that the table chooses."""
-    monkeypatch.setattr(pipeline, "_kernel", lambda *v: HostKernel(tmp_path, pipeline.defines(*v)))
+
+    def kernel(launch: FusedStepSm90Params, *variant: Any) -> HostKernel:
+        defines = pipeline.defines(launch, *variant)
+        source, params = pipeline.SOURCE, pipeline.PARAMS
+        return HostKernel(
+            source, "decode_step", params, defines, cluster_size=launch.split, run_seed=seed
+        )
+
+    monkeypatch.setattr(pipeline, "_kernel", kernel)
     cpu = Backend("kernels", torch.device("cpu"))
     model = dict(call)
     dtype = model.pop("pool", torch.float32)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.softmax.cases import PATHS
+from softmax_backend.testing.cases import PATHS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

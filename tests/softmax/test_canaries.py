@@ -15,7 +15,14 @@ from softmax_backend.kernels import mla_decode as kernels
 from softmax_backend.plan import MlaPlanner
 from softmax_backend.run import mla_sm90
 from softmax_backend.spec import MlaSpec
-from tests.softmax.cases import MlaCase, assert_close, expected, forced, make_case, run_case
+from softmax_backend.testing.cases import (
+    MlaCase,
+    assert_close,
+    expected,
+    forced,
+    make_case,
+    run_case,
+)
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="compiled kernels keep the constants they were built with"

@@ -13,8 +13,8 @@ from softmax_backend.plan import MlaPlanner
 from softmax_backend.selection import select_for
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
+from softmax_backend.testing.cases import SCALE, forced, make_case
 from softmax_backend.variants import sliding_window, soft_cap
-from tests.softmax.cases import SCALE, forced, make_case
 
 SPEC = MlaSpec(4, 64)
 

@@ -11,7 +11,7 @@ import torch
 from softmax_backend import flashinfer, reference
 from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from softmax_backend.spec import MlaSpec
-from tests.softmax.cases import SCALE, MlaCase, assert_close, expected, make_case
+from softmax_backend.testing.cases import SCALE, MlaCase, assert_close, expected, make_case
 
 
 def i32(values: list[int], device: torch.device) -> torch.Tensor:

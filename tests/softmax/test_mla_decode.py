@@ -7,8 +7,8 @@ import torch
 
 from softmax_backend.plan import MlaPlanner
 from softmax_backend.spec import CacheFormat, MlaSpec
+from softmax_backend.testing.cases import assert_close, expected, forced, make_case, run_case
 from softmax_backend.variants import Variant, sliding_window, soft_cap
-from tests.softmax.cases import assert_close, expected, forced, make_case, run_case
 
 LENGTHS = [1, 63, 0, 65, 300, 128]
 

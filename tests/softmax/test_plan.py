@@ -14,7 +14,7 @@ from softmax_backend.plan.planner import plan_flash_mla, plan_split_kv
 from softmax_backend.plan.split_kv import flash_mla_schedule, split_kv
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
-from tests.softmax.cases import forced
+from softmax_backend.testing.cases import forced
 
 lengths_of = st.lists(st.integers(0, 5000) | st.integers(0, 130), min_size=1, max_size=40)
 

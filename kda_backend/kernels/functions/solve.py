@@ -11,6 +11,8 @@ turns near-collinear keys into NaN.)
 import triton
 import triton.language as tl
 
+from kda_backend.kernels.functions.gate import step_size
+
 
 @triton.jit
 def in_level(level, SIZE: tl.constexpr):
@@ -72,3 +74,69 @@ def multiply_rows(
         tl.debug_barrier()  # every warp must have read x
         b_y = b_y.to(b_inv.dtype)
         tl.store(y_ptr + o_r[:, None] * ROW + o_d[None, :], b_y, mask=(o_d < ROW)[None, :])
+
+
+@triton.jit
+def _store_beside_diagonal(matrix_ptr, b_1, b_2, b_3, CHUNK: tl.constexpr):
+    """Blocks 1, 2 and 3 left of the diagonal ones, and zeros right of them."""
+    DTYPE: tl.constexpr = matrix_ptr.dtype.element_ty
+    o_b = tl.arange(0, 4)
+    o_s = tl.arange(0, 16)
+    o_r = (o_b[:, None] * 16 + o_s[None, :])[:, :, None]
+    p_rc = matrix_ptr + o_r * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
+    tl.store(p_rc - 16, b_1.to(DTYPE), mask=(o_b >= 1)[:, None, None])
+    tl.store(p_rc - 32, b_2.to(DTYPE), mask=(o_b >= 2)[:, None, None])
+    tl.store(p_rc - 48, b_3.to(DTYPE), mask=(o_b >= 3)[:, None, None])
+    for i in tl.static_range(1, 4):
+        m_i = (o_b + i < 4)[:, None, None]
+        tl.store(p_rc + 16 * i, tl.zeros([4, 16, 16], DTYPE), mask=m_i)
+
+
+@triton.jit
+def solve_chunk(
+    tile,  # pointers to A_qk [C, C], scratch [C, C], k_in [C, ROW_K] (w takes its place), u
+    inputs,  # pointers to v and beta
+    strides,  # token strides of v and beta
+    diag_ptr,  # [C], of A_qk; where A_qk or L will be
+    scores_q,  # of q, by distance of the blocks
+    scores_k,
+    length,
+    V: tl.constexpr,
+    ROW_K: tl.constexpr,
+    ROW_V: tl.constexpr,
+    BETA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A_qk, and from L = diag(beta) A_kk the rows u of v and w of k_in."""
+    a_qk_ptr, low_ptr, k_in_ptr, u_ptr = tile
+    v_ptr, beta_ptr = inputs
+    stride_v_t, stride_beta_t = strides
+    b_aq0, b_aq1, b_aq2, b_aq3 = scores_q
+    b_ak0, b_ak1, b_ak2, b_ak3 = scores_k
+    DOT: tl.constexpr = low_ptr.dtype.element_ty
+    o_b = tl.arange(0, 4)
+    o_s = tl.arange(0, 16)
+    o_t = o_b[:, None] * 16 + o_s[None, :]
+    m_t = o_t < length
+    o_r = tl.arange(0, CHUNK)
+    m_r = o_r < length
+    b_diag = tl.load(diag_ptr + o_t)
+    tl.debug_barrier()  # A_qk and L replace what the loop has read
+    b_beta = tl.load(beta_ptr + o_t * stride_beta_t, mask=m_t, other=0.0)
+    b_beta = tl.where(m_t, step_size(b_beta, BETA, FAST_MATH), 0.0)[:, :, None]
+    o_rc = o_t[:, :, None] * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
+    m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
+    tl.store(a_qk_ptr + o_rc, tl.where(m_diag, b_diag[:, :, None], b_aq0).to(DOT))
+    _store_beside_diagonal(a_qk_ptr, b_aq1, b_aq2, b_aq3, CHUNK)
+    b_inv = invert_blocks(b_ak0 * b_beta, DOT, PRECISION)
+    tl.store(low_ptr + o_rc, b_inv.to(DOT))
+    _store_beside_diagonal(low_ptr, b_ak1 * b_beta, b_ak2 * b_beta, b_ak3 * b_beta, CHUNK)
+    tl.debug_barrier()
+    b_step = tl.load(beta_ptr + o_r * stride_beta_t, mask=m_r, other=0.0)
+    b_step = tl.where(m_r, step_size(b_step, BETA, FAST_MATH), 0.0)
+    b_low = tl.load(low_ptr + o_r[:, None] * CHUNK + o_r[None, :])
+    b_inv = (merge_blocks(b_low, DOT, PRECISION, CHUNK) * b_step[None, :]).to(DOT)
+    multiply_rows(b_inv, v_ptr, stride_v_t, length, V, u_ptr, ROW_V, PRECISION, CHUNK)
+    multiply_rows(b_inv, k_in_ptr, ROW_K, CHUNK, ROW_K, k_in_ptr, ROW_K, PRECISION, CHUNK)

@@ -1,4 +1,4 @@
-"""sglang's compressors through sglang's own call: state, records, and what stays on upstream's code."""
+"""sglang's compressors through sglang's own call: state, records, and what stays upstream's."""
 
 from __future__ import annotations
 

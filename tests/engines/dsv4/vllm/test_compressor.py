@@ -243,7 +243,7 @@ def test_a_failing_step_is_logged_once_and_raised(
     history = make_history(step.layer.spec, 12, 0)
     step.run(config, [history], [(0, 0, 4)])
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise ValueError("no such page")
 
     monkeypatch.setattr(vllm_compressor, "compress_prefill_", fail)

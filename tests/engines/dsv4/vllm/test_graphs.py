@@ -104,8 +104,8 @@ class Graph:
         """Record a step of the compressor on the dummy batch; returns the kind of its plan."""
 
         def recorded(operator: Any) -> Any:
-            def call(*args: Any) -> Any:
-                result = operator(*args)
+            def call(*args: Any, **options: Any) -> Any:
+                result = operator(*args, **options)
                 self.calls.append((operator, args, result))
                 return result
 

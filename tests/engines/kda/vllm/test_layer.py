@@ -295,7 +295,9 @@ def test_both_layers_come_from_one_plan_that_is_logged_once(
     )
     assert [line.split(": ")[1] for line in lines[1:]] == [
         "prefill grid 1 and more",
-        "decode grid 1 and more",
+        "recurrent grid 1 and more",
+        "decode_step grid 1 and more",
+        "verify grid 1 and more",
     ]
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection, load_table
+from backend_core.tables.select import PathSelection, load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS
 from softmax_backend import reference
 from softmax_backend.api import mla_decode
@@ -19,7 +18,6 @@ from softmax_backend.selection import MlaSelection
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 PATHS = ("torch", "triton", "sm90") if ON_HOPPER else ("torch", "triton")
 UNUSED_ENTRY = 2147480000
@@ -77,15 +75,21 @@ def make_case(
     q = torch.randn(*rows, 576, generator=generator).to(spec.dtype)
     cache = torch.randn(total, size, 576, generator=generator)
     case = MlaCase(
-        spec, q[..., :512], q[..., 512:], cache, cache, cache, cache, table,
-        torch.tensor(lengths, dtype=torch.int32),
-    )  # fmt: skip
+        spec=spec,
+        q_latent=q[..., :512],
+        q_rope=q[..., 512:],
+        kv_latent=cache,
+        kv_rope=cache,
+        plain_latent=cache,
+        plain_rope=cache,
+        block_table=table,
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+    )
     _store(case, cache, owned)
-    moved = {
-        name: value.to(device) for name, value in vars(case).items()
-        if isinstance(value, torch.Tensor)
-    }  # fmt: skip
-    return replace(case, **moved)
+    for name, value in vars(case).items():
+        if isinstance(value, torch.Tensor):
+            setattr(case, name, value.to(device))
+    return case
 
 
 def _store(case: MlaCase, cache: torch.Tensor, owned: torch.Tensor) -> None:
@@ -124,7 +128,11 @@ def _store(case: MlaCase, cache: torch.Tensor, owned: torch.Tensor) -> None:
 def forced(spec: MlaSpec, name: str, num_sms: int = 5, **params: int) -> MlaSelection:
     """A selection with one path alone, on a GPU of few SMs, so that small inputs have splits."""
     target = replace(KNOWN_TARGETS["cpu" if name == "torch" else "H200"], num_sms=num_sms)
-    rows = [row for row in load_table(TABLES, target, directory=CONFIGS).rows if row.name == name]
+    rows = [
+        row
+        for row in load_table(TABLES, target, directory=shipped_directory()).rows
+        if row.name == name
+    ]
     row: KernelPath = replace(rows[0], params=replace(rows[0].params, **params))
     return MlaSelection(target, spec, PathSelection.of(row))
 
@@ -147,10 +155,22 @@ def run_case(
     for tensor in scratch.reserve(plan.num_slots, max(case.spec.query_rows, 64), 512):
         tensor.fill_(float("nan"))
     return mla_decode(
-        case.q_latent, case.q_rope, case.kv_latent, case.kv_rope, case.block_table, plan,
-        planner.selection, scale=SCALE, causal=causal, kv_scale=case.kv_scale,
-        kv_scales=case.kv_scales, sinks=sinks, out=out, lse=lse, scratch=scratch,
-    )  # fmt: skip
+        case.q_latent,
+        case.q_rope,
+        case.kv_latent,
+        case.kv_rope,
+        case.block_table,
+        plan,
+        planner.selection,
+        scale=SCALE,
+        causal=causal,
+        kv_scale=case.kv_scale,
+        kv_scales=case.kv_scales,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        scratch=scratch,
+    )
 
 
 def expected(
@@ -160,11 +180,18 @@ def expected(
     variant = case.spec.variant
     logits, mask = variant.logits, variant.mask
     return reference.mla_decode(
-        case.q_latent, case.q_rope, case.plain_latent, case.plain_rope, case.block_table,
-        case.lengths, SCALE, causal=causal, sinks=sinks,
+        case.q_latent,
+        case.q_rope,
+        case.plain_latent,
+        case.plain_rope,
+        case.block_table,
+        case.lengths,
+        SCALE,
+        causal=causal,
+        sinks=sinks,
         logits=logits and (lambda s: logits(s, variant.a, variant.b)),
         mask=mask and (lambda key, query: mask(key, query, variant.a, variant.b)),
-    )  # fmt: skip
+    )
 
 
 def assert_close(

@@ -1,0 +1,75 @@
+"""Softmax attention as a family: what the program, the engines' flags and the tests ask of it.
+
+Imports no torch: tables are read and shown where it is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from backend_core.family import CheckCase, Family, ModelConfig, TuneSpace
+from softmax_backend.launch_params import TABLES
+
+if TYPE_CHECKING:
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+
+
+def model_refusal(config: ModelConfig) -> str | None:
+    """Why no engine's layer of a model runs on this family: none is connected to an engine yet."""
+    return "softmax attention is not connected to an engine: its operators are called directly"
+
+
+def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
+    """Raises LookupError, since no model is served."""
+    raise LookupError(model_refusal(config))
+
+
+def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+    """The calls that a path must get right, by name."""
+    from softmax_backend.testing import checks
+
+    return checks.check_cases(path)
+
+
+def tune_space(path: KernelPath) -> TuneSpace:
+    """What ``tune`` tries of a path's launch parameters."""
+    if path.name == "triton":
+        return {
+            "decode_8k": {
+                "programs_per_sm": (1, 2),
+                "block_kv": (16, 32, 64),
+                "num_warps": (4, 8),
+                "num_stages": (1, 2, 3),
+            }
+        }
+    if path.name == "sm90":
+        return {"decode_8k": {"overhead": (1, 2, 3, 5), "min_blocks": (1, 2, 4)}}
+    return {}
+
+
+def measure(
+    path: KernelPath, target: Target, name: str, grid: int, heads: int
+) -> Callable[[], object]:
+    """An MLA decode step of ``grid / heads`` requests of 8,192 tokens."""
+    from softmax_backend.testing import checks
+
+    return checks.decode_call(path, target, max(1, grid // heads), heads)
+
+
+FAMILY = Family(
+    name="softmax",
+    title="Block-sparse softmax attention",
+    tables=TABLES,
+    layer_kinds=frozenset({"mla"}),
+    model_refusal=model_refusal,
+    describe_model=describe_model,
+    check_cases=check_cases,
+    interpretable=frozenset({"triton"}),
+    tune_space=tune_space,
+    measure=measure,
+    open_grid={"mla_decode": 128},
+    benchmarks={"mla-decode": "bench_mla_decode.py"},
+    transformers=None,
+)

@@ -1,0 +1,72 @@
+"""The instructions of every kernel in the compile reports: what the shipped tables can select.
+
+``python -m tests.amdgcn.opcodes gfx950`` compiles them (Triton's interpreter must be off) and
+prints a line of JSON: how many kernels, their operations, and those that the interpreter of this
+folder cannot run, each with why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.amdgcn.errors import UnmodelledError
+from tests.amdgcn.isa import step_of
+from tests.amdgcn.program import parse
+
+ROOT = Path(__file__).parents[2]
+REPORTS = ("tests.kda.compile_report", "tests.dsv4.compile_report")
+
+
+def of_compile_reports(arch: str) -> dict[str, Any]:
+    """``{"kernels": n, "opcodes": {operation: occurrences}, "unmodelled": {text: why}}``."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "tests.amdgcn.opcodes", arch]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the compile reports of {arch} failed: {done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _collect(arch: str) -> dict[str, Any]:
+    import importlib
+
+    import triton
+
+    texts: list[str] = []
+    compile_kernel = triton.compile
+
+    def compile_and_keep(*arguments: Any, **keywords: Any) -> Any:
+        compiled = compile_kernel(*arguments, **keywords)
+        texts.append(compiled.asm["amdgcn"])
+        return compiled
+
+    triton.compile = compile_and_keep
+    for module in REPORTS:
+        importlib.import_module(module).report(arch)
+    opcodes: Counter[str] = Counter()
+    unmodelled: dict[str, str] = {}
+    for text in texts:
+        program = parse(text)
+        for instruction in program.instructions:
+            opcodes[instruction.operation] += 1
+            try:
+                step_of(instruction, program.labels, program.arch)
+            except UnmodelledError as error:
+                unmodelled[instruction.text] = str(error)
+    return {
+        "kernels": len(texts),
+        "opcodes": dict(sorted(opcodes.items())),
+        "unmodelled": unmodelled,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_collect(sys.argv[1])))
