@@ -37,7 +37,7 @@ def check(case: MlaCase) -> None:
 @pytest.fixture
 def case(device: torch.device, seed: int) -> MlaCase:
     """Tiles with one split and with several."""
-    return make_case(MlaSpec(4, 16), [700, 30, 129], seed=seed, device=device)
+    return make_case(MlaSpec(4, 16), [400, 30, 129], seed=seed, device=device)
 
 
 @interpreted
@@ -106,7 +106,7 @@ def test_a_tensor_map_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sinks_of_a_split_tile_count_once(device: torch.device, seed: int) -> None:
     """A sink that each split took would weigh as often as there are splits."""
-    case = make_case(MlaSpec(4, 64), [900], seed=seed, device=device)
+    case = make_case(MlaSpec(4, 64), [400], seed=seed, device=device)
     sinks = torch.full((4,), 8.0, device=device)
     planner = MlaPlanner(forced(case.spec, "triton"))
     got = run_case(case, planner, sinks=sinks)
