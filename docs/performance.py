@@ -1,4 +1,4 @@
-"""Write docs/performance.md from the files under benchmarks/results/.
+"""Write docs/performance.md, and README's table of speed, from the files under benchmarks/results/.
 
     python docs/performance.py
 
@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
+HEADLINE = ("<!-- headline: written by docs/performance.py -->", "<!-- end of headline -->")
 RESULTS = ROOT / "benchmarks" / "results"
 
 HEAD = """# Performance
@@ -47,8 +49,57 @@ _IMPLEMENTATIONS = {"ours": "this backend", "fla": "FLA 0.6.0", "flashkda": "Fla
 
 def render() -> str:
     """The page's text."""
-    lines = [*_prefill(), *_accuracy(), *_growth(), *_decode(), *_compressor(), *_engine()]
+    lines = [*_prefill(), *_accuracy(), *_growth(), *_decode(), *_compressor(), *_mla(), *_engine()]
     return HEAD + "\n".join([*lines, *_recall()]) + "\n" + BOUNDS
+
+
+def headline() -> str:
+    """README with its table of speed: how much longer the best peer takes, in words and figures."""
+    text = README.read_text(encoding="utf-8")
+    start, end = (text.index(mark) for mark in HEADLINE)
+    return text[: start + len(HEADLINE[0])] + "\n" + _headline() + text[end:]
+
+
+def _headline() -> str:
+    prefill, decode = _load("kda_prefill_h200.json"), _load("kda_decode_h200.json")
+    unbounded = [row for row in prefill["rows"] if row["gate"] == "unbounded"]
+    bounded = [row for row in prefill["rows"] if row["gate"] == "bounded"]
+    compressor = [row for row in _load("dsv4_compressor_h200.json")["rows"] if row["vllm_gpu_ms"]]
+    upstream, flag = (_load(f"vllm_kimi48b_{who}.json")["shapes"] for who in ("stock", "kda"))
+    rows = [
+        (
+            f"KDA prefill, gate without bound, {len(unbounded)} shapes",
+            "FLA",
+            [_best(row, ("fla",)) / row["ours_gpu_ms"] for row in unbounded],
+        ),
+        (
+            f"KDA prefill, bounded gate, {len(bounded)} shapes",
+            "FLA, FlashKDA",
+            [_best(row, ("fla", "flashkda")) / row["ours_gpu_ms"] for row in bounded],
+        ),
+        (
+            f"KDA decode step, {len(decode['rows'])} sizes",
+            "vLLM, sglang, FLA",
+            [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in decode["rows"]],
+        ),
+        (
+            f"DeepSeek-V4's compressor, {len(compressor)} sizes",
+            "vLLM's Triton kernels",
+            [row["vllm_gpu_ms"] / row["ours_gpu_ms"] for row in compressor],
+        ),
+        (
+            "Kimi-Linear-48B's configuration in vLLM 0.26.0, eager, a prompt in and a token out",
+            "vLLM without the flag",
+            [a["ms"] / b["ms"] for a, b in zip(upstream, flag, strict=True)],
+        ),
+    ]
+    cells = [
+        [what, peer, f"{_mean(x):.2f}×", f"{min(x):.2f}× to {max(x):.2f}×"]
+        for what, peer, x in rows
+    ]
+    lines = _table(["faster than", "the best of", "geometric mean", "range"], cells)
+    gpu = f"One {prefill['gpu']}, bf16, each pair in one run, {prefill['date']}."
+    return "\n".join([gpu, "", *lines]) + "\n"
 
 
 def _accuracy() -> list[str]:
@@ -240,6 +291,46 @@ def _alone(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _mla() -> list[str]:
+    """MLA decode of the softmax family beside every peer of the run."""
+    name = "mla_decode_h200.json"
+    report = _load(name)
+    peers = {"flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
+    peers |= {"vllm_triton": "vLLM's Triton"}
+    lines = _section("MLA decode", report, name)
+    for heads in sorted({row["heads"] for row in report["rows"]}):
+        rows = [row for row in report["rows"] if row["heads"] == heads]
+        ratios = [min(row[f"{p}_us"] for p in peers) / row["ours_gpu_us"] for row in rows]
+        cells = (
+            [
+                row["case"],
+                _us(row["ours_gpu_us"] / 1e3),
+                *(_us(row[f"{peer}_us"] / 1e3) for peer in peers),
+                f"{ratio:.2f}",
+                _us(row["floor_us"] / 1e3),
+            ]
+            for row, ratio in zip(rows, ratios, strict=True)
+        )
+        lines += [
+            "",
+            f"{heads} heads, bf16, µs, without the plan, which is made once per step. Over the"
+            f" fastest peer: geometric mean {_mean(ratios):.2f}×, least {min(ratios):.2f}×.",
+            "",
+            *_table(["case", "ours", *peers.values(), "×", "bytes"], cells),
+        ]
+    plans = (
+        [requests, *(f"{times[who]:.1f}" for who in ("ours", "flashmla"))]
+        for requests, times in report["plan_us"].items()
+    )
+    return [
+        *lines,
+        "",
+        "The plan of a step, µs:",
+        "",
+        *_table(["requests", "ours", "FlashMLA"], plans),
+    ]
+
+
 def _engine() -> list[str]:
     upstream, ours = (_load(f"vllm_kimi48b_{who}.json") for who in ("stock", "kda"))
     where = ours["environment"]
@@ -351,3 +442,4 @@ def _load(name: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
+    README.write_text(headline(), encoding="utf-8")

@@ -153,7 +153,10 @@ def _engines() -> list[str]:
 
 def has_adapter(package: str, engine: str) -> bool:
     """Whether a family's package has an adapter of its operators for the engine."""
-    return importlib.util.find_spec(f"{package}.engines.{engine}") is not None
+    try:
+        return importlib.util.find_spec(f"{package}.engines.{engine}") is not None
+    except ModuleNotFoundError:  # the family has no adapters at all
+        return False
 
 
 def _files_of(engine: str) -> list[Path]:

@@ -20,6 +20,12 @@ def test_the_page_is_what_the_files_say() -> None:
     )
 
 
+def test_readmes_table_is_what_the_files_say() -> None:
+    assert performance.README.read_text(encoding="utf-8") == performance.headline(), (
+        "run python docs/performance.py"
+    )
+
+
 def typed_figures(source: str) -> list[str]:
     """The strings of a generator that hold a figure."""
     strings = [
