@@ -242,17 +242,14 @@ def test_a_prefetch_before_the_wait_changes_no_bit(kernels: Backend, seed: int, 
         if ON_GPU:
             torch.cuda.synchronize()
         for i, part in enumerate(parts):
-            arguments = part.options(pool.windows) | {
-                "selection": selection,
-                "out": outs[prefetch, i],
-            }
             kda_decode_step(
                 *part.tokens,
                 pool.states,
                 table[i],
                 pdl_prefetch_safe=bool(prefetch),
                 selection=selection,
-                **arguments,
+                out=outs[prefetch, i],
+                **part.options(pool.windows),
             )
     assert_same_bits("output", outs[1], outs[0])
     assert_same_bits("states", pools.memory, twin.memory)
