@@ -55,6 +55,18 @@ class DecodeC4Params(DecodeParams):
 
 
 @dataclass(frozen=True)
+class DecodeC128Params(DecodeParams):
+    """A decode step of ratio 128 in one launch, one program per request.
+
+    Attributes:
+        block_w: window rows per inner step.
+        max_registers: limit per thread; 0 is none.
+    """
+
+    max_registers: int = 0
+
+
+@dataclass(frozen=True)
 class QueriesParams:
     """``quantise_indexer_queries``: ``heads`` heads of a token per program."""
 
@@ -106,7 +118,9 @@ TABLES = TableSchema(
     operators=(
         Operator("indexer_decode", _REQUESTS, _DECODE_C4),
         Operator("main_c4_decode", _REQUESTS, _DECODE_C4),
-        Operator("main_c128_decode", _REQUESTS, {"one_launch": DecodeParams, "torch": NoParams}),
+        Operator(
+            "main_c128_decode", _REQUESTS, {"one_launch": DecodeC128Params, "torch": NoParams}
+        ),
         Operator("indexer_prefill", _WINDOWS, _PREFILL_C4),
         Operator("main_c4_prefill", _WINDOWS, _PREFILL_C4),
         Operator(

@@ -108,6 +108,8 @@ def _options(path: KernelPath) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": path.params.num_warps, "num_stages": 1}
     if getattr(path.params, "pdl", "off") != "off":
         options["launch_pdl"] = True
+    if getattr(path.params, "max_registers", 0):
+        options["maxnreg"] = path.params.max_registers
     return options
 
 
