@@ -81,7 +81,7 @@ def test_scratch_memory_is_taken_before_the_pools_are_sized(
 
     monkeypatch.setattr(model_runner.ModelRunner, "alloc_memory_pool", upstream)
     sglang_flag._reserve_before_pools(model_runner)
-    monkeypatch.setattr(sglang_layer, "plan_for", kernels_of_an_a100)
+    monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
     with torch.no_grad():
         sizes = ("--chunked-prefill-size", "128", "--max-running-requests", "4")
         served = Served("--attention-backend", "kda", *sizes)
