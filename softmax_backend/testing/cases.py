@@ -109,7 +109,7 @@ def _store(case: MlaCase, cache: torch.Tensor, owned: torch.Tensor) -> None:
         case.kv_latent, case.kv_rope = stored[..., :512], stored[..., 512:]
         case.plain_latent, case.plain_rope = plain[..., :512], plain[..., 512:]
         return
-    groups = cache[..., :512].unflatten(-1, (4, 128))
+    groups = cache[..., :512].reshape(*cache.shape[:2], 4, 128)
     scales = groups.abs().amax(-1) / 448
     values = (groups / scales[..., None]).to(torch.float8_e4m3fn)
     raw = torch.empty(*cache.shape[:2], 656, dtype=torch.uint8)
