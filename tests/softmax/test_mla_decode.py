@@ -118,18 +118,20 @@ def test_two_levels_give_what_one_gives(path: str, path_device: torch.device, se
     if path == "torch":
         pytest.skip("the torch path computes requests one by one")
     spec = MlaSpec(17, 16)  # four requests of 17 rows: two tiles of 64
-    lengths = [400, 333, 500, 64, 401, 200]
-    case = make_case(spec, lengths, seed=seed, shared_tokens=256, device=path_device)
-    case.block_table[5, : 200 // 16] = case.block_table[5, : 200 // 16].flip(0)
+    lengths = [200, 133, 250, 64, 201, 150]
+    case = make_case(spec, lengths, seed=seed, shared_tokens=128, device=path_device)
+    case.block_table[5, : 150 // 16] = case.block_table[5, : 150 // 16].flip(0)
     selection = forced(spec, path)
     planner = MlaPlanner(selection, shared_prefix_tokens=64)
     plan = planner.plan(case.lengths, case.block_table)
     assert plan.prefix is not None
     assert plan.prefix.prefix_tile.tolist() == [6, 6, 6, -1, 6, -1]
-    assert plan.prefix.tiles[0, 3].item() == 256  # the prefix is left out of a request's own tile
-    flat = run_case(case, MlaPlanner(selection))
-    assert_close(run_case(case, planner), expected(case))
-    torch.testing.assert_close(run_case(case, planner)[0], flat[0], atol=4e-3, rtol=2e-2)
+    assert plan.prefix.tiles[0, 3].item() == 128  # the prefix is left out of a request's own tile
+    got = run_case(case, planner, plan=plan)
+    assert_close(got, expected(case))
+    torch.testing.assert_close(
+        got[0], run_case(case, MlaPlanner(selection))[0], atol=4e-3, rtol=2e-2
+    )
 
 
 def test_a_plan_serves_other_lengths_in_place(
