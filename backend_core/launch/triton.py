@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import JITFunction, driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-Argument = Tensor | int | float | bool | None
+Argument = Tensor | TensorDescriptor | GluonDescriptor | int | float | bool | None
 Grid = tuple[int, int, int]
 
 Packed = tuple[int, tuple[object, ...]]
@@ -40,6 +42,8 @@ class KernelLaunch:
       storage is within 2 GiB (such pointers get buffer instructions);
     - int: whether it is 1 (folded into the code), a multiple of 16, and fits int32, int64 or
       uint64;
+    - tensor descriptor: its dtype, block and shared-memory layout (Triton's launcher makes the
+      tensor map);
     - float, bool and ``None``: the type alone;
     - the current device, since a compiled kernel is loaded on one.
 
@@ -209,6 +213,10 @@ def _specialise(
             if hip:
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             values.append(address)
+        elif isinstance(arg, TensorDescriptor | GluonDescriptor):
+            layout = getattr(arg, "layout", None)
+            key += (type(arg), arg.base.dtype, tuple(arg.block_shape), arg.padding, layout)
+            values.append(arg)
         elif isinstance(arg, torch.dtype):
             key += (arg, True, True) if hip else (arg, True)
         elif arg is None or type(arg) is bool:

@@ -1,0 +1,1 @@
+"""Which key blocks each query tile attends: plans and the functions that make them."""

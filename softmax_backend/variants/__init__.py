@@ -1,0 +1,1 @@
+"""What a kernel does with one block: hooks, each with its torch counterpart, and quantisation."""
