@@ -73,6 +73,14 @@ def default_path(q: Tensor) -> str:
     return "torch" if detect_target(q.device).vendor == "cpu" else "triton"
 
 
+def default_blocks(device: torch.device, head_dim: int) -> tuple[int, int]:
+    """(block_m, block_n) for plans of 16-bit attention on a device."""
+    vendor = detect_target(device).vendor
+    if vendor == "cpu":
+        return 64, 64
+    return (128, 128) if vendor == "nvidia" and head_dim <= 128 else (128, 64)
+
+
 def empty_output(q: Tensor, dv: int) -> Tensor:
     """[B, H, M, DV] in the memory order of ``q``: [B, M, H, DV] where q is stored so."""
     b, h, m, _ = q.shape

@@ -57,18 +57,16 @@ def from_bsr(
     Args:
         indptr: int32 [MB + 1], or [H, MB + 1] with ``indices`` continued from head to head.
         indices: int32 [nnz], block columns.
-        row_size, col_size: queries and keys of a block; they divide ``q_len`` and ``kv_len``.
+        row_size, col_size: queries and keys of a block; the last block row may be cut, and
+            ``col_size`` divides ``kv_len``.
         mask: bool [nnz, row_size, col_size], the elements attended; by default all.
 
     Raises:
         ValueError: sizes do not fit together, or an index is out of range.
     """
-    if q_len % row_size or kv_len % col_size:
-        raise ValueError(
-            f"block size must divide the sequence, got {row_size} of {q_len} queries and "
-            f"{col_size} of {kv_len} keys"
-        )
-    mb, nb = q_len // row_size, kv_len // col_size
+    if kv_len % col_size:
+        raise ValueError(f"col_size must divide the {kv_len} keys, got {col_size}")
+    mb, nb = -(-q_len // row_size), kv_len // col_size
     indptr = indptr.view(-1, indptr.shape[-1]).long()
     if indptr.shape[1] != mb + 1 or indptr.shape[0] not in (1, num_heads):
         raise ValueError(
@@ -91,6 +89,7 @@ def from_bsr(
     block[row, indices.long()] = torch.arange(indices.numel(), device=device)
     block = block.view(heads, mb, nb)
     sizes_m = torch.full((1, mb), row_size, device=device)
+    sizes_m[0, -1] = q_len - (mb - 1) * row_size
     sizes_n = torch.full((1, nb), col_size, device=device)
     bits = None if mask is None else BsrMask(block, mask.to(device).bool())
     return from_block_map(
@@ -167,7 +166,7 @@ def from_block_map(
 def from_block_mask(
     block_mask: BlockMask, num_heads: int, *, block_m: int = 128, block_n: int = 128
 ) -> BlockPlan:
-    """A plan from a FlexAttention ``BlockMask``: the same elements, its ``mask_mod`` evaluated once.
+    """A plan from a FlexAttention ``BlockMask``, whose ``mask_mod`` is evaluated once.
 
     Args:
         block_mask: its block sizes must be multiples of the kernel's, ``block_m`` and ``block_n``.

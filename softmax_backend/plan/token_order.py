@@ -94,8 +94,8 @@ def tile_order(
 
 
 def hilbert_order(canvas: Box, device: torch.device | str = "cuda") -> tuple[Tensor, Tensor]:
-    """(order, inverse), int64 [T * H * W]: ``x[order]`` follows the curve, ``y[inverse]`` is back in
-    raster order.
+    """(order, inverse), int64 [T * H * W]: ``x[order]`` follows the curve and ``y[inverse]`` is
+    back in raster order.
 
     Skilling's transform ("Programming the Hilbert curve", 2004) on the enclosing cube; a box keeps
     the cube curve's order of its points, so steps are of one token within a cube of a power of two.

@@ -4,9 +4,10 @@ The Triton function of a mask is inlined into the kernel; it and its torch count
 
     mask(q_pos, k_pos, col, slot, head, aux)  ->  bool, broadcastable to [BLOCK_M, BLOCK_N]
 
-with ``q_pos`` [BLOCK_M, 1] and ``k_pos`` [1, BLOCK_N] the positions in the sequence, ``col`` the key
-block, ``slot`` the number of the PARTIAL block where the plan counts them, ``head`` the query head
-and ``aux`` the plan's ``mask_aux``. The kernel itself leaves out keys beyond the sequence's end.
+with ``q_pos`` [BLOCK_M, 1] and ``k_pos`` [1, BLOCK_N] the positions in the sequence, ``col`` the
+key block, ``slot`` the number of the PARTIAL block where the plan counts them, ``head`` the query
+head and ``aux`` the plan's ``mask_aux``. The kernel itself leaves out keys beyond the sequence's
+end.
 
 A load in a hook should be of one scalar: a load of a vector of keys was measured to take the 8-bit
 kernel from 168 registers to 255 with spills, and to halve its speed. ``element_bits`` is the
