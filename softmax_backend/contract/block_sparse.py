@@ -83,3 +83,24 @@ def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
     for name, size in (("block_m", plan.block_m), ("block_n", plan.block_n)):
         if size not in (16, 32, 64, 128):
             raise ValueError(f"{name} of the plan must be 16, 32, 64 or 128, got {size}")
+
+
+def check_quantised(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
+    """What 8-bit attention asks beyond the contract of block-sparse attention.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    expect_dtype("q", q, torch.bfloat16, torch.float16)
+    if plan.pages is not None:
+        raise ValueError("the plan of 8-bit attention must be without pages, got pages")
+    if plan.sequences.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"the plan of 8-bit attention must be of {q.shape[0]} equal sequences, one for each "
+            f"batch entry, got {plan.sequences.shape[0]}"
+        )
+    d, dv = q.shape[3], v.shape[3]
+    if d not in (64, 128) or dv != d:
+        raise ValueError(f"head size must be 64 or 128 in q, k and v, got {d} and {dv}")
+    if plan.block_n < 16:
+        raise ValueError(f"block_n of the plan must be at least 16, got {plan.block_n}")

@@ -148,7 +148,7 @@ def work_list(rows: Tensor, row_of: Tensor, is_live: Tensor | None = None) -> Te
 
 
 def compact(kinds: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows`` and ``cols`` of int8 kinds [R, blocks]: FULL blocks first, capacity ``blocks`` a row.
+    """``rows`` and ``cols`` of int8 kinds [R, blocks], each row with room for all blocks.
 
     PARTIAL blocks are counted in the order of rows, for masks with a slot for each.
     """
