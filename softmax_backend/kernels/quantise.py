@@ -1,6 +1,8 @@
 """INT8 queries and keys and e4m3 values for 8-bit attention (SageAttention2, arXiv 2411.10958).
 
-    k8 = round((k - mean k) / s_k),   q8 = round((q - mean q) / s_q),   v8 = e4m3((v - mean v) / s_v)
+    k8 = round((k - mean k) / s_k)
+    q8 = round((q - mean q) / s_q)
+    v8 = e4m3((v - mean v) / s_v)
 
 A scale is the largest magnitude of its group over the number of levels. Groups *per warp*: 16
 queries; one key block. Groups *per thread*: queries r and r + 8 of 16; keys 8 i + 2 t and

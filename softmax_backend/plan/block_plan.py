@@ -25,7 +25,7 @@ class Pages:
     """Where the keys of paged sequences lie.
 
     Attributes:
-        indices: int32 [P], page numbers; a sequence's pages follow one another from its ``k_begin``.
+        indices: int32 [P], page numbers; a sequence's follow one another from its ``k_begin``.
         size: tokens in a page.
     """
 
