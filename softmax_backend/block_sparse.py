@@ -11,6 +11,8 @@ from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.run import block_sparse_torch
 from softmax_backend.variants.variant import SOFTMAX, Variant
 
+PATHS = ("torch", "triton", "gluon")
+
 
 def block_sparse_attention(
     q: Tensor,
@@ -35,7 +37,8 @@ def block_sparse_attention(
             ``plan.sliding_tile`` and ``plan.predicted``.
         scale: default 1 / sqrt(D).
         variant: what is done with logits and output.
-        path: ``"torch"``, ``"triton"`` or ``"gluon"``; by default the one for the device.
+        path: ``"torch"``, ``"triton"`` or ``"gluon"`` (Hopper); by default the one for the device
+            and the call.
         out, lse: written, and returned; by default new, ``out`` in the memory order of ``q``.
 
     Returns:
@@ -48,7 +51,9 @@ def block_sparse_attention(
         ValueError: an argument is not as described; nothing was written.
     """
     check_block_sparse(q, k, v, plan, variant, out, lse)
-    chosen = path or default_path(q)
+    chosen = path or default_path(q, v, plan, variant)
+    if chosen not in PATHS:
+        raise ValueError(f"path must be one of {PATHS}, got {chosen!r}")
     if chosen != "torch":
         check_kernel(q, k, v, plan)
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -61,16 +66,29 @@ def block_sparse_attention(
     elif chosen == "triton":
         from softmax_backend.run import block_sparse  # Triton need not be there for the torch path
 
-        params = block_sparse.default_params(plan, q.shape[3])
-        block_sparse.run(q, k, v, plan, variant, scale, out, lse, params)
+        tuned = block_sparse.default_params(plan, q.shape[3])
+        block_sparse.run(q, k, v, plan, variant, scale, out, lse, tuned)
     else:
-        raise ValueError(f'path must be "torch" or "triton", got {chosen!r}')
+        from softmax_backend.run import block_sparse_sm90
+
+        if refused := block_sparse_sm90.refusal(q, v, plan, variant):
+            raise ValueError(f"the gluon path does not serve {refused}")
+        params = block_sparse_sm90.default_params(plan, q.shape[3])
+        block_sparse_sm90.run(q, k, v, plan, scale, out, lse, params)
     return out, lse
 
 
-def default_path(q: Tensor) -> str:
-    """The path for the processor that a tensor lies on."""
-    return "torch" if detect_target(q.device).vendor == "cpu" else "triton"
+def default_path(q: Tensor, v: Tensor, plan: BlockPlan, variant: Variant) -> str:
+    """The path for the processor that a tensor lies on and for what a call needs."""
+    target = detect_target(q.device)
+    if target.vendor == "cpu":
+        return "torch"
+    if target.arch == "sm90":
+        from softmax_backend.run import block_sparse_sm90
+
+        if block_sparse_sm90.refusal(q, v, plan, variant) is None:
+            return "gluon"
+    return "triton"
 
 
 def default_blocks(device: torch.device, head_dim: int) -> tuple[int, int]:

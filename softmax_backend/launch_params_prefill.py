@@ -36,8 +36,10 @@ class GluonPrefillParams:
         block_n: keys in a block where the caller does not say; a tile has 128 queries.
         num_stages: blocks of keys in flight.
         registers: of a thread of the computing warpgroups.
+        ping_pong: the warpgroups issue their products in turns.
     """
 
     block_n: int
     num_stages: int
     registers: int
+    ping_pong: bool

@@ -55,6 +55,8 @@ class BlockPlan:
         has_partial: whether there may be PARTIAL blocks; without them no mask is compiled.
         mask, mask_aux: what of a PARTIAL block is attended.
         pages: of paged keys.
+        is_packed: sequences follow one another in a tensor, so what lies beyond the end of one is
+            another's.
     """
 
     rows: Tensor
@@ -68,6 +70,7 @@ class BlockPlan:
     mask: Mask = masks.everything
     mask_aux: Tensor | None = None
     pages: Pages | None = None
+    is_packed: bool = False
 
     @property
     def device(self) -> torch.device:

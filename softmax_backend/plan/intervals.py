@@ -76,9 +76,10 @@ def ragged(
     batch = torch.zeros_like(q_len)
     columns = [batch, cu_seqlens_q[:-1], q_len, cu_seqlens_k[:-1], kv_len, kv_len - q_len]
     sequences = torch.stack(columns, 1).int()
-    return _interval_plan(
+    plan = _interval_plan(
         sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
     )
+    return replace(plan, is_packed=True)
 
 
 def paged(
@@ -123,7 +124,7 @@ def paged(
     plan = _interval_plan(
         sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
     )
-    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size))
+    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
 
 
 def _interval_plan(
