@@ -61,7 +61,7 @@ def quantised_attention(
     position = k.shape[2] - q.shape[2] if q_position is None else q_position
     out = empty_output(q, q.shape[3]) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    x = sage.quantise(q, k, v, mode, scale, plan.block_n)
+    x = sage.quantise(q, k, v, mode, scale, plan.block_n, chosen)
     if chosen == "torch":
         block_sparse_torch.run(*sage.dequantised(x), plan, SOFTMAX, scale, out, lse)
     else:

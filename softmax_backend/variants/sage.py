@@ -78,21 +78,17 @@ class Quantised:
 
 
 def quantise(
-    q: Tensor, k: Tensor, v: Tensor, mode: SageMode, scale: float, block_n: int
+    q: Tensor, k: Tensor, v: Tensor, mode: SageMode, scale: float, block_n: int, path: str
 ) -> Quantised:
     """Quantise [B, H, L, D] views; the arguments were checked.
 
     Args:
         scale: of the logits, for the LSE shift.
         block_n: keys in a block of the plan.
+        path: ``"torch"`` or ``"triton"``.
     """
-    run = _with_torch if q.device.type == "cpu" and not kernels_interpreted() else _with_triton
+    run = _with_torch if path == "torch" else _with_triton
     return run(q, k, v, mode, scale, block_n)
-
-
-def kernels_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels on a CPU."""
-    return not isinstance(kernels.column_stats_kernel, triton.runtime.JITFunction)
 
 
 def _with_triton(

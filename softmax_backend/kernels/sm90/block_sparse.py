@@ -1,3 +1,4 @@
+# ruff: noqa: RUF005, RUF059  Gluon needs lists added and tuples taken apart whole
 """Block-sparse attention for Hopper in Gluon: one warp loads, two warpgroups compute.
 
 The same walk as ``kernels/block_sparse.py``. Each computing warpgroup owns 64 queries of a tile of

@@ -82,7 +82,7 @@ def test_kernel_is_the_product_of_what_was_quantised(seed: int, device: torch.de
     """With 16-bit values the kernel adds only its own rounding to that of the inputs."""
     mode = SageMode("per_thread", fp8_values=False)
     q, k, v = offset_inputs(seed, device)
-    x = sage.quantise(q, k, v, mode, 0.125, 32)
+    x = sage.quantise(q, k, v, mode, 0.125, 32, "triton")
     exact = [t.cpu() for t in sage.dequantised(x)]
     want = reference.attention(*exact, causal_seen(M, N), 0.125)
     plan = intervals.causal(M, N, 2, **BLOCKS, device=device)
@@ -95,7 +95,7 @@ def test_canary_without_the_lse_shift(seed: int, device: torch.device) -> None:
     want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(M, N), 0.125)
     plan = intervals.causal(M, N, 2, **BLOCKS, device=device)
     out, lse = quantised_attention(q, k, v, plan, path="triton")
-    x = sage.quantise(q, k, v, SageMode(), 0.125, 32)
+    x = sage.quantise(q, k, v, SageMode(), 0.125, 32, "triton")
     assert_matches((out, lse), want, (6e-2, 0.25))
     with pytest.raises(AssertionError):
         assert_matches((out, lse - x.shift), want, (6e-2, 0.25))
