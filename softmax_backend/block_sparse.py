@@ -96,7 +96,9 @@ def default_blocks(device: torch.device, head_dim: int) -> tuple[int, int]:
     vendor = detect_target(device).vendor
     if vendor == "cpu":
         return 64, 64
-    return (128, 128) if vendor == "nvidia" and head_dim <= 128 else (128, 64)
+    if vendor == "amd":
+        return 64, 64
+    return (128, 128) if head_dim <= 128 else (128, 64)
 
 
 def empty_output(q: Tensor, dv: int) -> Tensor:

@@ -67,7 +67,7 @@ def quantised_attention(
     else:
         from softmax_backend.run import block_sparse_int8
 
-        params = block_sparse_int8.default_params(plan)
+        params = block_sparse_int8.default_params(plan, detect_target(q.device))
         block_sparse_int8.run(x, plan, scale, position, out, lse, params)
     return out, lse
 

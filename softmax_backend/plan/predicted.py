@@ -96,6 +96,7 @@ def predict(
             IS_CAUSAL=is_causal,
             IS_CDF=cdf is not None,
             HAS_SINK=keep_first,
+            num_warps=8,
         )
     else:
         kinds = select_kinds(
@@ -217,6 +218,7 @@ def _pool(x: Tensor, mean: Tensor, block: int) -> tuple[Tensor, Tensor]:
         HEADS=h,
         D=d,
         BLOCK=block,
+        num_warps=8,
     )
     return pooled, likeness
 

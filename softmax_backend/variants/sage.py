@@ -120,6 +120,7 @@ def _with_triton(
         HEADS=hk,
         BLOCK=block_n,
         HAS_BIAS=mode.smooth_q,
+        num_warps=8,
         **shared,
     )
     kernels.quantise_queries_kernel[(-(-m // 64), b * h)](
@@ -136,6 +137,7 @@ def _with_triton(
         HEADS=h,
         BLOCK=64,
         HAS_MEAN=mode.smooth_q,
+        num_warps=8,
         **shared,
     )
     v8, v_scale, v_mean = v, torch.ones_like(k_mean), torch.zeros_like(k_mean)
@@ -158,6 +160,7 @@ def _with_triton(
             D=d,
             BLOCK=block_n,
             HAS_MEAN=mode.smooth_v,
+            num_warps=8,
         )
     return Quantised(
         mode, q8, k8, v8, q_scale, k_scale, v_scale, v_mean, shift, k_mean, block_n, bias, q_mean
@@ -180,6 +183,7 @@ def column_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         D=d,
         CHUNK=chunk,
         BLOCK=block,
+        num_warps=8,
     )
     total, low, high = part[0].sum(1) / length, part[1].amin(1), part[2].amax(1)
     return total.view(b, h, d), low.view(b, h, d), high.view(b, h, d)
