@@ -26,8 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.dsv4_peers import EPS, Part, empty_kernel, load_vllm, rows_calls, vllm_step
-from benchmarks.timing import (
+from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,
@@ -35,6 +34,7 @@ from benchmarks.timing import (
     host_time_ms,
     installed_version,
 )
+from benchmarks.dsv4_peers import EPS, Part, empty_kernel, load_vllm, rows_calls, vllm_step
 from dsv4_backend import (
     CompressorLayer,
     CompressorSpec,

@@ -30,6 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
+from backend_core.testing.timing import (
+    call_time_ms,
+    copy_bandwidth_gbs,
+    environment,
+    host_time_ms,
+    installed_version,
+)
 from benchmarks.kda_decode_peers import (
     DIM,
     EPS,
@@ -41,13 +48,6 @@ from benchmarks.kda_decode_peers import (
     load_vllm,
 )
 from benchmarks.regimes import gate_parameters
-from benchmarks.timing import (
-    call_time_ms,
-    copy_bandwidth_gbs,
-    environment,
-    host_time_ms,
-    installed_version,
-)
 from kda_backend import kda_decode_step, kda_verify_step, reference
 from kda_backend.selection import KdaPlan, KdaShape, select
 

@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import PathSelection, load_table
 from backend_core.target import detect_target
-from benchmarks.regimes import REGIMES, collinear, gate_parameters
-from benchmarks.timing import (
+from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,
@@ -36,6 +35,7 @@ from benchmarks.timing import (
     host_time_ms,
     installed_version,
 )
+from benchmarks.regimes import REGIMES, collinear, gate_parameters
 from kda_backend import chunk_kda, reference
 from kda_backend.scratch import Workspace
 from kda_backend.selection import KdaPlan, KdaShape, select

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import load_table
 from backend_core.target import detect_target
+from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.bench_dsv4_compressor import make_part, ours, ours_both, rope_table, tokens_of
 from benchmarks.dsv4_peers import Part, empty_kernel, rows_calls
-from benchmarks.timing import environment, graph_time_ms
 from dsv4_backend import selection as paths
 
 

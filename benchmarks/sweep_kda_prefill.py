@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import KernelPath, load_table
 from backend_core.target import KNOWN_TARGETS
+from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.bench_kda_prefill import UNBOUNDED, Ours, make_case
-from benchmarks.timing import environment, graph_time_ms
 from kda_backend.prefill import two_stage_sm90 as prefill_sm90
 from kda_backend.prefill.sm_schedule import (
     Costs,

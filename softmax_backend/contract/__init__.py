@@ -1,0 +1,1 @@
+"""What the operators require of their inputs."""

@@ -1,1 +1,5 @@
-"""Which key blocks each query tile attends: plans and the functions that make them."""
+"""Which blocks of keys each query tile meets, and who computes them: generators of `StepPlan`."""
+
+from softmax_backend.plan.planner import MlaPlanner
+
+__all__ = ["MlaPlanner"]

@@ -1,1 +1,1 @@
-"""One pipeline per operator."""
+"""One pipeline per kernel path: (path, inputs, scratch, pdl_prefetch_safe) -> None."""

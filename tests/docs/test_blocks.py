@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # What stands around an excerpt: names that the page describes, or the module it is written into.
 PRELUDES = {
-    "docs/dsv4.md": """
+    "docs/families/dsv4.md": """
         import torch
         ape, norm_weight = torch.randn(4, 256), torch.ones(128)
         cos_sin_cache = torch.randn(1024, 64)

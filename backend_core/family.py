@@ -1,0 +1,125 @@
+"""Operator families, as everything outside them sees them.
+
+A family is a package with a `Family` in its ``family.py`` and one line in `PACKAGES`. A package
+that is installed beside ours names its family in the entry-point group ``kda_dsv4.families``::
+
+    [project.entry-points."kda_dsv4.families"]
+    toy = "toy_backend.family:FAMILY"
+
+Importing a family needs no torch: tables are read and shown where it is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    from backend_core.tables.schema import KernelPath, TableSchema
+    from backend_core.target import Target
+
+PACKAGES = ("kda_backend", "dsv4_backend")
+"""The packages of this project that hold a family, in the order in which they are shown."""
+
+GROUP = "kda_dsv4.families"
+LAYER_KINDS = frozenset({"linear_attention", "mla", "sparse_mla", "compressor"})
+"""The kinds of layer that an engine's flag hands to a family or leaves to the engine."""
+
+ModelConfig: TypeAlias = Mapping[str, Any]
+"""A model's ``config.json``, with the keys of its ``text_config`` at the top."""
+
+CheckCase: TypeAlias = "Callable[[Target, torch.device], tuple[float, float]]"
+"""Makes one call on the device; returns (error, allowed error). Raising is a failure too."""
+
+TuneSpace: TypeAlias = Mapping[str, Mapping[str, tuple[int | bool | str, ...]]]
+"""For each measure, the values that each launch parameter is tried with."""
+
+Measure: TypeAlias = "Callable[[KernelPath, Target, str, int, int], Callable[[], object]]"
+"""(path, target, measure, grid, heads) -> a call to be timed, on tensors of the GPU."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Family:
+    """One family of operators: what the program, the tests and the engines' flags ask of it.
+
+    Attributes:
+        name: as in table files, on the command line and in sglang's flag: ``"kda"``.
+        title: for people: ``"Kimi Delta Attention"``.
+        tables: the family's operators, and what its path tables may hold.
+        layer_kinds: of `LAYER_KINDS`, those that the family serves.
+        model_refusal: one sentence that says why no layer of a model is this family's, or ``None``.
+        describe_model: (target, config, ranks) -> which paths would serve a rank of the model,
+            in lines. Raises LookupError where none can, ValueError where the config cannot be read.
+        check_cases: the calls that a path must get right, by name, the quick ones first; none for
+            the path that others are compared with.
+        interpretable: names of the paths that are written in Triton alone, which Triton's
+            interpreter runs on a CPU.
+        tune_space: what ``tune`` tries of a path; empty where it has nothing to try.
+        measure: the call that ``tune`` times for one of the measures of ``tune_space``.
+        open_grid: for each operator that ``tune`` searches, the grid at which a row without
+            ``max_grid`` is timed.
+        benchmarks: by what ``bench`` calls them, scripts that take ``--output FILE``: a file of
+            this project's ``benchmarks/``, or an absolute path.
+    """
+
+    name: str
+    title: str
+    tables: TableSchema
+    layer_kinds: frozenset[str]
+    model_refusal: Callable[[ModelConfig], str | None]
+    describe_model: Callable[[Target, ModelConfig, int], list[str]]
+    check_cases: Callable[[KernelPath], Mapping[str, CheckCase]]
+    interpretable: frozenset[str]
+    tune_space: Callable[[KernelPath], TuneSpace]
+    measure: Measure
+    open_grid: Mapping[str, int]
+    benchmarks: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the parts do not belong together."""
+        if self.tables.family != self.name:
+            raise ValueError(
+                f"tables of family {self.name} must be its own, got those of {self.tables.family}"
+            )
+        if unknown := self.layer_kinds - LAYER_KINDS:
+            raise ValueError(
+                f"layer_kinds of family {self.name} must be among "
+                f"{', '.join(sorted(LAYER_KINDS))}, got {', '.join(sorted(unknown))}"
+            )
+
+
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """Every family by name: ours in the order of `PACKAGES`, then those of other packages.
+
+    Found once per process.
+
+    Raises:
+        ValueError: two packages hold families of one name, or an entry point cannot be imported or
+            names no `Family`.
+    """
+    found: dict[str, Family] = {}
+    for package in PACKAGES:
+        _add(found, importlib.import_module(f"{package}.family").FAMILY, package)
+    for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
+        where = f"entry point {entry.name} = {entry.value} of {GROUP}"
+        try:
+            family = entry.load()
+        except Exception as error:  # whatever another package raises when it is imported
+            raise ValueError(f"{where} cannot be imported: {error}") from error
+        _add(found, family, where)
+    return found
+
+
+def _add(found: dict[str, Family], family: object, where: str) -> None:
+    if not isinstance(family, Family):
+        raise ValueError(f"{where} must be a Family, got {type(family).__name__}")
+    if family.name in found:
+        raise ValueError(f"{where} must hold a family with a name of its own, got {family.name}")
+    found[family.name] = family

@@ -1,0 +1,1 @@
+"""What tests, ``check``, ``tune`` and the benchmarks of every family measure and compare with."""

@@ -1,0 +1,379 @@
+"""MLA decode beside its peers on one GPU: correctness against float64 first, then times.
+
+    python benchmarks/bench_mla_decode.py --peers FOLDER \
+        --output benchmarks/results/mla_decode_h200.json
+
+One query token per request, bf16, one latent head of 512 + 64 channels (1,152 bytes per token), page
+64, pages in random order; output bf16 and natural-log LSE. "AxBk" is A requests of B * 1024 tokens;
+"skew" one of 64k and 63 of 1k; "prefix" 64 requests of 16.5k that share the first 16k, for which
+ours finds the prefix from the block table.
+
+Times are medians of CUDA-graph replays. A graph holds one call for each of several page tables that
+together touch more than 192 MB, since in an engine the other layers evict the L2 cache; its time is
+divided by their number. Plans are made outside, once per step, as engines make them, and timed on
+their own; a call is the main kernel and its combine. ``floor_us`` is the bytes of the keys over the
+fastest rate at which any kernel of the run read them. What a peer needs: ``mla_decode_peers.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from backend_core.tables.select import PathSelection
+from backend_core.target import detect_target
+from backend_core.testing.timing import environment
+from benchmarks import mla_decode_peers
+from softmax_backend import reference
+from softmax_backend.api import mla_decode
+from softmax_backend.plan import MlaPlanner
+from softmax_backend.scratch import Scratch
+from softmax_backend.selection import MlaSelection, select
+from softmax_backend.spec import MlaSpec
+
+Call = Callable[[], object]
+SCALE = (128 + 64) ** -0.5
+COLD_BYTES = 192e6
+MAX_TABLES = 64
+HEADS = (4, 8, 16, 32)
+SIZES: dict[str, tuple[list[int], int]] = {
+    **{
+        f"{batch}x{k}k": ([k * 1024] * batch, 0)
+        for k in (1, 8, 64)
+        for batch in (1, 4, 16, 64, 128)
+    },
+    "skew": ([65536] + [1024] * 63, 0),
+    "prefix": ([16384 + 512] * 64, 16384),
+}
+CHECKS: list[tuple[list[int], int]] = [
+    ([1, 63, 64, 65, 1000, 0, 2049, 4096, 0, 17], 64),
+    ([1, 63, 64, 65, 1000, 0, 2049, 4096, 0, 17], 1888),
+    ([1, 63, 64, 65, 1000, 0, 2049, 4096, 0, 17], 240),
+    ([700, 16, 30, 5000], 16),
+    ([20000], 64),
+    ([0], 64),
+    ([128] * 100, 64),
+    ([1] * 200, 64),
+    ([30000, 5, 0, 700], 944),
+]
+
+
+class Case:
+    """One step of requests over a pool of pages, with several page tables."""
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        heads: int,
+        sizes: list[int],
+        shared: int = 0,
+        page_size: int = 64,
+        max_tables: int = MAX_TABLES,
+        query_tokens: int = 1,
+    ) -> None:
+        self.heads, self.sizes, self.shared, self.page_size = heads, sizes, shared, page_size
+        self.query_tokens, self.scale = query_tokens, SCALE
+        self.lengths = torch.tensor(sizes, dtype=torch.int32, device="cuda")
+        rows = len(sizes) * query_tokens
+        self.q = torch.randn(rows, heads, 576, dtype=torch.bfloat16, device="cuda")
+        usable = pool.shape[0] // page_size * page_size
+        self.cache = pool[:usable].view(-1, page_size, 576)
+        need = [-(-n // page_size) for n in sizes]
+        self.bytes = 1152 * (sum(sizes) - shared * (len(sizes) - 1 if shared else 0))
+        pages = self.cache.shape[0]
+        wanted = 1 + int(COLD_BYTES / max(self.bytes, 1))
+        count = max(1, min(max_tables, wanted, pages // max(sum(need), 1)))
+        order = torch.randperm(pages, device="cuda").int()
+        width = (max(*need, 1) + 3) // 4 * 4
+        owned = (
+            torch.arange(width, device="cuda")[None] < torch.tensor(need, device="cuda")[:, None]
+        )
+        self.tables: list[torch.Tensor] = []
+        for i in range(count):
+            table = torch.full((len(sizes), width), 2147480000, dtype=torch.int32, device="cuda")
+            table[owned] = order[i * sum(need) : (i + 1) * sum(need)]
+            if shared:
+                table[:, : shared // page_size] = table[0, : shared // page_size].clone()
+            self.tables.append(table)
+        self.pages = [table[owned].contiguous() for table in self.tables]
+        self.result: tuple[torch.Tensor, ...] = ()
+        self.plan_us: dict[str, float] = {}
+
+    def poison(self) -> None:
+        """NaN in every cache row that no request of the first table owns."""
+        clean, self.cache = self.cache, torch.full_like(self.cache, math.nan)
+        for i, n in enumerate(self.sizes):
+            for j in range(-(-n // self.page_size)):
+                page = self.tables[0][i, j]
+                rows = min(self.page_size, n - j * self.page_size)
+                self.cache[page, :rows] = clean[page, :rows]
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        q = self.q.view(len(self.sizes), self.query_tokens, self.heads, 576)
+        return reference.mla_decode(
+            q[..., :512], q[..., 512:], self.cache[..., :512], self.cache[..., 512:],
+            self.tables[0], self.lengths, SCALE,
+        )  # fmt: skip
+
+
+class Ours:
+    """Our operator on a case, with other parameters than the table's where given."""
+
+    def __init__(
+        self, path: str | None = None, planner: dict[str, Any] | None = None, **params: Any
+    ) -> None:
+        self._path, self._planner, self._params = path, planner or {}, params
+        self._scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
+
+    def selection(self, case: Case) -> MlaSelection:
+        spec = MlaSpec(case.heads, case.page_size, case.query_tokens)
+        chosen = select(detect_target(torch.device("cuda", 0)), spec)
+        if self._path is None and not self._params:
+            return chosen
+        import dataclasses
+
+        rows = [p for p in chosen.mla_decode.paths if self._path in (None, p.name)]
+        if not rows:
+            from backend_core.tables.select import load_table
+            from softmax_backend.launch_params import TABLES
+
+            table = load_table(TABLES, chosen.target)
+            rows = [p for p in table.rows if p.name == self._path]
+        row = dataclasses.replace(
+            rows[0], max_grid=None, params=dataclasses.replace(rows[0].params, **self._params)
+        )
+        return MlaSelection(chosen.target, spec, PathSelection.of(row))
+
+    def planner(self, case: Case) -> MlaPlanner:
+        options = dict(self._planner)
+        if case.shared and "shared_prefix_tokens" not in options and "schedule" not in options:
+            options["shared_prefix_tokens"] = 1024
+        return MlaPlanner(self.selection(case), **options)
+
+    def __call__(self, case: Case) -> list[Call]:
+        planner = self.planner(case)
+        plans = [planner.plan(case.lengths, case.tables[0])]
+        if plans[0].prefix is not None:  # a plan belongs to its block table
+            plans += [planner.plan(case.lengths, table) for table in case.tables[1:]]
+        q = case.q.view(len(case.sizes), case.query_tokens, case.heads, 576)
+        out = torch.full((*q.shape[:3], 512), math.nan, dtype=torch.bfloat16, device="cuda")
+        lse = torch.full(q.shape[:3], math.nan, device="cuda")
+        rows = max(planner.spec.query_rows, 64)
+        for tensor in self._scratch.reserve(plans[0].num_slots, rows, 512):
+            tensor.fill_(math.nan)
+        case.result = (out, lse)
+        latent, rope = case.cache[..., :512], case.cache[..., 512:]
+
+        def call(i: int) -> None:
+            mla_decode(
+                q[..., :512], q[..., 512:], latent, rope, case.tables[i],
+                plans[min(i, len(plans) - 1)], planner.selection, scale=SCALE, out=out, lse=lse,
+                scratch=self._scratch, pdl_prefetch_safe=True,
+            )  # fmt: skip
+
+        return [lambda i=i: call(i) for i in range(len(case.tables))]
+
+
+def graph_us(calls: list[Call], replays: int) -> float:
+    """GPU time per call: the median over replays of a graph that holds every call once."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+        calls[-1]()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        times = []
+        for _ in range(replays):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    torch.cuda.current_stream().wait_stream(stream)
+    return statistics.median(times)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    difference = got.double().reshape(want.shape) - want
+    return (
+        float(difference.norm() / want.double().norm()) if want.norm() else float(got.abs().max())
+    )
+
+
+def check_one(ours: Ours, case: Case) -> tuple[float, float, bool]:
+    """(relative error of the output, largest error of the LSE, whether empty rows are as said)."""
+    case.poison()
+    want, want_lse = case.expected()
+    ours(case)[0]()
+    torch.cuda.synchronize()
+    out, lse = case.result
+    none = want_lse == math.inf
+    error = 0.0 if none.all() else float((lse.double() - want_lse)[~none].abs().max())
+    empty = bool((lse[none] == math.inf).all() and (out[none] == 0).all())
+    return relative_error(out, want), error, empty
+
+
+def check(pool: torch.Tensor, variants: dict[str, Ours], heads: list[int]) -> list[str]:
+    """What is not right, in lines; prints the largest error of what is."""
+    wrong, worst = [], 0.0
+    for count in heads:
+        for sizes, page_size in CHECKS:
+            for tokens in (1, 2):
+                for name, ours in variants.items():
+                    case = Case(pool, count, sizes, 0, page_size, 1, tokens)
+                    error, lse, empty = check_one(ours, case)
+                    if not (error < 6e-3 and lse < 2e-2 and empty):
+                        wrong.append(f"{name} {count} heads, {tokens} tokens, page {page_size},"
+                                     f" {sizes[:4]}: {error:.1e} {lse:.1e} {empty}")  # fmt: skip
+                    else:
+                        worst = max(worst, error)
+        for name, options in {
+            "prefix": {"shared_prefix_tokens": 256},
+            "fixed split": {"fixed_split_tokens": 512, "max_tokens": 32768},
+            "flash_mla": {"schedule": "flash_mla"},
+        }.items():
+            case = Case(pool, count, [2100, 1300, 4000, 1024 + 64, 3000], 1024, 64, 1)
+            error, lse, empty = check_one(Ours(planner=options), case)
+            if not (error < 6e-3 and lse < 2e-2 and empty):
+                wrong.append(f"{name} {count} heads: {error:.1e} {lse:.1e} {empty}")
+    print(f"float64: {len(wrong)} wrong, largest relative error of the others {worst:.2e}")
+    return wrong
+
+
+def plan_times(heads: int, requests: int, peers: bool) -> dict[str, float]:
+    """GPU time of planning alone, in us."""
+    lengths = torch.full((requests,), 1024, dtype=torch.int32, device="cuda")
+    spec = MlaSpec(heads, 64)
+    planner = MlaPlanner(select(detect_target(torch.device("cuda", 0)), spec))
+    plan = planner.plan(lengths)
+    times = {"ours": graph_us([lambda: planner.plan(lengths, out=plan)] * 20, 10)}
+    if peers:
+        times["flashmla"] = graph_us([mla_decode_peers.flashmla_plan(lengths, heads)] * 20, 10)
+    return times
+
+
+def measure(
+    pool: torch.Tensor,
+    runners: dict[str, Callable[[Any], list[Call]]],
+    heads: list[int],
+    names: list[str],
+    replays: int,
+    save: Callable[[list[dict[str, Any]]], None],
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for count in heads:
+        for name in names:
+            sizes, shared = SIZES[name]
+            case = Case(pool, count, sizes, shared)
+            row: dict[str, Any] = {"case": name, "heads": count, "bytes": case.bytes}
+            results: dict[str, torch.Tensor] = {}
+            for runner, make in runners.items():
+                if shared and len(case.tables) > 4:
+                    case.tables, case.pages = case.tables[:4], case.pages[:4]
+                calls = make(case)
+                row[f"{runner}_us"] = graph_us(calls, replays)
+                calls[0]()
+                results[runner] = case.result[0].reshape(len(sizes), count, 512).float().clone()
+            first = next(iter(results.values()))
+            row["disagreement"] = {
+                runner: relative_error(out, first) for runner, out in results.items()
+            }
+            rows.append(row)
+            times = " ".join(f"{key}={row[f'{key}_us']:.1f}" for key in runners)
+            print(f"{count:3d} {name:8s} {times}", flush=True)
+            save(rows)
+    return rows
+
+
+def summary(rows: list[dict[str, Any]], peers: list[str]) -> None:
+    """Best peer over ours: geometric mean and the least, for each head count."""
+    for heads in dict.fromkeys(row["heads"] for row in rows):
+        ratios = {
+            row["case"]: min(row[f"{peer}_us"] for peer in peers) / row["ours_us"]
+            for row in rows
+            if row["heads"] == heads
+        }
+        mean = math.exp(statistics.fmean(math.log(x) for x in ratios.values()))
+        worst = min(ratios, key=lambda name: ratios[name])
+        print(f"{heads} heads: best peer / ours {mean:.3f} (least {ratios[worst]:.2f}, {worst})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--heads", default=",".join(map(str, HEADS)))
+    parser.add_argument("--cases", default=",".join(SIZES))
+    parser.add_argument("--replays", type=int, default=8)
+    parser.add_argument("--check-only", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    heads = [int(x) for x in arguments.heads.split(",")]
+    names = arguments.cases.split(",")
+    small = torch.randn(4096 * 64, 576, dtype=torch.bfloat16, device="cuda")
+    wrong = check(small, {"ours": Ours()}, heads)
+    if wrong:
+        sys.exit("\n".join(["wrong against float64:", *wrong]))
+    if arguments.check_only:
+        return
+    del small
+    tokens = max(sum(SIZES[name][0]) for name in names) + (1 << 18)
+    pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
+    peers = mla_decode_peers.load_peers(arguments.peers) if arguments.peers else {}
+    runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(), **peers}
+    plans = {
+        requests: plan_times(heads[0], requests, "flashmla" in peers)
+        for requests in (1, 4, 16, 64, 128)
+    }
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if arguments.output is None:
+            return
+        rate = max(row["bytes"] / row[f"{name}_us"] for row in rows for name in runners)
+        finished = [
+            {
+                "case": row["case"],
+                "heads": row["heads"],
+                "ours_gpu_us": round(row["ours_us"], 2),
+                "plan_us": round(plans[len(SIZES[row["case"]][0])]["ours"], 2),
+                **{f"{name}_us": round(row[f"{name}_us"], 2) for name in peers},
+                "floor_us": round(row["bytes"] / rate, 2),
+                "disagreement": {k: float(f"{v:.2e}") for k, v in row["disagreement"].items()},
+            }
+            for row in rows
+        ]
+        document = {
+            **environment(),
+            "read_gbs": round(rate / 1e3, 1),
+            "plan_us": plans,
+            "rows": finished,
+        }
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+    rows = measure(pool, runners, heads, names, arguments.replays, save)
+    print("plans, us:", json.dumps(plans))
+    if peers:
+        summary(rows, list(peers))
+    print(f"{time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Combine: merging the splits of output rows by their log-sum-exp, on its own and after a run."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from softmax_backend.contract.mla_decode import MlaInputs
+from softmax_backend.spec import LATENT_DIM, MAX_SPLITS
+
+if TYPE_CHECKING:
+    from backend_core.launch.cuda import CudaKernel
+    from backend_core.launch.triton import KernelLaunch
+
+SM90_SOURCE = Path(__file__).parent / "kernels" / "sm90" / "mla_combine.cu"
+_PARAMS = struct.Struct("=9Q4i")  # struct Params of the source
+_FILLS = 264  # two CTAs per SM
+
+
+def combine_triton(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
+    """One launch of the Triton kernel; a program per output row."""
+    prefix = x.plan.prefix
+    rows = x.spec.query_rows
+    _triton_kernel(LATENT_DIM)(
+        (x.plan.requests * rows, 1, 1),
+        x.out,
+        x.lse,
+        partial_out,
+        partial_lse,
+        x.plan.num_splits,
+        *((None, None) if prefix is None else (prefix.prefix_tile, prefix.prefix_row)),
+        x.sinks,
+        rows,
+        partial_out.shape[1],
+        x.spec.num_heads,
+    )
+
+
+def combine_sm90(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
+    """One launch of the CUDA kernel, placed while the main kernel runs."""
+    prefix = x.plan.prefix
+    rows = x.plan.requests * x.spec.query_rows
+    params = _PARAMS.pack(
+        x.out.data_ptr(),
+        x.lse.data_ptr(),
+        partial_out.data_ptr(),
+        partial_lse.data_ptr(),
+        x.plan.num_splits.data_ptr(),
+        0 if x.plan.merges is None else x.plan.merges.data_ptr(),
+        0 if prefix is None else prefix.prefix_tile.data_ptr(),
+        0 if prefix is None else prefix.prefix_row.data_ptr(),
+        0 if x.sinks is None else x.sinks.data_ptr(),
+        x.plan.requests,
+        x.spec.query_rows,
+        partial_out.shape[1],
+        x.spec.num_heads,
+    )
+    # one CTA per 64 channels of a row where that is not too many, else enough to fill the GPU
+    ctas = rows * 8 if rows * 8 <= _FILLS else min(max(rows // 2, _FILLS), 4 * _FILLS)
+    _sm90_kernel()(ctas, 256, params, overlaps=True)
+
+
+@functools.cache
+def _triton_kernel(dim: int) -> KernelLaunch:
+    from backend_core.launch.triton import KernelLaunch
+    from softmax_backend.kernels.combine import combine_kernel
+
+    constexprs = {"DIM": dim, "MAX_SPLITS": 256, "BLOCK_SPLITS": 8}
+    assert constexprs["MAX_SPLITS"] >= MAX_SPLITS
+    return KernelLaunch(combine_kernel, constexprs, {"num_warps": 4})
+
+
+@functools.cache
+def _sm90_kernel() -> CudaKernel:
+    from backend_core.launch.cuda import CudaKernel
+
+    return CudaKernel(SM90_SOURCE, "mla_combine", {})

@@ -1,0 +1,253 @@
+"""Split-KV MLA decode in Triton: each program walks the blocks of one row of the work list.
+
+With k a block of keys (its first 512 channels are the values too) and q up to ``BLOCK_ROWS`` query
+rows, a row being a query token and a head::
+
+    s = logits(scale k q^T), masked                    [BLOCK_KV, BLOCK_ROWS]
+    m' = max(m, max s);  p = exp(s - m');  l = l exp(m - m') + sum p
+    o = o exp(m - m') + k[:, :512]^T p                 [512, BLOCK_ROWS]
+
+The rows are the narrow side of both products, so few heads waste little of a matrix instruction.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CACHE_16_BIT = tl.constexpr(0)
+CACHE_FP8 = tl.constexpr(1)
+CACHE_FP8_DS_MLA = tl.constexpr(2)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+ALWAYS_PARTIAL = tl.constexpr(1)
+NO_CAUSAL_MASK = tl.constexpr(2)
+
+
+@triton.jit
+def decode_e4m3(x):
+    """Bytes of float8 e4m3fn as fp16; exact, subnormals too. The two NaN codes become 480."""
+    bits = x.to(tl.uint16)
+    half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
+    return half.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def query_tile(tiles_ptr, lengths_ptr, i_tile, num_rows):
+    """(first member, first row, rows, first token, end token, flags) of a query tile."""
+    if tiles_ptr is None:
+        zero = i_tile * 0
+        return i_tile, zero, zero + num_rows, zero, tl.load(lengths_ptr + i_tile), zero
+    at = tiles_ptr + i_tile * 8
+    member, row, rows = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return member, row, rows, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+
+
+@triton.jit
+def load_keys(
+    kv_latent_ptr,
+    kv_rope_ptr,
+    kv_scales_ptr,
+    kv_scale,
+    latent_row,
+    rope_row,
+    scales_row,
+    m_token,
+    CACHE: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Keys of one block in ``OPERAND``: (latent [BLOCK_KV, 512], RoPE [BLOCK_KV, 64])."""
+    o_latent = tl.arange(0, 512)
+    o_rope = tl.arange(0, 64)
+    m = m_token[:, None]
+    b_latent = tl.load(kv_latent_ptr + latent_row[:, None] + o_latent[None, :], mask=m, other=0)
+    b_rope = tl.load(kv_rope_ptr + rope_row[:, None] + o_rope[None, :], mask=m, other=0)
+    if CACHE == CACHE_FP8:
+        b_latent = decode_e4m3(b_latent) * kv_scale
+        b_rope = decode_e4m3(b_rope) * kv_scale
+    elif CACHE == CACHE_FP8_DS_MLA:
+        # a float32 scale for each 128 channels
+        at = kv_scales_ptr + scales_row[:, None] + (o_latent // 128)[None, :]
+        b_latent = decode_e4m3(b_latent) * tl.load(at, mask=m, other=0)
+    return b_latent.to(OPERAND), b_rope.to(OPERAND)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_table",
+        "stride_latent_p",
+        "stride_rope_p",
+        "stride_scales_p",
+        "partial_rows",
+        "chunk_blocks",
+        "query_tokens",
+        "heads",
+    ]
+)
+def mla_decode_kernel(
+    q_latent_ptr,  # [tokens, heads, 512]
+    q_rope_ptr,  # [tokens, heads, 64]
+    kv_latent_ptr,  # [pages, page size, 512]
+    kv_rope_ptr,  # [pages, page size, 64]
+    kv_scales_ptr,  # [pages, page size, 4] fp32 of an fp8_ds_mla cache
+    block_table_ptr,  # [requests, pages]
+    lengths_ptr,  # [requests]
+    work_ptr,  # [programs, 8]
+    num_splits_ptr,  # [tiles + 1]
+    tiles_ptr,  # [tiles, 8] or None
+    members_ptr,  # requests of the tiles, or None
+    sinks_ptr,  # [heads] or None
+    out_ptr,  # [requests, query tokens, heads, 512]
+    lse_ptr,  # [requests, query tokens, heads], natural
+    partial_out_ptr,  # [slots, partial_rows, 512]
+    partial_lse_ptr,  # [slots, partial_rows], base 2
+    scale,
+    kv_scale,
+    variant_a,
+    variant_b,
+    stride_q_latent_t,
+    stride_q_latent_h,
+    stride_q_rope_t,
+    stride_q_rope_h,
+    stride_latent_p,
+    stride_latent_t,
+    stride_rope_p,
+    stride_rope_t,
+    stride_scales_p,
+    stride_scales_t,
+    stride_table,
+    partial_rows,
+    chunk_blocks,
+    query_tokens,
+    heads,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CACHE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    OPERAND: tl.constexpr,
+    LOGITS: tl.constexpr,
+    MASK: tl.constexpr,
+    KEY: tl.constexpr,
+):
+    """Grid: (rows of the work list, ceil(rows of a tile / BLOCK_ROWS)).
+
+    ``OPERAND`` is the dtype of the products' operands: the queries' on a GPU, float32 in Triton's
+    interpreter, which multiplies bf16 by its bits.
+    """
+    i_cta, i_rows = tl.program_id(0), tl.program_id(1)
+    work = work_ptr + i_cta * 8
+    first, first_block = tl.load(work), tl.load(work + 1)
+    last, end_block, first_split = tl.load(work + 2), tl.load(work + 3), tl.load(work + 4)
+    num_rows = query_tokens * heads
+    o_row = i_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    o_latent, o_rope = tl.arange(0, 512), tl.arange(0, 64)
+
+    for i in range(0, last - first + 1):
+        i_tile = first + i
+        member, row_begin, rows, kv_begin, kv_end, flags = query_tile(
+            tiles_ptr, lengths_ptr, i_tile, num_rows
+        )
+        slot = tl.load(num_splits_ptr + i_tile)
+        splits = tl.load(num_splits_ptr + i_tile + 1) - slot
+        partial = (splits > 1) | ((flags & ALWAYS_PARTIAL) != 0)
+        blocks = tl.cdiv(kv_end - kv_begin, 64)
+        begin = tl.where(i_tile == first, first_block, 0)
+        stop = tl.where(i_tile == last, tl.minimum(end_block, blocks), blocks)
+
+        # the query rows: request, token and head of each
+        m_row = o_row < rows
+        number = tl.where(m_row, row_begin + o_row, 0)
+        member_row = number // num_rows
+        index = number - member_row * num_rows
+        token = index // heads
+        head = index - token * heads
+        if members_ptr is not None:
+            request = tl.load(members_ptr + member + member_row, mask=m_row, other=0)
+            table = tl.load(members_ptr + member).to(tl.int64) * stride_table
+        else:
+            request = member + member_row
+            table = member.to(tl.int64) * stride_table
+        q_token = request.to(tl.int64) * query_tokens + token
+        at = q_token * stride_q_latent_t + head * stride_q_latent_h
+        b_q = tl.load(
+            q_latent_ptr + at[None, :] + o_latent[:, None], mask=m_row[None, :], other=0.0
+        )
+        at = q_token * stride_q_rope_t + head * stride_q_rope_h
+        b_qr = tl.load(q_rope_ptr + at[None, :] + o_rope[:, None], mask=m_row[None, :], other=0.0)
+        b_q, b_qr = b_q.to(OPERAND), b_qr.to(OPERAND)
+        length = tl.load(lengths_ptr + request, mask=m_row, other=0)
+        query_position = length - query_tokens + token
+        limit = tl.zeros([BLOCK_ROWS], tl.int32) + kv_end
+        if CAUSAL:
+            masked = (flags & NO_CAUSAL_MASK) == 0
+            limit = tl.where(masked, tl.minimum(limit, query_position + 1), limit)
+
+        chunk = tl.where(chunk_blocks > 0, chunk_blocks, tl.maximum(stop, 1))
+        for i_chunk in range(0, tl.maximum(tl.cdiv(stop - begin, chunk), 1)):
+            b_top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+            b_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+            b_o = tl.zeros([512, BLOCK_ROWS], tl.float32)
+            chunk_begin = begin + i_chunk * chunk
+            token_begin = kv_begin + chunk_begin * 64
+            token_end = tl.minimum(kv_begin + tl.minimum(chunk_begin + chunk, stop) * 64, kv_end)
+            for start in range(token_begin, token_end, BLOCK_KV):
+                position = start + tl.arange(0, BLOCK_KV)
+                m_token = position < token_end
+                at = block_table_ptr + table + position // PAGE_SIZE
+                page = tl.load(at, mask=m_token, other=0).to(tl.int64)
+                row = position % PAGE_SIZE
+                b_k, b_kr = load_keys(
+                    kv_latent_ptr,
+                    kv_rope_ptr,
+                    kv_scales_ptr,
+                    kv_scale,
+                    page * stride_latent_p + row * stride_latent_t,
+                    page * stride_rope_p + row * stride_rope_t,
+                    page * stride_scales_p + row * stride_scales_t,
+                    m_token,
+                    CACHE,
+                    OPERAND,
+                )
+                b_k = KEY(b_k, position, variant_a, variant_b)
+                b_s = tl.dot(b_k, b_q, input_precision="ieee")
+                b_s = tl.dot(b_kr, b_qr, b_s, input_precision="ieee")
+                b_s = LOGITS(b_s * scale, variant_a, variant_b) * LOG2E
+                seen = m_token[:, None] & (position[:, None] < limit[None, :])
+                seen = seen & MASK(position[:, None], query_position[None, :], variant_a, variant_b)
+                b_s = tl.where(seen, b_s, float("-inf"))
+                b_now = tl.maximum(b_top, tl.max(b_s, 0))
+                shift = tl.where(b_now == float("-inf"), 0.0, b_now)
+                keep = tl.exp2(b_top - shift)
+                b_p = tl.exp2(b_s - shift[None, :])
+                b_sum = b_sum * keep + tl.sum(b_p, 0)
+                b_o = tl.dot(
+                    tl.trans(b_k), b_p.to(OPERAND), b_o * keep[None, :], input_precision="ieee"
+                )
+                b_top = b_now
+
+            none = b_sum == 0.0
+            top = tl.where(none, 0.0, b_top)
+            l2 = tl.where(none, float("-inf"), top + tl.log2(b_sum))
+            if partial:
+                split = tl.where(i_tile == first, first_split, 0)
+                split = tl.where(chunk_blocks > 0, chunk_begin // chunk, split)
+                # a tile with members of its own counts its rows from its first
+                own = o_row if tiles_ptr is not None else index
+                at = (slot + split).to(tl.int64) * partial_rows + own
+                weight = tl.where(none, 0.0, 1.0 / b_sum)
+                to = partial_out_ptr + at[None, :] * 512 + o_latent[:, None]
+                tl.store(to, b_o * weight[None, :], mask=m_row[None, :])
+                tl.store(partial_lse_ptr + at, l2, mask=m_row)
+            else:
+                total = b_sum
+                if sinks_ptr is not None:
+                    sink = tl.load(sinks_ptr + head, mask=m_row, other=0.0)
+                    total += tl.exp2(sink * LOG2E - top)
+                weight = tl.where(none, 0.0, 1.0 / total)
+                at = request.to(tl.int64) * num_rows + index
+                to = out_ptr + at[None, :] * 512 + o_latent[:, None]
+                value = (b_o * weight[None, :]).to(out_ptr.dtype.element_ty)
+                tl.store(to, value, mask=m_row[None, :])
+                bad = none | (b_sum != b_sum)
+                tl.store(lse_ptr + at, tl.where(bad, float("inf"), l2 * LN2), mask=m_row)

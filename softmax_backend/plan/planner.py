@@ -1,0 +1,297 @@
+"""Making the plan of a step: on a GPU by kernels, without a host sync; on a CPU in torch."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from backend_core import contracts
+from backend_core.tables.schema import KernelPath
+from softmax_backend.launch_params import Sm90MlaParams, TritonMlaParams
+from softmax_backend.plan.split_kv import CANDIDATES, flash_mla_schedule, split_kv
+from softmax_backend.selection import MlaSelection
+from softmax_backend.spec import BLOCK_TOKENS, MAX_SPLITS
+from softmax_backend.step_plan import SharedPrefix, StepPlan
+
+if TYPE_CHECKING:
+    from backend_core.launch.cuda import CudaKernel
+    from backend_core.launch.triton import KernelLaunch
+
+Schedule = Literal["balanced", "flash_mla"]
+SM90_SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "split_plan.cu"
+_PARAMS = struct.Struct("=5Q6i")  # struct Params of the source
+_MAX_TILES = 4095
+_MAX_PREFIX_REQUESTS = 256
+
+
+class MlaPlanner:
+    """Plans the steps of one kind of layer.
+
+    Args:
+        selection: the paths of the layer (``selection.select``).
+        schedule: ``"balanced"``, or ``"flash_mla"`` for FlashMLA's own.
+        fixed_split_tokens: > 0: results of a request do not depend on what else is in the batch;
+            every split has so many tokens, a multiple of 64. ``max_tokens`` is then required.
+        max_tokens: the longest request, for the capacity of fixed splits.
+        shared_prefix_tokens: > 0: requests that share at least so many leading tokens, in whole
+            pages at the head of their block tables, read them once per 64 query rows.
+
+    Raises:
+        ValueError: an argument is not as described, or two of them exclude one another.
+    """
+
+    def __init__(
+        self,
+        selection: MlaSelection,
+        *,
+        schedule: Schedule = "balanced",
+        fixed_split_tokens: int = 0,
+        max_tokens: int = 0,
+        shared_prefix_tokens: int = 0,
+    ) -> None:
+        if schedule not in ("balanced", "flash_mla"):
+            raise ValueError(f"schedule must be balanced or flash_mla, got {schedule!r}")
+        if fixed_split_tokens < 0 or fixed_split_tokens % BLOCK_TOKENS:
+            raise ValueError(
+                f"fixed_split_tokens must be a multiple of {BLOCK_TOKENS}, got {fixed_split_tokens}"
+            )
+        if schedule == "flash_mla" and (fixed_split_tokens or shared_prefix_tokens):
+            raise ValueError("schedule flash_mla has neither fixed splits nor shared prefixes")
+        if fixed_split_tokens and shared_prefix_tokens:
+            raise ValueError(
+                "fixed splits must come without shared prefixes, which depend on the batch"
+            )
+        self._max_splits = 0
+        if fixed_split_tokens:
+            self._max_splits = max(1, -(-max_tokens // fixed_split_tokens))
+            if max_tokens < 1 or self._max_splits > MAX_SPLITS:
+                raise ValueError(
+                    f"max_tokens must be 1 to {MAX_SPLITS * fixed_split_tokens} (at most"
+                    f" {MAX_SPLITS} splits), got {max_tokens}"
+                )
+        if shared_prefix_tokens and selection.spec.query_rows > 64:
+            raise ValueError(
+                "shared prefixes need at most 64 query rows of a request, got"
+                f" {selection.spec.query_rows}"
+            )
+        self.selection = selection
+        self.spec = selection.spec
+        self._schedule = schedule
+        self._chunk_blocks = fixed_split_tokens // BLOCK_TOKENS
+        self._prefix_tokens = shared_prefix_tokens
+
+    def plan(
+        self,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor | None = None,
+        *,
+        out: StepPlan | None = None,
+    ) -> StepPlan:
+        """The plan of one step.
+
+        Args:
+            lengths: ``[requests]`` int32 tokens in the cache, those of the queries included; 0 is
+                an empty request. Read by the kernels that use the plan, so keep it as it is.
+            block_table: ``[requests, pages]`` int32; needed where prefixes are shared.
+            out: an earlier plan of as many requests, to be written again in place (CUDA graphs).
+
+        Raises:
+            ValueError: an input is not as described; nothing has been written then.
+        """
+        contracts.expect_dtype("lengths", lengths, torch.int32)
+        contracts.expect_shape("lengths", lengths, ("requests",))
+        contracts.expect_stride("lengths", lengths, 0, 1)
+        requests = lengths.shape[0]
+        if not 1 <= requests <= _MAX_TILES:
+            raise ValueError(f"lengths must have 1 to {_MAX_TILES} requests, got {requests}")
+        if self._prefix_tokens:
+            if block_table is None:
+                raise ValueError("block_table must be given where prefixes are shared, got None")
+            contracts.expect_dtype("block_table", block_table, torch.int32)
+            contracts.expect_shape("block_table", block_table, (requests, "pages"))
+            contracts.expect_stride("block_table", block_table, 1, 1)
+            if requests > _MAX_PREFIX_REQUESTS:
+                raise ValueError(
+                    f"lengths must have at most {_MAX_PREFIX_REQUESTS} requests where prefixes are"
+                    f" shared, got {requests}"
+                )
+        path = self.selection.path(requests)
+        plan = self._allocate(lengths, path) if out is None else out
+        if out is not None and (
+            out.lengths.data_ptr() != lengths.data_ptr() or out.requests != requests
+        ):
+            raise ValueError("out must be a plan of the same lengths tensor, got one of another")
+        if plan.prefix is not None and block_table is not None:
+            _find_prefixes(plan, plan.prefix, block_table, self.spec.page_size,
+                           self.spec.query_rows, self._prefix_tokens)  # fmt: skip
+        self._fill(plan, path)
+        return plan
+
+    def _allocate(self, lengths: torch.Tensor, path: KernelPath) -> StepPlan:
+        requests, rows = lengths.shape[0], self.spec.query_rows
+        ctas = self._num_ctas(path)
+        i32 = {"dtype": torch.int32, "device": lengths.device}
+        prefix = None
+        tiles = requests
+        if self._prefix_tokens:
+            # a group of n requests has ceil(n rows / 64) tiles, and n is at least 2
+            prefix_tiles = requests // 2 + -(-requests * rows // 64)
+            tiles += prefix_tiles
+            prefix = SharedPrefix(
+                torch.zeros(tiles, 8, **i32),
+                torch.zeros(tiles, **i32),
+                torch.zeros(2 * requests, **i32),
+                torch.zeros(requests, **i32),
+                torch.zeros(requests, **i32),
+                prefix_tiles,
+                torch.zeros(requests, **i32),
+                torch.zeros(requests, **i32),
+            )
+        slots = requests * self._max_splits if self._max_splits else tiles + ctas
+        return StepPlan(
+            lengths,
+            torch.zeros(ctas, 8, **i32),
+            torch.zeros(tiles + 1, **i32),
+            self.spec.query_tokens,
+            self._chunk_blocks,
+            slots,
+            prefix,
+            torch.zeros(1 + requests, **i32) if self._lists_merges(path) else None,
+            torch.zeros(2, tiles, **i32),
+        )
+
+    def _lists_merges(self, path: KernelPath) -> bool:
+        return isinstance(path.params, Sm90MlaParams) and self._schedule == "balanced"
+
+    def _num_ctas(self, path: KernelPath) -> int:
+        row_tiles = 1 if self._prefix_tokens else -(-self.spec.query_rows // 64)
+        sms = self.selection.target.num_sms
+        if isinstance(path.params, TritonMlaParams):
+            blocks = -(-min(self.spec.query_rows, 64) // path.params.block_rows)
+            return max(sms * path.params.programs_per_sm // (row_tiles * blocks), 1)
+        return max(sms // row_tiles, 1)
+
+    def _fill(self, plan: StepPlan, path: KernelPath) -> None:
+        tokens = plan.lengths if plan.prefix is None else plan.prefix.tile_lengths
+        overhead = getattr(path.params, "overhead", 1)
+        min_blocks = getattr(path.params, "min_blocks", 1)
+        if not tokens.is_cuda and path.name == "torch":
+            if self._schedule == "flash_mla":
+                work, num_splits = flash_mla_schedule(tokens, plan.num_ctas)
+            else:
+                work, num_splits = split_kv(
+                    tokens, plan.num_ctas, overhead, min_blocks, self._chunk_blocks
+                )
+            plan.work.copy_(work)
+            plan.num_splits.copy_(num_splits)
+        elif self._schedule == "flash_mla":
+            plan_flash_mla(tokens, plan.work, plan.num_splits)
+        elif isinstance(path.params, Sm90MlaParams):
+            self._fill_sm90(plan, tokens, path.params)
+        else:
+            plan_split_kv(tokens, plan, overhead, min_blocks, self._chunk_blocks)
+
+    def _fill_sm90(self, plan: StepPlan, tokens: torch.Tensor, params: Sm90MlaParams) -> None:
+        assert plan.merges is not None
+        tiles = tokens.shape[0]
+        packed = _PARAMS.pack(
+            tokens.data_ptr(),
+            plan.work.data_ptr(),
+            plan.num_splits.data_ptr(),
+            plan.merges.data_ptr(),
+            0 if plan.prefix is None else plan.prefix.prefix_tile.data_ptr(),
+            tiles,
+            plan.requests,
+            plan.num_ctas,
+            params.overhead,
+            params.min_blocks,
+            self._chunk_blocks,
+        )
+        threads = min(max(_power_of_two(tiles), 256), 1024)
+        _sm90_kernel()(1, threads, packed, overlaps=True)
+
+
+def plan_split_kv(
+    lengths: torch.Tensor, plan: StepPlan, overhead: int, min_blocks: int, chunk_blocks: int
+) -> None:
+    """One launch of the Triton planner."""
+    tiles, ctas = lengths.shape[0], plan.num_ctas
+    kernel = _split_kernel(_power_of_two(tiles), _power_of_two(ctas))
+    kernel((1, 1, 1), lengths, plan.work, plan.num_splits, plan.starts, tiles, ctas, overhead,
+           min_blocks, chunk_blocks)  # fmt: skip
+
+
+def plan_flash_mla(lengths: torch.Tensor, work: torch.Tensor, num_splits: torch.Tensor) -> None:
+    """FlashMLA's schedule by a kernel, bit for bit for every part that has work."""
+    kernel = _flash_mla_kernel(_power_of_two(lengths.shape[0]))
+    kernel((1, 1, 1), lengths, work, num_splits, lengths.shape[0], work.shape[0])
+
+
+def _find_prefixes(
+    plan: StepPlan,
+    prefix: SharedPrefix,
+    block_table: torch.Tensor,
+    page_size: int,
+    query_rows: int,
+    min_tokens: int,
+) -> None:
+    requests = plan.requests
+    size = _power_of_two(requests)
+    leaders, tiles = _prefix_kernels(page_size, size, _power_of_two(prefix.num_prefix_tiles))
+    leaders((requests, 1, 1), block_table, plan.lengths, prefix.leader, prefix.shared, requests,
+            block_table.stride(0), plan.query_tokens)  # fmt: skip
+    tiles((1, 1, 1), plan.lengths, prefix.leader, prefix.shared, prefix.tiles, prefix.tile_lengths,
+          prefix.members, prefix.prefix_tile, prefix.prefix_row, requests, query_rows,
+          prefix.num_prefix_tiles, min_tokens)  # fmt: skip
+
+
+def _power_of_two(x: int) -> int:
+    return max(1 << (x - 1).bit_length(), 2)
+
+
+@functools.cache
+def _split_kernel(block_t: int, block_ctas: int) -> KernelLaunch:
+    from backend_core.launch.triton import KernelLaunch
+    from softmax_backend.kernels.split_plan import split_plan_kernel
+
+    constexprs = {
+        "BLOCK_T": block_t,
+        "BLOCK_CTAS": block_ctas,
+        "STEPS": block_t.bit_length(),
+        "CANDIDATES": CANDIDATES,
+    }
+    return KernelLaunch(split_plan_kernel, constexprs, {"num_warps": 8})
+
+
+@functools.cache
+def _flash_mla_kernel(block_t: int) -> KernelLaunch:
+    from backend_core.launch.triton import KernelLaunch
+    from softmax_backend.kernels.split_plan import flash_mla_plan_kernel
+
+    constexprs = {"BLOCK_T": block_t, "OVERHEAD": 5}
+    return KernelLaunch(flash_mla_plan_kernel, constexprs, {"num_warps": 1})
+
+
+@functools.cache
+def _prefix_kernels(page_size: int, block_t: int, tiles: int) -> tuple[KernelLaunch, KernelLaunch]:
+    from backend_core.launch.triton import KernelLaunch
+    from softmax_backend.kernels.shared_prefix import find_leaders_kernel, two_level_tiles_kernel
+
+    leaders = {"PAGE_SIZE": page_size, "BLOCK_T": block_t, "BLOCK_PAGES": 256}
+    return (
+        KernelLaunch(find_leaders_kernel, leaders, {"num_warps": 4}),
+        KernelLaunch(
+            two_level_tiles_kernel, {"BLOCK_T": block_t, "BLOCK_TILES": tiles}, {"num_warps": 8}
+        ),
+    )
+
+
+@functools.cache
+def _sm90_kernel() -> CudaKernel:
+    from backend_core.launch.cuda import CudaKernel
+
+    return CudaKernel(SM90_SOURCE, "split_plan", {}, 8 * _MAX_TILES)

@@ -1,0 +1,65 @@
+"""MLA decode in torch, one request after another: the path of a CPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from backend_core.tables.schema import KernelPath
+from softmax_backend.contract.mla_decode import MlaInputs
+from softmax_backend.scratch import Scratch
+from softmax_backend.spec import LATENT_DIM
+
+
+def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: bool) -> None:
+    """Float32 arithmetic over each request's keys, gathered from its pages.
+
+    A request is computed on its own, so its result depends on nothing else in the batch.
+    """
+    variant = x.spec.variant
+    tokens, heads = x.spec.query_tokens, x.spec.num_heads
+    for i, length in enumerate(x.plan.lengths.tolist()):
+        if length <= 0:
+            x.out[i], x.lse[i] = 0, math.inf
+            continue
+        latent, rope = _keys(x, i, length)
+        position = torch.arange(length, device=latent.device)
+        if variant.keys is not None:
+            latent = variant.keys(latent, position, variant.a, variant.b)
+        q = torch.cat([x.q_latent[i], x.q_rope[i]], -1).flatten(0, 1).float()
+        s = (q @ torch.cat([latent, rope], 1).T) * x.scale
+        if variant.logits is not None:
+            s = variant.logits(s, variant.a, variant.b)
+        token = torch.arange(tokens, device=q.device).repeat_interleave(heads)[:, None]
+        query = length - tokens + token
+        seen = position[None] <= query if x.causal else (position >= 0)[None]
+        seen = seen.expand(tokens * heads, length)
+        if variant.mask is not None:
+            seen = seen & variant.mask(position[None], query, variant.a, variant.b)
+        s = s.masked_fill(~seen, -math.inf)
+        lse = torch.logsumexp(s, -1)
+        none = lse == -math.inf
+        total = lse
+        if x.sinks is not None:
+            total = torch.logaddexp(lse, x.sinks.repeat(tokens))
+        p = torch.exp(s - total.masked_fill(none, 0)[:, None]).masked_fill(none[:, None], 0)
+        x.out[i] = (p @ latent).view(tokens, heads, LATENT_DIM).to(x.out.dtype)
+        x.lse[i] = lse.masked_fill(none, math.inf).view(tokens, heads)
+
+
+def _keys(x: MlaInputs, request: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A request's keys, float32: latent ``[length, 512]`` and RoPE ``[length, 64]``."""
+    size = x.spec.page_size
+    pages = x.block_table[request, : -(-length // size)].long()
+
+    def rows(cache: torch.Tensor) -> torch.Tensor:
+        return cache[pages].flatten(0, 1)[:length]
+
+    latent, rope = rows(x.kv_latent), rows(x.kv_rope)
+    if x.spec.cache_format == "16-bit":
+        return latent.float(), rope.float()
+    latent = latent.view(torch.float8_e4m3fn).float()
+    if x.kv_scales is not None:
+        return latent * rows(x.kv_scales).repeat_interleave(128, 1), rope.float()
+    return latent * x.kv_scale, rope.view(torch.float8_e4m3fn).float() * x.kv_scale

@@ -1,0 +1,40 @@
+"""Scratch memory for the splits of a step."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Scratch:
+    """Partial outputs and their log-sum-exp, grown to the largest plan and kept.
+
+    One serves all layers of a model, which run one after another on one stream. Grow it before a
+    CUDA graph is captured (``reserve``): a graph keeps the addresses it has seen.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._out = torch.empty(0, dtype=torch.float32, device=device)
+        self._lse = torch.empty(0, dtype=torch.float32, device=device)
+
+    def reserve(self, slots: int, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(partial outputs ``[slots, rows, dim]``, base-2 LSEs ``[slots, rows]``), float32."""
+        if slots * rows * dim > self._out.numel():
+            self._out = torch.empty(slots * rows * dim, device=self._out.device)
+        if slots * rows > self._lse.numel():
+            self._lse = torch.empty(slots * rows, device=self._lse.device)
+        return (
+            self._out[: slots * rows * dim].view(slots, rows, dim),
+            self._lse[: slots * rows].view(slots, rows),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._out.nbytes + self._lse.nbytes
+
+
+_shared: dict[torch.device, Scratch] = {}
+
+
+def shared_scratch(device: torch.device) -> Scratch:
+    """The device's own, for calls that bring none."""
+    return _shared.setdefault(device, Scratch(device))
