@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-Argument = Tensor | TensorDescriptor | GluonDescriptor | int | float | bool | None
+Argument = Tensor | TensorDescriptor | int | float | bool | None
 Grid = tuple[int, int, int]
 
 Packed = tuple[int, tuple[object, ...]]
@@ -213,9 +212,9 @@ def _specialise(
             if hip:
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             values.append(address)
-        elif isinstance(arg, TensorDescriptor | GluonDescriptor):
+        elif hasattr(arg, "block_shape"):  # Triton's tensor descriptor, or Gluon's with a layout
             layout = getattr(arg, "layout", None)
-            key += (type(arg), arg.base.dtype, tuple(arg.block_shape), arg.padding, layout)
+            key += (arg.base.dtype, tuple(arg.block_shape), arg.padding, layout)
             values.append(arg)
         elif isinstance(arg, torch.dtype):
             key += (arg, True, True) if hip else (arg, True)

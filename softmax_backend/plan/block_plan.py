@@ -123,9 +123,10 @@ def uniform_sequences(
     """``BlockPlan.sequences`` of a batch of equal sequences; by default the last query stands at
     the last key."""
     position = kv_len - q_len if q_position is None else q_position
-    row = torch.tensor([0, 0, q_len, 0, kv_len, position], dtype=torch.int32, device=device)
-    table = row.repeat(batch, 1)
+    table = torch.zeros(batch, 6, dtype=torch.int32, device=device)
     table[:, 0] = torch.arange(batch, dtype=torch.int32, device=device)
+    for column, value in ((2, q_len), (4, kv_len), (5, position)):
+        table[:, column].fill_(value)  # a kernel, which a graph can hold, where a copy cannot be
     return table
 
 
