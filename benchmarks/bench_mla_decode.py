@@ -3,8 +3,8 @@
     python benchmarks/bench_mla_decode.py --peers FOLDER \
         --output benchmarks/results/mla_decode_h200.json
 
-One query token per request, bf16, one latent head of 512 + 64 channels (1,152 bytes per token), page
-64, pages in random order; output bf16 and natural-log LSE. "AxBk" is A requests of B * 1024 tokens;
+One query token per request, bf16, one latent head of 512 + 64 channels (1,152 bytes per token),
+page 64 in random order; output bf16 and natural-log LSE. "AxBk" is A requests of B * 1024 tokens;
 "skew" one of 64k and 63 of 1k; "prefix" 64 requests of 16.5k that share the first 16k, for which
 ours finds the prefix from the block table.
 
@@ -157,7 +157,7 @@ class Ours:
 
     def planner(self, case: Case) -> MlaPlanner:
         options = dict(self._planner)
-        if case.shared and "shared_prefix_tokens" not in options and "schedule" not in options:
+        if case.shared and not options:
             options["shared_prefix_tokens"] = 1024
         return MlaPlanner(self.selection(case), **options)
 

@@ -94,6 +94,8 @@ def check_mla_decode(
         raise ValueError(
             f"plan must be for {spec.query_tokens} query tokens, got one for {plan.query_tokens}"
         )
+    expect_dtype("lengths", plan.lengths, torch.int32)
+    expect_shape("lengths", plan.lengths, ("requests",))
     for name, tensor, dim in (("q_latent", q_latent, LATENT_DIM), ("q_rope", q_rope, ROPE_DIM)):
         expect_shape(name, tensor, (*rows, dim))
         expect_dtype(name, tensor, spec.dtype)

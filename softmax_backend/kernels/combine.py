@@ -68,18 +68,18 @@ def combine_kernel(
         b_o = tl.zeros([DIM], tl.float32)
         for start in range(0, count, BLOCK_SPLITS):
             split = start + o_block
-            at = tl.where(
+            slot_row = tl.where(
                 split < prefix,
                 (prefix_slot + split) * partial_rows + prefix_row,
                 (own_slot + split - prefix) * partial_rows + row,
             )
             m_split = split < count
-            lse = tl.load(partial_lse_ptr + at, mask=m_split, other=float("-inf"))
+            lse = tl.load(partial_lse_ptr + slot_row, mask=m_split, other=float("-inf"))
             factor = tl.exp2(lse - weight)
             # a split of scale 0 adds nothing, whatever it holds
             m = m_split & (factor != 0.0)
             x = tl.load(
-                partial_out_ptr + at[:, None].to(tl.int64) * DIM + o_dim[None, :],
+                partial_out_ptr + slot_row[:, None].to(tl.int64) * DIM + o_dim[None, :],
                 mask=m[:, None],
                 other=0.0,
             )
@@ -116,7 +116,9 @@ def merge_states_kernel(
         shift = tl.where(now == float("-inf"), 0.0, now)
         keep = tl.exp2(top - shift)
         factor = tl.exp2(s - shift)
-        x = tl.load(v_ptr + at * DIM + o_dim, mask=m_dim & (factor != 0.0), other=0.0)
+        # a state of weight 0 adds nothing, whatever it holds
+        m = tl.where(m_dim, factor, 0.0) != 0.0
+        x = tl.load(v_ptr + at * DIM + o_dim, mask=m, other=0.0)
         b_o = b_o * keep + x.to(tl.float32) * factor
         total = total * keep + factor
         top = now

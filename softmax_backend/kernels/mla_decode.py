@@ -37,10 +37,13 @@ def query_tile(tiles_ptr, lengths_ptr, i_tile, num_rows):
     """(first member, first row, rows, first token, end token, flags) of a query tile."""
     if tiles_ptr is None:
         zero = i_tile * 0
-        return i_tile, zero, zero + num_rows, zero, tl.load(lengths_ptr + i_tile), zero
-    at = tiles_ptr + i_tile * 8
-    member, row, rows = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    return member, row, rows, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+        member, row, rows = i_tile, zero, zero + num_rows
+        begin, end, flags = zero, tl.load(lengths_ptr + i_tile), zero
+    else:
+        at = tiles_ptr + i_tile * 8
+        member, row, rows = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        begin, end, flags = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+    return member, row, rows, begin, end, flags
 
 
 @triton.jit
@@ -67,8 +70,11 @@ def load_keys(
         b_rope = decode_e4m3(b_rope) * kv_scale
     elif CACHE == CACHE_FP8_DS_MLA:
         # a float32 scale for each 128 channels
-        at = kv_scales_ptr + scales_row[:, None] + (o_latent // 128)[None, :]
-        b_latent = decode_e4m3(b_latent) * tl.load(at, mask=m, other=0)
+        at = kv_scales_ptr + scales_row[:, None] + tl.arange(0, 4)[None, :]
+        b_scale = tl.load(at, mask=m, other=0)
+        BLOCK_KV: tl.constexpr = b_latent.shape[0]
+        b_groups = tl.reshape(decode_e4m3(b_latent), [BLOCK_KV, 4, 128]) * b_scale[:, :, None]
+        b_latent = tl.reshape(b_groups, [BLOCK_KV, 512])
     return b_latent.to(OPERAND), b_rope.to(OPERAND)
 
 
@@ -194,8 +200,8 @@ def mla_decode_kernel(
             for start in range(token_begin, token_end, BLOCK_KV):
                 position = start + tl.arange(0, BLOCK_KV)
                 m_token = position < token_end
-                at = block_table_ptr + table + position // PAGE_SIZE
-                page = tl.load(at, mask=m_token, other=0).to(tl.int64)
+                entry = block_table_ptr + table + position // PAGE_SIZE
+                page = tl.load(entry, mask=m_token, other=0).to(tl.int64)
                 row = position % PAGE_SIZE
                 b_k, b_kr = load_keys(
                     kv_latent_ptr,
@@ -234,20 +240,20 @@ def mla_decode_kernel(
                 split = tl.where(chunk_blocks > 0, chunk_begin // chunk, split)
                 # a tile with members of its own counts its rows from its first
                 own = o_row if tiles_ptr is not None else index
-                at = (slot + split).to(tl.int64) * partial_rows + own
+                row_at = (slot + split).to(tl.int64) * partial_rows + own
                 weight = tl.where(none, 0.0, 1.0 / b_sum)
-                to = partial_out_ptr + at[None, :] * 512 + o_latent[:, None]
-                tl.store(to, b_o * weight[None, :], mask=m_row[None, :])
-                tl.store(partial_lse_ptr + at, l2, mask=m_row)
+                partial_to = partial_out_ptr + row_at[None, :] * 512 + o_latent[:, None]
+                tl.store(partial_to, b_o * weight[None, :], mask=m_row[None, :])
+                tl.store(partial_lse_ptr + row_at, l2, mask=m_row)
             else:
                 total = b_sum
                 if sinks_ptr is not None:
                     sink = tl.load(sinks_ptr + head, mask=m_row, other=0.0)
                     total += tl.exp2(sink * LOG2E - top)
                 weight = tl.where(none, 0.0, 1.0 / total)
-                at = request.to(tl.int64) * num_rows + index
-                to = out_ptr + at[None, :] * 512 + o_latent[:, None]
+                row_at = request.to(tl.int64) * num_rows + index
+                to = out_ptr + row_at[None, :] * 512 + o_latent[:, None]
                 value = (b_o * weight[None, :]).to(out_ptr.dtype.element_ty)
                 tl.store(to, value, mask=m_row[None, :])
                 bad = none | (b_sum != b_sum)
-                tl.store(lse_ptr + at, tl.where(bad, float("inf"), l2 * LN2), mask=m_row)
+                tl.store(lse_ptr + row_at, tl.where(bad, float("inf"), l2 * LN2), mask=m_row)

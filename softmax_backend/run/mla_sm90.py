@@ -25,6 +25,7 @@ _PARAMS = struct.Struct("=512s13Q4qf9i16x")  # struct Params of the source
 _MAX_SHARED = 227 << 10
 _BOX = 64
 _PIECE = 16
+_PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: bool) -> None:
@@ -130,11 +131,11 @@ def _tensor_map(
     buffer = ctypes.create_string_buffer(128 + 64)
     at = (ctypes.addressof(buffer) + 63) // 64 * 64
     u32, u64 = ctypes.c_uint32, ctypes.c_uint64
-    bf16, no_interleave, swizzle_128b, promote_128b, no_fill = 9, 0, 3, 2, 0
+    bf16, no_interleave, swizzle_128b, no_fill = 9, 0, 3, 0
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(at), bf16, 3, ctypes.c_void_p(address), (u64 * 3)(*extents),
         (u64 * 2)(*(2 * stride for stride in strides)), (u32 * 3)(64, rows, 1),
-        (u32 * 3)(1, 1, 1), no_interleave, swizzle_128b, promote_128b, no_fill,
+        (u32 * 3)(1, 1, 1), no_interleave, swizzle_128b, _PROMOTE_128B, no_fill,
     )  # fmt: skip
     if status:
         raise ValueError(

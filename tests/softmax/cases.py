@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import PathSelection, load_table
-from backend_core.target import KNOWN_TARGETS, Target
+from backend_core.target import KNOWN_TARGETS
 from softmax_backend import reference
 from softmax_backend.api import mla_decode
 from softmax_backend.launch_params import TABLES
@@ -18,6 +19,9 @@ from softmax_backend.selection import MlaSelection
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+PATHS = ("torch", "triton", "sm90") if ON_HOPPER else ("torch", "triton")
 UNUSED_ENTRY = 2147480000
 SCALE = (128 + 64) ** -0.5
 
@@ -37,6 +41,7 @@ class MlaCase:
     lengths: torch.Tensor
     kv_scale: float = 1.0
     kv_scales: torch.Tensor | None = None
+    result: tuple[torch.Tensor, ...] = ()
 
 
 def make_case(
@@ -116,17 +121,12 @@ def _store(case: MlaCase, cache: torch.Tensor, owned: torch.Tensor) -> None:
     case.plain_rope = rope
 
 
-def forced(spec: MlaSpec, name: str, target: Target | None = None, **params: int) -> MlaSelection:
-    """A selection with one path alone, its parameters changed."""
-    target = target or KNOWN_TARGETS["cpu" if name == "torch" else "H200"]
-    rows = [row for row in load_table(TABLES, target).rows if row.name == name]
+def forced(spec: MlaSpec, name: str, num_sms: int = 5, **params: int) -> MlaSelection:
+    """A selection with one path alone, on a GPU of few SMs, so that small inputs have splits."""
+    target = replace(KNOWN_TARGETS["cpu" if name == "torch" else "H200"], num_sms=num_sms)
+    rows = [row for row in load_table(TABLES, target, directory=CONFIGS).rows if row.name == name]
     row: KernelPath = replace(rows[0], params=replace(rows[0].params, **params))
     return MlaSelection(target, spec, PathSelection.of(row))
-
-
-def small_target(num_sms: int) -> Target:
-    """A Hopper GPU with few SMs, so that small inputs are cut into splits."""
-    return replace(KNOWN_TARGETS["H200"], num_sms=num_sms)
 
 
 def run_case(
@@ -143,6 +143,7 @@ def run_case(
     out = out.to(case.lengths.device)
     lse = torch.full(case.q_latent.shape[:3], float("nan"), device=out.device)
     scratch = Scratch(out.device)
+    case.result = (out, lse)
     for tensor in scratch.reserve(plan.num_slots, max(case.spec.query_rows, 64), 512):
         tensor.fill_(float("nan"))
     return mla_decode(

@@ -1,0 +1,361 @@
+"""FlashInfer's MultiLevelCascadeAttentionWrapper: several levels of keys that meet in combine."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from softmax_backend import reference
+from softmax_backend.flashinfer.merge import _kernel as merge_kernel
+from softmax_backend.flashinfer.merge import merge_states
+from softmax_backend.run.mla_triton import is_available, launch_by_name
+
+if TYPE_CHECKING:
+    from backend_core.launch.triton import KernelLaunch
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_ROWS = 64
+KvCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One level as planned: CSR pages, and the query tiles of the kernel."""
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    last_page_len: torch.Tensor
+    tile_request: torch.Tensor
+    tile_start: torch.Tensor
+    causal: bool
+
+
+@dataclass(frozen=True)
+class _Settings:
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window_left: int
+    cap: float
+    dtype: torch.dtype
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attention to keys at several levels, for instance a shared prefix and the requests' own.
+
+    As FlashInfer 0.7.2's wrapper: ``plan`` once per step, ``run`` in every layer. Only the last
+    level is causal. LSEs between the levels are base 2.
+
+    Args:
+        num_levels: from 1.
+        float_workspace_buffer: tells the device; not used otherwise.
+        kv_layout: ``"NHD"`` or ``"HND"``.
+        use_cuda_graph and the four lists of buffers: must be left out: a graph would replay the
+            tiles of the step that it was captured with.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_indptr_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
+    ) -> None:
+        if num_levels < 1:
+            raise ValueError(f"num_levels must be at least 1, got {num_levels}")
+        if kv_layout not in ("NHD", "HND"):
+            raise ValueError(f"kv_layout must be NHD or HND, got {kv_layout!r}")
+        buffers = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr,
+                   paged_kv_last_page_len_buf_arr)  # fmt: skip
+        if use_cuda_graph or any(buffer is not None for buffer in buffers):
+            raise ValueError("use_cuda_graph must be false and the buffers None")
+        self.device = float_workspace_buffer.device
+        self._num_levels = num_levels
+        self._layout = kv_layout
+        self._levels: list[_Level] = []
+        self._settings: _Settings | None = None
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return False
+
+    def plan(
+        self,
+        qo_indptr_arr: list[torch.Tensor],
+        paged_kv_indptr_arr: list[torch.Tensor],
+        paged_kv_indices_arr: list[torch.Tensor],
+        paged_kv_last_page_len: list[torch.Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+    ) -> None:
+        """Plan a step; the arrays have one entry per level.
+
+        Args:
+            qo_indptr_arr: ``[groups + 1]`` query offsets; a group's queries meet the same pages.
+            paged_kv_indptr_arr: ``[groups + 1]`` offsets into ``paged_kv_indices_arr``.
+            paged_kv_last_page_len: ``[groups]`` tokens in the last page of each.
+            window_left: a query sees so many tokens before its own; -1 is no limit.
+            pos_encoding_mode: must be ``"NONE"``; use_fp16_qk_reduction: must be false; rope_scale
+                and rope_theta: must be ``None``.
+            kv_data_type: ``q_data_type``.
+
+        Raises:
+            ValueError: an argument is not as described.
+        """
+        if pos_encoding_mode != "NONE" or rope_scale is not None or rope_theta is not None:
+            raise ValueError(
+                f"pos_encoding_mode must be NONE without rope_scale and rope_theta, got"
+                f" {pos_encoding_mode!r}"
+            )
+        if use_fp16_qk_reduction:
+            raise ValueError("use_fp16_qk_reduction must be false")
+        dtype = _DTYPES.get(q_data_type) if isinstance(q_data_type, str) else q_data_type
+        if dtype not in _DTYPES.values():
+            raise ValueError(f"q_data_type must be one of {list(_DTYPES)}, got {q_data_type!r}")
+        kv_dtype = _DTYPES.get(kv_data_type) if isinstance(kv_data_type, str) else kv_data_type
+        if kv_data_type is not None and kv_dtype != dtype:
+            raise ValueError(f"kv_data_type must be {q_data_type}, got {kv_data_type}")
+        if num_qo_heads % num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads must be a multiple of {num_kv_heads}, got {num_qo_heads}"
+            )
+        if not 16 <= head_dim <= 256:
+            raise ValueError(f"head_dim must be 16 to 256, got {head_dim}")
+        arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        if any(len(array) != self._num_levels for array in arrays):
+            raise ValueError(f"every array must have {self._num_levels} levels")
+        self._settings = _Settings(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            head_dim**-0.5 if sm_scale is None else sm_scale,
+            window_left,
+            logits_soft_cap or 0.0,
+            dtype or torch.float16,
+        )
+        tokens = _ROWS // _block_group(num_qo_heads // num_kv_heads)
+        last = self._num_levels - 1
+        self._levels = [
+            self._level(i, *parts, tokens, causal and i == last)
+            for i, parts in enumerate(zip(*arrays, strict=True))
+        ]
+
+    begin_forward = plan
+
+    def _level(
+        self,
+        number: int,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        block_tokens: int,
+        causal: bool,
+    ) -> _Level:
+        groups = last_page_len.shape[0]
+        expect_shape(f"qo_indptr_arr[{number}]", qo_indptr, (groups + 1,))
+        expect_shape(f"paged_kv_indptr_arr[{number}]", kv_indptr, (groups + 1,))
+        counts = qo_indptr.cpu().long().diff()
+        tiles = -(-counts // block_tokens)
+        request = torch.repeat_interleave(torch.arange(groups), tiles)
+        first = (tiles.cumsum(0) - tiles)[request]
+        start = (torch.arange(len(request)) - first) * block_tokens
+        to = (self.device, torch.int32)
+        return _Level(
+            *(x.to(*to) for x in (qo_indptr, kv_indptr, kv_indices, last_page_len)),
+            request.to(*to),
+            start.to(*to),
+            causal,
+        )
+
+    def run(self, q: torch.Tensor, paged_kv_cache: KvCache) -> torch.Tensor:
+        """Attention of the planned step.
+
+        Args:
+            q: ``[tokens, num_qo_heads, head_dim]``.
+            paged_kv_cache: (keys, values), each ``[pages, page size, num_kv_heads, head_dim]`` with
+                NHD and ``[pages, num_kv_heads, page size, head_dim]`` with HND; or one tensor
+                ``[pages, 2, ...]``.
+
+        Returns:
+            ``[tokens, num_qo_heads, head_dim]`` in q's dtype.
+
+        Raises:
+            ValueError: an argument is not as described; nothing has been written then.
+        """
+        settings = self._settings
+        if settings is None:
+            raise ValueError("plan must be called before run")
+        expect_shape("q", q, ("tokens", settings.num_qo_heads, settings.head_dim))
+        expect_dtype("q", q, settings.dtype)
+        expect_device("q", q, self.device)
+        expect_stride("q", q, 2, 1)
+        k, v = self._keys_and_values(paged_kv_cache)
+        states = [self._run_level(level, q, k, v) for level in self._levels]
+        if len(states) == 1:
+            return states[0][0]
+        values = torch.stack([out for out, _ in states], 1)
+        return merge_states(values, torch.stack([lse for _, lse in states], 1))[0]
+
+    forward = run
+
+    def _keys_and_values(self, cache: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
+        settings = self._settings
+        assert settings is not None
+        k, v = (cache[:, 0], cache[:, 1]) if isinstance(cache, torch.Tensor) else cache
+        if self._layout == "HND":
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        shape = ("pages", settings.page_size, settings.num_kv_heads, settings.head_dim)
+        for name, part in (("keys", k), ("values", v)):
+            expect_shape(name, part, shape)
+            expect_dtype(name, part, settings.dtype)
+            expect_device(name, part, self.device)
+            expect_stride(name, part, 3, 1)
+        return k, v
+
+    def _run_level(
+        self, level: _Level, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(outputs, base-2 LSEs) of one level; -inf for a query that it has no keys for."""
+        settings = self._settings
+        assert settings is not None
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        lse = torch.full(q.shape[:2], -math.inf, device=q.device)
+        if not is_available(q.device):
+            _level_in_torch(settings, level, q, k, v, out, lse)
+            return out, lse
+        operand = settings.dtype if q.is_cuda else torch.float32
+        kernel = _kernel(settings, level.causal, operand)
+        arguments = {
+            "q_ptr": q,
+            "k_ptr": k,
+            "v_ptr": v,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "tile_request_ptr": level.tile_request,
+            "tile_start_ptr": level.tile_start,
+            "qo_indptr_ptr": level.qo_indptr,
+            "kv_indptr_ptr": level.kv_indptr,
+            "kv_indices_ptr": level.kv_indices,
+            "last_page_len_ptr": level.last_page_len,
+            "scale": settings.scale,
+            "cap": settings.cap,
+            "window": settings.window_left,
+            "stride_q_t": q.stride(0),
+            "stride_q_h": q.stride(1),
+            "stride_k_p": k.stride(0),
+            "stride_k_t": k.stride(1),
+            "stride_k_h": k.stride(2),
+            "stride_v_p": v.stride(0),
+            "stride_v_t": v.stride(1),
+            "stride_v_h": v.stride(2),
+            "heads": settings.num_qo_heads,
+        }
+        grid = (level.tile_request.shape[0], settings.num_kv_heads, 1)
+        launch_by_name(kernel, grid, arguments)
+        return out, lse
+
+
+def _level_in_torch(
+    settings: _Settings,
+    level: _Level,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    group = settings.num_qo_heads // settings.num_kv_heads
+    offsets, pages = level.qo_indptr.tolist(), level.kv_indptr.tolist()
+    for i, last in enumerate(level.last_page_len.tolist()):
+        queries = slice(offsets[i], offsets[i + 1])
+        count = pages[i + 1] - pages[i]
+        tokens, length = offsets[i + 1] - offsets[i], (count - 1) * settings.page_size + last
+        if not tokens or not count:
+            continue
+        own = level.kv_indices[pages[i] : pages[i + 1]].long()
+        position = torch.arange(length, device=q.device)[None]
+        query = length - tokens + torch.arange(tokens, device=q.device)[:, None]
+        seen = position <= query if level.causal else position >= 0
+        if settings.window_left >= 0:
+            seen = seen & (position >= query - settings.window_left)
+        for head in range(settings.num_qo_heads):
+            keys, values = (x[own, :, head // group].flatten(0, 1)[:length] for x in (k, v))
+            o, natural = reference.attention(
+                q[queries, head],
+                keys,
+                values,
+                settings.scale,
+                seen=seen.expand(tokens, length),
+                logits=_soft_cap(settings.cap) if settings.cap else None,
+            )
+            out[queries, head] = o.to(q.dtype)
+            base_2 = torch.where(natural == math.inf, -math.inf, natural / math.log(2))
+            lse[queries, head] = base_2.float()
+
+
+def _soft_cap(cap: float) -> reference.Logits:
+    return lambda s: cap * torch.tanh(s / cap)
+
+
+def _block_group(group: int) -> int:
+    return 1 << (group - 1).bit_length()
+
+
+@functools.cache
+def _kernel(settings: _Settings, causal: bool, operand: torch.dtype) -> KernelLaunch:
+    import triton.language as tl
+
+    from backend_core.launch.triton import KernelLaunch
+    from softmax_backend.kernels.paged_attention import paged_attention_kernel
+
+    group = settings.num_qo_heads // settings.num_kv_heads
+    types = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    block_group = _block_group(group)
+    constexprs = {
+        "GROUP": group,
+        "DIM": settings.head_dim,
+        "PAGE_SIZE": settings.page_size,
+        "BLOCK_TOKENS": max(_ROWS // block_group, 1),
+        "BLOCK_GROUP": block_group,
+        "BLOCK_KV": 64 if settings.head_dim <= 128 else 32,
+        "BLOCK_DIM": 1 << (settings.head_dim - 1).bit_length(),
+        "CAUSAL": causal,
+        "HAS_WINDOW": settings.window_left >= 0,
+        "HAS_CAP": settings.cap > 0,
+        "OPERAND": types[operand],
+    }
+    return KernelLaunch(paged_attention_kernel, constexprs, {"num_warps": 4, "num_stages": 2})
+
+
+def compiled_kernels() -> Iterator[tuple[str, KernelLaunch, tuple[str, ...]]]:
+    """(name, kernel, pointers that are not there) of what the compile report builds."""
+    settings = _Settings(32, 8, 128, 16, 0.1, -1, 0.0, torch.bfloat16)
+    yield "paged_attention 32/8 heads of 128, page 16", _kernel(settings, True, torch.bfloat16), ()
+    yield "merge_states 128", merge_kernel(128), ()

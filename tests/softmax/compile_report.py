@@ -1,0 +1,135 @@
+"""Compile every Triton kernel of the family as the shipped tables choose it, without a GPU.
+
+``python -m tests.softmax.compile_report --write`` rewrites ``compile_report.json``; with the name
+of an architecture it prints that part as JSON, which is what the test compares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend_core.launch.triton import KernelLaunch
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
+from softmax_backend import combine
+from softmax_backend.flashinfer import cascade
+from softmax_backend.launch_params import TABLES
+from softmax_backend.plan import planner
+from softmax_backend.run import mla_triton
+from softmax_backend.spec import MlaSpec
+from softmax_backend.variants import soft_cap
+from tests.offline import TARGETS, Report, compile_kernel, dump
+
+REPORT = Path(__file__).with_name("compile_report.json")
+CONFIGS = Path(__file__).parents[2] / "configs"
+_FP32 = {
+    "kv_scales_ptr",
+    "sinks_ptr",
+    "lse_ptr",
+    "partial_out_ptr",
+    "partial_lse_ptr",
+    "s_ptr",
+    "other_lse_ptr",
+}
+_INT32 = {
+    "block_table_ptr",
+    "lengths_ptr",
+    "work_ptr",
+    "num_splits_ptr",
+    "tiles_ptr",
+    "members_ptr",
+    "prefix_tile_ptr",
+    "prefix_row_ptr",
+    "scratch_ptr",
+    "leader_ptr",
+    "shared_ptr",
+    "tile_lengths_ptr",
+    "qo_indptr_ptr",
+    "kv_indptr_ptr",
+    "kv_indices_ptr",
+    "last_page_len_ptr",
+    "tile_request_ptr",
+    "tile_start_ptr",
+}
+_FLOATS = {"scale", "kv_scale", "variant_a", "variant_b"}
+_PREFIX = ("tiles_ptr", "members_ptr", "prefix_tile_ptr", "prefix_row_ptr")
+_ABSENT = (*_PREFIX, "sinks_ptr", "kv_scales_ptr")
+Case = tuple[str, KernelLaunch, tuple[str, ...]]
+"""(name, launch, pointers that are not there)."""
+
+
+def cases(arch: str) -> Iterator[Case]:
+    """The decode kernel for each row of the table, cache and page size; then what surrounds it."""
+    rows = load_table(TABLES, KNOWN_TARGETS[TARGETS[arch][1]], directory=CONFIGS).rows
+    for path in rows:
+        if path.name != "triton":
+            continue
+        for heads in (16, 64):
+            for page_size, cache in (
+                (64, "16-bit"),
+                (1, "16-bit"),
+                (944, "fp8"),
+                (64, "fp8_ds_mla"),
+            ):
+                spec = MlaSpec(heads, page_size, cache_format=cache)  # type: ignore[arg-type]
+                kernel = mla_triton.decode_kernel(path, spec, True, torch.bfloat16)
+                absent = tuple(n for n in _ABSENT if cache != "fp8_ds_mla" or n != "kv_scales_ptr")
+                yield f"mla_decode {heads} heads, page {page_size}, {cache}", kernel, absent
+        spec = MlaSpec(16, 64, query_tokens=2, variant=soft_cap(30.0))
+        kernel = mla_triton.decode_kernel(path, spec, True, torch.bfloat16)
+        yield "mla_decode 16 heads, soft cap, two levels, sinks", kernel, ("kv_scales_ptr",)
+    yield "combine", combine._triton_kernel(512), (*_PREFIX, "sinks_ptr")
+    yield "combine, two levels, sinks", combine._triton_kernel(512), ()
+    yield "split_plan, 128 requests", planner._split_kernel(128, 256), ()
+    yield "flash_mla_plan, 128 requests", planner._flash_mla_kernel(128), ()
+    leaders, tiles = planner._prefix_kernels(64, 64, 64)
+    yield "find_leaders, 64 requests", leaders, ()
+    yield "two_level_tiles, 64 requests", tiles, ()
+    yield from cascade.compiled_kernels()
+
+
+def compile_case(arch: str, case: Case) -> dict[str, int]:
+    _, launch, absent = case
+    kernel = launch._fn
+    constexprs: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for name, value in launch._kwargs.items():
+        (constexprs if name in kernel.arg_names else options)[name] = value
+    cache = {0: "*bf16", 1: "*u8", 2: "*u8"}[constexprs.get("CACHE", 0)]
+    types = {}
+    for name in kernel.arg_names:
+        if name in constexprs:
+            continue
+        if name in absent:
+            constexprs[name] = None
+        elif name in _INT32:
+            types[name] = "*i32"
+        elif name in _FP32:
+            types[name] = "*fp32"
+        elif name == "kv_latent_ptr" or (name == "kv_rope_ptr" and cache == "*u8"):
+            types[name] = (
+                cache if constexprs.get("CACHE") != 2 or name != "kv_rope_ptr" else "*bf16"
+            )
+        elif name.endswith("_ptr"):
+            types[name] = "*bf16"
+        else:
+            types[name] = "fp32" if name in _FLOATS else "i32"
+    aligned = frozenset(name for name in types if name.endswith("_ptr"))
+    return compile_kernel(arch, kernel, types, constexprs, options, aligned)
+
+
+def report(arch: str) -> Report:
+    return {case[0]: compile_case(arch, case) for case in cases(arch)}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--write":
+        REPORT.write_text(dump({arch: report(arch) for arch in TARGETS}))
+    else:
+        print(json.dumps(report(sys.argv[1])))

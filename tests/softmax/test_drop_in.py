@@ -1,0 +1,239 @@
+"""The drop-ins: FlashMLA's decode, FlashInfer's wrappers; results, identities and refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from softmax_backend import flashinfer, reference
+from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from softmax_backend.spec import MlaSpec
+from tests.softmax.cases import SCALE, MlaCase, assert_close, expected, make_case
+
+
+def i32(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The CPU's paths, then Triton's on the GPU or in the interpreter."""
+    if request.param == "torch":
+        monkeypatch.setattr(flashinfer.merge, "is_available", lambda device: False)
+        monkeypatch.setattr(flashinfer.cascade, "is_available", lambda device: False)
+        return torch.device("cpu")
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def flash_mla_inputs(case: MlaCase) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.cat([case.q_latent, case.q_rope], -1)
+    return q, torch.cat([case.kv_latent, case.kv_rope], -1).unsqueeze(2)
+
+
+@pytest.mark.parametrize("form", ["tensors", "flash_mla", "object"])
+def test_flash_mla(device: torch.device, form: str, seed: int) -> None:
+    case = make_case(MlaSpec(4, 64, query_tokens=2), [40, 0, 300], seed=seed, device=device)
+    q, cache = flash_mla_inputs(case)
+    if form == "object":
+        metadata, splits = get_mla_metadata()
+    else:
+        schedule: Any = "flash_mla" if form == "flash_mla" else "balanced"
+        metadata, splits = get_mla_metadata(case.lengths, 2 * 4, 1, schedule=schedule)
+        assert isinstance(metadata, torch.Tensor) and splits is not None
+        assert metadata.shape[1] == 8 and splits.shape == (4,)
+    for _ in range(2):  # the object keeps its schedule
+        out, lse = flash_mla_with_kvcache(
+            q, cache, case.block_table, case.lengths, 512, metadata, splits, SCALE, True
+        )
+        assert lse.shape == (3, 4, 2) and lse.is_contiguous()
+        assert_close((out, lse.transpose(1, 2)), expected(case))
+
+
+def test_flash_mlas_scale_is_that_of_the_head_dimension(device: torch.device, seed: int) -> None:
+    case = make_case(MlaSpec(4, 64), [100], seed=seed, device=device)
+    q, cache = flash_mla_inputs(case)
+    arguments = (q, cache, case.block_table, case.lengths, 512, *get_mla_metadata())
+    got, given = flash_mla_with_kvcache(*arguments), flash_mla_with_kvcache(
+        *arguments, softmax_scale=576**-0.5
+    )  # fmt: skip
+    assert torch.equal(got[0], given[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indices": torch.zeros(1)}, "indices must be None"),
+        ({"head_dim_v": 256}, "head_dim_v must be 512, got 256"),
+        ({"num_splits": None}, "num_splits must come with tile_scheduler_metadata"),
+        ({"q": torch.zeros(1, 1, 4, 512)}, r"q must have shape \[batch, seq_len_q, heads, 576\]"),
+        ({"cache_seqlens": torch.zeros(1)}, "lengths must have dtype int32, got float32"),
+        ({"softmax_scale": -1.0}, "scale must be positive and finite, got -1.0"),
+    ],
+)
+def test_flash_mla_refuses(changes: dict[str, Any], message: str) -> None:
+    case = make_case(MlaSpec(4, 64), [100])
+    q, cache = flash_mla_inputs(case)
+    metadata, splits = get_mla_metadata(case.lengths, 4, 1)
+    arguments = {
+        "q": q, "k_cache": cache, "block_table": case.block_table, "cache_seqlens": case.lengths,
+        "head_dim_v": 512, "tile_scheduler_metadata": metadata, "num_splits": splits,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        flash_mla_with_kvcache(**{**arguments, **changes})
+
+
+def csr(case: MlaCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """(kv_indptr, kv_indices) of a case."""
+    size = case.spec.page_size
+    need = [-(-n // size) for n in case.lengths.tolist()]
+    pages = [case.block_table[i, :n] for i, n in enumerate(need)]
+    return i32([0, *need], case.lengths.device).cumsum(0).int(), torch.cat(pages)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_flashinfers_mla_wrapper(device: torch.device, fp8: bool, seed: int) -> None:
+    """LSEs are base 2, and -inf for a request without keys."""
+    spec = MlaSpec(4, 16, query_tokens=2, cache_format="fp8" if fp8 else "16-bit")
+    case = make_case(spec, [40, 0, 100], seed=seed, device=device)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
+    kv_type = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    wrapper.plan(i32([0, 2, 4, 6], device), *csr(case), case.lengths, 4, 512, 64, 16, True, SCALE,
+                 torch.bfloat16, kv_type)  # fmt: skip
+    scales = {"ckv_scale": case.kv_scale, "kpe_scale": case.kv_scale} if fp8 else {}
+    out, lse = wrapper.run(
+        case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1), case.kv_latent, case.kv_rope,
+        return_lse=True, **scales,
+    )  # fmt: skip
+    want, want_lse = expected(case)
+    assert (lse[2:4] == -math.inf).all()
+    natural = torch.where(lse == -math.inf, math.inf, lse * math.log(2))
+    assert_close((out.view(want.shape), natural.view(want_lse.shape)), (want, want_lse))
+
+
+def test_flashinfers_mla_wrapper_takes_ragged_queries(device: torch.device, seed: int) -> None:
+    spec = MlaSpec(4, 16)
+    case = make_case(spec, [40, 17], seed=seed, device=device)
+    counts = [3, 1]
+    q = torch.randn(4, 4, 576, device=device).bfloat16()
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
+    wrapper.plan(i32([0, 3, 4], device), *csr(case), case.lengths, 4, 512, 64, 16, True, SCALE,
+                 torch.bfloat16, torch.bfloat16)  # fmt: skip
+    out = wrapper.run(q[..., :512], q[..., 512:], case.kv_latent, case.kv_rope)
+    assert isinstance(out, torch.Tensor)
+    begin = 0
+    for i, count in enumerate(counts):
+        own = q[None, begin : begin + count]
+        want, _ = reference.mla_decode(
+            own[..., :512], own[..., 512:], case.plain_latent, case.plain_rope,
+            case.block_table[i : i + 1], case.lengths[i : i + 1], SCALE,
+        )  # fmt: skip
+        error = (out[begin : begin + count] - want[0]).norm() / want.norm()
+        assert error < 6e-3
+        begin += count
+
+
+def test_merge_states_is_attention_over_the_union(where: torch.device, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(n, 48, generator=generator) for n in (6, 90, 90))
+    parts = [slice(0, 30), slice(30, 31), slice(31, 90)]
+    states = [reference.attention(q, k[part], v[part], 0.3) for part in parts]
+    values = torch.stack([out.float() for out, _ in states], 1)[:, :, None].to(where)
+    lses = torch.stack([lse / math.log(2) for _, lse in states], 1)[:, :, None].float().to(where)
+    empty = torch.full_like(values[:, :1], math.nan)  # a state without keys may hold anything
+    values = torch.cat([values, empty], 1)
+    lses = torch.cat([lses, torch.full_like(lses[:, :1], -math.inf)], 1)
+    out, lse = flashinfer.merge_states(values, lses)
+    want, want_lse = reference.attention(q, k, v, 0.3)
+    torch.testing.assert_close(out[:, 0].double().cpu(), want, atol=1e-5, rtol=1e-4)
+    natural = lse[:, 0].double().cpu() * math.log(2)
+    torch.testing.assert_close(natural, want_lse, atol=1e-5, rtol=1e-5)
+    nothing = flashinfer.merge_states(values[:, 3:], lses[:, 3:])
+    assert (nothing[0] == 0).all() and (nothing[1] == -math.inf).all()
+
+
+def test_merge_state_in_place_keeps_masked_rows(where: torch.device, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.randn(2, 3, 2, 32, generator=generator).to(where)
+    s = torch.randn(2, 3, 2, generator=generator).to(where)
+    out, lse = v[0].clone(), s[0].clone()
+    mask = torch.tensor([True, False, True], device=where)
+    flashinfer.merge_state_in_place(out, lse, v[1], s[1], mask)
+    want = flashinfer.merge_state(v[0], s[0], v[1], s[1])
+    assert torch.equal(out[mask], want[0][mask]) and torch.equal(lse[mask], want[1][mask])
+    assert torch.equal(out[1], v[0][1]) and torch.equal(lse[1], s[0][1])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_cascade_of_two_levels_is_one_level(
+    where: torch.device, layout: str, causal: bool, seed: int
+) -> None:
+    """A shared prefix and the requests' own pages, against one level with all pages."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, dim, size = 6, 2, 64, 4
+    cache = torch.randn(16, 2, size, kv_heads, dim, generator=generator)
+    cache[15] = math.nan  # no request's
+    cache = cache.bfloat16().to(where)
+    shared, own, last = [3, 9, 1], [[4, 5], [6], [7, 8, 10]], [1, 4, 3]
+    counts = [1, 3, 2]
+    offsets = [0, 1, 4, 6]
+    q = torch.randn(6, heads, dim, generator=generator).bfloat16().to(where)
+    if layout == "HND":
+        cache = cache.transpose(2, 3).contiguous()
+    options: dict[str, Any] = {"causal": causal, "q_data_type": torch.bfloat16, "sm_scale": 0.2}
+    two = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1, device=where), layout)
+    two.plan(
+        [i32([0, 6], where), i32(offsets, where)],
+        [i32([0, 3], where), i32([0, 2, 3, 6], where)],
+        [i32(shared, where), i32([page for pages in own for page in pages], where)],
+        [i32([size], where), i32(last, where)],
+        heads, kv_heads, dim, size, **options,
+    )  # fmt: skip
+    got = two.run(q, cache)
+    flat = [shared + pages for pages in own]
+    indptr = [0, *torch.tensor([len(pages) for pages in flat]).cumsum(0).tolist()]
+    one = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(1, device=where), layout)
+    one.plan([i32(offsets, where)], [i32(indptr, where)], [i32([page for pages in flat for page in pages], where)],
+             [i32(last, where)], heads, kv_heads, dim, size, **options)  # fmt: skip
+    torch.testing.assert_close(got.float(), one.run(q, cache).float(), atol=2e-2, rtol=2e-2)
+    plain = cache if layout == "NHD" else cache.transpose(2, 3)
+    for i, pages in enumerate(flat):
+        length = (len(pages) - 1) * size + last[i]
+        keys = plain[pages, 0].flatten(0, 1)[:length]
+        values = plain[pages, 1].flatten(0, 1)[:length]
+        query = length - counts[i] + torch.arange(counts[i], device=where)[:, None]
+        position = torch.arange(length, device=where)[None]
+        seen = (position <= query) if causal else (position >= 0).expand(counts[i], length)
+        for head in (0, 5):
+            want, _ = reference.attention(
+                q[offsets[i] : offsets[i + 1], head], keys[:, head // 3], values[:, head // 3],
+                0.2, seen=seen,
+            )  # fmt: skip
+            out = got[offsets[i] : offsets[i + 1], head].double()
+            torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode must be NONE"),
+        ({"use_fp16_qk_reduction": True}, "use_fp16_qk_reduction must be false"),
+        ({"num_qo_heads": 5}, "num_qo_heads must be a multiple of 2, got 5"),
+        ({"kv_data_type": torch.float16}, "kv_data_type must be torch.bfloat16"),
+        ({"head_dim": 512}, "head_dim must be 16 to 256, got 512"),
+    ],
+)
+def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
+    cpu = torch.device("cpu")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(1))
+    arguments: dict[str, Any] = {
+        "qo_indptr_arr": [i32([0, 1], cpu)], "paged_kv_indptr_arr": [i32([0, 1], cpu)],
+        "paged_kv_indices_arr": [i32([0], cpu)], "paged_kv_last_page_len": [i32([1], cpu)],
+        "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 4,
+        "q_data_type": torch.bfloat16,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        wrapper.plan(**{**arguments, **changes})

@@ -1,0 +1,129 @@
+"""The planner's and combine's CUDA sources, compiled for the host and compared with torch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from softmax_backend import combine, reference
+from softmax_backend.plan import planner
+from softmax_backend.plan.split_kv import split_kv
+
+SHIM = Path(__file__).parent / "on_host" / "hopper.cuh"
+CTAS = 132
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+def build(source: Path, function: str, folder: Path) -> ctypes.CDLL:
+    text = source.read_text().replace("extern __shared__ int memory[];", "")
+    entry = (
+        f'\nextern "C" void run(int grid, int block, const Params* p)'
+        f" {{ launch({function}, grid, block, *p); }}\n"
+    )
+    (folder / "kernel.cpp").write_text(text + entry)
+    shutil.copy(SHIM, folder / "hopper.cuh")
+    library = folder / "kernel.so"
+    command = ["g++", "-std=c++20", "-O1", "-pthread", "-shared", "-fPIC", "-w"]
+    done = subprocess.run(
+        [*command, "-o", str(library), str(folder / "kernel.cpp")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module")
+def plan_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build(planner.SM90_SOURCE, "split_plan", tmp_path_factory.mktemp("plan"))
+
+
+@pytest.fixture(scope="module")
+def combine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build(combine.SM90_SOURCE, "mla_combine", tmp_path_factory.mktemp("combine"))
+
+
+@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize(
+    ("lengths", "overhead", "min_blocks"),
+    [
+        ([1024], 1, 1),
+        ([65536] + [1024] * 63, 1, 1),
+        ([1024] * 64, 3, 2),
+        ([0, 1, 63, 64, 65, 4000, 0, 130], 1, 1),
+        ([100 * i % 7777 for i in range(300)], 5, 4),
+        ([512] * 64 + [16384] * 4 + [-1] * 30, 1, 1),
+    ],
+)
+def test_the_planner_is_the_one_in_torch(
+    plan_library: ctypes.CDLL, lengths: list[int], overhead: int, min_blocks: int, chunk: int
+) -> None:
+    tokens = torch.tensor(lengths, dtype=torch.int32)
+    tiles = len(lengths)
+    requests = lengths.index(-1) - 4 if -1 in lengths else tiles
+    prefix = torch.full((requests,), -1, dtype=torch.int32)
+    prefix[::7] = requests
+    work = torch.full((CTAS, 8), -7, dtype=torch.int32)
+    num_splits = torch.full((tiles + 1,), -7, dtype=torch.int32)
+    merges = torch.full((requests + 1,), -7, dtype=torch.int32)
+    params = planner._PARAMS.pack(
+        *(x.data_ptr() for x in (tokens, work, num_splits, merges, prefix)),
+        tiles, requests, CTAS, overhead, min_blocks, chunk,
+    )  # fmt: skip
+    plan_library.run(1, 256, params)
+    want_work, want_splits = split_kv(tokens, CTAS, overhead, min_blocks, chunk)
+    assert torch.equal(work, want_work)
+    assert torch.equal(num_splits, want_splits)
+    splits = want_splits.diff()[:requests]
+    merged = ((splits > 1) | (prefix >= 0)).nonzero().flatten().int()
+    assert merges[0] == len(merged)
+    assert torch.equal(merges[1 : 1 + len(merged)], merged)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("ctas", [3, 5, 64])
+def test_combine_is_the_reference(
+    combine_library: ctypes.CDLL, ctas: int, listed: bool, seed: int
+) -> None:
+    """Splits: none, one (left alone), few, 160; two levels; empty and poisoned ones."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, counts = 2, [1, 3, 2, 40, 160, 1, 5]
+    requests, slots = len(counts), sum(counts) + 4
+    partial_out = torch.randn(slots, 64, 512, generator=generator)
+    partial_lse = torch.randn(slots, 64, generator=generator) * 8
+    num_splits = torch.tensor([0, *counts, 4], dtype=torch.int32).cumsum(0).int()
+    prefix_tile = torch.tensor([-1, -1, -1, -1, -1, 7, 7], dtype=torch.int32)
+    prefix_row = torch.tensor([0, 0, 0, 0, 0, 8, 11], dtype=torch.int32)
+    partial_lse[2] = -math.inf  # one empty split
+    partial_out[2] = math.nan
+    partial_lse[4:6] = -math.inf  # all of request 2
+    partial_out[4:6] = math.nan
+    sinks = torch.randn(heads, generator=generator)
+    merged = torch.tensor([6, 1, 2, 3, 4, 5, 6], dtype=torch.int32)
+    out = torch.full((requests, heads, 512), math.nan, dtype=torch.bfloat16)
+    lse = torch.full((requests, heads), math.nan)
+    params = combine._PARAMS.pack(
+        *(x.data_ptr() for x in (out, lse, partial_out, partial_lse, num_splits)),
+        merged.data_ptr() if listed else 0,
+        *(x.data_ptr() for x in (prefix_tile, prefix_row, sinks)),
+        requests, heads, 64, heads,
+    )  # fmt: skip
+    combine_library.run(ctas, 256, params)
+    assert out[0].isnan().all() and lse[0].isnan().all()  # the main kernel's own
+    for request in range(1, requests):
+        slot = int(num_splits[request])
+        own = slice(slot, slot + counts[request])
+        rows, lses = partial_out[own, :heads], partial_lse[own, :heads]
+        if prefix_tile[request] >= 0:
+            at = slice(int(prefix_row[request]), int(prefix_row[request]) + heads)
+            shared = slice(int(num_splits[7]), int(num_splits[8]))
+            rows = torch.cat([partial_out[shared, at], rows])
+            lses = torch.cat([partial_lse[shared, at], lses])
+        want_out, want_lse = reference.combine(rows, lses, sinks)
+        torch.testing.assert_close(lse[request].double(), want_lse, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(out[request].double(), want_out, atol=1e-2, rtol=1e-2)
