@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backend_core.target import detect_target
 from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks import sparse_attention_peers as peers
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.launch_params_prefill import GluonPrefillParams, TritonPrefillParams
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.plan.predicted import predict, recall
@@ -176,7 +176,7 @@ def gluon(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, ping_pong: bool
 ) -> Callable[[], Tensor]:
     """A call of the Hopper kernel with or without turns."""
-    params = dataclasses.replace(block_sparse_sm90.default_params(plan, D), ping_pong=ping_pong)
+    params = GluonPrefillParams(plan.block_n, 2, 240, ping_pong)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], device="cuda")
 
@@ -239,7 +239,7 @@ def int8_rows(work: str, x: Tensors, plan: BlockPlan, share: float) -> Iterator[
     flops = 4.0 * D * q.shape[1] * q.shape[2] * k.shape[2] * share
     shape = f"{q.shape[2]} tokens, {q.shape[1]} heads"
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
-    params = block_sparse_int8.default_params(plan, detect_target(q.device))
+    params = TritonPrefillParams(plan.block_m, plan.block_n, 4, 2, max_registers=168)
     for name in ("per_warp", "per_thread"):
         mode = MODES[name]
         ready = sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton")

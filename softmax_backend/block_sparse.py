@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend_core.target import detect_target
 from softmax_backend.contract.block_sparse import check_block_sparse, check_kernel
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.run import block_sparse_torch
+from softmax_backend.selection_prefill import plan_blocks, select_path
 from softmax_backend.variants.variant import SOFTMAX, Variant
 
 PATHS = ("torch", "triton", "gluon")
@@ -49,11 +49,13 @@ def block_sparse_attention(
 
     Raises:
         ValueError: an argument is not as described; nothing was written.
+        LookupError: no path of the device's table serves the call.
     """
     check_block_sparse(q, k, v, plan, variant, out, lse)
-    chosen = path or default_path(q, v, plan, variant)
-    if chosen not in PATHS:
-        raise ValueError(f"path must be one of {PATHS}, got {chosen!r}")
+    if path not in (None, *PATHS):
+        raise ValueError(f"path must be one of {PATHS}, got {path!r}")
+    row = select_path(q, v, plan, variant, path)
+    chosen = path or ("torch" if row is None else row.name)
     if chosen != "torch":
         check_kernel(q, k, v, plan)
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -66,39 +68,22 @@ def block_sparse_attention(
     elif chosen == "triton":
         from softmax_backend.run import block_sparse  # Triton need not be there for the torch path
 
-        tuned = block_sparse.default_params(plan, q.shape[3])
+        tuned = block_sparse.params_for(plan, q.shape[3], None if row is None else row.params)
         block_sparse.run(q, k, v, plan, variant, scale, out, lse, tuned)
     else:
         from softmax_backend.run import block_sparse_sm90
 
-        if refused := block_sparse_sm90.refusal(q, v, plan, variant):
-            raise ValueError(f"the gluon path does not serve {refused}")
-        params = block_sparse_sm90.default_params(plan, q.shape[3])
-        block_sparse_sm90.run(q, k, v, plan, scale, out, lse, params)
+        if row is None:
+            raise ValueError(f"path gluon needs Hopper, got tensors on {q.device}")
+        block_sparse_sm90.run(q, k, v, plan, scale, out, lse, row.params)
     return out, lse
-
-
-def default_path(q: Tensor, v: Tensor, plan: BlockPlan, variant: Variant) -> str:
-    """The path for the processor that a tensor lies on and for what a call needs."""
-    target = detect_target(q.device)
-    if target.vendor == "cpu":
-        return "torch"
-    if target.arch == "sm90":
-        from softmax_backend.run import block_sparse_sm90
-
-        if block_sparse_sm90.refusal(q, v, plan, variant) is None:
-            return "gluon"
-    return "triton"
 
 
 def default_blocks(device: torch.device, head_dim: int) -> tuple[int, int]:
     """(block_m, block_n) for plans of 16-bit attention on a device."""
-    vendor = detect_target(device).vendor
-    if vendor == "cpu":
-        return 64, 64
-    if vendor == "amd":
-        return 64, 64
-    return (128, 128) if head_dim <= 128 else (128, 64)
+    wide = frozenset({"any_head_size"}) if head_dim not in (64, 128) else frozenset()
+    block_m, block_n = plan_blocks("block_sparse", device, wide)
+    return block_m, block_n if head_dim <= 128 else min(block_n, 64)
 
 
 def empty_output(q: Tensor, dv: int) -> Tensor:

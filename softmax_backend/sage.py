@@ -10,6 +10,7 @@ from softmax_backend.block_sparse import empty_output
 from softmax_backend.contract.block_sparse import check_block_sparse, check_quantised
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.run import block_sparse_torch
+from softmax_backend.selection_prefill import paths_of, plan_blocks
 from softmax_backend.variants import sage
 from softmax_backend.variants.sage import SageMode
 from softmax_backend.variants.variant import SOFTMAX
@@ -51,12 +52,15 @@ def quantised_attention(
 
     Raises:
         ValueError: an argument is not as described; nothing was written.
+        LookupError: no path of the device's table serves the mode.
     """
     check_block_sparse(q, k, v, plan, SOFTMAX, out, None)
     check_quantised(q, k, v, plan)
-    chosen = path or ("torch" if detect_target(q.device).vendor == "cpu" else "triton")
-    if chosen not in ("torch", "triton"):
-        raise ValueError(f'path must be "torch" or "triton", got {chosen!r}')
+    if path not in (None, "torch", "triton"):
+        raise ValueError(f'path must be "torch" or "triton", got {path!r}')
+    needs = frozenset({"e4m3_values"}) if mode.fp8_values else frozenset()
+    row = paths_of(detect_target(q.device), "block_sparse_int8", needs).lookup(len(plan.work))
+    chosen = path or row.name
     scale = q.shape[3] ** -0.5 if scale is None else scale
     position = k.shape[2] - q.shape[2] if q_position is None else q_position
     out = empty_output(q, q.shape[3]) if out is None else out
@@ -67,11 +71,11 @@ def quantised_attention(
     else:
         from softmax_backend.run import block_sparse_int8
 
-        params = block_sparse_int8.default_params(plan, detect_target(q.device))
+        params = block_sparse_int8.params_for(plan, row.params if row.name == chosen else None)
         block_sparse_int8.run(x, plan, scale, position, out, lse, params)
     return out, lse
 
 
 def default_blocks(device: torch.device) -> tuple[int, int]:
     """(block_m, block_n) for plans of 8-bit attention on a device."""
-    return (64, 64) if detect_target(device).vendor == "cpu" else (64, 128)
+    return plan_blocks("block_sparse_int8", device, frozenset())

@@ -72,8 +72,10 @@ def run(
     launch((len(plan.work), 1, 1), *tensors, *numbers, *strides, page_size)
 
 
-def default_params(plan: BlockPlan, d: int) -> TritonPrefillParams:
-    """Warps and stages for a plan's tiles."""
+def params_for(plan: BlockPlan, d: int, row: TritonPrefillParams | None) -> TritonPrefillParams:
+    """The table's parameters where the plan has their tiles, else some that fit the plan's."""
+    if row is not None and d <= 128 and (plan.block_m, plan.block_n) == (row.block_m, row.block_n):
+        return row
     warps = 8 if plan.block_m == 128 else 4
     stages = 3 if plan.block_n * d <= 64 * 128 else 2
     return TritonPrefillParams(plan.block_m, plan.block_n, warps, stages)

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.target import Target
 from softmax_backend.kernels import block_sparse_int8 as kernels
 from softmax_backend.launch_params_prefill import TritonPrefillParams
 from softmax_backend.plan.block_plan import BlockPlan
@@ -17,13 +16,12 @@ from softmax_backend.run.block_sparse import descriptor
 from softmax_backend.variants.sage import E4M3_MAX, Quantised, SageMode
 
 
-def default_params(plan: BlockPlan, target: Target) -> TritonPrefillParams:
-    """Warps, stages and registers for a plan's tiles; on Hopper 64 queries and 168 registers let
-    three programs share an SM."""
-    if plan.block_m == 128:
-        return TritonPrefillParams(128, plan.block_n, 8, 3)
-    registers = 168 if target.arch == "sm90" else 0
-    return TritonPrefillParams(plan.block_m, plan.block_n, 4, 2, max_registers=registers)
+def params_for(plan: BlockPlan, row: TritonPrefillParams | None) -> TritonPrefillParams:
+    """The table's parameters where the plan has their tiles, else some that fit the plan's."""
+    if row is not None and (plan.block_m, plan.block_n) == (row.block_m, row.block_n):
+        return row
+    warps, stages = (8, 3) if plan.block_m == 128 else (4, 2)
+    return TritonPrefillParams(plan.block_m, plan.block_n, warps, stages)
 
 
 def run(

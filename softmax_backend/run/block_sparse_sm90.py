@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,34 +15,9 @@ from backend_core.launch.triton import KernelLaunch
 from softmax_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
 from softmax_backend.launch_params_prefill import GluonPrefillParams
 from softmax_backend.plan.block_plan import BlockPlan
-from softmax_backend.variants.variant import SOFTMAX, Variant
+from softmax_backend.variants.variant import SOFTMAX
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def default_params(plan: BlockPlan, d: int) -> GluonPrefillParams:
-    """As many stages as shared memory holds beside the queries."""
-    stages = (227 * 1024 - 2048 - 128 * d * 2) // (2 * plan.block_n * d * 2)
-    return GluonPrefillParams(plan.block_n, min(stages, 4), 240, True)
-
-
-def refusal(q: Tensor, v: Tensor, plan: BlockPlan, variant: Variant) -> str | None:
-    """Why the kernel cannot serve a call, or ``None``."""
-    d, dv = q.shape[3], v.shape[3]
-    if plan.block_m != 128 or plan.block_n not in (64, 128):
-        return f"tiles of {plan.block_m} queries and {plan.block_n} keys"
-    if d != dv or d not in (64, 128):
-        return f"head sizes {d} and {dv}"
-    if plan.pages is not None:
-        return "keys in pages"
-    if plan.is_packed:  # TMA fills with zeros only beyond the tensor, not beyond a sequence
-        return "packed sequences"
-    if plan.has_partial and plan.mask.reads_vectors:
-        return f"the mask {plan.mask.name}, which loads more than scalars"
-    hooks = ("key", "logits", "update", "output")
-    if any(getattr(variant, hook) is not getattr(SOFTMAX, hook) for hook in hooks):
-        return f"the variant {variant.name}"
-    return None
 
 
 def run(
@@ -54,8 +30,11 @@ def run(
     lse: Tensor,
     params: GluonPrefillParams,
 ) -> None:
-    """Fill ``out`` and ``lse``; the arguments were checked and ``refusal`` was ``None``."""
+    """Fill ``out`` and ``lse``; the arguments were checked and need nothing that the path lacks."""
     d = q.shape[3]
+    # a stage holds the bytes that it has at D 128 and 128 keys: smaller ones make room for more
+    stages = min(4, params.num_stages * 128 * 128 // (plan.block_n * d))
+    params = dataclasses.replace(params, num_stages=stages)
     launch = _launch(plan.num_heads // k.shape[1], d, plan.block_n, plan.mask.kernel, params)
     tensors = (
         _descriptor(q, (64, d)),
