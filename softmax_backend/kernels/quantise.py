@@ -47,24 +47,31 @@ def column_stats_kernel(
     D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_RANGE: tl.constexpr,
 ):
-    """Sum, minimum and maximum of each channel over CHUNK tokens: stats [3, B * H, chunks, D]."""
+    """Sum, and minimum and maximum where HAS_RANGE, of each channel over CHUNK tokens.
+
+    stats [3 or 1, B * H, chunks, D].
+    """
     i_c, i_bh = tl.program_id(0), tl.program_id(1)
-    total = tl.zeros([D], tl.float32)
-    low = tl.full([D], float("inf"), tl.float32)
-    high = tl.full([D], -float("inf"), tl.float32)
+    # one accumulator for each place of the tile: a reduction over rows costs a barrier each
+    total = tl.zeros([BLOCK, D], tl.float32)
+    low = tl.full([BLOCK, D], float("inf"), tl.float32)
+    high = tl.full([BLOCK, D], -float("inf"), tl.float32)
     for start in tl.range(0, CHUNK, BLOCK, num_stages=2):
         o_n = i_c * CHUNK + start + tl.arange(0, BLOCK)
         b_x = _tile(x_ptr, i_bh, o_n, length, stride_b, stride_h, stride_n, HEADS, D)
-        inside = o_n[:, None] < length
-        total += tl.sum(b_x, 0)
-        low = tl.minimum(low, tl.min(tl.where(inside, b_x, float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.where(inside, b_x, -float("inf")), 0))
+        total += b_x
+        if HAS_RANGE:
+            inside = o_n[:, None] < length
+            low = tl.minimum(low, tl.where(inside, b_x, float("inf")))
+            high = tl.maximum(high, tl.where(inside, b_x, -float("inf")))
     step = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * D
     out = stats_ptr + (i_bh.to(tl.int64) * tl.num_programs(0) + i_c) * D + tl.arange(0, D)
-    tl.store(out, total)
-    tl.store(out + step, low)
-    tl.store(out + 2 * step, high)
+    tl.store(out, tl.sum(total, 0))
+    if HAS_RANGE:
+        tl.store(out + step, tl.min(low, 0))
+        tl.store(out + 2 * step, tl.max(high, 0))
 
 
 @triton.jit
@@ -106,11 +113,13 @@ def quantise_keys_kernel(
         groups = tl.max(tl.max(tl.reshape(top, (BLOCK // 8, 4, 2)), 2), 0) / levels + TINY
         tl.store(scale_ptr + block * 4 + tl.arange(0, 4), groups)
         scale = tl.broadcast_to(groups[None, :, None], (BLOCK // 8, 4, 2))
-        tl.store(at, _to_int8(b_k / tl.reshape(scale, (BLOCK,))[:, None]), mask=m_n[:, None])
+        tl.store(
+            at, _to_int8(b_k * (1.0 / tl.reshape(scale, (BLOCK,)))[:, None]), mask=m_n[:, None]
+        )
     else:
         scale = tl.max(top, 0) / levels + TINY
         tl.store(scale_ptr + block, scale)
-        tl.store(at, _to_int8(b_k / scale), mask=m_n[:, None])
+        tl.store(at, _to_int8(b_k * (1.0 / scale)), mask=m_n[:, None])
 
 
 @triton.jit
@@ -159,7 +168,7 @@ def quantise_queries_kernel(
         groups = tl.max(tl.max(top, 2), 1) / levels + TINY
         tl.store(scale_ptr + row * slices + o_s, groups, mask=o_s < slices)
         scale = tl.broadcast_to(groups[:, None, None], (BLOCK // 16, 2, 8))
-    tl.store(at, _to_int8(b_q / tl.reshape(scale, (BLOCK,))[:, None]), mask=m_m[:, None])
+    tl.store(at, _to_int8(b_q * (1.0 / tl.reshape(scale, (BLOCK,)))[:, None]), mask=m_m[:, None])
 
 
 @triton.jit

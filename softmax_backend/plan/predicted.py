@@ -21,6 +21,7 @@ from softmax_backend.plan.block_plan import (
     work_list,
 )
 from softmax_backend.variants import masks
+from softmax_backend.variants.sage import column_mean
 from softmax_backend.variants.variant import LOG2_E
 
 
@@ -64,7 +65,12 @@ def predict(
     b, h, m, d = q.shape
     hk, n = k.shape[1], k.shape[2]
     tiles, blocks = -(-m // block_m), -(-n // block_n)
-    k_mean = k.mean(2, dtype=torch.float32) if smooth_k else q.new_zeros(b, hk, d).float()
+    if not smooth_k:
+        k_mean = torch.zeros(b, hk, d, device=q.device)
+    elif _has_kernels(k):
+        k_mean = column_mean(k)
+    else:
+        k_mean = k.mean(2, dtype=torch.float32)
     q_pooled, q_likeness = _pool(q, torch.zeros(b, h, d, device=q.device), block_m)
     k_pooled, k_likeness = _pool(k, k_mean, block_n)
     grouped = q_pooled.view(b * hk, h // hk * tiles, d)
@@ -96,7 +102,7 @@ def predict(
             IS_CAUSAL=is_causal,
             IS_CDF=cdf is not None,
             HAS_SINK=keep_first,
-            num_warps=8,
+            num_warps=max(1, blocks // 1024),  # within one warp a reduction has no barrier
         )
     else:
         kinds = select_kinds(

@@ -98,8 +98,8 @@ def _with_triton(
     hk, n = k.shape[1], k.shape[2]
     per_thread = mode.groups == "per_thread"
     new = q.new_empty
-    k_mean = column_stats(k)[0]
-    q_mean = column_stats(q)[0] if mode.smooth_q else None
+    k_mean = column_mean(k)
+    q_mean = column_mean(q) if mode.smooth_q else None
     blocks, slices = -(-n // block_n), -(-m // 16)
     k8, q8 = new((b, hk, n, d), dtype=torch.int8), new((b, h, m, d), dtype=torch.int8)
     k_scale = new((b, hk, blocks, 4 if per_thread else 1), dtype=torch.float32)
@@ -142,7 +142,7 @@ def _with_triton(
     )
     v8, v_scale, v_mean = v, torch.ones_like(k_mean), torch.zeros_like(k_mean)
     if mode.fp8_values:
-        mean, low, high = column_stats(v)
+        mean, low, high = column_range(v)
         if mode.smooth_v:
             v_mean, low, high = mean, low - mean, high - mean
         v_scale = _value_scale(low, high)
@@ -167,13 +167,26 @@ def _with_triton(
     )
 
 
-def column_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def column_mean(x: Tensor) -> Tensor:
+    """Mean over the tokens of [B, H, L, D]: float32 [B, H, D]."""
+    return _column_stats(x, False)[0].sum(1).view(-1, x.shape[1], x.shape[3]) / x.shape[2]
+
+
+def column_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, minimum and maximum over the tokens of [B, H, L, D]: float32 [B, H, D] each."""
     b, h, length, d = x.shape
-    block = min(64, triton.next_power_of_2(length))
+    part = _column_stats(x, True)
+    total, low, high = part[0].sum(1) / length, part[1].amin(1), part[2].amax(1)
+    return total.view(b, h, d), low.view(b, h, d), high.view(b, h, d)
+
+
+def _column_stats(x: Tensor, has_range: bool) -> Tensor:
+    b, h, length, d = x.shape
+    block = min(32, triton.next_power_of_2(length))
     chunk = max(block, 512)
     chunks = -(-length // chunk)
-    part = torch.empty(3, b * h, chunks, d, dtype=torch.float32, device=x.device)
+    shape = (3 if has_range else 1, b * h, chunks, d)
+    part = torch.empty(shape, dtype=torch.float32, device=x.device)
     kernels.column_stats_kernel[(chunks, b * h)](
         x_ptr=x,
         stats_ptr=part,
@@ -183,10 +196,10 @@ def column_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         D=d,
         CHUNK=chunk,
         BLOCK=block,
-        num_warps=8,
+        HAS_RANGE=has_range,
+        num_warps=4,
     )
-    total, low, high = part[0].sum(1) / length, part[1].amin(1), part[2].amax(1)
-    return total.view(b, h, d), low.view(b, h, d), high.view(b, h, d)
+    return part
 
 
 def _strides(x: Tensor) -> dict[str, int]:

@@ -45,7 +45,8 @@ def cases(arch: str) -> Iterator[Case]:
         if nvidia:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
     yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
-    yield from _small_kernels(nvidia)
+    if arch == "sm90":
+        yield from _small_kernels()
 
 
 def _attention(
@@ -116,27 +117,27 @@ def _int8(arch: str, name: str, groups: str, mask: masks.Mask, is_fp8: bool) -> 
     return name, kernels.block_sparse_int8_kernel, types, constexprs, options
 
 
-def _small_kernels(nvidia: bool) -> Iterator[Case]:
+def _small_kernels() -> Iterator[Case]:
     heads = {"HEADS": 24, "D": 128}
     half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
     options = {"num_warps": 8}
     stats = quantise.column_stats_kernel
-    yield "column_stats", stats, half, heads | {"CHUNK": 512, "BLOCK": 64}, options
+    sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": True}
+    yield "column_stats", stats, half, heads | sizes, {"num_warps": 4}
     group = {"GROUP": 1, "PER_THREAD": False}
     keys = heads | group | {"BLOCK": 128, "HAS_BIAS": False}
     yield "quantise_keys", quantise.quantise_keys_kernel, half | {"out_ptr": "*i8"}, keys, options
     queries = heads | group | {"BLOCK": 64, "HAS_MEAN": False}
     kernel = quantise.quantise_queries_kernel
     yield "quantise_queries", kernel, half | {"out_ptr": "*i8"}, queries, options
-    if nvidia:
-        values = heads | {"BLOCK": 128, "HAS_MEAN": True}
-        kernel = quantise.quantise_values_kernel
-        yield "quantise_values", kernel, half | {"out_ptr": "*fp8e4nv"}, values, options
+    values = heads | {"BLOCK": 128, "HAS_MEAN": True}
+    kernel = quantise.quantise_values_kernel
+    yield "quantise_values", kernel, half | {"out_ptr": "*fp8e4nv"}, values, options
     yield "pool", predict.pool_kernel, half, heads | {"BLOCK": 128}, options
     select = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": 128, "WIDTH": 1024}
     flags = {"IS_CAUSAL": True, "IS_CDF": True, "HAS_SINK": False}
     types = {"amount": "fp32"}
-    yield "select_blocks", predict.select_blocks_kernel, types, select | flags, options
+    yield "select_blocks", predict.select_blocks_kernel, types, select | flags, {"num_warps": 1}
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:
