@@ -82,8 +82,8 @@ class VideoAttention:
             )
         block_m, block_n = self._blocks(q.transpose(1, 2))
         order, plan = _tile_plan(self, length - tokens, h, b, block_m, block_n, q.device)
-        x = (order.gather(t, 1).transpose(1, 2) for t in (q, k, v))
-        return order.scatter(self._attend(*x, plan, scale).transpose(1, 2), 1)
+        q, k, v = (order.gather(x, 1).transpose(1, 2) for x in (q, k, v))
+        return order.scatter(self._attend(q, k, v, plan, scale).transpose(1, 2), 1)
 
     def _blocks(self, q: Tensor) -> tuple[int, int]:
         if self.eight_bit:

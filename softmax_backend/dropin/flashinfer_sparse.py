@@ -109,7 +109,6 @@ class BlockSparseAttentionWrapper(_Wrapper):
                 ``causal``: its meaning over gathered blocks is FlashInfer's own, give ``mask``).
         """
         block_m, block_n = default_blocks(self.device, head_dim)
-        sizes = {"block_m": block_m, "block_n": block_n}
         if block_mask is not None:
             heads = block_mask.shape[0]
             if heads not in (num_qo_heads, num_kv_heads):
@@ -122,12 +121,24 @@ class BlockSparseAttentionWrapper(_Wrapper):
             cols = torch.full((1, nb), C, device=self.device)
             cols[0, -1] = N - (nb - 1) * C
             wanted = block_mask.to(self.device).bool()
-            plan = bsr.from_block_map(wanted, rows, cols, num_qo_heads, **sizes)
+            plan = bsr.from_block_map(
+                wanted, rows, cols, num_qo_heads, block_m=block_m, block_n=block_n
+            )
         elif indptr is None or indices is None:
             raise ValueError("indptr and indices must be given where block_mask is not")
         else:
-            lists = (indptr.to(self.device), indices.to(self.device))
-            plan = bsr.from_bsr(*lists, M, N, R, C, num_qo_heads, mask=mask, **sizes)
+            plan = bsr.from_bsr(
+                indptr.to(self.device),
+                indices.to(self.device),
+                M,
+                N,
+                R,
+                C,
+                num_qo_heads,
+                mask=mask,
+                block_m=block_m,
+                block_n=block_n,
+            )
         self._remember(
             plan,
             logits_soft_cap,
@@ -161,10 +172,10 @@ class BlockSparseAttentionWrapper(_Wrapper):
         if (scale_q, scale_k, scale_v) != (None, None, None):
             raise ValueError("scale_q, scale_k and scale_v must be None: inputs are 16-bit here")
         k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
-        packed = (x.transpose(0, 1)[None] for x in (q, k, v))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         target = None if out is None else out.transpose(0, 1)[None]
         lse_target = None if lse is None else lse.t()[None]
-        got, base_2 = self._attend(*packed, target, lse_target)
+        got, base_2 = self._attend(q, k, v, target, lse_target)
         result = got[0].transpose(0, 1)
         return (result, base_2[0].t()) if return_lse else result
 
@@ -207,8 +218,14 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
                 f"block_mask_map must have {num_kv_heads} heads, got {block_mask_map.shape[0]}"
             )
         block_m, block_n = default_blocks(self.device, head_dim)
-        inputs = (x.to(self.device) for x in (block_mask_map.bool(), block_row_sz, block_col_sz))
-        plan = bsr.from_block_map(*inputs, num_qo_heads, block_m=block_m, block_n=block_n)
+        plan = bsr.from_block_map(
+            block_mask_map.to(self.device).bool(),
+            block_row_sz.to(self.device),
+            block_col_sz.to(self.device),
+            num_qo_heads,
+            block_m=block_m,
+            block_n=block_n,
+        )
         self._remember(
             plan,
             logits_soft_cap,

@@ -128,14 +128,11 @@ def block_sparse_sage2_attn_cuda(
     _refuse(None, dropout_p, smooth_k)
     q, k, v = heads_first(tensor_layout, q, k, v)
     b, h, m, n = *q.shape[:3], k.shape[2]
-    shapes = {(-(-m // bm), -(-n // bn)): (bm, bn) for bm, bn in ((128, 64), (64, 128))}
+    shapes = {(b, h, -(-m // bm), -(-n // bn)): (bm, bn) for bm, bn in ((128, 64), (64, 128))}
     got = None if mask_id is None else tuple(mask_id.shape)
-    if mask_id is None or got[:2] != (b, h) or got[2:] not in shapes:  # type: ignore[index]
-        raise ValueError(
-            f"mask_id must have shape [{b}, {h}, tiles, blocks] with (tiles, blocks) one of "
-            f"{list(shapes)}, got {got}"
-        )
-    block_m, block_n = shapes[got[2:]]  # type: ignore[index]
+    if mask_id is None or got not in shapes:
+        raise ValueError(f"mask_id must have one of the shapes {list(shapes)}, got {got}")
+    block_m, block_n = shapes[got]
     kinds = torch.where(mask_id != 0, FULL, 0).to(torch.int8)
     if n % block_n:
         kinds[..., -1] *= PARTIAL

@@ -146,19 +146,19 @@ def from_block_map(
     # how many set blocks are in the rectangle of blocks that a tile of the kernel touches
     total = torch.nn.functional.pad(block_map.int().cumsum(1).cumsum(2), (1, 0, 1, 0))
     (r0, r1), (c0, c1) = (_touched(x, b) for x, b in ((row_of, block_m), (col_of, block_n)))
-    count = (
+    touching = (
         total[head, r1[:, :, None], c1[:, None]]
         - total[head, r0[:, :, None], c1[:, None]]
         - total[head, r1[:, :, None], c0[:, None]]
         + total[head, r0[:, :, None], c0[:, None]]
     )
-    whole = count == (r1 - r0)[:, :, None] * (c1 - c0)[:, None]
+    whole = torch.eq(touching, (r1 - r0)[:, :, None] * (c1 - c0)[:, None])
     ragged = torch.arange(c0.shape[1], device=device) == c0.shape[1] - 1
     if kv_len % block_n:  # the last block ends early, which the kernel sees to
         whole = whole & ~ragged
     if mask is not None:
         whole = torch.zeros_like(whole)
-    kinds = torch.where(whole, FULL, torch.where(count > 0, PARTIAL, 0)).to(torch.int8)
+    kinds = torch.where(whole, FULL, torch.where(touching > 0, PARTIAL, 0)).to(torch.int8)
     sequences = uniform_sequences(1, q_len, kv_len, device)
     return _with_bits(kinds[None], elements, num_heads, sequences, q_len, kv_len, block_m, block_n)
 
@@ -222,7 +222,7 @@ def _with_bits(
     places = (kinds == PARTIAL).nonzero()
     step = max(1, _CHUNK // (block_m * block_n))
     words = []
-    for part in places.split(step):
+    for part in torch.split(places, step):
         seen = _evaluate(part, elements, q_len, kv_len, block_m, block_n)
         rows = part[:, 2, None] * block_m + torch.arange(block_m, device=kinds.device) < q_len
         kind = torch.full((len(part),), PARTIAL, dtype=torch.int8, device=kinds.device)
@@ -262,7 +262,8 @@ def _evaluate(
 def pack_bits(seen: Tensor) -> Tensor:
     """bool [P, M, N] to int32 [P, M, N / 32], bit n % 32 of word n // 32."""
     bit = torch.arange(32, device=seen.device)
-    words = (seen.unflatten(-1, (-1, 32)).long() << bit).sum(-1)
+    count, rows, cols = seen.shape
+    words = (seen.reshape(count, rows, cols // 32, 32).long() << bit).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 

@@ -205,7 +205,7 @@ def _pool(x: Tensor, mean: Tensor, block: int) -> tuple[Tensor, Tensor]:
     blocks = -(-length // block)
     if not _has_kernels(x):
         padded = torch.nn.functional.pad(x.float() - mean[:, :, None], (0, 0, 0, -length % block))
-        padded = padded.unflatten(2, (blocks, block))
+        padded = padded.view(b, h, blocks, block, d)
         count = (length - torch.arange(blocks, device=x.device) * block).clamp(max=block)
         unit = padded / padded.norm(dim=-1, keepdim=True).clamp(min=1e-10)
         pooled, centre = (t.sum(3) / count[:, None] for t in (padded, unit))

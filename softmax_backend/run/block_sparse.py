@@ -47,7 +47,8 @@ def run(
     if pages is None:
         k_source = descriptor(k, (plan.block_n, block_d))
         v_source = descriptor(v, (plan.block_n, dv))
-        page_strides, page_indices, page_size = (0,) * 6, plan.cols, 1
+        page_strides: tuple[int, ...] = (0,) * 6
+        page_indices, page_size = plan.cols, 1
     else:
         k_source, v_source = k, v
         page_strides = (*k.stride()[:3], *v.stride()[:3])

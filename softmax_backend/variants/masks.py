@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from softmax_backend.kernels import prefill_hooks as hooks
 
 
 @dataclass(frozen=True)
@@ -43,52 +43,22 @@ class Mask:
     reads_vectors: bool = False
 
 
-@triton.jit
-def _everything(q_pos, k_pos, col, slot, head, aux_ptr):
-    return (k_pos >= 0) & (q_pos == q_pos)
-
-
-@triton.jit
-def _causal(q_pos, k_pos, col, slot, head, aux_ptr):
-    return k_pos <= q_pos
-
-
-@triton.jit
-def _causal_window(q_pos, k_pos, col, slot, head, aux_ptr):
-    # aux: int32 [H], keys that a query sees, itself included
-    return (k_pos <= q_pos) & (q_pos - k_pos < tl.load(aux_ptr + head))
-
-
-@triton.jit
-def _block_end(q_pos, k_pos, col, slot, head, aux_ptr):
-    # aux: int32 [key blocks], the position after a block's last token
-    return (k_pos < tl.load(aux_ptr + col)) & (q_pos == q_pos)
-
-
-@triton.jit
-def _element_bits(q_pos, k_pos, col, slot, head, aux_ptr):
-    # aux: int32 [slots, BLOCK_M, BLOCK_N / 32], bit n % 32 of word n // 32
-    words: tl.constexpr = k_pos.shape[1] // 32
-    o_m = tl.arange(0, q_pos.shape[0])[:, None]
-    o_n = tl.arange(0, k_pos.shape[1])[None, :]
-    at = (slot.to(tl.int64) * q_pos.shape[0] + o_m) * words + o_n // 32
-    return (tl.load(aux_ptr + at) >> (o_n % 32)) & 1 != 0
-
-
 def _torch_bits(q: Tensor, k: Tensor, col: int, slot: int, head: int, aux: Tensor) -> Tensor:
     o_n = torch.arange(k.shape[1], device=k.device)
     words = aux[slot, : q.shape[0]]
     return (words[:, o_n // 32] >> (o_n % 32)) & 1 != 0
 
 
-everything = Mask("everything", _everything, lambda q, k, col, slot, head, aux: (k >= 0) & (q == q))
-causal = Mask("causal", _causal, lambda q, k, col, slot, head, aux: k <= q)
+everything = Mask(
+    "everything", hooks.everything_mask, lambda q, k, col, slot, head, aux: (k >= 0) & (q == q)
+)
+causal = Mask("causal", hooks.causal_mask, lambda q, k, col, slot, head, aux: k <= q)
 causal_window = Mask(
     "causal_window",
-    _causal_window,
+    hooks.causal_window_mask,
     lambda q, k, col, slot, head, aux: (k <= q) & (q - k < aux[head]),
 )
 block_end = Mask(
-    "block_end", _block_end, lambda q, k, col, slot, head, aux: (k < aux[col]) & (q == q)
+    "block_end", hooks.block_end_mask, lambda q, k, col, slot, head, aux: (k < aux[col]) & (q == q)
 )
-element_bits = Mask("element_bits", _element_bits, _torch_bits, reads_vectors=True)
+element_bits = Mask("element_bits", hooks.element_bits_mask, _torch_bits, reads_vectors=True)

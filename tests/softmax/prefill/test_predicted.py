@@ -131,7 +131,7 @@ def test_sparge_with_a_map(seed: int, device: torch.device) -> None:
     want = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, 0.125)
     got = spargeattn.block_sparse_sage2_attn_cuda(q, k, v, block_map.to(device), return_lse=True)
     assert_matches(got, want, LOOSE)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mask_id must have shape"):
+    with pytest.raises(ValueError, match="mask_id must have one of the shapes"):
         spargeattn.block_sparse_sage2_attn_cuda(q, k, v, block_map[:, :1].to(device))
 
 
