@@ -213,8 +213,9 @@ def _specialise(
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             values.append(address)
         elif hasattr(arg, "block_shape"):  # Triton's tensor descriptor, or Gluon's with a layout
+            tile: Any = arg
             layout = getattr(arg, "layout", None)
-            key += (arg.base.dtype, tuple(arg.block_shape), arg.padding, layout)
+            key += (tile.base.dtype, tuple(tile.block_shape), tile.padding, layout)
             values.append(arg)
         elif isinstance(arg, torch.dtype):
             key += (arg, True, True) if hip else (arg, True)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from softmax_backend import reference_block_sparse as reference
-from softmax_backend.dropin.flashinfer_sparse import (
+from softmax_backend.flashinfer import (
+    BatchPrefillWithPagedKVCacheWrapper,
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
 )
-from tests.softmax.prefill.cases import assert_matches
+from tests.softmax.prefill.cases import assert_matches, causal_seen
 
 
 def random(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
@@ -92,3 +93,31 @@ def test_signatures_are_upstreams() -> None:
     ]  # fmt: skip
     run = list(inspect.signature(VariableBlockSparseAttentionWrapper.run).parameters)
     assert run == ["self", "q", "k", "v", "out", "lse", "return_lse", "enable_pdl"]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_paged_prefill(layout: str, seed: int, device: torch.device) -> None:
+    q_lens, kv_lens, page = [30, 1], [45, 20], 16
+    indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randperm(8, generator=generator)[:5].int()
+    cache = random((8, 2, page, 1, 64), seed, device)
+    q = random((31, 2, 64), seed + 1, device)
+    sinks = torch.tensor([0.5, -1.0], device=device)
+    given = cache if layout == "NHD" else cache.transpose(2, 3).contiguous()
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, device=device), layout)
+    last = torch.tensor([13, 4], dtype=torch.int32)
+    offsets = torch.tensor([0, 30, 31], dtype=torch.int32)
+    wrapper.plan(offsets, indptr, indices, last, 2, 1, 64, page, causal=True, window_left=20)
+    out, lse = wrapper.run(q, given, return_lse=True, sinks=sinks)
+    for i, (m, n) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        rows = cache[indices[indptr[i] : indptr[i + 1]].long().to(device)].cpu()
+        k, v = (x.reshape(-1, 1, 64)[:n].transpose(0, 1) for x in rows.unbind(1))
+        at = slice(offsets[i], offsets[i + 1])
+        own = q[at].cpu().transpose(0, 1)
+        want, want_lse = reference.attention(own, k, v, causal_seen(m, n, 21), 0.125)
+        share = torch.sigmoid(want_lse - sinks.cpu()[:, None].double())
+        got = out[at].transpose(0, 1), lse[at].t() * math.log(2)
+        assert_matches(got, (want * share[..., None], want_lse))
+    with pytest.raises(ValueError, match="window_left needs causal=True here"):
+        wrapper.plan(offsets, indptr, indices, last, 2, 1, 64, page, window_left=20)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from softmax_backend import reference_block_sparse as reference
+from softmax_backend import sageattention, spargeattn
 from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.dropin import sageattention, spargeattn
 from softmax_backend.plan import predicted
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from tests.softmax.prefill.cases import (

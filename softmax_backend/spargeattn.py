@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from softmax_backend.dropin.sageattention import heads_first
 from softmax_backend.plan.block_plan import FULL, PARTIAL, BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.plan.predicted import predict
 from softmax_backend.sage import default_blocks, quantised_attention
+from softmax_backend.sageattention import heads_first
 
 Result = Tensor | tuple[Tensor, float] | tuple[Tensor, Tensor]
 

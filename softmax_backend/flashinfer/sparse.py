@@ -52,7 +52,7 @@ class _Wrapper:
         self._plan = plan
         self._variant = variants.soft_cap(soft_cap) if soft_cap else variants.SOFTMAX
         self._scale = sm_scale
-        self._dtype = _dtype(q_data_type)
+        self._dtype = as_dtype(q_data_type)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None
@@ -147,8 +147,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
             packed_mask=(packed_mask, None),
             causal=(causal, False),
             pos_encoding_mode=(pos_encoding_mode, "NONE"),
-            kv_data_type=(_dtype(kv_data_type or q_data_type), _dtype(q_data_type)),
-            o_data_type=(_dtype(o_data_type or q_data_type), _dtype(q_data_type)),
+            kv_data_type=(as_dtype(kv_data_type or q_data_type), as_dtype(q_data_type)),
+            o_data_type=(as_dtype(o_data_type or q_data_type), as_dtype(q_data_type)),
         )
 
     def run(
@@ -233,7 +233,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             q_data_type,
             causal=(causal, False),
             pos_encoding_mode=(pos_encoding_mode, "NONE"),
-            kv_data_type=(_dtype(kv_data_type or q_data_type), _dtype(q_data_type)),
+            kv_data_type=(as_dtype(kv_data_type or q_data_type), as_dtype(q_data_type)),
         )
 
     def run(
@@ -259,7 +259,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
     forward = run
 
 
-def _dtype(name: DataType) -> torch.dtype:
+def as_dtype(name: DataType) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else name
     if found not in (torch.float16, torch.bfloat16):
         raise ValueError(f"data type must be float16 or bfloat16, got {name}")
