@@ -1,7 +1,7 @@
-"""``kda-dsv4 bench``: the project's benchmark scripts, on this machine.
+"""``kda-dsv4 bench``: the families' benchmark scripts, on this machine.
 
-The scripts are those under ``benchmarks/`` of the repository, from which every committed figure
-comes; an installed package has them as ``kda_dsv4_benchmarks``.
+Ours are those under ``benchmarks/`` of the repository, from which every committed figure comes; an
+installed package has them as ``kda_dsv4_benchmarks``. They run as programs of their own.
 """
 
 from __future__ import annotations
@@ -14,69 +14,77 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from backend_cli.errors import BadInputError, CliError
+from backend_cli.families import all_families
 from backend_cli.files import check_writable
 from backend_cli.results import name, read_result, speedups
+from backend_cli.terminal import Bar, plain_console
 from backend_core.target import detect_target
-
-SCRIPTS = {
-    "kda-prefill": "bench_kda_prefill.py",
-    "kda-decode": "bench_kda_decode.py",
-    "dsv4-compressor": "bench_dsv4_compressor.py",
-}
 
 
 def bench(
     context: typer.Context,
     what: Annotated[
-        str | None, typer.Argument(help=f"{', '.join(SCRIPTS)}; by default all of them.")
+        str | None, typer.Argument(help="A benchmark of a family; by default all of them.")
     ] = None,
     output_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where WHAT.json goes.")] = Path(
         "bench-results"
     ),
 ) -> None:
     """Time the kernels beside the peers that are installed; more options go to the one script."""
-    if what is not None and what not in SCRIPTS:
-        raise BadInputError(f"WHAT must be one of {', '.join(SCRIPTS)}, got {what!r}")
+    known = scripts()
+    if what is not None and what not in known:
+        raise BadInputError(f"WHAT must be one of {', '.join(known)}, got {what!r}")
     if what is None and context.args:
         raise BadInputError(f"options of a script need its name first, got {context.args[0]}")
-    chosen = list(SCRIPTS) if what is None else [what]
+    chosen = list(known) if what is None else [what]
     outputs = {item: output_dir / f"{item}.json" for item in chosen}
     for path in outputs.values():
         check_writable(path)
         if path.exists():
             raise BadInputError(f"{path} exists already: name another --output-dir")
-    folder = scripts_folder()
+    files = {item: script_file(known[item]) for item in chosen}
     if detect_target().vendor == "cpu":
         raise CliError("bench measures a GPU, and there is none here")
     output_dir.mkdir(parents=True, exist_ok=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[rows]} lines"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
-    with progress:
-        overall = progress.add_task("benchmarks", total=len(chosen), rows=0)
+    with Bar("benchmarks", len(chosen)) as bar:
         for item, path in outputs.items():
-            progress.update(overall, description=f"{item:15}")
-            _run(folder / SCRIPTS[item], path, context.args, progress)
-            progress.advance(overall)
+            bar.update(description=item, note="")
+            _run(files[item], path, context.args, bar)
+            bar.update(1)
     for item, path in outputs.items():
         _print_summary(item, path)
 
 
-def scripts_folder() -> Path:
-    """Where the benchmark scripts are: in the clone, or in the installed package.
+def scripts() -> dict[str, str]:
+    """Every family's scripts, by what the user calls them.
 
     Raises:
-        CliError: they are in neither.
+        CliError: two families call theirs the same.
     """
+    found: dict[str, str] = {}
+    for family in all_families().values():
+        if twice := found.keys() & family.benchmarks.keys():
+            raise CliError(f"two families have a benchmark called {', '.join(sorted(twice))}")
+        found |= family.benchmarks
+    return found
+
+
+def script_file(script: str) -> Path:
+    """Where a script of `Family.benchmarks` is: in the clone, or in the installed package.
+
+    Raises:
+        CliError: it is in neither.
+    """
+    path = Path(script) if Path(script).is_absolute() else _own_folder() / script
+    if not path.is_file():
+        raise CliError(f"the benchmark script {path} does not exist")
+    return path
+
+
+def _own_folder() -> Path:
     clone = Path(__file__).resolve().parent.parent / "benchmarks"
     if clone.is_dir():
         return clone
@@ -89,34 +97,32 @@ def scripts_folder() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _run(script: Path, output: Path, arguments: list[str], progress: Progress) -> None:
+def _run(script: Path, output: Path, arguments: list[str], bar: Bar) -> None:
     """Run one script to its end; what it prints goes above the bar."""
     command = [sys.executable, str(script), "--output", str(output.absolute()), *arguments]
-    task = progress.add_task(f"{script.stem[6:]:15}", total=None, rows=0)
     lines = 0
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                progress.console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
+                bar.print(line.rstrip())
                 lines += 1
-                progress.update(task, rows=lines)
+                bar.update(note=f"{lines} lines")
             code = process.wait()
         finally:
             process.kill()  # where this process was interrupted
             process.wait()
-        progress.remove_task(task)
         if code:
             errors.seek(0)
-            said = errors.read().strip().splitlines()[-1:] or [f"exit code {code}"]
+            last = errors.read().strip().splitlines()[-1:] or [f"exit code {code}"]
             kept = f"; what it had measured is in {output}" if output.exists() else ""
-            raise CliError(f"{script.name} failed: {said[0]}{kept}")
+            raise CliError(f"{script.name} failed: {last[0]}{kept}")
 
 
 def _print_summary(item: str, path: Path) -> None:
     result = read_result(path)
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = plain_console()
     found = speedups(result["rows"])
     console.print(f"\n{item} on {result.get('gpu')}, {len(result['rows'])} shapes: {path}")
     if not found:

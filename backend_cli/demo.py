@@ -1,47 +1,50 @@
-"""``kda-dsv4 demo``: a small Kimi-Linear model answers questions, with this backend and without.
+"""``kda-dsv4 demo``: a small model answers questions, with this backend and without.
 
 The model is transformers' own; its checkpoint and the questions are in the repository, under
-``benchmarks/recall``. Every question goes through transformers twice: on this backend, and stock.
-So does a prompt for a tiny DeepSeek-V4 with random weights, whose tokens must be equal.
+``benchmarks/recall``. Every question goes through transformers twice: on this backend, and on
+transformers' own code. So does a prompt for a tiny model of each further family, with random
+weights, whose tokens must be equal.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from backend_cli import recall
 from backend_cli.errors import BadInputError, CliError
-from backend_core.tables.select import PathSelection
+from backend_cli.eval import recall_task as recall
+from backend_cli.families import (
+    all_families,
+    family_of_checkpoint,
+    table_of,
+    transformers_adapter,
+)
+from backend_cli.terminal import Bar, plain_console
+from backend_core.family import Family
+from backend_core.tables.select import select
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
-from dsv4_backend.engines import transformers as dsv4
-from kda_backend.engines import transformers as kda
-from kda_backend.selection import KdaShape, select
 
 RECALL = Path(__file__).resolve().parent.parent / "benchmarks" / "recall"
-SCHEMA = 1
-DEFAULT_QUESTIONS = 64
+SCHEMA = 2
+DEFAULT_QUESTIONS = 32
 WANTED_ACCURACY = 0.95
-DSV4_TOKENS = 16
-_DSV4_PROMPT = 120  # a window of 128 tokens ends among those generated
+THREADS = 1
+"""For operations this small more threads are no faster, and on a busy machine they wait for one
+another."""
+TINY_TOKENS = 16
+_TINY_PROMPT = 120  # windows of 128 tokens end among those generated
 
-_CHUNK = 64
-_KIMI_LINEAR = KdaShape(num_heads=32, num_value_heads=32, key_dim=128, value_dim=128)
-_KIMI_LINEAR_TOKENS = 8192
-SERVE = (
-    "vllm serve moonshotai/Kimi-Linear-48B-A3B-Instruct --attention-backend KDA",
-    "sglang serve --model-path moonshotai/Kimi-Linear-48B-A3B-Instruct --attention-backend kda",
-)
+MODEL = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
+SERVE = tuple(f"kda-dsv4 serve {MODEL} --engine {engine}" for engine in ("vllm", "sglang"))
 
 
 @dataclass
@@ -64,9 +67,9 @@ class Answers:
 def run(num_questions: int | None = None, json_output: bool = False) -> int:
     """Run the demo and print its report; JSON on stdout with ``json_output``.
 
-    Returns 0, or 1 where accuracy on this backend is under 0.95 or DeepSeek-V4's tokens differ
-    from stock. Raises BadInputError where ``num_questions`` is not among the questions at hand,
-    CliError where the checkpoint is absent.
+    Returns 0, or 1 where accuracy on this backend is under 0.95 or a tiny model's tokens differ
+    from upstream's. Raises BadInputError where ``num_questions`` is not among the questions at
+    hand, CliError where the checkpoint is absent.
     """
     if not (RECALL / "checkpoint" / "model.safetensors").is_file():
         raise CliError(
@@ -79,56 +82,64 @@ def run(num_questions: int | None = None, json_output: bool = False) -> int:
         raise BadInputError(f"questions must number 1 to {len(questions.items)}, got {count}")
     questions = questions.head(count)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # read by transformers when it is imported: its warnings and bars would break the one shown here
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    model = kda.load_model(RECALL / "checkpoint", device)
-
-    backend, stock = answer(model, questions)
-    accuracies = backend.accuracy(questions), stock.accuracy(questions)
-    dsv4_equal = dsv4_equal_tokens(device)
+    with bounded_threads():
+        adapter = transformers_adapter(family_of_checkpoint(RECALL / "checkpoint"))
+        model = adapter.load_model(RECALL / "checkpoint", device)
+        backend, upstream = answer(adapter, model, questions)
+        accuracies = backend.accuracy(questions), upstream.accuracy(questions)
+        equal = {
+            family.title: equal_tokens(tiny, device)
+            for family in all_families().values()
+            if (tiny := transformers_adapter(family)) and hasattr(tiny, "tiny_model")
+        }
     report = {
         "schema": SCHEMA,
         "questions": count,
         "accuracy": accuracies[0],
-        "stock_accuracy": accuracies[1],
-        "token_agreement": agreement(backend.generated, stock.generated),
+        "upstream_accuracy": accuracies[1],
+        "token_agreement": agreement(backend.generated, upstream.generated),
         "tokens_per_second": median(backend.speeds),
-        "stock_tokens_per_second": median(stock.speeds),
-        "dsv4_tokens": DSV4_TOKENS,
-        "dsv4_equal_tokens": dsv4_equal,
+        "upstream_tokens_per_second": median(upstream.speeds),
+        "tiny_tokens": TINY_TOKENS,
+        "tiny_equal_tokens": equal,
         "device": str(device),
-        "paths": [path_row(target) for target in _targets()],
+        "paths": [path_row(target, family) for target in _targets() for family in _all()],
         "serve": SERVE,
     }
     if json_output:
         print(json.dumps(report, indent=2))
     else:
         _print_report(report, questions, backend)
+        for title, count_equal in equal.items():
+            print(
+                f"{title} (tiny model, random weights): {count_equal} of {TINY_TOKENS} tokens "
+                "equal with and without the backend"
+            )
         print(
-            f"DeepSeek-V4 (tiny, random weights): {dsv4_equal} of {DSV4_TOKENS} tokens equal "
-            "with and without the backend"
+            f"demo: accuracy {accuracies[0]:.3f}, upstream {accuracies[1]:.3f}, {count} questions"
         )
-        print(f"demo: accuracy {accuracies[0]:.3f}, stock {accuracies[1]:.3f}, {count} questions")
-    return 0 if accuracies[0] >= WANTED_ACCURACY and dsv4_equal == DSV4_TOKENS else 1
+    right = accuracies[0] >= WANTED_ACCURACY and all(n == TINY_TOKENS for n in equal.values())
+    return 0 if right else 1
 
 
-def answer(model: Any, questions: recall.QuestionSet) -> tuple[Answers, Answers]:
-    """Answer every question on this backend and on stock transformers, with a progress bar."""
-    backend, stock = Answers(), Answers()
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[right]}"),
-        console=Console(stderr=True),
-    )
-    with progress:
-        for name, answers in (("this backend", backend), ("stock transformers", stock)):
-            task = progress.add_task(f"{name:18}", total=len(questions.items), right="")
+@contextmanager
+def bounded_threads() -> Iterator[None]:
+    """`THREADS` threads for each operation of torch, as long as the body runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def answer(adapter: Any, model: Any, questions: recall.QuestionSet) -> tuple[Answers, Answers]:
+    """Answer every question on this backend and on transformers' own code, and show progress."""
+    backend, upstream = Answers(), Answers()
+    for name, answers in (("this backend", backend), ("transformers", upstream)):
+        with Bar(f"{name:12}", len(questions.items)) as bar:
             if answers is backend:
-                kda.enable()
+                adapter.enable()
             try:
                 generate(model, "Q: 1 + 1?\nA: ")  # first calls load and compile
                 for done, item in enumerate(questions.items, start=1):
@@ -139,10 +150,10 @@ def answer(model: Any, questions: recall.QuestionSet) -> tuple[Answers, Answers]
                     answers.generated.append(ids)
                     answers.speeds.append((len(recall.encode(prompt)) + len(ids)) / seconds)
                     share = answers.accuracy(questions.head(done))
-                    progress.update(task, advance=1, right=f"accuracy {share:.3f}")
+                    bar.update(1, note=f"accuracy {share:.3f}")
             finally:
-                kda.disable()
-    return backend, stock
+                adapter.disable()
+    return backend, upstream
 
 
 def generate(model: Any, prompt: str) -> list[int]:
@@ -159,22 +170,20 @@ def generate(model: Any, prompt: str) -> list[int]:
     return generated
 
 
-def dsv4_equal_tokens(device: torch.device) -> int:
-    """How many greedy tokens of a tiny DeepSeek-V4 are the same on this backend and on stock."""
-    model = dsv4.tiny_model(device)
-    ids = torch.randint(2, 97, (1, _DSV4_PROMPT), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(device)
-    arguments = {"max_new_tokens": DSV4_TOKENS, "do_sample": False}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for operations this small threads only wait for one another
+def equal_tokens(adapter: Any, device: torch.device) -> int:
+    """How many greedy tokens of a family's tiny model are the same on this backend and upstream."""
+    model = adapter.tiny_model(device)
+    size = (1, _TINY_PROMPT)
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, model.config.vocab_size, size, generator=rng).to(device)
+    arguments = {"max_new_tokens": TINY_TOKENS, "do_sample": False}
+    upstream = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    adapter.enable()
     try:
-        stock = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
-        dsv4.enable()
         ours = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     finally:
-        dsv4.disable()
-        torch.set_num_threads(threads)
-    return int((ours == stock)[0, _DSV4_PROMPT:].sum())
+        adapter.disable()
+    return int((ours == upstream)[0, _TINY_PROMPT:].sum())
 
 
 def agreement(left: list[list[int]], right: list[list[int]]) -> float:
@@ -184,23 +193,31 @@ def agreement(left: list[list[int]], right: list[list[int]]) -> float:
     return equal / max(1, sum(max(len(x), len(y)) for x, y in pairs))
 
 
-def path_row(target: Target) -> dict[str, Any]:
-    """The paths that ``target`` would run for Kimi-Linear-48B on one GPU, or why there are none."""
-    row: dict[str, Any] = {"target": asdict(target), "prefill": None, "decode": None, "error": None}
+def path_row(target: Target, family: Family) -> dict[str, Any]:
+    """The paths of a family on a part for large grids, or why there are none.
+
+    ``measured`` is whether all of their parameters were chosen by measuring on that part.
+    """
+    row: dict[str, Any] = {
+        "target": asdict(target),
+        "family": family.name,
+        "paths": {},
+        "measured": False,
+        "error": None,
+    }
     try:
-        plan = select(target, _KIMI_LINEAR)
+        table = table_of(family, target)
     except LookupError as error:
         return row | {"error": str(error)}
-    chunks = _KIMI_LINEAR_TOKENS // _CHUNK
+    chosen = {name: select(table, name).paths[-1] for name in family.tables.operator_names}
     return row | {
-        "prefill": _path(plan.prefill, chunks * _KIMI_LINEAR.num_value_heads),
-        "decode": _path(plan.decode, _KIMI_LINEAR.num_value_heads),
+        "paths": {name: path.name for name, path in chosen.items()},
+        "measured": all(path.measured for path in chosen.values()),
     }
 
 
-def _path(selection: PathSelection, grid: int) -> dict[str, Any]:
-    path = selection.lookup(grid)
-    return {"grid": grid, "path": path.name, "measured": path.measured, "why": path.provenance}
+def _all() -> list[Family]:
+    return list(all_families().values())
 
 
 def _targets() -> list[Target]:
@@ -210,34 +227,31 @@ def _targets() -> list[Target]:
 
 
 def _print_report(report: dict[str, Any], questions: recall.QuestionSet, backend: Answers) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console(soft_wrap=False)
     item = questions.items[0]
     console.print(f"\nThe first question, one of {len(item.context)} in its context:")
     console.print(questions.pool[item.asked].text, style="italic")
-    said = recall.extract_answer(recall.decode(backend.generated[0]))
-    console.print(f"answered {said!r}, the context says {questions.answer(item)!r}\n")
+    text = recall.extract_answer(recall.decode(backend.generated[0]))
+    console.print(f"answered {text!r}, the context says {questions.answer(item)!r}\n")
 
-    results = Table("", "this backend", "stock transformers", box=None, pad_edge=False)
-    results.add_row("accuracy", f"{report['accuracy']:.3f}", f"{report['stock_accuracy']:.3f}")
-    speeds = report["tokens_per_second"], report["stock_tokens_per_second"]
+    results = Table("", "this backend", "transformers", box=None, pad_edge=False)
+    results.add_row("accuracy", f"{report['accuracy']:.3f}", f"{report['upstream_accuracy']:.3f}")
+    speeds = report["tokens_per_second"], report["upstream_tokens_per_second"]
     results.add_row("tokens per second (median)", *(f"{speed:,.0f}" for speed in speeds))
     results.add_row("equal tokens", f"{report['token_agreement']:.3f}", "")
     console.print(results)
 
-    console.print(
-        f"\nKernel paths for Kimi-Linear-48B, {_KIMI_LINEAR_TOKENS:,} tokens (the first line is "
-        "this machine):"
-    )
-    table = Table("machine", "prefill", "decode", "figures", box=None, pad_edge=False)
+    console.print("\nKernel paths for large grids (the first part is this machine):")
+    table = Table("part", "family", "paths", "parameters", box=None, pad_edge=False)
     for row in report["paths"]:
-        name = row["target"]["name"]
+        names = [row["target"]["name"], row["family"]]
         if row["error"]:
-            table.add_row(name, "stock", "stock", row["error"])
+            table.add_row(*names, "upstream code", row["error"])
             continue
-        prefill, decode = row["prefill"], row["decode"]
-        table.add_row(name, prefill["path"], decode["path"], prefill["why"])
+        measured = "measured" if row["measured"] else "not all measured"
+        table.add_row(*names, ", ".join(dict.fromkeys(row["paths"].values())), measured)
     console.print(table)
     console.print("\nServe the real model:")
     for command in report["serve"]:
         console.print(f"  {command}", soft_wrap=True)
-    console.print("  (vLLM before 0.32 takes CUSTOM instead of KDA)\n")
+    console.print()

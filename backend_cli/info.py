@@ -14,13 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from backend_cli.errors import BadInputError
+from backend_cli.families import all_families, table_of
+from backend_cli.terminal import plain_console
 from backend_core import __version__
 from backend_core.engines import ENGINES
+from backend_core.family import Family
 from backend_core.strict import strict_mode
-from backend_core.tables.select import PHASES, PathRow, PathTable, explain, feature_sets, load_table
+from backend_core.tables.schema import Operator
+from backend_core.tables.select import PathRow, PathTable, explain, feature_sets
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def info(
@@ -53,18 +57,19 @@ def info(
 def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, Any]:
     """What ``info --json`` prints. Within one ``schema`` number keys are added, never changed.
 
-    - ``schema``: 1;
+    - ``schema``: 2 (1 had ``phases`` in place of ``operators``);
     - ``python``, ``packages``: version strings, ``null`` for a package that is not installed;
     - ``engines``: ``name``, ``installed`` (version or ``null``), ``supported`` (whether that
       version is; ``null`` if none is installed) and ``supported_versions``, the range in words;
     - ``machine``: the target found here, with ``vendor``, ``arch``, ``num_sms`` and ``name``;
     - ``strict``: whether ``KDA_DSV4_STRICT`` is on;
     - ``targets``: for each target asked for, its fields and ``families``: each with ``family``,
-      ``table`` (the file, or ``null``), ``error`` (why there is none, or ``null``) and ``phases``:
-      each with ``phase`` and ``selections``: each with ``requires``, the features that a kind of
-      model needs, and ``rows``, in the table's order: ``path``, ``low`` and ``high`` (the grids it
-      serves, inclusive; ``high`` is ``null`` for no limit, both are for a refused row), ``refusal``
-      (why, or ``null``), ``params``, ``features``, ``measured``, ``provenance``.
+      ``title``, ``layer_kinds``, ``table`` (the file, or ``null``), ``error`` (why there is none,
+      or ``null``) and ``operators``: each with ``operator``, ``grid`` (what its grids count, in
+      words) and ``selections``: each with ``requires``, the features that a kind of model needs,
+      and ``rows``, in the table's order: ``path``, ``low`` and ``high`` (the grids it serves,
+      inclusive; ``high`` is ``null`` for no limit, both are for a refused row), ``refusal`` (why,
+      or ``null``), ``params``, ``features``, ``measured``, ``provenance``.
 
     With ``requires`` there is one selection, of every row. Without, there is one for each feature
     set in the table, of the rows that have it.
@@ -89,7 +94,8 @@ def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, A
         "machine": asdict(detect_target()),
         "strict": strict_mode(),
         "targets": [
-            asdict(target) | {"families": [_family(family, target, requires) for family in PHASES]}
+            asdict(target)
+            | {"families": [_family(f, target, requires) for f in all_families().values()]}
             for target in targets
         ],
     }
@@ -108,28 +114,35 @@ def _resolve_targets(names: list[str]) -> list[Target]:
     return [by_name[name.lower()] for name in names]
 
 
-def _family(family: str, target: Target, requires: frozenset[str]) -> dict[str, Any]:
+def _family(family: Family, target: Target, requires: frozenset[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "family": family.name,
+        "title": family.title,
+        "layer_kinds": sorted(family.layer_kinds),
+        "table": None,
+        "error": None,
+        "operators": [],
+    }
     try:
-        table = load_table(family, target)
+        table = table_of(family, target)
     except LookupError as error:
-        return {"family": family, "table": None, "error": str(error), "phases": []}
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
-    phases = [_phase(table, phase, requires) for phase in PHASES[family]]
-    return {"family": family, "table": str(table.source), "error": None, "phases": phases}
+        return found | {"error": str(error)}
+    operators = [_operator(table, operator, requires) for operator in family.tables.operators]
+    return found | {"table": str(table.source), "operators": operators}
 
 
-def _phase(table: PathTable, phase: str, requires: frozenset[str]) -> dict[str, Any]:
+def _operator(table: PathTable, operator: Operator, requires: frozenset[str]) -> dict[str, Any]:
     if requires:
-        selections = [_selection(requires, explain(table, phase, requires))]
+        selections = [_selection(requires, explain(table, operator.name, requires))]
     else:
         selections = [
             _selection(
-                kind, [row for row in explain(table, phase, kind) if kind <= row.path.features]
+                kind,
+                [row for row in explain(table, operator.name, kind) if kind <= row.path.features],
             )
-            for kind in feature_sets(table, phase)
+            for kind in feature_sets(table, operator.name)
         ]
-    return {"phase": phase, "selections": selections}
+    return {"operator": operator.name, "grid": operator.grid, "selections": selections}
 
 
 def _selection(requires: frozenset[str], rows: Iterable[PathRow]) -> dict[str, Any]:
@@ -141,7 +154,7 @@ def _selection(requires: frozenset[str], rows: Iterable[PathRow]) -> dict[str, A
                 "low": row.low,
                 "high": row.high,
                 "refusal": row.refusal,
-                "params": dict(row.path.params),
+                "params": row.path.params_dict(),
                 "features": sorted(row.path.features),
                 "measured": row.path.measured,
                 "provenance": row.path.provenance,
@@ -159,7 +172,7 @@ def _version(package: str) -> str | None:
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console(soft_wrap=False)
     machine = report["machine"]
     units = "" if machine["vendor"] == "cpu" else f" ({machine['arch']}, {machine['num_sms']} SMs)"
     console.print(f"machine   {machine['name']}{units}")
@@ -187,10 +200,12 @@ def _print_family(console: Console, target: dict[str, Any], family: dict[str, An
         console.print(f"{title}: {family['error']}", soft_wrap=True)
         return
     console.print(f"{title}, from {family['table']}", soft_wrap=True)
-    for phase in family["phases"]:
-        for selection in phase["selections"]:
+    for operator in family["operators"]:
+        for selection in operator["selections"]:
             needs = ", ".join(selection["requires"]) or "none"
-            console.print(f"\n{phase['phase']}, models with needs among: {needs}", soft_wrap=True)
+            console.print(
+                f"\n{operator['operator']}, models with needs among: {needs}", soft_wrap=True
+            )
             table = Table("grid", "path", box=None, pad_edge=False)
             table.add_column("parameters", overflow="fold")
             table.add_column("reason", overflow="fold")

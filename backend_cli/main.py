@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Annotated
 
 import typer
 
 from backend_cli.bench import bench
-from backend_cli.check import check
+from backend_cli.check.command import check
 from backend_cli.errors import CliError, CommandGroup
-from backend_cli.eval_compare import compare
-from backend_cli.eval_gsm8k import gsm8k
-from backend_cli.eval_recall import recall
+from backend_cli.eval.compare import compare
+from backend_cli.eval.gsm8k import gsm8k
+from backend_cli.eval.recall import recall
 from backend_cli.info import info
 from backend_cli.plot import plot
 from backend_cli.serve import serve
-from backend_cli.tune import tune
+from backend_cli.tune.command import tune
 from backend_core import __version__
 
 app = typer.Typer(
@@ -57,7 +58,7 @@ def _root(
 @app.command()
 def demo(
     num_questions: Annotated[
-        int | None, typer.Option(min=1, help="How many of the committed questions; default 64.")
+        int | None, typer.Option(min=1, help="How many of the committed questions; default 32.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -67,6 +68,9 @@ def demo(
         raise CliError(
             f"the demo needs {' and '.join(missing)}: pip install 'kda-dsv4-backend[cpu]'"
         )
+    # read when torch is loaded; threads that wait for one another would stretch it on a busy machine
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from backend_cli.demo import run
 
     raise typer.Exit(run(num_questions, json_output))

@@ -14,11 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from backend_cli.errors import BadInputError, CliError
-from backend_core.engines import ENGINES
-from backend_core.target import detect_target
+from backend_cli.families import all_families
+from backend_core.engines import ENGINES, flag_name
+from backend_core.family import Family
+from backend_core.target import Target, detect_target
 
 SERVERS = ("vllm", "sglang")
-_FIRST_OWN_NAME = (0, 32)  # vLLM takes new names of backends from this release on
 _TENSOR_PARALLEL = {
     "vllm": ("--tensor-parallel-size", "-tp"),
     "sglang": ("--tensor-parallel-size", "--tp-size", "--tp"),
@@ -56,18 +57,13 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
     ranks = _tensor_parallel(engine, arguments)
     version = _version(engine)
     config = read_config(model)
-    family = family_of(config)
-    if family is None:
-        raise BadInputError(
-            "MODEL must have Kimi Delta Attention or be a DeepSeek-V4, got a "
-            f"{config.get('model_type')!r} model"
-        )
+    candidates = _families_of(config)
     target = detect_target()
     if target.vendor == "cpu":
         raise CliError(f"{engine} needs a GPU for this model, and there is none here")
-    lines = [f"{engine} {version} on {target.name} ({target.arch}), {ranks} GPUs"]
-    lines += _kda_paths(target, config, ranks) if family == "kda" else _dsv4_paths(target)
-    flag = _flag(engine, version, family)
+    serving, paths = _describe(candidates, target, config, ranks)
+    lines = [f"{engine} {version} on {target.name} ({target.arch}), {ranks} GPUs", *paths]
+    flag = flag_name(engine, serving.name, version)
     program = _program(engine)
     name = [model] if engine == "vllm" else ["--model-path", model]
     return [program, "serve", *name, "--attention-backend", flag, *arguments], lines
@@ -105,12 +101,48 @@ def read_config(model: str) -> dict[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
-def family_of(config: dict[str, Any]) -> str | None:
-    """``"kda"``, ``"dsv4"``, or ``None`` for any other model."""
-    linear = config.get("linear_attn_config")
-    if isinstance(linear, dict) and linear.get("kda_layers"):
-        return "kda"
-    return "dsv4" if config.get("model_type") == "deepseek_v4" else None
+def _families_of(config: dict[str, Any]) -> list[Family]:
+    """The families that serve layers of the model.
+
+    Raises:
+        BadInputError: there is none.
+    """
+    refusals = {name: family.model_refusal(config) for name, family in all_families().items()}
+    serving = [family for name, family in all_families().items() if refusals[name] is None]
+    if not serving:
+        raise BadInputError(
+            f"MODEL must have layers of a family, got a {config.get('model_type')!r} model: "
+            f"{'; '.join(str(refusal) for refusal in refusals.values())}"
+        )
+    return serving
+
+
+def _describe(
+    candidates: list[Family], target: Target, config: dict[str, Any], ranks: int
+) -> tuple[Family, list[str]]:
+    """The first family that has kernel paths for the model here, and every family's paths in lines.
+
+    Raises:
+        CliError: no family has any.
+        BadInputError: the configuration cannot be read, or the model not be split.
+    """
+    serving: list[Family] = []
+    lines: list[str] = []
+    reasons: list[str] = []
+    for family in candidates:
+        try:
+            described = family.describe_model(target, config, ranks)
+        except LookupError as error:
+            reasons.append(str(error))
+            lines.append(f"{family.title}: upstream code, {error}")
+            continue
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
+        serving.append(family)
+        lines += [f"{family.title}:", *described]
+    if not serving:
+        raise CliError(f"this machine has no kernel path for this model: {'; '.join(reasons)}")
+    return serving[0], lines
 
 
 def _version(engine: str) -> str:
@@ -135,53 +167,6 @@ def _tensor_parallel(engine: str, arguments: list[str]) -> int:
     if not found.isdigit() or int(found) < 1:
         raise BadInputError(f"{names[0]} must be a positive number, got {found!r}")
     return int(found)
-
-
-def _kda_paths(target: Any, config: dict[str, Any], ranks: int) -> list[str]:
-    """What the table chooses for a rank of this model."""
-    from kda_backend.selection import KdaShape, select
-
-    linear = config["linear_attn_config"]
-    try:
-        heads, dim = int(linear["num_heads"]), int(linear["head_dim"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInputError(
-            f"linear_attn_config must have num_heads and head_dim: {error}"
-        ) from error
-    if heads % ranks:
-        raise BadInputError(f"{heads} heads cannot be split over {ranks} GPUs")
-    bounded = linear.get("gate_lower_bound", config.get("gate_lower_bound")) is not None
-    shape = KdaShape(heads // ranks, heads // ranks, dim, dim, bounded)
-    try:
-        plan = select(target, shape)
-    except LookupError as error:
-        raise CliError(f"this machine has no kernel path for this model: {error}") from error
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
-    served = (
-        row for phase in (plan.prefill, plan.decode) for row in phase.explain() if not row.refusal
-    )
-    return [f"{heads // ranks} heads a GPU", *map(str, served)]
-
-
-def _dsv4_paths(target: Any) -> list[str]:
-    """What the table holds for the compressors; every rank has all of each."""
-    from backend_core.tables.select import load_table
-
-    try:
-        table = load_table("dsv4", target)
-    except LookupError as error:
-        raise CliError(f"this machine has no kernel path for this model: {error}") from error
-    names = dict.fromkeys(f"{row.phase} {row.name}" for row in table.rows)
-    return [f"compressors: {', '.join(names)}"]
-
-
-def _flag(engine: str, version: str, family: str) -> str:
-    if engine == "sglang":
-        return family
-    major, minor = (int(part) for part in version.split(".")[:2])
-    # before, a plug-in has the one name that vLLM leaves free
-    return "CUSTOM" if (major, minor) < _FIRST_OWN_NAME else family.upper()
 
 
 def _program(engine: str) -> str:

@@ -8,34 +8,55 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
 Extent = int | str | None
-Tensors = TypeVar("Tensors", bound="tuple[torch.Tensor | None, ...]")
-Options = TypeVar("Options", bound=Hashable)
+Values = ParamSpec("Values")
 Result = TypeVar("Result")
 _KEPT = 1024  # results of one check
 
 
-def once(check: Callable[[Tensors, Options], Result]) -> Callable[[Tensors, Options], Result]:
+def once(check: Callable[Values, Result]) -> Callable[Values, Result]:
     """Keep what a check returns for calls that agree in all that it may look at.
 
-    These are the shapes, strides, dtypes and devices of the tensors, and the options. It must look
-    at no value or address, and return no tensor. A check that raises is made again.
+    Its arguments are tensors, hashable values, or tuples of these. The check may look at the
+    shapes, strides, dtypes and devices of the tensors and at the other values; it must look at no
+    element or address, and return no tensor. A check that raises is made again.
     """
+    from torch import Tensor
+
     found: dict[Hashable, Result] = {}
+    tensors = {Tensor}  # Tensor and its subclasses that came: isinstance is slow for what is none
 
     @functools.wraps(check)
-    def checked(tensors: Tensors, options: Options) -> Result:
-        facts = [t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        key = (options, *facts)
+    def checked(*values: Values.args, **named: Values.kwargs) -> Result:
+        assert not named, "the arguments of a check are positional"
+        facts: list[object] = []
+        last = None
+        for value in values:
+            for x in value if isinstance(value, tuple) else (value,):
+                if type(x) in tensors:
+                    if x is last:  # for instance a pool, which is read and written
+                        facts.append("again")
+                        continue
+                    facts += (x.shape, x.stride(), x.dtype, x.device)
+                    last = x
+                else:
+                    facts.append(x)
+        key = tuple(facts)
         try:
             return found[key]
         except KeyError:
-            result = check(tensors, options)
+            kinds = {type(x) for value in values if isinstance(value, tuple) for x in value}
+            kinds |= {type(value) for value in values}
+            new = {kind for kind in kinds if issubclass(kind, Tensor)} - tensors
+            if new:
+                tensors.update(new)
+                return checked(*values, **named)
+            result = check(*values, **named)
         if len(found) >= _KEPT:
             found.clear()
         found[key] = result

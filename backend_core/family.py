@@ -66,6 +66,9 @@ class Family:
             ``max_grid`` is timed.
         benchmarks: by what ``bench`` calls them, scripts that take ``--output FILE``: a file of
             this project's ``benchmarks/``, or an absolute path.
+        transformers: the module of the adapter for Hugging Face transformers, with ``enable()`` and
+            ``disable()``, and ``load_model(checkpoint, device)`` or ``tiny_model(device)`` where
+            the family has a small model to show; ``None`` where there is no adapter.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Family:
     measure: Measure
     open_grid: Mapping[str, int]
     benchmarks: Mapping[str, str]
+    transformers: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError where the parts do not belong together."""

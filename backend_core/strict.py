@@ -1,4 +1,4 @@
-"""What happens where this package cannot serve a call and stock code would.
+"""What happens where this package cannot serve a call and upstream's code would.
 
 ``KDA_DSV4_STRICT=1`` turns every such fallback into an error; otherwise each reason is logged
 once, as a warning of the logger ``kda_dsv4``.
@@ -15,7 +15,7 @@ _reported: set[str] = set()
 
 
 class FallbackError(RuntimeError):
-    """A fallback to stock code was refused because strict mode is on."""
+    """A fallback to upstream's code was refused because strict mode is on."""
 
 
 def strict_mode() -> bool:
@@ -24,13 +24,13 @@ def strict_mode() -> bool:
 
 
 def fallback(reason: str) -> None:
-    """Report, before running stock code, why it runs: one line for each reason.
+    """Report, before running upstream's code, why it runs: one line for each reason.
 
     Raises:
         FallbackError: in strict mode.
     """
     if strict_mode():
-        raise FallbackError(f"KDA_DSV4_STRICT forbids falling back to stock code: {reason}")
+        raise FallbackError(f"KDA_DSV4_STRICT forbids falling back to upstream's code: {reason}")
     if reason not in _reported:
         _reported.add(reason)
-        logger.warning("falling back to stock code: %s", reason)
+        logger.warning("falling back to upstream's code: %s", reason)

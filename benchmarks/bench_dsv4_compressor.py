@@ -4,21 +4,20 @@
 
 Tensors as vLLM lays them out: fp32 projections, a paged fp32 state, a block table, paged caches
 (main fp8_ds_mla, indexer fp8). Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's
-two compressors), and ``indexer_rows``, the in-place operator on pooled rows, whose peers are the
-same operation in two launches and in the style of the seed kernel, through memory. vLLM 0.26's
-Triton kernels are timed where they can be imported, from an installed vLLM or, with
-``--vllm-source``, from a directory that holds ``vllm/models/deepseek_v4/common/ops``.
+two compressors, one call after the other), and ``indexer_rows``, the in-place operator on pooled
+rows, whose peers are the same operation in two launches and in the style of the seed kernel,
+through memory. vLLM 0.26's Triton kernels are timed where they can be imported, from an installed
+vLLM or, with ``--vllm-source``, from a directory that holds
+``vllm/models/deepseek_v4/common/ops``.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,124 +33,27 @@ from backend_core.testing.timing import (
     host_time_ms,
     installed_version,
 )
-from benchmarks.dsv4_peers import EPS, Part, empty_kernel, load_vllm, rows_calls, vllm_step
-from dsv4_backend import (
-    CompressorLayer,
-    CompressorSpec,
-    PagedDecode,
-    PagedPrefill,
-    RingPrefill,
-    compress_decode_,
-    compress_decode_pair_,
-    compress_prefill_,
-    quantise_indexer_queries,
-    window_ends,
-)
-from dsv4_backend.queries import Queries
-from dsv4_backend.spec import RECORD_BYTES
+from benchmarks.dsv4_peers import empty_kernel, load_vllm, rows_calls, vllm_step
+from dsv4_backend import quantise_indexer_queries
+from dsv4_backend.compressor.queries import Queries
+from dsv4_backend.testing.engine import make_spec
+from dsv4_backend.testing.steps import TimedStep, make_step, on_ring, rope_table
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUERIES = (1, 64, 512, 4096)
-PAGE_TOKENS = 64
 INDEXER_HEADS = 64
+CUDA = torch.device("cuda", 0)
 
 
-@functools.cache
-def rope_table() -> torch.Tensor:
-    """[positions, 64], cosines first, for the longest case."""
-    angle = torch.rand(65536 + 8192, 32, device="cuda") * 6.3
-    return torch.cat((angle.cos(), angle.sin()), 1)
+def kind_of(part: str, ratio: int) -> str:
+    return "indexer" if part == "indexer" else f"main_c{ratio}"
 
 
-def make_spec(part: str, ratio: int) -> CompressorSpec:
-    is_indexer = part == "indexer"
-    return CompressorSpec(
-        head_dim=128 if is_indexer else 512,
-        compress_ratio=ratio,
-        cache_format="indexer_fp8" if is_indexer else "fp8_ds_mla",
-        page_tokens=PAGE_TOKENS,
-        rounding="vllm",
-        rotate=False,
-        fp8="ocp",
-        rope_layout="split",
-        eps=EPS,
-    )
-
-
-def make_part(part: str, ratio: int, positions: torch.Tensor, requests: torch.Tensor) -> Part:
-    """A part for tokens at ``positions [T]`` of ``requests [T]``, which are in order."""
-    spec = make_spec(part, ratio)
-    generator = torch.Generator("cuda").manual_seed(11)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    tokens, count = positions.shape[0], int(requests.max()) + 1
-    block = 4 if ratio == 4 else 8
-    is_prefill = tokens > count
-    last = int(positions.max()) // block + 1
-    # Decoding requests keep a window; a prefilled one keeps all, as vLLM does within a step.
-    kept = last if is_prefill else spec.window // block + 1
-    own = torch.arange(last, device="cuda") % kept
-    table = (own[None] + kept * torch.arange(count, device="cuda")[:, None]).int()
-    pages = count * kept
-    state = normal(pages, block, spec.row_width)
-    state_slots = table[requests, positions // block].long() * block + positions % block
-    is_end = (positions + 1) % ratio == 0
-    slots = torch.where(is_end, is_end.cumsum(0) - 1, -1)
-    page_bytes = -(-spec.page_bytes // 576) * 576
-    cache = torch.zeros(tokens // PAGE_TOKENS + 1, page_bytes, dtype=torch.uint8, device="cuda")
-    layer = CompressorLayer(
-        spec,
-        ape=normal(ratio, spec.halves, spec.head_dim),
-        norm_weight=1 + 0.1 * normal(spec.head_dim),
-        rope_table=rope_table(),
-    )
-    common = (positions, state_slots, requests.int(), table, slots)
-    # as in an engine: the plan and the state are older than the launch before, a projection's
-    plan: PagedDecode | PagedPrefill = PagedDecode(*common, is_settled=True)
-    if is_prefill:
-        starts = torch.searchsorted(requests, torch.arange(count + 1, device="cuda")).int()
-        plan = PagedPrefill(*common, starts, window_ends(positions, state_slots, count, ratio))
-    ends = int(is_end.sum())
-    return Part(layer, normal(tokens, spec.row_width), state, cache, plan, ends)
-
-
-def on_ring(part: Part) -> Part:
-    """One request's prefill with sglang's plan v2, whose state keeps the last window alone."""
-    layer, tokens = part.layer, part.plan.num_tokens
-    spec, ratio = layer.spec, layer.spec.compress_ratio
-    seq_lens = torch.arange(ratio, tokens + 1, ratio, device="cuda")
-    # the rows before the first token count as rows of the state
-    packed = (seq_lens - 1) | ((spec.window - seq_lens).clamp_(min=0) << 16)
-    pages = torch.arange(2, device="cuda").expand(len(seq_lens), 2)
-    windows = torch.cat((seq_lens[:, None], packed[:, None], pages), 1).int()
-    last = torch.arange(tokens - spec.window, tokens, device="cuda")
-    writes = torch.stack((last, last % (2 * ratio)), 1).int()
-    state = torch.zeros(2, ratio, spec.row_width, device="cuda")
-    plan = RingPrefill(windows, writes, part.plan.slots)
-    return Part(layer, part.kv_score, state, part.cache, plan, part.ends)
-
-
-def ours(part: Part) -> Callable[[], None]:
-    if isinstance(part.plan, PagedPrefill | RingPrefill):
-        return lambda: compress_prefill_(*part.tensors, part.plan)
-    return lambda: compress_decode_(*part.tensors, part.plan)
-
-
-def ours_both(main: Part, indexer: Part) -> Callable[[], None]:
-    if isinstance(main.plan, PagedPrefill):
-        calls = (ours(main), ours(indexer))
-        return lambda: [call() for call in calls]
-    object.__setattr__(indexer.plan, "requests", main.plan.requests)
-    return lambda: compress_decode_pair_(main.tensors, indexer.tensors, main.plan, indexer.plan)
-
-
-def equal_bytes(vllm: types.SimpleNamespace, part: Part) -> float:
+def equal_bytes(vllm: types.SimpleNamespace, part: TimedStep) -> float:
     """Share of the records' bytes in which ours and vLLM's step agree; the states must be equal."""
     results = []
-    for call in (vllm_step(vllm, part), ours(part)):
+    for call in (vllm_step(vllm, part), part.call()):
         state = part.state.clone()
         part.cache.zero_()
         call()
@@ -159,7 +61,7 @@ def equal_bytes(vllm: types.SimpleNamespace, part: Part) -> float:
         part.state.copy_(state)
     if not torch.equal(results[0][1], results[1][1]):
         raise SystemExit("the states differ from vLLM's: no times were taken")
-    written = part.ends * sum(RECORD_BYTES[part.layer.spec.cache_format])
+    written = part.ends * part.layer.spec.record.record_bytes
     return 1 - float((results[0][0] != results[1][0]).sum()) / max(written, 1)
 
 
@@ -178,11 +80,12 @@ def measure(
     phase: str, part: str, ratio: int, n: int, ends: str, vllm: Any, bandwidth: float
 ) -> dict[str, object]:
     names = ("main", "indexer") if part == "both" else (part,)
-    parts = [make_part(name, ratio, *tokens_of(phase, n, ratio, ends)) for name in names]
+    parts = [make_step(kind_of(name, ratio), *tokens_of(phase, n, ratio, ends)) for name in names]
     equal = None if vllm is None else min(equal_bytes(vllm, p) for p in parts)
     if equal is not None and equal < 0.999:
         raise SystemExit(f"{phase} {part} c{ratio}: only {equal:.4f} of the bytes are vLLM's")
-    call = ours(parts[0]) if len(parts) == 1 else ours_both(*parts)
+    calls = [p.call() for p in parts]
+    call = calls[0] if len(calls) == 1 else lambda: [each() for each in calls]
     row: dict[str, object] = {
         "phase": phase,
         "part": part,
@@ -207,11 +110,11 @@ def measure(
 
 
 def measure_ring(part_name: str, ratio: int, n: int, bandwidth: float) -> dict[str, object]:
-    part = make_part(part_name, ratio, *tokens_of("prefill", n, ratio, "all"))
-    ours(part)()
+    part = make_step(kind_of(part_name, ratio), *tokens_of("prefill", n, ratio, "all"))
+    part.call()()
     wanted = part.cache.clone()
     part.cache.zero_()
-    call = ours(on_ring(part))
+    call = on_ring(part).call()
     call()
     if not torch.equal(part.cache, wanted):
         raise SystemExit(
@@ -230,9 +133,7 @@ def measure_ring(part_name: str, ratio: int, n: int, bandwidth: float) -> dict[s
         "vllm_gpu_ms": None,
         "seed_style_gpu_ms": None,
         "two_launch_gpu_ms": None,
-        "floor_ms": (
-            part.kv_score.nbytes + part.ends * sum(RECORD_BYTES[part.layer.spec.cache_format])
-        )
+        "floor_ms": (part.kv_score.nbytes + part.ends * part.layer.spec.record.record_bytes)
         / (bandwidth * 1e6),
     }
 
@@ -241,14 +142,14 @@ def measure_queries(
     cache_format: str, rotate: bool, n: int, vllm: Any, bandwidth: float
 ) -> dict[str, object]:
     """The indexer's queries of n tokens; vLLM's kernel does not rotate."""
-    spec = dataclasses.replace(make_spec("indexer", 4), cache_format=cache_format, rotate=rotate)
+    spec = make_spec(cache_format, rotate=rotate, rope_layout="split")
     q = torch.randn(n, INDEXER_HEADS, 128, device="cuda", dtype=torch.bfloat16)
     weights = torch.randn(n, INDEXER_HEADS, device="cuda", dtype=torch.bfloat16)
     positions = torch.randint(4096, 8192, (n,), device="cuda")
     scales = (128**-0.5, INDEXER_HEADS**-0.5)
 
     def call() -> Queries:
-        return quantise_indexer_queries(spec, q, positions, rope_table(), weights, *scales)
+        return quantise_indexer_queries(spec, q, positions, rope_table(CUDA), weights, *scales)
 
     row: dict[str, object] = {
         "phase": "decode",
@@ -263,7 +164,7 @@ def measure_queries(
         "vllm_gpu_ms": None,
         "seed_style_gpu_ms": None,
         "two_launch_gpu_ms": None,
-        "floor_ms": (q.nbytes + n * INDEXER_HEADS * (sum(RECORD_BYTES[spec.cache_format]) + 2))
+        "floor_ms": (q.nbytes + n * INDEXER_HEADS * (spec.record.record_bytes + 2))
         / (bandwidth * 1e6),
     }
     is_fp4 = cache_format == "indexer_mxfp4"
@@ -272,7 +173,7 @@ def measure_queries(
         return row
 
     def theirs() -> Any:
-        return vllm.queries(positions, q, rope_table(), weights, *scales, use_fp4=is_fp4)
+        return vllm.queries(positions, q, rope_table(CUDA), weights, *scales, use_fp4=is_fp4)
 
     codes = theirs()[0][0] if is_fp4 else theirs()[0].view(torch.uint8)
     row["vllm_equal_bytes"] = float((codes == call()[0]).float().mean())
@@ -282,7 +183,7 @@ def measure_queries(
 
 
 def measure_rows(n: int, bandwidth: float) -> dict[str, object]:
-    calls = rows_calls(n, rope_table())
+    calls = rows_calls(n, rope_table(CUDA))
     return {
         "phase": "decode",
         "part": "indexer_rows",
@@ -332,9 +233,10 @@ def main() -> None:
     bandwidth = copy_bandwidth_gbs()
     vllm = load_vllm(args.vllm_source)
     result: dict[str, object] = environment() | {
+        "script": "benchmarks/bench_dsv4_compressor.py",
         "vllm": installed_version("vllm") or ("source" if vllm else None),
         "copy_gbs": bandwidth,
-        "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](rope_table()), calls=20),
+        "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](rope_table(CUDA)), calls=20),
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, object]] = []

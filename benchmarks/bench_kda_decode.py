@@ -28,8 +28,9 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import PathSelection, load_table
+from backend_core.tables.select import load_table
 from backend_core.target import detect_target
+from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
@@ -47,9 +48,10 @@ from benchmarks.kda_decode_peers import (
     load_sglang,
     load_vllm,
 )
-from benchmarks.regimes import gate_parameters
 from kda_backend import kda_decode_step, kda_verify_step, reference
-from kda_backend.selection import KdaPlan, KdaShape, select
+from kda_backend.launch_params import TABLES
+from kda_backend.selection import KdaSelection, KdaShape, select
+from kda_backend.testing.regimes import gate_parameters
 
 BATCHES = (1, 8, 32, 64, 256, 512)
 COLD_BYTES = 150e6
@@ -58,54 +60,51 @@ Space = dict[str, tuple[int | str, ...]]
 # (path, whether convolution and norm take part, parameters to try)
 SWEEPS: dict[str, tuple[str, bool, Space]] = {
     "sm90": (
-        "recurrent_sm90",
+        "fused_sm90",
         True,
         {
-            "step_split": (1, 2, 4, 8),
-            "step_warps": (4, 8),
-            "step_load_hint": ("evict_first", "evict_last"),
+            "split": (1, 2, 4, 8),
+            "warps": (4, 8),
+            "load_hint": ("evict_first", "evict_last"),
         },
     ),
     "triton": (
-        "recurrent",
+        "fused",
         True,
         {
-            "step_num_warps": (4, 8),
-            "step_k_inner": (16, 32, 64),
-            "step_eviction": ("", "evict_first"),
+            "num_warps": (4, 8),
+            "k_inner": (16, 32, 64),
+            "eviction": ("", "evict_first"),
         },
     ),
     "bare": (
-        "recurrent",
+        "fused",
         False,
         {
-            "step_split_num_warps": (1, 2, 4),
-            "step_block_v": (8, 16, 32, 64, 128),
-            "step_k_inner": (32, 64, 128),
+            "split_num_warps": (1, 2, 4),
+            "block_v": (8, 16, 32, 64, 128),
+            "k_inner": (32, 64, 128),
         },
     ),
 }
 
 
 def make_layer(rows: int, heads: int, seed: int = 1, calls: int | None = None) -> Layer:
-    """Inputs on the GPU in the gate regime of HF's initialisation."""
+    """Inputs on the GPU in the gate regime ``init``."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    def uniform(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=generator, device="cuda")
-
     if calls is None:
         calls = max(4, min(600, round(COLD_BYTES / (rows * heads * DIM * DIM * 4))))
-    a_log, dt_bias, gate_scale = gate_parameters("init", heads, DIM, normal, uniform)
+    a_log, dt_bias, g = gate_parameters("init", normal(rows, heads, DIM), generator)
     channels, slots = 3 * heads * DIM, calls * rows + 1
     order = torch.randperm(slots - 1, generator=generator, device="cuda") + 1
     states = torch.empty(slots, heads, DIM, DIM, device="cuda").normal_(generator=generator)
     return Layer(
         qkv=normal(rows, channels).bfloat16(),
-        g=(normal(rows, heads, DIM) * gate_scale).bfloat16(),
+        g=g.bfloat16(),
         beta=normal(rows, heads).bfloat16(),
         z=normal(rows, heads, DIM).bfloat16(),
         a_log=a_log,
@@ -118,19 +117,21 @@ def make_layer(rows: int, heads: int, seed: int = 1, calls: int | None = None) -
     )
 
 
-def plan_of(heads: int, path: str | None = None, **params: int | str) -> KdaPlan:
-    """The table's plan, or the largest row of one path with other parameters."""
-    plan = select(detect_target(), KdaShape(heads, heads, DIM, DIM))
+def selection_of(heads: int, path: str | None = None, **params: int | str) -> KdaSelection:
+    """The table's selection, or the last row of one path with other parameters."""
+    selection = select(detect_target(), KdaShape(heads, heads, DIM, DIM))
     if path is None:
-        return plan
-    rows = [row for row in load_table("kda", plan.target).rows if row.name == path]
-    row = dataclasses.replace(rows[-1], params=dict(rows[-1].params) | params)
-    return dataclasses.replace(plan, decode=PathSelection("decode", (row,), (), ()))
+        return selection
+    rows = load_table(TABLES, selection.target).rows
+    row = [r for r in rows if (r.operator, r.name) == ("decode_step", path)][-1]
+    return selection.with_path(
+        dataclasses.replace(row, params=dataclasses.replace(row.params, **params))
+    )
 
 
-def ours(x: Layer, plan: KdaPlan | None = None, *, fused: bool = True) -> Step:
+def ours(x: Layer, selection: KdaSelection | None = None, *, fused: bool = True) -> Step:
     """Our step; bare of convolution and norm without ``fused``."""
-    plan = plan or plan_of(x.heads)
+    selection = selection or selection_of(x.heads)
     keys = x.heads * DIM
     q, k, v = (y.unflatten(1, (x.heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
     extra: dict[str, Any] = {}
@@ -159,8 +160,8 @@ def ours(x: Layer, plan: KdaPlan | None = None, *, fused: bool = True) -> Step:
             A_log=x.a_log,
             dt_bias=x.dt_bias,
             out=out,
-            pools_settled=True,  # the call before has other slots
-            plan=plan,
+            pdl_prefetch_safe=True,  # the call before has other slots
+            selection=selection,
             **extra,
         )
 
@@ -185,10 +186,6 @@ def expected(x: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     )
     o = o * torch.rsqrt(o.square().mean(2, keepdim=True) + EPS) * x.norm_weight.double()
     return o * x.z.double().sigmoid(), states
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 def check_accuracy(make: Peer, *, in_place: bool = True) -> list[float | None]:
@@ -241,12 +238,12 @@ def empty_ms(x: Layer) -> float:
 
 
 def verify_ms(rows: int, heads: int, tokens: int) -> float:
-    """A draft of ``tokens`` for each of ``rows`` sequences, a slot a token (vLLM's form)."""
+    """A draft of ``tokens`` for each of ``rows`` sequences, with a slot per token (as vLLM)."""
     x = make_layer(rows * tokens, heads)
     calls = len(x.indices)
     windows = torch.zeros(len(x.states), tokens + 2, x.qkv.shape[1], device="cuda").bfloat16()
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
-    plan, keys = plan_of(heads), heads * DIM
+    selection, keys = selection_of(heads), heads * DIM
     q, k, v = (y.unflatten(1, (heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
     tables = x.indices.view(calls, rows, tokens)
 
@@ -270,7 +267,7 @@ def verify_ms(rows: int, heads: int, tokens: int) -> float:
             norm_weight=x.norm_weight,
             norm_gate=x.z,
             out=x.z.new_empty(x.z.shape),
-            plan=plan,
+            selection=selection,
         )
 
     return gpu_ms(step, x)
@@ -283,9 +280,9 @@ def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) ->
     row: Row = {"H": heads, "batch": batch, "ours_gpu_ms": gpu_ms(step, x)}
     row["ours_call_ms"] = call_time_ms(lambda: step(0), repeats=20)
     row["ours_host_ms"] = host_time_ms(lambda: step(0))
-    row["triton_gpu_ms"] = gpu_ms(ours(x, plan_of(heads, "recurrent")), x)
+    row["triton_gpu_ms"] = gpu_ms(ours(x, selection_of(heads, "fused")), x)
     if has_hopper_kernel():
-        row["sm90_gpu_ms"] = gpu_ms(ours(x, plan_of(heads, "recurrent_sm90")), x)
+        row["sm90_gpu_ms"] = gpu_ms(ours(x, selection_of(heads, "fused_sm90")), x)
     row["bare_gpu_ms"] = gpu_ms(ours(x, fused=False), x)
     times = {}
     for name, make in peers.items():
@@ -308,7 +305,7 @@ def faults(peer: str, heads: int, batch: int) -> bool:
 
 
 def has_hopper_kernel() -> bool:
-    return any(path.name == "recurrent_sm90" for path in plan_of(4).decode.paths)
+    return any(path.name == "fused_sm90" for path in selection_of(4).decode_step.paths)
 
 
 def sweep(name: str, all_heads: list[int]) -> None:
@@ -318,8 +315,8 @@ def sweep(name: str, all_heads: list[int]) -> None:
         x = make_layer(rows, heads)
         times = []
         for values in itertools.product(*space.values()):
-            plan = plan_of(heads, path, **dict(zip(space, values, strict=True)))
-            times.append((gpu_ms(ours(x, plan, fused=fused), x) * 1e3, values))
+            selection = selection_of(heads, path, **dict(zip(space, values, strict=True)))
+            times.append((gpu_ms(ours(x, selection, fused=fused), x) * 1e3, values))
         times.sort()
         print(f"H{heads} N{rows}:", *(f"{t:.2f} {p}" for t, p in times[:6]), sep="  ", flush=True)
         del x
@@ -343,7 +340,7 @@ def warm(all_heads: list[int], peers: dict[str, Peer]) -> None:
     """Compile, by one call of everything."""
     for heads, batch in itertools.product(all_heads, BATCHES):
         x = make_layer(batch, heads, calls=1)
-        steps = [ours(x), ours(x, plan_of(heads, "recurrent")), ours(x, fused=False)]
+        steps = [ours(x), ours(x, selection_of(heads, "fused")), ours(x, fused=False)]
         steps += [make(x) for name, make in peers.items() if not faults(name, heads, batch)]
         for step in steps:
             step(0)
@@ -378,7 +375,7 @@ def main() -> None:
         warm(all_heads, peers)
         return
 
-    triton_step: Peer = lambda x: ours(x, plan_of(x.heads, "recurrent"))  # noqa: E731
+    triton_step: Peer = lambda x: ours(x, selection_of(x.heads, "fused"))  # noqa: E731
     if not (accurate("ours", ours, strict=True) and accurate("triton", triton_step, strict=True)):
         sys.exit("no times were taken")
     peers = {

@@ -11,22 +11,21 @@ are not installed are left out.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import itertools
 import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import PathSelection, load_table
+from backend_core.tables.select import load_table
 from backend_core.target import detect_target
+from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
@@ -35,11 +34,13 @@ from backend_core.testing.timing import (
     host_time_ms,
     installed_version,
 )
-from benchmarks.regimes import REGIMES, collinear, gate_parameters
-from kda_backend import chunk_kda, reference
-from kda_backend.scratch import Workspace
-from kda_backend.selection import KdaPlan, KdaShape, select
-from kda_backend.step_plan import build_metadata
+from kda_backend import chunk_kda
+from kda_backend.launch_params import TABLES
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection, select
+from kda_backend.step_plan import build_step_plan
+from kda_backend.testing.cases import LOWER_BOUND, Case, make_case
+from kda_backend.testing.regimes import MEASURED_REGIMES
 
 DIM = 128
 RAGGED = [1300, 547, 2048, 963, 271, 3063]
@@ -51,7 +52,7 @@ UNBOUNDED = [
 BOUNDED = [(32, [512]), *((h, [8192]) for h in (32, 16, 8, 4)), (4, [32768])] + [
     (h, [1024] * 8) for h in (32, 8)
 ]
-# one sequence, equal ones, a long one in front of short ones and behind them
+# one sequence, equal ones, a long one before short ones and after them
 GROWTH = [
     *([tokens] for tokens in (8192, 16384, 32768, 65536, 131072)),
     *([8192 // n] * n for n in (8, 64, 256)),
@@ -60,128 +61,51 @@ GROWTH = [
 ]
 
 
-@dataclass
-class Case:
-    """One batch: tokens on the GPU, ``state [N, H, V, K]`` fp32."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
-    cu_seqlens: torch.Tensor
-    state: torch.Tensor
-    lower_bound: float | None
-
-
-def make_case(
-    lens: list[int],
-    heads: int,
-    regime: str,
-    lower_bound: float | None,
-    seed: int,
-    device: str = "cuda",
-) -> Case:
-    """Fresh random inputs; the gate regimes are described in docs/kda.md."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    def uniform(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=generator, device=device)
-
-    tokens = sum(lens)
-    q, k, v, g = (normal(1, tokens, heads, DIM) for _ in range(4))
-    beta = normal(1, tokens, heads)
-    a_log, dt_bias, gate_scale = gate_parameters(regime, heads, DIM, normal, uniform)
-    dt_bias, g = dt_bias.flatten(), g * gate_scale
-    if regime == "collinear":
-        k, beta = collinear(k, beta)
-    offsets = [0]
-    for length in lens:
-        offsets.append(offsets[-1] + length)
-    return Case(
-        *(x.bfloat16() for x in (q, k, v, g, beta)),
-        a_log,
-        dt_bias,
-        torch.tensor(offsets, dtype=torch.int32, device=device),
-        normal(len(lens), heads, DIM, DIM) * 0.3,
-        lower_bound,
-    )
-
-
-def expected(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and final state in float64."""
-    q, k, v, g, beta = (x[0].double() for x in (case.q, case.k, case.v, case.g, case.beta))
-    o, state, _ = reference.chunk_kda(
-        reference.l2norm(q),
-        reference.l2norm(k),
-        v,
-        reference.log_decay(g, case.a_log, case.dt_bias, case.lower_bound),
-        beta.sigmoid(),
-        scale=DIM**-0.5,
-        state=case.state.double(),
-        cu_seqlens=case.cu_seqlens.tolist(),
-    )
-    return o[None], state
+def draw(lens: list[int], heads: int, regime: str, lower_bound: float | None, seed: int) -> Case:
+    """Fresh random inputs on the GPU; the gate regimes are those of kda_backend.testing.regimes."""
+    gate = "softplus" if lower_bound is None else "bounded"
+    model = {"heads": heads, "key_dim": DIM, "value_dim": DIM}
+    return make_case(seed, lens, regime=regime, gate=gate, device="cuda", **model)
 
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
-def only(plan: KdaPlan, path: str) -> KdaPlan:
-    """The plan with the largest row of one named path for every grid."""
-    rows = load_table("kda", plan.target).rows
-    row = [row for row in rows if row.phase == "prefill" and row.name == path][-1]
-    return dataclasses.replace(plan, prefill=PathSelection("prefill", (row,), (), ()))
+def only(selection: KdaSelection, path: str) -> KdaSelection:
+    """The selection with the last row of one named path for every grid."""
+    rows = load_table(TABLES, selection.target).rows
+    return selection.with_path([r for r in rows if (r.operator, r.name) == ("prefill", path)][-1])
 
 
 class Ours:
-    """The call of an engine's layer: all buffers exist, the metadata is the step's."""
+    """The call of an engine's layer: all buffers exist, the plan is the step's."""
 
     def __init__(self, case: Case, path: str | None = None) -> None:
         tokens, heads = case.q.shape[1:3]
-        shape = KdaShape(heads, heads, DIM, DIM, case.lower_bound is not None)
         target = detect_target()
         self.num_sms = target.num_sms
-        self.plan = select(target, shape)
+        selection = select(target, case.shape)
         if path is not None:
-            self.plan = only(self.plan, path)
-        self.meta = build_metadata(case.cu_seqlens, tokens, cu_seqlens_cpu=case.cu_seqlens.cpu())
-        self.path = self.plan.prefill.lookup(self.meta.num_chunks * heads).name
+            selection = only(selection, path)
+        cu_seqlens = case.cu_seqlens
+        self.step_plan = build_step_plan(cu_seqlens, tokens, cu_seqlens_cpu=cu_seqlens.cpu())
+        self.path = selection.prefill.lookup(self.step_plan.num_chunks * heads).name
         sequences = len(case.state)
         self.pool = torch.full((sequences + 2, heads, DIM, DIM), math.nan, device="cuda")
-        self.indices = torch.arange(sequences, dtype=torch.int32, device="cuda") + 1
         self.pool[1:-1] = case.state
         self.out = torch.full_like(case.v, math.nan)
-        self.workspace = Workspace(case.q.device)
-        self.case = case
+        self.tokens = case.tokens
+        self.arguments = case.options() | {
+            "state_pool": self.pool,
+            "state_indices": torch.arange(sequences, dtype=torch.int32, device="cuda") + 1,
+            "out": self.out,
+            "step_plan": self.step_plan,
+            "scratch": Scratch(case.q.device),
+            "selection": selection,
+        }
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        case = self.case
-        chunk_kda(
-            case.q,
-            case.k,
-            case.v,
-            case.g,
-            case.beta,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            safe_gate=case.lower_bound is not None,
-            lower_bound=case.lower_bound,
-            A_log=case.a_log,
-            dt_bias=case.dt_bias,
-            state_pool=self.pool,
-            state_indices=self.indices,
-            out=self.out,
-            metadata=self.meta,
-            workspace=self.workspace,
-            plan=self.plan,
-        )
+        chunk_kda(*self.tokens, **self.arguments)
         return self.out, self.pool[1:-1]
 
 
@@ -193,22 +117,13 @@ def fla(case: Case) -> Call:
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         with torch.inference_mode():
             return fla_chunk_kda(
-                case.q,
-                case.k,
-                case.v,
-                case.g,
-                case.beta,
+                *case.tokens,
                 initial_state=case.state,
                 output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                safe_gate=case.lower_bound is not None,
-                lower_bound=case.lower_bound,
-                A_log=case.a_log,
-                dt_bias=case.dt_bias,
+                safe_gate=case.gate == "bounded",
                 state_v_first=True,
                 cu_seqlens=cu_seqlens,
+                **case.options(),
             )
 
     return call
@@ -223,19 +138,14 @@ def flashkda(case: Case) -> Call:
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     cu_seqlens, a_log = case.cu_seqlens.long(), case.a_log
     dt_bias = case.dt_bias.view(heads, DIM)
+    gate = (a_log, dt_bias, LOWER_BOUND)
+    states = (case.state, final, cu_seqlens)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        ops.fwd(
-            case.q, case.k, case.v, case.g, case.beta, DIM**-0.5, out, workspace, a_log, dt_bias,
-            case.lower_bound, case.state, final, cu_seqlens,
-        )  # fmt: skip
+        ops.fwd(*case.tokens, DIM**-0.5, out, workspace, *gate, *states)
         return out, final
 
     return call
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 def check_accuracy(
@@ -243,11 +153,11 @@ def check_accuracy(
 ) -> dict[str, list[float]]:
     """Relative L2 of output and final state in each gate regime."""
     errors = {}
-    for seed, regime in enumerate(REGIMES):
-        case = make_case([257, 512, 63], 4, regime, lower_bound, seed)
-        want = expected(case)
-        got = make(case)()
-        errors[regime] = [relative_error(g, w) for g, w in zip(got, want, strict=True)]
+    for seed, regime in enumerate(MEASURED_REGIMES):
+        case = draw([257, 512, 63], 4, regime, lower_bound, seed)
+        o, states = make(case)()
+        pairs = zip((o[0], states), case.expected(), strict=True)
+        errors[regime] = [relative_error(got.cpu(), want) for got, want in pairs]
     return errors
 
 
@@ -266,7 +176,7 @@ def measure(
         "gate": "unbounded" if lower_bound is None else "bounded",
     }
     for regime in ("init", "random"):
-        case = make_case(lens, heads, regime, lower_bound, seed=7)
+        case = draw(lens, heads, regime, lower_bound, seed=7)
         ours = Ours(case)
         suffix = "" if regime == "init" else f"_{regime}"
         row[f"ours_gpu_ms{suffix}"] = graph_time_ms(ours)
@@ -290,7 +200,7 @@ def measure_growth(heads: list[int]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for h, lens in itertools.product(heads, GROWTH):
         row = {"H": h, "sequences": len(lens), "tokens": sum(lens), "longest": max(lens)}
-        ours = Ours(make_case(lens, h, "init", None, seed=7))
+        ours = Ours(draw(lens, h, "init", None, seed=7))
         rows.append(row | {"seq_lens": lens, "ours_gpu_ms": graph_time_ms(ours)})
         print(row, f"{1e3 * rows[-1]['ours_gpu_ms']:.1f} us", flush=True)
     return rows

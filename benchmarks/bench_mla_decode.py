@@ -323,13 +323,15 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(SIZES))
     parser.add_argument("--replays", type=int, default=8)
     parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--params", nargs="*", default=[], help="overhead=3: not the table's")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     begin = time.perf_counter()
     heads = [int(x) for x in arguments.heads.split(",")]
     names = arguments.cases.split(",")
     small = torch.randn(4096 * 64, 576, dtype=torch.bfloat16, device="cuda")
-    wrong = check(small, {"ours": Ours()}, heads)
+    params = {name: int(value) for name, value in (x.split("=") for x in arguments.params)}
+    wrong = check(small, {"ours": Ours(**params)}, heads)
     if wrong:
         sys.exit("\n".join(["wrong against float64:", *wrong]))
     if arguments.check_only:
@@ -338,7 +340,7 @@ def main() -> None:
     tokens = max(sum(SIZES[name][0]) for name in names) + (1 << 18)
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     peers = mla_decode_peers.load_peers(arguments.peers) if arguments.peers else {}
-    runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(), **peers}
+    runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(**params), **peers}
     plans = {
         requests: plan_times(heads[0], requests, "flashmla" in peers)
         for requests in (1, 4, 16, 64, 128)
@@ -362,6 +364,7 @@ def main() -> None:
         ]
         document = {
             **environment(),
+            "params": params,
             "read_gbs": round(rate / 1e3, 1),
             "plan_us": plans,
             "rows": finished,

@@ -85,6 +85,7 @@ def compare(args: argparse.Namespace) -> None:
         )  # a run may have been cut off
     ]
     result = {
+        "script": "benchmarks/decode_vllm.py",
         "environment": ours["environment"],
         "prompt_tokens": PROMPT,
         "rows": rows,

@@ -6,7 +6,6 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_backend import (
-    CompressorLayer,
-    PagedDecode,
-    PagedPrefill,
-    RingPrefill,
-    SeqLens,
-    compress_norm_rope_hadamard_,
-)
+from backend_core.kernels.rope_hadamard import hadamard, load_angles, rope_tail
+from dsv4_backend import PagedDecode, SeqLens, compress_norm_rope_hadamard_
+from dsv4_backend.kernels.finish import rms_norm
 from dsv4_backend.kernels.norm_rope_rotate import norm_rope_rotate_kernel
-from dsv4_backend.kernels.numerics import hadamard, load_angles, rms_norm, rope_tail
-from dsv4_backend.spec import RECORD_BYTES
+from dsv4_backend.testing.steps import TimedStep
 
 EPS = 1e-6
-
-
-@dataclass
-class Part:
-    """A compressor with the tensors of one call; ``ends`` tokens of it end a window."""
-
-    layer: CompressorLayer
-    kv_score: torch.Tensor
-    state: torch.Tensor
-    cache: torch.Tensor
-    plan: PagedDecode | PagedPrefill | RingPrefill
-    ends: int
-
-    @property
-    def tensors(self) -> tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.layer, self.kv_score, self.state, self.cache
-
-    def floor_bytes(self) -> int:
-        """Each input row read and each state row written once; windows and records of the ends.
-
-        Window rows that the call itself brought in are counted once, as input.
-        """
-        spec = self.layer.spec
-        rows = 2 * self.plan.num_tokens * spec.row_width * 4
-        records = self.ends * sum(RECORD_BYTES[spec.cache_format])
-        if isinstance(self.plan, PagedPrefill):
-            return rows + records
-        return rows + records + self.ends * (spec.window - 1) * 2 * spec.head_dim * 4
 
 
 def load_vllm(source: Path | None) -> types.SimpleNamespace | None:
@@ -94,14 +59,14 @@ def load_vllm(source: Path | None) -> types.SimpleNamespace | None:
     )
 
 
-def vllm_step(vllm: types.SimpleNamespace, part: Part) -> Callable[[], None]:
+def vllm_step(vllm: types.SimpleNamespace, part: TimedStep) -> Callable[[], None]:
     """Both of vLLM's launches on the same tensors, by its own dispatch for Triton."""
-    spec, plan = part.layer.spec, part.plan
+    spec, plan = part.layer.spec, part.step_plan
     half = spec.row_width // 2
     kv, score = part.kv_score[:, :half], part.kv_score[:, half:]
     ape = part.layer.ape.flatten(1)
     block = part.state.shape[1]
-    data, scales = RECORD_BYTES[spec.cache_format]
+    data, scales = spec.record.data_bytes, spec.record.scale_bytes
     page = part.cache.shape[1]
     shape, strides = (
         (part.cache.shape[0], spec.page_tokens, data + scales),
@@ -193,7 +158,7 @@ def rows_calls(n: int, rope_table: torch.Tensor) -> dict[str, Callable[[], objec
     def two_launch() -> None:
         norm_rope_rotate_kernel[(n,)](
             x, weight, table, seq_lens, EPS, 128, 64,
-            D=128, RATIO=4, IS_DECODE=True, HAS_ROTATION=False, PDL=0, num_warps=1,
+            D=128, RATIO=4, HAS_ROTATION=False, PDL="off", num_warps=1,
         )  # fmt: skip
         hadamard_kernel[(n,)](x, 128, D=128, num_warps=1)
 

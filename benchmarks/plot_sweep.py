@@ -1,9 +1,9 @@
-"""Draw where one layout of KDA prefill overtakes another, from a result of sweep_kda_prefill.py.
+"""Draw where one schedule of KDA prefill overtakes another, from a result of sweep_kda_prefill.py.
 
     python benchmarks/plot_sweep.py
 
-Single sequences: for each number of tokens the time of the best layout of each kind over that of
-the best of all. Upper row: ways to share the multiprocessors; lower row: intra blocks on one.
+Single sequences: for each number of tokens the time of the best schedule of each kind over that of
+the best of all. Upper row: strategies; lower row: intra CTAs per SM.
 Needs matplotlib (the extra ``bench``). Writes the same bytes for the same result and the same
 matplotlib.
 """
@@ -24,43 +24,43 @@ from matplotlib import pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.sweep_kda_prefill import chosen, shipped_tables, timed
-from kda_backend.prefill.sm_schedule import Layout, costs_of
+from benchmarks.sweep_kda_prefill import chosen, shipped_model, timed
+from kda_backend.prefill.sm_schedule import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = {
-    "beside, in clusters": "#1f5a94",
-    "beside, one block a head": "#c46a1b",
-    "heads in turn": "#8a5fa8",
+    "concurrent, split": "#1f5a94",
+    "concurrent": "#c46a1b",
+    "sequence-major": "#8a5fa8",
     "tiles first": "#3f8f5b",
-    "2 intra blocks": "#1f5a94",
-    "3 intra blocks": "#c46a1b",
-    "4 intra blocks": "#3f8f5b",
+    "2 intra CTAs per SM": "#1f5a94",
+    "3 intra CTAs per SM": "#c46a1b",
+    "4 intra CTAs per SM": "#3f8f5b",
 }
 MOST = 1.5  # of the axis; what takes longer is beyond it
 
 
-def way(layout: Layout, num_sms: int) -> str:
-    """The layout's kind, in words."""
-    if layout.in_turn:
-        return "heads in turn"
-    if layout.first_scan_sm == num_sms:
+def strategy(schedule: Schedule, num_sms: int) -> str:
+    """The schedule's strategy, in words."""
+    if schedule.sequence_major:
+        return "sequence-major"
+    if schedule.first_scan_sm == num_sms:
         return "tiles first"
-    return "beside, in clusters" if layout.split else "beside, one block a head"
+    return "concurrent, split" if schedule.split else "concurrent"
 
 
-def blocks(layout: Layout, num_sms: int) -> str:
-    return f"{layout.per_sm} intra blocks"
+def ctas(schedule: Schedule, num_sms: int) -> str:
+    return f"{schedule.intra_ctas_per_sm} intra CTAs per SM"
 
 
-def curve(rows: list[dict[str, Any]], kind: Callable[[Layout, int], str]) -> dict[str, list[Any]]:
-    """Kind -> (tokens, time over the best) of each row that has a layout of it."""
+def curve(rows: list[dict[str, Any]], kind: Callable[[Schedule, int], str]) -> dict[str, list[Any]]:
+    """Kind -> (tokens, time over the best) of each row that has a schedule of it."""
     found: dict[str, list[Any]] = {}
     for row in rows:
         _, times = timed(row)
         by_kind: dict[str, float] = {}
-        for layout, ms in times.items():
-            name = kind(layout, row["num_sms"])
+        for schedule, ms in times.items():
+            name = kind(schedule, row["num_sms"])
             by_kind[name] = min(ms, by_kind.get(name, ms))
         for name, ms in by_kind.items():
             found.setdefault(name, []).append((sum(row["seq_lens"]), ms / min(times.values())))
@@ -68,13 +68,12 @@ def curve(rows: list[dict[str, Any]], kind: Callable[[Layout, int], str]) -> dic
 
 
 def choices(rows: list[dict[str, Any]]) -> list[Any]:
-    """(tokens, time over the best) of what the shipped table chooses."""
+    """(tokens, time over the best) of what the shipped cost model chooses."""
     found = []
     for row in rows:
-        work, times = timed(row)
-        path = next(t for t in shipped_tables() if t.max_grid is None or work.tiles <= t.max_grid)
-        layout = chosen(costs_of(path.params, row["num_sms"]), work, times)
-        found.append((sum(row["seq_lens"]), times[layout] / min(times.values())))
+        shape, times = timed(row)
+        schedule = chosen(shipped_model(row["num_sms"]), shape, times)
+        found.append((sum(row["seq_lens"]), times[schedule] / min(times.values())))
     return found
 
 
@@ -84,7 +83,7 @@ def draw(result: dict[str, Any]) -> plt.Figure:
     for column, h in enumerate(heads):
         rows = [row for row in result["rows"] if row["H"] == h and len(row["seq_lens"]) == 1]
         rows.sort(key=lambda row: sum(row["seq_lens"]))
-        for panel, kind in zip(panels[:, column], (way, blocks), strict=True):
+        for panel, kind in zip(panels[:, column], (strategy, ctas), strict=True):
             curves = curve(rows, kind)
             for name in (name for name in COLOURS if name in curves):
                 panel.plot(
@@ -103,7 +102,7 @@ def draw(result: dict[str, Any]) -> plt.Figure:
         row[0].set_ylabel("time over the best", fontsize=9)
         row[-1].legend(frameon=False, fontsize=6)
     figure.suptitle(
-        f"KDA prefill, one sequence: layouts by their kind ({result['gpu']}, {result['date']})",
+        f"KDA prefill, one sequence: schedules by their kind ({result['gpu']}, {result['date']})",
         fontsize=10,
     )
     figure.tight_layout()

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from backend_cli import recall
+from backend_cli.eval import recall_task as recall
 from benchmarks.recall_vllm import CONCURRENCY, HERE, ask_all, environment, shown
 
 VARIANTS = {
@@ -46,6 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
+        "script": "benchmarks/recall_sglang.py",
         "environment": environment("sglang"),
         "items": args.items,
         "serve_options": args.serve_option,

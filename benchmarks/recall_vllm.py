@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from backend_cli import recall
+from backend_cli.eval import recall_task as recall
 
 HERE = Path(__file__).parent / "recall"
 CONCURRENCY = (1, 16, 64)
@@ -47,6 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
+        "script": "benchmarks/recall_vllm.py",
         "environment": environment("vllm"),
         "items": args.items,
         "serve_options": args.serve_option,

@@ -19,8 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.regimes import REGIMES, collinear, gate_parameters
 from kda_backend import reference
+from kda_backend.testing.regimes import MEASURED_REGIMES, collinear, gate_parameters
 
 CHUNK, HEADS, TOKENS, DIM = 64, 2, 513, 128
 # scores: rows and columns of A_qk and L before their product; the others are docs/kda.md's symbols
@@ -37,13 +37,9 @@ def inputs(regime: str, seed: int = 0) -> Inputs:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).double()
 
-    def uniform(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=generator).double()
-
     q, k, v, g = (normal(TOKENS, HEADS, DIM) for _ in range(4))
     beta = normal(TOKENS, HEADS)
-    a_log, bias, gate_scale = gate_parameters(regime, HEADS, DIM, normal, uniform)
-    g = gate_scale * g
+    a_log, bias, g = (x.double() for x in gate_parameters(regime, g.float(), generator))
     if regime == "collinear":
         k, beta = collinear(k, beta)
     q, k, v, g, beta = (x.bfloat16().double() for x in (q, k, v, g, beta))
@@ -103,7 +99,7 @@ def main() -> None:
         **{f"{name} in bf16, output bf16": {name: "bf16", "o": "bf16"} for name in OPERANDS[:-1]},
     }
     errors: dict[str, dict[str, list[float]]] = {}
-    for regime in REGIMES:
+    for regime in MEASURED_REGIMES:
         x = inputs(regime)
         *tokens, state = x
         want = reference.recurrent_kda(

@@ -104,6 +104,7 @@ def run(args: argparse.Namespace) -> None:
         return seconds_of(llm, [prompt(length) for _ in range(count)], 1)
 
     result: dict[str, Any] = {
+        "script": "benchmarks/serve_vllm.py",
         "environment": environment(args),
         "load_s": load_s,
         "first_prefill_s": call(1, 8192),
@@ -358,7 +359,11 @@ def tokens_of(output: Any) -> dict[str, Any]:
 
 def compare(args: argparse.Namespace) -> None:
     stock, ours = (json.loads(path.read_text()) for path in (args.stock, args.ours))
-    result: dict[str, Any] = {"environment": ours["environment"], "new_tokens": NEW_TOKENS}
+    result: dict[str, Any] = {
+        "script": "benchmarks/serve_vllm.py",
+        "environment": ours["environment"],
+        "new_tokens": NEW_TOKENS,
+    }
     if "greedy" in stock and "greedy" in ours:
         a, b = stock["greedy"], ours["greedy"]
         if a["lengths"] != b["lengths"]:

@@ -2,23 +2,19 @@
 
     python benchmarks/sweep_dsv4_compressor.py --output sweep.json
 
-Each variant is the shipped table with some parameters exchanged, on the tensors of
-``bench_dsv4_compressor.py``, every request at the end of a window. Processes of a pool compile the
-variants first, side by side; then they are timed one after another.
+Each variant is the shipped row for the operator's smallest grid with some parameters exchanged, on
+the tensors of ``bench_dsv4_compressor.py``, every request at the end of a window. Processes of a
+pool compile the variants first, side by side; then they are timed one after another.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import math
 import multiprocessing
-import os
-import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,80 +23,100 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import load_table
+from backend_core.tables.select import PathSelection, load_table, shipped_directory
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment, graph_time_ms
-from benchmarks.bench_dsv4_compressor import make_part, ours, ours_both, rope_table, tokens_of
-from benchmarks.dsv4_peers import Part, empty_kernel, rows_calls
-from dsv4_backend import selection as paths
+from benchmarks.bench_dsv4_compressor import CUDA, tokens_of
+from benchmarks.dsv4_peers import EPS, empty_kernel
+from dsv4_backend import SeqLens, compress_norm_rope_hadamard_
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.testing.steps import TimedStep, make_step, rope_table
+
+DECODE, PREFILL = (1, 16, 64, 256, 512), (1024, 8192, 65536)
+Params = dict[str, int | str]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Parameters in place of the table's, for one part of one phase."""
+    """Parameters in place of those of the operator's first shipped row."""
 
-    phase: str
-    part: str  # main, indexer, both or indexer_rows
-    ratio: int
-    sizes: tuple[int, ...]
-    params: tuple[tuple[str, str], ...]
+    operator: str
+    params: tuple[tuple[str, int | str], ...]
 
     @property
-    def feature(self) -> str:
-        names = {"both": "pair", "indexer": "indexer", "indexer_rows": "in_place_128"}
-        return names.get(self.part, f"main_c{self.ratio}")
+    def sizes(self) -> tuple[int, ...]:
+        return PREFILL if self.operator.endswith("_prefill") else DECODE
+
+    def selection(self) -> PathSelection:
+        table = load_table(TABLES, detect_target(), directory=shipped_directory())
+        row = next(row for row in table.rows if row.operator == self.operator)
+        return PathSelection.of(
+            dataclasses.replace(row, params=dataclasses.replace(row.params, **dict(self.params)))
+        )
 
 
-def variants() -> list[Variant]:
-    decode, prefill = (1, 16, 64, 256, 512), (1024, 8192, 65536)
-    found = []
+def variants() -> Iterator[Variant]:
+    def of(operator: str, *options: Params) -> Iterator[Variant]:
+        return (Variant(operator, tuple(params.items())) for params in options)
 
-    def add(phase: str, part: str, ratio: int, *options: str) -> None:
-        """Options are like ``"num_warps=4 pdl=1"``; all are combined with the table's rest."""
-        sizes = decode if phase == "decode" else prefill
-        for option in options:
-            pairs = [pair.split("=") for pair in option.split()]
-            params = tuple((name, value) for name, value in pairs)
-            found.append(Variant(phase, part, ratio, sizes, params))
+    pdl = ("wait", "release_after_wait", "release_first")
+    prefetch = ("none", "load", "pool")
+    yield from of("in_place_128", *({"num_warps": 1, "pdl": p} for p in pdl))
+    for operator, warps in (("indexer_decode", (1, 2)), ("main_c4_decode", (2, 4))):
+        yield from of(
+            operator,
+            *(
+                {"num_warps": w, "pdl": p, "prefetch": f, "block_w": 8}
+                for w in warps
+                for p in pdl
+                for f in prefetch
+            ),
+        )
+    c128 = ((4, 8), (2, 8), (8, 8), (4, 4), (4, 16))
+    yield from of(
+        "main_c128_decode",
+        *({"num_warps": w, "block_w": b, "pdl": p} for w, b in c128 for p in pdl),
+    )
+    for operator in ("indexer_prefill", "main_c4_prefill"):
+        yield from of(
+            operator, *({"num_warps": w, "rows": r} for w in (1, 2, 4, 8) for r in (1, 2, 4))
+        )
+    yield from of(
+        "main_c128_prefill",
+        *(
+            {"num_warps": w, "block_w": b, "block_d": d}
+            for w in (2, 4, 8)
+            for b in (32, 64, 128)
+            for d in (32, 64, 128)
+        ),
+    )
 
-    early = "reads_early=true"
-    add("decode", "indexer_rows", 4, *(f"num_warps=1 pdl={p}" for p in (2, 3)))
-    add("decode", "indexer", 4, *(f"num_warps=1 pdl={p}" for p in (2, 3)))
-    add("decode", "indexer", 4, *(f"num_warps=1 pdl={p} {early}" for p in (1, 2, 3)))
-    add("decode", "indexer", 4, f"num_warps=2 pdl=3 {early}")
-    add("decode", "indexer", 4, f"num_warps=1 pdl=3 {early} pools_early=true")
-    for part in ("main", "both"):
-        add("decode", part, 4, f"num_warps=4 block_w=8 pdl=3 {early} pools_early=true")
-    add("decode", "main", 4, *(f"num_warps=4 block_w=8 pdl={p}" for p in (1, 2, 3)))
-    add("decode", "main", 4, *(f"num_warps=4 block_w=8 pdl={p} {early}" for p in (1, 2, 3)))
-    add("decode", "both", 4, *(f"num_warps=4 block_w=8 pdl={p}" for p in (1, 2, 3)))
-    add("decode", "both", 4, *(f"num_warps=4 block_w=8 pdl={p} {early}" for p in (1, 2, 3)))
-    lean = [f"num_warps=4 block_w=8 max_registers=64 pdl={p}" for p in (1, 2)]
-    add("decode", "both", 4, *lean)
-    c128 = ((4, 8, 1), (4, 8, 2), (4, 8, 3), (2, 8, 1), (8, 8, 1), (4, 4, 1), (4, 16, 1))
-    add("decode", "main", 128, *(f"num_warps={w} block_w={b} pdl={p}" for w, b, p in c128))
-    return found
+
+def step_of(variant: Variant, n: int) -> TimedStep:
+    kind, _, phase = variant.operator.rpartition("_")
+    ratio = 128 if kind == "main_c128" else 4
+    return make_step(kind, *tokens_of(phase, n, ratio, "all"))
 
 
-def parts_of(variant: Variant, n: int) -> list[Part]:
-    names = ("main", "indexer") if variant.part == "both" else (variant.part,)
-    tokens = tokens_of(variant.phase, n, variant.ratio, "all")
-    return [make_part(name, variant.ratio, *tokens) for name in names]
-
-
-def calls_of(variant: Variant, n: int) -> Callable[[], object]:
-    if variant.part == "indexer_rows":
-        return rows_calls(n, rope_table())["ours"]
-    parts = parts_of(variant, n)
-    return ours(parts[0]) if len(parts) == 1 else ours_both(parts[0], parts[1])
+def call_of(variant: Variant, n: int) -> Callable[[], None]:
+    selection = variant.selection()
+    if variant.operator != "in_place_128":
+        return step_of(variant, n).call(selection=selection)
+    x, weight = torch.randn(n, 128, device=CUDA), torch.ones(128, device=CUDA)
+    table = torch.stack(rope_table(CUDA).chunk(2, 1), -1).flatten(1).contiguous()
+    step_plan = SeqLens((torch.randint(1, 4096, (n,), device=CUDA) * 4).int())
+    options: dict[str, Any] = {"head_dim": 128, "compress_ratio": 4, "rotate": True}
+    return lambda: compress_norm_rope_hadamard_(
+        x, weight, EPS, table, step_plan, selection=selection, **options
+    )
 
 
 def written_by(variant: Variant) -> list[torch.Tensor]:
     """The records and state rows that a variant's call writes."""
-    parts = parts_of(variant, variant.sizes[1])
+    step = step_of(variant, variant.sizes[1])
     torch.cuda.synchronize()
-    (ours(parts[0]) if len(parts) == 1 else ours_both(parts[0], parts[1]))()
-    return [tensor for part in parts for tensor in (part.cache, part.state)]
+    step.call(selection=variant.selection())()
+    return [step.cache, step.state]
 
 
 def differs(variant: Variant, wanted: list[torch.Tensor]) -> str | None:
@@ -112,141 +128,46 @@ def differs(variant: Variant, wanted: list[torch.Tensor]) -> str | None:
     return None
 
 
-@contextmanager
-def table_of(variant: Variant) -> Iterator[None]:
-    """The shipped table with the variant's parameters, in this process."""
-    caches = (paths.decode_paths, paths.pair_paths, paths.prefill_paths, paths.in_place_paths)
-    os.environ.pop("KDA_DSV4_CONFIG_DIR", None)
-    table = load_table("dsv4", detect_target()).source
-    text = with_params(table.read_text(), variant)
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "dsv4" / table.name
-        file.parent.mkdir()
-        file.write_text(text)
-        os.environ["KDA_DSV4_CONFIG_DIR"] = directory
-        for cache in caches:
-            cache.cache_clear()
-        yield
-        del os.environ["KDA_DSV4_CONFIG_DIR"]
-        for cache in caches:
-            cache.cache_clear()
-
-
-def with_params(text: str, variant: Variant) -> str:
-    """A table's text with the variant's parameters set, or added, in the rows it concerns."""
-    rows = text.split("[[path]]")
-    for i, row in enumerate(rows):
-        if f'phase = "{variant.phase}"' in row and f'"{variant.feature}"' in row:
-            row = re.sub(r"(?m)^(pdl|max_registers|reads_early|pools_early) = \w+\n", "", row)
-            for name, value in variant.params:
-                row = re.sub(rf"(?m)^{name} = \w+\n", "", row)
-                row = row.replace("[path.params]\n", f"[path.params]\n{name} = {value}\n")
-            rows[i] = row
-    return "[[path]]".join(rows)
-
-
 def compile_variant(variant: Variant) -> str | None:
     """Call a variant once for each size, so that Triton's cache has its kernels; or what failed."""
     try:
-        with table_of(variant):
-            for n in variant.sizes:
-                calls_of(variant, n)()
-            torch.cuda.synchronize()
+        for n in variant.sizes:
+            call_of(variant, n)()
+        torch.cuda.synchronize()
     except Exception as error:  # one variant must not end the sweep
         return f"{type(error).__name__}: {error}"
     return None
 
 
-BUCKETS: tuple[tuple[tuple[int, ...], int | None], ...] = (
-    ((1, 16, 64), 128),
-    ((256,), 256),
-    ((512,), None),
-)
-"""Sizes that stand for decode steps of up to so many requests."""
-
-
-def best_rows(rows: list[dict[str, Any]]) -> list[tuple[int | None, dict[str, Any]]]:
-    """Of one part's rows of the sweep the fastest for each bucket, neighbours that agree as one."""
-    found: list[tuple[int | None, dict[str, Any]]] = []
-    for sizes, bound in BUCKETS:
-        times = {i: math.prod(row["gpu_ms"][n] for n in sizes) for i, row in enumerate(rows)}
-        best = rows[min(times, key=lambda i: times[i])]
-        if found and found[-1][1] is best:
-            found.pop()
-        found.append((bound, best))
-    return found
-
-
-def chosen_table(text: str, rows: list[dict[str, Any]], result: dict[str, object]) -> str:
-    """The table's text with the decode rows of every part of the sweep replaced by the fastest."""
-    head, *blocks = text.split("[[path]]")
-    for feature in dict.fromkeys(row["feature"] for row in rows if row["phase"] == "decode"):
-        timed = [row for row in rows if row["feature"] == feature and not row["failure"]]
-        name = "in_registers" if feature.startswith("in_place") else "one_launch"
-        blocks = [
-            block
-            for block in blocks
-            if not ('phase = "decode"' in block and f'features = ["{feature}"]' in block)
-        ]
-        for bound, row in best_rows(timed):
-            params = "".join(f"{key} = {value}\n" for key, value in row["params"].items())
-            if feature in ("indexer", "main_c4", "pair") and "block_w" not in row["params"]:
-                params += "block_w = 8\n"
-            limit = "" if bound is None else f"max_grid = {bound}\n"
-            blocks.append(
-                f'\nphase = "decode"\nname = "{name}"\n{limit}features = ["{feature}"]\n'
-                f'measured = true\nsource = "benchmarks/results/dsv4_sweep_decode_h200.json"\n'
-                f'gpu = "{result["gpu"]}"\ndate = "{result["date"]}"\n[path.params]\n{params}\n'
-            )
-
-    def place(block: str) -> tuple[bool, float]:
-        bound = re.search(r"max_grid = (\d+)", block)
-        return 'phase = "decode"' in block, int(bound[1]) if bound else math.inf
-
-    blocks = [block.rstrip("\n") + "\n\n" for block in sorted(blocks, key=place)]
-    return "[[path]]".join([head, *blocks]).rstrip("\n") + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--table", type=Path, help="where to write the table that the times choose")
     parser.add_argument("--processes", type=int, default=12, help="that compile side by side")
     args = parser.parse_args()
 
-    todo = variants()
+    todo = list(variants())
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         failures = pool.map(compile_variant, todo, chunksize=1)
-    result: dict[str, object] = environment()
-    result["empty_launch_ms"] = graph_time_ms(lambda: empty_kernel[(1,)](rope_table()), calls=20)
+    result: dict[str, object] = {"script": "benchmarks/sweep_dsv4_compressor.py"} | environment()
+    result["empty_launch_ms"] = graph_time_ms(
+        lambda: empty_kernel[(1,)](rope_table(CUDA)), calls=20
+    )
     rows: list[dict[str, Any]] = []
-    wanted: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for variant, compile_failure in zip(todo, failures, strict=True):
+    wanted: dict[str, list[torch.Tensor]] = {}
+    for variant, failure in zip(todo, failures, strict=True):
+        if failure is None and variant.operator != "in_place_128":
+            if variant.operator in wanted:
+                failure = differs(variant, wanted[variant.operator])
+            else:
+                wanted[variant.operator] = written_by(variant)
         times = {}
-        failure = compile_failure
-        if failure is None and variant.part != "indexer_rows":
-            with table_of(variant):
-                key = (variant.phase, variant.feature)
-                if key in wanted:
-                    failure = differs(variant, wanted[key])
-                else:
-                    wanted[key] = written_by(variant)
         if failure is None:
-            with table_of(variant):
-                times = {n: graph_time_ms(calls_of(variant, n), replays=20) for n in variant.sizes}
-        row: dict[str, Any] = {
-            "phase": variant.phase,
-            "part": variant.part,
-            "ratio": variant.ratio,
-        }
-        rows.append(row | {"params": dict(variant.params), "gpu_ms": times, "failure": failure})
-        rows[-1] |= {"feature": variant.feature}
+            times = {n: graph_time_ms(call_of(variant, n), replays=20) for n in variant.sizes}
+        row = {"operator": variant.operator, "params": dict(variant.params)}
+        rows.append(row | {"gpu_ms": times, "failure": failure})
         shown = failure or " ".join(f"{n}: {1e3 * ms:.2f}" for n, ms in times.items())
-        print(*row.values(), dict(variant.params), "us", shown, flush=True)
+        print(variant.operator, dict(variant.params), "us", shown, flush=True)
     args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
-    if args.table is not None:
-        shipped = load_table("dsv4", detect_target()).source.read_text()
-        args.table.write_text(chosen_table(shipped, rows, result))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""Sweep of how KDA prefill on Hopper shares the multiprocessors between its two stages.
+"""Sweep of how KDA prefill on Hopper shares the SMs between its two stages.
 
-    python benchmarks/sweep_kda_prefill.py --output benchmarks/results/kda_prefill_sweep_h200.json
-    python benchmarks/sweep_kda_prefill.py --fit benchmarks/results/kda_prefill_sweep_h200.json
-    python benchmarks/sweep_kda_prefill.py --table benchmarks/results/kda_prefill_sweep_h200.json
+    RESULT=benchmarks/results/kda_prefill_sweep_h200.json
+    python benchmarks/sweep_kda_prefill.py --output $RESULT
+    python benchmarks/sweep_kda_prefill.py --fit $RESULT
+    python benchmarks/sweep_kda_prefill.py --table $RESULT
+    python benchmarks/sweep_kda_prefill.py --thresholds $RESULT
 
-The first line times, for each shape, each layout that `prefill.sm_schedule.layouts` can come to.
-The second looks for the parameters with which the estimate chooses best among them. The third
-shows for each shape what the table's estimate chooses, and the best there is.
+--output times, for each shape, each schedule that `prefill.sm_schedule.schedules` can come to.
+--fit looks for the constants with which the cost model chooses best among them. --table shows for
+each shape what the shipped cost model chooses, and the best there is. --thresholds looks for the
+best table of thresholds, which would need no model.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import json
@@ -29,31 +31,27 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import KernelPath, load_table
+from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from backend_core.testing.timing import environment, graph_time_ms
-from benchmarks.bench_kda_prefill import UNBOUNDED, Ours, make_case
-from kda_backend.prefill import two_stage_sm90 as prefill_sm90
+from kda_backend.launch_params import TABLES, PrefillCostModel
 from kda_backend.prefill.sm_schedule import (
-    Costs,
-    IntraCosts,
-    Layout,
-    ScanCosts,
-    Work,
-    costs_of,
-    lay_out,
-    layouts,
+    CostModel,
+    IntraCost,
+    PrefillShape,
+    ScanCost,
+    Schedule,
+    schedules,
 )
 
-INTRA_BLOCKS = (2, 3, 4)
+INTRA_CTAS = (2, 3, 4)  # per SM
 TILE_NS = range(4000, 9001, 500)
 SCANS = [
-    ScanCosts(split, start_ns, step_ns)
+    ScanCost(split, start_ns, step_ns)
     for split, steps_ns in ((False, (1100, 1300, 1500)), (True, (800, 860, 920)))
     for start_ns, step_ns in itertools.product((3000, 6000, 9000), steps_ns)
 ]
-# Of the parameters in ns: about what the stages take by themselves, lest a fit explain a choice
-# among these shapes by times that no other shape has.
+# Of the constants, in ns: about what the stages take by themselves, so that a fit does not explain
+# a choice among these shapes by times that no other shape has.
 BOUNDS = {
     "intra_2_tile_ns": (7000, 10000),
     "intra_2_alone_ns": (9000, 14000),
@@ -66,92 +64,139 @@ BOUNDS = {
     "fetch_ns": (18, 80),
 }
 MIXED = [32768] + [256] * 31
-SHAPES = [*UNBOUNDED, (4, [1024]), (8, [256] * 64), (32, [256] * 64), (4, MIXED), (32, MIXED)]
+# (heads, lengths) beside those of bench_kda_prefill
+MORE_SHAPES = [(4, [1024]), (8, [256] * 64), (32, [256] * 64), (4, MIXED), (32, MIXED)]
 
 
-def all_costs(num_sms: int) -> Iterator[Costs]:
-    for blocks, tile_ns, scan in itertools.product(INTRA_BLOCKS, TILE_NS, SCANS):
-        yield Costs(num_sms, (IntraCosts(blocks, tile_ns, 2 * tile_ns),), (scan,), 18)
+def all_models(num_sms: int) -> Iterator[CostModel]:
+    for ctas, tile_ns, scan in itertools.product(INTRA_CTAS, TILE_NS, SCANS):
+        yield CostModel(num_sms, (IntraCost(ctas, tile_ns, 2 * tile_ns),), (scan,), 18)
 
 
-class Params(dict[str, Any]):
-    """Launch parameters that differ from the table's; a row's hash leaves them out."""
-
-    def __hash__(self) -> int:
-        return hash(tuple(sorted(self.items())))
+def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
+    """Whatever some cost model chooses, and the sequence-major schedules with more CTAs per SM."""
+    found = {min(schedules(model, shape))[1] for model in all_models(num_sms)}
+    found |= {
+        schedule._replace(intra_ctas_per_sm=ctas, intra_ctas=ctas * num_sms)
+        for _, schedule in schedules(next(all_models(num_sms)), shape)
+        if schedule.sequence_major
+        for ctas in INTRA_CTAS
+    }
+    return sorted(found)
 
 
 def measure(heads: int, lens: list[int]) -> dict[str, Any]:
-    """One shape, and (layout, ms) of every choice."""
-    ours = Ours(make_case(lens, heads, "init", None, seed=7))
-    meta = ours.meta
-    work = Work(
-        meta.num_chunks * heads, heads * len(lens), meta.max_chunks, heads * meta.long_sequences
+    """One shape, and (schedule, ms) of every candidate."""
+    from backend_core.testing.timing import graph_time_ms
+    from benchmarks.bench_kda_prefill import Ours, draw
+    from kda_backend.prefill import two_stage_sm90 as pipeline
+
+    ours = Ours(draw(lens, heads, "init", None, seed=7))
+    plan = ours.step_plan
+    shape = PrefillShape(
+        plan.num_chunks * heads, heads * len(lens), plan.max_chunks, heads * plan.long_sequences
     )
-    path, model, times = ours.plan.prefill.lookup(work.tiles), prefill_sm90._model, []
-    every = Params(
-        {f"intra_{blocks}_{name}_ns": 1 for blocks in INTRA_BLOCKS for name in ("tile", "alone")}
-    )
-    row = dataclasses.replace(path, params=Params({**path.params, **every}))
-    candidates = {lay_out(costs, work) for costs in all_costs(ours.num_sms)}
-    found = layouts(next(all_costs(ours.num_sms)), work)
-    candidates |= {
-        layout._replace(per_sm=blocks, intra_blocks=blocks * ours.num_sms)
-        for _, layout in found
-        if layout.in_turn
-        for blocks in INTRA_BLOCKS
-    }
-    for layout in sorted(candidates):
-        with (
-            mock.patch.object(prefill_sm90, "lay_out", return_value=layout),
-            mock.patch.object(prefill_sm90, "_model", lambda _, *rest: model(row, *rest)),
-        ):
-            times.append((layout, graph_time_ms(ours, replays=8)))
+    intra = tuple(IntraCost(ctas, 1, 1) for ctas in INTRA_CTAS)
+    every = CostModel(ours.num_sms, intra, SCANS[:1], 1)
+    times = []
+    with mock.patch.object(CostModel, "from_table", return_value=every):
+        for schedule in candidates(shape, ours.num_sms):
+            pipeline._kernels.cache_clear()  # compiled code is kept on disk
+            with mock.patch.object(pipeline, "choose_schedule", return_value=schedule):
+                times.append((schedule, graph_time_ms(ours, replays=8)))
+    pipeline._kernels.cache_clear()
     names = ("H", "seq_lens", "num_sms", "tiles", "tasks", "max_chunks", "long_tasks", "times")
-    return dict(zip(names, (heads, lens, ours.num_sms, *work, times), strict=True))
+    return dict(zip(names, (heads, lens, ours.num_sms, *shape, times), strict=True))
 
 
-Timed = tuple[Work, dict[Layout, float]]
+Timed = tuple[PrefillShape, dict[Schedule, float]]
 
 
 def timed(row: dict[str, Any]) -> Timed:
-    """What there was to do, and ms by layout."""
-    work = Work(row["tiles"], row["tasks"], row["max_chunks"], row["long_tasks"])
-    return work, {Layout(*layout): ms for layout, ms in row["times"]}
+    """What there was to do, and ms by schedule."""
+    shape = PrefillShape(row["tiles"], row["tasks"], row["max_chunks"], row["long_tasks"])
+    return shape, {Schedule(*schedule): ms for schedule, ms in row["times"]}
 
 
-def chosen(costs: Costs, work: Work, times: dict[Layout, float]) -> Layout:
-    """The layout of the least estimate; of layouts that were not timed, the estimate's next."""
-    return next(layout for _, layout in sorted(layouts(costs, work)) if layout in times)
+def chosen(model: CostModel, shape: PrefillShape, times: dict[Schedule, float]) -> Schedule:
+    """The schedule with the least estimate, among those that were timed."""
+    return next(schedule for _, schedule in sorted(schedules(model, shape)) if schedule in times)
 
 
-def excess(costs: Costs, rows: list[Timed]) -> list[float]:
-    """Time of each row's chosen layout over that of its best."""
-    return [times[chosen(costs, work, times)] / min(times.values()) for work, times in rows]
+def regrets(model: CostModel, rows: list[Timed]) -> list[float]:
+    """Time of each row's chosen schedule over that of its best."""
+    return [times[chosen(model, shape, times)] / min(times.values()) for shape, times in rows]
 
 
-def behind(excess: list[float]) -> float:
-    return math.exp(sum(map(math.log, excess)) / len(excess)) - 1
+def mean_regret(ratios: list[float]) -> float:
+    """How much longer the choices take than the best, on geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1
 
 
-def shipped_tables() -> list[KernelPath]:
-    rows = load_table("kda", KNOWN_TARGETS["H200"]).rows
-    return [row for row in rows if row.name == "two_stage_sm90"]
+def shipped_model(num_sms: int) -> CostModel:
+    """That of the H200's table."""
+    rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
+    section: PrefillCostModel = next(r.params for r in rows if r.name == "two_stage_sm90")
+    return CostModel.from_table(section, num_sms)
+
+
+def by_thresholds(
+    row: Timed, num_sms: int, sequence_major: int, split: int, four_ctas: int, reserved: int
+) -> Schedule:
+    """What a table of thresholds takes, without a model: the timed schedule next to it.
+
+    Args:
+        sequence_major: fewest tasks for that order, with ``reserved`` SMs.
+        split: most long tasks for scan_split.cu.
+        four_ctas: fewest tiles for four intra CTAs per SM, else two.
+    """
+    shape, times = row
+    ctas = 4 if shape.tiles >= four_ctas else 2
+    if shape.tasks >= sequence_major and any(s.sequence_major for s in times):
+        first_scan_sm, is_split = num_sms - reserved, False
+    else:
+        is_split = shape.long_tasks <= split
+        first_scan_sm = max(0, num_sms - shape.long_tasks * (4 if is_split else 1)) or num_sms
+    wanted = (shape.tasks < sequence_major, is_split, ctas)
+
+    def distance(schedule: Schedule) -> tuple[int, int, int]:
+        got = (not schedule.sequence_major, schedule.split, schedule.intra_ctas_per_sm)
+        differences = sum(a != b for a, b in zip(got, wanted, strict=True))
+        away = abs(schedule.first_scan_sm - first_scan_sm)
+        return differences, away, schedule.reserved_sm_tile_cap
+
+    return min(times, key=distance)
+
+
+def best_thresholds(rows: list[Timed], num_sms: int) -> tuple[float, float, tuple[int, ...]]:
+    """(mean regret, worst, the thresholds) of the best table of thresholds."""
+    tables = itertools.product(
+        (65, 100, 129, 193, 257, 10**9), (0, 4, 8, 16, 32), (0, 512, 1024, 2048, 4096), (32, 40, 48)
+    )
+
+    def tried(table: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+        ratios = [
+            row[1][by_thresholds(row, num_sms, *table)] / min(row[1].values()) for row in rows
+        ]
+        return mean_regret(ratios), max(ratios) - 1, table
+
+    return min(map(tried, tables))
 
 
 def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[float, dict[str, int]]:
-    """A random walk between the bounds; (regret, the parameters).
+    """A random walk between the bounds; (regret, the constants).
 
-    Regret: how far the choices are behind the best, and a tenth of how far the worst of them is.
+    The regret is the mean regret of the choices, and a tenth of that of the worst.
     """
     draw = random.Random(seed)
     best = {name: (low + high) // 2 for name, (low, high) in BOUNDS.items()}
 
-    def regret(params: dict[str, int]) -> float:
-        found = excess(costs_of(params, num_sms), rows)
-        return behind(found) + 0.1 * (max(found) - 1)
+    def regret(constants: dict[str, int]) -> float:
+        section = PrefillCostModel(fitted=True, fit_source="", **constants)
+        found = regrets(CostModel.from_table(section, num_sms), rows)
+        return mean_regret(found) + 0.1 * (max(found) - 1)
 
-    def near(name: str, value: int) -> int:
+    def near(name: str, value: int, step: float) -> int:
         low, high = BOUNDS[name]
         return min(max(round(value * draw.gauss(1, step)), low), high)
 
@@ -160,7 +205,7 @@ def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[flo
     while time.monotonic() < until:
         step = draw.choice((0.03, 0.1, 0.3))
         tried = {
-            name: near(name, value) if draw.random() < 0.4 else value
+            name: near(name, value, step) if draw.random() < 0.4 else value
             for name, value in best.items()
         }
         result = regret(tried)
@@ -170,13 +215,12 @@ def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[flo
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """What the shipped table chooses beside the best of the layouts that were timed."""
+    """What the shipped cost model chooses beside the best of the schedules that were timed."""
     found = []
     for row in sorted(rows, key=lambda row: row["tiles"]):
-        path = next(t for t in shipped_tables() if t.max_grid is None or row["tiles"] <= t.max_grid)
-        work, times = timed(row)
+        shape, times = timed(row)
         best = min(times, key=times.__getitem__)
-        choice = chosen(costs_of(path.params, row["num_sms"]), work, times)
+        choice = chosen(shipped_model(row["num_sms"]), shape, times)
         found.append(times[choice] / times[best])
         lens = row["seq_lens"]
         print(
@@ -184,7 +228,7 @@ def report(rows: list[dict[str, Any]]) -> None:
             f"  chosen {1e3 * times[choice]:7.1f} us {tuple(choice)}"
             f"  best {1e3 * times[best]:7.1f} us {tuple(best)}"
         )
-    print(f"{100 * behind(found):.1f} % behind the best, at most {100 * (max(found) - 1):.1f} %")
+    print(f"regret {100 * mean_regret(found):.1f} %, at most {100 * (max(found) - 1):.1f} %")
 
 
 def main() -> None:
@@ -192,25 +236,33 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--fit", type=Path, help="a result file, instead of a GPU")
+    parser.add_argument("--thresholds", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--seconds", type=float, default=60.0, help="of --fit, on all processors")
     args = parser.parse_args()
-    if args.fit:
-        measured = json.loads(args.fit.read_text())["rows"]
-        walk = functools.partial(
-            fit, [timed(row) for row in measured], measured[0]["num_sms"], args.seconds
-        )
-        with concurrent.futures.ProcessPoolExecutor() as pool:
-            least, params = min(pool.map(walk, range(os.cpu_count() or 1)), key=lambda x: x[0])
-        print("\n".join(f"{name} = {value}" for name, value in params.items()))
-        print(f"# regret {100 * least:.2f} %")
-        return
-    if args.table:
-        report(json.loads(args.table.read_text())["rows"])
+    if file := args.fit or args.table or args.thresholds:
+        rows = json.loads(file.read_text())["rows"]
+        num_sms = rows[0]["num_sms"]
+        measured = [timed(row) for row in rows]
+        if args.table:
+            report(rows)
+        elif args.thresholds:
+            mean, worst, table = best_thresholds(measured, num_sms)
+            print(f"thresholds {table}: regret {100 * mean:.1f} %, at most {100 * worst:.1f} %")
+        else:
+            walk = functools.partial(fit, measured, num_sms, args.seconds)
+            with concurrent.futures.ProcessPoolExecutor() as pool:
+                found = pool.map(walk, range(os.cpu_count() or 1))
+                least, constants = min(found, key=lambda x: x[0])
+            print("\n".join(f"{name} = {value}" for name, value in constants.items()))
+            print(f"# regret {100 * least:.2f} %")
         return
     if args.output is None:
-        parser.error("one of --output and --table is needed")
-    rows: list[dict[str, Any]] = []
-    for heads, lens in SHAPES:
+        parser.error("one of --output, --table, --fit and --thresholds is needed")
+    from backend_core.testing.timing import environment
+    from benchmarks.bench_kda_prefill import UNBOUNDED
+
+    rows = []
+    for heads, lens in (*UNBOUNDED, *MORE_SHAPES):
         rows.append(measure(heads, lens))
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")

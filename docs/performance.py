@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,37 +22,54 @@ HEAD = """# Performance
 
 Written by `docs/performance.py` from the files under `benchmarks/results/`; CI fails where it is
 stale. GPU times are medians of CUDA-graph replays with the peers in the same run, after a gate on
-accuracy. *host* is what one Python call costs the host. What was tried, what failed and what was
-predicted stands in [performance-log.md](performance-log.md).
+accuracy. *host* is what one Python call costs the host. What was tried and what failed is in
+[studies](studies/README.md).
 """
 
 BOUNDS = """
-## What bounds each phase
+## What bounds each operator
 
-- **Intra stage of prefill**: instructions and bytes alike. With the 16 warps that registers and
-  shared memory allow a multiprocessor, the stage alone uses 58 % of the issue slots, 43 % of the
-  memory bandwidth and 60 % of the L2 cache's
-  ([ncu](../benchmarks/results/kda_prefill_solve_development_h200.json)).
-- **Scan of prefill**: the latency of a chain. A step of 64 tokens is 0.88 µs in clusters of two
-  blocks, 64 value rows each, and 1.75 µs for 128 rows in one block, of which tensor work is 1.02
-  and the traffic of shared memory 1.4.
-- **Both together**: with few heads the chain, with many the bytes: 192 KiB a tile of 64 tokens and
-  one head, 786 MB for 8k tokens and 32 heads, which take 187 of the 280 µs at the copy bandwidth.
-  The scan starts beside the intra stage, so the longer of the two counts.
-- **Many short sequences**: the sum of both, and at each end a time in which most multiprocessors
-  wait, for the first tiles and for the last task.
-- **Decode**: the bytes of the state, read and written once, from about 1,000 sequences times heads
-  on; below, the launch.
-- **The compressor's decode**: the launch up to 64 tokens, then the bytes of the pooled windows.
-- **An engine's call**: at 8k tokens the experts' products are half of the GPU's time and the KDA
-  layers an eighth; at 512 tokens the host.
+| operator | bound by |
+|---|---|
+| prefill, few heads | the chain of chunks: each step of the scan waits for the one before |
+| prefill, many heads | bytes; the scan runs beside the intra-chunk stage and the longer counts |
+| prefill, many short sequences | both stages, and the ends, where most SMs wait |
+| decode step | the launch for few sequences times heads, then the bytes of the state |
+| compressor, decode | the launch for few requests, then the bytes of the pooled windows |
+| an engine's call | at short prompts the host; at long ones the experts' matrix products |
+
+The tables above have each time beside its bytes at the copy bandwidth, or beside an empty launch.
+Profiles are in [studies](studies/README.md).
 """
+
+_IMPLEMENTATIONS = {"ours": "this backend", "fla": "FLA 0.6.0", "flashkda": "FlashKDA"}
 
 
 def render() -> str:
     """The page's text."""
-    lines = [*_prefill(), *_growth(), *_decode(), *_compressor(), *_engine()]
-    return HEAD + "\n".join(lines) + "\n" + BOUNDS
+    lines = [*_prefill(), *_accuracy(), *_growth(), *_decode(), *_compressor(), *_engine()]
+    return HEAD + "\n".join([*lines, *_recall()]) + "\n" + BOUNDS
+
+
+def _accuracy() -> list[str]:
+    """Every implementation in every gate regime: the one accuracy table of the documentation."""
+    report = _load("kda_prefill_h200.json")
+    found = report["accuracy"]
+    regimes = list(next(iter(found.values())))
+    cells = []
+    for name, errors in found.items():
+        who, gate = name.split()
+        pairs = [errors[regime] for regime in regimes]
+        shown = [f"{1e3 * output:.1f} / {1e3 * state:.1f}" for output, state in pairs]
+        cells.append([f"{_IMPLEMENTATIONS[who]}, {gate} gate", *shown])
+    return [
+        *_section("Accuracy of KDA prefill", report, "kda_prefill_h200.json"),
+        "",
+        "Relative L2 error of output / final state against float64, in thousandths, by gate regime"
+        " ([families/kda.md](families/kda.md) describes them); bf16 inputs.",
+        "",
+        *_table(["", *regimes], cells),
+    ]
 
 
 def _prefill() -> list[str]:
@@ -90,12 +108,17 @@ def _prefill() -> list[str]:
                 ),
             ),
         ]
+    host = sorted(row["ours_host_ms"] for row in report["rows"])
+    calls = sorted(row["fla_call_ms"] for row in report["rows"] if row["fla_call_ms"] is not None)
+    share = [row["floor_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
     return [
         *lines,
         "",
-        "The host of that run changes its speed: FLA's whole call takes 0.9 to 4.7 ms. 64 tokens"
-        " and 4 heads cost 62 µs while torch's `zero_` of eight numbers cost 8"
-        " ([file](../benchmarks/results/kda_host_h200.json)).",
+        f"Host time of a call: {_us(host[0])} to {_us(host[-1])} µs, median"
+        f" {_us(median(host))}; FLA's whole call takes {calls[0]:.1f} to {calls[-1]:.1f} ms. All"
+        " inputs read and all outputs written once, at the copy bandwidth of the run"
+        f" ({report['copy_gbs']:,.0f} GB/s), would take {min(share):.0%} to {max(share):.0%} of"
+        " our time.",
     ]
 
 
@@ -112,7 +135,7 @@ def _growth() -> list[str]:
         ]
         for row in report["rows"]
     )
-    titles = ["heads", "sequences", "tokens", "longest", "µs", "ns a token"]
+    titles = ["heads", "sequences", "tokens", "longest", "µs", "ns per token"]
     return [
         *_section("Growth of prefill", report, "kda_prefill_growth_h200.json"),
         "",
@@ -123,6 +146,7 @@ def _growth() -> list[str]:
 def _decode() -> list[str]:
     report = _load("kda_decode_h200.json")
     ratios = [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
+    share = [row["floor_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
     rows = (
         [
             str(row["H"]),
@@ -140,8 +164,9 @@ def _decode() -> list[str]:
         "",
         "From the packed projections to the gated norm, µs; peers' launches counted together. Over"
         f" the best peer: geometric mean {_mean(ratios):.2f}×, least {min(ratios):.2f}×. *floor*:"
-        " the fp32 state read and written once. What was tried and what memory forbids:"
-        " [performance-log.md](performance-log.md#decode-step-in-one-launch).",
+        " the fp32 state read and written once at the copy bandwidth"
+        f" ({report['copy_gbs']:,.0f} GB/s), {min(share):.0%} to {max(share):.0%} of our time."
+        " What memory forbids: [studies/kda-decode.md](studies/kda-decode.md).",
         "",
         *_table(["heads", "sequences", "ours", "best peer", "×", "floor", "host"], rows),
     ]
@@ -216,11 +241,11 @@ def _alone(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _engine() -> list[str]:
-    stock, ours = (_load(f"vllm_kimi48b_{who}.json") for who in ("stock", "kda"))
+    upstream, ours = (_load(f"vllm_kimi48b_{who}.json") for who in ("stock", "kda"))
     where = ours["environment"]
     links = ", ".join(
         f"[{text}](../benchmarks/results/vllm_kimi48b_{name}.json)"
-        for text, name in (("stock", "stock"), ("with the flag", "kda"), ("decode", "decode"))
+        for text, name in (("upstream", "stock"), ("with the flag", "kda"), ("decode", "decode"))
     )
     calls = (
         [
@@ -229,8 +254,9 @@ def _engine() -> list[str]:
             f"{b['ms']:.1f}",
             f"{a['ms'] / b['ms']:.2f}",
         ]
-        for a, b in zip(stock["shapes"], ours["shapes"], strict=True)
+        for a, b in zip(upstream["shapes"], ours["shapes"], strict=True)
     )
+    titles = ["sequences", "upstream", "with the flag", "×", "KDA, upstream", "KDA, flag"]
     steps = (
         [
             str(row["batch"]),
@@ -246,15 +272,46 @@ def _engine() -> list[str]:
         "",
         "## Kimi-Linear-48B in vLLM",
         "",
-        f"vLLM {where['vllm']}, {where['layers']} layers with drawn weights, one {where['gpu']},"
+        f"vLLM {where['vllm']}, {where['layers']} layers with random weights, one {where['gpu']},"
         f" {where['date']} ({links}). A prompt in, one token out, eager, ms:",
         "",
-        *_table(["prompts", "stock", "with the flag", "×"], calls),
+        *_table(["prompts", "upstream", "with the flag", "×"], calls),
         "",
         "A decode step in CUDA graphs, ms, and its KDA layers between their projections, µs in"
         " launches:",
         "",
-        *_table(["sequences", "stock", "with the flag", "×", "KDA, stock", "KDA, flag"], steps),
+        *_table(titles, steps),
+    ]
+
+
+_SERVERS = {"stock": "upstream", "canary": "with the flag, states transposed on purpose"}
+
+
+def _recall() -> list[str]:
+    """The small checkpoint's answers: engines with and without this backend."""
+    cells = []
+    for engine in ("vllm", "sglang"):
+        name = f"recall_{engine}.json"
+        report = _load(name)
+        link = f"[{engine} {report['environment'][engine]}](../benchmarks/results/{name})"
+        for server, run in report["servers"].items():
+            right = min(round["right"] for round in run["rounds"])
+            how = _SERVERS.get(server, server.replace("flag", "with the flag"))
+            cells.append([link, how, f"{right} of {report['items']}", report["date"]])
+    for name in ("eval_recall_transformers_stock.json", "eval_recall_transformers.json"):
+        record = _load(name)
+        link = f"[transformers {record['engine_version']}](../benchmarks/results/{name})"
+        right = sum(question["right"]["exact"] for question in record["questions"])
+        how = "upstream" if record["backend"] in ("stock", "upstream") else "with the backend"
+        cells.append([link, how, f"{right} of {len(record['questions'])}", record["date"]])
+    return [
+        "",
+        "## Answers of a small model",
+        "",
+        "The checkpoint that repeats answers from its context ([evaluating.md](evaluating.md)):"
+        " right answers, the fewest of all rounds.",
+        "",
+        *_table(["engine", "served", "right", "date"], cells),
     ]
 
 

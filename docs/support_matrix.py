@@ -7,6 +7,7 @@ A test fails where the file is not what this writes.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -17,13 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_cli.serve import SERVERS
 from backend_core.engines import ENGINES
-from backend_core.tables.select import PHASES, PathTable, load_table
+from backend_core.family import PACKAGES, Family
+from backend_core.tables.select import PathTable, load_table
 from backend_core.target import KNOWN_TARGETS, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support-matrix.md"
 RESULTS = ROOT / "benchmarks" / "results"
-FAMILIES = ("kda", "dsv4")
+# Those of this repository alone: what else is installed here is not documented here.
+FAMILIES: dict[str, Family] = {
+    package: importlib.import_module(f"{package}.family").FAMILY for package in PACKAGES
+}
 
 HEAD = """# Support matrix
 
@@ -34,8 +39,8 @@ files under `benchmarks/results/`; CI fails where it is stale.
 
 - *checked*: `kda-dsv4 check` ran on that part; right calls of all calls, with the file.
 - *compiled*: the table's Triton kernels were built offline for that architecture.
-- *interpreted*: CI runs the Triton kernels in Triton's interpreter, the compressor's with the
-  H200's parameters.
+- *interpreted*: CI runs the Triton kernels in Triton's interpreter.
+- *upstream*: the family has no table for the part; the engine's own code runs.
 
 """
 
@@ -46,7 +51,7 @@ MODELS = f"""
 | model | vllm | sglang |
 |---|---|---|
 | Kimi-Linear | KDA layers, prefill and decode | the same |
-| Kimi-K3 | stock, and said (1) | {_DRAWN} |
+| Kimi-K3 | upstream code runs; logged once (1) | {_DRAWN} |
 | GLM-5.3-Flash, Ling-V3 | the flag is refused (2) | {_DRAWN} |
 | DeepSeek-V4 | compressor ([dsv4.md](dsv4.md)) | the same, from 0.5.17 on (plans v2) |
 
@@ -55,8 +60,8 @@ MODELS = f"""
 2. Likewise classes of their own (`Glm5NextLinearAttention`, `BailingMoeV3KimiDeltaAttention`).
 
 Speculative decoding: in vLLM 0.30 and newer drafts are verified by this backend (tested on the CPU
-alone), before that the KDA layers stay stock, and it is said; in sglang drafts are verified by its
-own kernel."""
+alone), before that upstream code runs the KDA layers, which is logged once; in sglang drafts are
+verified by its own kernel."""
 
 
 def render() -> str:
@@ -68,40 +73,38 @@ def render() -> str:
     )
 
 
-def _table(family: str, target: Target) -> PathTable | None:
+def _table(family: Family, target: Target) -> PathTable | None:
     try:
-        return load_table(family, target, directory=ROOT / "configs")
+        return load_table(family.tables, target, directory=ROOT / "configs")
     except LookupError:
         return None
 
 
 def _hardware() -> list[str]:
-    columns = [(family, phase) for family in FAMILIES for phase in PHASES[family]]
-    lines = [
-        "| part | " + " | ".join(f"{family} {phase}" for family, phase in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
+    titles = [family.title for family in FAMILIES.values()]
+    lines = ["| part | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for target in KNOWN_TARGETS.values():
         name = target.name if target.vendor == "cpu" else f"{target.name} ({target.arch})"
-        cells = [_status(family, phase, target) for family, phase in columns]
+        cells = [_status(family, target) for family in FAMILIES.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
 
-def _status(family: str, phase: str, target: Target) -> str:
+def _status(family: Family, target: Target) -> str:
     if _table(family, target) is None:
-        return "no table: stock code"
+        return "upstream"
     for file, report in _reports("check_*.json"):
         machine = report["info"]["machine"]
         if report["interpreted"] or target.name not in machine["name"]:
             continue
-        rows = [r for r in report["results"] if (r["family"], r["phase"]) == (family, phase)]
-        made = [r for r in rows if r["status"] != "skipped"]
-        right = sum(r["status"] == "ok" for r in made)
-        return f"checked, {right} of {len(made)} ([{report['date']}]({_link(file)}))"
+        rows = [row for row in report["results"] if row["family"] == family.name]
+        made = [row for row in rows if row["status"] != "skipped"]
+        if made:
+            right = sum(row["status"] == "ok" for row in made)
+            return f"checked, {right} of {len(made)} ([{report['date']}]({_link(file)}))"
     if target.vendor == "cpu":
         return "torch, run in CI"
-    compiled = json.loads((ROOT / "tests" / family / "compile_report.json").read_text())
+    compiled = json.loads((ROOT / "tests" / family.name / "compile_report.json").read_text())
     return "compiled, interpreted" if target.arch in compiled else "interpreted"
 
 
@@ -112,31 +115,34 @@ def _paths() -> list[str]:
         "",
         "In order of preference; `kda-dsv4 info --target all` prints each row and its parameters.",
         "",
-        "| part | family | phase | paths | rows with measured parameters |",
+        "| part | family | operator | paths | rows with measured parameters |",
         "|---|---|---|---|---|",
     ]
     for target in KNOWN_TARGETS.values():
-        for family in FAMILIES:
+        if target.vendor == "cpu":
+            continue
+        for family in FAMILIES.values():
             table = _table(family, target)
-            for phase in PHASES[family] if table is not None else ():
-                rows = [row for row in table.rows if row.phase == phase]
+            for operator in family.tables.operator_names if table is not None else ():
+                rows = [row for row in table.rows if row.operator == operator]
                 names = ", ".join(dict.fromkeys(f"`{row.name}`" for row in rows))
-                measured = sum(row.measured for row in rows)
-                shown = f"{measured} of {len(rows)}" if target.vendor != "cpu" else "no parameters"
-                lines.append(f"| {target.name} | {family} | {phase} | {names} | {shown} |")
-    return lines
+                measured = f"{sum(row.measured for row in rows)} of {len(rows)}"
+                cells = (target.name, family.name, f"`{operator}`", names, measured)
+                lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", "On a CPU every operator has the path `torch`."]
 
 
 def _engines() -> list[str]:
+    names = [family.name for family in FAMILIES.values()]
     lines = [
         "",
         "## Engines",
         "",
-        "| engine | releases | KDA adapter | DeepSeek-V4 adapter | result files |",
-        "|---|---|---|---|---|",
+        f"| engine | releases | {' | '.join(f'{name} adapter' for name in names)} | result files |",
+        "|---" * (len(names) + 3) + "|",
     ]
     for engine in ENGINES.values():
-        adapters = ["yes" if has_adapter(family, engine.name) else "no" for family in FAMILIES]
+        adapters = ["yes" if has_adapter(package, engine.name) else "no" for package in FAMILIES]
         files = [f"[{file.name}]({_link(file)})" for file in _files_of(engine.name)]
         shown = ", ".join(files)
         if not files:
@@ -145,13 +151,21 @@ def _engines() -> list[str]:
     return lines
 
 
-def has_adapter(family: str, engine: str) -> bool:
-    """Whether there is an adapter of the family's operators for the engine."""
-    return importlib.util.find_spec(f"{family}_backend.engines.{engine}") is not None
+def has_adapter(package: str, engine: str) -> bool:
+    """Whether a family's package has an adapter of its operators for the engine."""
+    return importlib.util.find_spec(f"{package}.engines.{engine}") is not None
 
 
 def _files_of(engine: str) -> list[Path]:
-    return sorted(RESULTS.glob(f"*{engine}*.json"))
+    """The engine's result files that a page cites."""
+    return [file for file in cited() if engine in file.stem]
+
+
+def cited() -> list[Path]:
+    """The result files that README or a page beside this one names."""
+    pages = [ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if p != PAGE)]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(pages))
+    return [file for file in sorted(RESULTS.glob("*.json")) if file.name in text]
 
 
 def _results() -> list[str]:
@@ -159,10 +173,13 @@ def _results() -> list[str]:
         "",
         "## Result files",
         "",
-        "| file | GPU | date | torch, Triton |",
-        "|---|---|---|---|",
+        "Those that a page cites, each with what writes it.",
+        "",
+        "| file | written by | GPU | date | torch, Triton |",
+        "|---|---|---|---|---|",
     ]
-    for file, report in _reports("*.json"):
+    for file in cited():
+        report = json.loads(file.read_text(encoding="utf-8"))
         report = {**report.get("environment", {}), **report}
         info = report.get("info", {})
         gpu = report.get("gpu") or info.get("machine", {}).get("name") or "-"
@@ -170,8 +187,14 @@ def _results() -> list[str]:
             str(report.get(name) or info.get("packages", {}).get(name) or "-")
             for name in ("torch", "triton")
         ]
-        date = report.get("date") or "-"
-        lines.append(f"| [{file.name}]({_link(file)}) | {gpu} | {date} | {', '.join(versions)} |")
+        cells = [
+            f"[{file.name}]({_link(file)})",
+            f"`{report['script']}`",
+            gpu,
+            report.get("date") or "-",
+            ", ".join(versions),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

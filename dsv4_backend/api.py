@@ -1,19 +1,25 @@
-"""The public operators: check the contract, find the kernels, run them.
+"""The public operators: check the contract, find the pipeline, run it.
 
 Nothing here reads a device value on the host, so every operator can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from backend_core.tables.select import PathSelection
 from backend_core.target import Target, detect_target
-from dsv4_backend import compressor, validation
-from dsv4_backend.spec import CompressorLayer, real_rope_table
+from dsv4_backend.compressor import decode, in_place, prefill, queries
+from dsv4_backend.compressor.bound import Bind, ByGrid, CompressorCall, LaunchCache, Pipeline
+from dsv4_backend.compressor.queries import Queries
+from dsv4_backend.contract import calls as contract
+from dsv4_backend.spec import CompressorLayer, CompressorSpec, real_rope_table
 from dsv4_backend.step_plan import (
-    DecodePlan,
-    PrefillPlan,
-    RowPlan,
+    CompressorStepPlan,
+    DecodeStepPlan,
+    PrefillStepPlan,
     SeqLens,
 )
 
@@ -23,17 +29,18 @@ def compress_norm_rope_hadamard_(
     weight: torch.Tensor,
     eps: float,
     freqs_cis: torch.Tensor,
-    plan: SeqLens | RowPlan,
+    step_plan: SeqLens,
     *,
     head_dim: int,
     compress_ratio: int,
     rotate: bool,
     target: Target | None = None,
+    selection: PathSelection | None = None,
 ) -> None:
     """RMSNorm, RoPE and Walsh-Hadamard rotation of pooled rows, in place, in one launch.
 
-    Computed in fp32 and rounded once, to the dtype of ``kv``. Replaces sglang's
-    ``hip_compress_fused_norm_rope_hadamard_inplace`` and, with ``rotate=False``,
+    Computed in fp32 and rounded once, to the dtype of ``kv``. Replaces the decode form of sglang's
+    ``hip_compress_fused_norm_rope_hadamard_inplace`` and, with ``rotate=False``, of
     ``hip_compress_fused_norm_rope_inplace``.
 
     Args:
@@ -41,21 +48,26 @@ def compress_norm_rope_hadamard_(
         weight: [head_dim] fp32 or bf16, of the RMSNorm.
         eps: added to the mean square.
         freqs_cis: complex64 [positions, 32], or real [positions, 64] interleaved (cos, sin).
-        plan: which rows, and where their sequences stand. Only rows that end a window are touched;
-            their position is that of the window's first token.
+        step_plan: where the rows' sequences stand. Only rows that end a window are touched; their
+            position is that of the window's first token.
         head_dim: 128 or 512.
         compress_ratio: 4 or 128.
         rotate: multiply by H / sqrt(head_dim) at the end.
         target: the processor to choose kernels for, by default that of ``kv``.
+        selection: the kernel paths to use, by default those of the target's table.
 
     Raises:
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
     table = real_rope_table(freqs_cis)
-    validation.check_in_place(kv, weight, eps, table, plan, head_dim, compress_ratio, rotate)
-    target = target or detect_target(kv.device)
-    compressor.run_in_place(target, kv, weight, eps, table, plan, compress_ratio, rotate)
+    contract.check_in_place(kv, weight, eps, table, step_plan, head_dim, compress_ratio, rotate)
+    if selection is None:
+        target = target or detect_target(kv.device)
+        paths = in_place.pipelines(target, head_dim, compress_ratio, rotate)
+    else:
+        paths = in_place.pipelines_of(selection, head_dim, compress_ratio, rotate)
+    paths.at(step_plan.num_tokens)(kv, weight, eps, table, step_plan.seq_lens)
 
 
 def compress_decode_(
@@ -63,51 +75,36 @@ def compress_decode_(
     kv_score: torch.Tensor,
     state: torch.Tensor,
     cache: torch.Tensor,
-    plan: DecodePlan,
+    step_plan: DecodeStepPlan,
     *,
     target: Target | None = None,
+    selection: PathSelection | None = None,
+    launches: LaunchCache | None = None,
 ) -> None:
-    """One new token for each request: its state row and, where a window ends, its cached row.
+    """One new token per request: its state row and, where a window ends, its cached row.
 
     Args:
         layer: the compressor.
         kv_score: [N, 2·C·d] fp32 or bf16, rows [kv | score] without APE; any row stride, and more
-            rows than the plan has are left alone.
-        state: [pages, rows, 2·C·d] fp32 or bf16; the plan says how many rows a page has. Written
-            at the plan's rows.
-        cache: [pages, page bytes] uint8, pages a multiple of 4 bytes apart. Written at the plan's
-            slots in ``layer.spec.cache_format``.
-        plan: the step.
+            rows than the step plan has are left alone.
+        state: [pages, rows, 2·C·d] fp32 or bf16; the step plan's class says how many rows a page
+            has. Written at the step plan's rows.
+        cache: [pages, page bytes] uint8, pages a multiple of 4 bytes apart. Written at the step
+            plan's slots in ``layer.spec.cache_format``.
+        step_plan: ``RingDecode`` or ``PagedDecode``.
         target: the processor to choose kernels for, by default that of ``kv_score``.
+        selection: the kernel paths to use, by default those of the target's table.
+        launches: keeps what this call checks and binds for later calls that agree with it, which
+            then take a third of the host time; without it every call starts anew.
 
     Raises:
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
-    compressor.run_decode((layer, kv_score, state, cache), plan, target)
-
-
-def compress_decode_pair_(
-    main: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
-    indexer: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
-    main_plan: DecodePlan,
-    indexer_plan: DecodePlan,
-    *,
-    target: Target | None = None,
-) -> None:
-    """``compress_decode_`` for the main and the indexer compressor of one C4 layer, in one launch.
-
-    Args:
-        main, indexer: (layer, kv_score, state, cache) of each. They share ratio 4, rounding, fp8
-            flavour, RoPE table, eps and, if paged, the plan's ``requests``.
-        main_plan, indexer_plan: of one kind and length; sglang passes one plan twice.
-        target: as in ``compress_decode_``.
-
-    Raises:
-        ValueError: an argument breaks this contract; nothing was written.
-        LookupError: there are no kernel paths for the target.
-    """
-    compressor.run_decode_pair((main, indexer), (main_plan, indexer_plan), target)
+    contract.check_step_plan(step_plan, DecodeStepPlan)
+    call = CompressorCall(layer, kv_score, state, cache)
+    paths = _pipelines(decode.bind, call, step_plan, target, selection, launches)
+    paths.at(step_plan.num_tokens)(call, step_plan)
 
 
 def compress_prefill_(
@@ -115,9 +112,11 @@ def compress_prefill_(
     kv_score: torch.Tensor,
     state: torch.Tensor,
     cache: torch.Tensor,
-    plan: PrefillPlan,
+    step_plan: PrefillStepPlan,
     *,
     target: Target | None = None,
+    selection: PathSelection | None = None,
+    launches: LaunchCache | None = None,
 ) -> None:
     """Chunks of requests: the cached row of every window that ends in them, then the state rows.
 
@@ -125,15 +124,18 @@ def compress_prefill_(
     it, so that chunks may be cut anywhere.
 
     Args:
-        layer, state, cache, target: as in ``compress_decode_``.
+        layer, state, cache, target, selection, launches: as in ``compress_decode_``.
         kv_score: [T, 2·C·d] fp32 or bf16, requests one after another.
-        plan: the step.
+        step_plan: ``RingPrefill`` or ``PagedPrefill``.
 
     Raises:
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
-    compressor.run_prefill((layer, kv_score, state, cache), plan, target)
+    contract.check_step_plan(step_plan, PrefillStepPlan)
+    call = CompressorCall(layer, kv_score, state, cache)
+    paths = _pipelines(prefill.bind, call, step_plan, target, selection, launches)
+    paths.at(step_plan.num_windows)(call, step_plan)
 
 
 def warm_up(
@@ -141,9 +143,11 @@ def warm_up(
     kv_score: torch.Tensor,
     state: torch.Tensor,
     cache: torch.Tensor,
-    plan: DecodePlan | PrefillPlan,
+    step_plan: DecodeStepPlan | PrefillStepPlan,
     *,
     target: Target | None = None,
+    selection: PathSelection | None = None,
+    launches: LaunchCache | None = None,
 ) -> None:
     """Compile, at model load, what ``compress_decode_`` or ``compress_prefill_`` may launch.
 
@@ -151,26 +155,74 @@ def warm_up(
     in strides and in 16-byte alignment; the number of tokens does not matter.
 
     Args:
-        layer, kv_score, state, cache, plan, target: as in the operator; the plan's kind chooses it.
+        layer, kv_score, state, cache, step_plan, target, selection, launches: as in the operator;
+            the step plan's class chooses it.
 
     Raises:
         ValueError: an argument breaks the operator's contract.
         LookupError: there are no kernel paths for the target.
     """
-    part = (layer, kv_score, state, cache)
-    if isinstance(plan, DecodePlan):
-        compressor.warm_up_decode(part, plan, target)
-    else:
-        compressor.warm_up_prefill(part, plan, target)
+    contract.check_step_plan(step_plan, CompressorStepPlan)
+    bind: Bind = decode.bind if isinstance(step_plan, DecodeStepPlan) else prefill.bind
+    call = CompressorCall(layer, kv_score, state, cache)
+    for path in _pipelines(bind, call, step_plan, target, selection, launches).values:
+        path.warm_up(call, step_plan)
 
 
-def warm_up_pair(
-    main: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
-    indexer: tuple[CompressorLayer, torch.Tensor, torch.Tensor, torch.Tensor],
-    main_plan: DecodePlan,
-    indexer_plan: DecodePlan,
+def quantise_indexer_queries(
+    spec: CompressorSpec,
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    rope_table: torch.Tensor,
+    weights: torch.Tensor,
+    softmax_scale: float,
+    head_scale: float,
     *,
     target: Target | None = None,
-) -> None:
-    """``warm_up`` for ``compress_decode_pair_``, whose arguments it takes."""
-    compressor.warm_up_decode_pair((main, indexer), (main_plan, indexer_plan), target)
+    selection: PathSelection | None = None,
+) -> Queries:
+    """RoPE, the spec's rotation and its quantisation, and the weights of the heads' scores.
+
+    Keys and queries meet in one product, so what is done to the one must be done to the other: both
+    take their rotation, format and rounding from one ``CompressorSpec``. A token's score of a key
+    is sum_h weight_h · relu(q_h · k); the two scales, and of fp8 the scale of the head's row too,
+    are multiplied into weight_h, as vLLM's logits kernels expect.
+
+    Args:
+        spec: of the indexer's keys.
+        q: [T, H, 128] fp32 or bf16, last dimension contiguous.
+        positions: [T] int32 or int64.
+        rope_table: [positions, 64] in ``spec.rope_layout``.
+        weights: [T, H] fp32 or bf16, last dimension contiguous.
+        softmax_scale, head_scale: 128^-0.5 and H^-0.5 in the model.
+        target: the processor to choose kernels for, by default that of ``q``.
+        selection: the kernel paths to use, by default those of the target's table.
+
+    Returns:
+        Codes uint8 [T, H, 128] of e4m3, or [T, H, 64] of e2m1 pairs; scales uint8 [T, H, 4] (UE8M0)
+        of the latter, otherwise ``None``; weights fp32 [T, H].
+
+    Raises:
+        ValueError: an argument breaks this contract.
+        LookupError: there are no kernel paths for the target.
+    """
+    contract.check_queries(spec, q, positions, rope_table, weights)
+    if selection is None:
+        paths = queries.pipelines(target or detect_target(q.device), spec)
+    else:
+        paths = queries.pipelines_of(selection, spec)
+    run = paths.at(q.shape[0] * q.shape[1])
+    return run(q, positions, rope_table, weights, softmax_scale, head_scale)
+
+
+def _pipelines(
+    bind: Bind,
+    call: CompressorCall,
+    step_plan: CompressorStepPlan,
+    target: Target | None,
+    selection: PathSelection | None,
+    launches: LaunchCache | None,
+) -> ByGrid[Pipeline[Any]]:
+    if launches is None:
+        return bind(call, step_plan, target, selection)
+    return launches.find(bind, call, step_plan, target, selection)

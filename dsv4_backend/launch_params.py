@@ -10,37 +10,48 @@ from typing import Literal
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
 
-Pdl = Literal[0, 1, 2, 3]
+Pdl = Literal["off", "wait", "release_after_wait", "release_first"]
+"""Programmatic dependent launch, see ``backend_core.kernels.pdl``."""
+
+Prefetch = Literal["none", "load", "pool"]
+"""What a decode step does before its PDL wait, where the step plan is ``pdl_prefetch_safe``:
+nothing, load all but its input, or also pool the rows that it loaded."""
 
 
 @dataclass(frozen=True)
 class InPlaceParams:
-    """``compress_norm_rope_hadamard_``: a row per program, held in registers.
-
-    Attributes:
-        pdl: programmatic dependent launch, see ``kernels.numerics.wait_for_previous``; 0 is none.
-    """
+    """``compress_norm_rope_hadamard_``: one program per row, which it holds in registers."""
 
     num_warps: int
-    pdl: Pdl = 0
+    pdl: Pdl = "off"
 
 
 @dataclass(frozen=True)
 class DecodeParams:
-    """A decode step in one launch.
+    """A decode step in one launch, one program per request.
 
     Attributes:
         block_w: window rows per inner step.
-        pdl: programmatic dependent launch; 0 is none.
-        reads_early: plan and state may be read before the kernel before is over.
-        pools_early: old rows are pooled before the wait for the kernel before.
     """
 
     num_warps: int
     block_w: int
-    pdl: Pdl = 0
-    reads_early: bool = False
-    pools_early: bool = False
+    pdl: Pdl = "off"
+
+
+@dataclass(frozen=True)
+class DecodeC4Params(DecodeParams):
+    """A decode step of ratio 4 in one launch, one program per request.
+
+    Attributes:
+        block_w: window rows per inner step; 8 is the whole window.
+    """
+
+    prefetch: Prefetch = "none"
+
+    def __post_init__(self) -> None:
+        if self.prefetch != "none" and self.pdl == "off":
+            raise ValueError(f"prefetch must be none where pdl is off, got {self.prefetch!r}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,12 @@ class QueriesParams:
 
 @dataclass(frozen=True)
 class OneLaunchParams:
-    """A prefill step in one launch: ``rows`` tokens' state rows per program beside its window."""
+    """A prefill step in one launch.
+
+    Attributes:
+        block_w: window rows per inner step.
+        rows: tokens whose state rows one program writes.
+    """
 
     num_warps: int
     block_w: int
@@ -71,7 +87,7 @@ class TwoLaunchParams:
 
 @dataclass(frozen=True)
 class ColumnSplitParams:
-    """A prefill step whose pooling is split over ``block_d`` channels, then finish and write."""
+    """A prefill step that pools ``block_d`` channels per program, then finishes and writes."""
 
     num_warps: int
     block_w: int
@@ -81,17 +97,16 @@ class ColumnSplitParams:
 
 _REQUESTS = "requests"
 _WINDOWS = "windows in the step plan"
-_DECODE = {"one_launch": DecodeParams, "torch": NoParams}
+_DECODE_C4 = {"one_launch": DecodeC4Params, "torch": NoParams}
 _PREFILL_C4 = {"one_launch": OneLaunchParams, "two_launch": TwoLaunchParams, "torch": NoParams}
 _IN_PLACE = {"in_registers": InPlaceParams, "torch": NoParams}
 
 TABLES = TableSchema(
     family="dsv4",
     operators=(
-        Operator("indexer_decode", _REQUESTS, _DECODE),
-        Operator("main_c4_decode", _REQUESTS, _DECODE),
-        Operator("main_c128_decode", _REQUESTS, _DECODE),
-        Operator("pair_decode", _REQUESTS, _DECODE),
+        Operator("indexer_decode", _REQUESTS, _DECODE_C4),
+        Operator("main_c4_decode", _REQUESTS, _DECODE_C4),
+        Operator("main_c128_decode", _REQUESTS, {"one_launch": DecodeParams, "torch": NoParams}),
         Operator("indexer_prefill", _WINDOWS, _PREFILL_C4),
         Operator("main_c4_prefill", _WINDOWS, _PREFILL_C4),
         Operator(
@@ -100,9 +115,9 @@ TABLES = TableSchema(
         Operator(
             "queries", "tokens times heads", {"in_registers": QueriesParams, "torch": NoParams}
         ),
-        Operator("in_place_128_decode", "rows", _IN_PLACE),
-        Operator("in_place_512_decode", "rows", _IN_PLACE),
-        Operator("in_place_128_prefill", "rows", _IN_PLACE),
-        Operator("in_place_512_prefill", "rows", _IN_PLACE),
+        Operator("in_place_128", "rows", _IN_PLACE),
+        Operator("in_place_512", "rows", _IN_PLACE),
     ),
 )
+"""A compressor's kind is ``indexer``, ``main_c4`` or ``main_c128``. A path with the feature
+``ring`` or ``paged`` serves states of that layout."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from backend_core.engines import entry
+
 
 def register_vllm() -> None:
-    """Entry point ``vllm.general_plugins``."""
-    from dsv4_backend.engines import vllm
-
-    vllm.register()
+    """Entry point ``dsv4`` of ``vllm.general_plugins``."""
+    entry.register_vllm("dsv4", "dsv4_backend.engines.vllm")
 
 
 def register_sglang() -> None:
-    """Entry point ``sglang.srt.plugins``."""
-    from backend_core.engines.sglang_entry import register_adapter
-
-    register_adapter("dsv4_backend.engines.sglang")
+    """Entry point ``dsv4`` of ``sglang.srt.plugins``."""
+    entry.register_sglang("dsv4", "dsv4_backend.engines.sglang")

@@ -1,27 +1,22 @@
 """The compressor by its definition, in torch: any device, any float dtype up to float64.
 
-Per window, in the notation of ``docs/dsv4.md``: k = sum_w softmax_w(s + ape) · kv per channel;
-RMSNorm; RoPE on the last 64 channels at the window's first position; H_d / sqrt(d) if the
-compressor rotates; quantisation. Sources: the official inference code, sglang's
-``fused_norm_rope_v2.cuh`` and vLLM's ``fused_compress_quant_cache.py``, which differ in where they
-round to bf16 and in how they choose scales. ``rounding`` names whose points to follow:
+Per window, in the notation of ``docs/families/dsv4.md``: k = sum_w softmax_w(s + ape) · kv per
+channel; RMSNorm; RoPE on the last 64 channels at the window's first position; H_d / sqrt(d) if the
+compressor rotates; quantisation. Sources: sglang's ``fused_norm_rope_v2.cuh`` and vLLM's
+``fused_compress_quant_cache.py``, which differ in where they round to bf16 and in how they choose
+scales. ``rounding`` names the engine that is followed:
 
-- ``official``: bf16 after pooling, norm, RoPE and rotation; scales are powers of two;
-- ``vllm``: once, before quantisation; scales are powers of two;
-- ``sglang``: once, before quantisation, for the main rows, never for the indexer's; the indexer's
-  fp8 scale is amax / 448 itself; fp4 ties go to the smaller magnitude, and zero has no sign.
+- ``vllm``: bf16 once, before quantisation; scales are powers of two;
+- ``sglang``: bf16 once, before quantisation, for the main rows, never for the indexer's; the
+  indexer's fp8 scale is amax / 448 itself; fp4 ties go to the smaller magnitude, and zero has no
+  sign.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from dsv4_backend.spec import RECORD_BYTES, ROPE_DIM, CacheFormat, Fp8Flavour, Rounding
-
-if TYPE_CHECKING:
-    from dsv4_backend.spec import CompressorLayer, CompressorSpec, RopeLayout
+from dsv4_backend.spec import ROPE_DIM, CompressorLayer, CompressorSpec, Fp8Flavour, RopeLayout
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -105,20 +100,11 @@ def finish(
     eps: float,
     rope_layout: RopeLayout,
     rotate: bool,
-    rounding: Rounding,
 ) -> torch.Tensor:
     """Norm, RoPE and rotation of pooled rows k [N, d] at positions [N]; result in k's dtype."""
-    is_official = rounding == "official"
-    k = round_bf16(k) if is_official else k
     rms = (k.square().mean(-1, keepdim=True) + eps).rsqrt()
-    k = k * rms * weight.to(k.dtype)
-    k = round_bf16(k) if is_official else k
-    k = rope(k, table, positions, rope_layout)
-    k = round_bf16(k) if is_official else k
-    if rotate:
-        k = hadamard(k)
-        k = round_bf16(k) if is_official else k
-    return k
+    k = rope(k * rms * weight.to(k.dtype), table, positions, rope_layout)
+    return hadamard(k) if rotate else k
 
 
 def finish_rows(k: torch.Tensor, positions: torch.Tensor, layer: CompressorLayer) -> torch.Tensor:
@@ -132,7 +118,6 @@ def finish_rows(k: torch.Tensor, positions: torch.Tensor, layer: CompressorLayer
         eps=spec.eps,
         rope_layout=spec.rope_layout,
         rotate=spec.rotate,
-        rounding=spec.rounding,
     )
 
 
@@ -176,13 +161,11 @@ def ceil_log2(x: torch.Tensor) -> torch.Tensor:
     return exponent - (mantissa == 0.5).to(exponent.dtype)
 
 
-def quantise(
-    x: torch.Tensor, spec: CompressorSpec, fp8_scale: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, spec: CompressorSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Finished rows [N, d] as the bytes of ``spec.cache_format``.
 
     Returns:
-        data [N, data bytes] and scales [N, scale bytes], both uint8 (see ``RECORD_BYTES``).
+        data [N, data bytes] and scales [N, scale bytes], both uint8 (``backend_core.formats``).
     """
     n, d = x.shape
     fp8, rounding = spec.fp8, spec.rounding
@@ -192,8 +175,6 @@ def quantise(
         x = round_bf16(x)
     if spec.cache_format == "bf16_rows":
         return x.float().bfloat16().view(torch.uint8), none
-    if spec.cache_format == "fp8_rows":
-        return encode_e4m3((x / fp8_scale).clamp(-top, top), fp8), none
     if spec.cache_format == "fp8_ds_mla":
         groups = x[:, :-ROPE_DIM].view(n, -1, 64)
         k = ceil_log2(groups.abs().amax(-1).clamp(min=1e-4) / top)
@@ -214,14 +195,10 @@ def quantise(
     return code[:, 0::2] | (code[:, 1::2] << 4), (k + 127).to(torch.uint8)
 
 
-def dequantise(
-    data: torch.Tensor, scales: torch.Tensor, spec: CompressorSpec, fp8_scale: float = 1.0
-) -> torch.Tensor:
+def dequantise(data: torch.Tensor, scales: torch.Tensor, spec: CompressorSpec) -> torch.Tensor:
     """What an engine reads from the bytes of ``quantise``: [N, d] fp32."""
     if spec.cache_format == "bf16_rows":
         return data.contiguous().view(torch.bfloat16).float()
-    if spec.cache_format == "fp8_rows":
-        return decode_e4m3(data, spec.fp8) * fp8_scale
     if spec.cache_format == "indexer_fp8":
         return decode_e4m3(data, spec.fp8) * scales.contiguous().view(torch.float32)
     if spec.cache_format == "fp8_ds_mla":
@@ -253,14 +230,14 @@ def store(
 
 
 def load(
-    cache: torch.Tensor, slots: torch.Tensor, page_tokens: int, cache_format: CacheFormat
+    cache: torch.Tensor, slots: torch.Tensor, spec: CompressorSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The (data, scales) bytes in ``slots``, the inverse of ``store``."""
-    width, scale_width = RECORD_BYTES[cache_format]
+    width, scale_width = spec.record.data_bytes, spec.record.scale_bytes
     data, scales = [], []
     for slot in slots.tolist():
-        page, i = cache[slot // page_tokens], slot % page_tokens
+        page, i = cache[slot // spec.page_tokens], slot % spec.page_tokens
         data.append(page[i * width : (i + 1) * width])
-        first = page_tokens * width + i * scale_width
+        first = spec.page_tokens * width + i * scale_width
         scales.append(page[first : first + scale_width])
     return torch.stack(data), torch.stack(scales)

@@ -1,33 +1,41 @@
 """What is fixed at model load: a compressor's properties and a layer's tensors.
 
 Both are frozen and check their own contract when they are built. What changes every step is in
-``plans``.
+``step_plan``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from dsv4_backend import validation
+from backend_core.contracts import expect_dtype, expect_shape, expect_stride
+from backend_core.formats import RECORD_FORMATS, CacheFormat, RecordFormat
+from dsv4_backend.contract.values import (
+    ROPE_DIM,
+    ROW_DTYPES,
+    check_norm_weight,
+    check_rope_table,
+    expect_one_of,
+    expect_positive,
+)
 
-CacheFormat = Literal["fp8_ds_mla", "bf16_rows", "fp8_rows", "indexer_fp8", "indexer_mxfp4"]
-Rounding = Literal["official", "sglang", "vllm"]
+__all__ = [
+    "ROPE_DIM",
+    "CacheFormat",
+    "CompressorLayer",
+    "CompressorSpec",
+    "Fp8Flavour",
+    "RopeLayout",
+    "Rounding",
+    "real_rope_table",
+]
+
+Rounding = Literal["sglang", "vllm"]
 Fp8Flavour = Literal["ocp", "fnuz"]
 RopeLayout = Literal["interleaved", "split"]
-
-ROPE_DIM = 64
-
-# Bytes of data and of scales that one token has in a page.
-RECORD_BYTES: dict[CacheFormat, tuple[int, int]] = {
-    "fp8_ds_mla": (576, 8),
-    "bf16_rows": (1024, 0),
-    "fp8_rows": (512, 0),
-    "indexer_fp8": (128, 4),
-    "indexer_mxfp4": (64, 4),
-}
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,10 @@ class CompressorSpec:
     Attributes:
         head_dim: 512 (main) or 128 (indexer).
         compress_ratio: tokens a window advances by, 4 (windows of 8, overlapping) or 128.
-        cache_format: layout of a cached token, a key of ``RECORD_BYTES``.
+        cache_format: record format of a cached token, a key of ``RECORD_FORMATS``.
         page_tokens: compressed tokens in a cache page.
-        rounding: whose rounding points and scale rules to follow (see ``docs/dsv4.md``).
+        rounding: the engine whose rounding points and scale rules to follow (see
+            ``docs/families/dsv4.md``).
         rotate: apply the Walsh-Hadamard rotation; then queries must be rotated too.
         fp8: e4m3 as ``"ocp"`` (largest code 448) or ``"fnuz"`` (bias 8, scaled to 224).
         rope_layout: a row of the table is 32 (cos, sin) pairs or 32 cosines and then 32 sines.
@@ -60,7 +69,32 @@ class CompressorSpec:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        validation.check_spec(self)
+        expect_one_of("head_dim", self.head_dim, (128, 512))
+        expect_one_of("compress_ratio", self.compress_ratio, (4, 128))
+        expect_one_of("cache_format", self.cache_format, tuple(RECORD_FORMATS))
+        expect_one_of("rounding", self.rounding, ("sglang", "vllm"))
+        expect_one_of("fp8", self.fp8, ("ocp", "fnuz"))
+        expect_one_of("rope_layout", self.rope_layout, ("interleaved", "split"))
+        expect_positive("page_tokens", self.page_tokens)
+        expect_positive("eps", self.eps)
+        if self.head_dim != self.record.head_dim:
+            raise ValueError(
+                f"cache_format {self.cache_format} must have head_dim {self.record.head_dim}, "
+                f"got {self.head_dim}"
+            )
+        if (self.head_dim, self.compress_ratio) == (128, 128):
+            raise ValueError("head_dim 128 must have compress_ratio 4, got 128")
+        if self.rotate and self.head_dim != 128:
+            raise ValueError(f"rotate must go with head_dim 128, got {self.head_dim}")
+
+    @property
+    def kind(self) -> str:
+        """By which the path tables' operators are named: indexer, main_c4 or main_c128."""
+        return "indexer" if self.head_dim == 128 else f"main_c{self.compress_ratio}"
+
+    @property
+    def record(self) -> RecordFormat:
+        return RECORD_FORMATS[self.cache_format]
 
     @property
     def halves(self) -> int:
@@ -80,12 +114,12 @@ class CompressorSpec:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page that are in use; pages may be further apart than that."""
-        return self.page_tokens * sum(RECORD_BYTES[self.cache_format])
+        return self.page_tokens * self.record.record_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompressorLayer:
-    """A compressor's weights and tables.
+    """A compressor's weights and tables; compared by identity.
 
     Attributes:
         ape: [ratio, halves, head_dim] fp32 or bf16, any strides but 1 in the last dimension:
@@ -94,26 +128,25 @@ class CompressorLayer:
         norm_weight: [head_dim] fp32 or bf16.
         rope_table: [positions, 64] fp32 or bf16 in ``spec.rope_layout``, with the compressed
             layers' own frequencies (theta 160000, YaRN); also a complex64 [positions, 32].
-        fp8_scale: of ``"fp8_rows"``: a stored code times this is the value.
-        ready: what ``compressor`` has found right, chosen and packed for calls of this layer.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or layout above.
+        ValueError: a tensor does not have the shape, dtype or strides above.
     """
 
     spec: CompressorSpec
     ape: torch.Tensor
     norm_weight: torch.Tensor
     rope_table: torch.Tensor
-    fp8_scale: float = 1.0
-    ready: dict[tuple[object, ...], Any] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
+        spec, device = self.spec, self.ape.device
         if self.rope_table.is_complex():
             object.__setattr__(self, "rope_table", real_rope_table(self.rope_table))
-        validation.check_layer(self)
+        expect_shape("ape", self.ape, (spec.compress_ratio, spec.halves, spec.head_dim))
+        expect_dtype("ape", self.ape, *ROW_DTYPES)
+        expect_stride("ape", self.ape, 2, 1)
+        check_norm_weight("norm_weight", self.norm_weight, spec.head_dim, device)
+        check_rope_table("rope_table", self.rope_table, device)
 
 
 def real_rope_table(freqs_cis: torch.Tensor) -> torch.Tensor:

@@ -1,49 +1,75 @@
-"""What one step does: which tokens came, where their state rows lie, and where results go.
+"""What one step has to do: which tokens came, where their state rows lie, where results go.
 
-Plans are frozen, hold the engines' own tensors, are built once a step and shared by all layers of
-one kind; each checks its contract when it is built.
+Step plans are frozen, hold the engines' own tensors, are built once per step and shared by all
+layers of one kind; each checks its contract when it is built.
 
-They come in two families. The ring plans are sglang's: the state holds raw scores in a ring of
-pages for each request. The paged plans are vLLM's: the state is a paged cache addressed through a
-block table, and holds score + APE. In both, a window that ends in a prefill chunk may lie partly
-in the state and partly in the chunk.
+Those of a compressor's whole step come for two layouts of the state. In sglang's ``ring`` the state
+holds raw scores in a ring of pages per request. In vLLM's ``paged`` layout the state is a paged
+cache addressed through a block table, and holds score + APE. In both, a window that ends in a
+prefill chunk may lie partly in the state and partly in the chunk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 
-from dsv4_backend import validation
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from dsv4_backend.contract.values import check_index, int32_entries
 
 if TYPE_CHECKING:
-    from backend_core.launch.triton import KernelLaunch, Packed
+    from backend_core.launch.triton import Argument, Packed
+    from dsv4_backend.spec import CompressorSpec
 
-PlanLayout = Literal["rows", "ring", "ring_v1", "paged"]
-Phase = Literal["decode", "prefill"]
-Packs = dict[tuple["KernelLaunch", int], "Packed"]
-"""A plan's arguments of a kernel and one of its groups (``arguments``), made ready once."""
+StateLayout = Literal["ring", "paged"]
+
+
+class WindowEnd(NamedTuple):
+    """A token that ends a window, as the host reads it from a step plan.
+
+    Attributes:
+        token: input row of the window's last token.
+        seq_len: tokens of the sequence up to and with it.
+        rows_in_state: rows of the window, from its first, that lie in the state.
+        pages: of the previous and the own window (ring), or the request's row of the block table.
+        slot: cache slot of the result; < 0 stores nothing.
+    """
+
+    token: int
+    seq_len: int
+    rows_in_state: int
+    pages: list[int]
+    slot: int
+
+
+class StateWrite(NamedTuple):
+    """A state row that a step writes; ``row`` counts rows over all pages.
+
+    ``position`` is the token's in its sequence, which the paged layout alone needs (-1 elsewhere).
+    """
+
+    token: int
+    position: int
+    row: int
 
 
 @dataclass(frozen=True)
 class SeqLens:
-    """Decode plan of the in-place operator: entry n is row n of kv.
+    """Step plan of the in-place operator: entry n is row n of kv.
 
     Attributes:
         seq_lens: [N] int32 or int64, tokens of the sequence with the new one. Where it is not a
             positive multiple of the ratio (-1 is padding) the row is left alone.
     """
 
-    layout: ClassVar[PlanLayout] = "rows"
-    phase: ClassVar[Phase] = "decode"
-
     seq_lens: torch.Tensor
 
     def __post_init__(self) -> None:
-        validation.check_index("seq_lens", self.seq_lens, ("N",))
+        check_index("seq_lens", self.seq_lens, ("N",))
 
     @cached_property
     def num_tokens(self) -> int:
@@ -54,105 +80,102 @@ class SeqLens:
         return self.seq_lens.device
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """Prefill plan of the in-place operator, sglang's plan v1.
+class CompressorStepPlan:
+    """What the step plans of a compressor have in common."""
 
-    Attributes:
-        rows: [N, 4] int32 {row, batch, position, window_len}, or the same as [N, 16] uint8.
-            Entries with row < 0 are skipped, and so is a position that does not end a window.
-            No row may occur twice: it would be normed twice.
-    """
+    state_layout: ClassVar[StateLayout]
+    pdl_prefetch_safe: bool = False
 
-    layout: ClassVar[PlanLayout] = "rows"
-    phase: ClassVar[Phase] = "prefill"
-
-    rows: torch.Tensor
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", _int32_plan("rows", self.rows, 4))
+    slots: torch.Tensor
 
     @cached_property
     def num_tokens(self) -> int:
-        return self.rows.shape[0]
+        """Input rows that a call must have."""
+        return self.slots.shape[0]
 
     @cached_property
     def device(self) -> torch.device:
-        return self.rows.device
+        return self.slots.device
+
+    def kernel_arguments(self) -> dict[str, Argument]:
+        """The kernels' arguments by name, the same names for every plan of a class."""
+        raise NotImplementedError
+
+    @cached_property
+    def packed(self) -> Packed:
+        """``kernel_arguments``, prepared once for all launches of the step."""
+        from backend_core.launch.triton import KernelLaunch  # the torch path needs no triton
+
+        return KernelLaunch.pack(self.kernel_arguments().values())
+
+    def window_ends(self, spec: CompressorSpec) -> Iterator[WindowEnd]:
+        """Entries that are not padding, read on the host; not all of them end a window."""
+        raise NotImplementedError
+
+    def state_writes(self) -> Iterator[StateWrite]:
+        """State rows that the step writes, read on the host."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class RingDecode:
-    """One token a request, sglang's plan v2. State [pages, ratio, row_width].
+class DecodeStepPlan(CompressorStepPlan):
+    """A step with one token per request."""
+
+
+class PrefillStepPlan(CompressorStepPlan):
+    """A step with chunks of requests."""
+
+    @cached_property
+    def num_windows(self) -> int:
+        """Entries of the plan that may end a window."""
+        raise NotImplementedError
+
+    @cached_property
+    def num_writes(self) -> int:
+        """Entries of the plan that may write a state row."""
+        return self.num_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class RingDecode(DecodeStepPlan):
+    """One token per request, sglang's plan v2. State [pages, ratio, row_width].
 
     Attributes:
-        plan: [N, 4] int32 {seq_len, write_loc, read_page_0, read_page_1} or [N, 16] uint8;
+        entries: [N, 4] int32 {seq_len, write_loc, read_page_0, read_page_1} or [N, 16] uint8;
             seq_len -1 or write_loc < 0 is padding.
         slots: [N] int32 or int64, cache slot of the compressed token; < 0 stores nothing.
-        is_settled: a promise that at least one ordinary launch, one that waits for all before it,
-            lies on the stream between the last write of the plan's tensors or of earlier tokens'
-            state rows and the call, as an engine's projections do. Kernels may then read those
-            while the launch before theirs still runs.
+        pdl_prefetch_safe: a promise that at least one ordinary launch, one that waits for all
+            before it, lies on the stream between the last write of the plan's tensors or of earlier
+            tokens' state rows and the call, as an engine's projections do. Kernels may then read
+            those while the kernel in front of theirs still runs.
     """
 
-    layout: ClassVar[PlanLayout] = "ring"
-    phase: ClassVar[Phase] = "decode"
+    state_layout: ClassVar[StateLayout] = "ring"
 
-    plan: torch.Tensor
+    entries: torch.Tensor
     slots: torch.Tensor
-    is_settled: bool = False
-    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
+    pdl_prefetch_safe: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plan", _int32_plan("plan", self.plan, 4))
-        validation.check_index("slots", self.slots, (self.plan.shape[0],), self.plan.device)
+        object.__setattr__(self, "entries", int32_entries("entries", self.entries, 4))
+        check_index("slots", self.slots, (self.entries.shape[0],), self.entries.device)
 
-    @cached_property
-    def num_tokens(self) -> int:
-        return self.plan.shape[0]
+    def kernel_arguments(self) -> dict[str, Argument]:
+        return {"entry_ptr": self.entries, "slot_ptr": self.slots}
 
-    @cached_property
-    def device(self) -> torch.device:
-        return self.plan.device
+    def window_ends(self, spec: CompressorSpec) -> Iterator[WindowEnd]:
+        slots = self.slots.tolist()
+        for token, (seq_len, write, page_0, page_1) in enumerate(self.entries.tolist()):
+            if write >= 0:
+                yield WindowEnd(token, seq_len, spec.window - 1, [page_0, page_1], slots[token])
 
-
-@dataclass(frozen=True)
-class RingDecodeV1:
-    """One token a request, sglang's plan v1. State [pages, window, row_width].
-
-    Attributes:
-        seq_lens: [N] int32 or int64; <= 0 is padding.
-        pages: [N] int32 or int64, the request's ring; token p lies in row p % window. < 0 is
-            padding.
-        slots, is_settled: as in ``RingDecode``.
-    """
-
-    layout: ClassVar[PlanLayout] = "ring_v1"
-    phase: ClassVar[Phase] = "decode"
-
-    seq_lens: torch.Tensor
-    pages: torch.Tensor
-    slots: torch.Tensor
-    is_settled: bool = False
-    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        validation.check_index("seq_lens", self.seq_lens, ("N",))
-        rows, device = self.seq_lens.shape[0], self.seq_lens.device
-        validation.check_index("pages", self.pages, (rows,), device)
-        validation.check_index("slots", self.slots, (rows,), device)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return self.seq_lens.shape[0]
-
-    @cached_property
-    def device(self) -> torch.device:
-        return self.seq_lens.device
+    def state_writes(self) -> Iterator[StateWrite]:
+        for token, (seq_len, row, _, _) in enumerate(self.entries.tolist()):
+            if seq_len > 0 and row >= 0:
+                yield StateWrite(token, -1, row)
 
 
-@dataclass(frozen=True)
-class RingPrefill:
+@dataclass(frozen=True, eq=False)
+class RingPrefill(PrefillStepPlan):
     """Chunks of requests, sglang's plan v2. State [pages, ratio, row_width].
 
     Attributes:
@@ -164,24 +187,25 @@ class RingPrefill:
         slots: [T] int32 or int64, indexed by token.
     """
 
-    layout: ClassVar[PlanLayout] = "ring"
-    phase: ClassVar[Phase] = "prefill"
+    state_layout: ClassVar[StateLayout] = "ring"
 
     windows: torch.Tensor
     writes: torch.Tensor
     slots: torch.Tensor
-    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "windows", _int32_plan("windows", self.windows, 4))
-        object.__setattr__(self, "writes", _int32_plan("writes", self.writes, 2))
-        device = self.windows.device
-        validation.check_index("writes", self.writes, ("M", 2), device)
-        validation.check_index("slots", self.slots, ("T",), device)
+        object.__setattr__(self, "windows", int32_entries("windows", self.windows, 4))
+        object.__setattr__(self, "writes", int32_entries("writes", self.writes, 2))
+        expect_device("writes", self.writes, self.windows.device)
+        check_index("slots", self.slots, ("T",), self.windows.device)
 
-    @cached_property
-    def num_tokens(self) -> int:
-        return self.slots.shape[0]
+    def kernel_arguments(self) -> dict[str, Argument]:
+        return {
+            "entry_ptr": self.windows,
+            "write_ptr": self.writes,
+            "slot_ptr": self.slots,
+            "num_windows": self.num_windows,
+        }
 
     @cached_property
     def num_windows(self) -> int:
@@ -189,64 +213,24 @@ class RingPrefill:
 
     @cached_property
     def num_writes(self) -> int:
-        """Entries of the plan that may write a state row."""
         return self.writes.shape[0]
 
-    @cached_property
-    def device(self) -> torch.device:
-        return self.windows.device
+    def window_ends(self, spec: CompressorSpec) -> Iterator[WindowEnd]:
+        slots = self.slots.tolist()
+        for seq_len, packed, page_0, page_1 in self.windows.tolist():
+            token, buffer_len = packed & 0xFFFF, (packed >> 16) & 0xFFFF
+            if seq_len > 0:
+                yield WindowEnd(token, seq_len, buffer_len, [page_0, page_1], slots[token])
+
+    def state_writes(self) -> Iterator[StateWrite]:
+        for token, row in self.writes.tolist():
+            if token >= 0 and row >= 0:
+                yield StateWrite(token, -1, row)
 
 
-@dataclass(frozen=True)
-class RingPrefillV1:
-    """Chunks of requests, sglang's plan v1. State [pages, window, row_width].
-
-    Attributes:
-        windows, writes: [N, 4] and [M, 4] int32 (or uint8 [., 16]) {token, batch, position,
-            window_len}; token -1 is padding. The first window_len rows of a window are in the
-            state.
-        pages: [B] int32 or int64, each request's ring.
-        slots: [T] int32 or int64, indexed by token.
-    """
-
-    layout: ClassVar[PlanLayout] = "ring_v1"
-    phase: ClassVar[Phase] = "prefill"
-
-    windows: torch.Tensor
-    writes: torch.Tensor
-    pages: torch.Tensor
-    slots: torch.Tensor
-    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "windows", _int32_plan("windows", self.windows, 4))
-        object.__setattr__(self, "writes", _int32_plan("writes", self.writes, 4))
-        device = self.windows.device
-        validation.check_index("writes", self.writes, ("M", 4), device)
-        validation.check_index("pages", self.pages, ("B",), device)
-        validation.check_index("slots", self.slots, ("T",), device)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return self.slots.shape[0]
-
-    @cached_property
-    def num_windows(self) -> int:
-        return self.windows.shape[0]
-
-    @cached_property
-    def num_writes(self) -> int:
-        """Entries of the plan that may write a state row."""
-        return self.writes.shape[0]
-
-    @cached_property
-    def device(self) -> torch.device:
-        return self.windows.device
-
-
-@dataclass(frozen=True)
-class PagedDecode:
-    """One token a request, vLLM's metadata. State [blocks, block, row_width] with score + APE.
+@dataclass(frozen=True, eq=False)
+class PagedDecode(DecodeStepPlan):
+    """One token per request, vLLM's metadata. State [blocks, block, row_width] with score + APE.
 
     Attributes:
         positions: [N] int32 or int64, position of the new token.
@@ -254,34 +238,38 @@ class PagedDecode:
         requests: [N] int32 or int64, row of the block table.
         block_table: [B, blocks] int32, state blocks of a request by position // block.
         slots: [N] int32 or int64, cache slot of the compressed token; < 0 stores nothing.
-        is_settled: as in ``RingDecode``.
+        pdl_prefetch_safe: as in ``RingDecode``.
     """
 
-    layout: ClassVar[PlanLayout] = "paged"
-    phase: ClassVar[Phase] = "decode"
+    state_layout: ClassVar[StateLayout] = "paged"
 
     positions: torch.Tensor
     state_slots: torch.Tensor
     requests: torch.Tensor
     block_table: torch.Tensor
     slots: torch.Tensor
-    is_settled: bool = False
-    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
+    pdl_prefetch_safe: bool = False
 
     def __post_init__(self) -> None:
-        validation.check_paged(self)
+        _check_paged(self)
 
-    @cached_property
-    def num_tokens(self) -> int:
-        return self.positions.shape[0]
+    def kernel_arguments(self) -> dict[str, Argument]:
+        return _paged_arguments(self)
 
-    @cached_property
-    def device(self) -> torch.device:
-        return self.positions.device
+    def window_ends(self, spec: CompressorSpec) -> Iterator[WindowEnd]:
+        positions, table = self.positions.tolist(), self.block_table.tolist()
+        requests, slots = self.requests.tolist(), self.slots.tolist()
+        for token, row in enumerate(self.state_slots.tolist()):
+            if row >= 0:
+                pages, seq_len = table[requests[token]], positions[token] + 1
+                yield WindowEnd(token, seq_len, spec.window - 1, pages, slots[token])
+
+    def state_writes(self) -> Iterator[StateWrite]:
+        return _paged_writes(self)
 
 
-@dataclass(frozen=True)
-class PagedPrefill:
+@dataclass(frozen=True, eq=False)
+class PagedPrefill(PrefillStepPlan):
     """Chunks of requests, vLLM's metadata; the fields of ``PagedDecode`` for T tokens, and:
 
     Attributes:
@@ -290,8 +278,7 @@ class PagedPrefill:
             ``window_ends``.
     """
 
-    layout: ClassVar[PlanLayout] = "paged"
-    phase: ClassVar[Phase] = "prefill"
+    state_layout: ClassVar[StateLayout] = "paged"
 
     positions: torch.Tensor
     state_slots: torch.Tensor
@@ -300,30 +287,67 @@ class PagedPrefill:
     slots: torch.Tensor
     query_starts: torch.Tensor
     ends: torch.Tensor
-    packs: Packs = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        validation.check_paged(self)
-        device = self.positions.device
-        validation.check_index("query_starts", self.query_starts, ("B + 1",), device)
-        validation.check_index("ends", self.ends, ("N",), device)
+        _check_paged(self)
+        check_index("query_starts", self.query_starts, ("B + 1",), self.positions.device)
+        check_index("ends", self.ends, ("N",), self.positions.device)
 
-    @cached_property
-    def num_tokens(self) -> int:
-        return self.positions.shape[0]
+    def kernel_arguments(self) -> dict[str, Argument]:
+        return {
+            **_paged_arguments(self),
+            "window_end_ptr": self.ends,
+            "query_start_ptr": self.query_starts,
+            "num_windows": self.num_windows,
+            "num_tokens": self.num_tokens,
+        }
 
     @cached_property
     def num_windows(self) -> int:
         return self.ends.shape[0]
 
-    @cached_property
-    def num_writes(self) -> int:
-        """Entries of the plan that may write a state row."""
-        return self.num_tokens
+    def window_ends(self, spec: CompressorSpec) -> Iterator[WindowEnd]:
+        positions, table = self.positions.tolist(), self.block_table.tolist()
+        requests, slots = self.requests.tolist(), self.slots.tolist()
+        starts, rows = self.query_starts.tolist(), self.state_slots.tolist()
+        for token in self.ends.tolist():
+            if token >= 0 and rows[token] >= 0:
+                request = requests[token]
+                old = max(spec.window - (token - starts[request] + 1), 0)
+                yield WindowEnd(token, positions[token] + 1, old, table[request], slots[token])
 
-    @cached_property
-    def device(self) -> torch.device:
-        return self.positions.device
+    def state_writes(self) -> Iterator[StateWrite]:
+        return _paged_writes(self)
+
+
+def _check_paged(plan: PagedDecode | PagedPrefill) -> None:
+    check_index("positions", plan.positions, ("T",))
+    tokens, device = plan.positions.shape[0], plan.positions.device
+    check_index("state_slots", plan.state_slots, (tokens,), device)
+    check_index("requests", plan.requests, (tokens,), device)
+    check_index("slots", plan.slots, (tokens,), device)
+    expect_shape("block_table", plan.block_table, ("B", "blocks"))
+    expect_dtype("block_table", plan.block_table, torch.int32)
+    expect_stride("block_table", plan.block_table, 1, 1)
+    expect_device("block_table", plan.block_table, device)
+
+
+def _paged_arguments(plan: PagedDecode | PagedPrefill) -> dict[str, Argument]:
+    return {
+        "position_ptr": plan.positions,
+        "state_slot_ptr": plan.state_slots,
+        "request_ptr": plan.requests,
+        "block_table_ptr": plan.block_table,
+        "stride_block_table_b": plan.block_table.stride()[0],
+        "slot_ptr": plan.slots,
+    }
+
+
+def _paged_writes(plan: PagedDecode | PagedPrefill) -> Iterator[StateWrite]:
+    positions = plan.positions.tolist()
+    for token, row in enumerate(plan.state_slots.tolist()):
+        if row >= 0:
+            yield StateWrite(token, positions[token], row)
 
 
 def window_ends(
@@ -348,16 +372,3 @@ def window_ends(
     ends = torch.full((size + 1,), -1, dtype=torch.int32, device=positions.device)
     token = torch.arange(tokens, dtype=torch.int32, device=positions.device)
     return ends.scatter_(0, rank, token)[:size]
-
-
-def _int32_plan(name: str, plan: torch.Tensor, columns: int) -> torch.Tensor:
-    """A plan as [N, columns] int32, viewing the bytes that sglang hands out."""
-    if plan.dtype is torch.uint8:
-        validation.check_plan_bytes(name, plan, 4 * columns)
-        plan = plan.view(torch.int32)
-    validation.check_index(name, plan, ("N", columns))
-    return plan
-
-
-DecodePlan = RingDecode | RingDecodeV1 | PagedDecode
-PrefillPlan = RingPrefill | RingPrefillV1 | PagedPrefill

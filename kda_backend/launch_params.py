@@ -24,7 +24,7 @@ class TwoStageParams:
         block_v, block_v_max: fewest and most value rows of a scan program; a call takes the fewest
             with which all programs run at once.
         scan_num_warps, scan_num_stages: of the scan.
-        scan_overlaps: programmatic dependent launch of the scan (NVIDIA, from Hopper on).
+        scan_pdl: programmatic dependent launch of the scan (NVIDIA, from Hopper on).
         fast_math: approximate exp2 and log2 instructions (PTX).
         fp32_precision: of products with fp32 inputs.
     """
@@ -34,7 +34,7 @@ class TwoStageParams:
     block_v_max: int
     scan_num_warps: int
     scan_num_stages: int
-    scan_overlaps: bool
+    scan_pdl: bool
     fast_math: bool
     fp32_precision: Fp32Precision
 

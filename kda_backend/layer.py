@@ -12,25 +12,24 @@ from typing import NamedTuple
 import torch
 
 from backend_core.contracts import expect_stride
-from kda_backend import api
-from kda_backend.contract.inputs import (
-    BETA_SIGMOID,
-    GATE_BOUNDED,
-    GATE_SOFTPLUS,
-    KdaInputs,
-    StateInputs,
-    check_inputs,
-    check_output,
-    check_slots,
-    check_state_pool,
-    wants_grad,
+from kda_backend.api_step import decode_step, verify_step
+from kda_backend.contract.sequences import check_sequences, check_step_plan
+from kda_backend.contract.states import check_slots
+from kda_backend.contract.values import (
+    ConvInputs,
+    DraftInputs,
+    GateSpec,
+    NormInputs,
+    StateRef,
+    TokenInputs,
 )
-from kda_backend.decode_step import kda_decode_step, kda_verify_step
+from kda_backend.decode.paths import run_recurrent
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
-from kda_backend.prefill.two_stage import PIPELINES
-from kda_backend.scratch import Workspace
-from kda_backend.selection import KdaPlan
-from kda_backend.step_plan import ChunkMetadata
+from kda_backend.prefill.paths import run_prefill
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection
+from kda_backend.spec import Beta
+from kda_backend.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,10 @@ class LayerWeights:
     norm: torch.Tensor
     norm_eps: float
     lower_bound: float | None
+
+    @property
+    def gate(self) -> GateSpec:
+        return GateSpec.of(True, self.a_log, self.dt_bias, self.lower_bound)
 
 
 class Tokens(NamedTuple):
@@ -83,13 +86,13 @@ class Pools(NamedTuple):
 
 def prefill(
     weights: LayerWeights,
-    plan: KdaPlan,
+    selection: KdaSelection,
     tokens: Tokens,
     pools: Pools,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor | None,
-    metadata: ChunkMetadata,
-    workspace: Workspace,
+    step_plan: StepPlan,
+    scratch: Scratch,
     *,
     checked: bool = False,
 ) -> None:
@@ -98,83 +101,26 @@ def prefill(
     Args:
         state_indices: ``[N]`` int32 slot of each sequence in both pools; -1 for none.
         has_initial_state: ``[N]`` bool, or ``None`` where every slot is read.
-        metadata: of these T tokens.
-        checked: an earlier layer of this step was given such tensors; saves half of the host time.
+        step_plan: of these T tokens.
+        checked: skip the checks, since the first layer of this step has made them on tensors of the
+            same shapes; saves half of the host time.
 
     Raises:
         ValueError: a tensor is not as described; nothing has been written then.
     """
+    gate = weights.gate
+    state = StateRef.pool(pools.state, state_indices, has_initial_state)
     if not checked:
-        _check_prefill(weights, plan, tokens, pools, state_indices, has_initial_state, metadata)
-    heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
-    qkv, g, beta, gate, out = tokens
-    mixed = short_conv(qkv, weights.conv, pools.conv, state_indices, has_initial_state, metadata)
-    q, k, v = mixed.view(1, -1, 3, heads, dim).unbind(2)
-    bound = weights.lower_bound
-    x = KdaInputs(
-        q,
-        k,
-        v,
-        g.unsqueeze(0),
-        beta.unsqueeze(0),
-        weights.a_log,
-        weights.dt_bias,
-        GATE_SOFTPLUS if bound is None else GATE_BOUNDED,
-        0.0 if bound is None else bound,
-        BETA_SIGMOID,
-        True,
-        dim**-0.5,
-    )
-    state = StateInputs(pools.state, pools.state, 2, 3, state_indices, has_initial_state)
-    path = plan.prefill.lookup(metadata.num_chunks * heads)
-    PIPELINES[path.name](path, x, metadata, state, out.unsqueeze(0), None, workspace)
-    kernels = metadata.chunk_table is not None
-    gated_norm(out, gate, weights.norm, weights.norm_eps, out, kernels=kernels)
-
-
-def _check_prefill(
-    weights: LayerWeights,
-    plan: KdaPlan,
-    tokens: Tokens,
-    pools: Pools,
-    state_indices: torch.Tensor,
-    has_initial_state: torch.Tensor | None,
-    metadata: ChunkMetadata,
-) -> None:
-    heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
-    qkv, g, beta, gate, out = tokens
-    check_short_conv(qkv, weights.conv, pools.conv, state_indices, metadata)
-    expect_stride("g", g, 2, 1)
-    q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unsqueeze(0).unbind(2)
-    beta = beta.unsqueeze(0)
-    g = g.unsqueeze(0)
-    kinds = check_inputs(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=None,
-        a_log=weights.a_log,
-        dt_bias=weights.dt_bias,
-        use_gate=True,
-        lower_bound=weights.lower_bound,
-        use_beta_sigmoid=True,
-        allow_neg_eigval=False,
-        l2norm=True,
-        wants_grad=wants_grad(q, k, v, g, beta),
-    )
-    api.check_plan(q, v, g, kinds.gate, plan)
-    api.check_metadata(metadata, q, plan)
-    check_state_pool(pools.state, state_indices, has_initial_state, q, v, metadata.num_sequences)
-    check_slots(state_indices, pools.state)
-    check_output(out.unsqueeze(0), v)
-    check_gated_norm(out, gate, weights.norm, out)
+        _check_sequences(weights, selection, tokens, pools, state, step_plan)
+    mixed = _convolved(weights, tokens, pools, state, step_plan)
+    rows = _token_inputs(tokens, mixed, selection)
+    run_prefill(selection, rows, gate, step_plan, state, tokens.out.unsqueeze(0), None, scratch)
+    _normalise(weights, tokens, step_plan)
 
 
 def decode(
     weights: LayerWeights,
-    plan: KdaPlan,
+    selection: KdaSelection,
     tokens: Tokens,
     pools: Pools,
     state_indices: torch.Tensor,
@@ -182,43 +128,26 @@ def decode(
 ) -> None:
     """One token of each sequence, all in one launch; every valid slot is read.
 
-    Called behind the layer's projections: the launch before it must not write the pools or
-    ``state_indices``, which may be read while that one still runs.
+    Called after the layer's projections: the launch before it must not write the pools or
+    ``state_indices``, which may be read while that launch still runs.
 
     Arguments as :func:`prefill`, with ``N = T``; rows at ``null_slot`` are padding too.
     """
-    heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
-    qkv, g, beta, gate, out = tokens
-    q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unbind(1)
-    kda_decode_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        pools.state,
-        state_indices,
-        null_slot=null_slot,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        lower_bound=weights.lower_bound,
-        A_log=weights.a_log,
-        dt_bias=weights.dt_bias,
-        conv_state=pools.conv,
-        conv_weight=weights.conv,
-        norm_weight=weights.norm,
-        norm_gate=gate,
-        norm_eps=weights.norm_eps,
-        out=out,
-        pools_settled=True,
-        plan=plan,
+    decode_step(
+        _step_inputs(tokens, selection),
+        weights.gate,
+        StateRef.pool(pools.state, state_indices, null_slot=null_slot),
+        ConvInputs(pools.conv, weights.conv),
+        NormInputs(weights.norm, tokens.gate, weights.norm_eps),
+        tokens.out,
+        selection,
+        pdl_prefetch_safe=True,
     )
 
 
 def verify(
     weights: LayerWeights,
-    plan: KdaPlan,
+    selection: KdaSelection,
     tokens: Tokens,
     pools: Pools,
     state_indices: torch.Tensor,
@@ -234,73 +163,85 @@ def verify(
         state_indices: ``[N, S]`` int32, a slot for each token of a draft.
         num_accepted_tokens: ``[N]`` int32, of the draft before; cu_seqlens: ``[N + 1]``.
     """
-    heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
-    qkv, g, beta, gate, out = tokens
-    q, k, v = qkv.view(qkv.shape[0], 3, heads, dim).unbind(1)
-    kda_verify_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        pools.state,
-        state_indices,
-        cu_seqlens=cu_seqlens,
-        num_accepted_tokens=num_accepted_tokens,
-        null_slot=null_slot,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        lower_bound=weights.lower_bound,
-        A_log=weights.a_log,
-        dt_bias=weights.dt_bias,
-        conv_state=pools.conv,
-        conv_weight=weights.conv,
-        norm_weight=weights.norm,
-        norm_gate=gate,
-        norm_eps=weights.norm_eps,
-        out=out,
-        plan=plan,
+    verify_step(
+        _step_inputs(tokens, selection),
+        weights.gate,
+        StateRef.pool(pools.state, state_indices, null_slot=null_slot),
+        DraftInputs(cu_seqlens, num_accepted_tokens),
+        ConvInputs(pools.conv, weights.conv),
+        NormInputs(weights.norm, tokens.gate, weights.norm_eps),
+        tokens.out,
+        selection,
     )
 
 
 def decode_or_start(
     weights: LayerWeights,
-    plan: KdaPlan,
+    selection: KdaSelection,
     tokens: Tokens,
     pools: Pools,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor | None,
-    metadata: ChunkMetadata,
+    step_plan: StepPlan,
 ) -> None:
     """Sequences of one token, or none for padding, some of which may start with it.
 
     Arguments as :func:`prefill`; the recurrent kernel between its convolution and its norm.
     """
-    heads, dim = plan.shape.num_value_heads, plan.shape.value_dim
-    qkv, g, beta, gate, out = tokens
-    check_short_conv(qkv, weights.conv, pools.conv, state_indices, metadata)
-    check_gated_norm(out, gate, weights.norm, out)
-    mixed = short_conv(qkv, weights.conv, pools.conv, state_indices, has_initial_state, metadata)
-    q, k, v = mixed.view(1, -1, 3, heads, dim).unbind(2)
-    api.fused_recurrent_kda(
-        q,
-        k,
-        v,
-        g.unsqueeze(0),
-        beta.unsqueeze(0),
-        A_log=weights.a_log,
-        dt_bias=weights.dt_bias,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        lower_bound=weights.lower_bound,
-        cu_seqlens=metadata.cu_seqlens,
-        state_pool=pools.state,
-        state_indices=state_indices,
-        has_initial_state=has_initial_state,
-        out=out.unsqueeze(0),
-        plan=plan,
+    state = StateRef.pool(pools.state, state_indices, has_initial_state)
+    _check_sequences(weights, selection, tokens, pools, state, step_plan)
+    mixed = _convolved(weights, tokens, pools, state, step_plan)
+    rows = _token_inputs(tokens, mixed, selection)
+    out = tokens.out.unsqueeze(0)
+    run_recurrent(selection, rows, weights.gate, step_plan.cu_seqlens, state, out)
+    _normalise(weights, tokens, step_plan)
+
+
+def _check_sequences(
+    weights: LayerWeights,
+    selection: KdaSelection,
+    tokens: Tokens,
+    pools: Pools,
+    state: StateRef,
+    step_plan: StepPlan,
+) -> None:
+    """Everything that `prefill` and `decode_or_start` read or write, before anything is written."""
+    assert state.indices is not None
+    check_short_conv(tokens.qkv, weights.conv, pools.conv, state.indices, step_plan)
+    expect_stride("g", tokens.g, 2, 1)
+    rows = _token_inputs(tokens, tokens.qkv, selection)
+    out = tokens.out.unsqueeze(0)
+    check_sequences(rows, weights.gate, state, step_plan.num_sequences, out, selection)
+    check_step_plan(step_plan, rows.q, selection)
+    check_slots(state)
+    check_gated_norm(tokens.out, tokens.gate, weights.norm, tokens.out)
+
+
+def _token_inputs(tokens: Tokens, qkv: torch.Tensor, selection: KdaSelection) -> TokenInputs:
+    """One packed row of tokens ``[1, T, H, D]``; ``qkv [T, 3 H D]`` before or after convolution."""
+    heads, dim = selection.shape.num_value_heads, selection.shape.value_dim
+    q, k, v = qkv.view(1, qkv.shape[0], 3, heads, dim).unbind(2)
+    g, beta = tokens.g.unsqueeze(0), tokens.beta.unsqueeze(0)
+    return TokenInputs(q, k, v, g, beta, Beta.SIGMOID, True, dim**-0.5)
+
+
+def _step_inputs(tokens: Tokens, selection: KdaSelection) -> TokenInputs:
+    """Rows of tokens ``[T, H, D]``, before the convolution."""
+    heads, dim = selection.shape.num_value_heads, selection.shape.value_dim
+    q, k, v = tokens.qkv.view(tokens.qkv.shape[0], 3, heads, dim).unbind(1)
+    return TokenInputs(q, k, v, tokens.g, tokens.beta, Beta.SIGMOID, True, dim**-0.5)
+
+
+def _convolved(
+    weights: LayerWeights, tokens: Tokens, pools: Pools, state: StateRef, step_plan: StepPlan
+) -> torch.Tensor:
+    assert state.indices is not None
+    return short_conv(
+        tokens.qkv, weights.conv, pools.conv, state.indices, state.has_initial, step_plan
     )
-    kernels = metadata.chunk_table is not None
-    gated_norm(out, gate, weights.norm, weights.norm_eps, out, kernels=kernels)
+
+
+def _normalise(weights: LayerWeights, tokens: Tokens, step_plan: StepPlan) -> None:
+    kernels = step_plan.chunk_table is not None
+    out = tokens.out
+    gated_norm(out, tokens.gate, weights.norm, weights.norm_eps, out, kernels=kernels)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
-from kda_backend.step_plan import CHUNK, ChunkMetadata
+from kda_backend.spec import CHUNK
+from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -21,7 +22,7 @@ def short_conv(
     pool: torch.Tensor,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor | None,
-    metadata: ChunkMetadata,
+    step_plan: StepPlan,
 ) -> torch.Tensor:
     """SiLU of a causal depthwise convolution of packed sequences; their last tokens stay in a pool.
 
@@ -30,9 +31,9 @@ def short_conv(
         pool: ``[slots, C, W - 1]``, any strides, oldest token first; read where
             ``has_initial_state`` and written at ``state_indices`` ``[N]`` int32 (-1: neither).
             No other slot is touched.
-        metadata: of these tokens; with a chunk table the kernel runs, else torch.
+        step_plan: of these tokens; with a chunk table the kernel runs, else torch.
 
-    Unchecked: :func:`check_short_conv` says whether they are so.
+    The arguments are not checked here: :func:`check_short_conv` does that.
 
     Returns:
         ``[T, C]`` contiguous, x's dtype.
@@ -40,27 +41,30 @@ def short_conv(
     tokens, channels = x.shape
     width = weight.shape[1]
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
-    if metadata.chunk_table is None:
-        _short_conv_torch(x, weight, pool, state_indices, has_initial_state, metadata, out)
+    if step_plan.chunk_table is None:
+        _short_conv_torch(x, weight, pool, state_indices, has_initial_state, step_plan, out)
         return out
-    launch, block = _short_conv_kernel(width, channels, _has_ptx(x))
-    launch(
-        (metadata.num_chunks * (-(-channels // block)), 1, 1),
-        x,
-        weight,
-        out,
-        pool,
-        state_indices,
-        has_initial_state,
-        metadata.cu_seqlens,
-        metadata.chunk_table.start,
-        metadata.chunk_table.length,
-        metadata.chunk_table.offsets,
-        metadata.num_sequences,
-        channels,
-        x.stride(0),
-        channels,
-        *pool.stride(),
+    kernel, block = _short_conv_kernel(width, channels, _has_ptx(x))
+    stride_conv_n, stride_conv_c, stride_conv_w = pool.stride()
+    kernel.launch(
+        (step_plan.num_chunks * (-(-channels // block)), 1, 1),
+        x_ptr=x,
+        conv_weight_ptr=weight,
+        o_ptr=out,
+        conv_state_ptr=pool,
+        state_indices_ptr=state_indices,
+        has_initial_state_ptr=has_initial_state,
+        cu_seqlens_ptr=step_plan.cu_seqlens,
+        chunk_start_ptr=step_plan.chunk_table.start,
+        chunk_len_ptr=step_plan.chunk_table.length,
+        chunk_offsets_ptr=step_plan.chunk_table.offsets,
+        num_sequences=step_plan.num_sequences,
+        C=channels,
+        stride_x_t=x.stride(0),
+        stride_o_t=channels,
+        stride_conv_n=stride_conv_n,
+        stride_conv_c=stride_conv_c,
+        stride_conv_w=stride_conv_w,
     )
     return out
 
@@ -70,7 +74,7 @@ def check_short_conv(
     weight: torch.Tensor,
     pool: torch.Tensor,
     state_indices: torch.Tensor,
-    metadata: ChunkMetadata,
+    step_plan: StepPlan,
 ) -> None:
     """Raise ``ValueError`` where an argument of :func:`short_conv` is not as described there."""
     tokens, channels = x.shape
@@ -81,13 +85,13 @@ def check_short_conv(
     expect_shape("conv weight", weight, (channels, width))
     expect_stride("conv weight", weight, 0, width)
     expect_shape("conv_pool", pool, ("slots", channels, width - 1))
-    expect_shape("state_indices", state_indices, (metadata.num_sequences,))
+    expect_shape("state_indices", state_indices, (step_plan.num_sequences,))
     expect_dtype("state_indices", state_indices, torch.int32)
     expect_stride("state_indices", state_indices, 0, 1)
     for name, tensor in (("conv weight", weight), ("conv_pool", pool)):
         expect_device(name, tensor, x.device)
-    if metadata.num_tokens != tokens:
-        raise ValueError(f"metadata is of {metadata.num_tokens} tokens, qkv has {tokens}")
+    if step_plan.num_tokens != tokens:
+        raise ValueError(f"step_plan is of {step_plan.num_tokens} tokens, qkv has {tokens}")
 
 
 def gated_norm(
@@ -105,26 +109,29 @@ def gated_norm(
         x, gate, out: ``[T, H, D]``, channels adjacent; ``out`` may be x. weight: ``[D]``.
         kernels: run the Triton kernel; else torch.
 
-    Unchecked: :func:`check_gated_norm` says whether they are so.
+    The arguments are not checked here: :func:`check_gated_norm` does that.
     """
     tokens, heads, dim = x.shape
     if not kernels:
         norm = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         out.copy_(norm * weight.float() * gate.float().sigmoid())
         return
-    launch, block = _gated_norm_kernel(dim, _has_ptx(x))
-    launch(
+    kernel, block = _gated_norm_kernel(dim, _has_ptx(x))
+    kernel.launch(
         (-(-tokens * heads // block), 1, 1),
-        x,
-        gate,
-        weight,
-        out,
-        float(eps),
-        tokens * heads,
-        heads,
-        *x.stride()[:2],
-        *gate.stride()[:2],
-        *out.stride()[:2],
+        x_ptr=x,
+        gate_ptr=gate,
+        weight_ptr=weight,
+        o_ptr=out,
+        eps=float(eps),
+        num_rows=tokens * heads,
+        HV=heads,
+        stride_x_t=x.stride(0),
+        stride_x_h=x.stride(1),
+        stride_gate_t=gate.stride(0),
+        stride_gate_h=gate.stride(1),
+        stride_o_t=out.stride(0),
+        stride_o_h=out.stride(1),
     )
 
 
@@ -146,14 +153,14 @@ def _short_conv_torch(
     pool: torch.Tensor,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor | None,
-    metadata: ChunkMetadata,
+    step_plan: StepPlan,
     out: torch.Tensor,
 ) -> None:
-    assert metadata.cu_seqlens_cpu is not None  # the CPU's metadata always has them
+    assert step_plan.cu_seqlens_cpu is not None  # the CPU's plan always has them
     width = weight.shape[1]
     slots = state_indices.tolist()
     reads = [True] * len(slots) if has_initial_state is None else has_initial_state.tolist()
-    bounds = metadata.cu_seqlens_cpu
+    bounds = step_plan.cu_seqlens_cpu
     for begin, end, slot, initial in zip(bounds, bounds[1:], slots, reads, strict=False):
         if begin == end:
             continue
@@ -169,7 +176,7 @@ def _short_conv_torch(
 
 @functools.cache
 def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[KernelLaunch, int]:
-    """The kernel and its channels a program; the imports need triton."""
+    """The kernel and its channels per program; the imports need triton."""
     import triton
 
     from backend_core.launch.triton import KernelLaunch
@@ -189,7 +196,7 @@ def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[Kern
 
 @functools.cache
 def _gated_norm_kernel(dim: int, fast_math: bool) -> tuple[KernelLaunch, int]:
-    """The kernel and its rows a program; the imports need triton."""
+    """The kernel and its rows per program; the imports need triton."""
     import triton
 
     from backend_core.launch.triton import KernelLaunch

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from backend_core.engines import entry
+
 
 def register_vllm() -> None:
-    """Entry point ``vllm.general_plugins``."""
-    from kda_backend.engines import vllm
-
-    vllm.register()
+    """Entry point ``kda`` of ``vllm.general_plugins``."""
+    entry.register_vllm("kda", "kda_backend.engines.vllm")
 
 
 def register_sglang() -> None:
-    """Entry point ``sglang.srt.plugins``."""
-    from backend_core.engines.sglang_entry import register_adapter
-
-    register_adapter("kda_backend.engines.sglang")
+    """Entry point ``kda`` of ``sglang.srt.plugins``."""
+    entry.register_sglang("kda", "kda_backend.engines.sglang")

@@ -7,11 +7,11 @@ import torch
 _COUNTERS = 5
 
 
-class Workspace:
+class Scratch:
     """What the intra-chunk stage leaves for the scan; grown to the largest step and kept.
 
-    One serves all layers of a model, which run one after another on one stream. Grow it before a
-    CUDA graph is captured (``reserve``): a graph keeps the addresses it has seen.
+    One instance serves all layers of a model, which run one after another on one stream. Grow it
+    (``reserve``) before a CUDA graph is captured, since a graph keeps the addresses it has seen.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,11 +36,11 @@ class Workspace:
         return self._tiles, self._totals
 
     def flags(self) -> torch.Tensor:
-        """Five counters and a flag a tile, int32; zeros at first, then the kernels' own."""
+        """Five counters and a flag per tile, int32: zeros at first, then kernels write them."""
         return self._flags
 
     def clear_flags(self) -> None:
-        """As at first: for a call whose scan could not be launched."""
+        """Set the flags to zero again, after a call whose scan could not be launched."""
         self._flags.zero_()
 
     @property

@@ -1,7 +1,6 @@
 """Which kernel path serves which call: chosen once at model load, looked up by grid in each call.
 
-The grid of a prefill is its number of 64-token chunks, each sequence's counted on its own, times
-the value heads on this rank; the grid of a decode is sequences times value heads.
+What a unit of an operator's grid is, `kda_backend.launch_params` says.
 """
 
 from __future__ import annotations
@@ -58,8 +57,11 @@ class KdaShape:
 
 
 @dataclass(frozen=True, eq=False)
-class KdaPlan:
-    """The paths chosen for one model on one target. Compared by identity: calls look it up."""
+class KdaSelection:
+    """The paths chosen for one model on one target, one selection for each operator.
+
+    Compared by identity, since every call looks it up.
+    """
 
     target: Target
     shape: KdaShape
@@ -72,24 +74,24 @@ class KdaPlan:
     def operators(self) -> tuple[PathSelection, ...]:
         return self.prefill, self.recurrent, self.decode_step, self.verify
 
-    def single_paths(self) -> Iterator[KdaPlan]:
-        """This plan with each of its paths alone, for every grid."""
-        for selection in self.operators:
-            for path in dict.fromkeys(selection.paths):
+    def single_paths(self) -> Iterator[KdaSelection]:
+        """This selection with each of its paths alone, for every grid."""
+        for operator in self.operators:
+            for path in dict.fromkeys(operator.paths):
                 yield self.with_path(path)
 
-    def with_path(self, path: KernelPath) -> KdaPlan:
-        """This plan with ``path`` alone for its operator, for every grid."""
+    def with_path(self, path: KernelPath) -> KdaSelection:
+        """This selection with ``path`` alone for its operator, for every grid."""
         forced: dict[str, Any] = {path.operator: PathSelection.of(path)}
         return replace(self, **forced)
 
     def explain(self) -> list[str]:
         """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
-        return [str(row) for selection in self.operators for row in selection.explain()]
+        return [str(row) for operator in self.operators for row in operator.explain()]
 
 
 @functools.lru_cache(maxsize=256)
-def select(target: Target, shape: KdaShape) -> KdaPlan:
+def select(target: Target, shape: KdaShape) -> KdaSelection:
     """Choose the paths of a model; call it at load.
 
     Raises:
@@ -99,39 +101,44 @@ def select(target: Target, shape: KdaShape) -> KdaPlan:
     chosen = {
         name: select_paths(table, name, shape.requires(name)) for name in TABLES.operator_names
     }
-    return KdaPlan(target, shape, **chosen)
+    return KdaSelection(target, shape, **chosen)
 
 
 def warm_up(
-    plan: KdaPlan, prefill: Callable[[KdaPlan], object], decode: Callable[[KdaPlan], object]
+    selection: KdaSelection,
+    prefill: Callable[[KdaSelection], object],
+    decode: Callable[[KdaSelection], object],
 ) -> None:
-    """Compile and load, at model load, every kernel that the plan can choose.
+    """Compile and load, at model load, every kernel that the selection can choose.
 
     Args:
-        prefill, decode: make one small call of the operator with the plan they are given and
-            otherwise just as the model will: dtypes, strides, gate, pool. A kernel compiles anew
-            for what it has not seen.
+        prefill, decode: make one small call of the operator with the selection they are given and
+            otherwise just as the model will: dtypes, strides, gate, pool. A kernel is compiled
+            anew for each of these that it has not seen.
     """
-    for single in plan.single_paths():
+    for single in selection.single_paths():
         prefill(single)
         decode(single)
 
 
 @functools.lru_cache(maxsize=256)
-def plan_for(device: torch.device, shape: KdaShape) -> KdaPlan:
-    """The plan of calls that bring none; found once for each device and shape."""
+def selection_for(device: torch.device, shape: KdaShape) -> KdaSelection:
+    """The selection of calls that bring none; made once for each device and shape."""
     return select(detect_target(device), shape)
 
 
-def plan_of_call(plan: KdaPlan | None, device: torch.device, shape: KdaShape) -> KdaPlan:
-    """The plan that a call brings, which must be for its shape, or the device's own for ``None``.
+def selection_of_call(
+    selection: KdaSelection | None, device: torch.device, shape: KdaShape
+) -> KdaSelection:
+    """The selection that a call brings, which must be for its shape, or the device's own.
 
     Raises:
-        ValueError: the plan is for another shape.
+        ValueError: the selection is for another shape.
         LookupError: as ``select``.
     """
-    if plan is None:
-        return plan_for(device, shape)
-    if plan.shape != shape:
-        raise ValueError(f"plan must be for {shape}, got one for {plan.shape}")
-    return plan
+    if selection is None:
+        return selection_for(device, shape)
+    # whether a pool is aligned shows at its address: the path that needs it looks
+    if replace(selection.shape, aligned_state=shape.aligned_state) != shape:
+        raise ValueError(f"selection must be for {shape}, got one for {selection.shape}")
+    return selection

@@ -1,24 +1,44 @@
-"""What a step's ragged batch looks like to the prefill kernels; built once a step, never synced."""
+"""What one step has to do: its ragged batch, described once per step without synchronising."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from backend_core.contracts import expect_stride
+from kda_backend.spec import CHUNK
 
 if TYPE_CHECKING:
-    from kda_backend.kernels.chunk_table import ChunkTable
+    from backend_core.launch.triton import KernelLaunch
 
-CHUNK = 64
+_TABLE_BLOCK = 128  # chunks of one program of the table's kernel
+
+
+class ChunkTable(NamedTuple):
+    """Which tokens each chunk of a ragged batch covers: int32 tensors on the device.
+
+    Attributes:
+        start, length: ``[capacity]``, first token and number of tokens of each chunk.
+        chunk_major: ``[capacity]``, the chunks as scans of all sequences at once need them.
+        sequence_major: ``[capacity]``, as scans of one sequence after the other do, longest first.
+        offsets: ``[N + 1]``, first chunk of each sequence.
+        sequence_order: ``[N]``, the sequences, longest first.
+    """
+
+    start: torch.Tensor
+    length: torch.Tensor
+    chunk_major: torch.Tensor
+    sequence_major: torch.Tensor
+    offsets: torch.Tensor
+    sequence_order: torch.Tensor
 
 
 @dataclass(frozen=True)
-class ChunkMetadata:
+class StepPlan:
     """Frozen description of a packed batch, shared by all layers of a step.
 
     Attributes:
@@ -28,8 +48,9 @@ class ChunkMetadata:
         num_chunks: 64-token chunks, each sequence's counted on its own; exact where the host knows
             the lengths, else the bound that any lengths with this ``T`` and ``N`` respect.
         max_chunks: chunks of the longest sequence; where the host does not know the lengths, as if
-            all were equal. Layouts are estimated from it.
-        long_sequences: those with more than half as many chunks; all where the host does not know.
+            all were equal. The prefill's schedule is estimated from it.
+        long_sequences: sequences with more than half as many chunks as the longest; all where the
+            host does not know the lengths.
         chunk_table: which tokens each chunk covers, on the device; for the GPU paths alone.
     """
 
@@ -46,13 +67,13 @@ class ChunkMetadata:
         return self.cu_seqlens.shape[0] - 1
 
 
-def build_metadata(
+def build_step_plan(
     cu_seqlens: torch.Tensor,
     num_tokens: int,
     *,
     cu_seqlens_cpu: torch.Tensor | None = None,
     chunk_table: bool = True,
-) -> ChunkMetadata:
+) -> StepPlan:
     """Describe a packed batch without reading the device from the host.
 
     The values are checked where they are in host memory (``cu_seqlens_cpu``, or ``cu_seqlens``
@@ -85,21 +106,15 @@ def build_metadata(
         max_chunks, long_sequences = -(-num_chunks // max(1, sequences)), sequences
     table = None
     if chunk_table:
-        from kda_backend.kernels.chunk_table import build_chunk_table
-
         table = build_chunk_table(cu_seqlens, num_chunks)
-    return ChunkMetadata(
-        cu_seqlens, lengths, num_tokens, num_chunks, max_chunks, long_sequences, table
-    )
+    return StepPlan(cu_seqlens, lengths, num_tokens, num_chunks, max_chunks, long_sequences, table)
 
 
 @functools.lru_cache(maxsize=64)
-def equal_length_metadata(
-    batch: int, length: int, device: torch.device, chunk_table: bool
-) -> ChunkMetadata:
-    """Metadata of ``batch`` sequences of ``length`` tokens; kept, since it has no other content."""
+def equal_length_plan(batch: int, length: int, device: torch.device, chunk_table: bool) -> StepPlan:
+    """The plan of ``batch`` sequences of ``length`` tokens, kept for the calls that follow."""
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32) * length
-    return build_metadata(
+    return build_step_plan(
         cu_seqlens.to(device), batch * length, cu_seqlens_cpu=cu_seqlens, chunk_table=chunk_table
     )
 
@@ -123,3 +138,39 @@ def _check_offsets(offsets: tuple[int, ...], num_tokens: int, expected_len: int)
     for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end < begin:
             raise ValueError(f"cu_seqlens must not decrease, got {begin} then {end} at entry {n}")
+
+
+def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
+    """The table of a batch, without a sync.
+
+    Each tensor begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
+    """
+    n = cu_seqlens.shape[0] - 1
+    sizes = (capacity, capacity, capacity, capacity, n + 1, n)
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + -(-size // 4) * 4)
+    memory = torch.empty(ends[-1], dtype=torch.int32, device=cu_seqlens.device)
+    table = ChunkTable(*(memory[at : at + size] for at, size in zip(ends, sizes, strict=False)))
+    _chunk_table_kernel().launch(
+        (max(1, -(-capacity // _TABLE_BLOCK)), 1, 1),
+        cu_seqlens_ptr=cu_seqlens,
+        chunk_start_ptr=table.start,
+        chunk_len_ptr=table.length,
+        chunk_offsets_ptr=table.offsets,
+        chunk_major_ptr=table.chunk_major,
+        sequence_major_ptr=table.sequence_major,
+        sequence_order_ptr=table.sequence_order,
+        num_sequences=n,
+        capacity=capacity,
+    )
+    return table
+
+
+@functools.cache
+def _chunk_table_kernel() -> KernelLaunch:
+    from backend_core.launch.triton import KernelLaunch
+    from kda_backend.kernels.chunk_table import chunk_table_kernel
+
+    constexprs = {"CHUNK": CHUNK, "BLOCK": _TABLE_BLOCK}
+    return KernelLaunch(chunk_table_kernel, constexprs, {"num_warps": 4})

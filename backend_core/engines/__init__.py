@@ -1,4 +1,7 @@
-"""Which versions of each engine are supported: stated here once, read by adapters and ``info``."""
+"""Which versions of each engine are supported, and the flag's name there: stated here once.
+
+Read by adapters, ``info`` and ``serve``; nothing here imports an engine.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,31 @@ ENGINES: dict[str, Engine] = {
         Engine("transformers", "5.17", None),
     )
 }
+
+
+_NEW_NAMES = Engine(
+    "vllm", "0.32.0", None
+)  # takes names of attention backends that are not its own
+
+
+def flag_name(engine: str, family: str, version: str | None = None) -> str:
+    """What ``--attention-backend`` is to be given to ask for a family.
+
+    Args:
+        engine: ``"vllm"`` or ``"sglang"``; family: ``"kda"``.
+        version: the engine's; by default the installed one.
+
+    Raises:
+        ValueError: there is no such flag in that engine, or no version to tell.
+    """
+    if engine == "sglang":
+        return family
+    if engine != "vllm":
+        raise ValueError(f"engine must be vllm or sglang, got {engine}")
+    version = ENGINES["vllm"].installed() if version is None else version
+    if version is None:
+        raise ValueError("vllm must be installed, or its version given, to name its flag")
+    return family.upper() if _NEW_NAMES.supports(version) else "CUSTOM"
 
 
 def _release(version: str) -> tuple[int, int, int]:

@@ -1,42 +1,97 @@
-"""sglang: the names that ``--attention-backend`` takes for model families, and what they stand for.
+"""sglang: one flag for all families, dispatched by the kinds of a model's layers.
 
-A name says that a family's operators are wanted, and nothing about the attention itself. So it is
-taken out of the arguments before sglang resolves them, and every later decision (attention backend,
-page size, chunked prefix cache) is the one of a server without the flag. Once sglang has built its
-attention backend for a model, the family that was asked for changes that object.
+A name says that our operators are wanted, and nothing about the attention itself. So it is taken
+out of the arguments before sglang resolves them, and every later decision (attention backend, page
+size, chunked prefix cache) is the one of a server without the flag. Once sglang builds its
+attention backend for a model, the *claims* of every family are asked, so that one model's
+linear-attention layers and MLA layers may be served by two families; the name must be that of a
+family which serves layers of the model. A kind of layer that nobody claims, or whose claim
+declines, is upstream's. There are two sorts of claim:
 
-Two hooks do it, both in modules that sglang's launcher imports anyway. ``dsv4`` is also the name of
+- `LayerClaim`, of kind ``"linear_attention"`` or ``"compressor"``: the family changes parts of the
+  attention backend that sglang has built;
+- `BackendClaim`, of kind ``"mla"``, ``"sparse_mla"`` or ``"attention"``: the family is asked for a
+  class that stands in the place of sglang's full-attention backend.
+
+Two hooks do it, both in modules that sglang's launcher imports anyway, and a third where a claim
+takes memory, once the launcher's schedulers import their ModelRunner. ``dsv4`` is also the name of
 sglang's own attention backend, which it chooses for DeepSeek-V4 by itself: only where a user passes
 it does it mean this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from sglang.srt import server_args as server_args_module
+from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils.common import rank0_log
 
+from backend_core import engines
 from backend_core.engines import ENGINES
+from backend_core.engines.after_import import after_import
 from backend_core.strict import fallback
 
-Install = Callable[[Any, Any], None]
-"""Called with sglang's attention backend and its ModelRunner: weights loaded, pools allocated."""
 
+@dataclass(frozen=True)
+class LayerClaim:
+    """Layers that parts of sglang's attention backend serve.
+
+    Attributes:
+        kind: ``"linear_attention"`` or ``"compressor"``.
+        title: what they are called in a sentence: ``"Kimi Delta Attention"``.
+        present: whether sglang's attention backend, of the model that its ModelRunner holds, has
+            such layers.
+        install: called with both where it has: weights are loaded, pools allocated.
+        reserve: called with a ModelRunner before its pools are sized, weights loaded: memory that
+            is taken here is in sglang's account. For any model; `present` is asked later.
+    """
+
+    kind: str
+    title: str
+    present: Callable[[Any, Any], bool]
+    install: Callable[[Any, Any], None]
+    reserve: Callable[[Any], None] | None = None
+
+
+@dataclass(frozen=True)
+class BackendClaim:
+    """Full-attention layers.
+
+    Attributes:
+        kind: ``"mla"``, ``"sparse_mla"`` or ``"attention"``, see `kind_of`.
+        title: what they are called in a sentence: ``"MLA"``.
+        choose: called with sglang's ModelRunner and the full-attention backend that it has built,
+            pools allocated. Returns a class, which is built with the same two arguments, stands in
+            that backend's place and may hand it what it does not serve; or the reason why
+            upstream's stays, which is logged. Claims of one kind are asked in the order of their
+            registration. What is no choice but a failing calls `backend_core.strict.fallback`.
+    """
+
+    kind: str
+    title: str
+    choose: Callable[[Any, Any], type | str]
+
+
+_MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
 _REQUESTED = "_kda_dsv4_requested"  # on ServerArgs, which sglang pickles to its schedulers
 _OTHER_FLAGS = (
     "prefill_attention_backend",
     "decode_attention_backend",
     "speculative_draft_attention_backend",
 )
-_families: dict[str, Install] = {}
+_families: dict[str, tuple[LayerClaim | BackendClaim, ...]] = {}
 _own_names: set[str] = set()
 
 
-def register_flag(family: str, install: Install) -> None:
-    """Make a family's name known to sglang; a second call changes nothing.
+def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) -> None:
+    """Make a family's name known to sglang, and its claims; a second call changes nothing.
 
     Raises:
         FallbackError: in strict mode, with a version of sglang that is not supported.
@@ -54,11 +109,17 @@ def register_flag(family: str, install: Install) -> None:
         return
     if not _families:
         _register_hooks()
-    if family not in server_args_module.ATTENTION_BACKEND_CHOICES:
-        server_args_module.add_attention_backend_choices([family])
-        attention_registry.register_attention_backend(family)(_unresolved(family))
-        _own_names.add(family)
-    _families[family] = install
+    name = flag_name(family)
+    if name not in server_args_module.ATTENTION_BACKEND_CHOICES:
+        server_args_module.add_attention_backend_choices([name])
+        attention_registry.register_attention_backend(name)(_unresolved(name))
+        _own_names.add(name)
+    _families[family] = tuple(claims)
+
+
+def flag_name(family: str) -> str:
+    """What ``--attention-backend`` is to be given for a family."""
+    return engines.flag_name("sglang", family)
 
 
 def _register_hooks() -> None:
@@ -72,8 +133,37 @@ def _register_hooks() -> None:
         f"{server_args_module.__name__}.ServerArgs.{resolve}", take_flag, HookType.BEFORE
     )
     HookRegistry.register(
-        f"{attention_registry.__name__}.attn_backend_wrapper", install_family, HookType.AFTER
+        f"{attention_registry.__name__}.attn_backend_wrapper", build_backend, HookType.AROUND
     )
+    after_import(_MODEL_RUNNER, _reserve_before_pools)
+
+
+def _reserve_before_pools(module: ModuleType) -> None:
+    allocate = module.ModelRunner.alloc_memory_pool
+    if hasattr(allocate, "_kda_dsv4"):
+        return
+
+    @functools.wraps(allocate)
+    def reserve_and_allocate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if refusal(self.server_args) is None and getattr(self.server_args, _REQUESTED, None):
+            for claims in _families.values():
+                for claim in claims:
+                    if isinstance(claim, LayerClaim) and claim.reserve is not None:
+                        claim.reserve(self)
+        return allocate(self, *args, **kwargs)
+
+    reserve_and_allocate._kda_dsv4 = True  # type: ignore[attr-defined]
+    module.ModelRunner.alloc_memory_pool = reserve_and_allocate
+
+
+def refusal(server_args: Any) -> str | None:
+    """Why no layer is served under these arguments."""
+    if server_args.enable_deterministic_inference:
+        return (
+            "--enable-deterministic-inference is on, and the kernel paths of this backend change"
+            " with the batch"
+        )
+    return None
 
 
 def take_flag(server_args: Any) -> None:
@@ -92,11 +182,60 @@ def take_flag(server_args: Any) -> None:
         server_args.attention_backend = None
 
 
-def install_family(backend: Any, runner: Any, full_attn_backend: Any) -> None:
-    """After sglang has built ``backend`` for a model: hand it to the family that was asked for."""
+def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backend: Any) -> Any:
+    """In the place of ``attn_backend_wrapper``: sglang's attention backend with what is claimed."""
     family = getattr(runner.server_args, _REQUESTED, None)
-    if family is not None:
-        _families[family](backend, runner)
+    if family is None:
+        return build(runner, full_attn_backend)
+    if (reason := refusal(runner.server_args)) is not None:
+        fallback(f"--attention-backend {family}: {reason}")
+        return build(runner, full_attn_backend)
+    chosen = _full_attention(runner, full_attn_backend)
+    backend = build(runner, full_attn_backend if chosen is None else chosen)
+    present = {
+        name: [
+            claim
+            for claim in claims
+            if isinstance(claim, LayerClaim) and claim.present(backend, runner)
+        ]
+        for name, claims in _families.items()
+    }
+    kind = kind_of(runner)
+    if not present[family] and kind not in {claim.kind for claim in _families[family]}:
+        if not runner.is_draft_worker:  # a draft of speculative decoding need not have them
+            titles = " or ".join(claim.title for claim in _families[family])
+            fallback(f"{models_of(runner)} has no {titles} layers")
+        return backend
+    for claims in present.values():
+        for claim in claims:
+            claim.install(backend, runner)
+    return backend
+
+
+def _full_attention(runner: Any, upstream: Any) -> Any | None:
+    """What a family puts in the place of sglang's full-attention backend, if one does."""
+    for family, claims in _families.items():
+        for claim in claims:
+            if not isinstance(claim, BackendClaim) or claim.kind != kind_of(runner):
+                continue
+            answer = claim.choose(runner, upstream)
+            name = type(upstream).__name__
+            if isinstance(answer, type):
+                rank0_log(
+                    f"kda-dsv4: {claim.title} layers are served by {family}"
+                    f" ({answer.__name__} in the place of {name})"
+                )
+                return answer(runner, upstream)
+            rank0_log(f"kda-dsv4: {claim.title} layers stay on {name}: {answer}")
+    return None
+
+
+def kind_of(runner: Any) -> str:
+    """The kind of the full-attention layers of a ModelRunner's model."""
+    config = runner.model_config.hf_config
+    if is_deepseek_dsa(config) or is_deepseek_v4(config):
+        return "sparse_mla"
+    return "mla" if runner.use_mla_backend else "attention"
 
 
 def models_of(runner: Any) -> str:
@@ -104,12 +243,12 @@ def models_of(runner: Any) -> str:
     return " ".join(runner.model_config.hf_config.architectures or ["this model"])
 
 
-def _unresolved(family: str) -> Callable[[Any], Any]:
+def _unresolved(name: str) -> Callable[[Any], Any]:
     """What a name builds where it is not taken out of the arguments: an error."""
 
     def build(runner: Any) -> Any:
         raise RuntimeError(
-            f"--attention-backend {family} reached sglang's model runner: its arguments were not"
+            f"--attention-backend {name} reached sglang's model runner: its arguments were not"
             " resolved through kda-dsv4-backend"
         )
 

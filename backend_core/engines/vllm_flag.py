@@ -1,139 +1,344 @@
-"""vLLM: the name that ``--attention-backend`` takes for a model family, and what it stands for.
+"""vLLM: one flag for all families, dispatched by the kinds of a model's layers.
 
-From 0.32 on each family has a name of its own, ``KDA`` or ``DSV4``. Before, vLLM leaves plug-ins
-one name, ``CUSTOM``, which the families share: which one serves, the model says.
+    vllm serve MODEL --attention-backend KDA       # 0.32 and newer: a family's name
+    vllm serve MODEL --attention-backend CUSTOM    # 0.26 to 0.31, which take no new names
+
+The name must be that of a family which serves layers of the model; before 0.32 the families share
+one. Passing it turns on the *claims* of every family, so that one model's linear-attention layers
+and MLA layers may be served by two families. A kind of layer that nobody claims, or whose claim
+declines, is upstream's. There are two sorts of claim:
+
+- `LayerClaim`: layers that the model builds as a class, ``"linear_attention"`` and
+  ``"compressor"``. The family puts a class in upstream's place after the module that defines it
+  has been imported, and decides as a layer is built.
+- `BackendClaim`: layers for which vLLM asks its platform for an attention backend, ``"mla"``,
+  ``"sparse_mla"`` and ``"attention"``. The family is asked for a backend class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from backend_core import engines
 from backend_core.engines import ENGINES
+from backend_core.engines.after_import import after_import
+from backend_core.strict import fallback
 
 # A name below "vllm." has the engine's handlers and format.
 logger = init_logger("vllm.kda_dsv4")
 
-_BACKEND = f"{__name__}.SoftmaxBackend"
-
-Refusal = Callable[[Any], str | None]
-"""From a ``VllmConfig`` to why its model is not of a family, or ``None``."""
-
-_families: dict[str, Refusal] = {}
-_said: set[str] = set()
+_CHOICE = f"{__name__}.PlatformChoice"
 
 
-def flag_name(family: str) -> str:
-    """What ``--attention-backend`` is to be given for ``"KDA"`` or ``"DSV4"``.
+@dataclass(frozen=True)
+class LayerClaim:
+    """Layers that a model builds as a class of its own.
 
-    Releases that take new names are told by their signature, since source builds carry any version.
+    Attributes:
+        kind: ``"linear_attention"`` or ``"compressor"``.
+        title: what they are called in a sentence: ``"Kimi Delta Attention"``.
+        modules: vLLM's modules that define the classes. A module that has been imported says that
+            the model has such layers: nothing but the models that build them imports it.
+        install: called once with each of these modules after its import, flag or not: puts the
+            family's class in place, or lets upstream's class decide as it is built (`after_init`),
+            by `requested`. What it raises is kept, and reported where the flag is passed.
     """
-    return family if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
+
+    kind: str
+    title: str
+    modules: tuple[str, ...]
+    install: Callable[[ModuleType], None]
 
 
-def is_requested(vllm_config: Any, family: str) -> bool:
-    """Whether the user passed the flag, for all layers or for one kind of them."""
-    config = vllm_config.attention_config
-    chosen = (config.backend, *config.backend_per_kind.values())
-    return any(backend is not None and backend.name == flag_name(family) for backend in chosen)
+@dataclass(frozen=True)
+class Request:
+    """A layer, or several alike, that asks for an attention backend.
+
+    Attributes:
+        vllm_config: the model's ``VllmConfig``.
+        selector: the release's ``AttentionSelectorConfig``: head size, dtypes, block size, what of
+            sinks, sparsity and windows the layer has.
+        num_heads: query heads of a rank.
+        upstream: the class that the platform chooses without a flag; it serves where a claim
+            declines. A class that serves must lay out its cache as vLLM's page-size arithmetic for
+            this layer expects, which a subclass of ``upstream`` does by itself.
+    """
+
+    vllm_config: Any
+    selector: Any
+    num_heads: int
+    upstream: type[AttentionBackend]
 
 
-def register_flag(family: str, refusal: Refusal) -> bool:
-    """Name `SoftmaxBackend` for a family; a second call changes nothing.
+@dataclass(frozen=True)
+class BackendClaim:
+    """Layers for which vLLM asks for an attention backend.
 
-    Args:
-        refusal: is asked where a platform resolves the name; may raise in strict mode.
+    Attributes:
+        kind: ``"mla"``, ``"sparse_mla"`` or ``"attention"``, see `kind_of`.
+        title: what they are called in a sentence: ``"MLA"``.
+        choose: the backend class that serves a `Request`, importable by its module and name; or
+            the reason why upstream's stays, which is logged once. Called as a layer is built, so
+            it may import vLLM's layers; claims of one kind are asked in the order of their
+            registration. What is no choice but a failing calls `backend_core.strict.fallback`.
+    """
+
+    kind: str
+    title: str
+    choose: Callable[[Request], type[AttentionBackend] | str]
+
+
+@dataclass
+class _Family:
+    claims: tuple[LayerClaim | BackendClaim, ...]
+    broken: str | None = None
+
+    def serves(self, kind: str) -> bool:
+        """Whether a model with layers of this kind is one that the family's flag is for."""
+        return any(
+            claim.kind == kind
+            if isinstance(claim, BackendClaim)
+            else any(name in sys.modules for name in claim.modules)
+            for claim in self.claims
+        )
+
+    @property
+    def title(self) -> str:
+        return " or ".join(dict.fromkeys(claim.title for claim in self.claims))
+
+
+_families: dict[str, _Family] = {}
+_logged: set[str] = set()
+
+
+def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) -> bool:
+    """Make a family's name known to vLLM, and its claims; a second call changes nothing.
+
+    Imports nothing of vLLM but its registry of backends.
 
     Returns:
         False, after one line, where the release is not supported or another plug-in holds the only
         name there is.
     """
+    if family in _families and not _families[family].broken:
+        return True
     engine = ENGINES["vllm"]
     version = engine.installed()
     if version is None or not engine.supports(version):
-        _say(
+        _log_once(
             f"kda-dsv4-backend serves vllm {engine.supported}, got {version}: nothing is registered"
         )
         return False
     name = flag_name(family)
-    if name == family:
+    if name != "CUSTOM":
         if name not in AttentionBackendEnum.__members__:
-            register_backend(name, _BACKEND)
+            register_backend(name, _CHOICE)
     else:
         custom = AttentionBackendEnum.CUSTOM
-        if custom.is_overridden() and custom.get_path() != _BACKEND:
-            _say(
+        if custom.is_overridden() and custom.get_path() != _CHOICE:
+            _log_once(
                 "another plug-in holds --attention-backend CUSTOM"
                 f" ({custom.get_path()}), the only name that vllm {version}"
                 " leaves to plug-ins: kda-dsv4-backend is not registered"
             )
             return False
-        register_backend(custom, _BACKEND)
-    _families[family] = refusal
+        register_backend(custom, _CHOICE)
+    _families[family] = _Family(tuple(claims))
+    for claim in claims:
+        if isinstance(claim, LayerClaim):
+            for module in claim.modules:
+                after_import(module, functools.partial(_install, family, claim))
     return True
 
 
-def _say(line: str) -> None:
-    """Once a process: each family finds the same."""
-    if line not in _said:
-        _said.add(line)
-        logger.warning("%s", line)
+def flag_name(family: str) -> str:
+    """What ``--attention-backend`` is to be given for a family in the installed release."""
+    return engines.flag_name("vllm", family)
 
 
-class SoftmaxBackend(AttentionBackend):  # type: ignore[misc]
-    """Stands for the backend that the platform chooses for softmax and MLA layers by itself.
+def requested(vllm_config: Any) -> str | None:
+    """The name of ours that the user passed, for all layers or for one kind of them."""
+    ours = {flag_name(family) for family in _families}
+    config = vllm_config.attention_config
+    for backend in (config.backend, *config.backend_per_kind.values()):
+        if backend is not None and backend.name in ours:
+            return str(backend.name)
+    return None
 
-    A platform validates the class that the flag names, then asks it for its path: that is where
-    the choice is made and handed over. No layer ever runs this class.
+
+def after_init(cls: Any, decide: Callable[[Any, Any], None]) -> None:
+    """Let a class of upstream's end its ``__init__`` with a decision, where the flag is passed.
+
+    A second call for a class changes nothing.
+
+    Args:
+        decide: called with the object and the ``VllmConfig`` that it was built under.
     """
+    build = cls.__init__
+    if hasattr(build, "_kda_dsv4"):
+        return
 
-    _choice: type[AttentionBackend] | None = None
+    @functools.wraps(build)
+    def build_and_decide(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.config import get_current_vllm_config
+
+        build(self, *args, **kwargs)
+        vllm_config = get_current_vllm_config()
+        if requested(vllm_config) is not None:
+            decide(self, vllm_config)
+
+    build_and_decide._kda_dsv4 = True  # type: ignore[attr-defined]
+    cls.__init__ = build_and_decide
+
+
+def report_broken(family: str, error: Exception) -> str:
+    """Log once why a family cannot serve, and keep it for where the flag is passed."""
+    reason = (
+        f"kda-dsv4-backend could not register {family} with vllm: {type(error).__name__}: {error}"
+    )
+    _families.setdefault(family, _Family(())).broken = reason
+    _log_once(reason)
+    return reason
+
+
+def broken(family: str) -> str | None:
+    """Why a family cannot serve, if something of it failed."""
+    return _families[family].broken if family in _families else None
+
+
+def batch_invariant() -> bool:
+    """Whether the user asks that a request's result depend on nothing else in its batch."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def log_failed_step(what: str, error: Exception) -> None:
+    """Say once what failed in a step, before its exception leaves this backend.
+
+    There is no way back to upstream's code: other sequences of the step may have been written. So
+    vLLM ends the engine and fails every request in it, and none gets a wrong answer.
+    """
+    _log_once(
+        f"kda-dsv4-backend: the step of {what} failed, and vllm will end this engine and its"
+        f" requests: {type(error).__name__}: {error}",
+        logger.error,
+    )
+
+
+def kind_of(selector: Any) -> str:
+    """The kind of a layer that asks for an attention backend, from its selector configuration."""
+    if not selector.use_mla:
+        return "attention"
+    return "sparse_mla" if selector.use_sparse else "mla"
+
+
+def _install(family: str, claim: LayerClaim, module: ModuleType) -> None:
+    try:
+        claim.install(module)
+    except Exception as error:  # would end the import, for servers without the flag too
+        report_broken(family, error)
+
+
+def _log_once(line: str, level: Callable[..., None] | None = None) -> None:
+    if line not in _logged:
+        _logged.add(line)
+        (level or logger.warning)("%s", line)
+
+
+def choose(vllm_config: Any, selector: Any) -> type[AttentionBackend] | list[str]:
+    """The attention backend of a layer under a flag of ours; or why the flag is refused.
+
+    Raises:
+        FallbackError: in strict mode, where a family that is asked for has failed.
+        ValueError: the platform has no backend for this layer.
+    """
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    kind, model = kind_of(selector), vllm_config.model_config
+    name = requested(vllm_config)
+    named = [f for f in _families if flag_name(f) == name]
+    reasons = [
+        f"--attention-backend {name} is for models with {_families[f].title} layers, of which"
+        f" {model.architecture} has none"
+        for f in named
+        if not _families[f].serves(kind) and _families[f].broken is None
+    ]
+    if reasons and len(reasons) == len(named):
+        return reasons
+    for family in named:
+        if (reason := _families[family].broken) is not None:
+            fallback(reason)
+    num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    path = current_platform.get_attn_backend_cls(
+        None, attn_selector_config=selector, num_heads=num_heads
+    )
+    upstream: type[AttentionBackend] = resolve_obj_by_qualname(path)
+    for family, registered in _families.items():
+        for claim in registered.claims:
+            if not isinstance(claim, BackendClaim) or claim.kind != kind:
+                continue
+            answer = claim.choose(Request(vllm_config, selector, num_heads, upstream))
+            if isinstance(answer, type):
+                _log_once(
+                    f"kda-dsv4-backend: {claim.title} layers are served by {family}"
+                    f" ({answer.__name__} in the place of {upstream.__name__})",
+                    logger.info,
+                )
+                return answer
+            _log_once(
+                f"kda-dsv4-backend: {claim.title} layers stay on {upstream.__name__}: {answer}",
+                logger.info,
+            )
+    return upstream
+
+
+_chosen: type[AttentionBackend] | None = None
+
+
+class PlatformDelegate(AttentionBackend):  # type: ignore[misc]
+    """What the flag's name stands for until a layer asks: no layer ever runs this class.
+
+    A platform validates the class that the flag names, which is where the choice for the layer is
+    made. Then CUDA asks the class for its path, and ROCm takes the registered one. Both lead to
+    the choice: the first by `full_cls_name`, the second because the registered path,
+    ``PlatformChoice`` of this module, is this class before a choice and the choice after it, once.
+    So the layers of a model may differ in what serves them.
+    """
 
     @classmethod
     def validate_configuration(cls, device_capability: Any, **config: Any) -> list[str]:
-        """The reasons against serving this layer; none means that `full_cls_name` has an answer.
+        """The reasons against serving this layer; none means that there is a choice.
 
         Args:
             config: the fields of the release's ``AttentionSelectorConfig``.
         """
+        global _chosen
         from vllm.config import get_current_vllm_config
-        from vllm.platforms import current_platform
-        from vllm.utils.import_utils import resolve_obj_by_qualname
         from vllm.v1.attention.selector import AttentionSelectorConfig
 
-        vllm_config = get_current_vllm_config()
-        asked = [family for family in _families if is_requested(vllm_config, family)]
-        reasons = []
-        for family in asked:
-            reason = _families[family](vllm_config)
-            if reason is None:
-                break
-            reasons.append(reason)
-        else:
-            if reasons:
-                return reasons
-        model = vllm_config.model_config
-        path = current_platform.get_attn_backend_cls(
-            None,
-            attn_selector_config=AttentionSelectorConfig(**config),
-            num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
-        )
-        cls._choice = resolve_obj_by_qualname(path)
-        if current_platform.is_rocm():
-            # ROCm reads the registered path instead of asking the class for its own.
-            for family in asked:
-                register_backend(AttentionBackendEnum[flag_name(family)], path)
+        answer = choose(get_current_vllm_config(), AttentionSelectorConfig(**config))
+        if isinstance(answer, list):
+            return answer
+        _chosen = answer
         return []
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
-        """Module and name of the platform's choice."""
-        assert cls._choice is not None  # a platform validates first
-        name: tuple[str, str] = cls._choice.full_cls_name()
+        """Module and name of the choice."""
+        chosen = _take_choice()
+        owner = super() if chosen is cls else chosen
+        name: tuple[str, str] = owner.full_cls_name()
         return name
 
     @staticmethod
@@ -142,11 +347,11 @@ class SoftmaxBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError("the platform's own choice implements the layers")
+        raise NotImplementedError("the chosen backend implements the layers")
 
     @staticmethod
     def get_builder_cls() -> Any:
-        raise NotImplementedError("the platform's own choice builds its metadata")
+        raise NotImplementedError("the chosen backend builds its metadata")
 
     @staticmethod
     def get_kv_cache_shape(
@@ -156,4 +361,16 @@ class SoftmaxBackend(AttentionBackend):  # type: ignore[misc]
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        raise NotImplementedError("the platform's own choice lays its cache out")
+        raise NotImplementedError("the chosen backend lays its cache out")
+
+
+def _take_choice() -> type[AttentionBackend]:
+    global _chosen
+    chosen, _chosen = _chosen, None
+    return PlatformDelegate if chosen is None else chosen
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PlatformChoice":
+        return _take_choice()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,13 +10,20 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
+import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 import torch
 
+HEADERS = Path(__file__).parents[1] / "cuda"
+"""The headers that every kernel may include beside its own: ``hopper.cuh``."""
+PARAMS_HEADER = "params.cuh"
+"""The name by which a kernel includes the ``struct Params`` generated for it."""
+_FORMATS = {"int": "i", "float": "f", "i64": "q", "u64": "Q"}
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
@@ -41,28 +48,93 @@ class _LaunchConfig(ctypes.Structure):
 
 _Parameters = ctypes.c_char_p * 1  # a kernel's only one
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_OVERLAPPING = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1)))
+_PDL = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1)))
+
+
+Fields = Sequence[tuple[str, str]]
+"""(name, C type) in order: a pointer, int, float, i64, u64, or the name of a struct of such."""
+
+
+class CudaParams:
+    """A kernel's only parameter, ``struct Params``: the C declaration and what packs it, from one
+    list of fields.
+
+    Attributes:
+        names: of the fields, in order.
+        header: the text of ``params.cuh``, which the kernel's sources include.
+        size: of the struct, in bytes.
+        pack: takes every field by name and returns the struct's bytes: a pointer as its address, a
+            field that is a struct as the tuple of its members. A missing or unknown name is a
+            TypeError, a value that does not fit a ``struct.error``.
+    """
+
+    def __init__(self, fields: Fields, structs: Mapping[str, Fields] | None = None) -> None:
+        """Args:
+            fields: of the struct.
+            structs: by name, the types of fields that are structs themselves, such as a pointer
+                with its strides. All members of one have 8 bytes.
+
+        Raises:
+            ValueError: a field has an unknown type, or names are used twice or are no identifiers.
+        """
+        structs = structs or {}
+        members = {kind: "".join(map(_format, of)) for kind, of in structs.items()}
+        for kind, formats in members.items():
+            if set(formats) - {"Q", "q"}:
+                raise ValueError(f"members of struct {kind} must have 8 bytes, got {formats}")
+        self.names = tuple(name for name, _ in fields)
+        for name in self.names:
+            if not name.isidentifier() or self.names.count(name) > 1:
+                raise ValueError(f"expected distinct identifiers as field names, got {name!r}")
+        formats = "".join(members.get(kind) or _format((name, kind)) for name, kind in fields)
+        packer = struct.Struct(f"@{formats}0Q")  # aligned and padded as C does
+        declarations = (_declaration(kind, of) for kind, of in structs.items())
+        self.header = "\n".join(("#pragma once", *declarations, _declaration("Params", fields)))
+        self.size = packer.size
+        starred = ", ".join(f"*{name}" if kind in members else name for name, kind in fields)
+        scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
+        exec(f"def by_name({', '.join(self.names)}):\n    return pack({starred})", scope)
+        # Not keyword-only, which CPython 3.11 takes twice as long to bind.
+        self.pack = scope["by_name"]
+
+
+def _format(field: tuple[str, str]) -> str:
+    name, kind = field
+    if kind.endswith("*"):
+        return "Q"
+    if kind not in _FORMATS:
+        known = ", ".join(_FORMATS)
+        raise ValueError(f"field {name}: expected a pointer, {known} or a struct, got {kind}")
+    return _FORMATS[kind]
+
+
+def _declaration(name: str, fields: Fields) -> str:
+    lines = "".join(f"    {kind} {field};\n" for field, kind in fields)
+    return f"struct {name} {{\n{lines}}};\n"
 
 
 class CudaKernel:
-    """One ``extern "C" __global__`` function, which takes one struct by value.
+    """One ``extern "C" __global__`` function, which takes one ``struct Params`` by value.
 
     Compiled for the architecture of the current device at construction, and loaded on a device by
-    ``load`` or at its first launch there (during a CUDA graph's warm-up, not its capture).
+    ``load`` or at its first launch there (during a CUDA graph's warm-up, not its capture). The
+    dynamic shared memory of a block is that of the source's instance of ``shared_bytes``.
     """
 
     def __init__(
-        self, source: Path, name: str, defines: Mapping[str, int], shared_bytes: int = 0
+        self, source: Path, name: str, params: CudaParams, defines: Mapping[str, int]
     ) -> None:
         """Args:
-            source: the ``.cu`` file; it includes nothing but headers (``.cuh``) beside it.
+            source: the ``.cu`` file; it includes nothing but headers (``.cuh``) beside it, those
+                in ``HEADERS``, and ``params.cuh``.
             name: the function.
+            params: its parameter.
             defines: preprocessor constants.
-            shared_bytes: dynamic shared memory of a block.
 
         Raises:
             ImportError: NVRTC is not installed beside torch.
-            RuntimeError: the source does not compile; the message holds the compiler's log.
+            RuntimeError: the source does not compile (the message holds the compiler's log), or
+                has no instance of ``shared_bytes``.
         """
         major, minor = torch.cuda.get_device_capability()
         suffix = "a" if major >= 9 else ""
@@ -72,8 +144,8 @@ class CudaKernel:
             *(f"-D{key}={value}" for key, value in defines.items()),
         )
         self._name = name
-        self._shared_bytes = shared_bytes
-        self._image = _compiled(source, options)
+        self._image = _compiled(source, params.header, options)
+        self._shared_bytes = shared_bytes_of(self._image)
         self._functions: dict[int, ctypes.c_void_p] = {}
 
     def load(self) -> ctypes.c_void_p:
@@ -84,13 +156,13 @@ class CudaKernel:
             function = self._functions[device] = _load(self._image, self._name, self._shared_bytes)
         return function
 
-    def __call__(self, grid: int, block: int, params: bytes, *, overlaps: bool = False) -> None:
+    def __call__(self, grid: int, block: int, params: bytes, *, pdl: bool = False) -> None:
         """Launch ``grid`` blocks of ``block`` threads on the current device and stream.
 
         Args:
-            params: the struct's bytes; copied by the launch.
-            overlaps: start when every block of the kernel before allows it (programmatic dependent
-                launch), not when that kernel is over.
+            params: the struct's bytes (``CudaParams.pack``); copied by the launch.
+            pdl: programmatic dependent launch: start when every block of the kernel before has
+                allowed it, not when that kernel has ended.
 
         Raises:
             RuntimeError: the driver refuses the launch.
@@ -100,7 +172,7 @@ class CudaKernel:
         device = torch.cuda.current_device()
         function = self._functions.get(device) or self.load()
         stream = torch._C._cuda_getCurrentRawStream(device)
-        config = _launch_config(grid, block, self._shared_bytes, stream, overlaps)
+        config = _launch_config(grid, block, self._shared_bytes, stream, pdl)
         status = _launch()(config, function, _Parameters(params), None)
         if status:
             raise RuntimeError(f"launch of {self._name} failed: {_driver_error(status)}")
@@ -108,10 +180,10 @@ class CudaKernel:
 
 @functools.lru_cache(maxsize=4096)
 def _launch_config(
-    grid: int, block: int, shared_bytes: int, stream: int, overlaps: bool
+    grid: int, block: int, shared_bytes: int, stream: int, pdl: bool
 ) -> ctypes._Pointer[_LaunchConfig]:
     return ctypes.pointer(
-        _LaunchConfig(grid, 1, 1, block, 1, 1, shared_bytes, stream, _OVERLAPPING, int(overlaps))
+        _LaunchConfig(grid, 1, 1, block, 1, 1, shared_bytes, stream, _PDL, int(pdl))
     )
 
 
@@ -134,21 +206,37 @@ def _load(image: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:
     return function
 
 
-def _compiled(source: Path, options: tuple[str, ...]) -> bytes:
+def shared_bytes_of(image: bytes) -> int:
+    """The dynamic shared memory of a compiled kernel, in bytes.
+
+    It stands in the name of the instance of ``shared_bytes`` (hopper.cuh), ``_Z12shared_bytesILj``,
+    the number and ``EEvv``.
+
+    Raises:
+        RuntimeError: the source instantiates no ``shared_bytes``.
+    """
+    found = re.search(rb"shared_bytesILj(\d+)EE", image)
+    if found is None:
+        raise RuntimeError("the compiled kernel has no instance of shared_bytes (hopper.cuh)")
+    return int(found[1])
+
+
+def _compiled(source: Path, params_header: str, options: tuple[str, ...]) -> bytes:
     """The cubin, from the cache where it is there."""
     text = source.read_bytes()
     library = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = hashlib.sha256(text)
-    for header in sorted(source.parent.glob("*.cuh")):
-        key.update(header.read_bytes())
-    key.update(repr((options, major.value, minor.value)).encode())
+    for folder in (source.parent, HEADERS):
+        for header in sorted(folder.glob("*.cuh")):
+            key.update(header.read_bytes())
+    key.update(repr((params_header, options, major.value, minor.value)).encode())
     cached = _cache_directory() / f"{source.stem}-{key.hexdigest()[:24]}.cubin"
     if cached.is_file():
         return cached.read_bytes()
-    include = f"--include-path={source.parent}"
-    image = _compile(library, text, source.name, (*options, include))
+    include = (f"--include-path={folder}" for folder in (source.parent, HEADERS))
+    image = _compile(library, text, source.name, params_header, (*options, *include))
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
@@ -159,12 +247,16 @@ def _compiled(source: Path, options: tuple[str, ...]) -> bytes:
     return image
 
 
-def _compile(library: ctypes.CDLL, text: bytes, name: str, options: tuple[str, ...]) -> bytes:
+def _compile(
+    library: ctypes.CDLL, text: bytes, name: str, params_header: str, options: tuple[str, ...]
+) -> bytes:
     program = ctypes.c_void_p()
-    _check(
-        library,
-        library.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), 0, None, None),
+    headers = (ctypes.c_char_p * 1)(params_header.encode())
+    header_names = (ctypes.c_char_p * 1)(PARAMS_HEADER.encode())
+    status = library.nvrtcCreateProgram(
+        ctypes.byref(program), text, name.encode(), 1, headers, header_names
     )
+    _check(library, status)
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = library.nvrtcCompileProgram(program, len(options), arguments)

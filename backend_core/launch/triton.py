@@ -28,6 +28,7 @@ Packed = tuple[int, tuple[object, ...]]
 """Some of a launch's arguments, made ready once for many launches: a number of their class, and
 their values, which hold the tensors' addresses and keep none alive."""
 
+_RECENT = 4096  # exact argument lists that a kernel remembers
 _PACK_KEYS: dict[tuple[object, ...], int] = {}
 
 
@@ -45,6 +46,9 @@ class KernelLaunch:
       tensor map);
     - float, bool and ``None``: the type alone;
     - the current device, since a compiled kernel is loaded on one.
+
+    ``launch`` takes the arguments by name and finds the variant by a finer key still. A pointer's
+    name ends in ``_ptr``; only such arguments may be tensors there.
 
     A key seen for the first time goes through ``fn.warmup``, which compiles only where Triton has
     no such variant yet. An int that varies while serving should be named in ``do_not_specialize``
@@ -65,12 +69,12 @@ class KernelLaunch:
             fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
             constexprs: a value for each of them.
             options: ``num_warps``, ``num_stages`` and other compiler options.
-            groups: of a kernel that ``packed`` launches, the names of its run-time arguments, by
-                what they change with.
+            groups: for ``packed``, argument names grouped by lifetime: for instance per call, per
+                layer, per step. A name that the kernel does not take is passed over.
 
         Raises:
             ValueError: the constexprs are not those of the kernel, or do not stand last; or the
-                groups are not its other arguments.
+                groups lack one of its other arguments, or have a name twice.
         """
         self.kernel = self._fn = fn
         self._kwargs = {**constexprs, **(options or {})}
@@ -78,14 +82,17 @@ class KernelLaunch:
         """Launches with the same arguments that a later call may choose instead of this one: what
         is compiled here is compiled for them too."""
         self._compiled: dict[tuple[object, ...], Any] = {}
+        self._recent: dict[tuple[object, ...], Any] = {}
         self._packed: dict[tuple[int, ...], Any] = {}
-        self.groups = tuple(tuple(names) for names in groups)
+        self.argument_names = wanted = tuple(n for n in fn.arg_names if n not in constexprs)
+        """Of the run-time arguments, in the order of the kernel's signature."""
         if groups:
             given = [name for names in groups for name in names]
-            wanted = [name for name in fn.arg_names if name not in constexprs]
-            if sorted(given) != sorted(wanted):
-                raise ValueError(f"groups of {fn.__name__} must be of {wanted}, got {given}")
+            if set(wanted) - set(given) or len(set(given)) != len(given):
+                raise ValueError(f"groups of {fn.__name__} must be of {list(wanted)}, got {given}")
             self._in_order = operator.itemgetter(*[given.index(name) for name in wanted])
+        self.launch: Callable[..., None] = self._call_by_name
+        """``launch(grid, **arguments)``: as a call, with the run-time arguments by name."""
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -98,9 +105,12 @@ class KernelLaunch:
                 f"constexprs of {fn.__name__} must be {sorted(declared)}, got {sorted(constexprs)}"
             )
         self._tail = tuple(constexprs[name] for name in declared)
+        self.launch = _launcher(self, self.argument_names)
 
     def __call__(self, grid: Grid, *args: Argument) -> None:
         """Launch on the current device and stream; a grid with a zero launches nothing.
+
+        ``launch`` is the same by names, and faster.
 
         Args:
             grid: number of programs along x, y and z.
@@ -117,6 +127,26 @@ class KernelLaunch:
         if compiled is None:
             compiled = self._compile(key, args)
         _run(compiled, grid, active.get_current_stream(device), (*values, *self._tail))
+
+    def _call_by_name(self, grid: Grid, **named: Argument) -> None:
+        """What ``launch`` is where nothing is compiled."""
+        if named.keys() != set(self.argument_names):
+            missing = sorted(set(self.argument_names) - named.keys())
+            unknown = sorted(named.keys() - set(self.argument_names))
+            raise TypeError(
+                f"{self._fn.__name__} takes {len(self.argument_names)} arguments by name: missing"
+                f" {missing}, unknown {unknown}"
+            )
+        self(grid, *[named[name] for name in self.argument_names])
+
+    def _find(self, exact: tuple[object, ...], device: int, args: tuple[Argument, ...]) -> Any:
+        """The compiled kernel for the classes of the arguments, kept for their exact values."""
+        key = (device, *_specialise(args, torch.version.hip is not None)[0])
+        compiled = self._compiled.get(key) or self._compile(key, args)
+        if len(self._recent) >= _RECENT:
+            self._recent.clear()
+        self._recent[exact] = compiled
+        return compiled
 
     @staticmethod
     def pack(args: Iterable[Argument]) -> Packed:
@@ -176,6 +206,61 @@ class KernelLaunch:
                 compiled.run  # noqa: B018
                 launch._compiled[key] = compiled
         return self._compiled[key]
+
+
+def _launcher(kernel: KernelLaunch, names: Sequence[str]) -> Callable[..., None]:
+    """A function of grid and named arguments that launches a kernel.
+
+    It is generated, as Triton's own binder is: its parameters are the kernel's, so that Python
+    brings them in order and refuses others, and nothing loops over them. It remembers the variant
+    for the numbers themselves, which saves deciding their classes in every launch.
+    """
+    is_pointer = {name: name.endswith("_ptr") for name in names}
+    hip = torch.version.hip is not None
+    lines = [f"def launch(grid, *, {', '.join(names)}):"]
+    exact, values = ["device"], []
+    for name in names:
+        if not is_pointer[name]:
+            # 1, 1.0 and True are equal, and have variants of their own
+            exact += [name, f"type({name})"]
+            values.append(name)
+            continue
+        lines += [
+            f"    if {name} is None:",
+            f"        {name}_address = {name}_kind = None",
+            "    else:",
+            f"        {name}_address = {name}.data_ptr()",
+            f"        {name}_kind = {name}.dtype, {name}_address & 15"
+            + (f", {name}.untyped_storage().nbytes() < 2**31" if hip else ""),
+        ]
+        exact.append(f"{name}_kind")
+        values.append(f"{name}_address")
+    lines += [
+        "    active = driver.active",
+        "    device = active.get_current_device()",
+        f"    exact = ({', '.join(exact)},)",
+        "    compiled = recent.get(exact)",
+        "    if compiled is None:",
+        f"        compiled = find(exact, device, ({', '.join(names)},))",
+        "    stream = active.get_current_stream(device)",
+        "    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook",
+        "    if getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave):",
+        f"        compiled[grid]({', '.join(values)}, *tail, stream=stream)",
+        "        return",
+        "    function, metadata = compiled.function, compiled.packed_metadata",
+        "    compiled.run(*grid, stream, function, metadata, None, None, None,"
+        f" {', '.join(values)}, *tail)",
+    ]
+    scope: dict[str, Any] = {
+        "driver": driver,
+        "recent": kernel._recent,
+        "find": kernel._find,
+        "hooks": knobs.runtime,
+        "tail": kernel._tail,
+    }
+    exec("\n".join(lines), scope)
+    launch: Callable[..., None] = scope["launch"]
+    return launch
 
 
 def _run(compiled: Any, grid: Grid, stream: int, args: tuple[object, ...]) -> None:

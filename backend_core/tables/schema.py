@@ -51,11 +51,14 @@ class TableSchema:
         operators: every operator, each of which every table has rows for.
         sections: further top-level tables, each at most once per file, that paths take their
             parameters from: the frozen dataclass that each is parsed into.
+        folder: holds the shipped tables, ``<family>/<target.key>.toml``, of a family whose package
+            is not one of ours; ``None`` for ours.
     """
 
     family: str
     operators: tuple[Operator, ...]
     sections: Mapping[str, type[Any]] = field(default_factory=dict, hash=False)
+    folder: Path | None = None
 
     @property
     def operator_names(self) -> tuple[str, ...]:

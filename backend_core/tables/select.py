@@ -54,6 +54,7 @@ __all__ = [
     "load_table",
     "select",
     "shipped_directory",
+    "shipped_with",
     "user_directory",
 ]
 
@@ -149,7 +150,7 @@ def load_table(schema: TableSchema, target: Target, *, directory: Path | None = 
         ValueError: the table is malformed; the message names file and row.
     """
     family = schema.family
-    roots = [user_directory(), shipped_directory()] if directory is None else [directory]
+    roots = [user_directory(), shipped_with(schema)] if directory is None else [directory]
     stem = _TABLE_OF.get(target.key, target.key)
     for root in roots:
         file = root / family / f"{stem}.toml"
@@ -235,6 +236,11 @@ def user_directory() -> Path:
         return Path(configured)
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "kda-dsv4"
+
+
+def shipped_with(schema: TableSchema) -> Path:
+    """Where a family's package has its own tables."""
+    return schema.folder or shipped_directory()
 
 
 def shipped_directory() -> Path:

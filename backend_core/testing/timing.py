@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -18,12 +19,13 @@ def graph_time_ms(call: Callable[[], object], replays: int = 30, calls: int | No
 
     Several calls in one graph hide the launch of the graph itself behind the first of them.
     """
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
         call()
         end.record()
@@ -34,7 +36,7 @@ def graph_time_ms(call: Callable[[], object], replays: int = 30, calls: int | No
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(calls):
                 call()
-        times = []
+        times: list[float] = []
         for _ in range(replays):
             start.record()
             graph.replay()
@@ -85,14 +87,20 @@ def copy_bandwidth_gbs() -> float:
 
 
 def environment() -> dict[str, str | None]:
-    """What a result depends on: GPU, versions, commit and date."""
+    """What a result depends on: the script that writes it, GPU, versions, commit and date."""
     return {
+        "script": script_name(Path(sys.argv[0])),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": installed_version("triton"),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
+
+
+def script_name(file: Path) -> str:
+    """What a result calls the script that wrote it: ``"benchmarks/<name>.py"``."""
+    return f"benchmarks/{file.name}"
 
 
 def installed_version(package: str) -> str | None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from backend_cli import recall
+from backend_cli.eval import recall_task as recall
 
 SOURCE = (
     "questions and final answers of GSM8K's test split (Cobbe et al. 2021, 'Training Verifiers to "

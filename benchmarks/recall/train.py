@@ -3,9 +3,9 @@
     python benchmarks/recall/train.py --data DIR --out DIR        # about 8 minutes on one H200
     python benchmarks/recall/train.py --data DIR --out DIR --device cpu --steps 4   # a dry run
 
-DIR holds GSM8K's train.jsonl and test.jsonl. The task is `backend_cli.recall`; the model is
-transformers' own KimiLinearForCausalLM. On a GPU the gradients run through `fla.ops.kda`, on a CPU
-through the chunked form below.
+DIR holds GSM8K's train.jsonl and test.jsonl. The task is
+`backend_cli.eval.recall_task`; the model is transformers' own KimiLinearForCausalLM. On a GPU the
+gradients run through `fla.ops.kda`, on a CPU through the chunked form below.
 
 Three things make the recurrent state do the work, so that the checkpoint tests KDA kernels:
 answers in training are random numbers, so none can be learned by heart; questions are recombined
@@ -34,7 +34,7 @@ from transformers import KimiLinearConfig, KimiLinearForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from backend_cli import recall
+from backend_cli.eval import recall_task as recall
 from benchmarks.recall.canary import with_transposed_state
 
 LAYERS = 6

@@ -11,25 +11,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from backend_core.engines.sglang_flag import models_of, register_flag
-from backend_core.strict import fallback
+from backend_core.engines.sglang_flag import LayerClaim, register_family
 
 
 def register() -> None:
-    """Make ``dsv4`` mean this package; see `sglang_flag.register_flag` for what it raises."""
-    register_flag("dsv4", exchange_step)
+    """Make ``dsv4`` mean this package; see `sglang_flag.register_family` for what it raises."""
+    claim = LayerClaim("compressor", "DeepSeek-V4 compressor", _present, _install)
+    register_family("dsv4", [claim])
 
 
-def exchange_step(backend: Any, runner: Any) -> None:
-    """Put our step into sglang's ``backend``.
-
-    A draft model of speculative decoding need not have compressors.
-    """
+def _present(backend: Any, runner: Any) -> bool:
     from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 
+    return isinstance(backend, CompressorBackendMixin)
+
+
+def _install(backend: Any, runner: Any) -> None:
     from dsv4_backend.engines import sglang_compressor
 
-    if isinstance(backend, CompressorBackendMixin):
-        sglang_compressor.install(backend)
-    elif not runner.is_draft_worker:
-        fallback(f"{models_of(runner)} has no compressors of DeepSeek-V4")
+    sglang_compressor.install(backend)

@@ -24,13 +24,14 @@ from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
     CompressorSpec,
+    LaunchCache,
     RingDecode,
     RingPrefill,
     compress_decode_,
     compress_prefill_,
     warm_up,
 )
-from dsv4_backend import selection as paths
+from dsv4_backend.selection import decode_selection, prefill_selection
 from dsv4_backend.spec import CacheFormat
 
 _STEP = "_forward_compress_all_in_one"
@@ -69,8 +70,9 @@ class _Bound:
 
     Attributes:
         norm: sglang's module, which identifies the compressor.
-        layer: ``None`` where the compressor stays on stock code.
+        layer: ``None`` where the compressor stays on upstream's code.
         memory: the address of its records; a pool that moves is bound anew.
+        launches: what its calls have bound.
     """
 
     norm: Any
@@ -78,6 +80,7 @@ class _Bound:
     state: torch.Tensor
     pages: torch.Tensor
     memory: int
+    launches: LaunchCache
 
 
 class FusedStep:
@@ -105,11 +108,11 @@ class FusedStep:
             self._stock(**call)
             return
         plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
-        part = (bound.layer, call["kv_score_input"], bound.state, bound.pages)
+        tensors = (call["kv_score_input"], bound.state, bound.pages)
         if isinstance(plan, RingDecode):
-            compress_decode_(*part, plan)
+            compress_decode_(bound.layer, *tensors, plan, launches=bound.launches)
         else:
-            compress_prefill_(*part, plan)
+            compress_prefill_(bound.layer, *tensors, plan, launches=bound.launches)
 
     def _plan(
         self, compress_ratio: int, is_indexer: bool, out_loc: torch.Tensor
@@ -124,7 +127,7 @@ class FusedStep:
         if theirs.is_decode:
             slots = out_loc[: theirs.plan_d.shape[0]]
             # written before the forward pass, whose projections lie between
-            plan = RingDecode(theirs.plan_d, slots, is_settled=True)
+            plan = RingDecode(theirs.plan_d, slots, pdl_prefetch_safe=True)
         else:
             plan = RingPrefill(theirs.plan_c, theirs.plan_w, out_loc)
         self._plans[key] = (theirs, out_loc, plan)
@@ -134,7 +137,8 @@ class FusedStep:
         """At a compressor's first step, which is sglang's own warm-up: check its tensors, and
         compile every kernel that a later step may launch."""
         norm, kv_cache, state = call["norm"], call["kv_cache"], call["kv_score_buffer"]
-        stock = _Bound(norm, None, state, kv_cache, kv_cache.data_ptr())
+        launches = LaunchCache()
+        stock = _Bound(norm, None, state, kv_cache, kv_cache.data_ptr(), launches)
         reason = _unserved(call)
         if reason is None:
             try:
@@ -144,9 +148,9 @@ class FusedStep:
                 pages = kv_cache.view(torch.uint8).flatten(1)
                 state = state.view(-1, spec.compress_ratio, spec.row_width)
                 plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
-                for other in _both_phases(plan):
-                    warm_up(layer, call["kv_score_input"], state, pages, other)
-                return _Bound(norm, layer, state, pages, kv_cache.data_ptr())
+                for other in _decode_and_prefill(plan):
+                    warm_up(layer, call["kv_score_input"], state, pages, other, launches=launches)
+                return _Bound(norm, layer, state, pages, kv_cache.data_ptr(), launches)
             except (LookupError, ValueError) as error:
                 reason = str(error)
         fallback(f"--attention-backend dsv4: {reason}")
@@ -154,7 +158,7 @@ class FusedStep:
 
 
 def _unserved(call: dict[str, Any]) -> str | None:
-    """Why a compressor of this kind stays on stock code."""
+    """Why a compressor of this kind stays on upstream's code."""
     halves = 2 if call["compress_ratio"] == 4 else 1
     width = 2 * halves * call["head_dim"]
     if call["kv_score_buffer"].shape[-1] != width:
@@ -201,11 +205,11 @@ def _layer(spec: CompressorSpec, call: dict[str, Any]) -> CompressorLayer:
     return CompressorLayer(spec, ape.transpose(0, 1), weight, call["freqs_cis_cache"])
 
 
-def _both_phases(plan: RingDecode | RingPrefill) -> tuple[RingDecode, RingPrefill]:
-    """A plan, and one of the other phase in tensors of the same kinds, for compiling alone."""
+def _decode_and_prefill(plan: RingDecode | RingPrefill) -> tuple[RingDecode, RingPrefill]:
+    """A step plan, and one of the other kind in tensors of the same dtypes, for compiling alone."""
     if isinstance(plan, RingDecode):
-        return plan, RingPrefill(plan.plan, plan.plan.view(-1, 2), plan.slots)
-    return RingDecode(plan.windows[:1], plan.slots[:1], is_settled=True), plan
+        return plan, RingPrefill(plan.entries, plan.entries.view(-1, 2), plan.slots)
+    return RingDecode(plan.windows[:1], plan.slots[:1], pdl_prefetch_safe=True), plan
 
 
 @functools.cache
@@ -217,9 +221,9 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
     """
     target = detect_target(device)
     names = []
-    for phase, find in (("decode", paths.decode_paths), ("prefill", paths.prefill_paths)):
-        selection = find(target, spec, "ring", spec.compress_ratio).selection
-        names.append(f"{phase} {', '.join(dict.fromkeys(p.name for p in selection.paths))}")
+    for selection in (decode_selection(target, spec), prefill_selection(target, spec, "ring")):
+        paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
+        names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
     rank0_log(
         f"kda-dsv4-backend serves DeepSeek-V4's compressors of {spec.head_dim} channels and ratio"
         f" {spec.compress_ratio} ({spec.cache_format}) on {target.name} ({target.arch}):"

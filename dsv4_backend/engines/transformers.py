@@ -146,7 +146,7 @@ def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
 
 
 def _compressor(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A compressor's forward: stock code, in which norm and RoPE know whose rows they get."""
+    """A compressor's forward: upstream's code, in which norm and RoPE know whose rows they get."""
 
     def forward(
         self: Any,

@@ -15,7 +15,7 @@ import inspect
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.compressor import (
     CompressorBackend,
@@ -27,13 +27,14 @@ from vllm.models.deepseek_v4.compressor import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from backend_core.engines import ENGINES, Engine
-from backend_core.engines.vllm_flag import logger
+from backend_core.engines import ENGINES, Engine, vllm_flag
+from backend_core.engines.vllm_flag import flag_name, logger
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
     CompressorSpec,
+    LaunchCache,
     PagedDecode,
     PagedPrefill,
     compress_decode_,
@@ -41,8 +42,7 @@ from dsv4_backend import (
     warm_up,
     window_ends,
 )
-from dsv4_backend import selection as paths
-from dsv4_backend.engines.vllm import flag_name
+from dsv4_backend.selection import decode_selection, prefill_selection
 from dsv4_backend.spec import ROPE_DIM, CacheFormat
 
 _FORWARD = ["self", "kv_score", "positions", "rotary_emb"]
@@ -60,7 +60,7 @@ def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
     compressor.__class__ = FusedCompressor
     try:
         spec = _spec(compressor, _format(compressor), page_tokens)
-        _choose(device, spec, compressor.state_cache.block_size)
+        _choose(device, spec)
     except (LookupError, ValueError) as error:
         compressor.__class__ = stock
         return str(error)
@@ -81,12 +81,8 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
             return f"vllm's {method.__qualname__} must take {wanted[1:]}, got {got[1:]}"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on, which the compressor of this backend does not serve"
-    if captured := _captured_mixed_mode(vllm_config):
-        return (
-            f"Model Runner V2 captures batches with prefills as {captured} CUDA graphs, and this"
-            " backend's compressor would replay its decode step for them; pass"
-            " --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
-        )
+    if vllm_flag.batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if compressor.rope_head_dim != ROPE_DIM:
         return f"RoPE must turn {ROPE_DIM} channels, got {compressor.rope_head_dim}"
     cache_format = _format(compressor)
@@ -96,19 +92,6 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
     if cache_format == "indexer_fp8" and _packs_scales():
         return "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32"
     return None
-
-
-def _captured_mixed_mode(vllm_config: VllmConfig) -> str | None:
-    """The mode in which Model Runner V2 captures a compressor's step with prefills, if it does.
-
-    Model Runner V1 runs the compressor outside of piecewise graphs, and releases without V2 have no
-    ``use_v2_model_runner``.
-    """
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is None or not getattr(vllm_config, "use_v2_model_runner", False):
-        return None
-    mixed: str | None = mode.mixed_mode().name
-    return None if mixed == "NONE" else mixed
 
 
 def _record_cache(compressor: Any) -> Any:
@@ -153,13 +136,13 @@ def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -
 
 
 @functools.cache
-def _choose(device: torch.device, spec: CompressorSpec, state_block: int) -> None:
+def _choose(device: torch.device, spec: CompressorSpec) -> None:
     """Find the paths of a kind of compressor and say once which they are."""
     target = detect_target(device)
     names = []
-    for phase, find in (("decode", paths.decode_paths), ("prefill", paths.prefill_paths)):
-        selection = find(target, spec, "paged", state_block).selection
-        names.append(f"{phase} {', '.join(dict.fromkeys(p.name for p in selection.paths))}")
+    for selection in (decode_selection(target, spec), prefill_selection(target, spec, "paged")):
+        paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
+        names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
     logger.info(
         "kda-dsv4-backend serves DeepSeek-V4's compressors of %d channels and ratio %d (%s) on"
         " %s (%s): %s",
@@ -177,8 +160,9 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
 
     rotates = False  # set by `vllm_rotation`, for an indexer whose queries are rotated too
 
-    # the record cache as the engine bound it, its pages as bytes, and the layer that writes them
-    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer] | None = None
+    # the record cache as the engine bound it, its pages as bytes, the layer that writes them, and
+    # what its calls have bound
+    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer, LaunchCache] | None = None
 
     def forward(self, kv_score: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
         """The state rows of all tokens and the records of the windows that end with them.
@@ -202,14 +186,19 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
                 if self.rotates:  # stock's keys would meet rotated queries
                     raise
                 self.__class__ = DeepseekCompressor
-                fallback(f"--attention-backend {flag_name()}: {error}")
+                fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
                 self.forward(kv_score, positions, rotary_emb)
                 return
-        _, pages, layer = self._bound
-        if isinstance(plan, PagedDecode):
-            compress_decode_(layer, kv_score, self.state_cache.kv_cache, pages, plan)
-        else:
-            compress_prefill_(layer, kv_score, self.state_cache.kv_cache, pages, plan)
+        _, pages, layer, launches = self._bound
+        state = self.state_cache.kv_cache
+        try:
+            if isinstance(plan, PagedDecode):
+                compress_decode_(layer, kv_score, state, pages, plan, launches=launches)
+            else:
+                compress_prefill_(layer, kv_score, state, pages, plan, launches=launches)
+        except Exception as error:
+            vllm_flag.log_failed_step(f"compressor {self.state_cache.prefix}", error)
+            raise
 
 
 def _bind(
@@ -219,7 +208,7 @@ def _bind(
     states: Any,
     plan: PagedDecode | PagedPrefill,
     rotary_emb: Any,
-) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer]:
+) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer, LaunchCache]:
     """At the first step that has caches, which is the engine's own warm-up where it makes one:
     check them, and compile every kernel that a later step may launch.
 
@@ -238,11 +227,12 @@ def _bind(
         plan.requests,
         plan.block_table,
         plan.slots,
-        is_settled=True,
+        pdl_prefetch_safe=True,
     )
+    launches = LaunchCache()
     for other in (decode, _prefill(decode, states, spec.compress_ratio)):
-        warm_up(layer, kv_score, state, pages, other)
-    return kv_cache, pages, layer
+        warm_up(layer, kv_score, state, pages, other, launches=launches)
+    return kv_cache, pages, layer, launches
 
 
 def _plan(
@@ -250,10 +240,13 @@ def _plan(
 ) -> PagedDecode | PagedPrefill:
     """The step's plan, built once for the layers of one kind and kept with their metadata.
 
-    Main and indexer never share one: vLLM runs them on two streams at the same time.
+    Main and indexer never share one: vLLM runs them on two streams at the same time. Nor do a
+    capture and the run before it, which may have the same metadata: a graph has to hold what
+    derives the plan from the step's lengths.
     """
     kept = states.plans
-    key = (compressor.head_dim, compressor.compress_ratio, id(records))
+    capturing = _capturing(positions)
+    key = (compressor.head_dim, compressor.compress_ratio, id(records), capturing)
     if key in kept:
         plan: PagedDecode | PagedPrefill = kept[key][0]
         return plan
@@ -264,13 +257,20 @@ def _plan(
         states.token_to_req_indices[:tokens],
         states.block_table,
         records.slot_mapping[:tokens],
-        is_settled=True,  # written before the forward pass, whose projections lie between
+        pdl_prefetch_safe=True,  # written before the forward pass, whose projections lie between
     )
     plan = decode
-    if states.max_query_len > 1:
+    # Only a graph of decodes replays nothing but decodes. Any other graph is captured with a dummy
+    # batch, often of one token per request, and replayed with whatever has as many tokens.
+    if states.max_query_len > 1 or (capturing and not states.replays_decodes_alone):
         plan = _prefill(decode, states, compressor.compress_ratio)
     kept[key] = (plan, records)  # the object too: its id is the key
     return plan
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _prefill(decode: PagedDecode, states: Any, compress_ratio: int) -> PagedPrefill:
@@ -299,6 +299,16 @@ class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
         metadata.query_start_loc = common_attn_metadata.query_start_loc
         metadata.max_query_len = common_attn_metadata.max_query_len
         metadata.plans = {}
+        metadata.replays_decodes_alone = False
+        return metadata
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> CompressorMetadata:
+        """For a FULL graph: of decodes, unless batches with prefills are captured so too."""
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        metadata.replays_decodes_alone = mode.mixed_mode() is not CUDAGraphMode.FULL
         return metadata
 
 

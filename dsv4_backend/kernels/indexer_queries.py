@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from dsv4_backend.kernels.numerics import hadamard, load_angles, rope_tail, round_bf16
+from backend_core.kernels.codecs import round_bf16
+from backend_core.kernels.rope_hadamard import hadamard, load_angles, rope_tail
 from dsv4_backend.kernels.records import quantise_indexer_fp8, quantise_indexer_mxfp4
 
 
@@ -14,7 +15,7 @@ def indexer_queries_kernel(
     table_ptr,  # [positions, 64]
     weight_ptr,  # [T, H]
     code_ptr,  # uint8 [T, H, D], or of "indexer_mxfp4" [T, H, D/2]
-    scale_ptr,  # uint8 [T, H, D/32], of "indexer_mxfp4" alone
+    scale_ptr,  # uint8 [T, H, D/32], None unless "indexer_mxfp4"
     out_ptr,  # [T, H] fp32
     num_heads,
     softmax_scale,
@@ -31,7 +32,7 @@ def indexer_queries_kernel(
     HAS_ROTATION: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """One program a token and HEADS heads. An fp8 row's scale goes into its head's weight."""
+    """One program per token and HEADS heads. An fp8 row's scale goes into its head's weight."""
     i_t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, D)
     position = tl.load(position_ptr + i_t)

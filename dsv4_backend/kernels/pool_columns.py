@@ -1,13 +1,15 @@
 """Pooling of prefill windows with the channels split over programs: C128 at long contexts.
 
 A window of 128 rows is half a megabyte, and a chunk of T tokens ends only T / 128 of them: one
-program each would leave most of the machine idle.
+program each would leave most SMs idle.
 """
 
 import triton
 import triton.language as tl
 
-from dsv4_backend.kernels.window import locate_prefill, pool_window
+from dsv4_backend.kernels.arguments import Ape, State, Step
+from dsv4_backend.kernels.locate import locate_prefill
+from dsv4_backend.kernels.pooling import pool_window
 
 
 @triton.jit
@@ -16,11 +18,12 @@ def pool_columns_kernel(
     state_ptr,  # [pages, STATE_BLOCK, 2·C·D], read
     ape_ptr,  # [RATIO, C, D]
     pooled_ptr,  # [N, D] fp32, written
-    plan_ptr,  # see window.locate_prefill
-    aux_ptr,
-    position_ptr,  # [T], PLAN "paged"
-    request_ptr,  # [T], PLAN "paged"
-    block_table_ptr,  # [B, blocks], PLAN "paged"
+    entry_ptr,  # the step plan, see arguments.Step
+    window_end_ptr,
+    query_start_ptr,
+    position_ptr,
+    request_ptr,
+    block_table_ptr,
     stride_input_t,
     stride_state_b,
     stride_state_r,
@@ -30,24 +33,41 @@ def pool_columns_kernel(
     D: tl.constexpr,
     RATIO: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
-    PLAN: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Program (n, i) pools channels i·BLOCK_D and on of window n."""
-    WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
     i_n = tl.program_id(0)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    token, seq_len, buffer_len, page_0, page_1, request = locate_prefill(
-        plan_ptr, aux_ptr, position_ptr, request_ptr, i_n, WINDOW, PLAN
+    state = State(state_ptr, stride_state_b, stride_state_r)
+    ape = Ape(ape_ptr, stride_ape_r, stride_ape_c)
+    step = Step(
+        entry_ptr,
+        position_ptr,
+        None,
+        request_ptr,
+        block_table_ptr,
+        stride_block_table_b,
+        window_end_ptr,
+        query_start_ptr,
     )
-    if (token < 0) | (seq_len <= 0) | (seq_len % RATIO != 0):
+    token, window = locate_prefill(step, i_n, RATIO, LAYOUT)
+    if (token < 0) | (window.seq_len <= 0) | (window.seq_len % RATIO != 0):
         return
-    token_ptr = input_ptr + token.to(tl.int64) * stride_input_t
-    block_row_ptr = block_table_ptr + tl.cast(request, tl.int64) * stride_block_table_b
     b_x = pool_window(
-        o_d, seq_len, buffer_len, token_ptr, state_ptr, ape_ptr, block_row_ptr,
-        page_0, page_1, stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
-        D, RATIO, STATE_BLOCK, PLAN, BLOCK_W, BLOCK_D,
-    )  # fmt: skip
+        o_d,
+        window,
+        step,
+        input_ptr + token.to(tl.int64) * stride_input_t,
+        stride_input_t,
+        state,
+        ape,
+        D=D,
+        RATIO=RATIO,
+        STATE_BLOCK=STATE_BLOCK,
+        LAYOUT=LAYOUT,
+        BLOCK_W=BLOCK_W,
+        BLOCK_D=BLOCK_D,
+    )
     tl.store(pooled_ptr + i_n.to(tl.int64) * D + o_d, b_x)

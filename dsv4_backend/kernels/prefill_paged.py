@@ -8,8 +8,13 @@ window that ends with about those tokens: what one reads, the other finds in L2.
 import triton
 import triton.language as tl
 
-from dsv4_backend.kernels.prefill_step import prefill_window
-from dsv4_backend.kernels.window import write_paged_rows
+from backend_core.kernels.rope_hadamard import load_angles
+from dsv4_backend.kernels.arguments import Ape, State, Step
+from dsv4_backend.kernels.finish import finish_row
+from dsv4_backend.kernels.locate import locate_prefill
+from dsv4_backend.kernels.pooling import pool_window
+from dsv4_backend.kernels.records import store_record
+from dsv4_backend.kernels.state_rows import write_paged_rows
 
 
 @triton.jit(do_not_specialize=["num_windows", "num_tokens"])
@@ -20,8 +25,8 @@ def prefill_paged_kernel(
     weight_ptr,  # [D]
     table_ptr,  # [positions, 64]
     cache_ptr,  # uint8 [pages, page bytes]
-    plan_ptr,  # ends [num_windows]
-    aux_ptr,  # query_starts [B + 1]
+    window_end_ptr,  # [num_windows]
+    query_start_ptr,  # [B + 1]
     state_slot_ptr,  # [T]
     position_ptr,  # [T]
     request_ptr,  # [T]
@@ -30,7 +35,6 @@ def prefill_paged_kernel(
     num_windows,
     num_tokens,
     eps,
-    inv_scale,
     stride_input_t,
     stride_state_b,
     stride_state_r,
@@ -55,17 +59,44 @@ def prefill_paged_kernel(
     WRITERS: tl.constexpr = RATIO // ROWS
     i_group = tl.program_id(0) // (WRITERS + 1)
     i_rest = tl.program_id(0) % (WRITERS + 1)
+    state = State(state_ptr, stride_state_b, stride_state_r)
+    ape = Ape(ape_ptr, stride_ape_r, stride_ape_c)
+    step = Step(
+        None,
+        position_ptr,
+        state_slot_ptr,
+        request_ptr,
+        block_table_ptr,
+        stride_block_table_b,
+        window_end_ptr,
+        query_start_ptr,
+    )
     if i_rest < WRITERS:
+        o_t = i_group * RATIO + i_rest * ROWS + tl.arange(0, ROWS)
         write_paged_rows(
-            i_group * RATIO + i_rest * ROWS + tl.arange(0, ROWS), num_tokens, input_ptr, state_ptr,
-            ape_ptr, state_slot_ptr, position_ptr, stride_input_t, stride_state_b, stride_state_r,
-            stride_ape_r, stride_ape_c, D, RATIO, STATE_BLOCK,
-        )  # fmt: skip
+            o_t, num_tokens, input_ptr, stride_input_t, state, ape, step, D, RATIO, STATE_BLOCK
+        )
     elif i_group < num_windows:
-        prefill_window(
-            i_group, input_ptr, state_ptr, ape_ptr, weight_ptr, table_ptr, cache_ptr, plan_ptr,
-            aux_ptr, position_ptr, request_ptr, block_table_ptr, slot_ptr, eps, inv_scale,
-            stride_input_t, stride_state_b, stride_state_r, stride_ape_r, stride_ape_c,
-            stride_table_p, stride_block_table_b, stride_cache_p, D, RATIO, STATE_BLOCK, PAGE,
-            "paged", FORMAT, ROUNDING, IS_FNUZ, IS_SPLIT_TABLE, HAS_ROTATION, BLOCK_W,
-        )  # fmt: skip
+        token, window = locate_prefill(step, i_group, RATIO, "paged")
+        seq_len = window.seq_len
+        slot = tl.load(slot_ptr + token, mask=token >= 0, other=-1).to(tl.int64)
+        if (token >= 0) & (seq_len > 0) & (seq_len % RATIO == 0) & (slot >= 0):
+            b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+            b_angles = load_angles(table_ptr, seq_len - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
+            b_x = pool_window(
+                tl.arange(0, D),
+                window,
+                step,
+                input_ptr + token.to(tl.int64) * stride_input_t,
+                stride_input_t,
+                state,
+                ape,
+                D=D,
+                RATIO=RATIO,
+                STATE_BLOCK=STATE_BLOCK,
+                LAYOUT="paged",
+                BLOCK_W=BLOCK_W,
+                BLOCK_D=D,
+            )
+            b_x = finish_row(b_x, b_w, b_angles, eps, D, HAS_ROTATION)
+            store_record(b_x, cache_ptr, slot, stride_cache_p, D, PAGE, FORMAT, ROUNDING, IS_FNUZ)

@@ -1,12 +1,12 @@
-"""One compressed row in each of the engines' cache formats, written to its slot of a page.
+"""One compressed row in each record format (`backend_core.formats`), written to its slot of a page.
 
-A page is `PAGE` rows of data followed by the rows' scales; slots count rows over all pages.
+A page is PAGE rows of data followed by the rows' scales; slots count rows over all pages.
 """
 
 import triton
 import triton.language as tl
 
-from dsv4_backend.kernels.numerics import (
+from backend_core.kernels.codecs import (
     ceil_log2_ratio,
     encode_e2m1,
     encode_e4m3,
@@ -21,7 +21,6 @@ def store_record(
     cache_ptr,  # uint8 [pages, page bytes]
     slot,
     stride_cache_p,
-    inv_scale,  # 1 / scale of "fp8_rows"
     D: tl.constexpr,
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -38,10 +37,6 @@ def store_record(
     elif FORMAT == "bf16_rows":
         row_ptr = (page_ptr + i_slot * (2 * D)).to(tl.pointer_type(tl.bfloat16))
         tl.store(row_ptr + tl.arange(0, D), b_x.to(tl.bfloat16))
-    elif FORMAT == "fp8_rows":
-        MAX: tl.constexpr = 224.0 if IS_FNUZ else 448.0
-        b_y = tl.minimum(tl.maximum(b_x * inv_scale, -MAX), MAX)
-        tl.store(page_ptr + i_slot * D + tl.arange(0, D), encode_e4m3(b_y, IS_FNUZ))
     elif FORMAT == "indexer_fp8":
         store_indexer_fp8(b_x, page_ptr, i_slot, D, PAGE, ROUNDING, IS_FNUZ)
     else:

@@ -1,38 +1,40 @@
-"""sglang: its KDA layers on this backend, its full-attention layers on its own choice.
+"""sglang: its KDA layers on this backend.
 
     sglang serve --model-path MODEL --attention-backend kda
 
 The flag is `backend_core.engines.sglang_flag`'s: sglang chooses its full-attention backend as
-without it, and ``--prefill-attention-backend`` and ``--decode-attention-backend`` still choose it
-by name. Once it is built, the two kernels of the model's KDA layers are exchanged
-(`sglang_layer`). ``--linear-attn-backend`` stays ``triton``: sglang ties its prefix cache of
-recurrent states to that name.
+without it, unless another family claims those layers; ``--prefill-attention-backend`` and
+``--decode-attention-backend`` still choose it by name. Once it is built, the two kernels of the
+model's KDA layers are exchanged (`sglang_layer`). ``--linear-attn-backend`` stays ``triton``:
+sglang ties its prefix cache of recurrent states to that name.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from backend_core.engines.sglang_flag import models_of, register_flag
-from backend_core.strict import fallback
+from backend_core.engines.sglang_flag import LayerClaim, register_family
 
 
 def register() -> None:
-    """Make ``kda`` known to sglang; see `sglang_flag.register_flag` for what it raises."""
-    register_flag("kda", exchange_kernels)
+    """Make ``kda`` known to sglang; see `sglang_flag.register_family` for what it raises."""
+    claim = LayerClaim("linear_attention", "Kimi Delta Attention", _present, _install, _reserve)
+    register_family("kda", [claim])
 
 
-def exchange_kernels(backend: Any, runner: Any) -> None:
-    """Put our kernels into the KDA layers of sglang's ``backend``.
-
-    A draft model of speculative decoding need not have KDA layers.
-    """
+def _present(backend: Any, runner: Any) -> bool:
     from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 
+    return isinstance(getattr(backend, "linear_attn_backend", None), KDAAttnBackend)
+
+
+def _install(backend: Any, runner: Any) -> None:
     from kda_backend.engines import sglang_layer
 
-    linear = getattr(backend, "linear_attn_backend", None)
-    if isinstance(linear, KDAAttnBackend):
-        sglang_layer.install(linear, runner)
-    elif not runner.is_draft_worker:
-        fallback(f"{models_of(runner)} has no KDA layers")
+    sglang_layer.install(backend.linear_attn_backend, runner)
+
+
+def _reserve(runner: Any) -> None:
+    from kda_backend.engines import sglang_layer
+
+    sglang_layer.reserve(runner)

@@ -1,6 +1,6 @@
 """The kernel of sglang's KDA layers. Imports sglang's GPU modules, so only a scheduler imports it.
 
-One form serves sglang 0.5.17 to 0.5.23, whose KDA layers hand over
+This kernel serves sglang 0.5.17 to 0.5.23, whose KDA layers hand over
 
 - prefill: q, k, v and the raw gate as ``[1, T, H, D]``, the step size as fp32 (0.5.17 to 0.5.19) or
   its logits (``beta_is_raw``) as ``[1, T, H]``, any of them strided;
@@ -14,8 +14,9 @@ One form serves sglang 0.5.17 to 0.5.23, whose KDA layers hand over
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,37 +25,39 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 
 from backend_core.strict import fallback
 from kda_backend.api import chunk_kda
-from kda_backend.decode_step import kda_decode_step
-from kda_backend.scratch import Workspace
-from kda_backend.selection import KdaPlan
-from kda_backend.step_plan import ChunkMetadata, build_metadata
+from kda_backend.api_step import kda_decode_step
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection
+from kda_backend.step_plan import StepPlan, build_step_plan
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The metadata of one forward pass, and which layer built it.
+    """The step plan of one forward pass, and which layer built it.
 
     A pass visits a layer once: where that layer comes again a new pass has begun, also with the
     very same tensors, which sglang's CUDA graphs refill.
     """
 
-    metadata: ChunkMetadata
+    step_plan: StepPlan
     first_layer: int
     capturing: bool
 
 
 class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
-    """sglang's KDA kernel on this backend. Verification of drafts is the stock one.
+    """sglang's KDA kernel on this backend. Drafts are verified by sglang's own kernel.
 
-    A batch that the operators refuse runs on the stock kernel, and is reported: they refuse before
-    they write anything.
+    A batch that the operators refuse runs on the upstream kernel and is reported: they refuse
+    before they write anything.
     """
 
     supports_track_state_snapshot = True
 
-    def __init__(self, plan: KdaPlan, device: torch.device) -> None:
-        self.plan = plan
-        self._workspace = Workspace(device)
+    def __init__(
+        self, selection: KdaSelection, device: torch.device, scratch: Scratch | None = None
+    ) -> None:
+        self.selection = selection
+        self._scratch = Scratch(device) if scratch is None else scratch
         self._pass: _Pass | None = None
 
     def extend(
@@ -68,7 +71,8 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Prefill; ``call`` as `prefill` takes it."""
         try:
-            return self.prefill(self.plan, q, k, v, g, beta, **call)
+            _check_known("prefill", call, _PREFILL)
+            return self.prefill(self.selection, q, k, v, g, beta, **call)
         except ValueError as error:
             fallback(f"prefill: {error}")
         return super().extend(q, k, v, g, beta, **call)
@@ -78,9 +82,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved rows ``[N, C]`` of q, k and v; returns ``[1, N, HV, V]``."""
         try:
+            _check_known("decode", call, _STEP)
             value_heads, value_dim = call["num_v_heads"], call["head_v_dim"]
             q, k, v = split_rows(mixed_qkv, value_heads, call["ssm_states"].shape[-1], value_dim)
-            return self.step(self.plan, q, k, v, a, b, **call).unsqueeze(0)
+            return self.step(self.selection, q, k, v, a, b, **call).unsqueeze(0)
         except ValueError as error:
             fallback(f"decode: {error}")
         return super().packed_decode(mixed_qkv, a, b, **call)
@@ -96,14 +101,15 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved q, k and v ``[1, N, H, D]``; returns ``[1, N, HV, V]``."""
         try:
-            return self.step(self.plan, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
+            _check_known("decode", call, _STEP)
+            return self.step(self.selection, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
         except ValueError as error:
             fallback(f"decode: {error}")
         return super().decode(q, k, v, a, b, **call)
 
     def prefill(
         self,
-        plan: KdaPlan,
+        selection: KdaSelection,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -124,7 +130,12 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         track_state: torch.Tensor | None = None,
         track_chunk_idx: torch.Tensor | None = None,
         chunk_indices: torch.Tensor | None = None,
-        **_: Any,
+        chunk_offsets: torch.Tensor | None = None,
+        extend_prefix_lens: Any = None,
+        layer_id: int | None = None,
+        state_checkpoint_cu_starts: Any = None,
+        num_state_checkpoints: Any = None,
+        state_checkpoint_every_n_tokens: int | None = None,
     ) -> Any:
         """Packed sequences of any length.
 
@@ -133,7 +144,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
                 decay without ``A_log``; beta: ``[1, T', HV]``; T' >= T.
             query_start_loc: ``[N + 1]`` int32; may end before T.
             extend_seq_lens_cpu: the N lengths, where the host knows them.
-            chunk_indices: given for a captured graph, behind which sglang clears padded rows.
+            chunk_indices: given for a captured graph, after which sglang clears padded rows.
+            chunk_offsets, extend_prefix_lens, layer_id: of other kernels; nothing here reads them.
+            state_checkpoint_cu_starts, num_state_checkpoints, state_checkpoint_every_n_tokens:
+                for kernels that write checkpoints, which this one does not claim to.
             is_spec_decode: leave the states as they are.
             track_ssm_h_src: the chunks whose states sglang will read from ``h``.
 
@@ -144,11 +158,13 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         Raises:
             ValueError: the operator refuses; nothing has been written.
         """
+        if num_state_checkpoints:
+            raise ValueError(f"{num_state_checkpoints} checkpoints of the state are asked for")
         tokens = q.shape[1]
         if g.shape[1] != tokens:  # 0.5.17 pads the gates alone for a prefill graph
             g, beta = g[:, :tokens], beta[:, :tokens]
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        metadata = self._metadata(
+        step_plan = self._step_plan(
             query_start_loc, tokens, extend_seq_lens_cpu, ssm_states.data_ptr(), capturing
         )
         states: dict[str, Any] = {"state_pool": ssm_states, "state_indices": cache_indices}
@@ -163,7 +179,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             states["return_intermediate_states"] = (
                 track_ssm_h_src is None or track_ssm_h_src.numel() > 0
             )
-        if metadata.cu_seqlens_cpu is None and chunk_indices is None:
+        if step_plan.cu_seqlens_cpu is None and chunk_indices is None:
             states["out"] = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
         result = chunk_kda(
             q,
@@ -177,10 +193,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             lower_bound=lower_bound,
             A_log=A_log,
             dt_bias=dt_bias,
-            metadata=metadata,
-            # a graph keeps addresses, and this workspace moves when it grows
-            workspace=None if capturing else self._workspace,
-            plan=plan,
+            step_plan=step_plan,
+            # a graph keeps addresses, and this scratch memory moves when it grows
+            scratch=None if capturing else self._scratch,
+            selection=selection,
             **states,
         )
         if not return_intermediate_states:
@@ -189,7 +205,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
 
     def step(
         self,
-        plan: KdaPlan,
+        selection: KdaSelection,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -201,16 +217,26 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         A_log: torch.Tensor,
         dt_bias: torch.Tensor,
         lower_bound: float | None = None,
+        scale: float | None = None,
+        query_start_loc: torch.Tensor | None = None,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
         replayssm_d: torch.Tensor | None = None,
+        replayssm_k: torch.Tensor | None = None,
+        replayssm_g: torch.Tensor | None = None,
+        replayssm_write_pos: torch.Tensor | None = None,
+        replayssm_force_flush: torch.Tensor | None = None,
         conv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
         norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-        **_: Any,
     ) -> torch.Tensor:
         """One token of each request.
 
         Args:
             q, k: ``[N, H, K]``; v: ``[N, HV, V]``; a: raw gate and b: step-size logits, of
                 ``N * HV * K`` and ``N * HV`` elements.
+            scale: K ** -0.5, which is what the kernels multiply by.
+            query_start_loc, num_v_heads, head_v_dim: what the shapes say already.
+            replayssm_d: with the other four, given with --enable-linear-replayssm.
             conv: pool ``[slots, 3, C]``, filters ``[C, 4]`` and bias, for inputs that are not
                 convolved yet.
             norm: weight ``[V]``, raw gate ``[N, HV * V]`` and epsilon of the output's norm.
@@ -222,7 +248,9 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             ValueError: the operator refuses; nothing has been written.
         """
         if replayssm_d is not None:
-            raise ValueError("--enable-linear-replayssm keeps states in a form of sglang's own")
+            raise ValueError("--enable-linear-replayssm keeps states in a layout of sglang's own")
+        if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) > 1e-6:
+            raise ValueError(f"scale must be K ** -0.5, got {scale} for K = {q.shape[-1]}")
         number, heads = v.shape[:2]
         stages: dict[str, Any] = {}
         if conv is not None:
@@ -246,41 +274,55 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             lower_bound=lower_bound,
             A_log=A_log,
             dt_bias=dt_bias,
-            pools_settled=True,  # projections or the convolution come before
-            plan=plan,
+            pdl_prefetch_safe=True,  # projections or the convolution come before
+            selection=selection,
             **stages,
         )
 
-    def _metadata(
+    def _step_plan(
         self,
         cu_seqlens: torch.Tensor,
         tokens: int,
         lengths: Sequence[int] | None,
         layer: int,
         capturing: bool,
-    ) -> ChunkMetadata:
-        """The metadata of this pass, built by its first layer; ``layer`` is its pool's address."""
+    ) -> StepPlan:
+        """The plan of this pass, built by its first layer; ``layer`` is its pool's address."""
         last = self._pass
         if (
             last is not None
-            and last.metadata.cu_seqlens is cu_seqlens
-            and last.metadata.num_tokens == tokens
+            and last.step_plan.cu_seqlens is cu_seqlens
+            and last.step_plan.num_tokens == tokens
             and last.first_layer != layer
             and last.capturing == capturing
         ):
-            return last.metadata
+            return last.step_plan
         host = None
         # without lengths that cover every token, launches take a bound on the number of chunks
         if lengths is not None and len(lengths) + 1 == len(cu_seqlens) and sum(lengths) == tokens:
             host = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        metadata = build_metadata(
+        step_plan = build_step_plan(
             cu_seqlens,
             tokens,
             cu_seqlens_cpu=host,
-            chunk_table=self.plan.target.vendor != "cpu",
+            chunk_table=self.selection.target.vendor != "cpu",
         )
-        self._pass = _Pass(metadata, layer, capturing)
-        return metadata
+        self._pass = _Pass(step_plan, layer, capturing)
+        return step_plan
+
+
+def _keywords(method: Callable[..., Any]) -> frozenset[str]:
+    parameters = inspect.signature(method).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+_PREFILL, _STEP = _keywords(KdaKernel.prefill), _keywords(KdaKernel.step)
+
+
+def _check_known(phase: str, call: Collection[str], known: frozenset[str]) -> None:
+    """Raises ValueError for an argument that a release of sglang added and nothing here reads."""
+    if unknown := set(call) - known:
+        raise ValueError(f"sglang passes {', '.join(sorted(unknown))}, unknown to its {phase} here")
 
 
 def split_rows(

@@ -14,65 +14,149 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
+from kda_backend.api import chunk_kda
 from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
-from kda_backend.selection import KdaPlan, KdaShape, plan_for, warm_up
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection, KdaShape, selection_for, warm_up
+from kda_backend.step_plan import build_step_plan
+
+_SCRATCH = "_kda_dsv4_scratch"  # on a ModelRunner, from `reserve` to `install`
+# Requests of a prefill step where --max-running-requests does not say: a step of more grows the
+# scratch memory, a tile for the started chunk of each.
+_REQUESTS = 128
+
+
+def reserve(runner: Any) -> None:
+    """Take the scratch memory of the largest prefill step before sglang sizes its pools.
+
+    sglang gives its pools a share of what is free after the weights are loaded: memory that is
+    taken now is in its account, and memory that a step takes later is not.
+    """
+    layers = _kda_layers(runner)
+    device = torch.device(runner.device)
+    selection = _selection(layers, [], device, runner.dtype) if layers else None
+    if selection is None:
+        return
+    args = runner.server_args
+    tokens = args.chunked_prefill_size
+    if tokens is None or tokens < 1:  # -1: prompts are not cut
+        tokens = args.max_prefill_tokens
+    requests = max(1, min(args.max_running_requests or _REQUESTS, tokens))
+    scratch = Scratch(device)
+    reserve_scratch(selection, scratch, tokens, requests)
+    setattr(runner, _SCRATCH, scratch)
+    rank0_log(
+        f"kda-dsv4: scratch memory of {tokens} tokens of {requests} requests is"
+        f" {scratch.nbytes / 2**20:.0f} MiB, taken before the pools are sized"
+    )
+
+
+def reserve_scratch(selection: KdaSelection, scratch: Scratch, tokens: int, requests: int) -> None:
+    """Grow ``scratch`` to what a prefill of so many tokens and requests takes, by running one."""
+    shape, device = selection.shape, scratch.flags().device
+    lengths = [tokens - requests + 1] + [1] * (requests - 1)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    keys = torch.zeros(1, tokens, shape.num_heads, shape.key_dim, dtype=shape.dtype, device=device)
+    values = torch.zeros(
+        1, tokens, shape.num_value_heads, shape.value_dim, dtype=shape.dtype, device=device
+    )
+    g = torch.zeros(
+        1, tokens, shape.num_value_heads, shape.key_dim, dtype=shape.dtype, device=device
+    )
+    pool = torch.zeros(
+        1, shape.num_value_heads, shape.value_dim, shape.key_dim, dtype=torch.float32, device=device
+    )
+    heads = torch.zeros(shape.num_value_heads, device=device)
+    chunk_kda(
+        keys,
+        keys,
+        values,
+        g,
+        g[..., 0],
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=-5.0 if shape.bounded_gate else None,
+        A_log=heads,
+        dt_bias=heads.new_zeros(shape.num_value_heads * shape.key_dim),
+        step_plan=build_step_plan(
+            bounds.to(device),
+            tokens,
+            cu_seqlens_cpu=bounds,
+            chunk_table=selection.target.vendor != "cpu",
+        ),
+        state_pool=pool,
+        state_indices=torch.full((requests,), -1, dtype=torch.int32, device=device),
+        scratch=scratch,
+        selection=selection,
+    )
+
+
+def _kda_layers(runner: Any) -> list[Any]:
+    return [
+        layer
+        for layer in runner.model.modules()
+        if isinstance(layer, RadixLinearAttention) and layer.A_log is not None
+    ]
 
 
 def install(backend: Any, runner: Any) -> None:
     """Exchange the kernels of ``backend``, sglang's KDAAttnBackend, and compile ours.
 
     ``runner`` is sglang's ModelRunner, with its weights loaded and its pools allocated. What
-    cannot be served stays on stock code, and is reported.
+    cannot be served stays on upstream code, and is reported.
     """
-    layers = [
-        layer
-        for layer in runner.model.modules()
-        if isinstance(layer, RadixLinearAttention) and layer.A_log is not None
-    ]
+    layers = _kda_layers(runner)
     device = torch.device(runner.device)
-    plan = _plan(layers, device, runner.dtype)
-    if plan is None:
+    pools = backend.req_to_token_pool
+    states = [pools.mamba2_layer_cache(layer.layer_id).temporal for layer in layers]
+    selection = _selection(layers, states, device, runner.dtype)
+    if selection is None:
         return
-    kernel = KdaKernel(plan, device)
+    kernel = KdaKernel(selection, device, runner.__dict__.pop(_SCRATCH, None))
     dispatcher = backend.kernel_dispatcher
     ours = []
     for phase, name in (("prefill", "extend_kernel"), ("decode", "decode_kernel")):
-        stock = getattr(dispatcher, name)
-        if type(stock) is TritonKDAKernel:
+        upstream = getattr(dispatcher, name)
+        if type(upstream) is TritonKDAKernel:
             setattr(dispatcher, name, kernel)
             ours.append(phase)
         else:
             fallback(
-                f"{phase} is on {type(stock).__name__}, which sglang or a flag chose:"
+                f"{phase} is on {type(upstream).__name__}, which sglang or a flag chose:"
                 f" pass --linear-attn-{phase}-backend triton"
             )
-    cache = backend.req_to_token_pool.mamba2_layer_cache(layers[0].layer_id)
+    cache = pools.mamba2_layer_cache(layers[0].layer_id)
     one_launch = "decode" in ours and _has_one_launch(layers[0], cache)
     if one_launch:
-        stock = backend.forward_decode
-        backend.forward_decode = functools.partial(decode_layer, kernel, backend, stock)
+        upstream = backend.forward_decode
+        backend.forward_decode = functools.partial(decode_layer, kernel, backend, upstream)
     compile_kernels(kernel, layers[0], cache, ours, one_launch)
-    for line in describe(plan, len(layers), cache.temporal.dtype, ours, one_launch):
+    for line in describe(selection, len(layers), cache.temporal.dtype, ours, one_launch):
         rank0_log(line)
 
 
 def decode_layer(
     kernel: KdaKernel,
     backend: Any,
-    stock: Callable[..., Any],
+    upstream: Callable[..., Any],
     *,
     layer: Any,
     forward_batch: Any,
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    **engine: Any,
+    q: None = None,
+    k: None = None,
+    v: None = None,
+    save_kv_cache: bool = True,
+    **unknown: Any,
 ) -> Any:
     """KDAAttnBackend.forward_decode, with the convolution in the launch of the delta rule.
 
     ``mixed_qkv [N, C]``, raw gate ``a`` and step-size logits ``b``, of one token of each request;
     returns ``o [1, N, HV, V]``. Kimi-K3's layers also offer their output's norm, which then ends
-    the same launch.
+    the same launch. q, k, v and save_kv_cache are of softmax layers.
     """
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     indices = backend.forward_metadata.mamba_cache_indices
@@ -86,12 +170,12 @@ def decode_layer(
     try:
         if getattr(layer, "_k3_deferred_f_b", False):
             raise ValueError("the gate's projection was left to a kernel of sglang's own")
-        q, k, v = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+        if unknown:
+            raise ValueError(f"sglang passes {', '.join(sorted(unknown))}, unknown to decode here")
+        rows = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
         o = kernel.step(
-            kernel.plan,
-            q,
-            k,
-            v,
+            kernel.selection,
+            *rows,
             a,
             b,
             ssm_states=cache.temporal,
@@ -105,8 +189,17 @@ def decode_layer(
         )
     except ValueError as error:
         fallback(f"decode: {error}")
-        return stock(
-            layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **engine
+        return upstream(
+            layer=layer,
+            forward_batch=forward_batch,
+            mixed_qkv=mixed_qkv,
+            a=a,
+            b=b,
+            q=q,
+            k=k,
+            v=v,
+            save_kv_cache=save_kv_cache,
+            **unknown,
         )
     if norm is not None:
         layer._k3_onorm_consumed = True
@@ -125,7 +218,7 @@ def compile_kernels(
     of a single request have strides of their own. Prefill reads q, k and v from sglang's
     convolution, beside a step size from that row. Kernels are compiled for each.
     """
-    device, dtype = cache.temporal.device, kernel.plan.shape.dtype
+    device, dtype = cache.temporal.device, kernel.selection.shape.dtype
     heads, key_dim, value_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     channels = layer.q_dim + layer.k_dim + layer.v_dim
     width = -(-(channels + heads) // 16) * 16
@@ -136,9 +229,11 @@ def compile_kernels(
         "dt_bias": layer.dt_bias,
         "lower_bound": layer.lower_bound,
     }
-    raw_beta = "beta_is_raw" in inspect.signature(TritonKDAKernel.extend).parameters
     tracked: dict[str, Any] = {"return_intermediate_states": True}
-    if raw_beta:
+    # logits, or steps that the model has put through the sigmoid: 0.5.20 and newer pass either
+    raw_betas = [False]
+    if "beta_is_raw" in inspect.signature(TritonKDAKernel.extend).parameters:
+        raw_betas = [True, False]
         shape = (1, *cache.temporal.shape[1:])
         snapshot = torch.empty(shape, dtype=torch.float32, device=device)
         tracked = {"track_state": snapshot, "track_chunk_idx": padded[:1]}
@@ -151,17 +246,17 @@ def compile_kernels(
         g = torch.zeros(tokens, heads, key_dim, dtype=dtype, device=device)
         return rows[0][:, :channels], g, rows[1][:, channels : channels + heads]
 
-    def prefill(plan: KdaPlan) -> None:
+    def prefill(selection: KdaSelection) -> None:
         tokens = 65  # a full chunk and the start of another
-        for (extra, beta_extra), tracking in itertools.product(
-            ((0, 0), (0, 1), (1, 1)), ({}, tracked)
+        for (extra, beta_extra), tracking, raw_beta in itertools.product(
+            ((0, 0), (0, 1), (1, 1)), ({}, tracked), raw_betas
         ):
             mixed_qkv, g, beta = inputs(tokens, extra, beta_extra)
             if not raw_beta:
                 beta = beta.float().sigmoid()
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
             kernel.prefill(
-                plan,
+                selection,
                 q.unsqueeze(0),
                 k.unsqueeze(0),
                 v.unsqueeze(0),
@@ -175,33 +270,33 @@ def compile_kernels(
                 **tracking,
             )
 
-    def decode(plan: KdaPlan) -> None:
+    def decode(selection: KdaSelection) -> None:
         conv = (cache.conv[0], layer.conv_weights, layer.bias) if one_launch else None
         for number, extra in itertools.product((1, 2), (0, 1)):
             mixed_qkv, g, beta = inputs(number, extra, extra)
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
             indices = padded[:number]
-            kernel.step(plan, q, k, v, g, beta, conv=conv, cache_indices=indices, **common)
+            kernel.step(selection, q, k, v, g, beta, conv=conv, cache_indices=indices, **common)
 
-    def nothing(plan: KdaPlan) -> None:
-        """A phase that stays on stock code."""
+    def nothing(selection: KdaSelection) -> None:
+        """A phase that stays on upstream code."""
 
     warm_up(
-        kernel.plan,
+        kernel.selection,
         prefill if "prefill" in phases else nothing,
         decode if "decode" in phases else nothing,
     )
 
 
 def describe(
-    plan: KdaPlan,
+    selection: KdaSelection,
     num_layers: int,
     state_dtype: torch.dtype,
     phases: Sequence[str],
     one_launch: bool,
 ) -> list[str]:
     """What was chosen for a model: a line, and one for each row of the table."""
-    shape, target = plan.shape, plan.target
+    shape, target = selection.shape, selection.target
     gate = "bounded" if shape.bounded_gate else "unbounded"
     state = str(state_dtype).removeprefix("torch.")
     step = ", convolution in the decode step" if one_launch else ""
@@ -209,12 +304,21 @@ def describe(
         f"kda-dsv4: {' and '.join(phases) or 'nothing'} of {num_layers} KDA layers on {target.name}"
         f" ({target.arch}): {shape.num_value_heads} heads on this rank, K = {shape.key_dim},"
         f" V = {shape.value_dim}, {gate} gate, {state} states{step}",
-        *(f"kda-dsv4: {row}" for row in plan.explain()),
+        *(f"kda-dsv4: {row}" for row in selection.explain()),
     ]
 
 
-def _plan(layers: list[Any], device: torch.device, dtype: torch.dtype) -> KdaPlan | None:
-    """The paths of a model's KDA layers; ``None``, and a report, where there are none."""
+def _selection(
+    layers: list[Any], states: list[torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> KdaSelection | None:
+    """The paths of a model's KDA layers; ``None``, and a report, where there are none.
+
+    ``states``: the pool of each layer; before there are any they are taken to be aligned.
+    """
+    tensors = (*states, *(layer.conv_weights for layer in layers))
+    aligned = all(x.data_ptr() % 16 == 0 for x in tensors) and all(
+        pool.stride(0) * pool.element_size() % 16 == 0 for pool in states
+    )
     shapes = {
         KdaShape(
             layer.num_k_heads,
@@ -224,6 +328,7 @@ def _plan(layers: list[Any], device: torch.device, dtype: torch.dtype) -> KdaPla
             layer.lower_bound is not None,
             dtype,
             dtype,
+            aligned,
         )
         for layer in layers
     }
@@ -231,7 +336,7 @@ def _plan(layers: list[Any], device: torch.device, dtype: torch.dtype) -> KdaPla
         fallback(f"the KDA layers of a model must have one shape, got {len(shapes)}")
         return None
     try:
-        return plan_for(device, shapes.pop())
+        return selection_for(device, shapes.pop())
     except LookupError as error:
         fallback(str(error))
         return None

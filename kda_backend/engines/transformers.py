@@ -4,7 +4,7 @@
 
     kda.enable()      # from here on every KimiLinear model of the process runs on this backend
     model.generate(...)
-    kda.disable()     # stock again
+    kda.disable()     # upstream code again
 
 transformers' KDA layer finds its two operators by their module-level names, at each call: that is
 where they are exchanged. Weights, caches and masks stay transformers' own; the layer hands over
@@ -24,13 +24,13 @@ import torch
 import kda_backend
 from backend_core.engines import ENGINES
 from backend_core.strict import fallback
-from kda_backend.selection import KdaShape, plan_for
+from kda_backend.selection import KdaShape, selection_for
 
 _MODULE = "transformers.models.kimi_linear.modeling_kimi_linear"
 _CHUNK = "chunk_kimi_delta_attention"
 _RECURRENT = "recurrent_kimi_delta_attention"
 
-_stock: dict[str, Any] = {}
+_upstream: dict[str, Any] = {}
 
 
 def enable() -> None:
@@ -43,24 +43,24 @@ def enable() -> None:
         ImportError: transformers is not installed, is older than the first supported release, or
             has no such operators any more.
     """
-    if _stock:
+    if _upstream:
         return
     modeling = _modeling()
-    _stock.update({name: getattr(modeling, name) for name in (_CHUNK, _RECURRENT)})
+    _upstream.update({name: getattr(modeling, name) for name in (_CHUNK, _RECURRENT)})
     setattr(modeling, _CHUNK, _on_backend(_CHUNK, kda_backend.chunk_kda))
     setattr(modeling, _RECURRENT, _on_backend(_RECURRENT, kda_backend.fused_recurrent_kda))
 
 
 def disable() -> None:
     """Put back the very functions that `enable` replaced; without `enable` it does nothing."""
-    for name, function in _stock.items():
+    for name, function in _upstream.items():
         setattr(importlib.import_module(_MODULE), name, function)
-    _stock.clear()
+    _upstream.clear()
 
 
 def is_enabled() -> bool:
     """Whether ``kimi_linear`` models run through this backend now."""
-    return bool(_stock)
+    return bool(_upstream)
 
 
 def load_model(checkpoint: str | Path, device: torch.device) -> Any:
@@ -93,7 +93,7 @@ def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
 
     q, k, v, g ``[B, T, H, D]``, beta ``[B, T, H]``, state ``[B, H, K, V]`` fp32.
     ``model_arguments`` are those of the model's forward, which transformers hands to every
-    operator; no operator, stock ones included, has a use for them.
+    operator; no operator, upstream's included, has a use for them.
     """
 
     def operator(
@@ -107,7 +107,7 @@ def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **model_arguments: Any,
     ) -> Any:
-        call = ours if _has_path(query, value, g) else _stock[name]
+        call = ours if _has_path(query, value, g) else _upstream[name]
         return call(
             query,
             key,
@@ -127,7 +127,7 @@ def _has_path(query: torch.Tensor, value: torch.Tensor, g: torch.Tensor) -> bool
     heads, key_dim = query.shape[2:]
     value_heads, value_dim = value.shape[2:]
     try:
-        plan_for(
+        selection_for(
             query.device,
             KdaShape(heads, value_heads, key_dim, value_dim, dtype=query.dtype, gate_dtype=g.dtype),
         )

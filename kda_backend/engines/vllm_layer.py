@@ -1,8 +1,8 @@
 """What vLLM's KDA layers have in common on this backend, whatever the release.
 
-A layer's tokens come decodes first. Decodes go through the decode kernel, also beside prefills,
-and prefills through the chunked one; both read and write the engine's pools in place. Slot 0 is
-vLLM's null block: padded rows name it, and have no tokens.
+The tokens of decodes come before those of prefills. Decodes run on the decode kernel, also in a
+step with prefills, and prefills on the chunked one; both read and write the engine's pools in
+place. Slot 0 is vLLM's null block: padded rows name it, and have no tokens.
 """
 
 from __future__ import annotations
@@ -14,72 +14,84 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
+from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger, requested
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend import layer
-from kda_backend.engines.vllm import flag_name, is_requested
-from kda_backend.engines.vllm_step import Draft, Part, build_step
+from kda_backend.engines.vllm_step import Draft, Segment, build_step
 from kda_backend.layer import LayerWeights, Pools, Tokens
-from kda_backend.scratch import Workspace
-from kda_backend.selection import KdaPlan, KdaShape, select, warm_up
-from kda_backend.step_plan import build_metadata
-
-logger = init_logger("vllm.kda_dsv4")
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection, KdaShape, select, warm_up
+from kda_backend.step_plan import build_step_plan
 
 _STEP = "_kda_dsv4_step"
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the layers of one model share: its plan, and scratch memory where it may be shared."""
+    """What the layers of one model share.
 
-    plan: KdaPlan
-    workspace: Workspace | None
+    Attributes:
+        scratch: ``None`` where layers run at the same time, so that each call has its own.
+        max_draft: tokens of a draft; 0 without speculative decoding.
+    """
+
+    selection: KdaSelection
+    scratch: Scratch | None
     max_sequences: int
-    max_draft: int  # tokens of a draft; 0 without speculative decoding
+    max_draft: int
 
 
 def runtime_of(
     vllm_config: VllmConfig,
+    module: Any,
     shape: KdaShape,
-    state_dtype: torch.dtype,
-    conv_size: int,
     *,
     verifies_drafts: bool,
+    full_rank_gate: bool = False,
 ) -> Runtime | None:
     """The runtime of a model's layers where the flag asks for it and a path serves them.
 
-    ``verifies_drafts``: whether this release's metadata has what speculative decoding needs. Says
-    once what was chosen; what is refused goes to stock code and is said once, or raises in
-    strict mode.
+    What was chosen is logged once. What is refused runs on upstream code and is logged once, or
+    raises in strict mode.
+
+    Args:
+        module: the engine's layer.
+        shape: of the layer, whatever the alignment of its states.
+        verifies_drafts: whether this release's metadata has what speculative decoding needs.
     """
-    if not is_requested(vllm_config):
+    name = requested(vllm_config)
+    if name is None:
         return None
     speculative = vllm_config.speculative_config
     drafts = 0 if speculative is None else 1 + speculative.num_speculative_tokens
-    refusal = _refusal(shape, state_dtype, conv_size, bool(drafts) and not verifies_drafts)
+    unknown_drafts = bool(drafts) and not verifies_drafts
+    refusal = _refusal(shape, module.get_state_dtype()[1], module.conv_size, unknown_drafts)
+    if full_rank_gate:  # its forward also exports prefill checkpoints
+        refusal = "KDA layers with a full-rank gate are not replaced"
     if refusal is None:
         try:
             return _runtime(
                 torch.device(vllm_config.device_config.device_type),
-                shape,
+                replace(shape, aligned_state=_has_aligned_states(module)),
                 vllm_config.scheduler_config.max_num_seqs,
                 drafts,
                 vllm_config.parallel_config.use_ubatching,
             )
         except (LookupError, ValueError) as error:
             refusal = str(error)
-    fallback(f"--attention-backend {flag_name()}: {refusal}")
+    fallback(f"--attention-backend {name}: {refusal}")
     return None
 
 
 def _refusal(
     shape: KdaShape, state_dtype: torch.dtype, conv_size: int, unknown_drafts: bool
 ) -> str | None:
+    if batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if unknown_drafts:
         return "speculative decoding is on, which the KDA layers of this backend do not serve"
     if state_dtype not in (torch.float32, torch.bfloat16):
@@ -95,20 +107,20 @@ def _refusal(
 def _runtime(
     device: torch.device, shape: KdaShape, max_sequences: int, max_draft: int, concurrent: bool
 ) -> Runtime:
-    plan = select(detect_target(device), shape)
+    selection = select(detect_target(device), shape)
     logger.info(
-        "kda-dsv4-backend serves the KDA layers on %s (%s): %d heads of %d a rank, %s gate",
-        plan.target.name,
-        plan.target.arch,
+        "kda-dsv4-backend serves the KDA layers on %s (%s): %d heads of %d per rank, %s gate",
+        selection.target.name,
+        selection.target.arch,
         shape.num_value_heads,
         shape.value_dim,
         "bounded" if shape.bounded_gate else "unbounded",
     )
-    for line in plan.explain():
+    for line in selection.explain():
         logger.info("kda-dsv4-backend: %s", line)
     # Two micro-batches run layers at the same time: each call then has memory of its own.
-    workspace = None if concurrent else Workspace(device)
-    return Runtime(plan, workspace, max_sequences, max_draft)
+    scratch = None if concurrent else Scratch(device)
+    return Runtime(selection, scratch, max_sequences, max_draft)
 
 
 def attend(
@@ -121,7 +133,7 @@ def attend(
     gate: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """A layer between its projections.
+    """A layer between its projections; see `log_failed_step` for what an exception does.
 
     Args:
         module: the engine's layer: its prefix and its cache.
@@ -134,16 +146,27 @@ def attend(
     if metadata is None:
         _profile(runtime, weights, module, qkv, g, beta, gate, out)
         return
+    whole = Tokens(qkv, g, beta, gate, out)
+    try:
+        _run_step(runtime, weights, module, whole, metadata)
+    except Exception as error:
+        log_failed_step(f"KDA layer {module.prefix}", error)
+        raise
+
+
+def _run_step(
+    runtime: Runtime, weights: LayerWeights, module: Any, whole: Tokens, metadata: Any
+) -> None:
     step = getattr(metadata, _STEP, None)
     # the layers that share metadata have caches and projections of one shape
     checked = step is not None
     if step is None:
-        step = build_step(metadata, runtime.plan)
+        step = build_step(metadata, runtime.selection)
         setattr(metadata, _STEP, step)
     conv_pool, state_pool = module.kv_cache
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
-    whole, pools = Tokens(qkv, g, beta, gate, out), Pools(conv_pool, state_pool)
+    pools = Pools(conv_pool, state_pool)
     if step.draft is not None:
         _verify(runtime, weights, whole, pools, step.draft, step.prefill)
         return
@@ -153,14 +176,14 @@ def attend(
     if step.prefill is not None:
         tokens = _rows(whole, step.prefill)
         _prefill(runtime, weights, tokens, window, step.prefill, checked=checked)
-    if step.num_tokens < out.shape[0]:
-        out[step.num_tokens :].zero_()
+    if step.num_tokens < whole.out.shape[0]:
+        whole.out[step.num_tokens :].zero_()
 
 
-def _rows(tokens: Tokens, part: Part) -> Tokens:
-    if part.end - part.begin == tokens.out.shape[0]:
+def _rows(tokens: Tokens, segment: Segment) -> Tokens:
+    if segment.end - segment.begin == tokens.out.shape[0]:
         return tokens
-    rows = slice(part.begin, part.end)
+    rows = slice(segment.begin, segment.end)
     return Tokens(*(x[rows] for x in tokens))
 
 
@@ -169,33 +192,33 @@ def _prefill(
     weights: LayerWeights,
     tokens: Tokens,
     pools: Pools,
-    part: Part,
+    segment: Segment,
     *,
     checked: bool = False,
 ) -> None:
-    assert part.metadata is not None
-    workspace = runtime.workspace
+    assert segment.step_plan is not None
+    scratch = runtime.scratch
     layer.prefill(
         weights,
-        runtime.plan,
+        runtime.selection,
         tokens,
         pools,
-        part.state_indices,
-        part.has_initial_state,
-        part.metadata,
-        Workspace(tokens.out.device) if workspace is None else workspace,
+        segment.state_indices,
+        segment.has_initial_state,
+        segment.step_plan,
+        Scratch(tokens.out.device) if scratch is None else scratch,
         checked=checked,
     )
 
 
 def _decode(
-    runtime: Runtime, weights: LayerWeights, tokens: Tokens, pools: Pools, part: Part
+    runtime: Runtime, weights: LayerWeights, tokens: Tokens, pools: Pools, segment: Segment
 ) -> None:
-    args = (weights, runtime.plan, tokens, pools, part.state_indices)
-    if part.metadata is None:
+    args = (weights, runtime.selection, tokens, pools, segment.state_indices)
+    if segment.step_plan is None:
         layer.decode(*args, null_slot=NULL_BLOCK_ID)
     else:
-        layer.decode_or_start(*args, part.has_initial_state, part.metadata)
+        layer.decode_or_start(*args, segment.has_initial_state, segment.step_plan)
 
 
 def _verify(
@@ -204,7 +227,7 @@ def _verify(
     whole: Tokens,
     pools: Pools,
     draft: Draft,
-    prefill: Part | None,
+    prefill: Segment | None,
 ) -> None:
     """Drafts, and the prefills beside them, whose tokens may lie between those of drafts."""
     whole.out.zero_()  # padded tokens belong to no sequence
@@ -216,7 +239,7 @@ def _verify(
     tokens = whole if draft.rows is None else gathered(draft.rows)
     layer.verify(
         weights,
-        runtime.plan,
+        runtime.selection,
         tokens,
         pools,
         draft.state_indices,
@@ -234,7 +257,7 @@ def _verify(
 
 
 def _window(conv_pool: torch.Tensor) -> torch.Tensor:
-    """The columns that all but a verification use; drafts roll on through those behind."""
+    """The first three columns, which hold the window; drafts also use those after them."""
     return conv_pool if conv_pool.shape[2] == 3 else conv_pool[:, :, :3]
 
 
@@ -252,30 +275,30 @@ def _profile(
     out: torch.Tensor,
 ) -> None:
     """The profile run at model load, which has no cache yet: compile and load every kernel that the
-    plan can choose, and take the memory of the largest step, so that the engine counts it."""
+    selection can choose, and take the memory of the largest step, so that the engine counts it."""
     out.zero_()
     if runtime in _warm:
         return
     _warm.add(runtime)
     pools = _scratch_pools(module, qkv.device)
     window = Pools(_window(pools.conv), pools.state)
-    tables = runtime.plan.target.vendor != "cpu"
+    tables = runtime.selection.target.vendor != "cpu"
 
     def tokens(begin: int, end: int) -> Tokens:
-        part = slice(begin, end)
-        return Tokens(qkv[part], g[part], beta[part], gate[part], torch.empty_like(out[part]))
+        rows = slice(begin, end)
+        return Tokens(qkv[rows], g[rows], beta[rows], gate[rows], torch.empty_like(out[rows]))
 
-    def part(lengths: list[int]) -> Part:
+    def segment(lengths: list[int]) -> Segment:
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         cu_seqlens = bounds.to(qkv.device)
         total = sum(lengths)
         n = len(lengths)
-        return Part(
+        return Segment(
             0,
             total,
             torch.full((n,), -1, dtype=torch.int32, device=qkv.device),
             torch.zeros(n, dtype=torch.bool, device=qkv.device),
-            build_metadata(cu_seqlens, total, chunk_table=tables),
+            build_step_plan(cu_seqlens, total, chunk_table=tables),
         )
 
     def drafts(rows: torch.Tensor | None) -> Draft:
@@ -291,40 +314,51 @@ def _profile(
             for count in (1, 2, 16):
                 if begin + count > qkv.shape[0]:
                     continue
-                step = part([1] * count)
+                step = segment([1] * count)
                 args = (runtime, weights, tokens(begin, begin + count), window)
                 _decode(*args, step)
-                _decode(*args, replace(step, has_initial_state=None, metadata=None))
+                _decode(*args, replace(step, has_initial_state=None, step_plan=None))
                 _prefill(*args, step)
         if runtime.max_draft:
             # alone, then gathered from a step with prefills
             for rows in (None, torch.arange(qkv.shape[0], device=qkv.device)[:16]):
                 args = (runtime, weights, tokens(0, min(16, qkv.shape[0])), pools)
-                _verify(*args, drafts(rows), None if rows is None else part([len(rows)]))
+                _verify(*args, drafts(rows), None if rows is None else segment([len(rows)]))
 
-    def each(plan: KdaPlan) -> None:
-        run(replace(runtime, plan=plan))
+    def each(selection: KdaSelection) -> None:
+        run(replace(runtime, selection=selection))
 
-    warm_up(runtime.plan, each, lambda plan: None)
+    warm_up(runtime.selection, each, lambda selection: None)
     total = qkv.shape[0]
     rows = max(1, min(runtime.max_sequences, total))
-    largest = part([total - rows + 1] + [1] * (rows - 1))
+    largest = segment([total - rows + 1] + [1] * (rows - 1))
     _prefill(runtime, weights, tokens(0, total), window, largest)
     logger.info(
         "kda-dsv4-backend: kernels are loaded; scratch memory of %d tokens is %.0f MiB",
         total,
-        0 if runtime.workspace is None else runtime.workspace.nbytes / 2**20,
+        0 if runtime.scratch is None else runtime.scratch.nbytes / 2**20,
     )
+
+
+def _page_layout(module: Any) -> tuple[list[int], int]:
+    """Bytes of the convolution's and of the recurrent state, and of the page that holds both."""
+    sizes = [
+        torch.Size(shape).numel() * dtype.itemsize
+        for shape, dtype in zip(module.get_state_shape(), module.get_state_dtype(), strict=True)
+    ]
+    return sizes, max(sum(sizes), module.cache_config.mamba_page_size_padded or 0)
+
+
+def _has_aligned_states(module: Any) -> bool:
+    """Whether the recurrent state of every page starts at a multiple of 16 bytes."""
+    (conv_bytes, _), page = _page_layout(module)
+    return conv_bytes % 16 == 0 and page % 16 == 0
 
 
 def _scratch_pools(module: Any, device: torch.device) -> Pools:
     """Pools of one slot, laid out in pages as the engine lays out its own."""
     shapes, dtypes = module.get_state_shape(), module.get_state_dtype()
-    sizes = [
-        torch.Size(shape).numel() * dtype.itemsize
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
-    page = max(sum(sizes), module.cache_config.mamba_page_size_padded or 0)
+    sizes, page = _page_layout(module)
     memory = torch.zeros(2 * page, dtype=torch.uint8, device=device)
     pools, offset = [], 0
     for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):

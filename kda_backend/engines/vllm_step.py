@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from kda_backend.selection import KdaPlan
-from kda_backend.step_plan import ChunkMetadata, build_metadata
+from kda_backend.selection import KdaSelection
+from kda_backend.step_plan import StepPlan, build_step_plan
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """The decodes or the prefills of one step; ``begin`` and ``end`` are token offsets."""
 
     begin: int
     end: int
     state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None
-    metadata: ChunkMetadata | None  # of decodes: only where some may start anew
+    step_plan: StepPlan | None  # of decodes only where some may start a new sequence
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Step:
     """One step's batch, derived from the engine's metadata once and shared by all layers."""
 
     num_tokens: int
-    decode: Part | None
-    prefill: Part | None
+    decode: Segment | None
+    prefill: Segment | None
     draft: Draft | None = None
 
 
-def build_step(m: Any, plan: KdaPlan) -> Step:
+def build_step(m: Any, selection: KdaSelection) -> Step:
     """From vLLM's ``GDNAttentionMetadata``; no device value is read."""
     decode = prefill = draft = None
-    tables = plan.target.vendor != "cpu"
+    tables = selection.target.vendor != "cpu"
     begin = m.num_decode_tokens
     if m.spec_sequence_masks is not None:
         # the engine counts single tokens beside drafts as prefills
@@ -69,26 +69,26 @@ def build_step(m: Any, plan: KdaPlan) -> Step:
     if begin:
         indices = m.non_spec_state_indices_tensor[:begin].contiguous()
         if m.has_initial_state is None:
-            decode = Part(0, begin, indices, None, None)
+            decode = Segment(0, begin, indices, None, None)
         else:
             # beside prefills the engine says which rows continue: a prompt may have one token
             bounds = m.non_spec_query_start_loc[: begin + 1]
-            table = build_metadata(bounds, begin, chunk_table=tables)
-            decode = Part(0, begin, indices, m.has_initial_state[:begin], table)
+            table = build_step_plan(bounds, begin, chunk_table=tables)
+            decode = Segment(0, begin, indices, m.has_initial_state[:begin], table)
     if m.num_prefills:
-        prefill = Part(
+        prefill = Segment(
             begin,
             begin + m.num_prefill_tokens,
             _aligned(m.prefill_state_indices),
             _aligned(m.prefill_has_initial_state),
-            build_metadata(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
+            build_step_plan(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
         )
     tokens = begin + (m.num_prefill_tokens if m.num_prefills else 0)
     return Step(tokens, decode, prefill, draft)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x contiguous, at an address that kernels are compiled for: behind decodes it may be any."""
+    """x, contiguous and aligned as kernels expect it: after decodes it may start anywhere."""
     return (
         x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
     )

@@ -1,8 +1,8 @@
 """The KDA layer of vLLM 0.26: separate projections, the core as an operator that splits the graph.
 
-Stock runs eight GEMMs, three convolutions and the norm apart. Here the weights that read the same
-input lie in one matrix, of which the checkpoint's parameters are views: a layer is two GEMMs before
-its core and one behind. Goes with support for 0.26.
+Upstream code runs eight GEMMs, three convolutions and the norm as separate kernels. Here the
+weights that read the same input lie in one matrix, of which the checkpoint's parameters are views:
+a layer is two GEMMs before its core and one after it. To be removed with support for 0.26.
 """
 
 from __future__ import annotations
@@ -59,13 +59,7 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         dtype = vllm_config.model_config.dtype
         heads, dim = self.local_num_heads, self.head_dim
         shape = KdaShape(heads, heads, dim, dim, False, dtype, dtype)
-        runtime = runtime_of(
-            vllm_config,
-            shape,
-            self.get_state_dtype()[1],
-            self.conv_size,
-            verifies_drafts=False,
-        )
+        runtime = runtime_of(vllm_config, self, shape, verifies_drafts=False)
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention
             return
@@ -87,7 +81,7 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
             self.register_buffer(
                 "_out_gates", out_gates.view(2, heads * dim, dim), persistent=False
             )
-        # Prefills run outside of CUDA graphs, as stock's own operator does.
+        # Prefills run outside of CUDA graphs, as upstream's own operator does.
         splitting = vllm_config.compilation_config.splitting_ops
         if splitting and f"vllm::{_OP}" not in splitting:
             splitting.append(f"vllm::{_OP}")
@@ -108,7 +102,7 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
     def forward(
         self, hidden_states: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """As stock: ``hidden_states [T, hidden]``; writes ``output``."""
+        """As upstream: ``hidden_states [T, hidden]``; writes ``output``."""
         heads, dim = self.local_num_heads, self.head_dim
         tokens, channels = hidden_states.shape[0], heads * dim
         if self._packed:

@@ -1,6 +1,6 @@
 """The KDA layer of vLLM 0.27 to 0.33: packed projections, output norm inside ``_forward``.
 
-Stock's ``forward`` stays. Goes when vLLM's layer changes form again.
+Upstream's ``forward`` stays. To be removed when vLLM's layer changes again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         heads, dim = self.local_num_heads, self.head_dim
         bounded = self.gate_lower_bound is not None
         shape = KdaShape(heads, heads, dim, dim, bounded, dtype, dtype)
+        drafts = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
+        full_rank = getattr(self, "use_full_rank_gate", False)
         runtime = runtime_of(
-            vllm_config,
-            shape,
-            self.get_state_dtype()[1],
-            self.conv_size,
-            verifies_drafts=Engine("vllm", "0.30.0", None).supports(vllm.__version__),
+            vllm_config, self, shape, verifies_drafts=drafts, full_rank_gate=full_rank
         )
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention
@@ -47,7 +45,7 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
         beta: torch.Tensor,
         core_attn_out: torch.Tensor,
     ) -> None:
-        """As stock: ``mixed_qkv [T, 3 H D]``, ``g1``, ``core_attn_out [1, T, H, D]``,
+        """As upstream: ``mixed_qkv [T, 3 H D]``, ``g1``, ``core_attn_out [1, T, H, D]``,
         ``g2 [T, H, D]``, ``beta [1, T, H]`` logits; writes ``core_attn_out``, normed and gated."""
         if self.kda_weights is None:
             self.kda_weights = LayerWeights(

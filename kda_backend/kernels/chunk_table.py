@@ -1,24 +1,21 @@
-"""Chunk table: which tokens each 64-token chunk of a ragged batch covers.
+"""Chunk table: which tokens each 64-token chunk of a ragged batch covers, and orders of the chunks.
 
 Chunks do not cross sequences. Sequence n contributes ceil(len_n / 64) chunks, numbered
-consecutively: ``chunk_offsets[n]`` is its first. Chunks past the last one have length 0, so a
+consecutively: ``chunk_offsets[n]`` is its first. Chunks after the last one have length 0, so a
 launch can be sized from a static capacity and no device value is read on the host.
-``sequence_order`` lists the sequences, those with most chunks first: whoever starts scans in this
-order does not leave the longest for last. ``abreast`` lists the chunks in the order in which scans
-over all sequences at once need them, every sequence's first, then every sequence's second;
-``in_turn`` in that of scans of one sequence after the other, in ``sequence_order``.
+
+- ``sequence_order`` lists the sequences, those with the most chunks first, so that a launch in this
+  order does not end with the longest scan alone.
+- ``chunk_major`` lists the chunks in the order in which scans of all sequences at once need them:
+  every sequence's first chunk, then every sequence's second.
+- ``sequence_major`` lists them in the order in which scans of one sequence after the other need
+  them, the sequences in ``sequence_order``.
 
 Grid: (cdiv(capacity, BLOCK),). Each program finds the sequences of BLOCK chunks.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-
-CHUNK = 64
-_BLOCK = 128
 
 
 @triton.jit
@@ -37,18 +34,18 @@ def _chunks_of(cu_seqlens_ptr, o_n, num_sequences, CHUNK: tl.constexpr):
         "chunk_start_ptr",
         "chunk_len_ptr",
         "chunk_offsets_ptr",
-        "abreast_ptr",
-        "in_turn_ptr",
+        "chunk_major_ptr",
+        "sequence_major_ptr",
         "sequence_order_ptr",
     ],
 )
 def chunk_table_kernel(
     cu_seqlens_ptr,  # [N + 1] int32 or int64
     chunk_start_ptr,  # [capacity] int32: first token
-    chunk_len_ptr,  # [capacity] int32: number of tokens, 0 behind the last chunk
+    chunk_len_ptr,  # [capacity] int32: number of tokens, 0 after the last chunk
     chunk_offsets_ptr,  # [N + 1] int32
-    abreast_ptr,  # [capacity] int32
-    in_turn_ptr,  # [capacity] int32
+    chunk_major_ptr,  # [capacity] int32
+    sequence_major_ptr,  # [capacity] int32
     sequence_order_ptr,  # [N] int32
     num_sequences,
     capacity,
@@ -87,20 +84,23 @@ def chunk_table_kernel(
     if i_block == 0:
         tl.store(chunk_offsets_ptr + num_sequences, first)
     m_chunk = o_chunk < capacity
-    # abreast: behind all chunks of smaller depth, and those of this depth in earlier sequences
-    # in turn: behind all chunks of sequences with more chunks, or with as many and a smaller number
-    b_abreast = tl.zeros([BLOCK], tl.int32)
-    b_in_turn = b_depth
+    # chunk-major: after all chunks of smaller depth, and those of this depth in earlier sequences
+    # sequence-major: after all chunks of sequences with more chunks, or with as many and a smaller
+    # number
+    b_chunk_major = tl.zeros([BLOCK], tl.int32)
+    b_sequence_major = b_depth
     for n0 in range(0, num_sequences, BLOCK):
         o_n = n0 + tl.arange(0, BLOCK)
         b_count = _chunks_of(cu_seqlens_ptr, o_n, num_sequences, CHUNK)[:, None]
         m_earlier = o_n[:, None] < b_owner[None, :]
         m_deeper = m_earlier & (b_count > b_depth[None, :])
-        b_abreast += tl.sum(tl.minimum(b_count, b_depth[None, :]) + m_deeper.to(tl.int32), 0)
+        b_chunk_major += tl.sum(tl.minimum(b_count, b_depth[None, :]) + m_deeper.to(tl.int32), 0)
         m_before = (b_count > b_total[None, :]) | ((b_count == b_total[None, :]) & m_earlier)
-        b_in_turn += tl.sum(tl.where(m_before, b_count, 0), 0)
-    tl.store(abreast_ptr + tl.where(b_len > 0, b_abreast, o_chunk), o_chunk, mask=m_chunk)
-    tl.store(in_turn_ptr + tl.where(b_len > 0, b_in_turn, o_chunk), o_chunk, mask=m_chunk)
+        b_sequence_major += tl.sum(tl.where(m_before, b_count, 0), 0)
+    tl.store(chunk_major_ptr + tl.where(b_len > 0, b_chunk_major, o_chunk), o_chunk, mask=m_chunk)
+    tl.store(
+        sequence_major_ptr + tl.where(b_len > 0, b_sequence_major, o_chunk), o_chunk, mask=m_chunk
+    )
     tl.store(chunk_start_ptr + o_chunk, b_start, mask=m_chunk)
     tl.store(chunk_len_ptr + o_chunk, b_len, mask=m_chunk)
     # before a sequence come those with more chunks, and those with as many and a smaller number
@@ -117,52 +117,3 @@ def chunk_table_kernel(
             m_before &= o_m[:, None] < num_sequences
             b_rank += tl.sum(m_before.to(tl.int32), 0)
         tl.store(sequence_order_ptr + b_rank, o_n, mask=o_n < num_sequences)
-
-
-class ChunkTable(NamedTuple):
-    """Which tokens each chunk of a ragged batch covers: int32 tensors on the device.
-
-    Attributes:
-        start, length: ``[capacity]``, first token and number of tokens of each chunk.
-        abreast: ``[capacity]``, the chunks as scans of all sequences at once need them.
-        in_turn: ``[capacity]``, as scans of one sequence after the other do, longest first.
-        offsets: ``[N + 1]``, first chunk of each sequence.
-        sequence_order: ``[N]``, the sequences, longest first.
-    """
-
-    start: torch.Tensor
-    length: torch.Tensor
-    abreast: torch.Tensor
-    in_turn: torch.Tensor
-    offsets: torch.Tensor
-    sequence_order: torch.Tensor
-
-
-def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
-    """The table of a batch, without a sync.
-
-    Each tensor begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
-    """
-    n = cu_seqlens.numel() - 1
-    sizes = (capacity, capacity, capacity, capacity, n + 1, n)
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + -(-size // 4) * 4)
-    memory = torch.empty(ends[-1], dtype=torch.int32, device=cu_seqlens.device)
-    table = ChunkTable(*(memory[at : at + size] for at, size in zip(ends, sizes, strict=False)))
-    grid = (max(1, triton.cdiv(capacity, _BLOCK)),)
-    chunk_table_kernel[grid](
-        cu_seqlens,
-        table.start,
-        table.length,
-        table.offsets,
-        table.abreast,
-        table.in_turn,
-        table.sequence_order,
-        n,
-        capacity,
-        CHUNK=CHUNK,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
-    return table

@@ -7,12 +7,8 @@ For the token x of each sequence, its convolution window and the state S [V, K] 
     o       = scale S q
     out     = o / rms(o) * weight * sigmoid(gate)
 
-A program holds the state of one head, or BLOCK_V rows of it where neither the window (which one
-program must shift after all have read it) nor the norm (over all of V) is its business.
-
-The state is a tile [V, K / K_INNER, K_INNER]: K_INNER / 4 lanes share a row, so a sum over K is
-mostly a thread's own. q and k enter the products before they are normalised, which then costs a
-factor, and o is S_old q + (k q) delta, so both products with the state are one pass.
+A program holds the state of one head; or BLOCK_V rows of it, where there is neither a window (which
+one program must shift after all have read it) nor a norm (over all of V).
 
 Grid: (V / BLOCK_V * HV * N,): one axis, since the others stop at 65,535.
 """
@@ -20,41 +16,10 @@ Grid: (V / BLOCK_V * HV * N,): one axis, since the others stop at 65,535.
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import ex2, load_gate, log2_decay, sigmoid, step_size
-from kda_backend.kernels.step_conv import conv_silu, load_taps, load_window, store_window
-
-
-@triton.jit
-def add3(a0, b0, c0, a1, b1, c1):
-    return a0 + a1, b0 + b1, c0 + c1
-
-
-@triton.jit
-def delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM: tl.constexpr, K_INNER: tl.constexpr):
-    """The state [V, KB, K_INNER] behind a token and S q [V], from q, k, decay [K] and v [V]."""
-    KB: tl.constexpr = b_state.shape[1]
-    qq, kk, qk = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, add3)
-    if L2NORM:
-        r_q = tl.rsqrt(qq + 1e-6)
-        r_k = tl.rsqrt(kk + 1e-6)
-    else:
-        r_q = 1.0
-        r_k = 1.0
-    b_q = tl.reshape(b_q, [KB, K_INNER])[None, :, :]
-    b_k = tl.reshape(b_k, [KB, K_INNER])[None, :, :]
-    b_state *= tl.reshape(b_decay, [KB, K_INNER])[None, :, :]
-    b_sk = tl.sum(tl.sum(b_state * b_k, 1), 1)
-    b_sq = tl.sum(tl.sum(b_state * b_q, 1), 1)
-    b_delta = beta * (b_v - r_k * b_sk)
-    b_state += (r_k * b_delta)[:, None, None] * b_k
-    return b_state, r_q * (b_sq + (r_k * qk) * b_delta)
-
-
-@triton.jit
-def gated_norm(b_o, b_weight, b_gate, eps, V: tl.constexpr, FAST_MATH: tl.constexpr):
-    """o / rms(o) * weight * sigmoid(gate); o is zero beyond V."""
-    b_y = b_o * tl.rsqrt(tl.sum(b_o * b_o, 0) * (1.0 / V) + eps) * b_weight
-    return b_y * sigmoid(b_gate, FAST_MATH)
+from backend_core.kernels.math import ex2
+from kda_backend.kernels.functions.conv import conv_silu, load_head, store_window
+from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_tile
+from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 
 
 @triton.jit(do_not_specialize=["null_slot"])
@@ -103,7 +68,6 @@ def decode_step_kernel(
     EVICTION: tl.constexpr,
 ):
     NUM_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    KB: tl.constexpr = BLOCK_K // K_INNER
     i_v = tl.program_id(0) % NUM_V
     i_hv = tl.program_id(0) // NUM_V % HV
     i_n = (tl.program_id(0) // (NUM_V * HV)).to(tl.int64)  # rows may lie 2^31 elements apart
@@ -119,10 +83,8 @@ def decode_step_kernel(
         tl.store(p_out, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=m_v)
         return
 
-    o_state_k = tl.arange(0, KB)[None, :, None] * K_INNER + tl.arange(0, K_INNER)[None, None, :]
-    m_state = (o_state_k < K) & m_v[:, None, None]
-    p_state = state_ptr + slot * stride_state_n + i_hv * (V * K)
-    p_state += o_v[:, None, None] * K + o_state_k
+    o_state, m_state = state_tile(o_v, m_v, K, BLOCK_K, K_INNER)
+    p_state = state_ptr + slot * stride_state_n + i_hv * (V * K) + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0, eviction_policy=EVICTION)
     b_q = tl.load(q_ptr + i_n * stride_q_n + i_h * K + o_k, mask=m_k, other=0.0)
     b_k = tl.load(k_ptr + i_n * stride_k_n + i_h * K + o_k, mask=m_k, other=0.0)
@@ -141,32 +103,24 @@ def decode_step_kernel(
         c_k = HV * K + c_q
         c_v = 2 * HV * K + i_hv * V + o_v
         conv_state_ptr += slot * stride_conv_n
-        w_q = load_window(conv_state_ptr, c_q, m_k, stride_conv_c, stride_conv_w)
-        w_k = load_window(conv_state_ptr, c_k, m_k, stride_conv_c, stride_conv_w)
-        w_v = load_window(conv_state_ptr, c_v, m_v, stride_conv_c, stride_conv_w)
-        t_q = load_taps(conv_weight_ptr, conv_bias_ptr, c_q, m_k)
-        t_k = load_taps(conv_weight_ptr, conv_bias_ptr, c_k, m_k)
-        t_v = load_taps(conv_weight_ptr, conv_bias_ptr, c_v, m_v)
+        channels, masks = (c_q, c_k, c_v), (m_k, m_k, m_v)
+        weights, strides = (conv_weight_ptr, conv_bias_ptr), (stride_conv_c, stride_conv_w)
+        windows, taps = load_head(conv_state_ptr, weights, channels, masks, strides)
+        w_q, w_k, w_v = windows
+        t_q, t_k, t_v = taps
         x_q, x_k, x_v = b_q, b_k, b_v
         b_q = conv_silu(t_q, w_q, x_q, FAST_MATH)
         b_k = conv_silu(t_k, w_k, x_k, FAST_MATH)
         b_v = conv_silu(t_v, w_v, x_v, FAST_MATH)
         tl.debug_barrier()  # every thread has read the window
-        store_window(conv_state_ptr, c_q, m_k, stride_conv_c, stride_conv_w, w_q[1], w_q[2], x_q)
-        store_window(conv_state_ptr, c_k, m_k, stride_conv_c, stride_conv_w, w_k[1], w_k[2], x_k)
-        store_window(conv_state_ptr, c_v, m_v, stride_conv_c, stride_conv_w, w_v[1], w_v[2], x_v)
+        store_window(conv_state_ptr, c_q, m_k, strides, (w_q[1], w_q[2], x_q))
+        store_window(conv_state_ptr, c_k, m_k, strides, (w_k[1], w_k[2], x_k))
+        store_window(conv_state_ptr, c_v, m_v, strides, (w_v[1], w_v[2], x_v))
 
     b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
-    b_state, b_o = delta_step(
-        b_state.to(tl.float32),
-        b_q.to(tl.float32),
-        b_k.to(tl.float32),
-        b_v.to(tl.float32),
-        b_decay,
-        step_size(beta, BETA, FAST_MATH),
-        L2NORM,
-        K_INNER,
-    )
+    beta = step_size(beta, BETA, FAST_MATH)
+    b_state = b_state.to(tl.float32)
+    b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER)
     tl.store(
         p_state, b_state.to(state_ptr.dtype.element_ty), mask=m_state, eviction_policy=EVICTION
     )

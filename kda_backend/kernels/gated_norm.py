@@ -6,7 +6,7 @@ Grid: (cdiv(T * HV, BLOCK_R),). A program owns BLOCK_R rows and may write them o
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import sigmoid
+from backend_core.kernels.math import sigmoid
 
 
 @triton.jit(do_not_specialize=["num_rows"])

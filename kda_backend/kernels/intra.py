@@ -35,10 +35,16 @@ Grid: (HV * chunk capacity,): one axis, since the others stop at 65,535.
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import ex2, log2_decay, step_size
-from kda_backend.kernels.solve import in_level, invert_blocks, merge_blocks, multiply_rows
+from backend_core.kernels.math import ex2
+from backend_core.kernels.pdl import pdl_begin
+from kda_backend.kernels.functions.gate import log2_decay, step_size
+from kda_backend.kernels.functions.solve import (
+    in_level,
+    invert_blocks,
+    merge_blocks,
+    multiply_rows,
+)
 
-CHUNK = 64
 _PREFIX, _SUFFIX = tl.constexpr(4), tl.constexpr(5)
 _BLOCK_K = tl.constexpr(16)  # channels at a time: each warp loads its own 16 rows
 
@@ -102,15 +108,11 @@ def _level(
 
 @triton.jit
 def _norms_and_gates(
-    q_rows,  # [4, 16, 1] pointers
-    k_rows,
-    g_rows,
-    dt_bias_ptr,
+    rows,  # [4, 16, 1] pointers to q, k and g
+    gate,  # exp(A_log), pointer to dt_bias or None, lower bound
     k_in_ptr,
     block_sum_ptr,  # [4, ROW_K] fp32
     i_hv,
-    rate,
-    lower_bound,
     length,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,6 +124,8 @@ def _norms_and_gates(
 
     Leaves the gates in k_in's place and their sums over each block.
     """
+    q_rows, k_rows, g_rows = rows
+    rate, dt_bias_ptr, lower_bound = gate
     ROW_K: tl.constexpr = (K + 7) // 8 * 8
     DOT: tl.constexpr = k_in_ptr.dtype.element_ty
     o_b = tl.arange(0, 4)
@@ -199,152 +203,25 @@ def _store_beside_diagonal(matrix_ptr, b_1, b_2, b_3, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _solve(
-    a_qk_ptr,  # [C, C]
-    low_ptr,  # [C, C], scratch
-    k_in_ptr,  # [C, ROW_K]; w takes its place
-    v_ptr,
-    u_ptr,  # [C, ROW_V]
-    beta_ptr,
-    diag_ptr,  # [C], of A_qk; where A_qk or L will be
-    b_aq0, b_aq1, b_aq2, b_aq3,  # scores of q by distance of the blocks
-    b_ak0, b_ak1, b_ak2, b_ak3,  # of k
-    stride_v_t,
-    stride_beta_t,
-    m_t,  # [4, 16]: tokens that the chunk has
+def _decayed_rows(
+    q_ptr,
+    k_ptr,
+    strides,  # token strides of q and k
+    norms,  # factors [4, 16] of q and k
+    tile,  # pointers to k_in, q_in, k_out, A_qk, scratch
     length,
-    V: tl.constexpr,
-    ROW_K: tl.constexpr,
-    ROW_V: tl.constexpr,
-    BETA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FAST_MATH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """A_qk, and from L = diag(beta) A_kk the rows u of v and w of k_in."""
-    DOT: tl.constexpr = low_ptr.dtype.element_ty
-    o_b = tl.arange(0, 4)
-    o_s = tl.arange(0, 16)
-    o_t = o_b[:, None] * 16 + o_s[None, :]
-    o_r = tl.arange(0, CHUNK)
-    m_r = o_r < length
-    b_diag = tl.load(diag_ptr + o_t)
-    tl.debug_barrier()  # A_qk and L replace what the loop has read
-    b_beta = tl.load(beta_ptr + o_t * stride_beta_t, mask=m_t, other=0.0)
-    b_beta = tl.where(m_t, step_size(b_beta, BETA, FAST_MATH), 0.0)[:, :, None]
-    o_rc = o_t[:, :, None] * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
-    m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
-    tl.store(a_qk_ptr + o_rc, tl.where(m_diag, b_diag[:, :, None], b_aq0).to(DOT))
-    _store_beside_diagonal(a_qk_ptr, b_aq1, b_aq2, b_aq3, CHUNK)
-    b_inv = invert_blocks(b_ak0 * b_beta, DOT, PRECISION)
-    tl.store(low_ptr + o_rc, b_inv.to(DOT))
-    _store_beside_diagonal(low_ptr, b_ak1 * b_beta, b_ak2 * b_beta, b_ak3 * b_beta, CHUNK)
-    tl.debug_barrier()
-    b_step = tl.load(beta_ptr + o_r * stride_beta_t, mask=m_r, other=0.0)
-    b_step = tl.where(m_r, step_size(b_step, BETA, FAST_MATH), 0.0)
-    b_low = tl.load(low_ptr + o_r[:, None] * CHUNK + o_r[None, :])
-    b_inv = (merge_blocks(b_low, DOT, PRECISION, CHUNK) * b_step[None, :]).to(DOT)
-    multiply_rows(b_inv, v_ptr, stride_v_t, length, V, u_ptr, ROW_V, PRECISION, CHUNK)
-    multiply_rows(b_inv, k_in_ptr, ROW_K, CHUNK, ROW_K, k_in_ptr, ROW_K, PRECISION, CHUNK)
-
-
-@triton.jit
-def intra_kernel(
-    q_ptr,  # [T, H, K]
-    k_ptr,  # [T, H, K]
-    v_ptr,  # [T, HV, V]
-    g_ptr,  # [T, HV, K]
-    beta_ptr,  # [T, HV]
-    a_log_ptr,  # [HV] fp32 or None
-    dt_bias_ptr,  # [HV, K] fp32 or None
-    tile_ptr,  # [capacity, HV, C * (3 ROW_K + ROW_V + 2 C)]: w, q_in, k_out, u, A_qk, scratch
-    total_ptr,  # [capacity, HV, K] fp32
-    chunk_start_ptr,
-    chunk_len_ptr,
-    lower_bound,
-    stride_q_t,
-    stride_q_h,
-    stride_k_t,
-    stride_k_h,
-    stride_v_t,
-    stride_v_h,
-    stride_g_t,
-    stride_g_h,
-    stride_beta_t,
-    stride_beta_h,
-    HV,
-    HEADS_PER_KEY: tl.constexpr,  # HV / H
     K: tl.constexpr,
-    V: tl.constexpr,
-    GATE: tl.constexpr,
-    BETA: tl.constexpr,
-    L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST_MATH: tl.constexpr,
-    OVERLAP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()  # the scan, which waits for all that is written here
-    i_hv = (tl.program_id(0) % HV).to(tl.int64)  # heads may lie 2^31 elements apart
-    i_chunk = tl.program_id(0) // HV
-    length = tl.load(chunk_len_ptr + i_chunk)
-    if length == 0:
-        return
-    t0 = tl.load(chunk_start_ptr + i_chunk).to(tl.int64)
-    i_h = i_hv // HEADS_PER_KEY
-    q_ptr += t0 * stride_q_t + i_h * stride_q_h
-    k_ptr += t0 * stride_k_t + i_h * stride_k_h
-    v_ptr += t0 * stride_v_t + i_hv * stride_v_h
-    g_ptr += t0 * stride_g_t + i_hv * stride_g_h
-    beta_ptr += t0 * stride_beta_t + i_hv * stride_beta_h
-    i_tile = i_chunk.to(tl.int64) * HV + i_hv
-    # rows of 16 bytes at least, zeros behind K and V: what two bytes wide loads bring into a
-    # product comes out wrong on Hopper
+    """Scores of q and of k [4, 16, 16], by distance of the blocks; q_in, k_in and k_out."""
+    stride_q_t, stride_k_t = strides
+    b_q_norm, b_k_norm = norms
+    k_in_ptr, q_in_ptr, k_out_ptr, a_qk_ptr, low_ptr = tile
     ROW_K: tl.constexpr = (K + 7) // 8 * 8
-    ROW_V: tl.constexpr = (V + 7) // 8 * 8
-    k_in_ptr = tile_ptr + i_tile * (CHUNK * (3 * ROW_K + ROW_V + 2 * CHUNK))
-    q_in_ptr = k_in_ptr + CHUNK * ROW_K
-    k_out_ptr = q_in_ptr + CHUNK * ROW_K
-    u_ptr = k_out_ptr + CHUNK * ROW_K
-    a_qk_ptr = u_ptr + CHUNK * ROW_V
-    low_ptr = a_qk_ptr + CHUNK * CHUNK
-    DOT: tl.constexpr = tile_ptr.dtype.element_ty
-
+    DOT: tl.constexpr = k_in_ptr.dtype.element_ty
     o_b = tl.arange(0, 4)
-    o_s = tl.arange(0, 16)
-    o_t = o_b[:, None] * 16 + o_s[None, :]  # token of a block's row
-    m_t = o_t < length
-    rate = 1.0
-    if a_log_ptr is not None:
-        rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
-
-    # gates wait in k_in's place, their sums in A_qk's; then block decays and the diagonal in L's
-    BLOCK_G: tl.constexpr = 32 if DOT.is_fp32() or K > 128 else (64 if K <= 64 else 128)
-    block_sum_ptr = a_qk_ptr.to(tl.pointer_type(tl.float32))
-    diag_ptr = (low_ptr + 4 * ROW_K).to(tl.pointer_type(tl.float32))
-    b_q_norm, b_k_norm, b_diag = _norms_and_gates(
-        q_ptr + o_t[:, :, None] * stride_q_t,
-        k_ptr + o_t[:, :, None] * stride_k_t,
-        g_ptr + o_t[:, :, None] * stride_g_t,
-        dt_bias_ptr,
-        k_in_ptr,
-        block_sum_ptr,
-        i_hv,
-        rate,
-        lower_bound,
-        length,
-        K,
-        BLOCK_G,
-        GATE,
-        L2NORM,
-        FAST_MATH,
-    )
-    tl.store(diag_ptr + o_t, b_diag)
-    tl.debug_barrier()
-    _block_decays(block_sum_ptr, low_ptr, total_ptr + i_tile * K, K, FAST_MATH)
-    tl.debug_barrier()
-
     # scores within a block, and with the blocks 1, 2 and 3 before it
     b_aq0 = tl.zeros([4, 16, 16], tl.float32)
     b_ak0 = tl.zeros([4, 16, 16], tl.float32)
@@ -415,9 +292,178 @@ def intra_kernel(
         b_k *= b_decay3
         tl.store(q_in_ptr + o_re, tl.reshape(b_q, [CHUNK, _BLOCK_K]), mask=m_row)
         tl.store(k_in_ptr + o_re, tl.reshape(b_k, [CHUNK, _BLOCK_K]), mask=m_row)
+    return (b_aq0, b_aq1, b_aq2, b_aq3), (b_ak0, b_ak1, b_ak2, b_ak3)
 
+
+@triton.jit
+def _solve(
+    tile,  # pointers to A_qk [C, C], scratch [C, C], k_in [C, ROW_K] (w takes its place), u
+    inputs,  # pointers to v and beta
+    strides,  # token strides of v and beta
+    diag_ptr,  # [C], of A_qk; where A_qk or L will be
+    scores_q,  # of q, by distance of the blocks
+    scores_k,
+    length,
+    V: tl.constexpr,
+    ROW_K: tl.constexpr,
+    ROW_V: tl.constexpr,
+    BETA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A_qk, and from L = diag(beta) A_kk the rows u of v and w of k_in."""
+    a_qk_ptr, low_ptr, k_in_ptr, u_ptr = tile
+    v_ptr, beta_ptr = inputs
+    stride_v_t, stride_beta_t = strides
+    b_aq0, b_aq1, b_aq2, b_aq3 = scores_q
+    b_ak0, b_ak1, b_ak2, b_ak3 = scores_k
+    DOT: tl.constexpr = low_ptr.dtype.element_ty
+    o_b = tl.arange(0, 4)
+    o_s = tl.arange(0, 16)
+    o_t = o_b[:, None] * 16 + o_s[None, :]
+    m_t = o_t < length
+    o_r = tl.arange(0, CHUNK)
+    m_r = o_r < length
+    b_diag = tl.load(diag_ptr + o_t)
+    tl.debug_barrier()  # A_qk and L replace what the loop has read
+    b_beta = tl.load(beta_ptr + o_t * stride_beta_t, mask=m_t, other=0.0)
+    b_beta = tl.where(m_t, step_size(b_beta, BETA, FAST_MATH), 0.0)[:, :, None]
+    o_rc = o_t[:, :, None] * CHUNK + (o_b * 16)[:, None, None] + o_s[None, None, :]
+    m_diag = (o_s[:, None] == o_s[None, :])[None, :, :]
+    tl.store(a_qk_ptr + o_rc, tl.where(m_diag, b_diag[:, :, None], b_aq0).to(DOT))
+    _store_beside_diagonal(a_qk_ptr, b_aq1, b_aq2, b_aq3, CHUNK)
+    b_inv = invert_blocks(b_ak0 * b_beta, DOT, PRECISION)
+    tl.store(low_ptr + o_rc, b_inv.to(DOT))
+    _store_beside_diagonal(low_ptr, b_ak1 * b_beta, b_ak2 * b_beta, b_ak3 * b_beta, CHUNK)
+    tl.debug_barrier()
+    b_step = tl.load(beta_ptr + o_r * stride_beta_t, mask=m_r, other=0.0)
+    b_step = tl.where(m_r, step_size(b_step, BETA, FAST_MATH), 0.0)
+    b_low = tl.load(low_ptr + o_r[:, None] * CHUNK + o_r[None, :])
+    b_inv = (merge_blocks(b_low, DOT, PRECISION, CHUNK) * b_step[None, :]).to(DOT)
+    multiply_rows(b_inv, v_ptr, stride_v_t, length, V, u_ptr, ROW_V, PRECISION, CHUNK)
+    multiply_rows(b_inv, k_in_ptr, ROW_K, CHUNK, ROW_K, k_in_ptr, ROW_K, PRECISION, CHUNK)
+
+
+@triton.jit
+def intra_kernel(
+    q_ptr,  # [T, H, K]
+    k_ptr,  # [T, H, K]
+    v_ptr,  # [T, HV, V]
+    g_ptr,  # [T, HV, K]
+    beta_ptr,  # [T, HV]
+    a_log_ptr,  # [HV] fp32 or None
+    dt_bias_ptr,  # [HV, K] fp32 or None
+    tile_ptr,  # [capacity, HV, C * (3 ROW_K + ROW_V + 2 C)]: w, q_in, k_out, u, A_qk, scratch
+    total_ptr,  # [capacity, HV, K] fp32
+    chunk_start_ptr,
+    chunk_len_ptr,
+    lower_bound,
+    stride_q_t,
+    stride_q_h,
+    stride_k_t,
+    stride_k_h,
+    stride_v_t,
+    stride_v_h,
+    stride_g_t,
+    stride_g_h,
+    stride_beta_t,
+    stride_beta_h,
+    HV,
+    HEADS_PER_KEY: tl.constexpr,  # HV / H
+    K: tl.constexpr,
+    V: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    PDL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    pdl_begin(PDL)  # the scan may start; it waits for all that is written here
+    i_hv = (tl.program_id(0) % HV).to(tl.int64)  # heads may lie 2^31 elements apart
+    i_chunk = tl.program_id(0) // HV
+    length = tl.load(chunk_len_ptr + i_chunk)
+    if length == 0:
+        return
+    t0 = tl.load(chunk_start_ptr + i_chunk).to(tl.int64)
+    i_h = i_hv // HEADS_PER_KEY
+    q_ptr += t0 * stride_q_t + i_h * stride_q_h
+    k_ptr += t0 * stride_k_t + i_h * stride_k_h
+    v_ptr += t0 * stride_v_t + i_hv * stride_v_h
+    g_ptr += t0 * stride_g_t + i_hv * stride_g_h
+    beta_ptr += t0 * stride_beta_t + i_hv * stride_beta_h
+    i_tile = i_chunk.to(tl.int64) * HV + i_hv
+    # rows of at least 16 bytes, with zeros after K and V: on Hopper, operands that loads of two
+    # bytes bring into a product come out wrong
+    ROW_K: tl.constexpr = (K + 7) // 8 * 8
+    ROW_V: tl.constexpr = (V + 7) // 8 * 8
+    k_in_ptr = tile_ptr + i_tile * (CHUNK * (3 * ROW_K + ROW_V + 2 * CHUNK))
+    q_in_ptr = k_in_ptr + CHUNK * ROW_K
+    k_out_ptr = q_in_ptr + CHUNK * ROW_K
+    u_ptr = k_out_ptr + CHUNK * ROW_K
+    a_qk_ptr = u_ptr + CHUNK * ROW_V
+    low_ptr = a_qk_ptr + CHUNK * CHUNK
+    DOT: tl.constexpr = tile_ptr.dtype.element_ty
+
+    o_b = tl.arange(0, 4)
+    o_t = o_b[:, None] * 16 + tl.arange(0, 16)[None, :]  # token of a block's row
+    rate = 1.0
+    if a_log_ptr is not None:
+        rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
+
+    # gates wait in k_in's place, their sums in A_qk's; then block decays and the diagonal in L's
+    BLOCK_G: tl.constexpr = 32 if DOT.is_fp32() or K > 128 else (64 if K <= 64 else 128)
+    block_sum_ptr = a_qk_ptr.to(tl.pointer_type(tl.float32))
+    diag_ptr = (low_ptr + 4 * ROW_K).to(tl.pointer_type(tl.float32))
+    b_q_norm, b_k_norm, b_diag = _norms_and_gates(
+        rows=(
+            q_ptr + o_t[:, :, None] * stride_q_t,
+            k_ptr + o_t[:, :, None] * stride_k_t,
+            g_ptr + o_t[:, :, None] * stride_g_t,
+        ),
+        gate=(rate, dt_bias_ptr, lower_bound),
+        k_in_ptr=k_in_ptr,
+        block_sum_ptr=block_sum_ptr,
+        i_hv=i_hv,
+        length=length,
+        K=K,
+        BLOCK=BLOCK_G,
+        GATE=GATE,
+        L2NORM=L2NORM,
+        FAST_MATH=FAST_MATH,
+    )
+    tl.store(diag_ptr + o_t, b_diag)
+    tl.debug_barrier()
+    _block_decays(block_sum_ptr, low_ptr, total_ptr + i_tile * K, K, FAST_MATH)
+    tl.debug_barrier()
+
+    scores_q, scores_k = _decayed_rows(
+        q_ptr=q_ptr,
+        k_ptr=k_ptr,
+        strides=(stride_q_t, stride_k_t),
+        norms=(b_q_norm, b_k_norm),
+        tile=(k_in_ptr, q_in_ptr, k_out_ptr, a_qk_ptr, low_ptr),
+        length=length,
+        K=K,
+        PRECISION=PRECISION,
+        FAST_MATH=FAST_MATH,
+        CHUNK=CHUNK,
+    )
     _solve(
-        a_qk_ptr, low_ptr, k_in_ptr, v_ptr, u_ptr, beta_ptr, diag_ptr,
-        b_aq0, b_aq1, b_aq2, b_aq3, b_ak0, b_ak1, b_ak2, b_ak3,
-        stride_v_t, stride_beta_t, m_t, length, V, ROW_K, ROW_V, BETA, PRECISION, FAST_MATH, CHUNK,
-    )  # fmt: skip
+        tile=(a_qk_ptr, low_ptr, k_in_ptr, u_ptr),
+        inputs=(v_ptr, beta_ptr),
+        strides=(stride_v_t, stride_beta_t),
+        diag_ptr=diag_ptr,
+        scores_q=scores_q,
+        scores_k=scores_k,
+        length=length,
+        V=V,
+        ROW_K=ROW_K,
+        ROW_V=ROW_V,
+        BETA=BETA,
+        PRECISION=PRECISION,
+        FAST_MATH=FAST_MATH,
+        CHUNK=CHUNK,
+    )

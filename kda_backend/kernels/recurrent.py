@@ -15,7 +15,8 @@ Grid: (cdiv(V, BLOCK_V) * HV * N,): one axis, since the others stop at 65,535.
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import ex2, load_gate, log2_decay, step_size
+from backend_core.kernels.math import ex2
+from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 
 
 @triton.jit

@@ -6,14 +6,16 @@ For each 64-token chunk, with the tiles of ``intra`` and the state S [V, K]:
     o     = scale (q_in S^T + A_qk v_new)
     S     = S diag(total) + v_new^T k_out
 
-The state's value rows are independent, so each program owns BLOCK_V of them and the chain over
-chunks runs in registers: no state of a chunk reaches memory unless it is asked for.
+The state's value rows are independent, so each program owns BLOCK_V of them and carries the state
+over the chunks in registers: the state before a chunk is written only where it is asked for.
 
 Grid: (cdiv(V, BLOCK_V) * HV * N,): one axis, since the others stop at 65,535.
 """
 
 import triton
 import triton.language as tl
+
+from backend_core.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -53,11 +55,10 @@ def scan_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     NUM_SNAPSHOTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    if OVERLAP:  # launched while the tiles are made
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)  # launched while the tiles are made
     NUM_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_v = tl.program_id(0) % NUM_V
     i_hv = (tl.program_id(0) // NUM_V % HV).to(tl.int64)  # heads may lie 2^31 elements apart

@@ -11,7 +11,7 @@ Grid: (cdiv(C, BLOCK_C) * capacity of the chunk table,).
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.elementwise import sigmoid
+from backend_core.kernels.math import sigmoid
 
 
 @triton.jit(
@@ -56,7 +56,7 @@ def short_conv_kernel(
     chunk_len = tl.load(chunk_len_ptr + i_chunk)
     if chunk_len == 0:
         return
-    # the sequence of a chunk is the last one whose first chunk is not behind it
+    # the sequence of a chunk is the last one whose first chunk does not come after it
     i_n = -1
     for n0 in range(0, num_sequences, BLOCK_N):
         o_n = n0 + tl.arange(0, BLOCK_N)
@@ -74,7 +74,7 @@ def short_conv_kernel(
     o_c = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
     conv_state_ptr += slot * stride_conv_n + o_c * stride_conv_c
-    # the four taps of a channel in one load: [BLOCK_C, 4], then a vector a tap
+    # the four taps of a channel in one load: [BLOCK_C, 4], then a vector per tap
     o_w = o_c[:, None] * 4 + tl.arange(0, 4)[None, :]
     b_taps = tl.load(conv_weight_ptr + o_w, mask=m_c[:, None], other=0.0).to(tl.float32)
     b_even, b_odd = tl.split(tl.reshape(b_taps, [BLOCK_C, 2, 2]))
@@ -103,7 +103,7 @@ def short_conv_kernel(
         tl.store(o_ptrs, b_o.to(o_ptr.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
 
     if is_first & (slot >= 0):
-        # A later j reads slot entries behind those already written, but other threads may still be
+        # A later j reads slot entries after those already written, but other threads may still be
         # reading for the convolution above what the first store overwrites.
         tl.debug_barrier()
         for j in tl.static_range(WIDTH - 1):

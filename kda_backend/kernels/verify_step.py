@@ -1,7 +1,7 @@
-"""Tokens of a draft, one behind the other, with the state after each of them kept.
+"""Tokens of a draft, one after the other, with the state after each of them kept.
 
-The recurrence is that of ``decode_step``; nothing committed is lost before the engine has accepted
-a prefix of the draft. Where a state goes is said by an index: token t of sequence n writes row
+The recurrence is that of ``decode_step``; no accepted state is lost before the engine has accepted
+a prefix of the draft. An index says where a state goes: token t of sequence n writes row
 ``write_indices[n, t]`` of ``write_ptr`` (the pool with a slot for each token, as vLLM lays drafts
 out), or row ``write_indices[n]``, step t, of a buffer of its own (sglang).
 
@@ -15,9 +15,10 @@ Grid: (HV * N,).
 import triton
 import triton.language as tl
 
-from kda_backend.kernels.decode_step import delta_step, gated_norm
-from kda_backend.kernels.elementwise import ex2, load_gate, log2_decay, step_size
-from kda_backend.kernels.step_conv import conv_silu, load_taps, load_window, store_window
+from backend_core.kernels.math import ex2
+from kda_backend.kernels.functions.conv import conv_silu, load_head, store_window
+from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_tile
+from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 
 
 @triton.jit
@@ -120,9 +121,7 @@ def verify_step_kernel(
     L2NORM: tl.constexpr,
     FAST_MATH: tl.constexpr,
 ):
-    KB: tl.constexpr = BLOCK_K // K_INNER
-    i_hv = tl.program_id(0) % HV
-    i_n = (tl.program_id(0) // HV).to(tl.int64)
+    i_hv, i_n = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
     i_h = i_hv // HEADS_PER_KEY
     bos, num_tokens = tokens_of(cu_seqlens_ptr, i_n, tokens_per_sequence, max_tokens)
     accepted = last_accepted(num_accepted_ptr, i_n, max_tokens)
@@ -130,19 +129,16 @@ def verify_step_kernel(
     slot = tl.load(state_indices_ptr + accepted).to(tl.int64)
     conv_slot = tl.load(state_indices_ptr).to(tl.int64)
 
-    o_k = tl.arange(0, BLOCK_K)
-    o_v = tl.arange(0, BLOCK_V)
-    m_k = o_k < K
-    m_v = o_v < V
+    o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    m_k, m_v = o_k < K, o_v < V
     p_out = out_ptr + bos * stride_out_t + i_hv * V + o_v
     is_padding = (slot < 0) | (slot == null_slot) | (conv_slot < 0) | (conv_slot == null_slot)
     if is_padding:
         store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V)
         return
 
-    o_state_k = tl.arange(0, KB)[None, :, None] * K_INNER + tl.arange(0, K_INNER)[None, None, :]
-    m_state = (o_state_k < K) & m_v[:, None, None]
-    o_state = i_hv * (V * K) + o_v[:, None, None] * K + o_state_k
+    o_state, m_state = state_tile(o_v, m_v, K, BLOCK_K, K_INNER)
+    o_state += i_hv * (V * K)
     p_state = state_ptr + slot * stride_state_n + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
     rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
@@ -154,12 +150,13 @@ def verify_step_kernel(
     if conv_state_ptr is not None:
         conv_state_ptr += conv_slot * stride_conv_n
         p_conv = conv_state_ptr + accepted * stride_conv_w
-        q0, q1, q2 = load_window(p_conv, c_q, m_k, stride_conv_c, stride_conv_w)
-        k0, k1, k2 = load_window(p_conv, c_k, m_k, stride_conv_c, stride_conv_w)
-        v0, v1, v2 = load_window(p_conv, c_v, m_v, stride_conv_c, stride_conv_w)
-        t_q = load_taps(conv_weight_ptr, conv_bias_ptr, c_q, m_k)
-        t_k = load_taps(conv_weight_ptr, conv_bias_ptr, c_k, m_k)
-        t_v = load_taps(conv_weight_ptr, conv_bias_ptr, c_v, m_v)
+        channels, masks = (c_q, c_k, c_v), (m_k, m_k, m_v)
+        weights, strides = (conv_weight_ptr, conv_bias_ptr), (stride_conv_c, stride_conv_w)
+        windows, taps = load_head(p_conv, weights, channels, masks, strides)
+        q0, q1, q2 = windows[0]
+        k0, k1, k2 = windows[1]
+        v0, v1, v2 = windows[2]
+        t_q, t_k, t_v = taps
         if windows_ptr is None:
             tl.debug_barrier()  # every thread has read the window
             store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, q1, k1, v1, m_k, m_v)
@@ -194,21 +191,12 @@ def verify_step_kernel(
                 store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, x_q, x_k, x_v, m_k, m_v)
             else:
                 p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
-                s_c, s_w = stride_windows_c, stride_windows_w
-                store_window(p_w, c_q, m_k & writes, s_c, s_w, q0, q1, q2)
-                store_window(p_w, c_k, m_k & writes, s_c, s_w, k0, k1, k2)
-                store_window(p_w, c_v, m_v & writes, s_c, s_w, v0, v1, v2)
+                strides = (stride_windows_c, stride_windows_w)
+                store_window(p_w, c_q, m_k & writes, strides, (q0, q1, q2))
+                store_window(p_w, c_k, m_k & writes, strides, (k0, k1, k2))
+                store_window(p_w, c_v, m_v & writes, strides, (v0, v1, v2))
         b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
-        b_state, b_o = delta_step(
-            b_state,
-            b_q.to(tl.float32),
-            b_k.to(tl.float32),
-            b_v.to(tl.float32),
-            b_decay,
-            beta,
-            L2NORM,
-            K_INNER,
-        )
+        b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
         tl.store(p_write, b_state.to(write_ptr.dtype.element_ty), mask=m_state & writes)
         b_o *= scale

@@ -1,11 +1,16 @@
-"""How a prefill on Hopper shares the multiprocessors between its two stages.
+"""How a prefill on Hopper shares the SMs between its two stages.
 
-What a path table's row says of their times, the layouts that are possible, and an estimate of each.
+The intra stage makes tiles, one per chunk and value head, in any order. The scan runs one task per
+sequence and value head, whose chunks follow one another; it can start on a chunk as soon as that
+chunk's tile lies in memory. A scan CTA occupies a whole SM. There are three strategies, and a call
+takes the schedule with the least estimated time.
+
+The estimates come from the table's ``[cost_model]``, whose constants are fitted so that the choice
+is best on a sweep (benchmarks/sweep_kda_prefill.py); they are not times of stages by themselves.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,27 +18,27 @@ from typing import NamedTuple
 from kda_backend.launch_params import PrefillCostModel
 
 
-class IntraCosts(NamedTuple):
-    """The intra stage with so many blocks on one multiprocessor; times in ns.
+class IntraCost(NamedTuple):
+    """The intra stage with ``ctas_per_sm`` CTAs on each SM; times in ns.
 
     Attributes:
-        blocks: on one multiprocessor; each makes one tile at a time.
-        tile_ns: a multiprocessor's time for a tile, its blocks together.
-        alone_ns: time of the last tiles, when there is less than one for each block.
+        ctas_per_sm: each makes one tile at a time.
+        tile_ns: an SM's time per tile, its CTAs together.
+        alone_ns: time of the last tiles, when there is less than one per CTA.
     """
 
-    blocks: int
+    ctas_per_sm: int
     tile_ns: int
     alone_ns: int
 
 
-class ScanCosts(NamedTuple):
-    """The scan in one of its forms; times in ns.
+class ScanCost(NamedTuple):
+    """One of the two scan kernels; times in ns.
 
     Attributes:
-        split: the output of each half of the value rows has a block of its own.
-        start_ns: a task's time beside its steps.
-        step_ns: time of a chunk.
+        split: scan_split.cu, where each half of the value rows has two CTAs.
+        start_ns: time per task, without its steps.
+        step_ns: time per chunk.
     """
 
     split: bool
@@ -41,76 +46,53 @@ class ScanCosts(NamedTuple):
     step_ns: int
 
     @property
-    def blocks(self) -> int:
-        """Blocks for a sequence and head, each on a multiprocessor of its own."""
+    def ctas_per_task(self) -> int:
+        """Each on an SM of its own."""
         return 4 if self.split else 1
 
     def task_ns(self, chunks: int) -> int:
         return self.start_ns + chunks * self.step_ns
 
 
-class Costs(NamedTuple):
-    """What the layout of a launch is estimated from: the path's parameters, times in ns.
+class CostModel(NamedTuple):
+    """What schedules are estimated from; times in ns.
 
     Attributes:
-        num_sms: multiprocessors of the device.
+        num_sms: SMs of the device.
         intra: the choices of the intra stage.
         scan: those of the scan.
-        fetch_ns: a tile's way from memory to the scan, when all multiprocessors fetch.
+        fetch_ns: time per tile from memory to the scan, when all SMs fetch.
     """
 
     num_sms: int
-    intra: tuple[IntraCosts, ...]
-    scan: tuple[ScanCosts, ...]
+    intra: tuple[IntraCost, ...]
+    scan: tuple[ScanCost, ...]
     fetch_ns: int
 
-
-def costs_of(model: PrefillCostModel, num_sms: int) -> Costs:
-    """The costs in a table's ``[cost_model]``."""
-    return Costs(
-        num_sms,
-        (
-            IntraCosts(2, model.intra_2_tile_ns, model.intra_2_alone_ns),
-            IntraCosts(4, model.intra_4_tile_ns, model.intra_4_alone_ns),
-        ),
-        (
-            ScanCosts(False, model.scan_start_ns, model.scan_step_ns),
-            ScanCosts(True, model.split_start_ns, model.split_step_ns),
-        ),
-        model.fetch_ns,
-    )
-
-
-class Layout(NamedTuple):
-    """How one call shares the multiprocessors.
-
-    Attributes:
-        per_sm: intra blocks on one multiprocessor.
-        split: the form of the scan.
-        scan_blocks: each occupies a whole multiprocessor; tasks beyond their number come in turn.
-        intra_blocks: in all.
-        first_scan_sm: the multiprocessors from this one on are left to the scan,
-        limit: when every intra block there has made so many tiles.
-        in_turn: tiles are made for one sequence after the other, not for all abreast.
-    """
-
-    per_sm: int
-    split: bool
-    scan_blocks: int
-    intra_blocks: int
-    first_scan_sm: int
-    limit: int
-    in_turn: bool
+    @classmethod
+    def from_table(cls, section: PrefillCostModel, num_sms: int) -> CostModel:
+        return cls(
+            num_sms,
+            (
+                IntraCost(2, section.intra_2_tile_ns, section.intra_2_alone_ns),
+                IntraCost(4, section.intra_4_tile_ns, section.intra_4_alone_ns),
+            ),
+            (
+                ScanCost(False, section.scan_start_ns, section.scan_step_ns),
+                ScanCost(True, section.split_start_ns, section.split_step_ns),
+            ),
+            section.fetch_ns,
+        )
 
 
-class Work(NamedTuple):
+class PrefillShape(NamedTuple):
     """What a call has to do.
 
     Attributes:
         tiles: chunks times value heads.
         tasks: sequences times value heads.
         chunks: of the longest sequence.
-        long_tasks: those of more than half as many chunks.
+        long_tasks: tasks of more than half as many chunks.
     """
 
     tiles: int
@@ -118,99 +100,148 @@ class Work(NamedTuple):
     chunks: int
     long_tasks: int
 
+    @property
+    def short_tasks(self) -> int:
+        return self.tasks - self.long_tasks
 
-@functools.lru_cache(maxsize=4096)
-def lay_out(costs: Costs, work: Work) -> Layout:
-    """The layout with the least estimated time."""
-    return min(layouts(costs, work))[1]
+    @property
+    def short_steps(self) -> int:
+        """Chunks of the tasks that are not long, if the long ones are equal."""
+        return max(0, self.tiles - self.long_tasks * self.chunks)
+
+    def short_ns(self, scan: ScanCost) -> int:
+        """What the tasks that are not long take, in ns of one SM."""
+        steps_ns = self.short_steps * scan.step_ns
+        return scan.ctas_per_task * (self.short_tasks * scan.start_ns + steps_ns)
+
+    def scan_ctas(self, scan: ScanCost, num_sms: int) -> int:
+        return self.tasks * scan.ctas_per_task if scan.split else min(self.tasks, num_sms)
 
 
-def layouts(costs: Costs, work: Work) -> Iterator[tuple[float, Layout]]:
-    """The layouts worth a thought, each with its estimated time in ns."""
-    for intra, scan in itertools.product(costs.intra, costs.scan):
-        yield _tiles_first(costs, work, intra, scan)
-        yield from _long_tasks_beside(costs, work, intra, scan)
+class Schedule(NamedTuple):
+    """How one call shares the SMs.
+
+    Attributes:
+        intra_ctas_per_sm: intra CTAs that fit on one SM.
+        split: the scan is scan_split.cu.
+        scan_ctas: each occupies a whole SM; tasks beyond their number are taken one after another.
+        intra_ctas: in all.
+        first_scan_sm: the SMs from this one on are reserved for the scan.
+        reserved_sm_tile_cap: tiles that an intra CTA on a reserved SM makes before it ends.
+        sequence_major: tiles are made for one sequence after the other, not chunk by chunk for all.
+    """
+
+    intra_ctas_per_sm: int
+    split: bool
+    scan_ctas: int
+    intra_ctas: int
+    first_scan_sm: int
+    reserved_sm_tile_cap: int
+    sequence_major: bool
+
+
+def choose_schedule(model: CostModel, shape: PrefillShape) -> Schedule:
+    """The schedule with the least estimated time."""
+    return min(schedules(model, shape))[1]
+
+
+def schedules(model: CostModel, shape: PrefillShape) -> Iterator[tuple[float, Schedule]]:
+    """The schedules that come into question, each with its estimated time in ns."""
+    for intra, scan in itertools.product(model.intra, model.scan):
+        yield tiles_first(model, shape, intra, scan)
+        yield from long_sequences_concurrent(model, shape, intra, scan)
         if not scan.split:
-            yield from _tasks_in_turn(costs, work, intra, scan)
+            yield from sequence_major(model, shape, intra, scan)
 
 
-def _tiles_first(
-    costs: Costs, work: Work, intra: IntraCosts, scan: ScanCosts
-) -> tuple[float, Layout]:
-    """All tiles, then the scan."""
-    sms, per_sm = costs.num_sms, intra.blocks
-    rounds, rest = divmod(-(-work.tiles // sms), per_sm)
+def tiles_first(
+    model: CostModel, shape: PrefillShape, intra: IntraCost, scan: ScanCost
+) -> tuple[float, Schedule]:
+    """TilesFirst: all tiles on all SMs, then the scan.
+
+    ::
+
+        time ------->
+        SM 0      tile tile tile | scan of task 0
+        SM 1      tile tile tile | scan of task 1
+        SM 2      tile tile      | scan of task 2
+    """
+    sms, per_sm = model.num_sms, intra.ctas_per_sm
+    rounds, rest = divmod(-(-shape.tiles // sms), per_sm)
     intra_ns = rounds * per_sm * intra.tile_ns
     intra_ns += max(intra.alone_ns, rest * intra.tile_ns) if rest else 0
-    waves = -(-work.long_tasks * scan.blocks // sms)
-    scan_ns = waves * scan.task_ns(work.chunks) + _short_ns(work, scan) / sms
-    scan_ns = max(scan_ns, work.tiles * costs.fetch_ns)
-    blocks = sms if work.tiles <= sms else per_sm * sms
-    layout = Layout(per_sm, scan.split, _scan_blocks(costs, work, scan), blocks, sms, 0, False)
-    return intra_ns + scan_ns, layout
+    waves = -(-shape.long_tasks * scan.ctas_per_task // sms)
+    scan_ns = waves * scan.task_ns(shape.chunks) + shape.short_ns(scan) / sms
+    scan_ns = max(scan_ns, shape.tiles * model.fetch_ns)
+    intra_ctas = sms if shape.tiles <= sms else per_sm * sms
+    scan_ctas = shape.scan_ctas(scan, sms)
+    return intra_ns + scan_ns, Schedule(per_sm, scan.split, scan_ctas, intra_ctas, sms, 0, False)
 
 
-def _long_tasks_beside(
-    costs: Costs, work: Work, intra: IntraCosts, scan: ScanCosts
-) -> Iterator[tuple[float, Layout]]:
-    """The long tasks beside the tiles, on multiprocessors of their own; the others behind them."""
-    per_sm, tile_ns = intra.blocks, intra.tile_ns
-    at_once = per_sm * costs.num_sms
-    others = costs.num_sms - work.long_tasks * scan.blocks
+def long_sequences_concurrent(
+    model: CostModel, shape: PrefillShape, intra: IntraCost, scan: ScanCost
+) -> Iterator[tuple[float, Schedule]]:
+    """LongSequencesConcurrent: the longest sequences' tasks on reserved SMs while the others make
+    tiles; the short tasks follow the tiles. Here with two reserved SMs and a cap of one tile::
+
+        time ------->
+        SM 0      tile tile tile tile tile | short tasks
+        SM 1      tile tile tile tile tile | short tasks
+        SM 2      tile | scan of long task 0 ----------------
+        SM 3      tile | scan of long task 1 ----------------
+    """
+    per_sm, tile_ns = intra.ctas_per_sm, intra.tile_ns
+    at_once = per_sm * model.num_sms
+    others = model.num_sms - shape.long_tasks * scan.ctas_per_task
     if others <= 0:
         return
-    short_tasks = work.tasks - work.long_tasks
     last_ns: float = scan.start_ns
-    if short_tasks:
-        last_ns = max(_short_ns(work, scan) / others, _short_steps(work) * costs.fetch_ns)
-    long_ns = scan.task_ns(work.chunks)
-    beside = others * max(0.0, long_ns - last_ns) / tile_ns
-    most = max(0, int((work.tiles - beside) // at_once))
-    for limit in (most, most + 1):
-        head_ns = limit * per_sm * tile_ns
-        rest_ns = max(0, work.tiles - limit * at_once) * tile_ns / others
+    if shape.short_tasks:
+        last_ns = max(shape.short_ns(scan) / others, shape.short_steps * model.fetch_ns)
+    long_ns = scan.task_ns(shape.chunks)
+    # the cap with which tiles and short tasks take as long as the long tasks
+    concurrent = others * max(0.0, long_ns - last_ns) / tile_ns
+    balanced = max(0, int((shape.tiles - concurrent) // at_once))
+    for cap in (balanced, balanced + 1):
+        head_ns = cap * per_sm * tile_ns
+        rest_ns = max(0, shape.tiles - cap * at_once) * tile_ns / others
         # no tile is there before the first round is over
-        first_ns = max(intra.alone_ns, min(per_sm, -(-work.tiles // others)) * tile_ns)
-        start_ns = first_ns if limit == 0 else 0
+        first_ns = max(intra.alone_ns, min(per_sm, -(-shape.tiles // others)) * tile_ns)
+        start_ns = first_ns if cap == 0 else 0
         ns = head_ns + max(start_ns + long_ns, rest_ns + last_ns)
-        blocks = costs.num_sms if work.tiles <= others else at_once
-        scan_blocks = _scan_blocks(costs, work, scan)
-        yield ns, Layout(per_sm, scan.split, scan_blocks, blocks, others, limit, False)
+        intra_ctas = model.num_sms if shape.tiles <= others else at_once
+        scan_ctas = shape.scan_ctas(scan, model.num_sms)
+        yield ns, Schedule(per_sm, scan.split, scan_ctas, intra_ctas, others, cap, False)
 
 
-def _tasks_in_turn(
-    costs: Costs, work: Work, intra: IntraCosts, scan: ScanCosts
-) -> Iterator[tuple[float, Layout]]:
-    """Tiles of one sequence after the other; some multiprocessors take its tasks as they come."""
-    sms, at_once = costs.num_sms, intra.blocks * costs.num_sms
-    if work.tiles <= at_once:
+def sequence_major(
+    model: CostModel, shape: PrefillShape, intra: IntraCost, scan: ScanCost
+) -> Iterator[tuple[float, Schedule]]:
+    """SequenceMajor: tiles of one sequence after the other; reserved SMs scan tasks as their tiles
+    come, and in the end all do::
+
+        time ------->
+        SM 0      tile tile tile tile tile | task 5 | task 8
+        SM 1      tile tile tile tile tile | task 6 | task 9
+        SM 2      tile | task 0 | task 2 | task 4 | task 7
+        SM 3      tile | task 1 | task 3 | ...
+    """
+    sms, at_once = model.num_sms, intra.ctas_per_sm * model.num_sms
+    if shape.tiles <= at_once:
         return
-    work_ns = work.tasks * scan.start_ns + work.tiles * scan.step_ns
-    first_ns = intra.blocks * intra.tile_ns  # nothing can be scanned before, so all make tiles
-    short_tasks = work.tasks - work.long_tasks
-    last_chunks = -(-_short_steps(work) // short_tasks) if short_tasks else work.chunks
-    last_task_ns, long_ns = scan.task_ns(last_chunks), scan.task_ns(work.chunks)
-    scan_blocks = _scan_blocks(costs, work, scan)
-    others_ns = (work.tiles - at_once) * intra.tile_ns
-    behind_ns = max(work_ns / sms, work.tiles * costs.fetch_ns)  # the whole scan behind all tiles
-    for workers in range(4, min(work.tasks, sms // 2), 4):
-        rest_ns = others_ns / (sms - workers)
-        left = 1 - workers * rest_ns / work_ns  # of the scan, when all tiles are there
-        last_ns = max(last_task_ns, left * behind_ns)
-        layout = Layout(intra.blocks, False, scan_blocks, at_once, sms - workers, 1, True)
-        yield first_ns + max(rest_ns + last_ns, long_ns), layout
-
-
-def _short_steps(work: Work) -> int:
-    """Chunks of the tasks that are not long, if the long ones are equal."""
-    return max(0, work.tiles - work.long_tasks * work.chunks)
-
-
-def _short_ns(work: Work, scan: ScanCosts) -> int:
-    """What the tasks that are not long take, in ns of one multiprocessor."""
-    steps = _short_steps(work)
-    return scan.blocks * ((work.tasks - work.long_tasks) * scan.start_ns + steps * scan.step_ns)
-
-
-def _scan_blocks(costs: Costs, work: Work, scan: ScanCosts) -> int:
-    return work.tasks * scan.blocks if scan.split else min(work.tasks, costs.num_sms)
+    scan_ns = shape.tasks * scan.start_ns + shape.tiles * scan.step_ns  # of one SM
+    first_ns = intra.ctas_per_sm * intra.tile_ns  # nothing can be scanned before, so all make tiles
+    short_tasks = shape.short_tasks
+    last_chunks = -(-shape.short_steps // short_tasks) if short_tasks else shape.chunks
+    last_task_ns, long_ns = scan.task_ns(last_chunks), scan.task_ns(shape.chunks)
+    scan_ctas = shape.scan_ctas(scan, sms)
+    others_ns = (shape.tiles - at_once) * intra.tile_ns
+    after_tiles_ns = max(scan_ns / sms, shape.tiles * model.fetch_ns)  # were all of it left
+    for reserved in range(4, min(shape.tasks, sms // 2), 4):
+        rest_ns = others_ns / (sms - reserved)
+        remaining = 1 - reserved * rest_ns / scan_ns  # of the scan, when all tiles are there
+        last_ns = max(last_task_ns, remaining * after_tiles_ns)
+        schedule = Schedule(
+            intra.ctas_per_sm, False, scan_ctas, at_once, sms - reserved, 1, sequence_major=True
+        )
+        yield first_ns + max(rest_ns + last_ns, long_ns), schedule

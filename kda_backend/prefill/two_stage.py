@@ -1,4 +1,4 @@
-"""Chunked prefill: the paths a table can name, each a pipeline that reads as the equation."""
+"""Chunked prefill in Triton: one kernel for the tiles of all chunks, then a scan over chunks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.target import detect_target
-from kda_backend.contract.inputs import KdaInputs, StateInputs
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.launch_params import TwoStageParams
-from kda_backend.prefill import torch as torch_path
-from kda_backend.prefill.two_stage_sm90 import two_stage_sm90
-from kda_backend.scratch import Workspace
-from kda_backend.step_plan import CHUNK, ChunkMetadata
+from kda_backend.scratch import Scratch
+from kda_backend.spec import CHUNK, Beta, Gate
+from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -38,89 +37,104 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def two_stage(
     path: KernelPath,
-    x: KdaInputs,
-    meta: ChunkMetadata,
-    state: StateInputs,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    step_plan: StepPlan,
+    state: StateRef,
     out: torch.Tensor,
     chunk_states: torch.Tensor | None,
-    workspace: Workspace,
+    scratch: Scratch,
 ) -> None:
     """One kernel over all chunks at once, then a scan over chunks, split over value rows."""
-    value_heads, value_dim = x.v.shape[2:]
-    key_dim = x.q.shape[3]
-    dtype = operand_dtype(x.q.dtype)
+    q, k, v, g, beta = tokens[:5]
+    value_heads, value_dim = v.shape[2:]
+    key_dim = q.shape[3]
+    dtype = operand_dtype(q.dtype)
     kernels = _two_stage_kernels(
         path,
-        x.q.is_cuda,
+        q.is_cuda,
         dtype,
-        value_heads // x.q.shape[2],
+        value_heads // q.shape[2],
         key_dim,
         value_dim,
-        x.gate,
-        x.beta_kind,
-        x.l2norm,
+        gate.kind,
+        tokens.beta_kind,
+        tokens.l2norm,
         0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
     )
-    assert meta.chunk_table is not None
-    num_tiles = meta.num_chunks * value_heads
+    table = step_plan.chunk_table
+    assert table is not None
+    num_tiles = step_plan.num_chunks * value_heads
     tile_bytes = tile_elements(key_dim, value_dim) * dtype.itemsize
-    tiles, totals = workspace.buffers(num_tiles, tile_bytes, key_dim)
+    tiles, totals = scratch.buffers(num_tiles, tile_bytes, key_dim)
     tiles = tiles.view(dtype)
-    _, stride_q_t, stride_q_h, _ = x.q.stride()
-    _, stride_k_t, stride_k_h, _ = x.k.stride()
-    _, stride_v_t, stride_v_h, _ = x.v.stride()
-    _, stride_g_t, stride_g_h, _ = x.g.stride()
-    _, stride_beta_t, stride_beta_h = x.beta.stride()
-    _, stride_o_t, stride_o_h, _ = out.stride()
-    kernels.intra(
+    _, stride_q_t, stride_q_h, _ = q.stride()
+    _, stride_k_t, stride_k_h, _ = k.stride()
+    _, stride_v_t, stride_v_h, _ = v.stride()
+    _, stride_g_t, stride_g_h, _ = g.stride()
+    _, stride_beta_t, stride_beta_h = beta.stride()
+    kernels.intra.launch(
         (num_tiles, 1, 1),
-        x.q,
-        x.k,
-        x.v,
-        x.g,
-        x.beta,
-        x.a_log,
-        x.dt_bias,
-        tiles,
-        totals,
-        meta.chunk_table.start,
-        meta.chunk_table.length,
-        x.lower_bound,
-        stride_q_t,
-        stride_q_h,
-        stride_k_t,
-        stride_k_h,
-        stride_v_t,
-        stride_v_h,
-        stride_g_t,
-        stride_g_h,
-        stride_beta_t,
-        stride_beta_h,
-        value_heads,
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        g_ptr=g,
+        beta_ptr=beta,
+        a_log_ptr=gate.a_log,
+        dt_bias_ptr=gate.dt_bias,
+        tile_ptr=tiles,
+        total_ptr=totals,
+        chunk_start_ptr=table.start,
+        chunk_len_ptr=table.length,
+        lower_bound=gate.lower_bound,
+        stride_q_t=stride_q_t,
+        stride_q_h=stride_q_h,
+        stride_k_t=stride_k_t,
+        stride_k_h=stride_k_h,
+        stride_v_t=stride_v_t,
+        stride_v_h=stride_v_h,
+        stride_g_t=stride_g_t,
+        stride_g_h=stride_g_h,
+        stride_beta_t=stride_beta_t,
+        stride_beta_h=stride_beta_h,
+        HV=value_heads,
     )
-    tasks = value_heads * meta.num_sequences
-    block_v = kernels.value_rows(tasks, detect_target(x.q.device).num_sms)
-    kernels.scans[block_v](
-        (-(-value_dim // block_v) * tasks, 1, 1),
-        tiles,
-        totals,
-        out,
-        state.read,
-        state.write,
-        state.indices,
-        state.has_initial,
-        chunk_states,
-        state.snapshot_chunks,
-        state.snapshots,
-        meta.cu_seqlens,
-        meta.chunk_table.offsets,
-        x.scale,
-        stride_o_t,
-        stride_o_h,
-        *state.strides(state.read),
-        *state.strides(state.write),
-        *state.strides(chunk_states),
-        value_heads,
+    num_tasks = value_heads * step_plan.num_sequences
+    block_v = kernels.value_rows(num_tasks, detect_target(q.device).num_sms)
+    _, stride_o_t, stride_o_h, _ = out.stride()
+    stride_in_n, stride_in_h, stride_in_v, stride_in_k = state.strides(state.read)
+    stride_out_n, stride_out_h, stride_out_v, stride_out_k = state.strides(state.write)
+    stride_c_n, stride_c_h, stride_c_v, stride_c_k = state.strides(chunk_states)
+    kernels.scans[block_v].launch(
+        (-(-value_dim // block_v) * num_tasks, 1, 1),
+        tile_ptr=tiles,
+        total_ptr=totals,
+        o_ptr=out,
+        state_in_ptr=state.read,
+        state_out_ptr=state.write,
+        state_indices_ptr=state.indices,
+        has_initial_state_ptr=state.has_initial,
+        chunk_states_ptr=chunk_states,
+        snapshot_chunks_ptr=state.snapshot_chunks,
+        snapshots_ptr=state.snapshots,
+        cu_seqlens_ptr=step_plan.cu_seqlens,
+        chunk_offsets_ptr=table.offsets,
+        scale=tokens.scale,
+        stride_o_t=stride_o_t,
+        stride_o_h=stride_o_h,
+        stride_in_n=stride_in_n,
+        stride_in_h=stride_in_h,
+        stride_in_v=stride_in_v,
+        stride_in_k=stride_in_k,
+        stride_out_n=stride_out_n,
+        stride_out_h=stride_out_h,
+        stride_out_v=stride_out_v,
+        stride_out_k=stride_out_k,
+        stride_c_n=stride_c_n,
+        stride_c_h=stride_c_h,
+        stride_c_v=stride_c_v,
+        stride_c_k=stride_c_k,
+        HV=value_heads,
     )
 
 
@@ -133,7 +147,7 @@ class _TwoStageKernels:
     value_dim: int
 
     def value_rows(self, tasks: int, num_sms: int) -> int:
-        """The fewest with which all programs run at once, since few make a step short."""
+        """The fewest value rows with which all programs run at once, which makes a step short."""
         for rows in self.scans:
             if tasks * -(-self.value_dim // rows) <= num_sms:
                 return rows
@@ -148,8 +162,8 @@ def _two_stage_kernels(
     heads_per_key: int,
     key_dim: int,
     value_dim: int,
-    gate: int,
-    beta: int,
+    gate: Gate,
+    beta: Beta,
     l2norm: bool,
     num_snapshots: int,
 ) -> _TwoStageKernels:
@@ -168,7 +182,7 @@ def _two_stage_kernels(
     pow2_v = max(16, triton.next_power_of_2(value_dim))
     least, most = (min(rows, pow2_v) for rows in (params.block_v, params.block_v_max))
     scan_stages = params.scan_num_stages
-    overlap = params.scan_overlaps and is_gpu
+    pdl = params.scan_pdl and is_gpu
     if pow2_k * dtype.itemsize > 256:
         # the table is for rows of up to 128 half-precision channels: of wider ones fewer chunks
         # fit shared memory, and fewer value rows the registers
@@ -183,18 +197,18 @@ def _two_stage_kernels(
             "HEADS_PER_KEY": heads_per_key,
             "K": key_dim,
             "V": value_dim,
-            "GATE": gate,
-            "BETA": beta,
+            "GATE": int(gate),
+            "BETA": int(beta),
             "L2NORM": l2norm,
             "PRECISION": precision,
             "FAST_MATH": fast_math,
-            "OVERLAP": overlap,
+            "PDL": "release_first" if pdl else "off",
             "CHUNK": CHUNK,
         },
         intra_options,
     )
-    scan_options = {"num_warps": params.scan_num_warps}
-    if overlap:
+    scan_options: dict[str, int | bool] = {"num_warps": params.scan_num_warps}
+    if pdl:
         scan_options["launch_pdl"] = True
     scans = {
         rows: KernelLaunch(
@@ -207,7 +221,7 @@ def _two_stage_kernels(
                 "PRECISION": precision,
                 "NUM_STAGES": scan_stages,
                 "NUM_SNAPSHOTS": num_snapshots,
-                "OVERLAP": overlap,
+                "PDL": "wait" if pdl else "off",
                 "CHUNK": CHUNK,
             },
             scan_options,
@@ -218,10 +232,3 @@ def _two_stage_kernels(
     for scan in scans.values():
         scan.alternatives = tuple(scans.values())
     return _TwoStageKernels(intra, scans, value_dim)
-
-
-PIPELINES = {
-    "two_stage": two_stage,
-    "two_stage_sm90": two_stage_sm90,
-    "torch": torch_path.prefill,
-}

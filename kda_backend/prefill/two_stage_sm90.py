@@ -3,162 +3,201 @@
 from __future__ import annotations
 
 import functools
-import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.target import detect_target
-from kda_backend.contract.inputs import KdaInputs, StateInputs
-from kda_backend.prefill.sm_schedule import Costs, Work, costs_of, lay_out
-from kda_backend.scratch import Workspace
-from kda_backend.step_plan import ChunkMetadata
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
+from kda_backend.scratch import Scratch
+from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from backend_core.launch.cuda import CudaKernel
     from backend_core.tables.select import KernelPath
 
 KERNELS = Path(__file__).parents[1] / "kernels" / "sm90"
 DIM = 128
 TILE_BYTES = 7 * 8192  # -k_in, q_in, T^T k_out, A_qk T in 8 KiB blocks
-_INTRA_THREADS, _INTRA_SHARED = 128, 56384  # sizeof(Shared) of intra_chunk.cu
-_SCAN_THREADS = 384
-_SCAN_SHARED = {False: 226304, True: 229376}  # sizeof(Shared) of scan.cu, by SPLIT
-# struct Params of the two sources
-_INTRA_PARAMS = struct.Struct("=11Q8q2if3iQ")
-_SCAN_PARAMS = struct.Struct("=14Q16qf3iQ")
+_INTRA_THREADS, _SCAN_THREADS = 128, 384
+
+_STRUCTS = {
+    "Rows": (("ptr", "void*"), ("stride_t", "i64"), ("stride_h", "i64")),
+    "States": (("ptr", "void*"), *((f"stride_{axis}", "i64") for axis in "nhvk")),
+}
+INTRA_PARAMS = CudaParams(
+    (
+        ("q", "Rows"),  # [T, H, 128] bf16, like k; g [T, HV, 128] bf16
+        ("k", "Rows"),
+        ("g", "Rows"),
+        ("beta", "Rows"),  # [T, HV] bf16, or fp32 with BETA_FP32
+        ("a_log", "const float*"),  # [HV] or null
+        ("dt_bias", "const float*"),  # [HV, 128] or null
+        ("tiles", "u16*"),  # [chunks, HV, 7 * 4096] fp16: -k_in, q_in, T^T k_out, A_qk T
+        ("chunk_decays", "float*"),  # [chunks, HV, 128], in the order in which the scan reads them
+        ("chunk_start", "const int*"),  # [chunks]: first token
+        ("chunk_len", "const int*"),  # [chunks]: tokens, 0 after the last chunk
+        ("chunk_order", "const int*"),  # [chunks]: chunks in the order in which they are made
+        ("num_value_heads", "int"),
+        ("heads_per_key", "int"),  # value heads per key head
+        ("lower_bound", "float"),  # of a bounded gate
+        ("num_tiles", "int"),  # a tile's number is chunk * HV + value head
+        ("first_scan_sm", "int"),  # SMs from this number on are reserved for the scan
+        ("reserved_sm_tile_cap", "int"),  # tiles that a CTA on one of them makes before it ends
+        ("progress", "Progress*"),
+    ),
+    _STRUCTS,
+)
+SCAN_PARAMS = CudaParams(
+    (
+        ("tiles", "const u16*"),  # as the intra stage has written them
+        ("chunk_decays", "const float*"),
+        ("v", "Rows"),  # [T, HV, 128] bf16, like o
+        ("o", "Rows"),
+        ("state_in", "States"),  # [slots, HV, V, K], or null
+        ("state_out", "States"),
+        ("state_indices", "const int*"),  # [N]: slots, or null: sequence n has slot n
+        ("has_initial_state", "const unsigned char*"),  # [N], or null: all have
+        ("chunk_states", "States"),  # [chunks, HV, V, K] bf16: before each chunk, or null
+        ("snapshot_chunks", "const int*"),  # [N, num_snapshots]: after how many chunks
+        ("snapshots", "float*"),  # [N, num_snapshots, HV, 128, 128]
+        ("cu_seqlens", "const void*"),  # [N + 1] int32, or int64 with CU_INT64
+        ("chunk_offsets", "const int*"),  # [N + 1]: first chunk
+        ("sequence_order", "const int*"),  # [N]: longest first
+        ("scale", "float"),
+        ("num_snapshots", "int"),
+        ("num_value_heads", "int"),
+        ("num_tasks", "int"),  # sequences times value heads; twice as many in scan_split.cu
+        ("progress", "Progress*"),
+    ),
+    _STRUCTS,
+)
 
 
 def two_stage_sm90(
     path: KernelPath,
-    x: KdaInputs,
-    meta: ChunkMetadata,
-    state: StateInputs,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    step_plan: StepPlan,
+    state: StateRef,
     out: torch.Tensor,
     chunk_states: torch.Tensor | None,
-    workspace: Workspace,
+    scratch: Scratch,
 ) -> None:
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
-    The scan starts on multiprocessors that the first kernel leaves to it, and finds by flags which
-    tiles are there.
+    The scan starts on SMs that the first kernel leaves to it, and finds by flags which tiles are
+    there. Between calls the counters in ``scratch`` are zero: the scan resets what the intra stage
+    has counted.
     """
-    if meta.num_sequences == 0:
-        return  # no scan block would take back what intra blocks count in the workspace
-    q, q_address, stride_q_t, stride_q_h = _rows(x.q)
-    _k, k_address, stride_k_t, stride_k_h = _rows(x.k)
-    v, v_address, stride_v_t, stride_v_h = _rows(x.v)
-    _g, g_address, stride_g_t, stride_g_h = _rows(x.g)
-    o, o_address, stride_o_t, stride_o_h = _rows(out)
-    a_log, dt_bias = _parameter(x.a_log), _parameter(x.dt_bias)
-    beta = x.beta if x.beta.dtype != torch.float16 else x.beta.float()
-    _, stride_beta_t, stride_beta_h = beta.stride()
-    value_heads = v.shape[2]
+    if step_plan.num_sequences == 0:
+        return  # without sequences no scan would be launched, and none would reset the counters
+    value_heads = tokens.v.shape[2]
+    beta = tokens.beta if tokens.beta.dtype != torch.float16 else tokens.beta.float()
     pool = state.read if state.read is not None else state.write
-    model = _model(
+    kernels = _kernels(
         path,
-        q.device,
-        x.gate,
-        x.beta_kind,
-        x.l2norm,
+        tokens.q.device,
+        gate.kind,
+        tokens.beta_kind,
+        tokens.l2norm,
         beta.dtype,
-        meta.cu_seqlens.dtype == torch.int64,
+        step_plan.cu_seqlens.dtype == torch.int64,
         pool is not None and pool.dtype == torch.bfloat16,
         chunk_states is not None or state.snapshots is not None,
     )
-    num_tiles = meta.num_chunks * value_heads
-    tiles, totals = workspace.buffers(num_tiles, TILE_BYTES, DIM)
-    flags = workspace.flags().data_ptr()
-    num_tasks = value_heads * meta.num_sequences
-    work = Work(num_tiles, num_tasks, meta.max_chunks, value_heads * meta.long_sequences)
-    layout = lay_out(model.costs, work)
-    table = meta.chunk_table
+    num_tiles = step_plan.num_chunks * value_heads
+    num_tasks = value_heads * step_plan.num_sequences
+    long_tasks = value_heads * step_plan.long_sequences
+    shape = PrefillShape(num_tiles, num_tasks, step_plan.max_chunks, long_tasks)
+    schedule = kernels.schedule(shape)
+    _q, q = _rows(tokens.q)
+    _k, k = _rows(tokens.k)
+    _g, g = _rows(tokens.g)
+    _v, v = _rows(tokens.v)
+    o_tensor, o = _rows(out)
+    a_log, dt_bias = _gate_parameter(gate.a_log), _gate_parameter(gate.dt_bias)
+    table = step_plan.chunk_table
     assert table is not None
-    model.intra[layout.per_sm](
-        layout.intra_blocks,
-        _INTRA_THREADS,
-        _INTRA_PARAMS.pack(
-            q_address,
-            k_address,
-            g_address,
-            beta.data_ptr(),
-            _address(a_log),
-            _address(dt_bias),
-            tiles.data_ptr(),
-            totals.data_ptr(),
-            table.start.data_ptr(),
-            table.length.data_ptr(),
-            (table.in_turn if layout.in_turn else table.abreast).data_ptr(),
-            stride_q_t,
-            stride_q_h,
-            stride_k_t,
-            stride_k_h,
-            stride_g_t,
-            stride_g_h,
-            stride_beta_t,
-            stride_beta_h,
-            value_heads,
-            value_heads // q.shape[2],
-            x.lower_bound,
-            num_tiles,
-            layout.first_scan_sm,
-            layout.limit,
-            flags,
-        ),
+    order = table.sequence_major if schedule.sequence_major else table.chunk_major
+    tiles, chunk_decays = scratch.buffers(num_tiles, TILE_BYTES, DIM)
+    tiles_address, decays_address = tiles.data_ptr(), chunk_decays.data_ptr()
+    progress = scratch.flags().data_ptr()
+    intra_params = INTRA_PARAMS.pack(
+        q=q,
+        k=k,
+        g=g,
+        beta=(beta.data_ptr(), *beta.stride()[1:]),
+        a_log=_address(a_log),
+        dt_bias=_address(dt_bias),
+        tiles=tiles_address,
+        chunk_decays=decays_address,
+        chunk_start=table.start.data_ptr(),
+        chunk_len=table.length.data_ptr(),
+        chunk_order=order.data_ptr(),
+        num_value_heads=value_heads,
+        heads_per_key=value_heads // tokens.q.shape[2],
+        lower_bound=gate.lower_bound,
+        num_tiles=num_tiles,
+        first_scan_sm=schedule.first_scan_sm,
+        reserved_sm_tile_cap=schedule.reserved_sm_tile_cap,
+        progress=progress,
     )
-    scan_params = _SCAN_PARAMS.pack(
-        tiles.data_ptr(),
-        totals.data_ptr(),
-        v_address,
-        o_address,
-        _address(state.read),
-        _address(state.write),
-        _address(state.indices),
-        _address(state.has_initial),
-        _address(chunk_states),
-        _address(state.snapshot_chunks),
-        _address(state.snapshots),
-        meta.cu_seqlens.data_ptr(),
-        table.offsets.data_ptr(),
-        table.sequence_order.data_ptr(),
-        stride_v_t,
-        stride_v_h,
-        stride_o_t,
-        stride_o_h,
-        *state.strides(state.read),
-        *state.strides(state.write),
-        *state.strides(chunk_states),
-        x.scale,
-        0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
-        value_heads,
-        num_tasks * (2 if layout.split else 1),
-        flags,
+    scan_params = SCAN_PARAMS.pack(
+        tiles=tiles_address,
+        chunk_decays=decays_address,
+        v=v,
+        o=o,
+        state_in=(_address(state.read), *state.strides(state.read)),
+        state_out=(_address(state.write), *state.strides(state.write)),
+        state_indices=_address(state.indices),
+        has_initial_state=_address(state.has_initial),
+        chunk_states=(_address(chunk_states), *state.strides(chunk_states)),
+        snapshot_chunks=_address(state.snapshot_chunks),
+        snapshots=_address(state.snapshots),
+        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
+        chunk_offsets=table.offsets.data_ptr(),
+        sequence_order=table.sequence_order.data_ptr(),
+        scale=tokens.scale,
+        num_snapshots=0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
+        num_value_heads=value_heads,
+        num_tasks=num_tasks * 2 if schedule.split else num_tasks,
+        progress=progress,
     )
-    scan = model.scan[layout.split]
+    intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
+    intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
     try:
-        scan(layout.scan_blocks, _SCAN_THREADS, scan_params, overlaps=True)
+        scan(schedule.scan_ctas, _SCAN_THREADS, scan_params, pdl=True)
     except Exception:
-        workspace.clear_flags()  # which this scan would have taken back
+        scratch.clear_flags()  # which this scan would have reset
         raise
-    if o is not out:
-        out.copy_(o)
+    if o_tensor is not out:
+        out.copy_(o_tensor)
 
 
-class _Model(NamedTuple):
-    """The kernels of one model on one path and device.
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """(x, its Rows); or a packed copy, since vector loads and stores need rows on 16 bytes."""
+    _, stride_t, stride_h, _ = x.stride()
+    address = x.data_ptr()
+    if (address | 2 * stride_t | 2 * stride_h) & 15:
+        return _rows(x.clone(memory_format=torch.contiguous_format))
+    return x, (address, stride_t, stride_h)
 
-    ``intra`` by blocks on one multiprocessor; ``scan`` without and with SPLIT.
-    """
+
+class _Kernels(NamedTuple):
+    """The kernels of one model on one path and device: ``intra`` by CTAs per SM, ``scan`` as
+    (scan, scan_split); and the schedule of each shape."""
 
     intra: Mapping[int, CudaKernel]
     scan: tuple[CudaKernel, CudaKernel]
-    costs: Costs
+    schedule: Callable[[PrefillShape], Schedule]
 
 
 @functools.cache
-def _model(
+def _kernels(
     path: KernelPath,
     device: torch.device,
     gate: int,
@@ -168,36 +207,31 @@ def _model(
     int64_offsets: bool,
     bf16_state: bool,
     track: bool,
-) -> _Model:
-    from backend_core.launch.cuda import CudaKernel
-
-    costs = costs_of(path.params, detect_target(device).num_sms)
+) -> _Kernels:
+    cost_model = CostModel.from_table(path.params, detect_target(device).num_sms)
     intra = {
-        choice.blocks: CudaKernel(
+        choice.ctas_per_sm: CudaKernel(
             KERNELS / "intra_chunk.cu",
             "intra_chunk",
-            intra_defines(gate, beta, l2norm, beta_dtype, choice.blocks),
-            _INTRA_SHARED,
+            INTRA_PARAMS,
+            intra_defines(gate, beta, l2norm, beta_dtype, choice.ctas_per_sm),
         )
-        for choice in costs.intra
+        for choice in cost_model.intra
     }
-    plain, split = (
-        CudaKernel(
-            KERNELS / "scan.cu",
-            "scan",
-            scan_defines(int64_offsets, bf16_state, track, split),
-            _SCAN_SHARED[split],
-        )
-        for split in (False, True)
+    defines = scan_defines(int64_offsets, bf16_state, track)
+    scan, scan_split = (
+        CudaKernel(KERNELS / f"{name}.cu", name, SCAN_PARAMS, defines)
+        for name in ("scan", "scan_split")
     )
     # all of them now: a later batch may be the first to choose one
-    for kernel in (*intra.values(), plain, split):
+    for kernel in (*intra.values(), scan, scan_split):
         kernel.load()
-    return _Model(intra, (plain, split), costs)
+    schedule = functools.lru_cache(4096)(functools.partial(choose_schedule, cost_model))
+    return _Kernels(intra, (scan, scan_split), schedule)
 
 
 def intra_defines(
-    gate: int, beta: int, l2norm: bool, beta_dtype: torch.dtype, min_blocks: int
+    gate: int, beta: int, l2norm: bool, beta_dtype: torch.dtype, ctas_per_sm: int
 ) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
     return {
@@ -205,36 +239,21 @@ def intra_defines(
         "BETA": beta,
         "L2NORM": int(l2norm),
         "BETA_FP32": int(beta_dtype == torch.float32),
-        "MIN_BLOCKS": min_blocks,
-        "SHARED_BYTES": _INTRA_SHARED,
-        "PARAM_BYTES": _INTRA_PARAMS.size,
+        "MIN_BLOCKS": ctas_per_sm,
     }
 
 
-def scan_defines(int64_offsets: bool, bf16_state: bool, track: bool, split: bool) -> dict[str, int]:
-    """Preprocessor constants of one variant of scan.cu."""
+def scan_defines(int64_offsets: bool, bf16_state: bool, track: bool) -> dict[str, int]:
+    """Preprocessor constants of one variant of scan.cu or scan_split.cu."""
     return {
         "CU_INT64": int(int64_offsets),
         "STATE_BF16": int(bf16_state),
         "TRACK": int(track),
-        "SPLIT": int(split),
-        "SHARED_BYTES": _SCAN_SHARED[split],
-        "PARAM_BYTES": _SCAN_PARAMS.size,
     }
 
 
-def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """(x, its address, token stride, head stride), or those of a packed copy: vector loads and
-    stores want the rows of heads on 16 bytes."""
-    _, stride_t, stride_h, _ = x.stride()
-    address = x.data_ptr()
-    if (address | 2 * stride_t | 2 * stride_h) & 15:
-        return _rows(x.clone(memory_format=torch.contiguous_format))
-    return x, address, stride_t, stride_h
-
-
-def _parameter(x: torch.Tensor | None) -> torch.Tensor | None:
-    """A gate parameter in fp32, aligned."""
+def _gate_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
+    """In fp32, on 16 bytes."""
     if x is None or (x.dtype == torch.float32 and x.data_ptr() % 16 == 0):
         return x
     return x.float() if x.dtype != torch.float32 else x.clone()

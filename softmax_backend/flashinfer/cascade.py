@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,7 @@ from backend_core.contracts import expect_device, expect_dtype, expect_shape, ex
 from softmax_backend import reference
 from softmax_backend.flashinfer.merge import _kernel as merge_kernel
 from softmax_backend.flashinfer.merge import merge_states
-from softmax_backend.run.mla_triton import is_available, launch_by_name
+from softmax_backend.run.mla_triton import is_available
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -188,7 +188,10 @@ class MultiLevelCascadeAttentionWrapper:
         start = (torch.arange(len(request)) - first) * block_tokens
         to = (self.device, torch.int32)
         return _Level(
-            *(x.to(*to) for x in (qo_indptr, kv_indptr, kv_indices, last_page_len)),
+            qo_indptr.to(*to),
+            kv_indptr.to(*to),
+            kv_indices.to(*to),
+            last_page_len.to(*to),
             request.to(*to),
             start.to(*to),
             causal,
@@ -252,7 +255,7 @@ class MultiLevelCascadeAttentionWrapper:
             return out, lse
         operand = settings.dtype if q.is_cuda else torch.float32
         kernel = _kernel(settings, level.causal, operand)
-        arguments = {
+        arguments: dict[str, Any] = {
             "q_ptr": q,
             "k_ptr": k,
             "v_ptr": v,
@@ -278,7 +281,7 @@ class MultiLevelCascadeAttentionWrapper:
             "heads": settings.num_qo_heads,
         }
         grid = (level.tile_request.shape[0], settings.num_kv_heads, 1)
-        launch_by_name(kernel, grid, arguments)
+        kernel.launch(grid, **arguments)
         return out, lse
 
 

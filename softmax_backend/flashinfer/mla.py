@@ -214,8 +214,8 @@ class BatchMLAPagedAttentionWrapper:
         expect_shape("q_nope", q_nope, (tokens, rows[2], LATENT_DIM))
         expect_shape("q_pe", q_pe, (tokens, rows[2], ROPE_DIM))
         result, natural = mla_decode(
-            q_nope.unflatten(0, rows[:2]),
-            q_pe.unflatten(0, rows[:2]),
+            _by_request(q_nope, rows[0]),
+            _by_request(q_pe, rows[0]),
             ckv_cache,
             kpe_cache,
             self._table,
@@ -239,3 +239,10 @@ class BatchMLAPagedAttentionWrapper:
         return result, lse.copy_(values)
 
     forward = run
+
+
+def _by_request(q: torch.Tensor, requests: int) -> torch.Tensor:
+    """``[tokens, heads, dim]`` as ``[requests, query tokens, heads, dim]``, without a copy."""
+    tokens = q.shape[0] // requests
+    strides = (tokens * q.stride(0), *q.stride())
+    return q.as_strided((requests, tokens, *q.shape[1:]), strides)

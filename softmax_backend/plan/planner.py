@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from backend_core import contracts
+from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
 from softmax_backend.launch_params import Sm90MlaParams, TritonMlaParams
 from softmax_backend.plan.split_kv import CANDIDATES, flash_mla_schedule, split_kv
@@ -18,12 +18,25 @@ from softmax_backend.spec import BLOCK_TOKENS, MAX_SPLITS
 from softmax_backend.step_plan import SharedPrefix, StepPlan
 
 if TYPE_CHECKING:
-    from backend_core.launch.cuda import CudaKernel
     from backend_core.launch.triton import KernelLaunch
 
 Schedule = Literal["balanced", "flash_mla"]
 SM90_SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "split_plan.cu"
-_PARAMS = struct.Struct("=5Q6i")  # struct Params of the source
+PARAMS = CudaParams(
+    (
+        ("lengths", "const int*"),  # [tiles] tokens; negative: the tile is not there
+        ("work", "int4*"),  # [ctas, 2]: first tile, first block, last tile, end block; first split
+        ("num_splits", "int*"),  # [tiles + 1], a prefix sum
+        ("merges", "int*"),  # [1 + requests]: how many requests combine has to merge, and which
+        ("prefix_tile", "const int*"),  # [requests] or null: >= 0 where a prefix is shared
+        ("tiles", "int"),
+        ("requests", "int"),  # the first tiles are the requests' own
+        ("ctas", "int"),
+        ("overhead", "int"),
+        ("min_blocks", "int"),
+        ("chunk_blocks", "int"),
+    )
+)
 _MAX_TILES = 4095
 _MAX_PREFIX_REQUESTS = 256
 
@@ -134,7 +147,7 @@ class MlaPlanner:
     def _allocate(self, lengths: torch.Tensor, path: KernelPath) -> StepPlan:
         requests, rows = lengths.shape[0], self.spec.query_rows
         ctas = self._num_ctas(path)
-        i32 = {"dtype": torch.int32, "device": lengths.device}
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=lengths.device)
         prefix = None
         tiles = requests
         if self._prefix_tokens:
@@ -142,26 +155,26 @@ class MlaPlanner:
             prefix_tiles = requests // 2 + -(-requests * rows // 64)
             tiles += prefix_tiles
             prefix = SharedPrefix(
-                torch.zeros(tiles, 8, **i32),
-                torch.zeros(tiles, **i32),
-                torch.zeros(2 * requests, **i32),
-                torch.zeros(requests, **i32),
-                torch.zeros(requests, **i32),
+                zeros(tiles, 8),
+                zeros(tiles),
+                zeros(2 * requests),
+                zeros(requests),
+                zeros(requests),
                 prefix_tiles,
-                torch.zeros(requests, **i32),
-                torch.zeros(requests, **i32),
+                zeros(requests),
+                zeros(requests),
             )
         slots = requests * self._max_splits if self._max_splits else tiles + ctas
         return StepPlan(
             lengths,
-            torch.zeros(ctas, 8, **i32),
-            torch.zeros(tiles + 1, **i32),
+            zeros(ctas, 8),
+            zeros(tiles + 1),
             self.spec.query_tokens,
             self._chunk_blocks,
             slots,
             prefix,
-            torch.zeros(1 + requests, **i32) if self._lists_merges(path) else None,
-            torch.zeros(2, tiles, **i32),
+            zeros(1 + requests) if self._lists_merges(path) else None,
+            zeros(2, tiles),
         )
 
     def _lists_merges(self, path: KernelPath) -> bool:
@@ -198,21 +211,21 @@ class MlaPlanner:
     def _fill_sm90(self, plan: StepPlan, tokens: torch.Tensor, params: Sm90MlaParams) -> None:
         assert plan.merges is not None
         tiles = tokens.shape[0]
-        packed = _PARAMS.pack(
-            tokens.data_ptr(),
-            plan.work.data_ptr(),
-            plan.num_splits.data_ptr(),
-            plan.merges.data_ptr(),
-            0 if plan.prefix is None else plan.prefix.prefix_tile.data_ptr(),
-            tiles,
-            plan.requests,
-            plan.num_ctas,
-            params.overhead,
-            params.min_blocks,
-            self._chunk_blocks,
+        packed = PARAMS.pack(
+            lengths=tokens.data_ptr(),
+            work=plan.work.data_ptr(),
+            num_splits=plan.num_splits.data_ptr(),
+            merges=plan.merges.data_ptr(),
+            prefix_tile=0 if plan.prefix is None else plan.prefix.prefix_tile.data_ptr(),
+            tiles=tiles,
+            requests=plan.requests,
+            ctas=plan.num_ctas,
+            overhead=params.overhead,
+            min_blocks=params.min_blocks,
+            chunk_blocks=self._chunk_blocks,
         )
-        threads = min(max(_power_of_two(tiles), 256), 1024)
-        _sm90_kernel()(1, threads, packed, overlaps=True)
+        threads = 544 if tiles <= 544 else 1024  # a warp per candidate
+        _sm90_kernel()(1, threads, packed, pdl=True)
 
 
 def plan_split_kv(
@@ -292,6 +305,5 @@ def _prefix_kernels(page_size: int, block_t: int, tiles: int) -> tuple[KernelLau
 
 @functools.cache
 def _sm90_kernel() -> CudaKernel:
-    from backend_core.launch.cuda import CudaKernel
 
-    return CudaKernel(SM90_SOURCE, "split_plan", {}, 8 * _MAX_TILES)
+    return CudaKernel(SM90_SOURCE, "split_plan", PARAMS, {})

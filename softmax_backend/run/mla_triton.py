@@ -28,7 +28,7 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
     operand = x.spec.dtype if x.q_latent.is_cuda else torch.float32
     kernel = decode_kernel(path, x.spec, x.causal, operand)
     block_rows = block_rows_of(path, rows)
-    arguments = {
+    arguments: dict[str, Any] = {
         "q_latent_ptr": x.q_latent,
         "q_rope_ptr": x.q_rope,
         "kv_latent_ptr": x.kv_latent,
@@ -65,7 +65,7 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
         "query_tokens": x.spec.query_tokens,
         "heads": x.spec.num_heads,
     }
-    launch_by_name(kernel, (x.plan.num_ctas, -(-rows // block_rows), 1), arguments)
+    kernel.launch((x.plan.num_ctas, -(-rows // block_rows), 1), **arguments)
     combine.combine_triton(x, partial_out, partial_lse)
 
 
@@ -124,20 +124,6 @@ def _kernel(
     }
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return KernelLaunch(mla_decode_kernel, constexprs, options)
-
-
-def launch_by_name(
-    kernel: KernelLaunch, grid: tuple[int, int, int], arguments: dict[str, Any]
-) -> None:
-    """Launch with run-time arguments by name; every one of the kernel's must be there.
-
-    Raises:
-        TypeError: a name is missing or unknown.
-    """
-    names = [name for name in kernel.kernel.arg_names if name.islower()]
-    if set(names) != arguments.keys():
-        raise TypeError(f"arguments must be {names}, got {list(arguments)}")
-    kernel(grid, *(arguments[name] for name in names))
 
 
 def is_available(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import torch
 from aiohttp import web
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from backend_cli import recall
+from backend_cli.eval import recall_task as recall
 
 
 class Server:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from backend_cli import bench as bench_module
+from backend_cli.errors import CliError
 from backend_cli.results import group, shape, speedups, times
 from backend_core.target import KNOWN_TARGETS
 from tests.cli.program import assert_one_sentence, run
@@ -39,15 +40,15 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200, and scripts that finish at once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench_module, "detect_target", lambda: KNOWN_TARGETS["H200"])
-    monkeypatch.setattr(bench_module, "scripts_folder", lambda: tmp_path)
-    for name in bench_module.SCRIPTS.values():
+    monkeypatch.setattr(bench_module, "_own_folder", lambda: tmp_path)
+    for name in bench_module.scripts().values():
         (tmp_path / name).write_text(SCRIPT.replace("ROWS", repr(ROWS)))
 
 
 def test_all_scripts_run_and_are_summed_up(scripts: None) -> None:
     code, out, err = run("bench")
     assert code == 0, err
-    for what in bench_module.SCRIPTS:
+    for what in bench_module.scripts():
         assert json.loads(Path(f"bench-results/{what}.json").read_text())["rows"] == ROWS
         assert f"{what} on G, 2 shapes: bench-results/{what}.json" in out
     assert "FLA   2.00                2.00   2" in out
@@ -92,8 +93,12 @@ def test_a_result_is_not_overwritten(scripts: None) -> None:
 
 
 def test_the_repository_has_the_scripts() -> None:
-    folder = bench_module.scripts_folder()
-    assert all((folder / script).is_file() for script in bench_module.SCRIPTS.values())
+    assert all(bench_module.script_file(name) for name in bench_module.scripts().values())
+
+
+def test_a_script_that_is_not_there() -> None:
+    with pytest.raises(CliError, match=r"the benchmark script .*bench_nothing.py does not exist"):
+        bench_module.script_file("bench_nothing.py")
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,16 +9,21 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from backend_cli import check as check_module
-from backend_cli import check_dsv4, check_kda, check_step, worker
-from backend_cli.check_worker import probes
+from backend_cli import worker
+from backend_cli.check import command as check_module
+from backend_cli.check.probes import UPSTREAM, probes
+from backend_core.family import families
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
+from dsv4_backend.testing import check_cases as check_dsv4
+from kda_backend import decode, prefill
 from kda_backend.prefill import torch as torch_path
+from kda_backend.testing import checks as check_kda
 from tests.cli.program import assert_one_sentence, run
 
 CPU = torch.device("cpu")
@@ -35,43 +40,45 @@ def test_every_call_is_right_here(tmp_path: Path) -> None:
     assert report["schema"] == check_module.SCHEMA and report["failures"] == 0
     (target,) = report["info"]["targets"]
     assert [family["table"] for family in target["families"] if family["table"]] == [
-        f"shipped {family}/{detect_target().key}.toml" for family in ("kda", "dsv4")
+        f"shipped {family}/{detect_target().key}.toml" for family in families()
     ]
     made = [row for row in report["results"] if row["status"] == "ok"]
     assert report["checked"] == len(made) > 0
     assert all(row["error"] <= row["allowed"] and row["seconds"] >= 0 for row in made)
-    assert {(row["family"], row["phase"]) for row in report["results"]} == {
-        (family, phase) for family in ("kda", "dsv4") for phase in ("prefill", "decode")
+    assert {(row["family"], row["operator"]) for row in report["results"]} == {
+        (name, operator)
+        for name, family in families().items()
+        for operator in family.tables.operator_names
     }
     assert out.splitlines()[-1].startswith(f"check: {len(made)} of {len(made)} calls right")
 
 
 @pytest.mark.parametrize("target", KNOWN_TARGETS.values(), ids=lambda target: target.name)
 def test_every_row_of_every_table_has_probes(target: Target) -> None:
-    for family in ("kda", "dsv4"):
-        todo = [p for p in probes(target, interpreted=False) if p.family == family]
+    for name, family in families().items():
+        todo = [p for p in probes(target, interpreted=False) if p.family == name]
         try:
-            rows = load_table(family, target).rows
+            rows = load_table(family.tables, target).rows
         except LookupError:
-            assert {(p.path.name, p.path.phase) for p in todo} == {
-                ("stock code", "prefill"),
-                ("stock code", "decode"),
+            operators = family.tables.operator_names
+            assert {(p.path.name, p.path.operator) for p in todo} == {
+                (UPSTREAM, operator) for operator in operators
             }
             continue
-        probed = {(p.path.phase, p.path.name, p.path.features) for p in todo}
-        assert probed == {(row.phase, row.name, row.features) for row in rows}
+        probed = {(p.path.operator, p.path.name, p.path.params, p.path.features) for p in todo}
+        assert probed == {(row.operator, row.name, row.params, row.features) for row in rows}
 
 
 def test_the_compressor_kernels() -> None:
     """In a process of their own, as ``check`` has them: Triton's interpreter leaves Triton's
-    language changed behind it, and nothing can be compiled in that process any more."""
+    language changed, and nothing can be compiled in that process any more."""
     interpreted = DEVICE == CPU
     todo = [
         (number, probe)
         for number, probe in enumerate(probes(TARGET, interpreted=interpreted))
         # those of 128 tokens a window take seconds under the interpreter
         if probe.family == "dsv4" and probe.skip is None
-        if not interpreted or "c128" not in probe.case
+        if not interpreted or "c128" not in probe.path.operator
     ]
     assert len(todo) > 20
     process = worker.Worker(
@@ -79,104 +86,103 @@ def test_the_compressor_kernels() -> None:
         [TARGET.name] if interpreted else [],
         {"TRITON_INTERPRET": "1"} if interpreted else {},
     )
-    found = {f"{p.path.phase} {p.case}": process.ask(str(n), 60.0) for n, p in todo}
+    found = {f"{p.path.operator} {p.case}": process.ask(str(n), 60.0) for n, p in todo}
     process.close()
     assert {name: row for name, row in found.items() if row["status"] != "ok"} == {}
 
 
-def _kda_row(phase: str) -> tuple[Target, object]:
+def _row(family: str, operator: str) -> tuple[Target, object]:
     cpu = KNOWN_TARGETS["cpu"]
-    return cpu, next(row for row in load_table("kda", cpu).rows if row.phase == phase)
+    rows = load_table(families()[family].tables, cpu).rows
+    return cpu, next(row for row in rows if row.operator == operator)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_transposed_state_is_wrong(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, row = _kda_row(phase)
-    module = {"prefill": "kda_backend.prefill.two_stage", "decode": "kda_backend.decode.recurrent"}[
-        phase
-    ]
-    pipelines = sys.modules[module].PIPELINES
-    right = pipelines["reference"]
+@pytest.mark.parametrize(
+    ("operator", "paths"), [("prefill", prefill.PATHS), ("recurrent", decode.RECURRENT_PATHS)]
+)
+def test_a_transposed_state_is_wrong(
+    operator: str, paths: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, row = _row("kda", operator)
+    right = paths["torch"]
 
-    def transposed(path, x, meta, state, *rest):
+    def transposed(path, tokens, gate, plan, state, *rest):
         pool = state.read
         pool.copy_(pool.mT.clone())
-        right(path, x, meta, state, *rest)
+        right(path, tokens, gate, plan, state, *rest)
 
-    monkeypatch.setitem(pipelines, "reference", transposed)
-    call = check_kda.cases(row)["small"]()
-    error, allowed = check_kda.run(row, cpu, CPU, call)
+    monkeypatch.setitem(paths, "torch", transposed)
+    error, allowed = check_kda.check_cases(row)["small"](cpu, CPU)
     assert error > 10 * allowed
 
 
 def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, row = _kda_row("prefill")
+    cpu, row = _row("kda", "prefill")
 
-    def greedy(path, x, meta, state, *rest):
-        torch_path.prefill(path, x, meta, state, *rest)
+    def greedy(path, tokens, gate, plan, state, *rest):
+        torch_path.prefill(path, tokens, gate, plan, state, *rest)
         state.write[0] += 1
 
-    monkeypatch.setitem(sys.modules["kda_backend.prefill.two_stage"].PIPELINES, "reference", greedy)
+    monkeypatch.setitem(prefill.PATHS, "torch", greedy)
     with pytest.raises(RuntimeError, match="a state slot outside the call was written"):
-        check_kda.run(row, cpu, CPU, check_kda.cases(row)["small"]())
+        check_kda.check_cases(row)["small"](cpu, CPU)
 
 
 def test_an_operator_that_forgets_the_decay_is_wrong() -> None:
-    cpu, row = _kda_row("decode")
+    cpu, row = _row("kda", "recurrent")
 
-    def no_decay(q, k, v, g, beta, **arguments):
+    def no_decay(*tokens, **arguments):
         arguments["A_log"] = torch.full_like(arguments["A_log"], -30.0)
-        return check_kda._decode(q, k, v, g, beta, **arguments)
+        return check_kda._recurrent(*tokens, **arguments)
 
-    error, allowed = check_kda.run(row, cpu, CPU, check_kda.cases(row)["adversarial"](), no_decay)
+    error, allowed = check_kda.run(row, cpu, CPU, check_kda.hard("recurrent"), no_decay)
     assert error > 10 * allowed
 
 
 def test_a_step_without_its_convolution_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, row = _kda_row("decode")
-    case = check_step.cases(row)["one launch, convolution, norm"]
-    assert case(cpu, CPU)[0] <= case(cpu, CPU)[1]
-    right = check_step.kda_decode_step
+    cpu, row = _row("kda", "decode_step")
+    case = check_kda.check_cases(row)["convolution, norm"]
+    error, allowed = case(cpu, CPU)
+    assert error <= allowed
+    right = check_kda.kda_decode_step
 
-    def unweighted(**arguments):
+    def unweighted(*tokens, **arguments):
         arguments["conv_weight"] = torch.ones_like(arguments["conv_weight"])
-        return right(**arguments)
+        return right(*tokens, **arguments)
 
-    monkeypatch.setattr(check_step, "kda_decode_step", unweighted)
+    monkeypatch.setattr(check_kda, "kda_decode_step", unweighted)
     error, allowed = case(cpu, CPU)
     assert error > 10 * allowed
 
 
 def test_a_draft_that_commits_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, row = _kda_row("decode")
-    right = check_step.kda_verify_step
+    cpu, row = _row("kda", "verify")
+    right = check_kda.kda_verify_step
 
-    def committing(*, state_pool, intermediate_states, **arguments):
-        o = right(state_pool=state_pool, intermediate_states=intermediate_states, **arguments)
-        state_pool[5] = intermediate_states[0, -1]
+    def committing(*tokens_and_pool, intermediate_states, **arguments):
+        o = right(*tokens_and_pool, intermediate_states=intermediate_states, **arguments)
+        pool = tokens_and_pool[-2]
+        pool[5] = intermediate_states[0, -1]
         return o
 
-    monkeypatch.setattr(check_step, "kda_verify_step", committing)
+    monkeypatch.setattr(check_kda, "kda_verify_step", committing)
     with pytest.raises(RuntimeError, match="a state slot outside the call was written"):
-        check_step.run_draft(row, cpu, CPU)
+        check_kda.run_draft(row, cpu, CPU)
 
 
 def test_a_compressor_without_its_ape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = KNOWN_TARGETS["cpu"]
-    row = next(row for row in load_table("dsv4", cpu).rows if row.phase == "decode")
-    case = check_dsv4._steps(row, "indexer", "paged", False)
-    assert case(cpu, CPU) == 0.0
+    cpu, row = _row("dsv4", "indexer_decode")
+    assert check_dsv4._steps(row, "paged", False, cpu, CPU) == 0.0
     moved = check_dsv4.to_device
 
     def without_ape(*args):
-        parts = moved(*args)
-        return [
-            ((replace(layer, ape=0 * layer.ape), *rest), plan) for (layer, *rest), plan in parts
-        ]
+        call = moved(*args)
+        call.layer = replace(call.layer, ape=0 * call.layer.ape)
+        return call
 
     monkeypatch.setattr(check_dsv4, "to_device", without_ape)
     with pytest.raises(RuntimeError, match=r"state rows differ|more than one step"):
-        case(cpu, CPU)
+        check_dsv4._steps(row, "paged", False, cpu, CPU)
 
 
 WORKER = """
@@ -223,7 +229,7 @@ def test_a_failure_is_exit_code_1_and_kept(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "check.json"
     code, out, _ = run("check", "--json", str(file))
     assert code == 1 and json.loads(file.read_text())["failures"] == 1
-    assert "wrong: kda prefill reference small: error 1.0e-01, allowed 5.0e-03" in out
+    assert "wrong: kda prefill torch small: error 1.0e-01, allowed 5.0e-03" in out
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,7 @@ def test_a_machine_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "detect_target", lambda: turing)
     code, _, err = run("check")
     assert code == 1
-    assert err.startswith("kda-dsv4: nothing to check, stock code runs on this machine: no kda")
+    assert err.startswith("kda-dsv4: nothing to check, upstream code runs on this machine: no kda")
 
 
 def test_processes_follow_the_cpus() -> None:

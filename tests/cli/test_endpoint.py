@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from backend_cli import endpoint
-from backend_cli.endpoint import Endpoint, Server, ServerGoneError, ask_all
 from backend_cli.errors import BadInputError
+from backend_cli.eval import endpoint
+from backend_cli.eval.endpoint import Endpoint, Server, ServerGoneError, ask_all
 
 
 @pytest.fixture

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from backend_cli import endpoint, eval_gsm8k, eval_recall, recall
+from backend_cli.eval import endpoint
+from backend_cli.eval import gsm8k as eval_gsm8k
+from backend_cli.eval import recall as eval_recall
+from backend_cli.eval import recall_task as recall
 from benchmarks.recall.canary import with_transposed_state
 from kda_backend.engines import transformers as kda
 from tests.cli.program import assert_one_sentence, run
@@ -93,14 +96,14 @@ def test_recall_sees_a_state_that_is_read_transposed(
 
 
 def test_recall_with_transformers_here_and_a_comparison() -> None:
-    for name, more in (("stock", ["--stock"]), ("kda", [])):
+    for name, more in (("upstream", ["--upstream"]), ("kda", [])):
         code, out, _ = run(
             "eval", "recall", "--num-questions", "3", "--output", f"{name}.json", *more
         )
         assert code == 0, out
         assert json.loads(Path(f"{name}.json").read_text())["backend"] == name
     assert not kda.is_enabled()
-    code, out, _ = run("eval", "compare", "stock.json", "kda.json", "--json", "difference.json")
+    code, out, _ = run("eval", "compare", "upstream.json", "kda.json", "--json", "difference.json")
     assert code == 0 and "the runs do not differ beyond chance (exact McNemar, p = 1)" in out
     assert json.loads(Path("difference.json").read_text())["questions"] == 3
 
@@ -213,7 +216,7 @@ def test_an_interrupt_keeps_answers(server: Server, monkeypatch: pytest.MonkeyPa
         if len(log) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("backend_cli.answers.AnswerLog.add", add_two)
+    monkeypatch.setattr("backend_cli.eval.answers.AnswerLog.add", add_two)
     assert ask_recall(server, 4, "--concurrency", "1")[0] == 130
     assert len(Path("recall-recall.json.answers.jsonl").read_text().splitlines()) == 3
 
@@ -264,7 +267,7 @@ def test_unusable_data(name: str, message: str, tmp_path: Path) -> None:
         (["--base-url", "localhost:8000"], "--base-url must be like http://localhost:8000"),
         (["--base-url", "http://x", "--num-questions", "999"], "--num-questions must be at most"),
         (["--base-url", "http://x", "--num-questions", "0"], "Invalid value for '--num-questions'"),
-        (["--base-url", "http://x", "--stock"], "--stock and --checkpoint are for transformers"),
+        (["--base-url", "http://x", "--stock"], "--upstream and --checkpoint are for"),
         (["--checkpoint", "nowhere"], "the checkpoint must be a folder with config.json"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backend_cli.eval_record import FORMAT, accuracy, mcnemar, published_for, verdict, wilson
+from backend_cli.eval.record import FORMAT, accuracy, mcnemar, published_for, verdict, wilson
 from tests.cli.program import assert_one_sentence, run
 
 

@@ -75,7 +75,7 @@ def test_the_command(
     program = tmp_path / "bin" / engine
     assert out.splitlines()[-1] == f"{program} serve {name} --attention-backend {flag} --port 9000"
     assert f"{engine} {version} on H200 (sm90), 1 GPUs" in out
-    assert "32 heads a GPU" in out and "prefill grid 1 " in out and "decode grid 1 " in out
+    assert "32 heads per GPU" in out and "prefill grid 1 " in out and "decode_step grid 1 " in out
 
 
 def test_it_runs_the_engine(
@@ -95,7 +95,7 @@ def test_heads_are_split_over_gpus(
     tp: list[str], engines: Callable[..., None], tmp_path: Path
 ) -> None:
     _, out, _ = run("serve", "--engine", "vllm", model(tmp_path, KIMI), "--dry-run", *tp)
-    assert "8 GPUs" in out and "4 heads a GPU" in out
+    assert "8 GPUs" in out and "4 heads per GPU" in out
 
 
 LLAMA = {"model_type": "llama"}
@@ -109,7 +109,7 @@ LLAMA = {"model_type": "llama"}
         (KIMI, ["--engine", "vllm", "-tp", "many"], 2, "must be a positive number, got 'many'"),
         (KIMI, ["--engine", "vllm", "-tp"], 2, "must be a positive number, got ''"),
         (KIMI, ["--engine", "vllm", "-tp", "3"], 2, "32 heads cannot be split over 3 GPUs"),
-        (LLAMA, ["--engine", "vllm"], 2, "or be a DeepSeek-V4, got a 'llama' model"),
+        (LLAMA, ["--engine", "vllm"], 2, "must have layers of a family, got a 'llama' model"),
         ("{", ["--engine", "vllm"], 2, "config.json must be JSON"),
         ("[]", ["--engine", "vllm"], 2, "config.json must be a JSON object, got list"),
         (KIMI | {"linear_attn_config": {"kda_layers": [1]}}, ["--engine", "vllm"], 2, "num_heads"),
@@ -168,7 +168,7 @@ def test_deepseek_v4(
     folder = model(tmp_path, {"model_type": "deepseek_v4"})
     code, out, _ = run("serve", "--engine", engine, "--dry-run", folder)
     assert code == 0 and f"--attention-backend {flag}" in out
-    assert "decode one_launch" in out
+    assert "main_c4_decode: one_launch" in out
     ampere = serve_module.detect_target().__class__("nvidia", "sm80", 108, "A100")
     monkeypatch.setattr(serve_module, "detect_target", lambda: ampere)
     code, _, err = run("serve", "--engine", engine, "--dry-run", folder)

@@ -9,28 +9,46 @@ import copy
 import json
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from backend_cli import tune as tune_module
-from backend_cli import tune_worker
-from backend_cli.tune import render, search, sweeps
+from backend_cli.tune import command as tune_module
+from backend_cli.tune import worker as tune_worker
+from backend_cli.tune.search import render, search, sweeps
 from backend_core import __version__
+from backend_core.family import families
 from backend_core.tables.schema import parse_table
-from backend_core.tables.select import load_table, shipped_directory
+from backend_core.tables.select import PathTable, load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS, detect_target
+from dsv4_backend import reference
+from dsv4_backend.testing import steps
 from tests.cli.program import assert_one_sentence, run
 
 H200 = KNOWN_TARGETS["H200"]
 GPUS = [target for target in KNOWN_TARGETS.values() if target.vendor != "cpu"]
 
 
+FAMILIES = list(families())
+
+
+def table_of(family: str, target: Any = H200) -> PathTable:
+    return load_table(families()[family].tables, target, directory=shipped_directory())
+
+
 def shipped(family: str, target: Any = H200) -> dict[str, Any]:
-    file = shipped_directory() / family / f"{target.key}.toml"
-    return tomllib.loads(file.read_text())
+    return tomllib.loads(table_of(family, target).source.read_text())
+
+
+def sweeps_of(family: str, operator: str, path: str) -> list[Any]:
+    """The searches of the first row of a path."""
+    table = table_of(family)
+    row = next(n for n, r in enumerate(table.rows) if (r.operator, r.name) == (operator, path))
+    return [sweep for sweep in sweeps(families()[family], table) if sweep.row == row]
 
 
 def cost(params: dict[str, Any]) -> float:
@@ -38,38 +56,45 @@ def cost(params: dict[str, Any]) -> float:
     return 1.0 / math.prod(v for v in params.values() if type(v) is int and v > 0)
 
 
-@pytest.mark.parametrize("family", ["kda", "dsv4"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("target", GPUS, ids=lambda t: t.name)
 def test_rendering_a_table_changes_nothing(family: str, target: Any, tmp_path: Path) -> None:
     try:
-        table = load_table(family, target, directory=shipped_directory())
+        table = table_of(family, target)
     except LookupError:
         return
     file = tmp_path / table.source.name
     file.write_text(render(shipped(family, target), "A comment."))
-    assert parse_table(file, family, target.key) == table.rows
+    assert parse_table(file, table.schema, target.key) == table.rows
 
 
-@pytest.mark.parametrize("family", ["kda", "dsv4"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_tunable_row_is_searched(family: str) -> None:
-    document = shipped(family)
-    todo = list(sweeps(family, document, heads=32))
-    searched = {sweep.row for sweep in todo}
-    for number, row in enumerate(document["path"]):
-        has_space = row["name"] in tune_module.SPACE or family == "dsv4"
-        ring = family == "dsv4" and row["phase"] == "prefill" and "paged" not in row["features"]
-        small = any(name.startswith(("in_place", "queries")) for name in row["features"])
-        assert (number in searched) == (has_space and not ring and not small), row
+    table, declared = table_of(family), families()[family]
+    todo = list(sweeps(declared, table))
+    searched = {(sweep.row, sweep.measure) for sweep in todo}
+    wanted = {
+        (n, measure) for n, row in enumerate(table.rows) for measure in declared.tune_space(row)
+    }
+    assert searched == wanted and searched
     for sweep in todo:
-        row = document["path"][sweep.row]
-        assert sweep.space and set(sweep.space) <= set(row["params"])
-        assert sweep.grid <= max(32, row.get("max_grid", sweep.grid))
+        row = table.rows[sweep.row]
+        assert sweep.space and set(sweep.space) <= set(row.params_dict())
+        assert sweep.grid == row.max_grid or row.max_grid is None
+        if row.max_grid is None:
+            assert sweep.grid >= declared.open_grid[row.operator]
+
+
+def test_a_search_space_with_an_unknown_parameter_is_refused() -> None:
+    wrong = replace(families()["kda"], tune_space=lambda path: {"speed": {"warp": (9,)}})
+    with pytest.raises(ValueError, match="must name its parameters, got warp"):
+        list(sweeps(wrong, table_of("kda")))
 
 
 def test_the_search_finds_the_best_value_of_each_parameter() -> None:
     document = shipped("kda")
     before = copy.deepcopy(document)
-    (sweep,) = [s for s in sweeps("kda", document, 32) if s.measure == "recurrent"]
+    (sweep,) = sweeps_of("kda", "recurrent", "recurrent")
 
     def ask(candidate: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
         return {"ms": cost(candidate["path"][question["row"]]["params"]), "message": None}
@@ -86,7 +111,7 @@ def test_the_search_finds_the_best_value_of_each_parameter() -> None:
 
 def test_what_is_wrong_or_hardly_faster_is_not_taken() -> None:
     document = shipped("kda")
-    (sweep,) = [s for s in sweeps("kda", document, 32) if s.measure == "recurrent"]
+    (sweep,) = sweeps_of("kda", "recurrent", "recurrent")
     shipped_params = document["path"][sweep.row]["params"]
 
     def ask(candidate: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +127,7 @@ def test_what_is_wrong_or_hardly_faster_is_not_taken() -> None:
 
 def test_a_winner_that_fails_the_whole_check_is_dropped() -> None:
     document = shipped("kda")
-    (sweep,) = [s for s in sweeps("kda", document, 32) if s.measure == "recurrent"]
+    (sweep,) = sweeps_of("kda", "recurrent", "recurrent")
 
     def ask(candidate: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
         if question["check"] == "all":
@@ -125,8 +150,9 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def ask(self, line: str, timeout: float) -> dict[str, Any]:
             question = json.loads(line)
             questions.append(question)
-            table = load_table(question["family"], H200, directory=self.folder)
-            return {"ms": cost(dict(table.rows[question["row"]].params)), "message": None}
+            schema = families()[question["family"]].tables
+            table = load_table(schema, H200, directory=self.folder)
+            return {"ms": cost(table.rows[question["row"]].params_dict()), "message": None}
 
         def close(self) -> None:
             pass
@@ -140,14 +166,15 @@ def test_the_table_is_found_before_the_shipped_one(tuned: SimpleNamespace) -> No
     code, out, _ = run("tune", "--heads", "8")
     assert code == 0, out
     assert {question["heads"] for question in tuned.questions} == {8}
-    for family in ("kda", "dsv4"):
-        table = load_table(family, H200)
+    for family in FAMILIES:
+        table = load_table(families()[family].tables, H200)
         assert table.source == tuned.folder / family / "nvidia_sm90.toml"
         record = json.loads(table.source.with_suffix(".json").read_text())
         assert record["release"] == __version__ and record["trials"]
-    decode = [row for row in load_table("kda", H200).rows if row.phase == "decode"][-1]
-    assert decode.params["num_warps"] == 4 and decode.measured
-    assert "nvidia_sm90.json" in decode.provenance and "H200" in decode.provenance
+    rows = load_table(families()["kda"].tables, H200).rows
+    (recurrent,) = (row for row in rows if row.name == "recurrent")
+    assert recurrent.params.num_warps == 4 and recurrent.measured
+    assert "nvidia_sm90.json" in recurrent.provenance and "H200" in recurrent.provenance
     code, out, _ = run("info", "--target", "H200")
     assert code == 0 and f"from {tuned.folder}/kda/nvidia_sm90.toml" in " ".join(out.split())
 
@@ -155,7 +182,8 @@ def test_the_table_is_found_before_the_shipped_one(tuned: SimpleNamespace) -> No
 def test_a_stop_keeps_the_sweeps_that_are_over(
     tuned: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, *_ = {s.row: s for s in sweeps("dsv4", shipped("dsv4"), heads=8)}.values()
+    found = sweeps(families()["dsv4"], table_of("dsv4"))
+    first, second, *_ = {sweep.row: sweep for sweep in found}.values()
     ask = tune_module.Worker.ask
 
     def stop(worker: Any, line: str, timeout: float) -> dict[str, Any]:
@@ -166,7 +194,7 @@ def test_a_stop_keeps_the_sweeps_that_are_over(
     monkeypatch.setattr(tune_module.Worker, "ask", stop)
     run("tune", "--family", "dsv4", "--heads", "8", "--output-dir", str(tmp_path / "half"))
     file = tmp_path / "half" / "dsv4" / "nvidia_sm90.toml"
-    assert parse_table(file, "dsv4", "nvidia_sm90")
+    assert parse_table(file, families()["dsv4"].tables, "nvidia_sm90")
     rows, record = tomllib.loads(file.read_text())["path"], file.with_suffix(".json")
     assert rows[first.row]["source"] == str(record) != rows[second.row]["source"]
     trials = json.loads(record.read_text())["trials"]
@@ -195,7 +223,7 @@ def test_a_table_of_another_release_is_refused(tuned: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["--family", "mla"], 2, "--family must be kda or dsv4, got 'mla'"),
+        (["--family", "mla"], 2, f"--family must be one of {', '.join(FAMILIES)}, got 'mla'"),
         (["--heads", "0"], 2, "Invalid value for '--heads'"),
         (["--output-dir", f"{__file__}/tables"], 2, "cannot write"),
     ],
@@ -212,37 +240,53 @@ def test_without_a_gpu() -> None:
     assert (code, err) == (1, "kda-dsv4: tune measures a GPU, and there is none here\n")
 
 
-@pytest.mark.parametrize("measure", sorted(tune_worker.MEASURES))
-def test_kda_calls_are_of_the_asked_size(measure: str) -> None:
-    target = detect_target()
-    phase = "prefill" if measure == "prefill" else "decode"
-    row = next(r for r in load_table("kda", target).rows if r.phase == phase)
-    result = tune_worker.MEASURES[measure](row, target, 6, 2)()
+# what tune measures of the kernels, called here on the torch paths: (operator, measure)
+KDA_MEASURES = {
+    (row.operator, measure)
+    for row in table_of("kda").rows
+    for measure in families()["kda"].tune_space(row)
+}
+COMPRESSOR_MEASURES = {
+    (row.operator, measure)
+    for row in table_of("dsv4").rows
+    for measure in families()["dsv4"].tune_space(row)
+}
+
+
+def row_here(family: str, operator: str) -> Any:
+    rows = load_table(families()[family].tables, detect_target()).rows
+    return next(row for row in rows if row.operator == operator)
+
+
+@pytest.mark.parametrize(("operator", "measure"), sorted(KDA_MEASURES))
+def test_kda_calls_are_of_the_asked_size(operator: str, measure: str) -> None:
+    kda = families()["kda"]
+    result = kda.measure(row_here("kda", operator), detect_target(), measure, 6, 2)()
     o = result[0] if isinstance(result, tuple) else result
     tokens = {"prefill": (1, 192), "recurrent": (3, 1)}.get(measure, (3,))
+    assert isinstance(o, torch.Tensor)
     assert o.shape == (*tokens, 2, 128) and bool(o.isfinite().all()) and bool(o.any())
 
 
-@pytest.mark.parametrize(("phase", "kind"), sorted(tune_module.COMPRESSOR_SPACE))
-def test_compressor_calls_store_a_record_for_each_window(phase: str, kind: str) -> None:
-    target = detect_target()
-    rows = [r for r in load_table("dsv4", target).rows if r.phase == phase]
-    row = next((r for r in rows if kind in r.features), rows[0])
-    stored = []
-    moved = tune_worker._on_device
+@pytest.mark.parametrize(("operator", "measure"), sorted(COMPRESSOR_MEASURES))
+def test_compressor_calls_store_a_record_for_each_window(
+    operator: str, measure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    make_step = steps.make_step
 
     def remember(*args: Any) -> Any:
-        part, plan = moved(*args)
-        stored.append(part[3])
-        return part, plan
+        made.append(make_step(*args))
+        return made[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune_worker, "_on_device", remember)
-        call = tune_worker._compressor(kind, 3, row, target)
-    before = [cache.clone() for cache in stored]
+    monkeypatch.setattr(steps, "make_step", remember)
+    call = families()["dsv4"].measure(row_here("dsv4", operator), detect_target(), measure, 3, 32)
     call()
-    for cache, old in zip(stored, before, strict=True):
-        assert int((cache != old).any(1).sum()) > 0
+    (step,) = made
+    assert step.ends == 3
+    slots = torch.arange(step.ends)
+    data, _ = reference.load(step.cache, slots, step.layer.spec)
+    assert bool((data != 0).any(1).all())
 
 
 def test_a_row_that_cannot_run_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

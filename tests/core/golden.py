@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+from backend_core.family import families
 from backend_core.tables import select as path_table
-from backend_core.tables.select import PHASES, feature_sets, load_table, select
+from backend_core.tables.select import feature_sets, load_table, select
 from backend_core.target import Target
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -27,12 +28,13 @@ def render() -> str:
     lines = []
     with mock.patch.object(path_table, "_is_installed", return_value=False):
         for family, target in shipped_tables():
-            table = load_table(family, target, directory=CONFIGS)
+            schema = families()[family].tables
+            table = load_table(schema, target, directory=CONFIGS)
             lines.append(f"# {family}/{target.key}")
-            for phase in PHASES[family]:
-                for kind in feature_sets(table, phase):
-                    lines.append(f"{phase}, needing {', '.join(sorted(kind)) or 'nothing'}")
-                    rows = select(table, phase, kind).explain()
+            for operator in schema.operator_names:
+                for kind in feature_sets(table, operator):
+                    lines.append(f"{operator}, needing {', '.join(sorted(kind)) or 'nothing'}")
+                    rows = select(table, operator, kind).explain()
                     lines += [f"    {row}" for row in rows if row.refusal is None]
     return "\n".join(lines) + "\n"
 

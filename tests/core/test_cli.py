@@ -14,6 +14,7 @@ from backend_cli import info as info_module
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.main import app
 from backend_core import __version__
+from backend_core.family import families
 from backend_core.target import KNOWN_TARGETS
 
 ROOT = Path(__file__).parents[2]
@@ -43,10 +44,10 @@ def test_info_shows_the_path_of_every_grid_and_the_reason() -> None:
     assert (code, err) == (0, "")
     assert "kda on H200, from " in out
     assert "strict    off" in out
-    for phase in report("--target", "H200")["targets"][0]["families"][0]["phases"]:
-        for selection in phase["selections"]:
+    for operator in report("--target", "H200")["targets"][0]["families"][0]["operators"]:
+        for selection in operator["selections"]:
             needs = ", ".join(selection["requires"])
-            assert f"{phase['phase']}, models with needs among: {needs}" in out
+            assert f"{operator['operator']}, models with needs among: {needs}" in out
             assert selection["rows"][-1]["high"] is None
             for row in selection["rows"]:
                 grid = f"{row['low']} to {row['high'] or 'any'}"
@@ -58,7 +59,7 @@ def test_json_keys_are_the_documented_ones() -> None:
     assert list(found) == [
         *("schema", "python", "packages", "engines", "machine", "strict", "targets")
     ]
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert list(found["packages"]) == ["kda-dsv4-backend", "torch", "triton"]
     assert found["packages"]["kda-dsv4-backend"] == __version__
     engine_keys = {"name", "installed", "supported", "supported_versions"}
@@ -67,12 +68,18 @@ def test_json_keys_are_the_documented_ones() -> None:
     (target,) = found["targets"]
     assert set(target) == {"vendor", "arch", "num_sms", "name", "families"}
     for family in target["families"]:
-        assert set(family) == {"family", "table", "error", "phases"}
-        assert [phase["phase"] for phase in family["phases"]] == ["prefill", "decode"]
+        declared = families()[family["family"]]
+        assert set(family) == {"family", "title", "layer_kinds", "table", "error", "operators"}
+        assert (family["title"], set(family["layer_kinds"])) == (
+            declared.title,
+            set(declared.layer_kinds),
+        )
+        names = [operator["operator"] for operator in family["operators"]]
+        assert names == list(declared.tables.operator_names)
         row_keys = {"path", "low", "high", "refusal", "params", "features", "measured"}
-        for phase in family["phases"]:
-            assert set(phase) == {"phase", "selections"} and phase["selections"]
-            for selection in phase["selections"]:
+        for operator in family["operators"]:
+            assert set(operator) == {"operator", "grid", "selections"} and operator["selections"]
+            for selection in operator["selections"]:
                 assert set(selection) == {"requires", "rows"} and selection["rows"]
                 assert all(set(row) == row_keys | {"provenance"} for row in selection["rows"])
 
@@ -100,7 +107,7 @@ def test_other_targets_on_request() -> None:
 
 def test_refusals_are_reported() -> None:
     family = report("--target", "H200", "--requires", "teleport")["targets"][0]["families"][0]
-    (selection,) = family["phases"][0]["selections"]
+    (selection,) = family["operators"][0]["selections"]
     assert selection["requires"] == ["teleport"]
     rows = selection["rows"]
     assert rows and all(row["refusal"] == "lacks teleport" and row["low"] is None for row in rows)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from backend_core.launch import cuda as cuda_source
+from backend_core.launch.cuda import CudaParams
+from tests.cuda_offline import NVCC, compile_cubin
 
 
 class FakeNvrtc:
@@ -26,10 +30,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     """The options of each compilation that the cache could not spare."""
     seen: list[tuple[str, ...]] = []
 
-    def compile_once(library: object, text: bytes, name: str, options: tuple[str, ...]) -> bytes:
-        assert options[-1].startswith("--include-path=")
-        seen.append(options[:-1])
-        return text + repr(options).encode()
+    def compile_once(
+        library: object, text: bytes, name: str, params: str, options: tuple[str, ...]
+    ) -> bytes:
+        assert all(option.startswith("--include-path=") for option in options[-2:])
+        seen.append(options[:-2])
+        return text + params.encode() + repr(options).encode()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cuda_source, "_compile", compile_once)
@@ -40,24 +46,37 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
 def test_a_variant_compiles_once(compiled: list[tuple[str, ...]], tmp_path: Path) -> None:
     source = tmp_path / "k.cu"
     source.write_text("a")
-    first = cuda_source._compiled(source, ("-DX=1",))
-    assert cuda_source._compiled(source, ("-DX=1",)) == first
+    first = cuda_source._compiled(source, "", ("-DX=1",))
+    assert cuda_source._compiled(source, "", ("-DX=1",)) == first
     assert compiled == [("-DX=1",)]
 
 
-def test_source_header_options_and_compiler_each_make_a_new_variant(
+def test_source_headers_params_options_and_compiler_each_make_a_new_variant(
     compiled: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(cuda_source, "HEADERS", shared)
     source = tmp_path / "k.cu"
     source.write_text("a")
-    images = [cuda_source._compiled(source, ("-DX=1",)), cuda_source._compiled(source, ("-DX=2",))]
+
+    def compile_now(params: str = "", option: str = "-DX=1") -> None:
+        before = len(compiled)
+        for _ in range(2):
+            cuda_source._compiled(source, params, (option,))
+        assert len(compiled) == before + 1
+
+    compile_now()
+    compile_now(option="-DX=2")
+    compile_now(params="struct Params {};")
     source.write_text("b")
-    images.append(cuda_source._compiled(source, ("-DX=2",)))
+    compile_now()
     (tmp_path / "h.cuh").write_text("c")
-    cuda_source._compiled(source, ("-DX=2",))
+    compile_now()
+    (shared / "h.cuh").write_text("d")
+    compile_now()
     monkeypatch.setattr(cuda_source, "_nvrtc", lambda: FakeNvrtc((13, 1)))
-    cuda_source._compiled(source, ("-DX=2",))
-    assert len(set(images)) == 3 and len(compiled) == 5
+    compile_now()
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
@@ -68,7 +87,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     source = tmp_path / "k.cu"
     source.write_text("a")
-    assert cuda_source._compiled(source, ()) == cuda_source._compiled(source, ())
+    assert cuda_source._compiled(source, "", ()) == cuda_source._compiled(source, "", ())
     assert len(compiled) == 2
 
 
@@ -78,3 +97,86 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"none of libnvrtc\.so\.0 is installed beside torch"):
         cuda_source._nvrtc()
     cuda_source._nvrtc.cache_clear()
+
+
+MIXED = CudaParams(
+    (
+        ("a", "int"),
+        ("b", "const u16*"),
+        ("rows", "Rows"),
+        ("c", "float"),
+        ("d", "i64"),
+        ("e", "int"),
+    ),
+    {"Rows": (("ptr", "void*"), ("stride", "i64"))},
+)
+
+
+def test_params_are_packed_by_name_as_c_lays_them_out() -> None:
+    packed = MIXED.pack(e=7, b=1 << 40, rows=(2, -3), a=-1, d=-6, c=0.5)
+    assert packed == struct.pack("<i4xQQqf4xqi4x", -1, 1 << 40, 2, -3, 0.5, -6, 7)
+    assert len(packed) == MIXED.size
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"a": 0, "b": 0, "rows": (0, 0), "c": 0.0, "d": 0},
+        {"a": 0, "b": 0, "rows": (0, 0), "c": 0.0, "d": 0, "e": 0, "f": 0},
+        {"a": 0, "b": 0, "rows": (0, 0), "c": "x", "d": 0, "e": 0},
+        {"a": 0, "b": 0, "rows": (0,), "c": 0.0, "d": 0, "e": 0},
+    ],
+    ids=["missing", "unknown", "not a number", "a member is missing"],
+)
+def test_wrong_params_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises((TypeError, struct.error)):
+        MIXED.pack(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            [("a", "long")],
+            "field a: expected a pointer, int, float, i64, u64 or a struct, got long",
+        ),
+        ([("a", "int"), ("a", "int")], "expected distinct identifiers as field names, got 'a'"),
+        ([("a b", "int")], "expected distinct identifiers as field names, got 'a b'"),
+    ],
+)
+def test_wrong_field_lists_are_refused(fields: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CudaParams(fields)
+
+
+def test_members_of_structs_have_8_bytes() -> None:
+    with pytest.raises(ValueError, match="members of struct Pair must have 8 bytes, got ii"):
+        CudaParams([("pair", "Pair")], {"Pair": [("a", "int"), ("b", "int")]})
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_the_compiler_lays_params_out_alike_and_says_the_shared_memory(tmp_path: Path) -> None:
+    fields = {"a": 0, "b": 8, "rows": 16, "c": 32, "d": 40, "e": 48}
+    source = tmp_path / "k.cu"
+    source.write_text(
+        '#include "hopper.cuh"\n#include "params.cuh"\n#include <cstddef>\n'
+        + "".join(f"static_assert(offsetof(Params, {x}) == {at});\n" for x, at in fields.items())
+        + f"static_assert(sizeof(Params) == {MIXED.size});\n"
+        + "struct Shared { float x[FLOATS]; };\n"
+        + "template __global__ void shared_bytes<sizeof(Shared)>();\n"
+        + 'extern "C" __global__ void k(const Params p) {}\n'
+    )
+    for count in (3, 300):
+        _, kernel = compile_cubin(source, MIXED, {"FLOATS": count})
+        assert kernel["shared_bytes"] == 4 * count
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_a_kernel_that_does_not_say_its_shared_memory_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "k.cu"
+    source.write_text('extern "C" __global__ void k() {}\n')
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-o", "k.cubin", "k.cu"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    image = (tmp_path / "k.cubin").read_bytes()
+    with pytest.raises(RuntimeError, match="the compiled kernel has no instance of shared_bytes"):
+        cuda_source.shared_bytes_of(image)

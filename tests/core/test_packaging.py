@@ -7,40 +7,63 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("build")
+from backend_core.family import PACKAGES
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("backend_cli", "backend_core", "dsv4_backend", "kda_backend")
+OURS = ("backend_cli", "backend_core", *PACKAGES)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Run in an installed copy; prints where the package and its tables come from.
 PROBE = """
 import sys, backend_core
+from backend_core.family import families
 from backend_core.tables.select import load_table, select
 from backend_core.target import KNOWN_TARGETS
 print(backend_core.__file__)
 for target in KNOWN_TARGETS.values():
-    table = load_table("kda", target)
+    table = load_table(families()["kda"].tables, target)
     assert select(table, "prefill").lookup(1) is not None
     print(table.source)
 """
 
 SCRIPTS_PROBE = """
-from backend_cli.bench import SCRIPTS, scripts_folder
-assert all((scripts_folder() / script).is_file() for script in SCRIPTS.values())
-print(scripts_folder())
+from backend_cli.bench import script_file, scripts
+for script in scripts().values():
+    print(script_file(script))
 """
+
+
+def test_every_folder_with_modules_is_packaged() -> None:
+    folders = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for package in OURS
+        for file in (ROOT / package).rglob("*.py")
+    }
+    packages = set(PROJECT["tool"]["setuptools"]["packages"])
+    assert packages == folders | {"backend_core.configs", "kda_dsv4_benchmarks.benchmarks"}
+    assert set(PROJECT["tool"]["mypy"]["packages"]) == set(OURS)
+
+
+def test_entry_points_are_named_after_families() -> None:
+    entries = PROJECT["project"]["entry-points"]
+    assert set(entries) == {"vllm.general_plugins", "sglang.srt.plugins"}
+    for group in entries.values():
+        for name, value in group.items():
+            assert f"{name}_backend" in PACKAGES and value.startswith(f"{name}_backend.")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is packaged: building leaves files behind."""
+    pytest.importorskip("build")
     source = tmp_path_factory.mktemp("source")
-    for name in (*PACKAGES, "configs", "benchmarks"):
+    for name in (*OURS, "configs", "benchmarks"):
         ignored = shutil.ignore_patterns("__pycache__", "recall")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -68,14 +91,12 @@ def test_the_wheel_holds_every_table_marker_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     tables = {f"backend_core/{file.relative_to(ROOT)}" for file in ROOT.glob("configs/*/*.toml")}
     modules = {
-        str(file.relative_to(ROOT))
-        for package in PACKAGES
-        for file in ROOT.glob(f"{package}/**/*.py")
+        str(file.relative_to(ROOT)) for package in OURS for file in ROOT.glob(f"{package}/**/*.py")
     }
     assert tables and tables <= names
     sources = {str(file.relative_to(ROOT)) for file in ROOT.glob("kda_backend/kernels/**/*.cu*")}
     assert sources and sources <= names
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert {f"{package}/py.typed" for package in OURS} <= names
     assert modules <= names
     scripts = {
         f"kda_dsv4_benchmarks/{file.relative_to(ROOT)}" for file in ROOT.glob("benchmarks/*.py")
@@ -124,5 +145,5 @@ def test_an_editable_install_finds_its_tables(source: Path, tmp_path: Path) -> N
     _python(tmp_path, *pip, "--target", str(target), "--editable", str(source))
     # A .pth file works in a site directory only; -S leaves out this environment's own.
     probe = f"import site; site.addsitedir({str(target)!r});{PROBE}"
-    out = _python(tmp_path, "-S", "-c", probe, XDG_CONFIG_HOME=str(tmp_path))
+    out = _python(tmp_path, "-S", "-c", probe, XDG_CONFIG_HOME=str(tmp_path), PYTHONPATH="")
     assert all(line.startswith(str(source)) for line in out.splitlines()), out

@@ -1,11 +1,25 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import tomllib
-from pathlib import Path
+from typing import Any
 
-from backend_core.tables.select import PHASES, load_table, select
+import pytest
+
+from backend_core.family import Family, families
+from backend_core.tables.select import feature_sets, load_table, select
 from backend_core.target import KNOWN_TARGETS
+from tests.core.evidence import assert_made_by_a_script
 from tests.core.golden import CONFIGS, GOLDEN, render, shipped_tables
+
+ROOT = CONFIGS.parent
+MEASURED = [
+    (file, number, entry)
+    for file in sorted(CONFIGS.glob("*/*.toml"))
+    for number, entry in enumerate(tomllib.loads(file.read_text())["path"], start=1)
+    if entry["measured"]
+]
 
 
 def test_selections_are_the_golden_ones() -> None:
@@ -13,23 +27,64 @@ def test_selections_are_the_golden_ones() -> None:
     assert render() == GOLDEN.read_text(encoding="utf-8"), message
 
 
-def test_every_known_target_has_kda_paths() -> None:
-    for target in KNOWN_TARGETS.values():
-        table = load_table("kda", target, directory=CONFIGS)
-        for phase in PHASES["kda"]:
-            assert select(table, phase).lookup(1).params is not None
+@pytest.mark.parametrize("family", families().values(), ids=lambda family: family.name)
+def test_every_kind_of_model_has_a_path_for_every_grid(family: Family) -> None:
+    """And it is one of those that the family declares, with the parameters that it declares."""
+    tables = [load_table(family.tables, t, directory=CONFIGS) for t in _targets(family)]
+    assert tables
+    for table in tables:
+        for operator in family.tables.operators:
+            for kind in feature_sets(table, operator.name):
+                chosen = select(table, operator.name, kind)
+                paths = {chosen.lookup(grid) for grid in (1, 64, 4096, 10**9)}
+                assert all(path.features >= kind for path in paths)
+                assert {path.name for path in paths} <= set(operator.paths)
+                for path in paths:
+                    declared = operator.paths[path.name]
+                    if isinstance(declared, str):  # a section of the table
+                        declared = family.tables.sections[declared]
+                    assert type(path.params) is declared and dataclasses.is_dataclass(declared)
+
+
+def test_kda_and_the_torch_paths_are_everywhere() -> None:
+    """KDA on every part; on a CPU every family, without launch parameters."""
+    assert {target.key for target in _targets(families()["kda"])} == {
+        target.key for target in KNOWN_TARGETS.values()
+    }
+    for family in families().values():
+        table = load_table(family.tables, KNOWN_TARGETS["cpu"], directory=CONFIGS)
+        assert {(row.name, tuple(row.params_dict())) for row in table.rows} == {("torch", ())}
 
 
 def test_every_table_is_read() -> None:
-    families = {family for family, _ in shipped_tables()}
-    assert families == set(PHASES)
+    assert {family for family, _ in shipped_tables()} == set(families())
 
 
-def test_a_measured_row_names_a_result_file_of_this_repository() -> None:
-    root = CONFIGS.parent
-    for file in CONFIGS.glob("*/*.toml"):
-        for entry in tomllib.loads(file.read_text())["path"]:
-            if entry["measured"]:
-                source = Path(entry["source"])
-                assert source.parts[:2] == ("benchmarks", "results"), f"{file}: {source}"
-                assert (root / source).is_file(), f"{file}: {source} does not exist"
+def test_a_measured_row_can_be_measured_again() -> None:
+    """Its source is a result file of that GPU and day, which a committed script writes."""
+    assert MEASURED
+    for file, number, entry in MEASURED:
+        where = f"{file.parent.name}/{file.name}: path {number}"
+        assert_made_by_a_script(ROOT, entry["source"], where)
+        report = json.loads((ROOT / entry["source"]).read_text(encoding="utf-8"))
+        found = {key: report.get(key) for key in ("gpu", "date")}
+        assert found == {key: entry[key] for key in found}, where
+
+
+def test_fitted_sections_name_a_sweep_that_can_be_made_again() -> None:
+    found = 0
+    for file in sorted(CONFIGS.glob("*/*.toml")):
+        document = tomllib.loads(file.read_text())
+        for name, section in document.items():
+            if name not in ("table", "path") and section.get("fitted"):
+                assert_made_by_a_script(ROOT, section["fit_source"], f"{file.name}: {name}")
+                found += 1
+    assert found
+
+
+def _targets(family: Family) -> list[Any]:
+    return [
+        target
+        for target in KNOWN_TARGETS.values()
+        if (CONFIGS / family.name / f"{target.key}.toml").is_file()
+    ]

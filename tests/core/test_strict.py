@@ -29,13 +29,13 @@ def test_each_reason_is_logged_once(
         for reason in ("no table for sm75", "no table for sm75", "lacks snapshots"):
             fallback(reason)
     assert [record.getMessage() for record in caplog.records] == [
-        "falling back to stock code: no table for sm75",
-        "falling back to stock code: lacks snapshots",
+        "falling back to upstream's code: no table for sm75",
+        "falling back to upstream's code: lacks snapshots",
     ]
 
 
 def test_strict_mode_raises_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     for _ in range(2):
-        with pytest.raises(FallbackError, match="forbids falling back to stock code: no table"):
+        with pytest.raises(FallbackError, match="forbids falling back to upstream's code: no table"):
             fallback("no table")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from backend_core.family import PACKAGES
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -32,9 +34,10 @@ PRELUDES = {
         cache = torch.zeros(1, 64 * 132, dtype=torch.uint8)
     """
 }
+_PAGE = "docs/adding-a-kernel-path.md"
 MODULES = {
-    ("docs/adding-a-kernel-path.md", "def prefill_by_token("): "kda_backend.prefill.torch",
-    ("docs/adding-a-kernel-path.md", "PIPELINES = {"): "kda_backend.prefill.two_stage",
+    (_PAGE, "def prefill_by_token("): "kda_backend.prefill.torch",
+    (_PAGE, "from kda_backend.prefill.torch import"): "kda_backend.prefill.paths",
 }
 
 
@@ -73,9 +76,15 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository in which commands may write, with the program on the path."""
     tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__", ".*")
-    for name in ("backend_cli", "backend_core", "benchmarks", "configs", "docs", "dsv4_backend"):
-        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
-    for name in ("kda_backend", "tests"):
+    for name in (
+        "backend_cli",
+        "backend_core",
+        *PACKAGES,
+        "benchmarks",
+        "configs",
+        "docs",
+        "tests",
+    ):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)

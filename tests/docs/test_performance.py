@@ -1,9 +1,40 @@
 from __future__ import annotations
 
-from docs import performance
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import performance, support_matrix
+
+# a number with the unit of a measurement: it has to come from a file
+FIGURE = re.compile(r"\d\s*(?:µs|ms|ns|%|×|GB|MB|KiB|GiB|times)(?!\w)")
+
+FORMAT = re.compile(r"\.\d+%")  # of a share, in an f-string
 
 
 def test_the_page_is_what_the_files_say() -> None:
     assert performance.PAGE.read_text(encoding="utf-8") == performance.render(), (
         "run python docs/performance.py"
     )
+
+
+def typed_figures(source: str) -> list[str]:
+    """The strings of a generator that hold a figure."""
+    strings = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return [text for text in strings if FIGURE.search(text) and not FORMAT.fullmatch(text)]
+
+
+@pytest.mark.parametrize("module", [performance, support_matrix])
+def test_no_figure_is_typed_into_a_generator(module: object) -> None:
+    assert typed_figures(Path(str(vars(module)["__file__"])).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("text", ["58 % of it", "1.02 µs", "786 MB", "2.1× as fast", "4 times"])
+def test_a_typed_figure_is_found(text: str) -> None:
+    assert typed_figures(f"x = 'K = 128, {text}'") and not typed_figures("x = 'K = V = 128, µs'")

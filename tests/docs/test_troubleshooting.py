@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from backend_core.family import PACKAGES
+
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("backend_cli", "backend_core", "dsv4_backend", "kda_backend")
+OURS = ("backend_cli", "backend_core", *PACKAGES)
 
 
 def messages() -> list[str]:
@@ -30,7 +32,7 @@ def text_of(node: ast.AST | None) -> str | None:
 
 
 def strings() -> list[str]:
-    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    files = [file for package in OURS for file in (ROOT / package).rglob("*.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
     return [text for text in map(text_of, nodes) if text is not None]
 

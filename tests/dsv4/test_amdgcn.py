@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_backend import RowPlan, SeqLens, arguments, reference_step
-from dsv4_backend.kernels.decode_step import decode_step_kernel
+from backend_core.target import KNOWN_TARGETS
+from dsv4_backend import SeqLens
+from dsv4_backend.compressor.bound import BoundLaunch
+from dsv4_backend.compressor.in_place import in_torch
+from dsv4_backend.compressor.variants import decode_variant
+from dsv4_backend.selection import decode_selection
 from tests.dsv4.cases import DEVICE, make_spec
 from tests.dsv4.test_decode import check, prepare
 from tests.dsv4.wave64 import Memory, Wave
@@ -54,42 +58,34 @@ def execute(text: str, memory: Memory, workgroups: int, arguments: Sequence[obje
         wave.run(workgroup, values)
 
 
-def run_in_place(text: str, head_dim: int, dtype: str, phase: str) -> None:
+def run_in_place(text: str, head_dim: int, dtype: str) -> None:
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     g = torch.Generator().manual_seed(head_dim)
     kv = torch.randn(3, head_dim + 16, generator=g).to(torch_dtype)
     weight = (0.5 + torch.rand(head_dim, generator=g)).to(torch_dtype)
     angle = 6.3 * torch.rand(64, 32, generator=g)
     table = torch.stack((angle.cos(), angle.sin()), -1).flatten(1)
-    rows = torch.tensor([[2, 0, 59, 8], [-1, -1, -1, -1], [0, 1, 3, 8], [1, 1, 12, 8]])
-    plan = RowPlan(rows.int()) if phase == "prefill" else SeqLens(torch.tensor([60, -1, 4]).int())
-    entries = plan.rows if isinstance(plan, RowPlan) else plan.seq_lens
+    seq_lens = SeqLens(torch.tensor([60, -1, 4]).int()).seq_lens
 
     memory = Memory()
-    before = [t.clone() for t in (kv, weight, table, entries)]
-    execute(text, memory, plan.num_tokens, [kv, weight, table, entries, EPS, kv.stride(0), 64])
+    before = [t.clone() for t in (kv, weight, table, seq_lens)]
+    execute(text, memory, len(seq_lens), [kv, weight, table, seq_lens, EPS, kv.stride(0), 64])
 
     want = before[0].clone()
-    reference_step.compress_in_place(
-        want[:, :head_dim], weight, EPS, table, plan, 4, head_dim == 128
-    )
+    rotate = head_dim == 128
+    in_torch(want[:, :head_dim], weight, EPS, table, seq_lens, compress_ratio=4, rotate=rotate)
     assert torch.equal(kv[:, head_dim:], before[0][:, head_dim:])
     tolerance = {"rtol": 0.0, "atol": 4e-6} if dtype == "fp32" else {"rtol": 2**-7, "atol": 1e-6}
     torch.testing.assert_close(kv.float(), want.float(), **tolerance)
     assert not torch.equal(kv[0], before[0][0])
-    for tensor, original in zip((weight, table, entries), before[1:], strict=True):
+    for tensor, original in zip((weight, table, seq_lens), before[1:], strict=True):
         assert torch.equal(tensor, original)
 
 
 @pytest.mark.parametrize("large", ["", ", over 2 GiB"])
-@pytest.mark.parametrize(
-    "head_dim, dtype, phase",
-    [(128, "fp32", "decode"), (128, "fp32", "prefill"), (128, "bf16", "prefill"),
-     (512, "fp32", "prefill")],
-)  # fmt: skip
-def test_in_place(assembly: dict[str, str], head_dim: int, dtype: str, phase: str, large: str):
-    text = assembly[f"in_place {head_dim} {dtype} {phase}{large}"]
-    run_in_place(text, head_dim, dtype, phase)
+@pytest.mark.parametrize("head_dim, dtype", [(128, "fp32"), (128, "bf16"), (512, "fp32")])
+def test_in_place(assembly: dict[str, str], head_dim: int, dtype: str, large: str):
+    run_in_place(assembly[f"in_place {head_dim} {dtype}{large}"], head_dim, dtype)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the cases' tensors are on the GPU")
@@ -109,15 +105,18 @@ def test_decode_step(
     layer, engine, histories, entries, kv_score = prepare(spec, layout, seed=14)
     before = engine.state.clone()
     plan = engine.decode_plan(entries)
-    part = (layer, kv_score, engine.state, engine.cache)
+    call = engine.call(layer, kv_score)
+    path = decode_selection(KNOWN_TARGETS["MI355X"], spec).lookup(1)
+    bound = BoundLaunch(decode_variant(path, spec, layout, 4, False), call, plan)
+    arguments = [x for x in bound.in_order(call, plan) if x is not None]
     text = assembly[f"decode {cache_format} c4 {layout}{large}"]
-    execute(text, Memory(), plan.num_tokens, arguments.of_kernel(decode_step_kernel, part, plan))
+    execute(text, Memory(), plan.num_tokens, arguments)
     check(layer, engine, histories, entries, before)
 
 
 def test_a_wrong_lane_movement_is_seen(assembly: dict[str, str]) -> None:
-    text = assembly["in_place 128 fp32 decode"]
+    text = assembly["in_place 128 fp32"]
     wrong = text.replace("quad_perm:[1,0,3,2]", "quad_perm:[0,1,2,3]")
     assert wrong != text
     with pytest.raises(AssertionError, match="not close"):
-        run_in_place(wrong, 128, "fp32", "decode")
+        run_in_place(wrong, 128, "fp32")

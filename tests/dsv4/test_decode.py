@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_backend import compress_decode_, compress_decode_pair_, reference_step, warm_up
-from dsv4_backend import selection as paths
+from dsv4_backend import compress_decode_, warm_up
+from dsv4_backend.compressor.torch_step import step
 from tests.dsv4.cases import (
     TARGET,
     Engine,
@@ -66,25 +66,25 @@ def run(spec, layout, **kwargs):
     """As the launch before may have written anything, and as an engine's has written the input."""
     layer, engine, histories, entries, kv_score = prepare(spec, layout, **kwargs)
     before, cache = engine.state.clone(), engine.cache.clone()
-    for is_settled in (False, True):
+    for is_safe in (False, True):
         engine.state.copy_(before)
         engine.cache.copy_(cache)
-        plan = engine.decode_plan(entries, is_settled)
+        plan = engine.decode_plan(entries, is_safe)
         settle()
         compress_decode_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
         check(layer, engine, histories, entries, before)
 
 
-FORMATS = ["fp8_ds_mla", "bf16_rows", "fp8_rows", "indexer_fp8", "indexer_mxfp4"]
+FORMATS = ["fp8_ds_mla", "bf16_rows", "indexer_fp8", "indexer_mxfp4"]
 
 
-@pytest.mark.parametrize("rounding", ["official", "sglang", "vllm"])
+@pytest.mark.parametrize("rounding", ["sglang", "vllm"])
 @pytest.mark.parametrize("cache_format", FORMATS)
 def test_formats_and_roundings(cache_format: str, rounding: str) -> None:
     run(make_spec(cache_format, rounding=rounding), "ring")
 
 
-@pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
+@pytest.mark.parametrize("layout", ["ring", "paged"])
 @pytest.mark.parametrize(
     "cache_format, ratio", [("fp8_ds_mla", 4), ("indexer_fp8", 4), ("fp8_ds_mla", 128)]
 )
@@ -92,7 +92,7 @@ def test_plans(cache_format: str, ratio: int, layout: str) -> None:
     run(make_spec(cache_format, ratio, page_tokens=3), layout, seed=1)
 
 
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_rows", "indexer_fp8"])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "indexer_fp8"])
 @pytest.mark.parametrize("rounding", ["sglang", "vllm"])
 def test_fnuz(cache_format: str, rounding: str) -> None:
     run(make_spec(cache_format, rounding=rounding, fp8="fnuz"), "ring", seed=2)
@@ -114,38 +114,14 @@ def test_bf16_state() -> None:
     run(make_spec("indexer_fp8"), "ring", state_dtype=torch.bfloat16, seed=5)
 
 
-@pytest.mark.parametrize("is_settled", [False, True])
-@pytest.mark.parametrize("rows", [6, 512])
-@pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
-def test_pair_equals_its_parts(
-    layout: str, rows: int, is_settled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the launch parameters of a small batch and of a large one."""
-    launch = paths.Paths.launch
-    monkeypatch.setattr(paths.Paths, "launch", lambda self, _: launch(self, rows))
-    main = prepare(make_spec("fp8_ds_mla"), layout, seed=6)
-    indexer = prepare(make_spec("indexer_fp8", page_tokens=5), layout, seed=7)
-    table = main[0].rope_table
-    object.__setattr__(indexer[0], "rope_table", table)
-    plans = [part[1].decode_plan(part[3], is_settled) for part in (main, indexer)]
-    if layout == "paged":
-        object.__setattr__(plans[1], "requests", plans[0].requests)
-    before = [part[1].state.clone() for part in (main, indexer)]
-    parts = [(part[0], part[4], part[1].state, part[1].cache) for part in (main, indexer)]
-    settle()
-    compress_decode_pair_(parts[0], parts[1], plans[0], plans[1], target=TARGET)
-    for part, state in zip((main, indexer), before, strict=True):
-        check(*part[:4], state)
-
-
-@pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
+@pytest.mark.parametrize("layout", ["ring", "paged"])
 @pytest.mark.parametrize("ratio", [4, 128])
-def test_the_reference_step_is_the_definition(layout: str, ratio: int) -> None:
+def test_the_torch_path_is_the_definition(layout: str, ratio: int) -> None:
     spec = make_spec("fp8_ds_mla", ratio)
     layer, engine, histories, entries, kv_score = prepare(spec, layout, seed=8)
     before, given = engine.state.clone(), kv_score.clone()
     plan = engine.decode_plan(entries)
-    reference_step.step(layer, kv_score, engine.state, engine.cache, plan)
+    step(engine.call(layer, kv_score), plan)
     check(layer, engine, histories, entries, before)
     torch.testing.assert_close(kv_score, given, rtol=0, atol=0, equal_nan=True)
 
@@ -179,14 +155,14 @@ def test_no_requests() -> None:
     layer, engine, _, _, kv_score = prepare(make_spec("indexer_fp8"), "ring", seed=12)
     before = engine.state.clone()
     plan = engine.decode_plan([None])
-    object.__setattr__(plan, "plan", plan.plan[:0])
+    object.__setattr__(plan, "entries", plan.entries[:0])
     object.__setattr__(plan, "slots", plan.slots[:0])
     compress_decode_(layer, kv_score[:0], engine.state, engine.cache, plan, target=TARGET)
     assert_records(engine, layer, {})
     torch.testing.assert_close(engine.state, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("layout", ["ring", "ring_v1", "paged"])
+@pytest.mark.parametrize("layout", ["ring", "paged"])
 def test_warm_up_writes_nothing(layout: str) -> None:
     layer, engine, _, entries, kv_score = prepare(make_spec("indexer_fp8"), layout, seed=13)
     before = engine.state.clone()

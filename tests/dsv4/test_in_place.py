@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_backend import RowPlan, SeqLens, compress_norm_rope_hadamard_, reference_step
+from dsv4_backend import SeqLens, compress_norm_rope_hadamard_
+from dsv4_backend.compressor.in_place import in_torch
 from tests.dsv4.cases import DEVICE, TARGET, rope_table
 
 EPS = 1e-6
@@ -19,13 +20,15 @@ def make_rows(rows: int, head_dim: int, dtype: torch.dtype, stride: int | None =
     return buffer[:, :head_dim], weight
 
 
+def compress(kv, weight, table, plan, ratio, rotate):
+    options = {"head_dim": kv.shape[1], "compress_ratio": ratio, "rotate": rotate}
+    compress_norm_rope_hadamard_(kv, weight, EPS, table, plan, **options, target=TARGET)
+
+
 def run_both(kv, weight, plan, ratio, rotate):
     want = kv.clone()
-    reference_step.compress_in_place(want, weight, EPS, TABLE, plan, ratio, rotate)
-    compress_norm_rope_hadamard_(
-        kv, weight, EPS, TABLE, plan,
-        head_dim=kv.shape[1], compress_ratio=ratio, rotate=rotate, target=TARGET,
-    )  # fmt: skip
+    in_torch(want, weight, EPS, TABLE, plan.seq_lens, compress_ratio=ratio, rotate=rotate)
+    compress(kv, weight, TABLE, plan, ratio, rotate)
     return want
 
 
@@ -51,32 +54,13 @@ def test_decode(head_dim: int, ratio: int, rotate: bool, dtype: torch.dtype) -> 
     assert not torch.equal(kv[[0, 2]], before[[0, 2]])
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("head_dim", [128, 512])
-def test_prefill_touches_the_planned_rows_alone(head_dim: int, ratio: int) -> None:
-    kv, weight = make_rows(9, head_dim, torch.float32)
-    kv[torch.tensor([1, 3, 5, 6, 7, 8])] = 10000.0  # what sglang leaves in unplanned rows
+def test_rows_after_the_plans_are_left_alone() -> None:
+    kv, weight = make_rows(9, 512, torch.float32)
+    kv[3:] = 10000.0  # what sglang leaves in rows without a plan entry
     before = kv.clone()
-    rows = [
-        [4, 0, 3 * ratio - 1, 8],
-        [-1, -1, -1, -1],
-        [0, 1, ratio - 1, 0],
-        [2, 1, 6 * ratio - 1, 8],
-    ]
-    rows.append([8, 1, 6 * ratio, 8])  # not the end of a window
-    plan = RowPlan(torch.tensor(rows, dtype=torch.int32, device=DEVICE).view(torch.uint8))
-    want = run_both(kv, weight, plan, ratio, head_dim == 128)
+    want = run_both(kv, weight, SeqLens(torch.tensor([8, 12, 400], device=DEVICE)), 4, False)
     assert_rows(kv, want)
-    assert torch.equal(kv[[1, 3, 5, 6, 7, 8]], before[[1, 3, 5, 6, 7, 8]])
-
-
-def test_decode_equals_prefill() -> None:
-    kv, weight = make_rows(3, 128, torch.bfloat16)
-    other = kv.clone()
-    run_both(kv, weight, SeqLens(torch.tensor([8, 12, 400], device=DEVICE)), 4, True)
-    rows = torch.tensor([[2, 0, 399, 0], [0, 0, 7, 0], [1, 0, 11, 0]], dtype=torch.int32)
-    run_both(other, weight, RowPlan(rows.to(DEVICE)), 4, True)
-    assert torch.equal(kv, other)
+    assert torch.equal(kv[3:], before[3:])
 
 
 def test_no_rows() -> None:
@@ -91,10 +75,7 @@ def test_complex_table_is_the_interleaved_one() -> None:
     other = kv.clone()
     plan = SeqLens(torch.tensor([40], device=DEVICE))
     run_both(kv, weight, plan, 4, True)
-    compress_norm_rope_hadamard_(
-        other, weight, EPS, torch.view_as_complex(TABLE.view(-1, 32, 2)), plan,
-        head_dim=128, compress_ratio=4, rotate=True, target=TARGET,
-    )  # fmt: skip
+    compress(other, weight, torch.view_as_complex(TABLE.view(-1, 32, 2)), plan, 4, True)
     assert torch.equal(kv, other)
 
 

@@ -11,14 +11,14 @@ from tests.dsv4.cases import DEVICE, make_spec
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from dsv4_backend.kernels.numerics import (  # isort: skip
+from backend_core.kernels.codecs import (  # isort: skip
     ceil_log2_ratio,
     encode_e2m1,
     encode_e4m3,
     exp2_int,
-    hadamard,
     round_bf16,
 )
+from backend_core.kernels.rope_hadamard import hadamard  # isort: skip
 
 
 @triton.jit

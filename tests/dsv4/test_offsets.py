@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_backend import SeqLens, compress_decode_, compress_norm_rope_hadamard_, reference_step
+from dsv4_backend import SeqLens, compress_decode_, compress_norm_rope_hadamard_
+from dsv4_backend.compressor.in_place import in_torch
 from tests.dsv4.cases import (
     DEVICE,
     TARGET,
@@ -41,11 +42,9 @@ def test_rows(tmp_path: Path) -> None:
     kv.copy_(torch.randn(2, 128))
     want, weight, table = kv.contiguous(), torch.ones(128, device=DEVICE), rope_table()
     plan = SeqLens(torch.tensor([4, 8], device=DEVICE))
-    reference_step.compress_in_place(want, weight, 1e-6, table, plan, 4, True)
-    compress_norm_rope_hadamard_(
-        kv, weight, 1e-6, table, plan,
-        head_dim=128, compress_ratio=4, rotate=True, target=TARGET,
-    )  # fmt: skip
+    in_torch(want, weight, 1e-6, table, plan.seq_lens, compress_ratio=4, rotate=True)
+    options = {"head_dim": 128, "compress_ratio": 4, "rotate": True}
+    compress_norm_rope_hadamard_(kv, weight, 1e-6, table, plan, **options, target=TARGET)
     torch.testing.assert_close(kv.float(), want.float(), rtol=2**-7, atol=1e-6)
 
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_backend import compress_decode_, compress_prefill_, reference_step, window_ends
+from dsv4_backend import compress_decode_, compress_prefill_, window_ends
+from dsv4_backend.compressor.torch_step import step
 from tests.dsv4.cases import (
     DEVICE,
     TARGET,
@@ -22,18 +23,20 @@ from tests.dsv4.cases import (
     make_spec,
 )
 
-LAYOUTS = ["ring", "ring_v1", "paged"]
+LAYOUTS = ["ring", "paged"]
 
 
-def serve(layer, engine, histories, calls: list[list[Chunk]], input_dtype=torch.float32, step=None):
+def serve(
+    layer, engine, histories, calls: list[list[Chunk]], input_dtype=torch.float32, torch_path=False
+):
     for chunks in calls:
         kv_score = torch.cat([histories[r][start:end] for r, start, end in chunks])
         plan = engine.prefill_plan(chunks)
-        args = (layer, kv_score.to(input_dtype), engine.state, engine.cache, plan)
-        if step is None:
-            compress_prefill_(*args, target=TARGET)
+        kv_score = kv_score.to(input_dtype)
+        if torch_path:
+            step(engine.call(layer, kv_score), plan)
         else:
-            step(*args)
+            compress_prefill_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
 
 
 def wanted(layer, engine, histories, lengths):
@@ -76,12 +79,12 @@ def test_c128_chunks(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ratio", [4, 128])
-def test_the_reference_step_is_the_definition(ratio: int, layout: str) -> None:
+def test_the_torch_path_is_the_definition(ratio: int, layout: str) -> None:
     lengths = [2 * ratio + 3, ratio]
     layer, engine, histories = make("fp8_ds_mla", ratio, layout, lengths, 40)
     calls = [[(0, 0, ratio + 2), (1, 0, ratio - 1)], [(1, ratio - 1, ratio)]]
     calls.append([(0, ratio + 2, 2 * ratio + 3)])
-    serve(layer, engine, histories, calls, step=reference_step.step)
+    serve(layer, engine, histories, calls, torch_path=True)
     assert_records(engine, layer, wanted(layer, engine, histories, lengths))
 
 

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from backend_core.launch.triton import KernelLaunch
+from backend_core.tables.select import PathSelection
 from dsv4_backend import quantise_indexer_queries, reference
-from dsv4_backend import selection as paths
-from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
+from dsv4_backend.selection import select_paths
 from tests.dsv4.cases import DEVICE, TARGET, make_spec, rope_table
 
 
@@ -54,17 +53,15 @@ def test_bytes(cache_format: str, rounding: str, rotate: bool) -> None:
 
 
 @pytest.mark.parametrize("cache_format", ["indexer_fp8", "indexer_mxfp4"])
-def test_heads_a_program_change_nothing(cache_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_per_program_change_nothing(cache_format: str) -> None:
     spec = make_spec(cache_format, rope_layout="split")
     q, positions, weights = draw(tokens=2, heads=7)
     arguments = (spec, q, positions, rope_table("split"), weights, 0.1, 0.5)
-    results = []
+    path, results = select_paths(TARGET, "queries").lookup(1), []
     for heads in (1, 2, 4):
-        constexprs = paths.query_constexprs(spec) | {"HEADS": heads}
-        kernel = KernelLaunch(indexer_queries_kernel, constexprs, {"num_warps": 1})
-        launch = paths.QueryLaunch(kernel, heads)
-        monkeypatch.setattr(paths.Paths, "launch", lambda self, rows, launch=launch: launch)
-        results.append(quantise_indexer_queries(*arguments, target=TARGET))
+        params = dataclasses.replace(path.params, heads=heads)
+        forced = PathSelection.of(dataclasses.replace(path, params=params))
+        results.append(quantise_indexer_queries(*arguments, target=TARGET, selection=forced))
     for codes, scales, out in results[1:]:
         want_codes, want_scales, want_out = results[0]
         # compilers may fuse a product and a sum in one of two ways

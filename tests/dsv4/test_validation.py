@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import dsv4_backend as dsv4
-from dsv4_backend import compressor, validation
-from dsv4_backend.step_plan import DecodePlan
+from dsv4_backend.compressor import decode as decode_pipeline
+from dsv4_backend.compressor.bound import CompressorCall
+from dsv4_backend.selection import select_paths
+from dsv4_backend.step_plan import DecodeStepPlan
 from tests.dsv4.cases import DEVICE, TARGET, Engine, make_history, make_layer, make_spec, rope_table
 
 KV = torch.randn(4, 128, device=DEVICE)
@@ -21,7 +25,7 @@ PLAN = dsv4.SeqLens(torch.tensor([4, 8, 12, 16], device=DEVICE))
 
 def in_place(**changes: object) -> None:
     args: dict[str, object] = {
-        "kv": KV, "weight": WEIGHT, "eps": 1e-6, "freqs_cis": TABLE, "plan": PLAN,
+        "kv": KV, "weight": WEIGHT, "eps": 1e-6, "freqs_cis": TABLE, "step_plan": PLAN,
         "head_dim": 128, "compress_ratio": 4, "rotate": True, "target": TARGET,
     }  # fmt: skip
     dsv4.compress_norm_rope_hadamard_(**(args | changes))  # type: ignore[arg-type]
@@ -40,7 +44,7 @@ def in_place(**changes: object) -> None:
         ({"kv": KV.repeat(1, 2)[:, ::2]}, "kv must have stride 1 in dimension 1, got 2"),
         ({"weight": WEIGHT[:64]}, r"weight must have shape \[128\], got \[64\]"),
         ({"freqs_cis": TABLE[:, :32]}, r"freqs_cis must have shape \[positions, 64\], got"),
-        ({"plan": PLAN.seq_lens}, "plan must be SeqLens or RowPlan, got Tensor"),
+        ({"step_plan": PLAN.seq_lens}, "step_plan must be a SeqLens, got Tensor"),
         ({"kv": KV[:3]}, r"seq_lens must have at most 3 entries \(rows of kv\), got 4"),
     ],
 )
@@ -66,7 +70,7 @@ ROW = make_history(SPEC, 1, 0)
 def decode(**changes: object) -> None:
     args: dict[str, object] = {
         "layer": LAYER, "kv_score": ROW, "state": ENGINE.state, "cache": ENGINE.cache,
-        "plan": DECODE, "target": TARGET,
+        "step_plan": DECODE, "target": TARGET,
     }  # fmt: skip
     dsv4.compress_decode_(**(args | changes))  # type: ignore[arg-type]
 
@@ -81,8 +85,15 @@ def decode(**changes: object) -> None:
         ({"cache": ENGINE.cache.view(torch.int8)}, "cache must have dtype uint8, got int8"),
         ({"cache": ENGINE.cache[:, :527]}, "cache must have pages of at least 528 bytes .*got 527"),
         ({"cache": torch.zeros(2, 530, dtype=torch.uint8, device=DEVICE)}, "aligned to 4 bytes"),
-        ({"plan": PLAN}, "plan must be a decode plan of metadata, got SeqLens"),
-        ({"plan": ENGINE.prefill_plan([(0, 0, 4)])}, "must be a decode plan .* got RingPrefill"),
+        ({"step_plan": PLAN}, "step_plan must be a DecodeStepPlan, got SeqLens"),
+        (
+            {"step_plan": ENGINE.prefill_plan([(0, 0, 4)])},
+            "step_plan must be a DecodeStepPlan, got RingPrefill",
+        ),
+        (
+            {"selection": select_paths(TARGET, "main_c4_decode")},
+            "selection must be of indexer_decode, got one of main_c4_decode",
+        ),
     ],
 )
 def test_decode(changes: dict[str, object], message: str) -> None:
@@ -93,7 +104,7 @@ def test_decode(changes: dict[str, object], message: str) -> None:
 
 
 def test_prefill_refuses_a_decode_plan() -> None:
-    with pytest.raises(ValueError, match=r"must be a prefill plan .* got RingDecode"):
+    with pytest.raises(ValueError, match="step_plan must be a PrefillStepPlan, got RingDecode"):
         dsv4.compress_prefill_(LAYER, ROW, ENGINE.state, ENGINE.cache, DECODE, target=TARGET)  # type: ignore[arg-type]
 
 
@@ -104,7 +115,7 @@ def test_prefill_refuses_a_decode_plan() -> None:
         ({"head_dim": 512}, "cache_format indexer_fp8 must have head_dim 128, got 512"),
         ({"compress_ratio": 128}, "head_dim 128 must have compress_ratio 4, got 128"),
         ({"cache_format": "fp8"}, "cache_format must be fp8_ds_mla or .* got 'fp8'"),
-        ({"rounding": "fp32"}, "rounding must be official or sglang or vllm, got 'fp32'"),
+        ({"rounding": "fp32"}, "rounding must be sglang or vllm, got 'fp32'"),
         ({"fp8": "e4m3"}, "fp8 must be ocp or fnuz, got 'e4m3'"),
         ({"rope_layout": "neox"}, "rope_layout must be interleaved or split, got 'neox'"),
         ({"page_tokens": 0}, "page_tokens must be positive, got 0"),
@@ -141,10 +152,7 @@ def _i32(*shape: int) -> torch.Tensor:
     "build, message",
     [
         (lambda: dsv4.SeqLens(_i32(3).float()), "seq_lens must have dtype int32 or int64, got"),
-        (lambda: dsv4.RowPlan(_i32(3, 3)), r"rows must have shape \[N, 4\], got \[3, 3\]"),
-        (lambda: dsv4.RowPlan(_i32(3, 3).view(torch.uint8)), r"rows must have shape \[N, 16\]"),
         (lambda: dsv4.RingDecode(_i32(3, 4), _i32(2)), r"slots must have shape \[3\], got \[2\]"),
-        (lambda: dsv4.RingDecodeV1(_i32(3), _i32(2), _i32(3)), r"pages must have shape \[3\]"),
         (lambda: dsv4.RingPrefill(_i32(3, 4), _i32(2, 4), _i32(3)), r"writes must have .*\[N, 2\]"),
         (
             lambda: dsv4.PagedDecode(_i32(3), _i32(2), _i32(3), _i32(1, 2), _i32(3)),
@@ -161,22 +169,6 @@ def test_plans(build: Callable[[], object], message: str) -> None:
         build()
 
 
-def test_pairs_share_what_one_launch_shares() -> None:
-    main = make_layer(make_spec("fp8_ds_mla"))
-    engine = Engine("ring", main.spec, [8])
-    plan = engine.decode_plan([(0, 8)])
-    with pytest.raises(ValueError, match="rope_table of a pair must be one tensor, got two"):
-        validation.check_pair(main, LAYER)
-    with pytest.raises(ValueError, match=r"a pair must have head_dim 512 .* got 128 and 512"):
-        validation.check_pair(LAYER, main)
-    other = make_layer(make_spec("indexer_fp8", rounding="sglang"))
-    with pytest.raises(ValueError, match="rounding of a pair must be the same, got 'vllm'"):
-        validation.check_pair(main, other)
-    paged = Engine("paged", SPEC, [8]).decode_plan([(0, 8)])
-    with pytest.raises(ValueError, match="plan of a pair must be the same, got 'RingDecode'"):
-        validation.check_pair_plans(plan, paged)
-
-
 def test_a_target_without_a_table_is_named() -> None:
     from backend_core.target import Target
 
@@ -184,21 +176,35 @@ def test_a_target_without_a_table_is_named() -> None:
         decode(target=Target("nvidia", "sm75", 40, "T4"))
 
 
-def test_what_was_found_right_is_kept_for_calls_that_agree() -> None:
+def test_a_launch_cache_keeps_what_calls_that_agree_need() -> None:
     """Another cache, state or weight at another address is checked and packed anew."""
     engine = Engine("ring", LAYER.spec, [8])
     layer, kv_score = make_layer(LAYER.spec), torch.zeros(1, LAYER.spec.row_width, device=DEVICE)
-    plan = engine.decode_plan([(0, 8)])
+    step_plan, launches = engine.decode_plan([(0, 8)]), dsv4.LaunchCache()
 
-    def found(state: torch.Tensor, cache: torch.Tensor, plan: DecodePlan) -> object:
-        return compressor.ready((layer, kv_score, state, cache), plan, "decode", TARGET)
+    def found(state: torch.Tensor, cache: torch.Tensor, step_plan: DecodeStepPlan) -> object:
+        call = CompressorCall(layer, kv_score, state, cache)
+        return launches.find(decode_pipeline.bind, call, step_plan, TARGET, None)
 
-    first = found(engine.state, engine.cache, plan)
+    first = found(engine.state, engine.cache, step_plan)
     assert found(engine.state, engine.cache, engine.decode_plan([(0, 8)])) is first
-    assert found(engine.state, engine.cache.clone(), plan) is not first
-    assert found(engine.state.clone(), engine.cache, plan) is not first
+    assert found(engine.state, engine.cache.clone(), step_plan) is not first
+    assert found(engine.state.clone(), engine.cache, step_plan) is not first
     assert found(engine.state, engine.cache, engine.decode_plan([(0, 8)], True)) is not first
     with pytest.raises(ValueError, match="kv_score must have at least 2 rows"):
         found(engine.state, engine.cache, engine.decode_plan([(0, 8), None]))
     layer.norm_weight.data = layer.norm_weight.clone()
-    assert found(engine.state, engine.cache, plan) is not first
+    assert found(engine.state, engine.cache, step_plan) is not first
+
+
+def test_a_launch_cache_keeps_no_engine_memory_alive() -> None:
+    engine, launches = Engine("ring", LAYER.spec, [8]), dsv4.LaunchCache()
+    engine.fill_state(LAYER, 0, make_history(LAYER.spec, 7, 0))
+    caches = weakref.ref(engine.state), weakref.ref(engine.cache)
+    step_plan = engine.decode_plan([(0, 8)])
+    dsv4.compress_decode_(
+        LAYER, ROW, engine.state, engine.cache, step_plan, target=TARGET, launches=launches
+    )
+    del engine
+    gc.collect()
+    assert [cache() for cache in caches] == [None, None]

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from backend_cli import demo
+from backend_cli import demo, terminal
 from backend_cli.errors import BadInputError, CliError
+from backend_core.family import families
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import compressor
+from dsv4_backend import reference
 from dsv4_backend.engines import transformers as dsv4
 from kda_backend.engines import transformers as kda
+
+TINY = "DeepSeek-V4's KV compressor (tiny model, random weights)"
 
 
 def test_report_and_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(2) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "demo: accuracy 1.000, stock 1.000, 2 questions"
-    assert lines[-2].startswith("DeepSeek-V4 (tiny, random weights): 16 of 16 tokens equal")
+    assert lines[-1] == "demo: accuracy 1.000, upstream 1.000, 2 questions"
+    assert lines[-2].startswith(f"{TINY}: 16 of 16 tokens equal")
     text = "\n".join(lines)
     assert all(command in text for command in demo.SERVE)
     assert all(target.name in text for target in KNOWN_TARGETS.values())
@@ -30,10 +35,40 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(1, json_output=True) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["schema"] == demo.SCHEMA and report["questions"] == 1
-    assert report["accuracy"] == report["stock_accuracy"] == report["token_agreement"] == 1.0
-    assert report["tokens_per_second"] > 0 and report["stock_tokens_per_second"] > 0
-    assert len(report["paths"]) == len(KNOWN_TARGETS)
-    assert all(row["error"] or row["prefill"]["path"] for row in report["paths"])
+    assert report["accuracy"] == report["upstream_accuracy"] == report["token_agreement"] == 1.0
+    assert report["tokens_per_second"] > 0 and report["upstream_tokens_per_second"] > 0
+    assert report["tiny_equal_tokens"] == {families()["dsv4"].title: report["tiny_tokens"]}
+    shown = {(row["target"]["name"], row["family"]) for row in report["paths"]}
+    assert shown == {(target, family) for target in KNOWN_TARGETS for family in families()}
+    for row in report["paths"]:
+        operators = families()[row["family"]].tables.operator_names
+        assert row["error"] or list(row["paths"]) == list(operators)
+
+
+def test_progress_is_written_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    assert demo.run(2) == 0
+    lines = capsys.readouterr().err.splitlines()
+    for name in ("this backend", "transformers"):
+        shown = [line for line in lines if line.startswith(name)]
+        assert [line.split()[-1] for line in shown[1:]] == ["1.000", "1.000"]
+        assert [f"{done}/2" in line for done, line in enumerate(shown)] == [True, True, True]
+
+
+def test_threads_are_bounded_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    generate = demo.generate
+
+    def counting(*arguments: Any) -> list[int]:
+        seen.append(torch.get_num_threads())
+        return generate(*arguments)
+
+    monkeypatch.setattr(demo, "generate", counting)
+    torch.set_num_threads(2)
+    assert demo.run(1) == 0
+    assert set(seen) == {demo.THREADS} and torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("count", [0, -1, 10_000])
@@ -54,16 +89,16 @@ def test_wrong_answers_fail_the_demo(
     monkeypatch.setattr(demo, "generate", lambda *_: [ord("x"), ord("\n")])
     assert demo.run(1) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "demo: accuracy 0.000, stock 0.000, 1 questions"
+    assert last == "demo: accuracy 0.000, upstream 0.000, 1 questions"
 
 
 def test_a_wrong_compressor_fails_the_demo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compressor, "run_in_place", lambda *_: None)
+    monkeypatch.setattr(reference, "rope", lambda x, *_: x)
     assert demo.run(1) == 1
     shown = capsys.readouterr().out.splitlines()[-2]
-    assert shown.startswith("DeepSeek-V4 (tiny, random weights): ") and "16 of 16" not in shown
+    assert shown.startswith(f"{TINY}: ") and "16 of 16" not in shown
 
 
 def test_agreement_counts_missing_tokens() -> None:

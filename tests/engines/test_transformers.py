@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, KimiLinearConfig, KimiLinearForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
-from backend_cli import demo, recall
+from backend_cli import demo
+from backend_cli.eval import recall_task as recall
 from backend_core.engines import ENGINES, Engine
 from backend_core.strict import FallbackError
 from benchmarks.recall.canary import with_transposed_state
@@ -192,7 +193,7 @@ def test_without_a_path_stock_runs_and_strict_mode_refuses(
     ids = tokens(model, 1, 20)
     stock = logits(model, ids)
     kda.enable()
-    monkeypatch.setattr(kda, "plan_for", no_path)
+    monkeypatch.setattr(kda, "selection_for", no_path)
     assert torch.equal(logits(model, ids), stock)
     assert "no kda kernel paths for this test" in caplog.text
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")

@@ -125,7 +125,7 @@ def with_indexer_keys_rotated(arguments: dict[str, Any]) -> None:
 
 def with_c128_rows_left_alone(arguments: dict[str, Any]) -> None:
     if arguments["compress_ratio"] == 128:
-        arguments["plan"] = dsv4_backend.SeqLens(arguments["plan"].seq_lens - 1)
+        arguments["step_plan"] = dsv4_backend.SeqLens(arguments["step_plan"].seq_lens - 1)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def with_c128_rows_left_alone(arguments: dict[str, Any]) -> None:
 )
 def test_planted_bugs_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch, bug: Any) -> None:
     operator = dsv4_backend.compress_norm_rope_hadamard_
-    names = ("kv", "weight", "eps", "freqs_cis", "plan")
+    names = ("kv", "weight", "eps", "freqs_cis", "step_plan")
 
     def wrong(*values: Any, **named: Any) -> None:
         arguments = dict(zip(names, values, strict=True)) | named

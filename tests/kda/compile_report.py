@@ -17,14 +17,17 @@ import torch
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.select import KernelPath, load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.contract.inputs import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
-from kda_backend.decode.recurrent import _recurrent_kernel, _step_kernel, _verify_kernel
+from kda_backend.decode.recurrent import _recurrent_kernel
+from kda_backend.decode.step import _step_kernel
+from kda_backend.decode.verify import _verify_kernel
+from kda_backend.launch_params import TABLES
 from kda_backend.layer_stages import _gated_norm_kernel, _short_conv_kernel
-from kda_backend.prefill.two_stage import _two_stage_kernels
+from kda_backend.prefill.two_stage import _two_stage_kernels, _TwoStageKernels
+from kda_backend.spec import Beta, Gate
 from tests.offline import TARGETS, Report, compile_kernel, dump
 
 REPORT = Path(__file__).with_name("compile_report.json")
-GATES = {"softplus": GATE_SOFTPLUS, "bounded": GATE_BOUNDED}
+GATES = {"softplus": Gate.SOFTPLUS, "bounded": Gate.BOUNDED}
 
 # Types of pointers that are not those of the tokens.
 _POINTERS = {
@@ -73,35 +76,11 @@ def cases(arch: str) -> Iterator[Case]:
     """Each kernel of each row of the table, for 16-bit inputs at K = V = 128 and 64; then what
     needs most: fp32 inputs, and the largest head dimension. Then what surrounds a layer's prefill,
     which no table chooses."""
-    for row in load_table("kda", KNOWN_TARGETS[TARGETS[arch][1]]).rows:
-        bounds = "" if row.max_grid is None else f" to grid {row.max_grid}"
-        bf16, fp32 = torch.bfloat16, torch.float32
-        for dim, dtype in ((128, bf16), (64, bf16), (128, fp32), (256, bf16)):
-            size = f"{dim} {_TRITON_TYPE[dtype]}"
-            usual = dim <= 128 and dtype == bf16
-            gates = GATES if usual else ("softplus",)
-            if row.name == "recurrent":
-                for gate in gates:
-                    kernel, _ = _recurrent_kernel(
-                        row, True, 1, dim, dim, GATES[gate], BETA_SIGMOID, True
-                    )
-                    yield f"recurrent {size} {gate}{bounds}", kernel, dtype, "pool"
-                    if dim <= 128:
-                        yield from _steps(row, gate, dim, f"{size} {gate}", bounds, dtype)
-            if row.name == "two_stage":
-                operand = torch.float16 if dtype == bf16 else fp32
-                for gate in gates:
-                    kernels = _two_stage_kernels(
-                        row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True, 0
-                    )
-                    yield f"intra {size} {gate}{bounds}", kernels.intra, dtype, "pool"
-                for variant in SCANS if usual and dim == 128 else ("pool",):
-                    snapshots = int("snapshots" in variant)
-                    kernels = _two_stage_kernels(
-                        row, True, operand, 1, dim, dim, GATES[gate], BETA_SIGMOID, True, snapshots
-                    )
-                    for rows, scan in kernels.scans.items():
-                        yield f"scan {rows} of {size} {variant}{bounds}", scan, dtype, variant
+    rows = load_table(TABLES, KNOWN_TARGETS[TARGETS[arch][1]]).rows
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dim, dtype in ((128, bf16), (64, bf16), (128, fp32), (256, bf16)):
+        for row in rows:
+            yield from _row_cases(row, dim, dtype)
     fast_math = arch.startswith("sm")
     conv, _ = _short_conv_kernel(4, 3 * 32 * 128, fast_math)
     yield "short_conv bf16", conv, torch.bfloat16, "pool"
@@ -110,15 +89,40 @@ def cases(arch: str) -> Iterator[Case]:
         yield f"gated_norm {dim} bf16", norm, torch.bfloat16, "pool"
 
 
-def _steps(
-    row: KernelPath, gate: str, dim: int, size: str, bounds: str, dtype: torch.dtype
-) -> Iterator[Case]:
-    model = (row, True, 1, dim, dim, GATES[gate], BETA_SIGMOID, True)
-    for variant in ("conv, norm", "bare"):
-        kernel, _ = _step_kernel(*model, variant == "bare")
-        yield f"decode_step {size} {variant}{bounds}", kernel, dtype, variant
-    for variant in ("slots", "buffers"):
-        yield f"verify_step {size} {variant}{bounds}", _verify_kernel(*model), dtype, variant
+def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype) -> Iterator[Case]:
+    """The kernels of one row for one head dimension and one dtype of the inputs."""
+    bounds = "" if row.max_grid is None else f" to grid {row.max_grid}"
+    size = f"{dim} {_TRITON_TYPE[dtype]}"
+    usual = dim <= 128 and dtype == torch.bfloat16
+    for name in GATES if usual else ("softplus",):
+        model = (row, True, 1, dim, dim, GATES[name], Beta.SIGMOID, True)
+        if row.name == "recurrent":
+            kernel, _ = _recurrent_kernel(*model)
+            yield f"recurrent {size} {name}{bounds}", kernel, dtype, "pool"
+        elif (row.operator, row.name) == ("decode_step", "fused") and dim <= 128:
+            for variant in ("conv, norm", "bare"):
+                kernel, _ = _step_kernel(*model, variant == "bare")
+                yield f"decode_step {size} {name} {variant}{bounds}", kernel, dtype, variant
+        elif (row.operator, row.name) == ("verify", "fused") and dim <= 128:
+            for variant in ("slots", "buffers"):
+                kernel = _verify_kernel(*model)
+                yield f"verify_step {size} {name} {variant}{bounds}", kernel, dtype, variant
+        elif row.name == "two_stage":
+            kernels = _prefill_kernels(row, dim, dtype, GATES[name], 0)
+            yield f"intra {size} {name}{bounds}", kernels.intra, dtype, "pool"
+    if row.name == "two_stage":
+        for variant in SCANS if usual and dim == 128 else ("pool",):
+            snapshots = int("snapshots" in variant)
+            kernels = _prefill_kernels(row, dim, dtype, Gate.SOFTPLUS, snapshots)
+            for rows, scan in kernels.scans.items():
+                yield f"scan {rows} of {size} {variant}{bounds}", scan, dtype, variant
+
+
+def _prefill_kernels(
+    row: KernelPath, dim: int, dtype: torch.dtype, gate: Gate, snapshots: int
+) -> _TwoStageKernels:
+    operand = torch.float32 if dtype == torch.float32 else torch.float16
+    return _two_stage_kernels(row, True, operand, 1, dim, dim, gate, Beta.SIGMOID, True, snapshots)
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:

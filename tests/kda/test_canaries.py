@@ -20,15 +20,8 @@ import torch
 from kda_backend.decode import recurrent as decode
 from kda_backend.kernels import intra, recurrent, scan
 from kda_backend.prefill import two_stage as prefill
-from tests.kda.cases import (
-    Backend,
-    Case,
-    Run,
-    assert_causal,
-    assert_close,
-    assert_result,
-    make_case,
-)
+from kda_backend.testing.cases import Case, make_case
+from tests.kda.cases import Backend, Run, assert_causal, assert_close, assert_result
 
 Plant = Callable[..., None]
 
@@ -58,12 +51,14 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plant:
     return replace
 
 
-def run_on(kernels: Backend, phase: str, path_name: str) -> Run:
-    """The operator of a phase on one named path, whatever the table prefers for the grid."""
-    operator = kernels.chunk if phase == "prefill" else kernels.recurrent
+def run_on(kernels: Backend, operator_name: str, path_name: str) -> Run:
+    """An operator on one named path, whatever the table prefers for the grid."""
+    operator = kernels.chunk if operator_name == "prefill" else kernels.recurrent
 
     def run(case: Case, **overrides: Any) -> tuple[torch.Tensor, ...]:
-        return operator(case, plan=kernels.plan_of(case.shape, phase, path_name), **overrides)
+        return operator(
+            case, selection=kernels.selection_of(case.shape, operator_name, path_name), **overrides
+        )
 
     return run
 
@@ -80,7 +75,7 @@ def chunk(kernels: Backend) -> Run:
 
 @pytest.fixture
 def token(kernels: Backend) -> Run:
-    return run_on(kernels, "decode", "recurrent")
+    return run_on(kernels, "recurrent", "recurrent")
 
 
 def test_prefill_reading_the_state_transposed_is_seen(
@@ -141,7 +136,7 @@ def test_decode_reading_the_state_transposed_is_seen(
 def test_exp_for_exp2_on_one_factor_of_prefill_is_seen(
     kernels: Backend, chunk: Run, plant: Plant, seed: int, old: str, new: str
 ) -> None:
-    case = make_case(seed, (130,), regime="hf_init").to(kernels.device)
+    case = make_case(seed, (130,), regime="init").to(kernels.device)
     assert_result(case, *chunk(case))
     plant(intra, (old, new))
     with pytest.raises(AssertionError, match="is off by"):
@@ -151,7 +146,7 @@ def test_exp_for_exp2_on_one_factor_of_prefill_is_seen(
 def test_exp_for_exp2_in_decode_is_seen(
     kernels: Backend, token: Run, plant: Plant, seed: int
 ) -> None:
-    case = make_case(seed, (1, 3), regime="hf_init").to(kernels.device)
+    case = make_case(seed, (1, 3), regime="init").to(kernels.device)
     assert_result(case, *token(case))
     plant(recurrent, ("b_state *= ex2(b_g, FAST_MATH)", "b_state *= tl.exp(b_g)"))
     with pytest.raises(AssertionError, match="is off by"):
@@ -168,6 +163,7 @@ _TREE = """\
 """
 _ANCHORED = """\
         b_rel = tl.dot(_sum_mask(_PREFIX, DOT), b_g, input_precision=PRECISION)
+        o_s = tl.arange(0, 16)
         b_rel -= {anchor}
         b_up = ex2({row}, FAST_MATH).to(DOT)
         b_y = b_k * ex2({column}, FAST_MATH).to(DOT)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.testing.numerics import poisoned
 from kda_backend import chunk_kda, fused_recurrent_kda
 from kda_backend.selection import KdaShape
-from kda_backend.step_plan import ChunkMetadata, build_metadata
-from tests.kda.cases import ON_GPU, Backend, make_case, poisoned
+from kda_backend.step_plan import StepPlan, build_step_plan
+from kda_backend.testing.cases import make_case
+from tests.kda.cases import ON_GPU, Backend
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
@@ -304,7 +306,8 @@ POOL: list[tuple[str, Change, str]] = [
     (
         "pool slots that overlap",
         swap(state_pool=lambda x: x.as_strided(x.shape, (V * K, V * K, K, 1))),
-        f"state_pool must have slots at least {HV * V * K} elements apart, got a stride of {V * K}",
+        f"state_pool must have states at least {HV * V * K} elements apart,"
+        f" got a stride of {V * K}",
     ),
     (
         "indices missing",
@@ -394,11 +397,11 @@ PREFILL: list[tuple[str, Change, str]] = [
         swap(cp_context=object()),
         "cp_context must be None (context parallelism is for training)",
     ),
-    ("chunk size", swap(chunk_size=16), "chunk_size must be 64, or 32 without states, got 16"),
+    ("chunk size", swap(chunk_size=16), "`chunk_size` must be either 32 or 64 for KDA, got 16."),
     (
         "chunk size with states",
         swap(chunk_size=32, return_intermediate_states=True),
-        "chunk_size must be 64, or 32 without states, got 32",
+        "`chunk_size` must be 64 with return_intermediate_states=True, got 32",
     ),
     (
         "safe gate",
@@ -594,35 +597,51 @@ def test_the_unchanged_calls_are_accepted(
     assert "snapshots" not in kwargs or not kwargs["snapshots"].isnan().any()
 
 
-def described(num_tokens: int, device: torch.device, *, chunk_table: bool = False) -> ChunkMetadata:
+def described(num_tokens: int, device: torch.device, *, chunk_table: bool = False) -> StepPlan:
     offsets = torch.tensor([0, 3, num_tokens], dtype=torch.int32)
     host = None if device == META else offsets
-    return build_metadata(
+    return build_step_plan(
         offsets.to(device), num_tokens, cu_seqlens_cpu=host, chunk_table=chunk_table
     )
 
 
-def test_metadata_of_another_step_is_refused(device: torch.device) -> None:
+def test_a_step_plan_of_another_step_is_refused(device: torch.device) -> None:
     kernels = Backend("kernels", device)
-    with_plan = {"cu_seqlens": None, "plan": kernels.plan(KdaShape(H, HV, K, V))}
-    for metadata, message in (
-        (described(T - 1, device), f"metadata is of {T - 1} tokens, q has {T}"),
-        (described(T, META), "metadata must be on {device}, got meta"),
-        (described(T, device), "metadata must have a chunk table for the kernels, got none"),
+    with_selection = {"cu_seqlens": None, "selection": kernels.selection(KdaShape(H, HV, K, V))}
+    for step_plan, message in (
+        (described(T - 1, device), f"step_plan is of {T - 1} tokens, q has {T}"),
+        (described(T, META), "step_plan must be on {device}, got meta"),
+        (described(T, device), "step_plan must have a chunk table for the kernels, got none"),
     ):
-        change = swap(metadata=metadata, **with_plan)
+        change = swap(step_plan=step_plan, **with_selection)
         assert_refused(chunk_kda, arguments, change, message, device)
-    change = swap(metadata=described(T, device, chunk_table=True))
+    change = swap(step_plan=described(T, device, chunk_table=True))
     assert_refused(
-        chunk_kda, arguments, change, "metadata replaces cu_seqlens: give either", device
+        chunk_kda, arguments, change, "step_plan replaces cu_seqlens: give either", device
     )
 
 
 @pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
 def test_unknown_arguments_raise(operator: Callable[..., object], device: torch.device) -> None:
     kwargs = {name: x for name, x in arguments(device).items() if name not in PREFILL_ONLY}
-    with pytest.raises(TypeError, match="transpose_state_layout"):
-        operator(**kwargs, transpose_state_layout=True)
+    with pytest.raises(TypeError, match="state_layout"):
+        operator(**kwargs, state_layout="vk")
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+def test_flas_deprecated_name_of_state_v_first_is_taken_with_a_warning(
+    operator: Callable[..., object], device: torch.device
+) -> None:
+    kwargs = {name: x for name, x in functional(device).items() if name not in PREFILL_ONLY}
+    kwargs["initial_state"] = torch.randn(N, HV, V, K, device=device)
+    want = operator(**kwargs, state_v_first=True)
+    with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`") as warned:
+        got = operator(**kwargs, transpose_state_layout=True)
+    assert warned[0].filename == __file__
+    assert isinstance(want, tuple) and isinstance(got, tuple)
+    assert torch.equal(got[1], want[1])
+    with pytest.raises(ValueError, match="Cannot pass both `state_v_first` and the deprecated"):
+        operator(**kwargs, state_v_first=True, transpose_state_layout=False)
 
 
 def test_lower_bound_at_its_limit_is_accepted(device: torch.device) -> None:
@@ -634,7 +653,7 @@ def test_lower_bound_at_its_limit_is_accepted(device: torch.device) -> None:
 def test_gate_arguments_are_ignored_without_the_gate(device: torch.device) -> None:
     """As in FLA: they belong to use_gate_in_kernel."""
     kwargs = functional(device) | {"use_gate_in_kernel": False, "g": -arguments(device)["g"].abs()}
-    want, _ = chunk_kda(**kwargs, plan=None)[:2]
+    want, _ = chunk_kda(**kwargs, selection=None)[:2]
     want = want.clone()
     got, _ = chunk_kda(**(kwargs | {"lower_bound": 3.0, "A_log": None, "dt_bias": None}))[:2]
     assert torch.equal(got, want)

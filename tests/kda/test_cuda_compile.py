@@ -6,68 +6,69 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from kda_backend.contract.inputs import BETA_SIGMOID, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
-from kda_backend.prefill.two_stage_sm90 import KERNELS, intra_defines, scan_defines
+from backend_core.launch.cuda import CudaParams
+from kda_backend.decode import step_sm90
+from kda_backend.launch_params import FusedStepSm90Params
+from kda_backend.prefill import two_stage_sm90 as prefill
+from kda_backend.spec import Beta, Gate
+from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 REPORT = Path(__file__).parent / "cuda_report.json"
-NVCC = shutil.which("nvcc")
-GATES = {"given": GATE_LOG, "softplus": GATE_SOFTPLUS, "bounded": GATE_BOUNDED}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(1, 4), (1, 8), (2, 8), (2, 16), (4, 4), (8, 4)]  # CTAs of a cluster, warps of a CTA
+# gate, beta, L2 norm, type of the state; then the types of q, g, beta, A_log, dt_bias, convolution
+# state, taps, bias, norm weight, norm gate
+ENGINE = (BF16, BF16, BF16, FP32, FP32, BF16, FP32, None, BF16, BF16)
+BARE = (FP32, FP32, FP32, None, None, None, None, None, None, None)
+MIXED = (FP16, FP32, FP32, BF16, FP16, FP16, FP16, FP16, FP32, FP16)
+STEPS = {
+    "engine": (Gate.SOFTPLUS, Beta.SIGMOID, True, FP32, *ENGINE),
+    "bounded, bf16 state": (Gate.BOUNDED, Beta.SIGMOID, True, BF16, *ENGINE),
+    "bare": (Gate.LOG, Beta.GIVEN, False, FP32, *BARE),
+    "other types": (Gate.SOFTPLUS, Beta.SIGMOID, True, BF16, *MIXED),
+}
+
+Variant = tuple[Path, CudaParams, dict[str, int]]
 
 
-def variants() -> dict[str, tuple[str, dict[str, int]]]:
-    """Name -> (source, defines): what configs/kda/nvidia_sm90.toml can choose."""
-    found = {}
-    for blocks in (2, 4):
-        for gate, code in GATES.items():
-            defines = intra_defines(code, BETA_SIGMOID, True, torch.bfloat16, blocks)
-            found[f"intra_chunk {gate}, {blocks} blocks"] = ("intra_chunk", defines)
-    for split in (False, True):
+def prefill_variants() -> Iterator[tuple[str, Variant]]:
+    """(name, variant) of what configs/kda/nvidia_sm90.toml can choose."""
+    for ctas in (2, 4):
+        for gate in Gate:
+            defines = prefill.intra_defines(gate, Beta.SIGMOID, True, BF16, ctas)
+            source = prefill.KERNELS / "intra_chunk.cu"
+            name = f"intra_chunk {gate.name.lower()}, {ctas} CTAs per SM"
+            yield name, (source, prefill.INTRA_PARAMS, defines)
+    for name in ("scan", "scan_split"):
         for track in (False, True):
-            name = f"scan{', split' * split}{', tracking' * track}"
-            found[name] = ("scan", scan_defines(False, False, track, split))
-    return found
+            defines = prefill.scan_defines(False, False, track)
+            source = prefill.KERNELS / f"{name}.cu"
+            yield f"{name}{', tracking' * track}", (source, prefill.SCAN_PARAMS, defines)
 
 
-def nvcc_version() -> str:
-    out = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    return re.search(r"release ([\d.]+)", out)[1]  # type: ignore[index]
-
-
-def compile_variant(source: str, defines: dict[str, int]) -> dict[str, int]:
-    """Registers and spilled bytes, from ptxas."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *("nvcc", "-cubin", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a"),
-            *("-Xptxas", "-v", "-o", f"{folder}/kernel.cubin"),
-            *(f"-D{name}={value}" for name, value in defines.items()),
-            str(KERNELS / f"{source}.cu"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", done.stderr)[1]),  # type: ignore[index]
-        "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
-        # ptxas runs wgmma one by one where it cannot follow the accumulators
-        "serialised_wgmma": done.stderr.count("instructions are serialized"),
-        "shared_bytes": defines["SHARED_BYTES"],
-    }
+def step_variant(split: int, warps: int, kind: str) -> Variant:
+    launch = FusedStepSm90Params(split, warps, "evict_last", "evict_first")  # type: ignore[arg-type]
+    defines = step_sm90.defines(launch, *STEPS[kind])
+    return step_sm90.SOURCE, step_sm90.PARAMS, defines
 
 
 def report() -> dict[str, object]:
-    table = {name: compile_variant(*variant) for name, variant in variants().items()}
+    variants = dict(prefill_variants())
+    for split, warps in SHAPES:
+        variants[f"decode_step engine, {split} x {warps} warps"] = step_variant(
+            split, warps, "engine"
+        )
+    table = {name: compile_cubin(*variant)[1] for name, variant in variants.items()}
     return {"nvcc": nvcc_version(), "arch": "sm_90a", "kernels": table}
 
 
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_hopper_kernels_compile_to_what_the_report_says() -> None:
     committed = json.loads(REPORT.read_text())
     fresh = report()
@@ -75,9 +76,19 @@ def test_hopper_kernels_compile_to_what_the_report_says() -> None:
         assert fresh == committed
     for name, kernel in fresh["kernels"].items():  # type: ignore[attr-defined]
         assert kernel["serialised_wgmma"] == 0, name
-        # four blocks of 128 registers beat three of 168 with a few words spilled
-        assert kernel["spill_bytes"] <= (112 if "4 blocks" in name else 16), name
+        # four CTAs of 128 registers beat three of 168 with a few words spilled
+        assert kernel["spill_bytes"] <= (112 if "4 CTAs" in name else 0), name
         assert kernel["shared_bytes"] <= 227 * 1024, name
+
+
+@pytest.mark.parametrize(("split", "warps"), SHAPES)
+@pytest.mark.parametrize("kind", STEPS)
+def test_step_ctas_fit_an_sm_without_spills(split: int, warps: int, kind: str) -> None:
+    _, kernel = compile_cubin(*step_variant(split, warps, kind))
+    assert kernel["spill_bytes"] == 0
+    ctas = step_sm90.CTAS_PER_SM[warps]
+    assert ctas * 32 * warps * kernel["registers"] <= 65536
+    assert ctas * (kernel["shared_bytes"] + 1024) <= 228 * 1024
 
 
 if __name__ == "__main__":

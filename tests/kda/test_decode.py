@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from backend_core.tables.schema import KernelPath
+from backend_core.testing.numerics import poisoned
+from kda_backend.testing.cases import TOKEN_FIELDS, Case
+from kda_backend.testing.regimes import REGIMES
+from kda_backend.testing.tolerances import TOLERANCES
 from tests.kda.cases import (
-    REGIMES,
-    TOKEN_FIELDS,
-    TOLERANCES,
     Backend,
-    Case,
     assert_close,
     assert_result,
     assert_same_bits,
-    one_path,
-    poisoned,
     shipped_rows,
 )
 
@@ -174,13 +172,13 @@ def test_output_goes_to_the_given_buffer(backend: Backend, seed: int) -> None:
     assert wide[..., value_dim:].isnan().all(), "written beside the output"
 
 
-@pytest.mark.parametrize("row", shipped_rows("decode"))
+@pytest.mark.parametrize("row", shipped_rows("recurrent"))
 @pytest.mark.parametrize("dims", [(128, 128), (48, 80)])
 def test_every_row_of_the_tables_is_exact(
     kernels: Backend, seed: int, row: KernelPath, dims: tuple[int, int]
 ) -> None:
     case = kernels.case(seed, (1, 2), key_dim=dims[0], value_dim=dims[1])
-    if missing := case.shape.requires() - row.features:
+    if missing := case.shape.requires(row.operator) - row.features:
         pytest.skip(f"{row.name} lacks {', '.join(missing)}")
-    plan = one_path(kernels.plan(case.shape), "decode", row)
-    assert_result(case, *kernels.recurrent(case, plan=plan))
+    selection = kernels.selection(case.shape).with_path(row)
+    assert_result(case, *kernels.recurrent(case, selection=selection))

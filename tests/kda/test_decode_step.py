@@ -8,17 +8,25 @@ import pytest
 import torch
 
 from kda_backend import kda_decode_step
-from tests.kda.cases import ON_GPU, Backend, assert_close, assert_same_bits, one_path, shipped_rows
-from tests.kda.step_cases import TOLERANCE, Pools, StepCase, make_step, run_step
+from kda_backend.testing.steps import StepCase, StepPools, make_step
+from kda_backend.testing.tolerances import STEP_TOLERANCES
+from tests.kda.cases import (
+    ON_GPU,
+    Backend,
+    assert_close,
+    assert_same_bits,
+    run_step,
+    shipped_rows,
+)
 
 STAGES = ("has_conv", "has_norm", "l2norm")
 
 
 def assert_rows(
-    case: StepCase, out: torch.Tensor, indices: list[int], before: Pools, after: Pools
+    case: StepCase, out: torch.Tensor, indices: list[int], before: StepPools, after: StepPools
 ) -> None:
     """Rows are the definition's, padded rows are zero, everything else has the bits it had."""
-    tolerance_o, tolerance_s = TOLERANCE[after.states.dtype]
+    tolerance_o, tolerance_s = STEP_TOLERANCES[after.states.dtype]
     wanted_o, wanted_s, got_o, got_s = [], [], [], []
     before = before.copy()
     for row, slot in enumerate(indices):
@@ -55,7 +63,7 @@ def check(
 ) -> None:
     case = make_step(seed, len(indices), device=backend.device, **model)
     live = [slot for slot in indices if slot >= 0]
-    pools = Pools(case, max(live, default=0) + 2, **(pool or {}))
+    pools = StepPools(case, max(live, default=0) + 2, **(pool or {}))
     pools.fill(seed + 1, live)
     before = pools.copy()
     out = run_step(backend, case, pools, indices, **(call or {}))
@@ -121,7 +129,7 @@ def test_batches_with_padded_rows(backend: Backend, seed: int, rows: int) -> Non
 
 def test_null_slot_is_padding_too(backend: Backend, seed: int) -> None:
     case = make_step(seed, 4, device=backend.device)
-    pools = Pools(case, 4)
+    pools = StepPools(case, 4)
     pools.fill(seed + 1, [2, 3])
     before = pools.copy()
     out = run_step(backend, case, pools, [0, 3, -1, 2], null_slot=0)
@@ -132,7 +140,7 @@ def test_padded_rows_may_hold_anything(backend: Backend, seed: int) -> None:
     case = make_step(seed, 3, device=backend.device)
     for x in (case.packed, case.g, case.beta, case.z):
         x[1] = float("nan")
-    pools = Pools(case, 2)
+    pools = StepPools(case, 2)
     pools.fill(seed + 1, [0, 1])
     before = pools.copy()
     out = run_step(backend, case, pools, [0, -1, 1])
@@ -141,7 +149,7 @@ def test_padded_rows_may_hold_anything(backend: Backend, seed: int) -> None:
 
 def test_output_goes_to_the_given_buffer_or_over_v(backend: Backend, seed: int) -> None:
     case = make_step(seed, 2, device=backend.device)
-    pools = Pools(case, 2)
+    pools = StepPools(case, 2)
     pools.fill(seed + 1, [0, 1])
     twin, third = pools.copy(), pools.copy()
     want = run_step(backend, case, pools, [1, 0])
@@ -164,7 +172,7 @@ def test_output_goes_to_the_given_buffer_or_over_v(backend: Backend, seed: int) 
 def test_a_layout_mistake_would_show(backend: Backend, seed: int, mistake: str) -> None:
     """The comparison above can fail: what engines have got wrong is far outside its tolerance."""
     case = make_step(seed, 2, device=backend.device)
-    pools = Pools(case, 2)
+    pools = StepPools(case, 2)
     pools.fill(seed + 1, [0, 1])
     before = pools.copy()
     if mistake == "state transposed":
@@ -183,7 +191,7 @@ def test_drift_over_many_steps(backend: Backend, seed: int, dtype: torch.dtype) 
     """The state after many steps in place is as near to float64 as after one, in fp32."""
     steps = 10_000 if ON_GPU or (backend.name == "torch" and dtype == torch.float32) else 100
     case = make_step(seed, steps, device=backend.device, heads=1, has_norm=False)
-    pools = Pools(case, 2, dtype=dtype)
+    pools = StepPools(case, 2, dtype=dtype)
     pools.fill(seed + 1, [1])
     state, window = pools.states[1].double().cpu(), pools.windows[1].double().cpu()
     got, want = [], []
@@ -198,42 +206,50 @@ def test_drift_over_many_steps(backend: Backend, seed: int, dtype: torch.dtype) 
     assert_same_bits("window", pools.windows[1].contiguous(), window.to(pools.windows).contiguous())
 
 
-@pytest.mark.parametrize("row", shipped_rows("decode"))
+@pytest.mark.parametrize("row", shipped_rows("decode_step"))
 @pytest.mark.parametrize("fused", [True, False])
 def test_every_row_of_the_tables_is_exact(
     kernels: Backend, seed: int, row: Any, fused: bool
 ) -> None:
     dims = {"key_dim": 128, "value_dim": 128, "heads": 1}
     case = make_step(seed, 2, device=kernels.device, has_conv=fused, has_norm=fused, **dims)
-    pools = Pools(case, 2)
+    pools = StepPools(case, 2)
     pools.fill(seed + 1, [0, 1])
     before = pools.copy()
-    plan = one_path(kernels.plan(case.shape), "decode", row)
-    out = run_step(kernels, case, pools, [1, 0], plan=plan)
+    selection = kernels.selection(case.shape).with_path(row)
+    out = run_step(kernels, case, pools, [1, 0], selection=selection)
     assert_rows(case, out, [1, 0], before, pools)
 
 
-@pytest.mark.parametrize("row", shipped_rows("decode"))
-def test_settled_pools_change_no_bit(kernels: Backend, seed: int, row: Any) -> None:
-    """Steps of other sequences one behind the other, each fetched while the one before may run."""
+@pytest.mark.parametrize("row", shipped_rows("decode_step"))
+def test_a_prefetch_before_the_wait_changes_no_bit(kernels: Backend, seed: int, row: Any) -> None:
+    """Steps of other sequences, each of which may read states while the step before still runs."""
     rows, steps = 3, 4 if ON_GPU else 2
     case = make_step(seed, rows * steps, device=kernels.device, heads=1, key_dim=128, value_dim=128)
-    pools = Pools(case, rows * steps)
+    pools = StepPools(case, rows * steps)
     pools.fill(seed + 1, list(range(rows * steps)))
     twin = pools.copy()
-    plan = one_path(kernels.plan(case.shape), "decode", row)
+    selection = kernels.selection(case.shape).with_path(row)
     table = torch.randperm(rows * steps).int().view(steps, rows)
     table[-1, 0] = -1
     table = table.to(kernels.device)
     parts = [case.part(slice(rows * i, rows * (i + 1))) for i in range(steps)]
     outs = case.z.new_full((2, steps, rows, *case.z.shape[1:]), float("nan"))
-    for settled, pool in enumerate((twin, pools)):
+    for prefetch, pool in enumerate((twin, pools)):
         if ON_GPU:
             torch.cuda.synchronize()
         for i, part in enumerate(parts):
-            arguments = part.options(pool.windows) | {"plan": plan, "out": outs[settled, i]}
+            arguments = part.options(pool.windows) | {
+                "selection": selection,
+                "out": outs[prefetch, i],
+            }
             kda_decode_step(
-                *part.tokens, pool.states, table[i], pools_settled=bool(settled), **arguments
+                *part.tokens,
+                pool.states,
+                table[i],
+                pdl_prefetch_safe=bool(prefetch),
+                selection=selection,
+                **arguments,
             )
     assert_same_bits("output", outs[1], outs[0])
     assert_same_bits("states", pools.memory, twin.memory)
@@ -243,15 +259,15 @@ def test_settled_pools_change_no_bit(kernels: Backend, seed: int, row: Any) -> N
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 def test_graph_replay_equals_the_call(kernels: Backend, seed: int) -> None:
     case = make_step(seed, 6, device=kernels.device, heads=4, key_dim=128, value_dim=128)
-    pools = Pools(case, 6)
+    pools = StepPools(case, 6)
     pools.fill(seed + 1, list(range(6)))
     twin = pools.copy()
-    plan = kernels.plan(case.shape)
+    selection = kernels.selection(case.shape)
     table = torch.tensor([4, -1, 0, 2, 5, 1], dtype=torch.int32, device=kernels.device)
     out = torch.full_like(case.z, float("nan"))
 
-    def call(pool: Pools, out: torch.Tensor) -> None:
-        arguments = case.options(pool.windows) | {"plan": plan, "out": out}
+    def call(pool: StepPools, out: torch.Tensor) -> None:
+        arguments = case.options(pool.windows) | {"selection": selection, "out": out}
         kda_decode_step(*case.tokens, pool.states, table, **arguments)
 
     warm = pools.copy()
@@ -274,7 +290,7 @@ def test_graph_replay_equals_the_call(kernels: Backend, seed: int) -> None:
         assert_same_bits("windows", pools.window_memory, twin.window_memory)
 
 
-def wrong_arguments(case: StepCase, pools: Pools) -> list[tuple[str, dict[str, Any]]]:
+def wrong_arguments(case: StepCase, pools: StepPools) -> list[tuple[str, dict[str, Any]]]:
     q, k, _ = case.qkv
     bf16 = torch.bfloat16
     wide = torch.zeros(2, 2, 32, dtype=bf16)
@@ -313,14 +329,14 @@ def wrong_arguments(case: StepCase, pools: Pools) -> list[tuple[str, dict[str, A
             {"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}),
         ("out must have shape [2, 2, 16]", {"out": case.z[:1]}),
         ("out must have dtype bfloat16", {"out": case.z.float()}),
-        ("plan must be for", {"plan": "another model's"}),
+        ("selection must be for", {"selection": "another model's"}),
     ]  # fmt: skip
 
 
 def test_wrong_input_is_refused_before_anything_is_written(seed: int) -> None:
     cpu = Backend("torch", torch.device("cpu"))
     case = make_step(seed, 2, device=cpu.device)
-    pools = Pools(case, 2)
+    pools = StepPools(case, 2)
     pools.fill(seed, [0, 1])
     before = pools.copy()
     right = dict(zip(("q", "k", "v", "g", "beta"), case.tokens, strict=True))
@@ -328,13 +344,13 @@ def test_wrong_input_is_refused_before_anything_is_written(seed: int) -> None:
         "state_pool": pools.states,
         "state_indices": torch.tensor([1, 0], dtype=torch.int32),
         "out": torch.full_like(case.z, 7.0),
-        "plan": cpu.plan(case.shape),
+        "selection": cpu.selection(case.shape),
         **case.options(pools.windows),
     }
-    other = cpu.plan(make_step(seed, 1, device=cpu.device, heads=4).shape)
+    other = cpu.selection(make_step(seed, 1, device=cpu.device, heads=4).shape)
     for message, wrong in wrong_arguments(case, pools):
-        if "plan" in wrong:
-            wrong = {"plan": other}
+        if "selection" in wrong:
+            wrong = {"selection": other}
         with pytest.raises(ValueError) as raised:
             kda_decode_step(**(right | wrong))
         assert message in str(raised.value)
@@ -346,7 +362,7 @@ def test_wrong_input_is_refused_before_anything_is_written(seed: int) -> None:
 def test_convolution_of_grouped_values_is_refused(seed: int) -> None:
     cpu = Backend("torch", torch.device("cpu"))
     case = make_step(seed, 1, device=cpu.device, heads=1, value_heads=2)
-    pools = Pools(case, 1)
+    pools = StepPools(case, 1)
     with pytest.raises(ValueError, match="as many value heads as heads, got 2 and 1"):
         run_step(cpu, case, pools, [0])
 
@@ -355,4 +371,4 @@ def test_large_heads_are_refused(seed: int) -> None:
     cpu = Backend("torch", torch.device("cpu"))
     case = make_step(seed, 1, device=cpu.device, heads=1, key_dim=160)
     with pytest.raises(ValueError, match="1 to 128, got K = 160 and V = 16"):
-        run_step(cpu, case, Pools(case, 1), [0])
+        run_step(cpu, case, StepPools(case, 1), [0])

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kda_backend.scratch import Workspace
-from kda_backend.step_plan import build_metadata
-from tests.kda.cases import ON_GPU, Backend, Case, assert_same_bits, poisoned
+from backend_core.testing.numerics import poisoned
+from kda_backend.scratch import Scratch
+from kda_backend.step_plan import build_step_plan
+from kda_backend.testing.cases import Case
+from tests.kda.cases import ON_GPU, Backend, assert_same_bits
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 
@@ -38,8 +40,8 @@ def test_a_replay_computes_what_the_call_does(kernels: Backend, seed: int, opera
     extra: dict[str, Any] = {"cu_seqlens": case.cu_seqlens}
     if operator == "chunk":
         extra = {
-            "metadata": build_metadata(case.cu_seqlens, case.q.shape[1]),
-            "workspace": Workspace(device),
+            "step_plan": build_step_plan(case.cu_seqlens, case.q.shape[1]),
+            "scratch": Scratch(device),
         }
 
     def call(i: int) -> None:
@@ -50,7 +52,7 @@ def test_a_replay_computes_what_the_call_does(kernels: Backend, seed: int, opera
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call(1)  # compiles and grows the workspace
+        call(1)  # compiles and grows the scratch
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

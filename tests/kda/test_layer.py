@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from backend_core.testing.numerics import poisoned
 from kda_backend import layer, reference
 from kda_backend.layer import LayerWeights, Pools, Tokens
-from kda_backend.scratch import Workspace
-from kda_backend.selection import KdaPlan, KdaShape
-from kda_backend.step_plan import ChunkMetadata, build_metadata
-from tests.kda.cases import Backend, assert_close, assert_same_bits, cu_tensor, offsets_of, poisoned
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection, KdaShape
+from kda_backend.step_plan import StepPlan, build_step_plan
+from kda_backend.testing.cases import cu_tensor, offsets_of
+from tests.kda.cases import Backend, assert_close, assert_same_bits
 
 SLOTS, WIDTH = 7, 4
 LENGTHS = (70, 1, 2, 0, 130, 3)
@@ -54,8 +56,8 @@ class Model:
         self.state_pool = randn(SLOTS, heads, dim, dim).to(device)
         self.checked = False
         shape = KdaShape(heads, heads, dim, dim)
-        self.plan: KdaPlan = backend.plan(shape)
-        self.metadata: ChunkMetadata = build_metadata(
+        self.selection: KdaSelection = backend.selection(shape)
+        self.step_plan: StepPlan = build_step_plan(
             cu_tensor(lengths, device),
             tokens,
             cu_seqlens_cpu=cu_tensor(lengths, torch.device("cpu")),
@@ -74,13 +76,19 @@ class Model:
         flags = None if initial is None else torch.tensor(initial, device=device)
         slots = torch.tensor(indices, dtype=torch.int32, device=device)
         tokens = Tokens(self.qkv, self.g, self.beta, self.gate, out)
-        common = (self.weights, self.plan, tokens, Pools(self.conv_pool, self.state_pool), slots)
+        common = (
+            self.weights,
+            self.selection,
+            tokens,
+            Pools(self.conv_pool, self.state_pool),
+            slots,
+        )
         if function is layer.decode:
             function(*common, null_slot=0)
         elif function is layer.decode_or_start:
-            function(*common, flags, self.metadata)
+            function(*common, flags, self.step_plan)
         else:
-            function(*common, flags, self.metadata, Workspace(device), checked=self.checked)
+            function(*common, flags, self.step_plan, Scratch(device), checked=self.checked)
         return out
 
     def expected(
@@ -191,14 +199,14 @@ def test_bounded_gate(backend: Backend, seed: int) -> None:
     bounded = {**vars(model.weights), "lower_bound": -5.0}
     model.weights = LayerWeights(**bounded)
     shape = KdaShape(model.heads, model.heads, model.dim, model.dim, bounded_gate=True)
-    model.plan = backend.plan(shape)
+    model.selection = backend.selection(shape)
     check(model, layer.prefill, (4, 1), (True, False))
 
 
-def test_metadata_of_other_tokens_is_refused(backend: Backend, seed: int) -> None:
+def test_a_step_plan_of_other_tokens_is_refused(backend: Backend, seed: int) -> None:
     model = Model(backend, seed, (66, 5))
     model.qkv = model.qkv[:-1]
-    with pytest.raises(ValueError, match="metadata is of 71 tokens, qkv has 70"):
+    with pytest.raises(ValueError, match="step_plan is of 71 tokens, qkv has 70"):
         model.run(layer.prefill, (4, 1), None)
 
 

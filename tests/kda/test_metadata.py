@@ -8,11 +8,18 @@ import itertools
 import pytest
 import torch
 
-from kda_backend import step_plan as metadata_module
-from kda_backend.kernels.chunk_table import build_chunk_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend import step_plan as step_plan_module
+from kda_backend.launch_params import TABLES
 from kda_backend.selection import KdaShape, select
-from kda_backend.step_plan import ChunkMetadata, build_metadata, equal_length_metadata
-from tests.kda.cases import Backend, chunks_of, cu_tensor
+from kda_backend.step_plan import (
+    StepPlan,
+    build_chunk_table,
+    build_step_plan,
+    equal_length_plan,
+)
+from kda_backend.testing.cases import chunks_of, cu_tensor
+from tests.kda.cases import Backend
 
 RAGGED = [
     (),
@@ -39,16 +46,16 @@ def test_chunk_table_of_ragged_batches(
     longest_first = sorted(range(len(lengths)), key=lambda n: -lengths[n] // 64)
     assert (got.start.tolist(), got.length.tolist()) == (start, length)
     assert got.offsets.tolist() == offsets
-    assert got.abreast.tolist() == abreast(offsets)
+    assert got.chunk_major.tolist() == chunk_major(offsets)
     assert got.sequence_order.tolist() == longest_first
-    assert got.in_turn.tolist() == [
+    assert got.sequence_major.tolist() == [
         chunk for n in longest_first for chunk in range(offsets[n], offsets[n + 1])
     ]
     assert all(x.data_ptr() % 16 == 0 for x in got if x.numel())
     assert all(x.dtype == torch.int32 for x in got)
 
 
-def abreast(offsets: list[int]) -> list[int]:
+def chunk_major(offsets: list[int]) -> list[int]:
     """Every sequence's first chunk, then every sequence's second, and so on."""
     depths = [
         (chunk - first, chunk)
@@ -65,24 +72,24 @@ def test_chunks_past_the_last_are_empty(device: torch.device, spare: int) -> Non
     assert got.start.tolist() == start + [0] * spare
     assert got.length.tolist() == length + [0] * spare
     behind = [len(start) + i for i in range(spare)]
-    assert got.abreast.tolist() == abreast(offsets) + behind
-    assert got.in_turn.tolist() == [0, 1, 2, *behind]
+    assert got.chunk_major.tolist() == chunk_major(offsets) + behind
+    assert got.sequence_major.tolist() == [0, 1, 2, *behind]
     assert got.offsets.tolist() == offsets
 
 
 def test_a_bound_is_reached_by_some_batch() -> None:
     on_meta = cu_tensor((65, 65, 65), torch.device("meta"))
-    assert build_metadata(on_meta, 195, chunk_table=False).num_chunks == 6
+    assert build_step_plan(on_meta, 195, chunk_table=False).num_chunks == 6
     on_meta = cu_tensor((1, 1, 0, 0), torch.device("meta"))
-    assert build_metadata(on_meta, 2, chunk_table=False).num_chunks == 2
+    assert build_step_plan(on_meta, 2, chunk_table=False).num_chunks == 2
 
 
 def test_the_longest_sequence_is_known_or_taken_for_an_equal_share() -> None:
     lengths = (70, 0, 9, 640)
-    known = build_metadata(cu_tensor(lengths, torch.device("cpu")), 719, chunk_table=False)
+    known = build_step_plan(cu_tensor(lengths, torch.device("cpu")), 719, chunk_table=False)
     assert (known.num_chunks, known.max_chunks, known.long_sequences) == (13, 10, 1)
     on_meta = cu_tensor(lengths, torch.device("meta"))
-    bound = build_metadata(on_meta, 719, chunk_table=False)
+    bound = build_step_plan(on_meta, 719, chunk_table=False)
     assert (bound.num_chunks, bound.max_chunks, bound.long_sequences) == (15, 4, 4)
 
 
@@ -91,36 +98,36 @@ def test_the_grid_counts_each_sequences_chunks_times_value_heads(
 ) -> None:
     """Chunks do not cross sequences: three of 22 tokens are three chunks, not ceil(66 / 64)."""
     case = kernels.case(seed, (22, 22, 22), heads=1, value_heads=2, dims="narrow")
-    plan = kernels.plan(case.shape)
+    selection = kernels.selection(case.shape)
     seen: list[int] = []
 
     class Spy:
         def lookup(self, grid: int) -> object:
             seen.append(grid)
-            return plan.prefill.paths[0]
+            return selection.prefill.paths[0]
 
-    spied = dataclasses.replace(plan, prefill=Spy())  # type: ignore[arg-type]
-    kernels.chunk(case, plan=spied, cu_seqlens_cpu=case.cu_seqlens.cpu())
+    spied = dataclasses.replace(selection, prefill=Spy())  # type: ignore[arg-type]
+    kernels.chunk(case, selection=spied, cu_seqlens_cpu=case.cu_seqlens.cpu())
     assert seen == [3 * 2]
 
 
 def test_the_decode_grid_counts_sequences_times_value_heads(kernels: Backend, seed: int) -> None:
     case = kernels.case(seed, (1, 1, 1), heads=1, value_heads=2, dims="narrow")
-    plan = kernels.plan(case.shape)
+    selection = kernels.selection(case.shape)
     seen: list[int] = []
 
     class Spy:
         def lookup(self, grid: int) -> object:
             seen.append(grid)
-            return plan.decode.paths[0]
+            return selection.recurrent.paths[0]
 
-    spied = dataclasses.replace(plan, decode=Spy())  # type: ignore[arg-type]
-    kernels.recurrent(case, plan=spied)
+    spied = dataclasses.replace(selection, recurrent=Spy())  # type: ignore[arg-type]
+    kernels.recurrent(case, selection=spied)
     assert seen == [3 * 2]
 
 
-def test_metadata_is_frozen(device: torch.device) -> None:
-    meta = build_metadata(cu_tensor((70,), device), 70)
+def test_a_step_plan_is_frozen(device: torch.device) -> None:
+    meta = build_step_plan(cu_tensor((70,), device), 70)
     with pytest.raises(dataclasses.FrozenInstanceError):
         meta.num_tokens = 1  # type: ignore[misc]
     assert meta.num_sequences == 1
@@ -129,25 +136,25 @@ def test_metadata_is_frozen(device: torch.device) -> None:
 def test_equal_lengths_are_described_once(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meta = equal_length_metadata(3, 70, device, True)
+    meta = equal_length_plan(3, 70, device, True)
     assert meta.cu_seqlens.tolist() == [0, 70, 140, 210]
     assert (meta.num_tokens, meta.num_chunks, meta.num_sequences) == (210, 6, 3)
     assert meta.chunk_table is not None
     assert meta.chunk_table.length.tolist() == [64, 6] * 3
 
-    def must_not_build(*args: object, **kwargs: object) -> ChunkMetadata:
+    def must_not_build(*args: object, **kwargs: object) -> StepPlan:
         raise AssertionError("built a second time")
 
-    monkeypatch.setattr(metadata_module, "build_metadata", must_not_build)
-    assert equal_length_metadata(3, 70, device, True) is meta
+    monkeypatch.setattr(step_plan_module, "build_step_plan", must_not_build)
+    assert equal_length_plan(3, 70, device, True) is meta
 
 
-def test_a_plan_explains_each_row_of_its_table(kernels: Backend) -> None:
-    plan = select(kernels.target, KdaShape(4, 4, 128, 128))
-    lines = plan.explain()
-    rows = [*plan.prefill.explain(), *plan.decode.explain()]
-    assert lines == [str(row) for row in rows] and len(lines) >= 2
-    assert {line.split()[0] for line in lines} == {"prefill", "decode"}
+def test_a_selection_explains_each_row_of_its_table(kernels: Backend) -> None:
+    selection = select(kernels.target, KdaShape(4, 4, 128, 128))
+    lines = selection.explain()
+    rows = [row for operator in selection.operators for row in operator.explain()]
+    assert lines == [str(row) for row in rows] and len(lines) >= 4
+    assert {line.split()[0] for line in lines} == set(TABLES.operator_names)
 
 
 @pytest.mark.parametrize(
@@ -163,4 +170,13 @@ def test_a_plan_explains_each_row_of_its_table(kernels: Backend) -> None:
     ],
 )
 def test_what_a_shape_requires_of_a_path(shape: KdaShape, features: set[str]) -> None:
-    assert shape.requires() == features
+    for operator in TABLES.operator_names:
+        assert shape.requires(operator) == features
+
+
+def test_only_the_decode_step_requires_states_on_16_bytes() -> None:
+    shape = KdaShape(4, 4, 128, 128, aligned_state=False)
+    for operator in TABLES.operator_names:
+        assert ("unaligned_state" in shape.requires(operator)) == (operator == "decode_step")
+    hopper = select(KNOWN_TARGETS["H200"], shape)
+    assert {path.name for path in hopper.decode_step.paths} == {"fused"}

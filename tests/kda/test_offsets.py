@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kda.cases import (
-    ON_GPU,
-    TOKEN_FIELDS,
-    Backend,
-    Case,
-    assert_result,
-    assert_same_bits,
-)
+from kda_backend.testing.cases import TOKEN_FIELDS, Case
+from tests.kda.cases import ON_GPU, Backend, assert_result, assert_same_bits
 
 FAR = 2**31
 Allocate = Callable[[int, torch.dtype], torch.Tensor]

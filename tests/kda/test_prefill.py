@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from backend_core.tables.schema import KernelPath
+from backend_core.testing.numerics import poisoned
+from kda_backend.testing.cases import TOKEN_FIELDS, Case
+from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import (
     LENGTHS,
-    REGIMES,
-    TOKEN_FIELDS,
     Backend,
-    Case,
     assert_close,
     assert_result,
     assert_same_bits,
-    one_path,
-    poisoned,
     shipped_rows,
 )
 
@@ -337,7 +335,7 @@ def test_every_row_of_the_tables_is_exact(
     kernels: Backend, seed: int, row: KernelPath, dims: tuple[int, int]
 ) -> None:
     case = kernels.case(seed, (70, 9), key_dim=dims[0], value_dim=dims[1])
-    if missing := case.shape.requires() - row.features:
+    if missing := case.shape.requires(row.operator) - row.features:
         pytest.skip(f"{row.name} lacks {', '.join(missing)}")
-    plan = one_path(kernels.plan(case.shape), "prefill", row)
-    assert_result(case, *kernels.chunk(case, plan=plan))
+    selection = kernels.selection(case.shape).with_path(row)
+    assert_result(case, *kernels.chunk(case, selection=selection))

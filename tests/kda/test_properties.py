@@ -13,19 +13,10 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kda_backend.step_plan import build_metadata
-from tests.kda.cases import (
-    ON_GPU,
-    REGIMES,
-    TOKEN_FIELDS,
-    Backend,
-    assert_result,
-    assert_same_bits,
-    chunks_of,
-    cu_tensor,
-    make_case,
-    offsets_of,
-)
+from kda_backend.step_plan import build_step_plan
+from kda_backend.testing.cases import TOKEN_FIELDS, chunks_of, cu_tensor, make_case, offsets_of
+from kda_backend.testing.regimes import REGIMES
+from tests.kda.cases import ON_GPU, Backend, assert_result, assert_same_bits
 
 # the same examples in every run, however long one takes
 SETTINGS = settings(derandomize=True, deadline=None, database=None)
@@ -116,7 +107,7 @@ def test_the_order_of_the_batch_changes_no_bit(
 @given(lengths=st.lists(st.integers(0, 300), max_size=12).map(tuple))
 def test_chunk_table_of_any_batch(lengths: tuple[int, ...]) -> None:
     start, length, offsets = chunks_of(lengths)
-    meta = build_metadata(
+    meta = build_step_plan(
         cu_tensor(lengths, DEVICE),
         sum(lengths),
         cu_seqlens_cpu=cu_tensor(lengths, torch.device("cpu")),
@@ -135,7 +126,7 @@ def test_chunk_table_of_any_batch(lengths: tuple[int, ...]) -> None:
 def test_without_host_lengths_the_bound_on_chunks_is_never_passed(lengths: tuple[int, ...]) -> None:
     """A tensor whose values the host must not read: one on a device without storage."""
     on_meta = cu_tensor(lengths, torch.device("meta"))
-    meta = build_metadata(on_meta, sum(lengths), chunk_table=False)
+    meta = build_step_plan(on_meta, sum(lengths), chunk_table=False)
     assert meta.cu_seqlens_cpu is None
     assert meta.num_chunks >= len(chunks_of(lengths)[0])
     assert meta.num_chunks <= sum(lengths) // 64 + len(lengths)

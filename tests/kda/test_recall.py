@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from backend_cli import recall
-from backend_cli.recall import Item, Question, QuestionSet
+from backend_cli.eval import recall_task as recall
+from backend_cli.eval.recall_task import Item, Question, QuestionSet
 from benchmarks.recall.train import check_disjoint
 
 RECALL = Path(__file__).parents[2] / "benchmarks" / "recall"
@@ -130,7 +130,7 @@ def test_score_is_exact_match_up_to_the_terminator(committed: QuestionSet) -> No
 
 
 def test_the_task_needs_no_torch() -> None:
-    code = "import sys, backend_cli.recall; sys.exit('torch' in sys.modules)"
+    code = "import sys, backend_cli.eval.recall_task; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=RECALL.parents[1])
 
 

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from backend_core.testing.numerics import relative_error
 from kda_backend import reference
-from tests.kda.cases import REGIMES, Backend, make_case, offsets_of, rel_l2
+from kda_backend.testing.cases import make_case, offsets_of
+from kda_backend.testing.regimes import REGIMES
+from tests.kda.cases import Backend
 
 
 def test_recurrence_is_the_delta_rule_with_a_decay_per_channel(seed: int) -> None:
@@ -38,12 +41,12 @@ def test_chunked_form_equals_the_recurrence_in_float64(regime: str, seed: int) -
     o, state, chunk_states = reference.chunk_kda(
         *case.activated(), scale=32**-0.5, state=case.state.double(), cu_seqlens=case.offsets
     )
-    assert rel_l2(o, want_o) <= 1e-12
-    assert rel_l2(state, want_state) <= 1e-12
+    assert relative_error(o, want_o) <= 1e-12
+    assert relative_error(state, want_state) <= 1e-12
     # before the chunks of sequence 0, 2, 3 and 4: two, one, two and one
     assert chunk_states.shape[0] == 6
     _, middle = case.only(3).part(0, 64, case.state[3:4]).expected()
-    assert rel_l2(chunk_states[4], middle[0]) <= 1e-12
+    assert relative_error(chunk_states[4], middle[0]) <= 1e-12
 
 
 def test_log_decay_is_the_gate_formula() -> None:
@@ -95,5 +98,5 @@ def test_cpu_needs_no_plan(seed: int) -> None:
     case = make_case(seed, (70, 3))
     backend = Backend("torch", torch.device("cpu"))
     for run in (backend.chunk, backend.recurrent):
-        chosen, by_default = run(case), run(case, plan=None)
+        chosen, by_default = run(case), run(case, selection=None)
         assert torch.equal(chosen[0], by_default[0]) and torch.equal(chosen[1], by_default[1])

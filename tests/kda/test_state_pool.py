@@ -7,17 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kda.cases import (
-    TOLERANCES,
-    Backend,
-    Case,
-    Pool,
-    Run,
-    assert_close,
-    assert_result,
-    assert_same_bits,
-    poisoned,
-)
+from backend_core.testing.numerics import poisoned
+from kda_backend.testing.cases import Case
+from kda_backend.testing.tolerances import TOLERANCES
+from tests.kda.cases import Backend, Pool, Run, assert_close, assert_result, assert_same_bits
 
 SLOTS = 6
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kda.cases import ON_GPU, Backend, assert_close, assert_same_bits, poisoned
-from tests.kda.step_cases import TOLERANCE, Pools, StepCase, make_step, run_step, run_verify
+from backend_core.testing.numerics import poisoned
+from kda_backend.testing.steps import StepCase, StepPools, make_step
+from kda_backend.testing.tolerances import STEP_TOLERANCES
+from tests.kda.cases import ON_GPU, Backend, assert_close, assert_same_bits, run_step, run_verify
 
 LENGTHS = (3, 0, 1, 4)
 
@@ -37,7 +39,7 @@ class Draft:
         pool_dtype = model.pop("pool_dtype", torch.float32)
         self.case = make_step(seed, sum(lengths), device=backend.device, **model)
         self.slots = [2 * n + 1 for n in range(len(lengths))]
-        self.pools = Pools(self.case, 2 * len(lengths) + 1, dtype=pool_dtype)
+        self.pools = StepPools(self.case, 2 * len(lengths) + 1, dtype=pool_dtype)
         self.pools.fill(seed + 1, self.slots)
         self.before = self.pools.copy()
         rows, device = len(lengths) + 2, backend.device
@@ -67,7 +69,7 @@ class Draft:
         return run_verify(backend, self.case, self.pools, table, **arguments)
 
     def assert_kept(self, out: torch.Tensor) -> None:
-        tolerance_o, tolerance_s = TOLERANCE[self.states.dtype]
+        tolerance_o, tolerance_s = STEP_TOLERANCES[self.states.dtype]
         steps_o = 2.0 * tolerance_o
         for n, slot in enumerate(self.slots):
             tokens = range(starts(self.lengths)[n], starts(self.lengths)[n + 1])
@@ -146,7 +148,7 @@ def test_a_slot_for_each_token(backend: Backend, seed: int, accepted: int, layou
     rolls; slot 0 of a shorter table keeps nothing."""
     tokens = 3
     case = make_step(seed, tokens, device=backend.device, heads=1)
-    pools = Pools(case, 6, layout=layout, width=tokens + 2)
+    pools = StepPools(case, 6, layout=layout, width=tokens + 2)
     pools.fill(seed + 1, [1, 2, 3, 4])
     table = [4, 2, 1]
     before = pools.copy()
@@ -175,7 +177,7 @@ def test_a_slot_for_each_token(backend: Backend, seed: int, accepted: int, layou
 
 def test_a_token_without_a_slot_keeps_nothing(backend: Backend, seed: int) -> None:
     case = make_step(seed, 3, device=backend.device, heads=1, has_conv=False)
-    pools = Pools(case, 3)
+    pools = StepPools(case, 3)
     pools.fill(seed + 1, [1, 2])
     before = pools.copy()
     table = torch.tensor([[1, 0, -1]], dtype=torch.int32, device=backend.device)
@@ -194,7 +196,7 @@ def test_a_wild_number_of_accepted_tokens_stays_in_the_table(
     backend: Backend, seed: int, wild: int
 ) -> None:
     case = make_step(seed, 3, device=backend.device, heads=1)
-    pools = Pools(case, 4, width=5)
+    pools = StepPools(case, 4, width=5)
     pools.fill(seed + 1, [1, 2, 3])
     twin = pools.copy()
     table = torch.tensor([[1, 2, 3]], dtype=torch.int32, device=backend.device)
@@ -266,7 +268,7 @@ def wrong_arguments(draft: Draft) -> list[tuple[str, dict[str, Any]]]:
     slots |= {"state_indices": table, "num_accepted_tokens": one}
     return [
         ("num_accepted_tokens or intermediate_states must be given", dict.fromkeys(buffers)),
-        ("are two forms: give one", {"num_accepted_tokens": one}),
+        ("are two variants: give one", {"num_accepted_tokens": one}),
         ("intermediate_indices and intermediate_conv need", {"intermediate_states": None}),
         ("intermediate_indices must be given", {"intermediate_indices": None}),
         ("intermediate_conv must be given if and only if", {"intermediate_conv": None}),
@@ -302,6 +304,6 @@ def test_wrong_input_is_refused_before_anything_is_written(seed: int) -> None:
 def test_a_draft_longer_than_its_buffer_is_refused(seed: int) -> None:
     cpu = Backend("torch", torch.device("cpu"))
     draft = Draft(cpu, seed, (3, 3), heads=1)
-    with pytest.raises(ValueError, match="at most 2 tokens, got 3 a sequence"):
+    with pytest.raises(ValueError, match="at most 2 tokens, got 3 per sequence"):
         draft.run(cpu, intermediate_states=draft.states[:, :2],
                   intermediate_conv=draft.windows[:, :2].transpose(2, 3))  # fmt: skip

@@ -1,25 +1,24 @@
-"""Warming up runs every path a plan can choose, so that serving compiles nothing."""
+"""Warming up runs every path a selection can choose, so that serving compiles nothing."""
 
 from __future__ import annotations
 
 import pytest
 
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.selection import KdaPlan, KdaShape, select, warm_up
+from kda_backend.selection import KdaSelection, KdaShape, select, warm_up
 
 
 @pytest.mark.parametrize("target", ["H200", "B200", "MI355X", "cpu"])
-def test_every_path_of_both_phases_is_called(target: str) -> None:
-    plan = select(KNOWN_TARGETS[target], KdaShape(4, 4, 128, 128))
-    called: dict[str, list[object]] = {"prefill": [], "decode": []}
+def test_every_path_of_every_operator_is_called(target: str) -> None:
+    selection = select(KNOWN_TARGETS[target], KdaShape(4, 4, 128, 128))
+    called: list[object] = []
 
-    def prefill(single: KdaPlan) -> None:
-        called["prefill"].append(single.prefill.lookup(1))
+    def prefill(single: KdaSelection) -> None:
+        called.append(single.prefill.lookup(1))
 
-    def decode(single: KdaPlan) -> None:
-        called["decode"].append(single.decode.lookup(1))
+    def decode(single: KdaSelection) -> None:
+        called.extend(x.lookup(1) for x in (single.recurrent, single.decode_step, single.verify))
 
-    warm_up(plan, prefill, decode)
-    for phase in ("prefill", "decode"):
-        paths = getattr(plan, phase).paths
-        assert all(any(path is seen for seen in called[phase]) for path in paths)
+    warm_up(selection, prefill, decode)
+    for operator in selection.operators:
+        assert all(any(path is seen for seen in called) for path in operator.paths)

@@ -139,8 +139,8 @@ def run_case(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator on poisoned outputs and scratch."""
     plan = plan or planner.plan(case.lengths, case.block_table)
-    out = torch.full((*case.q_latent.shape[:3], 512), float("nan"), dtype=case.spec.dtype)
-    out = out.to(case.lengths.device)
+    shape = (*case.q_latent.shape[:3], 512)
+    out = torch.full(shape, float("nan"), dtype=case.spec.dtype, device=case.lengths.device)
     lse = torch.full(case.q_latent.shape[:3], float("nan"), device=out.device)
     scratch = Scratch(out.device)
     case.result = (out, lse)

@@ -1,7 +1,7 @@
 """Compile every Triton kernel of the family as the shipped tables choose it, without a GPU.
 
 ``python -m tests.softmax.compile_report --write`` rewrites ``compile_report.json``; with the name
-of an architecture it prints that part as JSON, which is what the test compares.
+of an architecture, or ``gfx942:quick``, it prints that part as JSON, which the test compares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from softmax_backend.flashinfer import cascade
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import planner
 from softmax_backend.run import mla_triton
-from softmax_backend.spec import MlaSpec
+from softmax_backend.spec import CacheFormat, MlaSpec
 from softmax_backend.variants import soft_cap
 from tests.offline import TARGETS, Report, compile_kernel, dump
 
@@ -60,6 +60,12 @@ _INT32 = {
 _FLOATS = {"scale", "kv_scale", "variant_a", "variant_b"}
 _PREFIX = ("tiles_ptr", "members_ptr", "prefix_tile_ptr", "prefix_row_ptr")
 _ABSENT = (*_PREFIX, "sinks_ptr", "kv_scales_ptr")
+LAYERS: tuple[tuple[int, int, CacheFormat], ...] = (
+    (16, 64, "16-bit"),
+    (64, 1, "16-bit"),
+    (16, 944, "fp8"),
+    (16, 64, "fp8_ds_mla"),
+)
 Case = tuple[str, KernelLaunch, tuple[str, ...]]
 """(name, launch, pointers that are not there)."""
 
@@ -70,17 +76,11 @@ def cases(arch: str) -> Iterator[Case]:
     for path in rows:
         if path.name != "triton":
             continue
-        for heads in (16, 64):
-            for page_size, cache in (
-                (64, "16-bit"),
-                (1, "16-bit"),
-                (944, "fp8"),
-                (64, "fp8_ds_mla"),
-            ):
-                spec = MlaSpec(heads, page_size, cache_format=cache)  # type: ignore[arg-type]
-                kernel = mla_triton.decode_kernel(path, spec, True, torch.bfloat16)
-                absent = tuple(n for n in _ABSENT if cache != "fp8_ds_mla" or n != "kv_scales_ptr")
-                yield f"mla_decode {heads} heads, page {page_size}, {cache}", kernel, absent
+        for heads, page_size, cache in LAYERS:
+            spec = MlaSpec(heads, page_size, cache_format=cache)
+            kernel = mla_triton.decode_kernel(path, spec, True, torch.bfloat16)
+            absent = tuple(n for n in _ABSENT if cache != "fp8_ds_mla" or n != "kv_scales_ptr")
+            yield f"mla_decode {heads} heads, page {page_size}, {cache}", kernel, absent
         spec = MlaSpec(16, 64, query_tokens=2, variant=soft_cap(30.0))
         kernel = mla_triton.decode_kernel(path, spec, True, torch.bfloat16)
         yield "mla_decode 16 heads, soft cap, two levels, sinks", kernel, ("kv_scales_ptr",)
@@ -124,12 +124,17 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
     return compile_kernel(arch, kernel, types, constexprs, options, aligned)
 
 
-def report(arch: str) -> Report:
-    return {case[0]: compile_case(arch, case) for case in cases(arch)}
+QUICK = ("mla_decode 16 heads, page 64, 16-bit", "combine", "merge_states 128")
+
+
+def report(arch: str, quick: bool = False) -> Report:
+    chosen = (case for case in cases(arch) if not quick or case[0] in QUICK)
+    return {case[0]: compile_case(arch, case) for case in chosen}
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--write":
         REPORT.write_text(dump({arch: report(arch) for arch in TARGETS}))
     else:
-        print(json.dumps(report(sys.argv[1])))
+        arch, _, quick = sys.argv[1].partition(":")
+        print(json.dumps(report(arch, quick == "quick")))

@@ -196,8 +196,13 @@ def test_cascade_of_two_levels_is_one_level(
     flat = [shared + pages for pages in own]
     indptr = [0, *torch.tensor([len(pages) for pages in flat]).cumsum(0).tolist()]
     one = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(1, device=where), layout)
-    one.plan([i32(offsets, where)], [i32(indptr, where)], [i32([page for pages in flat for page in pages], where)],
-             [i32(last, where)], heads, kv_heads, dim, size, **options)  # fmt: skip
+    one.plan(
+        [i32(offsets, where)],
+        [i32(indptr, where)],
+        [i32([page for pages in flat for page in pages], where)],
+        [i32(last, where)],
+        heads, kv_heads, dim, size, **options,
+    )  # fmt: skip
     torch.testing.assert_close(got.float(), one.run(q, cache).float(), atol=2e-2, rtol=2e-2)
     plain = cache if layout == "NHD" else cache.transpose(2, 3)
     for i, pages in enumerate(flat):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from backend_core.launch.cuda import PARAMS_HEADER, CudaParams
 from softmax_backend import combine, reference
 from softmax_backend.plan import planner
 from softmax_backend.plan.split_kv import split_kv
@@ -21,14 +22,21 @@ CTAS = 132
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
-def build(source: Path, function: str, folder: Path) -> ctypes.CDLL:
-    text = source.read_text().replace("extern __shared__ int memory[];", "")
+def build(
+    source: Path, function: str, params: CudaParams, folder: Path, many: int = 528
+) -> ctypes.CDLL:
+    text = source.read_text()
+    if function == "mla_combine":
+        assert "MANY = 528;" in text
+        text = text.replace("MANY = 528;", f"MANY = {many};")
     entry = (
         f'\nextern "C" void run(int grid, int block, const Params* p)'
         f" {{ launch({function}, grid, block, *p); }}\n"
     )
     (folder / "kernel.cpp").write_text(text + entry)
     shutil.copy(SHIM, folder / "hopper.cuh")
+    shutil.copy(source.parent / "softmax.cuh", folder)
+    (folder / PARAMS_HEADER).write_text(params.header)
     library = folder / "kernel.so"
     command = ["g++", "-std=c++20", "-O1", "-pthread", "-shared", "-fPIC", "-w"]
     done = subprocess.run(
@@ -38,25 +46,36 @@ def build(source: Path, function: str, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def pack(params: CudaParams, *values: int) -> bytes:
+    return params.pack(**dict(zip(params.names, values, strict=True)))
+
+
 @pytest.fixture(scope="module")
 def plan_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(planner.SM90_SOURCE, "split_plan", tmp_path_factory.mktemp("plan"))
+    return build(planner.SM90_SOURCE, "split_plan", planner.PARAMS, tmp_path_factory.mktemp("plan"))
 
 
 @pytest.fixture(scope="module")
 def combine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(combine.SM90_SOURCE, "mla_combine", tmp_path_factory.mktemp("combine"))
+    return build(
+        combine.SM90_SOURCE, "mla_combine", combine.PARAMS, tmp_path_factory.mktemp("combine")
+    )
+
+
+@pytest.fixture(scope="module")
+def many_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build(
+        combine.SM90_SOURCE, "mla_combine", combine.PARAMS, tmp_path_factory.mktemp("many"), many=0
+    )
 
 
 @pytest.mark.parametrize("chunk", [0, 16])
 @pytest.mark.parametrize(
     ("lengths", "overhead", "min_blocks"),
     [
-        ([1024], 1, 1),
         ([65536] + [1024] * 63, 1, 1),
-        ([1024] * 64, 3, 2),
-        ([0, 1, 63, 64, 65, 4000, 0, 130], 1, 1),
-        ([100 * i % 7777 for i in range(300)], 5, 4),
+        ([0, 1, 63, 64, 65, 4000, 0, 130], 3, 2),
+        ([100 * i % 7777 for i in range(600)], 5, 4),
         ([512] * 64 + [16384] * 4 + [-1] * 30, 1, 1),
     ],
 )
@@ -71,11 +90,11 @@ def test_the_planner_is_the_one_in_torch(
     work = torch.full((CTAS, 8), -7, dtype=torch.int32)
     num_splits = torch.full((tiles + 1,), -7, dtype=torch.int32)
     merges = torch.full((requests + 1,), -7, dtype=torch.int32)
-    params = planner._PARAMS.pack(
+    params = pack(planner.PARAMS, 
         *(x.data_ptr() for x in (tokens, work, num_splits, merges, prefix)),
         tiles, requests, CTAS, overhead, min_blocks, chunk,
     )  # fmt: skip
-    plan_library.run(1, 256, params)
+    plan_library.run(1, 544 if chunk else 256, params)
     want_work, want_splits = split_kv(tokens, CTAS, overhead, min_blocks, chunk)
     assert torch.equal(work, want_work)
     assert torch.equal(num_splits, want_splits)
@@ -85,12 +104,16 @@ def test_the_planner_is_the_one_in_torch(
     assert torch.equal(merges[1 : 1 + len(merged)], merged)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("ctas", [3, 5, 64])
+@pytest.mark.parametrize(
+    ("ctas", "many", "listed"), [(3, 528, True), (7, 528, False), (96, 528, True), (4, 0, True)]
+)
 def test_combine_is_the_reference(
-    combine_library: ctypes.CDLL, ctas: int, listed: bool, seed: int
-) -> None:
-    """Splits: none, one (left alone), few, 160; two levels; empty and poisoned ones."""
+    combine_library: ctypes.CDLL, many_library: ctypes.CDLL, ctas: int, many: int, listed: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    """Splits: one (left alone), few, 160; two levels; empty and poisoned ones. A warp has some
+    splits of a quarter of a row, a CTA a slice of a row (96), or a warp a row (many = 0)."""
+    library = combine_library if many else many_library
     generator = torch.Generator().manual_seed(seed)
     heads, counts = 2, [1, 3, 2, 40, 160, 1, 5]
     requests, slots = len(counts), sum(counts) + 4
@@ -107,13 +130,13 @@ def test_combine_is_the_reference(
     merged = torch.tensor([6, 1, 2, 3, 4, 5, 6], dtype=torch.int32)
     out = torch.full((requests, heads, 512), math.nan, dtype=torch.bfloat16)
     lse = torch.full((requests, heads), math.nan)
-    params = combine._PARAMS.pack(
+    params = pack(combine.PARAMS, 
         *(x.data_ptr() for x in (out, lse, partial_out, partial_lse, num_splits)),
         merged.data_ptr() if listed else 0,
         *(x.data_ptr() for x in (prefix_tile, prefix_row, sinks)),
         requests, heads, 64, heads,
     )  # fmt: skip
-    combine_library.run(ctas, 256, params)
+    library.run(ctas, 256, params)
     assert out[0].isnan().all() and lse[0].isnan().all()  # the main kernel's own
     for request in range(1, requests):
         slot = int(num_splits[request])

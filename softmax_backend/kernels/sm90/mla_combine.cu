@@ -8,23 +8,16 @@
 // the weights and none of the LSE.
 //
 // The plan lists the requests to merge, so CTAs beyond them leave at once. Few rows: a CTA has 64 channels of
-// a row. More: a warp has 128 channels of a row and some of its splits, all of which it loads at once.
+// a row. More: a warp has 128 channels of a row and some of its splits, all of which it loads at once. Many,
+// which have few splits each: a warp has a row.
 // The main kernel lets this one start early; the plan's lists are read before waiting.
 #include "hopper.cuh"
+#include "params.cuh"
+#include "softmax.cuh"
 
-struct Params {
-    u16* out;                  // [requests, rows, 512] bf16
-    float* lse;                // [requests, rows], natural logarithm
-    const float* partial_out;  // [slots, partial_rows, 512]
-    const float* partial_lse;  // [slots, partial_rows], base 2
-    const int* num_splits;     // [tiles + 1], a prefix sum; the first tiles are the requests' own
-    const int* merges;         // [1 + requests]: how many requests to merge, and which; or null: all
-    const int* prefix_tile;    // [requests] or null: the tile of a shared prefix, or -1
-    const int* prefix_row;     // [requests]: the request's first row in that tile
-    const float* sinks;        // [heads] or null, natural logarithm
-    int requests, rows, partial_rows, heads;
-};
+template __global__ void shared_bytes<0>();
 static constexpr int MOST = 160;  // splits of a row
+static constexpr int MANY = 528;  // rows, of which a warp each has one: half a GPU's warps of this kernel
 
 // The splits of a row: those of the shared prefix, then its own.
 struct Splits {
@@ -114,7 +107,7 @@ __device__ __forceinline__ void combine_slice(const Params& p, int item) {
 #pragma unroll
         for (int w = 0; w < 8; ++w) a += sums[w][2 * lane], b += sums[w][2 * lane + 1];
         const i64 to = i64(request) * p.rows + r;
-        *reinterpret_cast<u32*>(p.out + to * 512 + part * 64 + 2 * lane) = to_bf16x2(a, b);
+        *reinterpret_cast<u32*>(p.out + to * 512 + part * 64 + 2 * lane) = pack_bf16(a, b);
         if (threadIdx.x == 0 && part == 0) p.lse[to] = all * LN2;
     }
 }
@@ -170,8 +163,45 @@ __device__ __forceinline__ void combine_quarter(const Params& p, int item, int i
     if (!merges || way > 0) return;
     const i64 to = i64(request) * p.rows + r;
     *reinterpret_cast<uint2*>(p.out + to * 512 + part * 128 + lane * 4) =
-        make_uint2(to_bf16x2(y.x, y.y), to_bf16x2(y.z, y.w));
+        make_uint2(pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
     if (lane == 0 && part == 0) p.lse[to] = all * LN2;
+}
+
+// A whole row by a warp, two splits at a time.
+__device__ __forceinline__ void combine_row(const Params& p, int number) {
+    const int lane = threadIdx.x % 32, request = merged_request(p, number / p.rows), r = number % p.rows;
+    const Splits row(p, request, r);
+    if (row.count <= 1) return;
+    const float* from = p.partial_out + lane * 4;
+    float4 x[2][4], y[4];
+    auto load = [&](int buffer, int split) {
+        const float* at = from + row.index(p, min(split, row.count - 1)) * 512;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[buffer][e] = *reinterpret_cast<const float4*>(at + e * 128);
+    };
+    load(0, 0), load(1, 1);  // while the scales are found
+    float scale[MOST / 32];
+    const float all = scale_splits(p, row, r % p.heads, lane, scale);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) y[e] = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < MOST / 32; ++i)  // scale[i] needs a constant i
+        for (int j = 0; j < 32 && i * 32 + j < row.count; j += 2) {
+            const int split = i * 32 + j;
+            const float a = __shfl_sync(~0u, scale[i], j), b = __shfl_sync(~0u, scale[i], j + 1);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) add(y[e], x[0][e], a);
+            if (split + 2 < row.count) load(0, split + 2);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) add(y[e], x[1][e], b);  // b is 0 beyond the last split
+            if (split + 3 < row.count) load(1, split + 3);
+        }
+    const i64 to = i64(request) * p.rows + r;
+    if (lane == 0) p.lse[to] = all * LN2;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+        *reinterpret_cast<uint2*>(p.out + to * 512 + e * 128 + lane * 4) =
+            make_uint2(pack_bf16(y[e].x, y[e].y), pack_bf16(y[e].z, y[e].w));
 }
 
 extern "C" __global__ void __launch_bounds__(256) mla_combine(const __grid_constant__ Params p) {
@@ -179,6 +209,13 @@ extern "C" __global__ void __launch_bounds__(256) mla_combine(const __grid_const
     const int rows = (p.merges ? p.merges[0] : p.requests) * p.rows, ctas = gridDim.x;
     if (rows * 8 <= ctas) {
         if (int(blockIdx.x) < rows * 8) combine_slice(p, blockIdx.x);
+        return;
+    }
+    if (rows > MANY) {
+        if (int(blockIdx.x) * 8 >= rows) return;
+        wait_on_dependent_grids();
+        launch_dependent_grids();
+        for (int row = blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += ctas * 8) combine_row(p, row);
         return;
     }
     const int warps = ctas * 8, items = rows * 4;

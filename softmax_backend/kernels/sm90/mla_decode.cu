@@ -12,34 +12,13 @@
 // block's P takes the place of its RoPE box, which S was the last to read.
 //
 // Constants: ROWS, the query rows in shared memory (wgmma computes 64 and those beyond ROWS are garbage that
-// stays in its own rows); HALVES, ROPES; EVICT_FIRST, the L2 hint for a cache that is read once.
+// stays in its own rows); HALVES, ROPES; READ_ONCE, for the L2 hint of a cache that is.
 // The page size is a multiple of 16: a block within one page is nine fetches, one across pages 36.
-#include "hopper.cuh"
+#include "mla.cuh"
+#include "params.cuh"
 
-struct Params {
-    TensorMap latent, latent_pieces;  // [pages, page rows, 512 channels] bf16; boxes of 64 channels
-    TensorMap rope, rope_pieces;      // [pages, page rows, 64 channels]; 64 rows, or 16 for pieces
-    const u16* q_latent;     // [tokens, heads, 512] bf16, strides below
-    const u16* q_rope;       // [tokens, heads, 64]
-    u16* out;                // [requests, query tokens, heads, 512] bf16
-    float* lse;              // [requests, query tokens, heads], natural logarithm
-    float* partial_out;      // [slots, partial_rows, 512]
-    float* partial_lse;      // [slots, partial_rows], base 2
-    const int* lengths;      // [requests]
-    const int* block_table;  // [requests, table_stride]
-    const int4* work;        // [CTAs, 2]: first tile, first block, last tile, end block; first split
-    const int* num_splits;   // [tiles + 1], a prefix sum: the first slot of each tile
-    const int4* tiles;       // [tiles, 2] or null: see QueryTile
-    const int* members;      // requests of the tiles, or null
-    const float* sinks;      // [heads] or null, natural logarithm
-    i64 stride_q_latent_t, stride_q_latent_h, stride_q_rope_t, stride_q_rope_h;
-    float scale;
-    int table_stride, page_size, heads, query_tokens, partial_rows;
-    int causal;              // a query token sees what is before it
-    int chunk_blocks;        // > 0: a split is so many blocks of a tile, whatever the batch is
-    int prefetch_safe;       // plan, lengths and block table were there before the previous kernel began
-    int row_tiles;           // of 64 rows of a request; CTAs count them fastest
-};
+// Tensor maps must lie on 64 bytes.
+struct __align__(64) AlignedParams : Params {};
 
 static constexpr int BLOCK = 64, PIECE = 16, BOX = BLOCK * 128, HALF = 4 * BOX;
 static constexpr int FRAGMENT_ROWS = ROWS > 8 ? 2 : 1;  // rows of a thread that are not garbage
@@ -50,11 +29,12 @@ struct __align__(1024) Shared {
     unsigned char half[HALVES][HALF];
     float keep[2][64], top[2][64];     // what of O stays; the highest logit so far
     float sums[2][64];
-    u64 rope_full[ROPES], rope_empty[ROPES], half_full[HALVES][4], half_empty[HALVES], p_ready[2];
+    ClusterTransactionBarrier rope_full[ROPES], half_full[HALVES][4];
+    ClusterBarrier rope_empty[ROPES], half_empty[HALVES], p_ready[2];
 };
 static_assert(ROWS % 8 == 0 && ROWS <= 64, "rows");
-static_assert(sizeof(Params) == PARAM_BYTES, "the host packs this struct");
-static_assert(sizeof(Shared) <= SHARED_BYTES && SHARED_BYTES <= 232448, "shared memory");
+static_assert(sizeof(Shared) <= 232448, "shared memory");
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 // Query rows row_begin .. row_begin + rows of the members' rows one after the other (a member is a request;
 // it has query_tokens x heads rows), and the keys that they all meet.
@@ -113,13 +93,13 @@ struct Ring {  // blocks so far
     __device__ __forceinline__ u32 half_parity(int which) const { return (2 * block + which) / HALVES & 1; }
 };
 
-static constexpr u64 HINT = EVICT_FIRST ? 0x12F0000000000000 : 0x1000000000000000;
+static constexpr u64 HINT = READ_ONCE ? 0x12F0000000000000 : 0x1000000000000000;
 
 // One box of 64 channels: whole, or in pieces of 16 rows that lie in several pages. All lanes call it.
 __device__ __forceinline__ void fetch_box(const TensorMap* map, const TensorMap* pieces, unsigned char* to,
-                                          u64* full, int channel, bool whole, int valid, int row, int page,
+                                          ClusterTransactionBarrier& full, int channel, bool whole, int valid, int row, int page,
                                           int lane) {
-    if (lane == 0) mbarrier_arrive_and_expect_tx(full, whole ? BOX : valid * PIECE * 128);
+    if (lane == 0) full.arrive_and_expect_tx(whole ? BOX : valid * PIECE * 128);
     __syncwarp();
     if (whole ? lane == 0 : lane < valid)
         tma_load_3d(cast_smem_ptr_to_uint(to) + (whole ? 0 : lane * PIECE * 128), whole ? map : pieces, channel,
@@ -148,15 +128,15 @@ __device__ __forceinline__ void fetch_blocks(const Params& p, Shared& s, const i
                 const bool whole = __shfl_sync(~0u, row, i * PIECES) + BLOCK <= p.page_size;
                 const int piece = i * PIECES + (whole ? 0 : lane % PIECES);
                 const int r = __shfl_sync(~0u, row, piece), g = __shfl_sync(~0u, page, piece);
-                mbarrier_wait(&s.rope_empty[ring.rope()], ring.rope_parity() ^ 1);
-                fetch_box(&p.rope, &p.rope_pieces, s.rope[ring.rope()], &s.rope_full[ring.rope()], 0, whole, valid,
+                s.rope_empty[ring.rope()].wait(ring.rope_parity() ^ 1);
+                fetch_box(&p.rope, &p.rope_pieces, s.rope[ring.rope()], s.rope_full[ring.rope()], 0, whole, valid,
                           r, g, lane);
 #pragma unroll
                 for (int box = 0; box < 8; ++box) {
                     const int half = ring.half(box / 4);
-                    if (box % 4 == 0) mbarrier_wait(&s.half_empty[half], ring.half_parity(box / 4) ^ 1);
+                    if (box % 4 == 0) s.half_empty[half].wait(ring.half_parity(box / 4) ^ 1);
                     fetch_box(&p.latent, &p.latent_pieces, s.half[half] + box % 4 * BOX,
-                              &s.half_full[half][box % 4], 64 * box, whole, valid, r, g, lane);
+                              s.half_full[half][box % 4], 64 * box, whole, valid, r, g, lane);
                 }
             }
         }
@@ -174,7 +154,7 @@ __device__ __forceinline__ void read_queries(const Params& p, Shared& s, const Q
         const u16* from = chunk < 64
             ? p.q_latent + token * p.stride_q_latent_t + at.head * p.stride_q_latent_h + chunk * 8
             : p.q_rope + token * p.stride_q_rope_t + at.head * p.stride_q_rope_h + (chunk - 64) * 8;
-        cp_async_zfill(cast_smem_ptr_to_uint(s.q[chunk / 8] + swizzled(row, chunk % 8)), from, valid);
+        cp_async_cacheglobal_zfill(cast_smem_ptr_to_uint(s.q[chunk / 8] + swizzled(row, chunk % 8)), from, valid);
     }
 }
 
@@ -195,8 +175,8 @@ __device__ __forceinline__ void multiply_keys(Shared& s, float (&x)[32], const R
     for (int i = 0; i < 9; ++i) {
         const int box = (i + 8) % 9;  // the order of the fetches
         const u32 k = box == 8 ? rope : half[box / 4] + box % 4 * (BOX >> 4);
-        if (box == 8) mbarrier_wait(&s.rope_full[ring.rope()], ring.rope_parity());
-        else mbarrier_wait(&s.half_full[ring.half(box / 4)][box % 4], ring.half_parity(box / 4));
+        if (box == 8) s.rope_full[ring.rope()].wait(ring.rope_parity());
+        else s.half_full[ring.half(box / 4)][box % 4].wait(ring.half_parity(box / 4));
         warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
@@ -247,9 +227,9 @@ __device__ __forceinline__ void softmax(Shared& s, float (&x)[32], float (&sum)[
     const int row = 16 * at.warp + at.lane % 16;
 #pragma unroll
     for (int j = 0; j < 8; j += 2)
-        stmatrix_x4(p + swizzled(row, j + at.lane / 16), to_bf16x2(x[4 * j], x[4 * j + 1]),
-                    to_bf16x2(x[4 * j + 2], x[4 * j + 3]), to_bf16x2(x[4 * j + 4], x[4 * j + 5]),
-                    to_bf16x2(x[4 * j + 6], x[4 * j + 7]));
+        stmatrix(p + swizzled(row, j + at.lane / 16),
+                 {pack_bf16(x[4 * j], x[4 * j + 1]), pack_bf16(x[4 * j + 2], x[4 * j + 3]),
+                  pack_bf16(x[4 * j + 4], x[4 * j + 5]), pack_bf16(x[4 * j + 6], x[4 * j + 7])});
 }
 
 // Begins O += P V of a block, this warpgroup's 256 channels.
@@ -280,7 +260,7 @@ __device__ __forceinline__ void store_row(const float (&o)[128], int i, float fa
         float4 v = odd ? make_float4(x, y, b[0], b[1]) : make_float4(a[0], a[1], x, y);
         v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
         if (direct)
-            *reinterpret_cast<uint2*>(direct + 8 * j) = make_uint2(to_bf16x2(v.x, v.y), to_bf16x2(v.z, v.w));
+            *reinterpret_cast<uint2*>(direct + 8 * j) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
         if (partial) *reinterpret_cast<float4*>(partial + 8 * j) = v;
     }
 }
@@ -334,11 +314,11 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
             }
             limit[i] -= tile.kv_begin;
         }
-        cp_async_wait_all();
-        fence_view_async_shared();
+        cp_async_fence(), cp_async_wait<0>();
+        tma_store_fence();
         Segments part(p, work, number, tile);
         do {
-            named_barrier_sync(256, 1);
+            sync_consumers();
             float o[128], sum[2] = {0, 0};
 #pragma unroll
             for (int e = 0; e < 128; ++e) o[e] = 0;
@@ -358,7 +338,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
                     warpgroup_fence_operand(x);
                 }
                 if (n >= part.begin) {
-                    mbarrier_wait(&s.p_ready[buffer ^ 1], p_phase >> (buffer ^ 1) & 1);
+                    s.p_ready[buffer ^ 1].wait(p_phase >> (buffer ^ 1) & 1);
                     p_phase ^= 1 << (buffer ^ 1);
                     float keep[2] = {1, 1};
                     if (at.active()) keep[0] = s.keep[buffer ^ 1][at.row(0)], keep[1] = s.keep[buffer ^ 1][at.row(1)];
@@ -366,8 +346,8 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
                     multiply_values(s, o, at, ring, keep);
                     warpgroup_wait<0>();
                     warpgroup_fence_operand(o);
-                    if (at.lane == 0) mbarrier_arrive(&s.half_empty[ring.half(at.wg)]);
-                    if (at.lane == 1) mbarrier_arrive(&s.rope_empty[ring.rope()]);
+                    if (at.lane == 0) s.half_empty[ring.half(at.wg)].arrive();
+                    if (at.lane == 1) s.rope_empty[ring.rope()].arrive();
                 }
                 if (mine) {
                     const int position = (n + 1) * BLOCK;
@@ -376,9 +356,9 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
                                              scale_log2);
                     const int valid = tile.kv_end - tile.kv_begin - position;
                     if (valid < BLOCK) clear_values(s, next, valid, at.thread);
-                    fence_view_async_shared();
+                    tma_store_fence();
                     __syncwarp();
-                    if (at.lane == 0) mbarrier_arrive(&s.p_ready[buffer]);
+                    if (at.lane == 0) s.p_ready[buffer].arrive();
                 }
                 ring = next;
             }
@@ -395,7 +375,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
                 sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
                 if (at.t == 0) s.sums[at.wg][at.row(i)] = sum[i];
             }
-            named_barrier_sync(256, 1);
+            sync_consumers();
             const int split = part.chunk ? part.begin / part.chunk : number == work.x ? first_split : 0;
             if (at.active())
                 write_out(p, s, o, current, at, partial ? slots + split : -1, (part.end - part.begin - 1) & 1, empty);
@@ -404,21 +384,20 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
 }
 
 // The warpgroups that multiply take registers from the one that fetches.
-extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    Shared& s = *reinterpret_cast<Shared*>(memory);
+extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_constant__ AlignedParams p) {
+    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         prefetch_tma_descriptor(&p.rope), prefetch_tma_descriptor(&p.latent);
 #pragma unroll
-        for (int i = 0; i < ROPES; ++i) mbarrier_init(&s.rope_full[i], 1), mbarrier_init(&s.rope_empty[i], 8);
+        for (int i = 0; i < ROPES; ++i) s.rope_full[i].init(1), s.rope_empty[i].init(8);
 #pragma unroll
         for (int i = 0; i < HALVES; ++i) {
-            mbarrier_init(&s.half_empty[i], 4);
+            s.half_empty[i].init(4);
 #pragma unroll
-            for (int box = 0; box < 4; ++box) mbarrier_init(&s.half_full[i][box], 1);
+            for (int box = 0; box < 4; ++box) s.half_full[i][box].init(1);
         }
-        mbarrier_init(&s.p_ready[0], 4), mbarrier_init(&s.p_ready[1], 4);
+        s.p_ready[0].init(4), s.p_ready[1].init(4);
         fence_barrier_init();
     }
     if (!p.prefetch_safe) wait_on_dependent_grids();

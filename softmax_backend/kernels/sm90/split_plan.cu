@@ -8,16 +8,9 @@
 // Contiguous: CTA g has the g-th of equal shares of the line on which each tile takes overhead + blocks. A
 // boundary less than min_blocks from a tile's start or end moves there.
 #include "hopper.cuh"
+#include "params.cuh"
 
-struct Params {
-    const int* lengths;      // [tiles] tokens; negative: the tile is not there
-    int4* work;              // [ctas, 2]: first tile, first block, last tile, end block; first split
-    int* num_splits;         // [tiles + 1], a prefix sum
-    int* merges;             // [1 + requests]: how many requests combine has to merge, and which
-    const int* prefix_tile;  // [requests] or null: >= 0 where a request has a shared prefix
-    int tiles, requests;     // the first tiles are the requests' own
-    int ctas, overhead, min_blocks, chunk_blocks;
-};
+template __global__ void shared_bytes<4 * 2 * 4096>();
 static constexpr int CANDIDATES = 17, NONE = 0x7fffffff;
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -70,9 +63,8 @@ struct Measure {
 struct Boundary { int tile, block, split; };  // split: number of the split that starts here
 
 extern "C" __global__ void __launch_bounds__(1024, 1) split_plan(const __grid_constant__ Params p) {
-    extern __shared__ int memory[];
-    int* const blocks = memory;           // [tiles]
-    int* const start = memory + p.tiles;  // [tiles]
+    int* const blocks = reinterpret_cast<int*>(dynamic_shared_memory());  // [tiles]
+    int* const start = blocks + p.tiles;                                  // [tiles]
     __shared__ int sums[2][32], candidates[CANDIDATES];
     __shared__ u32 warps[2][32];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, num_warps = blockDim.x / 32;

@@ -31,8 +31,6 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define __grid_constant__
 #define __align__(n) alignas(n)
 #define __shared__ static  // CTAs run one after another
-#define INF INFINITY
-static constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 struct Dim { u32 x; };
 static Dim blockDim, gridDim, blockIdx;
@@ -44,8 +42,10 @@ struct Warp {
 };
 static std::vector<std::unique_ptr<Warp>> warps_of_cta;
 static std::unique_ptr<std::barrier<>> cta_barrier;
-static int memory_words[1 << 16];
-#define memory memory_words
+alignas(16) static unsigned char shared_words[1 << 17];
+inline unsigned char* dynamic_shared_memory() { return shared_words; }
+template <unsigned BYTES>
+void shared_bytes() {}
 
 inline void __syncthreads() { cta_barrier->arrive_and_wait(); }
 template <typename Of>
@@ -79,13 +79,14 @@ inline int __reduce_add_sync(u32, int x) {
 inline int __reduce_min_sync(u32, int x) {
     return exchange(x, [](u32* s, int) { int y = s[0]; for (int i = 1; i < 32; ++i) y = min(y, int(s[i])); return u32(y); });
 }
+inline float __int_as_float(int x) { return bits<float>(x); }
 inline float ex2(float x) { return std::exp2(x); }
 inline float lg2(float x) { return std::log2(x); }
 inline u32 to_bf16(float x) {
     const u32 y = bits_of(x);
     return (x != x) ? 0x7fff : (y + 0x7fff + (y >> 16 & 1)) >> 16;
 }
-inline u32 to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+inline u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 inline void launch_dependent_grids() {}
 inline void wait_on_dependent_grids() {}
 

@@ -1,0 +1,94 @@
+"""What ``kda-dsv4 check`` does: one probe for each call of each row of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from backend_cli.families import all_families, table_of
+from backend_core.family import CheckCase, Family
+from backend_core.tables.schema import KernelPath, NoParams
+from backend_core.tables.select import explain
+from backend_core.target import Target
+
+UPSTREAM = "upstream code"
+"""The path of an operator on a part without a table: the engine's own code runs."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One call of one table row.
+
+    Attributes:
+        grids: the buckets that the table has it for, in words.
+        case: the name of the call; empty where there is none to make.
+        skip: why it cannot be made here, or ``None``.
+        run: makes it; ``None`` where it cannot be made.
+    """
+
+    family: str
+    path: KernelPath
+    grids: str
+    case: str
+    skip: str | None
+    run: CheckCase | None
+
+
+def probes(target: Target, *, interpreted: bool) -> list[Probe]:
+    """Every probe of the tables of ``target``, the same list in every process.
+
+    Args:
+        interpreted: the kernels are to run in Triton's interpreter.
+
+    Raises:
+        LookupError: no family has a table for this target.
+        BadInputError: a table is malformed.
+    """
+    found: list[Probe] = []
+    without: list[str] = []
+    known = all_families()
+    for family in known.values():
+        try:
+            found += _of_table(family, target, interpreted=interpreted)
+        except LookupError as error:
+            without.append(str(error))
+            found += _of_no_table(family, str(error))
+    if len(without) == len(known):
+        raise LookupError("; ".join(without))
+    return found
+
+
+def _of_table(family: Family, target: Target, *, interpreted: bool) -> list[Probe]:
+    table = table_of(family, target)
+    found: list[Probe] = []
+    for operator in family.tables.operator_names:
+        # rows of one path and one set of parameters are one kernel, for several buckets
+        buckets: dict[object, tuple[KernelPath, list[str]]] = {}
+        for row in explain(table, operator):
+            path = row.path
+            grids = "any" if path.max_grid is None else f"to {path.max_grid}"
+            key = (path.name, path.params, path.features)
+            buckets.setdefault(key, (path, []))[1].append(grids)
+        for path, labels in buckets.values():
+            found += probes_of(family, path, ", ".join(labels), interpreted=interpreted)
+    return found
+
+
+def _of_no_table(family: Family, reason: str) -> Iterator[Probe]:
+    for operator in family.tables.operator_names:
+        path = KernelPath(UPSTREAM, operator, None, frozenset(), NoParams(), False, reason)
+        yield Probe(family.name, path, "any", "", reason, None)
+
+
+def probes_of(family: Family, path: KernelPath, grids: str, *, interpreted: bool) -> list[Probe]:
+    """The probes of one row; a single skipped one where it cannot run here."""
+    skip = None
+    if path.requires_package is not None:
+        skip = f"calls the package {path.requires_package}, which has tests of its own"
+    elif interpreted and path.name not in family.interpretable:
+        skip = "is not written in Triton"
+    elif not (cases := family.check_cases(path)):
+        skip = "is the definition that other paths are compared with"
+    if skip is not None:
+        return [Probe(family.name, path, grids, "", skip, None)]
+    return [Probe(family.name, path, grids, name, None, run) for name, run in cases.items()]

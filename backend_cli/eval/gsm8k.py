@@ -1,0 +1,225 @@
+"""``kda-dsv4 eval gsm8k``: grade-school mathematics through the endpoint of a running server.
+
+Prompts, extraction rules and scores are lm-evaluation-harness's own task ``gsm8k``; the requests
+are those of its ``local-completions`` model, sent from here so that answers outlive a server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from backend_cli.errors import BadInputError, CliError
+from backend_cli.eval import recall_task as recall
+from backend_cli.eval.endpoint import Endpoint
+from backend_cli.eval.record import accuracy, verdict
+from backend_cli.eval.run import Run, print_record
+
+NUM_FEWSHOT = 5
+SEED = 1234  # the harness's own default, for the choice of examples and for the server
+_RULES = {"flexible": "flexible-extract", "strict": "strict-match"}
+
+
+def gsm8k(
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="Of the server, for instance http://localhost:8000.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Served name; by default the only one.")
+    ] = None,
+    num_questions: Annotated[
+        int | None, typer.Option(min=1, help="The first N of the test set; by default all.")
+    ] = None,
+    data_path: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="GSM8K's test.jsonl; examples come from train.jsonl beside it, else from the "
+            "file's other questions. By default both come from Hugging Face's hub.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The record; default gsm8k-MODEL.json.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of an answer; 256 is the harness's.")
+    ] = 256,
+    concurrency: Annotated[int, typer.Option(min=1, help="Questions asked at once.")] = 32,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one answer.")] = 600.0,
+    flags: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The server's flags, for the record: vLLM tells none."),
+    ] = None,
+) -> None:
+    """Measure GSM8K accuracy, five examples a question, and compare it with published values."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise CliError("eval gsm8k needs lm-eval: pip install 'kda-dsv4-backend[eval]'")
+    files = None if data_path is None else _data_files(data_path, num_questions)
+    endpoint = Endpoint.parse(base_url, timeout)
+    server = endpoint.server(model)
+    settings = {
+        "num_questions": num_questions,
+        "data": "openai/gsm8k" if files is None else _digest(files),
+        "num_fewshot": NUM_FEWSHOT,
+        "max_tokens": max_tokens,
+        "harness": importlib.metadata.version("lm_eval"),
+        "engine": server.engine,
+        "engine_version": server.version,
+        "backend": server.backend,
+        "server_flags": flags,
+    }
+    run = Run(output, "gsm8k", server.model, settings)
+
+    def ask(prompts: list[str], until: list[str]) -> list[str]:
+        def complete(prompt: str) -> str:
+            return endpoint.complete(
+                {
+                    "model": server.model,
+                    "prompt": prompt,
+                    "max_tokens": max_tokens,
+                    "temperature": 0.0,
+                    "stop": until,
+                    "seed": SEED,
+                }
+            )
+
+        return run.ask(prompts, complete, concurrency)
+
+    results = evaluate(ask, files, num_questions)
+    questions = _questions(results["samples"]["gsm8k"])
+    found = {rule: accuracy([q["right"][rule] for q in questions]) for rule in _RULES}
+    record = run.finish(
+        server, flags, found, verdict(server.model, found), questions, base_url=endpoint.base_url
+    )
+    print_record(record, run.output)
+    if record["verdict"]["ok"] is False:
+        raise typer.Exit(1)
+
+
+def evaluate(ask: Any, files: dict[str, str] | None, limit: int | None) -> dict[str, Any]:
+    """Run the harness's task ``gsm8k``.
+
+    Args:
+        ask: takes all prompts and their stop sequences, returns the answers.
+        files: ``test`` and perhaps ``train``; ``None`` loads the hub's data set.
+        limit: how many questions; ``None`` is all.
+
+    Returns:
+        What ``lm_eval.simple_evaluate`` returns.
+
+    Raises:
+        BadInputError: the data set cannot be had from its hub.
+    """
+    for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")  # read at import: the bar is ours
+    import lm_eval
+    import yaml
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+    class Served(LM):  # type: ignore[misc]
+        """The harness's view of the server: it generates, and does nothing else."""
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            until = {tuple(request.args[1]["until"]) for request in requests}
+            assert len(until) == 1, "one task, one set of stop sequences"
+            return list(ask([request.args[0] for request in requests], list(until.pop())))
+
+        def loglikelihood(self, requests: Any) -> Any:
+            raise NotImplementedError
+
+        def loglikelihood_rolling(self, requests: Any) -> Any:
+            raise NotImplementedError
+
+    task = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
+    config = yaml.safe_load(task.read_text(encoding="utf-8"))
+    if files is not None:
+        config |= {
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": files},
+        }
+        if "train" not in files:
+            config |= {"training_split": None, "fewshot_split": "test"}
+    try:
+        return dict(
+            lm_eval.simple_evaluate(
+                model=Served(),
+                tasks=[config],
+                task_manager=TaskManager(include_defaults=False),  # of thousands, one is used
+                num_fewshot=NUM_FEWSHOT,
+                limit=limit,
+                bootstrap_iters=0,
+                fewshot_random_seed=SEED,
+            )
+        )
+    except (OSError, ValueError) as error:
+        if files is not None or isinstance(error, BadInputError):
+            raise
+        raise BadInputError(
+            f"openai/gsm8k cannot be loaded from its hub ({error}): give its test file with "
+            "--data-path"
+        ) from error
+
+
+def _data_files(path: Path, num_questions: int | None) -> dict[str, str]:
+    """The files of the data set, every line of which is a GSM8K record."""
+    files = {"test": path}
+    train = path.with_name("train.jsonl")
+    if train.is_file() and train != path:
+        files["train"] = train
+    for file in files.values():
+        try:
+            questions = recall.read_gsm8k(file)
+        except OSError as error:
+            raise BadInputError(f"cannot read data {file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise BadInputError(f"data {file} must be UTF-8 text, got {error.reason}") from error
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
+        needed = NUM_FEWSHOT + (len(files) == 1)
+        if len(questions) < needed:
+            raise BadInputError(
+                f"data {file} must have at least {needed} questions, got {len(questions)}"
+            )
+        if file == path and num_questions is not None and num_questions > len(questions):
+            raise BadInputError(
+                f"--num-questions must be at most {len(questions)}, got {num_questions}"
+            )
+    return {split: str(file.resolve()) for split, file in files.items()}
+
+
+def _digest(files: dict[str, str]) -> str:
+    parts = [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files.values()]
+    return " ".join(f"{split} {part}" for split, part in zip(files, parts, strict=True))
+
+
+def _questions(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry a question, in the data's order, out of the harness's one a rule and question."""
+    found: dict[int, dict[str, Any]] = {}
+    for sample in samples:
+        text = sample["doc"]["question"]
+        entry = found.setdefault(
+            sample["doc_id"],
+            {
+                "id": hashlib.sha256(text.encode()).hexdigest()[:16],
+                "question": text,
+                "expected": sample["doc"]["answer"].split("####")[-1].strip(),
+                "answer": sample["resps"][0][0],
+                "extracted": {},
+                "right": {},
+            },
+        )
+        (rule,) = [rule for rule, name in _RULES.items() if name == sample["filter"]]
+        entry["extracted"][rule] = sample["filtered_resps"][0]
+        entry["right"][rule] = bool(sample["exact_match"])
+    return [found[number] for number in sorted(found)]

@@ -1,0 +1,198 @@
+"""``kda-dsv4 eval recall``: the small checkpoint's task, against a server or transformers here."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backend_cli.errors import BadInputError, CliError
+from backend_cli.eval import recall_task as task
+from backend_cli.eval.endpoint import Endpoint, Server
+from backend_cli.eval.record import accuracy
+from backend_cli.eval.run import Run, print_record
+from backend_cli.families import family_of_checkpoint, transformers_adapter
+from backend_core.engines import ENGINES
+
+RECALL = Path(__file__).resolve().parents[2] / "benchmarks" / "recall"
+WANTED = 0.95
+"""The checkpoint answers 0.999 rightly; 0.02 of them with its state read transposed."""
+
+
+def recall(
+    base_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Of a server; by default transformers runs here."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Served name; by default the only one.")
+    ] = None,
+    num_questions: Annotated[
+        int | None, typer.Option(min=1, help="The first N questions; by default all.")
+    ] = None,
+    data_path: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Questions; by default the repository's."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For transformers; by default the repository's."),
+    ] = None,
+    upstream: Annotated[
+        bool,
+        typer.Option("--upstream", "--stock", help="Run transformers here without this backend."),
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The record; default recall-MODEL.json.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Questions asked at once of a server.")
+    ] = 16,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one answer.")] = 600.0,
+    flags: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The server's flags, for the record: vLLM tells none."),
+    ] = None,
+) -> None:
+    """Ask the recall checkpoint for what stands in its context; the right kernels know it."""
+    if base_url is not None and (upstream or checkpoint is not None):
+        raise BadInputError(
+            "--upstream and --checkpoint are for transformers here, not for a server"
+        )
+    path = data_path or RECALL / "questions.jsonl"
+    questions = _questions(path, num_questions, data_path is None)
+    endpoint = None if base_url is None else Endpoint.parse(base_url, timeout)
+    if endpoint is not None:
+        server = endpoint.server(model)
+    else:
+        where = checkpoint or RECALL / "checkpoint"
+        server = _here(where, upstream)
+        concurrency = 1
+    settings = {
+        "num_questions": len(questions.items),
+        "data": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
+        "engine": server.engine,
+        "engine_version": server.version,
+        "backend": server.backend,
+        "server_flags": flags,
+    }
+    run = Run(output, "recall", server.model, settings)
+    prompts = [questions.prompt(item) for item in questions.items]
+    expected = [questions.answer(item) for item in questions.items]
+
+    def is_right(index: int, answer: str) -> bool:
+        return task.extract_answer(answer) == expected[index]
+
+    if endpoint is not None:
+        answers = run.ask(prompts, _served(endpoint, server.model), concurrency, is_right)
+    else:
+        answers = _answer_here(run, where, upstream, prompts, is_right)
+    rights = [is_right(index, answer) for index, answer in enumerate(answers)]
+    found = {"exact": accuracy(rights)}
+    ok = found["exact"]["value"] >= WANTED
+    said = f"{'at least' if ok else 'under'} {WANTED}, which right kernels reach"
+    record = run.finish(
+        server,
+        flags,
+        found,
+        {"ok": ok, "text": said},
+        [
+            {
+                "id": hashlib.sha256(prompt.encode()).hexdigest()[:16],
+                "question": questions.pool[item.asked].text,
+                "expected": want,
+                "answer": answer,
+                "right": {"exact": right},
+            }
+            for item, prompt, want, answer, right in zip(
+                questions.items, prompts, expected, answers, rights, strict=True
+            )
+        ],
+        base_url=endpoint and endpoint.base_url,
+    )
+    print_record(record, run.output)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _questions(path: Path, count: int | None, is_default: bool) -> task.QuestionSet:
+    try:
+        questions = task.read_questions(path)
+    except OSError as error:
+        hint = ": they are in the repository, run from a clone or give --data-path"
+        raise BadInputError(
+            f"cannot read questions {path}: {error.strerror}{hint if is_default else ''}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"questions {path} must be UTF-8 text, got {error.reason}") from error
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    if count is not None and count > len(questions.items):
+        raise BadInputError(f"--num-questions must be at most {len(questions.items)}, got {count}")
+    return questions if count is None else questions.head(count)
+
+
+def _served(endpoint: Endpoint, model: str) -> Callable[[str], str]:
+    return lambda prompt: endpoint.complete(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": task.MAX_ANSWER_TOKENS,
+            "temperature": 0.0,
+            "stop": [task.TERMINATOR],
+        }
+    )
+
+
+def _here(checkpoint: Path, upstream: bool) -> Server:
+    """transformers in this process, as a server would describe itself."""
+    version = ENGINES["transformers"].installed()
+    if version is None or importlib.util.find_spec("torch") is None:
+        raise CliError(
+            "eval recall without --base-url needs torch and transformers: "
+            "pip install 'kda-dsv4-backend[cpu]'"
+        )
+    if not (checkpoint / "config.json").is_file():
+        raise BadInputError(
+            f"the checkpoint must be a folder with config.json, got {checkpoint}: the repository "
+            "has one, run from a clone or give --checkpoint"
+        )
+    return Server(
+        checkpoint.name,
+        "transformers",
+        version,
+        "upstream" if upstream else family_of_checkpoint(checkpoint).name,
+        None,
+    )
+
+
+def _answer_here(
+    run: Run,
+    checkpoint: Path,
+    upstream: bool,
+    prompts: list[str],
+    is_right: Callable[[int, str], bool],
+) -> list[str]:
+    import torch
+
+    from backend_cli.demo import bounded_threads, generate
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adapter = transformers_adapter(family_of_checkpoint(checkpoint))
+    try:
+        model = adapter.load_model(checkpoint, device)
+    except (OSError, ValueError, ImportError) as error:
+        raise BadInputError(f"{checkpoint} cannot be loaded: {error}") from error
+    if not upstream:
+        adapter.enable()
+    try:
+        with bounded_threads():
+            return run.ask(
+                prompts, lambda prompt: task.decode(generate(model, prompt)), 1, is_right
+            )
+    finally:
+        adapter.disable()

@@ -1,0 +1,179 @@
+"""``kda-dsv4 tune``: launch parameters for this machine, as a table found before the shipped one.
+
+A candidate that does not compile, or is wrong on a call of ``kda-dsv4 check``, is left out; what
+wins has to be right on all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import os
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from backend_cli.errors import BadInputError, CliError
+from backend_cli.families import chosen_families
+from backend_cli.files import check_writable, write_json, write_text
+from backend_cli.terminal import plain_console
+from backend_cli.tune.search import Ask, render, search, sweeps
+from backend_cli.worker import Worker, WorkerDiedError
+from backend_core import __version__
+from backend_core.family import Family
+from backend_core.tables.schema import parse_table
+from backend_core.tables.select import PathTable, load_table, shipped_with, user_directory
+from backend_core.target import Target, detect_target
+
+SCHEMA = 2
+WORKER = "backend_cli.tune.worker"
+
+
+def tune(
+    family: Annotated[
+        list[str] | None, typer.Option(help="A family that info shows; by default all. Repeatable.")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Value heads on a GPU of your model.")] = 32,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of the tables; by default where they are found."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one candidate.")] = 180.0,
+) -> None:
+    """Try launch parameters on this GPU; write tables that every run on this machine then uses."""
+    chosen = chosen_families(family or [])
+    target = detect_target()
+    if target.vendor == "cpu":
+        raise CliError("tune measures a GPU, and there is none here")
+    try:
+        folder = output_dir or user_directory()
+        tables = _shipped_tables(chosen, target, all_needed=family is not None)
+    except LookupError as error:
+        raise CliError(f"nothing to tune on this machine: {error}") from error
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    for item, table in tables:
+        check_writable(folder / item.name / table.source.name)
+    for item, table in tables:
+        _tune_family(item, table, target, heads, folder, timeout)
+
+
+def _shipped_tables(
+    chosen: Sequence[Family], target: Target, *, all_needed: bool
+) -> list[tuple[Family, PathTable]]:
+    """Each family with the table that it ships for the target.
+
+    Raises:
+        LookupError: with ``all_needed`` a family has none, or else none of them has one.
+        ValueError: a table is malformed.
+    """
+    found: list[tuple[Family, PathTable]] = []
+    missing: list[str] = []
+    for family in chosen:
+        try:
+            directory = shipped_with(family.tables)
+            found.append((family, load_table(family.tables, target, directory=directory)))
+        except LookupError as error:
+            missing.append(str(error))
+    if missing and (all_needed or not found):
+        raise LookupError("; ".join(missing))
+    return found
+
+
+def _tune_family(
+    family: Family, table: PathTable, target: Target, heads: int, folder: Path, timeout: float
+) -> None:
+    source = table.source
+    document = tomllib.loads(source.read_text(encoding="utf-8"))
+    todo = list(sweeps(family, table))
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    file = folder / family.name / source.name
+    record = file.with_suffix(".json")
+    about = {
+        "script": "kda-dsv4 tune",
+        "schema": SCHEMA,
+        "gpu": target.name,
+        "date": date,
+        "release": __version__,
+        "heads": heads,
+    }
+    measured = {"measured": True, "gpu": target.name, "date": date, "source": str(record)}
+
+    def keep(found: dict[str, Any], trials: list[dict[str, Any]]) -> None:
+        """A stop loses no sweep that is over."""
+        tuned = copy.deepcopy(found)
+        for number in {t["row"] for t in trials if t["ms"] is not None}:
+            tuned["path"][number] |= measured
+        tuned["table"]["release"] = __version__
+        write_json(record, about | {"trials": trials})
+        write_text(file, render(tuned, f"Written by kda-dsv4 tune on {target.name}, {date}."))
+
+    with tempfile.TemporaryDirectory() as scratch, _asking(table, scratch, timeout) as ask:
+        tuned, trials = search(document, todo, ask, heads, keep)
+    keep(tuned, trials)
+    parse_table(file, family.tables, source.stem)
+    _print(table, tuned, trials, file)
+
+
+class _asking:  # noqa: N801 (used as a function in a with statement)
+    """Asks a worker, whose table is rewritten before each question; a dead one is replaced."""
+
+    def __init__(self, table: PathTable, scratch: str, timeout: float) -> None:
+        self._table = Path(scratch) / table.family / table.source.name
+        self._scratch, self._timeout = scratch, timeout
+        self._worker: Worker | None = None
+
+    def __enter__(self) -> Ask:
+        return self._ask
+
+    def __exit__(self, *_: object) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _ask(self, document: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
+        write_text(self._table, render(document, "A candidate."))
+        try:
+            environment = {"KDA_DSV4_CONFIG_DIR": self._scratch}
+            self._worker = self._worker or Worker(WORKER, [], environment)
+            answer = self._worker.ask(json.dumps(question), self._timeout)
+        except WorkerDiedError as error:
+            self._worker = None
+            return {"ms": None, "message": str(error)}
+        if answer["ms"] is None:  # an illegal access leaves no GPU to go on with
+            self._worker.close()
+            self._worker = None
+        return answer
+
+
+def _print(
+    table: PathTable, after: dict[str, Any], trials: list[dict[str, Any]], file: Path
+) -> None:
+    console = plain_console()
+    for number, (path, new) in enumerate(zip(table.rows, after["path"], strict=True)):
+        own = [t for t in trials if t["row"] == number]
+        if not own:
+            continue
+        old = path.params_dict()
+        changed = {k: v for k, v in new["params"].items() if old[k] != v}
+        grids = "open" if path.max_grid is None else f"to {path.max_grid}"
+        shown = " ".join(f"{key}={value}" for key, value in changed.items()) or "as shipped"
+        gains = []
+        for measure in dict.fromkeys(t["measure"] for t in own):
+            times = [t["ms"] for t in own if t["measure"] == measure and t["ms"] is not None]
+            first = next(t["ms"] for t in own if t["measure"] == measure)
+            if times and first is not None:
+                gains.append(f"{measure} {1e3 * first:.1f} to {1e3 * min(times):.1f} us")
+        console.print(
+            f"{table.family} {path.operator} {path.name} {grids}: {shown} ({', '.join(gains)})"
+        )
+    refused = sum(t["ms"] is None for t in trials)
+    console.print(f"{len(trials)} trials, {refused} not usable; table: {file}")
+    shadow = os.environ.get("KDA_DSV4_CONFIG_DIR")
+    if user_directory() != file.parent.parent:
+        where = shadow or str(user_directory())
+        console.print(f"set KDA_DSV4_CONFIG_DIR={file.parent.parent} to use it (now: {where})")

@@ -1,0 +1,53 @@
+"""Pointers with their strides, as the kernels' functions take them."""
+
+from typing import Any, NamedTuple
+
+
+class State(NamedTuple):
+    """Rows [kv | score] of 2·C·D elements: [pages, STATE_BLOCK, 2·C·D] fp32 or bf16."""
+
+    ptr: Any
+    stride_b: Any
+    stride_r: Any
+
+
+class Ape(NamedTuple):
+    """Absolute position embedding of the scores: [RATIO, C, D] fp32 or bf16."""
+
+    ptr: Any
+    stride_r: Any
+    stride_c: Any
+
+
+class Step(NamedTuple):
+    """What a step plan gives a kernel; a layout of the state leaves the other's fields ``None``.
+
+    ring: entry_ptr [N, 4] int32, decode {seq_len, state row, previous page, own page}, prefill
+    {seq_len, token | rows in the state << 16, previous page, own page}.
+
+    paged: position_ptr, state_slot_ptr, request_ptr [T]; block_table_ptr [B, blocks]; of prefill
+    also window_end_ptr [N] and query_start_ptr [B + 1].
+    """
+
+    entry_ptr: Any
+    position_ptr: Any
+    state_slot_ptr: Any
+    request_ptr: Any
+    block_table_ptr: Any
+    stride_block_table_b: Any
+    window_end_ptr: Any
+    query_start_ptr: Any
+
+
+class Window(NamedTuple):
+    """A window that ends with a token.
+
+    seq_len counts the sequence's tokens up to it; the first rows_in_state rows lie in the state. On
+    a ring they are in the pages page_0 (previous window) and page_1 (own); in the paged layout both
+    are the request's row of the block table.
+    """
+
+    seq_len: Any
+    rows_in_state: Any
+    page_0: Any
+    page_1: Any

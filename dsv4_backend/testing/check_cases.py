@@ -1,0 +1,267 @@
+"""What ``kda-dsv4 check`` asks of a compressor path: steps of a small engine, byte by byte.
+
+Each call is made twice, on the path under test and by the torch path in float64 on the CPU, from
+the same state and cache. State rows must be equal bit for bit, bytes outside the written records
+untouched, and records equal but for roundings that fp32 cannot tell apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from backend_core.family import CheckCase
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import PathSelection
+from backend_core.target import Target
+from dsv4_backend import (
+    CompressorLayer,
+    CompressorSpec,
+    SeqLens,
+    compress_decode_,
+    compress_norm_rope_hadamard_,
+    compress_prefill_,
+    quantise_indexer_queries,
+    reference,
+)
+from dsv4_backend.compressor import in_place, queries
+from dsv4_backend.compressor.bound import CompressorCall
+from dsv4_backend.compressor.torch_step import step, windows
+from dsv4_backend.step_plan import CompressorStepPlan, DecodeStepPlan, StateLayout
+from dsv4_backend.testing.engine import Engine, make_history, make_layer, make_spec, rope_table
+from dsv4_backend.testing.oracle import without_records
+
+CPU = torch.device("cpu")
+ALLOWED = 0.02
+"""Share of the written values that may differ from the definition's, each by one step of its code:
+float32 meets the middle between two codes on the other side."""
+
+Plan = TypeVar("Plan", bound=CompressorStepPlan)
+
+
+def check_cases(path: KernelPath) -> dict[str, CheckCase]:
+    """The calls that ``path`` must get right, by name.
+
+    Each returns the share of values that differ and `ALLOWED`. None for the torch path, which is
+    what the kernels are compared with.
+    """
+    if path.name == "torch":
+        return {}
+    found: dict[str, Callable[[Target, torch.device], float]] = {}
+    layouts: list[StateLayout] = [x for x in ("paged", "ring") if x in path.features]
+    for adversarial in (False, True):
+        name = "adversarial" if adversarial else "small"
+        if path.operator.startswith("in_place"):
+            found[name] = functools.partial(_in_place, path, adversarial)
+        elif path.operator == queries.OPERATOR:
+            found[name] = functools.partial(_queries, path, adversarial)
+        else:
+            for layout in layouts or ("paged", "ring"):
+                found[f"{name}, {layout}"] = functools.partial(_steps, path, layout, adversarial)
+    return {name: _allowed(run) for name, run in found.items()}
+
+
+def _allowed(run: Callable[[Target, torch.device], float]) -> CheckCase:
+    return lambda target, device: (run(target, device), ALLOWED)
+
+
+def _spec(kind: str, layout: StateLayout, adversarial: bool) -> CompressorSpec:
+    """``paged`` follows vLLM's rounding, rotation and RoPE table, ``ring`` sglang's."""
+    ratio = 128 if kind == "main_c128" else 4
+    cache_format = "fp8_ds_mla"
+    if kind == "indexer":
+        cache_format = "indexer_mxfp4" if adversarial else "indexer_fp8"
+    if layout == "paged":
+        return make_spec(cache_format, ratio, rotate=False, rope_layout="split")
+    return make_spec(cache_format, ratio, rounding="sglang")
+
+
+def _steps(
+    path: KernelPath, layout: StateLayout, adversarial: bool, target: Target, device: torch.device
+) -> float:
+    """The worst of a few steps of one engine, which goes on from the definition's result."""
+    kind, _, phase = path.operator.rpartition("_")
+    spec = _spec(kind, layout, adversarial)
+    lengths = [130, 257, 128] if spec.compress_ratio == 128 else [6, 21, 4]
+    engine, layer = Engine(layout, spec, lengths, device=CPU), make_layer(spec, 5, CPU)
+    histories = [
+        make_history(spec, length, 50 + n, adversarial=adversarial, device=CPU)
+        for n, length in enumerate(lengths)
+    ]
+    calls = _decode_calls if phase == "decode" else _prefill_calls
+    return max(
+        _compare(path, engine, engine.call(layer, rows), plan, target, device)
+        for plan, rows in calls(engine, layer, histories)
+    )
+
+
+def _prefill_calls(
+    engine: Engine, layer: CompressorLayer, histories: list[torch.Tensor]
+) -> Iterator[tuple[CompressorStepPlan, torch.Tensor]]:
+    """Two chunks of each request, cut inside a window."""
+    cut = [length // 2 + 1 for length in engine.lengths]
+    for starts, ends in (([0] * len(cut), cut), (cut, engine.lengths)):
+        chunks = [(n, a, b) for n, (a, b) in enumerate(zip(starts, ends, strict=True))]
+        yield engine.prefill_plan(chunks), torch.cat([histories[n][a:b] for n, a, b in chunks])
+
+
+def _decode_calls(
+    engine: Engine, layer: CompressorLayer, histories: list[torch.Tensor]
+) -> Iterator[tuple[CompressorStepPlan, torch.Tensor]]:
+    """One decoded token per request: first as if the launch before may have written anything, then
+    with a step plan that is safe to prefetch. The first request is padding."""
+    for request, history in enumerate(histories):
+        engine.fill_state(layer, request, history[:-1])
+    entries = [None, *((n, len(history)) for n, history in enumerate(histories) if n)]
+    rows = torch.stack([history[-1] for history in histories])
+    for is_safe in (False, True):
+        yield engine.decode_plan(entries, is_safe), rows
+
+
+def _compare(
+    path: KernelPath,
+    engine: Engine,
+    call: CompressorCall,
+    step_plan: CompressorStepPlan,
+    target: Target,
+    device: torch.device,
+) -> float:
+    """One call on the path and by the definition: the share of written values that differ."""
+    moved, moved_plan = to_device(engine, call, device), move_plan(step_plan, device)
+    operator: Any = compress_decode_
+    if not isinstance(step_plan, DecodeStepPlan):
+        operator = compress_prefill_
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what a plan that is safe to prefetch promises
+    operator(
+        *(moved.layer, moved.kv_score, moved.state, moved.cache, moved_plan),
+        target=target,
+        selection=PathSelection.of(path),
+    )
+    before = engine.cache.clone()
+    step(call, step_plan)
+    if not torch.equal(_bits(moved.state.cpu()), _bits(engine.state)):
+        raise RuntimeError("state rows differ from those of the definition")
+    return _different(engine, moved.cache.cpu(), before, step_plan)
+
+
+def _different(
+    engine: Engine, cache: torch.Tensor, before: torch.Tensor, step_plan: CompressorStepPlan
+) -> float:
+    """Share of the written values that are not the definition's."""
+    spec = engine.spec
+    ends = windows(step_plan, spec, engine.state_block)
+    slots = torch.tensor(sorted({w.slot for w in ends if w.slot >= 0}), dtype=torch.int64)
+    outside = (without_records(x, slots, spec) for x in (cache, before))
+    if not torch.equal(*outside):
+        raise RuntimeError("a cache byte outside the written records changed")
+    if not len(slots):
+        return 0.0
+    got, want = (
+        reference.dequantise(*reference.load(x, slots, spec), spec) for x in (cache, engine.cache)
+    )
+    error, largest = (got - want).abs(), want.abs().amax(1, keepdim=True)
+    if not bool((error <= largest / 64 + 0.26 * want.abs()).all()):
+        raise RuntimeError("a cached value is more than one step of its code off")
+    return float((error > 2e-6 * largest).float().mean())
+
+
+def to_device(engine: Engine, call: CompressorCall, device: torch.device) -> CompressorCall:
+    """A copy of the call on the device; its state has pages further apart than their rows."""
+    layer = call.layer
+    full = torch.empty(len(engine.state), engine.state_block + 1, engine.spec.row_width)
+    state = full.to(device)[:, : engine.state_block]
+    state.copy_(engine.state)
+    weights = (layer.ape, layer.norm_weight, layer.rope_table)
+    return CompressorCall(
+        CompressorLayer(layer.spec, *(x.to(device) for x in weights)),
+        call.kv_score.to(device, copy=True),
+        state,
+        engine.cache.to(device, copy=True),
+    )
+
+
+def move_plan(step_plan: Plan, device: torch.device) -> Plan:
+    """A copy of the step plan on the device."""
+    values = {f.name: getattr(step_plan, f.name) for f in dataclasses.fields(step_plan)}  # type: ignore[arg-type]
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+    return type(step_plan)(**moved)
+
+
+def _in_place(path: KernelPath, adversarial: bool, target: Target, device: torch.device) -> float:
+    """``compress_norm_rope_hadamard_``: the share of elements that differ, by one bf16 ulp."""
+    head_dim, ratio = int(path.operator.removeprefix("in_place_")), 4
+    rotate = head_dim == 128
+    rng = torch.Generator().manual_seed(head_dim)
+    kv = torch.randn(6, head_dim, generator=rng)
+    if adversarial:
+        kv *= 10.0 ** (30 * torch.rand(6, 1, generator=rng) - 20)
+        kv[2] = 0.0
+    kv = kv.bfloat16()
+    weight = (0.5 + torch.rand(head_dim, generator=rng)).bfloat16()
+    table = rope_table("interleaved", rng, device=CPU)
+    seq_lens = torch.tensor([4, 5, 28, -1, 0, 400], dtype=torch.int32)
+    want = kv.clone()
+    in_place.in_torch(want, weight, 1e-6, table, seq_lens, compress_ratio=ratio, rotate=rotate)
+    got = kv.to(device, copy=True)
+    compress_norm_rope_hadamard_(
+        *(got, weight.to(device), 1e-6, table.to(device), SeqLens(seq_lens.to(device))),
+        head_dim=head_dim,
+        compress_ratio=ratio,
+        rotate=rotate,
+        target=target,
+        selection=PathSelection.of(path),
+    )
+    result = got.cpu()
+    if not torch.equal(result[[1, 3, 4]], kv[[1, 3, 4]]):
+        raise RuntimeError("a row that ends no window was written")
+    ulp = 2.0**-7 * want.float().abs() + 1e-6
+    if not bool(((result.float() - want.float()).abs() <= ulp).all()):
+        raise RuntimeError("an element is more than one bf16 ulp off")
+    return float((result != want)[[0, 2, 5]].float().mean())
+
+
+def _queries(path: KernelPath, adversarial: bool, target: Target, device: torch.device) -> float:
+    """``quantise_indexer_queries``: the share of codes that differ."""
+    rng = torch.Generator().manual_seed(4)
+    q = torch.randn(6, 4, 128, generator=rng)
+    if adversarial:
+        q *= 10.0 ** (8 * torch.rand(6, 4, 1, generator=rng) - 4)
+        q[2] = 0.0
+    q = q.bfloat16()
+    weights = torch.rand(6, 4, generator=rng) + 0.5
+    table = rope_table("split", rng, device=CPU)
+    positions = torch.tensor([0, 1, 28, 400, 7, 1023])
+    worst = 0.0
+    for cache_format in ("indexer_fp8", "indexer_mxfp4"):
+        spec = make_spec(cache_format, rope_layout="split")
+        want_codes, want_scales, want = queries.in_torch(
+            spec, q, positions, table, weights, 0.1, 0.5
+        )
+        codes, scales, out = quantise_indexer_queries(
+            spec,
+            q.to(device),
+            positions.to(device),
+            table.to(device),
+            weights.to(device),
+            0.1,
+            0.5,
+            target=target,
+            selection=PathSelection.of(path),
+        )
+        worst = max(worst, float((codes.cpu() != want_codes).float().mean()))
+        missing = torch.empty(0)
+        got, known = (missing if x is None else x.cpu() for x in (scales, want_scales))
+        if not torch.equal(got, known):
+            raise RuntimeError("a scale differs from that of the definition")
+        if not torch.allclose(out.cpu(), want, rtol=1e-6, atol=0):
+            raise RuntimeError("a head's weight differs from that of the definition")
+    return worst
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32)

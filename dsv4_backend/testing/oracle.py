@@ -1,0 +1,60 @@
+"""What state and cache must hold, by the float64 definition, and how far a kernel may be off."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4_backend import CompressorLayer, CompressorSpec, reference
+from dsv4_backend.testing.engine import POISON, Engine
+
+
+def expected_rows(layer: CompressorLayer, history: torch.Tensor) -> torch.Tensor:
+    """The finished float64 rows of all windows of a sequence, by the definition."""
+    pooled = reference.pool_sequence(history, layer.ape)
+    positions = torch.arange(pooled.shape[0], device=history.device) * layer.spec.compress_ratio
+    return reference.finish_rows(pooled, positions, layer)
+
+
+def assert_records(engine: Engine, layer: CompressorLayer, want: dict[int, torch.Tensor]) -> None:
+    """The cache holds the quantised float64 rows in exactly these slots, and poison elsewhere.
+
+    Where a byte is not that of the row, its value must lie between those of the row moved down and
+    up by what fp32 cannot tell apart.
+    """
+    spec = engine.spec
+    slots = torch.tensor(sorted(want), dtype=torch.int64)
+    assert (without_records(engine.cache, slots, spec) == POISON).all(), (
+        "a byte outside the written slots changed"
+    )
+    if not want:
+        return
+    rows = torch.stack([want[int(slot)] for slot in slots])
+    data, scales = reference.load(engine.cache, slots, spec)
+    # An fp32 sum of r rows of mixed signs errs by about sqrt(r) roundings of its larger terms.
+    move = 2.5e-7 * spec.compress_ratio**0.5 * rows.abs().amax(1, keepdim=True)
+    tries = [reference.quantise(rows + d * move, spec) for d in (0, 1, -1)]
+    want_data, want_scales = tries[0]
+    got = reference.dequantise(data, scales, spec)
+    _, high, low = (reference.dequantise(*t, spec) for t in tries)
+    if spec.cache_format == "indexer_fp8" and spec.rounding == "sglang":
+        scale, want_scale = (x.contiguous().view(torch.float32) for x in (scales, want_scales))
+        torch.testing.assert_close(scale, want_scale, rtol=2e-6, atol=0)
+        slack = 2e-6 * got.abs()
+    else:
+        assert torch.stack([scales == t[1] for t in tries]).any(0).all()
+        slack = torch.zeros_like(got)
+    right = (torch.minimum(low, high) - slack <= got) & (got <= torch.maximum(low, high) + slack)
+    assert right.all(), f"{(~right).sum()} of {right.numel()} values differ"
+    equal = (data == want_data).float().mean()
+    assert equal > 0.995, f"only {equal:.4f} of the bytes are equal"
+
+
+def without_records(cache: torch.Tensor, slots: torch.Tensor, spec: CompressorSpec) -> torch.Tensor:
+    """A copy of the cache with poison in these slots."""
+    outside, record = cache.clone(), spec.record
+    data = torch.full((len(slots), record.data_bytes), POISON, dtype=torch.uint8)
+    scales = torch.full((len(slots), record.scale_bytes), POISON, dtype=torch.uint8)
+    reference.store(
+        outside, slots, spec.page_tokens, data.to(cache.device), scales.to(cache.device)
+    )
+    return outside

@@ -1,0 +1,161 @@
+"""Steps of an engine's size, on tensors as vLLM lays them out: what ``tune`` and benchmarks time.
+
+fp32 projections, a paged fp32 state, a block table, paged caches (main fp8_ds_mla, indexer fp8).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import PathSelection
+from backend_core.target import Target
+from dsv4_backend import (
+    CompressorLayer,
+    LaunchCache,
+    PagedDecode,
+    PagedPrefill,
+    RingPrefill,
+    compress_decode_,
+    compress_prefill_,
+    window_ends,
+)
+from dsv4_backend.step_plan import DecodeStepPlan, PrefillStepPlan
+from dsv4_backend.testing.engine import default_device, make_spec
+from dsv4_backend.testing.engine import rope_table as random_rope_table
+
+PAGE_TOKENS = 64
+POSITIONS = 65536 + 8192  # of the rotations' table: the longest case
+
+
+@dataclass(eq=False)
+class TimedStep:
+    """A compressor with the tensors of one call; ``ends`` tokens of it end a window."""
+
+    layer: CompressorLayer
+    kv_score: torch.Tensor
+    state: torch.Tensor
+    cache: torch.Tensor
+    step_plan: DecodeStepPlan | PrefillStepPlan
+    ends: int
+    launches: LaunchCache = field(default_factory=LaunchCache)
+
+    def call(
+        self, target: Target | None = None, selection: PathSelection | None = None
+    ) -> Callable[[], None]:
+        """The operator on these tensors, as an adapter calls it."""
+        tensors = (self.layer, self.kv_score, self.state, self.cache)
+        plan, launches = self.step_plan, self.launches
+        if isinstance(plan, DecodeStepPlan):
+            return lambda: compress_decode_(
+                *tensors, plan, target=target, selection=selection, launches=launches
+            )
+        return lambda: compress_prefill_(
+            *tensors, plan, target=target, selection=selection, launches=launches
+        )
+
+    def floor_bytes(self) -> int:
+        """Each input row read and each state row written once; windows and records of the ends.
+
+        Window rows that the call itself brought in are counted once, as input.
+        """
+        spec = self.layer.spec
+        rows = 2 * self.step_plan.num_tokens * spec.row_width * 4
+        records = self.ends * spec.record.record_bytes
+        if isinstance(self.step_plan, PrefillStepPlan):
+            return rows + records
+        return rows + records + self.ends * (spec.window - 1) * 2 * spec.head_dim * 4
+
+
+@functools.cache
+def rope_table(device: torch.device) -> torch.Tensor:
+    """[positions, 64], cosines first, shared by all layers."""
+    return random_rope_table("split", positions=POSITIONS, device=device)
+
+
+def make_step(
+    kind: str,
+    positions: torch.Tensor,
+    requests: torch.Tensor,
+    *,
+    pdl_prefetch_safe: bool = True,
+) -> TimedStep:
+    """A step for tokens at ``positions [T]`` of ``requests [T]``, which are in order.
+
+    Args:
+        kind: indexer, main_c4 or main_c128. More tokens than requests make it a prefill.
+        pdl_prefetch_safe: of a decode step plan; true as in an engine, whose projections lie
+            between.
+    """
+    device, ratio = positions.device, 128 if kind == "main_c128" else 4
+    cache_format = "indexer_fp8" if kind == "indexer" else "fp8_ds_mla"
+    spec = make_spec(
+        cache_format, ratio, page_tokens=PAGE_TOKENS, rotate=False, rope_layout="split"
+    )
+    generator = torch.Generator(device).manual_seed(11)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    tokens, count = positions.shape[0], int(requests.max()) + 1
+    block, is_prefill = 4 if ratio == 4 else 8, tokens > count
+    last = int(positions.max()) // block + 1
+    # Decoding requests keep a window; a prefilled one keeps all, as vLLM does within a step.
+    kept = last if is_prefill else spec.window // block + 1
+    own = torch.arange(last, device=device) % kept
+    table = (own[None] + kept * torch.arange(count, device=device)[:, None]).int()
+    state = normal(count * kept, block, spec.row_width)
+    state_slots = table[requests, positions // block].long() * block + positions % block
+    is_end = (positions + 1) % ratio == 0
+    slots = torch.where(is_end, is_end.cumsum(0) - 1, -1)
+    page_bytes = -(-spec.page_bytes // 576) * 576
+    cache = torch.zeros(tokens // PAGE_TOKENS + 1, page_bytes, dtype=torch.uint8, device=device)
+    layer = CompressorLayer(
+        spec,
+        ape=normal(ratio, spec.halves, spec.head_dim),
+        norm_weight=1 + 0.1 * normal(spec.head_dim),
+        rope_table=rope_table(device),
+    )
+    common = (positions, state_slots, requests.int(), table, slots)
+    plan: PagedDecode | PagedPrefill = PagedDecode(*common, pdl_prefetch_safe)
+    if is_prefill:
+        starts = torch.searchsorted(requests, torch.arange(count + 1, device=device)).int()
+        plan = PagedPrefill(*common, starts, window_ends(positions, state_slots, count, ratio))
+    return TimedStep(layer, normal(tokens, spec.row_width), state, cache, plan, int(is_end.sum()))
+
+
+def on_ring(step: TimedStep) -> TimedStep:
+    """One request's prefill with sglang's plan v2, whose state keeps the last window alone."""
+    layer, tokens, device = step.layer, step.step_plan.num_tokens, step.kv_score.device
+    spec, ratio = layer.spec, layer.spec.compress_ratio
+    seq_lens = torch.arange(ratio, tokens + 1, ratio, device=device)
+    # the rows before the first token count as rows of the state
+    packed = (seq_lens - 1) | ((spec.window - seq_lens).clamp_(min=0) << 16)
+    pages = torch.arange(2, device=device).expand(len(seq_lens), 2)
+    windows = torch.cat((seq_lens[:, None], packed[:, None], pages), 1).int()
+    last = torch.arange(tokens - spec.window, tokens, device=device)
+    writes = torch.stack((last, last % (2 * ratio)), 1).int()
+    state = torch.zeros(2, ratio, spec.row_width, device=device)
+    plan = RingPrefill(windows, writes, step.step_plan.slots)
+    return TimedStep(layer, step.kv_score, state, step.cache, plan, step.ends)
+
+
+def measure(path: KernelPath, target: Target, grid: int) -> Callable[[], None]:
+    """The call that ``tune`` times: ``grid`` requests that decode, each at the end of a window, or
+    one prompt of ``grid`` windows."""
+    return measured_step(path.operator, grid).call(target, PathSelection.of(path))
+
+
+def measured_step(operator: str, grid: int) -> TimedStep:
+    """The step of ``measure``."""
+    kind, _, phase = operator.rpartition("_")
+    ratio, device = 128 if kind == "main_c128" else 4, default_device()
+    if phase == "prefill":
+        positions = torch.arange(grid * ratio, device=device)
+        return make_step(kind, positions, torch.zeros_like(positions))
+    positions = torch.full((grid,), 2 * ratio - 1, device=device)
+    return make_step(kind, positions, torch.arange(grid, device=device))

@@ -1,0 +1,95 @@
+"""The contract of the operators on sequences: chunked prefill and the recurrence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride, once
+from kda_backend.contract.states import check_state
+from kda_backend.contract.tokens import check_tokens, selection_for_tokens
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.selection import KdaSelection
+from kda_backend.spec import MAX_HEAD_DIM
+from kda_backend.step_plan import StepPlan
+
+
+class Checked(NamedTuple):
+    """What `check_sequences` finds out beside that a call is right.
+
+    Attributes:
+        selection: the paths that serve it.
+        packed: q, k, v, g and beta are read as they are, not as packed copies.
+    """
+
+    selection: KdaSelection
+    packed: bool
+
+
+@once
+def check_sequences(
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    num_sequences: int,
+    out: torch.Tensor | None,
+    selection: KdaSelection | None,
+) -> Checked:
+    """All but values: shapes, strides, dtypes, devices, and that there is a path.
+
+    Raises:
+        ValueError: an argument is not as the operator describes it.
+        LookupError: no path serves such tokens.
+    """
+    check_tokens(tokens, gate, ("B", "T"), MAX_HEAD_DIM)
+    selection = selection_for_tokens(tokens, gate, selection)
+    if out is not None:
+        _check_output(out, tokens.v)
+    check_state(state, tokens, num_sequences)
+    q, k, v, g, beta = tokens[:5]
+    return Checked(selection, all(map(_is_packed, (q, k, v, g, beta.unsqueeze(3)))))
+
+
+def packed(tokens: TokenInputs) -> TokenInputs:
+    """The tokens with packed copies of the tensors that are not packed."""
+    q, k, v, g = (x if _is_packed(x) else x.contiguous() for x in tokens[:4])
+    beta = tokens.beta
+    beta = beta if _is_packed(beta.unsqueeze(3)) else beta.contiguous()
+    return TokenInputs(q, k, v, g, beta, *tokens[5:])
+
+
+def check_step_plan(step_plan: StepPlan, q: torch.Tensor, selection: KdaSelection) -> None:
+    """It must be of these tokens, on their device, with the table that the path's kernels read."""
+    tokens = q.shape[0] * q.shape[1]
+    if step_plan.num_tokens != tokens:
+        raise ValueError(f"step_plan is of {step_plan.num_tokens} tokens, q has {tokens}")
+    if step_plan.cu_seqlens.device != q.device:
+        raise ValueError(f"step_plan must be on {q.device}, got {step_plan.cu_seqlens.device}")
+    if step_plan.chunk_table is None and selection.target.vendor != "cpu":
+        raise ValueError("step_plan must have a chunk table for the kernels, got none")
+
+
+def check_packed_row(q: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    """``cu_seqlens`` describes sequences that are packed in one row."""
+    if q.shape[0] != 1:
+        raise ValueError(f"q must have batch size 1 with cu_seqlens, got {q.shape[0]}")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on {q.device}, got {cu_seqlens.device}")
+
+
+def _check_output(out: torch.Tensor, v: torch.Tensor) -> None:
+    """``out`` must be shaped as v, with v's dtype, and packed like the inputs. It may alias v."""
+    expect_shape("out", out, tuple(v.shape))
+    expect_dtype("out", out, v.dtype)
+    expect_device("out", out, v.device)
+    expect_stride("out", out, 3, 1)
+    if out.shape[0] > 1:
+        expect_stride("out", out, 0, out.shape[1] * out.stride(1))
+
+
+def _is_packed(x: torch.Tensor) -> bool:
+    """Whether its rows follow one another and channels are adjacent."""
+    return (x.stride(3) == 1 or x.shape[3] == 1) and (
+        x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    )

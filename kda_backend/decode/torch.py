@@ -1,0 +1,178 @@
+"""The token-by-token operators in torch and fp32, which serve on a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from kda_backend import reference
+from kda_backend.contract.step import DraftShape
+from kda_backend.contract.values import (
+    ConvInputs,
+    DraftInputs,
+    GateSpec,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+)
+from kda_backend.prefill.torch import activated, log_decay, read_states, step_size, write_states
+
+if TYPE_CHECKING:
+    from backend_core.tables.select import KernelPath
+
+
+def recurrent(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    cu_seqlens: torch.Tensor | None,
+    state: StateRef,
+    out: torch.Tensor,
+) -> None:
+    """The definition, token by token."""
+    batch, length = tokens.q.shape[:2]
+    offsets = [n * length for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    q, k, v, decay, beta = activated(tokens, gate)
+    before = read_states(state, len(offsets) - 1, v, k)
+    o, after = reference.recurrent_kda(
+        q, k, v, decay, beta, scale=tokens.scale, state=before, cu_seqlens=offsets
+    )
+    write_states(state, after)
+    out.copy_(o.view(out.shape))
+
+
+def step(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor,
+    pdl_prefetch_safe: bool,
+) -> None:
+    """One token of each row."""
+    pool, indices = state.write, state.indices
+    assert pool is not None and indices is not None
+    live = (indices >= 0) & (indices != state.null_slot)
+    rows = live.nonzero().squeeze(1)
+    slots = indices[rows].long()
+    window = None if conv is None else conv.state[slots][:, :, :3].float()
+    layer = _Layer(tokens, gate, conv, norm)
+    o, states, window = layer.advance(rows, pool[slots].float(), window)
+    pool[slots] = states.to(pool.dtype)
+    if conv is not None and window is not None:
+        conv.state[slots, :, :3] = window.to(conv.state.dtype)
+    result = torch.zeros(out.shape, dtype=torch.float32)
+    result[rows] = o
+    out.copy_(result)
+
+
+def verification(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    draft: DraftInputs,
+    shape: DraftShape,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor,
+) -> None:
+    """A draft of each sequence, sequence by sequence."""
+    pool, indices = state.write, state.indices
+    assert pool is not None and indices is not None
+    layer = _Layer(tokens, gate, conv, norm)
+    each = tokens.q.shape[0] // max(shape.num_sequences, 1)
+    offsets = [n * each for n in range(shape.num_sequences + 1)]
+    if draft.cu_seqlens is not None:
+        offsets = draft.cu_seqlens.tolist()
+    for n in range(shape.num_sequences):
+        own = range(offsets[n], offsets[n + 1])[: shape.max_tokens]
+        accepted = 0 if draft.num_accepted is None else int(draft.num_accepted[n]) - 1
+        accepted = max(0, min(accepted, shape.max_tokens - 1))
+        table = indices[n].reshape(-1).tolist()
+        slot, conv_slot = table[accepted if len(table) > 1 else 0], table[0]
+        if min(slot, conv_slot) < 0 or state.null_slot in (slot, conv_slot):
+            out[own.start : own.stop] = 0.0
+            continue
+        states = pool[slot].float()[None]
+        window = None
+        if conv is not None:
+            window = conv.state[conv_slot, :, accepted : accepted + 3].float()[None]
+            if draft.windows is None:
+                conv.state[conv_slot, :, :2] = window[0, :, 1:].to(conv.state.dtype)
+        for t, token in enumerate(own):
+            o, states, window = layer.advance(torch.tensor([token]), states, window)
+            out[token] = o[0].to(out.dtype)
+            if draft.states is None:
+                row = table[t]
+                if row >= 0 and row != state.null_slot:
+                    pool[row] = states[0].to(pool.dtype)
+                if conv is not None and window is not None:
+                    conv.state[conv_slot, :, 2 + t] = window[0, :, 2].to(conv.state.dtype)
+            else:
+                _keep(draft, n, t, states[0], window)
+
+
+def _keep(
+    draft: DraftInputs, n: int, t: int, state: torch.Tensor, window: torch.Tensor | None
+) -> None:
+    """The state and the window after token t of sequence n, to the buffers of drafts."""
+    assert draft.states is not None and draft.indices is not None
+    row = int(draft.indices[n])
+    if row < 0:
+        return
+    draft.states[row, t] = state.to(draft.states.dtype)
+    if draft.windows is not None and window is not None:
+        draft.windows[row, t] = window[0].to(draft.windows.dtype)
+
+
+class _Layer:
+    """A layer between its projections, one token of some rows at a time."""
+
+    def __init__(
+        self,
+        tokens: TokenInputs,
+        gate: GateSpec,
+        conv: ConvInputs | None,
+        norm: NormInputs | None,
+    ) -> None:
+        self._tokens, self._gate, self._conv, self._norm = tokens, gate, conv, norm
+
+    def advance(
+        self, rows: torch.Tensor, states: torch.Tensor, window: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Output [n, HV, V], states [n, HV, V, K] and window [n, C, 3] after a token of each row.
+
+        Args:
+            rows: ``[n]``, the tokens; states, window: before them.
+        """
+        x, conv, norm = self._tokens, self._conv, self._norm
+        q, k, v, g, beta = (y[rows].float() for y in x[:5])
+        if conv is not None and window is not None:
+            inputs = torch.cat([y.flatten(1) for y in (q, k, v)], 1)
+            columns = torch.cat([window, inputs.unsqueeze(2)], 2)
+            y = (columns * conv.weight.float()).sum(2)
+            if conv.bias is not None:
+                y = y + conv.bias.float()
+            keys = q.shape[1] * q.shape[2]
+            y = F.silu(y)
+            q, k = y[:, :keys].reshape(q.shape), y[:, keys : 2 * keys].reshape(k.shape)
+            v = y[:, 2 * keys :].reshape(v.shape)
+            window = columns[:, :, 1:]
+        if x.l2norm:
+            q, k = reference.l2norm(q), reference.l2norm(k)
+        decay, beta = log_decay(g, self._gate).exp(), step_size(beta, x.beta_kind)
+        group = v.shape[1] // q.shape[1]
+        q, k = (y.repeat_interleave(group, dim=1) for y in (q, k))
+        states = states * decay.unsqueeze(2)
+        delta = beta.unsqueeze(2) * (v - (states @ k.unsqueeze(3)).squeeze(3))
+        states = states + delta.unsqueeze(3) * k.unsqueeze(2)
+        o = x.scale * (states @ q.unsqueeze(3)).squeeze(3)
+        if norm is not None:
+            o = o * torch.rsqrt((o * o).mean(2, keepdim=True) + norm.eps) * norm.weight.float()
+            o = o * norm.gate[rows].float().sigmoid()
+        return o, states, window

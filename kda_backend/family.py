@@ -1,0 +1,114 @@
+"""Kimi Delta Attention as a family: what the program, the engines' flags and the tests ask of it.
+
+Imports no torch: tables are read and shown where it is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from backend_core.family import CheckCase, Family, ModelConfig, TuneSpace
+from kda_backend.launch_params import TABLES
+
+if TYPE_CHECKING:
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+
+_TUNE: Mapping[tuple[str, str], TuneSpace] = {
+    ("prefill", "two_stage"): {
+        "prefill": {
+            "block_v": (16, 32),
+            "block_v_max": (32, 64),
+            "scan_num_warps": (2, 4, 8),
+            "scan_num_stages": (2, 3, 4),
+        }
+    },
+    ("recurrent", "recurrent"): {
+        "recurrent": {"block_v": (8, 16, 32, 64), "num_warps": (1, 2, 4)},
+    },
+    ("decode_step", "fused_sm90"): {
+        "whole_step": {
+            "split": (1, 2, 4, 8),
+            "warps": (4, 8, 16),
+            "load_hint": ("", "evict_first", "evict_last"),
+            "store_hint": ("", "evict_first", "evict_last"),
+        },
+    },
+    ("decode_step", "fused"): {
+        "whole_step": {"num_warps": (2, 4, 8), "k_inner": (16, 32, 64)},
+        "bare_step": {"block_v": (16, 32, 64, 128), "split_num_warps": (1, 2, 4)},
+    },
+}
+
+
+def model_refusal(config: ModelConfig) -> str | None:
+    """Why a model has no KDA layers, or ``None``."""
+    linear = config.get("linear_attn_config")
+    if isinstance(linear, dict) and linear.get("kda_layers"):
+        return None
+    return "Kimi Delta Attention needs a linear_attn_config that names kda_layers"
+
+
+def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
+    """What the table chooses for one of ``ranks`` GPUs that serve the model together.
+
+    Raises:
+        ValueError: the configuration has no heads, or they cannot be split over the ranks.
+        LookupError: no table for the target, or no row that can serve the model.
+    """
+    from kda_backend.selection import KdaShape, select
+
+    linear = config["linear_attn_config"]
+    try:
+        heads, dim = int(linear["num_heads"]), int(linear["head_dim"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"linear_attn_config must have num_heads and head_dim: {error}") from error
+    if heads % ranks:
+        raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
+    bounded = linear.get("gate_lower_bound", config.get("gate_lower_bound")) is not None
+    chosen = select(target, KdaShape(heads // ranks, heads // ranks, dim, dim, bounded))
+    rows = (row for operator in chosen.operators for row in operator.explain() if not row.refusal)
+    return [f"{heads // ranks} heads per GPU", *map(str, rows)]
+
+
+def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+    """The calls that a path of any operator must get right, by name."""
+    from kda_backend.testing import checks
+
+    return checks.check_cases(path)
+
+
+def tune_space(path: KernelPath) -> TuneSpace:
+    """What ``tune`` tries of a path's launch parameters.
+
+    The cost model of the Hopper prefill is fitted to a sweep (``benchmarks/sweep_kda_prefill.py``),
+    not searched.
+    """
+    return _TUNE.get((path.operator, path.name), {})
+
+
+def measure(
+    path: KernelPath, target: Target, name: str, grid: int, heads: int
+) -> Callable[[], object]:
+    """A call of ``grid / heads`` sequences, or of one sequence of so many chunks of 64 tokens."""
+    from kda_backend.testing.measures import MEASURES
+
+    return MEASURES[name](path, target, grid, heads)
+
+
+FAMILY = Family(
+    name="kda",
+    title="Kimi Delta Attention",
+    tables=TABLES,
+    layer_kinds=frozenset({"linear_attention"}),
+    model_refusal=model_refusal,
+    describe_model=describe_model,
+    check_cases=check_cases,
+    interpretable=frozenset({"two_stage", "recurrent", "fused"}),
+    tune_space=tune_space,
+    measure=measure,
+    open_grid={"prefill": 4096, "recurrent": 2048, "decode_step": 2048},
+    benchmarks={"kda-prefill": "bench_kda_prefill.py", "kda-decode": "bench_kda_decode.py"},
+    transformers="kda_backend.engines.transformers",
+)

@@ -1,0 +1,1 @@
+"""``@triton.jit`` functions of KDA's kernels; no kernel of its own."""

@@ -1,0 +1,91 @@
+// Log decays of a chunk, from the gate, and their sums by matrix products.
+//
+// A row's decay over some tokens of its block is 2 to a sum of log2 decays. Such sums are products
+// of a constant 0/1 matrix [8 rows, 8 tokens] and the log decays [8 tokens, channels], so the
+// tensor cores make them. Log decays enter rounded to fp16, all sums from the same rounded numbers:
+// what g rounded to 11 bits would give, and g itself has 8.
+#pragma once
+
+#include "intra_cta.cuh"
+
+// Log decays are kept as fp16 times this, so that decays next to 1 stay normal numbers.
+static constexpr float LOG_SCALE = 256.0f;
+// Decays over 8 tokens of at least 2^-22, or 16 of a bounded gate's 2^-7.3, and their inverses,
+// centred by 2^SHIFT, times a key or a query, are numbers of fp32.
+static constexpr float SHIFT = 60.0f, UNSHIFT = 0x1p-60f;
+
+// log2 of the decay, times LOG_SCALE. ``bias`` is dt_bias log2(e), ``rate`` is
+// exp(A_log) LOG_SCALE.
+__device__ __forceinline__ float log_decay(float g, float bias, float rate, float lower_bound) {
+    if constexpr (GATE == GATE_LOG) {
+        return g * (LOG2E * LOG_SCALE);
+    } else if constexpr (GATE == GATE_SOFTPLUS) {
+        const float y = fmaf(g, LOG2E, bias);
+        const float e = ex2(fminf(y, 40.0f));
+        // log2(1 + e) by its series where 1 + e rounds away the digits of a small e
+        const float series = e * fmaf(e, -0.5f * LOG2E, LOG2E);
+        return -rate * (e < 0.01f ? series : fmaxf(lg2(1.0f + e), y));
+    } else {
+        const float gate = rcp(1.0f + ex2((-1.0f / LOG_SCALE) * rate * fmaf(g, LOG2E, bias)));
+        return lower_bound * (LOG2E * LOG_SCALE) * gate;  // from -5 on
+    }
+}
+// In scores within 8 tokens a decay counts as 2^-22 at least, which is nothing in fp16; a bounded
+// gate's is never less.
+__device__ __forceinline__ u32 at_least_2_to_minus_22(u32 log_pair) {
+    if (GATE == GATE_BOUNDED) return log_pair;
+    return max_fp16x2(log_pair, 0xed80ed80u);  // -22 * 256
+}
+
+// The sums' matrices, as halves of an A fragment [8 rows, 8 tokens] with entries 1 / LOG_SCALE
+// (0x1c00): over all tokens, and over those through the row's own.
+struct SumMatrices {
+    static constexpr u32 all = 0x1c001c00u;
+    static_assert(LOG_SCALE == 256.0f, "0x1c00 is 2^-8");
+    u32 through;
+
+    __device__ __forceinline__ explicit SumMatrices(const Lane& at)
+        : through((2 * at.t <= at.r ? 0x1c00u : 0u) | (2 * at.t + 1 <= at.r ? 0x1c000000u : 0u)) {}
+};
+
+// Masks of the lane's pairs of tokens: those that the chunk has.
+__device__ __forceinline__ void tokens_inside(u32 (&inside)[2], const Lane& at, int length) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int first = 16 * at.warp + 8 * i + 2 * at.t;
+        inside[i] = (first < length ? 0xffffu : 0u) | (first + 1 < length ? 0xffff0000u : 0u);
+    }
+}
+
+// Log decays of 32 channels as B operands [8 tokens, 8 channels], [group of 8 channels][half of the
+// row block]: lane (r, t) has tokens 2 t and 2 t + 1, channel r. Of an unbounded gate also writes
+// the decay over the row block; a bounded one's falls out of decay_bounded.
+__device__ __forceinline__ void load_log_decays(u32 (&logs)[4][2], const Params& p, Shared& s,
+                                                const Lane& at, int slice, float rate,
+                                                const u32 (&inside)[2]) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        u32 x[4];
+        ldmatrix_trans(x, at.address(s.g, at.warp, 2 * slice + j));
+        float total[2][2];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const float bias =
+                GATE != GATE_LOG ? s.bias[32 * slice + 16 * j + 8 * m + at.r] * LOG2E : 0.0f;
+            float sums[4] = {};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 z = x[2 * m + i];
+                const float low = log_decay(low_bf16(z), bias, rate, p.lower_bound);
+                const float high = log_decay(high_bf16(z), bias, rate, p.lower_bound);
+                const u32 pair = inside[i] & pack_fp16_satfinite(low, high);
+                if (GATE != GATE_BOUNDED) mma_m16n8k8_f16(sums, SumMatrices::all, 0, pair);
+                logs[2 * j + m][i] = at_least_2_to_minus_22(pair);
+            }
+            total[m][0] = ex2(sums[0]), total[m][1] = ex2(sums[1]);
+        }
+        if (GATE != GATE_BOUNDED && at.r == 0)
+            s.block_decays[3 + at.warp][j][at.t] =
+                make_float4(total[0][0], total[0][1], total[1][0], total[1][1]);
+    }
+}

@@ -1,0 +1,108 @@
+// The state of 64 value rows in a warpgroup's accumulators: from memory and to it.
+#pragma once
+
+#include "scan_task.cuh"
+
+// Where a lane stands in its warpgroup.
+struct Lane {
+    int warp, lane;         // of the warpgroup; of the warp
+    int r, t;               // row and pair of columns in an accumulator
+    int matrix, in_matrix;  // ldmatrix: gives the address of this row of this matrix
+
+    __device__ __forceinline__ Lane()
+        : warp(__shfl_sync(~0u, threadIdx.x / 32, 0) % 4), lane(threadIdx.x % 32), r(lane / 4),
+          t(lane % 4), matrix(lane / 8), in_matrix(lane % 8) {}
+};
+
+__device__ __forceinline__ float load_state(const void* p, i64 at) {
+    return STATE_BF16 ? low_bf16(static_cast<const u16*>(p)[at])
+                      : static_cast<const float*>(p)[at];
+}
+// Two channels side by side.
+__device__ __forceinline__ float2 load_state_pair(const void* p, i64 at) {
+    if (!STATE_BF16) return *reinterpret_cast<const float2*>(static_cast<const float*>(p) + at);
+    const u32 x = *reinterpret_cast<const u32*>(static_cast<const u16*>(p) + at);
+    return make_float2(low_bf16(x), high_bf16(x));
+}
+__device__ __forceinline__ void store_state_pair(void* p, i64 at, float x, float y) {
+    if (STATE_BF16)
+        *reinterpret_cast<u32*>(static_cast<u16*>(p) + at) = pack_bf16(x, y);
+    else
+        *reinterpret_cast<float2*>(static_cast<float*>(p) + at) = make_float2(x, y);
+}
+__device__ __forceinline__ bool have_pairs(const States& x) {
+    const u32 bytes = STATE_BF16 ? 4 : 8;
+    return x.stride_k == 1 && ((x.stride_n | x.stride_h | x.stride_v) & 1) == 0 &&
+           (reinterpret_cast<u64>(x.ptr) & (bytes - 1)) == 0;
+}
+// Calls f(index, value row, channel) for each accumulator of the state.
+template <typename F>
+__device__ __forceinline__ void each_state(const Lane& at, F f) {
+#pragma unroll
+    for (int n = 0; n < 16; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            f(4 * n + e, 16 * at.warp + at.r + 8 * (e / 2), 8 * n + 2 * at.t + e % 2);
+}
+
+__device__ __forceinline__ void read_state(const Params& p, const Task& task, const Lane& at,
+                                           float (&state)[64]) {
+    const States& x = p.state_in;
+    const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
+    const bool reads = x.ptr && slot >= 0 && (!p.has_initial_state || p.has_initial_state[task.n]);
+    const i64 from = slot * x.stride_n + task.head * x.stride_h + 64 * task.half * x.stride_v;
+    if (reads && have_pairs(x)) {
+        each_state(at, [&](int i, int v, int k) {
+            if (i % 2) return;
+            const float2 y = load_state_pair(x.ptr, from + v * x.stride_v + k);
+            state[i] = y.x, state[i + 1] = y.y;
+        });
+    } else {
+        each_state(at, [&](int i, int v, int k) {
+            state[i] = 0.f;
+            if (reads) state[i] = load_state(x.ptr, from + v * x.stride_v + k * x.stride_k);
+        });
+    }
+}
+
+__device__ __forceinline__ void write_state(const Params& p, const Task& task, const Lane& at,
+                                            const float (&state)[64]) {
+    const States& x = p.state_out;
+    const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
+    if (!x.ptr || slot < 0) return;
+    const i64 to = slot * x.stride_n + task.head * x.stride_h + 64 * task.half * x.stride_v;
+    if (have_pairs(x)) {
+        each_state(at, [&](int i, int v, int k) {
+            if (i % 2 == 0)
+                store_state_pair(x.ptr, to + v * x.stride_v + k, state[i], state[i + 1]);
+        });
+    } else {
+        each_state(at, [&](int i, int v, int k) {
+            const i64 address = to + v * x.stride_v + k * x.stride_k;
+            if (STATE_BF16)
+                static_cast<u16*>(x.ptr)[address] = static_cast<u16>(pack_bf16(state[i], 0.f));
+            else
+                static_cast<float*>(x.ptr)[address] = state[i];
+        });
+    }
+}
+
+// The state after ``done`` chunks, where it is asked for.
+__device__ __forceinline__ void track_state(const Params& p, const Task& task, const Lane& at,
+                                            const float (&state)[64], int done) {
+    for (int i = 0; i < p.num_snapshots; ++i) {
+        const i64 number = static_cast<i64>(task.n) * p.num_snapshots + i;
+        if (p.snapshot_chunks[number] != done) continue;
+        float* to =
+            p.snapshots + ((number * p.num_value_heads + task.head) * D + 64 * task.half) * D;
+        each_state(at, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
+    }
+    const States& x = p.chunk_states;
+    if (!x.ptr || done == task.chunks) return;
+    u16* chunk = static_cast<u16*>(x.ptr) + (task.first + done) * x.stride_n +
+                 task.head * x.stride_h;
+    each_state(at, [&](int j, int v, int k) {
+        chunk[(64 * task.half + v) * x.stride_v + k * x.stride_k] =
+            static_cast<u16>(pack_bf16(state[j], 0.f));
+    });
+}

@@ -1,0 +1,25 @@
+// What the two stages of KDA prefill hand to one another: tiles, and the counters and flags by
+// which they find them. intra_chunk.cu writes them, scan.cu and scan_split.cu read them.
+#pragma once
+
+#include "kda.cuh"
+
+static constexpr int C = 64;  // tokens per chunk
+
+// A tile belongs to one chunk and value head. It is seven blocks of 64 rows of 128 bytes with
+// wgmma's 128-byte swizzle: -k_in, q_in, T^T k_out (two blocks each) and A_qk T.
+static constexpr int BLOCK_BYTES = 8192;
+static constexpr int TILE_BYTES = 7 * BLOCK_BYTES;
+static constexpr int K_IN = 0, Q_IN = 2, K_OUT = 4, A_QK = 6;  // first block of each
+
+// The stages run at the same time. A tile lies in memory when its flag holds the number of this
+// launch; the scan counts launches, so no flag is ever cleared.
+struct Progress {
+    u32 launches;              // that are over
+    u32 next_tile;             // tiles that intra CTAs have taken
+    u32 next_task;             // tasks that scan CTAs have taken
+    u32 finished_scan_ctas;    // that have seen all their flags
+    u32 started_intra_ctas;    // and 1 << 16 for each that is not on an SM reserved for the scan
+
+    __device__ __forceinline__ u32* flags() { return reinterpret_cast<u32*>(this + 1); }
+};

@@ -1,0 +1,252 @@
+"""Inputs of the one-launch operators, and what the definition says of them in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backend_core.testing.numerics import poisoned
+from kda_backend import reference
+from kda_backend.selection import KdaShape
+from kda_backend.testing.cases import LOWER_BOUND
+from kda_backend.testing.regimes import collinear, gate_parameters
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """Projections of ``rows`` tokens of a layer, and the layer's parameters.
+
+    Attributes:
+        packed: ``[rows, C]``: q, k and v of one projection; g: ``[rows, HV, K]``;
+            beta: ``[rows, HV]``; z: ``[rows, HV, V]``, the output's gate.
+        conv_weight: ``[C, 4]`` fp32; conv_bias: ``[C]`` fp32; norm_weight: ``[V]``.
+    """
+
+    heads: int
+    value_heads: int
+    packed: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    z: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    conv_weight: torch.Tensor
+    conv_bias: torch.Tensor
+    norm_weight: torch.Tensor
+    gate: str = "softplus"
+    beta_kind: str = "sigmoid"
+    l2norm: bool = True
+    has_conv: bool = True
+    has_bias: bool = True
+    has_norm: bool = True
+
+    @property
+    def rows(self) -> int:
+        return self.packed.shape[0]
+
+    @property
+    def channels(self) -> int:
+        return self.packed.shape[1]
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the packed projection, as an engine has them."""
+        keys = self.heads * self.g.shape[2]
+        q, k, v = torch.split(self.packed, [keys, keys, self.channels - 2 * keys], 1)
+        key_dim = self.g.shape[2]
+        return (
+            q.unflatten(1, (self.heads, key_dim)),
+            k.unflatten(1, (self.heads, key_dim)),
+            v.unflatten(1, (self.value_heads, -1)),
+        )
+
+    @property
+    def shape(self) -> KdaShape:
+        bounded = self.gate == "bounded"
+        dtypes = self.packed.dtype, self.g.dtype
+        key_dim, value_dim = self.g.shape[2], self.z.shape[2]
+        return KdaShape(self.heads, self.value_heads, key_dim, value_dim, bounded, *dtypes)
+
+    @property
+    def tokens(self) -> tuple[torch.Tensor, ...]:
+        return (*self.qkv, self.g, self.beta)
+
+    def part(self, rows: slice | list[int]) -> StepCase:
+        names = ("packed", "g", "beta", "z")
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+    def options(self, conv_state: torch.Tensor | None) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "use_qk_l2norm_in_kernel": self.l2norm,
+            "use_gate_in_kernel": self.gate != "log",
+            "lower_bound": LOWER_BOUND if self.gate == "bounded" else None,
+            "use_beta_sigmoid_in_kernel": self.beta_kind != "given",
+            "allow_neg_eigval": self.beta_kind == "twice_sigmoid",
+            "A_log": self.a_log,
+            "dt_bias": self.dt_bias,
+        }
+        if self.has_conv:
+            options |= {"conv_state": conv_state, "conv_weight": self.conv_weight}
+            if self.has_bias:
+                options["conv_bias"] = self.conv_bias
+        if self.has_norm:
+            options |= {"norm_weight": self.norm_weight, "norm_gate": self.z, "norm_eps": EPS}
+        return options
+
+    def expected(
+        self, row: int, state: torch.Tensor, window: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(out [HV, V], state [HV, V, K], window [C, 3]) after one token, in float64."""
+        x = self.packed[row].double().cpu()
+        columns = torch.cat([window.double(), x[:, None]], 1)
+        if self.has_conv:
+            x = (columns * self.conv_weight.double().cpu()).sum(1)
+            if self.has_bias:
+                x = x + self.conv_bias.double().cpu()
+            x = x * torch.sigmoid(x)
+        key_dim, value_dim = self.g.shape[2], self.z.shape[2]
+        keys = self.heads * key_dim
+        q, k = x[:keys].view(-1, key_dim), x[keys : 2 * keys].view(-1, key_dim)
+        v = x[2 * keys :].view(-1, value_dim)
+        if self.l2norm:
+            q, k = reference.l2norm(q), reference.l2norm(k)
+        g, beta = self.g[row].double().cpu(), self.beta[row].double().cpu()
+        if self.gate != "log":
+            bound = LOWER_BOUND if self.gate == "bounded" else None
+            a_log, dt_bias = self.a_log.double().cpu(), self.dt_bias.double().cpu()
+            g = reference.log_decay(g, a_log, dt_bias, bound)
+        if self.beta_kind != "given":
+            beta = beta.sigmoid() * (2.0 if self.beta_kind == "twice_sigmoid" else 1.0)
+        o, state = reference.recurrent_kda(
+            q[None],
+            k[None],
+            v[None],
+            g[None],
+            beta[None],
+            scale=key_dim**-0.5,
+            state=state.double()[None],
+            cu_seqlens=[0, 1],
+        )
+        if self.has_norm:
+            o = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt()
+            o = o * self.norm_weight.double().cpu() * self.z[row].double().cpu().sigmoid()
+        return o[0], state[0], columns[:, 1:]
+
+
+def make_step(
+    seed: int,
+    rows: int,
+    *,
+    device: torch.device,
+    heads: int = 2,
+    value_heads: int | None = None,
+    key_dim: int = 16,
+    value_dim: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    regime: Sequence[str] = ("weak", "random"),
+    **flags: Any,
+) -> StepCase:
+    """Draw the projections of ``rows`` tokens; value heads take the regimes in turn.
+
+    ``flags``: of `StepCase`.
+    """
+    rng = torch.Generator().manual_seed(seed)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=rng)
+
+    value_heads = heads if value_heads is None else value_heads
+    keys, channels = heads * key_dim, 2 * heads * key_dim + value_heads * value_dim
+    raw, beta = randn(rows, value_heads, key_dim), randn(rows, value_heads)
+    packed = randn(rows, channels)
+    a_log, dt_bias = randn(value_heads), randn(value_heads, key_dim)
+    for i, name in enumerate(regime):
+        own = slice(i, None, len(regime))
+        a_log[own], dt_bias[own], raw[:, own] = gate_parameters(name, raw[:, own], rng)
+        if name == "collinear":
+            k = packed[:, keys : 2 * keys].view(rows, heads, key_dim)
+            k[:, own], beta[:, own] = collinear(k[:, own], beta[:, own])
+    if flags.get("gate") == "log":
+        raw = reference.log_decay(raw, a_log, dt_bias, None)
+    if flags.get("beta_kind") == "given":
+        beta = beta.sigmoid()
+    if not flags.get("l2norm", True):
+        packed[:, : 2 * keys] *= 0.5 * key_dim**-0.5
+    case = StepCase(
+        heads,
+        value_heads,
+        packed.to(dtype),
+        raw.to(dtype),
+        beta.to(dtype),
+        randn(rows, value_heads, value_dim).to(dtype),
+        a_log,
+        dt_bias,
+        0.5 * randn(channels, 4),
+        randn(channels),
+        1.0 + 0.1 * randn(value_dim),
+        **flags,
+    )
+    moved: dict[str, Any] = {
+        field.name: value.to(device)
+        for field in dataclasses.fields(case)
+        if isinstance(value := getattr(case, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(case, **moved)
+
+
+class StepPools:
+    """A state pool and a window pool of NaN around the slots that are filled.
+
+    Attributes:
+        states: ``[slots, HV, V, K]``, slots further apart than a state needs.
+        windows: ``[slots, C, W]`` by strides: ``layout`` "SD" keeps the channels of an input
+            adjacent, "DS" the inputs of a channel.
+    """
+
+    def __init__(
+        self,
+        case: StepCase,
+        slots: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        layout: str = "SD",
+        width: int = 3,
+    ) -> None:
+        heads, value_dim, key_dim = case.value_heads, case.z.shape[2], case.g.shape[2]
+        size, gap = heads * value_dim * key_dim, 16
+        device = case.packed.device
+        self.memory = poisoned(slots * (size + gap) + gap, dtype=dtype, device=device)
+        self.states = self.memory.as_strided(
+            (slots, heads, value_dim, key_dim),
+            (size + gap, value_dim * key_dim, key_dim, 1),
+            gap,
+        )
+        shape = (slots, width, case.channels) if layout == "SD" else (slots, case.channels, width)
+        self.window_memory = poisoned(*shape, dtype=case.packed.dtype, device=device)
+        self.windows = self.window_memory
+        if layout == "SD":
+            self.windows = self.window_memory.transpose(1, 2)
+
+    def fill(self, seed: int, slots: list[int]) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        for slot in slots:
+            for pool in (self.states, self.windows):
+                values = torch.randn(pool.shape[1:], generator=rng)
+                pool[slot] = values.to(pool.device, pool.dtype)
+
+    def copy(self) -> StepPools:
+        other = object.__new__(StepPools)
+        other.memory, other.window_memory = self.memory.clone(), self.window_memory.clone()
+        for name, mine, theirs in (
+            ("states", self.states, other.memory),
+            ("windows", self.windows, other.window_memory),
+        ):
+            view = theirs.as_strided(mine.shape, mine.stride(), mine.storage_offset())
+            setattr(other, name, view)
+        return other

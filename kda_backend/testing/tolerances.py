@@ -1,0 +1,21 @@
+"""The allowed relative L2 errors of output and state against float64, and where they come from."""
+
+from __future__ import annotations
+
+import torch
+
+# 16-bit inputs: the project's bounds; rounding the output alone costs 1.7e-3 in bf16, and 3.3e-3
+# under Triton's interpreter, which truncates instead.
+# fp32 inputs on a GPU: exponentials and logarithms are 2^-22 approximations there, and the gate
+# multiplies theirs by exp(A_log), up to 201.
+_FP32 = 1e-4 if torch.cuda.is_available() else 1e-5
+TOLERANCES = {
+    torch.bfloat16: (5e-3, 4e-3),
+    torch.float16: (2e-3, 2e-3),
+    torch.float32: (_FP32, _FP32),
+}
+"""(output, state) of the operators on sequences, by dtype of the inputs."""
+ONE_HEAD = 4.0
+"""Factor for one sequence and head alone: the error of a dot product may meet a small value."""
+STEP_TOLERANCES = {torch.float32: (5e-3, 1e-4), torch.bfloat16: (6e-3, 5e-3)}
+"""(output, state) of a decode step with bf16 tokens, by dtype of the state."""

@@ -1,0 +1,52 @@
+"""The kit that every family's tests, ``check`` and benchmarks measure with."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend_core.testing.numerics import poisoned, relative_error
+from backend_core.testing.timing import installed_version, script_name
+
+CPU = torch.device("cpu")
+
+
+def test_the_relative_error_is_of_the_whole_tensor() -> None:
+    want = torch.tensor([3.0, 4.0])
+    assert relative_error(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert relative_error(want.bfloat16(), want) == 0.0
+
+
+def test_float64_keeps_what_float32_would_lose() -> None:
+    want = torch.tensor([1.0], dtype=torch.float64)
+    assert relative_error(want + 1e-12, want) == pytest.approx(1e-12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "error"),
+    [
+        ([math.nan], [1.0], math.inf),
+        ([math.inf], [1.0], math.inf),
+        ([math.inf], [math.inf], math.inf),
+        ([1e-30], [0.0], math.inf),
+        ([0.0], [0.0], 0.0),
+    ],
+)
+def test_what_is_not_finite_never_passes(got: list[float], want: list[float], error: float) -> None:
+    assert relative_error(torch.tensor(got), torch.tensor(want)) == error
+
+
+def test_poisoned_memory_shows_in_a_result() -> None:
+    memory = poisoned(2, 3, dtype=torch.bfloat16, device=CPU)
+    assert memory.shape == (2, 3) and bool(memory.isnan().all())
+    memory[0] = 1.0
+    assert bool(memory[0].sum().isfinite()) and bool(memory.sum().isnan())
+
+
+def test_a_result_s_script_and_versions() -> None:
+    assert script_name(Path("/somewhere/bench_kda_decode.py")) == "benchmarks/bench_kda_decode.py"
+    assert installed_version("torch") == torch.__version__
+    assert installed_version("no-such-package") is None

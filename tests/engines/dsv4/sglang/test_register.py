@@ -1,0 +1,98 @@
+"""The flag in sglang: both families' plug-ins, sglang's own name ``dsv4``, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+from backend_core.engines import sglang_flag
+from backend_core.strict import FallbackError
+from dsv4_backend.engines import sglang
+from dsv4_backend.engines.sglang_compressor import FusedStep
+from tests.engines.dsv4.sglang.harness import STEP, Served, make_runner, server_args
+from tests.engines.kda.sglang.test_register import resolved
+
+
+def test_sglangs_own_loader_has_run_both_plug_ins() -> None:
+    assert {"kda", "dsv4"} <= set(sglang_flag._families)
+    assert ATTENTION_BACKEND_CHOICES.count("dsv4") == 1
+    hooks = {target: len(found) for target, found in HookRegistry._hooks.items() if found}
+    assert sorted(hooks.values()) == [1, 1]
+    load_plugins()
+    sglang.register()
+    assert hooks == {target: len(found) for target, found in HookRegistry._hooks.items() if found}
+
+
+def test_sglangs_backend_of_that_name_is_its_own() -> None:
+    built_by = attention_registry.ATTENTION_BACKENDS["dsv4"]
+    assert built_by.__module__ == attention_registry.__name__
+
+
+def test_the_flag_leaves_every_decision_to_sglang() -> None:
+    stock, ours = server_args(), server_args("--attention-backend", "dsv4")
+    assert ours._kda_dsv4_requested == "dsv4"
+    assert not hasattr(stock, "_kda_dsv4_requested")  # though sglang resolves it to dsv4 too
+    assert resolved(ours) == resolved(stock)
+    assert resolved(ours)["attention_backend"] == "dsv4"
+    assert pickle.loads(pickle.dumps(ours))._kda_dsv4_requested == "dsv4"
+
+
+def test_the_name_for_one_phase_is_sglangs_own() -> None:
+    arguments = server_args("--decode-attention-backend", "dsv4")
+    assert not hasattr(arguments, "_kda_dsv4_requested")
+
+
+def test_without_the_flag_the_step_is_stock() -> None:
+    assert STEP not in vars(Served("indexer_fp8", flag=None).backend)
+
+
+def test_with_the_flag_the_step_is_ours() -> None:
+    assert type(getattr(Served("indexer_fp8").backend, STEP)) is FusedStep
+
+
+def test_the_log_says_once_which_path_serves_a_kind(log_lines: list[str]) -> None:
+    from dsv4_backend.engines import sglang_compressor
+    from tests.dsv4.cases import make_history
+
+    sglang_compressor._choose.cache_clear()
+    served = Served("fp8_ds_mla")
+    history = make_history(served.layer.spec, 5, 0)
+    for chunk in ((0, 0, 4), (0, 4, 5)):
+        served.run([history], [chunk])
+    lines = [line for line in log_lines if line.startswith("kda-dsv4-backend serves")]
+    assert len(lines) == 1
+    assert "512 channels and ratio 4 (fp8_ds_mla) on cpu" in lines[0]
+
+
+def test_a_model_without_compressors_is_reported(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: Any = SimpleNamespace(
+        server_args=SimpleNamespace(
+            _kda_dsv4_requested="dsv4", enable_deterministic_inference=False
+        ),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])),
+        is_draft_worker=False,
+        use_mla_backend=False,
+    )
+    reason = "LlamaForCausalLM has no DeepSeek-V4 compressor layers"
+    sglang_flag.build_backend(lambda *given: object(), runner, None)
+    assert log_lines == [f"falling back to upstream's code: {reason}"]
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match=reason):
+        sglang_flag.build_backend(lambda *given: object(), runner, None)
+    runner.is_draft_worker = True
+    sglang_flag.build_backend(lambda *given: object(), runner, None)
+
+
+def test_a_deepseek_v4_asked_for_as_kda_is_reported(log_lines: list[str]) -> None:
+    runner = make_runner("kda")
+    sglang_flag.build_backend(lambda *given: object(), runner, None)
+    assert "DeepseekV4ForCausalLM has no Kimi Delta Attention layers" in "\n".join(log_lines)

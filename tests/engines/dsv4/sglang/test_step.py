@@ -1,0 +1,221 @@
+"""sglang's compressors through sglang's own call: state, records, and what stays on upstream's code."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.kernels.ops.attention.dsv4 import CompressorDecodePlan, CompressorPrefillPlan
+from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
+
+from backend_core.strict import FallbackError
+from dsv4_backend.engines import sglang_compressor
+from dsv4_backend.engines.sglang_compressor import FusedStep
+from tests.dsv4.cases import assert_records, expected_rows, make_history
+from tests.engines.dsv4.sglang.harness import STEP, Backend, Served, real_pool
+
+# prompts cut inside windows, decodes beside them, and single tokens
+STEPS_C4 = [
+    [(0, 0, 7), (1, 0, 5)],
+    [(0, 7, 8), (1, 5, 14)],
+    [(0, 8, 9), (1, 14, 15)],
+    [(1, 15, 16), (0, 9, 10)],
+    [(0, 10, 11), (1, 16, 17)],
+    [(0, 11, 12)],
+]
+STEPS_C128 = [
+    [(0, 0, 130), (1, 0, 120)],
+    [(0, 130, 131), (1, 120, 127)],
+    [(0, 131, 132), (1, 127, 128)],
+    [(0, 132, 257), (1, 128, 129)],
+]
+
+
+@pytest.fixture
+def no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stock(self: Any, **call: Any) -> None:
+        raise AssertionError("stock's step was called")
+
+    monkeypatch.setattr(CompressorBackendMixin, STEP, stock)
+    monkeypatch.setattr(sglang_compressor, "_refusal", lambda kind: None)
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "ratio"),
+    [("indexer_fp8", 4), ("indexer_mxfp4", 4), ("fp8_ds_mla", 4), ("fp8_ds_mla", 128)],
+)
+def test_records_are_the_definitions(no_stock: None, cache_format: str, ratio: int) -> None:
+    check_steps(Served(cache_format, ratio, [33, 30] if ratio == 4 else [257, 129]))
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "ratio", "page_tokens"),
+    [("indexer_fp8", 4, 64), ("fp8_ds_mla", 4, 64), ("fp8_ds_mla", 128, 2)],
+)
+def test_the_pool_that_sglang_allocates(
+    no_stock: None, cache_format: str, ratio: int, page_tokens: int
+) -> None:
+    """Its pages, its paddings and its flat states."""
+    lengths = [33, 30] if ratio == 4 else [257, 129]
+    served = Served(cache_format, ratio, lengths, page_tokens=page_tokens)
+    served.use(real_pool())
+    check_steps(served)
+
+
+def check_steps(served: Served) -> None:
+    """State rows are exact, records are the definition's, and nothing else was written."""
+    engine, layer, ratio = served.engine, served.layer, served.engine.spec.compress_ratio
+    steps = STEPS_C4 if ratio == 4 else STEPS_C128
+    lengths = [max(end for chunks in steps for r, _, end in chunks if r == n) for n in (0, 1)]
+    histories = [make_history(layer.spec, n, seed) for seed, n in enumerate(lengths)]
+    for chunks in steps:
+        served.run(histories, chunks)
+    want = {}
+    for request, history in enumerate(histories):
+        for window, row in enumerate(expected_rows(layer, history)):
+            want[engine.slot(request, (window + 1) * ratio)] = row
+        page, row = engine.locate(request, len(history) - 1)
+        assert torch.equal(engine.state[page, row], history[-1].to(engine.state.dtype))
+    assert_records(engine, layer, want)
+
+
+def test_main_records_in_bf16(no_stock: None) -> None:
+    """sglang's unified pool: rows of bf16, a page each, which it says in the call."""
+    served = Served("bf16_rows")
+    compressor, engine = served.compressor, served.engine
+    histories = [make_history(engine.spec, 8, 0)]
+    plan = engine.prefill_plan([(0, 0, 8)])
+    theirs = CompressorPrefillPlan(4, plan.windows.view(torch.uint8), plan.writes.view(torch.uint8))
+    served.backend.forward_metadata = SimpleNamespace(c4_compress_metadata=theirs)
+    getattr(served.backend, STEP)(
+        **call_of(served, compressor, histories[0], plan.slots), bf16_store=True
+    )
+    rows = expected_rows(served.layer, histories[0])
+    assert_records(engine, served.layer, {engine.slot(0, 4 * n + 4): rows[n] for n in (0, 1)})
+
+
+def call_of(served: Served, compressor: Any, x: torch.Tensor, slots: torch.Tensor) -> dict:
+    engine = served.engine
+    return {
+        "kv_score_buffer": engine.state,
+        "kv_score_input": x,
+        "ape": compressor.ape,
+        "head_dim": engine.spec.head_dim,
+        "norm": compressor.norm,
+        "freqs_cis_cache": compressor.freqs_cis,
+        "kv_cache": engine.cache,
+        "is_indexer": engine.spec.head_dim == 128,
+        "rotate": engine.spec.rotate,
+        "compress_ratio": engine.spec.compress_ratio,
+        "page_size": engine.spec.page_tokens,
+        "out_loc": slots,
+    }
+
+
+def test_a_step_of_layers_shares_its_plan(no_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served("indexer_fp8")
+    step = getattr(served.backend, STEP)
+    history = make_history(served.layer.spec, 2, 0)
+    served.run([history], [(0, 0, 2)])
+    kept = dict(step._plans)
+    metadata = served.backend.forward_metadata
+    served.backend.forward_unified(
+        history, SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False)), 0,
+        served.compressor,
+    )  # fmt: skip
+    assert step._plans[4, True][2] is kept[4, True][2]
+    assert served.backend.forward_metadata is metadata
+    served.run([history], [(0, 1, 2)])
+    assert step._plans[4, True][2] is not kept[4, True][2]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kv_layout": SimpleNamespace(name="V41")}, "DeepSeek-V4's layout, got V41"),
+        ({"fp8_2buff": True}, "fp8 and RoPE in two pools are not served"),
+        ({"kv_scale_cache": torch.zeros(1)}, "aiter's MXFP4 records of the indexer"),
+        ({"kv_score_buffer": torch.zeros(4, 1, 384)}, "SGLANG_OPT_USE_ONLINE_COMPRESS keeps"),
+        ({"kv_cache": torch.zeros(2, 100, dtype=torch.uint8)}, "cache must have pages of at least"),
+    ],
+)
+def test_what_is_not_served_stays_stock(
+    change: dict[str, Any],
+    reason: str,
+    log_lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served("indexer_fp8")
+    calls: list[dict[str, Any]] = []
+    backend = Backend(served.engine)
+    plan = served.engine.decode_plan([(0, 4)])
+    backend.forward_metadata = SimpleNamespace(
+        c4_compress_metadata=CompressorDecodePlan(4, plan.entries.view(torch.uint8))
+    )
+    step = FusedStep(backend, lambda **call: calls.append(call))
+    x = make_history(served.layer.spec, 1, 0)
+    call = call_of(served, served.compressor, x, plan.slots) | change
+    before = served.engine.cache.clone()
+    step(**call)
+    step(**call)
+    assert calls == [call, call]
+    assert torch.equal(served.engine.cache, before)
+    assert len([line for line in log_lines if reason in line]) == 1
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match=reason):
+        FusedStep(backend, lambda **call: None)(**call)
+
+
+def test_tiles_of_aiter_stay_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served("indexer_fp8")
+    call = call_of(served, served.compressor, torch.zeros(1, 512), torch.zeros(1))
+    monkeypatch.setattr(sglang_compressor, "aiter_can_use_preshuffle_paged_mqa", lambda: True)
+    assert "16 x 16 tiles" in str(sglang_compressor._unserved(call))
+
+
+def test_a_pool_that_moves_is_bound_anew(no_stock: None) -> None:
+    served = Served("indexer_fp8")
+    history = make_history(served.layer.spec, 4, 0)
+    served.run([history], [(0, 0, 4)])
+    first, served.engine.cache = served.engine.cache, served.engine.cache.clone().fill_(0xA5)
+    served.run([history], [(0, 0, 4)])
+    assert torch.equal(first, served.engine.cache)
+
+
+def test_a_step_that_sglang_changed_stays_stock(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(self: Any, *, kv_score_buffer: Any, quantiser: Any) -> None:
+        pass
+
+    monkeypatch.setattr(CompressorBackendMixin, STEP, changed)
+    served = Served("indexer_fp8")
+    assert STEP not in vars(served.backend)
+    assert "must take the parameters of 0.5.17 to 0.5.23" in "\n".join(log_lines)
+    assert "quantiser" in "\n".join(log_lines)
+
+
+def test_a_backend_with_a_step_of_its_own_stays_stock(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, STEP, lambda self, **call: None, raising=False)
+    served = Served("indexer_fp8")
+    assert STEP not in vars(served.backend)
+    assert "Backend has a step of its own, which is not replaced" in "\n".join(log_lines)
+
+
+def test_the_seams_are_what_they_were() -> None:
+    """What is replaced, called or read, by signature and field."""
+    step = inspect.signature(getattr(CompressorBackendMixin, STEP)).parameters
+    taken = sglang_compressor._TAKEN
+    assert taken <= set(step) - {"self"} <= taken | sglang_compressor._ADDED
+    assert all(step[name].kind is inspect.Parameter.KEYWORD_ONLY for name in taken)
+    source = inspect.getsource(CompressorBackendMixin.forward_unified)
+    assert f"self.{STEP}(" in source
+    metadata = inspect.signature(CompressorBackendMixin._get_paged_compress_metadata).parameters
+    assert list(metadata) == ["self", "compress_ratio"]
+    assert CompressorDecodePlan._fields == ("compress_ratio", "plan_d")
+    assert CompressorPrefillPlan._fields[:3] == ("compress_ratio", "plan_c", "plan_w")

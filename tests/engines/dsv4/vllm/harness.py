@@ -1,0 +1,174 @@
+"""The engine's own objects around one compressor of a small DeepSeek-V4, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from backend_core.engines.vllm_flag import flag_name
+from dsv4_backend import CompressorLayer, PagedPrefill
+from tests.dsv4.cases import Chunk, Engine, make_spec
+from tests.engines.deepseek_v4 import model_directory
+
+
+@functools.cache
+def engine_config(flag: bool) -> VllmConfig:
+    """The configuration that vLLM makes of its arguments."""
+    return EngineArgs(
+        model=model_directory(),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        dtype="bfloat16",
+        kv_cache_dtype="fp8",
+        **({"attention_backend": flag_name("dsv4")} if flag else {}),
+    ).create_engine_config()
+
+
+def build(
+    config: VllmConfig,
+    cache_format: str,
+    ratio: int = 4,
+    cls: type | None = None,
+    cache_dtype: str | None = None,
+) -> Any:
+    """A compressor as the attention layer or the indexer builds it, with drawn weights."""
+    from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
+    from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+
+    registered = config.compilation_config.static_forward_context
+    registered.clear()
+    is_main = not cache_format.startswith("indexer")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(config):
+            if is_main:
+                # the attention layer is its own record cache; these are what it says of it
+                dtype = torch.bfloat16 if cache_format == "bf16_rows" else torch.uint8
+                registered["layer"] = types.SimpleNamespace(
+                    kv_cache_dtype=cache_dtype
+                    or ("bfloat16" if cache_format == "bf16_rows" else "fp8_ds_mla"),
+                    kv_cache_torch_dtype=torch.float8_e4m3fn if cache_dtype == "fp8" else dtype,
+                )
+            else:
+                DeepseekV4IndexerCache(132, torch.uint8, "layer", config.cache_config, 4)
+            compressor = (cls or DeepseekCompressor)(
+                vllm_config=config,
+                compress_ratio=ratio,
+                hidden_size=256,
+                head_dim=512 if is_main else 128,
+                rotate=True,
+                prefix="layer.compressor",
+                k_cache_prefix="layer",
+                use_fp4_cache=cache_format == "indexer_mxfp4",
+            )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    rng = torch.Generator().manual_seed(ratio)
+    compressor.ape.data.copy_(torch.randn(compressor.ape.shape, generator=rng))
+    compressor.norm.weight.data.copy_(0.5 + torch.rand(compressor.head_dim, generator=rng))
+    return compressor
+
+
+@functools.cache
+def rotary(ratio: int) -> Any:
+    """The rotary embedding that vLLM makes for layers of this ratio."""
+    from vllm.models.deepseek_v4.common.rope import build_deepseek_v4_rope
+
+    config = engine_config(flag=False)
+    with set_current_vllm_config(config):
+        return build_deepseek_v4_rope(
+            config.model_config.hf_config,
+            head_dim=512,
+            rope_head_dim=64,
+            max_position_embeddings=1024,
+            compress_ratio=ratio,
+        )
+
+
+class Step:
+    """A compressor bound to poisoned caches, and the steps that the engine runs it through."""
+
+    def __init__(self, compressor: Any, cache_format: str, lengths: list[int]) -> None:
+        ratio = compressor.compress_ratio
+        spec = make_spec(cache_format, ratio, rotate=False, rope_layout="split", page_tokens=4)
+        self.compressor = compressor
+        self.caches = Engine("paged", spec, lengths)
+        self.layer = CompressorLayer(
+            spec,
+            compressor.ape.view(ratio, spec.halves, spec.head_dim),
+            compressor.norm.weight,
+            rotary(ratio).cos_sin_cache,
+        )
+        compressor.state_cache.kv_cache = self.caches.state
+        cache, record = self.caches.cache, spec.record.record_bytes
+        view = cache.as_strided(
+            (cache.shape[0], spec.page_tokens, record), (cache.stride(0), record, 1)
+        )
+        registered = compressor._static_forward_context
+        registered["layer"].kv_cache = (
+            view.view(torch.bfloat16) if cache_format == "bf16_rows" else view
+        )
+
+    def run(
+        self,
+        config: VllmConfig,
+        histories: list[torch.Tensor],
+        chunks: list[Chunk],
+        padding: int = 2,
+    ) -> Any:
+        """One step over ``chunks``, padded as for a CUDA graph; returns its state metadata."""
+        compressor = self.compressor
+        plan = self.caches.prefill_plan(chunks)
+        assert isinstance(plan, PagedPrefill)
+        x = torch.cat([histories[r][a:b] for r, a, b in chunks]).float()
+        x = torch.cat([x, torch.full((padding, x.shape[1]), torch.nan)])
+        pad = torch.full((padding,), -1)
+        positions = torch.cat([plan.positions, pad.clamp(min=0)])
+        records = types.SimpleNamespace(slot_mapping=torch.cat([plan.slots, pad]))
+        with set_current_vllm_config(config):
+            builder = compressor.state_cache.get_attn_backend().get_builder_cls()(
+                compressor.state_cache.get_kv_cache_spec(config),
+                [compressor.state_cache.prefix],
+                config,
+                torch.device("cpu"),
+            )
+        metadata = builder.build(0, common_metadata(plan, chunks, pad))
+        attn_metadata = {compressor.state_cache.prefix: metadata, "layer": records}
+        with (
+            torch.no_grad(),
+            set_current_vllm_config(config),
+            set_forward_context(attn_metadata, config, num_tokens=x.shape[0]),
+        ):
+            compressor(x, positions, rotary(compressor.compress_ratio))
+        return metadata
+
+
+def common_metadata(
+    plan: PagedPrefill, chunks: list[Chunk], pad: torch.Tensor
+) -> CommonAttentionMetadata:
+    bounds = plan.query_starts
+    seq_lens = torch.tensor([end for _, _, end in chunks], dtype=torch.int32)
+    fields = {
+        "query_start_loc": bounds,
+        "query_start_loc_cpu": bounds,
+        "seq_lens": seq_lens,
+        "num_reqs": len(chunks),
+        "num_actual_tokens": plan.num_tokens + pad.shape[0],
+        "max_query_len": max(end - start for _, start, end in chunks),
+        "max_seq_len": int(seq_lens.max()),
+        "block_table_tensor": plan.block_table.clone(),
+        "slot_mapping": torch.cat([plan.state_slots, pad]),
+        "seq_lens_cpu_upper_bound": seq_lens,
+    }
+    known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+    return CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})

@@ -1,0 +1,214 @@
+"""What a CUDA graph of a compressor's step holds: right for every batch that replays it.
+
+vLLM captures with dummy batches and replays with others. The capture is its own: dummy batch,
+buffers and metadata as Model Runner V2 makes them. A graph keeps launches with the addresses of
+their arguments, so here it is the recorded calls on tensors that the next batch is written into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import types
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from dsv4_backend import PagedPrefill
+from dsv4_backend.engines import vllm_compressor
+from dsv4_backend.plugin import register_vllm
+from tests.dsv4.cases import make_history
+from tests.engines.dsv4.vllm.harness import Step, build, engine_config, rotary
+from tests.engines.dsv4.vllm.test_compressor import check
+
+register_vllm()
+TOKENS = 12
+if importlib.util.find_spec("vllm.v1.worker.gpu.input_batch") is None:
+    pytest.skip("this release has no Model Runner V2", allow_module_level=True)
+
+
+class Graph:
+    """One compressor, the runner's persistent buffers, and what a capture records."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> None:
+        from vllm.v1.worker.gpu.input_batch import InputBuffers
+
+        self.monkeypatch, self.max_num_seqs = monkeypatch, max_num_seqs
+        self.config = engine_config(flag=True)
+        self.step = Step(build(self.config, "indexer_fp8", 4), "indexer_fp8", [TOKENS, TOKENS])
+        self.compressor = self.step.compressor
+        self.buffers = InputBuffers(max_num_seqs, 64, torch.device("cpu"))
+        self.state_slots = torch.full((TOKENS,), -1, dtype=torch.int64)
+        self.slots = torch.full((TOKENS,), -1, dtype=torch.int64)
+        self.records = types.SimpleNamespace(slot_mapping=self.slots)
+        self.block_table = torch.zeros(max_num_seqs, 8, dtype=torch.int32)
+        self.x = torch.zeros(TOKENS, self.step.layer.spec.row_width)
+        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
+        with set_current_vllm_config(self.config):
+            cache = self.compressor.state_cache
+            self.builder = cache.get_attn_backend().get_builder_cls()(
+                cache.get_kv_cache_spec(self.config),
+                [cache.prefix],
+                self.config,
+                torch.device("cpu"),
+            )
+
+    def dummy_metadata(self, *, full: bool, max_query_len: int | None) -> Any:
+        """As ``prepare_inputs_to_capture`` and ``prepare_attn`` make it."""
+        from vllm.v1.worker.gpu.input_batch import InputBatch
+
+        number = min(TOKENS, self.max_num_seqs)
+        dummy = InputBatch.make_dummy(number, TOKENS, self.buffers)
+        common = self.common(
+            number,
+            dummy.query_start_loc,
+            dummy.seq_lens,
+            max_query_len or int(dummy.num_scheduled_tokens.max()),
+        )
+        if full:
+            return self.builder.build_for_cudagraph_capture(common)
+        return self.builder.build(0, common)
+
+    def common(
+        self, number: int, bounds: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
+    ) -> CommonAttentionMetadata:
+        fields = {
+            "query_start_loc": bounds,
+            "query_start_loc_cpu": bounds.clone(),
+            "seq_lens": seq_lens,
+            "num_reqs": number,
+            "num_actual_tokens": TOKENS,
+            "max_query_len": max_query_len,
+            "max_seq_len": 1024,
+            "block_table_tensor": self.block_table[:number],
+            "slot_mapping": self.state_slots,
+            "seq_lens_cpu_upper_bound": seq_lens.clone(),
+        }
+        known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+        return CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
+
+    def run(self, metadata: Any) -> None:
+        attn_metadata = {self.compressor.state_cache.prefix: metadata, "layer": self.records}
+        with (
+            torch.no_grad(),
+            set_current_vllm_config(self.config),
+            set_forward_context(attn_metadata, self.config, num_tokens=TOKENS),
+        ):
+            self.compressor(self.x, self.buffers.positions[:TOKENS], rotary(4))
+
+    def capture(self, metadata: Any) -> str:
+        """Record a step of the compressor on the dummy batch; returns the kind of its plan."""
+
+        def recorded(operator: Any) -> Any:
+            def call(*args: Any) -> Any:
+                result = operator(*args)
+                self.calls.append((operator, args, result))
+                return result
+
+            return call
+
+        with self.monkeypatch.context() as patch:
+            for name in ("compress_decode_", "compress_prefill_", "window_ends"):
+                patch.setattr(vllm_compressor, name, recorded(getattr(vllm_compressor, name)))
+            patch.setattr(vllm_compressor, "_capturing", lambda tensor: True)
+            self.run(metadata)
+        return type(self.calls[-1][1][-1]).__name__
+
+    def replay(self, histories: list[torch.Tensor], chunks: list[tuple[int, int, int]]) -> None:
+        """What the runner writes for a batch of as many tokens, then the recorded launches."""
+        plan = self.step.caches.prefill_plan(chunks)
+        assert isinstance(plan, PagedPrefill)
+        tokens = plan.num_tokens
+        self.buffers.positions[:tokens] = plan.positions
+        self.state_slots.fill_(-1)[:tokens] = plan.state_slots
+        self.slots.fill_(-1)[:tokens] = plan.slots
+        rows, width = plan.block_table.shape
+        self.block_table[:rows, :width] = plan.block_table
+        self.builder.token_to_req_indices[:tokens] = plan.requests
+        bounds = self.buffers.query_start_loc
+        bounds[: len(chunks) + 1] = plan.query_starts
+        bounds[len(chunks) + 1 :] = tokens
+        self.x[:tokens] = torch.cat([histories[r][a:b] for r, a, b in chunks]).float()
+        for operator, args, result in self.calls:
+            again = operator(*args)
+            if isinstance(result, torch.Tensor):
+                result.copy_(again)  # a graph writes where it wrote before
+
+
+@pytest.fixture(params=[1024, 4])
+def graph(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Graph:
+    """With more requests than tokens the dummy batch has a token each, else several."""
+    return Graph(monkeypatch, request.param)
+
+
+MIXED = [[(0, 0, 9), (1, 0, 3)], [(0, 9, 10), (1, 3, 12)], [(0, 10, 12)]]
+
+
+def check_replays(graph: Graph) -> None:
+    histories = [make_history(graph.step.layer.spec, TOKENS, seed) for seed in (0, 1)]
+    for chunks in MIXED:
+        graph.replay(histories, chunks)
+    check(graph.step, histories)
+
+
+@pytest.mark.parametrize("warm_run", [False, True])
+def test_a_piecewise_graph_serves_any_batch(graph: Graph, warm_run: bool) -> None:
+    """``warm_run``: with VLLM_USE_BREAKABLE_CUDAGRAPH=0 the run before has the same metadata."""
+    metadata = graph.dummy_metadata(full=False, max_query_len=None)
+    if warm_run:
+        graph.run(metadata)
+    assert graph.capture(metadata) == "PagedPrefill"
+    assert graph.calls[0][0].__name__ == "window_ends"  # derived inside of the graph
+    check_replays(graph)
+
+
+def test_a_full_graph_of_mixed_batches_serves_any_batch(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = graph.config.compilation_config
+    monkeypatch.setattr(compilation, "cudagraph_mode", CUDAGraphMode.FULL)
+    metadata = graph.dummy_metadata(full=True, max_query_len=None)
+    assert graph.capture(metadata) == "PagedPrefill"
+    check_replays(graph)
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+def test_a_full_graph_of_decodes_holds_the_decode_step(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    graph = Graph(monkeypatch, 1024)
+    compilation = graph.config.compilation_config
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, "cudagraph_mode", CUDAGraphMode[mode])
+        metadata = graph.dummy_metadata(full=True, max_query_len=1)
+    assert graph.capture(metadata) == "PagedDecode"
+    histories = [make_history(graph.step.layer.spec, TOKENS, seed) for seed in (0, 1)]
+    for token in range(TOKENS):
+        graph.replay(histories, [(0, token, token + 1), (1, token, token + 1)])
+    check(graph.step, histories)
+
+
+def test_a_decode_plan_in_a_graph_of_any_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that was: the plan of the dummy batch, whatever replays it."""
+    graph = Graph(monkeypatch, 1024)
+    metadata = graph.dummy_metadata(full=False, max_query_len=None)
+    metadata.replays_decodes_alone = True
+    assert graph.capture(metadata) == "PagedDecode"
+    with pytest.raises(AssertionError):
+        check_replays(graph)
+
+
+def test_a_plan_kept_from_before_the_capture_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other: ends of windows that the graph never derives anew."""
+    graph = Graph(monkeypatch, 4)
+    metadata = graph.dummy_metadata(full=False, max_query_len=None)
+    graph.run(metadata)
+    metadata.plans.update({(*key[:3], True): plan for key, plan in metadata.plans.items()})
+    assert graph.capture(metadata) == "PagedPrefill"
+    assert [call[0].__name__ for call in graph.calls] == ["compress_prefill_"]
+    with pytest.raises(AssertionError):
+        check_replays(graph)

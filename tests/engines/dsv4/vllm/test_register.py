@@ -1,0 +1,208 @@
+"""The flag: entry points, parser, the name that both families share, and what is left alone."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm import plugins
+from vllm.config import AttentionConfig, set_current_vllm_config
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from backend_core.engines import Engine, vllm_flag
+from backend_core.engines.after_import import _AfterImport
+from dsv4_backend.engines import vllm as adapter
+from dsv4_backend.plugin import register_vllm
+from kda_backend.plugin import register_vllm as register_kda
+from tests.engines.dsv4.vllm.harness import engine_config
+
+NEW_NAMES = Engine("vllm", "0.32.0", None).supports(vllm.__version__)
+FLAG = "DSV4" if NEW_NAMES else "CUSTOM"
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registries as before any plug-in, for the test alone."""
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.setattr(vllm_flag, "_families", {})
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not is_ours(f)])
+
+
+def is_ours(finder: object) -> bool:
+    return type(finder) is _AfterImport
+
+
+def test_vllm_finds_and_loads_both_plug_ins(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plugins.load_plugins_by_group("vllm.general_plugins")
+    assert found["dsv4"] is register_vllm and found["kda"] is register_kda
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    plugins.load_general_plugins()
+    assert {"kda", "dsv4"} <= set(vllm_flag._families)
+    names = ("KDA", "DSV4") if NEW_NAMES else ("CUSTOM",)
+    for name in names:
+        assert AttentionBackendEnum[name].get_class() is vllm_flag.PlatformDelegate
+
+
+def test_registering_again_changes_nothing(log_lines: list[str]) -> None:
+    register_vllm()
+    path, finders = AttentionBackendEnum[FLAG].get_path(), list(sys.meta_path)
+    register_vllm()
+    assert AttentionBackendEnum[FLAG].get_path() == path
+    assert sys.meta_path == finders and log_lines == []
+
+
+def test_vllm_parses_the_flag() -> None:
+    assert ("DSV4" if NEW_NAMES else "CUSTOM") == FLAG
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = parser.parse_args(["--attention-backend", FLAG])
+    assert AttentionConfig(backend=parsed.attention_backend).backend.name == FLAG
+    assert vllm_flag.requested(engine_config(flag=True)) == FLAG
+    assert vllm_flag.requested(engine_config(flag=False)) is None
+
+
+@pytest.mark.skipif(NEW_NAMES, reason="this release takes new names")
+def test_the_new_name_is_unknown_where_vllm_takes_none() -> None:
+    with pytest.raises(ValueError, match="Unknown attention backend: 'DSV4'"):
+        AttentionConfig(backend="DSV4")
+
+
+SELECTION = AttentionSelectorConfig(
+    head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=True
+)
+
+
+def validate(monkeypatch: pytest.MonkeyPatch, config: Any) -> list[str]:
+    """The answer of the backend class where a platform asks it for a layer of this model."""
+    import vllm.platforms
+
+    path = "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
+    platform = types.SimpleNamespace(
+        get_attn_backend_cls=lambda *args, **kwargs: path, is_rocm=lambda: False
+    )
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+    with set_current_vllm_config(config):
+        reasons = vllm_flag.PlatformDelegate.validate_configuration(None, **SELECTION._asdict())
+    if not reasons:
+        assert ".".join(vllm_flag.PlatformDelegate.full_cls_name()) == path
+    return reasons
+
+
+def test_other_models_are_refused_in_one_sentence_for_each_family(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register_vllm()
+    register_kda()
+    config = engine_config(flag=True)
+    importlib.import_module(adapter.COMPRESSORS[0])
+    assert validate(monkeypatch, config) == []
+    for family in vllm_flag._families.values():
+        for claim in family.claims:
+            for module in claim.modules:
+                monkeypatch.delitem(sys.modules, module, raising=False)
+    reasons = validate(monkeypatch, config)
+    assert (
+        f"--attention-backend {FLAG} is for models with DeepSeek-V4 compressor layers, of which"
+        " DeepseekV4ForCausalLM has none"
+    ) in reasons
+    # on the shared name each family says whom it is for
+    assert len(reasons) == (1 if NEW_NAMES else 2)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0"])
+def test_an_unsupported_version_is_left_alone_with_one_line(
+    clean: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], version: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    register_vllm()
+    register_kda()
+    assert not registry._ATTN_OVERRIDES and not any(map(is_ours, sys.meta_path))
+    assert log_lines == [
+        f"kda-dsv4-backend serves vllm 0.26.0 to 0.33.0, got {version}: nothing is registered"
+    ]
+
+
+@pytest.mark.skipif(NEW_NAMES, reason="the plug-in has a name of its own")
+def test_the_name_of_another_plug_in_is_not_taken(clean: None, log_lines: list[str]) -> None:
+    registry.register_backend(AttentionBackendEnum.CUSTOM, "theirs.Backend")
+    register_vllm()
+    register_kda()
+    assert AttentionBackendEnum.CUSTOM.get_path() == "theirs.Backend"
+    assert not any(map(is_ours, sys.meta_path))
+    assert (
+        len(log_lines) == 1 and "another plug-in holds --attention-backend CUSTOM" in log_lines[0]
+    )
+
+
+def in_a_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_registering_loads_no_model_and_the_compressor_is_met_when_it_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from dsv4_backend.plugin import register_vllm\n"
+        "register_vllm()\n"
+        "assert not any(n.startswith('vllm.models.deepseek_v4') for n in sys.modules)\n"
+        "from vllm.models.deepseek_v4.compressor import DeepseekCompressor as stock\n"
+        "import inspect\n"
+        "assert stock.__init__._kda_dsv4\n"
+        "assert list(inspect.signature(stock.__init__).parameters)[:2] == ['self', 'vllm_config']\n"
+        "assert 'dsv4_backend.engines.vllm_compressor' not in sys.modules\n"
+        "first = stock.__init__\n"
+        "register_vllm()\n"
+        "assert stock.__init__ is first\n"
+        "print('met')"
+    )
+    assert in_a_process(code).endswith("met\n")
+
+
+def test_a_release_without_the_compressor_class_still_imports(
+    clean: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, adapter.COMPRESSORS[0], types.ModuleType("empty"))
+    register_vllm()
+    assert log_lines == [vllm_flag.broken("dsv4")]
+    assert log_lines[0].startswith(
+        "kda-dsv4-backend could not register dsv4 with vllm: AttributeError"
+    )
+
+
+def test_an_adapter_that_cannot_be_imported_leaves_the_layer_to_stock(
+    clean: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_vllm()
+
+    def missing(name: str) -> Any:
+        raise ImportError(f"no {name}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter.importlib, "import_module", missing)
+        compressor = types.SimpleNamespace()
+        adapter.adopt(compressor, engine_config(flag=True))
+    assert type(compressor) is types.SimpleNamespace
+    assert any("falling back to upstream's code" in s and "ImportError" in s for s in log_lines)
+
+
+@pytest.mark.skipif(not NEW_NAMES, reason="this release has no DeepSeek-V4.1")
+def test_the_compressors_of_v41_stay_stocks_and_it_is_said(log_lines: list[str]) -> None:
+    register_vllm()
+    from vllm.models.deepseek_v41.compressor import DeepseekCompressor
+
+    assert hasattr(DeepseekCompressor.__init__, "_kda_dsv4")
+    compressor = object.__new__(DeepseekCompressor)
+    adapter.adopt(compressor, engine_config(flag=True))
+    assert type(compressor) is DeepseekCompressor
+    assert any("deepseek_v41.compressor.DeepseekCompressor is a compressor" in s for s in log_lines)

@@ -1,0 +1,253 @@
+"""sglang's own objects around the KDA layers of the recall checkpoint, on the CPU.
+
+Arguments are parsed and resolved by sglang; the pools, the attention backend with its KDA
+dispatcher, the model's KDA layers and the batches are its classes. Only the model runner that holds
+them is ours, since sglang's starts process groups and asks for a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.kimi_linear import KimiDeltaAttention
+from sglang.srt.runtime_context import get_parallel, publish
+from sglang.srt.server_args import prepare_server_args
+
+from kda_backend import reference
+
+CHECKPOINT = Path(__file__).parents[4] / "benchmarks" / "recall" / "checkpoint"
+REQUESTS = 8
+SLOTS = 12
+LAYERS = (0, 1)
+
+
+def server_args(*options: str) -> Any:
+    """What sglang makes of a command line."""
+    arguments = prepare_server_args(
+        [
+            *("--model-path", str(CHECKPOINT), "--device", "cpu", "--dtype", "bfloat16"),
+            # the default of the states' prefix cache asks for a GPU
+            *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+            *options,
+        ]
+    )
+    if hasattr(arguments, "resolve_once"):
+        arguments.resolve_once()
+    return arguments
+
+
+_open = contextlib.ExitStack()
+
+
+@functools.cache
+def one_rank() -> None:
+    """The process groups and ranks of a scheduler that is alone; they outlive the tests."""
+    with tempfile.TemporaryDirectory() as directory:
+        init_distributed_environment(1, 0, f"file://{directory}/rendezvous", backend="gloo")
+        initialize_model_parallel()
+    ranks = get_parallel().override(tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0)
+    _open.enter_context(ranks)
+
+
+class Served:
+    """KDA layers with the attention backend that sglang builds for a command line."""
+
+    def __init__(self, *options: str) -> None:
+        self.args = server_args(*options)
+        publish(self.args, role="test")
+        one_rank()
+        model_config = ModelConfig.from_server_args(self.args)
+        config = model_config.hf_config
+        torch.set_default_dtype(torch.bfloat16)
+        layers = [
+            KimiDeltaAttention(index, config.hidden_size, config, prefix=f"layers.{index}")
+            for index in LAYERS
+        ]
+        torch.set_default_dtype(torch.float32)
+        for index, layer in zip(LAYERS, layers, strict=True):
+            load(layer, index)
+        self.layers = torch.nn.ModuleList(layers)
+        params = config.mamba2_cache_params
+        self.pool = HybridReqToTokenPool(
+            size=REQUESTS,
+            mamba_size=SLOTS,
+            mamba_spec_state_size=REQUESTS,
+            max_context_len=1024,
+            device="cpu",
+            enable_memory_saver=False,
+            cache_params=params,
+            mamba_layer_ids=list(params.layers),
+            enable_mamba_extra_buffer=False,
+            enable_overlap_schedule=False,
+        )
+        self.runner = SimpleNamespace(
+            device="cpu",
+            dtype=torch.bfloat16,
+            server_args=self.args,
+            model=self.layers,
+            model_config=model_config,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool=SimpleNamespace(),
+            is_draft_worker=False,
+            use_mla_backend=False,
+        )
+        full = attention_registry.ATTENTION_BACKENDS["torch_native"](self.runner)
+        self.backend = attention_registry.attn_backend_wrapper(self.runner, full)
+
+    @property
+    def dispatcher(self) -> Any:
+        return self.backend.linear_attn_backend.kernel_dispatcher
+
+    def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pools ``[slots, 3, C]`` and ``[slots, HV, V, K]`` of a layer."""
+        cache = self.pool.mamba2_layer_cache(LAYERS[layer])
+        return cache.conv[0], cache.temporal
+
+    def fill_pools(self, seed: int) -> None:
+        """What earlier requests left in the slots."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in range(len(LAYERS)):
+            for pool in self.states(layer):
+                pool.copy_(0.3 * torch.randn(pool.shape, generator=generator))
+
+    def forward(self, x: torch.Tensor, batch: Any) -> list[torch.Tensor]:
+        """The outputs ``[T, hidden]`` of every layer on ``x``."""
+        with forward_context(ForwardContext(attn_backend=self.backend)):
+            self.backend.init_forward_metadata(batch)
+            return [layer(x, batch.positions, batch, None) for layer in self.layers]
+
+    def batch(
+        self,
+        mode: ForwardMode,
+        new: Sequence[int],
+        prefix: Sequence[int],
+        slots: Sequence[int],
+        *,
+        tracked: Sequence[tuple[int, int]] = (),
+    ) -> Any:
+        """A batch of requests whose states lie in ``slots``.
+
+        Args:
+            new: tokens of each request in this step; prefix: those before it.
+            tracked: (request, slot) whose state the prefix cache wants at the last full chunk.
+        """
+        requests = torch.arange(len(new), dtype=torch.int32)
+        self.pool.req_index_to_mamba_index_mapping[requests.long()] = torch.tensor(
+            slots, dtype=torch.int32
+        )
+        lengths, before = (torch.tensor(n, dtype=torch.int32) for n in (new, prefix))
+        total = int(lengths.sum())
+        batch = ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(new),
+            input_ids=torch.zeros(total, dtype=torch.int64),
+            req_pool_indices=requests,
+            seq_lens=lengths + before,
+            seq_lens_cpu=lengths + before,
+            out_cache_loc=torch.zeros(total, dtype=torch.int64),
+            seq_lens_sum=int((lengths + before).sum()),
+            positions=torch.zeros(total, dtype=torch.int64),
+        )
+        if mode.is_extend():
+            batch.extend_seq_lens, batch.extend_prefix_lens = lengths, before
+            batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = list(new), list(prefix)
+            batch.extend_start_loc = lengths.cumsum(0, dtype=torch.int32) - lengths
+            batch.extend_num_tokens = total
+        if tracked:
+            mask = torch.zeros(len(new), dtype=torch.bool)
+            target = torch.zeros(len(new), dtype=torch.int64)
+            for request, slot in tracked:
+                mask[request], target[request] = True, slot
+            batch.mamba_track_mask = mask
+            batch.mamba_track_indices = target
+            batch.mamba_track_seqlens = lengths + before
+        return batch
+
+
+def load(layer: Any, index: int) -> None:
+    """A layer's weights, by the loaders of its parameters, as the model's ``load_weights``."""
+    parameters = dict(layer.named_parameters())
+    packed = {
+        f"{part}.weight": ("fused_qkvbfg_a_proj.weight", shard)
+        for shard, part in enumerate(
+            ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
+        )
+    }
+    packed |= {
+        f"{part}_b_proj.weight": ("fused_fg_b_proj.weight", s) for s, part in enumerate("fg")
+    }
+    packed |= {f"{part}_conv1d.weight": ("qkv_conv1d.weight", s) for s, part in enumerate("qkv")}
+    for name, tensor in checkpoint_weights(index).items():
+        if name in packed:
+            target, shard = packed[name]
+            parameters[target].weight_loader(parameters[target], tensor, shard)
+        else:
+            loader = getattr(parameters[name], "weight_loader", None)
+            if loader is None:
+                parameters[name].data.copy_(tensor)
+            else:
+                loader(parameters[name], tensor)
+
+
+@functools.cache
+def checkpoint_weights(index: int) -> dict[str, torch.Tensor]:
+    """The parameters of a layer, by their names in the checkpoint."""
+    prefix = f"model.layers.{index}.self_attn."
+    file = load_file(CHECKPOINT / "model.safetensors")
+    return {name.removeprefix(prefix): x for name, x in file.items() if name.startswith(prefix)}
+
+
+class Definition:
+    """One request through stock's layer by its mathematics: float64, from the checkpoint alone.
+
+    Attributes:
+        window: ``[C, 3]``, what the convolution keeps; state: ``[1, H, V, K]``.
+    """
+
+    def __init__(self, index: int, window: torch.Tensor, state: torch.Tensor) -> None:
+        self.w = {name: x.double() for name, x in checkpoint_weights(index).items()}
+        self.window, self.state = window.double(), state.double()[None]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The next tokens ``[T, hidden]``; returns ``[T, hidden]`` and moves on."""
+        w, x, tokens = self.w, x.double(), x.shape[0]
+        _, heads, _, dim = self.state.shape
+        qkv = torch.cat([x @ w[f"{part}_proj.weight"].T for part in "qkv"], 1)
+        filters = torch.cat([w[f"{part}_conv1d.weight"].flatten(1) for part in "qkv"])
+        line = torch.cat([self.window, qkv.T], 1)
+        self.window = line[:, -3:]
+        mixed = F.silu(F.conv1d(line[None], filters[:, None], groups=line.shape[0])[0]).T
+        q, k, v = mixed.reshape(tokens, 3, heads, dim).unbind(1)
+        g, gate = (
+            ((x @ w[f"{part}_a_proj.weight"].T) @ w[f"{part}_b_proj.weight"].T).unflatten(
+                1, (heads, dim)
+            )
+            for part in "fg"
+        )
+        o, self.state = reference.recurrent_kda(
+            reference.l2norm(q),
+            reference.l2norm(k),
+            v,
+            reference.log_decay(g, w["A_log"], w["dt_bias"], None),
+            (x @ w["b_proj.weight"].T).sigmoid(),
+            scale=dim**-0.5,
+            state=self.state,
+            cu_seqlens=[0, tokens],
+        )
+        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * w["o_norm.weight"]
+        return (o * gate.sigmoid()).flatten(1) @ w["o_proj.weight"].T

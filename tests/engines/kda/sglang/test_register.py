@@ -1,0 +1,307 @@
+"""The plug-in in sglang: its loader, its command line, what is refused, and stock without it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend, KDAKernelDispatcher
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+from backend_core.engines.sglang_flag import build_backend
+from backend_core.strict import FallbackError
+from kda_backend.engines import sglang, sglang_layer
+from kda_backend.engines.sglang_kernel import KdaKernel
+from tests.engines.kda.sglang.harness import Served, server_args
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_sglangs_own_loader_has_run_the_plugin() -> None:
+    assert ATTENTION_BACKEND_CHOICES.count("kda") == 1
+    assert "kda" in attention_registry.ATTENTION_BACKENDS
+    ours = {target for target, hooks in HookRegistry._hooks.items() if hooks}
+    assert len(ours) == 2
+    assert ours <= HookRegistry._patched  # sglang only logs a hook that finds no target
+    sglang.register()
+    assert ATTENTION_BACKEND_CHOICES.count("kda") == 1
+
+
+def test_the_flag_leaves_every_other_decision_to_sglang() -> None:
+    """Resolved arguments with the flag are those of a server without it."""
+    stock, ours = server_args(), server_args("--attention-backend", "kda")
+    assert ours._kda_dsv4_requested
+    assert not hasattr(stock, "_kda_dsv4_requested")
+    assert resolved(ours) == resolved(stock)
+    assert resolved(ours)["attention_backend"] == "torch_native"
+
+
+def test_full_attention_can_still_be_named() -> None:
+    named = ("--prefill-attention-backend", "triton", "--decode-attention-backend", "triton")
+    arguments = server_args("--attention-backend", "kda", *named)
+    assert resolved(arguments)["attention_backend"] == "triton"
+    assert arguments._kda_dsv4_requested
+
+
+def test_schedulers_get_the_flag() -> None:
+    arguments = server_args("--attention-backend", "kda")
+    assert pickle.loads(pickle.dumps(arguments))._kda_dsv4_requested
+
+
+@pytest.mark.parametrize("flag", ["prefill", "decode"])
+def test_other_flags_refuse_the_name(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"--{flag}-attention-backend must name a full-attention"):
+        server_args(f"--{flag}-attention-backend", "kda")
+
+
+def test_a_name_that_was_not_resolved_says_so() -> None:
+    with pytest.raises(RuntimeError, match="--attention-backend kda reached sglang's model runner"):
+        attention_registry.ATTENTION_BACKENDS["kda"](None)
+
+
+def test_without_the_flag_the_kernels_are_stock() -> None:
+    served = Served()
+    assert type(served.dispatcher.extend_kernel) is TritonKDAKernel
+    assert type(served.dispatcher.decode_kernel) is TritonKDAKernel
+    assert "forward_decode" not in vars(served.backend.linear_attn_backend)
+
+
+def test_with_the_flag_prefill_and_decode_are_ours(log_lines: list[str]) -> None:
+    served = Served("--attention-backend", "kda")
+    assert type(served.dispatcher.extend_kernel) is KdaKernel
+    assert served.dispatcher.decode_kernel is served.dispatcher.extend_kernel
+    # verification of drafts, and sglang's test for prefill CUDA graphs
+    assert type(served.dispatcher.verify_kernel) is TritonKDAKernel
+    assert isinstance(served.dispatcher.extend_kernel, TritonKDAKernel)
+    # the full-attention layers: what sglang would have built
+    assert type(served.backend.full_attn_backend) is type(Served().backend.full_attn_backend)
+    ours = [line for line in log_lines if line.startswith("kda-dsv4")]
+    assert "prefill and decode of 2 KDA layers on cpu" in ours[0]
+    assert any("prefill grid 1 and more: reference" in line for line in ours)
+
+
+def test_a_model_without_kda_layers_is_reported(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(
+            _kda_dsv4_requested="kda", enable_deterministic_inference=False
+        ),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])),
+        is_draft_worker=False,
+        use_mla_backend=False,
+    )
+    build_backend(lambda *given: object(), runner, None)
+    assert log_lines == [
+        "falling back to upstream's code: LlamaForCausalLM has no Kimi Delta Attention layers"
+    ]
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="LlamaForCausalLM has no Kimi Delta Attention layers"):
+        build_backend(lambda *given: object(), runner, None)
+    runner.is_draft_worker = True  # drafts of a KDA model may be all softmax attention
+    build_backend(lambda *given: object(), runner, None)
+
+
+def test_a_head_size_without_a_path_stays_on_stock(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_path(*_: Any) -> None:
+        raise LookupError("no path of cpu serves K = 512")
+
+    monkeypatch.setattr(sglang_layer, "selection_for", no_path)
+    served = Served("--attention-backend", "kda")
+    assert type(served.dispatcher.extend_kernel) is TritonKDAKernel
+    assert "falling back to upstream's code: no path of cpu serves K = 512" in log_lines
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="no path of cpu serves K = 512"):
+        Served("--attention-backend", "kda")
+
+
+def test_a_kernel_that_sglang_or_a_flag_chose_is_left_alone(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OtherKernel(TritonKDAKernel):  # type: ignore[misc]
+        pass
+
+    stock = KDAKernelDispatcher.__init__
+
+    def chosen(self: Any, *backends: Any) -> None:
+        stock(self, *backends)
+        self.extend_kernel = OtherKernel()
+
+    monkeypatch.setattr(KDAKernelDispatcher, "__init__", chosen)
+    served = Served("--attention-backend", "kda")
+    assert type(served.dispatcher.extend_kernel) is OtherKernel
+    assert type(served.dispatcher.decode_kernel) is KdaKernel
+    assert any("pass --linear-attn-prefill-backend triton" in line for line in log_lines)
+
+
+@pytest.mark.parametrize("name", ["extend", "packed_decode", "decode"])
+def test_every_argument_of_the_upstream_kernel_is_taken(name: str) -> None:
+    """What sglang declares must be a parameter here."""
+    ours = set(
+        inspect.signature(KdaKernel.prefill if name == "extend" else KdaKernel.step).parameters
+    )
+    upstream = set(inspect.signature(getattr(TritonKDAKernel, name)).parameters)
+    assert upstream - ours <= {"mixed_qkv", "kwargs"}
+
+
+def test_what_sglang_passes_by_keyword_is_taken() -> None:
+    """Its kernels take more than they declare; the calls say what."""
+    source = inspect.getsource(KDAAttnBackend.forward_extend)
+    call = source[source.index("kernel_dispatcher.extend(") :]
+    passed = set(re.findall(r"^ +(\w+)=", call[: call.index("\n        )\n")], re.M))
+    assert {"ssm_states", "query_start_loc", "lower_bound"} <= passed
+    ours = set(inspect.signature(KdaKernel.prefill).parameters)
+    assert passed <= ours
+    decode = inspect.getsource(KDAAttnBackend.forward_decode)
+    for name in ("packed_decode", "decode"):
+        call = decode[decode.index(f"kernel_dispatcher.{name}(") :]
+        passed = set(
+            re.findall(
+                r"^ +(\w+)=",
+                call[: call.index(")\n\n" if name == "decode" else "self._track")],
+                re.M,
+            )
+        )
+        assert "ssm_states" in passed
+        assert passed - {"mixed_qkv"} <= set(inspect.signature(KdaKernel.step).parameters)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_argument_that_nobody_knows_is_refused_by_its_name(
+    phase: str, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Served("--attention-backend", "kda").dispatcher.extend_kernel
+    calls: list[dict[str, Any]] = []
+
+    def upstream(self: Any, *tensors: Any, **call: Any) -> str:
+        calls.append(call)
+        return "upstream's"
+
+    method = "extend" if phase == "prefill" else "decode"
+    monkeypatch.setattr(TritonKDAKernel, method, upstream)
+    x = torch.zeros(1, 1, 2, 128)
+    got = getattr(kernel, method)(x, x, x, x, x[..., 0], ssm_states=None, chunk_sparsity=2)
+    assert got == "upstream's" and calls == [{"ssm_states": None, "chunk_sparsity": 2}]
+    reason = f"{phase}: sglang passes chunk_sparsity, unknown to its {phase} here"
+    assert log_lines[-1] == f"falling back to upstream's code: {reason}"
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="sglang passes chunk_sparsity"):
+        getattr(kernel, method)(x, x, x, x, x[..., 0], ssm_states=None, chunk_sparsity=2)
+
+
+def test_another_scale_is_refused() -> None:
+    kernel = Served("--attention-backend", "kda").dispatcher.decode_kernel
+    x = torch.zeros(1, 2, 128)
+    with pytest.raises(ValueError, match=r"scale must be K \*\* -0.5, got 1.0 for K = 128"):
+        kernel.step(
+            kernel.plan, x, x, x, x, x[..., 0], ssm_states=x, cache_indices=x, A_log=x, dt_bias=x,
+            scale=1.0,
+        )  # fmt: skip
+
+
+def test_deterministic_inference_is_upstreams(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths change with the size of the batch, and so does what they round."""
+    assert not server_args("--attention-backend", "kda").enable_deterministic_inference
+    arguments = SimpleNamespace(_kda_dsv4_requested="kda", enable_deterministic_inference=True)
+    runner = SimpleNamespace(server_args=arguments)
+    built, full = object(), object()
+    assert build_backend(
+        lambda *given: built if given == (runner, full) else None, runner, full
+    ) is (built)
+    assert any("--enable-deterministic-inference is on" in line for line in log_lines)
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="--enable-deterministic-inference is on"):
+        build_backend(lambda *given: built, runner, full)
+
+
+def test_the_seams_are_what_they_were() -> None:
+    """What is hooked, bound over or called, by signature."""
+    wrapper = inspect.unwrap(attention_registry.attn_backend_wrapper)
+    assert list(inspect.signature(wrapper).parameters) == ["runner", "full_attn_backend"]
+    assert list(inspect.signature(KDAAttnBackend.forward_decode).parameters) == [
+        *("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs")
+    ]
+    track = inspect.signature(KDAAttnBackend._track_mamba_state_decode).parameters
+    assert list(track) == [
+        *("self", "forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id")
+    ]
+    extend = inspect.signature(KDAKernelDispatcher.extend).parameters
+    assert {"ssm_states", "cache_indices", "query_start_loc", "kwargs"} <= set(extend)
+
+
+LOAD = """
+import sys
+{before}
+from tests.engines.sglang_process import load_plugins
+load_plugins()
+from tests.engines.kda.sglang.harness import server_args
+try:
+    server_args({options})
+    print("SERVES STOCK", "kda_backend.engines.sglang_layer" in sys.modules)
+except SystemExit as error:
+    print("EXIT", error)
+"""
+UNSUPPORTED = (
+    "import backend_core.engines as engines\n"
+    "engines.ENGINES['sglang'] = engines.Engine('sglang', '9.0.0', '9.1.0')"
+)
+BROKEN = "sys.modules['kda_backend.engines.sglang'] = None"
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "strict", "line"),
+    [
+        (UNSUPPORTED, "", "0", "sglang must be 9.0.0 to 9.1.0, got 0.5."),
+        (UNSUPPORTED, "'--attention-backend', 'kda'", "0", "invalid choice: 'kda'"),
+        (UNSUPPORTED, "", "1", "sglang must be 9.0.0 to 9.1.0, got 0.5."),
+        (BROKEN, "", "0", "could not register kda with sglang: ModuleNotFoundError"),
+        (BROKEN, "", "1", "could not register kda with sglang: ModuleNotFoundError"),
+    ],
+)
+def test_what_cannot_load_serves_stock_or_ends(
+    before: str, options: str, strict: str, line: str
+) -> None:
+    """In a process of its own: unsupported versions and broken installs, normal and strict."""
+    script = LOAD.format(before=before, options=options)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "KDA_DSV4_STRICT": strict},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = result.stdout + result.stderr
+    assert output.count(line) == 1, output
+    if strict == "1":
+        assert result.returncode == 1, output
+        assert "SERVES STOCK" not in output
+    else:
+        assert ("EXIT 2" if options else "SERVES STOCK False") in result.stdout, output
+
+
+def resolved(arguments: Any) -> dict[str, Any]:
+    """Every argument as sglang will use it."""
+    if hasattr(arguments, "resolved_dict"):
+        fields: dict[str, Any] = arguments.resolved_dict()
+    else:
+        fields = {k: v for k, v in vars(arguments).items() if not k.startswith("_")}
+    # drawn anew for each server
+    drawn = {"random_seed", "port", "nccl_port", "dist_init_addr", "model_config", "stat_loggers"}
+    return {name: str(value) for name, value in fields.items() if name not in drawn}

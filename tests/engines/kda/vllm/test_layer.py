@@ -1,0 +1,496 @@
+"""The layer that vLLM builds: its class, its weights, its forward on real metadata, its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+from backend_core.engines import Engine
+from backend_core.strict import FallbackError
+from backend_core.target import Target
+from backend_core.testing.numerics import relative_error
+from benchmarks.recall_vllm import transpose_states
+from kda_backend import layer as operators
+from kda_backend.engines import vllm_layer
+from kda_backend.engines.vllm import register
+from tests.engines.kda.vllm.harness import (
+    BLOCK,
+    SLOTS,
+    Definition,
+    bind_cache,
+    build_layer,
+    checkpoint_weights,
+    drawn_weights,
+    engine_config,
+    run_layer,
+    step_metadata,
+)
+
+# bf16 layers differ from float64 by the roundings of their projections
+TOLERANCE = 8e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    register()
+
+
+@pytest.fixture
+def config() -> Any:
+    return engine_config(flag=True)
+
+
+@pytest.fixture
+def layer(config: Any) -> Any:
+    built = build_layer(config)
+    bind_cache(built, config)
+    return built
+
+
+def hidden(tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, 256, generator=generator, dtype=torch.float32).bfloat16()
+
+
+def table(*slots: int) -> torch.Tensor:
+    """The block table of requests that have one block each; rows are further apart than one."""
+    wide = torch.zeros(len(slots), 4, dtype=torch.int32)
+    wide[:, 0] = torch.tensor(slots)
+    return wide
+
+
+def test_without_the_flag_the_layer_is_stock() -> None:
+    assert type(build_layer(engine_config(flag=False))) is KimiGatedDeltaNetAttention
+
+
+def test_with_the_flag_it_is_ours_with_stocks_parameters(layer: Any) -> None:
+    stock = build_layer(engine_config(flag=False))
+    assert type(layer).__module__.startswith("kda_backend.engines.vllm_v")
+    assert isinstance(layer, KimiGatedDeltaNetAttention)
+    ours = {name: (x.shape, x.dtype) for name, x in layer.state_dict().items()}
+    theirs = {name: (x.shape, x.dtype) for name, x in stock.state_dict().items()}
+    assert ours == theirs
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(dict(layer.named_parameters())[name], parameter), name
+    assert layer.get_state_shape() == stock.get_state_shape()
+    assert layer.get_state_dtype() == stock.get_state_dtype()
+
+
+def test_prefills_match_the_definition(layer: Any, config: Any) -> None:
+    lengths, slots = (100, 17, 30), (3, 5, 7)
+    x = hidden(sum(lengths))
+    untouched = [slot for slot in range(SLOTS) if slot not in slots]
+    before = [pool[untouched].clone() for pool in layer.kv_cache]
+    metadata = step_metadata(layer, config, lengths, (0, 0, 0), table(*slots))
+    o = run_layer(layer, config, x, metadata)
+    check(layer, o, x, lengths, slots)
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[untouched], kept)
+
+
+def check(
+    layer: Any,
+    o: torch.Tensor,
+    x: torch.Tensor,
+    lengths: tuple[int, ...],
+    slots: tuple[int, ...],
+    definitions: list[Definition] | None = None,
+) -> None:
+    begin = 0
+    for n, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
+        definition = Definition() if definitions is None else definitions[n]
+        want = definition.run(x[begin : begin + length])
+        assert relative_error(o[begin : begin + length], want) < TOLERANCE
+        assert relative_error(layer.kv_cache[1][slot], definition.state[0]) < TOLERANCE
+        conv = layer.kv_cache[0][slot].T
+        assert relative_error(conv, definition.conv) < TOLERANCE
+        begin += length
+
+
+def test_decodes_beside_a_prefill_take_the_decode_kernel(
+    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = (2, 9, 4)
+    definitions = [Definition() for _ in slots]
+    first = hidden(70)
+    metadata = step_metadata(layer, config, (40, 30), (0, 0), table(2, 9))
+    o = run_layer(layer, config, first, metadata)
+    check(layer, o, first, (40, 30), (2, 9), definitions[:2])
+
+    calls = []
+    chunked = operators.prefill
+
+    def counted(*args: Any, **options: Any) -> None:
+        calls.append(args[2].out.shape[0])
+        chunked(*args, **options)
+
+    monkeypatch.setattr(operators, "prefill", counted)
+    second = hidden(2 + 65, seed=1)
+    metadata = step_metadata(layer, config, (1, 1, 65), (40, 30, 0), table(*slots))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    o = run_layer(layer, config, second, metadata)
+    check(layer, o, second, (1, 1, 65), slots, definitions)
+    assert calls == [65]
+
+    third = hidden(3, seed=2)
+    metadata = step_metadata(layer, config, (1, 1, 1), (41, 31, 65), table(*slots))
+    assert (metadata.num_decodes, metadata.num_prefills) == (3, 0)
+    o = run_layer(layer, config, third, metadata)
+    check(layer, o, third, (1, 1, 1), slots, definitions)
+    assert calls == [65]
+
+
+def test_the_canary_leaves_transposed_states(
+    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `benchmarks.recall_vllm --only canary` plants into a server."""
+    monkeypatch.setattr(operators, "prefill", operators.prefill)  # put back when the test ends
+    transpose_states()
+    metadata = step_metadata(layer, config, (40, 30), (0, 0), table(2, 9))
+    run_layer(layer, config, hidden(70), metadata)
+    for slot, begin, end in ((2, 0, 40), (9, 40, 70)):
+        definition = Definition()
+        definition.run(hidden(70)[begin:end])
+        assert relative_error(layer.kv_cache[1][slot].mT, definition.state[0]) < TOLERANCE
+        assert relative_error(layer.kv_cache[1][slot], definition.state[0]) > 0.5
+
+
+def test_a_prompt_of_one_token_beside_a_prefill_starts_from_zero(layer: Any, config: Any) -> None:
+    x = hidden(66)
+    metadata = step_metadata(layer, config, (1, 65), (0, 0), table(6, 8))
+    o = run_layer(layer, config, x, metadata)
+    check(layer, o, x, (1, 65), (6, 8))
+
+
+def test_chunked_prefill_continues_from_the_cache(layer: Any, config: Any) -> None:
+    x, definition = hidden(150), Definition()
+    want = definition.run(x)
+    parts, done = [], 0
+    for length in (64, 3, 1, 82):
+        metadata = step_metadata(layer, config, (length,), (done,), table(4))
+        parts.append(run_layer(layer, config, x[done : done + length], metadata))
+        done += length
+    assert relative_error(torch.cat(parts), want) < TOLERANCE
+    assert relative_error(layer.kv_cache[1][4], definition.state[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("heads", [32, 5])
+def test_other_numbers_of_heads(config: Any, heads: int) -> None:
+    """Kimi-Linear-48B's heads; and a number that leaves rows of the packed weights to padding."""
+    config.model_config.hf_config.linear_attn_config["num_heads"] = heads
+    weights = drawn_weights(heads)
+    layer = build_layer(config, weights=weights)
+    bind_cache(layer, config)
+    definitions = [Definition(weights) for _ in range(2)]
+    for lengths, done in (((20, 7), (0, 0)), ((1, 9), (20, 7)), ((1, 1), (21, 16))):
+        x = hidden(sum(lengths), seed=sum(done))
+        metadata = step_metadata(layer, config, lengths, done, table(3, 6))
+        o = run_layer(layer, config, x, metadata)
+        check(layer, o, x, lengths, (3, 6), definitions)
+
+
+def test_padded_tokens_come_out_as_zeros_and_touch_nothing(layer: Any, config: Any) -> None:
+    metadata = step_metadata(layer, config, (40,), (0,), table(4))
+    x = hidden(48)
+    o = run_layer(layer, config, x, metadata)
+    check(layer, o[:40], x[:40], (40,), (4,))
+    assert not o[40:].any()
+
+
+def test_decode_for_a_cuda_graph_skips_padded_requests(layer: Any, config: Any) -> None:
+    """A captured batch is padded with requests of the null block."""
+    x, definitions = hidden(30), [Definition()]
+    metadata = step_metadata(layer, config, (30,), (0,), table(4))
+    check(layer, run_layer(layer, config, x, metadata), x, (30,), (4,), definitions)
+    before = [pool.clone() for pool in layer.kv_cache]
+    y = hidden(4, seed=3)
+    metadata = step_metadata(layer, config, (1, 1, 1, 1), (30, 0, 0, 0), table(4, 0, 0, 0))
+    if metadata.num_prefills:  # the release says that a one-token request without past is a prefill
+        metadata = step_metadata(layer, config, (1, 1, 1, 1), (30, 1, 1, 1), table(4, 0, 0, 0))
+    o = run_layer(layer, config, y, metadata)
+    check(layer, o[:1], y[:1], (1,), (4,), definitions)
+    assert not o[1:].any()
+    others = [slot for slot in range(SLOTS) if slot != 4]
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[others], kept[others])
+
+
+def test_prefix_caching_reads_the_state_of_the_aligned_block(config: Any) -> None:
+    """``mamba_cache_mode="align"``: one state a block, of which the step's last one is written.
+
+    The engine splits prefills at blocks and copies the state to the next block before a step.
+    """
+    config.cache_config.mamba_cache_mode = "align"
+    layer = build_layer(config)
+    bind_cache(layer, config)
+    blocks = torch.tensor([[3, 8, 5, 10]], dtype=torch.int32)
+    x, definition = hidden(2 * BLOCK + 5), Definition()
+    states = []
+    for step, (begin, end) in enumerate(((0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, 37))):
+        if step:  # the engine's copy
+            for pool in layer.kv_cache:
+                pool[blocks[0, step]] = pool[blocks[0, step - 1]]
+        metadata = step_metadata(layer, config, (end - begin,), (begin,), blocks)
+        assert metadata.prefill_state_indices.tolist() == [int(blocks[0, step])]
+        o = run_layer(layer, config, x[begin:end], metadata)
+        assert relative_error(o, definition.run(x[begin:end])) < TOLERANCE
+        states.append(definition.state[0])
+    for block, state in zip(blocks[0].tolist(), states, strict=False):
+        assert relative_error(layer.kv_cache[1][block], state) < TOLERANCE
+    # a second request finds the first block's state in the cache
+    hit = torch.tensor([[3, 11]], dtype=torch.int32)
+    for pool in layer.kv_cache:
+        pool[11] = pool[3]
+    metadata = step_metadata(layer, config, (9,), (BLOCK,), hit)
+    again = run_layer(layer, config, x[BLOCK : BLOCK + 9], metadata)
+    fresh = Definition()
+    fresh.run(x[:BLOCK])
+    assert relative_error(again, fresh.run(x[BLOCK : BLOCK + 9])) < TOLERANCE
+    assert relative_error(layer.kv_cache[1][3], states[0]) < TOLERANCE
+
+
+def test_the_step_is_derived_once_for_all_layers(
+    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = build_layer(config, index=1)
+    bind_cache(other, config)
+    built = []
+    build = vllm_layer.build_step
+
+    def counted(*args: Any) -> Any:
+        built.append(args)
+        return build(*args)
+
+    monkeypatch.setattr(vllm_layer, "build_step", counted)
+    metadata = step_metadata(layer, config, (40,), (0,), table(4))
+    run_layer(layer, config, hidden(40), metadata)
+    run_layer(other, config, hidden(40), metadata)
+    assert len(built) == 1
+
+
+def test_the_profile_run_warms_up_and_returns_zeros(layer: Any, config: Any) -> None:
+    del layer.kv_cache
+    vllm_layer._warm.clear()
+    o = run_layer(layer, config, hidden(100), None)
+    assert not o.any()
+    assert layer.kda_runtime in vllm_layer._warm
+
+
+def test_both_layers_come_from_one_plan_that_is_logged_once(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(vllm_layer.logger, "info", lambda text, *args: lines.append(text % args))
+    vllm_layer._runtime.cache_clear()
+    build_layer(config)
+    build_layer(config, index=1)
+    assert lines[0].startswith(
+        "kda-dsv4-backend serves the KDA layers on cpu (cpu): 2 heads of 128"
+    )
+    assert [line.split(": ")[1] for line in lines[1:]] == [
+        "prefill grid 1 and more",
+        "decode grid 1 and more",
+    ]
+
+
+VERIFIES = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
+DRAFT = 4  # the token sampled last, and three that are proposed
+
+
+@pytest.fixture
+def drafting() -> Any:
+    if not VERIFIES:
+        pytest.skip("this release is served without drafts")
+    return engine_config(
+        flag=True,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": DRAFT - 1,
+            "prompt_lookup_max": 3,
+        },
+    )
+
+
+def behind(x: torch.Tensor, tokens: int) -> Definition:
+    """The definition after the first tokens."""
+    definition = Definition()
+    if tokens:
+        definition.run(x[:tokens])
+    return definition
+
+
+def test_drafts_are_verified_from_what_was_accepted(drafting: Any) -> None:
+    """Each token of a draft has a slot; the next draft starts behind the tokens accepted."""
+    layer = build_layer(drafting)
+    bind_cache(layer, drafting)
+    blocks = torch.tensor([[2, 3, 4, 5], [7, 8, 9, 10]], dtype=torch.int32)
+    texts = [hidden(60, seed=1), hidden(60, seed=2)]
+    done = [20, 9]
+    x = torch.cat([text[:n] for text, n in zip(texts, done, strict=True)])
+    run_layer(layer, drafting, x, step_metadata(layer, drafting, done, (0, 0), blocks, (0, 0)))
+    untouched = [0, 1, 6, 11]
+    before = [pool[untouched].clone() for pool in layer.kv_cache]
+    for accepted in ((1, 1), (4, 2), (2, 3)):
+        # what was not accepted is drafted anew, as other tokens
+        x = torch.cat([text[n : n + DRAFT] for text, n in zip(texts, done, strict=True)])
+        metadata = step_metadata(layer, drafting, (DRAFT, DRAFT), done, blocks, accepted)
+        assert metadata.num_spec_decodes == 2
+        o = run_layer(layer, drafting, x, metadata)
+        for n, text in enumerate(texts):
+            definition = behind(text, done[n])
+            want = definition.run(x[n * DRAFT : (n + 1) * DRAFT])
+            assert relative_error(o[n * DRAFT : (n + 1) * DRAFT], want) < TOLERANCE
+            state = layer.kv_cache[1][blocks[n, DRAFT - 1]]
+            assert relative_error(state, definition.state[0]) < TOLERANCE
+        following = {(1, 1): (4, 2), (4, 2): (2, 3), (2, 3): (1, 1)}[accepted]
+        for n, count in enumerate(following):
+            done[n] += count
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[untouched], kept)
+
+
+def test_drafts_beside_prefills(drafting: Any) -> None:
+    """The builder counts a lone token without a draft as a prefill; prompts start from zero."""
+    layer = build_layer(drafting)
+    bind_cache(layer, drafting)
+    blocks = torch.tensor([[2, 3, 4, 5], [7, 0, 0, 0], [8, 9, 10, 11]], dtype=torch.int32)
+    texts = [hidden(60, seed=seed) for seed in range(3)]
+    x = torch.cat([texts[0][:20], texts[2][:7]])
+    first = step_metadata(layer, drafting, (20, 7), (0, 0), blocks[[0, 2]], (0, 0))
+    run_layer(layer, drafting, x, first)
+    lengths, done = (3, 30, 1), (20, 0, 7)
+    x = torch.cat([t[d : d + n] for t, n, d in zip(texts, lengths, done, strict=True)])
+    metadata = step_metadata(layer, drafting, lengths, done, blocks, (1, 0, 0))
+    assert (metadata.num_spec_decodes, metadata.num_prefills) == (1, 2)
+    o = run_layer(layer, drafting, x, metadata)
+    begin = 0
+    for n, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        definition = behind(text, done[n])
+        want = definition.run(x[begin : begin + length])
+        assert relative_error(o[begin : begin + length], want) < TOLERANCE
+        last = blocks[n, length - 1 if n == 0 else 0]
+        assert relative_error(layer.kv_cache[1][last], definition.state[0]) < TOLERANCE
+        begin += length
+
+
+def test_a_padded_draft_of_a_cuda_graph_touches_nothing(drafting: Any) -> None:
+    layer = build_layer(drafting)
+    bind_cache(layer, drafting)
+    blocks = torch.tensor([[2, 3, 4, 5], [0, 0, 0, 0]], dtype=torch.int32)
+    text = hidden(40)
+    first = step_metadata(layer, drafting, (9,), (0,), blocks[:1], (0,))
+    run_layer(layer, drafting, text[:9], first)
+    before = [pool.clone() for pool in layer.kv_cache]
+    metadata = step_metadata(layer, drafting, (DRAFT, 0), (9, 0), blocks, (1, 1))
+    metadata.num_spec_decodes = 2  # as captured: sequences of no tokens at the null block
+    metadata.spec_state_indices_tensor = blocks
+    metadata.spec_query_start_loc = torch.tensor([0, DRAFT, DRAFT], dtype=torch.int32)
+    metadata.num_accepted_tokens = torch.ones(2, dtype=torch.int32)
+    o = run_layer(layer, drafting, text[9 : 9 + DRAFT + 3], metadata)
+    assert relative_error(o[:DRAFT], behind(text, 9).run(text[9 : 9 + DRAFT])) < TOLERANCE
+    assert not o[DRAFT:].any()
+    others = [slot for slot in range(SLOTS) if slot not in (2, 3, 4, 5)]
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[others], kept[others])
+
+
+REFUSALS = {
+    "a part without a table": "no kda kernel paths for sm75",
+    "speculative decoding": "speculative decoding is on",
+    "another convolution": "the short convolution must have 4 taps, got 3",
+    "batch invariance": "VLLM_BATCH_INVARIANT is set",
+    "wide heads": "KDA heads must have at most 128 channels, got 192",
+}
+
+
+def refuse(case: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "a part without a table":
+        vllm_layer._runtime.cache_clear()
+        old = Target("nvidia", "sm75", 40, "T4")
+        monkeypatch.setattr(vllm_layer, "detect_target", lambda device: old)
+    elif case == "speculative decoding":
+        if VERIFIES:
+            pytest.skip("this release is served with drafts")
+        monkeypatch.setattr(config, "speculative_config", Draft())
+    elif case == "batch invariance":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    elif case == "another convolution":
+        config.model_config.hf_config.linear_attn_config["short_conv_kernel_size"] = 3
+    else:
+        config.model_config.hf_config.linear_attn_config["head_dim"] = 192
+
+
+class Draft:
+    num_speculative_tokens = 1
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_served_is_stock_and_said(
+    config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    refuse(case, config, monkeypatch)
+    assert type(construct(config)) is KimiGatedDeltaNetAttention
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "kda_dsv4"]
+    assert line.startswith("falling back to upstream's code: --attention-backend")
+    assert REFUSALS[case] in line
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_served_is_an_error_in_strict_mode(
+    config: Any, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    refuse(case, config, monkeypatch)
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match=REFUSALS[case].split("(")[0]):
+        construct(config)
+
+
+def test_a_failing_step_is_logged_once_and_raised(
+    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """vLLM then ends the engine: no request gets an answer from half a step."""
+    metadata = step_metadata(layer, config, (40,), (0,), table(4))
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ValueError("g must be finite")
+
+    monkeypatch.setattr(operators, "prefill", fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="g must be finite"):
+            run_layer(layer, config, hidden(40), metadata)
+    lines = [line for line in log_lines if "g must be finite" in line]
+    assert lines == [
+        f"kda-dsv4-backend: the step of KDA layer {layer.prefix} failed, and vllm will end this"
+        " engine and its requests: ValueError: g must be finite"
+    ]
+
+
+def construct(config: Any) -> Any:
+    with set_current_vllm_config(config):
+        return KimiGatedDeltaNetAttention(
+            config.model_config.hf_config, config, prefix="model.layers.0.self_attn"
+        )
+
+
+def test_the_builder_is_stocks(layer: Any) -> None:
+    """The layer asks for no metadata of its own: its batches are shared with stock's."""
+    backend = layer.mamba_type.get_class()
+    assert backend.get_builder_cls() is GDNAttentionMetadataBuilder
+
+
+def test_weights_are_the_checkpoints(layer: Any) -> None:
+    weights = layer.kda_weights() if callable(layer.kda_weights) else None
+    if weights is None:
+        pytest.skip("this form of the layer keeps stock's packed weights")
+    file = checkpoint_weights(0)
+    filters = torch.cat([file[f"{part}_conv1d.weight"].flatten(1) for part in "qkv"])
+    assert torch.equal(weights.conv, filters.float())
+    rows = torch.cat([file[f"{part}_proj.weight"] for part in ("q", "k", "v", "f_a", "g_a", "b")])
+    assert torch.equal(layer._in_proj[: rows.shape[0]], rows)
+    assert not layer._in_proj[rows.shape[0] :].any()

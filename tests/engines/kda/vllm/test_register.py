@@ -1,0 +1,288 @@
+"""The flag: entry point, parser, backend class, registrations, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm import plugins
+from vllm.config import AttentionConfig, set_current_vllm_config
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from backend_core.engines import Engine, vllm_flag
+from backend_core.strict import FallbackError
+from kda_backend.engines import vllm as adapter
+from kda_backend.engines.vllm import LAYER
+from kda_backend.plugin import register_vllm
+from tests.engines.kda.vllm.harness import build_layer, engine_config
+
+NEW_NAMES = Engine("vllm", "0.32.0", None).supports(vllm.__version__)
+FLAG = "KDA" if NEW_NAMES else "CUSTOM"
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registries as before any plug-in, for the test alone."""
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.delitem(op_registry_oot, LAYER, raising=False)
+    monkeypatch.setattr(vllm_flag, "_families", {})
+
+
+def test_vllm_finds_and_loads_the_plug_in(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plugins.load_plugins_by_group("vllm.general_plugins")
+    assert found["kda"] is register_vllm
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    plugins.load_general_plugins()
+    assert op_registry_oot[LAYER].__module__.startswith("kda_backend.engines.vllm_v")
+    assert AttentionBackendEnum[FLAG].get_class() is vllm_flag.PlatformDelegate
+
+
+def test_registering_again_changes_nothing(log_lines: list[str]) -> None:
+    register_vllm()
+    layer, path = op_registry_oot[LAYER], AttentionBackendEnum[FLAG].get_path()
+    register_vllm()
+    register_vllm()
+    assert op_registry_oot[LAYER] is layer
+    assert AttentionBackendEnum[FLAG].get_path() == path
+    assert log_lines == []
+
+
+def test_the_flag_is_what_the_release_can_take() -> None:
+    assert ("KDA" if NEW_NAMES else "CUSTOM") == FLAG
+
+
+def test_vllm_parses_the_flag() -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = parser.parse_args(["--attention-backend", FLAG])
+    assert AttentionConfig(backend=parsed.attention_backend).backend.name == FLAG
+    config = engine_config(flag=True)
+    assert vllm_flag.requested(config) == FLAG
+    assert vllm_flag.requested(engine_config(flag=False)) is None
+
+
+@pytest.mark.skipif(NEW_NAMES, reason="this release takes new names")
+def test_the_new_name_is_unknown_where_vllm_takes_none() -> None:
+    with pytest.raises(ValueError, match="Unknown attention backend: 'KDA'"):
+        AttentionConfig(backend="KDA")
+
+
+def test_one_kind_of_layers_may_ask_for_it() -> None:
+    config = engine_config(flag=False)
+    config.attention_config.backend_per_kind = {"mla_attention": AttentionBackendEnum[FLAG]}
+    assert vllm_flag.requested(config) == FLAG
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0"])
+def test_an_unsupported_version_is_left_alone_with_one_line(
+    clean: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], version: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    register_vllm()
+    assert LAYER not in op_registry_oot and not registry._ATTN_OVERRIDES
+    assert log_lines == [
+        f"kda-dsv4-backend serves vllm 0.26.0 to 0.33.0, got {version}: nothing is registered"
+    ]
+
+
+@pytest.mark.skipif(NEW_NAMES, reason="the plug-in has a name of its own")
+def test_the_name_of_another_plug_in_is_not_taken(clean: None, log_lines: list[str]) -> None:
+    registry.register_backend(AttentionBackendEnum.CUSTOM, "theirs.Backend")
+    register_vllm()
+    assert AttentionBackendEnum.CUSTOM.get_path() == "theirs.Backend"
+    assert LAYER not in op_registry_oot
+    assert (
+        len(log_lines) == 1 and "another plug-in holds --attention-backend CUSTOM" in log_lines[0]
+    )
+
+
+def test_a_layer_that_another_plug_in_replaced_stays_theirs(
+    clean: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    theirs = type("Theirs", (KimiGatedDeltaNetAttention,), {})
+    monkeypatch.setitem(op_registry_oot, LAYER, theirs)
+    register_vllm()
+    assert op_registry_oot[LAYER] is theirs
+    assert len(log_lines) == 1 and "another plug-in replaces" in log_lines[0]
+
+
+# What a platform passes for an MLA layer of Kimi-Linear.
+SELECTION = AttentionSelectorConfig(
+    head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=True
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's CUDA platform with the capability of an H200; its libraries are not loaded."""
+    monkeypatch.setitem(
+        sys.modules, "vllm._C_stable_libtorch", types.ModuleType("vllm._C_stable_libtorch")
+    )
+    import vllm.platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+    monkeypatch.setattr(
+        NonNvmlCudaPlatform,
+        "get_device_capability",
+        classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
+    )
+    platform = NonNvmlCudaPlatform()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+    return platform
+
+
+def select(platform: Any, *, flag: bool, config: Any) -> Any:
+    member = AttentionBackendEnum[FLAG] if flag else None
+    with set_current_vllm_config(config):
+        return platform.get_attn_backend_cls(member, attn_selector_config=SELECTION, num_heads=2)
+
+
+def test_mla_layers_get_the_platforms_own_choice(hopper: Any) -> None:
+    config = engine_config(flag=True)
+    chosen = select(hopper, flag=True, config=config)
+    assert chosen == select(hopper, flag=False, config=config)
+    assert chosen.startswith("vllm.v1.attention.backends.mla.")
+
+
+def test_a_layer_that_the_platform_cannot_serve_is_refused_as_without_the_flag(hopper: Any) -> None:
+    config = engine_config(flag=True)
+    odd = SELECTION._replace(kv_cache_dtype="nvfp4")
+    messages = []
+    for member in (AttentionBackendEnum[FLAG], None):
+        with set_current_vllm_config(config), pytest.raises(ValueError) as refusal:
+            hopper.get_attn_backend_cls(member, attn_selector_config=odd, num_heads=2)
+        messages.append(str(refusal.value))
+    assert messages[0] == messages[1] and "No valid attention backend" in messages[0]
+
+
+def test_a_model_without_kda_is_refused_in_one_sentence(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer's class decides: only a model that builds it imports the module that defines it."""
+    monkeypatch.delitem(sys.modules, KimiGatedDeltaNetAttention.__module__)
+    for module in adapter._NOT_REPLACED:
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(
+        ValueError,
+        match=rf"--attention-backend {FLAG} is for models with Kimi Delta Attention layers, of"
+        r" which KimiLinearForCausalLM has none",
+    ):
+        select(hopper, flag=True, config=engine_config(flag=True))
+
+
+def test_a_configuration_without_kda_layers_is_served(hopper: Any) -> None:
+    """AliceAI's has none, and its model builds upstream's class."""
+    config = engine_config(flag=True)
+    config.model_config.hf_text_config.linear_attn_config = None
+    assert select(hopper, flag=True, config=config) == select(hopper, flag=False, config=config)
+
+
+@pytest.mark.parametrize("module", sorted(adapter._NOT_REPLACED))
+def test_kda_layers_of_another_class_are_upstreams_and_it_is_logged(
+    module: str, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class of that name in the wheel's module says so, as it is built under the flag."""
+    name = adapter._NOT_REPLACED[module]
+    source = Path(vllm.__file__).parents[1] / f"{module.replace('.', '/')}.py"
+    if not source.exists():
+        pytest.skip("this release does not have the model")
+    assert f"\nclass {name}(" in source.read_text()  # some of them need a GPU to be imported
+    imported = types.ModuleType(module)
+    cls = type(name, (), {"__module__": module, "__init__": lambda self: None})
+    monkeypatch.setattr(imported, name, cls, raising=False)
+    adapter._install(imported)
+    with set_current_vllm_config(engine_config(flag=False)):
+        cls()
+    assert log_lines == []
+    with set_current_vllm_config(engine_config(flag=True)):
+        cls()
+    assert log_lines == [
+        f"falling back to upstream's code: --attention-backend {FLAG}: the KDA layers of"
+        f" {module}.{name} are not replaced"
+    ]
+
+
+def break_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ImportError("no layer")
+
+    monkeypatch.setattr(adapter, "_replace_layer", missing)
+
+
+def test_a_broken_install_serves_stock(
+    clean: None, monkeypatch: pytest.MonkeyPatch, hopper: Any, log_lines: list[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        break_install(patch)
+        register_vllm()
+    config = engine_config(flag=True)
+    assert select(hopper, flag=True, config=config) == select(hopper, flag=False, config=config)
+    assert type(build_layer(config)) is KimiGatedDeltaNetAttention
+    assert log_lines[0].startswith("kda-dsv4-backend could not register kda with vllm: ImportError")
+    assert any(
+        "falling back to upstream's code: kda-dsv4-backend could not" in line for line in log_lines
+    )
+
+
+def test_a_broken_install_fails_in_strict_mode(
+    clean: None, monkeypatch: pytest.MonkeyPatch, hopper: Any
+) -> None:
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with monkeypatch.context() as patch:
+        break_install(patch)
+        register_vllm()  # an exception here would end servers that do not use the flag
+    with pytest.raises(FallbackError, match="could not register kda with vllm: ImportError"):
+        select(hopper, flag=True, config=engine_config(flag=True))
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward", "_forward"])
+def test_overridden_methods_have_stocks_signatures(method: str) -> None:
+    register_vllm()
+    ours, stock = op_registry_oot[LAYER], KimiGatedDeltaNetAttention
+    if method == "_forward" and "_forward" not in vars(ours):
+        pytest.skip("this form replaces forward, and stock's _forward is not called")
+    assert parameters(getattr(ours, method)) == parameters(getattr(stock, method))
+
+
+def test_the_backend_class_validates_what_vllm_passes() -> None:
+    stock = inspect.signature(AttentionBackend.validate_configuration).parameters
+    passed = {"device_capability", *AttentionSelectorConfig._fields}
+    assert set(stock) <= passed
+    abstract = AttentionBackend.__abstractmethods__ - vars(vllm_flag.PlatformDelegate).keys()
+    assert not abstract
+
+
+def test_the_fields_of_the_metadata_that_are_read_exist() -> None:
+    fields = GDNAttentionMetadata.__dataclass_fields__
+    assert {
+        "num_prefills",
+        "num_prefill_tokens",
+        "num_decode_tokens",
+        "has_initial_state",
+        "spec_sequence_masks",
+        "non_spec_query_start_loc",
+        "non_spec_state_indices_tensor",
+        "prefill_query_start_loc",
+        "prefill_state_indices",
+        "prefill_has_initial_state",
+    } <= fields.keys()

@@ -1,0 +1,36 @@
+"""The Triton kernels compile for GPUs that are not there, to what the committed report says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import triton
+
+from tests.offline import SHARED_LIMIT, report_of
+from tests.softmax.compile_report import QUICK, REPORT
+
+ALL = bool(os.environ.get("KDA_TEST_ALL_TARGETS"))
+"""Compile everything again, which takes minutes, instead of some kernels for one architecture."""
+TARGETS = tuple(SHARED_LIMIT) if ALL else ("gfx942:quick",)
+
+
+def test_nothing_in_the_report_spills_or_overflows() -> None:
+    committed = json.loads(REPORT.read_text())
+    for arch, limit in SHARED_LIMIT.items():
+        for name, kernel in committed[arch].items():
+            assert kernel["shared"] <= limit, f"{arch} {name}"
+            assert kernel["spills"] == 0 and kernel["stack"] == 0, f"{arch} {name}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_to_what_the_report_says(target: str, tmp_path: Path) -> None:
+    committed = json.loads(REPORT.read_text())
+    if committed["triton"] != triton.__version__:
+        pytest.skip(f"the report is of Triton {committed['triton']}")
+    arch, _, quick = target.partition(":")
+    fresh = report_of("tests.softmax.compile_report", target, tmp_path)
+    wanted = {name: committed[arch][name] for name in (QUICK if quick else committed[arch])}
+    assert fresh == wanted
