@@ -253,3 +253,31 @@ def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:
             block_sparse_attention(*bad, plan, path="triton")
     with pytest.raises(ValueError, match="path must be one of"):
         block_sparse_attention(q, k, v, plan, path="cuda")
+
+
+def test_a_shared_prefix_is_two_plans_and_a_merge(seed: int, device: torch.device) -> None:
+    """Two requests behind one prefix: dense over the prefix for all queries, causal over each
+    request's own keys, merged by LSE."""
+    from softmax_backend.flashinfer import merge_state
+
+    prefix, own = 40, [30, 50]
+    cu = torch.tensor([0, *own], device=device).cumsum(0).int()
+    q, k, v = inputs((2, sum(own), 64), (1, prefix + sum(own), 64), seed=seed, device=device)
+    shared = intervals.dense(sum(own), prefix, 2, **BLOCKS, device=device)
+    suffix = intervals.ragged(cu, cu, 64, 64, 2, **BLOCKS)
+    parts = [
+        block_sparse_attention(q, k[:, :, at], v[:, :, at], plan, path="triton")
+        for plan, at in ((shared, slice(0, prefix)), (suffix, slice(prefix, None)))
+    ]
+    log2_e = 1.4426950408889634
+    packed = [
+        (o[0].transpose(0, 1).contiguous(), (x[0].t() * log2_e).contiguous()) for o, x in parts
+    ]
+    out, lse = merge_state(*packed[0], *packed[1])
+    for i, n in enumerate(own):
+        at = slice(int(cu[i]), int(cu[i + 1]))
+        keys = torch.cat([torch.arange(prefix), prefix + torch.arange(at.start, at.stop)])
+        whole = (x[:, :, keys].cpu() for x in (k, v))
+        want = reference.attention(q[:, :, at].cpu(), *whole, causal_seen(n, prefix + n), 0.125)
+        got = out[at].transpose(0, 1)[None], lse[at].t()[None] / log2_e
+        assert_matches(got, want)
