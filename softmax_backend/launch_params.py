@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
+from softmax_backend.launch_params_prefill import OPERATORS as PREFILL_OPERATORS
 
 
 @dataclass(frozen=True)
@@ -73,5 +74,6 @@ TABLES = TableSchema(
             grid="requests times query rows of a request (query tokens times heads)",
             paths={"torch": NoParams, "triton": TritonMlaParams, "sm90": Sm90MlaParams},
         ),
+        *PREFILL_OPERATORS,
     ),
 )

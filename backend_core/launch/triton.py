@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-Argument = Tensor | int | float | bool | None
+Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | None"
 Grid = tuple[int, int, int]
 
 Packed = tuple[int, tuple[object, ...]]
@@ -41,6 +42,8 @@ class KernelLaunch:
       storage is within 2 GiB (such pointers get buffer instructions);
     - int: whether it is 1 (folded into the code), a multiple of 16, and fits int32, int64 or
       uint64;
+    - tensor descriptor: its dtype, block and shared-memory layout (Triton's launcher makes the
+      tensor map);
     - float, bool and ``None``: the type alone;
     - the current device, since a compiled kernel is loaded on one.
 
@@ -294,6 +297,11 @@ def _specialise(
             if hip:
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             values.append(address)
+        elif hasattr(arg, "block_shape"):  # Triton's tensor descriptor, or Gluon's with a layout
+            tile: Any = arg
+            layout = getattr(arg, "layout", None)
+            key += (tile.base.dtype, tuple(tile.block_shape), tile.padding, layout)
+            values.append(arg)
         elif isinstance(arg, torch.dtype):
             key += (arg, True, True) if hip else (arg, True)
         elif arg is None or type(arg) is bool:

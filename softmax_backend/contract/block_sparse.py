@@ -1,0 +1,106 @@
+"""The contract of block-sparse attention, stated once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from softmax_backend.plan.block_plan import BlockPlan
+from softmax_backend.variants.variant import Variant
+
+HEAD_DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
+"""(D, DV) of the Triton and Gluon kernels."""
+
+
+def check_block_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    variant: Variant,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Check the arguments of ``block_sparse_attention``.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
+    batch, heads, q_rows, d = q.shape
+    if plan.pages is None:
+        kv_heads = k.shape[1]
+        expect_shape("k", k, (batch, "Hkv", "N", d))
+        expect_shape("v", v, (batch, kv_heads, k.shape[2], "DV"))
+    else:
+        kv_heads = k.shape[2]
+        expect_shape("k", k, ("pages", plan.pages.size, "Hkv", d))
+        expect_shape("v", v, (k.shape[0], plan.pages.size, kv_heads, "DV"))
+    if heads != plan.num_heads:
+        raise ValueError(f"q must have the plan's {plan.num_heads} heads, got {heads}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"heads of k must divide those of q, got {kv_heads} and {heads}")
+    expect_dtype("k", k, q.dtype)
+    expect_dtype("v", v, q.dtype)
+    for name, x in (("k", k), ("v", v), ("plan", plan.rows)):
+        expect_device(name, x, q.device)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_stride(name, x, 3, 1)
+    if variant.aux is not None:
+        expect_device(f"aux of the variant {variant.name}", variant.aux, q.device)
+    if out is not None:
+        expect_shape("out", out, (batch, heads, q_rows, v.shape[3]))
+        expect_dtype("out", out, q.dtype)
+        expect_stride("out", out, 3, 1)
+        expect_device("out", out, q.device)
+    if lse is not None:
+        expect_shape("lse", lse, (batch, heads, q_rows))
+        expect_dtype("lse", lse, torch.float32)
+        expect_device("lse", lse, q.device)
+
+
+def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
+    """What the kernels ask beyond the contract of the operator.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    expect_dtype("q", q, torch.bfloat16, torch.float16)
+    dims = (q.shape[3], v.shape[3])
+    if dims not in HEAD_DIMS:
+        raise ValueError(f"head sizes (D, DV) must be one of {sorted(HEAD_DIMS)}, got {dims}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.data_ptr() % 16 or any(
+            s % 8 for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1
+        ):
+            raise ValueError(
+                f"{name} must have its address and strides in multiples of 16 bytes, got strides "
+                f"{x.stride()}"
+            )
+    for name, size in (("block_m", plan.block_m), ("block_n", plan.block_n)):
+        if size not in (16, 32, 64, 128):
+            raise ValueError(f"{name} of the plan must be 16, 32, 64 or 128, got {size}")
+
+
+def check_quantised(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
+    """What 8-bit attention asks beyond the contract of block-sparse attention.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    expect_dtype("q", q, torch.bfloat16, torch.float16)
+    if plan.pages is not None:
+        raise ValueError("the plan of 8-bit attention must be without pages, got pages")
+    if plan.sequences.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"the plan of 8-bit attention must be of {q.shape[0]} equal sequences, one for each "
+            f"batch entry, got {plan.sequences.shape[0]}"
+        )
+    d, dv = q.shape[3], v.shape[3]
+    if d not in (64, 128) or dv != d:
+        raise ValueError(f"head size must be 64 or 128 in q, k and v, got {d} and {dv}")
+    if plan.block_n < 16:
+        raise ValueError(f"block_n of the plan must be at least 16, got {plan.block_n}")

@@ -1,0 +1,1 @@
+"""Adapters to engines; nothing else in the package imports an engine."""

@@ -1,0 +1,77 @@
+"""diffusers: ``enable(transformer, VideoAttention(...))`` makes self-attention run here.
+
+diffusers (0.42.1) keeps its attention backends in a closed ``str`` enumeration and a dictionary,
+without an entry point: ``enable`` adds a member of its own, and nothing that was there changes.
+Cross-attention and calls with a mask stay with torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from softmax_backend.video import VideoAttention
+
+_registered: dict[VideoAttention, str] = {}
+
+
+def enable(transformer: Any, attention: VideoAttention) -> str:
+    """Run the self-attention of a diffusers transformer through ``attention``.
+
+    ``transformer.reset_attention_backend()`` undoes it.
+
+    Args:
+        transformer: a diffusers model whose blocks use ``dispatch_attention_fn``.
+
+    Returns:
+        The name of the backend, which ``set_attention_backend`` and the context manager
+        ``attention_backend`` of diffusers take from now on.
+
+    Raises:
+        ValueError: the model has no ``set_attention_backend``.
+    """
+    if not hasattr(transformer, "set_attention_backend"):
+        raise ValueError(
+            f"transformer must have set_attention_backend, got {type(transformer).__name__}"
+        )
+    if attention not in _registered:
+        name = f"kda_dsv4_{attention.kind}_{len(_registered)}"
+        _register(name, attention)
+        _registered[attention] = name
+    transformer.set_attention_backend(_registered[attention])
+    return _registered[attention]
+
+
+def _register(name: str, attention: VideoAttention) -> None:
+    from diffusers.models import attention_dispatch as dispatch
+
+    names = dispatch.AttentionBackendName
+    member = str.__new__(names, name)
+    member._name_, member._value_ = name.upper(), name
+    names._member_map_[member._name_] = member
+    names._member_names_.append(member._name_)
+    names._value2member_map_[name] = member
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """[B, L, H, D] in and out."""
+        is_self = query.shape[:2] == key.shape[:2]
+        if is_self and attn_mask is None and not is_causal and dropout_p == 0.0:
+            return attention(query, key, value, scale)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return out.transpose(1, 2)
+
+    dispatch._AttentionBackendRegistry.register(member)(attend)

@@ -1,0 +1,200 @@
+"""Block-sparse attention: a query tile walks its row of a plan.
+
+    S = q k^T,  P = softmax(logits(S)) over the row's FULL blocks, then its PARTIAL ones,  O = P v
+
+q [B, H, M, D], k [B, Hkv, N, D], v [B, Hkv, N, DV]; O in q's dtype, LSE float32 [B, H, M], natural.
+Softmax in base 2 and fp32. One program for each entry of the plan's ``work``. What differs between
+variants, masks and cache layouts is a function handed in as a constexpr: see
+``variants/variant.py``, ``variants/masks.py`` and the two loaders here.
+"""
+
+import triton
+import triton.language as tl
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def contiguous_rows(
+    source, pages_ptr, batch, head, k_begin, start, kv_len, strides, shape: tl.constexpr
+):
+    """Keys ``start`` and following, from a tensor descriptor: [BLOCK_N, D]."""
+    return tl.reshape(source.load([batch, head, k_begin + start, 0]), shape)
+
+
+@triton.jit
+def paged_rows(
+    source, pages_ptr, batch, head, k_begin, start, kv_len, strides, shape: tl.constexpr
+):
+    """The same from pages: ``source`` [pages, page_size, Hkv, D], strides (page, token, head, D and
+    page size)."""
+    stride_page, stride_t, stride_h, D, page_size = strides
+    n = start + tl.arange(0, shape[0])
+    d = tl.arange(0, shape[1])
+    inside = n < kv_len
+    page = tl.load(pages_ptr + k_begin + n // page_size, mask=inside, other=0).to(tl.int64)
+    at = page * stride_page + (n % page_size).to(tl.int64) * stride_t + head * stride_h
+    mask = inside[:, None] & (d < D)[None, :]
+    return tl.load(source + at[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _walk(
+    state,
+    b_q,
+    row,
+    place,
+    keys,
+    values,
+    plan,
+    variant,
+    load: tl.constexpr,
+    hooks: tl.constexpr,
+    shapes: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add one run of the row's blocks to (acc, high, total)."""
+    acc, high, total = state
+    begin, end, slot = row
+    batch, head, kv_head, k_begin, kv_len, q_pos = place
+    k_source, k_strides = keys
+    v_source, v_strides = values
+    cols_ptr, pages_ptr, mask_aux_ptr = plan
+    aux_ptr, value, scale, factor = variant
+    key, logits, update, mask = hooks
+    k_shape: tl.constexpr = shapes[0]
+    v_shape: tl.constexpr = shapes[1]
+    for j in tl.range(begin, end, num_stages=STAGES):
+        col = tl.load(cols_ptr + j)
+        start = col * k_shape[0]
+        k_pos = start + tl.arange(0, k_shape[0])
+        b_k = load(k_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, k_strides, k_shape)
+        b_k = key(b_k, k_pos, aux_ptr)
+        b_s = tl.dot(b_q, b_k.T)
+        b_s = logits(b_s, scale, q_pos, k_pos[None, :], head, aux_ptr, value)
+        b_v = load(v_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, v_strides, v_shape)
+        if IS_PARTIAL:
+            inside = k_pos < kv_len
+            seen = mask(q_pos, k_pos[None, :], col, slot + j - begin, head, mask_aux_ptr)
+            b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
+            # what lies beyond the sequence may be anything, and 0 times NaN is NaN
+            b_v = tl.where(inside[:, None], b_v, 0.0)
+        b_p, alpha, high, total = update(b_s, high, total, factor, IS_PARTIAL)
+        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * alpha[:, None])
+    return acc, high, total
+
+
+@triton.jit
+def block_sparse_kernel(
+    q_desc,
+    k_source,
+    v_source,
+    out_ptr,
+    lse_ptr,
+    rows_ptr,
+    cols_ptr,
+    work_ptr,
+    sequences_ptr,
+    pages_ptr,
+    mask_aux_ptr,
+    aux_ptr,
+    value,
+    scale,
+    factor,
+    stride_out_b,
+    stride_out_h,
+    stride_out_m,
+    stride_lse_b,
+    stride_lse_h,
+    stride_k_page,
+    stride_k_t,
+    stride_k_h,
+    stride_v_page,
+    stride_v_t,
+    stride_v_h,
+    page_size,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr,
+    load: tl.constexpr,
+    key: tl.constexpr,
+    logits: tl.constexpr,
+    update: tl.constexpr,
+    output: tl.constexpr,
+    mask: tl.constexpr,
+):
+    """``row``: begin, full_end, end, first slot; ``sequence``: see ``BlockPlan.sequences``."""
+    work = work_ptr + 4 * tl.program_id(0)
+    i_s = tl.load(work)
+    if i_s < 0:
+        return
+    head, tile, i_r = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    sequence = sequences_ptr + 6 * i_s
+    batch, q_begin, q_len = tl.load(sequence), tl.load(sequence + 1), tl.load(sequence + 2)
+    k_begin, kv_len = tl.load(sequence + 3), tl.load(sequence + 4)
+    row = rows_ptr + 4 * i_r.to(tl.int64)
+    begin, full_end, end, slot = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    kv_head = head // GROUP
+    o_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    b_q = q_desc.load([batch, head, q_begin + tile * BLOCK_M, 0])
+    b_q = tl.reshape(b_q, (BLOCK_M, BLOCK_D))
+    q_pos = (o_m + tl.load(sequence + 5))[:, None]
+
+    place = (batch, head, kv_head, k_begin, kv_len, q_pos)
+    keys = (k_source, (stride_k_page, stride_k_t, stride_k_h, D, page_size))
+    values = (v_source, (stride_v_page, stride_v_t, stride_v_h, DV, page_size))
+    plan = (cols_ptr, pages_ptr, mask_aux_ptr)
+    variant = (aux_ptr, value, scale, factor)
+    hooks: tl.constexpr = (key, logits, update, mask)
+    shapes: tl.constexpr = ((BLOCK_N, BLOCK_D), (BLOCK_N, DV))
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+    high = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, high, total = _walk(
+        (acc, high, total),
+        b_q,
+        (begin, full_end, slot),
+        place,
+        keys,
+        values,
+        plan,
+        variant,
+        load=load,
+        hooks=hooks,
+        shapes=shapes,
+        IS_PARTIAL=False,
+        STAGES=STAGES,
+    )
+    if HAS_PARTIAL:
+        acc, high, total = _walk(
+            (acc, high, total),
+            b_q,
+            (full_end, end, slot),
+            place,
+            keys,
+            values,
+            plan,
+            variant,
+            load=load,
+            hooks=hooks,
+            shapes=shapes,
+            IS_PARTIAL=True,
+            STAGES=1,
+        )
+    b_o = output(acc, high, total, factor, head, aux_ptr)
+    empty = total == 0.0
+    natural = (high * factor + tl.log2(tl.where(empty, 1.0, total))) * LN_2
+    natural = tl.where(empty, -float("inf"), natural)
+    m_m = o_m < q_len
+    at = q_begin + o_m
+    lse = lse_ptr + batch.to(tl.int64) * stride_lse_b + head.to(tl.int64) * stride_lse_h
+    tl.store(lse + at, natural, mask=m_m)
+    out = out_ptr + batch.to(tl.int64) * stride_out_b + head.to(tl.int64) * stride_out_h
+    at = at.to(tl.int64)[:, None] * stride_out_m + tl.arange(0, DV)[None, :]
+    tl.store(out + at, b_o.to(out_ptr.dtype.element_ty), mask=m_m[:, None])

@@ -1,0 +1,198 @@
+"""Plans whose rows are runs of keys: dense, causal and causal windows, ragged and paged.
+
+Causal attention is aligned to the bottom right: the last query stands at the last key. With more
+queries than keys the first queries see nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from softmax_backend.plan.block_plan import BlockPlan, Pages, uniform_sequences, work_list
+from softmax_backend.variants import masks
+
+
+def dense(
+    q_len: int,
+    kv_len: int,
+    num_heads: int,
+    *,
+    batch: int = 1,
+    block_m: int = 128,
+    block_n: int = 128,
+    device: torch.device | str = "cuda",
+) -> BlockPlan:
+    """Every query sees every key."""
+    sequences = uniform_sequences(batch, q_len, kv_len, torch.device(device))
+    plan = _interval_plan(sequences, q_len, kv_len, num_heads, block_m, block_n, False)
+    return replace(plan, has_partial=kv_len % block_n != 0)
+
+
+def causal(
+    q_len: int,
+    kv_len: int,
+    num_heads: int,
+    *,
+    batch: int = 1,
+    window: int | None = None,
+    block_m: int = 128,
+    block_n: int = 128,
+    device: torch.device | str = "cuda",
+) -> BlockPlan:
+    """Query i sees keys up to i + kv_len - q_len; with ``window`` only the last that many."""
+    sequences = uniform_sequences(batch, q_len, kv_len, torch.device(device))
+    return _interval_plan(sequences, q_len, kv_len, num_heads, block_m, block_n, True, window)
+
+
+def ragged(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    num_heads: int,
+    *,
+    is_causal: bool = True,
+    window: int | None = None,
+    block_m: int = 128,
+    block_n: int = 128,
+) -> BlockPlan:
+    """Sequences packed one after another along the tokens of batch entry 0.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 [S + 1], where sequences begin and end.
+        max_q_len, max_kv_len: capacities; no sequence is longer.
+    """
+    _expect_offsets("cu_seqlens_q", cu_seqlens_q)
+    _expect_offsets("cu_seqlens_k", cu_seqlens_k)
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must be of equally many sequences, got "
+            f"{len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
+        )
+    q_len, kv_len = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    batch = torch.zeros_like(q_len)
+    columns = [batch, cu_seqlens_q[:-1], q_len, cu_seqlens_k[:-1], kv_len, kv_len - q_len]
+    sequences = torch.stack(columns, 1).int()
+    plan = _interval_plan(
+        sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
+    )
+    return replace(plan, is_packed=True)
+
+
+def paged(
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    page_indptr: Tensor,
+    page_indices: Tensor,
+    page_size: int,
+    max_q_len: int,
+    max_kv_len: int,
+    num_heads: int,
+    *,
+    is_causal: bool = True,
+    window: int | None = None,
+    block_m: int = 128,
+    block_n: int = 128,
+) -> BlockPlan:
+    """Packed queries over keys in pages.
+
+    Args:
+        cu_seqlens_q: int32 [S + 1].
+        kv_lens: int32 [S].
+        page_indptr: int32 [S] or [S + 1], where a sequence's pages begin in ``page_indices``; of a
+            block table [S, P], ``arange(S) * P`` and the flattened table.
+        page_indices: int32, page numbers; entries beyond a sequence's length are never read.
+        page_size: tokens in a page, any number.
+        max_q_len, max_kv_len: capacities.
+    """
+    _expect_offsets("cu_seqlens_q", cu_seqlens_q)
+    count = len(cu_seqlens_q) - 1
+    if kv_lens.shape != (count,):
+        raise ValueError(f"kv_lens must have shape [{count}], got {list(kv_lens.shape)}")
+    if page_indptr.dim() != 1 or len(page_indptr) not in (count, count + 1):
+        raise ValueError(
+            f"page_indptr must have shape [{count}] or [{count + 1}], got {list(page_indptr.shape)}"
+        )
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    q_len = cu_seqlens_q.diff()
+    columns = [torch.zeros_like(q_len), cu_seqlens_q[:-1], q_len, page_indptr[:count], kv_lens]
+    sequences = torch.stack([*columns, kv_lens - q_len], 1).int()
+    plan = _interval_plan(
+        sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
+    )
+    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
+
+
+def _interval_plan(
+    sequences: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    num_heads: int,
+    block_m: int,
+    block_n: int,
+    is_causal: bool,
+    window: int | None = None,
+) -> BlockPlan:
+    device = sequences.device
+    tiles, blocks = -(-max_q_len // block_m), -(-max_kv_len // block_n)
+    q_len, kv_len, position = (sequences[:, i, None].long() for i in (2, 4, 5))
+    tile = torch.arange(tiles, device=device)
+    first = tile * block_m + position  # [S, tiles], position of a tile's first query
+    last = torch.minimum((tile + 1) * block_m, q_len) - 1 + position
+    full = kv_len // block_n
+    end = -(-kv_len // block_n)
+    if is_causal:
+        full = torch.minimum((first + 1).clamp(min=0) // block_n, full)
+        end = torch.minimum(-(-(last + 1).clamp(min=0) // block_n), end)
+    full, end = (torch.broadcast_to(x, first.shape) for x in (torch.minimum(full, end), end))
+    live = tile * block_m < q_len
+    row_of = torch.arange(len(sequences) * tiles, device=device).view(-1, 1, tiles)
+    row_of = row_of.expand(-1, num_heads, -1)
+    if window is None:
+        zero = torch.zeros_like(full)
+        rows = torch.stack([zero, full, end, zero], -1).view(-1, 4).int()
+        cols = torch.arange(max(blocks, 1), dtype=torch.int32, device=device)
+        mask, aux = (masks.causal if is_causal else masks.everything), None
+    else:
+        if not is_causal or window < 1:
+            raise ValueError(f"window must be at least 1 and causal, got {window}")
+        low = (first - window + 1).clamp(min=0) // block_n  # the first block with a key in sight
+        whole = -(-(last - window + 1).clamp(min=0) // block_n)  # the first that all queries see
+        capacity = min(blocks, -(-(window + block_m) // block_n) + 1)
+        rows, cols = _window_rows(low, whole, full, end, capacity)
+        mask = masks.causal_window
+        aux = torch.full((num_heads,), window, dtype=torch.int32, device=device)
+    work = work_list(rows, row_of, live[:, None])
+    return BlockPlan(
+        rows, cols, work, sequences, num_heads, block_m, block_n, mask=mask, mask_aux=aux
+    )
+
+
+def _window_rows(
+    low: Tensor, whole: Tensor, full: Tensor, end: Tensor, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Rows of blocks ``low`` to ``end`` of which ``whole`` to ``full`` are FULL."""
+    low = torch.minimum(low, end)
+    n_full = (full - whole).clamp(min=0)
+    # without a FULL block all of low .. end is PARTIAL, in one run
+    n_left = torch.where(n_full > 0, whole - low, 0)
+    count = end - low
+    i = torch.arange(capacity, device=low.device)
+    n_full, n_left, count, low, whole = (x[..., None] for x in (n_full, n_left, count, low, whole))
+    left = low + i - n_full
+    cols = torch.where(i < n_full, whole + i, torch.where(i < n_full + n_left, left, low + i))
+    begin = torch.arange(count.numel(), device=low.device).view(count.shape) * capacity
+    rows = torch.cat([begin, begin + n_full, begin + count, torch.zeros_like(begin)], -1)
+    return rows.view(-1, 4).int(), cols.clamp(min=0).int().flatten()
+
+
+def _expect_offsets(name: str, offsets: Tensor) -> None:
+    if offsets.dim() != 1 or len(offsets) < 2 or offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name} must be int32 [S + 1] with S at least 1, got {list(offsets.shape)} "
+            f"{offsets.dtype}"
+        )

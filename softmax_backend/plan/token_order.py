@@ -1,0 +1,135 @@
+"""Orders of a video's tokens: tiles and the Hilbert curve, with exact inverses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Box = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """A video's tokens tile after tile, text tokens after them, each tile padded to whole blocks.
+
+    Attributes:
+        index: int64 [slots], the token in a slot; 0 where none is.
+        is_token: bool [slots]; a tile's tokens come first, its empty slots after them.
+        slot_of: int64 [tokens], the inverse.
+        grid: tiles along time, height and width.
+        slots_per_tile: a multiple of ``block``.
+        text_slots: slots after the video's, a multiple of ``block``.
+        block: slots in the unit that tiles are padded to.
+    """
+
+    index: Tensor
+    is_token: Tensor
+    slot_of: Tensor
+    grid: Box
+    slots_per_tile: int
+    text_slots: int
+    block: int
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """Tokens to slots along ``dim``; empty slots hold token 0."""
+        return x.index_select(dim, self.index)
+
+    def scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Slots back to tokens along ``dim``."""
+        return x.index_select(dim, self.slot_of)
+
+    def block_ends(self, block_n: int) -> Tensor:
+        """int32 [slots / block_n]: the slot after each block's last token, for
+        ``masks.block_end``."""
+        count = self.is_token.view(-1, block_n).sum(1, dtype=torch.int32)
+        start = torch.arange(len(count), dtype=torch.int32, device=count.device) * block_n
+        return start + count
+
+
+def tile_order(
+    canvas: Box,
+    tile: Box,
+    *,
+    text: int = 0,
+    block: int = 128,
+    device: torch.device | str = "cuda",
+) -> TileOrder:
+    """Tokens of a [T, H, W] canvas in tiles, ``text`` tokens after them.
+
+    Args:
+        canvas, tile: tokens along time, height and width; tiles at the far edges may be cut.
+        text: text tokens, which follow the video's in the token order.
+        block: every tile, and the text, is padded to a multiple of so many slots.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+    if min(*canvas, *tile) < 1 or text < 0:
+        raise ValueError(f"canvas and tile must be positive, got {canvas}, {tile} and {text} text")
+    grid = _grid(canvas, tile)
+    number = torch.zeros(1, dtype=torch.long, device=device)
+    for length, size, count in zip(canvas, tile, grid, strict=True):
+        axis = torch.arange(length, device=device) // size
+        number = (number[:, None] * count + axis).flatten()
+    order = torch.argsort(number, stable=True)
+    number = number[order]
+    slots_per_tile = -(-(tile[0] * tile[1] * tile[2]) // block) * block
+    per_tile = torch.bincount(number, minlength=grid[0] * grid[1] * grid[2])
+    start = per_tile.cumsum(0) - per_tile
+    slot = number * slots_per_tile + torch.arange(len(order), device=device) - start[number]
+    video_slots = len(per_tile) * slots_per_tile
+    text_slots = -(-text // block) * block
+    text_at = torch.arange(text, device=device)
+    slot = torch.cat([slot, video_slots + text_at])
+    order = torch.cat([order, len(order) + text_at])
+    slots = video_slots + text_slots
+    index = torch.zeros(slots, dtype=torch.long, device=device)
+    is_token = torch.zeros(slots, dtype=torch.bool, device=device)
+    index[slot], is_token[slot] = order, True
+    slot_of = torch.empty_like(slot)
+    slot_of[order] = slot
+    return TileOrder(index, is_token, slot_of, grid, slots_per_tile, text_slots, block)
+
+
+def hilbert_order(canvas: Box, device: torch.device | str = "cuda") -> tuple[Tensor, Tensor]:
+    """(order, inverse), int64 [T * H * W]: ``x[order]`` follows the curve and ``y[inverse]`` is
+    back in raster order.
+
+    Skilling's transform ("Programming the Hilbert curve", 2004) on the enclosing cube; a box keeps
+    the cube curve's order of its points, so steps are of one token within a cube of a power of two.
+    """
+    bits = max(1, (max(canvas) - 1).bit_length())
+    axes = torch.meshgrid(*[torch.arange(c, device=device) for c in canvas], indexing="ij")
+    x = [axis.flatten().clone() for axis in axes]
+    zero = torch.zeros_like(x[0])
+    bit = 1 << (bits - 1)
+    while bit > 1:  # undo the excess work of the curve's rotations
+        for i in range(len(x)):
+            is_set = (x[i] & bit) != 0
+            swap = torch.where(is_set, zero, (x[0] ^ x[i]) & (bit - 1))
+            x[0] = torch.where(is_set, x[0] ^ (bit - 1), x[0] ^ swap)
+            if i:
+                x[i] = x[i] ^ swap
+        bit >>= 1
+    for i in range(1, len(x)):  # Gray code
+        x[i] = x[i] ^ x[i - 1]
+    flip = zero
+    bit = 1 << (bits - 1)
+    while bit > 1:
+        flip = torch.where((x[-1] & bit) != 0, flip ^ (bit - 1), flip)
+        bit >>= 1
+    distance = zero
+    for i in reversed(range(bits)):
+        for axis in x:
+            distance = (distance << 1) | (((axis ^ flip) >> i) & 1)
+    order = torch.argsort(distance)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return order, inverse
+
+
+def _grid(canvas: Box, tile: Box) -> Box:
+    t, h, w = (-(-c // s) for c, s in zip(canvas, tile, strict=True))
+    return t, h, w

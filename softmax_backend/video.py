@@ -1,0 +1,131 @@
+"""Self-attention of a video transformer: which blocks and how many bits, in one frozen value."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.block_sparse import default_blocks as exact_blocks
+from softmax_backend.plan import intervals
+from softmax_backend.plan.block_plan import BlockPlan
+from softmax_backend.plan.predicted import predict
+from softmax_backend.plan.sliding_tile import EvenWindows, sliding_tile
+from softmax_backend.plan.token_order import Box, TileOrder, tile_order
+from softmax_backend.sage import default_blocks as quantised_blocks
+from softmax_backend.sage import quantised_attention
+
+Kind = Literal["dense", "predicted", "sliding_tile"]
+
+
+@dataclass(frozen=True)
+class VideoAttention:
+    """Attention of [B, L, H, D] tensors; plans are made once for each shape.
+
+    Attributes:
+        kind: ``"dense"``; ``"predicted"``, the blocks that SpargeAttn's prediction keeps; or
+            ``"sliding_tile"``, the tiles around each tile.
+        eight_bit: INT8 and e4m3 products (bf16 and fp16 inputs), else as the inputs are.
+        topk: share of blocks that a prediction keeps.
+        canvas: tokens along time, height and width, for sliding tiles; tokens beyond them are
+            text, which attends and is attended by all.
+        tile: tokens of a tile along the same axes.
+        windows: tiles along the same axes, one window for all heads or one for each.
+        even_windows: see ``plan.sliding_tile``.
+    """
+
+    kind: Kind = "dense"
+    eight_bit: bool = True
+    topk: float = 0.5
+    canvas: Box | None = None
+    tile: Box = (6, 8, 8)
+    windows: tuple[Box, ...] = ((3, 3, 3),)
+    even_windows: EvenWindows | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dense", "predicted", "sliding_tile"):
+            raise ValueError(
+                f'kind must be "dense", "predicted" or "sliding_tile", got {self.kind!r}'
+            )
+        if (self.kind == "sliding_tile") != (self.canvas is not None):
+            raise ValueError(f"canvas must be given for sliding tiles alone, got {self.canvas}")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of q, k and v [B, L, H, D] in the same layout.
+
+        Raises:
+            ValueError: the tensors do not fit the settings.
+        """
+        if self.kind == "sliding_tile":
+            return self._tiles(q, k, v, scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        block_m, block_n = self._blocks(q)
+        if self.kind == "predicted":
+            plan = predict(q, k, topk=self.topk, scale=scale, block_m=block_m, block_n=block_n)
+        else:
+            b, h, m, _ = q.shape
+            plan = _dense_plan(m, k.shape[2], h, b, block_m, block_n, q.device)
+        return self._attend(q, k, v, plan, scale).transpose(1, 2)
+
+    def _tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        assert self.canvas is not None
+        b, length, h, _ = q.shape
+        tokens = self.canvas[0] * self.canvas[1] * self.canvas[2]
+        if q.shape[:3] != k.shape[:3] or length < tokens:
+            raise ValueError(
+                f"sliding tiles are of self-attention over at least {tokens} tokens, got queries "
+                f"{list(q.shape)} and keys {list(k.shape)}"
+            )
+        block_m, block_n = self._blocks(q.transpose(1, 2))
+        order, plan = _tile_plan(self, length - tokens, h, b, block_m, block_n, q.device)
+        q, k, v = (order.gather(x, 1).transpose(1, 2) for x in (q, k, v))
+        return order.scatter(self._attend(q, k, v, plan, scale).transpose(1, 2), 1)
+
+    def _blocks(self, q: Tensor) -> tuple[int, int]:
+        if self.eight_bit:
+            return quantised_blocks(q.device)
+        return exact_blocks(q.device, q.shape[3])
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float | None
+    ) -> Tensor:
+        attend = quantised_attention if self.eight_bit else block_sparse_attention
+        return attend(q, k, v, plan, scale=scale)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _dense_plan(
+    m: int, n: int, heads: int, batch: int, block_m: int, block_n: int, device: torch.device
+) -> BlockPlan:
+    return intervals.dense(
+        m, n, heads, batch=batch, block_m=block_m, block_n=block_n, device=device
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _tile_plan(
+    settings: VideoAttention,
+    text: int,
+    heads: int,
+    batch: int,
+    block_m: int,
+    block_n: int,
+    device: torch.device,
+) -> tuple[TileOrder, BlockPlan]:
+    assert settings.canvas is not None
+    block = max(block_m, block_n)
+    order = tile_order(settings.canvas, settings.tile, text=text, block=block, device=device)
+    plan = sliding_tile(
+        order,
+        settings.windows,
+        heads,
+        even_windows=settings.even_windows,
+        batch=batch,
+        block_m=block_m,
+        block_n=block_n,
+    )
+    return order, plan

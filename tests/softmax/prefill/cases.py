@@ -1,0 +1,78 @@
+"""Inputs and comparisons shared by the tests of block-sparse attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from softmax_backend import reference_block_sparse as reference
+from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.plan.block_plan import BlockPlan
+
+BLOCKS = {"block_m": 32, "block_n": 32}
+OUT_ERROR, LSE_ERROR = 4e-3, 2e-3  # bf16 and fp16 weights round to 2^-9 and 2^-12
+
+
+def inputs(
+    shape_q: tuple[int, int, int],
+    shape_k: tuple[int, int, int],
+    *,
+    seed: int,
+    device: torch.device,
+    dv: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H, M, D], k [B, Hkv, N, D] and v [B, Hkv, N, DV] as views of [B, L, H, D] storage.
+
+    Args:
+        shape_q, shape_k: (heads, tokens, D).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(heads: int, tokens: int, d: int) -> Tensor:
+        x = torch.randn(batch, tokens, heads, d, generator=generator)
+        return x.to(device, dtype).transpose(1, 2)
+
+    heads, tokens, d = shape_k
+    return make(*shape_q), make(heads, tokens, d), make(heads, tokens, dv or d)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Relative L2 error; NaN is never small."""
+    got, want = got.cpu().double(), want.cpu().double()
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def assert_matches(
+    got: tuple[Tensor, Tensor],
+    want: tuple[Tensor, Tensor],
+    tolerance: tuple[float, float] = (OUT_ERROR, LSE_ERROR),
+) -> None:
+    """Output, LSE and dead rows of an operator beside the float64 reference."""
+    (out, lse), (ref, ref_lse) = ((a.cpu().double(), b.cpu().double()) for a, b in (got, want))
+    dead = ref_lse.isinf()
+    assert torch.equal(lse.isneginf(), dead), "rows that see nothing"
+    assert bool((out[dead] == 0).all()), "output of rows that see nothing"
+    if not bool(dead.all()):
+        assert relative_error(out, ref) < tolerance[0]
+        assert float((lse - ref_lse)[~dead].abs().max()) < tolerance[1]
+
+
+def run_and_check(
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, seen: Tensor, path: str = "triton"
+) -> tuple[Tensor, Tensor]:
+    """One call over poisoned outputs beside the reference over ``seen``."""
+    scale = q.shape[3] ** -0.5
+    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, scale)
+    out = torch.full_like(want[0], torch.nan, dtype=q.dtype).to(q.device)
+    lse = torch.full_like(want[1], torch.nan, dtype=torch.float32).to(q.device)
+    got = block_sparse_attention(q, k, v, plan, out=out, lse=lse, path=path)
+    assert_matches(got, want)
+    return got
+
+
+def causal_seen(q_len: int, kv_len: int, window: int | None = None) -> Tensor:
+    """bool [M, N], aligned to the bottom right."""
+    gap = torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)[None]
+    return (gap >= 0) & (gap < (window or gap.numel() + q_len + kv_len))

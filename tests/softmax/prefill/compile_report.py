@@ -1,0 +1,206 @@
+"""Compile the kernels of block-sparse attention for four architectures, without a GPU.
+
+Run as a script it rewrites ``compile_report.json``; with the name of an architecture it prints that
+part as JSON, which is what the test compares. Triton's interpreter must be off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
+from softmax_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
+from softmax_backend.variants import masks
+from softmax_backend.variants.variant import SOFTMAX, Variant, soft_cap
+from tests.offline import TARGETS, Report, compile_kernel, dump, measure
+
+REPORT = Path(__file__).with_name("compile_report.json")
+Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
+"""(name, kernel, types that are not the usual ones, constexprs, options)."""
+
+_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr")
+_FLOATS = ("value", "scale", "factor", "softmax_scale", "levels", "scale_log2", "min_likeness")
+
+
+def cases(arch: str) -> Iterator[Case]:
+    """What is compiled for one architecture."""
+    nvidia = arch.startswith("sm")
+    tile = (128, 128, 8, 2) if nvidia else (64, 64, 4, 1)
+    yield _attention("block_sparse causal", tile, masks.causal)
+    yield _attention("block_sparse paged", (tile[0], 64, *tile[2:]), masks.causal, is_paged=True)
+    if arch == "sm90":
+        yield _attention("block_sparse 192-128", (128, 64, 8, 2), masks.causal, dims=(192, 128))
+        yield _attention("block_sparse soft_cap", tile, masks.causal, variant=soft_cap(30.0))
+        yield _attention("block_sparse element_bits", tile, masks.element_bits)
+    for groups in ("per_warp", "per_thread"):
+        if nvidia:
+            yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
+    yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
+    if arch == "sm90":
+        yield from _small_kernels()
+
+
+def _attention(
+    name: str,
+    tile: tuple[int, int, int, int],
+    mask: masks.Mask,
+    *,
+    dims: tuple[int, int] = (128, 128),
+    variant: Variant = SOFTMAX,
+    is_paged: bool = False,
+) -> Case:
+    block_m, block_n, warps, stages = tile
+    block_d = triton.next_power_of_2(dims[0])
+    constexprs = {
+        "GROUP": 4,
+        "D": dims[0],
+        "DV": dims[1],
+        "BLOCK_D": block_d,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "STAGES": stages,
+        "HAS_PARTIAL": True,
+        "load": block_sparse.paged_rows if is_paged else block_sparse.contiguous_rows,
+        "key": variant.key,
+        "logits": variant.logits,
+        "update": variant.update,
+        "output": variant.output,
+        "mask": mask.kernel,
+    }
+    types = {
+        "q_desc": f"tensordesc<bf16[1,1,{block_m},{block_d}]>",
+        "k_source": "*bf16" if is_paged else f"tensordesc<bf16[1,1,{block_n},{block_d}]>",
+        "v_source": "*bf16" if is_paged else f"tensordesc<bf16[1,1,{block_n},{dims[1]}]>",
+        "out_ptr": "*bf16",
+    }
+    options = {"num_warps": warps, "num_stages": stages}
+    return name, block_sparse.block_sparse_kernel, types, constexprs, options
+
+
+def _int8(arch: str, name: str, groups: str, mask: masks.Mask, is_fp8: bool) -> Case:
+    kernels = block_sparse_int8
+    constexprs = {
+        "HEADS": 24,
+        "GROUP": 1,
+        "D": 128,
+        "BLOCK_M": 64,
+        "BLOCK_N": 128 if is_fp8 else 64,
+        "STAGES": 2,
+        "HAS_PARTIAL": True,
+        "HAS_BIAS": False,
+        "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
+        "query_scales": getattr(kernels, f"{groups}_queries"),
+        "key_scales": getattr(kernels, f"{groups}_keys"),
+        "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
+        "mask": mask.kernel,
+    }
+    block_n = constexprs["BLOCK_N"]
+    values = f"fp8e4nv[1,1,128,{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},128]"
+    types = {
+        "q_desc": "tensordesc<i8[1,1,64,128]>",
+        "k_desc": f"tensordesc<i8[1,1,{block_n},128]>",
+        "v_desc": f"tensordesc<{values}>",
+        "out_ptr": "*bf16",
+    }
+    options = {"num_warps": 4, "num_stages": 2}
+    if arch == "sm90":
+        options["maxnreg"] = 168
+    return name, kernels.block_sparse_int8_kernel, types, constexprs, options
+
+
+def _small_kernels() -> Iterator[Case]:
+    heads = {"HEADS": 24, "D": 128}
+    half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
+    options = {"num_warps": 8}
+    stats = quantise.column_stats_kernel
+    sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": True}
+    yield "column_stats", stats, half, heads | sizes, {"num_warps": 4}
+    group = {"GROUP": 1, "PER_THREAD": False}
+    keys = heads | group | {"BLOCK": 128, "HAS_BIAS": False}
+    yield "quantise_keys", quantise.quantise_keys_kernel, half | {"out_ptr": "*i8"}, keys, options
+    queries = heads | group | {"BLOCK": 64, "HAS_MEAN": False}
+    kernel = quantise.quantise_queries_kernel
+    yield "quantise_queries", kernel, half | {"out_ptr": "*i8"}, queries, options
+    values = heads | {"BLOCK": 128, "HAS_MEAN": True}
+    kernel = quantise.quantise_values_kernel
+    yield "quantise_values", kernel, half | {"out_ptr": "*fp8e4nv"}, values, options
+    yield "pool", predict.pool_kernel, half, heads | {"BLOCK": 128}, options
+    select = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": 128, "WIDTH": 1024}
+    flags = {"IS_CAUSAL": True, "IS_CDF": True, "HAS_SINK": False}
+    types = {"amount": "fp32"}
+    yield "select_blocks", predict.select_blocks_kernel, types, select | flags, {"num_warps": 1}
+
+
+def compile_case(arch: str, case: Case) -> dict[str, int]:
+    """Build one Triton case and measure it."""
+    _, kernel, given, constexprs, options = case
+    types = {name: _type(name, given) for name in kernel.arg_names if name not in constexprs}
+    pointers = [n for n, kind in types.items() if kind.startswith("*")]
+    aligned = [n for n in types if n in pointers or n.startswith("stride_") or n == "padded"]
+    return compile_kernel(arch, kernel, types, constexprs, options, frozenset(aligned))
+
+
+def _type(name: str, given: dict[str, str]) -> str:
+    if name in given:
+        return given[name]
+    if name in _INTS:
+        return "*i32"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    return "fp32" if name in _FLOATS else "i32"
+
+
+def compile_gluon(block_n: int, stages: int, mask: masks.Mask) -> dict[str, int]:
+    """Build the Hopper kernel and measure it."""
+    kernel = block_sparse_sm90_kernel
+
+    def descriptor(rows: int) -> str:
+        block = [1, 1, rows, 128]
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        return f"tensordesc<bf16{block},{layout!r}>"
+
+    constexprs = {
+        "GROUP": 4,
+        "BLOCK_N": block_n,
+        "D": 128,
+        "STAGES": stages,
+        "REGISTERS": 240,
+        "PING_PONG": True,
+        "update": SOFTMAX.update,
+        "mask": mask.kernel,
+    }
+    given = {"q_desc": descriptor(64), "k_desc": descriptor(block_n), "v_desc": descriptor(block_n)}
+    given["out_ptr"] = "*bf16"
+    signature, attrs = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constexprs else _type(name, given)
+        if name.endswith("_ptr") or name.startswith("stride_"):
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attrs)
+    target, _ = TARGETS["sm90"]
+    return measure(triton.compile(source, target=target, options={"num_warps": 4}))
+
+
+def report(arch: str) -> Report:
+    """A line for each case."""
+    lines = {case[0]: compile_case(arch, case) for case in cases(arch)}
+    if arch == "sm90":
+        for mask in (masks.causal, masks.block_end):
+            lines[f"gluon {mask.name}"] = compile_gluon(128, 2, mask)
+    return lines
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(report(sys.argv[1])))
+    else:
+        REPORT.write_text(dump({arch: report(arch) for arch in TARGETS}), encoding="utf-8")

@@ -1,0 +1,43 @@
+"""What the compiler makes of the kernels, for four architectures, beside the committed report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import triton
+
+from tests.offline import SHARED_LIMIT, report_of
+from tests.softmax.prefill.compile_report import REPORT
+
+COMMITTED = json.loads(REPORT.read_text(encoding="utf-8"))
+MAY_SPILL = {
+    "block_sparse element_bits",  # a vector of mask words for each row
+    "int8 per_thread e4m3",  # three instructions, outside the loop
+}
+
+
+@pytest.mark.parametrize("arch", list(SHARED_LIMIT))
+def test_report(arch: str, tmp_path: Path) -> None:
+    """Registers and spills are the committed ones; what is chosen fits and does not spill."""
+    if triton.__version__ != COMMITTED["triton"]:
+        pytest.skip(f"the report is of triton {COMMITTED['triton']}")
+    found = report_of("tests.softmax.prefill.compile_report", arch, tmp_path)
+    assert found == COMMITTED[arch]
+    for name, line in found.items():
+        assert line["shared"] <= SHARED_LIMIT[arch], name
+        if arch.startswith("sm") and name not in MAY_SPILL:
+            assert line["spills"] == 0, name
+
+
+def test_three_8_bit_programs_share_an_sm() -> None:
+    line = COMMITTED["sm90"]["int8 per_warp e4m3"]
+    assert line["registers"] <= 168 and 3 * (line["shared"] + 1024) <= 228 << 10
+
+
+def test_products_are_of_warpgroups() -> None:
+    """On Hopper every product is a WGMMA, also those with functions in between."""
+    for name, line in COMMITTED["sm90"].items():
+        if name.startswith(("block_sparse", "int8", "gluon")):
+            assert line["mma"] >= 8, name

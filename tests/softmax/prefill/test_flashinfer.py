@@ -1,0 +1,123 @@
+"""The FlashInfer wrappers as its own tests use them (tests/attention/test_block_sparse.py)."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+
+from softmax_backend import reference_block_sparse as reference
+from softmax_backend.flashinfer import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BlockSparseAttentionWrapper,
+    VariableBlockSparseAttentionWrapper,
+)
+from tests.softmax.prefill.cases import assert_matches, causal_seen
+
+
+def random(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).half().to(device)
+
+
+@pytest.mark.parametrize(("R", "C"), [(1, 1), (4, 16), (16, 4), (64, 64)])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_block_sparse(R: int, C: int, has_mask: bool, seed: int, device: torch.device) -> None:
+    m, n, heads, kv_heads = 100, 128, 4, 2
+    generator = torch.Generator().manual_seed(seed)
+    mb, nb = -(-m // R), n // C
+    chosen = torch.rand(mb, nb, generator=generator) < 0.25
+    indptr = torch.cat([torch.zeros(1), chosen.sum(1).cumsum(0)]).int().to(device)
+    indices = chosen.nonzero()[:, 1].int().to(device)
+    mask = torch.rand(len(indices), R, C, generator=generator) < 0.5
+    elements = torch.zeros(mb, R, nb, C, dtype=torch.bool)
+    at = chosen.nonzero()
+    elements[at[:, 0], :, at[:, 1]] = mask if has_mask else torch.ones_like(mask)
+    seen = elements.view(mb * R, n)[:m]
+    q, k, v = (
+        random((m, heads, 64), seed, device),
+        *(random((n, kv_heads, 64), seed + i, device) for i in (1, 2)),
+    )
+    wrapper = BlockSparseAttentionWrapper(torch.empty(1, device=device))
+    wrapper.plan(
+        indptr, indices, m, n, R, C, heads, kv_heads, 64, mask=mask.to(device) if has_mask else None
+    )
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    want = reference.attention(*(x.cpu().transpose(0, 1) for x in (q, k, v)), seen, 0.125)
+    assert_matches((out.transpose(0, 1), lse.t() * math.log(2)), want)
+    given, given_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    wrapper.run(q, k, v, out=given, lse=given_lse, return_lse=True)
+    assert torch.equal(given, out) and torch.equal(given_lse, lse)
+
+
+def test_variable_blocks(seed: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.tensor([[10, 30, 24], [1, 62, 1]])
+    cols = torch.tensor([[50, 7, 3, 36], [1, 1, 90, 4]])
+    block_map = torch.rand(2, 3, 4, generator=generator) < 0.6
+    seen = torch.stack(
+        [block_map[h].repeat_interleave(rows[h], 0).repeat_interleave(cols[h], 1) for h in range(2)]
+    ).repeat_interleave(2, 0)
+    q = random((4, 64, 64), seed, device)
+    k, v = (random((2, 96, 64), seed + i, device) for i in (1, 2))
+    wrapper = VariableBlockSparseAttentionWrapper(torch.empty(1, device=device))
+    wrapper.plan(*(x.to(device) for x in (block_map, rows, cols)), 4, 2, 64, logits_soft_cap=3.0)
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    cap = lambda s: 3.0 * torch.tanh(s / 3.0)  # noqa: E731
+    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, 0.125, cap)
+    assert_matches((out, lse * math.log(2)), want)
+
+
+def test_what_is_not_served_is_refused(device: torch.device) -> None:
+    wrapper = BlockSparseAttentionWrapper(torch.empty(1, device=device))
+    lists = torch.tensor([0, 1], device=device), torch.tensor([0], device=device)
+    with pytest.raises(ValueError, match="plan must be called before run"):
+        wrapper.run(*(random((4, 1, 64), 0, device) for _ in range(3)))
+    for wrong, message in (
+        ({"causal": True}, "causal must be False here, got True"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode must be 'NONE' here"),
+        ({"q_data_type": "float32"}, "data type must be float16 or bfloat16"),
+        ({"mask": torch.ones(2, 4, 4)}, r"mask must have shape \[1, 4, 4\], got \[2, 4, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrapper.plan(*lists, 4, 4, 4, 4, 1, 1, 64, **wrong)  # type: ignore[arg-type]
+
+
+def test_signatures_are_upstreams() -> None:
+    """FlashInfer 0.7.2's parameters in its order; it may add keywords at the end."""
+    plan = list(inspect.signature(BlockSparseAttentionWrapper.plan).parameters)
+    assert plan[1:10] == [
+        "indptr", "indices", "M", "N", "R", "C", "num_qo_heads", "num_kv_heads", "head_dim"
+    ]  # fmt: skip
+    run = list(inspect.signature(VariableBlockSparseAttentionWrapper.run).parameters)
+    assert run == ["self", "q", "k", "v", "out", "lse", "return_lse", "enable_pdl"]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_paged_prefill(layout: str, seed: int, device: torch.device) -> None:
+    q_lens, kv_lens, page = [30, 1], [45, 20], 16
+    indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randperm(8, generator=generator)[:5].int()
+    cache = random((8, 2, page, 1, 64), seed, device)
+    q = random((31, 2, 64), seed + 1, device)
+    sinks = torch.tensor([0.5, -1.0], device=device)
+    given = cache if layout == "NHD" else cache.transpose(2, 3).contiguous()
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, device=device), layout)
+    last = torch.tensor([13, 4], dtype=torch.int32)
+    offsets = torch.tensor([0, 30, 31], dtype=torch.int32)
+    wrapper.plan(offsets, indptr, indices, last, 2, 1, 64, page, causal=True, window_left=20)
+    out, lse = wrapper.run(q, given, return_lse=True, sinks=sinks)
+    for i, (m, n) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        rows = cache[indices[indptr[i] : indptr[i + 1]].long().to(device)].cpu()
+        k, v = (x.reshape(-1, 1, 64)[:n].transpose(0, 1) for x in rows.unbind(1))
+        at = slice(offsets[i], offsets[i + 1])
+        own = q[at].cpu().transpose(0, 1)
+        want, want_lse = reference.attention(own, k, v, causal_seen(m, n, 21), 0.125)
+        share = torch.sigmoid(want_lse - sinks.cpu()[:, None].double())
+        got = out[at].transpose(0, 1), lse[at].t() * math.log(2)
+        assert_matches(got, (want * share[..., None], want_lse))
+    with pytest.raises(ValueError, match="window_left needs causal=True here"):
+        wrapper.plan(offsets, indptr, indices, last, 2, 1, 64, page, window_left=20)

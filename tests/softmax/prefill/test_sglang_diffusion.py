@@ -1,0 +1,116 @@
+"""The plug-in of sglang's video server, against stand-ins for the few names of sglang it uses.
+
+The stand-ins have the signatures of sglang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from softmax_backend.engines import sglang_diffusion
+from tests.softmax.prefill.cases import relative_error
+
+ROOT = "sglang.multimodal_gen.runtime"
+
+
+class Backends(enum.Enum):
+    FA = enum.auto()
+    SAGE_ATTN = enum.auto()
+    SPARGE_ATTN = enum.auto()
+
+
+class HookType(enum.Enum):
+    AROUND = "around"
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """sglang's modules, and what is registered with its hook registry."""
+    registered: dict[str, Any] = {}
+
+    class HookRegistry:
+        @classmethod
+        def register(cls, target: str, hook: Any, hook_type: HookType) -> None:
+            assert hook_type is HookType.AROUND
+            registered[target] = hook
+
+    class Abstract:
+        pass
+
+    arguments = types.SimpleNamespace(attention_backend_config={"topk": 0.75})
+    modules = {
+        "platforms": {"AttentionBackendEnum": Backends},
+        "platforms.plugins": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "server_args": {"get_global_server_args": lambda: arguments},
+        "layers.attention.backends.attention_backend": dict.fromkeys(
+            ("AttentionBackend", "AttentionImpl", "AttentionMetadata", "AttentionMetadataBuilder"),
+            Abstract,
+        ),
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(f"{ROOT}.{name}")
+        vars(module).update(content)
+        parts = f"{ROOT}.{name}".split(".")
+        for i in range(1, len(parts)):
+            parent = ".".join(parts[:i])
+            if parent not in sys.modules:
+                monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        monkeypatch.setitem(sys.modules, f"{ROOT}.{name}", module)
+    monkeypatch.delitem(
+        sys.modules, "softmax_backend.engines.sglang_diffusion_backends", raising=False
+    )
+    sglang_diffusion.register()
+    return registered
+
+
+def load(path: str) -> Any:
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
+
+
+def test_only_our_names_are_taken(hooks: dict[str, Any]) -> None:
+    assert len(hooks) == 2 and all("CudaPlatform." not in target for target in hooks)
+    choose = next(iter(hooks.values()))
+
+    def upstream(cls: object, selected: object, head_size: int, dtype: object) -> str:
+        return f"{cls} {selected} {head_size} {dtype}"
+
+    for selected in (None, Backends.FA):
+        assert choose(upstream, "cls", selected, 128, "bf16") == f"cls {selected} 128 bf16"
+    for selected in (Backends.SAGE_ATTN, Backends.SPARGE_ATTN):
+        assert load(choose(upstream, "cls", selected, 128, "bf16")).get_enum() is selected
+
+
+@pytest.mark.parametrize("name", [Backends.SAGE_ATTN, Backends.SPARGE_ATTN])
+def test_forward(name: Backends, hooks: dict[str, Any], seed: int, device: torch.device) -> None:
+    backend = load(sglang_diffusion.choose(lambda *a: "", "cls", name, 64, None))
+    impl = backend.get_impl_cls()(
+        num_heads=2, head_size=64, softmax_scale=0.125, causal=False, supported_attention=None
+    )
+    if name is Backends.SPARGE_ATTN:
+        assert impl.attention.topk == 0.75
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, text = (
+        torch.randn(2, length, 2, 64, generator=generator).half().to(device)
+        for length in (50, 50, 50, 20)
+    )
+
+    def exact(*x: torch.Tensor) -> torch.Tensor:
+        heads_first = [t.cpu().double().transpose(1, 2) for t in x]
+        return scaled_dot_product_attention(*heads_first).transpose(1, 2)
+
+    # one tile: the prediction keeps its one block
+    got = impl.forward(q, k, v, None)
+    assert got.is_contiguous() and relative_error(got, exact(q, k, v)) < 6e-2
+    cross = impl.forward(q, text, text, None)
+    assert relative_error(cross, exact(q, text, text)) < 2e-3
+    with pytest.raises(ValueError, match="head_size must be one of"):
+        backend.get_impl_cls()(num_heads=2, head_size=72, softmax_scale=1.0)

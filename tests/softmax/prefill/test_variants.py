@@ -1,0 +1,107 @@
+"""Every hook on both paths beside its formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from softmax_backend import reference_block_sparse as reference
+from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.plan import intervals
+from softmax_backend.variants import variant as variants
+from softmax_backend.variants.variant import SOFTMAX, Variant
+from tests.softmax.prefill.cases import BLOCKS, assert_matches, causal_seen, inputs
+
+H, M, N, D = 2, 40, 70, 64
+POSITION_Q = torch.arange(M)[:, None] + N - M
+POSITION_K = torch.arange(N)[None]
+SLOPES = torch.tensor([0.1, 0.02])
+SINKS = torch.tensor([1.5, -0.5])
+
+Logits = Callable[[Tensor], Tensor]
+FORMULAS: dict[str, tuple[Callable[[torch.device], Variant], Logits]] = {
+    "soft_cap": (lambda device: variants.soft_cap(2.0), lambda s: 2.0 * torch.tanh(s / 2.0)),
+    "alibi": (
+        lambda device: variants.alibi(SLOPES.to(device)),
+        lambda s: s - SLOPES[:, None, None] * (POSITION_Q - POSITION_K),
+    ),
+}
+
+
+def call(variant: Variant, path: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    q, k, v = inputs((H, M, D), (1, N, D), seed=seed, device=device)
+    plan = intervals.causal(M, N, H, **BLOCKS, device=device)
+    return block_sparse_attention(q, k, v, plan, variant=variant, path=path)
+
+
+def expected(seed: int, logits: Logits | None = None) -> tuple[Tensor, Tensor]:
+    q, k, v = inputs((H, M, D), (1, N, D), seed=seed, device=torch.device("cpu"))
+    return reference.attention(q, k, v, causal_seen(M, N), D**-0.5, logits)
+
+
+PATHS = pytest.mark.parametrize("path", ["torch", "triton"])
+
+
+@PATHS
+@pytest.mark.parametrize("name", list(FORMULAS))
+def test_logits(name: str, path: str, seed: int, device: torch.device) -> None:
+    make, logits = FORMULAS[name]
+    assert_matches(call(make(device), path, seed, device), expected(seed, logits))
+
+
+@PATHS
+def test_sink(path: str, seed: int, device: torch.device) -> None:
+    out, lse = expected(seed)
+    share = torch.sigmoid(lse - SINKS[:, None].double())
+    got = call(variants.sink(SINKS.to(device)), path, seed, device)
+    assert_matches(got, (out * share[..., None], lse))
+
+
+@PATHS
+def test_sigmoid(path: str, seed: int, device: torch.device) -> None:
+    q, k, v = (
+        x.double() for x in inputs((H, M, D), (1, N, D), seed=seed, device=torch.device("cpu"))
+    )
+    weights = torch.sigmoid(q @ k.transpose(2, 3) * D**-0.5 - 1.0) * causal_seen(M, N)
+    want = weights @ v
+    assert_matches(
+        call(variants.sigmoid(-1.0), path, seed, device), (want, torch.zeros(1, H, M).double())
+    )
+
+
+@PATHS
+def test_keys_rotated_on_load(path: str, seed: int, device: torch.device) -> None:
+    angle = torch.arange(96)[:, None] * 1e4 ** (-torch.arange(D // 2) / (D // 2))
+    table = torch.stack([angle.cos(), angle.sin()], 1)
+    q, k, v = inputs((H, M, D), (1, N, D), seed=seed, device=torch.device("cpu"))
+    low, high = k.double().chunk(2, -1)
+    cos, sin = table[:N].double().unbind(1)
+    k = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+    want = reference.attention(q, k, v, causal_seen(M, N), D**-0.5)
+    assert_matches(call(variants.rotated_keys(table.to(device)), path, seed, device), want)
+
+
+@triton.jit
+def doubled(s, scale, q_pos, k_pos, head, aux_ptr, value):  # type: ignore[no-untyped-def]
+    return s.to(tl.float32) * scale * value * 1.4426950408889634
+
+
+def test_a_users_own_hook(seed: int, device: torch.device) -> None:
+    mine = replace(SOFTMAX, name="mine", logits=doubled, value=2.0)
+    assert_matches(call(mine, "triton", seed, device), expected(seed, lambda s: 2 * s))
+    with pytest.raises(ValueError, match="variant mine has no torch_logits"):
+        call(mine, "torch", seed, device)
+
+
+@PATHS
+def test_causal_window(path: str, seed: int, device: torch.device) -> None:
+    q, k, v = inputs((H, 70, D), (1, 100, D), seed=seed, device=device)
+    plan = intervals.causal(70, 100, H, window=37, **BLOCKS, device=device)
+    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(70, 100, 37), D**-0.5)
+    assert_matches(block_sparse_attention(q, k, v, plan, path=path), want)

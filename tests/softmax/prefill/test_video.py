@@ -1,0 +1,86 @@
+"""Video transformers: the settings on their own, and through diffusers' tiny Wan on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from softmax_backend.video import VideoAttention
+from tests.softmax.prefill.cases import relative_error
+from tests.softmax.prefill.test_sliding_tile import seen_of
+
+CANVAS, TEXT = (4, 6, 7), 9
+TOKENS = 4 * 6 * 7 + TEXT
+
+
+def make(seed: int, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, 2, TOKENS, 2, 64)
+    return list(torch.randn(shape, generator=generator).half().to(device))
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "predicted", "sliding_tile"])
+def test_kinds(kind: str, eight_bit: bool, seed: int, device: torch.device) -> None:
+    q, k, v = make(seed, device)
+    settings = VideoAttention(
+        kind,  # type: ignore[arg-type]
+        eight_bit,
+        topk=1.0,
+        canvas=CANVAS if kind == "sliding_tile" else None,
+        tile=(2, 3, 4),
+        windows=((1, 1, 2), (2, 1, 1)),
+        even_windows="wide",
+    )
+    seen = torch.ones(1, dtype=torch.bool)
+    if kind == "sliding_tile":
+        seen = torch.stack([seen_of(CANVAS, (2, 3, 4), w, TEXT) for w in settings.windows])
+        assert not bool(seen.all())
+    double = [x.cpu().double().transpose(1, 2) for x in (q, k, v)]
+    want = scaled_dot_product_attention(*double, seen.expand(2, TOKENS, TOKENS)).transpose(1, 2)
+    assert relative_error(settings(q, k, v), want) < (6e-2 if eight_bit else 2e-3)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="canvas must be given for sliding tiles alone"):
+        VideoAttention("sliding_tile")
+    with pytest.raises(ValueError, match="kind must be"):
+        VideoAttention("radial")  # type: ignore[arg-type]
+    x = torch.zeros(1, 5, 1, 64)
+    with pytest.raises(ValueError, match="over at least 8 tokens"):
+        VideoAttention("sliding_tile", canvas=(2, 2, 2))(x, x, x)
+
+
+def test_tiny_wan_transformer() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    from softmax_backend.engines.diffusers import enable
+
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=16, ffn_dim=64, num_layers=2, cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
+    ).eval()  # fmt: skip
+    call = {
+        "hidden_states": torch.randn(1, 4, 2, 16, 16),
+        "timestep": torch.tensor([10]),
+        "encoder_hidden_states": torch.randn(1, 7, 16),
+        "return_dict": False,
+    }
+    with torch.no_grad():
+        want = model(**call)[0]
+        name = enable(model, VideoAttention("dense", eight_bit=False))
+        assert relative_error(model(**call)[0], want) < 1e-5
+        tiles = VideoAttention(
+            "sliding_tile", eight_bit=False, canvas=(2, 8, 8), tile=(2, 4, 4), windows=((1, 1, 1),)
+        )
+        assert enable(model, tiles) != name
+        assert relative_error(model(**call)[0], want) > 1e-4  # the window is felt
+        whole = VideoAttention(
+            "sliding_tile", eight_bit=False, canvas=(2, 8, 8), tile=(2, 4, 4), windows=((3, 3, 3),)
+        )
+        enable(model, whole)
+        assert relative_error(model(**call)[0], want) < 1e-5
+    with pytest.raises(ValueError, match="transformer must have set_attention_backend"):
+        enable(object(), tiles)
