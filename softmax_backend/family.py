@@ -28,13 +28,17 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     """The calls that a path must get right, by name."""
-    from softmax_backend.testing import checks
+    from softmax_backend.testing import checks, prefill_checks
 
-    return checks.check_cases(path)
+    if path.operator == "mla_decode":
+        return checks.check_cases(path)
+    return prefill_checks.check_cases(path)
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
     """What ``tune`` tries of a path's launch parameters."""
+    if path.operator != "mla_decode":
+        return {}
     if path.name == "triton":
         return {
             "decode_8k": {
@@ -70,6 +74,9 @@ FAMILY = Family(
     tune_space=tune_space,
     measure=measure,
     open_grid={"mla_decode": 128},
-    benchmarks={"mla-decode": "bench_mla_decode.py"},
+    benchmarks={
+        "mla-decode": "bench_mla_decode.py",
+        "sparse-attention": "bench_sparse_attention.py",
+    },
     transformers=None,
 )

@@ -10,8 +10,7 @@ from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan import bsr, intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.variants import masks
-from tests.softmax.prefill.cases import (
+from softmax_backend.testing.prefill_cases import (
     BLOCKS,
     assert_matches,
     causal_seen,
@@ -19,6 +18,7 @@ from tests.softmax.prefill.cases import (
     relative_error,
     run_and_check,
 )
+from softmax_backend.variants import masks
 
 PATHS = pytest.mark.parametrize("path", ["torch", "triton"])
 

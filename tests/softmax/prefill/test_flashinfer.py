@@ -14,7 +14,7 @@ from softmax_backend.flashinfer import (
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
 )
-from tests.softmax.prefill.cases import assert_matches, causal_seen
+from softmax_backend.testing.prefill_cases import assert_matches, causal_seen
 
 
 def random(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:

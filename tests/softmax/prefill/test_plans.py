@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.plan import block_plan, bsr, intervals
 from softmax_backend.plan.block_plan import FULL, PARTIAL, BlockPlan
-from tests.softmax.prefill.cases import causal_seen
+from softmax_backend.testing.prefill_cases import causal_seen
 
 CPU = torch.device("cpu")
 lengths = st.integers(1, 150)

@@ -11,7 +11,7 @@ from softmax_backend import sageattention, spargeattn
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan import predicted
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from tests.softmax.prefill.cases import (
+from softmax_backend.testing.prefill_cases import (
     BLOCKS,
     assert_matches,
     causal_seen,

@@ -9,15 +9,15 @@ from torch import Tensor
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.plan import intervals
 from softmax_backend.sage import quantised_attention
-from softmax_backend.variants import sage
-from softmax_backend.variants.sage import SageMode
-from tests.softmax.prefill.cases import (
+from softmax_backend.testing.prefill_cases import (
     BLOCKS,
     assert_matches,
     causal_seen,
     inputs,
     relative_error,
 )
+from softmax_backend.variants import sage
+from softmax_backend.variants.sage import SageMode
 
 MODES = {
     "per_warp": (SageMode(), 6e-2, 0.25),

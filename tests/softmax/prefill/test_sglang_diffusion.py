@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from softmax_backend.engines import sglang_diffusion
-from tests.softmax.prefill.cases import relative_error
+from softmax_backend.testing.prefill_cases import relative_error
 
 ROOT = "sglang.multimodal_gen.runtime"
 

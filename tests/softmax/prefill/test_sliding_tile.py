@@ -12,7 +12,7 @@ from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan.sliding_tile import sliding_tile
 from softmax_backend.plan.token_order import Box, hilbert_order, tile_order
-from tests.softmax.prefill.cases import assert_matches, inputs
+from softmax_backend.testing.prefill_cases import assert_matches, inputs
 
 CPU = torch.device("cpu")
 boxes = st.tuples(*(st.integers(1, 9) for _ in range(3)))

@@ -14,9 +14,9 @@ from torch import Tensor
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan import intervals
+from softmax_backend.testing.prefill_cases import BLOCKS, assert_matches, causal_seen, inputs
 from softmax_backend.variants import variant as variants
 from softmax_backend.variants.variant import SOFTMAX, Variant
-from tests.softmax.prefill.cases import BLOCKS, assert_matches, causal_seen, inputs
 
 H, M, N, D = 2, 40, 70, 64
 POSITION_Q = torch.arange(M)[:, None] + N - M

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from softmax_backend.testing.prefill_cases import relative_error
 from softmax_backend.video import VideoAttention
-from tests.softmax.prefill.cases import relative_error
 from tests.softmax.prefill.test_sliding_tile import seen_of
 
 CANVAS, TEXT = (4, 6, 7), 9
