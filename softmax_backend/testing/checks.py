@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 ALLOWED = 6e-3
 """Relative L2 of the output; rounding it to bf16 alone is 2e-3."""
-LSE_ALLOWED = 2e-3
+LSE_ALLOWED = {"16-bit": 2e-3, "fp8": 2e-3, "fp8_ds_mla": 1.5e-2}
+"""Absolute. The scaled keys of an fp8_ds_mla cache are rounded to bf16 before the product."""
 _RAGGED = [0, 1, 63, 64, 65, 200]
 
 
@@ -48,8 +49,9 @@ def _case(path: KernelPath, spec: MlaSpec) -> CheckCase:
         if not (lse[none] == float("inf")).all() or out[none].any():
             raise RuntimeError("a request without keys must have output 0 and LSE +inf")
         lse_error = float((lse.double() - want_lse)[~none].abs().max())
-        if not lse_error <= LSE_ALLOWED:
-            raise RuntimeError(f"error of the LSE is {lse_error:.1e}, allowed {LSE_ALLOWED:.0e}")
+        allowed = LSE_ALLOWED[spec.cache_format]
+        if not lse_error <= allowed:
+            raise RuntimeError(f"error of the LSE is {lse_error:.1e}, allowed {allowed:.1e}")
         return float((out.double() - want_out).norm() / want_out.norm()), ALLOWED
 
     return run
