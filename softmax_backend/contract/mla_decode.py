@@ -125,11 +125,21 @@ def check_mla_decode(
     _expect_output("out", out, (*rows, LATENT_DIM), spec.dtype, device)
     _expect_output("lse", lse, rows, torch.float32, device)
     return MlaInputs(
-        spec, plan, q_latent, q_rope,
-        kv_latent if kv_latent.dtype not in _FP8 else kv_latent.view(torch.uint8),
-        kv_rope if kv_rope.dtype not in _FP8 else kv_rope.view(torch.uint8),
-        kv_scales, kv_scale, block_table, scale, causal, sinks, out, lse,
-    )  # fmt: skip
+        spec=spec,
+        plan=plan,
+        q_latent=q_latent,
+        q_rope=q_rope,
+        kv_latent=kv_latent if kv_latent.dtype not in _FP8 else kv_latent.view(torch.uint8),
+        kv_rope=kv_rope if kv_rope.dtype not in _FP8 else kv_rope.view(torch.uint8),
+        kv_scales=kv_scales,
+        kv_scale=kv_scale,
+        block_table=block_table,
+        scale=scale,
+        causal=causal,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+    )
 
 
 def _expect_token_rows(name: str, tensor: torch.Tensor) -> None:

@@ -78,8 +78,12 @@ class MultiLevelCascadeAttentionWrapper:
             raise ValueError(f"num_levels must be at least 1, got {num_levels}")
         if kv_layout not in ("NHD", "HND"):
             raise ValueError(f"kv_layout must be NHD or HND, got {kv_layout!r}")
-        buffers = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr,
-                   paged_kv_last_page_len_buf_arr)  # fmt: skip
+        buffers = (
+            qo_indptr_buf_arr,
+            paged_kv_indptr_buf_arr,
+            paged_kv_indices_buf_arr,
+            paged_kv_last_page_len_buf_arr,
+        )
         if use_cuda_graph or any(buffer is not None for buffer in buffers):
             raise ValueError("use_cuda_graph must be false and the buffers None")
         self.device = float_workspace_buffer.device

@@ -109,8 +109,9 @@ class BatchMLAPagedAttentionWrapper:
             cache_format="fp8" if kv_data_type == torch.float8_e4m3fn else "16-bit",
             dtype=q_data_type,
         )
-        lengths, table = self._requests(qo_indptr, kv_indptr, kv_indices, kv_len_arr, counts,
-                                        tokens, causal)  # fmt: skip
+        lengths, table = self._requests(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr, counts, tokens, causal
+        )
         if self._graph and self._plan is not None:
             self._copy(lengths, table)
         else:
@@ -198,8 +199,12 @@ class BatchMLAPagedAttentionWrapper:
         """
         if self._plan is None or self._table is None:
             raise ValueError("plan must be called before run")
-        given = {"profiler_buffer": profiler_buffer, "kv_len": kv_len, "page_table": page_table,
-                 "o_scale": o_scale}  # fmt: skip
+        given = {
+            "profiler_buffer": profiler_buffer,
+            "kv_len": kv_len,
+            "page_table": page_table,
+            "o_scale": o_scale,
+        }
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"{name} must be None")

@@ -139,8 +139,14 @@ class MlaPlanner:
         ):
             raise ValueError("out must be a plan of the same lengths tensor, got one of another")
         if plan.prefix is not None and block_table is not None:
-            _find_prefixes(plan, plan.prefix, block_table, self.spec.page_size,
-                           self.spec.query_rows, self._prefix_tokens)  # fmt: skip
+            _find_prefixes(
+                plan,
+                plan.prefix,
+                block_table,
+                self.spec.page_size,
+                self.spec.query_rows,
+                self._prefix_tokens,
+            )
         self._fill(plan, path)
         return plan
 
@@ -234,8 +240,18 @@ def plan_split_kv(
     """One launch of the Triton planner."""
     tiles, ctas = lengths.shape[0], plan.num_ctas
     kernel = _split_kernel(_power_of_two(tiles), _power_of_two(ctas))
-    kernel((1, 1, 1), lengths, plan.work, plan.num_splits, plan.starts, tiles, ctas, overhead,
-           min_blocks, chunk_blocks)  # fmt: skip
+    kernel(
+        (1, 1, 1),
+        lengths,
+        plan.work,
+        plan.num_splits,
+        plan.starts,
+        tiles,
+        ctas,
+        overhead,
+        min_blocks,
+        chunk_blocks,
+    )
 
 
 def plan_flash_mla(lengths: torch.Tensor, work: torch.Tensor, num_splits: torch.Tensor) -> None:
@@ -255,11 +271,31 @@ def _find_prefixes(
     requests = plan.requests
     size = _power_of_two(requests)
     leaders, tiles = _prefix_kernels(page_size, size, _power_of_two(prefix.num_prefix_tiles))
-    leaders((requests, 1, 1), block_table, plan.lengths, prefix.leader, prefix.shared, requests,
-            block_table.stride(0), plan.query_tokens)  # fmt: skip
-    tiles((1, 1, 1), plan.lengths, prefix.leader, prefix.shared, prefix.tiles, prefix.tile_lengths,
-          prefix.members, prefix.prefix_tile, prefix.prefix_row, requests, query_rows,
-          prefix.num_prefix_tiles, min_tokens)  # fmt: skip
+    leaders(
+        (requests, 1, 1),
+        block_table,
+        plan.lengths,
+        prefix.leader,
+        prefix.shared,
+        requests,
+        block_table.stride(0),
+        plan.query_tokens,
+    )
+    tiles(
+        (1, 1, 1),
+        plan.lengths,
+        prefix.leader,
+        prefix.shared,
+        prefix.tiles,
+        prefix.tile_lengths,
+        prefix.members,
+        prefix.prefix_tile,
+        prefix.prefix_row,
+        requests,
+        query_rows,
+        prefix.num_prefix_tiles,
+        min_tokens,
+    )
 
 
 def _power_of_two(x: int) -> int:

@@ -159,10 +159,19 @@ def _tensor_map(
     u32, u64 = ctypes.c_uint32, ctypes.c_uint64
     bf16, no_interleave, swizzle_128b, no_fill = 9, 0, 3, 0
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), bf16, 3, ctypes.c_void_p(address), (u64 * 3)(*extents),
-        (u64 * 2)(*(2 * stride for stride in strides)), (u32 * 3)(64, rows, 1),
-        (u32 * 3)(1, 1, 1), no_interleave, swizzle_128b, _PROMOTE_128B, no_fill,
-    )  # fmt: skip
+        ctypes.c_void_p(at),
+        bf16,
+        3,
+        ctypes.c_void_p(address),
+        (u64 * 3)(*extents),
+        (u64 * 2)(*(2 * stride for stride in strides)),
+        (u32 * 3)(64, rows, 1),
+        (u32 * 3)(1, 1, 1),
+        no_interleave,
+        swizzle_128b,
+        _PROMOTE_128B,
+        no_fill,
+    )
     if status:
         raise ValueError(
             f"the cache must be one that TMA can read (address a multiple of 16 bytes, strides"

@@ -83,9 +83,16 @@ def decode_kernel(
     rows = block_rows_of(path, spec.query_rows)
     causal = causal and spec.query_tokens > 1
     return _kernel(
-        spec.page_size, p.block_kv, rows, _CACHES[spec.cache_format], causal, operand, spec.variant,
-        p.num_warps, p.num_stages,
-    )  # fmt: skip
+        spec.page_size,
+        p.block_kv,
+        rows,
+        _CACHES[spec.cache_format],
+        causal,
+        operand,
+        spec.variant,
+        p.num_warps,
+        p.num_stages,
+    )
 
 
 @functools.cache

@@ -163,7 +163,19 @@ def _with_triton(
             num_warps=8,
         )
     return Quantised(
-        mode, q8, k8, v8, q_scale, k_scale, v_scale, v_mean, shift, k_mean, block_n, bias, q_mean
+        mode=mode,
+        q=q8,
+        k=k8,
+        v=v8,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        v_mean=v_mean,
+        shift=shift,
+        k_mean=k_mean,
+        block_n=block_n,
+        bias=bias,
+        q_mean=q_mean,
     )
 
 
@@ -243,7 +255,19 @@ def _with_torch(
         for x, last in ((q_scale, 8 if per_thread else 1), (k_scale, 4 if per_thread else 1))
     )
     return Quantised(
-        mode, q8, k8, v8, q_scale, k_scale, v_scale, v_mean, shift, k_mean, block_n, bias, q_mean
+        mode=mode,
+        q=q8,
+        k=k8,
+        v=v8,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        v_mean=v_mean,
+        shift=shift,
+        k_mean=k_mean,
+        block_n=block_n,
+        bias=bias,
+        q_mean=q_mean,
     )
 
 
