@@ -75,15 +75,16 @@ __device__ __forceinline__ void store_outputs(const Params& p, Shared& s, int ha
     int before = 0;
     for (int turn = 0, number; (number = s.tasks.take(turn, lane)) >= 0; ++turn) {
         const Task task(p, number, half);
+        const int row = lane / 8, piece = lane % 8;
+        u16* to = output_of(p, task, row, piece);
         for (int c = 0; c < task.chunks; ++c, ++before) {
             const int stage = before % STAGES;
             s.written[stage][half].wait((before / STAGES) & 1);
-            const u32 from = cast_smem_ptr_to_uint(s.v[stage]) + 128 * half;
-            u16* const to = output_of(p, task, c);
-            const int rows = task.rows(c);
+            u32 from = values_at(cast_smem_ptr_to_uint(s.v[stage]) + 128 * half, row, piece);
+            const int rows = task.rows(c) - row;
 #pragma unroll 1
-            for (int row = lane / 8; row < C; row += 16)
-                store_output(to, p.o.stride_t, rows, from, row, 4, lane % 8, [] {});
+            for (int i = 0; i < C; i += 16, from += 16 * PITCH, to += 16 * p.o.stride_t)
+                store_output<4>(to, p.o.stride_t, rows - i, from, [] {});
             __syncwarp();
             if (lane == 0) s.empty[stage].arrive();
         }

@@ -106,24 +106,23 @@ __device__ __forceinline__ void write_output(const float (&o)[32], float scale, 
     }
     __syncwarp();
 }
-// Where row 0 of a chunk's output goes.
-__device__ __forceinline__ u16* output_of(const Params& p, const Task& task, int c) {
-    return static_cast<u16*>(p.o.ptr) + (task.begin + static_cast<i64>(c) * C) * p.o.stride_t +
-           task.head * p.o.stride_h + 64 * task.half;
+// Where a piece of 8 values of a task's row goes.
+__device__ __forceinline__ u16* output_of(const Params& p, const Task& task, int row, int piece) {
+    return static_cast<u16*>(p.o.ptr) + (task.begin + row) * p.o.stride_t +
+           task.head * p.o.stride_h + 64 * task.half + 8 * piece;
 }
-// Four pieces of 8 values, of rows ``row``, ``row + step`` and so on, from ``from`` to memory;
-// ``after_read`` is called when they have been read.
-template <typename F>
-__device__ __forceinline__ void store_output(u16* to, i64 stride, int rows, u32 from, int row,
-                                             int step, int piece, F after_read) {
+// Four pieces of 8 values, STEP rows apart, from ``from`` in shared memory to ``to``: those of the
+// first ``rows`` rows. ``after_read`` is called when all have been read.
+template <int STEP, typename F>
+__device__ __forceinline__ void store_output(u16* to, i64 stride, int rows, u32 from,
+                                             F after_read) {
     uint4 x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = load_shared(values_at(from, row + step * i, piece));
+    for (int i = 0; i < 4; ++i) x[i] = load_shared(from + STEP * i * PITCH);
     after_read();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        if (row + step * i < rows)
-            *reinterpret_cast<uint4*>(to + (row + step * i) * stride + 8 * piece) = x[i];
+        if (STEP * i < rows) *reinterpret_cast<uint4*>(to + STEP * i * stride) = x[i];
 }
 
 // One warp's loop over a task's values: 64 rows of v of each chunk, zeros after the sequence's end.

@@ -189,8 +189,9 @@ __device__ __forceinline__ void compute_output(const Params& p, Shared& s, const
             if (lane == 0) s.empty[stage].arrive();
             const u32 out = cast_smem_ptr_to_uint(s.out);
             write_output(o, p.scale, out, at);
-            store_output(output_of(p, task, c), p.o.stride_t, task.rows(c), out, lane / 2, 16,
-                         2 * warp + lane % 2, [] { __syncwarp(); });
+            const int row = lane / 2, piece = 2 * warp + lane % 2;
+            store_output<16>(output_of(p, task, c * C + row, piece), p.o.stride_t,
+                             task.rows(c) - row, values_at(out, row, piece), [] { __syncwarp(); });
         }
     }
 }
