@@ -160,10 +160,9 @@ def test_a_draft_that_commits_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     cpu, row = _row("kda", "verify")
     right = check_kda.kda_verify_step
 
-    def committing(*tokens_and_pool, intermediate_states, **arguments):
-        o = right(*tokens_and_pool, intermediate_states=intermediate_states, **arguments)
-        pool = tokens_and_pool[-2]
-        pool[5] = intermediate_states[0, -1]
+    def committing(*, state_pool, intermediate_states, **arguments):
+        o = right(state_pool=state_pool, intermediate_states=intermediate_states, **arguments)
+        state_pool[5] = intermediate_states[0, -1]
         return o
 
     monkeypatch.setattr(check_kda, "kda_verify_step", committing)

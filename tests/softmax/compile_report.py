@@ -74,7 +74,7 @@ def cases(arch: str) -> Iterator[Case]:
     """The decode kernel for each row of the table, cache and page size; then what surrounds it."""
     rows = load_table(TABLES, KNOWN_TARGETS[TARGETS[arch][1]], directory=CONFIGS).rows
     for path in rows:
-        if path.name != "triton":
+        if (path.operator, path.name) != ("mla_decode", "triton"):
             continue
         for heads, page_size, cache in LAYERS:
             spec = MlaSpec(heads, page_size, cache_format=cache)

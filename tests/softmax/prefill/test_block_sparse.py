@@ -229,8 +229,9 @@ def test_flex_attention_masks(seed: int, device: torch.device) -> None:
 
     block_mask = create_block_mask(mask_mod, None, 2, 120, 120, device=device.type, BLOCK_SIZE=32)
     plan = bsr.from_block_mask(block_mask, 2, **BLOCKS)
-    i, j = torch.arange(120)[:, None], torch.arange(120)[None]
-    seen = torch.stack([mask_mod(None, torch.tensor(h), i, j) for h in range(2)])  # type: ignore[arg-type]
+    i, j = torch.arange(120, device=device)[:, None], torch.arange(120, device=device)[None]
+    heads = torch.arange(2, device=device)
+    seen = torch.stack([mask_mod(heads, head, i, j) for head in heads]).cpu()
     assert torch.equal(reference.elements_seen(plan), seen)
     q, k, v = inputs((2, 120, 64), (1, 120, 64), seed=seed, device=device)
     run_and_check(q, k, v, plan, seen)
