@@ -27,7 +27,8 @@ def requirements(q: Tensor, v: Tensor, plan: BlockPlan, variant: Variant) -> fro
         "pages": plan.pages is not None,
         # beyond the end of a sequence lies another one and not the end of the tensor
         "packed": plan.is_packed,
-        "vector_masks": plan.has_partial and plan.mask.reads_vectors,
+        # compiled in, whether or not this plan has partial blocks
+        "vector_masks": plan.mask.reads_vectors,
         "variants": any(getattr(variant, x) is not getattr(SOFTMAX, x) for x in _HOOKS),
     }
     return frozenset(name for name, is_needed in needs.items() if is_needed)

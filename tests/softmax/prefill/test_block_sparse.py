@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan import bsr, intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
+from softmax_backend.selection_prefill import requirements
 from softmax_backend.testing.prefill_cases import (
     BLOCKS,
     assert_matches,
@@ -19,6 +22,7 @@ from softmax_backend.testing.prefill_cases import (
     run_and_check,
 )
 from softmax_backend.variants import masks
+from softmax_backend.variants.variant import SOFTMAX
 
 PATHS = pytest.mark.parametrize("path", ["torch", "triton"])
 
@@ -282,3 +286,12 @@ def test_a_shared_prefix_is_two_plans_and_a_merge(seed: int, device: torch.devic
         want = reference.attention(q[:, :, at].cpu(), *whole, causal_seen(n, prefix + n), 0.125)
         got = out[at].transpose(0, 1)[None], lse[at].t()[None] / log2_e
         assert_matches(got, want)
+
+
+def test_a_vector_mask_is_required_even_where_no_block_is_partial(device: torch.device) -> None:
+    """The kernel is compiled with the plan's mask; Gluon's takes none that loads vectors."""
+    q, _, v = inputs((2, 128, 64), (2, 128, 64), seed=0, device=device)
+    plan = intervals.dense(128, 128, 2, device=device)
+    whole = dataclasses.replace(plan, mask=masks.element_bits, has_partial=False)
+    assert "vector_masks" in requirements(q, v, whole, SOFTMAX)
+    assert "vector_masks" not in requirements(q, v, plan, SOFTMAX)
