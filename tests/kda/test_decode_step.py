@@ -192,6 +192,8 @@ def test_a_layout_mistake_would_show(backend: Backend, seed: int, mistake: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drift_over_many_steps(backend: Backend, seed: int, dtype: torch.dtype) -> None:
     """The state after many steps in place is as near to float64 as after one, in fp32."""
+    if not ON_GPU and backend.name == "kernels" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates to bf16, and that bias adds up over steps")
     steps = 10_000 if ON_GPU or (backend.name == "torch" and dtype == torch.float32) else 100
     case = make_step(seed, steps, device=backend.device, heads=1, has_norm=False)
     pools = StepPools(case, 2, dtype=dtype)
