@@ -27,8 +27,8 @@ test-amd: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.amdgcn.report --output benchmarks/results/amdgcn_execution.json
 
 # In environments with the real vLLM and sglang, kept under ~/.cache; the first time they are fetched.
-# Oldest and newest release of each engine and one other in turn, by the day; test-engines-all runs
-# every release that is claimed, make test-engines ENGINES="vllm==0.33.0" one alone.
+# Oldest and newest release of each engine and one of the others, which changes by the day;
+# test-engines-all runs every release that is claimed, make test-engines ENGINES="vllm==0.33.0" one alone.
 ENGINES ?=
 test-engines: $(SETUP)
 	$(PY) tests/engines/envs.py $(ENGINES)

@@ -1,4 +1,4 @@
-"""Two trees of this repository beside each other: the same calls, the same inputs, in turn.
+"""Two trees of this repository beside each other: the same calls, the same inputs, alternating.
 
     git worktree add ../before 40464a6
     python benchmarks/redesign_pair.py --before ../before --after . \

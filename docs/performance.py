@@ -65,7 +65,7 @@ def _headline() -> str:
     unbounded = [row for row in prefill["rows"] if row["gate"] == "unbounded"]
     bounded = [row for row in prefill["rows"] if row["gate"] == "bounded"]
     compressor = [row for row in _load("dsv4_compressor_h200.json")["rows"] if row["vllm_gpu_ms"]]
-    upstream, flag = (_load(f"vllm_kimi48b_{who}.json")["shapes"] for who in ("stock", "kda"))
+    upstream, flag = (_load(f"vllm_kimi48b_{who}.json")["shapes"] for who in ("upstream", "kda"))
     rows = [
         (
             f"KDA prefill, gate without bound, {len(unbounded)} shapes",
@@ -332,11 +332,11 @@ def _mla() -> list[str]:
 
 
 def _engine() -> list[str]:
-    upstream, ours = (_load(f"vllm_kimi48b_{who}.json") for who in ("stock", "kda"))
+    upstream, ours = (_load(f"vllm_kimi48b_{who}.json") for who in ("upstream", "kda"))
     where = ours["environment"]
     links = ", ".join(
         f"[{text}](../benchmarks/results/vllm_kimi48b_{name}.json)"
-        for text, name in (("upstream", "stock"), ("with the flag", "kda"), ("decode", "decode"))
+        for text, name in (("upstream", "upstream"), ("with the flag", "kda"), ("decode", "decode"))
     )
     calls = (
         [
@@ -389,7 +389,7 @@ def _recall() -> list[str]:
             right = min(round["right"] for round in run["rounds"])
             how = _SERVERS.get(server, server.replace("flag", "with the flag"))
             cells.append([link, how, f"{right} of {report['items']}", report["date"]])
-    for name in ("eval_recall_transformers_stock.json", "eval_recall_transformers.json"):
+    for name in ("eval_recall_transformers_upstream.json", "eval_recall_transformers.json"):
         record = _load(name)
         link = f"[transformers {record['engine_version']}](../benchmarks/results/{name})"
         right = sum(question["right"]["exact"] for question in record["questions"])

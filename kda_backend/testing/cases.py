@@ -175,7 +175,7 @@ def make_case(
     """Draw a case on the device.
 
     Args:
-        regime: of `regimes.REGIMES`; of several, the value heads take them in turn.
+        regime: of `regimes.REGIMES`; of several, head h takes the one at h modulo their number.
         gate, beta: as `Case.gate` and `Case.beta_kind`.
     """
     rng = torch.Generator(device).manual_seed(seed)

@@ -20,7 +20,7 @@ REGIMES = ("random", "init", "weak", "long", "extreme", "collinear")
 MEASURED_REGIMES = ("random", "init", "weak", "long", "collinear")
 """The regimes of the committed accuracy tables."""
 HARD_REGIMES = ("random", "extreme", "collinear", "long")
-"""The regimes of an adversarial call's heads, in turn."""
+"""The regimes of an adversarial call's heads: head h has the one of index h modulo their number."""
 
 
 def gate_parameters(

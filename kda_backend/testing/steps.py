@@ -152,7 +152,7 @@ def make_step(
     regime: Sequence[str] = ("weak", "random"),
     **flags: Any,
 ) -> StepCase:
-    """Draw the projections of ``rows`` tokens; value heads take the regimes in turn.
+    """Draw the projections of ``rows`` tokens; value head h takes regime h modulo their number.
 
     ``flags``: of `StepCase`.
     """

@@ -271,30 +271,30 @@ def _find_prefixes(
     requests = plan.requests
     size = _power_of_two(requests)
     leaders, tiles = _prefix_kernels(page_size, size, _power_of_two(prefix.num_prefix_tiles))
-    leaders(
+    leaders.launch(
         (requests, 1, 1),
-        block_table,
-        plan.lengths,
-        prefix.leader,
-        prefix.shared,
-        requests,
-        block_table.stride(0),
-        plan.query_tokens,
+        block_table_ptr=block_table,
+        lengths_ptr=plan.lengths,
+        leader_ptr=prefix.leader,
+        shared_ptr=prefix.shared,
+        requests=requests,
+        stride_table=block_table.stride(0),
+        query_tokens=plan.query_tokens,
     )
-    tiles(
+    tiles.launch(
         (1, 1, 1),
-        plan.lengths,
-        prefix.leader,
-        prefix.shared,
-        prefix.tiles,
-        prefix.tile_lengths,
-        prefix.members,
-        prefix.prefix_tile,
-        prefix.prefix_row,
-        requests,
-        query_rows,
-        prefix.num_prefix_tiles,
-        min_tokens,
+        lengths_ptr=plan.lengths,
+        leader_ptr=prefix.leader,
+        shared_ptr=prefix.shared,
+        tiles_ptr=prefix.tiles,
+        tile_lengths_ptr=prefix.tile_lengths,
+        members_ptr=prefix.members,
+        prefix_tile_ptr=prefix.prefix_tile,
+        prefix_row_ptr=prefix.prefix_row,
+        requests=requests,
+        query_rows=query_rows,
+        prefix_tiles=prefix.num_prefix_tiles,
+        min_tokens=min_tokens,
     )
 
 
@@ -341,5 +341,4 @@ def _prefix_kernels(page_size: int, block_t: int, tiles: int) -> tuple[KernelLau
 
 @functools.cache
 def _sm90_kernel() -> CudaKernel:
-
     return CudaKernel(SM90_SOURCE, "split_plan", PARAMS, {})

@@ -4,8 +4,8 @@
     python tests/engines/envs.py all                # every release that is claimed
     python tests/engines/envs.py vllm==0.26.0 ...   # these alone
 
-``envs.toml`` says what goes into each environment, which is made where it is missing. The other
-release is taken in turn, by the day: each comes up within a week. An environment is kept under
+``envs.toml`` says what goes into each environment, which is made where it is missing. The one
+other release changes by the day, and each comes up within a week. An environment is kept under
 ``$XDG_CACHE_HOME/kda-dsv4/engines`` (by default ``~/.cache``), named after its engine and a hash of
 its contents. torch, triton, transformers and pytest are those of the interpreter that runs this
 file, found through a ``.pth`` file: no second torch is downloaded.

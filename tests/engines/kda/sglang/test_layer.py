@@ -151,11 +151,11 @@ def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> 
 
 def test_the_step_plan_is_built_once_per_pass(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    stock = sglang_kernel.build_step_plan
+    upstream = sglang_kernel.build_step_plan
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         built.append(args)
-        return stock(*args, **kwargs)
+        return upstream(*args, **kwargs)
 
     monkeypatch.setattr(sglang_kernel, "build_step_plan", counted)
     served.fill_pools(seed=9)
