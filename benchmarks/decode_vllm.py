@@ -1,41 +1,85 @@
-"""A decode step of Kimi-Linear in a real vLLM engine's CUDA graphs, stock and with this backend.
+"""A decode step of a real vLLM engine: its time from the scheduler's log, its kernels by CUPTI.
 
-    python -m benchmarks.decode_vllm stock.json kda.json vllm_kimi48b_decode.json
-
-Of two runs of `benchmarks.serve_vllm` with ``--graphs decode --parts decode``. A step's time is
-that of one generation less that of a shorter one with the same prompts, over the difference of
-their tokens; its GPU time is the kernels of ``PROFILED`` steps, from the profiler.
+`benchmarks.serve_vllm` measures with it. A step's time is that between two calls of the scheduler,
+both of which scheduled one token of each sequence and nothing else; with asynchronous scheduling
+this is the time by which the engine advances, not the latency of one step.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import time
 from collections.abc import Callable
-from pathlib import Path
+from itertools import pairwise
+from statistics import median_high as median
 from typing import Any
 
-BATCHES = (1, 16, 64)
-PROMPT, SHORT, LONG, PROFILED = 128, 16, 144, 8
+from benchmarks import serve_profile
+from benchmarks.serve_work import decode_name, row
+
+STEPS, PROFILED = 32, 8
 # what of a step's kernels is a KDA layer between its projections, by parts of their names
 KDA_KERNELS = ("causal_conv1d_update", "kda", "decode_step", "recurrent", "rms_norm_gated",
                "layer_norm_gated", "gated_norm")  # fmt: skip
 
 
-def step(batch: int, generate: Callable[[int], Any]) -> dict[str, Any]:
-    """A decode step of ``batch`` sequences; ``generate(n)``: n tokens of each, seconds."""
-    generate(SHORT)
-    times = sorted((generate(LONG) - generate(SHORT)) / (LONG - SHORT) for _ in range(3))
-    row = {"batch": batch, "step_ms": 1e3 * times[1], "all_ms": [1e3 * t for t in times]}
-    row |= kernels_of_a_step(generate)
-    print(json.dumps({k: v for k, v in row.items() if k != "kernels_us"}), flush=True)
-    return row
+class StepLog:
+    """When the engine scheduled how many tokens. ``llm`` runs its engine in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule = scheduler.schedule
+        self.steps: list[tuple[float, int]] = []
+
+        def logged(*args: Any, **options: Any) -> Any:
+            found = schedule(*args, **options)
+            self.steps.append((time.perf_counter(), found.total_num_scheduled_tokens))
+            return found
+
+        scheduler.schedule = logged
+
+    def of(self, call: Callable[[], Any]) -> list[tuple[float, int]]:
+        """The steps of a call that scheduled anything: (time in s, tokens)."""
+        self.steps.clear()
+        call()
+        return [(at, tokens) for at, tokens in self.steps if tokens]
+
+
+def steps_of_prefill(count: int, length: int, budget: int) -> int:
+    """About so many steps pass until all prompts are read.
+
+    Decoding sequences take of a step's budget, and an engine may end a piece of a prompt at a
+    block's end: four fifths of the budget are assumed to be used.
+    """
+    return 4 + -(-5 * count * length // (4 * budget))
+
+
+def pure_steps_ms(steps: list[tuple[float, int]], count: int) -> list[float]:
+    """The times between decode steps of ``count`` sequences, in ms, the last `STEPS` of them.
+
+    Raises:
+        ValueError: there are fewer than 8, for instance because a sequence was preempted.
+    """
+    last = max((i for i, (_, tokens) in enumerate(steps) if tokens > count), default=-1)
+    pure = [i for i in range(last + 1, len(steps)) if steps[i][1] == count]
+    times = [1e3 * (steps[b][0] - steps[a][0]) for a, b in pairwise(pure)]
+    if len(times) < 8:
+        raise ValueError(f"expected at least 8 decode steps of {count} sequences, got {len(times)}")
+    return times[-STEPS:]
+
+
+def step_row(
+    log: StepLog, count: int, length: int, budget: int, generate: Callable[[int], Any]
+) -> dict[str, Any]:
+    """A row of a decode step. ``generate(n)``: n tokens of each of the sequences."""
+    new_tokens = STEPS + 4 + (steps_of_prefill(count, length, budget) if count > 1 else 0)
+    times = pure_steps_ms(log.of(lambda: generate(new_tokens)), count)
+    spread = {"least_ms": min(times), "steps": len(times)}
+    return row(decode_name(count, length), "decode", median(times), **spread)
 
 
 def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, Any]:
-    """GPU time by kernel, of ``PROFILED`` steps by the difference of two profiles."""
-    longer = kernels_of(lambda: generate(2 + PROFILED))
-    shorter = kernels_of(lambda: generate(2))
+    """GPU time by kernel, of `PROFILED` steps, by the difference of two profiles."""
+    longer, shorter = (serve_profile.kernels_of(lambda n=n: generate(n)) for n in (2 + PROFILED, 2))
     by_kernel = {
         name: [(at[0] - shorter.get(name, (0.0, 0))[0]) / PROFILED,
                (at[1] - shorter.get(name, (0.0, 0))[1]) / PROFILED]
@@ -44,72 +88,9 @@ def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, Any]:
     kda = [v for name, v in by_kernel.items() if any(part in name for part in KDA_KERNELS)]
     top = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:40]
     return {
-        "gpu_ms": sum(us for us, _ in by_kernel.values()) / 1e3,
+        "gpu_ms": sum(ms for ms, _ in by_kernel.values()),
         "launches": sum(count for _, count in by_kernel.values()),
-        "kda_us": sum(us for us, _ in kda),
+        "kda_ms": sum(ms for ms, _ in kda),
         "kda_launches": sum(count for _, count in kda),
-        "kernels_us": dict(top),
+        "kernels": dict(top),
     }
-
-
-def kernels_of(call: Callable[[], Any]) -> dict[str, tuple[float, int]]:
-    """Kernel name -> (us, launches) of a call."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        call()
-    found: dict[str, tuple[float, int]] = {}
-    for event in record.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            us, count = found.get(event.name, (0.0, 0))
-            found[event.name] = (us + event.device_time, count + 1)
-    return found
-
-
-def compare(args: argparse.Namespace) -> None:
-    stock, ours = (json.loads(path.read_text()) for path in (args.stock, args.ours))
-    rows = [
-        {
-            "batch": a["batch"],
-            "stock_ms": a["step_ms"],
-            "ours_ms": b["step_ms"],
-            **{
-                f"{who}_{key}": row[key]
-                for key in ("gpu_ms", "launches", "kda_us", "kda_launches")
-                for who, row in (("stock", a), ("ours", b))
-            },
-        }
-        for a, b in zip(
-            stock["decode"], ours["decode"], strict=False
-        )  # a run may have been cut off
-    ]
-    result = {
-        "script": "benchmarks/decode_vllm.py",
-        "environment": ours["environment"],
-        "prompt_tokens": PROMPT,
-        "rows": rows,
-        "kernels_us": {
-            name: {row["batch"]: row["kernels_us"] for row in run["decode"]}
-            for name, run in (("stock", stock), ("ours", ours))
-        },
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    for row in rows:
-        print(
-            f"batch {row['batch']}: step {row['stock_ms']:.2f} -> {row['ours_ms']:.2f} ms, GPU"
-            f" {row['stock_gpu_ms']:.2f} -> {row['ours_gpu_ms']:.2f} ms, KDA between projections"
-            f" {row['stock_kda_us']:.0f} us in {row['stock_kda_launches']:.0f} launches ->"
-            f" {row['ours_kda_us']:.0f} us in {row['ours_kda_launches']:.0f}"
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    for name in ("stock", "ours", "out"):
-        parser.add_argument(name, type=Path)
-    compare(parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,236 +1,401 @@
-"""Kimi-Linear with drawn weights in a real vLLM engine on one GPU: engine calls, decode, tokens.
+"""Kimi-Linear with drawn weights in a real vLLM engine on one GPU, upstream and with the flag.
 
-    python -m benchmarks.serve_vllm run CONFIG_DIR stock.json
-    python -m benchmarks.serve_vllm run CONFIG_DIR kda.json --attention-backend CUSTOM
-    python -m benchmarks.serve_vllm compare stock.json kda.json agreement.json
+    python -m benchmarks.serve_vllm pair CONFIG_DIR vllm033_kimi48b.json --flag KDA
+    python -m benchmarks.serve_vllm run side.json --config CONFIG_DIR [--attention-backend KDA]
 
-CONFIG_DIR holds the model's config.json; no checkpoint is needed. The parts of ``run``, on one load
-of the model, each written as it comes:
+CONFIG_DIR holds the model's config.json; no checkpoint is needed. ``pair`` runs ``run`` per side,
+one after the other on the GPU, each in a process with empty compile caches, and joins their files.
+By default the engine runs as a server on an H200 does: its own graphs, its own prefix caching (no
+prompt is asked twice), 8,192 tokens per step, up to 1,024 sequences.
 
-- calls: full engine calls (prompt tokens in, one token out; medians), the GPU time by kernel and
-  the host's time by function.
-- decode: a decode step in CUDA graphs (``--graphs decode`` or ``full``): see `decode_vllm`.
-- tokens: greedy ones for 64 prompts of mixed lengths, all at once and 16 of them one after the
-  other.
+Parts of ``run``, on one load of the model:
 
-``--graphs decode`` captures decode steps alone and compiles nothing: a prefill then runs the same
-code as in eager mode, and MLA's metadata makes two small copies more a step. Every kernel that was
-compiled or tuned after the model had been loaded is listed.
+- first: the first request after the load.
+- calls: prompts in, one token of each out; medians, and into which steps the engine cut them.
+- decode: a step of 1, 16 and 64 sequences after 128 tokens and after 32k; kernels of a short one.
+- mixed: 48 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice.
+- router: how many distinct experts are chosen per layer. Drawn weights say nothing about a real
+  server's time where the router chooses the same experts for all tokens.
+- tokens: greedy ones for 64 prompts, all at once and 16 of them one after the other.
+- profile: kernels, how busy the GPU is, and Python functions.
 
-``compare`` pairs the calls and says where two runs' tokens part, and how close the two best tokens
-were there; the same for one run's own two ways to batch, which differ by rounding alone: a
-divergence is explained where the margin of stock's two best tokens is no larger than what rounding
-moved between those two batchings of stock.
+Weights are drawn where vLLM loads them, before it derives others from them and captures graphs:
+weights set later are not those that a captured graph reads.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import math
 import os
-import pstats
 import random
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median_high as median
 from typing import Any
 
-from benchmarks import decode_vllm
+from benchmarks import decode_vllm, serve_agreement, serve_profile, serve_work
+from benchmarks.serve_work import SideFile, call_name, prompt_of, row, say
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-SHAPES = ((1, 512), (1, 2048), (1, 8192), (8, 1024), (1, 32768))
-PROFILED = ((1, 512), (1, 8192), (8, 1024))
-OURS = ("kda_backend", "backend_core")
-PROMPTS, APART, NEW_TOKENS = 64, 16, 16
+BUDGET, SEQUENCES = 8192, 1024  # what `vllm serve` takes on an H200
+PROFILED = ((1, 512), (1, 2048), (1, 8192))
+HOST_CALL, HOST_CALLS = (1, 2048), 10
+ROUTED, ROUTED_DECODES = (128, 512, 1024), 63
+PARTS = ("first", "calls", "decode", "mixed", "router", "tokens", "profile", "long")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("run")
-    one.add_argument("config_dir", type=Path)
+    two = commands.add_parser("pair", help="both sides")
+    two.add_argument("config", type=Path)
+    two.add_argument("out", type=Path)
+    two.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    two.add_argument("--limit", type=float, default=540.0, help="for both sides, seconds")
+    one = commands.add_parser("run", help="one side")
     one.add_argument("out", type=Path)
+    one.add_argument("--config", type=Path, required=True)
     one.add_argument("--attention-backend")
-    one.add_argument("--layers", type=int, default=27)
-    one.add_argument(
-        "--graphs",
-        choices=("none", "decode", "full"),
-        default="none",
-        help="full: torch.compile and all CUDA graphs, a server's default",
-    )
-    one.add_argument(
-        "--dense",
-        action="store_true",
-        help="no experts: with drawn weights their choice turns rounding into other tokens",
-    )
-    one.add_argument(
-        "--parts", nargs="+", choices=("calls", "decode", "tokens"), default=["calls", "tokens"]
-    )
-    one.add_argument("--memory", type=float, default=0.93, help="share of the GPU's memory")
-    one.add_argument(
-        "--kv-cache-gib", type=float, help="instead of what is left: for runs beside each other"
-    )
-    two = commands.add_parser("compare")
-    for name in ("stock", "ours", "out"):
-        two.add_argument(name, type=Path)
+    one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
+    for command in (two, one):
+        command.add_argument("--layers", type=int, default=27)
+        command.add_argument(
+            "--graphs",
+            choices=("default", "decode", "none"),
+            default="default",
+            help="decode: CUDA graphs of decode steps alone, nothing compiled; none: eager",
+        )
+        command.add_argument(
+            "--dense",
+            action="store_true",
+            help="no experts: with drawn weights their choice turns rounding into other tokens",
+        )
+        command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+        command.add_argument("--memory", type=float, help="share of the GPU's memory")
+        command.add_argument("--no-prefix-caching", action="store_true")
     args = parser.parse_args()
-    if args.command == "compare":
-        compare(args)
-    elif args.graphs == "none" and "decode" in args.parts:
-        parser.error("decode steps are measured in CUDA graphs: --graphs decode or full")
-    else:
-        run(args)
+    if not (args.config / "config.json").is_file():
+        parser.error(f"expected a folder with a config.json, got {args.config}")
+    return pair(args) if args.command == "pair" else run(args)
 
 
-def run(args: argparse.Namespace) -> None:
+def pair(args: argparse.Namespace) -> int:
+    common = ["--config", str(args.config), "--layers", str(args.layers), "--graphs", args.graphs]
+    common += ["--parts", *args.parts]
+    common += ["--dense"] if args.dense else []
+    common += ["--no-prefix-caching"] if args.no_prefix_caching else []
+    common += ["--memory", str(args.memory)] if args.memory else []
+    sides = {"upstream": common, "flag": [*common, "--attention-backend", args.flag]}
+    return serve_work.pair("benchmarks.serve_vllm", sides, args.out, args.limit, args.graphs)
+
+
+def run(args: argparse.Namespace) -> int:
+    begin = time.perf_counter()
+    import vllm  # noqa: F401
+
+    import_s = time.perf_counter() - begin
     begin = time.perf_counter()
     llm = load(args)
     load_s = time.perf_counter() - begin
-    compiled = watch_compilation()
-    llm.apply_model(draw_weights)
-    rng = random.Random(0)
-
-    def prompt(length: int) -> dict[str, list[int]]:
-        return {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(length)]}
-
-    def call(count: int, length: int) -> float:
-        return seconds_of(llm, [prompt(length) for _ in range(count)], 1)
-
-    result: dict[str, Any] = {
-        "script": "benchmarks/serve_vllm.py",
+    log = decode_vllm.StepLog(llm)
+    head = {
+        "head": versions(),
         "environment": environment(args),
-        "load_s": load_s,
-        "first_prefill_s": call(1, 8192),
-        "shapes": [],
-        "profiles": [],
-        "compiled_after_load": compiled,
+        "engine": engine_of(llm),
+        "layers": llm.apply_model(layer_classes)[0],
+        "import_s": import_s,
+        "compiled_after_load": watch_compilation(),
+    }
+    side = SideFile(args.out, args.until, head)
+    say(f"{head['head']['engine']}, {head['engine']}")
+    say(f"layers: {head['layers']}")
+    if args.attention_backend and not any(k.startswith("kda_backend") for k in head["layers"]):
+        raise SystemExit(
+            f"expected KDA layers of kda_backend with --attention-backend {args.attention_backend},"
+            f" got {head['layers']}"
+        )
+    side.add(row("model load", "load", 1e3 * load_s))
+    measure(side, Asked(llm, log), args.parts)
+    side.save()
+    compiled = side.data["compiled_after_load"]
+    ours = [name for name in compiled if any(part in name for part in serve_profile.OURS)]
+    say(f"{len(compiled)} kernels compiled or tuned after load, {len(ours)} of them ours")
+    return bool(side.data["failed"])
+
+
+class Asked:
+    """An engine with prompts that it has not seen before."""
+
+    def __init__(self, llm: Any, log: decode_vllm.StepLog) -> None:
+        self.llm, self.log = llm, log
+        self.rng = random.Random(0)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        return [prompt_of(self.rng, length) for _ in range(count)]
+
+    def call(self, count: int, length: int) -> float:
+        """Seconds of one token after each of ``count`` new prompts."""
+        return self.generate(self.prompts(count, length), 1)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int | list[int]) -> float:
+        """Seconds in which the engine answers all prompts with greedy tokens."""
+        import torch
+        from vllm import SamplingParams
+
+        numbers = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
+        sampling = [
+            SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False)
+            for n in numbers
+        ]
+        batch = [{"prompt_token_ids": prompt} for prompt in prompts]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.llm.generate(batch, sampling, use_tqdm=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
+    """The parts in the order of their worth, as far as the time goes."""
+    if "first" in parts:
+        side.part("first request", 10, lambda: side.add(first_row(asked)))
+    if "calls" in parts:
+        for count, length in serve_work.CALLS:
+            needs = 2 + 8e-5 * count * length
+            side.part(
+                call_name(count, length),
+                needs,
+                lambda c=count, n=length: side.add(call_row(asked, c, n)),
+            )
+    if "decode" in parts:
+        for count, length in serve_work.DECODE_SHORT:
+            side.part(
+                f"decode {count}", 5, lambda c=count, n=length: decode(side, asked, c, n, True)
+            )
+    if "mixed" in parts:
+        side.part("mixed load", 10, lambda: mixed_rows(side, asked))
+    if "router" in parts:
+        side.part("router", 5, lambda: router(asked))
+    if "tokens" in parts:
+        side.part("tokens", 8, lambda: greedy(asked))
+        if "tokens" in side.data:
+            side.data["tokens_summary"] = serve_agreement.collapse(side.data["tokens"])
+            say(f"tokens: {side.data['tokens_summary']}")
+    if "profile" in parts:
+        side.part("profiles", 10, lambda: profiles(asked))
+        side.part("host", 5, lambda: host(asked))
+    if "long" in parts:
+        for count, length in serve_work.DECODE_LONG:
+            needs = 3 + 2.5e-5 * count * length
+            side.part(
+                f"decode {count}, long",
+                needs,
+                lambda c=count, n=length: decode(side, asked, c, n, False),
+            )
+
+
+def first_row(asked: Asked) -> dict[str, Any]:
+    return row("first request, 1 × 2,048", "first", 1e3 * asked.call(1, 2048))
+
+
+def call_row(asked: Asked, count: int, length: int) -> dict[str, Any]:
+    for _ in range(2):
+        asked.call(count, length)
+    steps = asked.log.of(lambda: asked.call(count, length))
+    # the shorter the call, the more of it is the host's
+    repeats = {128: 21, 512: 21, 2048: 15, 32768: 3}.get(length, 5)
+    times = [1e3 * asked.call(count, length) for _ in range(repeats)]
+    details = {"least_ms": min(times), "steps": [tokens for _, tokens in steps], "runs_ms": times}
+    return row(call_name(count, length), "call", median(times), **details)
+
+
+def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool) -> Any:
+    prompts = asked.prompts(count, length)
+    side.add(
+        decode_vllm.step_row(
+            asked.log, count, length, BUDGET, lambda new: asked.generate(prompts, new)
+        )
+    )
+    if not kernels:
+        return None
+    others = [asked.prompts(count, length) for _ in range(2)]
+    found = decode_vllm.kernels_of_a_step(lambda new: asked.generate(others.pop(), new))
+    shown = {k: round(v, 3) for k, v in found.items() if k != "kernels"}
+    say(f"  kernels of a decode step of {count}: {shown}")
+    return found
+
+
+def mixed_rows(side: SideFile, asked: Asked) -> None:
+    times = []
+    for seed in (1, 2):
+        load = serve_work.mixed(seed)
+        times.append(1e3 * asked.generate(load.prompts, load.new_tokens))
+    side.add(row("mixed load of 48 requests", "mixed", sum(times) / 2, runs_ms=times))
+
+
+def router(asked: Asked) -> dict[str, Any]:
+    """Distinct experts per layer: of the first tokens of a prompt, and of a decode step."""
+    with watch_router() as chosen:
+        asked.call(1, BUDGET)
+        prompt = [per_step[0] for per_step in chosen.values()]
+        for per_step in chosen.values():
+            per_step.clear()
+        # one step reads the short prompts whole, the next decodes them beside a long prompt's piece
+        short = asked.prompts(ROUTED_DECODES, 48)
+        asked.generate([*short, *asked.prompts(1, 2 * BUDGET)], 3)
+        steps = [per_step[1] for per_step in chosen.values() if len(per_step) > 1]
+    found = experts_of(prompt, [ids[:ROUTED_DECODES] for ids in steps])
+    for what, counts in found["distinct"].items():
+        say(f"  experts chosen by {what}: mean {sum(counts) / len(counts):.0f}, {counts}")
+    return found
+
+
+def experts_of(prompt: list[Any], decodes: list[Any]) -> dict[str, Any]:
+    """Counts per layer from expert ids ``[tokens, chosen]``, of a prompt and of a decode step.
+
+    Raises:
+        ValueError: no router was seen.
+    """
+    if not prompt:
+        raise ValueError("expected the choices of at least one router, got none")
+    windows = {f"the first {n} tokens": [ids[:n] for ids in prompt] for n in ROUTED}
+    windows[f"{ROUTED_DECODES} decodes"] = decodes
+    return {
+        "chosen_per_token": int(prompt[0].shape[1]),
+        "distinct": {
+            what: [len(set(ids.flatten().tolist())) for ids in layers]
+            for what, layers in windows.items()
+            if layers
+        },
+        "largest_share": [max(ids.flatten().bincount().tolist()) / ids.shape[0] for ids in prompt],
     }
 
-    def save() -> None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    if "calls" in args.parts:
-        for count, length in SHAPES:
-            result["shapes"].append(measured(count, length, call))
-            save()
-        for count, length in PROFILED:
-            result["profiles"].append(profiled(count, length, call))
-            save()
-        result["host"] = host_profile(lambda: call(1, 512))
-    if "decode" in args.parts:
-        result["decode"] = []
-        for batch in decode_vllm.BATCHES:
-            batch_of = [prompt(decode_vllm.PROMPT) for _ in range(batch)]
-            result["decode"].append(
-                decode_vllm.step(batch, lambda new, batch=batch_of: seconds_of(llm, batch, new))
-            )
-            save()
-    if "tokens" in args.parts:
-        lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(PROMPTS)]
-        result["greedy"] = greedy(llm, lengths, [prompt(length) for length in lengths])
-    save()
-    ours = [name for name in compiled if "kda_backend" in name]
-    print(json.dumps({k: result[k] for k in ("load_s", "first_prefill_s")}))
-    print(f"{len(compiled)} kernels compiled or tuned after load, {len(ours)} of them ours")
-    for name in compiled:
-        print("  ", name)
+class watch_router:  # noqa: N801 (a context manager)
+    """Collects each router's choices [tokens, chosen], on the host, where no graph is replayed."""
+
+    def __enter__(self) -> dict[int, list[Any]]:
+        from vllm.model_executor.layers.fused_moe.router import base_router, fused_moe_router
+
+        classes = (fused_moe_router.FusedMoERouter, base_router.BaseRouter)
+        self.owner = [
+            c
+            for c in classes
+            if "select_experts" in vars(c)
+            and not getattr(c.select_experts, "__isabstractmethod__", False)
+        ][-1]
+        self.select = select = self.owner.select_experts
+        chosen: dict[int, list[Any]] = {}
+
+        def watched(this: Any, *args: Any, **options: Any) -> Any:
+            weights, ids = select(this, *args, **options)
+            if ids.shape[0] > ROUTED[-1]:
+                chosen.setdefault(id(this), []).append(ids.long().cpu())
+            return weights, ids
+
+        self.owner.select_experts = watched
+        return chosen
+
+    def __exit__(self, *_: object) -> None:
+        self.owner.select_experts = self.select
+
+
+def profiles(asked: Asked) -> list[dict[str, Any]]:
+    found = []
+    for count, length in PROFILED:
+        profile = serve_profile.gpu_profile(lambda c=count, n=length: asked.call(c, n))
+        found.append({"what": call_name(count, length), **profile})
+        top = list(profile["kernels"].items())[:10]
+        say(
+            f"  {call_name(count, length)}: GPU {profile['gpu_ms']:.1f} ms in"
+            f" {profile['launches']} launches, busy {profile['busy']:.0%} of"
+            f" {profile['span_ms']:.1f} ms"
+        )
+        say("    " + "; ".join(f"{name[:44]} {ms:.2f} in {n}" for name, (ms, n) in top))
+    return found
+
+
+def host(asked: Asked) -> dict[str, Any]:
+    found = serve_profile.host_profile(lambda: asked.call(*HOST_CALL), HOST_CALLS)
+    say(f"  {call_name(*HOST_CALL)}, Python with its profiler: {found['all_ms']:.1f} ms a call,")
+    say(f"    {found['ours_ms']:.1f} ms of it in this package's files; own time of functions:")
+    top = found["functions"][:12]
+    say("    " + "; ".join(f"{f['function'][-56:]} {f['own_ms']:.2f}" for f in top))
+    return found
+
+
+def greedy(asked: Asked) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    rng = random.Random(7)
+    lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(serve_agreement.PROMPTS)]
+    batch = [{"prompt_token_ids": prompt_of(rng, length)} for length in lengths]
+    sampling = SamplingParams(
+        max_tokens=serve_agreement.NEW_TOKENS,
+        temperature=0.0,
+        logprobs=2,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    together = asked.llm.generate(batch, sampling, use_tqdm=False)
+    first = batch[: serve_agreement.APART]
+    apart = [asked.llm.generate([one], sampling, use_tqdm=False)[0] for one in first]
+    return {
+        "lengths": lengths,
+        "together": [serve_agreement.tokens_of(output) for output in together],
+        "apart": [serve_agreement.tokens_of(output) for output in apart],
+    }
 
 
 def load(args: argparse.Namespace) -> Any:
+    """The engine, in this process."""
     from vllm import LLM
 
+    register_loader()
     arguments: dict[str, Any] = {}
     if args.attention_backend:
         arguments["attention_backend"] = args.attention_backend
-    if args.kv_cache_gib:
-        arguments["kv_cache_memory_bytes"] = int(args.kv_cache_gib * 2**30)
+    if args.memory:
+        arguments["gpu_memory_utilization"] = args.memory
+    if args.no_prefix_caching:
+        arguments["enable_prefix_caching"] = False
     if args.graphs == "decode":
         arguments["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": list(decode_vllm.BATCHES),
+            "cudagraph_capture_sizes": [count for count, _ in serve_work.DECODE_SHORT],
         }
     return LLM(
-        model=model_directory(args.config_dir, args.layers, args.dense),
-        load_format="dummy",
+        model=model_directory(args.config, args.layers, args.dense),
+        load_format="drawn",
         skip_tokenizer_init=True,
         max_model_len=70000,
-        max_num_batched_tokens=8192,
-        gpu_memory_utilization=args.memory,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=SEQUENCES,
         enforce_eager=args.graphs == "none",
-        enable_prefix_caching=False,
-        max_num_seqs=max(decode_vllm.BATCHES),
         seed=0,
         **arguments,
     )
 
 
-def seconds_of(llm: Any, batch: list[dict[str, list[int]]], new_tokens: int) -> float:
-    """A batch of prompts in, ``new_tokens`` greedy tokens of each out."""
-    import torch
-    from vllm import SamplingParams
+def register_loader() -> None:
+    """A load format ``drawn``, which fills a model with `draw_weights`."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    sampling = SamplingParams(
-        max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
-    )
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    llm.generate(batch, sampling, use_tqdm=False)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def measured(count: int, length: int, call: Any) -> dict[str, Any]:
-    for _ in range(2):
-        call(count, length)
-    # the shorter the call, the more of it is the host's
-    times = sorted(call(count, length) for _ in range(15 if length <= 2048 else 5))
-    seconds = times[len(times) // 2]
-    row = {
-        "n": count,
-        "length": length,
-        "ms": 1e3 * seconds,
-        "least_ms": 1e3 * times[0],
-        "tokens_per_s": count * length / seconds,
-    }
-    print(json.dumps(row), flush=True)
-    return row
-
-
-def greedy(llm: Any, lengths: list[int], batch: list[dict[str, list[int]]]) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        max_tokens=NEW_TOKENS, temperature=0.0, logprobs=2, ignore_eos=True, detokenize=False
-    )
-    together = llm.generate(batch, sampling, use_tqdm=False)
-    apart = [llm.generate([one], sampling, use_tqdm=False)[0] for one in batch[:APART]]
-    return {
-        "lengths": lengths,
-        "together": [tokens_of(output) for output in together],
-        "apart": [tokens_of(output) for output in apart],
-    }
-
-
-def model_directory(config_dir: Path, layers: int, dense: bool) -> str:
-    """The configuration with its first layers alone, as a model to load."""
-    config = json.loads((config_dir / "config.json").read_text())
-    config["num_hidden_layers"] = layers
-    if dense:
-        config["first_k_dense_replace"] = layers
-    linear = config["linear_attn_config"]
-    for key in ("full_attn_layers", "kda_layers"):
-        linear[key] = [layer for layer in linear[key] if layer <= layers]
-    model = Path(tempfile.mkdtemp())
-    (model / "config.json").write_text(json.dumps(config))
-    return str(model)
+    @register_model_loader("drawn")
+    class DrawnModelLoader(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            draw_weights(model)
 
 
 def draw_weights(model: Any) -> None:
@@ -258,10 +423,51 @@ def draw_weights(model: Any) -> None:
             x.zero_()
         elif x.is_floating_point():
             x.normal_(0.0, 0.02, generator=generator)
-    for module in model.modules():
-        # MLA keeps products of its weights for decode
-        if type(module).__name__ == "MLAAttention":
-            module.process_weights_after_loading(torch.bfloat16)
+
+
+def model_directory(config_dir: Path, layers: int, dense: bool) -> str:
+    """The configuration with its first layers alone, as a model to load."""
+    config = json.loads((config_dir / "config.json").read_text())
+    config["num_hidden_layers"] = layers
+    if dense:
+        config["first_k_dense_replace"] = layers
+    linear = config["linear_attn_config"]
+    for key in ("full_attn_layers", "kda_layers"):
+        linear[key] = [layer for layer in linear[key] if layer <= layers]
+    model = Path(tempfile.mkdtemp())
+    (model / "config.json").write_text(json.dumps(config))
+    return str(model)
+
+
+def layer_classes(model: Any) -> dict[str, int]:
+    """How many attention layers of which class a model has."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def engine_of(llm: Any) -> dict[str, Any]:
+    """What the engine made of its arguments: graphs, caching, blocks."""
+    config = llm.llm_engine.vllm_config
+    compilation, cache = config.compilation_config, config.cache_config
+    sizes = compilation.cudagraph_capture_sizes or []
+    return {
+        "compilation_mode": str(compilation.mode),
+        "cudagraph_mode": str(compilation.cudagraph_mode),
+        "cudagraph_sizes": f"{len(sizes)} up to {max(sizes, default=0)}",
+        "breakable": os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1",
+        "model_runner_v2": bool(getattr(config, "use_v2_model_runner", False)),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "prefix_caching": bool(cache.enable_prefix_caching),
+        "mamba_cache_mode": str(getattr(cache, "mamba_cache_mode", None)),
+        "block_size": cache.block_size,
+        "blocks": cache.num_gpu_blocks,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+    }
 
 
 def watch_compilation() -> list[str]:
@@ -276,7 +482,7 @@ def watch_compilation() -> list[str]:
         found.append(f"compiled {fn.module}.{fn.name}")
 
     triton.knobs.runtime.jit_post_compile_hook = compiled
-    bench = Autotuner._bench
+    bench: Callable[..., Any] = Autotuner._bench
 
     def tuned(self: Any, *args: Any, **kwargs: Any) -> Any:
         found.append(f"tuned {getattr(self.base_fn, '__module__', '')}.{self.base_fn.__name__}")
@@ -297,180 +503,32 @@ def watch_compilation() -> list[str]:
     return found
 
 
-def profiled(count: int, length: int, call: Any) -> dict[str, Any]:
-    kernels = decode_vllm.kernels_of(lambda: call(count, length))
-    by_kernel = {name: us / 1e3 for name, (us, _) in kernels.items()}
-    launches = sum(number for _, number in kernels.values())
-    top = sorted(by_kernel.items(), key=lambda item: -item[1])[:40]
-    total = sum(by_kernel.values())
-    print(f"{count} x {length}: {total:.1f} ms on the GPU in {launches} launches;", flush=True)
-    print("   ", "; ".join(f"{name[:48]} {ms:.2f}" for name, ms in top[:12]), flush=True)
-    return {
-        "n": count,
-        "length": length,
-        "gpu_ms": total,
-        "launches": launches,
-        "kernels_ms": dict(top),
-    }
-
-
-def host_profile(call: Any) -> list[dict[str, Any]]:
-    """Python functions of 20 calls of one prompt of 512 tokens, by their own time."""
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(20):
-        call()
-    profile.disable()
-    rows = []
-    for (file, _, name), (_, calls, own, total, _) in pstats.Stats(profile).stats.items():
-        parts = list(Path(file).with_suffix("").parts)
-        if "site-packages" in parts:
-            parts = parts[parts.index("site-packages") + 1 :]
-        roots = [i for i, part in enumerate(parts) if part in ("vllm", "torch", "triton", *OURS)]
-        where = ".".join(parts[roots[0] :] if roots else parts[-1:])
-        rows.append(
-            {
-                "function": f"{where}:{name}",
-                "calls": calls / 20,
-                "own_ms": 1e3 * own / 20,
-                "ms": 1e3 * total / 20,
-            }
-        )
-    rows.sort(key=lambda row: -row["own_ms"])
-    ours = sum(row["own_ms"] for row in rows if row["function"].startswith(OURS))
-    total_ms = sum(row["own_ms"] for row in rows)
-    print(f"host, with the profiler's own time: {total_ms:.1f} ms a call, {ours:.1f} in our files")
-    return rows[:80]
-
-
-def tokens_of(output: Any) -> dict[str, Any]:
-    """Greedy tokens of one prompt; at each the two best tokens and their log-probabilities."""
-    completion = output.outputs[0]
-    best = [
-        sorted(((entry.logprob, token) for token, entry in at.items()), reverse=True)[:2]
-        for at in completion.logprobs
-    ]
-    return {
-        "tokens": list(completion.token_ids),
-        "best": [[token for _, token in pair] for pair in best],
-        "logprobs": [[round(logprob, 5) for logprob, _ in pair] for pair in best],
-    }
-
-
-def compare(args: argparse.Namespace) -> None:
-    stock, ours = (json.loads(path.read_text()) for path in (args.stock, args.ours))
-    result: dict[str, Any] = {
-        "script": "benchmarks/serve_vllm.py",
-        "environment": ours["environment"],
-        "new_tokens": NEW_TOKENS,
-    }
-    if "greedy" in stock and "greedy" in ours:
-        a, b = stock["greedy"], ours["greedy"]
-        if a["lengths"] != b["lengths"]:
-            raise SystemExit(f"{args.stock} and {args.ours} are runs of different prompts")
-        itself = agreement(a["together"][:APART], a["apart"], None)
-        noise = itself["rounding_nats"]["max"]
-        result |= {
-            "prompts": len(a["lengths"]),
-            "stock together and apart": itself,
-            "ours together and apart": agreement(b["together"][:APART], b["apart"], noise),
-            "stock and ours, together": agreement(a["together"], b["together"], noise),
-            "stock and ours, apart": agreement(a["apart"], b["apart"], noise),
-            "all margins of stock, median": median(
-                [margin(row, i) for row in a["together"] for i in range(NEW_TOKENS)]
-            ),
-        }
-    result["calls"] = [
-        {
-            "n": x["n"],
-            "length": x["length"],
-            "stock_ms": x["ms"],
-            "ours_ms": y["ms"],
-            "speedup": x["ms"] / y["ms"],
-        }
-        for x, y in zip(
-            stock["shapes"], ours["shapes"], strict=False
-        )  # a run may have been cut off
-    ]
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name, value in result.items():
-        if isinstance(value, dict) and "same" in value:
-            print(
-                f"{name}: of {value['prompts']} prompts {value['same']} the same, first token"
-                f" {value['first_token_same']}; {value['explained']} of {len(value['partings'])}"
-                f" partings explained; rounding {value['rounding_nats']}"
-            )
-    for row in result["calls"]:
-        print(f"{row['n']} x {row['length']}: {row['stock_ms']:.1f} -> {row['ours_ms']:.1f} ms")
-
-
-def agreement(
-    a: list[dict[str, Any]], b: list[dict[str, Any]], noise: float | None
-) -> dict[str, Any]:
-    """How many prompts have the same tokens, and why the others part.
-
-    Up to where two runs part they have read the same tokens, so that the margin between the same
-    two best tokens differs by rounding alone: ``rounding_nats``. A parting is explained where a's
-    margin is at most ``noise``, or, without it, at most the largest of ``rounding_nats`` itself.
-    """
-    moved, partings = [], []
-    for number, (x, y) in enumerate(zip(a, b, strict=True)):
-        for i in range(NEW_TOKENS):
-            if set(x["best"][i]) == set(y["best"][i]):
-                same_order = x["best"][i] == y["best"][i]
-                moved.append(abs(margin(x, i) - (1 if same_order else -1) * margin(y, i)))
-            if x["tokens"][i] != y["tokens"][i]:
-                partings.append({"prompt": number, "token": i, "margin_nats": margin(x, i)})
-                break
-    limit = noise if noise is not None else max(moved, default=0.0)
-    return {
-        "prompts": len(a),
-        "same": len(a) - len(partings),
-        "first_token_same": sum(
-            x["tokens"][0] == y["tokens"][0] for x, y in zip(a, b, strict=True)
-        ),
-        "rounding_nats": {
-            "positions": len(moved),
-            "median": median(moved) if moved else 0.0,
-            "max": max(moved, default=0.0),
-        },
-        "limit_nats": limit,
-        "explained": sum(parting["margin_nats"] <= limit for parting in partings),
-        "partings": partings,
-    }
-
-
-def margin(row: dict[str, Any], i: int) -> float:
-    """How far the second best token is behind the best, in nats."""
-    first, second = row["logprobs"][i]
-    return float(first - second)
-
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def environment(args: argparse.Namespace) -> dict[str, Any]:
+def versions() -> dict[str, str]:
     import torch
     import triton
     import vllm
 
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = [line.split(": ")[1] for line in info if line.startswith("model name")]
     return {
         "gpu": torch.cuda.get_device_name(),
-        "cpu": cpu[0] if cpu else None,
-        "cores": os.cpu_count(),
+        "engine": f"vllm {vllm.__version__}",
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "vllm": vllm.__version__,
-        "attention_backend": args.attention_backend,
-        "layers": args.layers,
-        "graphs": args.graphs,
-        "dense": args.dense,
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = [line.split(": ")[1] for line in info if line.startswith("model name")]
+    return {
+        "cpu": cpu[0] if cpu else None,
+        "cores": os.cpu_count(),
+        "attention_backend": args.attention_backend,
+        "layers": args.layers,
+        "graphs": args.graphs,
+        "dense": args.dense,
+    }
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

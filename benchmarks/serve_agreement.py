@@ -1,0 +1,121 @@
+"""Greedy tokens of two runs of one model: where they part, and how close the two best tokens were.
+
+The same is done for one run's own two ways to batch, which differ by rounding alone. A parting is
+explained where the margin of upstream's two best tokens is no larger than what rounding moved
+between those two batchings of upstream.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median_high as median
+from typing import Any
+
+PROMPTS, APART, NEW_TOKENS = 64, 16, 16
+
+
+def tokens_of(output: Any) -> dict[str, Any]:
+    """Greedy tokens of one prompt; at each the two best tokens and their log-probabilities."""
+    completion = output.outputs[0]
+    best = [
+        sorted(((entry.logprob, token) for token, entry in at.items()), reverse=True)[:2]
+        for at in completion.logprobs
+    ]
+    return {
+        "tokens": list(completion.token_ids),
+        "best": [[token for _, token in pair] for pair in best],
+        "logprobs": [[round(logprob, 5) for logprob, _ in pair] for pair in best],
+    }
+
+
+def compared(upstream: dict[str, Any], flag: dict[str, Any]) -> dict[str, Any]:
+    """Both sides' tokens, and each side's own two ways to batch.
+
+    Args:
+        upstream, flag: what a side's ``tokens`` part kept: lengths, together, apart.
+
+    Raises:
+        ValueError: the sides were asked different prompts.
+    """
+    if upstream["lengths"] != flag["lengths"]:
+        raise ValueError("expected two runs of the same prompts, got other lengths")
+    a, b = upstream, flag
+    itself = agreement(a["together"][:APART], a["apart"], None)
+    noise = itself["rounding_nats"]["max"]
+    return {
+        "new_tokens": NEW_TOKENS,
+        "upstream together and apart": itself,
+        "flag together and apart": agreement(b["together"][:APART], b["apart"], noise),
+        "upstream and flag, together": agreement(a["together"], b["together"], noise),
+        "upstream and flag, apart": agreement(a["apart"], b["apart"], noise),
+        "all margins of upstream, median": median(
+            [margin(row, i) for row in a["together"] for i in range(NEW_TOKENS)]
+        ),
+    }
+
+
+def said(found: dict[str, Any]) -> list[str]:
+    """A line per comparison of `compared`."""
+    return [
+        f"{name}: of {value['prompts']} prompts {value['same']} the same, first token"
+        f" {value['first_token_same']}; {value['explained']} of {len(value['partings'])}"
+        f" partings explained by rounding of {value['limit_nats']:.3f} nats"
+        for name, value in found.items()
+        if isinstance(value, dict)
+    ]
+
+
+def collapse(greedy: dict[str, Any]) -> dict[str, Any]:
+    """Whether a run's tokens say anything: how many differ, and whether all are numbers."""
+    rows = greedy["together"]
+    return {
+        "prompts": len(rows),
+        "distinct_first_tokens": len({row["tokens"][0] for row in rows}),
+        "distinct_tokens": len({token for row in rows for token in row["tokens"]}),
+        "tokens": sum(len(row["tokens"]) for row in rows),
+        "not_finite": sum(
+            not math.isfinite(x) for row in rows for at in row["logprobs"] for x in at
+        ),
+    }
+
+
+def agreement(
+    a: list[dict[str, Any]], b: list[dict[str, Any]], noise: float | None
+) -> dict[str, Any]:
+    """How many prompts have the same tokens, and why the others part.
+
+    Up to where two runs part they have read the same tokens, so that the margin between the same
+    two best tokens differs by rounding alone: ``rounding_nats``. A parting is explained where a's
+    margin is at most ``noise``, or, without it, at most the largest of ``rounding_nats`` itself.
+    """
+    moved, partings = [], []
+    for number, (x, y) in enumerate(zip(a, b, strict=True)):
+        for i in range(NEW_TOKENS):
+            if set(x["best"][i]) == set(y["best"][i]):
+                same_order = x["best"][i] == y["best"][i]
+                moved.append(abs(margin(x, i) - (1 if same_order else -1) * margin(y, i)))
+            if x["tokens"][i] != y["tokens"][i]:
+                partings.append({"prompt": number, "token": i, "margin_nats": margin(x, i)})
+                break
+    limit = noise if noise is not None else max(moved, default=0.0)
+    return {
+        "prompts": len(a),
+        "same": len(a) - len(partings),
+        "first_token_same": sum(
+            x["tokens"][0] == y["tokens"][0] for x, y in zip(a, b, strict=True)
+        ),
+        "rounding_nats": {
+            "positions": len(moved),
+            "median": median(moved) if moved else 0.0,
+            "max": max(moved, default=0.0),
+        },
+        "limit_nats": limit,
+        "explained": sum(parting["margin_nats"] <= limit for parting in partings),
+        "partings": partings,
+    }
+
+
+def margin(row: dict[str, Any], i: int) -> float:
+    """How far the second best token is behind the best, in nats."""
+    first, second = row["logprobs"][i]
+    return float(first - second)

@@ -1,0 +1,109 @@
+"""Where an engine's call spends its time: kernels on the GPU, how busy it is, Python functions."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+OURS = ("kda_backend", "softmax_backend", "dsv4_backend", "backend_core")
+_ROOTS = ("vllm", "sglang", "torch", "triton", *OURS)
+
+
+def gpu_profile(call: Callable[[], Any]) -> dict[str, Any]:
+    """A call's kernels and copies, by CUPTI.
+
+    ``gpu_ms`` is their sum, ``span_ms`` from the first one's start to the last one's end, and
+    ``busy`` the share of the span in which at least one runs: what is missing to 1 the GPU waits.
+    ``kernels`` has the 40 with the most time as name -> [ms, launches].
+    """
+    return summary(spans_of(call))
+
+
+def kernels_of(call: Callable[[], Any]) -> dict[str, tuple[float, int]]:
+    """Kernel name -> (ms, launches) of a call."""
+    found: dict[str, tuple[float, int]] = {}
+    for name, start, end in spans_of(call):
+        ms, count = found.get(name, (0.0, 0))
+        found[name] = (ms + (end - start) / 1e3, count + 1)
+    return found
+
+
+def spans_of(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
+    """A call's kernels and copies as (name, start, end), in µs."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in record.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def summary(spans: list[tuple[str, float, float]]) -> dict[str, Any]:
+    """Of (name, start, end) in µs, what `gpu_profile` returns."""
+    if not spans:
+        raise ValueError("the profiler saw no kernel: expected at least one, got none")
+    by_kernel: dict[str, list[float]] = {}
+    for name, start, end in spans:
+        at = by_kernel.setdefault(name, [0.0, 0])
+        at[0] += (end - start) / 1e3
+        at[1] += 1
+    covered, gaps = 0.0, []
+    until = min(start for _, start, _ in spans)
+    for _, start, end in sorted(spans, key=lambda span: span[1]):
+        if start > until:
+            gaps.append((start - until) / 1e3)
+        covered += max(0.0, end - max(start, until)) / 1e3
+        until = max(until, end)
+    span_ms = (until - min(start for _, start, _ in spans)) / 1e3
+    top = sorted(by_kernel.items(), key=lambda item: -item[1][0])
+    return {
+        "gpu_ms": sum(ms for ms, _ in by_kernel.values()),
+        "span_ms": span_ms,
+        "busy": covered / span_ms if span_ms else 1.0,
+        "launches": len(spans),
+        "longest_gaps_ms": sorted(gaps, reverse=True)[:8],
+        "kernels": dict(top[:40]),
+    }
+
+
+def host_profile(call: Callable[[], Any], calls: int) -> dict[str, Any]:
+    """Python functions of ``calls`` calls by their own time; the profiler's time is part of it."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(calls):
+        call()
+    profile.disable()
+    rows = []
+    entries: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    for (file, _, name), (_, count, own, total, _) in entries.items():
+        rows.append(
+            {
+                "function": f"{module_of(file)}:{name}",
+                "calls": count / calls,
+                "own_ms": 1e3 * own / calls,
+                "ms": 1e3 * total / calls,
+            }
+        )
+    rows.sort(key=lambda row: -float(row["own_ms"]))
+    return {
+        "all_ms": sum(float(row["own_ms"]) for row in rows),
+        "ours_ms": sum(float(r["own_ms"]) for r in rows if str(r["function"]).startswith(OURS)),
+        "functions": rows[:60],
+    }
+
+
+def module_of(file: str) -> str:
+    """A source file as a dotted name from its package on."""
+    parts = list(Path(file).with_suffix("").parts)
+    if "site-packages" in parts:
+        parts = parts[parts.index("site-packages") + 1 :]
+    roots = [i for i, part in enumerate(parts) if part in _ROOTS]
+    return ".".join(parts[roots[0] :] if roots else parts[-1:])

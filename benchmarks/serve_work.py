@@ -1,0 +1,212 @@
+"""What a serving engine is asked by the serve benchmarks, and the parent that asks both sides.
+
+`pair` runs a benchmark's child process twice, one after the other on the GPU: upstream, then with
+the flag. Each child writes a file of its own after every part (`SideFile`), so that a run that is
+cut off leaves what it has measured; the parent joins the two into rows of
+``{"what", "kind", "upstream_ms", "flag_ms"}``. Times are in ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import serve_agreement
+
+CALLS = ((1, 128), (1, 512), (1, 2048), (1, 8192), (8, 1024), (1, 32768))
+DECODE_SHORT = ((1, 128), (16, 128), (64, 128))
+DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
+MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 48, (300, 5000), (32, 127)
+SIDES = ("upstream", "flag")
+SAID = "| "  # how the lines of a child start that its parent shows
+GRACE_S = 45.0  # what a child may take after its deadline for the part that it is in
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The mixed load: of each request the prompt's tokens and the tokens to generate."""
+
+    prompts: list[list[int]]
+    new_tokens: list[int]
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    """Token ids of a prompt, in the range of ordinary tokens of Kimi-Linear's vocabulary."""
+    return [rng.randrange(1000, 100000) for _ in range(length)]
+
+
+def mixed(seed: int) -> Mixed:
+    """The same requests for the same seed."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(*MIXED_PROMPT) for _ in range(MIXED_REQUESTS)]
+    new_tokens = [rng.randint(*MIXED_NEW) for _ in range(MIXED_REQUESTS)]
+    return Mixed([prompt_of(rng, length) for length in lengths], new_tokens)
+
+
+def call_name(count: int, length: int) -> str:
+    return f"{count} × {length:,}"
+
+
+def decode_name(count: int, length: int) -> str:
+    return f"decode step, {count} × {length:,}"
+
+
+def row(what: str, kind: str, ms: float, **details: Any) -> dict[str, Any]:
+    """One measurement of one side. Rows of both sides are joined by ``what``."""
+    return {"what": what, "kind": kind, "ms": ms, **details}
+
+
+class SideFile:
+    """A side's file, written after every part.
+
+    A part that the time left does not allow is named in ``left_out``; one that raises is named in
+    ``failed`` with its last line, and the others go on, because a load of the model costs more
+    than they do. The parent's exit status says so.
+    """
+
+    def __init__(self, path: Path, until: float, head: dict[str, Any]) -> None:
+        self.path, self.until = path, until
+        self.data: dict[str, Any] = {**head, "rows": [], "left_out": [], "failed": {}}
+        self.save()
+
+    def save(self) -> None:
+        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+    def add(self, measured: dict[str, Any]) -> None:
+        """One row more."""
+        self.data["rows"].append(measured)
+        self.save()
+        shown = {k: v for k, v in measured.items() if k not in ("what", "ms", "kind", "runs_ms")}
+        say(f"  {measured['what']}: {measured['ms']:.2f} ms {shown or ''}")
+
+    def part(self, name: str, needs_s: float, work: Callable[[], Any]) -> None:
+        """Do a part that is expected to take ``needs_s``; what it returns is kept by its name."""
+        left = self.until - time.time()
+        if left < needs_s:
+            self.data["left_out"].append(name)
+            say(f"{name}: left out, {left:.0f} s are left and {needs_s:.0f} expected")
+            self.save()
+            return
+        begin = time.perf_counter()
+        try:
+            found = work()
+        except Exception as error:
+            self.data["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
+            say(f"{name}: failed with {type(error).__name__}: {error}"[:300])
+            traceback.print_exc()
+        else:
+            if found is not None:
+                self.data[name] = found
+            say(f"{name}: {time.perf_counter() - begin:.1f} s")
+        self.save()
+
+
+def say(text: str) -> None:
+    """A line that the parent shows too."""
+    print(SAID + text, flush=True)
+
+
+def pair(module: str, options: dict[str, list[str]], out: Path, limit_s: float, mode: str) -> int:
+    """Run ``python -m module run SIDE.json --until TIME OPTIONS`` per side, and join the files.
+
+    Returns the number of sides that failed or left parts out by failing.
+    """
+    start = time.time()
+    failed = 0
+    result: dict[str, Any] = {}
+    for number, (side, own) in enumerate(options.items()):
+        until = start + limit_s * (number + 1) / len(options)
+        file = out.with_name(f"{out.stem}_{side}.json")
+        file.unlink(missing_ok=True)
+        command = [sys.executable, "-u", "-m", module, "run", str(file), *own]
+        code = child([*command, "--until", str(until)], side, out, until + GRACE_S)
+        if code:
+            print(f"{side}: exit status {code}", flush=True)
+        if not file.exists():
+            failed += 1
+            continue
+        result[side] = json.loads(file.read_text())
+        failed += bool(code or result[side]["failed"])
+        joined = {"script": script_of(module), "mode": mode, **join(result)}
+        out.write_text(json.dumps(joined, indent=1) + "\n")
+    show(join(result))
+    return failed
+
+
+def script_of(module: str) -> str:
+    return module.replace(".", "/") + ".py"
+
+
+def child(command: list[str], side: str, out: Path, until: float) -> int:
+    """Run one side with compile caches of its own; what it prints goes to a log beside ``out``."""
+    print(f"== {side}", flush=True)
+    log = out.with_name(f"{out.stem}_{side}.log")
+    last: list[str] = []
+    with tempfile.TemporaryDirectory() as caches, log.open("w") as sink:
+        names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
+        own = {name: str(Path(caches) / name.lower()) for name in names}
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, **own},
+        )
+        clock = threading.Timer(max(1.0, until - time.time()), process.kill)
+        clock.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            sink.write(line)
+            last = [*last[-39:], line.rstrip()]
+            if line.startswith(SAID) or "kda-dsv4" in line:
+                print(line.rstrip()[:300], flush=True)
+        code = process.wait()
+        clock.cancel()
+    if code:
+        print("\n".join(last), flush=True)
+    return code
+
+
+def join(sides: dict[str, Any]) -> dict[str, Any]:
+    """Rows of both sides by their names, and what each side says of itself."""
+    first = next(iter(sides.values()), {})
+    times = {side: {r["what"]: r for r in data["rows"]} for side, data in sides.items()}
+    rows = []
+    for what in dict.fromkeys(what for by in times.values() for what in by):
+        found = {side: by[what] for side, by in times.items() if what in by}
+        kind = next(iter(found.values()))["kind"]
+        pair_of = {f"{side}_ms": found[side]["ms"] for side in SIDES if side in found}
+        rows.append({"what": what, "kind": kind, **pair_of})
+    kept = {side: {k: v for k, v in data.items() if k != "tokens"} for side, data in sides.items()}
+    result = {**first.get("head", {}), "rows": rows, "sides": kept}
+    if all("tokens" in sides.get(side, {}) for side in SIDES):
+        result["agreement"] = serve_agreement.compared(*(sides[side]["tokens"] for side in SIDES))
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table, last of what is printed."""
+    print(f"{'':28}{'upstream':>12}{'flag':>12}{'ratio':>8}   (ms)")
+    for r in result["rows"]:
+        a, b = (r.get(f"{side}_ms") for side in SIDES)
+        cells = [f"{x:12.2f}" if x is not None else f"{'-':>12}" for x in (a, b)]
+        ratio = f"{a / b:8.2f}" if a is not None and b is not None else ""
+        print(f"{r['what']:28}{cells[0]}{cells[1]}{ratio}")
+    for line in serve_agreement.said(result.get("agreement", {})):
+        print(line)
+    for side, data in result["sides"].items():
+        for what in ("left_out", "failed"):
+            if data[what]:
+                print(f"{side}, {what.replace('_', ' ')}: {data[what]}")
