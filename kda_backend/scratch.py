@@ -18,9 +18,14 @@ class Scratch:
         self._tiles = torch.empty(0, dtype=torch.uint8, device=device)
         self._totals = torch.empty(0, dtype=torch.float32, device=device)
         self._flags = torch.zeros(0, dtype=torch.int32, device=device)
+        self._asked = (0, 0, 0)
 
     def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
         """Make room for ``num_tiles`` (chunks times value heads) of ``tile_bytes`` and ``K``."""
+        asked = (num_tiles, tile_bytes, key_dim)
+        if asked == self._asked:  # as the other layers of a step ask
+            return
+        self._asked = asked
         if num_tiles * tile_bytes > self._tiles.shape[0]:
             self._tiles = self._tiles.new_empty(num_tiles * tile_bytes)
         if num_tiles * key_dim > self._totals.shape[0]:

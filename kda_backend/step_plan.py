@@ -62,7 +62,7 @@ class StepPlan:
     long_sequences: int
     chunk_table: ChunkTable | None
 
-    @property
+    @functools.cached_property
     def num_sequences(self) -> int:
         return self.cu_seqlens.shape[0] - 1
 

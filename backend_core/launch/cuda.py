@@ -65,7 +65,8 @@ class CudaParams:
         size: of the struct, in bytes.
         pack: takes every field by name and returns the struct's bytes: a pointer as its address, a
             field that is a struct as the tuple of its members. A missing or unknown name is a
-            TypeError, a value that does not fit a ``struct.error``.
+            TypeError, a tuple of another length a ValueError, a value that does not fit a
+            ``struct.error``.
     """
 
     def __init__(self, fields: Fields, structs: Mapping[str, Fields] | None = None) -> None:
@@ -91,11 +92,26 @@ class CudaParams:
         declarations = (_declaration(kind, of) for kind, of in structs.items())
         self.header = "\n".join(("#pragma once", *declarations, _declaration("Params", fields)))
         self.size = packer.size
-        starred = ", ".join(f"*{name}" if kind in members else name for name, kind in fields)
         scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
-        exec(f"def by_name({', '.join(self.names)}):\n    return pack({starred})", scope)
-        # Not keyword-only, which CPython 3.11 takes twice as long to bind.
+        exec(_packing_function(fields, {kind: len(of) for kind, of in structs.items()}), scope)
         self.pack = scope["by_name"]
+
+
+def _packing_function(fields: Fields, structs: Mapping[str, int]) -> str:
+    """The source of ``by_name``, which takes every field and passes their members on in order.
+
+    It runs in every launch, hence this form: parameters are not keyword-only and nothing is
+    starred, each of which CPython 3.11 takes longer for.
+    """
+    lines, values = [f"def by_name({', '.join(name for name, _ in fields)}):"], []
+    for name, kind in fields:
+        if kind in structs:
+            members = ", ".join(f"{name}_{i}" for i in range(structs[kind]))
+            lines.append(f"    {members}, = {name}")
+            values.append(members)
+        else:
+            values.append(name)
+    return "\n".join((*lines, f"    return pack({', '.join(values)})"))
 
 
 def _format(field: tuple[str, str]) -> str:
@@ -169,7 +185,7 @@ class CudaKernel:
         """
         if grid == 0:
             return
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()  # parameters are on a GPU: CUDA is initialised
         function = self._functions.get(device) or self.load()
         stream = torch._C._cuda_getCurrentRawStream(device)
         config = _launch_config(grid, block, self._shared_bytes, stream, pdl)

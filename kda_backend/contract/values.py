@@ -46,8 +46,11 @@ class TokenInputs(NamedTuple):
         q, k, v, g, beta = tokens
         if scale is None:
             # a K of zero, or no K at all, is refused by the check that follows
-            scale = (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
-        return cls(q, k, v, g, beta, beta_kind, l2norm, float(scale))
+            shape = q.shape
+            scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
+        else:
+            scale = float(scale)
+        return cls(q, k, v, g, beta, beta_kind, l2norm, scale)
 
 
 def beta_kind_of(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> Beta:

@@ -126,6 +126,8 @@ def two_stage_sm90(
     tiles, chunk_decays = scratch.buffers(num_tiles, TILE_BYTES, DIM)
     tiles_address, decays_address = tiles.data_ptr(), chunk_decays.data_ptr()
     progress = scratch.flags().data_ptr()
+    state_out = _states(state, state.write)
+    state_in = state_out if state.read is state.write else _states(state, state.read)
     intra_params = INTRA_PARAMS.pack(
         q=q,
         k=k,
@@ -151,11 +153,11 @@ def two_stage_sm90(
         chunk_decays=decays_address,
         v=v,
         o=o,
-        state_in=(_address(state.read), *state.strides(state.read)),
-        state_out=(_address(state.write), *state.strides(state.write)),
+        state_in=state_in,
+        state_out=state_out,
         state_indices=_address(state.indices),
         has_initial_state=_address(state.has_initial),
-        chunk_states=(_address(chunk_states), *state.strides(chunk_states)),
+        chunk_states=_states(state, chunk_states),
         snapshot_chunks=_address(state.snapshot_chunks),
         snapshots=_address(state.snapshots),
         cu_seqlens=step_plan.cu_seqlens.data_ptr(),
@@ -185,6 +187,13 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
     if (address | 2 * stride_t | 2 * stride_h) & 15:
         return _rows(x.clone(memory_format=torch.contiguous_format))
     return x, (address, stride_t, stride_h)
+
+
+def _states(state: StateRef, tensor: torch.Tensor | None) -> tuple[int, int, int, int, int]:
+    """States of a tensor laid out like ``state``."""
+    if tensor is None:
+        return (0, 0, 0, 0, 0)
+    return (tensor.data_ptr(), *state.strides(tensor))
 
 
 class _Kernels(NamedTuple):

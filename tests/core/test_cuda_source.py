@@ -125,11 +125,12 @@ def test_params_are_packed_by_name_as_c_lays_them_out() -> None:
         {"a": 0, "b": 0, "rows": (0, 0), "c": 0.0, "d": 0, "e": 0, "f": 0},
         {"a": 0, "b": 0, "rows": (0, 0), "c": "x", "d": 0, "e": 0},
         {"a": 0, "b": 0, "rows": (0,), "c": 0.0, "d": 0, "e": 0},
+        {"a": 0, "b": 0, "rows": (0, 0, 0), "c": 0.0, "d": 0, "e": 0},
     ],
-    ids=["missing", "unknown", "not a number", "a member is missing"],
+    ids=["missing", "unknown", "not a number", "a member is missing", "a member too many"],
 )
 def test_wrong_params_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises((TypeError, struct.error)):
+    with pytest.raises((TypeError, ValueError, struct.error)):
         MIXED.pack(**wrong)
 
 
