@@ -85,7 +85,7 @@ def is_aligned(state: StateRef, conv: ConvInputs | None) -> bool:
     """Whether the pool's states, and the convolution's weight, start at multiples of 16 bytes."""
     pool = state.read
     assert pool is not None
-    if pool.data_ptr() % 16 or pool.stride(0) * pool.element_size() % 16:
+    if pool.data_ptr() % 16 or pool.stride()[0] * pool.element_size() % 16:
         return False
     return conv is None or conv.weight.data_ptr() % 16 == 0
 

@@ -105,14 +105,14 @@ def step_sm90(
     )
     rows, value_heads = v.shape[:2]
     params = PARAMS.pack(
-        q=(q.data_ptr(), q.stride(0)),
-        k=(k.data_ptr(), k.stride(0)),
-        v=(v.data_ptr(), v.stride(0)),
-        g=(g.data_ptr(), g.stride(0)),
-        beta=(beta.data_ptr(), beta.stride(0)),
+        q=(q.data_ptr(), q.stride()[0]),
+        k=(k.data_ptr(), k.stride()[0]),
+        v=(v.data_ptr(), v.stride()[0]),
+        g=(g.data_ptr(), g.stride()[0]),
+        beta=(beta.data_ptr(), beta.stride()[0]),
         a_log=_address(gate.a_log),
         dt_bias=_address(gate.dt_bias),
-        state=(pool.data_ptr(), pool.stride(0)),
+        state=(pool.data_ptr(), pool.stride()[0]),
         indices=indices.data_ptr(),
         conv_state=(
             (0, 0, 0, 0) if conv_state is None else (conv_state.data_ptr(), *conv_state.stride())
@@ -120,8 +120,8 @@ def step_sm90(
         conv_weight=_address(taps),
         conv_bias=_address(conv_bias),
         norm_weight=_address(norm_weight),
-        norm_gate=(0, 0) if norm_gate is None else (norm_gate.data_ptr(), norm_gate.stride(0)),
-        out=(out.data_ptr(), out.stride(0)),
+        norm_gate=(0, 0) if norm_gate is None else (norm_gate.data_ptr(), norm_gate.stride()[0]),
+        out=(out.data_ptr(), out.stride()[0]),
         heads=value_heads,
         heads_per_key=value_heads // q.shape[1],
         null_slot=state.null_slot,
