@@ -1,6 +1,6 @@
-"""The recall checkpoint through the OpenAI endpoint of a real sglang server, stock and ours.
+"""The recall checkpoint through the OpenAI endpoint of a real sglang server, upstream and flagged.
 
-    python -m benchmarks.recall_sglang OUT.json [--items N] [--only stock|flag] [--serve-option ...]
+    python -m benchmarks.recall_sglang OUT.json [--items N] [--only upstream flag] [--serve-option ...]
 
 Each server prefills at most 512 tokens a step (prompts have up to 2,000), so that requests meet in
 the middle of their prompts, and keeps prefixes with the states of their KDA layers. The items are
@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks.recall_vllm import CONCURRENCY, HERE, ask_all, environment, shown
+from benchmarks.recall_vllm import CONCURRENCY, ask_all
+from benchmarks.vllm_server import HERE, shown, versions
 
 VARIANTS = {
-    "stock": ["--attention-backend", "triton"],
+    "upstream": ["--attention-backend", "triton"],
     "flag": [
         *("--attention-backend", "kda"),
         *("--prefill-attention-backend", "triton", "--decode-attention-backend", "triton"),
@@ -33,12 +34,12 @@ VARIANTS = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--items", type=int, default=320)
     parser.add_argument("--port", type=int, default=8124)
-    parser.add_argument("--only", choices=tuple(VARIANTS))
+    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
     parser.add_argument(
         "--serve-option", action="append", default=[], help="one more argument of the server"
@@ -47,17 +48,24 @@ def main() -> None:
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
         "script": "benchmarks/recall_sglang.py",
-        "environment": environment("sglang"),
+        "environment": versions("sglang"),
         "items": args.items,
         "serve_options": args.serve_option,
         "date": time.strftime("%Y-%m-%d"),
         "servers": {},
+        "failed": {},
     }
-    for name, flags in VARIANTS.items():
-        if args.only in (None, name):
-            log = args.out.with_name(f"{args.out.stem}_{name}.log")
-            result["servers"][name] = measure(questions, flags, args, log)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name in args.only:
+        log = args.out.with_name(f"{args.out.stem}_{name}.log")
+        print(f"== {name}: starting a server, its log is {log.name}", flush=True)
+        try:
+            result["servers"][name] = measure(questions, VARIANTS[name], args, log)
+        except (RuntimeError, OSError) as error:  # the other server may be well
+            last = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
+            print(f"{name}: failed with {error}; its last lines:\n{last}", flush=True)
+            result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return bool(result["failed"])
 
 
 def measure(
@@ -86,6 +94,7 @@ def measure(
             wait(server, args.port, args.timeout, log)
             rows = []
             start_s = time.perf_counter() - begin
+            print(f"ready after {start_s:.0f} s", flush=True)
             # rounds of one salt share the cache
             for salt, concurrency in [*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64)]:
                 rows.append(ask_all(questions, args.port, concurrency, salt))
@@ -103,8 +112,9 @@ def wait(server: subprocess.Popen[bytes], port: int, timeout: float, log: Path) 
         if "The server is fired up" in log.read_text(errors="replace"):
             return
         time.sleep(1)
-    print("\n".join(log.read_text(errors="replace").splitlines()[-80:]))
-    raise SystemExit(f"sglang did not become ready in {timeout:.0f} s: {log}")
+    code = server.poll()
+    what = f"was not ready in {timeout:.0f} s" if code is None else f"ended with {code}"
+    raise RuntimeError(f"the server {what}")
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
@@ -118,4 +128,4 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

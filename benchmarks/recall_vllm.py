@@ -1,13 +1,23 @@
-"""The recall checkpoint through the OpenAI endpoint of a real vLLM server, stock and flagged.
+"""The recall checkpoint through the OpenAI endpoint of real vLLM servers, upstream and flagged.
 
-    python -m benchmarks.recall_vllm OUT.json [--flag CUSTOM] [--items N] [--serve-option ...]
-    python -m benchmarks.recall_vllm OUT.json --only canary
+    python -m benchmarks.recall_vllm OUT.json --flag KDA [--only upstream flag ...] [--beside 4]
 
-Each server runs with chunked prefill (512 tokens a step, prompts have up to 2,000) and prefix
-caching, so that its steps mix decodes with pieces of prefills; the items are asked with 1, 16 and
-64 requests at a time, then twice more, the second time from the cache. Accuracy is exact match.
-The canary is the flagged server with every state that a prefill leaves transposed, ``[K, V]`` for
-``[V, K]``: it shows that these questions notice. It is asked once.
+Each server runs in vLLM's default mode, with chunked prefill (512 tokens per step, prompts have up
+to 2,000) and prefix caching, so that its steps mix decodes with pieces of prefills. The items are
+asked with 1, 16 and 64 requests at a time, then once more from the cache. Accuracy is exact match.
+Besides upstream and the flag alone, one server each:
+
+- short: the only captured graphs have 512 tokens, so that every piece of a prompt and every step of
+  decodes is shorter than each of them and is padded.
+- ngram: drafts from the prompt, which this task accepts.
+- fp8: the KV cache in fp8.
+- sleep: asked, put to sleep and woken, asked, weights reloaded, asked, put to sleep without its
+  weights, woken, reloaded and asked.
+- tp2: two GPUs.
+- canary: the flagged server with every state that a prefill leaves transposed, ``[K, V]`` for
+  ``[V, K]``: it shows that these questions notice. It is asked once.
+
+``--beside N`` runs N servers at a time on the GPU: times then say nothing.
 """
 
 from __future__ import annotations
@@ -15,31 +25,90 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
+import traceback
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
+from benchmarks.vllm_server import HERE, Server, completion, versions
 
-HERE = Path(__file__).parent / "recall"
 CONCURRENCY = (1, 16, 64)
+ROUNDS = (*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64))  # one salt, one cache
 CANARY = "kda_dsv4_canary"
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Variant:
+    """One server: how a result calls it, its options, and what is done to it.
+
+    ``then``: after the first rounds, HTTP calls as (what they amount to, (path, body) ...), each
+    followed by a round at the highest concurrency.
+    """
+
+    title: str
+    options: tuple[str, ...] = ()
+    flagged: bool = True
+    environment: tuple[tuple[str, str], ...] = ()
+    rounds: tuple[tuple[str, int], ...] = ROUNDS
+    then: tuple[tuple[str, tuple[tuple[str, dict[str, Any]], ...]], ...] = ()
+
+
+_RELOAD = ("/collective_rpc", {"method": "reload_weights"})
+VARIANTS = {
+    "upstream": Variant("upstream", flagged=False),
+    "flag": Variant("flag"),
+    "short": Variant(
+        "flag, graphs of 512 tokens alone",
+        ("--compilation-config", '{"cudagraph_capture_sizes": [512]}'),
+    ),
+    "ngram": Variant(
+        "flag, ngram drafts",
+        (
+            "--speculative-config",
+            '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4,'
+            ' "prompt_lookup_min": 2}',
+        ),
+    ),
+    "fp8": Variant("flag, fp8 KV cache", ("--kv-cache-dtype", "fp8")),
+    "sleep": Variant(
+        "flag, after sleep and reload",
+        ("--enable-sleep-mode",),
+        environment=(("VLLM_SERVER_DEV_MODE", "1"),),
+        rounds=(("salt 64", 64),),
+        then=(
+            ("sleep and wake", (("/sleep?level=1", {}), ("/wake_up", {}))),
+            ("reload of weights", (_RELOAD,)),
+            (
+                "sleep without weights, wake, reload",
+                (("/sleep?level=2", {}), ("/wake_up", {}), _RELOAD),
+            ),
+        ),
+    ),
+    "tp2": Variant("flag, two GPUs", ("--tensor-parallel-size", "2")),
+    "canary": Variant("canary", rounds=(("salt 64", 64),)),
+}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--flag", default="CUSTOM", help="of --attention-backend (KDA from 0.32)")
+    parser.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
     parser.add_argument("--items", type=int, default=320)
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--only", choices=("stock", "flag", "canary"))
-    parser.add_argument("--memory", default="0.5", help="share of the GPU's memory")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=tuple(VARIANTS),
+        default=[name for name in VARIANTS if name != "tp2"],
+    )
+    parser.add_argument("--beside", type=int, default=1, help="servers at a time")
+    parser.add_argument("--kv-cache-gib", type=float, default=6.0, help="of each server")
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
     parser.add_argument(
         "--serve-option", action="append", default=[], help="one more argument of vllm serve"
@@ -48,41 +117,50 @@ def main() -> None:
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
         "script": "benchmarks/recall_vllm.py",
-        "environment": environment("vllm"),
+        "environment": versions("vllm"),
         "items": args.items,
         "serve_options": args.serve_option,
         "date": time.strftime("%Y-%m-%d"),
         "servers": {},
+        "failed": {},
     }
-    flag = ["--attention-backend", args.flag]
-    variants: dict[str, list[str]] = {"stock": [], "flag": flag, "canary": flag}
-    for name, flags in variants.items():
-        if args.only in (None, name):
-            log = args.out.with_name(f"{args.out.stem}_{name}.log")
-            with tempfile.TemporaryDirectory() as place:
-                path = plant(Path(place)) if name == "canary" else None
-                result["servers"][name] = measure(questions, flags, args, log, path)
+    lock = Lock()
+
+    def one(numbered: tuple[int, str]) -> None:
+        number, name = numbered
+        title = VARIANTS[name].title
+        try:
+            found = measure(questions, name, args, args.port + number)
+        except Exception as error:  # the others go on
+            print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
+            with lock:
+                result["failed"][title] = f"{type(error).__name__}: {error}"[:4000]
+        else:
+            with lock:
+                result["servers"][title] = found
+        with lock:
+            order = [VARIANTS[n].title for n in VARIANTS]
+            result["servers"] = {t: result["servers"][t] for t in order if t in result["servers"]}
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
-
-def environment(engine: str) -> dict[str, str]:
-    """GPU and versions, asked of another process: this one leaves the GPU to the server."""
-    code = (
-        f"import json, torch, triton, {engine}; print(json.dumps(dict("
-        f"gpu=torch.cuda.get_device_name(), {engine}={engine}.__version__,"
-        " torch=torch.__version__, triton=triton.__version__)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with ThreadPoolExecutor(args.beside) as pool:
+        list(pool.map(one, enumerate(args.only)))
+    for line in table(result):
+        print(line)
+    return bool(result["failed"])
 
 
-def shown(command: list[str]) -> list[str]:
-    """An engine's arguments, paths from the repository's root."""
-    return [
-        str(Path(part).relative_to(HERE.parents[1])) if part.startswith(str(HERE)) else part
-        for part in command
-    ]
+def table(result: dict[str, Any]) -> list[str]:
+    """A line per round, failures last."""
+    lines = []
+    for title, server in result["servers"].items():
+        for asked in server["rounds"]:
+            after = f", after {asked['after']}" if "after" in asked else ""
+            lines.append(
+                f"{title}{after}: {asked['right']} of {result['items']} at"
+                f" {asked['concurrency']}, {asked['cached_prompt_tokens']:,} tokens from the cache"
+            )
+    return lines + [f"{title}: FAILED, {why[:300]}" for title, why in result["failed"].items()]
 
 
 def plant(place: Path) -> str:
@@ -112,62 +190,62 @@ def transpose_states() -> None:
 
 
 def measure(
-    questions: recall.QuestionSet,
-    flags: list[str],
-    args: argparse.Namespace,
-    log: Path,
-    planted: str | None,
+    questions: recall.QuestionSet, name: str, args: argparse.Namespace, port: int
 ) -> dict[str, Any]:
     """Start a server, ask it everything at each concurrency, stop it."""
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(HERE / "checkpoint")),
-        *("--served-model-name", "recall", "--port", str(args.port), "--dtype", "bfloat16"),
+    variant = VARIANTS[name]
+    options = [
         *("--max-model-len", "4096", "--max-num-batched-tokens", "512", "--max-num-seqs", "64"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
-        *("--gpu-memory-utilization", args.memory),
-        *flags,
+        *("--kv-cache-memory-bytes", str(int(args.kv_cache_gib * 2**30))),
+        *(("--attention-backend", args.flag) if variant.flagged else ()),
+        *variant.options,
         *args.serve_option,
     ]
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        **os.environ,
-        **({} if planted is None else {"PYTHONPATH": planted}),
-    }
-    rounds = [*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64)]
-    begin = time.perf_counter()
-    with log.open("wb") as sink:
-        server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=variables)
-        try:
-            wait(server, args.port, args.timeout, log)
-            rows = []
-            start_s = time.perf_counter() - begin
-            # rounds of one salt share the cache
-            for salt, concurrency in rounds if planted is None else rounds[-1:]:
-                rows.append(ask_all(questions, args.port, concurrency, salt))
-                print(json.dumps({k: v for k, v in rows[-1].items() if k != "answers"}), flush=True)
-        finally:
-            server.terminate()
+    variables = dict(variant.environment)
+    log = args.out.with_name(f"{args.out.stem}_{name}.log")
+    with tempfile.TemporaryDirectory() as place:
+        if name == "canary":
+            variables["PYTHONPATH"] = plant(Path(place))
+        with Server(options, port, log, args.timeout, variables) as server:
+            print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
+            rows: list[dict[str, Any]] = []
             try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-    said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
-    return {"command": shown(command[3:]), "start_s": start_s, "rounds": rows, "log": said}
+                rounds_of(variant, questions, server, rows)
+                counters = server.counters()
+            except (OSError, ValueError) as error:
+                raise RuntimeError(
+                    f"{error} after {len(rows)} rounds; the server's last lines:\n"
+                    f"{server.last_lines(40)}"
+                ) from error
+    return {
+        "command": server.shown(),
+        "start_s": server.start_s,
+        "rounds": rows,
+        "counters": counters,
+        "log": server.said(),
+    }
 
 
-def wait(server: subprocess.Popen[bytes], port: int, timeout: float, log: Path) -> None:
-    """Until the server is healthy; its last words where it ends or takes too long."""
-    until = time.monotonic() + timeout
-    while time.monotonic() < until and server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    print("\n".join(log.read_text(errors="replace").splitlines()[-60:]))
-    raise SystemExit(f"vllm did not become ready in {timeout:.0f} s: {log}")
+def rounds_of(
+    variant: Variant,
+    questions: recall.QuestionSet,
+    server: Server,
+    rows: list[dict[str, Any]],
+) -> None:
+    """Ask a server, and after each thing that is then done to it; appends a row per round."""
+
+    def asked(salt: str, number: int, **how: str) -> None:
+        rows.append({**how, **ask_all(questions, server.port, number, salt)})
+        shown = {k: v for k, v in rows[-1].items() if k != "answers"}
+        print(f"{variant.title}: {json.dumps(shown)}", flush=True)
+
+    for salt, number in variant.rounds:
+        asked(salt, number)
+    for after, calls in variant.then:
+        for path, body in calls:
+            server.post(path, body)
+        asked(*variant.rounds[-1], after=after)
 
 
 def ask_all(
@@ -192,17 +270,9 @@ def ask_all(
 
 def ask(prompt: list[int], port: int, salt: str) -> tuple[str, int]:
     """The greedy completion of a prompt, and how many of its tokens came from the cache."""
-    body = {
-        "model": "recall",
-        "prompt": prompt,
-        "max_tokens": recall.MAX_ANSWER_TOKENS,
-        "temperature": 0.0,
-        "stop": [recall.TERMINATOR],
-        "cache_salt": salt,
-    }
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(body).encode(),
+        json.dumps(completion(prompt, salt)).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=300) as response:
@@ -212,4 +282,4 @@ def ask(prompt: list[int], port: int, salt: str) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,0 +1,181 @@
+"""A real vLLM server in a process group of its own, for the benchmarks that ask one over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from backend_cli.eval import recall_task as recall
+
+HERE = Path(__file__).parent / "recall"
+# what a result keeps of a server's log: what this package said, and which of its modes vLLM chose
+KEPT = ("kda-dsv4", "BREAKABLE_CUDAGRAPH", "Model Runner V", "model runner", "attention backend")
+COUNTERS = (
+    *("vllm:spec_decode_num", "vllm:num_preemptions", "vllm:prefix_cache"),
+    *("vllm:request_success", "vllm:num_requests", "vllm:kv_cache_usage_perc"),
+)
+
+
+class Server:
+    """The recall checkpoint, served from ``with`` to its end.
+
+    Args:
+        options: further arguments of ``vllm serve``.
+        port: of 127.0.0.1.
+        log: file for what the server prints.
+        timeout: of its start, seconds.
+        environment: further variables.
+        model: folder of the model.
+
+    Raises:
+        RuntimeError: it ended or was not healthy in time; the message has its last lines.
+    """
+
+    def __init__(
+        self,
+        options: list[str],
+        port: int,
+        log: Path,
+        timeout: float = 300.0,
+        environment: dict[str, str] | None = None,
+        model: Path = HERE / "checkpoint",
+    ) -> None:
+        self.port, self.log, self.timeout = port, log, timeout
+        self.command = [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+            *("--served-model-name", "recall", "--port", str(port), "--dtype", "bfloat16"),
+            *options,
+        ]
+        self.environment = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            **os.environ,
+            **(environment or {}),
+        }
+        self.start_s = 0.0
+
+    def __enter__(self) -> Server:
+        begin = time.perf_counter()
+        with self.log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        self.start_s = time.perf_counter() - begin
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + self.timeout
+        while time.monotonic() < until and self.process.poll() is None:
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                self.get("/health", 2)
+                return
+            time.sleep(1)
+        code = self.process.poll()
+        what = f"was not ready in {self.timeout:.0f} s" if code is None else f"ended with {code}"
+        raise RuntimeError(f"the server {what}; its last lines:\n{self.last_lines(40)}")
+
+    def last_lines(self, count: int) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+    def get(self, path: str, timeout: float = 60.0) -> str:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=timeout) as response:
+            return str(response.read().decode())
+
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 300.0) -> Any:
+        request = urllib.request.Request(
+            f"{self.url}{path}",
+            json.dumps(body or {}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            text = response.read().decode()
+        return json.loads(text) if text else None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def counters(self) -> dict[str, float]:
+        """The server's own counts: drafts, preemptions, prefix-cache tokens, requests."""
+        return counters_of(self.get("/metrics"))
+
+    def said(self) -> list[str]:
+        """What the log says about this package and the engine's modes, each line once."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        found = [line[:300] for line in lines if any(part in line for part in KEPT)]
+        return list(dict.fromkeys(found))[:40]
+
+    def shown(self) -> list[str]:
+        """The command from ``serve`` on, paths from the repository's root."""
+        return shown(self.command[3:])
+
+
+def shown(command: list[str]) -> list[str]:
+    """An engine's arguments, paths from the repository's root."""
+    root = HERE.parents[1]
+    return [
+        str(Path(part).relative_to(root)) if part.startswith(str(root)) else part
+        for part in command
+    ]
+
+
+def counters_of(metrics: str) -> dict[str, float]:
+    """`COUNTERS` of a Prometheus page, summed over their labels."""
+    found: dict[str, float] = {}
+    for line in metrics.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        if name.startswith(COUNTERS) and not name.endswith("_created"):
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def completion(prompt: list[int], salt: str) -> dict[str, Any]:
+    """The body of a request for a recall prompt's answer. Prompts of one salt share the cache."""
+    return {
+        "model": "recall",
+        "prompt": prompt,
+        "max_tokens": recall.MAX_ANSWER_TOKENS,
+        "temperature": 0.0,
+        "stop": [recall.TERMINATOR],
+        "cache_salt": salt,
+    }
+
+
+def versions(engine: str) -> dict[str, str]:
+    """GPU and versions, asked of another process: this one leaves the GPU to the server."""
+    code = (
+        f"import json, torch, triton, {engine}; print(json.dumps(dict("
+        f"gpu=torch.cuda.get_device_name(), {engine}={engine}.__version__,"
+        " torch=torch.__version__, triton=triton.__version__)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -1,0 +1,106 @@
+"""The recall benchmark against a server that reads the answer in the prompt."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import recall_vllm, vllm_server
+from tests.benchmarks.fake_vllm import SOURCE
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "fake"
+    package = place / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "main.py").write_text(SOURCE)
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    return place
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(recall_vllm, "versions", lambda engine: {"vllm": "0.33.0"})
+    base = ["recall_vllm", str(out), "--items", "12", "--timeout", "30"]
+    monkeypatch.setattr(sys, "argv", [*base, "--port", str(free_port()), *options])
+    return recall_vllm.main()
+
+
+def test_every_round_is_asked_and_kept(
+    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    assert run(out, monkeypatch, "--only", "upstream", "sleep", "--beside", "2") == 0
+    result = json.loads(out.read_text())
+    assert list(result["servers"]) == ["upstream", "flag, after sleep and reload"]
+    upstream, slept = result["servers"].values()
+    assert [r["concurrency"] for r in upstream["rounds"]] == [1, 16, 64, 64]
+    assert all(r["right"] == 12 for r in [*upstream["rounds"], *slept["rounds"]])
+    cached = [r["cached_prompt_tokens"] > 0 for r in upstream["rounds"]]
+    assert cached == [False, False, False, True]
+    assert [r.get("after") for r in slept["rounds"]] == [
+        None,
+        "sleep and wake",
+        "reload of weights",
+        "sleep without weights, wake, reload",
+    ]
+    assert "--attention-backend" in slept["command"] and "KDA" in slept["command"]
+    assert "--attention-backend" not in upstream["command"]
+    assert upstream["counters"] == {
+        "vllm:num_preemptions_total": 3.0,
+        "vllm:num_requests_running": 0.0,
+        "vllm:kv_cache_usage_perc": 0.0,
+    }
+    assert upstream["log"] == ["kda-dsv4: served by a fake"]
+    said = (tmp_path / "out_sleep.log").read_text()
+    posts = [line for line in said.splitlines() if line.startswith("POST")]
+    assert posts == [
+        "POST /sleep?level=1 {}",
+        "POST /wake_up {}",
+        'POST /collective_rpc {"method": "reload_weights"}',
+        "POST /sleep?level=2 {}",
+        "POST /wake_up {}",
+        'POST /collective_rpc {"method": "reload_weights"}',
+    ]
+
+
+def test_wrong_answers_are_counted(
+    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_WRONG", "4")
+    out = tmp_path / "out.json"
+    assert run(out, monkeypatch, "--only", "flag") == 0
+    rounds = json.loads(out.read_text())["servers"]["flag"]["rounds"]
+    assert [r["right"] for r in rounds] == [9, 9, 9, 9]
+
+
+def test_a_server_that_ends_is_a_failure_with_its_last_lines(
+    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_BROKEN", "1")
+    out = tmp_path / "out.json"
+    assert run(out, monkeypatch, "--only", "flag", "fp8") == 1
+    failed = json.loads(out.read_text())["failed"]
+    assert set(failed) == {"flag", "flag, fp8 KV cache"}
+    assert "ended with 1" in failed["flag"] and "broken as asked" in failed["flag"]
+
+
+def test_counters_are_summed_over_labels() -> None:
+    page = (
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0"} 5.0\n'
+        'vllm:spec_decode_num_accepted_tokens_total{engine="1"} 2.0\n'
+        'vllm:num_preemptions_created{engine="0"} 1.7e9\n# HELP vllm:num_preemptions x\n'
+    )
+    assert vllm_server.counters_of(page) == {"vllm:spec_decode_num_accepted_tokens_total": 7.0}
