@@ -1,6 +1,6 @@
 """The recall checkpoint through the OpenAI endpoint of a real sglang server, upstream and flagged.
 
-    python -m benchmarks.recall_sglang OUT.json [--items N] [--only upstream flag] [--serve-option ...]
+    python -m benchmarks.recall_sglang OUT.json [--items N] [--only upstream] [--serve-option ...]
 
 Each server prefills at most 512 tokens a step (prompts have up to 2,000), so that requests meet in
 the middle of their prompts, and keeps prefixes with the states of their KDA layers. The items are

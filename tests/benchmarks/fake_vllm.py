@@ -5,6 +5,8 @@ it misbehave: ``FAKE_VLLM_WRONG=N`` answers every N-th completion wrongly, ``FAK
 it at its start.
 """
 
+import socket
+
 SOURCE = '''
 import json, os, re, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,6 +46,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/metrics":
             page = "# HELP\\\\nvllm:num_preemptions_total{engine=\\\\"0\\\\"} 3.0\\\\n"
+            page += "vllm:prefix_cache_hits_total 5.0\\\\n"
             page += "vllm:num_requests_running{engine=\\\\"0\\\\"} 0.0\\\\n"
             page += "vllm:kv_cache_usage_perc{engine=\\\\"0\\\\"} 0.0\\\\nvllm:other 7.0\\\\n"
             return self.send(page.encode(), "text/plain")
@@ -64,6 +67,9 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": cached}}
         if not body.get("stream"):
             choice = {"text": text, "finish_reason": "stop"}
+            if body.get("logprobs"):
+                best = [{letter: -0.1, "~": -5.0} for letter in text]
+                choice["logprobs"] = {"tokens": list(text), "top_logprobs": best}
             return self.send(json.dumps({"choices": [choice], "usage": usage}).encode())
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -88,3 +94,9 @@ class Server(ThreadingHTTPServer):
 print("kda-dsv4: served by a fake", flush=True)
 Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 '''.replace("\\\\", "\\")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

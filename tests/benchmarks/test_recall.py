@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import recall_vllm, vllm_server
-from tests.benchmarks.fake_vllm import SOURCE
-
-
-@pytest.fixture
-def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    place = tmp_path / "fake"
-    package = place / "vllm" / "entrypoints" / "cli"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").write_text("")
-    (package / "main.py").write_text(SOURCE)
-    monkeypatch.setenv("PYTHONPATH", str(place))
-    return place
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.benchmarks.fake_vllm import free_port
 
 
 def run(out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
@@ -60,6 +41,7 @@ def test_every_round_is_asked_and_kept(
     assert "--attention-backend" not in upstream["command"]
     assert upstream["counters"] == {
         "vllm:num_preemptions_total": 3.0,
+        "vllm:prefix_cache_hits_total": 5.0,
         "vllm:num_requests_running": 0.0,
         "vllm:kv_cache_usage_perc": 0.0,
     }

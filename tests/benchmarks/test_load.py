@@ -1,0 +1,121 @@
+"""The load benchmark against a server that reads the answer in the prompt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend_cli.eval import recall_task as recall
+from benchmarks import load_traffic, load_vllm, vllm_server
+from tests.benchmarks.fake_vllm import free_port
+
+
+def run(out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
+    """Two "minutes" of four seconds, with a GPU whose memory does not change."""
+    monkeypatch.setattr(
+        load_vllm,
+        "versions",
+        lambda engine: {"vllm": "0.33.0", "gpu": "none", "torch": "-", "triton": "-"},
+    )
+    monkeypatch.setattr(load_vllm, "gpu_mib", lambda: 1000.0)
+    monkeypatch.setattr(load_vllm, "SAMPLE_S", 0.2)
+    monkeypatch.setattr(load_vllm, "MINUTE", 2.0)
+    monkeypatch.setattr(load_vllm, "HOST_GROWTH", 9.0)
+    monkeypatch.setattr(load_traffic, "CYCLE", ((1, 1), (1, 8)))
+    monkeypatch.setattr(load_traffic, "SHORT_PROMPTS", 6)
+    traffic = load_traffic.run
+    monkeypatch.setattr(load_traffic, "run", lambda url, t, s, z: traffic(url, t, 4.0, z))
+    counters = [{"vllm:num_preemptions_total": 1.0}, {}, {"vllm:num_preemptions_total": 4.0}]
+    hits = {"vllm:prefix_cache_hits_total": 0.0}, {"vllm:prefix_cache_hits_total": 9.0}
+    found = itertools.chain([counters[0] | hits[0], {}, counters[2] | hits[1]])
+    monkeypatch.setattr(vllm_server.Server, "counters", lambda self: next(found))
+    argv = ["load_vllm", str(out), "--minutes", "2", "--port", str(free_port())]
+    monkeypatch.setattr(sys, "argv", [*argv, "--timeout", "30"])
+    return load_vllm.main(), json.loads(out.read_text())
+
+
+def test_every_kind_of_request_is_judged(
+    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, result = run(tmp_path / "load.json", monkeypatch)
+    verdict = result["verdict"]
+    assert set(result["requests"]) == set(load_traffic.KINDS)
+    assert verdict["answers"]["wrong"] == 0, result["wrong"]
+    assert verdict["preemption and prefix hits"] == {
+        "well": True,
+        "preemptions": 3.0,
+        "tokens_hit": 9.0,
+    }
+    assert verdict["memory, gpu_mib"]["growth"] == 0.0 and verdict["afterwards"]["right"] == 320
+    assert result["memory"] and all(row["host_mib"] > 1 for row in result["memory"])
+    assert {row["concurrency"] for row in result["latency"]} == {1, 8}
+    others = [name for name, found in verdict.items() if not found["well"] and name != "latency"]
+    assert others == [] and code == int(not verdict["latency"]["well"])
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot_load
+
+    figure = plot_load.draw(result)
+    assert len(figure.axes) == 2
+
+
+def test_a_wrong_answer_fails_the_run(
+    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_WRONG", "50")
+    code, result = run(tmp_path / "load.json", monkeypatch)
+    assert code == 1 and result["verdict"]["answers"]["wrong"] > 0
+    assert "got 'wrong" in result["wrong"][0]["why"]
+
+
+def test_the_same_seed_draws_the_same_requests() -> None:
+    questions = recall.read_questions(vllm_server.HERE / "questions.jsonl").head(20)
+    shorts = [load_traffic.Short([1, 2, 3], "x")]
+    a, b = (load_traffic.Traffic(questions, shorts, 3) for _ in range(2))
+    drawn = [a.next() for _ in range(300)]
+    assert drawn == [b.next() for _ in range(300)]
+    kinds = {request.kind for request in drawn}
+    assert kinds == set(load_traffic.KINDS)
+    assert all((r.right is None) == (r.kind == "aborted") for r in drawn)
+    assert len({r.body["cache_salt"] for r in drawn}) > 100
+
+
+def test_concurrency_follows_the_cycle() -> None:
+    assert [load_traffic.clients_at(s) for s in (0, 5.9, 6, 15.9, 16, 30, 59.9, 60, 66)] == [
+        *(1, 1, 16, 16, 64, 256, 256, 1, 16)
+    ]
+
+
+def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
+    samples = [{"at_s": float(s), "gpu_mib": 1000.0 + s, "host_mib": 1.0} for s in range(0, 180, 2)]
+    result = {
+        "requests": {"recall": {"requests": 5, "wrong": 0}},
+        "at_rest": {"num_requests_running": 0.0},
+        "after": {"right": 319},
+        "counters": {},
+        "minutes": 3.0,
+        "memory": samples,
+        "latency": [
+            {"concurrency": 1, "minute": m, "latency_ms": {"p50": 10.0 + 10 * m}} for m in range(3)
+        ],
+    }
+    found = load_vllm.verdict(result)
+    well = {name: row["well"] for name, row in found.items()}
+    assert well == {
+        "answers": True,
+        "at rest": True,
+        "afterwards": False,
+        "preemption and prefix hits": False,
+        "memory, gpu_mib": False,
+        "memory, host_mib": True,
+        "latency": False,
+    }
+    assert (
+        found["memory, gpu_mib"]["last"] == 1149.0 and found["memory, gpu_mib"]["first"] == 1029.0
+    )
+    with pytest.raises(ValueError, match="from 200 to 260 s, got none"):
+        load_vllm.mean_of(samples, "gpu_mib", 200.0, 260.0)
