@@ -78,6 +78,61 @@ def load_keys(
     return b_latent.to(OPERAND), b_rope.to(OPERAND)
 
 
+@triton.jit
+def locate_rows(number, m_row, members_ptr, member, stride_table, query_tokens, heads):
+    """(request, query token, head, number within the request) of each query row ``[BLOCK_ROWS]``,
+    and the offset of the block table's row that all of them read."""
+    num_rows = query_tokens * heads
+    member_row = number // num_rows
+    index = number - member_row * num_rows
+    token = index // heads
+    head = index - token * heads
+    if members_ptr is not None:
+        request = tl.load(members_ptr + member + member_row, mask=m_row, other=0)
+        table = tl.load(members_ptr + member).to(tl.int64) * stride_table
+    else:
+        request = member + member_row
+        table = member.to(tl.int64) * stride_table
+    return request, token, head, index, table
+
+
+@triton.jit
+def accumulate(b_o, b_top, b_sum, b_s, b_k, OPERAND: tl.constexpr):
+    """One step of the online softmax: (o, largest logit, sum) with logits ``b_s [BLOCK_KV,
+    BLOCK_ROWS]`` in base 2, -inf where masked, and keys ``b_k``."""
+    b_now = tl.maximum(b_top, tl.max(b_s, 0))
+    shift = tl.where(b_now == float("-inf"), 0.0, b_now)
+    keep = tl.exp2(b_top - shift)
+    b_p = tl.exp2(b_s - shift[None, :])
+    b_sum = b_sum * keep + tl.sum(b_p, 0)
+    b_o = tl.dot(tl.trans(b_k), b_p.to(OPERAND), b_o * keep[None, :], input_precision="ieee")
+    return b_o, b_now, b_sum
+
+
+@triton.jit
+def store_partial(out_ptr, lse_ptr, row_at, m_row, b_o, b_sum, none, l2):
+    """The result of one split: normalised, with its log-sum-exp in base 2."""
+    weight = tl.where(none, 0.0, 1.0 / b_sum)
+    to = out_ptr + row_at[None, :] * 512 + tl.arange(0, 512)[:, None]
+    tl.store(to, b_o * weight[None, :], mask=m_row[None, :])
+    tl.store(lse_ptr + row_at, l2, mask=m_row)
+
+
+@triton.jit
+def store_result(out_ptr, lse_ptr, sinks_ptr, head, row_at, m_row, b_o, b_sum, none, top, l2):
+    """The result of a request with one split: with its sink, and a natural log-sum-exp."""
+    total = b_sum
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=m_row, other=0.0)
+        total += tl.exp2(sink * LOG2E - top)
+    weight = tl.where(none, 0.0, 1.0 / total)
+    to = out_ptr + row_at[None, :] * 512 + tl.arange(0, 512)[:, None]
+    value = (b_o * weight[None, :]).to(out_ptr.dtype.element_ty)
+    tl.store(to, value, mask=m_row[None, :])
+    bad = none | (b_sum != b_sum)
+    tl.store(lse_ptr + row_at, tl.where(bad, float("inf"), l2 * LN2), mask=m_row)
+
+
 @triton.jit(
     do_not_specialize=[
         "stride_table",
@@ -161,19 +216,11 @@ def mla_decode_kernel(
         begin = tl.where(i_tile == first, first_block, 0)
         stop = tl.where(i_tile == last, tl.minimum(end_block, blocks), blocks)
 
-        # the query rows: request, token and head of each
         m_row = o_row < rows
         number = tl.where(m_row, row_begin + o_row, 0)
-        member_row = number // num_rows
-        index = number - member_row * num_rows
-        token = index // heads
-        head = index - token * heads
-        if members_ptr is not None:
-            request = tl.load(members_ptr + member + member_row, mask=m_row, other=0)
-            table = tl.load(members_ptr + member).to(tl.int64) * stride_table
-        else:
-            request = member + member_row
-            table = member.to(tl.int64) * stride_table
+        request, token, head, index, table = locate_rows(
+            number, m_row, members_ptr, member, stride_table, query_tokens, heads
+        )
         q_token = request.to(tl.int64) * query_tokens + token
         at = q_token * stride_q_latent_t + head * stride_q_latent_h
         b_q = tl.load(
@@ -222,15 +269,7 @@ def mla_decode_kernel(
                 seen = m_token[:, None] & (position[:, None] < limit[None, :])
                 seen = seen & MASK(position[:, None], query_position[None, :], variant_a, variant_b)
                 b_s = tl.where(seen, b_s, float("-inf"))
-                b_now = tl.maximum(b_top, tl.max(b_s, 0))
-                shift = tl.where(b_now == float("-inf"), 0.0, b_now)
-                keep = tl.exp2(b_top - shift)
-                b_p = tl.exp2(b_s - shift[None, :])
-                b_sum = b_sum * keep + tl.sum(b_p, 0)
-                b_o = tl.dot(
-                    tl.trans(b_k), b_p.to(OPERAND), b_o * keep[None, :], input_precision="ieee"
-                )
-                b_top = b_now
+                b_o, b_top, b_sum = accumulate(b_o, b_top, b_sum, b_s, b_k, OPERAND)
 
             none = b_sum == 0.0
             top = tl.where(none, 0.0, b_top)
@@ -241,19 +280,9 @@ def mla_decode_kernel(
                 # a tile with members of its own counts its rows from its first
                 own = o_row if tiles_ptr is not None else index
                 row_at = (slot + split).to(tl.int64) * partial_rows + own
-                weight = tl.where(none, 0.0, 1.0 / b_sum)
-                partial_to = partial_out_ptr + row_at[None, :] * 512 + o_latent[:, None]
-                tl.store(partial_to, b_o * weight[None, :], mask=m_row[None, :])
-                tl.store(partial_lse_ptr + row_at, l2, mask=m_row)
+                store_partial(partial_out_ptr, partial_lse_ptr, row_at, m_row, b_o, b_sum, none, l2)
             else:
-                total = b_sum
-                if sinks_ptr is not None:
-                    sink = tl.load(sinks_ptr + head, mask=m_row, other=0.0)
-                    total += tl.exp2(sink * LOG2E - top)
-                weight = tl.where(none, 0.0, 1.0 / total)
                 row_at = request.to(tl.int64) * num_rows + index
-                to = out_ptr + row_at[None, :] * 512 + o_latent[:, None]
-                value = (b_o * weight[None, :]).to(out_ptr.dtype.element_ty)
-                tl.store(to, value, mask=m_row[None, :])
-                bad = none | (b_sum != b_sum)
-                tl.store(lse_ptr + row_at, tl.where(bad, float("inf"), l2 * LN2), mask=m_row)
+                store_result(
+                    out_ptr, lse_ptr, sinks_ptr, head, row_at, m_row, b_o, b_sum, none, top, l2
+                )
