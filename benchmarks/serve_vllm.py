@@ -103,9 +103,11 @@ def run(args: argparse.Namespace) -> int:
     import vllm  # noqa: F401
 
     import_s = time.perf_counter() - begin
+    while_loading = watch_load()
     begin = time.perf_counter()
     llm = load(args)
     load_s = time.perf_counter() - begin
+    loading = {key: round(value, 2) for key, value in while_loading.items()}
     log = decode_vllm.StepLog(llm)
     head = {
         "head": versions(),
@@ -113,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         "engine": engine_of(llm),
         "layers": llm.apply_model(layer_classes)[0],
         "import_s": import_s,
+        "while_loading": loading,
         "compiled_after_load": watch_compilation(),
     }
     side = SideFile(args.out, args.until, head)
@@ -123,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             f"expected KDA layers of kda_backend with --attention-backend {args.attention_backend},"
             f" got {head['layers']}"
         )
-    side.add(row("model load", "load", 1e3 * load_s))
+    side.add(row("model load", "load", 1e3 * load_s, **loading))
     measure(side, Asked(llm, log), args.parts)
     side.save()
     compiled = side.data["compiled_after_load"]
@@ -212,7 +215,7 @@ def call_row(asked: Asked, count: int, length: int) -> dict[str, Any]:
         asked.call(count, length)
     steps = asked.log.of(lambda: asked.call(count, length))
     # the shorter the call, the more of it is the host's
-    repeats = {128: 21, 512: 21, 2048: 15, 32768: 3}.get(length, 5)
+    repeats = {128: 21, 512: 21, 2048: 31, 32768: 3}.get(length, 7)
     times = [1e3 * asked.call(count, length) for _ in range(repeats)]
     details = {"least_ms": min(times), "steps": [tokens for _, tokens in steps], "runs_ms": times}
     return row(call_name(count, length), "call", median(times), **details)
@@ -468,6 +471,31 @@ def engine_of(llm: Any) -> dict[str, Any]:
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
     }
+
+
+def watch_load() -> dict[str, float]:
+    """Seconds that go into Triton's tuning and compilation from now on; tuning compiles too."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    spent = {"tuning_s": 0.0, "tuned_configurations": 0, "compile_s": 0.0, "compiled": 0}
+    bench: Callable[..., Any] = Autotuner._bench
+
+    def tuned(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return bench(self, *args, **kwargs)
+        finally:
+            spent["tuning_s"] += time.perf_counter() - begin
+            spent["tuned_configurations"] += 1
+
+    def compiled(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        spent["compile_s"] += 0.0 if cache_hit else times.total / 1e6
+        spent["compiled"] += not cache_hit
+
+    Autotuner._bench = tuned
+    triton.knobs.compilation.listener = compiled
+    return spent
 
 
 def watch_compilation() -> list[str]:

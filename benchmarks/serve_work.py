@@ -30,6 +30,7 @@ DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 48, (300, 5000), (32, 127)
 SIDES = ("upstream", "flag")
 SAID = "| "  # how the lines of a child start that its parent shows
+FIRST_SHARE = 0.57  # of the time for both sides
 GRACE_S = 45.0  # what a child may take after its deadline for the part that it is in
 
 
@@ -126,7 +127,8 @@ def pair(module: str, options: dict[str, list[str]], out: Path, limit_s: float, 
     failed = 0
     result: dict[str, Any] = {}
     for number, (side, own) in enumerate(options.items()):
-        until = start + limit_s * (number + 1) / len(options)
+        # the first side compiles and tunes more in its load
+        until = start + limit_s * (1.0 if number + 1 == len(options) else FIRST_SHARE)
         file = out.with_name(f"{out.stem}_{side}.json")
         file.unlink(missing_ok=True)
         command = [sys.executable, "-u", "-m", module, "run", str(file), *own]
@@ -187,7 +189,12 @@ def join(sides: dict[str, Any]) -> dict[str, Any]:
     for what in dict.fromkeys(what for by in times.values() for what in by):
         found = {side: by[what] for side, by in times.items() if what in by}
         kind = next(iter(found.values()))["kind"]
-        pair_of = {f"{side}_ms": found[side]["ms"] for side in SIDES if side in found}
+        pair_of = {
+            f"{side}_{name}": found[side][name]
+            for name in ("ms", "least_ms")
+            for side in SIDES
+            if side in found and name in found[side]
+        }
         rows.append({"what": what, "kind": kind, **pair_of})
     kept = {side: {k: v for k, v in data.items() if k != "tokens"} for side, data in sides.items()}
     result = {**first.get("head", {}), "rows": rows, "sides": kept}

@@ -44,13 +44,20 @@ The tables above have each time beside its bytes at the copy bandwidth, or besid
 Profiles are in [studies](studies/README.md).
 """
 
+# pairs of upstream and flag by the serve benchmarks, shown where they have been measured
+DEFAULT_MODES = ("vllm033_kimi48b.json", "sglang_kimi48b.json", "vllm026_kimi48b.json")
+_RECALL = ("recall_vllm033.json", "recall_vllm033_tp2.json", "recall_vllm.json",
+           "recall_sglang.json")  # fmt: skip
+_LOADS = ("load_vllm033.json", "load_sglang.json")
+
 _IMPLEMENTATIONS = {"ours": "this backend", "fla": "FLA 0.6.0", "flashkda": "FlashKDA"}
 
 
 def render() -> str:
     """The page's text."""
-    lines = [*_prefill(), *_accuracy(), *_growth(), *_decode(), *_compressor(), *_mla(), *_engine()]
-    return HEAD + "\n".join([*lines, *_recall()]) + "\n" + BOUNDS
+    lines = [*_prefill(), *_accuracy(), *_growth(), *_decode(), *_compressor(), *_mla()]
+    lines += [*_default_modes(), *_engine(), *_recall(), *_load_test()]
+    return HEAD + "\n".join(lines) + "\n" + BOUNDS
 
 
 def headline() -> str:
@@ -65,7 +72,6 @@ def _headline() -> str:
     unbounded = [row for row in prefill["rows"] if row["gate"] == "unbounded"]
     bounded = [row for row in prefill["rows"] if row["gate"] == "bounded"]
     compressor = [row for row in _load("dsv4_compressor_h200.json")["rows"] if row["vllm_gpu_ms"]]
-    upstream, flag = (_load(f"vllm_kimi48b_{who}.json")["shapes"] for who in ("upstream", "kda"))
     rows = [
         (
             f"KDA prefill, gate without bound, {len(unbounded)} shapes",
@@ -87,11 +93,7 @@ def _headline() -> str:
             "vLLM's Triton kernels",
             [row["vllm_gpu_ms"] / row["ours_gpu_ms"] for row in compressor],
         ),
-        (
-            "Kimi-Linear-48B's configuration in vLLM 0.26.0, eager, a prompt in and a token out",
-            "vLLM without the flag",
-            [a["ms"] / b["ms"] for a, b in zip(upstream, flag, strict=True)],
-        ),
+        _headline_of_engine(),
     ]
     cells = [
         [what, peer, f"{_mean(x):.2f}×", f"{min(x):.2f}× to {max(x):.2f}×"]
@@ -100,6 +102,29 @@ def _headline() -> str:
     lines = _table(["faster than", "the best of", "geometric mean", "range"], cells)
     gpu = f"One {prefill['gpu']}, bf16, each pair in one run, {prefill['date']}."
     return "\n".join([gpu, "", *lines]) + "\n"
+
+
+def _headline_of_engine() -> tuple[str, str, list[float]]:
+    """The newest release in its default mode where that has been measured, else 0.26.0, eager."""
+    what = "Kimi-Linear-48B's configuration in vLLM {}, a prompt in and a token out"
+    if (RESULTS / DEFAULT_MODES[0]).exists():
+        report = _load(DEFAULT_MODES[0])
+        ratios = [row["upstream_ms"] / row["flag_ms"] for row in _both(report, "call")]
+        release = report["engine"].removeprefix("vllm ") + ", default mode"
+    else:
+        sides = (_load(f"vllm_kimi48b_{who}.json")["shapes"] for who in ("upstream", "kda"))
+        ratios = [a["ms"] / b["ms"] for a, b in zip(*sides, strict=True)]
+        release = "0.26.0, eager"
+    return what.format(release), "vLLM without the flag", ratios
+
+
+def _both(report: dict[str, Any], kind: str | None = None) -> list[dict[str, Any]]:
+    """The rows of a pair that both sides have."""
+    return [
+        row
+        for row in report["rows"]
+        if "upstream_ms" in row and "flag_ms" in row and kind in (None, row["kind"])
+    ]
 
 
 def _accuracy() -> list[str]:
@@ -331,6 +356,94 @@ def _mla() -> list[str]:
     ]
 
 
+def _default_modes() -> list[str]:
+    """Engines in their default mode: every row of every pair."""
+    lines = []
+    for name in DEFAULT_MODES:
+        if not (RESULTS / name).exists():
+            continue
+        report = _load(name)
+        named = report["engine"].replace("vllm", "vLLM")
+        engine = report["sides"]["flag"].get("engine", {})
+        mode = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in engine.items())
+        cells = (
+            [
+                row["what"],
+                f"{row['upstream_ms']:,.1f}",
+                f"{row['flag_ms']:,.1f}",
+                f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+            ]
+            for row in _both(report)
+        )
+        lines += [
+            *_section(f"Kimi-Linear-48B in {named}, default mode", report, name),
+            "",
+            "The configuration with random weights, each side a process with empty compile caches,"
+            " ms. Prompts × tokens in, one token out; the time by which the engine advances in a"
+            " decode step; requests of the mixed load arrive at once.",
+            "",
+            *_table(["", "upstream", "with the flag", "×"], cells),
+            "",
+            *([f"The engine: {mode}."] if mode else []),
+            *_where_time_goes(report),
+        ]
+    return lines
+
+
+def _where_time_goes(report: dict[str, Any]) -> list[str]:
+    """How busy the GPU is in a call, into which steps a call is cut, and what the router chose."""
+    upstream, flag = (report["sides"][side] for side in ("upstream", "flag"))
+    cells = []
+    for a, b in zip(upstream.get("profiles", []), flag.get("profiles", []), strict=False):
+        row = next(row for row in report["rows"] if row["what"] == a["what"])
+        steps = next(row for row in flag["rows"] if row["what"] == a["what"])["steps"]
+        shown = [
+            f"{profile['gpu_ms']:.1f} of {row[f'{side}_ms']:.1f}"
+            for side, profile in (("upstream", a), ("flag", b))
+        ]
+        cells.append([a["what"], " + ".join(f"{n:,}" for n in steps), *shown])
+    lines = []
+    if cells:
+        titles = ["call", "tokens per step", "upstream", "with the flag"]
+        lines = [
+            "",
+            "Time of the GPU's kernels, from a profile, of the time of a call without one, ms. The"
+            " rest the GPU waits for the host. A prompt is cut where the engine keeps a state for"
+            " its prefix cache, and each step reads the experts that it needs again.",
+            "",
+            *_table(titles, cells),
+        ]
+    distinct = flag.get("router", {}).get("distinct", {})
+    means = [f"{sum(n) / len(n):.0f} by {what}" for what, n in distinct.items()]
+    if means:
+        lines += ["", f"Distinct experts per layer, mean: {', '.join(means)}."]
+    return lines
+
+
+def _load_test() -> list[str]:
+    """A server under load for minutes."""
+    lines = []
+    for name in (name for name in _LOADS if (RESULTS / name).exists()):
+        report = _load(name)
+        where = report["environment"]
+        engine = next(key for key in ("vllm", "sglang") if key in where)
+        kinds = ([kind, f"{row['requests']:,}", f"{row['wrong']:,}"]
+                 for kind, row in report["requests"].items())  # fmt: skip
+        found = report["verdict"]
+        grown = (f"{found[f'memory, {x}_mib']['growth']:.2%}" for x in ("gpu", "host"))
+        preempted = found["preemption and prefix hits"]["preemptions"]
+        lines += [
+            *_section(f"{engine} {where[engine]} under load", {**report, **where}, name),
+            "",
+            f"The small checkpoint with the flag, {report['minutes']:g} minutes of mixed traffic,"
+            f" {preempted:,.0f} preemptions; memory of GPU and host in the last minute against the"
+            f" first: {', '.join(grown)}.",
+            "",
+            *_table(["requests", "asked", "wrong"], kinds),
+        ]
+    return lines
+
+
 def _engine() -> list[str]:
     upstream, ours = (_load(f"vllm_kimi48b_{who}.json") for who in ("upstream", "kda"))
     where = ours["environment"]
@@ -381,9 +494,9 @@ _SERVERS = {"stock": "upstream", "canary": "with the flag, states transposed on 
 def _recall() -> list[str]:
     """The small checkpoint's answers: engines with and without this backend."""
     cells = []
-    for engine in ("vllm", "sglang"):
-        name = f"recall_{engine}.json"
+    for name in (name for name in _RECALL if (RESULTS / name).exists()):
         report = _load(name)
+        engine = next(key for key in ("vllm", "sglang") if key in report["environment"])
         link = f"[{engine} {report['environment'][engine]}](../benchmarks/results/{name})"
         for server, run in report["servers"].items():
             right = min(round["right"] for round in run["rounds"])
