@@ -16,14 +16,45 @@ if TYPE_CHECKING:
     from backend_core.target import Target
 
 
+ENGINE_KERNEL = "fa3"
+"""What engines decode dense MLA with on Hopper: FlashAttention 3."""
+
+
 def model_refusal(config: ModelConfig) -> str | None:
-    """Why no engine's layer of a model runs on this family: none is connected to an engine yet."""
-    return "softmax attention is not connected to an engine: its operators are called directly"
+    """Why a model has no MLA layers that decode here, or ``None``."""
+    if (config.get("kv_lora_rank"), config.get("qk_rope_head_dim")) != (512, 64):
+        return "MLA decode needs kv_lora_rank 512 and qk_rope_head_dim 64"
+    if config.get("index_topk"):
+        return "MLA decode needs dense attention, and index_topk makes it sparse"
+    return None
 
 
 def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
-    """Raises LookupError, since no model is served."""
-    raise LookupError(model_refusal(config))
+    """Which decode steps of one of ``ranks`` GPUs are served, and by which paths.
+
+    Raises:
+        ValueError: the configuration has no heads, or they cannot be split over the ranks.
+        LookupError: no table for the target, or the engine's own kernel is not behind there.
+    """
+    from softmax_backend.engine_choice import lead_over
+    from softmax_backend.selection import select
+    from softmax_backend.spec import MlaSpec
+
+    try:
+        heads = int(config["num_attention_heads"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the configuration must have num_attention_heads: {error}") from error
+    if heads % ranks:
+        raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
+    lead = lead_over(target, ENGINE_KERNEL, heads // ranks)
+    if isinstance(lead, str):
+        raise LookupError(lead)
+    rows = select(target, MlaSpec(heads // ranks, 16)).mla_decode.explain()
+    return [
+        f"{heads // ranks} heads per GPU",
+        f"decode steps {lead}, where {lead.source} has them ahead of {ENGINE_KERNEL}",
+        *(str(row) for row in rows if not row.refusal),
+    ]
 
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:

@@ -66,6 +66,14 @@ def split_cache(
     return cache[..., :LATENT_DIM], cache[..., LATENT_DIM:], None
 
 
+def by_request(q: torch.Tensor, requests: int) -> torch.Tensor:
+    """``[tokens, heads, dim]`` as ``[requests, query tokens, heads, dim]``, without a copy."""
+    tokens = q.shape[0] // requests
+    # the stride of a dimension of one element counts too: it is the kernels' stride of tokens
+    strides = (tokens * q.stride(0), *q.stride())
+    return q.as_strided((requests, tokens, *q.shape[1:]), strides)
+
+
 def check_mla_decode(
     spec: MlaSpec,
     plan: StepPlan,

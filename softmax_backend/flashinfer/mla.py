@@ -8,6 +8,7 @@ import torch
 
 from backend_core.contracts import expect_shape
 from softmax_backend.api import mla_decode
+from softmax_backend.contract.mla_decode import by_request
 from softmax_backend.plan.planner import MlaPlanner
 from softmax_backend.scratch import Scratch
 from softmax_backend.selection import select_for
@@ -219,8 +220,8 @@ class BatchMLAPagedAttentionWrapper:
         expect_shape("q_nope", q_nope, (tokens, rows[2], LATENT_DIM))
         expect_shape("q_pe", q_pe, (tokens, rows[2], ROPE_DIM))
         result, natural = mla_decode(
-            _by_request(q_nope, rows[0]),
-            _by_request(q_pe, rows[0]),
+            by_request(q_nope, rows[0]),
+            by_request(q_pe, rows[0]),
             ckv_cache,
             kpe_cache,
             self._table,
@@ -244,10 +245,3 @@ class BatchMLAPagedAttentionWrapper:
         return result, lse.copy_(values)
 
     forward = run
-
-
-def _by_request(q: torch.Tensor, requests: int) -> torch.Tensor:
-    """``[tokens, heads, dim]`` as ``[requests, query tokens, heads, dim]``, without a copy."""
-    tokens = q.shape[0] // requests
-    strides = (tokens * q.stride(0), *q.stride())
-    return q.as_strided((requests, tokens, *q.shape[1:]), strides)

@@ -174,7 +174,7 @@ def test_registering_loads_no_layer_and_asks_no_device() -> None:
         [sys.executable, "-c", REGISTER], cwd=root, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "REGISTERED ['dsv4', 'kda']" in done.stdout
+    assert "REGISTERED ['dsv4', 'kda', 'softmax']" in done.stdout
     assert "HEAVY []" in done.stdout and "CUDA [] False" in done.stdout, done.stdout
 
 

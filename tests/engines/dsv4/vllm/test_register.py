@@ -104,6 +104,8 @@ def test_other_models_are_refused_in_one_sentence_for_each_family(
     register_vllm()
     register_kda()
     config = engine_config(flag=True)
+    # before 0.32 the families share a name, and this one may serve MLA layers of any model
+    monkeypatch.delitem(vllm_flag._families, "softmax", raising=False)
     importlib.import_module(adapter.COMPRESSORS[0])
     assert validate(monkeypatch, config) == []
     for family in vllm_flag._families.values():

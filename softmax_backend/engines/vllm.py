@@ -1,0 +1,120 @@
+"""vLLM: decodes of its MLA layers on this family, where it is ahead of vLLM's own choice.
+
+    vllm serve MODEL --attention-backend SOFTMAX   # 0.32 and newer; KDA turns it on too
+    vllm serve MODEL --attention-backend CUSTOM    # 0.26 to 0.31, which take no new names
+
+The flag is `backend_core.engines.vllm_flag`'s. What serves is a subclass of the backend that vLLM
+chooses by itself (`vllm_mla`), so that caches, prefills, and decodes in which vLLM's kernel is
+ahead stay as they are. Whether it serves is decided as the layers are built, and logged.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from backend_core.engines import vllm_flag
+from backend_core.engines.vllm_flag import BackendClaim, Request, batch_invariant, logger
+from backend_core.target import detect_target
+from softmax_backend.engine_choice import Lead, lead_over
+from softmax_backend.selection import MlaSelection, select
+from softmax_backend.spec import LATENT_DIM, MAX_QUERY_TOKENS, ROPE_DIM, MlaSpec
+
+FAMILY = "softmax"
+KERNELS = {"FLASH_ATTN_MLA": "fa3"}
+"""vLLM's backends for which a subclass exists, and what `lead_over` calls their decode."""
+
+
+def register() -> None:
+    """Make the flag known; a second call changes nothing."""
+    vllm_flag.register_family(FAMILY, [BackendClaim("mla", "MLA", choose)])
+
+
+def choose(request: Request) -> type[Any] | str:
+    """The backend class that serves a layer's decodes here, or why vLLM's own choice stays."""
+    name = request.upstream.get_name()
+    if name not in KERNELS:
+        known = ", ".join(KERNELS)
+        return f"decode is served in the place of {known}, and vLLM chooses {name} here"
+    refusal = _layer_refusal(request.selector) or _engine_refusal(request)
+    if refusal is not None:
+        return refusal
+    target = detect_target(torch.device(request.vllm_config.device_config.device_type))
+    leads = {
+        tokens: lead_over(target, KERNELS[name], tokens * request.num_heads)
+        for tokens in query_tokens(request.vllm_config)
+    }
+    if not any(isinstance(lead, Lead) for lead in leads.values()):
+        return "; ".join(dict.fromkeys(map(str, leads.values())))
+    try:
+        # vLLM's pages are multiples of 16 tokens here, and paths differ in nothing else
+        selection = select(target, MlaSpec(request.num_heads, 16))
+    except (LookupError, ValueError) as error:
+        return str(error)
+    _explain(selection, name, tuple(leads.items()))
+    from softmax_backend.engines import vllm_mla
+
+    return vllm_mla.BACKENDS[name]
+
+
+def query_tokens(vllm_config: Any) -> tuple[int, ...]:
+    """Query tokens per request of the steps that may be decodes: with a draft, 1 more than it."""
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    return (1, 1 + drafts) if 0 < drafts < MAX_QUERY_TOKENS else (1,)
+
+
+def _layer_refusal(selector: Any) -> str | None:
+    if selector.head_size != LATENT_DIM + ROPE_DIM:
+        return (
+            f"a token of the cache must have {LATENT_DIM} + {ROPE_DIM} channels,"
+            f" got {selector.head_size}"
+        )
+    if selector.dtype != torch.bfloat16:
+        return f"queries must be in bfloat16, got {str(selector.dtype).removeprefix('torch.')}"
+    if selector.kv_cache_dtype not in (None, "auto", "bfloat16"):
+        return (
+            f"the cache must be in bfloat16, got {selector.kv_cache_dtype}: decodes of fp8 caches"
+            " have not been compared with vLLM's"
+        )
+    if selector.has_sink or selector.has_sliding_window or selector.use_non_causal:
+        return "layers with sinks, a sliding window or attention to later tokens are not served"
+    if getattr(selector, "use_adaptive_verification", False):
+        return "adaptive verification changes the lengths of drafts within a CUDA graph"
+    return None
+
+
+def _engine_refusal(request: Request) -> str | None:
+    if batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and plans change with the batch"
+    parallel = request.vllm_config.parallel_config
+    for what in ("decode", "prefill"):
+        ranks = getattr(parallel, f"{what}_context_parallel_size")
+        if ranks > 1:
+            return f"a request must have its whole cache on one rank, got {ranks} {what} ranks"
+    return None
+
+
+@functools.cache
+def _explain(selection: MlaSelection, name: str, leads: tuple[tuple[int, Lead | str], ...]) -> None:
+    target, heads = selection.target, selection.spec.num_heads
+    for tokens, lead in leads:
+        drafts = "" if tokens == 1 else f" with {tokens} query tokens each"
+        if isinstance(lead, Lead):
+            what = (
+                f"decode steps {lead}{drafts} are planned, run and combined here, where"
+                f" {lead.source} has them ahead; others and prefills stay {name}'s"
+            )
+        else:
+            what = f"decode steps{drafts} stay {name}'s: {lead}"
+        logger.info(
+            "kda-dsv4-backend: MLA with %d heads per rank on %s (%s): %s",
+            heads,
+            target.name,
+            target.arch,
+            what,
+        )
+    for line in selection.explain():
+        logger.info("kda-dsv4-backend: %s", line)

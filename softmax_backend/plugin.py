@@ -1,0 +1,10 @@
+"""Entry points: the functions that engines call when they start."""
+
+from __future__ import annotations
+
+from backend_core.engines import entry
+
+
+def register_vllm() -> None:
+    """Entry point ``softmax`` of ``vllm.general_plugins``."""
+    entry.register_vllm("softmax", "softmax_backend.engines.vllm")

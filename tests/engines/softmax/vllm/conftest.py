@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from tests.engines.softmax.vllm import flash_attention
+
+flash_attention.install()  # before anything imports vLLM's backend
+
+from tests.engines.vllm_process import model_dtype, one_rank  # noqa: E402, F401

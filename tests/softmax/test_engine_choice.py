@@ -1,0 +1,95 @@
+"""Where engines are served: what `engine_choice` says is what the result file has."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from backend_core.target import KNOWN_TARGETS
+from softmax_backend.engine_choice import MEAN, MEASURED, WORST, Lead, Measured, lead_over
+from softmax_backend.family import FAMILY
+
+ROOT = Path(__file__).parents[2]
+H200 = KNOWN_TARGETS["H200"]
+KIMI = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 32}
+CONTEXTS = ("1k", "8k", "64k")
+
+
+def shares(entry: Measured, rows: int) -> dict[int, list[float]]:
+    """Ours over the other kernel's time at each context, by number of requests."""
+    file = json.loads((ROOT / entry.source).read_text())
+    found: dict[int, list[float]] = {}
+    for row in file["rows"]:
+        count, _, context = row["case"].partition("x")
+        if row["heads"] == rows and context in CONTEXTS:
+            share = row["ours_gpu_us"] / row[f"{entry.kernel}_us"]
+            found.setdefault(int(count), []).append(share)
+    assert all(len(values) == len(CONTEXTS) for values in found.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("entry", "rows"), [(entry, rows) for entry in MEASURED for rows in entry.max_requests]
+)
+def test_the_limits_are_those_of_the_result_file(entry: Measured, rows: int) -> None:
+    limit = 0
+    behind = False
+    for requests, values in sorted(shares(entry, rows).items()):
+        mean = math.prod(values) ** (1 / len(values))
+        behind = behind or mean > MEAN or max(values) > WORST
+        limit = limit if behind else requests
+    assert entry.max_requests[rows] == (limit if behind else None)
+
+
+def test_every_head_count_of_the_result_file_is_judged() -> None:
+    for entry in MEASURED:
+        rows = json.loads((ROOT / entry.source).read_text())["rows"]
+        assert set(entry.max_requests) == {row["heads"] for row in rows}
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, None), (5, None), (9, 4), (16, 4), (17, 16)])
+def test_a_number_between_is_judged_as_the_larger(rows: int, most: int | None) -> None:
+    lead = lead_over(H200, "fa3", rows)
+    assert isinstance(lead, Lead) and lead.max_requests == most
+    assert lead.covers(4) and lead.covers(1000) == (most is None)
+    assert lead.covers(17) == (most is None)
+
+
+def test_without_a_measurement_there_is_no_lead() -> None:
+    assert lead_over(KNOWN_TARGETS["B200"], "fa3", 4) == (
+        "no result compares this package's decode with fa3 on sm100"
+    )
+    assert lead_over(H200, "cutlass", 4) == (
+        "no result compares this package's decode with cutlass on sm90"
+    )
+    assert lead_over(H200, "fa3", 33) == (
+        "its decode was compared with fa3 at up to 32 query rows per request, and this rank has 33"
+    )
+
+
+def test_which_models_have_layers_of_this_family() -> None:
+    assert FAMILY.model_refusal(KIMI) is None
+    for config in ({}, {**KIMI, "kv_lora_rank": 256}, {**KIMI, "qk_rope_head_dim": 32}):
+        assert FAMILY.model_refusal(config) == (
+            "MLA decode needs kv_lora_rank 512 and qk_rope_head_dim 64"
+        )
+    assert "index_topk makes it sparse" in str(FAMILY.model_refusal({**KIMI, "index_topk": 2048}))
+
+
+def test_what_is_said_of_a_model() -> None:
+    heads, steps, path = FAMILY.describe_model(H200, KIMI, 1)
+    assert (heads, path.split(":")[0]) == ("32 heads per GPU", "mla_decode grid 1 and more")
+    assert steps == (
+        "decode steps of up to 16 requests, where benchmarks/results/mla_decode_h200.json has them"
+        " ahead of fa3"
+    )
+    assert "of any number of requests" in FAMILY.describe_model(H200, KIMI, 8)[1]
+    with pytest.raises(ValueError, match="32 heads cannot be split over 5 GPUs"):
+        FAMILY.describe_model(H200, KIMI, 5)
+    with pytest.raises(ValueError, match="the configuration must have num_attention_heads"):
+        FAMILY.describe_model(H200, {}, 1)
+    with pytest.raises(LookupError, match="no result compares"):
+        FAMILY.describe_model(KNOWN_TARGETS["MI300X"], KIMI, 1)
