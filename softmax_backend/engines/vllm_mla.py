@@ -76,9 +76,12 @@ class SplitKvMLABuilder(FlashAttnMLAMetadataBuilder):  # type: ignore[misc]
 
 
 def _heads(vllm_config: Any, layer_names: list[str]) -> int:
-    """Query heads of the layers that share metadata: a draft model may have others."""
+    """This rank's query heads of the layers that share metadata; a draft model may have others.
+
+    Those of their implementations: a layer's own ``num_heads`` may count all ranks'.
+    """
     layers = vllm_config.compilation_config.static_forward_context
-    heads = {layers[name].num_heads for name in layer_names}
+    heads = {layers[name].impl.num_heads for name in layer_names}
     if len(heads) > 1:
         raise ValueError(
             f"MLA layers that share a cache must have one number of heads, got {sorted(heads)}"

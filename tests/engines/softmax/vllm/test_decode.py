@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -265,6 +266,31 @@ def test_layers_with_other_heads_do_not_share_a_plan(serve: Serve) -> None:
     names = [ours.layer.layer_name, other.layer_name]
     with pytest.raises(ValueError, match=r"must have one number of heads, got \[2, 4\]"):
         vllm_mla._heads(ours.config, names)
+
+
+def test_heads_are_those_of_a_rank(serve: Serve) -> None:
+    """Kimi's own layer in newer releases counts the heads of all ranks."""
+    ours = serve(TARGETS["torch"], 4, 240)
+    layer = types.SimpleNamespace(num_heads=32, num_local_heads=4, impl=ours.layer.impl)
+    ours.config.compilation_config.static_forward_context["kimi"] = layer
+    assert vllm_mla._heads(ours.config, ["kimi", ours.layer.layer_name]) == 4
+
+
+def test_queries_may_come_in_one_tensor(serve: Serve, target: Target) -> None:
+    """As Kimi's own layer hands them over: latent and RoPE parts side by side."""
+    ours = serve(target, 4, 944)
+    metadata = ours.metadata(RAGGED)
+    q = torch.randn(len(RAGGED), 4, 576, generator=torch.Generator().manual_seed(3)).bfloat16()
+    arguments = (ours.runner.cache, metadata, ours.layer)
+    out, lse = ours.layer.impl.forward_mqa(q, *arguments)
+    parts = (q[..., :512].contiguous(), q[..., 512:].contiguous())
+    want, want_lse = ours.layer.impl.forward_mqa(parts, *arguments)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    other = Server(4, ours.runner, FlashAttnMLABackend)
+    upstream, _ = other.layer.impl.forward_mqa(
+        q, ours.runner.cache, other.metadata(RAGGED), other.layer
+    )
+    assert relative_error(out, upstream) < TOLERANCE
 
 
 def test_a_call_that_is_not_the_steps_is_refused(serve: Serve) -> None:
