@@ -1,0 +1,361 @@
+"""Kimi-Linear with drawn weights in a real sglang engine on one GPU, upstream and with the flag.
+
+    python -m benchmarks.serve_sglang pair CONFIG_DIR sglang_kimi48b.json
+    python -m benchmarks.serve_sglang run side.json --config CONFIG_DIR [--flag]
+
+The twin of `benchmarks.serve_vllm`, with the same prompts, rows and file. The engine runs in its
+default mode, on sglang's triton backend for full attention on both sides. Its scheduler is another
+process: a plug-in draws the weights there as sglang initialises them, a decode step is timed by
+the tokens that stream out, and kernels come from sglang's own profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median_high as median
+from typing import Any
+
+from benchmarks import serve_agreement, serve_profile, serve_work
+from benchmarks.serve_vllm import BUDGET, draw_weights, environment, model_directory
+from benchmarks.serve_work import SideFile, call_name, decode_name, mixed, prompt_of, row, say
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+PLUGIN = "kda_dsv4_drawn"
+INTERVALS = 32
+PROFILED = ((1, 2048), (1, 8192))
+DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG[:2])
+PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    two = commands.add_parser("pair", help="both sides")
+    two.add_argument("config", type=Path)
+    two.add_argument("out", type=Path)
+    two.add_argument("--limit", type=float, default=540.0, help="for both sides, seconds")
+    one = commands.add_parser("run", help="one side")
+    one.add_argument("out", type=Path)
+    one.add_argument("--config", type=Path, required=True)
+    one.add_argument("--flag", action="store_true")
+    one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
+    for command in (two, one):
+        command.add_argument("--layers", type=int, default=27)
+        command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+        command.add_argument(
+            "--engine-option",
+            action="append",
+            default=[],
+            metavar="NAME=JSON",
+            help="one more argument of sglang.Engine, for instance disable_cuda_graph=true",
+        )
+    args = parser.parse_args()
+    if not (args.config / "config.json").is_file():
+        parser.error(f"expected a folder with a config.json, got {args.config}")
+    return pair(args) if args.command == "pair" else run(args)
+
+
+def pair(args: argparse.Namespace) -> int:
+    common = ["--config", str(args.config), "--layers", str(args.layers)]
+    common += ["--parts", *args.parts]
+    common += [f"--engine-option={option}" for option in args.engine_option]
+    sides = {"upstream": common, "flag": [*common, "--flag"]}
+    module = "benchmarks.serve_sglang"
+    return serve_work.pair(module, sides, args.out, args.limit, "default")
+
+
+def run(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as place:
+        plant(Path(place))
+        say("importing sglang")
+        begin = time.perf_counter()
+        import sglang
+
+        import_s = time.perf_counter() - begin
+        say(f"sglang {sglang.__version__} imported in {import_s:.0f} s; loading the model")
+        begin = time.perf_counter()
+        engine = sglang.Engine(**engine_arguments(args))
+        load_s = time.perf_counter() - begin
+        say(f"loaded in {load_s:.0f} s")
+        args.attention_backend = "kda" if args.flag else None
+        args.graphs, args.dense = "default", False
+        info = engine.get_server_info()
+        head = {
+            "head": versions(sglang.__version__),
+            "environment": environment(args),
+            "engine": engine_of(info),
+            "import_s": import_s,
+        }
+        side = SideFile(args.out, args.until, head)
+        say(f"{head['head']['engine']}, {head['engine']}")
+        side.add(row("model load", "load", 1e3 * load_s))
+        try:
+            measure(side, Asked(engine), args.parts)
+        finally:
+            side.save()
+            engine.shutdown()
+    return bool(side.data["failed"])
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``. A malformed ``--engine-option`` is a ValueError."""
+    arguments: dict[str, Any] = {
+        "model_path": model_directory(args.config, args.layers, False),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "context_length": 70000,
+        "dtype": "bfloat16",
+        "random_seed": 0,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "prefill_attention_backend": "triton",
+        "decode_attention_backend": "triton",
+        "log_level": "info",
+    }
+    if args.flag:
+        arguments["attention_backend"] = "kda"
+    for option in args.engine_option:
+        name, found, value = option.partition("=")
+        if not found:
+            raise ValueError(f"--engine-option must be NAME=JSON, got {option!r}")
+        arguments[name] = json.loads(value)
+    return arguments
+
+
+def plant(place: Path) -> None:
+    """A plug-in on the search path, which calls `draw_at_load` in each process of the engine."""
+    info = place / f"{PLUGIN}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    entry = f"[sglang.srt.plugins]\n{PLUGIN} = benchmarks.serve_sglang:draw_at_load\n"
+    (info / "entry_points.txt").write_text(entry)
+    paths = [str(place), str(Path(__file__).resolve().parent.parent)]
+    old = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([old] if old else [])])
+    sys.path[:0] = paths
+
+
+def draw_at_load() -> None:
+    """Have sglang's loader of dummy weights draw them at the scale of an initialised model."""
+    from backend_core.engines.after_import import after_import
+
+    def exchange(loader: Any) -> None:
+        loader.initialize_dummy_weights = draw_weights
+
+    after_import("sglang.srt.model_loader.loader", exchange)
+
+
+class Asked:
+    """An engine with prompts that it has not seen before."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.rng = random.Random(0)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        return [prompt_of(self.rng, length) for _ in range(count)]
+
+    def call(self, count: int, length: int) -> float:
+        """Seconds of one token after each of ``count`` new prompts."""
+        return self.generate(self.prompts(count, length), [1] * count)
+
+    def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
+        """Seconds in which the engine answers all prompts with greedy tokens."""
+        begin = time.perf_counter()
+        self.engine.generate(input_ids=prompts, sampling_params=sampling(new_tokens))
+        return time.perf_counter() - begin
+
+    def arrivals(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
+        """When each token of each prompt came, in seconds."""
+        stream = self.engine.generate(
+            input_ids=prompts, sampling_params=sampling([new_tokens] * len(prompts)), stream=True
+        )
+        found: list[list[float]] = [[] for _ in prompts]
+        for chunk in stream:
+            found[chunk["index"]].append(time.perf_counter())
+        return found
+
+
+def sampling(new_tokens: list[int]) -> list[dict[str, Any]]:
+    return [{"max_new_tokens": n, "temperature": 0.0, "ignore_eos": True} for n in new_tokens]
+
+
+def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
+    """The parts in the order of their worth, as far as the time goes."""
+    if "first" in parts:
+        first = "first request, 1 × 2,048"
+        side.part(
+            "first request", 10, lambda: side.add(row(first, "first", 1e3 * asked.call(1, 2048)))
+        )
+    if "calls" in parts:
+        for count, length in serve_work.CALLS:
+            side.part(
+                call_name(count, length),
+                2 + 8e-5 * count * length,
+                lambda c=count, n=length: side.add(call_row(asked, c, n)),
+            )
+    if "mixed" in parts:
+        side.part("mixed load", 10, lambda: mixed_rows(side, asked))
+    if "tokens" in parts:
+        side.part("tokens", 8, lambda: greedy(asked))
+        if "tokens" in side.data:
+            side.data["tokens_summary"] = serve_agreement.collapse(side.data["tokens"])
+            say(f"tokens: {side.data['tokens_summary']}")
+    if "decode" in parts:
+        for count, length in DECODES:
+            side.part(
+                decode_name(count, length),
+                4 + 2.5e-5 * count * length,
+                lambda c=count, n=length: side.add(step_row(asked, c, n)),
+            )
+    if "profile" in parts:
+        side.part("profiles", 20, lambda: profiles(asked))
+
+
+def call_row(asked: Asked, count: int, length: int) -> dict[str, Any]:
+    for _ in range(2):
+        asked.call(count, length)
+    repeats = {128: 21, 512: 21, 2048: 31, 32768: 3}.get(length, 7)
+    times = [1e3 * asked.call(count, length) for _ in range(repeats)]
+    return row(call_name(count, length), "call", median(times), least_ms=min(times), runs_ms=times)
+
+
+def step_row(asked: Asked, count: int, length: int) -> dict[str, Any]:
+    """A decode step by the times between tokens of one sequence."""
+    # a step reads at most BUDGET tokens of prompts: enough tokens that all sequences decode
+    new_tokens = 2 * INTERVALS + -(-2 * count * length // BUDGET)
+    times = intervals_ms(asked.arrivals(asked.prompts(count, length), new_tokens))
+    return row(
+        decode_name(count, length), "decode", median(times), least_ms=min(times), steps=len(times)
+    )
+
+
+def intervals_ms(arrivals: list[list[float]]) -> list[float]:
+    """Times between tokens of the sequence that began last, while all others decode too, in ms.
+
+    Raises:
+        ValueError: there are fewer than 8: a sequence ended before the last one began.
+    """
+    last = max(arrivals, key=lambda times: times[0])
+    end = min(times[-1] for times in arrivals)
+    within = [at for at in last if at <= end]
+    times = [1e3 * (b - a) for a, b in pairwise(within)][-INTERVALS:]
+    if len(times) < 8:
+        raise ValueError(f"expected at least 8 tokens while all decode, got {len(times) + 1}")
+    return times
+
+
+def mixed_rows(side: SideFile, asked: Asked) -> None:
+    times = []
+    for seed in (1, 2):
+        load = mixed(seed)
+        times.append(1e3 * asked.generate(load.prompts, load.new_tokens))
+    side.add(row("mixed load of 48 requests", "mixed", sum(times) / 2, runs_ms=times))
+
+
+def greedy(asked: Asked) -> dict[str, Any]:
+    rng = random.Random(7)
+    lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(serve_agreement.PROMPTS)]
+    batch = [prompt_of(rng, length) for length in lengths]
+
+    def tokens(prompts: list[list[int]]) -> list[dict[str, Any]]:
+        outputs = asked.engine.generate(
+            input_ids=prompts,
+            sampling_params=sampling([serve_agreement.NEW_TOKENS] * len(prompts)),
+            return_logprob=True,
+            top_logprobs_num=2,
+        )
+        return [tokens_of(output) for output in outputs]
+
+    together = tokens(batch)
+    apart = [tokens([one])[0] for one in batch[: serve_agreement.APART]]
+    return {"lengths": lengths, "together": together, "apart": apart}
+
+
+def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens of one prompt; at each the two best tokens and their log-probabilities."""
+    best = [
+        sorted(((at[0], at[1]) for at in two), reverse=True)[:2]
+        for two in output["meta_info"]["output_top_logprobs"]
+    ]
+    return {
+        "tokens": list(output["output_ids"]),
+        "best": [[token for _, token in pair] for pair in best],
+        "logprobs": [[round(logprob, 5) for logprob, _ in pair] for pair in best],
+    }
+
+
+def profiles(asked: Asked) -> list[dict[str, Any]]:
+    found = []
+    for count, length in PROFILED:
+        with tempfile.TemporaryDirectory() as place:
+            asked.engine.start_profile(output_dir=place, activities=["GPU"])
+            asked.call(count, length)
+            asked.engine.stop_profile()
+            profile = serve_profile.summary(spans_of(Path(place), 30.0))
+        found.append({"what": call_name(count, length), **profile})
+        top = list(profile["kernels"].items())[:10]
+        say(f"  {call_name(count, length)}: GPU {profile['gpu_ms']:.1f} ms")
+        say("    " + "; ".join(f"{name[:44]} {ms:.2f} in {n}" for name, (ms, n) in top))
+    return found
+
+
+def spans_of(place: Path, seconds: float) -> list[tuple[str, float, float]]:
+    """Kernels and copies of the trace that sglang leaves in a folder, as (name, start, end) in µs.
+
+    Raises:
+        TimeoutError: no whole trace came in time.
+    """
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for file in place.rglob("*.trace.json.gz"):
+            try:
+                events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+            except (OSError, EOFError, ValueError):
+                continue  # it is still written
+            return [
+                (event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+                for event in events
+                if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+            ]
+        time.sleep(0.5)
+    raise TimeoutError(f"expected a trace in {place} within {seconds:.0f} s, got none")
+
+
+def engine_of(info: dict[str, Any]) -> dict[str, Any]:
+    """What the engine made of its arguments, as far as it names them so."""
+    names = (
+        *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+        *("linear_attn_backend", "disable_cuda_graph", "cuda_graph_max_bs", "chunked_prefill_size"),
+        *("disable_radix_cache", "mamba_scheduler_strategy", "disable_overlap_schedule"),
+        *("max_total_num_tokens", "max_running_requests", "page_size", "mem_fraction_static"),
+    )
+    return {name: info[name] for name in names if name in info}
+
+
+def versions(release: str) -> dict[str, str]:
+    import torch
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "engine": f"sglang {release}",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

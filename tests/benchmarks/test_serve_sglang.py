@@ -1,0 +1,84 @@
+"""The sglang benchmark without sglang: an engine that answers at once, and a trace's kernels."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import serve_sglang, serve_work
+
+
+class Engine:
+    """Answers at once; a profile of it has two kernels."""
+
+    def generate(
+        self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]], **more: Any
+    ) -> Any:
+        assert len(input_ids) == len(sampling_params)
+        if more.get("stream"):
+            return self.stream(sampling_params)
+        return [
+            {
+                "output_ids": [5] * one["max_new_tokens"],
+                "meta_info": {
+                    "output_top_logprobs": [[(-1.0, 5, None), (-1.5, 9, None)]]
+                    * one["max_new_tokens"]
+                },
+            }
+            for one in sampling_params
+        ]
+
+    def stream(self, sampling_params: list[dict[str, Any]]) -> Iterator[dict[str, int]]:
+        for _ in range(sampling_params[0]["max_new_tokens"]):
+            for index in range(len(sampling_params)):
+                yield {"index": index}
+
+    def start_profile(self, output_dir: str, activities: list[str]) -> None:
+        self.place = Path(output_dir)
+
+    def stop_profile(self) -> None:
+        events = [
+            {"name": "gemm", "cat": "kernel", "ts": 10, "dur": 5},
+            {"name": "aten::mm", "cat": "cpu_op", "ts": 0, "dur": 50},
+            {"name": "Memcpy", "cat": "gpu_memcpy", "ts": 20, "dur": 5},
+        ]
+        text = json.dumps({"traceEvents": events}).encode()
+        (self.place / "1").mkdir()
+        (self.place / "1" / "TP-0.trace.json.gz").write_bytes(gzip.compress(text))
+
+
+def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_sglang, "DECODES", ((4, 128),))
+    side = serve_work.SideFile(tmp_path / "side.json", float("inf"), {"head": {}})
+    serve_sglang.measure(side, serve_sglang.Asked(Engine()), list(serve_sglang.PARTS))
+    kept = json.loads((tmp_path / "side.json").read_text())
+    assert kept["failed"] == {} and kept["left_out"] == []
+    assert [row["what"] for row in kept["rows"]] == [
+        "first request, 1 × 2,048",
+        *(serve_work.call_name(*shape) for shape in serve_work.CALLS),
+        "mixed load of 48 requests",
+        "decode step, 4 × 128",
+    ]
+    assert kept["tokens_summary"]["distinct_tokens"] == 1
+    profile = kept["profiles"][0]
+    assert profile["what"] == "1 × 2,048" and set(profile["kernels"]) == {"gemm", "Memcpy"}
+    assert profile["gpu_ms"] == pytest.approx(0.01) and profile["busy"] == pytest.approx(2 / 3)
+
+
+def test_a_step_is_timed_while_all_sequences_decode() -> None:
+    first = [0.01 * i for i in range(12)]
+    last = [0.05 + 0.01 * i for i in range(20)]
+    with pytest.raises(ValueError, match="at least 8 tokens while all decode, got 7"):
+        serve_sglang.intervals_ms([first, last])
+    times = serve_sglang.intervals_ms([[0.01 * i for i in range(60)], last])
+    assert times == pytest.approx([10.0] * 19)
+
+
+def test_no_trace_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="expected a trace"):
+        serve_sglang.spans_of(tmp_path, 0.6)
