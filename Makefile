@@ -16,7 +16,7 @@ CHECKS := lint
 PYTEST_ARGS ?= -n 2
 endif
 
-.PHONY: test test-amd test-engines test-engines-all lint demo
+.PHONY: test test-amd test-engines test-engines-all fuzz lint demo
 
 test: $(SETUP) $(CHECKS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
@@ -25,6 +25,13 @@ test: $(SETUP) $(CHECKS)
 # Takes minutes; rewrites the committed result.
 test-amd: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.amdgcn.report --output benchmarks/results/amdgcn_execution.json
+
+# Random calls of every operator against float64, on the GPU where there is one: N of each family.
+# A failure prints the line that runs it again.
+N ?= 1000
+SEED ?= 0
+fuzz: $(SETUP)
+	OMP_NUM_THREADS=1 $(PY) -m backend_cli.main check --fuzz $(N) --seed $(SEED)
 
 # In environments with the real vLLM and sglang, kept under ~/.cache; the first time they are fetched.
 # Oldest and newest release of each engine and one of the others, which changes by the day;

@@ -63,6 +63,8 @@ def block_sparse_attention(
         out = empty_output(q, v.shape[3])
     if lse is None:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if not q.numel():
+        return out, lse
     if chosen == "torch":
         block_sparse_torch.run(q, k, v, plan, variant, scale, out, lse)
     elif chosen == "triton":

@@ -14,6 +14,7 @@ from softmax_backend.launch_params import TABLES
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
     from backend_core.target import Target
+    from backend_core.testing.fuzz import FuzzCase
 
 
 ENGINE_KERNEL = "fa3"
@@ -66,6 +67,19 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     return prefill_checks.check_cases(path)
 
 
+def fuzz_cases() -> Mapping[str, FuzzCase]:
+    """What draws random calls of each operator."""
+    from softmax_backend.testing.fuzz import decode_case, merge_case
+    from softmax_backend.testing.fuzz_prefill import block_sparse_case, int8_case
+
+    return {
+        "mla_decode": decode_case,
+        "block_sparse": block_sparse_case,
+        "block_sparse_int8": int8_case,
+        "combine": merge_case,
+    }
+
+
 def tune_space(path: KernelPath) -> TuneSpace:
     """What ``tune`` tries of a path's launch parameters."""
     if path.operator != "mla_decode":
@@ -101,6 +115,7 @@ FAMILY = Family(
     model_refusal=model_refusal,
     describe_model=describe_model,
     check_cases=check_cases,
+    fuzz_cases=fuzz_cases,
     interpretable=frozenset({"triton"}),
     tune_space=tune_space,
     measure=measure,

@@ -77,14 +77,14 @@ class Case:
             "dt_bias": self.dt_bias,
         }
 
-    def activated(self) -> tuple[torch.Tensor, ...]:
-        """Packed q, k, v, log decay and step size in float64, on the CPU."""
-        q, k, v, g, beta = (x[0].double().cpu() for x in self.tokens)
+    def activated(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
+        """Packed q, k, v, log decay and step size in float64, on the device."""
+        q, k, v, g, beta = (x[0].double().to(device) for x in self.tokens)
         if self.l2norm:
             q, k = reference.l2norm(q), reference.l2norm(k)
         if self.gate != "log":
             a_log, dt_bias = (
-                None if x is None else x.double().cpu() for x in (self.a_log, self.dt_bias)
+                None if x is None else x.double().to(device) for x in (self.a_log, self.dt_bias)
             )
             bound = LOWER_BOUND if self.gate == "bounded" else None
             g = reference.log_decay(g, a_log, dt_bias, bound)

@@ -102,41 +102,51 @@ class StepCase:
     def expected(
         self, row: int, state: torch.Tensor, window: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(out [HV, V], state [HV, V, K], window [C, 3]) after one token, in float64."""
-        x = self.packed[row].double().cpu()
-        columns = torch.cat([window.double(), x[:, None]], 1)
+        """(out [HV, V], state [HV, V, K], window [C, 3]) after one token, in float64 on the CPU."""
+        out, state, window = self.expected_rows([row], state.cpu()[None], window.cpu()[None])
+        return out[0], state[0], window[0]
+
+    def expected_rows(
+        self, rows: list[int], states: torch.Tensor, windows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(out [n, HV, V], states [n, HV, V, K], windows [n, C, 3]) after one token of each of n
+        sequences, whose token is a row of the case; in float64, on the device of ``states``."""
+        device = states.device
+
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x.double().to(device)
+
+        x = double(self.packed[rows])
+        columns = torch.cat([double(windows), x[:, :, None]], 2)
         if self.has_conv:
-            x = (columns * self.conv_weight.double().cpu()).sum(1)
+            x = (columns * double(self.conv_weight)).sum(2)
             if self.has_bias:
-                x = x + self.conv_bias.double().cpu()
+                x = x + double(self.conv_bias)
             x = x * torch.sigmoid(x)
-        key_dim, value_dim = self.g.shape[2], self.z.shape[2]
+        key_dim, value_dim, count = self.g.shape[2], self.z.shape[2], len(rows)
         keys = self.heads * key_dim
-        q, k = x[:keys].view(-1, key_dim), x[keys : 2 * keys].view(-1, key_dim)
-        v = x[2 * keys :].view(-1, value_dim)
+        q, k = (torch.unflatten(y, 1, (-1, key_dim)) for y in (x[:, :keys], x[:, keys : 2 * keys]))
+        v = torch.unflatten(x[:, 2 * keys :], 1, (-1, value_dim))
         if self.l2norm:
             q, k = reference.l2norm(q), reference.l2norm(k)
-        g, beta = self.g[row].double().cpu(), self.beta[row].double().cpu()
+        g, beta = double(self.g[rows]), double(self.beta[rows])
         if self.gate != "log":
             bound = LOWER_BOUND if self.gate == "bounded" else None
-            a_log, dt_bias = self.a_log.double().cpu(), self.dt_bias.double().cpu()
-            g = reference.log_decay(g, a_log, dt_bias, bound)
+            g = reference.log_decay(g, double(self.a_log), double(self.dt_bias), bound)
         if self.beta_kind != "given":
             beta = beta.sigmoid() * (2.0 if self.beta_kind == "twice_sigmoid" else 1.0)
+        # heads of different rows do not meet: one token of n times as many heads
         o, state = reference.recurrent_kda(
-            q[None],
-            k[None],
-            v[None],
-            g[None],
-            beta[None],
+            *(y.flatten(0, 1)[None] for y in (q, k, v, g, beta)),
             scale=key_dim**-0.5,
-            state=state.double()[None],
+            state=states.double().flatten(0, 1)[None],
             cu_seqlens=[0, 1],
         )
+        o = torch.unflatten(o[0], 0, (count, -1))
         if self.has_norm:
             o = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt()
-            o = o * self.norm_weight.double().cpu() * self.z[row].double().cpu().sigmoid()
-        return o[0], state[0], columns[:, 1:]
+            o = o * double(self.norm_weight) * double(self.z[rows]).sigmoid()
+        return o, torch.unflatten(state[0], 0, (count, -1)), columns[:, :, 1:]
 
 
 def make_step(

@@ -69,6 +69,8 @@ def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
         ValueError: one sentence with what was expected and what came.
     """
     expect_dtype("q", q, torch.bfloat16, torch.float16)
+    if not k.numel():
+        raise ValueError(f"k must have at least one token, got shape {list(k.shape)}")
     dims = (q.shape[3], v.shape[3])
     if dims not in HEAD_DIMS:
         raise ValueError(f"head sizes (D, DV) must be one of {sorted(HEAD_DIMS)}, got {dims}")

@@ -28,11 +28,12 @@ def run(
     """
     if variant.logits is not SOFTMAX.logits and variant.torch_logits is None:
         raise ValueError(f"variant {variant.name} has no torch_logits, which the torch path needs")
-    out.zero_()
-    lse.fill_(-torch.inf)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[-3 if plan.pages is None else 2]
     rows, cols, table = plan.rows.tolist(), plan.cols.cpu(), plan.sequences.tolist()
+    for batch, q_begin, q_len, *_ in table:  # rows of no sequence stay as they are
+        out[batch, :, q_begin : q_begin + q_len] = 0.0
+        lse[batch, :, q_begin : q_begin + q_len] = -torch.inf
     for i_s, head, tile, row in plan.work.tolist():
         if i_s < 0:
             continue

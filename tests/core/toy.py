@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 FAMILY = """
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,24 @@ def cases(path):
     return {"small": lambda target, device: (0.25 * (path.name == "torch"), 0.5)}
 
 
+def draw_sum(draw, target, device):
+    import torch
+    from backend_core.testing.fuzz import FuzzBatch
+
+    x = torch.empty(draw.integer("rows", 1, 9), dtype=torch.float64, device=device)
+    result = []
+
+    def fill(seed):
+        x.copy_(torch.arange(seed % 7, seed % 7 + len(x)))
+
+    def run():
+        if len(x) > 6 and os.environ.get("TOY_DIES"):
+            os._exit(3)
+        result[:] = [x[:4].sum() if os.environ.get("TOY_WRONG") else x.sum()]
+
+    return FuzzBatch(fill, run, lambda: (abs(float(result[0] - sum(x.tolist()))), 0.5))
+
+
 FAMILY = Family(
     name="toy",
     title="Toy attention",
@@ -38,6 +57,7 @@ FAMILY = Family(
     model_refusal=refusal,
     describe_model=lambda target, config, ranks: [f"toy paths of {ranks} ranks"],
     check_cases=cases,
+    fuzz_cases=lambda: {} if os.environ.get("TOY_HAS_NO_FUZZ") else {"sum": draw_sum},
     interpretable=frozenset({"tiled"}),
     tune_space=lambda path: {"total": {"block": (16, 64)}} if path.name == "tiled" else {},
     measure=lambda path, target, name, grid, heads: lambda: 1.0 / path.params.block,

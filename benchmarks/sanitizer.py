@@ -1,0 +1,289 @@
+"""compute-sanitizer over a small call of every kernel that this machine's tables can choose.
+
+    python benchmarks/sanitizer.py --output benchmarks/results/sanitizer_h200.json
+
+The calls are those of ``kda-dsv4 check``: each is compared with float64 as well. First all of them
+run plainly, so that kernels are compiled and kept; then under memcheck, racecheck, initcheck and
+synccheck, shared among processes, with PyTorch's caching allocator off, so that every tensor is an
+allocation of its own. A report is counted for the kernel that it names; what it says of torch's own
+kernels is counted for none of ours. A kernel of ours that no call launched is listed as not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from backend_cli.check.probes import Probe, probes
+from backend_cli.files import write_json
+from backend_core.launch.cuda import CudaKernel
+from backend_core.target import detect_target
+from backend_core.testing.timing import environment
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+_OPTIONS = ("--print-limit", "1000", "--show-backtrace", "no")
+_REPORT = 1500  # characters of a kernel's first report that are kept
+_DEFINED = (
+    re.compile(r"^def (\w+_kernel)\(", re.MULTILINE),
+    re.compile(r'^extern "C" __global__[^;{]*?\b(\w+)\(\s*const [^()]*Params', re.MULTILINE),
+)
+
+
+def todo() -> list[tuple[Probe, tuple[bool, int] | None]]:
+    """The calls, the same list in every process: (probe, forced schedule of the Hopper prefill).
+
+    Of each path all calls with its first row's parameters, and the last one with each other row's.
+    """
+    found: list[tuple[Probe, tuple[bool, int] | None]] = []
+    of_path: dict[tuple[str, str, str], list[Probe]] = {}
+    for probe in probes(detect_target(), interpreted=False):
+        if probe.run is not None:
+            of_path.setdefault((probe.family, probe.path.operator, probe.path.name), []).append(
+                probe
+            )
+    for (_, _, name), all_of in of_path.items():
+        rows: dict[str, list[Probe]] = {}
+        for probe in all_of:
+            rows.setdefault(f"{probe.grids} {probe.path.params}", []).append(probe)
+        for number, of_row in enumerate(rows.values()):
+            if name == "two_stage_sm90":
+                schedules = [(split, ctas) for split in (False, True) for ctas in (2, 4)]
+                found += [(of_row[0], schedule) for schedule in schedules]
+                found += [(probe, None) for probe in of_row[1:]]
+            else:
+                found += [(probe, None) for probe in (of_row[-1:] if number else of_row)]
+    return found
+
+
+def run_calls(numbers: list[int]) -> None:
+    """Runs the calls of these numbers and prints, as the last line, what was launched by each."""
+    calls, target, device = todo(), detect_target(), torch.device("cuda")
+    launched = _record_launches()
+    said: list[dict[str, Any]] = []
+    for number in numbers:
+        probe, schedule = calls[number]
+        assert probe.run is not None
+        if schedule is not None:
+            _force(*schedule)
+        launched.clear()
+        try:
+            error, allowed = probe.run(target, device)
+            torch.cuda.synchronize()
+            wrong = None if error <= allowed else f"error {error:.2e}, allowed {allowed:.1e}"
+        except Exception as exception:  # reported with the rest
+            wrong = " ".join(f"{type(exception).__name__}: {exception}".split())[:500]
+        name = f"{probe.family} {probe.path.operator} {probe.path.name} {probe.case}"
+        said.append({"call": name, "family": probe.family, "kernels": sorted(launched)})
+        said[-1]["wrong"] = wrong
+    print("LAUNCHED " + json.dumps(said), flush=True)
+
+
+def _record_launches() -> set[str]:
+    """The names of the kernels launched from now on, Triton's by its own hook."""
+    from triton import knobs
+
+    names: set[str] = set()
+    plain = CudaKernel.__call__
+
+    def call(self: CudaKernel, *args: Any, **kwargs: Any) -> None:
+        names.add(self._name)
+        plain(self, *args, **kwargs)
+
+    def entered(metadata: Any) -> None:
+        names.add(metadata.get()["name"])
+
+    CudaKernel.__call__ = call  # type: ignore[method-assign]
+    hook = knobs.runtime.launch_enter_hook
+    if hasattr(hook, "add"):
+        hook.add(entered)
+    else:
+        knobs.runtime.launch_enter_hook = entered
+    return names
+
+
+def _force(split: bool, ctas_per_sm: int) -> None:
+    """The quickest schedule of the Hopper prefill with this scan and so many CTAs per SM."""
+    from kda_backend.prefill import two_stage_sm90 as pipeline
+    from kda_backend.prefill.sm_schedule import schedules
+
+    def choose(model: Any, shape: Any) -> Any:
+        return min(
+            item
+            for item in schedules(model, shape)
+            if item[1].split == split and item[1].intra_ctas_per_sm == ctas_per_sm
+        )[1]
+
+    pipeline.choose_schedule = choose  # type: ignore[assignment]
+    pipeline._kernels.cache_clear()
+
+
+def sanitised(tool: str | None, numbers: list[int], limit: float) -> tuple[str, str, float]:
+    """(the process's own output, the tool's log, seconds) of one process."""
+    command = [sys.executable, __file__, "--calls", ",".join(map(str, numbers))]
+    if tool is not None:
+        command = ["compute-sanitizer", "--tool", tool, *_OPTIONS, *command]
+    environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=limit, check=False
+        )
+        text = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as expired:
+        parts = (expired.stdout or b"", expired.stderr or b"")
+        text = "".join(x.decode(errors="replace") if isinstance(x, bytes) else x for x in parts)
+        text += f"\nended after {limit:g} s\n"
+    log = "\n".join(line for line in text.splitlines() if line.startswith("====="))
+    own = "\n".join(line for line in text.splitlines() if not line.startswith("====="))
+    return own, log, time.perf_counter() - begin
+
+
+def launched_by(own: str) -> list[dict[str, Any]] | None:
+    """What `run_calls` printed, or ``None`` where it did not come to an end."""
+    for line in own.splitlines():
+        if line.startswith("LAUNCHED "):
+            found: list[dict[str, Any]] = json.loads(line.removeprefix("LAUNCHED "))
+            return found
+    return None
+
+
+def reports(log: str) -> list[str]:
+    """The tool's reports: blocks of lines between lines of ``=========`` alone."""
+    headings = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY")
+    blocks, block = [], []
+    for line in log.splitlines():
+        text = line.removeprefix("=========").rstrip()
+        if text.strip().startswith(headings):
+            continue
+        if text.strip():
+            block.append(text)
+        elif block:
+            blocks.append(block)
+            block = []
+    blocks.append(block)
+    return ["\n".join(block) for block in blocks if block]
+
+
+def our_kernels() -> set[str]:
+    """The names of all kernels in the source tree."""
+    files = [f for end in ("py", "cu") for f in ROOT.glob(f"*/kernels/**/*.{end}")]
+    texts = [file.read_text() for file in files]
+    return {name for text in texts for shape in _DEFINED for name in shape.findall(text)}
+
+
+def rows_of(tool: str, said: list[dict[str, Any]], found: list[str]) -> list[dict[str, Any]]:
+    """A row for each kernel that was launched under the tool."""
+    families = {kernel: call["family"] for call in said for kernel in call["kernels"]}
+    rows = []
+    for kernel in sorted(families):
+        pattern = re.compile(rf"\b{re.escape(kernel)}\b")
+        own = [text for text in found if pattern.search(text)]
+        rows.append(
+            {
+                "family": families[kernel],
+                "kernel": kernel,
+                "tool": tool,
+                "errors": len(own),
+                "report": own[0][:_REPORT] if own else "",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", help="run these calls in this process (numbers, by commas)")
+    parser.add_argument("--list", action="store_true", help="print the calls and end")
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--jobs", type=int, default=16, help="processes at once")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds of one process")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    if args.calls is not None:
+        run_calls([int(number) for number in args.calls.split(",")])
+        return
+    calls = todo()
+    if args.list:
+        for number, (probe, schedule) in enumerate(calls):
+            what = f"{probe.family} {probe.path.operator} {probe.path.name}"
+            print(number, what, probe.grids, probe.case, schedule or "")
+        return
+    tools = args.tools.split(",")
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        # process i takes calls i, i + jobs, i + 2 jobs ...
+        warm = [list(range(i, len(calls), args.jobs)) for i in range(min(args.jobs, len(calls)))]
+        for own, _, _ in pool.map(lambda part: sanitised(None, part, args.limit), warm):
+            if launched_by(own) is None:
+                sys.exit(f"a call fails without a tool: {own[-2000:]}")
+        print(f"compiled and run plainly: {time.perf_counter() - begin:.0f} s", flush=True)
+        parts = max(1, args.jobs // len(tools))
+        jobs = [(tool, list(range(i, len(calls), parts))) for i in range(parts) for tool in tools]
+        done = list(pool.map(lambda job: (*job, *sanitised(*job, args.limit)), jobs))
+    result = environment() | {"rows": [], "not_run": [], "unfinished": [], "other_kernels": {}}
+    ours, seen = our_kernels(), set()
+    for tool in tools:
+        said: list[dict[str, Any]] = []
+        found: list[str] = []
+        for its_tool, numbers, own, log, seconds in done:
+            if its_tool != tool:
+                continue
+            print(f"{tool}: {len(numbers)} calls in {seconds:.0f} s", flush=True)
+            launched = launched_by(own)
+            if launched is None:
+                result["unfinished"].append(
+                    {"tool": tool, "calls": numbers, "output": (own + log)[-_REPORT:]}
+                )
+            said += launched or []
+            found += reports(log)
+        result["rows"] += rows_of(tool, said, found)
+        seen |= {kernel for call in said for kernel in call["kernels"]}
+        known = re.compile("|".join(rf"\b{kernel}\b" for kernel in sorted(ours | seen)))
+        others = [text for text in found if not known.search(text)]
+        result["other_kernels"][tool] = {"reports": len(others), "first": others[:1]}
+        result["unfinished"] += [
+            {"tool": tool, "calls": [call["call"]], "output": call["wrong"]}
+            for call in said
+            if call["wrong"]
+        ]
+    result["not_run"] = sorted(ours - seen)
+    result["seconds"] = round(time.perf_counter() - begin, 1)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.output, result)
+    show(result, tools)
+    if result["unfinished"] or any(row["errors"] for row in result["rows"]):
+        sys.exit(1)
+
+
+def show(result: dict[str, Any], tools: list[str]) -> None:
+    """A table: a line for each kernel, a column for each tool."""
+    errors = {(row["kernel"], row["tool"]): row["errors"] for row in result["rows"]}
+    kernels = sorted({(row["family"], row["kernel"]) for row in result["rows"]})
+    print(f"{'':40}" + "".join(f"{tool:>11}" for tool in tools))
+    for family, kernel in kernels:
+        cells = "".join(f"{errors.get((kernel, tool), '-'):>11}" for tool in tools)
+        print(f"{family + ' ' + kernel:40}{cells}")
+    for item in result["unfinished"]:
+        print(f"not finished or wrong under {item['tool']}: {item['calls']}: {item['output']}")
+    for tool, others in result["other_kernels"].items():
+        print(f"{tool}: {others['reports']} reports of other kernels {others['first']}")
+    print(f"not run: {', '.join(result['not_run'])}")
+    print(f"{result['seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Random decode steps and merges of softmax attention, against float64; `fuzz_prefill` has the
+operators over blocks."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from backend_core.tables.select import PathSelection
+from backend_core.target import Target
+from backend_core.testing.fuzz import Draw, FuzzBatch, MismatchError, worst
+from softmax_backend import reference
+from softmax_backend.api import mla_decode
+from softmax_backend.flashinfer.merge import merge_states
+from softmax_backend.plan import MlaPlanner
+from softmax_backend.run.mla_triton import is_available
+from softmax_backend.scratch import Scratch
+from softmax_backend.selection import MlaSelection, select
+from softmax_backend.spec import MlaSpec
+from softmax_backend.testing.cases import SCALE, MlaCase, expected, make_case
+from softmax_backend.testing.checks import ALLOWED, LSE_ALLOWED
+from softmax_backend.variants import soft_cap
+
+SPECS = {
+    "4 heads": MlaSpec(4, 64),
+    "16 heads, drafts of 2": MlaSpec(16, 64, query_tokens=2),
+    "64 heads, pages of 16": MlaSpec(64, 16),
+    "20 heads, drafts of 3, pages of 48": MlaSpec(20, 48, query_tokens=3),
+    "fp8 cache": MlaSpec(16, 64, cache_format="fp8"),
+    "fp8_ds_mla cache": MlaSpec(16, 64, cache_format="fp8_ds_mla"),
+    "fp16, pages of 1": MlaSpec(8, 1, dtype=torch.float16),
+    "capped logits": MlaSpec(4, 64, variant=soft_cap(2.0)),
+}
+EDGES = (0, 1, 2, 63, 64, 65, 128, 200)
+LONGEST = 400
+_ONE_ROW = 2.0
+"""Factor of the tolerance for one output row alone."""
+
+
+class _Decode:
+    """``mla_decode`` of a few requests, planned by the call or before it."""
+
+    def __init__(self, draw: Draw, target: Target, device: torch.device) -> None:
+        self.device = device
+        self.spec = spec = SPECS[draw.choice("spec", tuple(SPECS))]
+        path = draw.choice("path", select(target, spec).mla_decode.paths)
+        # on a GPU of few SMs small inputs have few splits, on one of many several
+        target = replace(target, num_sms=draw.choice("SMs", (5, 40, 132)))
+        selection = MlaSelection(target, spec, PathSelection.of(path))
+        count = draw.integer("requests", 1, 6)
+        self.lengths = draw.lengths("lengths", count, EDGES, LONGEST)
+        self.shared = 0
+        kinds = ["balanced", "balanced", "fixed splits", "as FlashMLA's"]
+        if spec.query_rows <= 64 and spec.page_size > 1 and is_available(device):
+            kinds.append("shared prefix")  # which kernels find
+        schedule = draw.choice("schedule", kinds)
+        options: dict[str, Any] = {}
+        if schedule == "fixed splits":
+            options = {"fixed_split_tokens": 64, "max_tokens": max(LONGEST, *self.lengths)}
+        elif schedule == "as FlashMLA's":
+            options = {"schedule": "flash_mla"}
+        elif schedule == "shared prefix":
+            self.shared = spec.page_size * draw.integer("shared pages", 1, 3)
+            self.lengths[0] = max(self.lengths[0], self.shared)
+            options = {"shared_prefix_tokens": self.shared}
+        self.planner = MlaPlanner(selection, **options)
+        self.plans_in_call = draw.chance("planned in the call", 0.5)
+        self.causal = draw.chance("causal", 0.8)
+        self.sinks = None
+        if draw.chance("sinks", 0.3):
+            self.sinks = torch.empty(spec.num_heads, device=device)
+        self.case = make_case(
+            spec, self.lengths, seed=draw.seed(), shared_tokens=self.shared, device=device
+        )
+        shape = self.case.q_latent.shape
+        self.out = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.lse = torch.empty(shape[:3], device=device)
+        self.scratch = Scratch(device)
+        self.plan = self.planner.plan(self.case.lengths, self.case.block_table)
+        self.last_write = torch.zeros(1, device=device)
+
+    def batch(self) -> FuzzBatch:
+        return FuzzBatch(self.fill, self.run, self.error)
+
+    def fill(self, seed: int) -> None:
+        lengths = self.lengths
+        if not self.shared:  # in another order, which has as many pages
+            lengths = random.Random(seed).sample(self.lengths, len(self.lengths))
+        drawn = make_case(
+            self.spec, lengths, seed=seed, shared_tokens=self.shared, device=self.device
+        )
+        for name, value in vars(drawn).items():
+            if isinstance(value, torch.Tensor):
+                _copy(getattr(self.case, name), value)
+        self.case.kv_scale = drawn.kv_scale
+        if self.sinks is not None:
+            rng = torch.Generator(self.device).manual_seed(seed)
+            self.sinks.copy_(3.0 * torch.randn(len(self.sinks), generator=rng, device=rng.device))
+            self.sinks[0] = -math.inf
+        self.out.fill_(math.nan)
+        self.lse.fill_(math.nan)
+        if not self.plans_in_call:
+            self.planner.plan(self.case.lengths, self.case.block_table, out=self.plan)
+        self.last_write.zero_()  # what lies between the plan and a call that may prefetch it
+
+    def run(self) -> None:
+        case: MlaCase = self.case
+        if self.plans_in_call:
+            self.planner.plan(case.lengths, case.block_table, out=self.plan)
+        mla_decode(
+            case.q_latent,
+            case.q_rope,
+            case.kv_latent,
+            case.kv_rope,
+            case.block_table,
+            self.plan,
+            self.planner.selection,
+            scale=SCALE,
+            causal=self.causal,
+            kv_scale=case.kv_scale,
+            kv_scales=case.kv_scales,
+            sinks=self.sinks,
+            out=self.out,
+            lse=self.lse,
+            scratch=self.scratch,
+            pdl_prefetch_safe=not self.plans_in_call,
+        )
+
+    def error(self) -> tuple[float, float]:
+        want, want_lse = expected(self.case, causal=self.causal, sinks=self.sinks)
+        none = want_lse == math.inf
+        if not bool((self.lse[none] == math.inf).all()) or bool(self.out[none].any()):
+            raise MismatchError("a row without keys must have output 0 and LSE +inf")
+        lse_allowed = LSE_ALLOWED[self.spec.cache_format]
+        off = (self.lse.double() - want_lse)[~none].abs()
+        return worst(
+            output_error(self.out, want, ALLOWED),
+            (float(off.max()) if off.numel() else 0.0, lse_allowed),
+        )
+
+
+def decode_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
+    """A random step of ``mla_decode``."""
+    return _Decode(draw, target, device).batch()
+
+
+def _copy(to: torch.Tensor, value: torch.Tensor) -> None:
+    """Byte by byte where a dtype has no copy of its own."""
+    if to.element_size() == 1:
+        to, value = to.view(torch.uint8), value.view(torch.uint8)
+    to.copy_(value)
+
+
+def output_error(got: torch.Tensor, want: torch.Tensor, allowed: float) -> tuple[float, float]:
+    """The worst relative L2 of outputs ``[..., D]``: of all rows, and of one alone."""
+    if not want.numel():
+        return 0.0, allowed
+    difference = (got.double() - want).square().sum(-1)
+    whole = want.square().sum(-1)
+    # the sum of a row's values may cancel: then it is compared with a tenth of what rows are
+    floor = torch.maximum(whole, 0.01 * whole.mean())
+    row = torch.where(difference == 0.0, 0.0, (difference / floor).sqrt()).max() / _ONE_ROW
+    total = (difference.sum() / whole.sum().clamp(min=1e-60)).sqrt()
+    found = torch.stack([row, total]).nan_to_num(math.inf, math.inf)
+    return float(found.max()), allowed
+
+
+def merge_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
+    """A random merge of states, some of them without keys."""
+    rows, states = draw.integer("rows", 1, 8), draw.integer("states", 1, 7)
+    heads, dim = draw.choice("heads", (1, 4)), draw.choice("dim", (64, 128, 512))
+    dtype = draw.choice("dtype", (torch.bfloat16, torch.float32))
+    v = torch.empty(rows, states, heads, dim, dtype=dtype, device=device)
+    s = torch.empty(rows, states, heads, device=device)
+    spread = draw.choice("spread", (1.0, 20.0, 200.0))
+    result: list[torch.Tensor] = []
+
+    def fill(seed: int) -> None:
+        rng = torch.Generator(device).manual_seed(seed)
+        v.copy_(torch.randn(v.shape, generator=rng, device=device))
+        s.copy_(spread * torch.randn(s.shape, generator=rng, device=device))
+        empty = torch.rand(s.shape, generator=rng, device=device) < 0.2
+        s.masked_fill_(empty, -math.inf)
+        v.masked_fill_(empty[..., None], math.nan)
+
+    def run() -> None:
+        result[:] = merge_states(v, s)
+
+    def error() -> tuple[float, float]:
+        flat_v, flat_s = v.transpose(0, 1).flatten(1, 2), s.transpose(0, 1).flatten(1, 2)
+        want, want_lse = reference.combine(flat_v.nan_to_num(0.0), flat_s)
+        out, lse = (x.flatten(0, 1) for x in result)
+        none = want_lse == math.inf
+        if not bool(lse[none].isneginf().all()) or bool(out[none].any()):
+            raise MismatchError("a row without keys must have output 0 and LSE -inf")
+        # base 2; the exponent of a weight has the rounding of its LSE
+        off = (lse.double() - want_lse / math.log(2))[~none].abs()
+        size = flat_s.masked_fill(flat_s.isinf(), 0.0).abs().amax(0)[~none].double() + 1.0
+        allowed = ALLOWED if dtype == torch.bfloat16 else 5e-5
+        return worst(
+            output_error(out[~none], want[~none], allowed),
+            (float((off / size).max()) if off.numel() else 0.0, 1e-5),
+        )
+
+    return FuzzBatch(fill, run, error)
