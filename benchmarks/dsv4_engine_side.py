@@ -1,0 +1,414 @@
+"""One process of `benchmarks.dsv4_engine_vllm`: a small DeepSeek-V4 with drawn weights in vLLM.
+
+    python -m benchmarks.dsv4_engine_side {upstream,flag}[-eager] OUT.json
+
+The model is vLLM's own DeepSeek-V4 for CUDA in bf16, with its shapes where kernels fix them: 64
+heads of 512 channels, an indexer of 64 heads that takes 512 compressed rows, ratios 4 and 128.
+What the machine may lack is replaced by the engine's own code in another form, on every side alike:
+
+- mHC by vLLM's torch functions, since TileLang need not be there; its warm-up is off for this.
+- without CuTe DSL, upstream's main compressor by vLLM's own Triton kernel.
+
+Experts are chosen by token (hash layers), so that rounding cannot choose other ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import types
+import zlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SIDES = ("upstream", "flag", "upstream-eager", "flag-eager")
+VOCABULARY, EXPERTS = 1024, 8
+MODEL = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 256,
+    "o_lora_rank": 128,
+    "o_groups": 8,
+    "sliding_window": 128,
+    "compress_ratios": [0, 4, 128, 4],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 512,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16384,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 256,
+    "hidden_act": "silu",
+    "swiglu_limit": 10.0,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 4,
+    "hc_eps": 1e-6,
+    "num_hash_layers": 4,
+    "num_nextn_predict_layers": 1,
+}
+BATCHED_TOKENS, MAX_LENGTH, REQUESTS = 2048, 6144, 64
+CACHE_BYTES = 2 << 30
+CUTEDSL = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
+
+_begin = time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    flag, eager = args.side.startswith("flag"), args.side.endswith("eager")
+    if flag:
+        os.environ["KDA_DSV4_STRICT"] = "1"
+    say("importing vllm")
+    import torch
+    import vllm
+
+    result: dict[str, Any] = {
+        "side": args.side,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "release": vllm.__version__,
+        "cutedsl": prepare(flag),
+    }
+    watch = None
+    if flag and not eager:
+        from benchmarks.dsv4_engine_watch import Watch
+
+        watch = Watch()
+    say("building the engine")
+    llm = load(flag, eager)
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    draw_weights(runner.model)
+    result["compressors"] = sorted(
+        {type(m).__name__ for n, m in runner.model.named_modules() if n.endswith("compressor")}
+    )
+    config = llm.llm_engine.vllm_config
+    sizes = [] if eager else list(config.compilation_config.cudagraph_capture_sizes)
+    result["engine"] = {
+        "model_runner_v2": bool(config.use_v2_model_runner),
+        "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+        "capture_sizes": sizes,
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "block_size": config.cache_config.block_size,
+    }
+    say(f"engine is ready: {result['engine']}, compressors {result['compressors']}")
+    if watch is not None:
+        watch.attach(runner, config)
+    result["tokens"] = generate(llm, prompts(), "tokens")
+    result["tokens_from_cache"] = generate(llm, continued(prompts()), "tokens from the cache")
+    if watch is not None:
+        sweep(llm.llm_engine, sizes)
+        result["records"] = watch.report()
+        watch.detach()
+    result["other_weights"] = other_weights(llm, runner.model)
+    args.out.write_text(json.dumps(result) + "\n")
+    say("done")
+
+
+def say(line: str) -> None:
+    print(f"[{time.perf_counter() - _begin:6.1f} s] {line}", flush=True)
+
+
+def prepare(flag: bool) -> bool:
+    """Load plug-ins and put the engine's own torch and Triton code in the place of what is missing.
+
+    Returns:
+        Whether upstream's main compressor runs its CuTe DSL kernels.
+    """
+    import importlib
+
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.import_utils import has_cutedsl, has_deep_gemm
+
+    load_general_plugins()
+    if flag:
+        from dsv4_backend.plugin import register_vllm
+
+        register_vllm()
+    if not has_deep_gemm():
+        raise RuntimeError("the indexer of vllm needs DeepGEMM, and none can be imported")
+    if not has_cutedsl():
+        sys.modules[CUTEDSL] = triton_compressor()
+    model = importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
+    for name, function in mhc_functions().items():
+        if not hasattr(model, name):
+            raise RuntimeError(f"{model.__name__} must have {name}, which is to be replaced")
+        setattr(model, name, function)
+    warm_up_before_capture()
+    return bool(has_cutedsl())
+
+
+def triton_compressor() -> types.ModuleType:
+    """vLLM's Triton kernel of the main compressor under the name of its CuTe DSL kernel."""
+    from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import (
+        compress_norm_rope_store_triton,
+    )
+
+    def kernel(**arguments: Any) -> None:
+        for name in ("store_full_kv", "store_full_fp8", "fp8_scale"):
+            if arguments.pop(name):
+                raise RuntimeError(f"{name} has no Triton form")
+        compress_norm_rope_store_triton(**arguments)
+
+    module = types.ModuleType(CUTEDSL)
+    module._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL = kernel  # type: ignore[attr-defined]
+    return module
+
+
+def mhc_functions() -> dict[str, Any]:
+    """What the model calls for its hyper-connections, by the names it calls them."""
+    import torch
+    from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_torch
+
+    def norm(x: Any, weight: Any, eps: float) -> Any:
+        y = x.float()
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+    def pre(residual: Any, *terms: Any, n_splits: int = 1, **options: Any) -> Any:
+        post, comb, x = mhc_pre_torch(residual, *terms[:8])
+        return post, comb, norm(x, options["norm_weight"], options["norm_eps"])
+
+    def pre_broadcast(x: Any, fn: Any, *terms: Any, fn_broadcast: Any, **options: Any) -> Any:
+        del fn_broadcast  # the weights summed over equal streams
+        streams = fn.shape[1] // x.shape[-1]
+        residual = x.unsqueeze(1).expand(-1, streams, -1).contiguous()
+        return residual, *pre(residual, fn, *terms, **options)
+
+    def post_pre(
+        x: Any, residual: Any, post: Any, comb: Any, *terms: Any, tile_n: int, **options: Any
+    ) -> Any:
+        residual = mhc_post_torch(x, residual, post, comb)
+        return residual, *pre(residual, *terms, **options)
+
+    def head(x: Any, fn: Any, scale: Any, base: Any, rms_eps: float, eps: float) -> Any:
+        y = x.flatten(1).float()
+        mixes = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + rms_eps)) @ fn.t()
+        weights = torch.sigmoid(mixes * scale + base) + eps
+        return (weights.unsqueeze(-1) * x.float()).sum(1).to(x.dtype)
+
+    return {
+        "mhc_pre_tilelang": pre,
+        "mhc_pre_broadcast_tilelang": pre_broadcast,
+        "mhc_fused_post_pre_tilelang": post_pre,
+        "mhc_post_tilelang": mhc_post_torch,
+        "hc_head_fused_kernel_tilelang": head,
+    }
+
+
+def warm_up_before_capture() -> None:
+    """Run the indexer's long way once before graphs are captured, which compiles its kernels.
+
+    Outside of a capture vLLM takes a short way for short contexts, inside never; its warm-up,
+    which compiles the long way's kernels, is the one that is off.
+    """
+    import torch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    capture = GPUModelRunner.capture_model
+
+    def capture_model(self: Any, *args: Any, **options: Any) -> Any:
+        say("warm-up")
+        for tokens in (self.max_num_reqs, self.max_num_reqs * 2):
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+                self._dummy_run(tokens)
+        torch.cuda.synchronize()
+        say("capture")
+        return capture(self, *args, **options)
+
+    GPUModelRunner.capture_model = capture_model
+
+
+def load(flag: bool, eager: bool) -> Any:
+    from vllm import LLM
+
+    from backend_core.engines import flag_name
+
+    directory = Path(tempfile.mkdtemp())
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    return LLM(
+        model=str(directory),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        kv_cache_dtype="fp8",
+        max_model_len=MAX_LENGTH,
+        max_num_seqs=REQUESTS,
+        max_num_batched_tokens=BATCHED_TOKENS,
+        kv_cache_memory_bytes=CACHE_BYTES,
+        gpu_memory_utilization=0.1,
+        enable_prefix_caching=True,
+        enforce_eager=eager,
+        kernel_config={"enable_jit_warmup": False},
+        seed=0,
+        **({"attention_backend": flag_name("vllm", "dsv4")} if flag else {}),
+    )
+
+
+def draw_weights(model: Any) -> None:
+    """Weights by name alone, at a scale where attention decides the tokens."""
+    import torch
+
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator(device=parameter.device)
+            generator.manual_seed(zlib.crc32(name.encode()))
+            x = parameter.data
+            if not x.is_floating_point():  # experts by token, each other ones
+                order = torch.rand(x.shape[0], EXPERTS, generator=generator, device=x.device)
+                x.copy_(order.argsort(-1)[:, : x.shape[1]])
+                continue
+            x.copy_(torch.empty_like(x, dtype=torch.float32).normal_(generator=generator))
+            if "norm" in name:
+                # keys and values of four times their usual size: few of them take all weight
+                x.mul_(0.1).add_(4.0 if "compressor.norm" in name or "kv_norm" in name else 1.0)
+            elif name.endswith(("ape", "_base", "_scale", "attn_sink")):
+                x.mul_(0.5)
+            elif x.dim() > 1 and "embed" not in name:
+                x.mul_(x.shape[-1] ** -0.5)
+        if hasattr(model, "process_weights_after_loading"):
+            model.process_weights_after_loading()
+
+
+def prompts() -> list[dict[str, Any]]:
+    """64 prompts of 1 to 5,000 tokens. They end one after another: each batch size is decoded."""
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 64) for _ in range(24)] + [rng.randint(65, 700) for _ in range(24)]
+    lengths += [rng.randint(700, 1500) for _ in range(8)]
+    lengths += [rng.randint(2100, 5000) for _ in range(8)]
+    rng.shuffle(lengths)
+    drawn = [[rng.randrange(1, VOCABULARY) for _ in range(length)] for length in lengths]
+    return [{"tokens": tokens, "new": 2 + i} for i, tokens in enumerate(drawn)]
+
+
+def continued(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same prompts, each with a few tokens more: their beginnings lie in the prefix cache."""
+    rng = random.Random(1)
+    return [
+        {
+            "tokens": one["tokens"] + [rng.randrange(1, VOCABULARY) for _ in range(1 + i % 9)],
+            "new": 16,
+        }
+        for i, one in enumerate(batch)
+    ]
+
+
+def sampling(new: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=2
+    )
+
+
+def generate(llm: Any, batch: list[dict[str, Any]], what: str) -> dict[str, Any]:
+    """Greedy tokens, the log-probabilities of each token's two best, tokens from the cache."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": one["tokens"]} for one in batch],
+        [sampling(one["new"]) for one in batch],
+        use_tqdm=False,
+    )
+    say(what)
+    return {
+        "lengths": [len(one["tokens"]) for one in batch],
+        "cached": [output.num_cached_tokens or 0 for output in outputs],
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "best": [
+            [sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in one]
+            for one in (output.outputs[0].logprobs for output in outputs)
+        ],
+    }
+
+
+def sweep(engine: Any, sizes: list[int]) -> None:
+    """Batches of each captured size: prefills alone and beside decodes, from their beginning,
+    after a chunk, and after a prefix from the cache. (Decodes of each size were tokens' work.)"""
+    rng = random.Random(2)
+    number = 0
+
+    def add(tokens: list[int], new: int = 1) -> str:
+        nonlocal number
+        number += 1
+        engine.add_request(f"sweep-{number}", {"prompt_token_ids": tokens}, sampling(new))
+        return f"sweep-{number}"
+
+    def drawn(count: int) -> list[int]:
+        return [rng.randrange(1, VOCABULARY) for _ in range(count)]
+
+    def run(waiting: set[str]) -> None:
+        while waiting:
+            waiting -= {output.request_id for output in engine.step() if output.finished}
+
+    prefix = drawn(768)
+    run({add(prefix)})
+    for decodes in (0, 1, 3):
+        beside = [add(drawn(130 + 61 * i), new=1200) for i in range(decodes)]
+        if decodes:
+            run({add(drawn(5), new=8)})  # until all of them decode
+        for size in sizes:
+            count = size - decodes
+            if count < 1:
+                continue
+            run({add(drawn(count))})
+            run({add(drawn(BATCHED_TOKENS - decodes + count))})
+            run({add(prefix + drawn(count))})
+            if count >= 8:
+                run({add(drawn(count // 3)), add(drawn(count - count // 3))})
+        engine.abort_request(beside)
+        while engine.has_unfinished_requests():
+            engine.step()
+        say(f"prefills beside {decodes} decodes")
+
+
+def other_weights(llm: Any, model: Any) -> list[list[int]]:
+    """Tokens with compressed rows of half the size: that they differ shows that rows matter."""
+    import torch
+
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache must be empty for other weights, and was not cleared")
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            if "compressor.norm" in name and "indexer" not in name:
+                parameter.data.mul_(0.5)
+    tokens: list[list[int]] = generate(llm, prompts(), "tokens with other weights")["tokens"]
+    return tokens
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""A small DeepSeek-V4 in a real vLLM on one GPU, without and with the flag: tokens and records.
+
+    python -m benchmarks.dsv4_engine_vllm [OUT.json] [--logs DIR]
+
+Four processes beside each other: upstream and flag, each in the default mode (Model Runner V2,
+PIECEWISE and FULL graphs) and eager; `benchmarks.dsv4_engine_side` says what the model is. Checked:
+
+- greedy tokens of 64 prompts of 1 to 5,000 tokens, with chunks, and of the same prompts continued
+  from the prefix cache: flag beside upstream, in each mode;
+- with the flag, all bytes of the caches after each step with a graph, beside eager calls of the
+  compressors on the same input (`benchmarks.dsv4_engine_watch`), by kind of batch and size;
+- that the checks can fail: a planted error is seen, and the tokens depend on compressed rows.
+
+Exit status 1 and the end of a process's log where one of them fails. Rows of other engines in
+OUT.json stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dsv4_engine_side import SIDES
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "dsv4_engines_h200.json"
+LIMIT_S = 540
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path, nargs="?", default=RESULT)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/dsv4_engine_vllm"))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    args = parser.parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    sides = run(args.sides, args.logs)
+    missing = [side for side in args.sides if side not in sides]
+    if missing or len(args.sides) < len(SIDES):
+        print(f"no result file: {', '.join(missing) or 'some sides'} did not run to the end")
+        raise SystemExit(1)
+    rows, problems = judge(sides)
+    for row in rows:
+        print(f"{row['equal']:>10} of {row['of']:>10}  {row['mode']}: {row['check']}")
+    write(args.out, sides["upstream"]["gpu"], rows)
+    for problem in problems:
+        print("FAILED:", problem)
+    raise SystemExit(1 if problems else 0)
+
+
+def run(names: list[str], logs: Path) -> dict[str, Any]:
+    """The sides' results, of those that came to their end; of others the end of the log."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    if "CUDA_HOME" not in environment and Path("/usr/local/cuda/bin/nvcc").exists():
+        environment["CUDA_HOME"] = "/usr/local/cuda"  # DeepGEMM compiles with its nvcc
+    running = {}
+    for name in names:
+        out = logs / f"{name}.json"
+        out.unlink(missing_ok=True)
+        log = (logs / f"{name}.log").open("w")
+        command = [sys.executable, "-m", "benchmarks.dsv4_engine_side", name, str(out)]
+        running[name] = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+    deadline = time.monotonic() + LIMIT_S
+    results = {}
+    for name, process in running.items():
+        try:
+            status: Any = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = f"more than {LIMIT_S} s"
+        log_text = (logs / f"{name}.log").read_text(errors="replace")
+        own = [line for line in log_text.splitlines() if line.startswith("[") and " s] " in line]
+        print(f"== {name}: status {status}", *own, sep="\n")
+        if status == 0 and (logs / f"{name}.json").exists():
+            results[name] = json.loads((logs / f"{name}.json").read_text())
+        else:
+            print(f"-- end of the log of {name}", *log_text.splitlines()[-45:], sep="\n")
+    return results
+
+
+def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows for the result file, and what is wrong in sentences."""
+    upstream, flag = sides["upstream"], sides["flag"]
+    release, problems = upstream["release"], []
+    main = "CuTe DSL" if upstream["cutedsl"] else "vLLM's Triton kernel for CuTe DSL"
+    runner = "Model Runner V2" if flag["engine"]["model_runner_v2"] else "Model Runner V1"
+    graphs = flag["engine"]["cudagraph_mode"].replace("_", " ")
+    modes = {
+        "": f"default ({runner}, {graphs}); bf16 weights, mHC in torch, {main} upstream",
+        "-eager": f"eager; bf16 weights, mHC in torch, {main} upstream",
+    }
+    rows = []
+
+    def row(mode: str, check: str, equal: int, of: int, must: bool = True) -> None:
+        rows.append(
+            {
+                "engine": "vllm",
+                "release": release,
+                "mode": mode,
+                "check": check,
+                "equal": equal,
+                "of": of,
+            }
+        )
+        if must and (equal != of or not of):
+            problems.append(f"{check}: {equal} of {of}")
+
+    for suffix, mode in modes.items():
+        one, other = sides["upstream" + suffix], sides["flag" + suffix]
+        for part, what in (
+            ("tokens", "greedy tokens of 64 prompts, upstream and flag"),
+            ("tokens_from_cache", "the same continued from the prefix cache, upstream and flag"),
+        ):
+            equal = sum(
+                x == y for x, y in zip(one[part]["tokens"], other[part]["tokens"], strict=True)
+            )
+            row(mode, what, equal, len(one[part]["tokens"]))
+            if lines := partings(one[part], other[part]):
+                print(f"{mode}: {what}: they part", *lines, sep="\n  ")
+    pair = [side["tokens"]["tokens"] for side in (flag, sides["flag-eager"])]
+    equal = sum(x == y for x, y in zip(*pair, strict=True))
+    row(modes[""], "greedy tokens of 64 prompts, default and eager", equal, len(pair[0]), False)
+    for name, side in sides.items():
+        if not any(side["tokens_from_cache"]["cached"]):
+            problems.append(f"{name}: no prompt was continued from the prefix cache")
+        if side["other_weights"] == side["tokens"]["tokens"]:
+            problems.append(f"{name}: tokens do not depend on compressed rows")
+        wanted = "FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"
+        if side["compressors"] != [wanted]:
+            problems.append(f"{name}: compressors must be {wanted}, got {side['compressors']}")
+    record_rows(flag, modes[""], row, problems)
+    return rows, problems
+
+
+def record_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) -> None:
+    """One row for each kind of batch and graph, and one that counts bytes beside upstream's."""
+    records, sizes = flag["records"], set(flag["engine"]["capture_sizes"])
+    steps = records["steps"]
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for step in steps:
+        start = "behind a chunk or a cached prefix" if step["later"] else "from the beginning"
+        place = "" if step["kind"] == "decode" else f", {start}"
+        groups.setdefault((step["mode"], step["kind"], place), []).append(step)
+    for (graph, kind, place), of in sorted(groups.items()):
+        name = "eager call" if graph == "NONE" else f"{graph} graph"
+        row(
+            mode,
+            f"all bytes of states and records, {name} beside eager, {kind} batches{place},"
+            f" {len({step['size'] for step in of})} sizes",
+            sum(step["equal"] for step in of),
+            sum(step["of"] for step in of),
+        )
+    decoded = {s["size"] for s in steps if (s["mode"], s["kind"]) == ("FULL", "decode")}
+    missing = {size for size in sizes if size <= max(decoded, default=0)} - decoded
+    for kind in ("prefill", "mixed"):
+        seen = {s["size"] for s in steps if (s["mode"], s["kind"]) == ("PIECEWISE", kind)}
+        # a batch of one token cannot be mixed
+        missing |= {size for size in sizes if size > (kind == "mixed")} - seen
+    if missing or not decoded:
+        problems.append(f"no step was seen with graphs of {sorted(missing)} tokens, of {sizes}")
+    planted = records["planted_errors_seen"]
+    if set(planted) != {"prefill", "mixed"} or not all(planted.values()):
+        problems.append(f"a decode plan for prefills must be seen as an error, got {planted}")
+    problems += records["failures"]
+    written = records["bytes_written"]
+    row(
+        mode,
+        "bytes of states and records beside upstream's kernels on the same input",
+        written - records["bytes_unlike_upstream"],
+        written,
+        False,
+    )
+
+
+def partings(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Where tokens part, and how far apart in log-probability each side's best two are there."""
+    lines = []
+    for i, (x, y) in enumerate(zip(one["tokens"], other["tokens"], strict=True)):
+        if x == y:
+            continue
+        at = next(k for k, (a, b) in enumerate(zip(x, y, strict=True)) if a != b)
+        gaps = [side["best"][i][at][0] - side["best"][i][at][1] for side in (one, other)]
+        lines.append(
+            f"prompt {i} of {one['lengths'][i]} tokens, new token {at}: gaps"
+            f" {gaps[0]:.4f} and {gaps[1]:.4f}"
+        )
+    return lines
+
+
+def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
+    """The result file, with what it has of other engines and releases."""
+    ours = {(row["engine"], row["release"]) for row in rows}
+    kept = json.loads(out.read_text())["rows"] if out.exists() else []
+    kept = [row for row in kept if (row["engine"], row["release"]) not in ours]
+    result = {
+        "gpu": gpu,
+        "date": datetime.date.today().isoformat(),
+        "script": "benchmarks/dsv4_engine_vllm.py",
+        "rows": kept + rows,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
