@@ -60,10 +60,12 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     """The calls that a path must get right, by name."""
-    from softmax_backend.testing import checks, prefill_checks
+    from softmax_backend.testing import checks, prefill_checks, sparse_mla_checks
 
     if path.operator == "mla_decode":
         return checks.check_cases(path)
+    if path.operator == "sparse_mla":
+        return sparse_mla_checks.check_cases(path)
     return prefill_checks.check_cases(path)
 
 
@@ -121,6 +123,7 @@ FAMILY = Family(
     measure=measure,
     open_grid={"mla_decode": 128},
     benchmarks={
+        "dsv4-attention": "bench_dsv4_attention.py",
         "mla-decode": "bench_mla_decode.py",
         "sparse-attention": "bench_sparse_attention.py",
     },

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
 from softmax_backend.launch_params_prefill import OPERATORS as PREFILL_OPERATORS
+from softmax_backend.launch_params_sparse import OPERATORS as SPARSE_OPERATORS
 
 
 @dataclass(frozen=True)
@@ -75,5 +76,6 @@ TABLES = TableSchema(
             paths={"torch": NoParams, "triton": TritonMlaParams, "sm90": Sm90MlaParams},
         ),
         *PREFILL_OPERATORS,
+        *SPARSE_OPERATORS,
     ),
 )

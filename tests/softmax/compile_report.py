@@ -21,8 +21,9 @@ from softmax_backend import combine
 from softmax_backend.flashinfer import cascade
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import planner
-from softmax_backend.run import mla_triton
+from softmax_backend.run import mla_triton, sparse_mla_combine, sparse_mla_triton
 from softmax_backend.spec import CacheFormat, MlaSpec
+from softmax_backend.spec_sparse_mla import SparseMlaSpec
 from softmax_backend.variants import soft_cap
 from tests.offline import TARGETS, Report, compile_kernel, dump
 
@@ -36,7 +37,10 @@ _FP32 = {
     "partial_lse_ptr",
     "s_ptr",
     "other_lse_ptr",
+    "max_logits_ptr",
 }
+_INT64 = {"scales_ptr", "extra_scales_ptr"}
+_BYTES = {"cache_ptr", "extra_cache_ptr"}
 _INT32 = {
     "block_table_ptr",
     "lengths_ptr",
@@ -56,8 +60,12 @@ _INT32 = {
     "last_page_len_ptr",
     "tile_request_ptr",
     "tile_start_ptr",
+    "indices_ptr",
+    "extra_indices_ptr",
+    "extra_lengths_ptr",
 }
 _FLOATS = {"scale", "kv_scale", "variant_a", "variant_b"}
+_ALIGNED_STRIDES = {"stride_q_t", "stride_q_h", "stride_page", "stride_extra_page", "stride_kv"}
 _PREFIX = ("tiles_ptr", "members_ptr", "prefix_tile_ptr", "prefix_row_ptr")
 _ABSENT = (*_PREFIX, "sinks_ptr", "kv_scales_ptr")
 LAYERS: tuple[tuple[int, int, CacheFormat], ...] = (
@@ -84,6 +92,7 @@ def cases(arch: str) -> Iterator[Case]:
         spec = MlaSpec(16, 64, query_tokens=2, variant=soft_cap(30.0))
         kernel = mla_triton.decode_kernel(path, spec, True, torch.bfloat16)
         yield "mla_decode 16 heads, soft cap, two levels, sinks", kernel, ("kv_scales_ptr",)
+    yield from sparse_cases(arch)
     yield "combine", combine._triton_kernel(512), (*_PREFIX, "sinks_ptr")
     yield "combine, two levels, sinks", combine._triton_kernel(512), ()
     yield "split_plan, 128 requests", planner._split_kernel(128, 256), ()
@@ -92,6 +101,36 @@ def cases(arch: str) -> Iterator[Case]:
     yield "find_leaders, 64 requests", leaders, ()
     yield "two_level_tiles, 64 requests", tiles, ()
     yield from cascade.compiled_kernels()
+
+
+def sparse_cases(arch: str) -> Iterator[Case]:
+    """Sparse MLA's kernels for each row of the table: split over two caches, direct over one."""
+    rows = load_table(TABLES, KNOWN_TARGETS[TARGETS[arch][1]], directory=CONFIGS).rows
+    for path in rows:
+        if (path.operator, path.name) != ("sparse_mla", "triton"):
+            continue
+        for heads in (8, 64):
+            kernel = sparse_mla_triton.records_kernel(
+                path.params,
+                SparseMlaSpec(heads, page_size=64, extra_page_size=2),
+                torch.bfloat16,
+                True,
+            )
+            yield f"sparse_mla {heads} heads, split, two caches", kernel, ("sinks_ptr",)
+        kernel = sparse_mla_triton.records_kernel(
+            path.params, SparseMlaSpec(16, page_size=61), torch.bfloat16, False
+        )
+        absent = tuple(n for n in kernel.argument_names if n.startswith(("extra_", "partial_")))
+        absent = tuple(n for n in absent if n.endswith("_ptr"))
+        yield "sparse_mla 16 heads, pages of 61, sinks", kernel, absent
+        kernel = sparse_mla_triton.rows_kernel(
+            path.params, SparseMlaSpec(16, "bf16_rows"), torch.bfloat16
+        )
+        yield "sparse_mla 16 heads, rows of bf16, sinks", kernel, ()
+    for splits in (2, 16):
+        dim = min(512, 4096 // splits)
+        kernel = sparse_mla_combine.combine_kernel(splits, dim, arch.startswith("sm"))
+        yield f"sparse_mla_combine, {splits} splits, sinks", kernel, ()
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:
@@ -112,6 +151,8 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
             types[name] = "*i32"
         elif name in _FP32:
             types[name] = "*fp32"
+        elif name in _INT64 or name in _BYTES:
+            types[name] = "*i64" if name in _INT64 else "*u8"
         elif name == "kv_latent_ptr" or (name == "kv_rope_ptr" and cache == "*u8"):
             types[name] = (
                 cache if constexprs.get("CACHE") != 2 or name != "kv_rope_ptr" else "*bf16"
@@ -121,6 +162,8 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
         else:
             types[name] = "fp32" if name in _FLOATS else "i32"
     aligned = frozenset(name for name in types if name.endswith("_ptr"))
+    if "rows" in kernel.arg_names:  # sparse MLA's contract: pages and rows start at 16 bytes
+        aligned |= {name for name in types if name in _ALIGNED_STRIDES}
     return compile_kernel(arch, kernel, types, constexprs, options, aligned)
 
 

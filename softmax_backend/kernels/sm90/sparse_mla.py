@@ -1,0 +1,479 @@
+# ruff: noqa: RUF059  Gluon needs lists added and tuples taken apart whole
+"""Sparse MLA for Hopper in Gluon: some warps fetch and dequantise, one or two warpgroups compute.
+
+The walk is that of ``kernels/sparse_mla.py``. The fetching warps hold the records of the next block
+in registers while they turn those of this one into bf16 and store it into a ring of shared memory,
+[64, 512] per stage, where both products read it: as the left operand of the logits, and transposed
+as the left operand of the output. So the keys are the 64-row side of wgmma, the heads its narrow
+side, and eight heads are not padded::
+
+    s = k q^T                  [64, heads]
+    o = o exp(m - m') + k^T p  [512, heads]
+
+Of every four channels the ring has 0, 2, 1 and 3, as they come out of a word; the queries are
+stored in that order, and the output's channels are put back when they are written. Keys are stored
+times 2^-20, so that one multiplication brings bf16's exponent and the scale; the logits' scale and
+the last division make up for it.
+
+A CTA takes query tokens (or their splits) one after another, and the fetching warps run ahead.
+Barriers: ``full`` of a stage completes when it has been stored, ``empty`` when both products have
+read it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+
+BLOCK = gl.constexpr(64)
+LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+KEY_SCALE = gl.constexpr(1048576.0)
+"""What a number is, over what the ring has of it: 2^20."""
+
+
+@gluon.constexpr_function
+def _piece(width, warps):
+    """Registers of [64, 16, width] words: 16 lanes a row, each ``width`` words side by side."""
+    return gl.BlockedLayout([1, 1, width], [2, 16, 1], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _row_layout(width, warps):
+    return gl.SliceLayout(1, gl.SliceLayout(2, _piece(width, warps)))
+
+
+@gluon.constexpr_function
+def _logits(heads, warps):
+    """[64, heads] of a product: warpgroups share the heads."""
+    groups = warps // 4
+    return gl.NVMMADistributedLayout([3, 0], [4, groups], [16, heads // groups, 16])
+
+
+@gluon.constexpr_function
+def _output(heads, warps):
+    """[512, heads] of a product: warpgroups share the channels."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, heads, 16])
+
+
+@gluon.jit
+def _item(item, lengths, sizes, ROW_TILES: gl.constexpr):
+    """(token, tile of heads, split, entries of both lists, blocks of the first list, first block,
+    end block) of one work item."""
+    lengths_ptr, extra_lengths_ptr = lengths
+    topk, extra_topk, query_tokens, splits = sizes
+    i_rows = item % ROW_TILES
+    i_split = item // ROW_TILES % splits
+    i_token = item // ROW_TILES // splits
+    request = i_token // query_tokens
+    count = topk
+    if lengths_ptr is not None:
+        count = gl.minimum(gl.maximum(gl.load(lengths_ptr + request), 0), topk)
+    extra_count = extra_topk
+    if extra_lengths_ptr is not None:
+        extra_count = gl.minimum(gl.maximum(gl.load(extra_lengths_ptr + request), 0), extra_topk)
+    own_blocks = (count + BLOCK - 1) // BLOCK
+    blocks = own_blocks + (extra_count + BLOCK - 1) // BLOCK
+    begin = i_split * blocks // splits
+    end = (i_split + 1) * blocks // splits
+    return i_token.to(gl.int64), i_rows, i_split, count, extra_count, own_blocks, begin, end
+
+
+@gluon.jit
+def _names(i, end, lists, counts, rows_in, layout: gl.constexpr):
+    """(index, whether it names a row) of block i's 64 entries; none of a block beyond ``end``."""
+    list_ptr, extra_list_ptr = lists
+    count, extra_count, own_blocks = counts
+    rows, extra_rows = rows_in
+    is_own = i < own_blocks
+    o_kv = gl.arange(0, 64, layout=layout)
+    position = gl.where(is_own, i, i - own_blocks) * BLOCK + o_kv
+    names = gl.where(is_own, list_ptr, extra_list_ptr)
+    m_listed = (position < gl.where(is_own, count, extra_count)) & (i < end)
+    index = gl.load(names + position, mask=m_listed, other=-1)
+    m_key = (index >= 0) & (index < gl.where(is_own, rows, extra_rows))
+    return gl.where(m_key, index, 0), m_key
+
+
+@gluon.jit
+def _load_words(base, row_at, m_key, FIRST: gl.constexpr, WIDTH: gl.constexpr,
+                WARPS: gl.constexpr):  # fmt: skip
+    """[64, 16, WIDTH] words of each row, from word FIRST on."""
+    layout: gl.constexpr = _piece(WIDTH, WARPS)
+    at = gl.convert_layout(row_at, _row_layout(WIDTH, WARPS))
+    m = gl.convert_layout(m_key, _row_layout(WIDTH, WARPS))
+    o_lane = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) * WIDTH
+    o_in = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    at = at[:, None][:, :, None] + (o_lane[None, :][:, :, None] + o_in[None, :][:, None, :] + FIRST)
+    return gl.load(base + at, mask=m[:, None][:, :, None], other=0)
+
+
+@gluon.jit
+def _load_records(i, index, m_key, own_blocks, own, extra, PAGE_SIZE: gl.constexpr,
+                  EXTRA_PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Words of channels 0 to 255, 256 to 383, 384 to 447, of the last 64, and of the scales.
+
+    Everything is loaded as words of four bytes: bytes would take a register each until used.
+    """
+    cache_ptr, stride_page = own
+    extra_cache_ptr, stride_extra_page = extra
+    is_own = i < own_blocks
+    page = gl.where(is_own, index // PAGE_SIZE, index // EXTRA_PAGE_SIZE)
+    size = gl.where(is_own, PAGE_SIZE, EXTRA_PAGE_SIZE)
+    page_at = page.to(gl.int64) * gl.where(is_own, stride_page, stride_extra_page)
+    row = index - page * size
+    row_at = gl.multiple_of(page_at + row * 144, 4)
+    scale_at = gl.multiple_of(page_at + size * 144 + row * 2, 2)
+    cache = gl.where(is_own, cache_ptr, extra_cache_ptr)
+    b_0 = _load_words(cache, row_at, m_key, 0, 4, WARPS)
+    b_1 = _load_words(cache, row_at, m_key, 64, 2, WARPS)
+    b_2 = _load_words(cache, row_at, m_key, 96, 1, WARPS)
+    b_r = _load_words(cache, row_at, m_key, 112, 2, WARPS)
+    b_low = gl.load(cache + scale_at, mask=m_key, other=0)
+    b_high = gl.load(cache + scale_at + 1, mask=m_key, other=0)
+    return b_0, b_1, b_2, b_r, b_low, b_high
+
+
+@gluon.jit
+def _decode_bf16(words, b_scale):
+    """Each word's four bytes of e4m3 times a scale (twice in a word), as two words of bf16.
+
+    The first word has bytes 0 and 2, the second 1 and 3. The seven bits below the sign are put into
+    bf16's at bit 4, which is the value times 2^-120, subnormals too.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c;
+        shr.u32 a, $2, 4;
+        shl.b32 b, $2, 4;
+        shl.b32 c, $2, 8;
+        and.b32 a, a, 0x07F007F0;
+        and.b32 b, b, 0x07F007F0;
+        lop3.b32 a, $2, 0x80008000, a, 0xEA;
+        lop3.b32 b, c, 0x80008000, b, 0xEA;
+        mul.bf16x2 $0, b, $3;
+        mul.bf16x2 $1, a, $3;
+        }
+        """,
+        "=&r,=&r,r,r",
+        [words, b_scale],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _split_bf16(first, second):
+    """Two words of bf16 (channels 0 and 1, 2 and 3) times 2^-20, as channels 0 and 2, 1 and 3."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, down;
+        mov.b32 down, 0x35803580;
+        prmt.b32 a, $2, $3, 0x5410;
+        prmt.b32 b, $2, $3, 0x7632;
+        mul.bf16x2 $0, a, down;
+        mul.bf16x2 $1, b, down;
+        }
+        """,
+        "=&r,=&r,r,r",
+        [first, second],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _dequantise(words, b_scales, FIRST: gl.constexpr, WARPS: gl.constexpr):
+    """[64, 32 WIDTH] words of two bf16, of [64, 16, WIDTH] words of four e4m3; times 2^-20.
+
+    Args:
+        b_scales: four scales in a word, each for 64 channels; those of this piece begin with byte
+            ``FIRST``.
+    """
+    WIDTH: gl.constexpr = words.shape[2]
+    layout: gl.constexpr = _piece(WIDTH, WARPS)
+    scale_words = gl.convert_layout(b_scales, _row_layout(WIDTH, WARPS))
+    o_lane = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    shift = (FIRST + o_lane * WIDTH // 16) * 8
+    code = (scale_words[:, None] >> shift[None, :]) & 0xFF
+    # 2^(code - 127) 2^120 2^-20 in bf16; a scale beyond 2^27 becomes infinite
+    bits = gl.minimum(code + 100, 255) << 7
+    b_scale, words = gl.broadcast((bits | (bits << 16))[:, :, None], words)
+    first, second = _decode_bf16(words, b_scale)
+    return gl.reshape(gl.join(first, second), [64, 32 * WIDTH])
+
+
+@gluon.jit
+def _rope_words(words):
+    """[64, 32] words of two bf16, of [64, 16, 2] words."""
+    first, second = gl.split(words)
+    first, second = _split_bf16(first, second)
+    return gl.reshape(gl.join(first, second), [64, 32])
+
+
+@gluon.jit
+def _fetch(
+    buffers,
+    work,
+    lists_of,
+    caches,
+    WARPS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    EXTRA_PAGE_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The fetching warps: the blocks of every work item of the CTA into the ring."""
+    k_s, full, empty = buffers
+    items, lengths, sizes = work
+    indices_ptr, extra_indices_ptr, stride_indices, stride_extra_indices, rows_in = lists_of
+    own, extra = caches
+    layout: gl.constexpr = _row_layout(4, WARPS)
+    word_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.int32)
+    filled = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end = _item(
+            item, lengths, sizes, ROW_TILES
+        )
+        lists = (
+            indices_ptr + i_token * stride_indices,
+            extra_indices_ptr + i_token * stride_extra_indices,
+        )
+        counts = (count, extra_count, own_blocks)
+        index, m_key = _names(begin, end, lists, counts, rows_in, layout)
+        next_index, m_next = _names(begin + 1, end, lists, counts, rows_in, layout)
+        b_0, b_1, b_2, b_r, b_low, b_high = _load_records(
+            begin, index, m_key, own_blocks, own, extra, PAGE_SIZE, EXTRA_PAGE_SIZE, WARPS
+        )
+        for i in range(begin, end):
+            n_0, n_1, n_2, n_r, n_low, n_high = _load_records(
+                i + 1, next_index, m_next, own_blocks, own, extra, PAGE_SIZE, EXTRA_PAGE_SIZE, WARPS
+            )
+            next_index, m_next = _names(i + 2, end, lists, counts, rows_in, layout)
+            stage = filled % STAGES
+            mbarrier.wait(empty.index(stage), ((filled // STAGES) & 1) ^ 1)
+            k = k_s.index(stage)._reinterpret(gl.int32, [64, 256], word_layout)
+            k.slice(0, 128, dim=1).store(_dequantise(b_0, b_low, 0, WARPS))
+            k.slice(128, 64, dim=1).store(_dequantise(b_1, b_high, 0, WARPS))
+            k.slice(192, 32, dim=1).store(_dequantise(b_2, b_high, 2, WARPS))
+            k.slice(224, 32, dim=1).store(_rope_words(b_r))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(stage), count=1)
+            filled += 1
+            b_0, b_1, b_2, b_r, b_low, b_high = n_0, n_1, n_2, n_r, n_low, n_high
+
+
+@gluon.jit
+def _store(b_o, weight, to_ptr, first, heads_left, layout: gl.constexpr):
+    """[512, HEADS] times a weight per head, to rows of 512 from element ``first`` on."""
+    HEADS: gl.constexpr = b_o.shape[1]
+    o_channel = gl.arange(0, 512, layout=gl.SliceLayout(1, layout))
+    o_head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, layout))
+    weight = gl.convert_layout(weight, gl.SliceLayout(0, layout))
+    value = (b_o * (weight * KEY_SCALE)[None, :]).to(to_ptr.dtype.element_ty)
+    # the ring's order of channels
+    o_channel = (o_channel & ~3) | ((o_channel & 1) << 1) | ((o_channel >> 1) & 1)
+    at = o_head[None, :] * 512 + o_channel[:, None]
+    gl.store(to_ptr + first + at, value, mask=(o_head < heads_left)[None, :])
+
+
+@gluon.jit
+def _compute(buffers, work, lists_of, queries, outputs, scale, WARPS: gl.constexpr,
+             ROW_TILES: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+             IS_SPLIT: gl.constexpr):  # fmt: skip
+    """The computing warpgroups: logits, softmax and output of every work item of the CTA."""
+    k_s, full, empty, q_s, p_s = buffers
+    items, lengths, sizes = work
+    indices_ptr, extra_indices_ptr, stride_indices, stride_extra_indices, rows_in = lists_of
+    q_ptr, stride_q_t, stride_q_h, heads = queries
+    sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr = outputs
+    s_layout: gl.constexpr = _logits(HEADS, WARPS)
+    o_layout: gl.constexpr = _output(HEADS, WARPS)
+    key_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    head_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    o_head = gl.arange(0, HEADS, layout=head_layout)
+    q_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, q_layout))
+    q_channel = gl.arange(0, 512, layout=gl.SliceLayout(0, q_layout))
+    read = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end = _item(
+            item, lengths, sizes, ROW_TILES
+        )
+        lists = (
+            indices_ptr + i_token * stride_indices,
+            extra_indices_ptr + i_token * stride_extra_indices,
+        )
+        counts = (count, extra_count, own_blocks)
+        heads_left = heads - i_rows * HEADS
+        index, m_key = _names(begin, end, lists, counts, rows_in, key_layout)
+        q = q_ptr + i_token * stride_q_t + i_rows * HEADS * stride_q_h
+        b_q = gl.load(
+            q + q_head[:, None] * stride_q_h + q_channel[None, :],
+            mask=(q_head < heads_left)[:, None],
+            other=0.0,
+        )
+        b_q = gl.permute(gl.reshape(b_q, [HEADS, 128, 2, 2]), (0, 1, 3, 2))
+        q_s.store(gl.reshape(b_q, [HEADS, 512]))
+        fence_async_shared()
+        gl.thread_barrier()
+        b_top = gl.full([HEADS], -float("inf"), gl.float32, layout=head_layout)
+        b_sums = gl.zeros([64, HEADS], gl.float32, layout=s_layout)
+        b_o = gl.zeros([512, HEADS], gl.float32, layout=o_layout)
+        for i in range(begin, end):
+            next_index, m_next = _names(i + 1, end, lists, counts, rows_in, key_layout)
+            stage = read % STAGES
+            mbarrier.wait(full.index(stage), (read // STAGES) & 1)
+            k = k_s.index(stage)
+            b_s = gl.zeros([64, HEADS], gl.float32, layout=s_layout)
+            b_s = warpgroup_mma(k, q_s.permute((1, 0)), b_s, use_acc=False)
+            b_s = gl.where(m_key[:, None], b_s * (scale * (LOG2_E * KEY_SCALE)), -float("inf"))
+            b_now = gl.maximum(b_top, gl.max(b_s, 0))
+            shift = gl.where(b_now == -float("inf"), 0.0, b_now)
+            keep = gl.exp2(b_top - shift)
+            b_p = gl.exp2(b_s - shift[None, :])
+            b_sums = b_sums * keep[None, :] + b_p
+            p_s.store(b_p.to(gl.bfloat16))
+            fence_async_shared()
+            b_o = b_o * gl.convert_layout(keep, gl.SliceLayout(0, o_layout))[None, :]
+            gl.thread_barrier()
+            b_o = warpgroup_mma(k.permute((1, 0)), p_s, b_o)
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            b_top, m_key = b_now, m_next
+            read += 1
+        b_sum = gl.sum(b_sums, 0)
+        none = b_sum == 0.0
+        top = gl.where(none, 0.0, b_top)
+        l2 = gl.where(none, -float("inf"), top + gl.log2(b_sum))
+        m_head = o_head < heads_left
+        row = i_token * heads + i_rows * HEADS
+        slot_row = (i_token * sizes[3] + i_split) * heads + i_rows * HEADS
+        if IS_SPLIT:
+            gl.store(partial_lse_ptr + slot_row + o_head, l2, mask=m_head)
+            weight = gl.where(none, 0.0, 1.0 / b_sum)
+            _store(b_o, weight, partial_out_ptr, slot_row * 512, heads_left, o_layout)
+        else:
+            total = b_sum
+            if sinks_ptr is not None:
+                sinks = sinks_ptr + i_rows * HEADS + o_head
+                total += gl.exp2(gl.load(sinks, mask=m_head, other=0.0) * LOG2_E - top)
+            bad = none | (b_sum != b_sum)
+            lse = gl.where(bad, float("inf"), l2 * LN_2)
+            gl.store(lse_ptr + row + o_head, lse, mask=m_head)
+            weight = gl.where(none, 0.0, 1.0 / total)
+            _store(b_o, weight, out_ptr, row * 512, heads_left, o_layout)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "topk", "extra_topk", "rows", "extra_rows", "query_tokens", "heads", "splits", "items",
+    ]
+)  # fmt: skip
+def sparse_mla_sm90_kernel(
+    q_ptr,  # [tokens, heads, 512]
+    cache_ptr,  # int32: [pages] of PAGE_SIZE rows of 144 words, then of their scales, 2 words each
+    indices_ptr,  # [tokens, topk] int32
+    lengths_ptr,  # [requests] int32 or None
+    extra_cache_ptr,  # as above; without an extra cache extra_topk is 0 and this is the first's
+    extra_indices_ptr,
+    extra_lengths_ptr,
+    sinks_ptr,  # [heads] fp32 or None
+    out_ptr,  # [tokens, heads, 512]
+    lse_ptr,  # [tokens, heads] fp32, natural
+    partial_out_ptr,  # [tokens * splits, heads, 512] fp32
+    partial_lse_ptr,  # [tokens * splits, heads] fp32, base 2
+    scale,
+    stride_q_t,
+    stride_q_h,
+    stride_page,  # words, a multiple of 4
+    stride_extra_page,
+    stride_indices,
+    stride_extra_indices,
+    topk,
+    extra_topk,
+    rows,
+    extra_rows,
+    query_tokens,
+    heads,
+    splits,
+    items,
+    PAGE_SIZE: gl.constexpr,
+    EXTRA_PAGE_SIZE: gl.constexpr,
+    HEADS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    FETCH_WARPS: gl.constexpr,
+    FETCH_REGISTERS: gl.constexpr,
+):
+    """Grid: CTAs, which take the items (query tokens x splits x ROW_TILES) in turns."""
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 512], gl.bfloat16)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, 512], gl.bfloat16)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEADS], gl.bfloat16)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 512], k_layout)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 512], q_layout)
+    p_s = gl.allocate_shared_memory(gl.bfloat16, [64, HEADS], p_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    work = (items, (lengths_ptr, extra_lengths_ptr), (topk, extra_topk, query_tokens, splits))
+    lists_of = (
+        indices_ptr,
+        extra_indices_ptr,
+        stride_indices,
+        stride_extra_indices,
+        (rows, extra_rows),
+    )
+    own = (cache_ptr, stride_page)
+    extra = (extra_cache_ptr, stride_extra_page)
+    queries = (q_ptr, stride_q_t, stride_q_h, heads)
+    outputs = (sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr)
+    ring = (k_s, full, empty)
+    gl.warp_specialize(
+        [
+            (
+                _compute,
+                (
+                    (k_s, full, empty, q_s, p_s),
+                    work,
+                    lists_of,
+                    queries,
+                    outputs,
+                    scale,
+                    WARPS,
+                    ROW_TILES,
+                    HEADS,
+                    STAGES,
+                    IS_SPLIT,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    ring,
+                    work,
+                    lists_of,
+                    (own, extra),
+                    FETCH_WARPS,
+                    ROW_TILES,
+                    PAGE_SIZE,
+                    EXTRA_PAGE_SIZE,
+                    STAGES,
+                ),
+            ),
+        ],
+        [FETCH_WARPS],
+        [FETCH_REGISTERS],
+    )

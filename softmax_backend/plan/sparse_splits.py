@@ -1,0 +1,37 @@
+"""How many programs share one query token's rows, from shapes alone.
+
+The lists' lengths are the device's; a program finds its share of the blocks that are really there,
+so the plan of a step is this one number, and a CUDA graph serves any lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from softmax_backend.spec import MAX_SPLITS
+
+
+@functools.lru_cache(maxsize=4096)
+def sparse_splits(tiles: int, blocks: int, slots: int, overhead: int, merge: int = 1) -> int:
+    """The number of splits that ends first by a simple count.
+
+    A split of ``n`` blocks takes ``n + overhead``; the programs run in rounds of ``slots``. Merging
+    takes ``merge`` blocks, and a share of one for each split, whose partial output is written and
+    read again.
+
+    Args:
+        tiles: query tokens times tiles of heads.
+        blocks: of one token's lists, if they are full.
+        slots: programs that run at once.
+        overhead: of a program, in blocks.
+
+    Returns:
+        1 to ``min(blocks, MAX_SPLITS)``; the smallest of equals.
+    """
+    best, least = 1, float("inf")
+    for splits in range(1, max(1, min(blocks, MAX_SPLITS)) + 1):
+        rounds = -(-tiles * splits // slots)
+        time = rounds * (-(-blocks // splits) + overhead) + (merge + splits / 8) * (splits > 1)
+        if time < least:
+            best, least = splits, time
+    return best
