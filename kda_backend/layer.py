@@ -24,6 +24,12 @@ from kda_backend.contract.values import (
     TokenInputs,
 )
 from kda_backend.decode.paths import run_recurrent
+from kda_backend.layer_checkpoints import (
+    Checkpoints,
+    check_checkpoints,
+    new_snapshots,
+    store_checkpoints,
+)
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
 from kda_backend.prefill.paths import run_prefill
 from kda_backend.scratch import Scratch
@@ -94,6 +100,7 @@ def prefill(
     step_plan: StepPlan,
     scratch: Scratch,
     *,
+    checkpoints: Checkpoints | None = None,
     checked: bool = False,
 ) -> None:
     """Sequences of any length: a convolution, the chunked delta rule, the norm.
@@ -102,6 +109,7 @@ def prefill(
         state_indices: ``[N]`` int32 slot of each sequence in both pools; -1 for none.
         has_initial_state: ``[N]`` bool, or ``None`` where every slot is read.
         step_plan: of these T tokens.
+        checkpoints: states inside of the sequences, which go to slots of their own.
         checked: skip the checks, since the first layer of this step has made them on tensors of the
             same shapes; saves half of the host time.
 
@@ -110,12 +118,20 @@ def prefill(
     """
     gate = weights.gate
     state = StateRef.pool(pools.state, state_indices, has_initial_state)
+    snapshots = None
+    if checkpoints is not None:
+        snapshots = new_snapshots(checkpoints, pools.state)
+        state = state._replace(snapshot_chunks=checkpoints.chunks, snapshots=snapshots)
     if not checked:
+        if checkpoints is not None:
+            check_checkpoints(checkpoints, tokens.qkv, step_plan)
         _check_sequences(weights, selection, tokens, pools, state, step_plan)
     mixed = _convolved(weights, tokens, pools, state, step_plan)
     rows = _token_inputs(tokens, mixed, selection)
     run_prefill(selection, rows, gate, step_plan, state, tokens.out.unsqueeze(0), None, scratch)
     _normalise(weights, tokens, step_plan)
+    if checkpoints is not None and snapshots is not None:
+        store_checkpoints(tokens.qkv, snapshots, pools.conv, pools.state, checkpoints, step_plan)
 
 
 def decode(

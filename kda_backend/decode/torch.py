@@ -101,7 +101,7 @@ def verification(
         states = pool[slot].float()[None]
         window = None
         if conv is not None:
-            window = conv.state[conv_slot, :, accepted : accepted + 3].float()[None]
+            window = conv.state[conv_slot, :, accepted : accepted + 3].float().clone()[None]
             if draft.windows is None:
                 conv.state[conv_slot, :, :2] = window[0, :, 1:].to(conv.state.dtype)
         for t, token in enumerate(own):

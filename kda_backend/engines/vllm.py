@@ -4,69 +4,80 @@
     vllm serve MODEL --attention-backend CUSTOM    # 0.26 to 0.31, which take no new names
 
 The flag is `backend_core.engines.vllm_flag`'s, which leaves the softmax layers to the platform or
-to another family. vLLM builds a KDA layer as the class that is registered in place of
-``KimiGatedDeltaNetAttention``: `vllm_layer` and one small file for each form of vLLM's own layer.
-Without the flag that class turns into upstream's as it is built.
+to another family. vLLM builds a KDA layer as the class that is registered in place of its own by
+name, once a model has imported the module that defines it: `vllm_layer` and one small file for each
+form of layer. Without the flag that class turns into upstream's as it is built.
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 from backend_core.engines import ENGINES, Engine, vllm_flag
 from backend_core.engines.vllm_flag import LayerClaim
-from backend_core.strict import fallback
 
 FAMILY = "kda"
 LAYER = "KimiGatedDeltaNetAttention"
-_MODULE = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
-# KDA layers of other classes, which also export prefill checkpoints, verify drafts by recomputation
-# or norm outside of their core: they stay upstream's, which is said.
-_NOT_REPLACED = {
-    "vllm.models.kimi_k3.nvidia.kda": "KimiK3DeltaAttention",
-    "vllm.models.kimi_k3.amd.kda": "KimiK3DeltaAttention",
-    "vllm.models.glm5next.common.kda": "Glm5NextLinearAttention",
-    "vllm.model_executor.models.bailing_moe_v3": "BailingMoeV3KimiDeltaAttention",
-}
-# The first release of each form of vLLM's layer, newest first.
+# The first release of each form of Kimi-Linear's layer, newest first.
 # vllm_v026 goes when 0.26 is no longer supported; vllm_v027 when its layer changes form.
 _FORMS = (("0.27.0", "vllm_v027"), ("0.26.0", "vllm_v026"))
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """A class of vLLM's, and the module here that makes the class in its place.
+
+    Attributes:
+        name: of the class, by which vLLM looks for a replacement.
+        adapter: has ``layer_class``; ``None`` for Kimi-Linear's, whose form follows the release.
+    """
+
+    name: str
+    adapter: str | None
+
+
+# By the modules that define them: some for one platform, some moved between releases.
+REPLACED = {
+    "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(LAYER, None),
+    "vllm.models.kimi_k3.nvidia.kda": Replaced("KimiK3DeltaAttention", "vllm_k3"),
+    "vllm.models.kimi_k3.amd.kda": Replaced("KimiK3DeltaAttention", "vllm_k3"),
+    "vllm.models.glm5next.common.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
+    "vllm.models.glm5next.nvidia.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
+    "vllm.model_executor.models.bailing_moe_v3": Replaced(
+        "BailingMoeV3KimiDeltaAttention", "vllm_ling"
+    ),
+}
+
+
 def register() -> None:
-    """Make the flag known and wait for vLLM's layer; a second call changes nothing."""
-    claim = LayerClaim(
-        "linear_attention", "Kimi Delta Attention", (_MODULE, *_NOT_REPLACED), _install
-    )
+    """Make the flag known and wait for vLLM's layers; a second call changes nothing."""
+    claim = LayerClaim("linear_attention", "Kimi Delta Attention", tuple(REPLACED), replace_layer)
     vllm_flag.register_family(FAMILY, [claim])
 
 
-def _install(module: ModuleType) -> None:
-    if module.__name__ == _MODULE:
-        _replace_layer()
-    else:
-        vllm_flag.after_init(getattr(module, _NOT_REPLACED[module.__name__]), _say_not_replaced)
+def replace_layer(module: ModuleType) -> None:
+    """Register our class in the place of the one that ``module``, of `REPLACED`, defines.
 
-
-def _replace_layer() -> None:
+    Raises:
+        RuntimeError: another plug-in has replaced it.
+    """
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
+    replaced = REPLACED[module.__name__]
+    present = op_registry_oot.get(replaced.name)
+    upstream = getattr(module, replaced.name)
+    if present is not None:
+        if present.__module__.startswith("kda_backend.") and issubclass(present, upstream):
+            return
+        raise RuntimeError(f"another plug-in replaces {replaced.name}: {present.__module__}")
+    adapter = importlib.import_module(f"kda_backend.engines.{replaced.adapter or _form()}")
+    ours = adapter.KdaLayer if replaced.adapter is None else adapter.layer_class(upstream)
+    PluggableLayer.register_oot(ours, name=replaced.name)
+
+
+def _form() -> str:
     version = ENGINES["vllm"].installed()
     assert version is not None  # the flag is registered
-    form = next(module for first, module in _FORMS if Engine("vllm", first, None).supports(version))
-    ours = importlib.import_module(f"kda_backend.engines.{form}").KdaLayer
-    present = op_registry_oot.get(LAYER)
-    if present is None:
-        PluggableLayer.register_oot(ours, name=LAYER)
-    elif present is not ours:
-        raise RuntimeError(f"another plug-in replaces {LAYER}: {present.__module__}")
-
-
-def _say_not_replaced(layer: Any, vllm_config: Any) -> None:
-    kind = type(layer)
-    fallback(
-        f"--attention-backend {vllm_flag.requested(vllm_config)}: the KDA layers of"
-        f" {kind.__module__}.{kind.__name__} are not replaced"
-    )
+    return next(module for first, module in _FORMS if Engine("vllm", first, None).supports(version))

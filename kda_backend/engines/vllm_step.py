@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
+from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
 
@@ -20,6 +22,7 @@ class Segment:
     state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None
     step_plan: StepPlan | None  # of decodes only where some may start a new sequence
+    checkpoints: Checkpoints | None = None  # of prefills
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Draft:
     """Drafts to verify, of N sequences with at most S tokens each.
 
     Attributes:
-        rows, others: the step's rows of the drafts and of all other tokens, which are prefills;
-            ``None`` where every token is a draft's.
+        rows, others: the step's rows of the drafts and of all other tokens, which are prefills or,
+            in Kimi-K3's metadata, decodes; ``None`` where every token is a draft's.
         state_indices: ``[N, S]``; num_accepted: ``[N]``; cu_seqlens: ``[N + 1]``.
     """
 
@@ -50,15 +53,14 @@ class Step:
 
 
 def build_step(m: Any, selection: KdaSelection) -> Step:
-    """From vLLM's ``GDNAttentionMetadata``; no device value is read."""
+    """From vLLM's ``GDNAttentionMetadata`` or ``KimiK3KDAMetadata``; no device value is read."""
     decode = prefill = draft = None
     tables = selection.target.vendor != "cpu"
     begin = m.num_decode_tokens
-    if m.spec_sequence_masks is not None:
-        # the engine counts single tokens beside drafts as prefills
-        assert begin == 0
+    # Kimi-K3's metadata has no masks
+    if m.spec_sequence_masks is not None or m.num_spec_decodes:
         n = m.num_spec_decodes
-        alone = m.num_prefills == 0
+        alone = m.num_prefills == 0 and begin == 0
         draft = Draft(
             None if alone else m.spec_token_indx.long(),
             None if alone else m.non_spec_token_indx.long(),
@@ -66,6 +68,8 @@ def build_step(m: Any, selection: KdaSelection) -> Step:
             m.num_accepted_tokens[:n],
             m.spec_query_start_loc[: n + 1],
         )
+        # single tokens beside drafts are counted with the prefills, if there are prefills
+        assert not (m.num_prefills and begin)
     if begin:
         indices = m.non_spec_state_indices_tensor[:begin].contiguous()
         if m.has_initial_state is None:
@@ -76,15 +80,52 @@ def build_step(m: Any, selection: KdaSelection) -> Step:
             table = build_step_plan(bounds, begin, chunk_table=tables)
             decode = Segment(0, begin, indices, m.has_initial_state[:begin], table)
     if m.num_prefills:
+        bounds, slots, initial, first = _prefills(m)
         prefill = Segment(
             begin,
             begin + m.num_prefill_tokens,
-            _aligned(m.prefill_state_indices),
-            _aligned(m.prefill_has_initial_state),
-            build_step_plan(m.prefill_query_start_loc, m.num_prefill_tokens, chunk_table=tables),
+            _aligned(slots),
+            _aligned(initial),
+            build_step_plan(bounds, m.num_prefill_tokens, chunk_table=tables),
+            _checkpoints(m, first, slots.shape[0]),
         )
     tokens = begin + (m.num_prefill_tokens if m.num_prefills else 0)
     return Step(tokens, decode, prefill, draft)
+
+
+def _prefills(m: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int | None]:
+    """Offsets, slots and continuations of a step's prefills, and the first one's row among all
+    requests that are no drafts; ``None`` where the metadata has the prefills apart."""
+    if m.prefill_query_start_loc is not None:
+        return (
+            m.prefill_query_start_loc,
+            m.prefill_state_indices,
+            m.prefill_has_initial_state,
+            None,
+        )
+    first, number = m.num_decodes, m.num_prefills
+    rows = slice(first, first + number)  # requests of padding come last
+    bounds = m.non_spec_query_start_loc[first : first + number + 1]
+    if first:
+        bounds = bounds - m.num_decode_tokens
+    return bounds, m.non_spec_state_indices_tensor[rows], m.has_initial_state[rows], first
+
+
+def _checkpoints(m: Any, first: int | None, number: int) -> Checkpoints | None:
+    """Those of ``number`` prefills, of which metadata of some releases has rows of all requests."""
+    found = getattr(m, "checkpoint", None)
+    if found is None:
+        return None
+    offsets, slots = found.checkpoint_offsets, found.state_indices
+    if first is None:
+        # the rows of prefills alone, or those of all requests, in which prefills come last
+        first = max(0, offsets.shape[0] - number)
+    offsets, slots = offsets[first : first + number], slots[first : first + number]
+    missing = number - offsets.shape[0]  # requests of padding
+    if missing:
+        offsets = torch.nn.functional.pad(offsets, (0, missing))
+        slots = torch.nn.functional.pad(slots, (0, missing), value=NULL_BLOCK_ID)
+    return Checkpoints.of(offsets, slots, NULL_BLOCK_ID)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,11 +39,16 @@ def engine_config(*, flag: bool, **options: Any) -> VllmConfig:
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,
-        dtype="bfloat16",
         enable_prefix_caching=False,
-        **backend,
-        **options,
+        **{"dtype": "bfloat16", **backend, **options},
     ).create_engine_config()
+
+
+def core_of(layer_class: type) -> ModuleType:
+    """Our module that calls `attend` for layers of this class."""
+    owner = next(base for base in layer_class.__mro__ if "_forward" in vars(base))
+    ours = owner.__module__.startswith("kda_backend.")
+    return sys.modules[owner.__module__ if ours else "kda_backend.engines.vllm_op"]
 
 
 Weights = dict[str, torch.Tensor]
@@ -127,6 +134,14 @@ def bind_cache(layer: Any, config: VllmConfig, padding: int = 256) -> None:
     layer.kv_cache = tuple(states)
 
 
+def cache_spec(layer: Any, config: VllmConfig) -> MambaSpec:
+    """The layer's own."""
+    if config.cache_config.mamba_block_size is None:
+        config.cache_config.mamba_block_size = config.model_config.max_model_len
+    spec: MambaSpec = layer.get_kv_cache_spec(config)
+    return spec
+
+
 def step_metadata(
     layer: Any,
     config: VllmConfig,
@@ -142,16 +157,10 @@ def step_metadata(
         block_table: ``[N, blocks]`` int32.
         accepted: of each request's draft before; 0 for one that has no draft to verify.
     """
-    mode = config.cache_config.mamba_cache_mode
-    spec = MambaSpec(
-        block_size=BLOCK if mode == "align" else config.model_config.max_model_len,
-        shapes=tuple(layer.get_state_shape()),
-        dtypes=tuple(layer.get_state_dtype()),
-        mamba_type=layer.mamba_type,
-        mamba_cache_mode=mode,
-    )
+    spec = cache_spec(layer, config)
     with set_current_vllm_config(config):
-        builder = GDNAttentionMetadataBuilder(spec, [layer.prefix], config, torch.device("cpu"))
+        make = layer.get_attn_backend().get_builder_cls()
+        builder = make(spec, [layer.prefix], config, torch.device("cpu"))
     bounds = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     queries = torch.tensor(query_lens, dtype=torch.int32)
     before = torch.tensor(computed, dtype=torch.int32)
@@ -171,6 +180,11 @@ def step_metadata(
     }
     known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
     common = CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
+    if spec.mamba_cache_mode == "align" and make is not GDNAttentionMetadataBuilder:
+        # what the runner precomputes on a GPU: each request's blocks from its last one on
+        first = (seq_lens - 1).clamp(min=0) // spec.block_size
+        slots = first[:, None] + torch.arange(1 + spec.num_speculative_blocks)
+        builder.mamba_aligned_state_indices = block_table.gather(1, slots.long())
     if accepted is None:
         return builder.build(0, common)
     number = torch.tensor(accepted, dtype=torch.int32)

@@ -17,7 +17,7 @@ from backend_core.target import Target
 from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import transpose_states
 from kda_backend import layer as operators
-from kda_backend.engines import vllm_layer
+from kda_backend.engines import vllm_layer, vllm_profile, vllm_run
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     BLOCK,
@@ -227,6 +227,7 @@ def test_prefix_caching_reads_the_state_of_the_aligned_block(config: Any) -> Non
     The engine splits prefills at blocks and copies the state to the next block before a step.
     """
     config.cache_config.mamba_cache_mode = "align"
+    config.cache_config.mamba_block_size = BLOCK
     layer = build_layer(config)
     bind_cache(layer, config)
     blocks = torch.tensor([[3, 8, 5, 10]], dtype=torch.int32)
@@ -261,13 +262,13 @@ def test_the_step_is_derived_once_for_all_layers(
     other = build_layer(config, index=1)
     bind_cache(other, config)
     built = []
-    build = vllm_layer.build_step
+    build = vllm_run.build_step
 
     def counted(*args: Any) -> Any:
         built.append(args)
         return build(*args)
 
-    monkeypatch.setattr(vllm_layer, "build_step", counted)
+    monkeypatch.setattr(vllm_run, "build_step", counted)
     metadata = step_metadata(layer, config, (40,), (0,), table(4))
     run_layer(layer, config, hidden(40), metadata)
     run_layer(other, config, hidden(40), metadata)
@@ -276,10 +277,10 @@ def test_the_step_is_derived_once_for_all_layers(
 
 def test_the_profile_run_warms_up_and_returns_zeros(layer: Any, config: Any) -> None:
     del layer.kv_cache
-    vllm_layer._warm.clear()
+    vllm_profile._warm.clear()
     o = run_layer(layer, config, hidden(100), None)
     assert not o.any()
-    assert layer.kda_runtime in vllm_layer._warm
+    assert layer.kda_runtime in vllm_profile._warm
 
 
 def test_both_layers_come_from_one_plan_that_is_logged_once(

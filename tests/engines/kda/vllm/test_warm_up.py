@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backend_core.engines import Engine
 from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.engines import vllm_layer
+from kda_backend.engines import vllm_layer, vllm_profile
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     bind_cache,
     build_layer,
+    core_of,
     drawn_weights,
     engine_config,
     run_layer,
@@ -86,7 +86,7 @@ def test_a_prefill_layer_launches_its_kernels_and_its_products_alone(
         with core:
             attend(*args)
 
-    monkeypatch.setattr(inspect.getmodule(type(layers[1])), "attend", counted)
+    monkeypatch.setattr(core_of(type(layers[1])), "attend", counted)
     with Computed() as all_of_it:
         run_layer(layers[1], config, x, metadata)
     assert launched == ["short_conv_kernel", "intra_kernel", "scan_kernel", "gated_norm_kernel"]
@@ -123,7 +123,7 @@ def test_serving_drafts_launches_what_the_profile_run_has_compiled(
     )
     monkeypatch.setattr(vllm_layer, "detect_target", lambda device: KNOWN_TARGETS["A100"])
     vllm_layer._runtime.cache_clear()
-    vllm_layer._warm.clear()
+    vllm_profile._warm.clear()
     draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     config = engine_config(flag=True, speculative_config=draft)
     config.model_config.hf_config.linear_attn_config["num_heads"] = heads
@@ -155,7 +155,7 @@ def test_serving_launches_what_the_profile_run_has_compiled(
     # a part whose paths are all Triton's
     monkeypatch.setattr(vllm_layer, "detect_target", lambda device: KNOWN_TARGETS["A100"])
     vllm_layer._runtime.cache_clear()
-    vllm_layer._warm.clear()
+    vllm_profile._warm.clear()
     config = engine_config(flag=True)
     layer = build_layer(config)
     x = torch.randn(1024, 256).bfloat16()

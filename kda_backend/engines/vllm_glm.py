@@ -1,0 +1,84 @@
+"""GLM-5.3-Flash's KDA layer, of vLLM 0.30 to 0.33.
+
+Its convolutions have separate weights, its forget gate has a lower bound, and upstream norms the
+output outside of the core. Here the norm belongs to the core's kernels, so that ``forward`` is
+ours. From 0.32 on prefills export states that the prefix cache keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import VllmConfig
+
+from kda_backend.engines.vllm_checkpoints import checkpointing_spec
+from kda_backend.engines.vllm_convs import check_views, offloads, pack
+from kda_backend.engines.vllm_layer import attend, runtime_of
+from kda_backend.layer import LayerWeights
+
+
+def layer_class(upstream: Any) -> Any:
+    """Our class in the place of ``upstream``, ``Glm5NextLinearAttention``."""
+    exports = "get_kv_cache_spec" in vars(upstream)
+
+    class KdaLayer(upstream):  # type: ignore[misc]
+        def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str = "") -> None:
+            super().__init__(config, vllm_config, prefix)
+            refusal = None
+            if offloads(vllm_config):
+                refusal = "weights are kept in host memory, and those of convolutions are packed"
+            runtime = runtime_of(
+                vllm_config, self, self.kda_lower_bound, checkpoints=exports, refusal=refusal
+            )
+            if runtime is None:
+                self.__class__ = upstream
+                return
+            self.kda_runtime = runtime
+            self._kda_weights: LayerWeights | None = None
+            convs = pack(self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            self._kda_conv = convs[: 3 * self.local_projection_size]
+
+        def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+            """Upstream's, with checkpoints at whole chunks."""
+            return checkpointing_spec(super().get_kv_cache_spec(vllm_config), exports=exports)
+
+        def kda_weights(self) -> LayerWeights:
+            if self._kda_weights is None:
+                check_views(self.prefix, [(self.q_conv1d, self._kda_conv)])
+                self._kda_weights = LayerWeights(
+                    self._kda_conv.flatten(1),
+                    self.A_log.data.flatten(),
+                    self.dt_bias.data,
+                    self.o_norm.weight.data,
+                    self.o_norm.eps,
+                    self.kda_lower_bound,
+                )
+            return self._kda_weights
+
+        def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            """As upstream: ``hidden_states [T, hidden]``."""
+            heads, dim, channels = self.local_num_heads, self.head_dim, self.local_projection_size
+            projected = self.in_proj_qkvbfg_a(hidden_states)[0]
+            qkv, beta, f_a, g_a = projected.split([3 * channels, heads, dim, dim], dim=-1)
+            g = self.f_b_proj(f_a)[0].view(-1, heads, dim)
+            gate = self.g_b_proj(g_a)[0].view(-1, heads, dim)
+            out = hidden_states.new_empty(hidden_states.shape[0], heads, dim)
+            self._attend(qkv, g, beta, gate, out)
+            projected_out: torch.Tensor = self.o_proj(out.flatten(1))[0]
+            return projected_out
+
+        @eager_break_during_capture  # type: ignore[untyped-decorator]
+        def _attend(
+            self,
+            qkv: torch.Tensor,
+            g: torch.Tensor,
+            beta: torch.Tensor,
+            gate: torch.Tensor,
+            out: torch.Tensor,
+        ) -> None:
+            """qkv ``[T, 3 H D]``; g, gate and out ``[T, H, D]``; beta ``[T, H]``. Writes out."""
+            attend(self.kda_runtime, self.kda_weights(), self, qkv, g, beta, gate, out)
+
+    return KdaLayer

@@ -1,0 +1,72 @@
+"""Ling-V3's KDA layer, of vLLM 0.28 to 0.33.
+
+Its projections have full rank, its convolutions separate weights, and upstream activates gates and
+norms the output outside of the core. Here both belong to the core's kernels, so that ``forward`` is
+ours; the core is an operator that splits the compiled graph, as upstream's is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+
+from kda_backend.engines.vllm_convs import check_views, offloads, pack
+from kda_backend.engines.vllm_layer import runtime_of
+from kda_backend.engines.vllm_op import split_graph_at_core
+from kda_backend.layer import LayerWeights
+
+
+def layer_class(upstream: Any) -> Any:
+    """Our class in the place of ``upstream``, ``BailingMoeV3KimiDeltaAttention``."""
+
+    class KdaLayer(upstream):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            vllm_config = get_current_vllm_config()
+            refusal = None
+            if offloads(vllm_config):
+                refusal = "weights are kept in host memory, and those of convolutions are packed"
+            self._lower_bound = self.lower_bound if self.safe_gate else None
+            runtime = runtime_of(vllm_config, self, self._lower_bound, refusal=refusal)
+            if runtime is None:
+                self.__class__ = upstream
+                return
+            self.kda_runtime = runtime
+            self._kda_weights: LayerWeights | None = None
+            convs = pack(self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            self._kda_conv = convs[: 3 * self.projection_size_per_partition]
+            split_graph_at_core(vllm_config)
+
+        def kda_weights(self) -> LayerWeights:
+            if self._kda_weights is None:
+                check_views(self.prefix, [(self.q_conv1d, self._kda_conv)])
+                self._kda_weights = LayerWeights(
+                    self._kda_conv.flatten(1),
+                    self.A_log.data.flatten(),
+                    self.dt_bias.data,
+                    self.o_norm.weight.data,
+                    self.o_norm.eps,
+                    self._lower_bound,
+                )
+            return self._kda_weights
+
+        def forward(
+            self, hidden_states: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
+        ) -> None:
+            """As upstream: ``hidden_states [T, hidden]``; writes ``output``."""
+            heads, dim = self.local_num_heads, self.head_dim
+            channels = 3 * self.projection_size_per_partition
+            if self.separate_b_proj:
+                qkv = self.qkv_proj(hidden_states)[0]
+                beta = self.b_proj(hidden_states)[0]
+            else:
+                qkv, beta = self.qkvb_proj(hidden_states)[0].split([channels, heads], dim=-1)
+            g = self.f_proj(hidden_states)[0].view(-1, heads, dim)
+            gate = self.g_proj(hidden_states)[0].view(-1, heads, dim)
+            out = hidden_states.new_empty(hidden_states.shape[0], heads, dim)
+            torch.ops.vllm.kda_dsv4_core(qkv, g, beta, gate, out, self.prefix)
+            output[:] = self.o_proj(out.flatten(1))[0]
+
+    return KdaLayer

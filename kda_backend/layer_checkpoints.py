@@ -1,0 +1,153 @@
+"""States inside of a prefill that a prefix cache keeps, beside those of the prefill's end."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from kda_backend.spec import CHUNK
+from kda_backend.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from backend_core.launch.triton import KernelLaunch
+
+
+class Checkpoints(NamedTuple):
+    """At most one state for each of N sequences; made by `of`.
+
+    Attributes:
+        offsets: ``[N]`` int32, tokens of the sequence before the state, a multiple of 64 and less
+            than it has.
+        chunks: ``[N, 1]`` int32, the same in chunks; -1 for none.
+        state_indices: ``[N]`` int32, the slot of both pools where the state goes; -1 for none.
+    """
+
+    offsets: torch.Tensor
+    chunks: torch.Tensor
+    state_indices: torch.Tensor
+
+    @classmethod
+    def of(cls, offsets: torch.Tensor, state_indices: torch.Tensor, null_slot: int) -> Checkpoints:
+        """From an engine's metadata, without reading it on the host.
+
+        Args:
+            offsets: ``[N]``, 0 for none; state_indices: ``[N]``, ``null_slot`` for none.
+
+        Raises:
+            ValueError: an offset in host memory is no multiple of 64.
+        """
+        if offsets.device.type == "cpu" and bool((offsets % CHUNK).any()):
+            raise ValueError(
+                f"checkpoint offsets must be multiples of {CHUNK}, got {offsets.tolist()}"
+            )
+        asked = (offsets > 0) & (state_indices != null_slot)
+        offsets = offsets.to(torch.int32)
+        chunks = torch.where(asked, offsets // CHUNK, -1)[:, None].contiguous()
+        slots = torch.where(asked, state_indices.to(torch.int32), -1)
+        return cls(offsets.contiguous(), chunks, slots)
+
+
+def new_snapshots(checkpoints: Checkpoints, state_pool: torch.Tensor) -> torch.Tensor:
+    """Memory for the recurrent states ``[N, 1, HV, V, K]`` fp32."""
+    shape = (*checkpoints.chunks.shape, *state_pool.shape[1:])
+    return torch.empty(shape, dtype=torch.float32, device=state_pool.device)
+
+
+def store_checkpoints(
+    x: torch.Tensor,
+    snapshots: torch.Tensor,
+    conv_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    checkpoints: Checkpoints,
+    step_plan: StepPlan,
+) -> None:
+    """Both states of each checkpoint into their slot; no other slot is touched.
+
+    Args:
+        x: ``[T, C]`` before the convolution, channels adjacent.
+        snapshots: ``[N, 1, HV, V, K]`` fp32 contiguous, as the scan has written them.
+        conv_pool: ``[slots, C, 3]``, any strides; state_pool: ``[slots, HV, V, K]``.
+        step_plan: of these tokens; with a chunk table the kernel runs, else torch.
+
+    The arguments are not checked here: :func:`check_checkpoints` does that.
+    """
+    if step_plan.chunk_table is None:
+        _store_torch(x, snapshots, conv_pool, state_pool, checkpoints, step_plan)
+        return
+    sequences, channels = step_plan.num_sequences, x.shape[1]
+    state_size = state_pool[0].numel()
+    kernel, block = _kernel(conv_pool.shape[2] + 1)
+    stride_conv_n, stride_conv_c, stride_conv_w = conv_pool.stride()
+    kernel.launch(
+        (sequences * (-(-state_size // block) + -(-channels // block)), 1, 1),
+        x_ptr=x,
+        snapshots_ptr=snapshots,
+        conv_state_ptr=conv_pool,
+        state_ptr=state_pool,
+        offsets_ptr=checkpoints.offsets,
+        state_indices_ptr=checkpoints.state_indices,
+        cu_seqlens_ptr=step_plan.cu_seqlens,
+        C=channels,
+        state_size=state_size,
+        stride_x_t=x.stride(0),
+        stride_conv_n=stride_conv_n,
+        stride_conv_c=stride_conv_c,
+        stride_conv_w=stride_conv_w,
+        stride_state_n=state_pool.stride(0),
+    )
+
+
+def check_checkpoints(checkpoints: Checkpoints, x: torch.Tensor, step_plan: StepPlan) -> None:
+    """Raise ``ValueError`` where checkpoints are not as described, or not of this step."""
+    sequences = step_plan.num_sequences
+    for name, tensor, shape in (
+        ("checkpoint offsets", checkpoints.offsets, (sequences,)),
+        ("checkpoint chunks", checkpoints.chunks, (sequences, 1)),
+        ("checkpoint slots", checkpoints.state_indices, (sequences,)),
+    ):
+        expect_shape(name, tensor, shape)
+        expect_dtype(name, tensor, torch.int32)
+        expect_device(name, tensor, x.device)
+        expect_stride(name, tensor, 0, 1)
+    bounds = step_plan.cu_seqlens_cpu
+    if bounds is None or checkpoints.offsets.device.type != "cpu":
+        return
+    slots = checkpoints.state_indices.tolist()
+    for n, (offset, slot) in enumerate(zip(checkpoints.offsets.tolist(), slots, strict=True)):
+        length = bounds[n + 1] - bounds[n]
+        if slot >= 0 and offset > length:
+            raise ValueError(
+                f"a checkpoint must lie within its sequence of {length} tokens, got one after"
+                f" {offset}"
+            )
+
+
+def _store_torch(
+    x: torch.Tensor,
+    snapshots: torch.Tensor,
+    conv_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    checkpoints: Checkpoints,
+    step_plan: StepPlan,
+) -> None:
+    bounds, width = step_plan.cu_seqlens_cpu, conv_pool.shape[2]
+    assert bounds is not None  # the CPU's plan always has them
+    offsets, slots = checkpoints.offsets.tolist(), checkpoints.state_indices.tolist()
+    for n, (offset, slot) in enumerate(zip(offsets, slots, strict=True)):
+        if slot >= 0:
+            end = bounds[n] + offset
+            conv_pool[slot] = x[end - width : end].T
+            state_pool[slot] = snapshots[n, 0]
+
+
+@functools.cache
+def _kernel(width: int) -> tuple[KernelLaunch, int]:
+    """The kernel and its elements per program; the imports need triton."""
+    from backend_core.launch.triton import KernelLaunch
+    from kda_backend.kernels.store_checkpoints import store_checkpoints_kernel
+
+    constexprs = {"WIDTH": width, "BLOCK": 1024}
+    return KernelLaunch(store_checkpoints_kernel, constexprs, {"num_warps": 4}), 1024

@@ -1,0 +1,169 @@
+"""States inside of a prefill that the prefix cache keeps: where vLLM asks, and what is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+
+from backend_core.testing.numerics import relative_error
+from kda_backend.engines.vllm import register
+from tests.engines.kda.vllm.harness import (
+    SLOTS,
+    bind_cache,
+    cache_spec,
+    engine_config,
+    run_layer,
+    step_metadata,
+)
+from tests.engines.kda.vllm.models import MODELS, Definition, Model, build
+from tests.engines.kda.vllm.test_models import (
+    DRAFT,
+    VERIFIES,
+    check,
+    expect_states,
+    hidden,
+)
+
+BLOCK = 64
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    register()
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(under_the_models_dtype: None) -> None:
+    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
+
+
+@pytest.fixture(params=sorted(MODELS))
+def model(request: pytest.FixtureRequest) -> Model:
+    found: Model = MODELS[request.param]
+    if found.module is None:
+        pytest.skip("this release does not have the model")
+    return found
+
+
+def caching_config(*, flag: bool = True, **options: Any) -> VllmConfig:
+    """With a prefix cache of blocks of 64 tokens, as the engine sets it up for a mamba model."""
+    config = engine_config(flag=flag, dtype="float32", **options)
+    cache = config.cache_config
+    cache.mamba_cache_mode = "align"
+    cache.mamba_block_size = BLOCK
+    for name in ("hash_block_size", "cache_hit_alignment_tokens"):
+        if hasattr(cache, name):
+            setattr(cache, name, BLOCK)
+    return config
+
+
+def test_the_cache_is_asked_for_checkpoints_at_whole_chunks(model: Model) -> None:
+    config = caching_config()
+    spec = cache_spec(build(model, config), config)
+    fields = ("num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment")
+    asked = [getattr(spec, name, None) for name in fields]
+    assert asked == ([1, 64] if model.exports else [asked[0] and 0, None])
+    config = caching_config(flag=False)
+    stock = cache_spec(build(model, config), config)
+    # without FlashKDA, which needs a GPU, upstream has none
+    assert [getattr(stock, name, None) for name in fields] == [asked[0] and 0, None]
+
+
+def layer_of(model: Model, config: VllmConfig) -> Any:
+    if not model.exports:
+        pytest.skip("upstream's layer of this release has no checkpoints")
+    layer = build(model, config)
+    bind_cache(layer, config)
+    return layer
+
+
+def test_checkpoints_are_the_states_in_the_middle_of_prefills(model: Model) -> None:
+    """Beside a decode: a prompt with a checkpoint, a short one, and one that continues."""
+    config = caching_config()
+    layer = layer_of(model, config)
+    blocks = torch.tensor(
+        [[1, 0, 0, 0], [2, 3, 4, 0], [5, 0, 0, 0], [6, 7, 8, 9]], dtype=torch.int32
+    )
+    texts = [hidden(n, seed=n) for n in (30, 150, 40, 204)]
+    definitions = [Definition(model) for _ in texts]
+    x = torch.cat([texts[0][:20], texts[3][:BLOCK]])
+    metadata = step_metadata(layer, config, (20, BLOCK), (0, 0), blocks[[0, 3]])
+    o = run_layer(layer, config, x, metadata)
+    check(layer, o, x, (20, BLOCK), (1, 6), [definitions[0], definitions[3]])
+    for pool in layer.kv_cache:
+        pool[9] = pool[6]  # the engine's copy to the block that the step ends in
+    before = [pool.clone() for pool in layer.kv_cache]
+    done, lengths = (20, 0, 0, BLOCK), (1, 150, 40, 140)
+    x = torch.cat([t[d : d + n] for t, d, n in zip(texts, done, lengths, strict=True)])
+    metadata = step_metadata(layer, config, lengths, done, blocks)
+    assert (metadata.num_decodes, metadata.num_prefills) == (1, 3)
+    assert sorted(metadata.checkpoint.checkpoint_offsets.tolist())[-2:] == [128, 128]
+    o = run_layer(layer, config, x, metadata)
+    check(layer, o, x, lengths, (1, 4, 5, 9), definitions)
+    for text, length, slot in ((texts[1], 128, 3), (texts[3], 192, 8)):
+        inside = Definition(model)
+        inside.run(text[:length])
+        expect_states(layer, slot, inside)
+    untouched = [slot for slot in range(SLOTS) if slot not in (1, 4, 5, 9, 3, 8)]
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[untouched], kept[untouched])
+
+
+def test_a_request_resumes_from_a_checkpoint(model: Model) -> None:
+    config = caching_config()
+    layer = layer_of(model, config)
+    x, definition = hidden(190), Definition(model)
+    want = definition.run(x)
+    blocks = torch.tensor([[2, 3, 4, 0]], dtype=torch.int32)
+    run_layer(layer, config, x[:150], step_metadata(layer, config, (150,), (0,), blocks))
+    for pool in layer.kv_cache:
+        pool[7] = pool[3]
+    hit = torch.tensor([[2, 3, 7, 0]], dtype=torch.int32)
+    metadata = step_metadata(layer, config, (62,), (128,), hit)
+    o = run_layer(layer, config, x[128:], metadata)
+    assert relative_error(o, want[128:]) < TOLERANCE
+    expect_states(layer, 7, definition)
+
+
+def test_checkpoints_of_prefills_beside_drafts(model: Model) -> None:
+    if not VERIFIES:
+        pytest.skip("this release is served without drafts")
+    draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
+    config = caching_config(speculative_config=draft)
+    layer = layer_of(model, config)
+    blocks = torch.tensor([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 0, 0]], dtype=torch.int32)
+    texts = [hidden(150, seed=1), hidden(30, seed=2)]
+    first = step_metadata(layer, config, (20,), (0,), blocks[1:], (0,))
+    run_layer(layer, config, texts[1][:20], first)
+    x = torch.cat([texts[0], texts[1][20 : 20 + DRAFT]])
+    metadata = step_metadata(layer, config, (150, DRAFT), (0, 20), blocks, (0, 1))
+    assert (metadata.num_spec_decodes, metadata.num_prefills) == (1, 1)
+    assert metadata.checkpoint is not None
+    o = run_layer(layer, config, x, metadata)
+    definition = Definition(model)
+    want = definition.run(texts[0][:128])
+    expect_states(layer, 6, definition)
+    assert relative_error(o[:128], want) < TOLERANCE
+    want = definition.run(texts[0][128:])
+    expect_states(layer, 7, definition)
+    assert relative_error(o[128:150], want) < TOLERANCE
+    definition = Definition(model)
+    definition.run(texts[1][:20])
+    assert relative_error(o[150:], definition.run(texts[1][20 : 20 + DRAFT])) < TOLERANCE
+
+
+def test_an_offset_within_a_chunk_is_refused_before_anything_is_written(model: Model) -> None:
+    config = caching_config()
+    layer = layer_of(model, config)
+    blocks = torch.tensor([[2, 3, 4, 0]], dtype=torch.int32)
+    metadata = step_metadata(layer, config, (150,), (0,), blocks)
+    metadata.checkpoint.checkpoint_offsets[0] = 112
+    before = [pool.clone() for pool in layer.kv_cache]
+    with pytest.raises(ValueError, match=r"multiples of 64, got \[112\]"):
+        run_layer(layer, config, hidden(150), metadata)
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool, kept)

@@ -1,0 +1,371 @@
+"""Kimi-K3, GLM-5.3-Flash and Ling-V3: each model's own layer class in the wheel, under the flag.
+
+In fp32, so that what differs from the definition in float64 is no rounding of a projection.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.model_executor.custom_op import op_registry_oot
+
+from backend_core.engines import Engine
+from backend_core.engines.vllm_flag import flag_name
+from backend_core.strict import FallbackError
+from backend_core.testing.numerics import relative_error
+from kda_backend.engines import vllm_profile, vllm_run
+from kda_backend.engines.vllm import REPLACED, register, replace_layer
+from kda_backend.engines.vllm_layer import runtime_of
+from tests.engines.kda.vllm.harness import (
+    SLOTS,
+    bind_cache,
+    engine_config,
+    run_layer,
+    step_metadata,
+)
+from tests.engines.kda.vllm.models import MODELS, Definition, Model, build
+
+TOLERANCE = 1e-5
+BF16_TOLERANCE = 3e-2  # a gate of low rank is rounded twice before its exponential
+DRAFT = 4  # the token sampled last, and three that are proposed
+VERIFIES = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    register()
+
+
+@pytest.fixture(params=sorted(MODELS))
+def model(request: pytest.FixtureRequest) -> Model:
+    found: Model = MODELS[request.param]
+    if found.module is None:
+        pytest.skip("this release does not have the model")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(under_the_models_dtype: None) -> None:
+    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
+
+
+@pytest.fixture
+def config() -> Any:
+    return engine_config(flag=True, dtype="float32")
+
+
+@pytest.fixture
+def drafting() -> Any:
+    if not VERIFIES:
+        pytest.skip("this release is served without drafts")
+    draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
+    return engine_config(flag=True, dtype="float32", speculative_config=draft)
+
+
+@pytest.fixture
+def layer(model: Model, config: Any) -> Any:
+    built = build(model, config)
+    bind_cache(built, config)
+    return built
+
+
+def hidden(tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, 256, generator=generator, dtype=torch.float32)
+
+
+def table(*slots: int) -> torch.Tensor:
+    """The block table of requests that have one block each; rows are further apart than one."""
+    wide = torch.zeros(len(slots), 4, dtype=torch.int32)
+    wide[:, 0] = torch.tensor(slots)
+    return wide
+
+
+def expect_states(layer: Any, slot: int, definition: Definition) -> None:
+    assert relative_error(layer.kv_cache[1][slot], definition.state[0]) < TOLERANCE
+    assert relative_error(layer.kv_cache[0][slot].T[:, :3], definition.conv) < TOLERANCE
+
+
+def check(
+    layer: Any,
+    o: torch.Tensor,
+    x: torch.Tensor,
+    lengths: Sequence[int],
+    slots: Sequence[int],
+    definitions: Sequence[Definition],
+) -> None:
+    begin = 0
+    for length, slot, definition in zip(lengths, slots, definitions, strict=True):
+        want = definition.run(x[begin : begin + length])
+        assert relative_error(o[begin : begin + length], want) < TOLERANCE
+        expect_states(layer, slot, definition)
+        begin += length
+
+
+def is_ours(layer: Any) -> bool:
+    return type(layer).__module__.startswith("kda_backend.engines.vllm_")
+
+
+def test_the_flag_replaces_the_class_and_keeps_its_parameters(model: Model, config: Any) -> None:
+    stock, ours = build(model, engine_config(flag=False, dtype="float32")), build(model, config)
+    assert type(stock) is model.upstream()
+    assert is_ours(ours) and isinstance(ours, model.upstream())
+    for name, parameter in stock.named_parameters():
+        mine = dict(ours.named_parameters())[name]
+        assert (mine.shape, mine.dtype) == (parameter.shape, parameter.dtype), name
+        assert torch.equal(mine, parameter), name
+    assert ours.get_state_shape() == stock.get_state_shape()
+    assert ours.get_state_dtype() == stock.get_state_dtype()
+    assert ours.get_attn_backend() is stock.get_attn_backend()
+
+
+def test_prefills_match_the_definition(model: Model, layer: Any, config: Any) -> None:
+    lengths, slots = (100, 17, 30), (3, 5, 7)
+    x = hidden(sum(lengths))
+    untouched = [slot for slot in range(SLOTS) if slot not in slots]
+    before = [pool[untouched].clone() for pool in layer.kv_cache]
+    metadata = step_metadata(layer, config, lengths, (0, 0, 0), table(*slots))
+    o = run_layer(layer, config, x, metadata)
+    check(layer, o, x, lengths, slots, [Definition(model) for _ in slots])
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[untouched], kept)
+
+
+def test_in_bf16_only_rounding_differs(model: Model) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    config = engine_config(flag=True)
+    layer = build(model, config)
+    bind_cache(layer, config)
+    x = hidden(100).bfloat16()
+    o = run_layer(layer, config, x, step_metadata(layer, config, (100,), (0,), table(3)))
+    definition = Definition(model)
+    assert relative_error(o, definition.run(x)) < BF16_TOLERANCE
+    assert relative_error(layer.kv_cache[1][3], definition.state[0]) < BF16_TOLERANCE
+
+
+def test_chunked_prefill_continues_from_the_cache(model: Model, layer: Any, config: Any) -> None:
+    x, definition, done = hidden(150), Definition(model), 0
+    for length in (64, 3, 1, 82):
+        metadata = step_metadata(layer, config, (length,), (done,), table(4))
+        o = run_layer(layer, config, x[done : done + length], metadata)
+        assert relative_error(o, definition.run(x[done : done + length])) < TOLERANCE
+        expect_states(layer, 4, definition)
+        done += length
+
+
+def test_decodes_alone_and_beside_prefills(model: Model, layer: Any, config: Any) -> None:
+    slots = (2, 9, 4, 6)
+    definitions = [Definition(model) for _ in slots]
+    x = hidden(70)
+    metadata = step_metadata(layer, config, (40, 30), (0, 0), table(2, 9))
+    check(layer, run_layer(layer, config, x, metadata), x, (40, 30), (2, 9), definitions[:2])
+    x = hidden(2, seed=1)
+    metadata = step_metadata(layer, config, (1, 1), (40, 30), table(2, 9))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 0)
+    check(layer, run_layer(layer, config, x, metadata), x, (1, 1), (2, 9), definitions[:2])
+    lengths = (1, 1, 65, 20)
+    x = hidden(sum(lengths) + 9, seed=2)  # and padding
+    metadata = step_metadata(layer, config, lengths, (41, 31, 0, 0), table(*slots))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
+    o = run_layer(layer, config, x, metadata)
+    check(layer, o, x, lengths, slots, definitions)
+    assert not o[sum(lengths) :].any()
+
+
+def test_padded_requests_of_a_captured_batch_touch_nothing(
+    model: Model, layer: Any, config: Any
+) -> None:
+    x, definitions = hidden(30), [Definition(model)]
+    metadata = step_metadata(layer, config, (30,), (0,), table(4))
+    check(layer, run_layer(layer, config, x, metadata), x, (30,), (4,), definitions)
+    before = [pool.clone() for pool in layer.kv_cache]
+    y = hidden(4, seed=3)
+    metadata = step_metadata(layer, config, (1, 1, 1, 1), (30, 1, 1, 1), table(4, 0, 0, 0))
+    o = run_layer(layer, config, y, metadata)
+    check(layer, o[:1], y[:1], (1,), (4,), definitions)
+    assert not o[1:].any()
+    others = [slot for slot in range(SLOTS) if slot != 4]
+    for pool, kept in zip(layer.kv_cache, before, strict=True):
+        assert torch.equal(pool[others], kept[others])
+
+
+def test_lings_gate_may_have_no_bound(config: Any) -> None:
+    model = MODELS["Ling-V3"]
+    if model.module is None:
+        pytest.skip("this release does not have the model")
+    layer = build(model, config, None)
+    assert is_ours(layer)
+    bind_cache(layer, config)
+    x = hidden(50)
+    o = run_layer(layer, config, x, step_metadata(layer, config, (50,), (0,), table(4)))
+    check(layer, o, x, (50,), (4,), [Definition(model, None)])
+
+
+def test_the_core_runs_outside_of_graphs_as_upstreams(model: Model, config: Any) -> None:
+    config.compilation_config.splitting_ops = ["vllm::unified_attention"]
+    layer = build(model, config)
+    if model.name == "Ling-V3":
+        assert "vllm::kda_dsv4_core" in config.compilation_config.splitting_ops
+    else:
+        # by source: older releases decorate nothing where no graph can be captured
+        broken = r"@eager_break_during_capture.*\n    +def (_forward|_attend)\("
+        assert re.search(broken, inspect.getsource(model.upstream()))
+        owner = next(c for c in type(layer).__mro__ if {"_forward", "_attend"} & set(vars(c)))
+        assert owner.__module__.startswith("kda_backend.")
+        assert re.search(broken, inspect.getsource(sys.modules[owner.__module__]))
+
+
+def test_the_profile_run_warms_up_and_returns_zeros(model: Model, layer: Any, config: Any) -> None:
+    del layer.kv_cache
+    vllm_profile._warm.clear()
+    assert not run_layer(layer, config, hidden(100), None).any()
+    assert layer.kda_runtime in vllm_profile._warm
+
+
+def test_drafts_are_verified_from_what_was_accepted(model: Model, drafting: Any) -> None:
+    layer = build(model, drafting)
+    bind_cache(layer, drafting)
+    blocks = torch.tensor([[2, 3, 4, 5], [7, 8, 9, 10]], dtype=torch.int32)
+    texts = [hidden(60, seed=1), hidden(60, seed=2)]
+    done = [20, 9]
+    x = torch.cat([text[:n] for text, n in zip(texts, done, strict=True)])
+    run_layer(layer, drafting, x, step_metadata(layer, drafting, done, (0, 0), blocks, (0, 0)))
+    for accepted, following in (((1, 1), (4, 2)), ((4, 2), (2, 3)), ((2, 3), (1, 1))):
+        # what was not accepted is drafted anew, as other tokens
+        x = torch.cat([text[n : n + DRAFT] for text, n in zip(texts, done, strict=True)])
+        metadata = step_metadata(layer, drafting, (DRAFT, DRAFT), done, blocks, accepted)
+        assert metadata.num_spec_decodes == 2
+        o = run_layer(layer, drafting, x, metadata)
+        for n, text in enumerate(texts):
+            definition = Definition(model)
+            definition.run(text[: done[n]])
+            want = definition.run(x[n * DRAFT : (n + 1) * DRAFT])
+            assert relative_error(o[n * DRAFT : (n + 1) * DRAFT], want) < TOLERANCE
+            state = layer.kv_cache[1][blocks[n, DRAFT - 1]]
+            assert relative_error(state, definition.state[0]) < TOLERANCE
+            done[n] += following[n]
+
+
+@pytest.mark.parametrize("others", ["prefills", "decodes"])
+def test_drafts_beside_other_tokens(model: Model, drafting: Any, others: str) -> None:
+    """Kimi-K3's metadata leaves single tokens beside drafts decodes; the others' calls them
+    prefills."""
+    layer = build(model, drafting)
+    bind_cache(layer, drafting)
+    blocks = torch.tensor([[7, 0, 0, 0], [2, 3, 4, 5], [8, 9, 10, 11]], dtype=torch.int32)
+    texts = [hidden(60, seed=seed) for seed in range(3)]
+    done = [12, 20, 7]
+    x = torch.cat([text[:n] for text, n in zip(texts, done, strict=True)])
+    run_layer(layer, drafting, x, step_metadata(layer, drafting, done, (0, 0, 0), blocks, (0,) * 3))
+    lengths = (1, 3, 1) if others == "decodes" else (1, 3, 30)
+    x = torch.cat([t[d : d + n] for t, n, d in zip(texts, lengths, done, strict=True)])
+    metadata = step_metadata(layer, drafting, lengths, done, blocks, (0, 1, 0))
+    assert metadata.num_spec_decodes == 1
+    if others == "decodes" and model.name == "Kimi-K3":
+        assert metadata.num_decodes == 2
+    o = run_layer(layer, drafting, x, metadata)
+    begin = 0
+    for n, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        definition = Definition(model)
+        definition.run(text[: done[n]])
+        want = definition.run(x[begin : begin + length])
+        assert relative_error(o[begin : begin + length], want) < TOLERANCE
+        last = blocks[n, length - 1 if n == 1 else 0]
+        assert relative_error(layer.kv_cache[1][last], definition.state[0]) < TOLERANCE
+        begin += length
+
+
+def refused(caplog: pytest.LogCaptureFixture) -> str:
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "kda_dsv4"]
+    start = f"falling back to upstream's code: --attention-backend {flag_name('kda')}: "
+    assert line.startswith(start)
+    return line.removeprefix(start)
+
+
+@pytest.mark.parametrize("name", ["GLM-5.3-Flash", "Ling-V3"])
+@pytest.mark.parametrize("case", ["bound", "offload"])
+def test_what_cannot_be_served_stays_upstreams(
+    name: str, case: str, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS[name]
+    if model.module is None:
+        pytest.skip("this release does not have the model")
+    if case == "offload":
+        config.offload_config.uva.cpu_offload_gb = 1
+    layer = build(model, config, -7.0 if case == "bound" else -5.0)
+    assert type(layer) is model.upstream()
+    assert (
+        refused(caplog)
+        == {
+            "bound": "the lower bound of the KDA gate must be in [-5, 0), got -7.0",
+            "offload": "weights are kept in host memory, and those of convolutions are packed",
+        }[case]
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("kda_prefill_backend", "flashkda"), ("kda_decode_backend", "native")],
+)
+def test_kernels_that_the_user_names_are_upstreams(
+    model: Model, layer: Any, config: Any, caplog: pytest.LogCaptureFixture, option: str, value: str
+) -> None:
+    """The layer's class refuses them on a CPU, so the decision is asked for by itself."""
+    config.additional_config = {option: value}
+    assert runtime_of(config, layer, -5.0) is None
+    assert refused(caplog) == f"{option} asks for the kernels of {value}"
+
+
+def test_replayssm_is_upstreams(
+    model: Model, layer: Any, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not hasattr(config.cache_config, "use_replayssm"):
+        pytest.skip("this release does not have the option")
+    config.cache_config.use_replayssm = True
+    assert runtime_of(config, layer, -5.0) is None
+    line = "--use-replayssm verifies drafts from records that upstream's layers keep"
+    assert refused(caplog) == line
+
+
+def test_a_refusal_is_an_error_in_strict_mode(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["Ling-V3"]
+    if model.module is None:
+        pytest.skip("this release does not have the model")
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="the lower bound of the KDA gate must be in"):
+        build(model, config, -7.0)
+
+
+def test_another_plug_ins_class_stays(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream = model.upstream()
+    name = REPLACED[upstream.__module__].name
+    theirs = type("Theirs", (upstream,), {})
+    monkeypatch.setitem(op_registry_oot, name, theirs)
+    with pytest.raises(RuntimeError, match=f"another plug-in replaces {name}"):
+        replace_layer(sys.modules[upstream.__module__])
+
+
+def test_one_step_is_derived_once_for_all_layers(
+    model: Model, layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = build(model, config, index=1)
+    bind_cache(other, config)
+    built = []
+    derive = vllm_run.build_step
+
+    def counted(*args: Any) -> Any:
+        built.append(args)
+        return derive(*args)
+
+    monkeypatch.setattr(vllm_run, "build_step", counted)
+    metadata = step_metadata(layer, config, (40,), (0,), table(4))
+    run_layer(layer, config, hidden(40), metadata)
+    run_layer(other, config, hidden(40), metadata)
+    assert len(built) == 1

@@ -1,0 +1,102 @@
+"""Checkpoints of a layer's prefill: both states inside of a sequence, in slots of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_backend import layer
+from kda_backend.layer import Pools, Tokens
+from kda_backend.layer_checkpoints import Checkpoints
+from kda_backend.scratch import Scratch
+from tests.kda.cases import Backend, assert_close, assert_same_bits
+from tests.kda.test_layer import Model
+
+LENGTHS = (150, 3, 64, 130)
+SLOTS, INITIAL = (4, 1, 6, 3), (True, True, False, True)
+OFFSETS, KEPT = (128, 0, 0, 64), (0, 5, 5, 2)  # 5: the null slot here
+
+
+def run(model: Model, checkpoints: Checkpoints | None) -> torch.Tensor:
+    device = model.qkv.device
+    out = torch.empty_like(model.g)
+    layer.prefill(
+        model.weights,
+        model.selection,
+        Tokens(model.qkv, model.g, model.beta, model.gate, out),
+        Pools(model.conv_pool, model.state_pool),
+        torch.tensor(SLOTS, dtype=torch.int32, device=device),
+        torch.tensor(INITIAL, device=device),
+        model.step_plan,
+        Scratch(device),
+        checkpoints=checkpoints,
+    )
+    return out
+
+
+def asked(
+    device: torch.device, offsets: tuple[int, ...] = OFFSETS, slots: tuple[int, ...] = KEPT
+) -> Checkpoints:
+    places = torch.tensor(offsets, dtype=torch.int32, device=device)
+    return Checkpoints.of(places, torch.tensor(slots, dtype=torch.int64, device=device), 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_are_the_states_of_shorter_prefills(
+    backend: Backend, seed: int, dtype: torch.dtype
+) -> None:
+    model, plain = Model(backend, seed, LENGTHS), Model(backend, seed, LENGTHS)
+    cut = Model(backend, seed, LENGTHS)
+    for each in (model, plain, cut):
+        each.state_pool = each.state_pool.to(dtype)
+    before = (model.conv_pool.clone(), model.state_pool.clone())
+    out = run(model, asked(backend.device))
+    assert_same_bits("output", out, run(plain, None))
+    # the same sequences, each as long as its checkpoint is far in
+    begin = 0
+    for n, length in enumerate(LENGTHS):
+        if KEPT[n] != 5:
+            shorter = Model(backend, seed, (OFFSETS[n],))
+            for name in ("qkv", "g", "beta", "gate"):
+                setattr(shorter, name, getattr(cut, name)[begin : begin + OFFSETS[n]])
+            shorter.weights = cut.weights
+            shorter.conv_pool, shorter.state_pool = cut.conv_pool.clone(), cut.state_pool.clone()
+            shorter.run(layer.prefill, SLOTS[n : n + 1], INITIAL[n : n + 1])
+            slot, want = KEPT[n], SLOTS[n]
+            assert_same_bits("window", model.conv_pool[slot], shorter.conv_pool[want])
+            kept, state = model.state_pool[slot].float(), shorter.state_pool[want].double().cpu()
+            assert_close(f"state {n}", kept, state, 1e-2 if dtype == torch.bfloat16 else 2e-3)
+        begin += length
+    for slot in SLOTS:
+        assert_same_bits("window", model.conv_pool[slot], plain.conv_pool[slot])
+        assert_same_bits("state", model.state_pool[slot], plain.state_pool[slot])
+    rest = [slot for slot in range(7) if slot not in (*SLOTS, 0, 2)]
+    assert_same_bits("other windows", model.conv_pool[rest], before[0][rest])
+    assert_same_bits("other states", model.state_pool[rest], before[1][rest])
+
+
+def test_nothing_asked_for_writes_nothing_more(backend: Backend, seed: int) -> None:
+    model, plain = Model(backend, seed, LENGTHS), Model(backend, seed, LENGTHS)
+    none = asked(backend.device, (0, 0, 0, 0), (5, 5, 5, 5))
+    assert_same_bits("output", run(model, none), run(plain, None))
+    assert_same_bits("windows", model.conv_pool, plain.conv_pool)
+    assert_same_bits("states", model.state_pool, plain.state_pool)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "slots", "message"),
+    [
+        ((96, 0, 0, 0), (0, 5, 5, 5), r"multiples of 64, got \[96, 0, 0, 0\]"),
+        ((0, 64, 0, 0), (5, 0, 5, 5), "within its sequence of 3 tokens, got one after 64"),
+        ((64, 0), (0, 5), r"checkpoint offsets must have shape \[4\], got \[2\]"),
+    ],
+)
+def test_bad_checkpoints_are_refused_before_anything_is_written(
+    seed: int, offsets: tuple[int, ...], slots: tuple[int, ...], message: str
+) -> None:
+    model = Model(Backend("torch", torch.device("cpu")), seed, LENGTHS)
+    before = (model.conv_pool.clone(), model.state_pool.clone())
+    with pytest.raises(ValueError, match=message):
+        run(model, asked(torch.device("cpu"), offsets, slots))
+    assert_same_bits("windows", model.conv_pool, before[0])
+    assert_same_bits("states", model.state_pool, before[1])
