@@ -41,6 +41,7 @@ from benchmarks.vllm_server import HERE, Server, completion, versions
 CONCURRENCY = (1, 16, 64)
 ROUNDS = (*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64))  # one salt, one cache
 CANARY = "kda_dsv4_canary"
+PLANTED = {"canary": "transpose_states", "mla_canary": "zero_mla_decodes"}
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ VARIANTS = {
     ),
     "tp2": Variant("flag, two GPUs", ("--tensor-parallel-size", "2")),
     "canary": Variant("canary", rounds=(("salt 64", 64),)),
+    "mla_canary": Variant("canary of MLA decode", rounds=(("salt 64", 64),)),
 }
 
 
@@ -154,6 +156,8 @@ def table(result: dict[str, Any]) -> list[str]:
     """A line per round, failures last."""
     lines = []
     for title, server in result["servers"].items():
+        if server["mla"] is not None:
+            lines.append(f"{title}: {server['mla']}")
         for asked in server["rounds"]:
             after = f", after {asked['after']}" if "after" in asked else ""
             lines.append(
@@ -163,12 +167,12 @@ def table(result: dict[str, Any]) -> list[str]:
     return lines + [f"{title}: FAILED, {why[:300]}" for title, why in result["failed"].items()]
 
 
-def plant(place: Path) -> str:
-    """A search path with a plug-in that calls `transpose_states` in each process of a server."""
+def plant(place: Path, function: str) -> str:
+    """A search path with a plug-in that calls a function of this module in each process."""
     info = place / f"{CANARY}-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {CANARY}\nVersion: 0\n")
-    entry = f"[vllm.general_plugins]\n{CANARY} = benchmarks.recall_vllm:transpose_states\n"
+    entry = f"[vllm.general_plugins]\n{CANARY} = benchmarks.recall_vllm:{function}\n"
     (info / "entry_points.txt").write_text(entry)
     old = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(place), str(HERE.parents[1]), *([old] if old else [])])
@@ -189,6 +193,29 @@ def transpose_states() -> None:
     layer.prefill = planted
 
 
+def zero_mla_decodes() -> None:
+    """Have every MLA decode of this package in this process be 0."""
+    from softmax_backend.engines.mla_decoder import MlaStep
+
+    attend = MlaStep.attend
+
+    def planted(*args: Any, **options: Any) -> Any:
+        out, lse = attend(*args, **options)
+        return out.zero_(), lse
+
+    MlaStep.attend = planted  # type: ignore[method-assign]
+
+
+def mla_of(said: list[str]) -> str | None:
+    """Who decodes a server's MLA layers, in its own words; ``None`` where it says nothing."""
+    found = [
+        line.partition("kda-dsv4-backend: ")[2]
+        for line in said
+        if "MLA layers are served by" in line or "MLA layers stay on" in line
+    ]
+    return found[0] if found else None
+
+
 def measure(
     questions: recall.QuestionSet, name: str, args: argparse.Namespace, port: int
 ) -> dict[str, Any]:
@@ -197,7 +224,9 @@ def measure(
     options = [
         *("--max-model-len", "4096", "--max-num-batched-tokens", "512", "--max-num-seqs", "64"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+        # the share is only what must be free at the start, beside the other servers
         *("--kv-cache-memory-bytes", str(int(args.kv_cache_gib * 2**30))),
+        *("--gpu-memory-utilization", "0.1"),
         *(("--attention-backend", args.flag) if variant.flagged else ()),
         *variant.options,
         *args.serve_option,
@@ -205,8 +234,8 @@ def measure(
     variables = dict(variant.environment)
     log = args.out.with_name(f"{args.out.stem}_{name}.log")
     with tempfile.TemporaryDirectory() as place:
-        if name == "canary":
-            variables["PYTHONPATH"] = plant(Path(place))
+        if name in PLANTED:
+            variables["PYTHONPATH"] = plant(Path(place), PLANTED[name])
         with Server(options, port, log, args.timeout, variables) as server:
             print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
             rows: list[dict[str, Any]] = []
@@ -223,6 +252,7 @@ def measure(
         "start_s": server.start_s,
         "rounds": rows,
         "counters": counters,
+        "mla": mla_of(server.log.read_text(errors="replace").splitlines()),
         "log": server.said(),
     }
 
