@@ -35,10 +35,11 @@ def register() -> None:
 def choose(request: Request) -> type[Any] | str:
     """The backend class that serves a layer's decodes here, or why vLLM's own choice stays."""
     name = request.upstream.get_name()
-    if name not in KERNELS:
+    refusal = _layer_refusal(request.selector)
+    if refusal is None and name not in KERNELS:
         known = ", ".join(KERNELS)
-        return f"decode is served in the place of {known}, and vLLM chooses {name} here"
-    refusal = _layer_refusal(request.selector) or _engine_refusal(request)
+        refusal = f"decode is served in the place of {known}, and vLLM chooses {name} here"
+    refusal = refusal or _engine_refusal(request)
     if refusal is not None:
         return refusal
     target = detect_target(torch.device(request.vllm_config.device_config.device_type))

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
+from benchmarks.recall_vllm import zero_mla_decodes
 from softmax_backend.engine_choice import Lead
 from softmax_backend.engines import mla_decoder, vllm_mla
 from softmax_backend.engines.mla_decoder import MlaStep
@@ -266,6 +267,18 @@ def test_layers_with_other_heads_do_not_share_a_plan(serve: Serve) -> None:
     names = [ours.layer.layer_name, other.layer_name]
     with pytest.raises(ValueError, match=r"must have one number of heads, got \[2, 4\]"):
         vllm_mla._heads(ours.config, names)
+
+
+def test_the_canary_of_the_recall_benchmark_is_planted(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `benchmarks.recall_vllm --only mla_canary` plants into a server."""
+    ours = serve(TARGETS["torch"], 4, 240)
+    metadata = ours.metadata([100, 300])
+    assert ours.run(queries(2, 4), metadata).any()
+    monkeypatch.setattr(MlaStep, "attend", MlaStep.attend)  # restored after the test
+    zero_mla_decodes()
+    assert not ours.run(queries(2, 4), metadata).any()
 
 
 def test_heads_are_those_of_a_rank(serve: Serve) -> None:
