@@ -19,12 +19,11 @@ from backend_core.engines import vllm_flag
 from backend_core.engines.vllm_flag import BackendClaim, Request, batch_invariant, logger
 from backend_core.target import detect_target
 from softmax_backend.engine_choice import Lead, lead_over
+from softmax_backend.engines.vllm_facts import KERNELS, query_tokens
 from softmax_backend.selection import MlaSelection, select
-from softmax_backend.spec import LATENT_DIM, MAX_QUERY_TOKENS, ROPE_DIM, MlaSpec
+from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 
 FAMILY = "softmax"
-KERNELS = {"FLASH_ATTN_MLA": "fa3"}
-"""vLLM's backends for which a subclass exists, and what `lead_over` calls their decode."""
 
 
 def register() -> None:
@@ -58,13 +57,6 @@ def choose(request: Request) -> type[Any] | str:
     from softmax_backend.engines import vllm_mla
 
     return vllm_mla.BACKENDS[name]
-
-
-def query_tokens(vllm_config: Any) -> tuple[int, ...]:
-    """Query tokens per request of the steps that may be decodes: with a draft, 1 more than it."""
-    speculative = vllm_config.speculative_config
-    drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
-    return (1, 1 + drafts) if 0 < drafts < MAX_QUERY_TOKENS else (1,)
 
 
 def _layer_refusal(selector: Any) -> str | None:

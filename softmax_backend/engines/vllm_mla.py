@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 from backend_core.engines.vllm_flag import log_failed_step
 from backend_core.target import detect_target
 from softmax_backend.engines.mla_decoder import MlaDecoder, MlaStep
-from softmax_backend.engines.vllm import KERNELS, query_tokens
+from softmax_backend.engines.vllm_facts import KERNELS, query_tokens
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM
 
 
