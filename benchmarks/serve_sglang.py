@@ -199,12 +199,7 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
             "first request", 10, lambda: side.add(row(first, "first", 1e3 * asked.call(1, 2048)))
         )
     if "calls" in parts:
-        for count, length in serve_work.CALLS:
-            side.part(
-                call_name(count, length),
-                2 + 8e-5 * count * length,
-                lambda c=count, n=length: side.add(call_row(asked, c, n)),
-            )
+        side.part("calls", 25, lambda: call_rows(side, asked))
     if "mixed" in parts:
         side.part("mixed load", 10, lambda: mixed_rows(side, asked))
     if "tokens" in parts:
@@ -223,12 +218,10 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         side.part("profiles", 20, lambda: profiles(asked))
 
 
-def call_row(asked: Asked, count: int, length: int) -> dict[str, Any]:
-    for _ in range(2):
-        asked.call(count, length)
-    repeats = {128: 21, 512: 21, 2048: 31, 32768: 3}.get(length, 7)
-    times = [1e3 * asked.call(count, length) for _ in range(repeats)]
-    return row(call_name(count, length), "call", median(times), least_ms=min(times), runs_ms=times)
+def call_rows(side: SideFile, asked: Asked) -> None:
+    for shape, times in serve_work.call_times(asked.call).items():
+        details = {"least_ms": min(times), "runs_ms": times}
+        side.add(row(call_name(*shape), "call", median(times), **details))
 
 
 def step_row(asked: Asked, count: int, length: int) -> dict[str, Any]:

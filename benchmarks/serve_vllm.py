@@ -172,13 +172,7 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
     if "first" in parts:
         side.part("first request", 10, lambda: side.add(first_row(asked)))
     if "calls" in parts:
-        for count, length in serve_work.CALLS:
-            needs = 2 + 8e-5 * count * length
-            side.part(
-                call_name(count, length),
-                needs,
-                lambda c=count, n=length: side.add(call_row(asked, c, n)),
-            )
+        side.part("calls", 25, lambda: call_rows(side, asked))
     if "decode" in parts:
         for count, length in serve_work.DECODE_SHORT:
             side.part(
@@ -210,15 +204,11 @@ def first_row(asked: Asked) -> dict[str, Any]:
     return row("first request, 1 × 2,048", "first", 1e3 * asked.call(1, 2048))
 
 
-def call_row(asked: Asked, count: int, length: int) -> dict[str, Any]:
-    for _ in range(2):
-        asked.call(count, length)
-    steps = asked.log.of(lambda: asked.call(count, length))
-    # the shorter the call, the more of it is the host's
-    repeats = {128: 21, 512: 21, 2048: 31, 32768: 3}.get(length, 7)
-    times = [1e3 * asked.call(count, length) for _ in range(repeats)]
-    details = {"least_ms": min(times), "steps": [tokens for _, tokens in steps], "runs_ms": times}
-    return row(call_name(count, length), "call", median(times), **details)
+def call_rows(side: SideFile, asked: Asked) -> None:
+    for (count, length), times in serve_work.call_times(asked.call).items():
+        steps = asked.log.of(lambda c=count, n=length: asked.call(c, n))
+        details = {"least_ms": min(times), "steps": [tokens for _, tokens in steps]}
+        side.add(row(call_name(count, length), "call", median(times), **details, runs_ms=times))
 
 
 def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool) -> Any:

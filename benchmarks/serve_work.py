@@ -27,6 +27,7 @@ from benchmarks import serve_agreement
 CALLS = ((1, 128), (1, 512), (1, 2048), (1, 8192), (8, 1024), (1, 32768))
 DECODE_SHORT = ((1, 128), (16, 128), (64, 128))
 DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
+TURNS = 5
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 48, (300, 5000), (32, 127)
 SIDES = ("upstream", "flag")
 SAID = "| "  # how the lines of a child start that its parent shows
@@ -61,6 +62,23 @@ def call_name(count: int, length: int) -> str:
 
 def decode_name(count: int, length: int) -> str:
     return f"decode step, {count} × {length:,}"
+
+
+def call_times(call: Callable[[int, int], float]) -> dict[tuple[int, int], list[float]]:
+    """The times of every shape of `CALLS`, in ms, measured in turns.
+
+    A machine's host is slower for seconds at a time: in turns, such a time is shared by all shapes.
+    The shorter a call, the more of it is the host's, and the oftener it is made.
+    """
+    for shape in CALLS:
+        for _ in range(2):
+            call(*shape)
+    found: dict[tuple[int, int], list[float]] = {shape: [] for shape in CALLS}
+    for _ in range(TURNS):
+        for count, length in CALLS:
+            repeats = {128: 5, 512: 5, 2048: 7, 32768: 1}.get(length, 2)
+            found[count, length] += [1e3 * call(count, length) for _ in range(repeats)]
+    return found
 
 
 def row(what: str, kind: str, ms: float, **details: Any) -> dict[str, Any]:

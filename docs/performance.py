@@ -396,12 +396,12 @@ def _where_time_goes(report: dict[str, Any]) -> list[str]:
     cells = []
     for a, b in zip(upstream.get("profiles", []), flag.get("profiles", []), strict=False):
         row = next(row for row in report["rows"] if row["what"] == a["what"])
-        steps = next(row for row in flag["rows"] if row["what"] == a["what"])["steps"]
+        steps = next(r for r in flag["rows"] if r["what"] == a["what"]).get("steps", [])
         shown = [
             f"{profile['gpu_ms']:.1f} of {row[f'{side}_ms']:.1f}"
             for side, profile in (("upstream", a), ("flag", b))
         ]
-        cells.append([a["what"], " + ".join(f"{n:,}" for n in steps), *shown])
+        cells.append([a["what"], " + ".join(f"{n:,}" for n in steps) or "not seen", *shown])
     lines = []
     if cells:
         titles = ["call", "tokens per step", "upstream", "with the flag"]
