@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from backend_core.launch.faults import told
+
 HEADERS = Path(__file__).parents[1] / "cuda"
 """The headers that every kernel may include beside its own: ``hopper.cuh``."""
 PARAMS_HEADER = "params.cuh"
@@ -191,7 +193,7 @@ class CudaKernel:
         config = _launch_config(grid, block, self._shared_bytes, stream, pdl)
         status = _launch()(config, function, _Parameters(params), None)
         if status:
-            raise RuntimeError(f"launch of {self._name} failed: {_driver_error(status)}")
+            raise RuntimeError(told(f"launch of {self._name} failed: {_driver_error(status)}"))
 
 
 @functools.lru_cache(maxsize=4096)

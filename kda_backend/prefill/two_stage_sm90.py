@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import detect_target
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
@@ -48,6 +49,7 @@ INTRA_PARAMS = CudaParams(
         ("first_scan_sm", "int"),  # SMs from this number on are reserved for the scan
         ("reserved_sm_tile_cap", "int"),  # tiles that a CTA on one of them makes before it ends
         ("progress", "Progress*"),
+        ("fault", "Fault*"),  # in host memory
     ),
     _STRUCTS,
 )
@@ -72,6 +74,7 @@ SCAN_PARAMS = CudaParams(
         ("num_value_heads", "int"),
         ("num_tasks", "int"),  # sequences times value heads; twice as many in scan_split.cu
         ("progress", "Progress*"),
+        ("fault", "Fault*"),
     ),
     _STRUCTS,
 )
@@ -125,7 +128,7 @@ def two_stage_sm90(
     order = table.sequence_major if schedule.sequence_major else table.chunk_major
     tiles, chunk_decays = scratch.buffers(num_tiles, TILE_BYTES, DIM)
     tiles_address, decays_address = tiles.data_ptr(), chunk_decays.data_ptr()
-    progress = scratch.flags().data_ptr()
+    progress, fault = scratch.flags().data_ptr(), fault_record().address
     state_out = _states(state, state.write)
     state_in = state_out if state.read is state.write else _states(state, state.read)
     intra_params = INTRA_PARAMS.pack(
@@ -147,6 +150,7 @@ def two_stage_sm90(
         first_scan_sm=schedule.first_scan_sm,
         reserved_sm_tile_cap=schedule.reserved_sm_tile_cap,
         progress=progress,
+        fault=fault,
     )
     scan_params = SCAN_PARAMS.pack(
         tiles=tiles_address,
@@ -168,6 +172,7 @@ def two_stage_sm90(
         num_value_heads=value_heads,
         num_tasks=num_tasks * 2 if schedule.split else num_tasks,
         progress=progress,
+        fault=fault,
     )
     intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
     intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
@@ -194,6 +199,22 @@ def _states(state: StateRef, tensor: torch.Tensor | None) -> tuple[int, int, int
     if tensor is None:
         return (0, 0, 0, 0, 0)
     return (tensor.data_ptr(), *state.strides(tensor))
+
+
+@functools.cache
+def fault_record() -> FaultRecord:
+    """Where these kernels say what they waited for in vain."""
+    return record(
+        "kda prefill",
+        {
+            1: "the scan of KDA's prefill waited in vain for tile {index} (chunk times value heads, "
+            "plus head) of launch {expected}, whose flag holds {seen}: the intra-chunk stage of "
+            "this call has not run, or another call used its scratch memory meanwhile",
+            2: "the intra-chunk stage of KDA's prefill waited in vain for its {expected} CTAs to "
+            "start, of which {seen} did: its scratch memory was used by another call meanwhile, "
+            "or the GPU had no room for them",
+        },
+    )
 
 
 class _Kernels(NamedTuple):

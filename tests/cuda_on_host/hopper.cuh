@@ -49,6 +49,8 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
 inline void __syncthreads() { host::syncthreads(); }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
+inline void __trap() { host::fail("a kernel has trapped"); }
 inline void __nanosleep(unsigned) { host::yield(); }
 inline u32 atomicAdd(u32* p, u32 x) {
     const u32 old = *p;

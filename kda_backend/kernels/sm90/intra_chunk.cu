@@ -116,8 +116,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
         s.tiles_left = on_reserved_sm ? p.reserved_sm_tile_cap : p.num_tiles;
         s.next = p.num_tiles;
         // If this CTA ended now, the hardware would place a pending CTA on this SM.
-        if (s.tiles_left == 0)
-            while ((started(p) & 0xffff) < gridDim.x) __nanosleep(100);
+        if (s.tiles_left == 0) wait_for_all_ctas(p);
         s.launch = p.progress->launches + 1;
         s.next = take_tile(p, s);
         s.source[0].a_log = s.source[1].a_log = 0.0f;

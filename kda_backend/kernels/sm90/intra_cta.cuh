@@ -138,6 +138,13 @@ __device__ __forceinline__ u32 started(const Params& p) {
 __device__ __forceinline__ bool all_on_reserved_sms(const Params& p) {
     return started(p) < 0x10000;
 }
+// Until every CTA of this launch has started.
+__device__ __forceinline__ void wait_for_all_ctas(const Params& p) {
+    for (u32 polls = 0; (started(p) & 0xffff) < gridDim.x;) {
+        __nanosleep(100);
+        if (++polls == MAX_POLLS) give_up(p.fault, NO_START, 0, started(p) & 0xffff, gridDim.x);
+    }
+}
 __device__ __forceinline__ int take_tile(const Params& p, const Shared& s) {
     const bool may = s.tiles_left > 0 || all_on_reserved_sms(p);
     return may ? atomicAdd(&p.progress->next_tile, 1) : p.num_tiles;

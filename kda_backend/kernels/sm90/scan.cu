@@ -58,7 +58,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane
         for (int c = 0; c < task.chunks; ++c, ++before) {
             const int stage = before % STAGES;
             if (before >= STAGES) s.empty[stage].wait((before / STAGES - 1) & 1);
-            flags.wait(c, lane);
+            flags.wait(p, c, lane);
             if (lane != 0) continue;
             const i64 tile = task.tile(p, c);
             s.full[stage].arrive_and_expect_tx(TILE_BYTES + D * 4);

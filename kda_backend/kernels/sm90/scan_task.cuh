@@ -76,13 +76,17 @@ struct TileFlags {
           stride(p.num_value_heads), chunks(task.chunks), launch(this_launch), known(0) {}
 
     // Until chunk c's tile may be copied; each lane asks for one of the next chunks.
-    __device__ __forceinline__ void wait(int c, int lane) {
-        while (known <= c) {
+    __device__ __forceinline__ void wait(const Params& p, int c, int lane) {
+        for (u32 polls = 0; known <= c;) {
             const int asked = known + lane;
             const bool there =
                 asked < chunks && load_acquire(flags + static_cast<i64>(asked) * stride) == launch;
             const u32 missing = ~__ballot_sync(~0u, there);
             known += missing ? __ffs(missing) - 1 : 32;
+            if ((missing & 1) && ++polls == MAX_POLLS && lane == 0) {
+                const u32* flag = flags + static_cast<i64>(known) * stride;
+                give_up(p.fault, NO_TILE, flag - p.progress->flags(), *flag, launch);
+            }
             __syncwarp();
             fence_proxy_async();  // other SMs wrote the tile; a bulk copy reads it
         }

@@ -23,3 +23,26 @@ struct Progress {
 
     __device__ __forceinline__ u32* flags() { return reinterpret_cast<u32*>(this + 1); }
 };
+
+// A CTA that waits for others in vain gives up after so many looks, which take half a minute or
+// more: kernels of other streams may hold the SMs for long.
+#ifndef MAX_POLLS
+#define MAX_POLLS (1u << 26)
+#endif
+
+// What was waited for, in host memory (backend_core/launch/faults.py).
+struct Fault {
+    u32 code, index, seen, expected;
+};
+enum FaultCode : u32 { NO_TILE = 1, NO_START = 2 };
+
+// Ends the kernel, and with it all work of the process on this GPU.
+__device__ __forceinline__ void give_up(Fault* fault, FaultCode code, u32 index, u32 seen,
+                                        u32 expected) {
+    volatile Fault* to = fault;
+    to->index = index, to->seen = seen, to->expected = expected;
+    __threadfence_system();
+    to->code = code;
+    __threadfence_system();
+    __trap();
+}

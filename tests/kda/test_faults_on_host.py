@@ -1,0 +1,173 @@
+"""Faults planted in the Hopper prefill on the CPU: nothing waits for ever, and the host is told.
+
+The kernels run from their own sources (tests/cuda_on_host), with few looks before they give up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.launch import faults
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend.launch_params import TABLES
+from kda_backend.prefill import two_stage_sm90 as pipeline
+from kda_backend.prefill.sm_schedule import PrefillShape, Schedule
+from kda_backend.scratch import Scratch
+from kda_backend.spec import Beta, Gate
+from tests.cuda_on_host.driver import GXX, HostKernel, run_launches
+from tests.kda.cases import Backend, assert_result
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+ROW = next(
+    row for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows if row.name == "two_stage_sm90"
+)
+FEW = {"MAX_POLLS": 3000}
+NEXT_TILE, STARTED = 1, 4  # of the counters
+CPU = Backend("kernels", torch.device("cpu"))
+Plant = Callable[[Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def clean_record() -> Iterator[None]:
+    pipeline.fault_record().words.zero_()
+    yield
+    pipeline.fault_record().words.zero_()
+
+
+def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._Kernels:
+    intra = HostKernel(
+        pipeline.KERNELS / "intra_chunk.cu",
+        "intra_chunk",
+        pipeline.INTRA_PARAMS,
+        pipeline.intra_defines(Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, 2) | FEW,
+    )
+    name = "scan_split" if split else "scan"
+    scan = HostKernel(
+        pipeline.KERNELS / f"{name}.cu",
+        name,
+        pipeline.SCAN_PARAMS,
+        pipeline.scan_defines(False, False, False) | FEW,
+        cluster_size=2 if split else 1,
+        run_seed=seed,
+    )
+
+    def schedule(shape: PrefillShape) -> Schedule:
+        scan_ctas = 4 * shape.tasks if split else min(shape.tasks, 2)
+        return Schedule(2, split, scan_ctas, 3, 2, tiles_of_reserved, False)
+
+    return pipeline._Kernels({2: intra}, (scan, scan), schedule)  # type: ignore[dict-item, arg-type]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[..., None]:
+    """One right call with a scratch memory, through kernels that ``plant`` has changed."""
+
+    def call(
+        scratch: Scratch, plant: Plant = lambda x: x, *, split: bool = False, reserved: int = 1
+    ) -> None:
+        made = plant(kernels(seed, split, reserved))
+        monkeypatch.setattr(pipeline, "_kernels", lambda *_: made)
+        case = CPU.case(seed, (67, 130), key_dim=128, value_dim=128)
+        selection = CPU.selection(case.shape).with_path(ROW)
+        assert_result(case, *CPU.chunk(case, selection=selection, scratch=scratch))
+
+    return call
+
+
+class NotLaunched:
+    """In the place of a kernel: the launch is lost."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def without_intra(made: pipeline._Kernels) -> pipeline._Kernels:
+    return made._replace(intra={2: NotLaunched()})  # type: ignore[dict-item]
+
+
+def sentence() -> str:
+    found = pipeline.fault_record().sentence()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["scan", "scan_split"])
+def test_a_scan_without_the_intra_stage_gives_up(call: Callable[..., None], split: bool) -> None:
+    with pytest.raises(RuntimeError, match="a kernel has trapped"):
+        call(Scratch(torch.device("cpu")), without_intra, split=split)
+    assert "scan of KDA's prefill waited in vain for tile" in sentence()
+    assert "of launch 1, whose flag holds 0" in sentence()
+
+
+@pytest.mark.parametrize("left_over", [1, 3, 1000])
+def test_tiles_that_were_counted_before_are_missed(
+    call: Callable[..., None], left_over: int
+) -> None:
+    """As a launch of the intra stage without its scan leaves the counters."""
+    scratch = Scratch(torch.device("cpu"))
+    scratch.reserve(64, pipeline.TILE_BYTES, pipeline.DIM)
+    scratch.flags()[NEXT_TILE] = left_over
+    with pytest.raises(RuntimeError, match="a kernel has trapped"):
+        call(scratch)
+    assert "waited in vain for tile" in sentence()
+    scratch.clear_flags()
+    pipeline.fault_record().words.zero_()
+    call(scratch)  # usable again
+    assert pipeline.fault_record().sentence() is None
+
+
+def test_an_intra_stage_whose_ctas_cannot_all_start_gives_up(call: Callable[..., None]) -> None:
+    """A counter left over, with which one CTA too few is counted (the low half is 0xffff + 3)."""
+    scratch = Scratch(torch.device("cpu"))
+    scratch.reserve(64, pipeline.TILE_BYTES, pipeline.DIM)
+    scratch.flags()[STARTED] = 0xFFFF
+    with pytest.raises(RuntimeError, match="a kernel has trapped"):
+        call(scratch, reserved=0)
+    assert "waited in vain for its 3 CTAs to start, of which 2 did" in sentence()
+
+
+def test_a_scan_that_cannot_be_launched_leaves_the_scratch_usable(
+    call: Callable[..., None], seed: int
+) -> None:
+    """The intra stage ran, and nobody read what it made."""
+
+    class Refused:
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            run_launches(seed)
+            raise RuntimeError("launch of scan failed: out of resources")
+
+    scratch = Scratch(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="out of resources"):
+        call(scratch, lambda made: made._replace(scan=(Refused(), Refused())))
+    assert not scratch.flags().any()
+    call(scratch)
+
+
+def test_a_scratch_is_used_again_and_again(call: Callable[..., None]) -> None:
+    scratch = Scratch(torch.device("cpu"))
+    for _ in range(3):
+        call(scratch)
+    assert scratch.flags()[0] == 3 and not scratch.flags()[1:5].any()
+
+
+def test_who_comes_next_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The record is added to the error of the next launch, and logged at the end."""
+    assert faults.told("launch of scan failed: error") == "launch of scan failed: error"
+    record = pipeline.fault_record()
+    record.words[:4] = torch.tensor([1, 7, -1, 4], dtype=torch.int32)
+    message = faults.told("launch of scan failed: unspecified launch failure")
+    assert (
+        "unspecified launch failure: the scan of KDA's prefill waited in vain for tile 7" in message
+    )
+    assert "of launch 4, whose flag holds 4294967295" in message
+    with caplog.at_level(logging.ERROR, "kda_dsv4"):
+        faults._tell()
+    assert "tile 7" in caplog.text
+    record.words[0] = 99
+    assert record.sentence() == "a kernel gave up for a reason of number 99"
