@@ -61,25 +61,31 @@ POOL_PAGES = 16384
 SHARD_SECONDS = 150.0
 Variant = tuple[str, str | None, dict[str, Any], int | None]
 """(name, path or the table's, parameters that are not the table's, splits or the plan's)."""
-VARIANTS: list[Variant] = [
-    ("ours", None, {}, None),
-    ("gluon 2 stages", "gluon_sm90", {"num_stages": 2}, None),
-    ("gluon 128 registers", "gluon_sm90", {"fetch_registers": 128}, None),
-    ("gluon 16 heads", "gluon_sm90", {"max_heads": 16}, None),
-    ("gluon 64 heads", "gluon_sm90", {"max_heads": 64, "fetch_registers": 96}, None),
-    ("gluon overhead 0", "gluon_sm90", {"overhead": 0}, None),
-    ("gluon overhead 5", "gluon_sm90", {"overhead": 5}, None),
-    *[(f"gluon {n} splits", "gluon_sm90", {}, n) for n in (1, 2, 4, 8, 10, 18)],
-    ("triton 32x16", "triton", {"num_stages": 2}, None),
-    ("triton 32x16 fp16", "triton", {"decode": "fp16"}, None),
-    ("triton 64x16, 8 warps", "triton", {"block_kv": 64, "num_warps": 8}, None),
-    (
-        "triton 64x64, 8 warps",
-        "triton",
-        {"block_kv": 64, "block_rows": 64, "num_warps": 8},
-        None,
-    ),
-]
+
+
+def variants_of(heads: int) -> list[Variant]:
+    """The table's choice, then others: fetching warps x rows in their registers, heads of an item,
+    splits, and the Triton path."""
+    fetch = {
+        "8x64": {"fetch_warps": 8, "fetch_rows": 64, "fetch_registers": 152},
+        "8x32": {"fetch_warps": 8, "fetch_rows": 32, "fetch_registers": 128},
+        "4x32": {"fetch_warps": 4, "fetch_rows": 32, "fetch_registers": 168},
+    }
+    found: list[Variant] = [("ours", None, {}, None)]
+    for tile in (16, 32, 64):
+        if tile > max(16, heads):
+            continue
+        for name, params in fetch.items():
+            registers = params["fetch_registers"]
+            if tile == 64:
+                registers = 96 if params["fetch_warps"] == 8 else 144
+            chosen = {**params, "fetch_registers": registers, "max_heads": tile}
+            found.append((f"{tile} heads, {name}", "gluon_sm90", chosen, None))
+    found.append(("2 stages", "gluon_sm90", {"num_stages": 2}, None))
+    found += [(f"{n} splits", "gluon_sm90", {}, n) for n in (1, 2, 4, 5, 8, 10, 18)]
+    tile = min(64, max(16, heads))
+    found.append(("triton", "triton", {"block_kv": 64, "num_warps": 8, "block_rows": tile}, None))
+    return found
 
 
 def selection_of(spec: SparseMlaSpec, variant: Variant) -> SparseMlaSelection:
@@ -90,7 +96,12 @@ def selection_of(spec: SparseMlaSpec, variant: Variant) -> SparseMlaSelection:
         return selection_for(device, spec)
     target = detect_target(device)
     table = load_table(TABLES, target, directory=shipped_directory())
-    row = next(r for r in table.rows if (r.operator, r.name) == ("sparse_mla", path))
+    needs = spec.requires()
+    row = next(
+        r
+        for r in table.rows
+        if (r.operator, r.name) == ("sparse_mla", path) and needs <= r.features
+    )
     row = dataclasses.replace(row, params=dataclasses.replace(row.params, **params))
     return SparseMlaSelection(target, spec, PathSelection.of(row))
 
@@ -186,8 +197,8 @@ def _canaries(path: str, device: torch.device) -> str | None:
 def _prefill_check(device: torch.device) -> str | None:
     generator = torch.Generator(device=device).manual_seed(1)
     for heads in (8, 16, 32, 64):
-        kv = torch.randn(600, 512, device=device, generator=generator).bfloat16()
-        q = torch.randn(9, 1, heads, 512, device=device, generator=generator).bfloat16()
+        kv = 0.1 * torch.randn(600, 512, device=device, generator=generator).bfloat16()
+        q = 8 * torch.randn(9, 1, heads, 512, device=device, generator=generator).bfloat16()
         indices = torch.randint(-20, 650, (9, 1, 200), device=device, generator=generator).int()
         lengths = torch.tensor([200, 0, 64, 65, 1, 199, 128, 3, 200], device=device).int()
         sinks = torch.randn(heads, device=device, generator=generator)
@@ -202,7 +213,7 @@ def _prefill_check(device: torch.device) -> str | None:
     return None
 
 
-def run_shard(shard: int, of: int, variants: list[Variant]) -> None:
+def run_shard(shard: int, of: int, variants_of: Callable[[int], list[Variant]]) -> None:
     """Every ``of``-th check, then the launches of the times that have not been compiled yet."""
     wrong = 0
     for i, (name, job) in enumerate(check_jobs()):
@@ -215,7 +226,7 @@ def run_shard(shard: int, of: int, variants: list[Variant]) -> None:
         if found:
             wrong += 1
             print(f"WRONG {name}: {found}", flush=True)
-    warm = [(variant, heads) for variant in variants for heads in HEADS]
+    warm = [(variant, heads) for heads in HEADS for variant in variants_of(heads)]
     for i, (variant, heads) in enumerate(warm):
         if i % of != shard:
             continue
@@ -490,11 +501,13 @@ def main() -> None:
     parser.add_argument("--shard", type=int)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    variants = VARIANTS[:1] if arguments.table_only else VARIANTS
-    if arguments.check_only:
-        variants = []
+    few = 0 if arguments.check_only else 1 if arguments.table_only else None
+
+    def chosen(heads: int) -> list[Variant]:
+        return variants_of(heads)[:few]
+
     if arguments.shard is not None:
-        run_shard(arguments.shard, arguments.jobs, variants)
+        run_shard(arguments.shard, arguments.jobs, chosen)
     begin = time.perf_counter()
     command = [sys.executable, *sys.argv]
     shards = [subprocess.Popen([*command, "--shard", str(i)]) for i in range(arguments.jobs)]
@@ -523,7 +536,7 @@ def main() -> None:
     for heads in map(int, arguments.heads.split(",")):
         for batch in map(int, arguments.batches.split(",")):
             for topk in map(int, arguments.topks.split(",")):
-                record(time_decode(heads, batch, topk, variants, peers, arguments.replays))
+                record(time_decode(heads, batch, topk, chosen(heads), peers, arguments.replays))
     for heads in PREFILL_HEADS:
         record(time_prefill(heads, 512, peers, arguments.replays))
     summary(rows)

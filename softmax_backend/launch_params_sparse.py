@@ -47,6 +47,7 @@ class GluonSparseMlaParams:
         max_heads: most heads of a work item: 16, 32 or 64.
         num_stages: blocks of 64 rows in shared memory; 2 for more than 16 heads.
         fetch_warps: that fetch and dequantise: 4 or 8.
+        fetch_rows: of the next rows, how many they hold in registers: 32 or 64.
         fetch_registers: of each of their threads.
         overhead: what a CTA pays before its first block, in blocks.
     """
@@ -54,6 +55,7 @@ class GluonSparseMlaParams:
     max_heads: int
     num_stages: int
     fetch_warps: int
+    fetch_rows: int
     fetch_registers: int
     overhead: int
 
@@ -64,6 +66,8 @@ class GluonSparseMlaParams:
             raise ValueError(f"num_stages must be 2 or 3, got {self.num_stages}")
         if self.fetch_warps not in (4, 8):
             raise ValueError(f"fetch_warps must be 4 or 8, got {self.fetch_warps}")
+        if self.fetch_rows not in (32, 64):
+            raise ValueError(f"fetch_rows must be 32 or 64, got {self.fetch_rows}")
         check_split(1, self.overhead)
 
 

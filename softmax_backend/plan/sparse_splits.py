@@ -16,8 +16,8 @@ def sparse_splits(tiles: int, blocks: int, slots: int, overhead: int, merge: int
     """The number of splits that ends first by a simple count.
 
     A split of ``n`` blocks takes ``n + overhead``; the programs run in rounds of ``slots``. Merging
-    takes ``merge`` blocks, and a share of one for each split, whose partial output is written and
-    read again.
+    takes ``merge`` blocks, and a sixteenth of one for each split, whose partial output is written
+    and read again.
 
     Args:
         tiles: query tokens times tiles of heads.
@@ -31,7 +31,7 @@ def sparse_splits(tiles: int, blocks: int, slots: int, overhead: int, merge: int
     best, least = 1, float("inf")
     for splits in range(1, max(1, min(blocks, MAX_SPLITS)) + 1):
         rounds = -(-tiles * splits // slots)
-        time = rounds * (-(-blocks // splits) + overhead) + (merge + splits / 8) * (splits > 1)
+        time = rounds * (-(-blocks // splits) + overhead) + (merge + splits / 16) * (splits > 1)
         if time < least:
             best, least = splits, time
     return best

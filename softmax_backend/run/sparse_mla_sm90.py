@@ -116,5 +116,6 @@ def _kernel(
         "WARPS": warps,
         "FETCH_WARPS": params.fetch_warps,
         "FETCH_REGISTERS": params.fetch_registers,
+        "FETCH_ROWS": params.fetch_rows,
     }
     return KernelLaunch(sparse_mla_sm90_kernel, constexprs, {"num_warps": warps})

@@ -60,8 +60,8 @@ def _decode(
 
 def _prefill(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(90, 512, generator=generator).bfloat16().to(device)
-    q = torch.randn(4, 1, 8, 512, generator=generator).bfloat16().to(device)
+    kv = (0.1 * torch.randn(90, 512, generator=generator)).bfloat16().to(device)
+    q = (8 * torch.randn(4, 1, 8, 512, generator=generator)).bfloat16().to(device)
     indices = torch.randint(-5, 100, (4, 1, 70), generator=generator, dtype=torch.int32).to(device)
     lengths = torch.tensor([70, 33, 0, 5], dtype=torch.int32).to(device)
     spec = SparseMlaSpec(8, "bf16_rows")

@@ -145,7 +145,7 @@ def test_every_code_and_scale(path: str, path_device: torch.device) -> None:
 @pytest.mark.parametrize("heads", [8, 20])
 def test_prefill_over_rows(path: str, path_device: torch.device, heads: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    kv = torch.randn(90, 512, generator=generator).bfloat16()
+    kv = (0.1 * torch.randn(90, 512, generator=generator)).bfloat16()
     indices = torch.randint(-5, 100, (4, 1, 70), generator=generator, dtype=torch.int32)
     lengths = torch.tensor([70, 33, 0, 5], dtype=torch.int32)
     indices[3] = -1
@@ -154,7 +154,7 @@ def test_prefill_over_rows(path: str, path_device: torch.device, heads: int, see
         chosen = indices[i, 0, : int(lengths[i])].long()
         seen[chosen[chosen >= 0]] = True
     kv[~seen[:90]] = math.nan
-    q = torch.randn(4, 1, heads, 512, generator=generator).bfloat16()
+    q = (8 * torch.randn(4, 1, heads, 512, generator=generator)).bfloat16()
     sinks = torch.randn(heads, generator=generator)
     spec = SparseMlaSpec(heads, "bf16_rows")
     largest = torch.full((4, 1, heads), math.nan, device=path_device)
@@ -186,8 +186,8 @@ def test_the_drop_in_of_decoding(device: torch.device, seed: int) -> None:
 
 def test_the_drop_in_of_prefill(device: torch.device, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    kv = torch.randn(50, 1, 512, generator=generator).bfloat16().to(device)
-    q = torch.randn(3, 8, 512, generator=generator).bfloat16().to(device)
+    kv = (0.1 * torch.randn(50, 1, 512, generator=generator)).bfloat16().to(device)
+    q = (8 * torch.randn(3, 8, 512, generator=generator)).bfloat16().to(device)
     indices = torch.randint(-2, 50, (3, 1, 40), generator=generator, dtype=torch.int32).to(device)
     out, largest, lse = flash_mla_sparse_fwd(q, kv, indices, SCALE)
     want = reference.sparse_mla(q.unsqueeze(1), [(kv.squeeze(1), indices, None)], SCALE)

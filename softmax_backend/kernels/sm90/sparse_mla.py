@@ -37,7 +37,7 @@ KEY_SCALE = gl.constexpr(1048576.0)
 
 @gluon.constexpr_function
 def _piece(width, warps):
-    """Registers of [64, 16, width] words: 16 lanes a row, each ``width`` words side by side."""
+    """Registers of [rows, 16, width] words: 16 lanes a row, each ``width`` words side by side."""
     return gl.BlockedLayout([1, 1, width], [2, 16, 1], [warps, 1, 1], [2, 1, 0])
 
 
@@ -83,25 +83,25 @@ def _item(item, lengths, sizes, ROW_TILES: gl.constexpr):
 
 
 @gluon.jit
-def _names(i, end, lists, counts, rows_in, layout: gl.constexpr):
-    """(index, whether it names a row) of block i's 64 entries; none of a block beyond ``end``."""
+def _load_names(i, first, end, lists, counts, ROWS: gl.constexpr, layout: gl.constexpr):
+    """Entries ``first`` and on of block i, as they are; -1 beyond a list and of blocks beyond end.
+
+    Nothing is made of them here: their first use waits for them, a block later.
+    """
     list_ptr, extra_list_ptr = lists
     count, extra_count, own_blocks = counts
-    rows, extra_rows = rows_in
     is_own = i < own_blocks
-    o_kv = gl.arange(0, 64, layout=layout)
-    position = gl.where(is_own, i, i - own_blocks) * BLOCK + o_kv
+    position = gl.where(is_own, i, i - own_blocks) * BLOCK + first
+    position += gl.arange(0, ROWS, layout=layout)
     names = gl.where(is_own, list_ptr, extra_list_ptr)
     m_listed = (position < gl.where(is_own, count, extra_count)) & (i < end)
-    index = gl.load(names + position, mask=m_listed, other=-1)
-    m_key = (index >= 0) & (index < gl.where(is_own, rows, extra_rows))
-    return gl.where(m_key, index, 0), m_key
+    return gl.load(names + position, mask=m_listed, other=-1)
 
 
 @gluon.jit
 def _load_words(base, row_at, m_key, FIRST: gl.constexpr, WIDTH: gl.constexpr,
                 WARPS: gl.constexpr):  # fmt: skip
-    """[64, 16, WIDTH] words of each row, from word FIRST on."""
+    """[ROWS, 16, WIDTH] words of each row, from word FIRST on."""
     layout: gl.constexpr = _piece(WIDTH, WARPS)
     at = gl.convert_layout(row_at, _row_layout(WIDTH, WARPS))
     m = gl.convert_layout(m_key, _row_layout(WIDTH, WARPS))
@@ -112,15 +112,18 @@ def _load_words(base, row_at, m_key, FIRST: gl.constexpr, WIDTH: gl.constexpr,
 
 
 @gluon.jit
-def _load_records(i, index, m_key, own_blocks, own, extra, PAGE_SIZE: gl.constexpr,
+def _load_records(i, index, own_blocks, own, extra, rows_in, PAGE_SIZE: gl.constexpr,
                   EXTRA_PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Words of channels 0 to 255, 256 to 383, 384 to 447, of the last 64, and of the scales.
+    """Words of channels 0 to 255, 256 to 383, 384 to 447, of the last 64, of the scales; what is
+    added to the logits: 0, or -inf where an entry names no row.
 
     Everything is loaded as words of four bytes: bytes would take a register each until used.
     """
     cache_ptr, stride_page = own
     extra_cache_ptr, stride_extra_page = extra
     is_own = i < own_blocks
+    m_key = (index >= 0) & (index < gl.where(is_own, rows_in[0], rows_in[1]))
+    index = gl.where(m_key, index, 0)
     page = gl.where(is_own, index // PAGE_SIZE, index // EXTRA_PAGE_SIZE)
     size = gl.where(is_own, PAGE_SIZE, EXTRA_PAGE_SIZE)
     page_at = page.to(gl.int64) * gl.where(is_own, stride_page, stride_extra_page)
@@ -134,7 +137,8 @@ def _load_records(i, index, m_key, own_blocks, own, extra, PAGE_SIZE: gl.constex
     b_r = _load_words(cache, row_at, m_key, 112, 2, WARPS)
     b_low = gl.load(cache + scale_at, mask=m_key, other=0)
     b_high = gl.load(cache + scale_at + 1, mask=m_key, other=0)
-    return b_0, b_1, b_2, b_r, b_low, b_high
+    b_seen = gl.where(m_key, 0.0, -float("inf"))
+    return b_0, b_1, b_2, b_r, b_low, b_high, b_seen
 
 
 @gluon.jit
@@ -191,7 +195,7 @@ def _split_bf16(first, second):
 
 @gluon.jit
 def _dequantise(words, b_scales, FIRST: gl.constexpr, WARPS: gl.constexpr):
-    """[64, 32 WIDTH] words of two bf16, of [64, 16, WIDTH] words of four e4m3; times 2^-20.
+    """[ROWS, 32 WIDTH] words of two bf16, of [ROWS, 16, WIDTH] words of four e4m3; times 2^-20.
 
     Args:
         b_scales: four scales in a word, each for 64 channels; those of this piece begin with byte
@@ -207,15 +211,15 @@ def _dequantise(words, b_scales, FIRST: gl.constexpr, WARPS: gl.constexpr):
     bits = gl.minimum(code + 100, 255) << 7
     b_scale, words = gl.broadcast((bits | (bits << 16))[:, :, None], words)
     first, second = _decode_bf16(words, b_scale)
-    return gl.reshape(gl.join(first, second), [64, 32 * WIDTH])
+    return gl.reshape(gl.join(first, second), [words.shape[0], 32 * WIDTH])
 
 
 @gluon.jit
 def _rope_words(words):
-    """[64, 32] words of two bf16, of [64, 16, 2] words."""
+    """[ROWS, 32] words of two bf16, of [ROWS, 16, 2] words."""
     first, second = gl.split(words)
     first, second = _split_bf16(first, second)
-    return gl.reshape(gl.join(first, second), [64, 32])
+    return gl.reshape(gl.join(first, second), [words.shape[0], 32])
 
 
 @gluon.jit
@@ -229,14 +233,20 @@ def _fetch(
     PAGE_SIZE: gl.constexpr,
     EXTRA_PAGE_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
-    """The fetching warps: the blocks of every work item of the CTA into the ring."""
-    k_s, full, empty = buffers
+    """The fetching warps: the blocks of every work item of the CTA into the ring.
+
+    They hold the next ROWS rows in registers, and the entries of those after them. The fence that
+    lets wgmma see what they store is the readers': here it would wait for the loads in flight.
+    """
+    k_s, seen_s, full, empty = buffers
     items, lengths, sizes = work
     indices_ptr, extra_indices_ptr, stride_indices, stride_extra_indices, rows_in = lists_of
     own, extra = caches
     layout: gl.constexpr = _row_layout(4, WARPS)
     word_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.int32)
+    STEPS: gl.constexpr = 64 // ROWS
     filled = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end = _item(
@@ -247,28 +257,57 @@ def _fetch(
             extra_indices_ptr + i_token * stride_extra_indices,
         )
         counts = (count, extra_count, own_blocks)
-        index, m_key = _names(begin, end, lists, counts, rows_in, layout)
-        next_index, m_next = _names(begin + 1, end, lists, counts, rows_in, layout)
-        b_0, b_1, b_2, b_r, b_low, b_high = _load_records(
-            begin, index, m_key, own_blocks, own, extra, PAGE_SIZE, EXTRA_PAGE_SIZE, WARPS
+        index = _load_names(begin, 0, end, lists, counts, ROWS, layout)
+        next_index = _load_names(
+            begin + 1 // STEPS, 1 % STEPS * ROWS, end, lists, counts, ROWS, layout
+        )
+        b_0, b_1, b_2, b_r, b_low, b_high, b_seen = _load_records(
+            begin, index, own_blocks, own, extra, rows_in, PAGE_SIZE, EXTRA_PAGE_SIZE, WARPS
         )
         for i in range(begin, end):
-            n_0, n_1, n_2, n_r, n_low, n_high = _load_records(
-                i + 1, next_index, m_next, own_blocks, own, extra, PAGE_SIZE, EXTRA_PAGE_SIZE, WARPS
-            )
-            next_index, m_next = _names(i + 2, end, lists, counts, rows_in, layout)
             stage = filled % STAGES
-            mbarrier.wait(empty.index(stage), ((filled // STAGES) & 1) ^ 1)
             k = k_s.index(stage)._reinterpret(gl.int32, [64, 256], word_layout)
-            k.slice(0, 128, dim=1).store(_dequantise(b_0, b_low, 0, WARPS))
-            k.slice(128, 64, dim=1).store(_dequantise(b_1, b_high, 0, WARPS))
-            k.slice(192, 32, dim=1).store(_dequantise(b_2, b_high, 2, WARPS))
-            k.slice(224, 32, dim=1).store(_rope_words(b_r))
-            fence_async_shared()
+            for step in gl.static_range(STEPS):
+                n_0, n_1, n_2, n_r, n_low, n_high, n_seen = _load_records(
+                    i + (step + 1) // STEPS,
+                    next_index,
+                    own_blocks,
+                    own,
+                    extra,
+                    rows_in,
+                    PAGE_SIZE,
+                    EXTRA_PAGE_SIZE,
+                    WARPS,
+                )
+                next_index = _load_names(
+                    i + (step + 2) // STEPS,
+                    (step + 2) % STEPS * ROWS,
+                    end,
+                    lists,
+                    counts,
+                    ROWS,
+                    layout,
+                )
+                if step == 0:
+                    mbarrier.wait(empty.index(stage), ((filled // STAGES) & 1) ^ 1)
+                part = k.slice(step * ROWS, ROWS, dim=0)
+                part.slice(0, 128, dim=1).store(_dequantise(b_0, b_low, 0, WARPS))
+                part.slice(128, 64, dim=1).store(_dequantise(b_1, b_high, 0, WARPS))
+                part.slice(192, 32, dim=1).store(_dequantise(b_2, b_high, 2, WARPS))
+                part.slice(224, 32, dim=1).store(_rope_words(b_r))
+                seen_s.index(stage).slice(step * ROWS, ROWS, dim=0).store(b_seen)
+                b_0, b_1, b_2, b_r, b_low, b_high, b_seen = (
+                    n_0,
+                    n_1,
+                    n_2,
+                    n_r,
+                    n_low,
+                    n_high,
+                    n_seen,
+                )
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
             filled += 1
-            b_0, b_1, b_2, b_r, b_low, b_high = n_0, n_1, n_2, n_r, n_low, n_high
 
 
 @gluon.jit
@@ -286,13 +325,12 @@ def _store(b_o, weight, to_ptr, first, heads_left, layout: gl.constexpr):
 
 
 @gluon.jit
-def _compute(buffers, work, lists_of, queries, outputs, scale, WARPS: gl.constexpr,
+def _compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
              ROW_TILES: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
              IS_SPLIT: gl.constexpr):  # fmt: skip
     """The computing warpgroups: logits, softmax and output of every work item of the CTA."""
-    k_s, full, empty, q_s, p_s = buffers
+    k_s, seen_s, full, empty, q_s, p_s = buffers
     items, lengths, sizes = work
-    indices_ptr, extra_indices_ptr, stride_indices, stride_extra_indices, rows_in = lists_of
     q_ptr, stride_q_t, stride_q_h, heads = queries
     sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr = outputs
     s_layout: gl.constexpr = _logits(HEADS, WARPS)
@@ -308,13 +346,7 @@ def _compute(buffers, work, lists_of, queries, outputs, scale, WARPS: gl.constex
         i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end = _item(
             item, lengths, sizes, ROW_TILES
         )
-        lists = (
-            indices_ptr + i_token * stride_indices,
-            extra_indices_ptr + i_token * stride_extra_indices,
-        )
-        counts = (count, extra_count, own_blocks)
         heads_left = heads - i_rows * HEADS
-        index, m_key = _names(begin, end, lists, counts, rows_in, key_layout)
         q = q_ptr + i_token * stride_q_t + i_rows * HEADS * stride_q_h
         b_q = gl.load(
             q + q_head[:, None] * stride_q_h + q_channel[None, :],
@@ -328,14 +360,15 @@ def _compute(buffers, work, lists_of, queries, outputs, scale, WARPS: gl.constex
         b_top = gl.full([HEADS], -float("inf"), gl.float32, layout=head_layout)
         b_sums = gl.zeros([64, HEADS], gl.float32, layout=s_layout)
         b_o = gl.zeros([512, HEADS], gl.float32, layout=o_layout)
-        for i in range(begin, end):
-            next_index, m_next = _names(i + 1, end, lists, counts, rows_in, key_layout)
+        for _i in range(begin, end):
             stage = read % STAGES
             mbarrier.wait(full.index(stage), (read // STAGES) & 1)
+            fence_async_shared()
             k = k_s.index(stage)
+            b_seen = seen_s.index(stage).load(key_layout)
             b_s = gl.zeros([64, HEADS], gl.float32, layout=s_layout)
             b_s = warpgroup_mma(k, q_s.permute((1, 0)), b_s, use_acc=False)
-            b_s = gl.where(m_key[:, None], b_s * (scale * (LOG2_E * KEY_SCALE)), -float("inf"))
+            b_s = b_s * (scale * (LOG2_E * KEY_SCALE)) + b_seen[:, None]
             b_now = gl.maximum(b_top, gl.max(b_s, 0))
             shift = gl.where(b_now == -float("inf"), 0.0, b_now)
             keep = gl.exp2(b_top - shift)
@@ -348,7 +381,7 @@ def _compute(buffers, work, lists_of, queries, outputs, scale, WARPS: gl.constex
             b_o = warpgroup_mma(k.permute((1, 0)), p_s, b_o)
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            b_top, m_key = b_now, m_next
+            b_top = b_now
             read += 1
         b_sum = gl.sum(b_sums, 0)
         none = b_sum == 0.0
@@ -415,6 +448,7 @@ def sparse_mla_sm90_kernel(
     WARPS: gl.constexpr,
     FETCH_WARPS: gl.constexpr,
     FETCH_REGISTERS: gl.constexpr,
+    FETCH_ROWS: gl.constexpr,
 ):
     """Grid: CTAs, which take the items (query tokens x splits x ROW_TILES) in turns."""
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 512], gl.bfloat16)
@@ -423,6 +457,8 @@ def sparse_mla_sm90_kernel(
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 512], k_layout)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 512], q_layout)
     p_s = gl.allocate_shared_memory(gl.bfloat16, [64, HEADS], p_layout)
+    seen_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    seen_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], seen_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -440,15 +476,14 @@ def sparse_mla_sm90_kernel(
     extra = (extra_cache_ptr, stride_extra_page)
     queries = (q_ptr, stride_q_t, stride_q_h, heads)
     outputs = (sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr)
-    ring = (k_s, full, empty)
+    ring = (k_s, seen_s, full, empty)
     gl.warp_specialize(
         [
             (
                 _compute,
                 (
-                    (k_s, full, empty, q_s, p_s),
+                    (k_s, seen_s, full, empty, q_s, p_s),
                     work,
-                    lists_of,
                     queries,
                     outputs,
                     scale,
@@ -471,6 +506,7 @@ def sparse_mla_sm90_kernel(
                     PAGE_SIZE,
                     EXTRA_PAGE_SIZE,
                     STAGES,
+                    FETCH_ROWS,
                 ),
             ),
         ],
