@@ -82,7 +82,7 @@ def variants_of(heads: int) -> list[Variant]:
             chosen = {**params, "fetch_registers": registers, "max_heads": tile}
             found.append((f"{tile} heads, {name}", "gluon_sm90", chosen, None))
     found.append(("2 stages", "gluon_sm90", {"num_stages": 2}, None))
-    found += [(f"{n} splits", "gluon_sm90", {}, n) for n in (1, 2, 4, 5, 8, 10, 18)]
+    found += [(f"{n} splits", "gluon_sm90", {}, n) for n in (2, 5, 8, 18)]
     tile = min(64, max(16, heads))
     found.append(("triton", "triton", {"block_kv": 64, "num_warps": 8, "block_rows": tile}, None))
     return found
@@ -515,7 +515,7 @@ def main() -> None:
     jobs = len(check_jobs())
     print(f"{jobs} checks, {wrong} of {arguments.jobs} processes found something wrong,"
           f" {time.perf_counter() - begin:.0f} s", flush=True)  # fmt: skip
-    if arguments.check_only:
+    if wrong or arguments.check_only:
         sys.exit(1 if wrong else 0)
     if arguments.peers:
         torch.ops.load_library(str(arguments.peers / "vllm" / "_flashmla_C.abi3.so"))
@@ -540,8 +540,7 @@ def main() -> None:
     for heads in PREFILL_HEADS:
         record(time_prefill(heads, 512, peers, arguments.replays))
     summary(rows)
-    print(f"{time.perf_counter() - begin:.0f} s; {wrong} processes with wrong results")
-    sys.exit(1 if wrong else 0)
+    print(f"{time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":
