@@ -9,16 +9,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 import torch
 
+from backend_core.launch import cubin_cache
 from backend_core.launch.faults import told
 
 HEADERS = Path(__file__).parents[1] / "cuda"
@@ -207,7 +206,9 @@ def _launch_config(
 
 @functools.cache
 def _launch() -> Callable[..., int]:
-    function: Callable[..., int] = _driver().cuLaunchKernelEx
+    function: Callable[..., int] | None = getattr(_driver(), "cuLaunchKernelEx", None)
+    if function is None:
+        raise RuntimeError(f"the NVIDIA driver has no cuLaunchKernelEx{_too_old()}")
     return function
 
 
@@ -216,7 +217,7 @@ def _load(image: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:
     torch.empty(0, device="cuda")
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     if status := _driver().cuModuleLoadData(ctypes.byref(module), image):
-        raise RuntimeError(f"loading {name} failed: {_driver_error(status)}")
+        raise RuntimeError(f"loading {name} failed: {_driver_error(status)}{_too_old()}")
     if status := _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()):
         raise RuntimeError(f"{name} is not in its module: {_driver_error(status)}")
     if status := _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes):
@@ -250,18 +251,13 @@ def _compiled(source: Path, params_header: str, options: tuple[str, ...]) -> byt
         for header in sorted(folder.glob("*.cuh")):
             key.update(header.read_bytes())
     key.update(repr((params_header, options, major.value, minor.value)).encode())
-    cached = _cache_directory() / f"{source.stem}-{key.hexdigest()[:24]}.cubin"
-    if cached.is_file():
-        return cached.read_bytes()
+    name = f"{source.stem}-{key.hexdigest()}.cubin"
+    image = cubin_cache.load(name)
+    if image is not None:
+        return image
     include = (f"--include-path={folder}" for folder in (source.parent, HEADERS))
     image = _compile(library, text, source.name, params_header, (*options, *include))
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
-            file.write(image)
-        os.replace(file.name, cached)  # processes of one engine may compile at the same time
-    except OSError:
-        pass  # a read-only home costs the next start two seconds
+    cubin_cache.store(name, image)
     return image
 
 
@@ -299,11 +295,6 @@ def _check(library: ctypes.CDLL, status: int) -> None:
         raise RuntimeError(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}")
 
 
-def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kda-dsv4"
-
-
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -315,6 +306,21 @@ def _driver_error(status: int) -> str:
     return (text.value or b"unknown error").decode()
 
 
+def _too_old() -> str:
+    """What to say beside an error where the driver is older than the compiler; else nothing."""
+    found, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    _driver().cuDriverGetVersion(ctypes.byref(found))
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    driver = (found.value // 1000, found.value % 1000 // 10)
+    if driver >= (major.value, minor.value):
+        return ""
+    return (
+        f"; the NVIDIA driver is one for CUDA {driver[0]}.{driver[1]}, and the NVRTC that torch "
+        f"brought is of CUDA {major.value}.{minor.value}: update the driver, or install a torch "
+        "for the driver's CUDA"
+    )
+
+
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
     """The NVRTC that torch's packages brought, else the system's."""
@@ -324,7 +330,10 @@ def _nvrtc() -> ctypes.CDLL:
                 return _open(candidate)
             except OSError:
                 continue
-    raise ImportError(f"none of {', '.join(_LIBRARIES)} is installed beside torch")
+    raise ImportError(
+        f"none of {', '.join(_LIBRARIES)} is installed beside torch, and the CUDA kernels are "
+        "compiled by one of them: install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for CUDA 12)"
+    )
 
 
 def _open(library: str) -> ctypes.CDLL:
