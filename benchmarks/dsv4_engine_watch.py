@@ -38,6 +38,8 @@ class Watch:
         self.equal: Counter[Key] = Counter()
         self.failures: list[str] = []
         self.differing, self.written = 0, 0  # bytes, beside upstream's kernels
+        self.kinds: Counter[str] = Counter()  # of the bytes that differ
+        self.records = [0, 0]  # that differ, and written
         self.planted: dict[str, bool] = {}
         self.descriptor: Any = None
         self.before: Memory | None = None
@@ -128,8 +130,7 @@ class Watch:
         elif len(self.failures) < 20:
             self.failures.append(f"{key}: {self.where(after, eager, inputs)}")
         upstream = self.again(DeepseekCompressor.forward, inputs, metadata, after)
-        self.differing += sum(int((after[x] != upstream[x]).sum()) for x in after)
-        self.written += self.bytes_written(inputs, metadata)
+        self.count(after, upstream, inputs, metadata)
         if mode == "PIECEWISE" and later and size >= LEAST_PLANTED and kind not in self.planted:
             self.planted[kind] = not same(after, self.as_decode(inputs, metadata, after))
         self.restore(after)
@@ -181,16 +182,31 @@ class Watch:
                     found.append(f"{name} in {int(pages)} pages")
         return ", ".join(found) or "memory that no compressor has"
 
-    def bytes_written(self, inputs: dict[str, Input], metadata: Any) -> int:
-        total = 0
+    def count(
+        self, after: Memory, upstream: Memory, inputs: dict[str, Input], metadata: Any
+    ) -> None:
+        """Add up the bytes that the compressors wrote, and those that upstream's kernels did not
+        write the same: which they are and how far their codes are apart."""
+        self.differing += sum(int((after[x] != upstream[x]).sum()) for x in after)
         for compressor, *_ in inputs.values():
             names = (compressor.state_cache.prefix, compressor.k_cache_prefix)
             tokens = metadata[names[0]].slot_mapping.shape[0]
             for name in names:
                 cache = self.caches[name]
-                rows = int((metadata[name].slot_mapping[:tokens] >= 0).sum())
-                total += rows * cache.shape[2] * cache.element_size()
-        return total
+                slots = metadata[name].slot_mapping[:tokens]
+                slots = slots[slots >= 0]
+                row_bytes = cache.shape[2] * cache.element_size()
+                self.written += slots.numel() * row_bytes
+                pages = (slots // cache.shape[1]).unique()
+                ours, theirs = view(after, cache)[pages], view(upstream, cache)[pages]
+                found = (ours != theirs).nonzero()
+                if name == names[1]:
+                    self.records[1] += slots.numel()
+                    rows = {(page, row_of(byte, cache)) for page, byte in found.tolist()}
+                    self.records[0] += len(rows)
+                for page, byte in found.tolist():
+                    apart = abs(int(ours[page, byte]) - int(theirs[page, byte]))
+                    self.kinds[f"{part_of(byte, cache)}, {apart} apart"] += 1
 
     def report(self) -> dict[str, Any]:
         rows = [
@@ -204,6 +220,9 @@ class Watch:
             "planted_errors_seen": self.planted,
             "bytes_unlike_upstream": self.differing,
             "bytes_written": self.written,
+            "kinds_of_bytes": dict(self.kinds),
+            "records_unlike_upstream": self.records[0],
+            "records_written": self.records[1],
         }
 
 
@@ -213,6 +232,27 @@ def view(memory: Memory, cache: torch.Tensor) -> torch.Tensor:
     shape = (cache.shape[0], cache.shape[1] * cache.shape[2] * unit)
     whole = memory[cache.untyped_storage().data_ptr()]
     return whole.as_strided(shape, (cache.stride(0) * unit, 1), cache.storage_offset() * unit)
+
+
+def part_of(byte: int, cache: torch.Tensor) -> str:
+    """What a byte of a page is (docs/families/dsv4.md, cache formats)."""
+    rows, width = cache.shape[1], cache.shape[2]
+    if cache.element_size() == 4:
+        return "state"
+    data = {584: 576, 132: 128}[width]
+    if byte >= rows * data:
+        return "scale of a main record" if width == 584 else "scale of an indexer record"
+    if width == 132:
+        return "e4m3 of an indexer record"
+    return "e4m3 of a main record" if byte % data < 448 else "bf16 byte of a main record"
+
+
+def row_of(byte: int, cache: torch.Tensor) -> int:
+    """The row of a page that a byte of a record belongs to."""
+    rows, width = cache.shape[1], cache.shape[2]
+    data = {584: 576, 132: 128}[width]
+    over = byte - rows * data
+    return byte // data if over < 0 else over // (width - data)
 
 
 def same(one: Memory, other: Memory) -> bool:
