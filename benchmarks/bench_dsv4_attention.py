@@ -58,7 +58,9 @@ TOPKS = (512, 1024)
 PREFILL_TOKENS = 4096
 PREFILL_HEADS = (16, 32)
 POOL_PAGES = 16384
-SHARD_SECONDS = 150.0
+SHARD_SECONDS = 100.0
+DECODE_WRONG, PREFILL_WRONG = 1, 2
+PREFILL = "rows of bf16"
 Variant = tuple[str, str | None, dict[str, Any], int | None]
 """(name, path or the table's, parameters that are not the table's, splits or the plan's)."""
 
@@ -143,7 +145,7 @@ def check_jobs() -> list[tuple[str, Callable[[], str | None]]]:
         add("many requests", path, None, 16, [(64, 128, None), (64, 64, None)], requests=321)
         jobs.append((f"{path}: every code", lambda path=path: _every_code(path, device)))
         jobs.append((f"{path}: canaries", lambda path=path: _canaries(path, device)))
-    jobs.append(("rows of bf16", lambda: _prefill_check(device)))
+        jobs.append((f"{path}: {PREFILL}", lambda path=path: _prefill_check(path, device)))
     return jobs
 
 
@@ -194,7 +196,7 @@ def _canaries(path: str, device: torch.device) -> str | None:
     return None
 
 
-def _prefill_check(device: torch.device) -> str | None:
+def _prefill_check(path: str, device: torch.device) -> str | None:
     generator = torch.Generator(device=device).manual_seed(1)
     for heads in (8, 16, 32, 64):
         kv = 0.1 * torch.randn(600, 512, device=device, generator=generator).bfloat16()
@@ -202,14 +204,17 @@ def _prefill_check(device: torch.device) -> str | None:
         indices = torch.randint(-20, 650, (9, 1, 200), device=device, generator=generator).int()
         lengths = torch.tensor([200, 0, 64, 65, 1, 199, 128, 3, 200], device=device).int()
         sinks = torch.randn(heads, device=device, generator=generator)
+        largest = torch.full((9, 1, heads), math.nan, device=device)
         spec = SparseMlaSpec(heads, "bf16_rows")
         got = sparse_mla(
-            q, NamedRows(kv, indices, lengths), selection_for(device, spec), scale=SCALE,
-            sinks=sinks,
+            q, NamedRows(kv, indices, lengths), selection_of(spec, ("", path, {}, None)),
+            scale=SCALE, sinks=sinks, max_logits=largest,
         )  # fmt: skip
         want = reference.sparse_mla(q, [(kv, indices, lengths)], SCALE, sinks=sinks)
         if found := cases.disagreement(got, want[:2]):
             return f"{heads} heads: {found}"
+        if not torch.allclose(largest.double(), want[2], atol=1e-5, rtol=1e-4):
+            return f"{heads} heads: largest logits"
     return None
 
 
@@ -224,7 +229,7 @@ def run_shard(shard: int, of: int, variants_of: Callable[[int], list[Variant]]) 
         except Exception as error:  # the others' results count too
             found = f"{type(error).__name__}: {str(error)[:300]}"
         if found:
-            wrong += 1
+            wrong |= PREFILL_WRONG if name.endswith(PREFILL) else DECODE_WRONG
             print(f"WRONG {name}: {found}", flush=True)
     warm = [(variant, heads) for heads in HEADS for variant in variants_of(heads)]
     for i, (variant, heads) in enumerate(warm):
@@ -237,17 +242,18 @@ def run_shard(shard: int, of: int, variants_of: Callable[[int], list[Variant]]) 
             torch.cuda.synchronize()
         except Exception as error:
             print(f"no {variant[0]}, {heads} heads: {str(error)[:200]}", flush=True)
-    sys.exit(1 if wrong else 0)
+    sys.exit(wrong)
 
 
-def _failed(shard: subprocess.Popen[bytes], until: float) -> bool:
-    """Whether a process found something wrong, or had not ended in time."""
+def _failed(shard: subprocess.Popen[bytes], until: float) -> int:
+    """What a process found wrong; everything where it had not ended in time."""
     try:
-        return shard.wait(max(until - time.perf_counter(), 1)) != 0
+        code = shard.wait(max(until - time.perf_counter(), 1))
+        return code if 0 <= code <= 3 else DECODE_WRONG | PREFILL_WRONG
     except subprocess.TimeoutExpired:
         shard.kill()
         print(f"process {shard.args!r} did not end: a launch hangs", flush=True)
-        return True
+        return DECODE_WRONG | PREFILL_WRONG
 
 
 # ---------------------------------------------------------------- times
@@ -414,18 +420,22 @@ def time_prefill(heads: int, topk: int, peers: bool, replays: int) -> dict[str, 
     out = torch.empty_like(q)
     lse = torch.empty(tokens, 1, heads, device="cuda")
     largest = torch.empty_like(lse)
-    device = q.device
-    plain = selection_for(device, SparseMlaSpec(heads, "bf16_rows"))
-    paged = selection_for(device, SparseMlaSpec(heads, page_size=64))
-    calls: dict[str, Call] = {
-        "ours": lambda: sparse_mla(
-            q, NamedRows(rows, indices, lengths), plain, scale=SCALE, sinks=sinks, out=out,
+    plain = SparseMlaSpec(heads, "bf16_rows")
+    paged = SparseMlaSpec(heads, page_size=64)
+    calls: dict[str, Call] = {}
+    for name, path in (("ours", None), ("triton", "triton")):
+        chosen = selection_of(plain, ("", path, {}, None))
+        calls[name] = lambda chosen=chosen: sparse_mla(
+            q, NamedRows(rows, indices, lengths), chosen, scale=SCALE, sinks=sinks, out=out,
             lse=lse, max_logits=largest,
-        ),
-        "ours, records": lambda: sparse_mla(
-            q, NamedRows(cache, indices, lengths), paged, scale=SCALE, sinks=sinks, out=out, lse=lse
-        ),
-    }  # fmt: skip
+        )  # fmt: skip
+    for variant in variants_of(heads):
+        if variant[3] is None and variant[1] != "triton":
+            chosen = selection_of(paged, variant)
+            calls[f"records, {variant[0]}"] = lambda chosen=chosen: sparse_mla(
+                q, NamedRows(cache, indices, lengths), chosen, scale=SCALE, sinks=sinks, out=out,
+                lse=lse,
+            )  # fmt: skip
     if peers:
         ops = torch.ops._flashmla_C
         kv, squeezed, flat = rows.unsqueeze(1), q.squeeze(1), out.squeeze(1)
@@ -511,12 +521,18 @@ def main() -> None:
     begin = time.perf_counter()
     command = [sys.executable, *sys.argv]
     shards = [subprocess.Popen([*command, "--shard", str(i)]) for i in range(arguments.jobs)]
-    wrong = sum(_failed(shard, begin + SHARD_SECONDS) for shard in shards)
-    jobs = len(check_jobs())
-    print(f"{jobs} checks, {wrong} of {arguments.jobs} processes found something wrong,"
+    wrong = 0
+    for shard in shards:
+        wrong |= _failed(shard, begin + SHARD_SECONDS)
+    phases = [
+        name
+        for name, bit in (("decode", DECODE_WRONG), ("prefill", PREFILL_WRONG))
+        if not wrong & bit
+    ]
+    print(f"{len(check_jobs())} checks, right: {' and '.join(phases) or 'nothing'},"
           f" {time.perf_counter() - begin:.0f} s", flush=True)  # fmt: skip
-    if wrong or arguments.check_only:
-        sys.exit(1 if wrong else 0)
+    if arguments.check_only or not phases:
+        sys.exit(wrong)
     if arguments.peers:
         torch.ops.load_library(str(arguments.peers / "vllm" / "_flashmla_C.abi3.so"))
     rate = copy_bandwidth_gbs()
@@ -533,14 +549,15 @@ def main() -> None:
             arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
     peers = arguments.peers is not None
-    for heads in map(int, arguments.heads.split(",")):
+    for heads in map(int, arguments.heads.split(",") if "decode" in phases else ()):
         for batch in map(int, arguments.batches.split(",")):
             for topk in map(int, arguments.topks.split(",")):
                 record(time_decode(heads, batch, topk, chosen(heads), peers, arguments.replays))
-    for heads in PREFILL_HEADS:
+    for heads in PREFILL_HEADS if "prefill" in phases else ():
         record(time_prefill(heads, 512, peers, arguments.replays))
     summary(rows)
     print(f"{time.perf_counter() - begin:.0f} s")
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,12 @@ class TritonSparseMlaParams:
 
 @dataclass(frozen=True)
 class GluonSparseMlaParams:
-    """Sparse MLA over records in Gluon for Hopper: some warps fetch, one or two warpgroups compute.
+    """Sparse MLA in Gluon for Hopper: some warps fetch, one or two warpgroups compute.
 
     Attributes:
         max_heads: most heads of a work item: 16, 32 or 64.
         num_stages: blocks of 64 rows in shared memory; 2 for more than 16 heads.
-        fetch_warps: that fetch and dequantise: 4 or 8.
+        fetch_warps: that fetch and dequantise records: 4 or 8; rows of bf16 are copied by 4.
         fetch_rows: of the next rows, how many they hold in registers: 32 or 64.
         fetch_registers: of each of their threads.
         overhead: what a CTA pays before its first block, in blocks.

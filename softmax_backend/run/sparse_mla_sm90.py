@@ -1,4 +1,4 @@
-"""Sparse MLA over records through the Gluon kernel for Hopper, then the merge."""
+"""Sparse MLA through the Gluon kernels for Hopper, then the merge."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | No
     params: GluonSparseMlaParams = path.params
     sms = detect_target(x.q.device).num_sms
     tiles = row_tiles(params, x.spec.num_heads)
+    if x.spec.cache_format == "bf16_rows":
+        _run_rows(params, x, min(x.tokens * tiles, sms))
+        return
     if splits is None:
         splits = sparse_splits(x.tokens * tiles, blocks_of(x, BLOCK), sms, params.overhead)
     items = x.tokens * splits * tiles
@@ -71,6 +74,31 @@ def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | No
         combine(x.out, x.lse, partial_out, partial_lse, x.sinks, splits)
 
 
+def _run_rows(params: GluonSparseMlaParams, x: SparseMlaInputs, ctas: int) -> None:
+    """One launch; a prompt has tokens enough for every SM, so none is split."""
+    rows_kernel(params, x.spec).launch(
+        (ctas, 1, 1),
+        q_ptr=x.q,
+        kv_ptr=x.rows.cache,
+        indices_ptr=x.rows.indices,
+        lengths_ptr=x.rows.lengths,
+        sinks_ptr=x.sinks,
+        out_ptr=x.out,
+        lse_ptr=x.lse,
+        max_logits_ptr=x.max_logits,
+        scale=x.scale,
+        stride_q_t=x.q.stride(1),
+        stride_q_h=x.q.stride(2),
+        stride_kv=x.rows.cache.stride(0),
+        stride_indices=x.rows.indices.stride(1),
+        topk=x.rows.topk,
+        rows=x.rows.num_rows,
+        query_tokens=x.q.shape[1],
+        heads=x.spec.num_heads,
+        items=x.tokens * row_tiles(params, x.spec.num_heads),
+    )
+
+
 def heads_of(params: GluonSparseMlaParams, num_heads: int) -> int:
     """Heads of a work item: a power of two of at least 8, up to what the path allows."""
     return min(params.max_heads, max(8, 1 << (num_heads - 1).bit_length()))
@@ -92,6 +120,27 @@ def records_kernel(
         is_split,
         params,
     )
+
+
+def rows_kernel(params: GluonSparseMlaParams, spec: SparseMlaSpec) -> KernelLaunch:
+    """The kernel over rows of bf16."""
+    heads = heads_of(params, spec.num_heads)
+    return _rows_kernel(heads, row_tiles(params, spec.num_heads), params)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_kernel(heads: int, tiles: int, params: GluonSparseMlaParams) -> KernelLaunch:
+    from softmax_backend.kernels.sm90.sparse_mla import sparse_mla_rows_sm90_kernel
+
+    warps = 8 if heads == 64 else 4
+    constexprs = {
+        "HEADS": heads,
+        "ROW_TILES": tiles,
+        "STAGES": params.num_stages if heads <= 16 else 2,
+        "WARPS": warps,
+        "FETCH_WARPS": 4,
+    }
+    return KernelLaunch(sparse_mla_rows_sm90_kernel, constexprs, {"num_warps": warps})
 
 
 @functools.lru_cache(maxsize=256)
