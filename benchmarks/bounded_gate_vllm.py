@@ -1,0 +1,484 @@
+"""Kimi-K3 and GLM-5.3-Flash with drawn weights in a real vLLM engine on one GPU, both sides.
+
+    python -m benchmarks.bounded_gate_vllm pair benchmarks/results/vllm033_bounded_gate.json
+    python -m benchmarks.bounded_gate_vllm run side.json --model k3 [--attention-backend KDA]
+
+No checkpoint is needed: the configurations are here, cut to four layers of which three are KDA's.
+The engine runs in its default mode: its own graphs and prefix caching. ``pair`` runs, in a process
+each, upstream and the flag:
+
+- k3_small, glm_small, beside each other, since nothing is timed: greedy tokens of 64 prompts of
+  mixed lengths, all at once and 16 of them one after the other; then of prompts that resume from
+  states in the middle of earlier prefills, with how many tokens of each came from the cache.
+- k3, one after the other: Kimi-K3's hidden size, its 96 heads of 128 channels and its MLA, with a
+  small dense MLP. Prefill calls, and by the profiler the GPU time of what its KDA layers launch in
+  such a call, with and without their projections.
+
+Upstream's prefill of these models on Hopper is FlashKDA. GLM's hyper-connections and its sparse
+indexer need packages that not every machine has and are left out: its attention is dense here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median_high
+from typing import Any
+
+from benchmarks import decode_vllm, serve_agreement, serve_vllm, serve_work
+from benchmarks.serve_work import SideFile, call_name, prompt_of, row, say
+
+CALLS = ((1, 2048), (1, 8192), (8, 1024))
+WARM_UP, REPEATS = 2, 15
+BUDGET = 8192
+SMALL = ("k3_small", "glm_small")
+RESUMED = 12
+RANGES = ("KDA layers", "KDA cores")
+PARTS_S = {"small": 330.0, "k3": 150.0}  # a side's deadline after its start
+
+_K3 = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "vocab_size": 163840,
+    "num_hidden_layers": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+_KDA = {
+    "head_dim": 128,
+    "short_conv_kernel_size": 4,
+    "kda_layers": [1, 2, 3],
+    "full_attn_layers": [4],
+    "use_full_rank_gate": True,
+    "gate_lower_bound": -5.0,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "k3": {
+        **_K3,
+        "hidden_size": 7168,
+        "num_attention_heads": 96,
+        "intermediate_size": 4096,
+        "linear_attn_config": {**_KDA, "num_heads": 96},
+    },
+    "k3_small": {
+        **_K3,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "intermediate_size": 2048,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "routed_scaling_factor": 1.0,
+        "linear_attn_config": {**_KDA, "num_heads": 12},
+    },
+    "glm_small": {
+        "architectures": ["Glm5NextForCausalLM"],
+        "model_type": "glm5_next_text",
+        "vocab_size": 163840,
+        "pad_token_id": 0,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 512,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 0,
+        "qk_head_dim": 128,
+        "v_head_dim": 128,
+        "mhc": False,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "mla_use_nope": True,
+        "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "indexer_types": ["full"] * 4,
+        "linear_num_heads": 12,
+        "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "linear_lower_bound": -5.0,
+        "max_position_embeddings": 131072,
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    two = commands.add_parser("pair", help="both sides of all models")
+    two.add_argument("out", type=Path)
+    two.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    two.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    one = commands.add_parser("run", help="one side of one model")
+    one.add_argument("out", type=Path)
+    one.add_argument("--model", choices=CONFIGS, required=True)
+    one.add_argument("--attention-backend")
+    one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
+    args = parser.parse_args()
+    return pair(args) if args.command == "pair" else run(args)
+
+
+def pair(args: argparse.Namespace) -> int:
+    sides: dict[str, list[str]] = {"upstream": [], "flag": ["--attention-backend", args.flag]}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    failed: list[str] = []
+
+    def side(model: str, name: str, seconds: float) -> None:
+        file = args.out.with_name(f"{args.out.stem}_{model}_{name}.json")
+        file.unlink(missing_ok=True)
+        until = time.time() + seconds
+        command = [sys.executable, "-u", "-m", "benchmarks.bounded_gate_vllm", "run", str(file)]
+        command += ["--model", model, "--until", str(until), *sides[name]]
+        label = f"{model}_{name}"
+        code = serve_work.child(command, label, args.out, until + serve_work.GRACE_S)
+        if file.exists():
+            found[model, name] = json.loads(file.read_text())
+        if code or not file.exists() or found[model, name]["failed"]:
+            failed.append(label)
+
+    beside = [
+        threading.Thread(target=side, args=(model, name, PARTS_S["small"]))
+        for model in SMALL
+        if model in args.models
+        for name in sides
+    ]
+    for thread in beside:
+        thread.start()
+    for thread in beside:
+        thread.join()
+    if "k3" in args.models:
+        for name in sides:
+            side("k3", name, PARTS_S["k3"])
+    result = joined(found)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+    if failed:
+        print(f"failed: {', '.join(failed)}; see the logs beside {args.out}")
+    return len(failed) + sum(not verdict["explained"] for verdict in result["verdicts"])
+
+
+def joined(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+    """Rows and agreement of every model, of which both sides may be there."""
+    head: dict[str, Any] = next((data["head"] for data in found.values()), {})
+    result: dict[str, Any] = {
+        **head,
+        "script": "benchmarks/bounded_gate_vllm.py",
+        "mode": "default",
+        "rows": [],
+        "verdicts": [],
+        "models": {},
+    }
+    for model in CONFIGS:
+        own = {name: found[model, name] for name in ("upstream", "flag") if (model, name) in found}
+        if not own:
+            continue
+        both = serve_work.join(own)
+        for side in both["sides"].values():
+            side.pop("resumed", None)
+        result["rows"] += [{"model": model, **r} for r in both["rows"]]
+        result["models"][model] = {"config": CONFIGS[model], "sides": both["sides"]}
+        if "agreement" not in both:
+            continue
+        agreement = both["agreement"]
+        noise = agreement["upstream together and apart"]["rounding_nats"]["max"]
+        a, b = (own[name].get("resumed") for name in ("upstream", "flag"))
+        if a and b:
+            again = serve_agreement.agreement(a["tokens"], b["tokens"], noise)
+            agreement["upstream and flag, resumed"] = again
+        result["models"][model]["agreement"] = agreement
+        for what, value in agreement.items():
+            if what.startswith("upstream and flag"):
+                partings = len(value["partings"])
+                verdict = {"model": model, "what": what, "same": value["same"]}
+                verdict |= {"prompts": value["prompts"], "partings": partings}
+                result["verdicts"].append({**verdict, "explained": value["explained"] == partings})
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """Tokens first, then the table."""
+    for model, data in result["models"].items():
+        for line in serve_agreement.said(data.get("agreement", {})):
+            print(f"{model}: {line}")
+        for name, side in data["sides"].items():
+            print(f"{model}, {name}: {side['layers']}, cached {side.get('cached_tokens')}")
+            for what in ("left_out", "failed"):
+                if side[what]:
+                    print(f"{model}, {name}, {what.replace('_', ' ')}: {side[what]}")
+    print(f"{'':40}{'upstream':>12}{'flag':>12}{'ratio':>8}   (ms)")
+    for r in result["rows"]:
+        a, b = (r.get(f"{side}_ms") for side in ("upstream", "flag"))
+        cells = "".join(f"{x:12.3f}" if x is not None else f"{'-':>12}" for x in (a, b))
+        ratio = f"{a / b:8.2f}" if a is not None and b is not None else ""
+        print(f"{r['model'] + ': ' + r['what']:40}{cells}{ratio}")
+
+
+def run(args: argparse.Namespace) -> int:
+    begin = time.perf_counter()
+    llm = load(args)
+    log = decode_vllm.StepLog(llm)
+    head = {
+        "head": serve_vllm.versions(),
+        "model": args.model,
+        "attention_backend": args.attention_backend,
+        "engine": serve_vllm.engine_of(llm),
+        "layers": llm.apply_model(serve_vllm.layer_classes)[0],
+        "prefill_backend": llm.apply_model(prefill_backend)[0],
+        "compiled_after_load": serve_vllm.watch_compilation(),
+    }
+    side = SideFile(args.out, args.until, head)
+    say(f"{args.model}: {head['head']['engine']}, {head['engine']}")
+    say(f"layers: {head['layers']}, upstream's prefill would be {head['prefill_backend']}")
+    ours = sum(n for kind, n in head["layers"].items() if kind.startswith("kda_backend"))
+    if ours != (3 if args.attention_backend else 0):
+        raise SystemExit(
+            f"expected {3 if args.attention_backend else 0} KDA layers of kda_backend,"
+            f" got {head['layers']}"
+        )
+    side.add(row("model load", "load", 1e3 * (time.perf_counter() - begin)))
+    asked = serve_vllm.Asked(llm, log)
+    if args.model in SMALL:
+        side.part("tokens", 20, lambda: serve_vllm.greedy(asked))
+        side.part("resumed", 10, lambda: resumed(asked, side))
+        if "tokens" in side.data:
+            say(f"tokens: {serve_agreement.collapse(side.data['tokens'])}")
+    else:
+        side.part("calls", 30, lambda: timed(side, asked))
+        llm.apply_model(mark_ranges)
+        for count, length in CALLS:
+            side.part(
+                f"profile of {call_name(count, length)}",
+                5,
+                lambda c=count, n=length: profiled(side, asked, c, n),
+            )
+    side.save()
+    late = [name for name in side.data["compiled_after_load"] if "kda_backend" in name]
+    say(f"{len(side.data['compiled_after_load'])} kernels compiled or tuned after load,")
+    say(f"{len(late)} of them ours: {late}")
+    return bool(side.data["failed"])
+
+
+def timed(side: SideFile, asked: Any) -> None:
+    """Medians of prefill calls, measured in turns, so that a slow moment is shared by all."""
+    times: dict[tuple[int, int], list[float]] = {call: [] for call in CALLS}
+    for turn in range(WARM_UP + REPEATS):
+        for call, own in times.items():
+            took = 1e3 * asked.call(*call)
+            if turn >= WARM_UP:
+                own.append(took)
+    for (count, length), own in times.items():
+        what = call_name(count, length)
+        side.add(row(what, "call", median_high(own), least_ms=min(own), runs_ms=own))
+
+
+def load(args: argparse.Namespace) -> Any:
+    """The engine, in this process."""
+    from vllm import LLM
+
+    register_loader()
+    model = Path(tempfile.mkdtemp())
+    (model / "config.json").write_text(json.dumps(CONFIGS[args.model]))
+    small = args.model in SMALL
+    arguments: dict[str, Any] = {}
+    if args.attention_backend:
+        arguments["attention_backend"] = args.attention_backend
+    if args.model == "glm_small":
+        arguments["hf_overrides"] = with_dense_attention
+    if small:  # four engines share the GPU
+        arguments["kv_cache_memory_bytes"] = 4 * 2**30
+        arguments["gpu_memory_utilization"] = 0.2
+    return LLM(
+        model=str(model),
+        load_format="drawn_with_copies",
+        skip_tokenizer_init=True,
+        max_model_len=16384,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=64 if small else 256,
+        enable_prefix_caching=True,
+        seed=0,
+        **arguments,
+    )
+
+
+def register_loader() -> None:
+    """A load format that draws weights as `serve_vllm`, and makes the copies of them that
+    upstream's loaders would: Kimi-K3's decode kernel reads a transposed filter and an fp32 norm."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader("drawn_with_copies")
+    class DrawnModelLoader(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            serve_vllm.draw_weights(model)
+            for layer in model.modules():
+                copy_decode_weights(layer)
+
+
+def copy_decode_weights(layer: Any) -> None:
+    """Fill the buffers of a Kimi-K3 layer that has any."""
+    filters = getattr(layer, "decode_conv1d_weight", None)
+    norm = getattr(layer, "decode_norm_weight", None)
+    if filters is not None:
+        parts, width, channels = filters.shape
+        filters.copy_(layer.conv1d.weight.data.view(parts, channels, width).transpose(1, 2))
+    if norm is not None:
+        norm.copy_(layer.o_norm.weight.data)
+
+
+def with_dense_attention(config: Any) -> Any:
+    """GLM's configuration without its indexer, and with the 64 channels beside a latent that dense
+    MLA kernels expect: its class in transformers allows neither."""
+    for name, value in {"index_topk": None, "qk_rope_head_dim": 64, "qk_head_dim": 192}.items():
+        object.__setattr__(config, name, value)
+    return config
+
+
+def prefill_backend(model: Any) -> list[str]:
+    """The prefill kernels that upstream's KDA layers have chosen, used or not."""
+    layers = [module for module in model.modules() if hasattr(module, "kda_prefill_backend")]
+    return sorted({str(layer.kda_prefill_backend) for layer in layers})
+
+
+def resumed(asked: Any, side: SideFile) -> dict[str, Any]:
+    """Greedy tokens of prompts whose beginnings the prefix cache holds, and how much of each.
+
+    The first ask leaves a state at the last block's end inside of its prefill; the second has the
+    same beginning and another end.
+    """
+    from vllm import SamplingParams
+
+    block = asked.llm.llm_engine.vllm_config.cache_config.block_size
+    rng = random.Random(11)
+    begun = [prompt_of(rng, 2 * block + rng.randint(70, block - 1)) for _ in range(RESUMED)]
+    sampling = SamplingParams(
+        max_tokens=serve_agreement.NEW_TOKENS,
+        temperature=0.0,
+        logprobs=2,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    first = [{"prompt_token_ids": prompt} for prompt in begun]
+    asked.llm.generate(first, sampling, use_tqdm=False)
+    again = [
+        {"prompt_token_ids": prompt[: 2 * block] + prompt_of(rng, rng.randint(5, 150))}
+        for prompt in begun
+    ]
+    outputs = asked.llm.generate(again, sampling, use_tqdm=False)
+    side.data["cached_tokens"] = [output.num_cached_tokens for output in outputs]
+    if not any(side.data["cached_tokens"]):
+        raise ValueError("expected prompts that resume from the prefix cache, got none")
+    return {"block": block, "tokens": [serve_agreement.tokens_of(output) for output in outputs]}
+
+
+def mark_ranges(model: Any) -> int:
+    """Name what each KDA layer launches, with and without its projections, for the profiler."""
+    from torch.profiler import record_function
+
+    def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with record_function(name):
+                return function(*args, **options)
+
+        return call
+
+    layers = [m for m in model.modules() if hasattr(m, "A_log") and hasattr(m, "_forward")]
+    for layer in layers:
+        layer.forward = ranged(RANGES[0], layer.forward)
+        layer._forward = ranged(RANGES[1], layer._forward)
+    return len(layers)
+
+
+def profiled(side: SideFile, asked: Any, count: int, length: int) -> dict[str, Any]:
+    """GPU time of the KDA layers in one call, and their kernels."""
+    found = gpu_ms_of_ranges(lambda: asked.call(count, length))
+    for name in RANGES:
+        kernels = found[name]
+        total = sum(ms for ms, _ in kernels.values())
+        what = f"{name}, {call_name(count, length)}"
+        side.add(row(what, "gpu", total, launches=sum(n for _, n in kernels.values())))
+    top = sorted(found[RANGES[1]].items(), key=lambda item: -item[1][0])[:8]
+    say("    " + "; ".join(f"{name[:48]} {ms:.3f} in {n}" for name, (ms, n) in top))
+    return {name: dict(kernels) for name, kernels in found.items()}
+
+
+def gpu_ms_of_ranges(call: Callable[[], Any]) -> dict[str, dict[str, tuple[float, int]]]:
+    """For each of `RANGES`, kernel name -> (ms, launches) of what is launched within.
+
+    A kernel belongs to the range in which the host launched it, whenever it ran.
+
+    Raises:
+        ValueError: a range launched nothing that the profiler saw.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    events = record.profiler.kineto_results.events()
+    cuda = torch.autograd.DeviceType.CUDA
+    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in RANGES}
+    launched: dict[int, int] = {}
+    ran: list[tuple[int, str, int]] = []
+    for event in events:
+        name, start, took = event.name(), event.start_ns(), event.duration_ns()
+        if event.device_type() == cuda:
+            if name not in spans:
+                ran.append((event.correlation_id(), name, took))
+        elif name in spans:
+            spans[name].append((start, start + took))
+        elif name.startswith(("cudaLaunch", "cuLaunch", "cudaMem", "cuMem")):
+            launched[event.correlation_id()] = start
+    return attributed(spans, launched, ran)
+
+
+def attributed(
+    spans: dict[str, list[tuple[int, int]]],
+    launched: dict[int, int],
+    ran: list[tuple[int, str, int]],
+) -> dict[str, dict[str, tuple[float, int]]]:
+    """Of host ranges, launch times by correlation and (correlation, kernel, ns), what
+    `gpu_ms_of_ranges` returns."""
+    found: dict[str, dict[str, tuple[float, int]]] = {}
+    for name, own in spans.items():
+        kernels: dict[str, tuple[float, int]] = {}
+        for correlation, kernel, took in ran:
+            at = launched.get(correlation)
+            if at is not None and any(start <= at <= end for start, end in own):
+                ms, number = kernels.get(kernel, (0.0, 0))
+                kernels[kernel] = (ms + took / 1e6, number + 1)
+        if not kernels:
+            raise ValueError(f"expected kernels launched by {name}, got none in {len(own)} ranges")
+        found[name] = kernels
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""The benchmark of bounded-gate models without an engine: its attribution, its joining."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.bounded_gate_vllm import (
+    CONFIGS,
+    RANGES,
+    attributed,
+    copy_decode_weights,
+    joined,
+)
+from benchmarks.serve_agreement import APART, NEW_TOKENS, PROMPTS
+
+
+def test_kernels_belong_to_the_range_that_launched_them() -> None:
+    layers, cores = RANGES
+    spans = {layers: [(0, 100), (200, 300)], cores: [(20, 60), (220, 260)]}
+    launched = {1: 10, 2: 30, 3: 230, 4: 150, 5: 299}
+    ran = [
+        (1, "gemm", 4_000_000),
+        (2, "scan", 1_000_000),
+        (3, "scan", 2_000_000),
+        (4, "elsewhere", 9_000_000),  # between two layers
+        (5, "gemm", 500_000),
+        (6, "copy of the profiler", 7_000_000),  # whose launch was not seen
+    ]
+    found = attributed(spans, launched, ran)
+    assert found[layers] == {"gemm": (4.5, 2), "scan": (3.0, 2)}
+    assert found[cores] == {"scan": (3.0, 2)}
+    with pytest.raises(ValueError, match="expected kernels launched by KDA cores, got none in 1"):
+        attributed({layers: [(0, 100)], cores: [(400, 500)]}, launched, ran)
+
+
+def test_copies_are_those_that_upstreams_loaders_make() -> None:
+    filters = torch.randn(6, 1, 4)
+    layer = types.SimpleNamespace(
+        conv1d=types.SimpleNamespace(weight=torch.nn.Parameter(filters)),
+        o_norm=types.SimpleNamespace(weight=torch.nn.Parameter(torch.randn(2))),
+        decode_conv1d_weight=torch.empty(3, 4, 2),
+        decode_norm_weight=torch.empty(2),
+    )
+    copy_decode_weights(layer)
+    for part in range(3):
+        own = filters[2 * part : 2 * part + 2].squeeze(1)
+        assert torch.equal(layer.decode_conv1d_weight[part], own.T)
+    assert torch.equal(layer.decode_norm_weight, layer.o_norm.weight.data)
+    copy_decode_weights(types.SimpleNamespace(decode_conv1d_weight=None))  # as GLM's layers
+
+
+def answers(count: int, *, first: int = 1, margin: float = 3.0) -> list[dict[str, Any]]:
+    return [
+        {
+            "tokens": [first] + [1] * (NEW_TOKENS - 1),
+            "best": [[first, 3 - first]] + [[1, 2]] * (NEW_TOKENS - 1),
+            "logprobs": [[0.0, -margin]] * NEW_TOKENS,
+        }
+        for _ in range(count)
+    ]
+
+
+def side(resumed: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "head": {"gpu": "G", "engine": "vllm 0.33.0"},
+        "rows": [{"what": "model load", "kind": "load", "ms": 9.0}],
+        "layers": {},
+        "left_out": [],
+        "failed": {},
+        "tokens": {"lengths": [3], "together": answers(PROMPTS), "apart": answers(APART)},
+        "resumed": {"block": 64, "tokens": resumed},
+    }
+
+
+def test_a_parting_beyond_rounding_is_not_explained() -> None:
+    same, other = side(answers(2)), side([*answers(1), *answers(1, first=2)])
+    result = joined({("k3_small", "upstream"): same, ("k3_small", "flag"): other})
+    assert result["gpu"] == "G" and result["mode"] == "default"
+    assert result["rows"] == [
+        {
+            "model": "k3_small",
+            "what": "model load",
+            "kind": "load",
+            "upstream_ms": 9.0,
+            "flag_ms": 9.0,
+        }
+    ]
+    verdicts = {v["what"]: (v["same"], v["partings"], v["explained"]) for v in result["verdicts"]}
+    assert verdicts == {
+        "upstream and flag, together": (PROMPTS, 0, True),
+        "upstream and flag, apart": (APART, 0, True),
+        "upstream and flag, resumed": (1, 1, False),
+    }
+
+
+def test_every_configuration_has_three_layers_of_kda() -> None:
+    for name, config in CONFIGS.items():
+        if name == "glm_small":
+            layers, bound = config["layer_types"], config["linear_lower_bound"]
+            assert layers.count("linear_attention") == 3
+        else:
+            linear = config["linear_attn_config"]
+            layers, bound = linear["kda_layers"], linear["gate_lower_bound"]
+            assert len(layers) == 3 and linear["use_full_rank_gate"]
+        assert config["num_hidden_layers"] == 4 and bound == -5.0
