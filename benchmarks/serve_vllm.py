@@ -26,6 +26,7 @@ weights set later are not those that a captured graph reads.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -451,6 +452,7 @@ def engine_of(llm: Any) -> dict[str, Any]:
         "compilation_mode": str(compilation.mode),
         "cudagraph_mode": str(compilation.cudagraph_mode),
         "cudagraph_sizes": f"{len(sizes)} up to {max(sizes, default=0)}",
+        "cute_dsl": importlib.util.find_spec("cutlass") is not None,
         "breakable": os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1",
         "model_runner_v2": bool(getattr(config, "use_v2_model_runner", False)),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),

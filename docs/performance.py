@@ -50,6 +50,12 @@ _RECALL = ("recall_vllm033.json", "recall_vllm033_tp2.json", "recall_vllm.json",
            "recall_sglang.json")  # fmt: skip
 _LOADS = ("load_vllm033.json", "load_sglang.json")
 
+_WITHOUT_CUTE = [
+    "",
+    "CuTe DSL was not installed, on either side: vLLM's router product of few tokens and its skinny"
+    " products then run in cuBLAS.",
+]
+
 _IMPLEMENTATIONS = {"ours": "this backend", "fla": "FLA 0.6.0", "flashkda": "FlashKDA"}
 
 
@@ -385,6 +391,7 @@ def _default_modes() -> list[str]:
             *_table(["", "upstream", "with the flag", "×"], cells),
             "",
             *([f"The engine: {mode}."] if mode else []),
+            *(_WITHOUT_CUTE if engine.get("cute_dsl") is False else []),
             *_where_time_goes(report),
         ]
     return lines
