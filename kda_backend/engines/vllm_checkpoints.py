@@ -14,6 +14,24 @@ from kda_backend.spec import CHUNK
 _NUMBER, _ALIGNMENT = "num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"
 
 
+class ExportsCheckpoints:
+    """Stands before the engine's class among the bases of a layer of ours."""
+
+    @property
+    def exports(self) -> bool:
+        """Whether this layer's metadata can ask for checkpoints."""
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """Upstream's, with checkpoints at whole chunks."""
+        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        return checkpointing_spec(spec, exports=self.exports)
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        """vLLM 0.33 makes the blocks of its prefix cache multiples of it."""
+        return CHUNK if self.exports else None
+
+
 def checkpointing_spec(spec: Any, *, exports: bool) -> Any:
     """``spec``, vLLM's ``MambaSpec`` of a layer, with the checkpoints that our layer exports.
 

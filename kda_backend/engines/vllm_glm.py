@@ -13,7 +13,7 @@ import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 
-from kda_backend.engines.vllm_checkpoints import checkpointing_spec
+from kda_backend.engines.vllm_checkpoints import ExportsCheckpoints
 from kda_backend.engines.vllm_convs import check_views, offloads, pack
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.layer import LayerWeights
@@ -21,16 +21,15 @@ from kda_backend.layer import LayerWeights
 
 def layer_class(upstream: Any) -> Any:
     """Our class in the place of ``upstream``, ``Glm5NextLinearAttention``."""
-    exports = "get_kv_cache_spec" in vars(upstream)
 
-    class KdaLayer(upstream):  # type: ignore[misc]
+    class KdaLayer(ExportsCheckpoints, upstream):  # type: ignore[misc]
         def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(config, vllm_config, prefix)
             refusal = None
             if offloads(vllm_config):
                 refusal = "weights are kept in host memory, and those of convolutions are packed"
             runtime = runtime_of(
-                vllm_config, self, self.kda_lower_bound, checkpoints=exports, refusal=refusal
+                vllm_config, self, self.kda_lower_bound, checkpoints=self.exports, refusal=refusal
             )
             if runtime is None:
                 self.__class__ = upstream
@@ -40,9 +39,9 @@ def layer_class(upstream: Any) -> Any:
             convs = pack(self.q_conv1d, self.k_conv1d, self.v_conv1d)
             self._kda_conv = convs[: 3 * self.local_projection_size]
 
-        def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
-            """Upstream's, with checkpoints at whole chunks."""
-            return checkpointing_spec(super().get_kv_cache_spec(vllm_config), exports=exports)
+        @property
+        def exports(self) -> bool:
+            return "get_kv_cache_spec" in vars(upstream)
 
         def kda_weights(self) -> LayerWeights:
             if self._kda_weights is None:

@@ -28,6 +28,10 @@ from tests.engines.kda.vllm.harness import Weights
 HIDDEN, HEADS, DIM, EPS = 256, 2, 128, 1e-5
 
 
+# Until 0.26 its layer had another form, which test_layer.py has tests of.
+KIMI_LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
+
+
 @dataclass(frozen=True)
 class Model:
     """How one model's layer is made, and what of it a release has.
@@ -78,6 +82,12 @@ def _without_torchvision() -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(Path(vllm.__file__).parent / "models" / "glm5next")]
         sys.modules[name] = package
+
+
+def _kimi_linear_config(lower_bound: float | None) -> Any:
+    config = _k3_config(lower_bound)
+    config.linear_attn_config["use_full_rank_gate"] = False
+    return config
 
 
 def _k3_config(lower_bound: float | None) -> Any:
@@ -138,6 +148,16 @@ def _build_ling(cls: Any, config: Any, vllm_config: VllmConfig, prefix: str) -> 
 MODELS = {
     model.name: model
     for model in (
+        Model(
+            "Kimi-Linear",
+            (KIMI_LINEAR,) if Engine("vllm", "0.27.0", None).supports(vllm.__version__) else (),
+            "fg",
+            ("in_proj_qkvgfab", ("q", "k", "v", "b", "f_a")),
+            _kimi_linear_config,
+            _build,
+            checkpoints="0.32.0",
+            packed_conv=True,
+        ),
         Model(
             "Kimi-K3",
             ("vllm.models.kimi_k3.nvidia.kda",),
@@ -225,7 +245,7 @@ def load(layer: Any, model: Model, weights: Weights) -> None:
     name, parts = model.packed
     for shard, part in enumerate(parts):
         put(f"{name}.weight", weights[part], shard)
-    for part in (part for part in ("f", "g", "f_b", "g_b") if part in weights):
+    for part in (part for part in ("f", "g", "f_b", "g_a", "g_b") if part in weights):
         if part not in parts:
             put(f"{part}_proj.weight", weights[part])
     for shard, part in enumerate("qkv"):
