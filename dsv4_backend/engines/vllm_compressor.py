@@ -79,8 +79,6 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
         got = list(inspect.signature(method).parameters)
         if got != wanted:
             return f"vllm's {method.__qualname__} must take {wanted[1:]}, got {got[1:]}"
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding is on, which the compressor of this backend does not serve"
     if vllm_flag.batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if compressor.rope_head_dim != ROPE_DIM:
@@ -261,7 +259,10 @@ def _plan(
     )
     plan = decode
     # Only a graph of decodes replays nothing but decodes. Any other graph is captured with a dummy
-    # batch, often of one token per request, and replayed with whatever has as many tokens.
+    # batch, often of one token per request, and replayed with whatever has as many tokens. A step
+    # that verifies drafts has several tokens per request. State rows and records lie where their
+    # position says, so the next step, which starts behind the last accepted token, writes over
+    # those of rejected drafts, and until then no token sees them.
     if states.max_query_len > 1 or (capturing and not states.replays_decodes_alone):
         plan = _prefill(decode, states, compressor.compress_ratio)
     kept[key] = (plan, records)  # the object too: its id is the key

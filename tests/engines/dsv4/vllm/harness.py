@@ -20,8 +20,9 @@ from tests.engines.deepseek_v4 import model_directory
 
 
 @functools.cache
-def engine_config(flag: bool) -> VllmConfig:
-    """The configuration that vLLM makes of its arguments."""
+def engine_config(flag: bool, drafts: int = 0) -> VllmConfig:
+    """The configuration that vLLM makes of its arguments; ``drafts`` of MTP for each token."""
+    speculative = {"method": "mtp", "num_speculative_tokens": drafts}
     return EngineArgs(
         model=model_directory(),
         skip_tokenizer_init=True,
@@ -31,6 +32,7 @@ def engine_config(flag: bool) -> VllmConfig:
         dtype="bfloat16",
         kv_cache_dtype="fp8",
         **({"attention_backend": flag_name("dsv4")} if flag else {}),
+        **({"speculative_config": speculative} if drafts else {}),
     ).create_engine_config()
 
 

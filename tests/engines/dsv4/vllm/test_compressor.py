@@ -184,9 +184,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
         return build(config, "indexer_fp8", cls=OfAPlatform)
     if case == "fp8 rows":
         return build(config, "fp8_rows", cache_dtype="fp8")
-    if case == "drafts":
-        monkeypatch.setattr(config, "speculative_config", object())
-    elif case == "batch invariance":
+    if case == "batch invariance":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     elif case == "scales":
         monkeypatch.setattr(vllm_compressor, "_packs_scales", lambda: True)
@@ -203,7 +201,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
 REFUSALS = {
     "subclass": ".OfAPlatform is a compressor that is not replaced",
     "fp8 rows": "main records of kv_cache_dtype fp8 are not served: fp8_ds_mla and bf16 are",
-    "drafts": "speculative decoding is on, which the compressor of this backend does not serve",
     "batch invariance": "VLLM_BATCH_INVARIANT is set",
     "scales": "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32",
     "no table": "no dsv4 kernel paths for sm80",

@@ -192,6 +192,28 @@ def test_a_full_graph_of_decodes_holds_the_decode_step(
     check(graph.step, histories)
 
 
+def test_a_full_graph_of_decodes_verifies_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens per request, as with two drafts; rejected ones are written over."""
+    graph = Graph(monkeypatch, 4)
+    metadata = graph.dummy_metadata(full=True, max_query_len=3)
+    assert metadata.max_query_len == 3 and metadata.replays_decodes_alone
+    assert graph.capture(metadata) == "PagedPrefill"
+    assert graph.calls[0][0].__name__ == "window_ends"  # derived inside of the graph
+    histories = [make_history(graph.step.layer.spec, TOKENS, seed) for seed in (0, 1)]
+    spoiled = [make_history(graph.step.layer.spec, TOKENS, seed) for seed in (2, 3)]
+    places = [0, 0]
+    for accepted in [(0, 2), (1, 0), (0, 1), (2, 0), (1, 1)]:
+        drafted = []
+        for r, place in enumerate(places):
+            right = place + 1 + accepted[r]
+            drafted.append(torch.cat([histories[r][:right], spoiled[r][right:]]))
+        graph.replay(drafted, [(r, a, a + 3) for r, a in enumerate(places)])
+        places = [place + 1 + n for place, n in zip(places, accepted, strict=True)]
+    assert places == [TOKENS - 3, TOKENS - 3]
+    graph.replay(histories, [(r, a, TOKENS) for r, a in enumerate(places)])  # all are accepted
+    check(graph.step, histories)
+
+
 def test_a_decode_plan_in_a_graph_of_any_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that was: the plan of the dummy batch, whatever replays it."""
     graph = Graph(monkeypatch, 1024)
