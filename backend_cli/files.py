@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backend_cli.errors import BadInputError
+from backend_core.bounded import RESULT_BYTES, parse_json, read_text
 
 
 def write_text(path: Path, text: str) -> None:
@@ -43,14 +44,15 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     write_text(path, json.dumps(record, indent=1) + "\n")
 
 
-def read_json(path: Path, what: str) -> Any:
+def read_json(path: Path, what: str, most: int = RESULT_BYTES) -> Any:
     """The JSON document in ``path``.
 
     Raises:
-        BadInputError: there is none, or the file is not JSON; the message calls it ``what``.
+        BadInputError: there is none, or the file is not JSON or has more than ``most`` bytes; the
+            message calls it ``what``.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_text(path, most))
     except OSError as error:
         raise BadInputError(f"cannot read {what} {path}: {error.strerror}") from error
     except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.families import all_families
+from backend_core.bounded import CONFIG_BYTES, parse_json, read_text
 from backend_core.engines import ENGINES, flag_name
 from backend_core.family import Family
 from backend_core.target import Target, detect_target
@@ -90,7 +90,7 @@ def read_config(model: str) -> dict[str, Any]:
                 f"({type(error).__name__})"
             ) from error
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(read_text(file, CONFIG_BYTES))
     except OSError as error:
         raise BadInputError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:

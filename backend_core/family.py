@@ -91,6 +91,8 @@ class Family:
 
     def __post_init__(self) -> None:
         """Raises ValueError where the parts do not belong together."""
+        if not self.name.isidentifier():  # it names folders and files
+            raise ValueError(f"the name of a family must be an identifier, got {self.name!r}")
         if self.tables.family != self.name:
             raise ValueError(
                 f"tables of family {self.name} must be its own, got those of {self.tables.family}"

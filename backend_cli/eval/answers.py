@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from backend_cli.errors import BadInputError
+from backend_core.bounded import RESULT_BYTES, parse_json, read_bytes
 
 FORMAT = "kda-dsv4 answers 1"
 
@@ -64,14 +65,17 @@ class AnswerLog:
         self._file.flush()
 
     def _read(self, header: dict[str, Any]) -> None:
-        text = self.path.read_text(encoding="utf-8", errors="replace")
+        try:
+            text = read_bytes(self.path, RESULT_BYTES).decode(errors="replace")
+        except ValueError as error:
+            raise self._foreign(f"not such a file ({error})") from error
         whole = text[: text.rfind("\n") + 1]
         if not whole:
             if text:
                 raise self._foreign("its first line is cut off")
             return
         try:
-            first, *lines = map(json.loads, whole.splitlines())
+            first, *lines = map(parse_json, whole.splitlines())
             found = {line["key"]: line["answer"] for line in lines}
         except (ValueError, KeyError, TypeError) as error:
             raise self._foreign(f"not such a file ({error})") from error

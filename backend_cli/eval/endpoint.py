@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from backend_cli.errors import BadInputError
+from backend_core.bounded import ANSWER_BYTES, parse_json, read_answer
 
 RETRY_WAITS = (1.0, 4.0)
 """Seconds before the second and the third try of a request that the server did not answer."""
@@ -131,8 +132,8 @@ class Endpoint:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base_url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                return json.load(response)
+            with _OPENER.open(request, timeout=self.timeout) as response:
+                return parse_json(read_answer(response, ANSWER_BYTES, self.timeout))
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(2000).decode(errors="replace").split())[:300]
             if error.code == 404 and body is None:
@@ -140,12 +141,24 @@ class Endpoint:
             kind = ServerGoneError if error.code >= 500 else BadInputError
             raise kind(f"{self.base_url}{path} answered {error.code}: {said}") from error
         except ValueError as error:
-            raise BadInputError(f"{self.base_url}{path} did not answer with JSON") from error
+            raise BadInputError(
+                f"{self.base_url}{path} did not answer with JSON: {error}"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise ServerGoneError(
                 f"no answer from a server at {self.base_url}: {reason}"
             ) from error
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A key is for the server that the user named, and for no other that it names."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class NotThereError(BadInputError):

@@ -29,6 +29,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backend_core.bounded import RESULT_BYTES, parse_json, read_text
+
 PAD, BOS, EOS = 256, 257, 258
 SPECIAL_TOKENS = {"<|pad|>": PAD, "<|bos|>": BOS, "<|eos|>": EOS}
 VOCAB_SIZE = 264
@@ -117,9 +119,10 @@ def read_gsm8k(path: str | Path) -> list[Question]:
     number. Raises ValueError, with file and line, where a line is not such a record.
     """
     questions = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    content = read_text(Path(path), RESULT_BYTES)
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             text, solution = record["question"], record["answer"]
             answer = solution.split("####")[1].strip().replace(",", "")
             questions.append(Question(" ".join(text.split()), str(int(answer))))
@@ -197,7 +200,7 @@ def write_questions(path: str | Path, questions: QuestionSet, source: str) -> No
 def read_questions(path: str | Path) -> QuestionSet:
     """Read what `write_questions` wrote. Raises ValueError where the file is not of that form."""
     try:
-        header, *rest = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+        header, *rest = map(parse_json, read_text(Path(path), RESULT_BYTES).splitlines())
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r}")
         size = header["pool"]

@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +24,7 @@ from backend_cli.terminal import plain_console
 from backend_cli.tune.search import Ask, render, search, sweeps
 from backend_cli.worker import Worker, WorkerDiedError
 from backend_core import __version__
+from backend_core.bounded import TABLE_BYTES, parse_toml, read_text
 from backend_core.family import Family
 from backend_core.tables.schema import parse_table
 from backend_core.tables.select import PathTable, load_table, shipped_with, user_directory
@@ -89,7 +89,7 @@ def _tune_family(
     family: Family, table: PathTable, target: Target, heads: int, folder: Path, timeout: float
 ) -> None:
     source = table.source
-    document = tomllib.loads(source.read_text(encoding="utf-8"))
+    document = parse_toml(read_text(source, TABLE_BYTES))
     todo = list(sweeps(family, table))
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     file = folder / family.name / source.name

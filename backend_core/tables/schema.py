@@ -9,7 +9,6 @@ launch.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from backend_core import __version__
+from backend_core.bounded import TABLE_BYTES, parse_toml, read_text
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def parse_table(file: Path, schema: TableSchema, stem: str) -> tuple[KernelPath,
             in ascending order. The message is one sentence with file and row.
     """
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = parse_toml(read_text(file, TABLE_BYTES))
+    except ValueError as error:
         raise ValueError(f"{file}: not valid TOML: {error}") from None
     if unknown := document.keys() - {"table", "path"} - schema.sections.keys():
         raise ValueError(f"{file}: unknown key {_names(unknown)}")
