@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.select import load_table
@@ -21,11 +23,16 @@ from softmax_backend import combine
 from softmax_backend.flashinfer import cascade
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import planner
-from softmax_backend.run import mla_triton, sparse_mla_combine, sparse_mla_triton
+from softmax_backend.run import (
+    mla_triton,
+    sparse_mla_combine,
+    sparse_mla_sm90,
+    sparse_mla_triton,
+)
 from softmax_backend.spec import CacheFormat, MlaSpec
 from softmax_backend.spec_sparse_mla import SparseMlaSpec
 from softmax_backend.variants import soft_cap
-from tests.offline import TARGETS, Report, compile_kernel, dump
+from tests.offline import TARGETS, Report, compile_kernel, dump, measure
 
 REPORT = Path(__file__).with_name("compile_report.json")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -133,6 +140,48 @@ def sparse_cases(arch: str) -> Iterator[Case]:
         yield f"sparse_mla_combine, {splits} splits, sinks", kernel, ()
 
 
+def gluon_cases() -> Iterator[Case]:
+    """Sparse MLA's kernels for Hopper, for each row of its table."""
+    rows = load_table(TABLES, KNOWN_TARGETS["H200"], directory=CONFIGS).rows
+    for path in rows:
+        if (path.operator, path.name) != ("sparse_mla", "gluon_sm90"):
+            continue
+        heads = path.params.max_heads
+        spec = SparseMlaSpec(heads, page_size=64, extra_page_size=2)
+        kernel = sparse_mla_sm90.records_kernel(path.params, spec, True)
+        yield f"sparse_mla_sm90 {heads} heads, split, two caches", kernel, ("sinks_ptr",)
+        kernel = sparse_mla_sm90.records_kernel(path.params, spec, False)
+        absent = ("partial_out_ptr", "partial_lse_ptr")
+        yield f"sparse_mla_sm90 {heads} heads, two caches, sinks", kernel, absent
+        kernel = sparse_mla_sm90.rows_kernel(path.params, SparseMlaSpec(heads, "bf16_rows"))
+        yield f"sparse_mla_sm90 {heads} heads, rows of bf16, sinks", kernel, ()
+
+
+def compile_gluon(case: Case) -> dict[str, int]:
+    """Build one of Hopper's Gluon kernels and measure it."""
+    _, launch, absent = case
+    kernel = launch._fn
+    constexprs: dict[str, Any] = {n: v for n, v in launch._kwargs.items() if n in kernel.arg_names}
+    options = {n: v for n, v in launch._kwargs.items() if n not in constexprs}
+    constexprs |= dict.fromkeys(absent)
+    signature, attrs = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constexprs:
+            signature[name] = "constexpr"
+        elif name in _INT32 or name in _BYTES:  # records are read as words
+            signature[name] = "*i32"
+        elif name in _FP32:
+            signature[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            signature[name] = "*bf16"
+        else:
+            signature[name] = "fp32" if name in _FLOATS else "i32"
+        if name not in constexprs and (name.endswith("_ptr") or name in _ALIGNED_STRIDES):
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attrs)
+    return measure(triton.compile(source, target=TARGETS["sm90"][0], options=options))
+
+
 def compile_case(arch: str, case: Case) -> dict[str, int]:
     _, launch, absent = case
     kernel = launch._fn
@@ -172,7 +221,10 @@ QUICK = ("mla_decode 16 heads, page 64, 16-bit", "combine", "merge_states 128")
 
 def report(arch: str, quick: bool = False) -> Report:
     chosen = (case for case in cases(arch) if not quick or case[0] in QUICK)
-    return {case[0]: compile_case(arch, case) for case in chosen}
+    lines = {case[0]: compile_case(arch, case) for case in chosen}
+    if arch == "sm90" and not quick:
+        lines |= {case[0]: compile_gluon(case) for case in gluon_cases()}
+    return lines
 
 
 if __name__ == "__main__":
