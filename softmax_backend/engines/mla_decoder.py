@@ -156,11 +156,3 @@ class MlaDecoder:
                 step = self.step(lengths, table, tokens)
                 step.attend(q[..., :LATENT_DIM], q[..., LATENT_DIM:], cache, 1.0)
         self._plans.clear()
-
-    def explain(self) -> list[str]:
-        """One line for each row of the table, for each number of query tokens."""
-        return [
-            f"{tokens} query token{'s' * (tokens > 1)}: {line}"
-            for tokens, (planner, _) in self._forms.items()
-            for line in planner.selection.explain()
-        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -149,6 +150,19 @@ def test_vllm_knows_the_class_by_its_base() -> None:
     assert issubclass(SplitKvMLABackend.get_builder_cls(), FlashAttnMLABackend.get_builder_cls())
     assert issubclass(SplitKvMLABackend.get_impl_cls(), FlashAttnMLABackend.get_impl_cls())
     assert not SplitKvMLABackend.__abstractmethods__
+
+
+@pytest.mark.parametrize(
+    ("ours", "name"),
+    [
+        (SplitKvMLABackend.get_impl_cls(), "forward_mqa"),
+        (SplitKvMLABackend.get_builder_cls(), "__init__"),
+    ],
+)
+def test_what_is_overridden_has_vllms_signature(ours: type, name: str) -> None:
+    (base,) = ours.__bases__
+    overridden, own = (list(inspect.signature(getattr(c, name)).parameters) for c in (ours, base))
+    assert overridden == own
 
 
 @pytest.mark.parametrize(
