@@ -55,8 +55,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[Any, ...]]]:
 
 
 def served(model: Model, **options: Any) -> tuple[Any, Any]:
+    """A layer with a prefix cache, where its release exports states for one."""
     config = engine_config(flag=True, **options)
     cache = config.cache_config
+    if not model.exports:
+        return build(model, config), config
     cache.mamba_cache_mode = "align"
     cache.mamba_block_size = BLOCK
     for name in ("hash_block_size", "cache_hit_alignment_tokens"):
