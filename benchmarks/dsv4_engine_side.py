@@ -1,6 +1,6 @@
 """One process of `benchmarks.dsv4_engine_vllm`: a small DeepSeek-V4 with drawn weights in vLLM.
 
-    python -m benchmarks.dsv4_engine_side {upstream,flag}[-eager] OUT.json
+    python -m benchmarks.dsv4_engine_side {upstream,flag}[-eager|-mtp] OUT.json
 
 The model is vLLM's own DeepSeek-V4 for CUDA in bf16, with its shapes where kernels fix them: 64
 heads of 512 channels, an indexer of 64 heads that takes 512 compressed rows, ratios 4 and 128.
@@ -35,6 +35,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIDES = ("upstream", "flag", "upstream-eager", "flag-eager")
+MTP_SIDES = ("upstream-mtp", "flag-mtp")
+DRAFTS = 2
 VOCABULARY, EXPERTS = 1024, 8
 ANSWERS = 16  # tokens that the head can choose; with more, its two best are closer together
 MODEL = {
@@ -92,10 +94,11 @@ _begin = time.perf_counter()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("side", choices=SIDES + MTP_SIDES)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     flag, eager = args.side.startswith("flag"), args.side.endswith("eager")
+    drafts = DRAFTS if args.side in MTP_SIDES else 0
     if flag:
         os.environ["KDA_DSV4_STRICT"] = "1"
     say("importing vllm")
@@ -115,8 +118,10 @@ def main() -> None:
 
         watch = Watch()
     say("building the engine")
-    llm = load(flag, eager)
+    llm = load(flag, eager, drafts)
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    if drafts:  # the target's weights last: they share the embedding and the head
+        draw_weights(runner.get_draft_model())
     draw_weights(runner.model)
     result["compressors"] = sorted(
         {type(m).__name__ for n, m in runner.model.named_modules() if n.endswith("compressor")}
@@ -135,7 +140,7 @@ def main() -> None:
     result["tokens"] = generate(llm, prompts(), "tokens")
     result["tokens_from_cache"] = generate(llm, continued(prompts()), "tokens from the cache")
     if watch is not None:
-        sweep(llm.llm_engine, sizes)
+        sweep(llm.llm_engine, sizes, prefills=not drafts)
         result["records"] = watch.report()
         watch.detach()
     result["other_weights"] = other_weights(llm, runner.model)
@@ -167,11 +172,14 @@ def prepare(flag: bool) -> bool:
         raise RuntimeError("the indexer of vllm needs DeepGEMM, and none can be imported")
     if not has_cutedsl():
         sys.modules[CUTEDSL] = triton_compressor()
-    model = importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
-    for name, function in mhc_functions().items():
-        if not hasattr(model, name):
-            raise RuntimeError(f"{model.__name__} must have {name}, which is to be replaced")
-        setattr(model, name, function)
+    functions = mhc_functions()
+    drafter = ("mhc_post_tilelang", "hc_head_fused_kernel_tilelang")
+    for part, names in (("model", tuple(functions)), ("mtp", drafter)):
+        module = importlib.import_module(f"vllm.models.deepseek_v4.nvidia.{part}")
+        for name in names:
+            if not hasattr(module, name):
+                raise RuntimeError(f"{module.__name__} must have {name}, which is to be replaced")
+            setattr(module, name, functions[name])
     warm_up_before_capture()
     return bool(has_cutedsl())
 
@@ -256,7 +264,7 @@ def warm_up_before_capture() -> None:
     GPUModelRunner.capture_model = capture_model
 
 
-def load(flag: bool, eager: bool) -> Any:
+def load(flag: bool, eager: bool, drafts: int) -> Any:
     from vllm import LLM
 
     from backend_core.engines import flag_name
@@ -280,6 +288,11 @@ def load(flag: bool, eager: bool) -> Any:
         hf_overrides={"head_dtype": "float32"},  # in bf16 a twentieth of all tokens are ties
         seed=0,
         **({"attention_backend": flag_name("vllm", "dsv4")} if flag else {}),
+        **(
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}}
+            if drafts
+            else {}
+        ),
     )
 
 
@@ -303,7 +316,7 @@ def draw_weights(model: Any) -> None:
                 x.mul_(0.5)
             elif x.dim() > 1 and "embed" not in name:
                 x.mul_(x.shape[-1] ** -0.5)
-            if name == "lm_head.weight":
+            if name == "lm_head.weight" or name.endswith("shared_head.head.weight"):
                 x[ANSWERS:] = 0
         if hasattr(model, "process_weights_after_loading"):
             model.process_weights_after_loading()
@@ -332,19 +345,21 @@ def continued(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def sampling(new: int) -> Any:
+def sampling(new: int, logprobs: int | None = None) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
-        max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=2
+        max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=logprobs
     )
 
 
 def generate(llm: Any, batch: list[dict[str, Any]], what: str) -> dict[str, Any]:
-    """Greedy tokens, the log-probabilities of each token's two best, tokens from the cache."""
+    """Greedy tokens, tokens from the cache, and without drafts the log-probabilities of each
+    token's two best."""
+    logprobs = 2 if llm.llm_engine.vllm_config.speculative_config is None else None
     outputs = llm.generate(
         [{"prompt_token_ids": one["tokens"]} for one in batch],
-        [sampling(one["new"]) for one in batch],
+        [sampling(one["new"], logprobs) for one in batch],
         use_tqdm=False,
     )
     say(what)
@@ -354,12 +369,12 @@ def generate(llm: Any, batch: list[dict[str, Any]], what: str) -> dict[str, Any]
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "best": [
             [sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in one]
-            for one in (output.outputs[0].logprobs for output in outputs)
+            for one in (output.outputs[0].logprobs or [] for output in outputs)
         ],
     }
 
 
-def sweep(engine: Any, sizes: list[int]) -> None:
+def sweep(engine: Any, sizes: list[int], *, prefills: bool) -> None:
     """Batches of each captured size: decodes, prefills alone and beside decodes; these from their
     beginning, after a chunk, and after a prefix from the cache."""
     rng = random.Random(2)
@@ -381,6 +396,8 @@ def sweep(engine: Any, sizes: list[int]) -> None:
     for size in (size for size in sizes if size <= REQUESTS):
         run({add(drawn(1 + i % 7), new=4) for i in range(size)})
     say("decodes")
+    if not prefills:
+        return
     prefix = drawn(768)
     run({add(prefix)})
     for decodes in (0, 1, 3):

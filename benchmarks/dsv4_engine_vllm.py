@@ -1,6 +1,6 @@
 """A small DeepSeek-V4 in a real vLLM on one GPU, without and with the flag: tokens and records.
 
-    python -m benchmarks.dsv4_engine_vllm [OUT.json] [--logs DIR]
+    python -m benchmarks.dsv4_engine_vllm [OUT.json] [--logs DIR] [--mtp]
 
 Four processes beside each other: upstream and flag, each in the default mode (Model Runner V2,
 PIECEWISE and FULL graphs) and eager; `benchmarks.dsv4_engine_side` says what the model is. Checked:
@@ -9,7 +9,8 @@ PIECEWISE and FULL graphs) and eager; `benchmarks.dsv4_engine_side` says what th
   from the prefix cache: flag beside upstream, in each mode;
 - with the flag, all bytes of the caches after each step with a graph, beside eager calls of the
   compressors on the same input (`benchmarks.dsv4_engine_watch`), by kind of batch and size;
-- that the checks can fail: a planted error is seen, and the tokens depend on compressed rows.
+- that the checks can fail: a planted error is seen, and the tokens depend on compressed rows;
+- with ``--mtp`` the same with two drafts per token from an MTP layer, in two processes more.
 
 Exit status 1 and the end of a process's log where one of them fails. Rows of other engines in
 OUT.json stay.
@@ -27,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dsv4_engine_side import SIDES
+from benchmarks.dsv4_engine_side import DRAFTS, MTP_SIDES, SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dsv4_engines_h200.json"
@@ -38,15 +39,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path, nargs="?", default=RESULT)
     parser.add_argument("--logs", type=Path, default=Path("/tmp/dsv4_engine_vllm"))
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--mtp", action="store_true", help="two drafts per token besides")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    sides = run(args.sides, args.logs)
-    missing = [side for side in args.sides if side not in sides]
-    if missing or len(args.sides) < len(SIDES):
-        print(f"no result file: {', '.join(missing) or 'some sides'} did not run to the end")
+    wanted = SIDES + MTP_SIDES if args.mtp else SIDES
+    sides = run(list(wanted), args.logs)
+    missing = [side for side in wanted if side not in sides]
+    if set(missing) & set(SIDES):
+        print(f"no result file: {', '.join(missing)} did not run to the end")
         raise SystemExit(1)
     rows, problems = judge(sides)
+    problems += [f"{side} did not run to the end" for side in missing]
     for row in rows:
         print(f"{row['equal']:>10} of {row['of']:>10}  {row['mode']}: {row['check']}")
     write(args.out, sides["upstream"]["gpu"], rows)
@@ -96,6 +99,8 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     graphs = flag["engine"]["cudagraph_mode"].replace("_", " ")
     model = f"bf16 weights, fp32 head of 16 tokens, mHC in torch, {main} upstream"
     modes = {"": f"default ({runner}, {graphs}); {model}", "-eager": f"eager; {model}"}
+    if all(side in sides for side in MTP_SIDES):
+        modes["-mtp"] = f"default with MTP, {DRAFTS} drafts ({runner}, {graphs}); {model}"
     rows = []
 
     def row(mode: str, check: str, equal: int, of: int, must: bool = True) -> None:
@@ -110,7 +115,7 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
             }
         )
         if must and (equal != of or not of):
-            problems.append(f"{check}: {equal} of {of}")
+            problems.append(f"{mode.split(';')[0]}: {check}: {equal} of {of}")
 
     for suffix, mode in modes.items():
         one, other = sides["upstream" + suffix], sides["flag" + suffix]
@@ -125,7 +130,7 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
             if lines := partings(one[part], other[part]):
                 print(f"{mode}: {what}: they part", *lines, sep="\n  ")
     for name in ("upstream", "flag"):
-        pair = [sides[name + suffix]["tokens"]["tokens"] for suffix in modes]
+        pair = [sides[name + suffix]["tokens"]["tokens"] for suffix in ("", "-eager")]
         equal = sum(x == y for x, y in zip(*pair, strict=True))
         check = (
             f"greedy tokens of 64 prompts, {name} default and {name} eager (padded batches round"
@@ -143,6 +148,8 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         if side["compressors"] != [wanted]:
             problems.append(f"{name}: compressors must be {wanted}, got {side['compressors']}")
     record_rows(flag, modes[""], row, problems)
+    if "-mtp" in modes:
+        record_rows(sides["flag-mtp"], modes["-mtp"], row, problems)
     return rows, problems
 
 
@@ -166,16 +173,20 @@ def record_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) 
             sum(step["of"] for step in of),
         )
     decoded = {s["size"] for s in steps if (s["mode"], s["kind"]) == ("FULL", "decode")}
-    missing = {size for size in sizes if size <= max(decoded, default=0)} - decoded
-    for kind in ("prefill", "mixed"):
-        seen = {s["size"] for s in steps if (s["mode"], s["kind"]) == ("PIECEWISE", kind)}
-        # a batch of one token cannot be mixed
-        missing |= {size for size in sizes if size > (kind == "mixed")} - seen
-    if missing or not decoded:
-        problems.append(f"no step was seen with graphs of {sorted(missing)} tokens, of {sizes}")
     planted = records["planted_errors_seen"]
-    if set(planted) != {"prefill", "mixed"} or not all(planted.values()):
-        problems.append(f"a decode plan for prefills must be seen as an error, got {planted}")
+    if flag["side"] in MTP_SIDES:
+        if not records["drafts"] or not decoded or not planted.get("decode", False):
+            problems.append(f"no drafts in a graph, or a decode plan for them not seen: {planted}")
+    else:
+        missing = {size for size in sizes if size <= max(decoded, default=0)} - decoded
+        for kind in ("prefill", "mixed"):
+            seen = {s["size"] for s in steps if (s["mode"], s["kind"]) == ("PIECEWISE", kind)}
+            # a batch of one token cannot be mixed
+            missing |= {size for size in sizes if size > (kind == "mixed")} - seen
+        if missing or not decoded:
+            problems.append(f"no step was seen with graphs of {sorted(missing)} tokens, of {sizes}")
+        if set(planted) != {"prefill", "mixed"} or not all(planted.values()):
+            problems.append(f"a decode plan for prefills must be seen as an error, got {planted}")
     problems += records["failures"]
     written = records["bytes_written"]
     row(
@@ -203,10 +214,10 @@ def partings(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         if x == y:
             continue
         at = next(k for k, (a, b) in enumerate(zip(x, y, strict=True)) if a != b)
-        gaps = [side["best"][i][at][0] - side["best"][i][at][1] for side in (one, other)]
+        best = [side["best"][i][at] for side in (one, other) if side["best"][i]]
+        gaps = " and ".join(f"{first - second:.5f}" for first, second in best)
         lines.append(
-            f"prompt {i} of {one['lengths'][i]} tokens, new token {at}: gaps"
-            f" {gaps[0]:.4f} and {gaps[1]:.4f}"
+            f"prompt {i} of {one['lengths'][i]} tokens, new token {at}: gaps {gaps or 'unknown'}"
         )
     return lines
 

@@ -41,6 +41,7 @@ class Watch:
         self.kinds: Counter[str] = Counter()  # of the bytes that differ
         self.records = [0, 0]  # that differ, and written
         self.planted: dict[str, bool] = {}
+        self.drafts = 0
         self.descriptor: Any = None
         self.before: Memory | None = None
         self.forward: Call = FusedCompressor.forward
@@ -131,7 +132,10 @@ class Watch:
             self.failures.append(f"{key}: {self.where(after, eager, inputs)}")
         upstream = self.again(DeepseekCompressor.forward, inputs, metadata, after)
         self.count(after, upstream, inputs, metadata)
-        if mode == "PIECEWISE" and later and size >= LEAST_PLANTED and kind not in self.planted:
+        drafts = int(batch.num_draft_tokens)
+        self.drafts += drafts
+        several = drafts if kind == "decode" else later and mode == "PIECEWISE"
+        if several and size >= LEAST_PLANTED and not self.planted.get(kind, False):
             self.planted[kind] = not same(after, self.as_decode(inputs, metadata, after))
         self.restore(after)
         torch.cuda.synchronize()
@@ -218,6 +222,7 @@ class Watch:
             "steps": rows,
             "failures": self.failures,
             "planted_errors_seen": self.planted,
+            "drafts": self.drafts,
             "bytes_unlike_upstream": self.differing,
             "bytes_written": self.written,
             "kinds_of_bytes": dict(self.kinds),
