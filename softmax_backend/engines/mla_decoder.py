@@ -15,7 +15,7 @@ from backend_core.target import Target
 from softmax_backend.api import mla_decode
 from softmax_backend.contract.mla_decode import by_request, split_cache
 from softmax_backend.engine_choice import Lead, lead_over
-from softmax_backend.plan.planner import MlaPlanner
+from softmax_backend.plan.planner import MAX_TILES, MlaPlanner
 from softmax_backend.scratch import Scratch
 from softmax_backend.selection import MlaSelection, select
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
@@ -112,7 +112,7 @@ class MlaDecoder:
                 spec = MlaSpec(heads, page_size, query_tokens=tokens)
                 limit = max_requests if lead.covers(max_requests) else lead.max_requests
                 assert limit is not None
-                self._forms[tokens] = (MlaPlanner(select(target, spec)), limit)
+                self._forms[tokens] = (MlaPlanner(select(target, spec)), min(limit, MAX_TILES))
 
     def covers(self, requests: int, query_tokens: int) -> bool:
         """Whether a step of so many requests, with so many query tokens each, is served."""

@@ -37,7 +37,7 @@ PARAMS = CudaParams(
         ("chunk_blocks", "int"),
     )
 )
-_MAX_TILES = 4095
+MAX_TILES = 4095
 _MAX_PREFIX_REQUESTS = 256
 
 
@@ -119,8 +119,8 @@ class MlaPlanner:
         contracts.expect_shape("lengths", lengths, ("requests",))
         contracts.expect_stride("lengths", lengths, 0, 1)
         requests = lengths.shape[0]
-        if not 1 <= requests <= _MAX_TILES:
-            raise ValueError(f"lengths must have 1 to {_MAX_TILES} requests, got {requests}")
+        if not 1 <= requests <= MAX_TILES:
+            raise ValueError(f"lengths must have 1 to {MAX_TILES} requests, got {requests}")
         if self._prefix_tokens:
             if block_table is None:
                 raise ValueError("block_table must be given where prefixes are shared, got None")

@@ -30,6 +30,7 @@ def test_the_steps_that_are_covered() -> None:
     assert not small.covers(0, 1) and not small.covers(9, 1) and not small.covers(1, 2)
     assert large.covers(16, 1) and not large.covers(17, 1)
     assert not any(decoder(64).covers(n, 1) for n in range(1, 9))
+    assert decoder(4, most=5000).covers(4095, 1) and not decoder(4, most=5000).covers(4096, 1)
     drafts = decoder(16, (1, 2, 4))
     assert drafts.covers(4, 1) and drafts.covers(8, 2) and not drafts.covers(1, 4)
 
