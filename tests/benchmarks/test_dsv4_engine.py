@@ -1,0 +1,148 @@
+"""What the comparison of DeepSeek-V4's engine runs says of their results."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.dsv4_engine_side import MTP_SIDES, SIDES, continued, prompts
+from benchmarks.dsv4_engine_vllm import judge, write
+
+PROMPTS = 64
+
+
+def step(mode: str, kind: str, size: int, later: bool = False) -> dict[str, Any]:
+    return {"mode": mode, "kind": kind, "later": later, "size": size, "equal": 3, "of": 3}
+
+
+def side(name: str) -> dict[str, Any]:
+    tokens = {
+        "lengths": [5] * PROMPTS,
+        "cached": [256] * PROMPTS,
+        "tokens": [[i, i + 1] for i in range(PROMPTS)],
+        "best": [[[-1.0, -2.0]] * 2] * PROMPTS,
+    }
+    result = {
+        "side": name,
+        "gpu": "NVIDIA H200",
+        "release": "0.33.0",
+        "cutedsl": False,
+        "compressors": ["FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"],
+        "engine": {
+            "model_runner_v2": True,
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "capture_sizes": [1, 2],
+        },
+        "tokens": tokens,
+        "tokens_from_cache": copy.deepcopy(tokens),
+        "other_weights": [[0, 0]] * PROMPTS,
+    }
+    if name.startswith("flag") and not name.endswith("eager"):
+        result["records"] = {
+            "steps": [
+                *(step("FULL", "decode", size) for size in (1, 2)),
+                *(step("PIECEWISE", "prefill", size, later=size > 1) for size in (1, 2)),
+                step("PIECEWISE", "mixed", 2),
+                step("NONE", "prefill", 500),
+            ],
+            "failures": [],
+            "planted_errors_seen": (
+                {"decode": True} if name in MTP_SIDES else {"prefill": True, "mixed": True}
+            ),
+            "drafts": 9,
+            "bytes_unlike_upstream": 1,
+            "bytes_written": 1000,
+            "kinds_of_bytes": {"e4m3 of a main record, 1 apart": 1},
+            "records_unlike_upstream": 1,
+            "records_written": 10,
+        }
+    return result
+
+
+def run(*names: str) -> dict[str, Any]:
+    return {name: side(name) for name in names or SIDES}
+
+
+@pytest.mark.parametrize("names", [SIDES, SIDES + MTP_SIDES])
+def test_equal_runs_have_rows_and_no_problem(names: tuple[str, ...]) -> None:
+    rows, problems = judge(run(*names))
+    assert problems == []
+    assert all(row["engine"] == "vllm" and row["release"] == "0.33.0" for row in rows)
+    by_check = {
+        (row["mode"].split(";")[0], row["check"]): (row["equal"], row["of"]) for row in rows
+    }
+    assert len(by_check) == len(rows)
+    tokens = [of for (_, check), of in by_check.items() if check.startswith("greedy tokens")]
+    assert tokens == [(PROMPTS, PROMPTS)] * len(tokens) and len(tokens) == len(names) // 2 + 2
+    assert (999, 1000) in by_check.values() and (9, 10) in by_check.values()
+
+
+PROBLEMS = {
+    "token": "upstream and flag: 63 of 64",
+    "records": "PIECEWISE graph beside eager, mixed batches, from the beginning, 1 sizes: 2 of 3",
+    "size": "no step was seen with graphs of [2] tokens",
+    "planted": "a decode plan for prefills must be seen as an error",
+    "cache": "flag: no prompt was continued from the prefix cache",
+    "weights": "upstream: tokens hardly depend on compressed rows",
+    "compressor": "flag-eager: compressors must be FusedCompressor, got ['DeepseekCompressor']",
+    "listed": "model.layers.1.attn in 3 pages",
+}
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_each_failure_is_a_problem(case: str) -> None:
+    sides = run()
+    records = sides["flag"]["records"]
+    if case == "token":
+        sides["flag"]["tokens"]["tokens"][7][1] += 1
+    elif case == "records":
+        records["steps"][4]["equal"] = 2
+    elif case == "size":
+        del records["steps"][1]
+        records["steps"].append(step("FULL", "decode", 4))
+    elif case == "planted":
+        records["planted_errors_seen"]["mixed"] = False
+    elif case == "cache":
+        sides["flag"]["tokens_from_cache"]["cached"] = [0] * PROMPTS
+    elif case == "weights":
+        sides["upstream"]["other_weights"] = sides["upstream"]["tokens"]["tokens"]
+    elif case == "compressor":
+        sides["flag-eager"]["compressors"] = ["DeepseekCompressor"]
+    elif case == "listed":
+        records["failures"] = [PROBLEMS["listed"]]
+    _, problems = judge(sides)
+    assert len(problems) == 1 and PROBLEMS[case] in problems[0]
+
+
+def test_drafts_must_have_been_verified_in_a_graph() -> None:
+    sides = run(*SIDES, *MTP_SIDES)
+    sides["flag-mtp"]["records"]["drafts"] = 0
+    _, problems = judge(sides)
+    assert len(problems) == 1 and "no drafts in a graph" in problems[0]
+
+
+def test_rows_of_other_engines_stay(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    other = {"engine": "sglang", "release": "0.5.23"}
+    write(out, "NVIDIA H200", [other])
+    rows, _ = judge(run())
+    for _ in range(2):
+        write(out, "NVIDIA H200", rows)
+    result = json.loads(out.read_text())
+    assert result["rows"] == [other, *rows]
+    assert result["script"] == "benchmarks/dsv4_engine_vllm.py"
+
+
+def test_prompts_are_of_mixed_length_and_the_same_each_time() -> None:
+    lengths = sorted(len(one["tokens"]) for one in prompts())
+    assert prompts() == prompts() and len(lengths) == PROMPTS
+    assert lengths[0] < 64 and lengths[-1] > 2048
+    longer = continued(prompts())
+    assert all(
+        b["tokens"][: len(a["tokens"])] == a["tokens"]
+        for a, b in zip(prompts(), longer, strict=True)
+    )
