@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from backend_core.launch.streams import StreamOrder
+
 _COUNTERS = 5
 
 
 class Scratch:
     """What the intra-chunk stage leaves for the scan; grown to the largest step and kept.
 
-    One instance serves all layers of a model, which run one after another on one stream. Grow it
+    One instance serves all layers of a model, which run one after another on one stream; calls on
+    two streams take turns (`backend_core.launch.streams`). Grow it
     (``reserve``) before a CUDA graph is captured, since a graph keeps the addresses it has seen.
     """
 
@@ -19,6 +22,7 @@ class Scratch:
         self._totals = torch.empty(0, dtype=torch.float32, device=device)
         self._flags = torch.zeros(0, dtype=torch.int32, device=device)
         self._asked = (0, 0, 0)
+        self._order = StreamOrder(device)
 
     def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
         """Make room for ``num_tiles`` (chunks times value heads) of ``tile_bytes`` and ``K``."""
@@ -36,7 +40,9 @@ class Scratch:
     def buffers(
         self, num_tiles: int, tile_bytes: int, key_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tiles, uint8; total decays, fp32), flat and at least as large as asked for."""
+        """(tiles, uint8; total decays, fp32), flat and at least as large as asked for, for a call
+        on the current stream."""
+        self._order.enter(self._tiles, self._totals, self._flags)
         self.reserve(num_tiles, tile_bytes, key_dim)
         return self._tiles, self._totals
 

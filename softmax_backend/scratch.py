@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from backend_core.launch.streams import StreamOrder
+
 
 class Scratch:
     """Partial outputs and their log-sum-exp, grown to the largest plan and kept.
 
-    One serves all layers of a model, which run one after another on one stream. Grow it before a
+    One serves all layers of a model, which run one after another on one stream; calls on two
+    streams take turns (`backend_core.launch.streams`). Grow it before a
     CUDA graph is captured (``reserve``): a graph keeps the addresses it has seen.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._out = torch.empty(0, dtype=torch.float32, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
+        self._order = StreamOrder(device)
 
     def reserve(self, slots: int, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(partial outputs ``[slots, rows, dim]``, base-2 LSEs ``[slots, rows]``), float32."""
+        """(partial outputs ``[slots, rows, dim]``, base-2 LSEs ``[slots, rows]``), float32, for a
+        call on the current stream."""
+        self._order.enter(self._out, self._lse)
         if slots * rows * dim > self._out.numel():
             self._out = torch.empty(slots * rows * dim, device=self._out.device)
         if slots * rows > self._lse.numel():

@@ -198,7 +198,7 @@ def spoil(scratch: Scratch) -> None:
     """Make every byte of the scratch memory part of a NaN, but for the kernels' own flags."""
     flags = scratch.flags()
     for buffer in vars(scratch).values():
-        if buffer is not flags:
+        if isinstance(buffer, torch.Tensor) and buffer is not flags:
             buffer.view(torch.uint8).fill_(255)
 
 

@@ -1,0 +1,42 @@
+"""Memory that one call writes and the next one overwrites, used from more than one stream."""
+
+from __future__ import annotations
+
+import torch
+
+
+class StreamOrder:
+    """Puts the uses of one scratch memory in order.
+
+    Calls on one stream run one after another anyway. A call on another stream than the last waits
+    for what that one holds, so that two streams that share a scratch memory take turns instead of
+    overwriting each other's. They gain nothing then: give each stream a scratch memory of its own.
+    Inside a CUDA graph's capture nothing is waited for. A graph holds the addresses that it has
+    seen, and whoever replays it beside other calls with the same scratch memory puts them in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._raw = -1
+        self._stream: torch.cuda.Stream | None = None
+
+    def enter(self, *memory: torch.Tensor) -> None:
+        """Before a call's launches on the current stream, which will use ``memory``."""
+        if self._device.type != "cuda":
+            return
+        device = self._device.index
+        raw = torch._C._cuda_getCurrentRawStream(
+            torch.cuda.current_device() if device is None else device
+        )
+        if raw != self._raw:
+            self._change(raw, memory)
+
+    def _change(self, raw: int, memory: tuple[torch.Tensor, ...]) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+            for tensor in memory:
+                tensor.record_stream(stream)  # freed when it grows, while this stream uses it
+        self._raw, self._stream = raw, stream
