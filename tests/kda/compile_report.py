@@ -22,6 +22,7 @@ from kda_backend.decode.recurrent import _recurrent_kernel
 from kda_backend.decode.step import _step_kernel
 from kda_backend.decode.verify import _verify_kernel
 from kda_backend.launch_params import TABLES
+from kda_backend.layer_checkpoints import _kernel as _store_checkpoints_kernel
 from kda_backend.layer_stages import _gated_norm_kernel, _short_conv_kernel
 from kda_backend.prefill.two_stage import _two_stage_kernels, _TwoStageKernels
 from kda_backend.spec import Beta, Gate
@@ -43,6 +44,7 @@ _POINTERS = {
     "state_out_ptr": "*fp32",
     "state_indices_ptr": "*i32",
     "has_initial_state_ptr": "*i1",
+    "offsets_ptr": "*i32",
     "snapshot_chunks_ptr": "*i32",
     "snapshots_ptr": "*fp32",
     "state_ptr": "*fp32",
@@ -65,6 +67,7 @@ VARIANTS = {
     "pool": (*_SNAPSHOTS, *_INTERMEDIATE),
     "pool, snapshots": _INTERMEDIATE,
     "functional, intermediate states": (*_SNAPSHOTS, *_POOL),
+    "all": (),
 }
 SCANS = ("pool", "pool, snapshots", "functional, intermediate states")
 _TRITON_TYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -85,6 +88,8 @@ def cases(arch: str) -> Iterator[Case]:
     fast_math = arch.startswith("sm")
     conv, _ = _short_conv_kernel(4, 3 * 32 * 128, fast_math)
     yield "short_conv bf16", conv, torch.bfloat16, "pool"
+    checkpoints, _ = _store_checkpoints_kernel(4)
+    yield "store_checkpoints bf16", checkpoints, torch.bfloat16, "all"
     for dim in (128, 64):
         norm, _ = _gated_norm_kernel(dim, fast_math)
         yield f"gated_norm {dim} bf16", norm, torch.bfloat16, "pool"
