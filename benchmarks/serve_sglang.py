@@ -70,7 +70,7 @@ def pair(args: argparse.Namespace) -> int:
     common = ["--config", str(args.config), "--layers", str(args.layers)]
     common += ["--parts", *args.parts]
     common += [f"--engine-option={option}" for option in args.engine_option]
-    sides = {"upstream": common, "flag": [*common, "--flag"]}
+    sides = {"flag": [*common, "--flag"], "upstream": common}
     module = "benchmarks.serve_sglang"
     return serve_work.pair(module, sides, args.out, args.limit, "default")
 

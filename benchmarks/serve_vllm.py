@@ -95,7 +95,8 @@ def pair(args: argparse.Namespace) -> int:
     common += ["--dense"] if args.dense else []
     common += ["--no-prefix-caching"] if args.no_prefix_caching else []
     common += ["--memory", str(args.memory)] if args.memory else []
-    sides = {"upstream": common, "flag": [*common, "--attention-backend", args.flag]}
+    # ours first: what fails in it shows before upstream's minutes are spent
+    sides = {"flag": [*common, "--attention-backend", args.flag], "upstream": common}
     return serve_work.pair("benchmarks.serve_vllm", sides, args.out, args.limit, args.graphs)
 
 

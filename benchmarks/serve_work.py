@@ -31,7 +31,7 @@ TURNS = 5
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 48, (300, 5000), (32, 127)
 SIDES = ("upstream", "flag")
 SAID = "| "  # how the lines of a child start that its parent shows
-FIRST_SHARE = 0.57  # of the time for both sides
+FIRST_SHARE = 0.43  # of the time for both sides
 GRACE_S = 45.0  # what a child may take after its deadline for the part that it is in
 
 
@@ -145,7 +145,7 @@ def pair(module: str, options: dict[str, list[str]], out: Path, limit_s: float, 
     failed = 0
     result: dict[str, Any] = {}
     for number, (side, own) in enumerate(options.items()):
-        # the first side compiles and tunes more in its load
+        # the flag's side comes first, and tunes and compiles less in its load
         until = start + limit_s * (1.0 if number + 1 == len(options) else FIRST_SHARE)
         file = out.with_name(f"{out.stem}_{side}.json")
         file.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def pair(module: str, options: dict[str, list[str]], out: Path, limit_s: float, 
             print(f"{side}: exit status {code}", flush=True)
         if not file.exists():
             failed += 1
-            continue
+            break  # a side alone is no pair
         result[side] = json.loads(file.read_text())
         failed += bool(code or result[side]["failed"])
         joined = {"script": script_of(module), "mode": mode, **join(result)}
