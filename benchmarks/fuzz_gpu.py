@@ -10,6 +10,7 @@ those of its calls with their comparison, added up over processes; ``wall_second
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backend_cli.check.fuzz import fuzz, lines_of
 from backend_cli.families import chosen_families
-from backend_cli.files import write_json
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment
 
@@ -53,7 +53,7 @@ def main() -> None:
         result["failures"] += report["failures"]
         result["wall_seconds"][family.name] = round(time.perf_counter() - begin, 1)
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.output, result)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
     if result["failures"]:
         sys.exit(1)
 

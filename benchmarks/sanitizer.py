@@ -27,7 +27,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_cli.check.probes import Probe, probes
-from backend_cli.files import write_json
 from backend_core.launch.cuda import CudaKernel
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment
@@ -263,7 +262,7 @@ def main() -> None:
     result["seconds"] = round(time.perf_counter() - begin, 1)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.output, result)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
     show(result, tools)
     if result["unfinished"] or any(row["errors"] for row in result["rows"]):
         sys.exit(1)
