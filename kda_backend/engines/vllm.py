@@ -32,17 +32,19 @@ class Replaced:
     Attributes:
         name: of the class, by which vLLM looks for a replacement.
         adapter: has ``layer_class``; ``None`` for Kimi-Linear's, whose form follows the release.
+        rocm: whether the class is ROCm's or all other platforms'; ``None`` where it is everyone's.
     """
 
     name: str
     adapter: str | None
+    rocm: bool | None = None
 
 
 # By the modules that define them: some for one platform, some moved between releases.
 REPLACED = {
     "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(LAYER, None),
-    "vllm.models.kimi_k3.nvidia.kda": Replaced("KimiK3DeltaAttention", "vllm_k3"),
-    "vllm.models.kimi_k3.amd.kda": Replaced("KimiK3DeltaAttention", "vllm_k3"),
+    "vllm.models.kimi_k3.nvidia.kda": Replaced("KimiK3DeltaAttention", "vllm_k3", rocm=False),
+    "vllm.models.kimi_k3.amd.kda": Replaced("KimiK3DeltaAttention", "vllm_k3", rocm=True),
     "vllm.models.glm5next.common.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
     "vllm.models.glm5next.nvidia.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
     "vllm.model_executor.models.bailing_moe_v3": Replaced(
@@ -64,8 +66,11 @@ def replace_layer(module: ModuleType) -> None:
         RuntimeError: another plug-in has replaced it.
     """
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+    from vllm.platforms import current_platform
 
     replaced = REPLACED[module.__name__]
+    if replaced.rocm not in (None, current_platform.is_rocm()):
+        return  # another platform's class of the same name, which no model here builds
     present = op_registry_oot.get(replaced.name)
     upstream = getattr(module, replaced.name)
     if present is not None:

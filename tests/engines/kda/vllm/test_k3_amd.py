@@ -1,0 +1,142 @@
+"""Kimi-K3's layer of vLLM's ROCm platform: its own class and metadata builder, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.model_executor.custom_op import op_registry_oot
+
+from backend_core.engines import Engine
+from backend_core.testing.numerics import relative_error
+from kda_backend.engines.vllm import register
+from tests.engines.kda.vllm.harness import bind_cache, engine_config, run_layer, step_metadata
+from tests.engines.kda.vllm.models import MODELS, Definition, Model, build
+from tests.engines.kda.vllm.test_checkpoints import caching_config
+from tests.engines.kda.vllm.test_models import (
+    DRAFT,
+    VERIFIES,
+    check,
+    expect_states,
+    hidden,
+    is_ours,
+)
+
+MODULE = "vllm.models.kimi_k3.amd.kda"
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(under_the_models_dtype: None) -> None:
+    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
+
+
+@pytest.fixture(autouse=True)
+def a_part_without_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The platform's module asks a GPU as it is imported; the layer asks it which GPU that is."""
+    rocm = types.ModuleType("vllm.platforms.rocm")
+    for name in ("on_gfx942", "on_gfx950"):
+        setattr(rocm, name, lambda: False)
+    monkeypatch.setitem(sys.modules, rocm.__name__, rocm)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    found = dataclasses.replace(
+        MODELS["Kimi-K3"], modules=(MODULE,), checkpoints="0.32.0", build=_build
+    )
+    if found.module is None:
+        pytest.skip("this release does not have the model")
+    return found
+
+
+def _build(upstream: Any, config: Any, vllm_config: Any, prefix: str) -> Any:
+    """Our class of ROCm's: on this platform it is in the place of nothing."""
+    adapter = importlib.import_module("kda_backend.engines.vllm_k3")
+    return adapter.layer_class(upstream)(config, vllm_config, prefix=prefix)
+
+
+def test_elsewhere_it_replaces_nothing(model: Model) -> None:
+    register()
+    importlib.import_module("vllm.models.kimi_k3.nvidia.kda")
+    present = op_registry_oot["KimiK3DeltaAttention"]
+    model.upstream()
+    assert MODULE in sys.modules
+    assert op_registry_oot["KimiK3DeltaAttention"] is present
+    assert not issubclass(present, model.upstream())
+
+
+def test_a_step_of_decodes_and_prefills(model: Model) -> None:
+    config = engine_config(flag=True, dtype="float32")
+    layer = build(model, config)
+    assert is_ours(layer) and isinstance(layer, model.upstream())
+    bind_cache(layer, config)
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    table[:, 0] = torch.tensor([2, 9, 4])
+    definitions = [Definition(model) for _ in range(3)]
+    for lengths, done in (((40, 30), (0, 0)), ((1, 1), (40, 30)), ((1, 1, 65), (41, 31, 0))):
+        x = hidden(sum(lengths), seed=sum(done))
+        metadata = step_metadata(layer, config, lengths, done, table[: len(lengths)])
+        o = run_layer(layer, config, x, metadata)
+        slots = table[: len(lengths), 0].tolist()
+        check(layer, o, x, lengths, slots, definitions[: len(lengths)])
+
+
+def test_checkpoints_beside_a_decode(model: Model) -> None:
+    """ROCm's metadata has rows of the prefills alone."""
+    if not model.exports:
+        pytest.skip("upstream's layer of this release has no checkpoints")
+    config = caching_config()
+    layer = build(model, config)
+    bind_cache(layer, config)
+    blocks = torch.tensor([[1, 0, 0, 0], [5, 0, 0, 0], [2, 3, 4, 0]], dtype=torch.int32)
+    texts = [hidden(n, seed=n) for n in (30, 40, 150)]
+    definitions = [Definition(model) for _ in texts]
+    first = step_metadata(layer, config, (20,), (0,), blocks[:1])
+    o = run_layer(layer, config, texts[0][:20], first)
+    check(layer, o, texts[0][:20], (20,), (1,), definitions[:1])
+    lengths, done = (1, 40, 150), (20, 0, 0)
+    x = torch.cat([t[d : d + n] for t, d, n in zip(texts, done, lengths, strict=True)])
+    metadata = step_metadata(layer, config, lengths, done, blocks)
+    assert metadata.checkpoint.checkpoint_offsets.tolist() == [0, 128]
+    o = run_layer(layer, config, x, metadata)
+    check(layer, o, x, lengths, (1, 5, 4), definitions)
+    inside = Definition(model)
+    inside.run(texts[2][:128])
+    expect_states(layer, 3, inside)
+
+
+def test_the_option_against_checkpoints_is_kept(model: Model) -> None:
+    if not model.exports:
+        pytest.skip("upstream's layer of this release has no checkpoints")
+    config = caching_config()
+    config.additional_config = {"kda_prefill_checkpoint": False}
+    spec = build(model, config).get_kv_cache_spec(config)
+    assert (spec.num_prefill_checkpoint_blocks, spec.prefill_checkpoint_alignment) == (0, None)
+
+
+def test_drafts(model: Model) -> None:
+    if not VERIFIES:
+        pytest.skip("this release is served without drafts")
+    draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
+    config = engine_config(flag=True, dtype="float32", speculative_config=draft)
+    layer = build(model, config)
+    bind_cache(layer, config)
+    blocks = torch.tensor([[2, 3, 4, 5]], dtype=torch.int32)
+    x, definition = hidden(24), Definition(model)
+    run_layer(layer, config, x[:20], step_metadata(layer, config, (20,), (0,), blocks, (0,)))
+    definition.run(x[:20])
+    metadata = step_metadata(layer, config, (DRAFT,), (20,), blocks, (1,))
+    o = run_layer(layer, config, x[20:], metadata)
+    assert relative_error(o, definition.run(x[20:])) < TOLERANCE
+
+
+def test_the_releases_that_have_it() -> None:
+    has = Engine("vllm", "0.28.0", None).supports(vllm.__version__)
+    assert (dataclasses.replace(MODELS["Kimi-K3"], modules=(MODULE,)).module is not None) == has
