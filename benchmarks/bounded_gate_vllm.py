@@ -374,7 +374,7 @@ def resumed(asked: Any, side: SideFile) -> dict[str, Any]:
     """
     from vllm import SamplingParams
 
-    block = asked.llm.llm_engine.vllm_config.cache_config.block_size
+    block = asked.llm.llm_engine.engine_core.engine_core.scheduler.block_size
     rng = random.Random(11)
     begun = [prompt_of(rng, 2 * block + rng.randint(70, block - 1)) for _ in range(RESUMED)]
     sampling = SamplingParams(
