@@ -75,8 +75,8 @@ def run_calls(numbers: list[int]) -> None:
     for number in numbers:
         probe, schedule = calls[number]
         assert probe.run is not None
-        if schedule is not None:
-            _force(*schedule)
+        if probe.path.name == "two_stage_sm90":
+            _force(schedule)
         launched.clear()
         try:
             error, allowed = probe.run(target, device)
@@ -113,8 +113,9 @@ def _record_launches() -> set[str]:
     return names
 
 
-def _force(split: bool, ctas_per_sm: int) -> None:
-    """The quickest schedule of the Hopper prefill with this scan and so many CTAs per SM."""
+def _force(schedule: tuple[bool, int] | None) -> None:
+    """The quickest schedule of the Hopper prefill; of those with this scan (split or not) and so
+    many CTAs per SM, where ``schedule`` says so."""
     from kda_backend.prefill import two_stage_sm90 as pipeline
     from kda_backend.prefill.sm_schedule import schedules
 
@@ -122,7 +123,7 @@ def _force(split: bool, ctas_per_sm: int) -> None:
         return min(
             item
             for item in schedules(model, shape)
-            if item[1].split == split and item[1].intra_ctas_per_sm == ctas_per_sm
+            if schedule in (None, (item[1].split, item[1].intra_ctas_per_sm))
         )[1]
 
     pipeline.choose_schedule = choose  # type: ignore[assignment]
