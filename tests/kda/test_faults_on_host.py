@@ -20,6 +20,7 @@ from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
+from kda_backend.step_plan import build_step_plan
 from tests.cuda_on_host.driver import GXX, HostKernel, run_launches
 from tests.kda.cases import Backend, assert_result
 
@@ -147,6 +148,42 @@ def test_a_scan_that_cannot_be_launched_leaves_the_scratch_usable(
         call(scratch, lambda made: made._replace(scan=(Refused(), Refused())))
     assert not scratch.flags().any()
     call(scratch)
+
+
+class Later:
+    """A kernel whose launches wait until they are asked for, as those of another stream do."""
+
+    def __init__(self, kernel: HostKernel, waiting: list[Callable[[], None]]) -> None:
+        self._kernel, self._waiting = kernel, waiting
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._waiting.append(lambda: self._kernel(*args, **kwargs))
+
+
+def test_two_calls_at_once_on_one_scratch_give_up(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Both intra stages, then both scans: what two streams would do that do not take turns
+    (`backend_core.launch.streams` has them take turns). The second call's tiles count as made."""
+    waiting = list[Callable[[], None]]()
+    made = kernels(seed, False, 1)
+    scan = Later(made.scan[0], waiting)  # type: ignore[arg-type]
+    deferred = made._replace(scan=(scan, scan))  # type: ignore[arg-type]
+    monkeypatch.setattr(pipeline, "_kernels", lambda *_: deferred)
+    case = CPU.case(seed, (67, 130), key_dim=128, value_dim=128)
+    arguments = {
+        "selection": CPU.selection(case.shape).with_path(ROW),
+        "scratch": Scratch(torch.device("cpu")),
+        "step_plan": build_step_plan(case.cu_seqlens, sum(case.lengths)),
+    }
+    results = [CPU.chunk(case, **arguments) for _ in range(2)]
+    first, second = waiting
+    first()
+    assert_result(case, *results[0])
+    with pytest.raises(RuntimeError, match="a kernel has trapped"):
+        second()
+    assert "waited in vain for tile" in sentence()
+    assert "another call used its scratch memory meanwhile" in sentence()
 
 
 def test_a_scratch_is_used_again_and_again(call: Callable[..., None]) -> None:
