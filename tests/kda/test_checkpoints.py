@@ -11,13 +11,25 @@ from kda_backend import layer
 from kda_backend.layer import Pools, Tokens
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.scratch import Scratch
-from tests.kda.cases import Backend, assert_close, assert_same_bits
+from tests.kda.cases import ON_GPU, Backend, assert_close, assert_same_bits
 from tests.kda.test_layer import Model
 from tests.offline import TARGETS, report_of
 
 LENGTHS = (150, 3, 64, 130)
 SLOTS, INITIAL = (4, 1, 6, 3), (True, True, False, True)
 OFFSETS, KEPT = (128, 0, 0, 64), (0, 5, 5, 2)  # 5: the null slot here
+
+
+def model_of(backend: Backend, seed: int, lengths: tuple[int, ...] = LENGTHS) -> Model:
+    return Model(backend, seed, lengths, dim=128 if backend.name == "kernels_128" else 16)
+
+
+def assert_same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """By other variants of the same kernels: to the bit, or compiled apart for a GPU nearly so."""
+    if ON_GPU:
+        assert_close(name, got.float(), want.double().cpu(), 1e-2)
+    else:
+        assert_same_bits(name, got, want)
 
 
 def run(model: Model, checkpoints: Checkpoints | None) -> torch.Tensor:
@@ -48,18 +60,18 @@ def asked(
 def test_checkpoints_are_the_states_of_shorter_prefills(
     backend: Backend, seed: int, dtype: torch.dtype
 ) -> None:
-    model, plain = Model(backend, seed, LENGTHS), Model(backend, seed, LENGTHS)
-    cut = Model(backend, seed, LENGTHS)
+    model, plain = model_of(backend, seed), model_of(backend, seed)
+    cut = model_of(backend, seed)
     for each in (model, plain, cut):
         each.state_pool = each.state_pool.to(dtype)
     before = (model.conv_pool.clone(), model.state_pool.clone())
     out = run(model, asked(backend.device))
-    assert_same_bits("output", out, run(plain, None))
+    assert_same("output", out, run(plain, None))
     # the same sequences, each as long as its checkpoint is far in
     begin = 0
     for n, length in enumerate(LENGTHS):
         if KEPT[n] != 5:
-            shorter = Model(backend, seed, (OFFSETS[n],))
+            shorter = model_of(backend, seed, (OFFSETS[n],))
             for name in ("qkv", "g", "beta", "gate"):
                 setattr(shorter, name, getattr(cut, name)[begin : begin + OFFSETS[n]])
             shorter.weights = cut.weights
@@ -72,18 +84,23 @@ def test_checkpoints_are_the_states_of_shorter_prefills(
         begin += length
     for slot in SLOTS:
         assert_same_bits("window", model.conv_pool[slot], plain.conv_pool[slot])
-        assert_same_bits("state", model.state_pool[slot], plain.state_pool[slot])
+        assert_same("state", model.state_pool[slot], plain.state_pool[slot])
     rest = [slot for slot in range(7) if slot not in (*SLOTS, 0, 2)]
     assert_same_bits("other windows", model.conv_pool[rest], before[0][rest])
     assert_same_bits("other states", model.state_pool[rest], before[1][rest])
 
 
 def test_nothing_asked_for_writes_nothing_more(backend: Backend, seed: int) -> None:
-    model, plain = Model(backend, seed, LENGTHS), Model(backend, seed, LENGTHS)
+    model, plain = model_of(backend, seed), model_of(backend, seed)
     none = asked(backend.device, (0, 0, 0, 0), (5, 5, 5, 5))
-    assert_same_bits("output", run(model, none), run(plain, None))
+    before = model.state_pool.clone()
+    assert_same("output", run(model, none), run(plain, None))
     assert_same_bits("windows", model.conv_pool, plain.conv_pool)
-    assert_same_bits("states", model.state_pool, plain.state_pool)
+    for slot in range(7):
+        if slot in SLOTS:
+            assert_same("state", model.state_pool[slot], plain.state_pool[slot])
+        else:
+            assert_same_bits("another state", model.state_pool[slot], before[slot])
 
 
 @pytest.mark.parametrize(
