@@ -123,9 +123,9 @@ FAMILY = Family(
     measure=measure,
     open_grid={"mla_decode": 128},
     benchmarks={
-        "dsv4-attention": "bench_dsv4_attention.py",
         "mla-decode": "bench_mla_decode.py",
         "sparse-attention": "bench_sparse_attention.py",
+        "dsv4-attention": "bench_dsv4_attention.py",
     },
     transformers=None,
 )
