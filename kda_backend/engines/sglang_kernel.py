@@ -145,7 +145,8 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             q, k: ``[1, T, H, K]``; v: ``[1, T, HV, V]``; g: ``[1, T', HV, K]`` raw gate, or log
                 decay without ``A_log``; beta: ``[1, T', HV]``; T' >= T.
             query_start_loc: ``[N + 1]`` int32; may end before T.
-            extend_seq_lens_cpu: the N lengths, where the host knows them.
+            extend_seq_lens_cpu: the N lengths, where the host knows them; left aside in a CUDA
+                graph's capture, which is replayed with other lengths.
             chunk_indices: given for a captured graph, after which sglang clears padded rows.
             chunk_offsets, extend_prefix_lens, layer_id, track_ssm_h_batch_src: of other kernels;
                 nothing here reads them.
@@ -167,9 +168,14 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         tokens = q.shape[1]
         if g.shape[1] != tokens:  # 0.5.17 pads the gates alone for a prefill graph
             g, beta = g[:, :tokens], beta[:, :tokens]
-        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        # a model that applies the sigmoid itself hands over fp32; 0.5.23 calls the logits beside an
+        # unflattened gate (Kimi-Linear, Kimi-K3) step sizes in a captured prefill, and there alone
+        if chunk_indices is not None and q.dtype != torch.float32:
+            beta_is_raw = beta.dtype == q.dtype
+        capturing = is_capturing(q)
+        lengths = None if capturing else extend_seq_lens_cpu
         step_plan = self._step_plan(
-            query_start_loc, tokens, extend_seq_lens_cpu, ssm_states.data_ptr(), capturing
+            query_start_loc, tokens, lengths, ssm_states.data_ptr(), capturing
         )
         states: dict[str, Any] = {"state_pool": ssm_states, "state_indices": cache_indices}
         if is_spec_decode:
@@ -313,6 +319,11 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         )
         self._pass = _Pass(step_plan, layer, capturing)
         return step_plan
+
+
+def is_capturing(x: torch.Tensor) -> bool:
+    """Whether what is launched on ``x`` now goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _keywords(method: Callable[..., Any]) -> frozenset[str]:

@@ -14,82 +14,18 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
-from kda_backend.api import chunk_kda
 from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
-from kda_backend.scratch import Scratch
+from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch
 from kda_backend.selection import KdaSelection, KdaShape, selection_for, warm_up
-from kda_backend.step_plan import build_step_plan
-
-_SCRATCH = "_kda_dsv4_scratch"  # on a ModelRunner, from `reserve` to `install`
-# Requests of a prefill step where --max-running-requests does not say: a step of more grows the
-# scratch memory, a tile for the started chunk of each.
-_REQUESTS = 128
 
 
 def reserve(runner: Any) -> None:
-    """Take the scratch memory of the largest prefill step before sglang sizes its pools.
-
-    sglang gives its pools a share of what is free after the weights are loaded: memory that is
-    taken now is in its account, and memory that a step takes later is not.
-    """
+    """Take the scratch memory of a model's KDA layers before sglang sizes its pools."""
     layers = _kda_layers(runner)
     device = torch.device(runner.device)
     selection = _selection(layers, [], device, runner.dtype) if layers else None
-    if selection is None:
-        return
-    args = runner.server_args
-    tokens = args.chunked_prefill_size
-    if tokens is None or tokens < 1:  # -1: prompts are not cut
-        tokens = args.max_prefill_tokens
-    requests = max(1, min(args.max_running_requests or _REQUESTS, tokens))
-    scratch = Scratch(device)
-    reserve_scratch(selection, scratch, tokens, requests)
-    setattr(runner, _SCRATCH, scratch)
-    rank0_log(
-        f"kda-dsv4: scratch memory of {tokens} tokens of {requests} requests is"
-        f" {scratch.nbytes / 2**20:.0f} MiB, taken before the pools are sized"
-    )
-
-
-def reserve_scratch(selection: KdaSelection, scratch: Scratch, tokens: int, requests: int) -> None:
-    """Grow ``scratch`` to what a prefill of so many tokens and requests takes, by running one."""
-    shape, device = selection.shape, scratch.flags().device
-    lengths = [tokens - requests + 1] + [1] * (requests - 1)
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    keys = torch.zeros(1, tokens, shape.num_heads, shape.key_dim, dtype=shape.dtype, device=device)
-    values = torch.zeros(
-        1, tokens, shape.num_value_heads, shape.value_dim, dtype=shape.dtype, device=device
-    )
-    g = torch.zeros(
-        1, tokens, shape.num_value_heads, shape.key_dim, dtype=shape.dtype, device=device
-    )
-    pool = torch.zeros(
-        1, shape.num_value_heads, shape.value_dim, shape.key_dim, dtype=torch.float32, device=device
-    )
-    heads = torch.zeros(shape.num_value_heads, device=device)
-    chunk_kda(
-        keys,
-        keys,
-        values,
-        g,
-        g[..., 0],
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        lower_bound=-5.0 if shape.bounded_gate else None,
-        A_log=heads,
-        dt_bias=heads.new_zeros(shape.num_value_heads * shape.key_dim),
-        step_plan=build_step_plan(
-            bounds.to(device),
-            tokens,
-            cu_seqlens_cpu=bounds,
-            chunk_table=selection.target.vendor != "cpu",
-        ),
-        state_pool=pool,
-        state_indices=torch.full((requests,), -1, dtype=torch.int32, device=device),
-        scratch=scratch,
-        selection=selection,
-    )
+    if selection is not None:
+        reserve_scratch(runner, selection, len(layers))
 
 
 def _kda_layers(runner: Any) -> list[Any]:
@@ -113,7 +49,7 @@ def install(backend: Any, runner: Any) -> None:
     selection = _selection(layers, states, device, runner.dtype)
     if selection is None:
         return
-    kernel = KdaKernel(selection, device, runner.__dict__.pop(_SCRATCH, None))
+    kernel = KdaKernel(selection, device, reserved_scratch(runner, selection))
     dispatcher = backend.kernel_dispatcher
     ours = []
     for phase, name in (("prefill", "extend_kernel"), ("decode", "decode_kernel")):

@@ -8,6 +8,7 @@ them is ours, since sglang's starts process groups and asks for a GPU.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Sequence
@@ -60,7 +61,9 @@ def one_rank() -> None:
     with tempfile.TemporaryDirectory() as directory:
         init_distributed_environment(1, 0, f"file://{directory}/rendezvous", backend="gloo")
         initialize_model_parallel()
-    ranks = get_parallel().override(tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0)
+    ranks = get_parallel().override(
+        tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0, attn_dp_size=1
+    )
     _open.enter_context(ranks)
 
 
@@ -82,7 +85,8 @@ class Served:
         for index, layer in zip(LAYERS, layers, strict=True):
             load(layer, index)
         self.layers = torch.nn.ModuleList(layers)
-        params = config.mamba2_cache_params
+        # sglang copies tracked states once the last layer of its pool has run
+        params = dataclasses.replace(config.mamba2_cache_params, layers=list(LAYERS))
         self.pool = HybridReqToTokenPool(
             size=REQUESTS,
             mamba_size=SLOTS,
@@ -97,8 +101,11 @@ class Served:
         )
         self.runner = SimpleNamespace(
             device="cpu",
+            gpu_id=0,
             dtype=torch.bfloat16,
             server_args=self.args,
+            pre_model_load_memory=4.0,  # GiB that were free before the weights
+            max_running_requests=min(REQUESTS, self.args.max_running_requests or REQUESTS),
             model=self.layers,
             model_config=model_config,
             req_to_token_pool=self.pool,

@@ -1,22 +1,36 @@
 """The prefill that sglang 0.5.23 captures in CUDA graphs, on its static tables, without a graph.
 
 A bucket has more requests than the batch: the rest are empty, with slot -1 and chunk tables that
-point past the end. The host knows no lengths.
+point past the end. The host knows no lengths. The second half captures a bucket with sglang's dummy
+request and replays it with other batches, between which sglang writes the tables anew.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import sglang_layer
+from kda_backend.engines import sglang_kernel, sglang_layer
+from kda_backend.engines.sglang_kernel import KdaKernel
+from kda_backend.step_plan import StepPlan, build_chunk_table, build_step_plan
 from tests.engines.kda.sglang import harness
-from tests.engines.kda.sglang.test_layer import kernels_of_an_a100, tokens
+from tests.engines.kda.sglang.device_graph import DeviceGraph
+from tests.engines.kda.sglang.test_layer import (
+    STATE_TOLERANCE,
+    TOLERANCE,
+    definitions,
+    fresh_slots,
+    kernels_of_an_a100,
+    tokens,
+)
 
 MODULE = "sglang.srt.layers.attention.linear.kda_prefill_graph"
 pytestmark = pytest.mark.skipif(
@@ -29,6 +43,7 @@ NEW, SLOTS = [70, 6], [3, 5]
 def served() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
+        patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)  # the interpreter does not
         yield harness.Served("--attention-backend", "kda")
 
 
@@ -102,3 +117,148 @@ def bucket(graph: Any) -> Any:
     meta.cache_indices[:2] = torch.tensor(SLOTS, dtype=torch.int32)
     meta.track_dst.copy_(target)
     return meta
+
+
+BUCKET = 76  # tokens
+# tokens of each request, tokens before them, slots, and (request, slot) of states to keep
+Step = tuple[list[int], list[int], list[int], list[tuple[int, int]]]
+STEPS: list[Step] = [
+    ([70, 6], [0, 0], [3, 5], [(0, 8)]),  # between two chunks
+    ([9], [70], [3], []),
+    ([1, 64, 3], [5, 0, 6], [7, 2, 5], [(1, 10)]),  # at a chunk's end
+]
+
+
+class PrefillGraph:
+    """A bucket of `BUCKET` tokens and up to 5 requests, captured with one request in slot 0."""
+
+    def __init__(self, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.layers.attention.linear import kda_prefill_graph as graph
+
+        self.served, self.graph = served, DeviceGraph()
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # which asks for a GPU
+        self.meta = graph.KDAPrefillGraphMetadata.allocate(
+            num_tokens=BUCKET,
+            max_seqs_cap=5,
+            track=True,
+            cache_index_dtype=torch.int32,
+            device=torch.device("cpu"),
+        )
+        self.x = torch.zeros(BUCKET, 256, dtype=torch.bfloat16)
+        batch = self.prepared(([BUCKET], [0], [0], []))
+
+        def run_once() -> list[torch.Tensor]:
+            with forward_context(ForwardContext(attn_backend=served.backend)):
+                return [layer(self.x, batch.positions, batch, None) for layer in served.layers]
+
+        run_once()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sglang_kernel, "is_capturing", lambda x: True)
+            self.outputs = self.graph.record(run_once)
+
+    def prepared(self, step: Step) -> Any:
+        """A batch, its tables written by sglang."""
+        new, prefix, slots, tracked = step
+        batch = self.served.batch(ForwardMode.EXTEND, new, prefix, slots, tracked=tracked)
+        linear = self.served.backend.linear_attn_backend
+        linear.refresh_prefill_graph_metadata(self.meta, batch)
+        return batch
+
+    def replay(self, x: torch.Tensor, step: Step) -> list[torch.Tensor]:
+        self.prepared(step)
+        self.x[: len(x)] = x
+        self.graph.replay()
+        return self.outputs
+
+
+def plan_of_a_gpu(
+    cu_seqlens: torch.Tensor, num_tokens: int, *, cu_seqlens_cpu: Any, chunk_table: bool
+) -> StepPlan:
+    """`build_step_plan` of offsets that are not in host memory."""
+    assert chunk_table
+    plan = build_step_plan(
+        cu_seqlens.to("meta"), num_tokens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_table=False
+    )
+    table = build_chunk_table(cu_seqlens, plan.num_chunks)
+    return replace(plan, cu_seqlens=cu_seqlens, chunk_table=table)
+
+
+def check_replays(served: Any, monkeypatch: pytest.MonkeyPatch, steps: Sequence[Step]) -> None:
+    served.fill_pools(seed=11)
+    graph = PrefillGraph(served, monkeypatch)
+    for number, step in enumerate(steps):
+        new, prefix, slots, _ = step
+        fresh = fresh_slots(served, slots, prefix)
+        requests = [definitions(served, n, slots, fresh) for n in range(len(harness.LAYERS))]
+        before = [[pool.clone() for pool in served.states(n)] for n in range(len(harness.LAYERS))]
+        x = tokens(sum(new), seed=30 + number)
+        outputs = graph.replay(x, step)
+        for layer, output in enumerate(outputs):
+            check_step(served, layer, step, x, output, requests[layer], before[layer])
+        # the server goes on with a step that is no graph's
+        served.forward(
+            tokens(2, seed=50 + number), served.batch(ForwardMode.EXTEND, [2], [4], [11])
+        )
+
+
+def check_step(
+    served: Any,
+    layer: int,
+    step: Step,
+    x: torch.Tensor,
+    output: torch.Tensor,
+    requests: list[harness.Definition],
+    before: list[torch.Tensor],
+) -> None:
+    """Outputs, both states and what is kept, by the definition; every other slot bit for bit."""
+    new, _, slots, tracked = step
+    conv, states = served.states(layer)
+    kept = dict(tracked)
+    want = []
+    for n, (request, y) in enumerate(zip(requests, x.split(new), strict=True)):
+        whole = new[n] // 64 * 64
+        if whole:
+            want.append(request.run(y[:whole]))
+        if n in kept:
+            assert relative_error(states[kept[n]], request.state[0]) < STATE_TOLERANCE
+        if whole < new[n]:
+            want.append(request.run(y[whole:]))
+        assert relative_error(states[slots[n]], request.state[0]) < STATE_TOLERANCE
+        assert relative_error(conv[slots[n]].T, request.window) < STATE_TOLERANCE
+    assert relative_error(output[: len(x)], torch.cat(want)) < TOLERANCE
+    assert not output[len(x) :].any()
+    given = {*slots, *kept.values()}
+    others = [slot for slot in range(1, harness.SLOTS + 1) if slot not in given]
+    for pool, was in zip((conv, states), before, strict=True):
+        assert torch.equal(pool[others], was[others])
+
+
+def test_a_bucket_serves_other_batches_than_it_was_captured_with(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests and fewer, with a prefix and without, with states to keep and without."""
+    monkeypatch.setattr(sglang_kernel, "build_step_plan", plan_of_a_gpu)
+    check_replays(served, monkeypatch, STEPS)
+
+
+def test_lengths_of_the_capture_are_caught(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: chunks counted from the lengths that the capture has, 2 where a batch has 3."""
+    with pytest.raises(AssertionError, match="relative_error"):
+        check_replays(served, monkeypatch, STEPS[2:])
+
+
+def test_a_plan_from_before_the_capture_is_caught(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the warm-up's chunk table, which no replay computes anew."""
+    monkeypatch.setattr(sglang_kernel, "build_step_plan", plan_of_a_gpu)
+    build = KdaKernel._step_plan
+    kept: list[StepPlan] = []
+
+    def first(self: Any, *args: Any) -> StepPlan:
+        kept.append(build(self, *args))
+        return kept[0]
+
+    monkeypatch.setattr(KdaKernel, "_step_plan", first)
+    with pytest.raises(AssertionError, match="relative_error"):
+        check_replays(served, monkeypatch, STEPS[2:])

@@ -1,0 +1,159 @@
+"""Scratch memory of sglang's prefills, taken before sglang sizes its pools.
+
+sglang gives its pools a share of what is free after the weights are loaded: memory that is taken by
+then is in its account, and memory that a step takes later is not. A prefill that is captured in a
+CUDA graph has scratch memory of its own, in the graphs' pool.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
+from sglang.srt.utils.common import get_available_gpu_memory, rank0_log
+
+from kda_backend.api import chunk_kda
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection
+from kda_backend.step_plan import build_step_plan
+
+_RESERVED = "_kda_dsv4_reserved"  # on a ModelRunner, from one function here to the other
+# What sglang allows where --max-running-requests does not say, and the least number of state slots
+# that it counts for a request where prefixes are cached (``resolve_max_num_reqs``).
+_MOST_REQUESTS, _SLOTS_OF_A_REQUEST = 4096, 3
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Scratch memory that was taken for prefills of so many tokens and requests."""
+
+    scratch: Scratch
+    tokens: int
+    requests: int
+
+
+def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> None:
+    """Take what the largest prefill step of a ModelRunner needs, and leave it with the runner.
+
+    Weights are loaded, pools are not sized yet. ``num_layers``: KDA layers on this rank.
+    """
+    tokens, requests = largest_prefill(runner, num_layers)
+    scratch = Scratch(torch.device(runner.device))
+    grow(scratch, selection, tokens, requests)
+    setattr(runner, _RESERVED, Reserved(scratch, tokens, requests))
+    rank0_log(
+        f"kda-dsv4: scratch memory of {tokens} tokens of {requests} requests is"
+        f" {scratch.nbytes / 2**20:.0f} MiB, taken before the pools are sized"
+    )
+    if _chunk_of_a_prompt() is None:
+        rank0_log(f"kda-dsv4: prompts are not cut, and one of more than {tokens} tokens takes more")
+
+
+def reserved_scratch(runner: Any, selection: KdaSelection) -> Scratch | None:
+    """What `reserve_scratch` took; more, and a line in the log, if more requests can run.
+
+    Pools are allocated. ``None`` where nothing was taken.
+    """
+    reserved: Reserved | None = runner.__dict__.pop(_RESERVED, None)
+    if reserved is None:
+        return None
+    requests = min(runner.max_running_requests, reserved.tokens)
+    if requests > reserved.requests:
+        grow(reserved.scratch, selection, reserved.tokens, requests)
+        rank0_log(
+            f"kda-dsv4: {requests} requests run where {reserved.requests} were expected: scratch"
+            f" memory is {reserved.scratch.nbytes / 2**20:.0f} MiB, beside the pools"
+        )
+    return reserved.scratch
+
+
+def largest_prefill(runner: Any, num_layers: int) -> tuple[int, int]:
+    """Tokens and requests of the largest prefill that sglang's scheduler can make of a model.
+
+    A step has no more requests than the server runs. sglang derives that number as it sizes its
+    pools; this is a bound on it, from what the number is the least of: what the user asks for, the
+    state slots that fit into the memory that is free now, and a constant.
+    """
+    schedule = get_schedule()
+    tokens = _chunk_of_a_prompt() or schedule.max_prefill_tokens
+    requests = _MOST_REQUESTS
+    if schedule.max_running_requests is not None:
+        requests = max(1, schedule.max_running_requests // get_parallel().attn_dp_size)
+    # with --enable-mixed-chunk the step's decodes come on top of the requests that it admits
+    if schedule.prefill_max_requests is not None and not schedule.enable_mixed_chunk:
+        requests = min(requests, max(1, schedule.prefill_max_requests))
+    slots_of_a_request = 1 if get_memory().disable_radix_cache else _SLOTS_OF_A_REQUEST
+    requests = min(requests, _state_slots(runner, num_layers) // slots_of_a_request)
+    return tokens, max(1, min(requests, tokens))
+
+
+def _chunk_of_a_prompt() -> int | None:
+    """``--chunked-prefill-size`` as sglang resolved it; ``None`` where prompts are not cut."""
+    size = get_schedule().chunked_prefill_size
+    return None if size is None or size < 1 else int(size)
+
+
+def _state_slots(runner: Any, num_layers: int) -> int:
+    """No fewer slots than sglang's pool of states will have on this rank."""
+    schedule = get_schedule()
+    asked: int | None = schedule.max_mamba_cache_size
+    if asked is not None:
+        ranks: int = get_parallel().attn_dp_size
+        return asked // ranks
+    params = mambaish_config(runner.model_config).mamba2_cache_params
+    slot = params.mamba_cache_per_req * num_layers / len(params.layers)
+    gc.collect()  # as sglang does before it measures
+    free = get_available_gpu_memory(runner.device, runner.gpu_id)  # GiB
+    free -= runner.pre_model_load_memory * (1 - schedule.mem_fraction_static)
+    share = schedule.mamba_full_memory_ratio / (1 + schedule.mamba_full_memory_ratio)
+    return int(max(0.0, free) * share * 2**30 / slot)
+
+
+def grow(scratch: Scratch, selection: KdaSelection, tokens: int, requests: int) -> None:
+    """Grow ``scratch`` to what a prefill of so many tokens and requests takes, by running it.
+
+    No division of the tokens among so many requests makes more chunks than one long request and
+    others of one token; each path of the selection runs it.
+    """
+    shape, device = selection.shape, scratch.flags().device
+    lengths = [tokens - requests + 1] + [1] * (requests - 1)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    keys = torch.zeros(1, tokens, shape.num_heads, shape.key_dim, dtype=shape.dtype, device=device)
+    values = torch.zeros(
+        1, tokens, shape.num_value_heads, shape.value_dim, dtype=shape.dtype, device=device
+    )
+    g = torch.zeros(
+        1, tokens, shape.num_value_heads, shape.key_dim, dtype=shape.dtype, device=device
+    )
+    pool = torch.zeros(
+        1, shape.num_value_heads, shape.value_dim, shape.key_dim, dtype=torch.float32, device=device
+    )
+    heads = torch.zeros(shape.num_value_heads, device=device)
+    tables = selection.target.vendor != "cpu"
+    step_plan = build_step_plan(
+        bounds.to(device), tokens, cu_seqlens_cpu=bounds, chunk_table=tables
+    )
+    for path in dict.fromkeys(selection.prefill.paths):
+        chunk_kda(
+            keys,
+            keys,
+            values,
+            g,
+            g[..., 0],
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=-5.0 if shape.bounded_gate else None,
+            A_log=heads,
+            dt_bias=heads.new_zeros(shape.num_value_heads * shape.key_dim),
+            step_plan=step_plan,
+            state_pool=pool,
+            state_indices=torch.full((requests,), -1, dtype=torch.int32, device=device),
+            scratch=scratch,
+            selection=selection.with_path(path),
+        )
