@@ -161,20 +161,19 @@ def launched_by(own: str) -> list[dict[str, Any]] | None:
 
 
 def reports(log: str) -> list[str]:
-    """The tool's reports: blocks of lines between lines of ``=========`` alone."""
+    """The tool's reports. The first line of one stands one space behind the mark, its others
+    further; a mark alone ends it."""
     headings = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY")
-    blocks, block = [], []
+    found: list[list[str]] = [[]]
     for line in log.splitlines():
         text = line.removeprefix("=========").rstrip()
         if text.strip().startswith(headings):
             continue
+        if not text.startswith("  "):
+            found.append([])
         if text.strip():
-            block.append(text)
-        elif block:
-            blocks.append(block)
-            block = []
-    blocks.append(block)
-    return ["\n".join(block) for block in blocks if block]
+            found[-1].append(text)
+    return ["\n".join(block) for block in found if block]
 
 
 def our_kernels() -> set[str]:
