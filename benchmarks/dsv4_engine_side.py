@@ -354,12 +354,10 @@ def sampling(new: int, logprobs: int | None = None) -> Any:
 
 
 def generate(llm: Any, batch: list[dict[str, Any]], what: str) -> dict[str, Any]:
-    """Greedy tokens, tokens from the cache, and without drafts the log-probabilities of each
-    token's two best."""
-    logprobs = 2 if llm.llm_engine.vllm_config.speculative_config is None else None
+    """Greedy tokens, the log-probabilities of each token's two best, tokens from the cache."""
     outputs = llm.generate(
         [{"prompt_token_ids": one["tokens"]} for one in batch],
-        [sampling(one["new"], logprobs) for one in batch],
+        [sampling(one["new"], logprobs=2) for one in batch],
         use_tqdm=False,
     )
     say(what)
@@ -369,7 +367,7 @@ def generate(llm: Any, batch: list[dict[str, Any]], what: str) -> dict[str, Any]
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "best": [
             [sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in one]
-            for one in (output.outputs[0].logprobs or [] for output in outputs)
+            for one in (output.outputs[0].logprobs for output in outputs)
         ],
     }
 
