@@ -44,8 +44,15 @@ The tables above have each time beside its bytes at the copy bandwidth, or besid
 Profiles are in [studies](studies/README.md).
 """
 
-# pairs of upstream and flag by the serve benchmarks, shown where they have been measured
-DEFAULT_MODES = ("vllm033_kimi48b.json", "sglang_kimi48b.json", "vllm026_kimi48b.json")
+# pairs of upstream and flag by the serve benchmarks, shown where they have been measured, and what
+# a heading adds to engine and mode
+DEFAULT_MODES = {
+    "vllm033_kimi48b.json": "",
+    "vllm033_kimi48b_without_checkpoints.json": ", prompts split at their last cache block",
+    "sglang_kimi48b.json": "",
+    "vllm026_kimi48b.json": "",
+}
+_NEWEST = "vllm033_kimi48b.json"
 _RECALL = ("recall_vllm033.json", "recall_vllm033_tp2.json", "recall_vllm.json",
            "recall_sglang.json")  # fmt: skip
 _LOADS = ("load_vllm033.json", "load_sglang.json")
@@ -113,8 +120,8 @@ def _headline() -> str:
 def _headline_of_engine() -> tuple[str, str, list[float]]:
     """The newest release in its default mode where that has been measured, else 0.26.0, eager."""
     what = "Kimi-Linear-48B's configuration in vLLM {}, a prompt in and a token out"
-    if (RESULTS / DEFAULT_MODES[0]).exists():
-        report = _load(DEFAULT_MODES[0])
+    if (RESULTS / _NEWEST).exists():
+        report = _load(_NEWEST)
         ratios = [row["upstream_ms"] / row["flag_ms"] for row in _both(report, "call")]
         release = report["engine"].removeprefix("vllm ") + ", default mode"
     else:
@@ -365,7 +372,7 @@ def _mla() -> list[str]:
 def _default_modes() -> list[str]:
     """Engines in their default mode: every row of every pair."""
     lines = []
-    for name in DEFAULT_MODES:
+    for name, form in DEFAULT_MODES.items():
         if not (RESULTS / name).exists():
             continue
         report = _load(name)
@@ -382,7 +389,7 @@ def _default_modes() -> list[str]:
             for row in _both(report)
         )
         lines += [
-            *_section(f"Kimi-Linear-48B in {named}, default mode", report, name),
+            *_section(f"Kimi-Linear-48B in {named}, default mode{form}", report, name),
             "",
             "The configuration with random weights, each side a process with empty compile caches,"
             " ms. Prompts × tokens in, one token out; the time by which the engine advances in a"
