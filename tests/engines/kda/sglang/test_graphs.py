@@ -296,6 +296,7 @@ def test_drafts_are_verified_by_upstreams_kernel(served: Served) -> None:
 
 def test_a_prefill_in_one_full_graph_is_refused_by_upstream(served: Served) -> None:
     """Its metadata would come from where the decode graph's does, which has no such mode."""
+    DecodeGraph(served)
     batch = served.batch(ForwardMode.EXTEND, [3], [0], [4])
     with pytest.raises(ValueError, match="Invalid forward mode"):
         served.backend.linear_attn_backend.init_forward_metadata_out_graph(batch, in_capture=True)
