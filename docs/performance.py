@@ -113,7 +113,10 @@ def _headline() -> str:
         for what, peer, x in rows
     ]
     lines = _table(["faster than", "the best of", "geometric mean", "range"], cells)
-    gpu = f"One {prefill['gpu']}, bf16, each pair in one run, {prefill['date']}."
+    engine = _load(_NEWEST)["date"] if (RESULTS / _NEWEST).exists() else prefill["date"]
+    dates = sorted({prefill["date"], decode["date"], engine})
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    gpu = f"One {prefill['gpu']}, bf16, each pair in one run, {days}."
     return "\n".join([gpu, "", *lines]) + "\n"
 
 
