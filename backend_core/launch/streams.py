@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+"""The handle of a device's current stream. A torch without GPUs has none, and no caller here."""
 
 
 class StreamOrder:
@@ -17,17 +23,18 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_gpu = device.type == "cuda"
+        self._index = device.index
         self._raw = -1
         self._stream: torch.cuda.Stream | None = None
 
     def enter(self, *memory: torch.Tensor) -> None:
         """Before a call's launches on the current stream, which will use ``memory``."""
-        if self._device.type != "cuda":
+        if not self._is_gpu:
             return
-        device = self._device.index
-        raw = torch._C._cuda_getCurrentRawStream(
-            torch.cuda.current_device() if device is None else device
-        )
+        if self._index is None:
+            self._index = torch.cuda.current_device()
+        raw = _raw_stream(self._index)
         if raw != self._raw:
             self._change(raw, memory)
 

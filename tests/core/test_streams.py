@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.launch import streams
 from backend_core.launch.streams import StreamOrder
 
 
@@ -37,9 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
             self.log: list[str] = []
 
     state = Gpu()
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda device: state.now, raising=False
-    )
+    monkeypatch.setattr(streams, "_raw_stream", lambda device: state.now)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(state.now, state.log))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.captures)
     return state
