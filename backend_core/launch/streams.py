@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 """The handle of a device's current stream. A torch without GPUs has none, and no caller here."""
 
