@@ -173,7 +173,7 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
         if not isinstance(attn_metadata, dict):
             return  # the profile run, which has no caches
         states = attn_metadata[self.state_cache.prefix]
-        if states.slot_mapping.shape[0] == 0:
+        if _tokens(states) == 0:
             return
         plan = _plan(self, states, attn_metadata[self.k_cache_prefix], positions)
         kv_cache = _record_cache(self).kv_cache
@@ -248,10 +248,10 @@ def _plan(
     if key in kept:
         plan: PagedDecode | PagedPrefill = kept[key][0]
         return plan
-    tokens = states.slot_mapping.shape[0]
+    tokens = _tokens(states)
     decode = PagedDecode(
         positions[:tokens],
-        states.slot_mapping,
+        states.slot_mapping[:tokens],
         states.token_to_req_indices[:tokens],
         states.block_table,
         records.slot_mapping[:tokens],
@@ -267,6 +267,13 @@ def _plan(
         plan = _prefill(decode, states, compressor.compress_ratio)
     kept[key] = (plan, records)  # the object too: its id is the key
     return plan
+
+
+def _tokens(states: Any) -> int:
+    """Tokens of a step. Model Runner V2 pads the slots of every batch, and its requests only in
+    FULL graphs: a token that no request has is padding."""
+    slots, requests = states.slot_mapping, states.token_to_req_indices
+    return min(int(slots.shape[0]), int(requests.shape[0]))
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

@@ -127,8 +127,14 @@ class Step:
         histories: list[torch.Tensor],
         chunks: list[Chunk],
         padding: int = 2,
+        pads_requests: bool = True,
     ) -> Any:
-        """One step over ``chunks``, padded as for a CUDA graph; returns its state metadata."""
+        """One step over ``chunks``, padded as for a CUDA graph; returns its state metadata.
+
+        Args:
+            pads_requests: also what tells the tokens' requests; Model Runner V2 pads the slots
+                alone outside of FULL graphs.
+        """
         compressor = self.compressor
         plan = self.caches.prefill_plan(chunks)
         assert isinstance(plan, PagedPrefill)
@@ -144,7 +150,7 @@ class Step:
                 config,
                 torch.device("cpu"),
             )
-        metadata = builder.build(0, common_metadata(plan, chunks, pad))
+        metadata = builder.build(0, common_metadata(plan, chunks, pad, pads_requests))
         attn_metadata = {compressor.state_cache.prefix: metadata, "layer": records}
         with (
             torch.no_grad(),
@@ -156,7 +162,7 @@ class Step:
 
 
 def common_metadata(
-    plan: PagedPrefill, chunks: list[Chunk], pad: torch.Tensor
+    plan: PagedPrefill, chunks: list[Chunk], pad: torch.Tensor, pads_requests: bool
 ) -> CommonAttentionMetadata:
     bounds = plan.query_starts
     seq_lens = torch.tensor([end for _, _, end in chunks], dtype=torch.int32)
@@ -165,7 +171,7 @@ def common_metadata(
         "query_start_loc_cpu": bounds,
         "seq_lens": seq_lens,
         "num_reqs": len(chunks),
-        "num_actual_tokens": plan.num_tokens + pad.shape[0],
+        "num_actual_tokens": plan.num_tokens + (pad.shape[0] if pads_requests else 0),
         "max_query_len": max(end - start for _, start, end in chunks),
         "max_seq_len": int(seq_lens.max()),
         "block_table_tensor": plan.block_table.clone(),

@@ -90,6 +90,33 @@ def test_the_engines_steps_give_the_definitions_state_and_records(
     check(step, serve(step, STEPS_C4 if ratio == 4 else STEPS_C128, config))
 
 
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("padding", [0, 1, 5])
+def test_a_batch_may_be_padded_in_its_slots_alone(padding: int, flag: bool) -> None:
+    """As Model Runner V2 pads batches outside of FULL graphs: prefills, mixed ones and decodes."""
+    config = engine_config(flag=flag)
+    step = Step(build(config, "indexer_fp8"), "indexer_fp8", [12, 17, 8])
+    histories = [make_history(step.layer.spec, n, seed) for seed, n in enumerate([12, 17, 8])]
+    for chunks in STEPS_C4:
+        metadata = step.run(config, histories, chunks, padding, pads_requests=False)
+        tokens = sum(end - start for _, start, end in chunks)
+        assert metadata.slot_mapping.shape[0] == tokens + padding
+        assert metadata.token_to_req_indices.shape[0] == tokens
+    if flag:
+        check(step, histories)
+
+
+def test_a_batch_of_padding_alone_writes_nothing() -> None:
+    config = engine_config(flag=True)
+    step = Step(build(config, "indexer_fp8"), "indexer_fp8", [12])
+    history = make_history(step.layer.spec, 12, 0)
+    step.run(config, [history], [(0, 0, 7)])
+    before = step.caches.state.clone(), step.caches.cache.clone()
+    step.run(config, [history], [(0, 7, 7)], padding=3, pads_requests=False)
+    assert torch.equal(step.caches.state.nan_to_num(7), before[0].nan_to_num(7))
+    assert torch.equal(step.caches.cache, before[1])
+
+
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "indexer_mxfp4"])
 def test_the_gpus_kernels_give_the_same_through_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, cache_format: str
