@@ -411,6 +411,7 @@ def sweep(engine: Any, sizes: list[int], *, prefills: bool) -> None:
             run({add(prefix + drawn(count))})
             if count >= 8:
                 run({add(drawn(count // 3)), add(drawn(count - count // 3))})
+                run({add(drawn(count - 3))})  # padded to the graph's size
         engine.abort_request(beside)
         while engine.has_unfinished_requests():
             engine.step()

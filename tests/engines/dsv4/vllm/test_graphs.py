@@ -125,7 +125,7 @@ class Graph:
         tokens = plan.num_tokens
         self.buffers.positions[:tokens] = plan.positions
         self.state_slots.fill_(-1)[:tokens] = plan.state_slots
-        self.slots.fill_(-1)[:tokens] = plan.slots
+        self.slots[:tokens] = plan.slots  # behind them lie those of an earlier batch
         rows, width = plan.block_table.shape
         self.block_table[:rows, :width] = plan.block_table
         self.builder.token_to_req_indices[:tokens] = plan.requests
