@@ -26,6 +26,7 @@ from kda_backend.layer_checkpoints import _kernel as _store_checkpoints_kernel
 from kda_backend.layer_stages import _gated_norm_kernel, _short_conv_kernel
 from kda_backend.prefill.two_stage import _two_stage_kernels, _TwoStageKernels
 from kda_backend.spec import Beta, Gate
+from kda_backend.step_plan import _chunk_table_kernel
 from tests.offline import TARGETS, Report, compile_kernel, dump, report_of
 
 REPORT = Path(__file__).with_name("compile_report.json")
@@ -39,6 +40,9 @@ _POINTERS = {
     "chunk_start_ptr": "*i32",
     "chunk_len_ptr": "*i32",
     "chunk_offsets_ptr": "*i32",
+    "chunk_major_ptr": "*i32",
+    "sequence_major_ptr": "*i32",
+    "sequence_order_ptr": "*i32",
     "cu_seqlens_ptr": "*i32",
     "state_in_ptr": "*fp32",
     "state_out_ptr": "*fp32",
@@ -88,6 +92,7 @@ def cases(arch: str) -> Iterator[Case]:
     fast_math = arch.startswith("sm")
     conv, _ = _short_conv_kernel(4, 3 * 32 * 128, fast_math)
     yield "short_conv bf16", conv, torch.bfloat16, "pool"
+    yield "chunk_table", _chunk_table_kernel(), torch.bfloat16, "all"
     checkpoints, _ = _store_checkpoints_kernel(4)
     yield "store_checkpoints bf16", checkpoints, torch.bfloat16, "all"
     for dim in (128, 64):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.scratch import Scratch
 from tests.kda.cases import ON_GPU, Backend, assert_close, assert_same_bits
 from tests.kda.test_layer import Model
-from tests.offline import TARGETS, report_of
 
 LENGTHS = (150, 3, 64, 130)
 SLOTS, INITIAL = (4, 1, 6, 3), (True, True, False, True)
@@ -120,9 +117,3 @@ def test_bad_checkpoints_are_refused_before_anything_is_written(
         run(model, asked(torch.device("cpu"), offsets, slots))
     assert_same_bits("windows", model.conv_pool, before[0])
     assert_same_bits("states", model.state_pool, before[1])
-
-
-@pytest.mark.parametrize("arch", TARGETS)
-def test_the_kernel_compiles_and_spills_nothing(arch: str, tmp_path: Path) -> None:
-    (line,) = report_of("tests.kda.compile_checkpoints", arch, tmp_path).values()
-    assert not (line["spills"] or line["scalar_spills"] or line["stack"] or line["mma"]), line
