@@ -50,14 +50,14 @@ MODELS = f"""
 
 | model | vllm | sglang |
 |---|---|---|
-| Kimi-Linear | KDA layers, prefill and decode | the same |
-| Kimi-K3 | upstream code runs; logged once (1) | {_DRAWN} |
-| GLM-5.3-Flash, Ling-V3 | the flag is refused (2) | {_DRAWN} |
-| DeepSeek-V4 | compressor ([dsv4.md](dsv4.md)) | the same, from 0.5.17 on (plans v2) |
+| Kimi-Linear | KDA layers, prefill and decode; MLA decode where measured ahead | KDA layers |
+| Kimi-K3 | KDA layers, 0.27 (ROCm 0.28) to 0.33; CPU | {_DRAWN} |
+| GLM-5.3-Flash | KDA layers, 0.30 to 0.33; CPU | {_DRAWN} |
+| Ling-V3 | KDA layers, 0.28 to 0.33; CPU | {_DRAWN} |
+| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | MLA decode where measured ahead, 0.26 to 0.33; CPU | upstream |
+| DeepSeek-V4 | compressor ([families/dsv4.md](families/dsv4.md)) | the same, from 0.5.17 on (plans v2) |
 
-1. Its layer is a class of its own (`KimiK3DeltaAttention`), whose forward also exports prefill
-   checkpoints and verifies drafts by recomputing states: there is no seam around the kernels alone.
-2. Likewise classes of their own (`Glm5NextLinearAttention`, `BailingMoeV3KimiDeltaAttention`).
+*CPU*: contract tests in the releases' own wheels; no GPU has served that model with this backend.
 
 Speculative decoding: in vLLM 0.30 and newer drafts are verified by this backend (tested on the CPU
 alone), before that upstream code runs the KDA layers, which is logged once; in sglang drafts are
