@@ -45,17 +45,18 @@ files under `benchmarks/results/`; CI fails where it is stale.
 """
 
 _DRAWN = "the kernel of the layers; tested with drawn inputs only"
+_MLA = "MLA decode where measured ahead"
 MODELS = f"""
 ## Models
 
 | model | vllm | sglang |
 |---|---|---|
-| Kimi-Linear | KDA layers, prefill and decode; MLA decode where measured ahead | KDA layers |
+| Kimi-Linear | KDA layers, prefill and decode; {_MLA} | KDA layers |
 | Kimi-K3 | KDA layers, 0.27 (ROCm 0.28) to 0.33; CPU | {_DRAWN} |
 | GLM-5.3-Flash | KDA layers, 0.30 to 0.33; CPU | {_DRAWN} |
 | Ling-V3 | KDA layers, 0.28 to 0.33; CPU | {_DRAWN} |
-| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | MLA decode where measured ahead, 0.26 to 0.33; CPU | upstream |
-| DeepSeek-V4 | compressor ([families/dsv4.md](families/dsv4.md)) | the same, from 0.5.17 on (plans v2) |
+| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}, 0.26 to 0.33; CPU | upstream |
+| DeepSeek-V4 | [compressor](families/dsv4.md) | the same, from 0.5.17 on (plans v2) |
 
 *CPU*: contract tests in the releases' own wheels; no GPU has served that model with this backend.
 

@@ -207,7 +207,7 @@ def fault_record() -> FaultRecord:
     return record(
         "kda prefill",
         {
-            1: "the scan of KDA's prefill waited in vain for tile {index} (chunk times value heads, "
+            1: "the scan of KDA's prefill waited in vain for tile {index} (chunk times value heads "
             "plus head) of launch {expected}, whose flag holds {seen}: the intra-chunk stage of "
             "this call has not run, or another call used its scratch memory meanwhile",
             2: "the intra-chunk stage of KDA's prefill waited in vain for its {expected} CTAs to "
