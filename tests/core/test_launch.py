@@ -64,6 +64,23 @@ class RecordingDriver:
         return launch
 
 
+_PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+_LANGUAGE = [(part, dict(vars(part))) for part in _PATCHED]  # as these tests are collected
+
+
+@pytest.fixture
+def compilers_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's language as its compiler knows it.
+
+    The interpreter puts functions of its own into it and does not always take them out again, and
+    other tests of this process have interpreted kernels.
+    """
+    for part, attributes in _LANGUAGE:
+        for name, value in attributes.items():
+            if vars(part).get(name) is not value:
+                monkeypatch.setattr(part, name, value)
+
+
 RECORD = (6, 7, 8)  # of a launch's arguments: what launch hooks are told, and the hooks
 NVIDIA = GPUTarget("cuda", 90, 32)
 AMD = GPUTarget("hip", "gfx942", 64)
@@ -71,7 +88,9 @@ AMD = GPUTarget("hip", "gfx942", 64)
 
 @pytest.fixture(params=[NVIDIA, AMD], ids=["sm90", "gfx942"])
 def recorder(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    compilers_language: None,
 ) -> Iterator[RecordingDriver]:
     recorder = RecordingDriver(request.param)
     monkeypatch.setattr(torch.version, "hip", "7.0" if request.param is AMD else None)
