@@ -24,6 +24,7 @@ import sysconfig
 import tempfile
 import tomllib
 import zipfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,24 @@ def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in recipes]:
         print(f"no such engine: {', '.join(unknown)}; there are {', '.join(recipes)}")
         return 2
-    failed = []
+    failed, ready = [], {}
     for name in names or releases_of_the_day(recipes, datetime.date.today().toordinal()):
         try:
-            python = environment(name, recipes[name])
+            ready[name] = environment(name, recipes[name])
         except subprocess.CalledProcessError:
             print(f"{name}: no environment, since pip (above) could not have its wheels")
             failed.append(name)
-            continue
-        print(f"== {name}", flush=True)
-        if run_tests(python, name, recipes[name]):
-            failed.append(name)
+    # one thread of torch each, so as many releases as there are cores, the slow engine first
+    slow_first = sorted(ready, key=lambda name: not name.startswith("sglang"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = {
+            pool.submit(run_tests, ready[name], name, recipes[name]): name for name in slow_first
+        }
+        for run in as_completed(runs):
+            status, output = run.result()
+            print(f"== {runs[run]}\n{output}", flush=True)
+            if status:
+                failed.append(runs[run])
     if failed:
         print(f"engine tests failed for {', '.join(failed)}")
     return len(failed)
@@ -100,8 +108,12 @@ def environment(name: str, recipe: dict[str, Any]) -> Path:
     return python
 
 
-def run_tests(python: Path, name: str, recipe: dict[str, Any]) -> int:
-    """pytest in an engine's environment, each family's tests of that engine: 0 where all passed."""
+def run_tests(python: Path, name: str, recipe: dict[str, Any]) -> tuple[int, str]:
+    """pytest in an engine's environment, each family's tests of that engine.
+
+    Returns:
+        0 where all passed, and what was printed.
+    """
     engine = name.split("==")[0]
     places = sorted(str(place) for place in Path(__file__).parent.glob(f"*/{engine}"))
     variables = {
@@ -114,9 +126,18 @@ def run_tests(python: Path, name: str, recipe: dict[str, Any]) -> int:
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = {**os.environ, **variables}
     # a process each: a distributed group is made once
-    return max(
-        subprocess.run([*command, place], cwd=ROOT, env=environment).returncode for place in places
-    )
+    runs = [
+        subprocess.run(
+            [*command, place],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for place in places
+    ]
+    return max(run.returncode for run in runs), "".join(run.stdout for run in runs)
 
 
 def _install(python: Path, packages: list[str]) -> None:
