@@ -1,4 +1,4 @@
-"""Kimi-K3 and GLM-5.3-Flash with drawn weights in a real vLLM engine on one GPU, both sides.
+"""Kimi-K3 and GLM-5.3-Flash with random weights in a real vLLM engine on one GPU, both sides.
 
     python -m benchmarks.bounded_gate_vllm pair benchmarks/results/vllm033_bounded_gate.json
     python -m benchmarks.bounded_gate_vllm run side.json --model k3 [--attention-backend KDA]

@@ -1,4 +1,4 @@
-"""One process of `benchmarks.dsv4_engine_vllm`: a small DeepSeek-V4 with drawn weights in vLLM.
+"""One process of `benchmarks.dsv4_engine_vllm`: a small DeepSeek-V4 with random weights in vLLM.
 
     python -m benchmarks.dsv4_engine_side {upstream,flag}[-eager|-mtp] OUT.json
 

@@ -7,7 +7,7 @@ can be compared. A request is one of `KINDS`:
 - recall: a question over 500 to 2,000 tokens. Half of them share one cache salt and hit prefixes.
 - long: the same, generating up to 200 tokens, which makes a small cache run out: preemption. The
   answer is the first line.
-- short: a piece of text of 1 to 499 tokens. What is right was said by the idle server before the
+- short: a piece of text of 1 to 499 tokens. Right is what the idle server answered before the
   load, alone and twice the same, and only as far as each token's margin was over `SURE_NATS`: this
   far no rounding can change it.
 - aborted: a long request whose client leaves after some tokens, or before the first.
@@ -193,12 +193,12 @@ async def idle_answers(url: str, questions: recall.QuestionSet, seed: int) -> li
             text = recall.encode(questions.prompt(rng.choice(questions.items)))
             start = rng.randrange(max(1, len(text) - length))
             prompt = text[start : start + length]
-            said = [
+            answers = [
                 await sure_start(session, url, prompt, f"idle {seed} {number} {time}")
                 for time in range(2)
             ]
-            if said[0] and said[0] == said[1]:
-                found.append(Short(prompt, said[0]))
+            if answers[0] and answers[0] == answers[1]:
+                found.append(Short(prompt, answers[0]))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Kimi-Linear with drawn weights in a real sglang engine on one GPU, upstream and with the flag.
+"""Kimi-Linear with random weights in a real sglang engine on one GPU, upstream and with the flag.
 
     python -m benchmarks.serve_sglang pair CONFIG_DIR sglang_kimi48b.json
     python -m benchmarks.serve_sglang run side.json --config CONFIG_DIR [--flag]

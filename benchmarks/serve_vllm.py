@@ -1,4 +1,4 @@
-"""Kimi-Linear with drawn weights in a real vLLM engine on one GPU, upstream and with the flag.
+"""Kimi-Linear with random weights in a real vLLM engine on one GPU, upstream and with the flag.
 
     python -m benchmarks.serve_vllm pair CONFIG_DIR vllm033_kimi48b.json --flag KDA
     python -m benchmarks.serve_vllm run side.json --config CONFIG_DIR [--attention-backend KDA]
@@ -14,7 +14,7 @@ Parts of ``run``, on one load of the model:
 - calls: prompts in, one token of each out; medians, and into which steps the engine cut them.
 - decode: a step of 1, 16 and 64 sequences after 128 tokens and after 32k; kernels of a short one.
 - mixed: 48 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice.
-- router: how many distinct experts are chosen per layer. Drawn weights say nothing about a real
+- router: how many distinct experts are chosen per layer. Random weights say nothing about a real
   server's time where the router chooses the same experts for all tokens.
 - tokens: greedy ones for 64 prompts, all at once and 16 of them one after the other.
 - profile: kernels, how busy the GPU is, and Python functions.
@@ -78,7 +78,7 @@ def main() -> int:
         command.add_argument(
             "--dense",
             action="store_true",
-            help="no experts: with drawn weights their choice turns rounding into other tokens",
+            help="no experts: with random weights their choice turns rounding into other tokens",
         )
         command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
         command.add_argument("--memory", type=float, help="share of the GPU's memory")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from backend_core.launch import cubin_cache
-from backend_core.launch.faults import told
+from backend_core.launch.faults import with_fault
 
 HEADERS = Path(__file__).parents[1] / "cuda"
 """The headers that every kernel may include beside its own: ``hopper.cuh``."""
@@ -192,7 +192,9 @@ class CudaKernel:
         config = _launch_config(grid, block, self._shared_bytes, stream, pdl)
         status = _launch()(config, function, _Parameters(params), None)
         if status:
-            raise RuntimeError(told(f"launch of {self._name} failed: {_driver_error(status)}"))
+            raise RuntimeError(
+                with_fault(f"launch of {self._name} failed: {_driver_error(status)}")
+            )
 
 
 @functools.lru_cache(maxsize=4096)

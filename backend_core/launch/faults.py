@@ -57,7 +57,7 @@ def sentences() -> Sequence[str]:
     return [text for kept in _kept.values() if (text := kept.sentence()) is not None]
 
 
-def told(message: str) -> str:
+def with_fault(message: str) -> str:
     """``message``, and why a kernel gave up, where one did."""
     return ": ".join((message, *sentences()))
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from kda_backend.layer import LayerWeights
+
 
 def pack(*projections: Any) -> torch.Tensor:
     """One matrix of the projections' rows, of which their weights become views.
@@ -23,6 +25,37 @@ def pack(*projections: Any) -> torch.Tensor:
         weight.data = packed[begin:end]
         begin = end
     return packed
+
+
+class SeparateConvs:
+    """A layer whose three convolutions have weights of their own; stands before the engine's class.
+
+    Attributes:
+        kda_lower_bound: of its gate; ``None`` without one.
+    """
+
+    kda_lower_bound: float | None
+    _kda_conv: torch.Tensor
+    _kda_weights: LayerWeights | None = None
+
+    def pack_convs(self: Any, channels: int) -> None:
+        """As the layer is built: ``channels`` rows of q's, k's and v's on this rank together."""
+        self._kda_conv = pack(self.q_conv1d, self.k_conv1d, self.v_conv1d)[:channels]
+
+    def kda_weights(self: Any) -> LayerWeights:
+        """What the core's kernels read, once the checkpoint has been loaded."""
+        if self._kda_weights is None:
+            check_views(self.prefix, [(self.q_conv1d, self._kda_conv)])
+            self._kda_weights = LayerWeights(
+                self._kda_conv.flatten(1),
+                self.A_log.data.flatten(),
+                self.dt_bias.data,
+                self.o_norm.weight.data,
+                self.o_norm.eps,
+                self.kda_lower_bound,
+            )
+        weights: LayerWeights = self._kda_weights
+        return weights
 
 
 def check_views(name: str, views: Sequence[tuple[Any, torch.Tensor]]) -> None:
@@ -46,3 +79,10 @@ def offloads(vllm_config: VllmConfig) -> bool:
     """Whether weights are kept in host memory, and so are not where they were made."""
     offload = vllm_config.offload_config
     return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
+def refusal_of_offload(vllm_config: VllmConfig) -> str | None:
+    """Why a layer with packed convolutions is not served where weights are offloaded."""
+    if offloads(vllm_config):
+        return "weights are kept in host memory, and those of convolutions are packed"
+    return None

@@ -14,47 +14,32 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 
 from kda_backend.engines.vllm_checkpoints import ExportsCheckpoints
-from kda_backend.engines.vllm_convs import check_views, offloads, pack
+from kda_backend.engines.vllm_convs import SeparateConvs, refusal_of_offload
 from kda_backend.engines.vllm_layer import attend, runtime_of
-from kda_backend.layer import LayerWeights
 
 
 def layer_class(upstream: Any) -> Any:
     """Our class in the place of ``upstream``, ``Glm5NextLinearAttention``."""
 
-    class KdaLayer(ExportsCheckpoints, upstream):  # type: ignore[misc]
+    class KdaLayer(SeparateConvs, ExportsCheckpoints, upstream):  # type: ignore[misc]
         def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(config, vllm_config, prefix)
-            refusal = None
-            if offloads(vllm_config):
-                refusal = "weights are kept in host memory, and those of convolutions are packed"
             runtime = runtime_of(
-                vllm_config, self, self.kda_lower_bound, checkpoints=self.exports, refusal=refusal
+                vllm_config,
+                self,
+                self.kda_lower_bound,
+                checkpoints=self.exports,
+                refusal=refusal_of_offload(vllm_config),
             )
             if runtime is None:
                 self.__class__ = upstream
                 return
             self.kda_runtime = runtime
-            self._kda_weights: LayerWeights | None = None
-            convs = pack(self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            self._kda_conv = convs[: 3 * self.local_projection_size]
+            self.pack_convs(3 * self.local_projection_size)
 
         @property
         def exports(self) -> bool:
             return "get_kv_cache_spec" in vars(upstream)
-
-        def kda_weights(self) -> LayerWeights:
-            if self._kda_weights is None:
-                check_views(self.prefix, [(self.q_conv1d, self._kda_conv)])
-                self._kda_weights = LayerWeights(
-                    self._kda_conv.flatten(1),
-                    self.A_log.data.flatten(),
-                    self.dt_bias.data,
-                    self.o_norm.weight.data,
-                    self.o_norm.eps,
-                    self.kda_lower_bound,
-                )
-            return self._kda_weights
 
         def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             """As upstream: ``hidden_states [T, hidden]``."""

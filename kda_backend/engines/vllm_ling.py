@@ -12,45 +12,27 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 
-from kda_backend.engines.vllm_convs import check_views, offloads, pack
+from kda_backend.engines.vllm_convs import SeparateConvs, refusal_of_offload
 from kda_backend.engines.vllm_layer import runtime_of
 from kda_backend.engines.vllm_op import split_graph_at_core
-from kda_backend.layer import LayerWeights
 
 
 def layer_class(upstream: Any) -> Any:
     """Our class in the place of ``upstream``, ``BailingMoeV3KimiDeltaAttention``."""
 
-    class KdaLayer(upstream):  # type: ignore[misc]
+    class KdaLayer(SeparateConvs, upstream):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             vllm_config = get_current_vllm_config()
-            refusal = None
-            if offloads(vllm_config):
-                refusal = "weights are kept in host memory, and those of convolutions are packed"
-            self._lower_bound = self.lower_bound if self.safe_gate else None
-            runtime = runtime_of(vllm_config, self, self._lower_bound, refusal=refusal)
+            self.kda_lower_bound = self.lower_bound if self.safe_gate else None
+            refusal = refusal_of_offload(vllm_config)
+            runtime = runtime_of(vllm_config, self, self.kda_lower_bound, refusal=refusal)
             if runtime is None:
                 self.__class__ = upstream
                 return
             self.kda_runtime = runtime
-            self._kda_weights: LayerWeights | None = None
-            convs = pack(self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            self._kda_conv = convs[: 3 * self.projection_size_per_partition]
+            self.pack_convs(3 * self.projection_size_per_partition)
             split_graph_at_core(vllm_config)
-
-        def kda_weights(self) -> LayerWeights:
-            if self._kda_weights is None:
-                check_views(self.prefix, [(self.q_conv1d, self._kda_conv)])
-                self._kda_weights = LayerWeights(
-                    self._kda_conv.flatten(1),
-                    self.A_log.data.flatten(),
-                    self.dt_bias.data,
-                    self.o_norm.weight.data,
-                    self.o_norm.eps,
-                    self._lower_bound,
-                )
-            return self._kda_weights
 
         def forward(
             self, hidden_states: torch.Tensor, positions: torch.Tensor, output: torch.Tensor

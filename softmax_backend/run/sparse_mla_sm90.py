@@ -130,7 +130,7 @@ def rows_kernel(params: GluonSparseMlaParams, spec: SparseMlaSpec) -> KernelLaun
 
 @functools.lru_cache(maxsize=256)
 def _rows_kernel(heads: int, tiles: int, params: GluonSparseMlaParams) -> KernelLaunch:
-    from softmax_backend.kernels.sm90.sparse_mla import sparse_mla_rows_sm90_kernel
+    from softmax_backend.kernels.sm90.sparse_mla_rows import sparse_mla_rows_sm90_kernel
 
     warps = 8 if heads == 64 else 4
     constexprs = {

@@ -1,4 +1,4 @@
-"""Random batches: every family's on this machine's paths, and what is found is told in one line."""
+"""Random batches: every family's on this machine's paths, and a failure prints one line."""
 
 from __future__ import annotations
 

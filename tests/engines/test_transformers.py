@@ -1,4 +1,4 @@
-"""transformers' kimi_linear on this backend against stock, and the shipped checkpoint."""
+"""transformers' kimi_linear on this backend against upstream, and the shipped checkpoint."""
 
 from __future__ import annotations
 
@@ -73,32 +73,32 @@ def logits(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200])
 def test_logits_agree(model: Any, length: int) -> None:
     ids = tokens(model, 2, length)
-    stock = logits(model, ids)
+    upstream = logits(model, ids)
     kda.enable()
-    torch.testing.assert_close(logits(model, ids), stock, **TOLERANCE)
+    torch.testing.assert_close(logits(model, ids), upstream, **TOLERANCE)
 
 
 def test_generated_tokens_agree(model: Any) -> None:
     ids = tokens(model, 3, 70)
     arguments = {"max_new_tokens": 12, "do_sample": False}
-    stock = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    upstream = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     kda.enable()
     ours = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
-    assert torch.equal(ours, stock) and ours.shape == (3, 82)
+    assert torch.equal(ours, upstream) and ours.shape == (3, 82)
 
 
 @pytest.mark.parametrize("split", [1, 30, 64, 100])
 def test_continued_prefill_and_decode_agree_with_one_call(model: Any, split: int) -> None:
     ids = tokens(model, 2, 130)
-    stock = logits(model, ids)
+    upstream = logits(model, ids)
     kda.enable()
     cache = DynamicCache(config=model.config)
     parts = [ids[:, :split], ids[:, split:128], ids[:, 128:129], ids[:, 129:]]
     ours = torch.cat([logits(model, part, past_key_values=cache) for part in parts], 1)
-    torch.testing.assert_close(ours, stock, **TOLERANCE)
+    torch.testing.assert_close(ours, upstream, **TOLERANCE)
 
 
-@pytest.mark.parametrize("first", ["stock", "ours"])
+@pytest.mark.parametrize("first", ["upstream", "ours"])
 def test_caches_can_be_handed_over(model: Any, first: str) -> None:
     ids = tokens(model, 2, 90)
     whole = logits(model, ids)
@@ -121,11 +121,11 @@ def test_left_padding_is_masked_as_in_stock(model: Any) -> None:
     mask = torch.ones_like(ids)
     mask[1, :37] = 0
     ids[1, :37] = 0
-    stock = logits(model, ids, attention_mask=mask)
+    upstream = logits(model, ids, attention_mask=mask)
     kda.enable()
     ours = logits(model, ids, attention_mask=mask)
-    torch.testing.assert_close(ours[0], stock[0], **TOLERANCE)
-    torch.testing.assert_close(ours[1, 37:], stock[1, 37:], **TOLERANCE)
+    torch.testing.assert_close(ours[0], upstream[0], **TOLERANCE)
+    torch.testing.assert_close(ours[1, 37:], upstream[1, 37:], **TOLERANCE)
     alone = logits(model, ids[1:, 37:])
     torch.testing.assert_close(ours[1:, 37:], alone, **TOLERANCE)
 
@@ -135,23 +135,23 @@ def test_bf16_agrees_as_far_as_bf16_goes(model: Any) -> None:
     rounded.load_state_dict(model.state_dict())
     exact = logits(model, ids := tokens(model, 2, 150))
     rounded.to(torch.bfloat16)
-    stock = logits(rounded, ids).float()
+    upstream = logits(rounded, ids).float()
     kda.enable()
     ours = logits(rounded, ids).float()
-    assert (ours - exact).norm() < 1.2 * (stock - exact).norm()
+    assert (ours - exact).norm() < 1.2 * (upstream - exact).norm()
 
 
 def test_undo_restores_the_same_objects() -> None:
-    stock = [getattr(modeling, name) for name in OPERATORS]
+    upstream = [getattr(modeling, name) for name in OPERATORS]
     kda.disable()
-    assert [getattr(modeling, name) for name in OPERATORS] == stock and not kda.is_enabled()
+    assert [getattr(modeling, name) for name in OPERATORS] == upstream and not kda.is_enabled()
     kda.enable()
     ours = [getattr(modeling, name) for name in OPERATORS]
-    assert all(a is not b for a, b in zip(ours, stock, strict=True)) and kda.is_enabled()
+    assert all(a is not b for a, b in zip(ours, upstream, strict=True)) and kda.is_enabled()
     kda.enable()
     assert all(getattr(modeling, n) is f for n, f in zip(OPERATORS, ours, strict=True))
     kda.disable()
-    assert all(getattr(modeling, n) is f for n, f in zip(OPERATORS, stock, strict=True))
+    assert all(getattr(modeling, n) is f for n, f in zip(OPERATORS, upstream, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_unsupported_versions_are_refused(
 
 
 def test_a_renamed_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = getattr(modeling, OPERATORS[0])
+    upstream = getattr(modeling, OPERATORS[0])
     monkeypatch.delattr(modeling, OPERATORS[1])
     with pytest.raises(ImportError, match=f"has no {OPERATORS[1]} in transformers.models"):
         kda.enable()
-    assert getattr(modeling, OPERATORS[0]) is stock and not kda.is_enabled()
+    assert getattr(modeling, OPERATORS[0]) is upstream and not kda.is_enabled()
 
 
 def test_training_is_refused(model: Any) -> None:
@@ -191,10 +191,10 @@ def test_without_a_path_stock_runs_and_strict_mode_refuses(
         raise LookupError("no kda kernel paths for this test")
 
     ids = tokens(model, 1, 20)
-    stock = logits(model, ids)
+    upstream = logits(model, ids)
     kda.enable()
     monkeypatch.setattr(kda, "selection_for", no_path)
-    assert torch.equal(logits(model, ids), stock)
+    assert torch.equal(logits(model, ids), upstream)
     assert "no kda kernel paths for this test" in caplog.text
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="no kda kernel paths for this test"):

@@ -1,4 +1,4 @@
-"""transformers' deepseek_v4 on this backend against stock."""
+"""transformers' deepseek_v4 on this backend against upstream."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 5e-3 if torch.cuda.is_available() else 1e-4}
 
 @pytest.fixture(autouse=True)
 def strict_and_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fallback would compare stock with itself: it is an error here."""
+    """A fallback would compare upstream with itself: it is an error here."""
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     yield
     dsv4.disable()
@@ -70,10 +70,10 @@ def test_logits_agree(
     model: Any, calls: list[tuple[int, int, int]], length: int, use_cache: bool
 ) -> None:
     ids = tokens(model, 2, length)
-    stock = logits(model, ids, use_cache=use_cache)
+    upstream = logits(model, ids, use_cache=use_cache)
     assert not calls
     dsv4.enable()
-    torch.testing.assert_close(logits(model, ids, use_cache=use_cache), stock, **TOLERANCE)
+    torch.testing.assert_close(logits(model, ids, use_cache=use_cache), upstream, **TOLERANCE)
     c4, c128 = 2 * (length // 4), 2 * (length // 128)
     wanted = [(512, 4, c4), (128, 4, c4), (512, 128, c128), (512, 4, c4), (128, 4, c4)]
     assert calls == [call for call in wanted if call[2]]
@@ -82,10 +82,10 @@ def test_logits_agree(
 def test_generated_tokens_agree(model: Any, calls: list[tuple[int, int, int]]) -> None:
     ids = tokens(model, 2, 120)
     arguments = {"max_new_tokens": 16, "do_sample": False}
-    stock = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    upstream = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     dsv4.enable()
     ours = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
-    assert torch.equal(ours, stock) and ours.shape == (2, 136)
+    assert torch.equal(ours, upstream) and ours.shape == (2, 136)
     # windows that end while decoding: one of 128 tokens, three of 4 after the prompt's thirty
     assert calls.count((512, 128, 2)) == 1
     assert calls.count((512, 4, 2)) == calls.count((128, 4, 2)) == 2 * 3
@@ -94,15 +94,15 @@ def test_generated_tokens_agree(model: Any, calls: list[tuple[int, int, int]]) -
 @pytest.mark.parametrize("split", [1, 30, 127, 128])
 def test_continued_prefill_and_decode_agree_with_one_call(model: Any, split: int) -> None:
     ids = tokens(model, 2, 262)
-    stock = logits(model, ids)
+    upstream = logits(model, ids)
     dsv4.enable()
     cache = DynamicCache(config=model.config)
     parts = ids.split([split, 254 - split, *[1] * 8], 1)
     ours = torch.cat([logits(model, part, past_key_values=cache) for part in parts], 1)
-    torch.testing.assert_close(ours, stock, **TOLERANCE)
+    torch.testing.assert_close(ours, upstream, **TOLERANCE)
 
 
-@pytest.mark.parametrize("first", ["stock", "ours"])
+@pytest.mark.parametrize("first", ["upstream", "ours"])
 def test_caches_can_be_handed_over(model: Any, first: str) -> None:
     ids = tokens(model, 2, 140)
     whole = logits(model, ids)
@@ -110,7 +110,7 @@ def test_caches_can_be_handed_over(model: Any, first: str) -> None:
     change = (dsv4.disable, dsv4.enable)
     change[first == "ours"]()
     logits(model, ids[:, :125], past_key_values=cache)
-    change[first == "stock"]()
+    change[first == "upstream"]()
     rest = [logits(model, ids[:, i : i + 1], past_key_values=cache) for i in range(125, 140)]
     torch.testing.assert_close(torch.cat(rest, 1), whole[:, 125:], **TOLERANCE)
 
@@ -142,10 +142,10 @@ def test_planted_bugs_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch, bug:
         operator(**arguments)
 
     ids = tokens(model, 2, 300)
-    stock = logits(model, ids)
+    upstream = logits(model, ids)
     dsv4.enable()
     monkeypatch.setattr(dsv4_backend, OPERATOR, wrong)
-    assert (logits(model, ids) - stock).norm() > 0.02 * stock.norm()
+    assert (logits(model, ids) - upstream).norm() > 0.02 * upstream.norm()
 
 
 def test_bf16_agrees_as_far_as_bf16_goes(model: Any) -> None:
@@ -153,31 +153,31 @@ def test_bf16_agrees_as_far_as_bf16_goes(model: Any) -> None:
     rounded.load_state_dict(model.state_dict())
     exact = logits(model, ids := tokens(model, 2, 150))
     rounded.to(torch.bfloat16)
-    stock = logits(rounded, ids).float()
+    upstream = logits(rounded, ids).float()
     dsv4.enable()
     ours = logits(rounded, ids).float()
-    assert (ours - exact).norm() < 1.2 * (stock - exact).norm()
+    assert (ours - exact).norm() < 1.2 * (upstream - exact).norm()
 
 
 def test_undo_restores_the_same_objects() -> None:
-    stock = [getattr(owner, name) for owner, name in REPLACED]
+    upstream = [getattr(owner, name) for owner, name in REPLACED]
     dsv4.disable()
-    assert [getattr(owner, name) for owner, name in REPLACED] == stock and not dsv4.is_enabled()
+    assert [getattr(owner, name) for owner, name in REPLACED] == upstream and not dsv4.is_enabled()
     dsv4.enable()
     ours = [getattr(owner, name) for owner, name in REPLACED]
-    assert all(a is not b for a, b in zip(ours, stock, strict=True)) and dsv4.is_enabled()
+    assert all(a is not b for a, b in zip(ours, upstream, strict=True)) and dsv4.is_enabled()
     dsv4.enable()
     assert all(getattr(o, n) is f for (o, n), f in zip(REPLACED, ours, strict=True))
     dsv4.disable()
-    assert all(getattr(o, n) is f for (o, n), f in zip(REPLACED, stock, strict=True))
+    assert all(getattr(o, n) is f for (o, n), f in zip(REPLACED, upstream, strict=True))
 
 
 def test_undone_logits_are_stock_bit_for_bit(model: Any, calls: list[tuple[int, int, int]]) -> None:
     ids = tokens(model, 1, 140)
-    stock = logits(model, ids)
+    upstream = logits(model, ids)
     dsv4.enable()
     dsv4.disable()
-    assert torch.equal(logits(model, ids), stock) and not calls
+    assert torch.equal(logits(model, ids), upstream) and not calls
 
 
 @pytest.mark.parametrize(
@@ -197,21 +197,21 @@ def test_unsupported_versions_are_refused(
 
 
 def test_a_renamed_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = C128.forward
+    upstream = C128.forward
     monkeypatch.delattr(modeling, "DeepseekV4Indexer")
     with pytest.raises(ImportError, match=r"has no DeepseekV4Indexer in transformers\.models"):
         dsv4.enable()
-    assert C128.forward is stock and not dsv4.is_enabled()
+    assert C128.forward is upstream and not dsv4.is_enabled()
 
 
 def test_rows_that_are_not_rotated_next_are_an_error(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock = modeling.apply_rotary_pos_emb
+    upstream = modeling.apply_rotary_pos_emb
     dsv4.enable()
     ours = modeling.apply_rotary_pos_emb
     with monkeypatch.context() as patch:
-        patch.setattr(modeling, "apply_rotary_pos_emb", stock)
+        patch.setattr(modeling, "apply_rotary_pos_emb", upstream)
         with pytest.raises(RuntimeError, match="Indexer must rotate its rows, got rows without"):
             logits(model, tokens(model, 1, 8))
         patch.setattr(modeling, "apply_rotary_pos_emb", lambda x, *rest: ours(x.clone(), *rest))
@@ -229,14 +229,14 @@ def test_a_norm_with_its_own_forward_falls_back(
     model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = tokens(model, 1, 140)
-    stock = logits(model, ids)
+    upstream = logits(model, ids)
     norm = model.model.layers[2].self_attn.compressor.kv_norm
     monkeypatch.setattr(norm, "forward", norm.forward, raising=False)
     dsv4.enable()
     with pytest.raises(FallbackError, match=r"kv_norm .* has a forward of its own"):
         logits(model, ids)
     monkeypatch.delenv("KDA_DSV4_STRICT")
-    torch.testing.assert_close(logits(model, ids), stock, **TOLERANCE)
+    torch.testing.assert_close(logits(model, ids), upstream, **TOLERANCE)
     assert "kv_norm of a DeepSeek-V4 compressor has a forward of its own" in caplog.text
 
 
@@ -247,10 +247,10 @@ def test_without_a_path_stock_runs_and_strict_mode_refuses(
     del settings["rope_parameters"]
     narrow = DeepseekV4ForCausalLM(DeepseekV4Config(**settings)).eval().to(model.device)
     ids = tokens(model, 1, 20)
-    stock = logits(narrow, ids)
+    upstream = logits(narrow, ids)
     dsv4.enable()
     with pytest.raises(FallbackError, match="head_dim must be 128 or 512, got 256"):
         logits(narrow, ids)
     monkeypatch.delenv("KDA_DSV4_STRICT")
-    torch.testing.assert_close(logits(narrow, ids), stock, **TOLERANCE)
+    torch.testing.assert_close(logits(narrow, ids), upstream, **TOLERANCE)
     assert "head_dim must be 128 or 512, got 256" in caplog.text

@@ -1,4 +1,4 @@
-"""Faults planted in the Hopper prefill on the CPU: nothing waits for ever, and the host is told.
+"""Faults planted in the Hopper prefill on the CPU: nothing waits for ever, and the host learns why.
 
 The kernels run from their own sources (tests/cuda_on_host), with few looks before they give up.
 """
@@ -195,10 +195,10 @@ def test_a_scratch_is_used_again_and_again(call: Callable[..., None]) -> None:
 
 def test_who_comes_next_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """The record is added to the error of the next launch, and logged at the end."""
-    assert faults.told("launch of scan failed: error") == "launch of scan failed: error"
+    assert faults.with_fault("launch of scan failed: error") == "launch of scan failed: error"
     record = pipeline.fault_record()
     record.words[:4] = torch.tensor([1, 7, -1, 4], dtype=torch.int32)
-    message = faults.told("launch of scan failed: unspecified launch failure")
+    message = faults.with_fault("launch of scan failed: unspecified launch failure")
     assert (
         "unspecified launch failure: the scan of KDA's prefill waited in vain for tile 7" in message
     )

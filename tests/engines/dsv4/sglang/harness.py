@@ -77,7 +77,7 @@ class Backend(CompressorBackendMixin):
 
 
 def make_compressor(spec: CompressorSpec) -> tuple[Any, CompressorLayer]:
-    """sglang's module with drawn weights, loaded by its loaders, and the same as a definition."""
+    """sglang's module with random weights, loaded by its loaders, and the same as a definition."""
     layer = make_layer(spec)
     config = SimpleNamespace(hidden_size=HIDDEN, rms_norm_eps=spec.eps, qk_rope_head_dim=64)
     is_indexer = spec.head_dim == 128

@@ -36,10 +36,10 @@ def test_sglangs_backend_of_that_name_is_its_own() -> None:
 
 
 def test_the_flag_leaves_every_decision_to_sglang() -> None:
-    stock, ours = server_args(), server_args("--attention-backend", "dsv4")
+    upstream, ours = server_args(), server_args("--attention-backend", "dsv4")
     assert ours._kda_dsv4_requested == "dsv4"
-    assert not hasattr(stock, "_kda_dsv4_requested")  # though sglang resolves it to dsv4 too
-    assert resolved(ours) == resolved(stock)
+    assert not hasattr(upstream, "_kda_dsv4_requested")  # though sglang resolves it to dsv4 too
+    assert resolved(ours) == resolved(upstream)
     assert resolved(ours)["attention_backend"] == "dsv4"
     assert pickle.loads(pickle.dumps(ours))._kda_dsv4_requested == "dsv4"
 

@@ -36,10 +36,10 @@ STEPS_C128 = [
 
 @pytest.fixture
 def no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stock(self: Any, **call: Any) -> None:
-        raise AssertionError("stock's step was called")
+    def upstream(self: Any, **call: Any) -> None:
+        raise AssertionError("upstream's step was called")
 
-    monkeypatch.setattr(CompressorBackendMixin, STEP, stock)
+    monkeypatch.setattr(CompressorBackendMixin, STEP, upstream)
     monkeypatch.setattr(sglang_compressor, "_refusal", lambda kind: None)
 
 

@@ -43,7 +43,7 @@ def build(
     cls: type | None = None,
     cache_dtype: str | None = None,
 ) -> Any:
-    """A compressor as the attention layer or the indexer builds it, with drawn weights."""
+    """A compressor as the attention layer or the indexer builds it, with random weights."""
     from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
     from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 

@@ -1,4 +1,4 @@
-"""vLLM's compressor through its own call: state, records, plans, and what stays stock."""
+"""vLLM's compressor through its own call: state, records, plans, and what stays upstream."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_stock_writes_the_same_state_and_records(cache_format: str) -> None:
         step = Step(build(config, cache_format), cache_format, [12, 17, 8])
         serve(step, STEPS_C4, config)
         results.append(step.caches)
-    ours, stock = results
-    assert torch.equal(ours.state.nan_to_num(7), stock.state.nan_to_num(7))
+    ours, upstream = results
+    assert torch.equal(ours.state.nan_to_num(7), upstream.state.nan_to_num(7))
     slots = ours.slot_of.flatten()
     width = 448 if cache_format == "fp8_ds_mla" else 128
     (data, scales), (stock_data, stock_scales) = (
@@ -196,9 +196,11 @@ def test_the_profile_run_does_nothing() -> None:
 
 
 def test_without_the_flag_a_compressor_is_stocks() -> None:
-    stock = build(engine_config(flag=False), "fp8_ds_mla")
-    assert type(stock) is DeepseekCompressor and type(stock.state_cache) is CompressorStateCache
-    assert stock.state_cache.get_attn_backend().get_builder_cls() is CompressorMetadataBuilder
+    upstream = build(engine_config(flag=False), "fp8_ds_mla")
+    assert (
+        type(upstream) is DeepseekCompressor and type(upstream.state_cache) is CompressorStateCache
+    )
+    assert upstream.state_cache.get_attn_backend().get_builder_cls() is CompressorMetadataBuilder
 
 
 class OfAPlatform(DeepseekCompressor):
@@ -241,9 +243,9 @@ def test_what_is_not_served_stays_stock_and_is_said_once(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str], case: str
 ) -> None:
     for _ in range(2):
-        stock = refused(monkeypatch, case)
-        assert type(stock) in (DeepseekCompressor, OfAPlatform)
-        assert type(stock.state_cache) is CompressorStateCache
+        upstream = refused(monkeypatch, case)
+        assert type(upstream) in (DeepseekCompressor, OfAPlatform)
+        assert type(upstream.state_cache) is CompressorStateCache
     lines = [line for line in log_lines if "falling back to upstream's code" in line]
     assert len(lines) == 1 and REFUSALS[case] in lines[0]
     assert f"--attention-backend {vllm_flag.flag_name('dsv4')}: " in lines[0]

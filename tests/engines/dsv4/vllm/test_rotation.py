@@ -30,10 +30,10 @@ HEADS = 4
 
 @pytest.fixture(autouse=True)
 def stocks_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts with stock's function, and leaves it."""
-    stock = getattr(attention, QUANTISE)
-    assert stock is not vllm_rotation.quantise_queries
-    monkeypatch.setattr(attention, QUANTISE, stock)
+    """Every test starts with upstream's function, and leaves it."""
+    upstream = getattr(attention, QUANTISE)
+    assert upstream is not vllm_rotation.quantise_queries
+    monkeypatch.setattr(attention, QUANTISE, upstream)
 
 
 class Logits(torch.nn.Module):
@@ -50,7 +50,7 @@ def config_with(**additional: Any) -> VllmConfig:
 
 
 def build(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, use_fp4: bool = False) -> Any:
-    """An indexer as the attention layer builds it, with drawn weights."""
+    """An indexer as the attention layer builds it, with random weights."""
     config.compilation_config.static_forward_context.clear()
     monkeypatch.setattr(attention, "SparseAttnIndexer", lambda *a, **k: Logits())
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)  # of the two streams of a GPU
@@ -130,7 +130,7 @@ def test_scores_are_those_without_rotation(use_fp4: bool, monkeypatch: pytest.Mo
         weights = torch.rand(3, HEADS, generator=torch.Generator().manual_seed(1)) + 0.5
         positions = torch.tensor([17, 18, 19])
         quantise = getattr(attention, QUANTISE)
-        if not rotate:  # stock's needs a GPU
+        if not rotate:  # upstream's needs a GPU
             assert quantise is not vllm_rotation.quantise_queries
             rows = reference.rope(
                 q.double().reshape(-1, 128),
@@ -221,7 +221,7 @@ def other_forward(self: Any) -> None:
     ("change", "reason"),
     [
         ("connector", "pages that come through a KV connector do not say"),
-        ("stock keys", "the indexer's compressor is not on this backend"),
+        ("upstream keys", "the indexer's compressor is not on this backend"),
         ("own queries", "quantises queries in a forward of its own"),
         ("signature", "fused_indexer_q_rope_quant must take"),
         ("fnuz", "queries must be float8_e4m3fn on this part, got torch.float8_e4m3fnuz"),
@@ -236,7 +236,7 @@ def test_what_cannot_be_rotated_stays_as_it_is(
         device_config=types.SimpleNamespace(device_type="cpu"),
         additional_config={"rotate_indexer": True},
     )
-    if change == "stock keys":
+    if change == "upstream keys":
         indexer.compressor.__class__ = DeepseekCompressor
     elif change == "own queries":
         indexer.__class__ = type("Other", (DeepseekV4Indexer,), {"forward": other_forward})
@@ -248,11 +248,11 @@ def test_what_cannot_be_rotated_stays_as_it_is(
             "current_platform",
             types.SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fnuz),
         )
-    stock = getattr(attention, QUANTISE)
+    upstream = getattr(attention, QUANTISE)
     from dsv4_backend.engines import vllm as adapter
 
     adapter.rotate(indexer, config)
-    assert getattr(attention, QUANTISE) is stock
+    assert getattr(attention, QUANTISE) is upstream
     assert not getattr(indexer.compressor, "rotates", False)
     assert len([line for line in log_lines if reason in line and "nothing is rotated" in line]) == 1
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
@@ -281,4 +281,4 @@ def test_what_is_relied_on_is_in_the_wheel() -> None:
     assert taken[:7] == vllm_rotation._TAKEN and taken[7:] in vllm_rotation._ADDED
     source = inspect.getsource(DeepseekV4Indexer)
     assert f"{QUANTISE}(" in source
-    assert "rotate=True" in source  # stock's argument, which stock's compressor ignores
+    assert "rotate=True" in source  # upstream's argument, which upstream's compressor ignores

@@ -220,7 +220,7 @@ def checkpoint_weights(index: int) -> dict[str, torch.Tensor]:
 
 
 class Definition:
-    """One request through stock's layer by its mathematics: float64, from the checkpoint alone.
+    """One request through upstream's layer by its mathematics: float64, from the checkpoint alone.
 
     Attributes:
         window: ``[C, 3]``, what the convolution keeps; state: ``[1, H, V, K]``.

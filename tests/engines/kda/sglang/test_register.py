@@ -1,4 +1,4 @@
-"""The plug-in in sglang: its loader, its command line, what is refused, and stock without it."""
+"""The plug-in in sglang: its loader, its command line, what is refused, and upstream without it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_sglangs_own_loader_has_run_the_plugin() -> None:
 
 def test_the_flag_leaves_every_other_decision_to_sglang() -> None:
     """Resolved arguments with the flag are those of a server without it."""
-    stock, ours = server_args(), server_args("--attention-backend", "kda")
+    upstream, ours = server_args(), server_args("--attention-backend", "kda")
     assert ours._kda_dsv4_requested
-    assert not hasattr(stock, "_kda_dsv4_requested")
-    assert resolved(ours) == resolved(stock)
+    assert not hasattr(upstream, "_kda_dsv4_requested")
+    assert resolved(ours) == resolved(upstream)
     assert resolved(ours)["attention_backend"] == "torch_native"
 
 
@@ -135,10 +135,10 @@ def test_a_kernel_that_sglang_or_a_flag_chose_is_left_alone(
     class OtherKernel(TritonKDAKernel):  # type: ignore[misc]
         pass
 
-    stock = KDAKernelDispatcher.__init__
+    upstream = KDAKernelDispatcher.__init__
 
     def chosen(self: Any, *backends: Any) -> None:
-        stock(self, *backends)
+        upstream(self, *backends)
         self.extend_kernel = OtherKernel()
 
     monkeypatch.setattr(KDAKernelDispatcher, "__init__", chosen)

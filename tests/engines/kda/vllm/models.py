@@ -1,4 +1,4 @@
-"""The KDA layers of Kimi-K3, GLM-5.3-Flash and Ling-V3, on the CPU: tiny, with drawn weights.
+"""The KDA layers of Kimi-K3, GLM-5.3-Flash and Ling-V3, on the CPU: tiny, with random weights.
 
 Each is the model's own class in the wheel, built under a configuration with the fields that it
 reads, and loaded by its own loaders.
@@ -218,7 +218,7 @@ def drawn(model: Model, seed: int = 7) -> Weights:
 def build(
     model: Model, config: VllmConfig, lower_bound: float | None = -5.0, index: int = 0
 ) -> Any:
-    """The layer as its model builds it, with drawn weights by its own loaders."""
+    """The layer as its model builds it, with random weights by its own loaders."""
     prefix = f"model.layers.{index}.self_attn"
     with set_current_vllm_config(config):
         layer = model.build(model.upstream(), model.config(lower_bound), config, prefix)
@@ -260,7 +260,7 @@ def load(layer: Any, model: Model, weights: Weights) -> None:
 
 
 class Definition:
-    """A layer by its mathematics in float64, from the drawn weights alone."""
+    """A layer by its mathematics in float64, from the random weights alone."""
 
     def __init__(self, model: Model, lower_bound: float | None = -5.0) -> None:
         self.w = {name: x.double() for name, x in drawn(model).items()}

@@ -68,9 +68,9 @@ def test_the_cache_is_asked_for_checkpoints_at_whole_chunks(model: Model) -> Non
     asked = [getattr(spec, name, None) for name in fields]
     assert asked == ([1, 64] if model.exports else [asked[0] and 0, None])
     config = caching_config(flag=False)
-    stock = cache_spec(build(model, config), config)
+    upstream = cache_spec(build(model, config), config)
     # without FlashKDA, which needs a GPU, upstream has none
-    assert [getattr(stock, name, None) for name in fields] == [asked[0] and 0, None]
+    assert [getattr(upstream, name, None) for name in fields] == [asked[0] and 0, None]
 
 
 def layer_of(model: Model, config: VllmConfig) -> Any:

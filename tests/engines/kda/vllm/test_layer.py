@@ -70,16 +70,16 @@ def test_without_the_flag_the_layer_is_stock() -> None:
 
 
 def test_with_the_flag_it_is_ours_with_stocks_parameters(layer: Any) -> None:
-    stock = build_layer(engine_config(flag=False))
+    upstream = build_layer(engine_config(flag=False))
     assert type(layer).__module__.startswith("kda_backend.engines.vllm_v")
     assert isinstance(layer, KimiGatedDeltaNetAttention)
     ours = {name: (x.shape, x.dtype) for name, x in layer.state_dict().items()}
-    theirs = {name: (x.shape, x.dtype) for name, x in stock.state_dict().items()}
+    theirs = {name: (x.shape, x.dtype) for name, x in upstream.state_dict().items()}
     assert ours == theirs
-    for name, parameter in stock.named_parameters():
+    for name, parameter in upstream.named_parameters():
         assert torch.equal(dict(layer.named_parameters())[name], parameter), name
-    assert layer.get_state_shape() == stock.get_state_shape()
-    assert layer.get_state_dtype() == stock.get_state_dtype()
+    assert layer.get_state_shape() == upstream.get_state_shape()
+    assert layer.get_state_dtype() == upstream.get_state_dtype()
 
 
 def test_prefills_match_the_definition(layer: Any, config: Any) -> None:
@@ -482,7 +482,7 @@ def construct(config: Any) -> Any:
 
 
 def test_the_builder_is_stocks(layer: Any) -> None:
-    """The layer asks for no metadata of its own: its batches are shared with stock's."""
+    """The layer asks for no metadata of its own: its batches are shared with upstream's."""
     backend = layer.mamba_type.get_class()
     assert backend.get_builder_cls() is GDNAttentionMetadataBuilder
 
@@ -490,7 +490,7 @@ def test_the_builder_is_stocks(layer: Any) -> None:
 def test_weights_are_the_checkpoints(layer: Any) -> None:
     weights = layer.kda_weights() if callable(layer.kda_weights) else None
     if weights is None:
-        pytest.skip("this form of the layer keeps stock's packed weights")
+        pytest.skip("this form of the layer keeps upstream's packed weights")
     file = checkpoint_weights(0)
     filters = torch.cat([file[f"{part}_conv1d.weight"].flatten(1) for part in "qkv"])
     assert torch.equal(weights.conv, filters.float())

@@ -114,16 +114,16 @@ def is_ours(layer: Any) -> bool:
 
 
 def test_the_flag_replaces_the_class_and_keeps_its_parameters(model: Model, config: Any) -> None:
-    stock, ours = build(model, engine_config(flag=False, dtype="float32")), build(model, config)
-    assert type(stock) is model.upstream()
+    upstream, ours = build(model, engine_config(flag=False, dtype="float32")), build(model, config)
+    assert type(upstream) is model.upstream()
     assert is_ours(ours) and isinstance(ours, model.upstream())
-    for name, parameter in stock.named_parameters():
+    for name, parameter in upstream.named_parameters():
         mine = dict(ours.named_parameters())[name]
         assert (mine.shape, mine.dtype) == (parameter.shape, parameter.dtype), name
         assert torch.equal(mine, parameter), name
-    assert ours.get_state_shape() == stock.get_state_shape()
-    assert ours.get_state_dtype() == stock.get_state_dtype()
-    assert ours.get_attn_backend() is stock.get_attn_backend()
+    assert ours.get_state_shape() == upstream.get_state_shape()
+    assert ours.get_state_dtype() == upstream.get_state_dtype()
+    assert ours.get_attn_backend() is upstream.get_attn_backend()
 
 
 def test_prefills_match_the_definition(model: Model, layer: Any, config: Any) -> None:

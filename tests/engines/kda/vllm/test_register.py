@@ -246,16 +246,16 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("method", ["__init__", "forward", "_forward"])
 def test_overridden_methods_have_stocks_signatures(method: str) -> None:
     register_vllm()
-    ours, stock = op_registry_oot[LAYER], KimiGatedDeltaNetAttention
+    ours, upstream = op_registry_oot[LAYER], KimiGatedDeltaNetAttention
     if method == "_forward" and core_of(ours).__name__.endswith("vllm_op"):
-        pytest.skip("this form replaces forward, and stock's _forward is not called")
-    assert parameters(getattr(ours, method)) == parameters(getattr(stock, method))
+        pytest.skip("this form replaces forward, and upstream's _forward is not called")
+    assert parameters(getattr(ours, method)) == parameters(getattr(upstream, method))
 
 
 def test_the_backend_class_validates_what_vllm_passes() -> None:
-    stock = inspect.signature(AttentionBackend.validate_configuration).parameters
+    upstream = inspect.signature(AttentionBackend.validate_configuration).parameters
     passed = {"device_capability", *AttentionSelectorConfig._fields}
-    assert set(stock) <= passed
+    assert set(upstream) <= passed
     abstract = AttentionBackend.__abstractmethods__ - vars(vllm_flag.PlatformDelegate).keys()
     assert not abstract
 

@@ -88,7 +88,7 @@ class Prefill:
 
 
 def build_layer(config: VllmConfig, backend: type, heads: int) -> MLAAttention:
-    """An MLA layer as a model builds it, with drawn weights."""
+    """An MLA layer as a model builds it, with random weights."""
     name = f"model.layers.{next(_names)}.self_attn.attn"
     mla_attention.get_mla_prefill_backend = lambda config: Prefill
     with set_current_vllm_config(config):
