@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import PathSelection, load_table, shipped_directory
 from backend_core.target import detect_target
-from backend_core.testing.timing import copy_bandwidth_gbs, environment
+from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_us
 from softmax_backend import reference_sparse_mla as reference
 from softmax_backend.contract.sparse_mla import NamedRows
 from softmax_backend.launch_params import TABLES
@@ -343,31 +343,6 @@ def _pool(pages: int) -> torch.Tensor:
         whole = memory.repeat(-(-pages // 256), 1)[:pages].contiguous()
         _pools[pages] = whole.as_strided((pages, 64, 584), few.stride())
     return _pools[pages]
-
-
-def graph_us(calls: list[Call], replays: int) -> float:
-    """GPU time per call: the median over replays of a graph that holds every call once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-        calls[-1]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        times = []
-        for _ in range(replays):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(times)
 
 
 def time_decode(

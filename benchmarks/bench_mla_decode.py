@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import PathSelection
 from backend_core.target import detect_target
-from backend_core.testing.timing import environment
+from backend_core.testing.timing import environment, graph_us
 from benchmarks import mla_decode_peers
 from softmax_backend import reference
 from softmax_backend.api import mla_decode
@@ -183,31 +183,6 @@ class Ours:
             )  # fmt: skip
 
         return [lambda i=i: call(i) for i in range(len(case.tables))]
-
-
-def graph_us(calls: list[Call], replays: int) -> float:
-    """GPU time per call: the median over replays of a graph that holds every call once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-        calls[-1]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        times = []
-        for _ in range(replays):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(times)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
