@@ -38,15 +38,12 @@ def once(check: Callable[Values, Result]) -> Callable[Values, Result]:
         last = None
         for value in values:
             for x in value if isinstance(value, tuple) else (value,):
-                if x is None or type(x) not in tensors:
+                if type(x) not in tensors:
                     facts.append(x)
                 elif x is last:  # for instance a pool, which is read and written
                     facts.append("again")
                 else:
-                    facts.append(x.shape)
-                    facts.append(x.stride())
-                    facts.append(x.dtype)
-                    facts.append(x.device)
+                    facts += x.shape, x.stride(), x.dtype, x.device
                     last = x
         key = tuple(facts)
         try:

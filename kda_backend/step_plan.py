@@ -37,6 +37,18 @@ class ChunkTable(NamedTuple):
     sequence_order: torch.Tensor
 
 
+class PlanAddresses(NamedTuple):
+    """Where a plan's tensors lie on the GPU, by the names of `StepPlan` and `ChunkTable`."""
+
+    cu_seqlens: int
+    start: int
+    length: int
+    chunk_major: int
+    sequence_major: int
+    offsets: int
+    sequence_order: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """Frozen description of a packed batch, shared by all layers of a step.
@@ -65,6 +77,12 @@ class StepPlan:
     @functools.cached_property
     def num_sequences(self) -> int:
         return self.cu_seqlens.shape[0] - 1
+
+    @functools.cached_property
+    def addresses(self) -> PlanAddresses:
+        """What the launches of all layers pass on; only for a plan with a chunk table."""
+        assert self.chunk_table is not None
+        return PlanAddresses(*(x.data_ptr() for x in (self.cu_seqlens, *self.chunk_table)))
 
 
 def build_step_plan(

@@ -123,9 +123,7 @@ def two_stage_sm90(
     _v, v = _rows(tokens.v)
     o_tensor, o = _rows(out)
     a_log, dt_bias = _gate_parameter(gate.a_log), _gate_parameter(gate.dt_bias)
-    table = step_plan.chunk_table
-    assert table is not None
-    order = table.sequence_major if schedule.sequence_major else table.chunk_major
+    plan = step_plan.addresses
     tiles, chunk_decays = scratch.buffers(num_tiles, TILE_BYTES, DIM)
     tiles_address, decays_address = tiles.data_ptr(), chunk_decays.data_ptr()
     progress, fault = scratch.flags().data_ptr(), fault_record().address
@@ -140,9 +138,9 @@ def two_stage_sm90(
         dt_bias=_address(dt_bias),
         tiles=tiles_address,
         chunk_decays=decays_address,
-        chunk_start=table.start.data_ptr(),
-        chunk_len=table.length.data_ptr(),
-        chunk_order=order.data_ptr(),
+        chunk_start=plan.start,
+        chunk_len=plan.length,
+        chunk_order=plan.sequence_major if schedule.sequence_major else plan.chunk_major,
         num_value_heads=value_heads,
         heads_per_key=value_heads // tokens.q.shape[2],
         lower_bound=gate.lower_bound,
@@ -164,9 +162,9 @@ def two_stage_sm90(
         chunk_states=_states(state, chunk_states),
         snapshot_chunks=_address(state.snapshot_chunks),
         snapshots=_address(state.snapshots),
-        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
-        chunk_offsets=table.offsets.data_ptr(),
-        sequence_order=table.sequence_order.data_ptr(),
+        cu_seqlens=plan.cu_seqlens,
+        chunk_offsets=plan.offsets,
+        sequence_order=plan.sequence_order,
         scale=tokens.scale,
         num_snapshots=0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
         num_value_heads=value_heads,
