@@ -17,6 +17,7 @@ declines, is upstream's. There are two sorts of claim:
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -140,8 +141,8 @@ def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) ->
         return False
     name = flag_name(family)
     if name != "CUSTOM":
-        if name not in AttentionBackendEnum.__members__:
-            register_backend(name, _CHOICE)
+        named_backend(name)
+        copyreg.pickle(AttentionBackendEnum, _reduced)
     else:
         custom = AttentionBackendEnum.CUSTOM
         if custom.is_overridden() and custom.get_path() != _CHOICE:
@@ -158,6 +159,26 @@ def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) ->
             for module in claim.modules:
                 after_import(module, functools.partial(_install, family, claim))
     return True
+
+
+def named_backend(name: str) -> Any:
+    """The registry's member of a family's name (0.32 and newer), added where it is not there."""
+    if name not in AttentionBackendEnum.__members__:
+        register_backend(name, _CHOICE)
+    return AttentionBackendEnum[name]
+
+
+def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str]]:
+    """How a member of the registry is pickled.
+
+    vLLM hands its configuration to the engine's process, and a process that is spawned unpickles it
+    before it has loaded any plug-in: ours must bring their registration. The enumeration's own
+    way, by the value, would also mix up the names, since they share one.
+    """
+    ours = {flag_name(family) for family in _families}
+    if member.name in ours:
+        return named_backend, (member.name,)
+    return AttentionBackendEnum, (member.value,)
 
 
 def flag_name(family: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import types
@@ -21,7 +22,9 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from backend_core.engines import vllm_flag
 from backend_core.engines.vllm_flag import BackendClaim, PlatformDelegate, Request
+from dsv4_backend.engines.vllm import register as register_dsv4
 from kda_backend.engines.vllm import register
+from softmax_backend.engines.vllm import register as register_softmax
 from tests.engines.kda.vllm.harness import engine_config
 from tests.engines.toy_family import run_beside
 
@@ -211,3 +214,20 @@ def test_a_family_of_another_package_is_dispatched(tmp_path: Path) -> None:
     printed = run_beside(tmp_path, BESIDE)
     assert "TOOK RMSNorm" in printed
     assert "CHOSE ToyBackend" in printed and "CHOSE TritonMLABackend" in printed
+
+
+def test_a_spawned_process_unpickles_the_flag_before_plug_ins_are_loaded(
+    families: dict[str, Any],
+) -> None:
+    """The engine's process is handed the configuration so; the families' names share one value."""
+    register_dsv4()
+    register_softmax()
+    names = {vllm_flag.flag_name(family) for family in vllm_flag._families} | {"TRITON_MLA"}
+    assert len(names) in (2, 4)  # CUSTOM alone before 0.32
+    sent = pickle.dumps({name: AttentionBackendEnum[name] for name in sorted(names)})
+    code = (
+        "import pickle, sys; print({n: m.name for n, m in pickle.load(sys.stdin.buffer).items()})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    assert done.stdout.decode().splitlines()[-1] == str({name: name for name in sorted(names)})
