@@ -26,8 +26,8 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
     rows = 64 if prefix is not None else x.spec.query_rows
     partial_out, partial_lse = scratch.reserve(x.plan.num_slots, rows, LATENT_DIM)
     operand = x.spec.dtype if x.q_latent.is_cuda else torch.float32
-    kernel = decode_kernel(path, x.spec, x.causal, operand)
     block_rows = block_rows_of(path, rows)
+    kernel = decode_kernel(path, x.spec, x.causal, operand, block_rows)
     arguments: dict[str, Any] = {
         "q_latent_ptr": x.q_latent,
         "q_rope_ptr": x.q_rope,
@@ -76,16 +76,15 @@ def block_rows_of(path: KernelPath, rows: int) -> int:
 
 
 def decode_kernel(
-    path: KernelPath, spec: MlaSpec, causal: bool, operand: torch.dtype
+    path: KernelPath, spec: MlaSpec, causal: bool, operand: torch.dtype, block_rows: int
 ) -> KernelLaunch:
-    """The main kernel of a layer, as its path launches it."""
+    """The main kernel of a layer, as its path launches it, with ``block_rows`` per program."""
     p = path.params
-    rows = block_rows_of(path, spec.query_rows)
     causal = causal and spec.query_tokens > 1
     return _kernel(
         spec.page_size,
         p.block_kv,
-        rows,
+        block_rows,
         _CACHES[spec.cache_format],
         causal,
         operand,

@@ -17,6 +17,7 @@ import triton
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.launch.triton import KernelLaunch
+from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from softmax_backend import combine
@@ -85,6 +86,11 @@ Case = tuple[str, KernelLaunch, tuple[str, ...]]
 """(name, launch, pointers that are not there)."""
 
 
+def _decode_kernel(path: KernelPath, spec: MlaSpec) -> KernelLaunch:
+    rows = mla_triton.block_rows_of(path, spec.query_rows)
+    return mla_triton.decode_kernel(path, spec, True, torch.bfloat16, rows)
+
+
 def cases(arch: str) -> Iterator[Case]:
     """The decode kernel for each row of the table, cache and page size; then what surrounds it."""
     rows = load_table(TABLES, KNOWN_TARGETS[TARGETS[arch][1]], directory=CONFIGS).rows
@@ -93,11 +99,11 @@ def cases(arch: str) -> Iterator[Case]:
             continue
         for heads, page_size, cache in LAYERS:
             spec = MlaSpec(heads, page_size, cache_format=cache)
-            kernel = mla_triton.decode_kernel(path, spec, True, torch.bfloat16)
+            kernel = _decode_kernel(path, spec)
             absent = tuple(n for n in _ABSENT if cache != "fp8_ds_mla" or n != "kv_scales_ptr")
             yield f"mla_decode {heads} heads, page {page_size}, {cache}", kernel, absent
         spec = MlaSpec(16, 64, query_tokens=2, variant=soft_cap(30.0))
-        kernel = mla_triton.decode_kernel(path, spec, True, torch.bfloat16)
+        kernel = _decode_kernel(path, spec)
         yield "mla_decode 16 heads, soft cap, two levels, sinks", kernel, ("kv_scales_ptr",)
     yield from sparse_cases(arch)
     yield "combine", combine._triton_kernel(512), (*_PREFIX, "sinks_ptr")

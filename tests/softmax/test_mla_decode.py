@@ -113,11 +113,14 @@ def test_fixed_splits_do_not_depend_on_the_batch(
         assert torch.equal(alone[0], out[index]) and torch.equal(alone[1], lse[index])
 
 
-def test_two_levels_give_what_one_gives(path: str, path_device: torch.device, seed: int) -> None:
+@pytest.mark.parametrize("heads", [16, 17])  # alone a request needs one program's rows, or two
+def test_two_levels_give_what_one_gives(
+    heads: int, path: str, path_device: torch.device, seed: int
+) -> None:
     """Shared prefixes found from the block table; one request is short, one shares nothing."""
     if path == "torch":
         pytest.skip("the torch path computes requests one by one")
-    spec = MlaSpec(17, 16)  # four requests of 17 rows: two tiles of 64
+    spec = MlaSpec(heads, 16)  # the rows of four requests are one tile of 64, or two
     lengths = [200, 133, 250, 64, 201, 150]
     case = make_case(spec, lengths, seed=seed, shared_tokens=128, device=path_device)
     case.block_table[5, : 150 // 16] = case.block_table[5, : 150 // 16].flip(0)
