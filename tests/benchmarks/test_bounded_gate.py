@@ -23,16 +23,16 @@ def test_kernels_belong_to_the_range_that_launched_them() -> None:
     spans = {layers: [(0, 100), (200, 300)], cores: [(20, 60), (220, 260)]}
     launched = {1: 10, 2: 30, 3: 230, 4: 150, 5: 299}
     ran = [
-        (1, "gemm", 4_000_000),
-        (2, "scan", 1_000_000),
-        (3, "scan", 2_000_000),
-        (4, "elsewhere", 9_000_000),  # between two layers
-        (5, "gemm", 500_000),
-        (6, "copy of the profiler", 7_000_000),  # whose launch was not seen
+        (2, "scan", 4_000_000, 1_000_000),
+        (1, "gemm", 0, 4_000_000),
+        (3, "scan", 6_000_000, 2_000_000),
+        (4, "elsewhere", 10_000_000, 9_000_000),  # between two layers
+        (5, "gemm", 7_500_000, 1_500_000),  # beside the scan for 0.5 ms
+        (6, "copy of the profiler", 1_000_000, 7_000_000),  # whose launch was not seen
     ]
     found = attributed(spans, launched, ran)
-    assert found[layers] == {"gemm": (4.5, 2), "scan": (3.0, 2)}
-    assert found[cores] == {"scan": (3.0, 2)}
+    assert found[layers] == (8.0, {"gemm": (5.5, 2), "scan": (3.0, 2)})
+    assert found[cores] == (3.0, {"scan": (3.0, 2)})
     with pytest.raises(ValueError, match="expected kernels launched by KDA cores, got none in 1"):
         attributed({layers: [(0, 100)], cores: [(400, 500)]}, launched, ran)
 
