@@ -116,7 +116,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "mla_use_nope": True,
-        "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         "mlp_layer_types": ["dense"] + ["sparse"] * 3,
         "indexer_types": ["full"] * 4,
         "linear_num_heads": 12,
