@@ -1,23 +1,28 @@
 """DeepSeek-V4's compressor step beside its peers: bytes first, then GPU and call time.
 
-    python benchmarks/bench_dsv4_compressor.py --output benchmarks/results/dsv4_compressor_h200.json
+    python benchmarks/bench_dsv4_compressor.py --vllm-source DIR --sglang-source DIR \\
+        --output benchmarks/results/dsv4_compressor_h200.json
 
-Tensors as vLLM lays them out: fp32 projections, a paged fp32 state, a block table, paged caches
-(main fp8_ds_mla, indexer fp8). Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's
-two compressors, one call after the other), and ``indexer_rows``, the in-place operator on pooled
-rows, whose peers are the same operation in two launches and in the style of the seed kernel,
-through memory. vLLM 0.26's Triton kernels are timed where they can be imported, from an installed
-vLLM or, with ``--vllm-source``, from a directory that holds
-``vllm/models/deepseek_v4/common/ops``.
+Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's two compressors, one call after
+the other), on tensors as vLLM lays them out (fp32 projections, a paged fp32 state, a block table)
+and as sglang does (``layout`` ``ring``, where the indexer rotates); and ``indexer_rows``, the
+in-place operator on pooled rows, whose peers are the same operation in two launches and in the
+style of the seed kernel, through memory.
+
+``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
+``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
+rows are compared with float64's before any time is taken. A peer is first tried in a process of its
+own, so that one that does not build or breaks the device leaves a reason (``not_run``) and no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
-import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,114 +38,226 @@ from backend_core.testing.timing import (
     host_time_ms,
     installed_version,
 )
-from benchmarks.dsv4_peers import empty_kernel, load_vllm, rows_calls, vllm_step
+from benchmarks import dsv4_records as records
+from benchmarks import dsv4_sglang_peer, dsv4_vllm_peer
+from benchmarks.dsv4_peers import empty_kernel, rows_calls
 from dsv4_backend import quantise_indexer_queries
 from dsv4_backend.compressor.queries import Queries
-from dsv4_backend.testing.engine import make_spec
-from dsv4_backend.testing.steps import TimedStep, make_step, on_ring, rope_table
+from dsv4_backend.testing.engine import default_device, make_spec
+from dsv4_backend.testing.steps import TimedStep, make_step, rope_table
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUERIES = (1, 64, 512, 4096)
 INDEXER_HEADS = 64
 CUDA = torch.device("cuda", 0)
+PARTS = (("main", 4), ("indexer", 4), ("both", 4), ("main", 128))
+PEERS = {"paged": ("vllm", "vllm_cutedsl"), "ring": ("sglang_jit",)}
+TRIED = (("decode", 64), ("prefill", 1024))
+PROBE_S = 90
+
+Step = Callable[[], object]
+Case = tuple[str, str, int, int, str]
+"""(phase, part, ratio, tokens, ends)"""
+
+
+@dataclass
+class Peers:
+    """How each peer makes its step, and why one cannot: by name, or by (name, kind)."""
+
+    make: dict[str, Callable[[TimedStep], Step]] = field(default_factory=dict)
+    refused: dict[str | tuple[str, str], str] = field(default_factory=dict)
+    queries: Callable[..., Any] | None = None
+
+    def reason(self, name: str, kind: str) -> str | None:
+        return self.refused.get(name) or self.refused.get((name, kind))
 
 
 def kind_of(part: str, ratio: int) -> str:
     return "indexer" if part == "indexer" else f"main_c{ratio}"
 
 
-def equal_bytes(vllm: types.SimpleNamespace, part: TimedStep) -> float:
-    """Share of the records' bytes in which ours and vLLM's step agree; the states must be equal."""
-    results = []
-    for call in (vllm_step(vllm, part), part.call()):
-        state = part.state.clone()
-        part.cache.zero_()
-        call()
-        results.append((part.cache.clone(), part.state.clone()))
-        part.state.copy_(state)
-    if not torch.equal(results[0][1], results[1][1]):
-        raise SystemExit("the states differ from vLLM's: no times were taken")
-    written = part.ends * part.layer.spec.record.record_bytes
-    return 1 - float((results[0][0] != results[1][0]).sum()) / max(written, 1)
-
-
 def tokens_of(phase: str, n: int, ratio: int, ends: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions and requests: n requests of 4k to 8k tokens, or one request of n tokens."""
+    device = default_device()
     if phase == "prefill":
-        return torch.arange(n, device="cuda"), torch.zeros(n, dtype=torch.int64, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(5)
-    positions = torch.randint(4096, 8192, (n,), generator=generator, device="cuda")
+        return torch.arange(n, device=device), torch.zeros(n, dtype=torch.int64, device=device)
+    generator = torch.Generator(device).manual_seed(5)
+    positions = torch.randint(4096, 8192, (n,), generator=generator, device=device)
     if ends == "all":
         positions = positions // ratio * ratio + ratio - 1
-    return positions, torch.arange(n, device="cuda")
+    return positions, torch.arange(n, device=device)
 
 
-def measure(
-    phase: str, part: str, ratio: int, n: int, ends: str, vllm: Any, bandwidth: float
-) -> dict[str, object]:
-    names = ("main", "indexer") if part == "both" else (part,)
-    parts = [make_step(kind_of(name, ratio), *tokens_of(phase, n, ratio, ends)) for name in names]
-    equal = None if vllm is None else min(equal_bytes(vllm, p) for p in parts)
-    if equal is not None and equal < 0.999:
-        raise SystemExit(f"{phase} {part} c{ratio}: only {equal:.4f} of the bytes are vLLM's")
-    calls = [p.call() for p in parts]
-    call = calls[0] if len(calls) == 1 else lambda: [each() for each in calls]
-    row: dict[str, object] = {
-        "phase": phase,
-        "part": part,
-        "ratio": ratio,
-        "n": n,
-        "ends": ends,
-        "ours_gpu_ms": graph_time_ms(call),
-        "ours_call_ms": call_time_ms(call),
-        "ours_host_ms": host_time_ms(call),
-        "vllm_gpu_ms": None,
-        "seed_style_gpu_ms": None,
-        "two_launch_gpu_ms": None,
-        "floor_ms": sum(p.floor_bytes() for p in parts) / (bandwidth * 1e6),
+def load_peers(vllm: Path | None, sglang: Path | None, names: tuple[str, ...]) -> Peers:
+    """The peers named, from their sources; whatever is missing becomes the reason."""
+    found = Peers()
+    if {"vllm", "vllm_cutedsl"} & set(names):
+        try:
+            if vllm is None:
+                raise ImportError("--vllm-source was not given")
+            loaded = dsv4_vllm_peer.load(vllm)
+            found.make["vllm"] = lambda part: dsv4_vllm_peer.triton_step(loaded, part)
+            found.queries = loaded.queries
+            if "vllm_cutedsl" in names:
+                dsv4_vllm_peer.load_cutedsl(loaded)
+                found.make["vllm_cutedsl"] = lambda part: dsv4_vllm_peer.upstream_step(loaded, part)
+        except Exception as error:
+            for name in {"vllm", "vllm_cutedsl"} - set(found.make):
+                found.refused[name] = described(error)
+    if "sglang_jit" in names:
+        try:
+            if sglang is None:
+                raise ImportError("--sglang-source was not given")
+            compress = dsv4_sglang_peer.load(sglang)
+            found.make["sglang_jit"] = lambda part: dsv4_sglang_peer.upstream_step(compress, part)
+        except Exception as error:
+            found.refused["sglang_jit"] = described(error)
+    # The split in vLLM is by what it replaces: its own dispatch takes Triton for the indexer.
+    found.refused["vllm_cutedsl", "indexer"] = "vLLM's indexer is Triton on CUDA too: vllm_gpu_ms"
+    return found
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[-2000:]
+
+
+def make_parts(layout: str, case: Case) -> list[TimedStep]:
+    phase, part, ratio, n, ends = case
+    kinds = [kind_of(name, ratio) for name in (("main", "indexer") if part == "both" else (part,))]
+    if layout == "paged":
+        return [make_step(kind, *tokens_of(phase, n, ratio, ends)) for kind in kinds]
+    return [dsv4_sglang_peer.ring_step(k, phase, n, ends, default_device()) for k in kinds]
+
+
+def new_row(case: Case, **more: object) -> dict[str, Any]:
+    phase, part, ratio, n, ends = case
+    row: dict[str, Any] = {"phase": phase, "part": part} | more
+    row |= {"ratio": ratio, "n": n, "ends": ends, "ours_gpu_ms": None}
+    row |= {f"{name}_gpu_ms": None for names in PEERS.values() for name in names}
+    return row | {"seed_style_gpu_ms": None, "two_launch_gpu_ms": None, "floor_ms": None}
+
+
+def take_times(row: dict[str, Any], name: str, call: Step) -> None:
+    row[f"{name}_call_ms"] = call_time_ms(call)
+    row[f"{name}_host_ms"] = host_time_ms(call)
+    row[f"{name}_gpu_ms"] = graph_time_ms(call)
+
+
+def together(steps: list[Step]) -> Step:
+    return steps[0] if len(steps) == 1 else lambda: [step() for step in steps]
+
+
+def measure(layout: str, case: Case, peers: Peers, bandwidth: float) -> dict[str, Any]:
+    """The row of a case: ours, and every peer of the layout on the same tensors."""
+    parts = make_parts(layout, case)
+    row = new_row(case, layout=layout)
+    wanted = [records.float64_rows(part) for part in parts]
+    ours = [records.run(part, part.call()) for part in parts]
+    checked = zip(parts, wanted, ours, strict=True)
+    row["ours_float64_bytes"] = min(records.beside_float64(*each) for each in checked)
+    take_times(row, "ours", together([part.call() for part in parts]))
+    row["floor_ms"] = sum(floor_bytes(part) for part in parts) / (bandwidth * 1e6)
+    row["not_run"] = {
+        name: f"its state is not {layout}: the row of the other layout has it"
+        for other, names in PEERS.items()
+        for name in names
+        if other != layout
     }
-    if vllm is not None:
-        steps = [vllm_step(vllm, p) for p in parts]
-        both = lambda: [step() for step in steps]  # noqa: E731
-        row["vllm_gpu_ms"] = graph_time_ms(both)
-        row["vllm_call_ms"] = call_time_ms(both)
-        row["vllm_equal_bytes"] = equal
+    for name in PEERS[layout]:
+        reason = peers.reason(name, kind_of(case[1], case[2]))
+        if reason is not None:
+            row["not_run"][name] = reason
+            continue
+        try:
+            beside(row, name, [peers.make[name](part) for part in parts], parts, wanted, ours)
+        except Exception as error:
+            row["not_run"][name] = described(error)
     return row
 
 
-def measure_ring(part_name: str, ratio: int, n: int, bandwidth: float) -> dict[str, object]:
-    part = make_step(kind_of(part_name, ratio), *tokens_of("prefill", n, ratio, "all"))
-    part.call()()
-    wanted = part.cache.clone()
-    part.cache.zero_()
-    call = on_ring(part).call()
-    call()
-    if not torch.equal(part.cache, wanted):
-        raise SystemExit(
-            f"prefill {part_name} c{ratio}: a ring's records differ from a paged plan's"
+def beside(
+    row: dict[str, Any],
+    name: str,
+    steps: list[Step],
+    parts: list[TimedStep],
+    wanted: list[torch.Tensor],
+    ours: list[records.Written],
+) -> None:
+    """A peer's records beside float64's and ours, and its times."""
+    theirs = [records.run(part, step) for part, step in zip(parts, steps, strict=True)]
+    checked = zip(parts, wanted, theirs, strict=True)
+    row[f"{name}_float64_bytes"] = min(records.beside_float64(*each) for each in checked)
+    pairs = list(zip(ours, theirs, strict=True))
+    differing = sum(records.differing_bytes(*pair) for pair in pairs)
+    count = sum(one.data.numel() + one.scales.numel() for one in ours)
+    row[f"{name}_equal_bytes"] = 1 - differing / max(count, 1)
+    row[f"{name}_differing_bytes"] = differing
+    row[f"{name}_difference"] = max(
+        records.difference(part, one, records.values(part, other))
+        for part, (one, other) in zip(parts, pairs, strict=True)
+    )
+    take_times(row, name, together(steps))
+
+
+def floor_bytes(part: TimedStep) -> int:
+    """``TimedStep.floor_bytes``; a ring's prefill writes few state rows, so input and records."""
+    if part.step_plan.state_layout == "ring" and part.step_plan.num_tokens >= PREFILL[0]:
+        return part.kv_score.nbytes + part.ends * part.layer.spec.record.record_bytes
+    return part.floor_bytes()
+
+
+def probe(name: str, peers: Peers) -> dict[str, str]:
+    """Why the peer cannot take a kind, by kind, from small steps of each; in its own process."""
+    found: dict[str, str] = {}
+    layout = next(layout for layout, names in PEERS.items() if name in names)
+    for part, ratio in (("main", 4), ("main", 128), ("indexer", 4)):
+        kind = kind_of(part, ratio)
+        reason = peers.reason(name, kind)
+        try:
+            for phase, n in TRIED if reason is None else ():
+                (step,) = make_parts(layout, (phase, part, ratio, n, "all"))
+                wanted = records.float64_rows(step)
+                written = records.run(step, peers.make[name](step))
+                records.beside_float64(step, wanted, written)
+        except Exception as error:
+            reason = described(error)
+        if reason is not None:
+            found[kind] = reason
+    return found
+
+
+def try_peers(args: argparse.Namespace, names: tuple[str, ...]) -> dict[tuple[str, str], str]:
+    """``probe`` of each peer in a process of its own, beside each other; (peer, kind) to reason."""
+    command = [sys.executable, __file__, "--output", str(args.output)]
+    for option in ("vllm_source", "sglang_source"):
+        if getattr(args, option):
+            command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+    started = {
+        name: subprocess.Popen(
+            [*command, "--probe", name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-    return {
-        "phase": "prefill",
-        "part": part_name,
-        "layout": "ring",
-        "ratio": ratio,
-        "n": n,
-        "ends": "all",
-        "ours_gpu_ms": graph_time_ms(call),
-        "ours_call_ms": call_time_ms(call),
-        "ours_host_ms": host_time_ms(call),
-        "vllm_gpu_ms": None,
-        "seed_style_gpu_ms": None,
-        "two_launch_gpu_ms": None,
-        "floor_ms": (part.kv_score.nbytes + part.ends * part.layer.spec.record.record_bytes)
-        / (bandwidth * 1e6),
+        for name in names
     }
+    refused: dict[tuple[str, str], str] = {}
+    for name, process in started.items():
+        try:
+            out, said = process.communicate(timeout=PROBE_S)
+            reasons = json.loads(out.strip().splitlines()[-1]) if process.returncode == 0 else None
+        except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+            process.kill()
+            reasons, said = None, described(error)
+        if reasons is None:
+            text = f"its trial ended with {process.returncode}: {said[-1500:]}"
+            reasons = dict.fromkeys(("main_c4", "main_c128", "indexer"), text)
+        print(f"{name}: {reasons or 'every kind is right'}", flush=True)
+        refused |= {(name, kind): reason for kind, reason in reasons.items()}
+    return refused
 
 
 def measure_queries(
-    cache_format: str, rotate: bool, n: int, vllm: Any, bandwidth: float
-) -> dict[str, object]:
+    cache_format: str, rotate: bool, n: int, peers: Peers, bandwidth: float
+) -> dict[str, Any]:
     """The indexer's queries of n tokens; vLLM's kernel does not rotate."""
     spec = make_spec(cache_format, rotate=rotate, rope_layout="split")
     q = torch.randn(n, INDEXER_HEADS, 128, device="cuda", dtype=torch.bfloat16)
@@ -151,96 +268,89 @@ def measure_queries(
     def call() -> Queries:
         return quantise_indexer_queries(spec, q, positions, rope_table(CUDA), weights, *scales)
 
-    row: dict[str, object] = {
-        "phase": "decode",
-        "part": f"queries_{cache_format.removeprefix('indexer_')}",
-        "rotate": rotate,
-        "ratio": 4,
-        "n": n,
-        "ends": "all",
-        "ours_gpu_ms": graph_time_ms(call),
-        "ours_call_ms": call_time_ms(call),
-        "ours_host_ms": host_time_ms(call),
-        "vllm_gpu_ms": None,
-        "seed_style_gpu_ms": None,
-        "two_launch_gpu_ms": None,
-        "floor_ms": (q.nbytes + n * INDEXER_HEADS * (spec.record.record_bytes + 2))
-        / (bandwidth * 1e6),
-    }
+    name = f"queries_{cache_format.removeprefix('indexer_')}"
+    row = new_row(("decode", name, 4, n, "all"), rotate=rotate)
+    take_times(row, "ours", call)
+    moved = q.nbytes + n * INDEXER_HEADS * (spec.record.record_bytes + 2)
+    row["floor_ms"] = moved / (bandwidth * 1e6)
     is_fp4 = cache_format == "indexer_mxfp4"
     # vLLM's kernel for fp4 is of sm_100 instructions
-    if vllm is None or rotate or (is_fp4 and torch.cuda.get_device_capability() < (10, 0)):
+    if peers.queries is None or rotate or (is_fp4 and torch.cuda.get_device_capability() < (10, 0)):
         return row
+    queries = peers.queries
 
     def theirs() -> Any:
-        return vllm.queries(positions, q, rope_table(CUDA), weights, *scales, use_fp4=is_fp4)
+        return queries(positions, q, rope_table(CUDA), weights, *scales, use_fp4=is_fp4)
 
     codes = theirs()[0][0] if is_fp4 else theirs()[0].view(torch.uint8)
     row["vllm_equal_bytes"] = float((codes == call()[0]).float().mean())
-    row["vllm_gpu_ms"] = graph_time_ms(theirs)
-    row["vllm_call_ms"] = call_time_ms(theirs)
+    take_times(row, "vllm", theirs)
     return row
 
 
-def measure_rows(n: int, bandwidth: float) -> dict[str, object]:
+def measure_rows(n: int, bandwidth: float) -> dict[str, Any]:
     calls = rows_calls(n, rope_table(CUDA))
-    return {
-        "phase": "decode",
-        "part": "indexer_rows",
-        "ratio": 4,
-        "n": n,
-        "ends": "all",
-        "ours_gpu_ms": graph_time_ms(calls["ours"]),
-        "ours_call_ms": call_time_ms(calls["ours"]),
-        "ours_host_ms": host_time_ms(calls["ours"]),
-        "vllm_gpu_ms": None,
-        "seed_style_gpu_ms": graph_time_ms(calls["seed_style"]),
-        "two_launch_gpu_ms": graph_time_ms(calls["two_launch"]),
-        "floor_ms": 2 * n * 128 * 4 / (bandwidth * 1e6),
-    }
+    row = new_row(("decode", "indexer_rows", 4, n, "all"))
+    take_times(row, "ours", calls["ours"])
+    for name in ("seed_style", "two_launch"):
+        row[f"{name}_gpu_ms"] = graph_time_ms(calls[name])
+    return row | {"floor_ms": 2 * n * 128 * 4 / (bandwidth * 1e6)}
 
 
-def cases(quick: bool) -> list[tuple[str, str, int, int, str]]:
+def cases(quick: bool) -> list[Case]:
     decode = (1, 64, 512) if quick else DECODE
     prefill = (1024, 16384) if quick else PREFILL
-    kinds = [("main", 4), ("indexer", 4), ("both", 4), ("main", 128)]
-    found = [("decode", p, r, n, "all") for p, r in kinds for n in decode]
-    found += [("decode", p, r, n, "mixed") for p, r in kinds for n in (1, 64, 512)]
-    return found + [("prefill", p, r, n, "all") for p, r in kinds for n in prefill]
+    found: list[Case] = [("decode", p, r, n, "all") for p, r in PARTS for n in decode]
+    found += [("decode", p, r, n, "mixed") for p, r in PARTS for n in (1, 64, 512)]
+    return found + [("prefill", p, r, n, "all") for p, r in PARTS for n in prefill]
 
 
-def measurements(quick: bool, vllm: Any, bandwidth: float) -> Iterator[dict[str, object]]:
-    for case in cases(quick):
-        yield measure(*case, vllm, bandwidth)
+def measurements(quick: bool, peers: Peers, bandwidth: float) -> Iterator[dict[str, Any]]:
+    for layout in PEERS:
+        for case in cases(quick):
+            yield measure(layout, case, peers, bandwidth)
     for n in DECODE:
         yield measure_rows(n, bandwidth)
     for cache_format in ("indexer_fp8", "indexer_mxfp4"):
         for rotate in (False, True):
             for n in QUERIES:
-                yield measure_queries(cache_format, rotate, n, vllm, bandwidth)
-    for name, ratio in (("main", 4), ("indexer", 4), ("main", 128)):
-        for n in PREFILL[::3]:
-            yield measure_ring(name, ratio, n, bandwidth)
+                yield measure_queries(cache_format, rotate, n, peers, bandwidth)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--vllm-source", type=Path, help="directory that holds vllm/models/...")
+    parser.add_argument("--vllm-source", type=Path, help="vLLM 0.33.0's site-packages, or a copy")
+    parser.add_argument("--sglang-source", type=Path, help="sglang 0.5.23's, with its headers")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--probe", choices=("vllm_cutedsl", "sglang_jit"), help=argparse.SUPPRESS)
     args = parser.parse_args()
 
+    sources = (args.vllm_source, args.sglang_source)
+    if args.probe:
+        print(json.dumps(probe(args.probe, load_peers(*sources, (args.probe,)))))
+        return
+    tried = tuple(
+        name
+        for name, source in zip(("vllm_cutedsl", "sglang_jit"), sources, strict=True)
+        if source is not None
+    )
+    refused = try_peers(args, tried)
+    # what no process of its own could load is not loaded here
+    usable = tuple(name for name in tried if len([k for k in refused if k[0] == name]) < 3)
+    peers = load_peers(*sources, ("vllm", *usable))
+    peers.refused |= refused
     bandwidth = copy_bandwidth_gbs()
-    vllm = load_vllm(args.vllm_source)
     result: dict[str, object] = environment() | {
-        "script": "benchmarks/bench_dsv4_compressor.py",
-        "vllm": installed_version("vllm") or ("source" if vllm else None),
+        "vllm": dsv4_vllm_peer.RELEASE if "vllm" in peers.make else None,
+        "cutedsl": installed_version("nvidia-cutlass-dsl"),
+        "sglang": dsv4_sglang_peer.RELEASE if "sglang_jit" in peers.make else None,
         "copy_gbs": bandwidth,
         "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](rope_table(CUDA)), calls=20),
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, object]] = []
-    for row in measurements(args.quick, vllm, bandwidth):
+    rows: list[dict[str, Any]] = []
+    for row in measurements(args.quick, peers, bandwidth):
         print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         rows.append(row)
         args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")

@@ -19,7 +19,6 @@ from dsv4_backend import (
     LaunchCache,
     PagedDecode,
     PagedPrefill,
-    RingPrefill,
     compress_decode_,
     compress_prefill_,
     window_ends,
@@ -126,22 +125,6 @@ def make_step(
         starts = torch.searchsorted(requests, torch.arange(count + 1, device=device)).int()
         plan = PagedPrefill(*common, starts, window_ends(positions, state_slots, count, ratio))
     return TimedStep(layer, normal(tokens, spec.row_width), state, cache, plan, int(is_end.sum()))
-
-
-def on_ring(step: TimedStep) -> TimedStep:
-    """One request's prefill with sglang's plan v2, whose state keeps the last window alone."""
-    layer, tokens, device = step.layer, step.step_plan.num_tokens, step.kv_score.device
-    spec, ratio = layer.spec, layer.spec.compress_ratio
-    seq_lens = torch.arange(ratio, tokens + 1, ratio, device=device)
-    # the rows before the first token count as rows of the state
-    packed = (seq_lens - 1) | ((spec.window - seq_lens).clamp_(min=0) << 16)
-    pages = torch.arange(2, device=device).expand(len(seq_lens), 2)
-    windows = torch.cat((seq_lens[:, None], packed[:, None], pages), 1).int()
-    last = torch.arange(tokens - spec.window, tokens, device=device)
-    writes = torch.stack((last, last % (2 * ratio)), 1).int()
-    state = torch.zeros(2, ratio, spec.row_width, device=device)
-    plan = RingPrefill(windows, writes, step.step_plan.slots)
-    return TimedStep(layer, step.kv_score, state, step.cache, plan, step.ends)
 
 
 def measure(path: KernelPath, target: Target, grid: int) -> Callable[[], None]:

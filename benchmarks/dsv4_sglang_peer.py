@@ -1,0 +1,233 @@
+"""sglang 0.5.23's compressor step (``c4_v2``, ``c128_v2``, ``fused_norm_rope_v2``) and its layout.
+
+``source`` is an installed site-packages or a copy of ``sglang/kernels/jit`` and
+``sglang/kernels/ops/attention/dsv4`` with their headers. sglang's Python is imported from there;
+its sources are compiled here by nvcc, with sglang's flags, and loaded with tvm-ffi.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4_backend import CompressorLayer, RingDecode, RingPrefill
+from dsv4_backend.testing.engine import make_spec
+from dsv4_backend.testing.steps import PAGE_TOKENS, TimedStep, rope_table
+
+RELEASE = "0.5.23"
+SWA_PAGE = 256
+"""Tokens in a page of sglang's sliding window, whose last rows its prefill plan keeps too."""
+
+_PACKAGES = (
+    *("sglang", "sglang.kernels", "sglang.kernels.jit", "sglang.kernels.jit.utils"),
+    *("sglang.kernels.jit.utils.compile", "sglang.kernels.ops", "sglang.kernels.ops.attention"),
+    *("sglang.kernels.ops.attention.dsv4", "sglang.srt", "sglang.srt.layers"),
+    *("sglang.srt.layers.attention", "sglang.srt.layers.attention.dsa"),
+)
+_FFI = "container/tensor.h dtype.h error.h extra/c_env_api.h function.h"
+
+
+def load(source: Path, arch: str = "90a") -> types.ModuleType:
+    """sglang's ``kernels/ops/attention/dsv4/compress.py``, with its modules compiled.
+
+    Raises:
+        ImportError: a file or tvm-ffi is missing.
+        RuntimeError: nvcc refuses a source; the message holds what it said.
+    """
+    for name in _PACKAGES:
+        package = types.ModuleType(name)
+        package.__path__ = [str(source / name.replace(".", "/"))]
+        sys.modules[name] = package
+    common = importlib.import_module("sglang.kernels.jit.utils.common")
+    cpp_args = importlib.import_module("sglang.kernels.jit.utils.compile.cpp_args")
+    utils: Any = sys.modules["sglang.kernels.jit.utils"]
+    utils.cache_once, utils.make_cpp_args = common.cache_once, cpp_args.make_cpp_args
+    utils.is_arch_support_pdl = lambda: True
+    jit = source / "sglang/kernels/jit"
+    utils.load_jit = lambda *names, **files: _load_module(compile_module(jit, arch, names, **files))
+    stubs = {
+        "sglang.srt.utils": types.SimpleNamespace(
+            is_gfx95_supported=lambda: False, is_hip=lambda: False, is_xpu=lambda: False
+        ),
+        "sglang.srt.layers.attention.dsa.utils": types.SimpleNamespace(
+            INDEXER_K_CACHE_PRESHUFFLE_TILE=16, aiter_can_use_preshuffle_paged_mqa=lambda: False
+        ),
+    }
+    sys.modules.update(stubs)  # type: ignore[arg-type]
+    compress = importlib.import_module("sglang.kernels.ops.attention.dsv4.compress")
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        for job in [pool.submit(make, *of) for make, of in _modules(compress)]:
+            job.result()
+    return compress
+
+
+def _modules(compress: types.ModuleType) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The modules that the steps here use, as sglang's own calls ask for them."""
+    kinds = ((512, 4), (128, 4), (512, 128))
+    fp32, v4 = torch.float32, compress.KVLayout.V4
+    pool, finish = compress._jit_compress_module, compress._jit_compress_norm_rope_module
+    found = [(pool, (d, fp32, fp32, fp32, ratio)) for d, ratio in kinds]
+    return found + [(finish, (fp32, d, 64, PAGE_TOKENS, False, v4, False)) for d in (128, 512)]
+
+
+def compile_module(
+    jit: Path,
+    arch: str,
+    names: tuple[str, ...],
+    cuda_files: list[str],
+    cuda_wrappers: list[tuple[str, str]],
+    extra_cuda_cflags: list[str] | None = None,
+) -> Path:
+    """The shared library of an sglang module, compiled by its flags once."""
+    ffi = Path(importlib.import_module("tvm_ffi.libinfo").find_include_path())
+    library = Path(importlib.import_module("tvm_ffi.libinfo").find_libtvm_ffi())
+    lines = [f"#include <tvm/ffi/{name}>" for name in _FFI.split()]
+    lines += [f'#include "{jit / "csrc" / name}"' for name in cuda_files]
+    lines += ["namespace sglang {"]
+    lines += [f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, ({of}));" for name, of in cuda_wrappers]
+    text = "\n".join([*lines, "}", ""])
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", *(extra_cuda_cflags or [])]
+    flags += [f"-DSGL_CUDA_ARCH={arch.rstrip('af')}0"]
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler", "-fPIC", "-shared"]
+    flags += [f"-I{jit / 'include'}", f"-I{ffi}", f"-L{library.parent}", "-ltvm_ffi"]
+    digest = hashlib.sha256("\n".join([text, *flags]).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"sglang_jit-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    built = folder / f"{digest}.so"
+    if not built.exists():
+        main, part = folder / f"{digest}-{os.getpid()}.cu", folder / f"{digest}-{os.getpid()}.so"
+        main.write_text(text)
+        nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+        command = [nvcc, *flags, str(main), "-o", str(part)]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"nvcc refused {'_'.join(names)}: {ended.stderr[-2000:]}")
+        part.replace(built)
+    return built
+
+
+def _load_module(library: Path) -> Any:
+    return importlib.import_module("tvm_ffi").load_module(str(library))
+
+
+def ring_step(kind: str, phase: str, n: int, ends: str, device: torch.device) -> TimedStep:
+    """A step on sglang's layout, by its rounding; the indexer rotates.
+
+    Args:
+        kind: indexer, main_c4 or main_c128.
+        phase: decode, ``n`` requests of 4k to 8k tokens; or prefill, one request of ``n`` tokens.
+        ends: of decode: ``all`` requests end a window, or as their lengths say (``mixed``).
+    """
+    ratio = 128 if kind == "main_c128" else 4
+    spec = make_spec(
+        "indexer_fp8" if kind == "indexer" else "fp8_ds_mla",
+        ratio,
+        page_tokens=PAGE_TOKENS,
+        rotate=kind == "indexer",
+        rounding="sglang",
+    )
+    generator = torch.Generator(device).manual_seed(11)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    table = torch.stack(rope_table(device).chunk(2, 1), -1).flatten(1).contiguous()
+    ape, weight = normal(ratio, spec.halves, spec.head_dim), 1 + 0.1 * normal(spec.head_dim)
+    # sglang keeps [halves, ratio, d]; this is a view of it
+    ape = ape.transpose(0, 1).contiguous().transpose(0, 1)
+    layer = CompressorLayer(spec, ape, weight, table)
+    plan: RingDecode | RingPrefill
+    if phase == "decode":
+        positions = torch.randint(4096, 8192, (n,), generator=generator, device=device)
+        if ends == "all":
+            positions = positions // ratio * ratio + ratio - 1
+        page = spec.halves * torch.arange(n, device=device)
+        own, past = (page + p // ratio % spec.halves for p in (positions, positions - ratio))
+        row = own * ratio + positions % ratio
+        entries = torch.stack((positions + 1, row, past, own), 1).int()
+        slots = torch.randperm(n, generator=generator, device=device)
+        plan = RingDecode(entries, slots, pdl_prefetch_safe=True)
+        pages, count = n * spec.halves, int(((positions + 1) % ratio == 0).sum())
+    else:
+        plan, pages = _prefill_plan(spec.window, ratio, n, generator, device)
+        count = n // ratio
+    state = normal(pages, ratio, spec.row_width)
+    # sglang's pages are as far apart as their bytes, the main cache's rounded up to 576
+    stride = spec.page_bytes if kind == "indexer" else -(-spec.page_bytes // 576) * 576
+    records = n if phase == "decode" else count
+    shape = (records // PAGE_TOKENS + 1, stride)
+    cache = torch.zeros(shape, dtype=torch.uint8, device=device)
+    return TimedStep(layer, normal(n, spec.row_width), state, cache, plan, count)
+
+
+def _prefill_plan(
+    window: int, ratio: int, n: int, generator: torch.Generator, device: torch.device
+) -> tuple[RingPrefill, int]:
+    """sglang's plan v2 of one request from its first token on, and the pages of its states."""
+    seq_lens = torch.arange(ratio, n + 1, ratio, device=device)
+    # the rows before the first token count as rows of the state
+    packed = (seq_lens - 1) | ((window - seq_lens).clamp_(min=0) << 16)
+    pages = torch.arange(2, device=device).expand(len(seq_lens), 2)
+    windows = torch.cat((seq_lens[:, None], packed[:, None], pages), 1).int()
+    tokens = torch.arange(n, device=device)
+    kept = tokens >= n // ratio * ratio - (ratio if window > ratio else 0)
+    if window > ratio:
+        kept |= tokens % SWA_PAGE >= SWA_PAGE - ratio
+    last = tokens[kept]
+    writes = torch.stack((last, last // SWA_PAGE * window + last % window), 1).int()
+    slots = torch.zeros(n, dtype=torch.int64, device=device)
+    slots[seq_lens - 1] = torch.randperm(len(seq_lens), generator=generator, device=device)
+    state_pages = (n // SWA_PAGE + 1) * window // ratio
+    return RingPrefill(windows, writes, slots), max(2, state_pages)
+
+
+def upstream_step(compress: types.ModuleType, part: TimedStep) -> Callable[[], None]:
+    """sglang's two calls, pool and finish, on these tensors, as its backend makes them."""
+    spec, plan, layer = part.layer.spec, part.step_plan, part.layer
+    theirs: Any
+    if isinstance(plan, RingDecode):
+        theirs = compress.CompressorDecodePlan(spec.compress_ratio, _bytes(plan.entries))
+    else:
+        assert isinstance(plan, RingPrefill)
+        windows, writes = _bytes(plan.windows), _bytes(plan.writes)
+        theirs = compress.CompressorPrefillPlan(spec.compress_ratio, windows, writes)
+    ape = layer.ape.transpose(0, 1).reshape(-1, spec.head_dim)
+    freqs = torch.view_as_complex(layer.rope_table.view(-1, 32, 2))
+
+    def step() -> None:
+        pooled = compress.compress_forward(
+            kv_score_buffer=part.state,
+            kv_score_input=part.kv_score,
+            ape=ape,
+            plan=theirs,
+            compress_ratio=spec.compress_ratio,
+            head_dim=spec.head_dim,
+        )
+        compress.compress_norm_rope_store(
+            pooled,
+            theirs,
+            norm_weight=layer.norm_weight,
+            norm_eps=spec.eps,
+            freq_cis=freqs,
+            out_loc=plan.slots,
+            kvcache=part.cache,
+            page_size=spec.page_tokens,
+        )
+
+    return step
+
+
+def _bytes(entries: torch.Tensor) -> torch.Tensor:
+    return entries.contiguous().view(torch.uint8)
