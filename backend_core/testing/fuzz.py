@@ -179,13 +179,19 @@ def _companion(
 
 
 def _used(batches: Sequence[FuzzBatch]) -> float:
-    """Of the first batch; the other's where that is not right."""
+    """Of what is allowed, the share that the batch under test uses.
+
+    Raises:
+        MismatchError: it is right, and another one is not.
+    """
     used = []
     for batch in batches:
         error, allowed = batch.error()
         ratio = error / allowed
         used.append(ratio if ratio == ratio else float("inf"))
-    return used[0] if max(used) <= 1.0 else max(used)
+    if used[0] <= 1.0 < max(used):
+        raise MismatchError(f"error of the call beside it is {max(used):.3g} times what is allowed")
+    return used[0]
 
 
 def _alone(draw: Draw, batches: list[FuzzBatch], device: torch.device) -> float:
