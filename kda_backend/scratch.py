@@ -22,6 +22,7 @@ class Scratch:
         self._totals = torch.empty(0, dtype=torch.float32, device=device)
         self._flags = torch.zeros(0, dtype=torch.int32, device=device)
         self._asked = (0, 0, 0)
+        self._addresses = (0, 0, 0)
         self._order = StreamOrder(device)
 
     def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
@@ -36,6 +37,7 @@ class Scratch:
             self._totals = self._totals.new_empty(num_tiles * key_dim)
         if num_tiles + _COUNTERS > self._flags.shape[0]:
             self._flags = self._flags.new_zeros(num_tiles + _COUNTERS)
+        self._addresses = (self._tiles.data_ptr(), self._totals.data_ptr(), self._flags.data_ptr())
 
     def buffers(
         self, num_tiles: int, tile_bytes: int, key_dim: int
@@ -45,6 +47,11 @@ class Scratch:
         self._order.enter(self._tiles, self._totals, self._flags)
         self.reserve(num_tiles, tile_bytes, key_dim)
         return self._tiles, self._totals
+
+    def addresses(self, num_tiles: int, tile_bytes: int, key_dim: int) -> tuple[int, int, int]:
+        """Where those of `buffers` and `flags` lie."""
+        self.buffers(num_tiles, tile_bytes, key_dim)
+        return self._addresses
 
     def flags(self) -> torch.Tensor:
         """Five counters and a flag per tile, int32: zeros at first, then kernels write them."""

@@ -122,11 +122,11 @@ def two_stage_sm90(
     _g, g = _rows(tokens.g)
     _v, v = _rows(tokens.v)
     o_tensor, o = _rows(out)
-    a_log, dt_bias = _gate_parameter(gate.a_log), _gate_parameter(gate.dt_bias)
+    _a_log, a_log = _gate_parameter(gate.a_log)
+    _dt_bias, dt_bias = _gate_parameter(gate.dt_bias)
     plan = step_plan.addresses
-    tiles, chunk_decays = scratch.buffers(num_tiles, TILE_BYTES, DIM)
-    tiles_address, decays_address = tiles.data_ptr(), chunk_decays.data_ptr()
-    progress, fault = scratch.flags().data_ptr(), fault_record().address
+    tiles, chunk_decays, progress = scratch.addresses(num_tiles, TILE_BYTES, DIM)
+    fault = fault_record().address
     state_out = _states(state, state.write)
     state_in = state_out if state.read is state.write else _states(state, state.read)
     intra_params = INTRA_PARAMS.pack(
@@ -134,10 +134,10 @@ def two_stage_sm90(
         k=k,
         g=g,
         beta=(beta.data_ptr(), *beta.stride()[1:]),
-        a_log=_address(a_log),
-        dt_bias=_address(dt_bias),
-        tiles=tiles_address,
-        chunk_decays=decays_address,
+        a_log=a_log,
+        dt_bias=dt_bias,
+        tiles=tiles,
+        chunk_decays=chunk_decays,
         chunk_start=plan.start,
         chunk_len=plan.length,
         chunk_order=plan.sequence_major if schedule.sequence_major else plan.chunk_major,
@@ -151,8 +151,8 @@ def two_stage_sm90(
         fault=fault,
     )
     scan_params = SCAN_PARAMS.pack(
-        tiles=tiles_address,
-        chunk_decays=decays_address,
+        tiles=tiles,
+        chunk_decays=chunk_decays,
         v=v,
         o=o,
         state_in=state_in,
@@ -280,11 +280,15 @@ def scan_defines(int64_offsets: bool, bf16_state: bool, track: bool) -> dict[str
     }
 
 
-def _gate_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
-    """In fp32, on 16 bytes."""
-    if x is None or (x.dtype == torch.float32 and x.data_ptr() % 16 == 0):
-        return x
-    return x.float() if x.dtype != torch.float32 else x.clone()
+def _gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """In fp32, on 16 bytes; and its address, 0 for none."""
+    if x is None:
+        return None, 0
+    address = x.data_ptr()
+    if x.dtype != torch.float32 or address & 15:
+        x = x.float() if x.dtype != torch.float32 else x.clone()
+        address = x.data_ptr()
+    return x, address
 
 
 def _address(tensor: torch.Tensor | None) -> int:

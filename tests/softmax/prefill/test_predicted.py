@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from softmax_backend.testing.prefill_cases import (
     inputs,
     relative_error,
 )
+from softmax_backend.variants.sage import SageMode
 
 M, N = 80, 200
 LOOSE = (6e-2, 0.25)
@@ -104,6 +107,20 @@ def test_sageattn(layout: str, d: int, seed: int, device: torch.device) -> None:
     assert_matches((out if layout == "HND" else out.transpose(1, 2), lse), want, LOOSE)
     with pytest.raises(ValueError, match='tensor_layout must be "HND" or "NHD"'):
         sageattention.sageattn(*given, tensor_layout="BHLD")
+
+
+@pytest.mark.parametrize("groups", ["per_warp", "per_thread"])
+def test_sageattn_of_one_key_is_its_value(
+    groups: Literal["per_warp", "per_thread"], seed: int, device: torch.device
+) -> None:
+    q = torch.randn(1, 2, 65, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    k, v = q[:, :, :1] + 1.0, q[:, :, 1:2] - 1.0
+    mode = SageMode(groups, smooth_q=groups == "per_thread")
+    q, k, v = (x.to(device) for x in (q, k, v))
+    out, lse = sageattention.sageattn(q, k, v, return_lse=True, mode=mode)
+    torch.testing.assert_close(out, v.expand_as(out), atol=0.02, rtol=0.02)
+    want = (q.double() @ k.double().mT)[..., 0] / 8
+    torch.testing.assert_close(lse.double(), want, atol=0.02, rtol=0.01)
 
 
 def test_spargeattn(seed: int, device: torch.device) -> None:
