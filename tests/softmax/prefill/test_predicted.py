@@ -120,7 +120,7 @@ def test_sageattn_of_one_key_is_its_value(
     out, lse = sageattention.sageattn(q, k, v, return_lse=True, mode=mode)
     torch.testing.assert_close(out, v.expand_as(out), atol=0.02, rtol=0.02)
     want = (q.double() @ k.double().mT)[..., 0] / 8
-    torch.testing.assert_close(lse.double(), want, atol=0.02, rtol=0.01)
+    torch.testing.assert_close(lse.double(), want, atol=0.1, rtol=0.01)
 
 
 def test_spargeattn(seed: int, device: torch.device) -> None:
