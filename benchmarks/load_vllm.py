@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--flag", default="KDA", help="of --attention-backend; '' for upstream")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--port", type=int, default=8150)
-    parser.add_argument("--kv-cache-gib", type=float, default=0.5)
+    parser.add_argument("--kv-cache-gib", type=float, default=0.12)  # 0.5 preempted nothing
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,7 +100,8 @@ class Server:
             time.sleep(1)
         code = self.process.poll()
         what = f"was not ready in {self.timeout:.0f} s" if code is None else f"ended with {code}"
-        raise RuntimeError(f"the server {what}; its last lines:\n{self.last_lines(40)}")
+        why = errors_in(self.log.read_text(errors="replace"))
+        raise RuntimeError(f"the server {what}: {why or self.last_lines(40)}")
 
     def last_lines(self, count: int) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
@@ -135,6 +137,12 @@ class Server:
     def shown(self) -> list[str]:
         """The command from ``serve`` on, paths from the repository's root."""
         return shown(self.command[3:])
+
+
+def errors_in(log: str) -> str:
+    """The exceptions that a server's log ends tracebacks with, each once: no lines of code."""
+    found = re.findall(r"(?m)(?:^|\] )(\w*(?:Error|Exception): .+)", log)
+    return "; ".join(dict.fromkeys(line.strip()[:400] for line in found))
 
 
 def shown(command: list[str]) -> list[str]:

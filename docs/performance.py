@@ -505,7 +505,11 @@ def _engine() -> list[str]:
     ]
 
 
-_SERVERS = {"stock": "upstream", "canary": "with the flag, states transposed on purpose"}
+_SERVERS = {
+    "stock": "upstream",
+    "canary": "with the flag, states transposed on purpose",
+    "canary of MLA decode": "with the flag, MLA decodes set to zero on purpose",
+}
 
 
 def _recall() -> list[str]:
