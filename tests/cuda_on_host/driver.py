@@ -5,37 +5,65 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
-import hashlib
+import gc
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from backend_core.launch.cuda import PARAMS_HEADER, CudaParams, shared_bytes_of
 
 HERE = Path(__file__).parent
 GXX = shutil.which("g++")
+MAP_MAGIC = 0x70616D5F726F736E
+"""The first word of a tensor map of the model, whose second is an address (async.cpp)."""
+_LANGUAGE = ("-std=c++20", "-fPIC", "-w")
+# The compiler calls the model before each access to memory. Lines are found in its tables.
+_KERNEL = (
+    *("-O1", "-g1", "-gdwarf-4", "-fno-strict-aliasing", "-fstack-reuse=none", "-fsanitize=thread"),
+    *("--param", "tsan-distinguish-volatile=1", "--param", "tsan-instrument-func-entry-exit=0"),
+)
 
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     """The scheduler, one per process: kernels find its functions by their names."""
-    library = _build((str(HERE / "runtime.cpp"),), "")
+    folder = _folder()
+    library = folder / "runtime.so"
+    sources = [str(file) for file in sorted(HERE.glob("*.cpp")) if file.name != "kernel.cpp"]
+    _run("g++", *_LANGUAGE, "-O2", "-shared", *sources, "-o", str(library))
     runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     runtime.run.restype = ctypes.c_char_p
+    runtime.place_tensor.restype = ctypes.c_void_p
     return runtime
+
+
+_placed: dict[int, tuple[torch.UntypedStorage, int]] = {}
+"""Storages by their address that the next run's kernels may access, and where they lie for them."""
 
 
 def run_launches(seed: int) -> None:
     """Run all launches since the last call to their end.
 
     Raises:
-        RuntimeError: no thread can go on, lanes of a warp part, and the like.
+        RuntimeError: a race, a missing fence, a deadlock, an overrun and the like; the message says
+            where in the source.
     """
-    message = _runtime().run(seed)
-    if message is not None:
-        raise RuntimeError(message.decode())
+    runtime = _runtime()
+    for address, (storage, place) in _placed.items():
+        ctypes.memmove(place, address, storage.nbytes())
+    message = runtime.run(seed)
+    text = None if message is None else _with_lines(message.decode())
+    for address, (storage, place) in _placed.items():
+        ctypes.memmove(address, place, storage.nbytes())
+    _placed.clear()
+    runtime.forget()
+    if text is not None:
+        raise RuntimeError(text)
 
 
 class HostKernel:
@@ -50,42 +78,161 @@ class HostKernel:
         *,
         cluster_size: int = 1,
         run_seed: int | None = None,
+        instructions: Path | None = None,
     ) -> None:
-        """``run_seed``: a launch runs too, and those before it."""
+        """Args:
+        run_seed: a launch runs too, and those before it.
+        instructions: a folder with more headers that stand in for those beside ``source``.
+        """
         _runtime()
-        options = (
-            *(f"-D{key}={value}" for key, value in defines.items()),
-            *(f'-DSOURCE="{source}"', f"-DKERNEL={name}"),
-            *(f"-I{place}" for place in (HERE, source.parent)),
-            str(HERE / "kernel.cpp"),
-        )
-        texts = (file.read_bytes() for file in sorted(source.parent.glob("*.cu*")))
-        digest = hashlib.sha256(b"".join(texts)).hexdigest()
-        file = _build(options, params.header, digest)
+        self._name, self._pointers = name, list(_pointers(params))
         self._cluster_size, self._run_seed = cluster_size, run_seed
+        if instructions is not None:
+            _MODEL.update(file.name for file in instructions.glob("*.cuh"))
+        places = [place for place in (HERE, instructions, source.parent) if place is not None]
+        texts = _included(source.name, places) | {PARAMS_HEADER: params.header}
+        options = (f'-DSOURCE="{source.name}"', f"-DKERNEL={name}")
+        options += tuple(f"-D{key}={value}" for key, value in defines.items())
+        file = _build(options, tuple(sorted(texts.items())))
         self._shared_bytes = shared_bytes_of(file.read_bytes())
-        self._kernel = ctypes.CDLL(str(file)).kernel_on_host
+        library = ctypes.CDLL(str(file))
+        library.library_on_host.restype = ctypes.c_void_p
+        self._kernel, self._library = library.kernel_on_host, library.library_on_host()
 
     def __call__(self, grid: int, block: int, params: bytes, *, pdl: bool = False) -> None:
-        sizes = (len(params), grid, block, self._cluster_size, self._shared_bytes, int(pdl))
-        _runtime().launch(self._kernel, params, *sizes)
+        if grid:
+            moved = bytearray(params)
+            storages = functools.cache(_storages)
+            for field, offset in self._pointers:
+                address = int.from_bytes(moved[offset : offset + 8], "little")
+                if field.endswith(".map"):
+                    assert address == MAP_MAGIC, field
+                    offset += 8
+                    address = int.from_bytes(moved[offset : offset + 8], "little")
+                if address:
+                    place = _place(address, f"{field} of {self._name}", storages)
+                    moved[offset : offset + 8] = place.to_bytes(8, "little")
+            sizes = (len(moved), grid, block, self._cluster_size, self._shared_bytes, int(pdl))
+            _runtime().launch(
+                self._name.encode(),
+                self._kernel,
+                ctypes.c_void_p(self._library),
+                bytes(moved),
+                *sizes,
+            )
         if self._run_seed is not None:
             run_launches(self._run_seed)
 
 
-@functools.cache
-def _build(arguments: tuple[str, ...], params_header: str, digest: str = "") -> Path:
-    """``digest``: of sources that may change while the process runs."""
+def _storages() -> list[torch.UntypedStorage]:
+    """Of all tensors that there are."""
+    tensors = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    return [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
+
+
+def _place(address: int, name: str, storages: Callable[[], list[torch.UntypedStorage]]) -> int:
+    """The address that kernels see for ``address``, in memory of its storage's own."""
+    for begin, (storage, place) in _placed.items():
+        if begin <= address < begin + storage.nbytes():
+            return place + address - begin
+    for storage in storages():
+        begin, size = storage.data_ptr(), storage.nbytes()
+        if begin <= address < begin + size:
+            place = _runtime().place_tensor(
+                ctypes.c_size_t(size), ctypes.c_size_t(begin), name.encode()
+            )
+            _placed[begin] = storage, place
+            return place + address - begin
+    raise RuntimeError(f"stale pointer: {name} points to no tensor that there is")
+
+
+_SIZES = {"int": 4, "float": 4}
+
+
+def _pointers(params: CudaParams) -> Iterator[tuple[str, int]]:
+    """(name, offset) of the struct's pointers, from its declaration; tensor maps are ``.map``."""
+    structs = {
+        match[1]: re.findall(r"^    (.+?) (\w+);$", match[2], re.MULTILINE)
+        for match in re.finditer(r"struct (\w+) \{\n(.*?)\};", params.header, re.DOTALL)
+    }
+    offset = 0
+
+    def place(kind: str, name: str) -> Iterator[tuple[str, int]]:
+        nonlocal offset
+        if kind == "TensorMap":
+            offset = -(-offset // 8) * 8
+            yield f"{name}.map", offset
+            offset += 128
+        elif kind in structs:
+            for inner, member in structs[kind]:
+                yield from place(inner, f"{name}.{member}")
+        else:
+            size = _SIZES.get(kind, 8)
+            offset = -(-offset // size) * size
+            if kind.endswith("*"):
+                yield name, offset
+            offset += size
+
+    for kind, name in structs["Params"]:
+        yield from place(kind, name)
+
+
+def _folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="cuda-on-host-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / PARAMS_HEADER).write_text(params_header)
-    library = folder / "library.so"
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic"]
-    done = subprocess.run(
-        [*command, f"-I{folder}", *arguments, "-o", str(library)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+    return done.stdout
+
+
+def _included(name: str, places: Sequence[Path]) -> dict[str, str]:
+    """By name, the text of a file and of all that it includes, each from the first place that has
+    it: the model's headers stand in for those beside a kernel."""
+    file = next((place / name for place in places if (place / name).is_file()), None)
+    if file is None:
+        assert name == PARAMS_HEADER, f"{name} is not in {places}"
+        return {}
+    texts = {name: file.read_text()}
+    for included in re.findall(r'^#include "(.+)"$', texts[name], re.MULTILINE):
+        texts |= _included(included, places)
+    return texts
+
+
+@functools.cache
+def _build(options: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> Path:
+    """``sources``: text by file name."""
+    folder = _folder()
+    for name, text in sources:
+        (folder / name).write_text(text)
+    shutil.copy(HERE / "kernel.cpp", folder)
+    built, library = folder / "kernel.o", folder / "library.so"
+    kernel = str(folder / "kernel.cpp")
+    _run("g++", *_LANGUAGE, *_KERNEL, *options, "-c", kernel, "-o", str(built))
+    _run("g++", "-shared", "-Wl,-Bsymbolic", str(built), "-o", str(library))
     return library
+
+
+_MODEL = {file.name for file in HERE.iterdir()}
+
+
+def _with_lines(message: str) -> str:
+    """Each place in a library, ``{file offset}``, as ``name:line `text` ``, from its debug lines.
+
+    Of inlined functions the innermost that is not the model's own.
+    """
+
+    def line(match: re.Match[str]) -> str:
+        found = _run("addr2line", "-i", "-e", match[1], match[2]).splitlines()
+        for place in found:
+            file, _, number = place.split(" ")[0].rpartition(":")
+            path = Path(file)
+            if path.name not in _MODEL and path.is_file() and number.isdigit():
+                text = path.read_text().splitlines()[int(number) - 1].strip()
+                return f"{path.name}:{number} `{text}`"
+        return f"{match[0]} {found}"
+
+    return re.sub(r"\{(\S+) (0x[0-9a-f]+)\}", line, message)

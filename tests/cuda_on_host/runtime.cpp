@@ -1,387 +1,459 @@
 // The scheduler: see runtime.h.
-#include "runtime.h"
-
-#include <ucontext.h>
+#include <dlfcn.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <cstdio>
 #include <cstring>
-#include <memory>
+#include <map>
 #include <random>
 #include <stdexcept>
-#include <string>
+
+#include "internal.h"
 
 extern "C" {
-Index threadIdx, blockIdx, gridDim;
+Index threadIdx, blockIdx, gridDim, blockDim;
 }
 
 namespace host {
 
-struct Grid;
-struct Warp {
-    const void* operation = nullptr;
-    void* lanes[32];
-    int arrived = 0;
-    std::deque<std::function<void()>> products;
-};
-struct Cluster {
-    int arrived = 0, threads = 0;
-    unsigned phase = 0;
-};
-struct Cta {
-    Grid* grid;
-    Cluster* cluster;
-    int index, rank, arrived = 0;
-    unsigned char* memory;
-    std::vector<Warp> warps;
-    std::vector<Cta*> peers;  // of the cluster, by rank
-};
-enum class State { READY, COLLECTIVE, BARRIER, BLOCK, CLUSTER, GRID, DONE };
-struct Fiber {
-    Cta* cta;
-    int thread;
-    State state = State::READY;
-    uint64_t* barrier = nullptr;
-    unsigned parity = 0, cluster_phase = 0;
-    int group = 0;  // of cp.async
-    bool triggered = false;
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
-};
-struct Grid {
-    void (*kernel)(const void*);
-    std::vector<unsigned char> params;
-    int ctas, threads, cluster_size;
-    bool programmatic;
-    int untriggered, running;
-    std::vector<std::unique_ptr<Cta>> blocks;
-    std::vector<std::unique_ptr<Cluster>> clusters;
-    std::vector<std::unique_ptr<Fiber>> fibers;
-    Grid* before = nullptr;
-    bool started = false;
-};
-struct Pending {
-    Copy copy;
-    Fiber* owner;
-    int group;
-};
-
-constexpr uint32_t WINDOW = 1u << 18, STACK = 128 << 10;
-static std::vector<std::unique_ptr<Grid>> grids;
+Fiber* current;
+std::vector<std::unique_ptr<Grid>> grids;
 static std::vector<Fiber*> ready;
-static std::vector<Pending> pending;
+static std::vector<std::pair<int, int>> groups;  // of each: its grid, how many agents
 static std::mt19937 generator;
-static Fiber* current;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static std::string error;
+static long idle;
+static Cta* statics_of;  // whose __shared__ variables the library holds
+
+// ---- reports ----
 
 unsigned random(unsigned below) { return generator() % below; }
+uint32_t agents_of_group(uint32_t group) { return groups[group].second; }
+int grid_of(uint32_t group) { return groups[group].first; }
 
-void fail(const char* message) {
-    if (error.empty()) {
-        error = message;
-        if (current)
-            error += " (CTA " + std::to_string(current->cta->index) + ", thread " +
-                     std::to_string(current->thread) + ")";
-    }
-    if (current) setcontext(&scheduler);
-    throw std::runtime_error(error);  // in the scheduler itself
+std::string where(const void* place) {
+    Dl_info info;
+    if (!place || !dladdr(place, &info)) return "the kernel's beginning";
+    const auto offset = static_cast<const char*>(place) - static_cast<const char*>(info.dli_fbase);
+    char text[32];
+    snprintf(text, sizeof text, "%lx", long(offset) - 1);
+    return std::string("{") + info.dli_fname + " 0x" + text + "}";
 }
+std::string who(const Fiber& f) {
+    return f.cta->grid->name + ", CTA " + str(f.cta->index) + ", thread " + str(f.thread);
+}
+const char* name_of_agent(Epoch e, std::string& to) {
+    const Grid& grid = *grids[grid_of(group_of(e))];
+    const int dims = grid.agents_of_cta(), i = index_of(e) % dims, threads = grid.threads;
+    const Cta* cta = nullptr;
+    for (const auto& block : grid.blocks)
+        if (block->group == group_of(e) && block->rank == int(index_of(e)) / dims)
+            cta = block.get();
+    to = grid.name + ", CTA " + str(cta->index);
+    if (i < 2 * threads) to += ", thread " + str(i % threads);
+    else if (i < 2 * threads + grid.warps()) to += ", warp " + str(i - 2 * threads);
+    return to.c_str();
+}
+void fail(const std::string& message) {
+    if (error.empty()) error = message;
+    if (!current) throw std::runtime_error(error);  // in the scheduler itself
+    current = nullptr;
+    _longjmp(scheduler, 1);
+}
+void trap() { fail("a kernel has trapped (" + who(*current) + ")"); }
+
+// ---- fibers ----
 
 static void leave() {
-    Fiber* self = current;
-    swapcontext(&self->context, &scheduler);
+    if (_setjmp(current->jump) == 0) _longjmp(scheduler, 1);
 }
-static void wake(Fiber* fiber) {
-    fiber->state = State::READY;
-    ready.push_back(fiber);
+void wake(Fiber& fiber) {
+    fiber.state = State::READY;
+    ready.push_back(&fiber);
 }
-template <typename F>
-static void wake_if(F matches) {
-    for (auto& grid : grids)
-        for (auto& fiber : grid->fibers)
-            if (fiber->state != State::READY && fiber->state != State::DONE && matches(*fiber))
-                wake(fiber.get());
+void wait(State state, const void* place) {
+    current->state = state, current->place = place;
+    leave();
 }
 void yield() {
     ready.push_back(current);
     leave();
 }
-
-unsigned char* shared_memory() { return current->cta->memory; }
-unsigned char* at(uint32_t address) {
-    const uint32_t rank = address / WINDOW;
-    if (rank == 0) return current->cta->memory + address;
-    if (rank > current->cta->peers.size()) fail("an address is outside the cluster");
-    return current->cta->peers[rank - 1]->memory + address % WINDOW;
+void progress() { idle = 0; }
+Fiber& lane_of(const Fiber& fiber, int lane) {
+    return *fiber.cta->fibers[fiber.thread / 32 * 32 + lane];
 }
-uint32_t address_at(uint32_t address, int rank) { return address % WINDOW + (rank + 1) * WINDOW; }
-uint64_t* barrier_at(uint32_t address) { return reinterpret_cast<uint64_t*>(at(address)); }
+void warp_collective(int operation, void* mine, const std::function<void(void**)>& all,
+                     const void* place) {
+    Warp& warp = current->cta->warps[current->thread / 32];
+    if (warp.arrived && warp.operation != operation)
+        fail("lanes of a warp have parted: one is at " + where(place) + " (" + who(*current) + ")");
+    warp.operation = operation;
+    warp.lanes[current->thread % 32] = mine;
+    if (++warp.arrived < 32) return wait(State::WARP, place);
+    all(warp.lanes);
+    warp.arrived = 0;
+    for (int i = 0; i < 32; ++i) {
+        Fiber& fiber = lane_of(*current, i);
+        fiber.met = fiber.clock++;
+        if (&fiber != current) wake(fiber);
+    }
+}
+
+// ---- knowledge ----
+
+void publish(Fiber& f, GatheredKnowledge& to) {
+    const Cta& cta = *f.cta;
+    const uint32_t cp = f.agent() + cta.grid->threads;
+    to.known.add(f.known);
+    to.known.add(f.now());
+    to.known.add(epoch(cta.group, cp, f.cp_known));
+    const uint32_t first_product = cta.first_agent + 2 * cta.grid->threads + f.thread / 128 * 4;
+    for (int i = 0; i < 4 && f.products_known; ++i)
+        to.known.add(epoch(cta.group, first_product + i, f.products_known));
+    to.proxy.add(f.proxy);
+    to.proxy.add(epoch(cta.group, f.agent(), f.proxy_clock));
+    to.proxy.add(epoch(cta.group, cp, f.proxy_cp));
+    f.clock += 1;
+}
+void learn(Fiber& f, const Knowledge& from) {
+    f.known = join(f.known, from.known);
+    f.proxy = join(f.proxy, from.proxy);
+}
+
+// ---- meetings ----
+
+static void arrive(Meeting& meeting, bool release) {
+    if (release) {
+        publish(*current, meeting.gathered);
+    } else {  // what has been read, it tells; not what has been written
+        GatheredKnowledge all;
+        publish(*current, all);
+        meeting.gathered_relaxed.add(all.get().known);
+    }
+    meeting.arrived += 1;
+}
+static bool complete(Meeting& meeting, int threads) {
+    if (meeting.arrived == 0 || meeting.arrived < threads) return false;
+    meeting.released = meeting.gathered.get();
+    meeting.released_relaxed = meeting.gathered_relaxed.get();
+    meeting.gathered = {}, meeting.gathered_relaxed = {};
+    meeting.arrived = 0, meeting.phase ^= 1;
+    progress();
+    return true;
+}
+static void complete_for(Cta& cta) {
+    if (complete(cta.all, cta.threads))
+        wake_if(cta, [](Fiber& f) { return f.state == State::CTA; });
+}
+static void complete_for(Cluster& cluster) {
+    if (complete(cluster, cluster.threads))
+        for (Cta* cta : cluster.ctas)
+            wake_if(*cta, [](Fiber& f) { return f.state == State::CLUSTER; });
+}
+void syncthreads() {
+    Cta& cta = *current->cta;
+    const unsigned phase = cta.all.phase;
+    arrive(cta.all, true);
+    complete_for(cta);
+    if (cta.all.phase == phase) wait(State::CTA, PLACE);
+    learn(*current, cta.all.released);
+}
+void named_barrier(int threads) {
+    Cta& cta = *current->cta;
+    const unsigned phase = cta.some.phase;
+    arrive(cta.some, true);
+    if (complete(cta.some, threads))
+        wake_if(cta, [](Fiber& f) { return f.state == State::NAMED; });
+    if (cta.some.phase == phase) wait(State::NAMED, PLACE);
+    learn(*current, cta.some.released);
+}
+void cluster_arrive(bool release) {
+    current->cluster_phase = current->cta->cluster->phase + 2;
+    arrive(*current->cta->cluster, release);
+    complete_for(*current->cta->cluster);
+}
+void cluster_wait() {
+    Cluster& cluster = *current->cta->cluster;
+    if (current->cluster_phase < 2)
+        fail("cluster: " + where(PLACE) + " waits for the cluster without having arrived (" +
+             who(*current) + ")");
+    if (cluster.phase == current->cluster_phase - 2) wait(State::CLUSTER, PLACE);
+    current->cluster_phase = 0;
+    learn(*current, cluster.released);
+    current->relaxed = join(current->relaxed, cluster.released_relaxed);
+}
+void syncwarp() {
+    auto all = [](void**) {
+        GatheredKnowledge gathered;
+        for (int i = 0; i < 32; ++i) publish(lane_of(*current, i), gathered);
+        const Knowledge released = gathered.get();
+        for (int i = 0; i < 32; ++i) learn(lane_of(*current, i), released);
+    };
+    warp_collective(-2, nullptr, all, PLACE);
+}
+
+// ---- grids ----
+
+// One thread speaks for its CTA.
+static void trigger(Fiber& fiber) {
+    if (fiber.cta->triggered) return;
+    fiber.cta->triggered = true;
+    Grid& grid = *fiber.cta->grid;
+    grid.untriggered -= 1;
+    // whoever starts after this may rely on the kernels whose end this thread has waited for
+    if (fiber.known) grid.known_at_trigger |= fiber.known->grids;
+    GatheredKnowledge all;
+    publish(fiber, all);
+    grid.triggered.add(all.get().known);
+    progress();
+}
+void launch_dependents() { trigger(*current); }
+void wait_on_dependents() {
+    Grid* before = current->cta->grid->before;
+    if (!before) return;
+    if (before->running) wait(State::GRID, PLACE);
+    learn(*current, {before->end, before->end});
+}
 unsigned sm_index() {
     const Grid& grid = *current->cta->grid;
     const int sms = 132;
     return grid.ctas <= sms ? current->cta->index : current->cta->index % sms;
 }
 
-void warp_collective(const void* operation, void* mine, void (*all)(void**)) {
-    Warp& warp = current->cta->warps[current->thread / 32];
-    if (warp.arrived && warp.operation != operation) fail("lanes of a warp have parted");
-    warp.operation = operation;
-    warp.lanes[current->thread % 32] = mine;
-    if (++warp.arrived < 32) {
-        current->state = State::COLLECTIVE;
-        leave();
-        return;
+// Stacks are used again; what was written in one before counts as older than any warpgroup_arrive.
+static std::vector<unsigned char*> free_stacks;
+static uint32_t highest_arrives;
+static int live;  // threads
+static unsigned char* take_stack() {
+    if (free_stacks.empty()) return static_cast<unsigned char*>(calloc(2, STACK));
+    unsigned char* const stack = free_stacks.back();
+    free_stacks.pop_back();
+    return stack;
+}
+static void give_stack(Fiber& fiber) {
+    if (fiber.stack) free_stacks.push_back(fiber.stack);
+    fiber.stack = nullptr;
+}
+
+static void finish(Fiber& self) {
+    Grid& grid = *self.cta->grid;
+    self.state = State::DONE;
+    if (self.known) grid.known_at_end |= self.known->grids;
+    Cta& cta = *self.cta;
+    cta.threads -= 1, cta.cluster->threads -= 1;
+    if (cta.threads == 0) {
+        expect_nothing_for(cta);
+        trigger(self);
     }
-    all(warp.lanes);
-    warp.arrived = 0;
-    Grid* grid = current->cta->grid;
-    const int first = current->cta->index * grid->threads + current->thread / 32 * 32;
-    for (int i = first; i < first + 32; ++i)
-        if (grid->fibers[i].get() != current) wake(grid->fibers[i].get());
-}
-void syncthreads() {
-    Cta* cta = current->cta;
-    if (++cta->arrived == cta->grid->threads) {
-        cta->arrived = 0;
-        wake_if([&](Fiber& f) { return f.cta == cta && f.state == State::BLOCK; });
-    } else {
-        current->state = State::BLOCK;
-        leave();
+    self.known = self.proxy = self.relaxed = nullptr;
+    highest_arrives = std::max(highest_arrives, self.arrives + 1);
+    live -= 1;
+    complete_for(cta), complete_for(*cta.cluster);
+    if (--grid.running == 0) {
+        auto end = std::make_shared<Clock>();
+        end->grids = grid.known_at_end | 1ull << grid.number;
+        grid.end = end;
+        for (auto& other : grids)
+            for (auto& waiting : other->blocks)
+                if (other->before == &grid)
+                    wake_if(*waiting, [](Fiber& f) { return f.state == State::GRID; });
     }
+    progress();
 }
-void cluster_arrive() {
-    Cluster* cluster = current->cta->cluster;
-    current->cluster_phase = cluster->phase;
-    if (++cluster->arrived == cluster->threads) {
-        cluster->arrived = 0;
-        ++cluster->phase;
-        wake_if([&](Fiber& f) { return f.cta->cluster == cluster && f.state == State::CLUSTER; });
-    }
-}
-void cluster_wait() {
-    if (current->cta->cluster->phase != current->cluster_phase) return;
-    current->state = State::CLUSTER;
-    leave();
-}
-
-struct Bits {
-    int32_t bytes;
-    uint32_t pending : 12, expected : 12, phase : 1, magic : 7;
-};
-static_assert(sizeof(Bits) == 8);
-constexpr unsigned MAGIC = 0x2a;
-
-static Bits& bits(uint64_t* barrier) {
-    Bits& b = *reinterpret_cast<Bits*>(barrier);
-    if (b.magic != MAGIC) fail("a barrier is used before it is initialised");
-    return b;
-}
-static void complete_if_done(uint64_t* barrier) {
-    Bits& b = bits(barrier);
-    if (b.pending || b.bytes) return;
-    b.phase ^= 1;
-    b.pending = b.expected;
-    wake_if([&](Fiber& f) {
-        return f.state == State::BARRIER && f.barrier == barrier && b.phase != f.parity;
-    });
-}
-void barrier_init(uint64_t* barrier, int count) {
-    *reinterpret_cast<Bits*>(barrier) = {0, unsigned(count), unsigned(count), 0, MAGIC};
-}
-void barrier_arrive(uint64_t* barrier, int bytes_expected) {
-    Bits& b = bits(barrier);
-    if (b.pending == 0) fail("more have arrived at a barrier than it counts");
-    b.bytes += bytes_expected;
-    b.pending -= 1;
-    complete_if_done(barrier);
-}
-void complete_bytes(uint64_t* barrier, unsigned bytes) {
-    host::bits(barrier).bytes -= bytes;
-    complete_if_done(barrier);
-}
-void barrier_wait(uint64_t* barrier, unsigned parity) {
-    if (bits(barrier).phase != parity) return;
-    current->barrier = barrier, current->parity = parity;
-    current->state = State::BARRIER;
-    leave();
-}
-
-static bool is_cp_async(const Pending& p) {
-    return p.copy.kind == CopyKind::CP_ASYNC;
-}
-static void complete(size_t index) {
-    Pending p = pending[index];
-    if (p.copy.kind == CopyKind::CP_ASYNC_ARRIVE)  // after the copies that its thread began before
-        for (size_t i = 0; i < index; ++i)
-            if (is_cp_async(pending[i]) && pending[i].owner == p.owner) return complete(i);
-    pending.erase(pending.begin() + index);
-    if (p.copy.kind == CopyKind::CP_ASYNC_ARRIVE) return barrier_arrive(p.copy.barrier, 0);
-    if (p.copy.from)
-        memcpy(p.copy.to, p.copy.from, p.copy.bytes);
-    else
-        memset(p.copy.to, 0, p.copy.bytes);
-    if (p.copy.barrier) complete_bytes(p.copy.barrier, p.copy.bytes);
-}
-void copy(const Copy& copy) {
-    if (copy.kind == CopyKind::CP_ASYNC || copy.kind == CopyKind::TO_SHARED)
-        memset(copy.to, 0xff, copy.bytes);
-    pending.push_back({copy, current, current->group});
-}
-void commit_cp_async() { current->group += 1; }
-template <typename F>
-static void complete_all(F matches) {
-    for (size_t i = 0; i < pending.size();)
-        if (pending[i].owner == current && matches(pending[i]))
-            complete(i);
-        else
-            ++i;
-}
-void wait_cp_async(int left) {
-    const int before = current->group - left;
-    complete_all([&](const Pending& p) { return is_cp_async(p) && p.group < before; });
-}
-void wait_stores() {
-    complete_all([](const Pending& p) { return p.copy.kind == CopyKind::TO_GLOBAL; });
-}
-
-static void run_products(Warp& warp) {
-    for (; !warp.products.empty(); warp.products.pop_front()) warp.products.front()();
-}
-void defer_product(std::function<void()> product) {
-    Warp& warp = current->cta->warps[current->thread / 32];
-    warp.products.push_back(std::move(product));
-    if (random(4) == 0) run_products(warp);
-}
-void finish_products() { run_products(current->cta->warps[current->thread / 32]); }
-
-static void trigger(Fiber* fiber) {
-    if (fiber->triggered) return;
-    fiber->triggered = true;
-    fiber->cta->grid->untriggered -= 1;
-}
-void launch_dependents() { trigger(current); }
-void wait_on_dependents() {
-    Grid* before = current->cta->grid->before;
-    if (!before || before->running == 0) return;
-    current->state = State::GRID;
-    leave();
-}
-
 static void body() {
-    Grid* grid = current->cta->grid;
-    grid->kernel(grid->params.data());
-    Fiber* self = current;
-    trigger(self);
-    self->state = State::DONE;
-    if (--grid->running == 0)
-        wake_if([&](Fiber& f) { return f.state == State::GRID && f.cta->grid->before == grid; });
-    setcontext(&scheduler);
+    Grid& grid = *current->cta->grid;
+    grid.kernel(grid.params.data());
+    finish(*current);
+    current = nullptr;
+    _longjmp(scheduler, 1);
 }
 
-static void start(Grid* grid, int shared_bytes) {
-    grid->started = true;
-    for (int i = 0; i < grid->ctas; ++i) {
-        if (i % grid->cluster_size == 0) {
-            grid->clusters.push_back(std::make_unique<Cluster>());
-            grid->clusters.back()->threads = grid->cluster_size * grid->threads;
-        }
-        auto cta = std::make_unique<Cta>();
-        cta->grid = grid, cta->cluster = grid->clusters.back().get();
-        cta->index = i, cta->rank = i % grid->cluster_size;
-        const size_t bytes = (shared_bytes + 1023) / 1024 * 1024 + 1024;
-        cta->memory = static_cast<unsigned char*>(std::aligned_alloc(1024, bytes));
-        memset(cta->memory, 0xff, bytes);
-        cta->warps.resize(grid->threads / 32);
-        grid->blocks.push_back(std::move(cta));
+static void start(Grid& grid) {
+    grid.started = true;
+    if (grid.before) {
+        grid.known_at_start = grid.before->known_at_trigger;
+        if (!grid.programmatic) grid.known_at_start |= grid.before->end->grids;
     }
-    for (int i = 0; i < grid->ctas; ++i)
-        for (int rank = 0; rank < grid->cluster_size; ++rank)
-            grid->blocks[i]->peers.push_back(
-                grid->blocks[i / grid->cluster_size * grid->cluster_size + rank].get());
-    for (auto& cta : grid->blocks)
-        for (int t = 0; t < grid->threads; ++t) {
+    grid.known_at_end = grid.known_at_trigger = grid.known_at_start;
+    auto known = std::make_shared<Clock>();
+    known->grids = grid.known_at_start;
+    grid.started_knows = known;
+    if (grid.programmatic && grid.before)
+        grid.started_relaxed = grid.before->triggered.get();
+}
+// Places the grid's next cluster.
+static void place_cluster(Grid& grid) {
+    const int dims = grid.agents_of_cta(), size = grid.cluster_size;
+    grid.clusters.push_back(std::make_unique<Cluster>());
+    Cluster& cluster = *grid.clusters.back();
+    cluster.threads = size * grid.threads;
+    groups.emplace_back(grid.number, size * dims);
+    for (int rank = 0; rank < size; ++rank) {
+        auto cta = std::make_unique<Cta>();
+        const int number = grid.blocks.size();
+        cta->grid = &grid, cta->cluster = &cluster;
+        cta->index = number, cta->rank = rank, cta->threads = grid.threads;
+        cta->group = groups.size() - 1, cta->first_agent = rank * dims;
+        const std::string of = " of CTA " + str(number) + " of " + grid.name;
+        cta->memory = allocate(grid.shared_bytes, 0, "shared memory" + of);
+        const size_t statics = grid.static_end - grid.static_begin;
+        cta->statics = allocate(statics, 0, "__shared__ variables" + of);
+        cta->warps.resize(grid.warps());
+        cta->slot_clocks.assign(Grid::SLOTS, 0), cta->slot_taken.assign(Grid::SLOTS, false);
+        for (int t = 0; t < grid.threads; ++t) {
             auto fiber = std::make_unique<Fiber>();
             fiber->cta = cta.get(), fiber->thread = t;
-            fiber->stack = std::unique_ptr<char[]>(new char[STACK]);
-            getcontext(&fiber->context);
-            fiber->context.uc_stack.ss_sp = fiber->stack.get();
-            fiber->context.uc_stack.ss_size = STACK;
-            makecontext(&fiber->context, body, 0);
+            fiber->known = fiber->proxy = grid.started_knows;
+            fiber->relaxed = grid.started_relaxed;
             ready.push_back(fiber.get());
-            grid->fibers.push_back(std::move(fiber));
+            cta->fibers.push_back(std::move(fiber));
         }
+        live += grid.threads;
+        cluster.ctas.push_back(cta.get());
+        grid.blocks.push_back(std::move(cta));
+    }
+    for (Cta* cta : cluster.ctas) cta->peers = cluster.ctas;
 }
-
-static std::vector<int> shared_sizes;
+constexpr int MOST_THREADS = 8192;  // that a GPU has room for
 static void start_what_may() {
-    for (size_t i = 0; i < grids.size(); ++i) {
-        Grid* grid = grids[i].get();
+    for (auto& grid : grids) {
         const Grid* before = grid->before;
         const bool may =
             !before || (before->started &&
                         (grid->programmatic ? before->untriggered == 0 : before->running == 0));
-        if (!grid->started && may) start(grid, shared_sizes[i]);
+        if (!grid->started && may) start(*grid);
+        while (grid->started && int(grid->blocks.size()) < grid->ctas && live < MOST_THREADS)
+            place_cluster(*grid);
+        if (int(grid->blocks.size()) < grid->ctas) return;
     }
+}
+static void swap_statics(Cta& cta) {
+    const Grid& grid = *cta.grid;
+    const size_t bytes = grid.static_end - grid.static_begin;
+    if (bytes == 0 || statics_of == &cta) return;
+    if (statics_of) {
+        const Grid& old = *statics_of->grid;
+        memcpy(statics_of->statics, old.static_begin, old.static_end - old.static_begin);
+    }
+    memcpy(grid.static_begin, cta.statics, bytes);
+    statics_of = &cta;
+}
+static void resume(Fiber& fiber) {
+    current = &fiber;
+    swap_statics(*fiber.cta);
+    threadIdx.x = fiber.thread, blockIdx.x = fiber.cta->index;
+    gridDim.x = fiber.cta->grid->ctas, blockDim.x = fiber.cta->grid->threads;
+    if (_setjmp(scheduler) == 0) {
+        if (fiber.started) _longjmp(fiber.jump, 1);
+        fiber.started = true, fiber.arrives = highest_arrives;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack = take_stack();
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, body, 0);
+        setcontext(&fiber.context);
+    }
+    current = nullptr;
+    if (fiber.state == State::DONE) give_stack(fiber);
+}
+
+// Who waits for what, where no thread can go on.
+static std::string deadlock() {
+    std::map<std::pair<const void*, State>, std::vector<Fiber*>> waiting;
+    for (auto& grid : grids)
+        for (auto& cta : grid->blocks)
+            for (auto& fiber : cta->fibers)
+                if (fiber->state != State::DONE)
+                    waiting[{fiber->place, fiber->state}].push_back(fiber.get());
+    std::string text = "deadlock: no thread can go on";
+    for (auto& [key, fibers] : waiting) {
+        Fiber& f = *fibers[0];
+        text += "; " + str(fibers.size()) + " threads (" + who(f) + " the first) wait at " +
+                where(f.place) + " for ";
+        const Cta& cta = *f.cta;
+        switch (f.state) {
+            case State::WARP: text += "lanes of their warp, of which " +
+                str(cta.warps[f.thread / 32].arrived) + " of 32 have come"; break;
+            case State::PRODUCTS: text += "the other warps of their warpgroup"; break;
+            case State::BARRIER: text += missing_at(f.barrier); break;
+            case State::CTA: text += "their CTA, of which " + str(cta.all.arrived) + " of " +
+                str(cta.threads) + " threads have come"; break;
+            case State::NAMED: text += "a named barrier, to which " + str(cta.some.arrived) +
+                " threads have come"; break;
+            case State::CLUSTER: text += "their cluster, of which " + str(cta.cluster->arrived) +
+                " of " + str(cta.cluster->threads) + " threads have arrived"; break;
+            default: text += "the end of the kernel before";
+        }
+    }
+    for (auto& grid : grids)
+        if (!grid->started) text += "; " + grid->name + " waits for the launch before";
+    return text;
 }
 
 }  // namespace host
 
 using namespace host;
 
-// Puts a launch in the stream; nothing runs before ``run``.
-extern "C" void launch(void (*kernel)(const void*), const void* params, int param_bytes, int ctas,
-                       int threads, int cluster_size, int shared_bytes, int programmatic) {
-    auto grid = std::make_unique<Grid>();
-    const auto* bytes = static_cast<const unsigned char*>(params);
-    grid->kernel = kernel, grid->params.assign(bytes, bytes + param_bytes);
-    grid->ctas = ctas, grid->threads = threads, grid->cluster_size = cluster_size;
-    grid->programmatic = programmatic;
-    grid->untriggered = grid->running = ctas * threads;
-    grid->before = grids.empty() ? nullptr : grids.back().get();
-    grids.push_back(std::move(grid));
-    shared_sizes.push_back(shared_bytes);
+// Memory of the GPU for a tensor.
+extern "C" void* place_tensor(size_t bytes, size_t address, const char* name) {
+    return allocate(bytes, address % 1024, name);
 }
 
-// Runs the stream's launches to their end; null, or what went wrong.
+// Puts a launch in the stream; nothing runs before ``run``.
+extern "C" void launch(const char* name, void (*kernel)(const void*), void* const* library,
+                       const void* params, int param_bytes, int ctas, int threads,
+                       int cluster_size, int shared_bytes, int programmatic) {
+    auto grid = std::make_unique<Grid>();
+    const auto* bytes = static_cast<const unsigned char*>(params);
+    auto at = [&](int i) { return static_cast<unsigned char*>(library[i]); };
+    grid->name = name, grid->kernel = kernel, grid->params.assign(bytes, bytes + param_bytes);
+    grid->library_begin = at(0), grid->library_end = at(1);
+    grid->static_begin = at(2), grid->static_end = at(3);
+    grid->number = grids.size(), grid->ctas = ctas, grid->threads = threads;
+    grid->cluster_size = cluster_size, grid->shared_bytes = shared_bytes;
+    grid->programmatic = programmatic;
+    grid->untriggered = ctas, grid->running = ctas * threads;
+    grid->before = grids.empty() ? nullptr : grids.back().get();
+    grids.push_back(std::move(grid));
+}
+
+// Runs the stream's launches to their end; null, or what went wrong. Memory stays until ``forget``.
 extern "C" const char* run(unsigned seed) {
     generator.seed(seed);
-    error.clear();
-    long idle = 0;
-    getcontext(&scheduler);
-    current = nullptr;
-    while (error.empty()) {
-        start_what_may();
-        if (!pending.empty() && (ready.empty() || random(64) == 0)) {
-            try {
-                complete(random(pending.size()));
-            } catch (const std::runtime_error&) {
-                break;  // ``error`` says what
+    error.clear(), idle = 0;
+    current = nullptr, statics_of = nullptr;
+    try {
+        while (error.empty()) {
+            start_what_may();
+            if ((ready.empty() || random(64) == 0) && complete_one()) progress();
+            if (ready.empty()) {
+                if (complete_one()) continue;
+                const bool done = std::all_of(grids.begin(), grids.end(), [](auto& grid) {
+                    return grid->started && !grid->running;
+                });
+                if (!done) error = deadlock();
+                break;
             }
-            idle = 0;
+            if (++idle > 50'000'000) fail("threads look for something in vain");
+            const size_t index = random(ready.size());
+            std::swap(ready[index], ready.back());
+            Fiber* next = ready.back();
+            ready.pop_back();
+            resume(*next);
         }
-        if (ready.empty()) {
-            if (!pending.empty()) continue;
-            const bool done = std::all_of(grids.begin(), grids.end(), [](auto& grid) {
-                return grid->started && !grid->running;
-            });
-            if (!done) error = "no thread can go on: a barrier or a flag is waited for in vain";
-            break;
-        }
-        if (++idle > 200'000'000) error = "threads look for something in vain";
-        const size_t index = random(ready.size());
-        std::swap(ready[index], ready.back());
-        current = ready.back();
-        ready.pop_back();
-        threadIdx.x = current->thread, blockIdx.x = current->cta->index;
-        gridDim.x = current->cta->grid->ctas;
-        current->context.uc_link = nullptr;
-        ucontext_t* to = &current->context;
-        swapcontext(&scheduler, to);
-        current = nullptr;
+    } catch (const std::runtime_error&) {  // ``error`` says what
     }
-    for (auto& grid : grids)
-        for (auto& cta : grid->blocks) std::free(cta->memory);
-    grids.clear(), shared_sizes.clear(), ready.clear(), pending.clear();
+    current = nullptr;
     return error.empty() ? nullptr : error.c_str();
+}
+extern "C" void forget() {
+    forget_copies(), forget_atomics();
+    for (auto& grid : grids)
+        for (auto& cta : grid->blocks)
+            for (auto& fiber : cta->fibers) give_stack(*fiber);
+    live = 0;
+    grids.clear(), ready.clear(), groups.clear();
+    forget_memory();
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode import step_sm90 as pipeline
 from kda_backend.launch_params import TABLES, FusedStepSm90Params
 from kda_backend.testing.steps import StepPools, make_step
-from tests.cuda_on_host.driver import GXX, HostKernel
+from tests.cuda_on_host.driver import GXX, HostKernel, run_launches
+from tests.cuda_on_host.planted import plant
 from tests.kda.cases import Backend, run_step
 from tests.kda.test_decode_step import assert_rows
 
@@ -24,6 +26,78 @@ ROWS = {
     if row.name == "fused_sm90"
 }
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+
+
+def use_host(
+    monkeypatch: pytest.MonkeyPatch, run_seed: int | None, source: Path = pipeline.SOURCE
+) -> Backend:
+    """Has the pipeline launch the kernel on the host."""
+
+    def kernel(launch: FusedStepSm90Params, *variant: Any) -> HostKernel:
+        return HostKernel(
+            source,
+            "decode_step",
+            pipeline.PARAMS,
+            pipeline.defines(launch, *variant),
+            cluster_size=launch.split,
+            run_seed=run_seed,
+        )
+
+    monkeypatch.setattr(pipeline, "_kernel", kernel)
+    return Backend("kernels", torch.device("cpu"))
+
+
+def check_step(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    row: Any,
+    call: dict[str, Any],
+    source: Path = pipeline.SOURCE,
+) -> None:
+    """Two live rows around a padded one."""
+    cpu = use_host(monkeypatch, seed, source)
+    model = dict(call)
+    dtype = model.pop("pool", torch.float32)
+    case = make_step(seed, 3, device=cpu.device, key_dim=128, value_dim=128, **model)
+    pools = StepPools(case, 3, dtype=dtype)
+    pools.fill(seed + 1, [2, 0])
+    before = pools.copy()
+    selection = cpu.selection(case.shape).with_path(dataclasses.replace(row, max_grid=None))
+    out = run_step(cpu, case, pools, [2, -1, 0], selection=selection, pdl_prefetch_safe=True)
+    assert_rows(case, out, [2, -1, 0], before, pools)
+
+
+@pytest.mark.parametrize("shape", [min(ROWS), max(ROWS)])
+def test_a_step_waits_for_the_launch_before(
+    monkeypatch: pytest.MonkeyPatch, seed: int, shape: str
+) -> None:
+    """Two steps of the same states, the second placed while the first runs. Where the caller says
+    that nobody writes what it reads before it waits, which is not so here, that is a race."""
+    cpu = use_host(monkeypatch, None)
+    case = make_step(seed, 1, device=cpu.device, key_dim=128, value_dim=128)
+    pools = StepPools(case, 1, dtype=torch.float32)
+    pools.fill(seed + 1, [0])
+    before = pools.copy()
+    row = dataclasses.replace(ROWS[shape], max_grid=None)
+    selection = cpu.selection(case.shape).with_path(row)
+
+    def steps(promise: bool) -> torch.Tensor:
+        arguments = {"selection": selection, "pdl_prefetch_safe": promise}
+        kept = [run_step(cpu, case, pools, [0], **arguments) for _ in range(2)]
+        run_launches(seed)
+        return kept[0]
+
+    out = steps(promise=False)
+    middle = before.copy()
+    monkeypatch.undo()
+    use_host(monkeypatch, seed)
+    first = run_step(cpu, case, middle, [0], selection=selection, pdl_prefetch_safe=True)
+    run_step(cpu, case, middle, [0], selection=selection, pdl_prefetch_safe=True)
+    assert torch.equal(out, first) and torch.equal(pools.states, middle.states)
+    monkeypatch.undo()
+    use_host(monkeypatch, None)
+    with pytest.raises(RuntimeError, match=r"race: .*decode_s.* of decode_step.*nothing orders"):
+        steps(promise=True)
 
 
 @pytest.mark.parametrize(
@@ -39,23 +113,43 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 def test_rows_of_the_table_on_the_host(
     monkeypatch: pytest.MonkeyPatch, seed: int, row: Any, call: dict[str, Any]
 ) -> None:
-    """Two live rows around a padded one, in each shape that the table chooses."""
+    """In each shape that the table chooses."""
+    check_step(monkeypatch, seed, row, call)
 
-    def kernel(launch: FusedStepSm90Params, *variant: Any) -> HostKernel:
-        defines = pipeline.defines(launch, *variant)
-        source, params = pipeline.SOURCE, pipeline.PARAMS
-        return HostKernel(
-            source, "decode_step", params, defines, cluster_size=launch.split, run_seed=seed
-        )
 
-    monkeypatch.setattr(pipeline, "_kernel", kernel)
-    cpu = Backend("kernels", torch.device("cpu"))
-    model = dict(call)
-    dtype = model.pop("pool", torch.float32)
-    case = make_step(seed, 3, device=cpu.device, key_dim=128, value_dim=128, **model)
-    pools = StepPools(case, 3, dtype=dtype)
-    pools.fill(seed + 1, [2, 0])
-    before = pools.copy()
-    selection = cpu.selection(case.shape).with_path(dataclasses.replace(row, max_grid=None))
-    out = run_step(cpu, case, pools, [2, -1, 0], selection=selection, pdl_prefetch_safe=True)
-    assert_rows(case, out, [2, -1, 0], before, pools)
+PLANTED = {
+    "a cluster arrival lost": (
+        "    if (NEEDS_CLUSTER_SYNC) cluster_arrive_relaxed();",
+        "    if (NEEDS_CLUSTER_SYNC && at.rank) cluster_arrive_relaxed();",
+        r"cluster: decode_step\.cu:\d+ `if \(NEEDS_CLUSTER_SYNC\) cluster_wait\(\);` waits for the "
+        r"cluster without having arrived",
+    ),
+    "a cluster that is not waited for": (
+        "    if (NEEDS_CLUSTER_SYNC) cluster_wait();",
+        "    if (NEEDS_CLUSTER_SYNC && at.warp) cluster_wait();",
+        r"missing barrier fence: decode_step\.cu:\d+ `store_shared_remote\(|"
+        r"race: decode_.*nothing orders",
+    ),
+    "a barrier's fence dropped": (
+        "        fence_barrier_init();\n",
+        "",
+        r"missing barrier fence: decode_step\.cu:\d+ `store_shared_remote\(.*which decode_step\.cu:"
+        r"\d+ `s\.norm_ready\.init\(1\);` initialises",
+    ),
+    "a barrier of the CTA dropped": (
+        "    const float value = inputs.v.activated();\n    __syncthreads();\n",
+        "    const float value = inputs.v.activated();\n",
+        r"race: decode_step\.cu:\d+ `(s\.\w+|\w+\[j\] = ).*nothing orders",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, mistake: str
+) -> None:
+    right, wrong, report = PLANTED[mistake]
+    folder = plant(pipeline.SOURCE.parent, tmp_path, pipeline.SOURCE.name, right, wrong)
+    row = next(row for row in ROWS.values() if row.params.split > 1)
+    with pytest.raises(RuntimeError, match=report):
+        check_step(monkeypatch, seed, row, {}, folder / pipeline.SOURCE.name)

@@ -1,72 +1,27 @@
-"""The planner's and combine's CUDA sources, compiled for the host and compared with torch."""
+"""The planner's and combine's CUDA sources on the CPU (tests/cuda_on_host), compared with torch."""
 
 from __future__ import annotations
 
-import ctypes
 import math
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from backend_core.launch.cuda import PARAMS_HEADER, CudaParams
+from backend_core.launch.cuda import CudaParams
 from softmax_backend import combine, reference
 from softmax_backend.plan import planner
 from softmax_backend.plan.split_kv import split_kv
+from tests.cuda_on_host.driver import GXX, HostKernel
+from tests.cuda_on_host.planted import plant
 
-SHIM = Path(__file__).parent / "on_host" / "hopper.cuh"
 CTAS = 132
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-
-
-def build(
-    source: Path, function: str, params: CudaParams, folder: Path, many: int = 528
-) -> ctypes.CDLL:
-    text = source.read_text()
-    if function == "mla_combine":
-        assert "MANY = 528;" in text
-        text = text.replace("MANY = 528;", f"MANY = {many};")
-    entry = (
-        f'\nextern "C" void run(int grid, int block, const Params* p)'
-        f" {{ launch({function}, grid, block, *p); }}\n"
-    )
-    (folder / "kernel.cpp").write_text(text + entry)
-    shutil.copy(SHIM, folder / "hopper.cuh")
-    shutil.copy(source.parent / "softmax.cuh", folder)
-    (folder / PARAMS_HEADER).write_text(params.header)
-    library = folder / "kernel.so"
-    command = ["g++", "-std=c++20", "-O1", "-pthread", "-shared", "-fPIC", "-w"]
-    done = subprocess.run(
-        [*command, "-o", str(library), str(folder / "kernel.cpp")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(library))
+pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
 
 def pack(params: CudaParams, *values: int) -> bytes:
     return params.pack(**dict(zip(params.names, values, strict=True)))
-
-
-@pytest.fixture(scope="module")
-def plan_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(planner.SM90_SOURCE, "split_plan", planner.PARAMS, tmp_path_factory.mktemp("plan"))
-
-
-@pytest.fixture(scope="module")
-def combine_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(
-        combine.SM90_SOURCE, "mla_combine", combine.PARAMS, tmp_path_factory.mktemp("combine")
-    )
-
-
-@pytest.fixture(scope="module")
-def many_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(
-        combine.SM90_SOURCE, "mla_combine", combine.PARAMS, tmp_path_factory.mktemp("many"), many=0
-    )
 
 
 @pytest.mark.parametrize("chunk", [0, 16])
@@ -80,7 +35,7 @@ def many_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     ],
 )
 def test_the_planner_is_the_one_in_torch(
-    plan_library: ctypes.CDLL, lengths: list[int], overhead: int, min_blocks: int, chunk: int
+    seed: int, lengths: list[int], overhead: int, min_blocks: int, chunk: int
 ) -> None:
     tokens = torch.tensor(lengths, dtype=torch.int32)
     tiles = len(lengths)
@@ -94,7 +49,8 @@ def test_the_planner_is_the_one_in_torch(
         *(x.data_ptr() for x in (tokens, work, num_splits, merges, prefix)),
         tiles, requests, CTAS, overhead, min_blocks, chunk,
     )  # fmt: skip
-    plan_library.run(1, 544 if chunk else 256, params)
+    kernel = HostKernel(planner.SM90_SOURCE, "split_plan", planner.PARAMS, {}, run_seed=seed)
+    kernel(1, 544 if chunk else 256, params)
     want_work, want_splits = split_kv(tokens, CTAS, overhead, min_blocks, chunk)
     assert torch.equal(work, want_work)
     assert torch.equal(num_splits, want_splits)
@@ -108,12 +64,14 @@ def test_the_planner_is_the_one_in_torch(
     ("ctas", "many", "listed"), [(3, 528, True), (7, 528, False), (96, 528, True), (4, 0, True)]
 )
 def test_combine_is_the_reference(
-    combine_library: ctypes.CDLL, many_library: ctypes.CDLL, ctas: int, many: int, listed: bool,
-    seed: int,
-) -> None:  # fmt: skip
+    tmp_path: Path, ctas: int, many: int, listed: bool, seed: int
+) -> None:
     """Splits: one (left alone), few, 160; two levels; empty and poisoned ones. A warp has some
     splits of a quarter of a row, a CTA a slice of a row (96), or a warp a row (many = 0)."""
-    library = combine_library if many else many_library
+    folder = combine.SM90_SOURCE.parent
+    folder = plant(folder, tmp_path, "mla_combine.cu", "MANY = 528;", f"MANY = {many};")
+    source = folder / "mla_combine.cu"
+    kernel = HostKernel(source, "mla_combine", combine.PARAMS, {}, run_seed=seed)
     generator = torch.Generator().manual_seed(seed)
     heads, counts = 2, [1, 3, 2, 40, 160, 1, 5]
     requests, slots = len(counts), sum(counts) + 4
@@ -136,7 +94,7 @@ def test_combine_is_the_reference(
         *(x.data_ptr() for x in (prefix_tile, prefix_row, sinks)),
         requests, heads, 64, heads,
     )  # fmt: skip
-    library.run(ctas, 256, params)
+    kernel(ctas, 256, params)
     assert out[0].isnan().all() and lse[0].isnan().all()  # the main kernel's own
     for request in range(1, requests):
         slot = int(num_splits[request])
