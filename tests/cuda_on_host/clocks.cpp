@@ -46,13 +46,6 @@ ClockPtr join(const ClockPtr& a, const ClockPtr& b) {
     return entry.both;
 }
 
-bool covers(const ClockPtr& clock, Epoch e, int grid) {
-    if (!clock) return false;
-    if (clock->grids >> grid & 1) return true;
-    const Agents* agents = clock->find(group_of(e));
-    return agents && (*agents)[index_of(e)] >= clock_of(e);
-}
-
 ClockPtr Gathered::get() const {
     if (epochs.empty()) return base;
     auto all = base ? std::make_shared<Clock>(*base) : std::make_shared<Clock>();

@@ -36,7 +36,6 @@ typedef std::shared_ptr<const Clock> ClockPtr;  // null: nothing is known
 
 // Both together; the same pointers have the same result for as long as they are remembered.
 ClockPtr join(const ClockPtr& a, const ClockPtr& b);
-bool covers(const ClockPtr& clock, Epoch e, int grid);
 
 // A clock under construction: what arrives at a barrier.
 class Gathered {

@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 GXX = shutil.which("g++")
 MAP_MAGIC = 0x70616D5F726F736E
 """The first word of a tensor map of the model, whose second is an address (async.cpp)."""
-_LANGUAGE = ("-std=c++20", "-fPIC", "-w")
+# longjmp to another fiber's stack is what a fortified one takes for a mistake
+_LANGUAGE = ("-std=c++20", "-fPIC", "-w", "-U_FORTIFY_SOURCE")
 # The compiler calls the model before each access to memory. Lines are found in its tables.
 _KERNEL = (
     *("-O1", "-g1", "-gdwarf-4", "-fno-strict-aliasing", "-fstack-reuse=none", "-fsanitize=thread"),
@@ -143,6 +144,8 @@ def _place(address: int, name: str, storages: Callable[[], list[torch.UntypedSto
             )
             _placed[begin] = storage, place
             return place + address - begin
+    _placed.clear()
+    _runtime().forget()  # the launches before, too
     raise RuntimeError(f"stale pointer: {name} points to no tensor that there is")
 
 

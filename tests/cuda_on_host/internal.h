@@ -131,6 +131,8 @@ const char* name_of_agent(Epoch e, std::string& to);
 // ---- knowledge ----
 void publish(Fiber& fiber, GatheredKnowledge& to);  // what it knows, and its own accesses so far
 void learn(Fiber& fiber, const Knowledge& from);
+void complete_for(Cta& cta);  // its barriers, where a thread has ended
+void complete_for(Cluster& cluster);
 void learn_relaxed(const void* p);  // a relaxed read of an atomic variable
 void forget_atomics();
 
@@ -145,7 +147,6 @@ struct View {  // of memory: who accesses it, and what it may rely on
 View view_of(const Fiber& fiber);
 void access(const View& view, const void* p, size_t bytes, unsigned kind, const void* place);
 unsigned char* allocate(size_t bytes, size_t misalignment, std::string name);
-bool is_allocated(const void* p, size_t bytes);
 bool ordered(const View& view, Epoch e, bool write);
 bool proxied(const View& view, Epoch e);
 void forget_memory();

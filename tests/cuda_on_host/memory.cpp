@@ -64,12 +64,6 @@ static Allocation* allocation_of(const unsigned char* p) {
     const uint32_t owner = page_owner[offset / PAGE];
     return owner ? &allocations[owner - 1] : nullptr;
 }
-bool is_allocated(const void* p, size_t bytes) {
-    const auto* at = static_cast<const unsigned char*>(p);
-    const Allocation* a = allocation_of(at);
-    return a && at >= a->begin && at + bytes <= a->begin + a->bytes;
-}
-
 View view_of(const Fiber& f) { return {f.now(), &f, f.known.get(), f.proxy.get(), f.cta}; }
 
 static bool knows(const Clock* clock, Epoch e) {
