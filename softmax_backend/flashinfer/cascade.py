@@ -14,7 +14,7 @@ from backend_core.contracts import expect_device, expect_dtype, expect_shape, ex
 from softmax_backend import reference
 from softmax_backend.flashinfer.merge import _kernel as merge_kernel
 from softmax_backend.flashinfer.merge import merge_states
-from softmax_backend.run.mla_triton import is_available
+from softmax_backend.run.mla_triton import is_available, operand_dtype
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -257,8 +257,7 @@ class MultiLevelCascadeAttentionWrapper:
         if not is_available(q.device):
             _level_in_torch(settings, level, q, k, v, out, lse)
             return out, lse
-        operand = settings.dtype if q.is_cuda else torch.float32
-        kernel = _kernel(settings, level.causal, operand)
+        kernel = _kernel(settings, level.causal, operand_dtype(q))
         arguments: dict[str, Any] = {
             "q_ptr": q,
             "k_ptr": k,

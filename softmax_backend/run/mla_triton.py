@@ -25,9 +25,8 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
     prefix = x.plan.prefix
     rows = 64 if prefix is not None else x.spec.query_rows
     partial_out, partial_lse = scratch.reserve(x.plan.num_slots, rows, LATENT_DIM)
-    operand = x.spec.dtype if x.q_latent.is_cuda else torch.float32
     block_rows = block_rows_of(path, rows)
-    kernel = decode_kernel(path, x.spec, x.causal, operand, block_rows)
+    kernel = decode_kernel(path, x.spec, x.causal, operand_dtype(x.q_latent), block_rows)
     arguments: dict[str, Any] = {
         "q_latent_ptr": x.q_latent,
         "q_rope_ptr": x.q_rope,
@@ -130,6 +129,12 @@ def _kernel(
     }
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return KernelLaunch(mla_decode_kernel, constexprs, options)
+
+
+def operand_dtype(x: torch.Tensor) -> torch.dtype:
+    """What the products take: x's dtype, or float32 in Triton's interpreter, which multiplies bf16
+    by its bits."""
+    return x.dtype if x.is_cuda else torch.float32
 
 
 def is_available(device: torch.device) -> bool:

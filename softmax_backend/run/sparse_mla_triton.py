@@ -12,6 +12,7 @@ from backend_core.target import detect_target
 from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from softmax_backend.launch_params_sparse import TritonSparseMlaParams
 from softmax_backend.plan.sparse_splits import sparse_splits
+from softmax_backend.run.mla_triton import operand_dtype
 from softmax_backend.run.sparse_mla_combine import combine
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | None) -> None:
     """One launch, or two where several programs share a token's rows."""
     params: TritonSparseMlaParams = path.params
-    operand = x.q.dtype if x.q.is_cuda else torch.float32
+    operand = operand_dtype(x.q)
     if x.spec.cache_format == "bf16_rows":
         _run_rows(params, x, operand)
         return

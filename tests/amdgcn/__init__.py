@@ -5,8 +5,8 @@
 Triton kernels launched inside it are compiled for gfx942 or gfx950 and executed on CPU tensors.
 
 What it models: all 64 lanes and EXEC, the scalar and vector units, MFMA, DPP and the other lane
-movements, LDS and global memory with bounds, ``s_waitcnt`` as counters of operations in flight, and
-barriers. What it reports as an error: an instruction it does not know, a register used before its
-load was waited for, two waves that touch the same byte without a barrier between them, an access
-outside every tensor, waves at different barriers. It models neither time nor caches.
+movements, LDS, global and scratch memory with bounds, ``s_waitcnt`` as counters of operations in
+flight, and barriers. What it reports as an error: an instruction it does not know, a register used
+before its load was waited for, two waves that touch the same byte without a barrier between them,
+an access outside every tensor, waves at different barriers. It models neither time nor caches.
 """

@@ -4,8 +4,7 @@ table chooses."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,7 @@ from kda_backend import (
     chunk_kda,
     fused_recurrent_kda,
     kda_verify_step,
+    layer_checkpoints,
     layer_stages,
 )
 from kda_backend.prefill import two_stage
@@ -27,34 +27,16 @@ from kda_backend.testing.cases import Case, chunks_of, make_case
 from kda_backend.testing.regimes import HARD_REGIMES
 from kda_backend.testing.steps import StepPools, make_step
 from kda_backend.testing.tolerances import STEP_TOLERANCES, TOLERANCES
+from tests.amdgcn import softmax_cases
+from tests.amdgcn.case import CPU, Answer, ExecutionCase, error_of, worse
 from tests.amdgcn.device import TARGETS
 
 FAMILIES = ("kda", "dsv4")
-"""Families whose kernels are executed; `opcodes.REPORTS` are their compile reports."""
-CPU = torch.device("cpu")
-Answer = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class ExecutionCase:
-    """One or a few launches.
-
-    Attributes:
-        name: family, operator, path, and the case.
-        run: for a target, returns (error, allowed error); raising is a failure too.
-        is_large: compiled for tensors beyond 2 GiB.
-        is_quick: runs in a second or two and covers what its kernels do.
-    """
-
-    name: str
-    arch: str
-    run: Callable[[Target], Answer]
-    is_large: bool = False
-    is_quick: bool = False
+"""Families whose check cases run as they are; `softmax_cases` has the softmax family's."""
 
 
 def all_cases(arch: str) -> list[ExecutionCase]:
-    return [*_kit_cases(arch), *_kda_cases(arch)]
+    return [*_kit_cases(arch), *_kda_cases(arch), *softmax_cases.all_cases(arch)]
 
 
 def _kit_cases(arch: str) -> Iterator[ExecutionCase]:
@@ -137,19 +119,10 @@ def _kda_cases(arch: str) -> Iterator[ExecutionCase]:
             yield ExecutionCase(title, arch, verify, False, in_slots and dim == 128)
     yield ExecutionCase("kda chunk table", arch, _chunk_table, False, True)
     yield ExecutionCase("kda short convolution", arch, _short_conv, False, True)
+    yield ExecutionCase("kda checkpoints", arch, _checkpoints, False, True)
     for dim in (128, 64):
         title = f"kda gated norm, D = {dim}"
         yield ExecutionCase(title, arch, lambda target, dim=dim: _gated_norm(dim), False, True)
-
-
-def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative L2; not finite where anything is not."""
-    want = want.double()
-    return float((got.double() - want).norm() / want.norm())
-
-
-def _worse(*answers: Answer) -> Answer:
-    return max(answers, key=lambda answer: answer[0] / answer[1])
 
 
 def _prefill(target: Target, case: Case, form: str) -> Answer:
@@ -176,11 +149,11 @@ def _prefill_answer(target: Target, case: Case, form: str) -> Answer:
             return_intermediate_states=True,
             **arguments,
         )
-        first = _worse(
+        first = worse(
             *((error_of(before[0, n], _state_at(case, 64 * n)[0]), 5e-3) for n in range(2))
         )
         answers = [(error_of(state[0], want_state[0]), tolerance_s), first]
-        return _worse((error_of(o[0], want_o), tolerance_o), *answers)
+        return worse((error_of(o[0], want_o), tolerance_o), *answers)
     pool = torch.full((3, *case.state.shape[1:]), torch.nan)
     pool[1] = case.state[0]
     arguments |= {"state_pool": pool, "state_indices": torch.tensor([1], dtype=torch.int32)}
@@ -197,7 +170,7 @@ def _prefill_answer(target: Target, case: Case, form: str) -> Answer:
     if not bool(pool[[0, 2]].isnan().all()):
         raise AssertionError("a slot outside the call was written")
     answers.append((error_of(pool[1], want_state[0]), tolerance_s))
-    return _worse((error_of(o[0], want_o), tolerance_o), *answers)
+    return worse((error_of(o[0], want_o), tolerance_o), *answers)
 
 
 def _state_at(case: Case, tokens: int) -> torch.Tensor:
@@ -215,7 +188,7 @@ def _recurrent(target: Target, case: Case) -> Answer:
     )
     want_o, want_state = case.expected()
     tolerance_o, tolerance_s = TOLERANCES[case.q.dtype]
-    return _worse((error_of(o[0], want_o), tolerance_o), (error_of(state, want_state), tolerance_s))
+    return worse((error_of(o[0], want_o), tolerance_o), (error_of(state, want_state), tolerance_s))
 
 
 def _verify(target: Target, dim: int, in_slots: bool) -> Answer:
@@ -247,7 +220,7 @@ def _verify(target: Target, dim: int, in_slots: bool) -> Answer:
         got = pools.states[1 + token] if in_slots else kept[0, token]
         tolerance_o, tolerance_s = STEP_TOLERANCES[torch.float32]
         answers += [(error_of(o[token], want), tolerance_o), (error_of(got, state), tolerance_s)]
-    return _worse(*answers)
+    return worse(*answers)
 
 
 def _chunk_table(target: Target) -> Answer:
@@ -291,7 +264,31 @@ def _short_conv(target: Target) -> Answer:
         answers.append((error_of(pool[slot], line[:, -3:]), 1e-9))
     if not torch.equal(pool[[0, 3]], before[[0, 3]]):
         raise AssertionError("a slot outside the call was written")
-    return _worse((error_of(out, torch.cat(wants)), 5e-3), *answers)
+    return worse((error_of(out, torch.cat(wants)), 5e-3), *answers)
+
+
+def _checkpoints(target: Target) -> Answer:
+    """Of three sequences two have a state to keep, in their slots of two pools. Exact."""
+    rng = torch.Generator().manual_seed(10)
+    lengths, channels, width = (70, 65, 3), 1100, 4
+    offsets = torch.tensor([0, 70, 135, 138], dtype=torch.int32)
+    x = torch.randn(sum(lengths), channels, generator=rng).bfloat16()
+    snapshots = torch.randn(3, 1, 2, 24, 32, generator=rng)
+    conv = torch.full((5, channels, width - 1), torch.nan, dtype=torch.bfloat16)
+    states = torch.full((5, 2, 24, 32), torch.nan)
+    given = torch.tensor([64, 64, 0]), torch.tensor([3, 1, 4])
+    checkpoints = layer_checkpoints.Checkpoints.of(*given, 0)
+    plan = build_step_plan(offsets, sum(lengths))
+    layer_checkpoints.store_checkpoints(x, snapshots, conv, states, checkpoints, plan)
+    wrong = 0
+    for n, slot in ((0, 3), (1, 1)):
+        end = int(offsets[n]) + 64
+        wrong += int((conv[slot] != x[end - width + 1 : end].T).sum())
+        wrong += int((states[slot] != snapshots[n, 0]).sum())
+    others = [0, 2, 4]
+    if not (bool(conv[others].isnan().all()) and bool(states[others].isnan().all())):
+        raise AssertionError("a slot outside the call was written")
+    return float(wrong), 0.5
 
 
 def _gated_norm(dim: int) -> Answer:

@@ -36,6 +36,25 @@ class TensorArgument:
 
 
 @dataclass(frozen=True)
+class DescriptorArgument:
+    """What Triton looks at in a tensor descriptor: the tensor's dtype, and the block."""
+
+    dtype: str
+    block: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A value of a constexpr that JSON does not have: a function, or a dtype of Triton's."""
+
+    module: str
+    name: str
+
+
+Described = TensorArgument | DescriptorArgument | int | float | bool | None
+
+
+@dataclass(frozen=True)
 class Compiled:
     """``arguments``: the names of those that the kernel takes at run time. Triton folds ``None``,
     and an int that is 1, into the code."""
@@ -66,7 +85,7 @@ class Compiler:
         self,
         module: str,
         name: str,
-        arguments: list[TensorArgument | int | float | bool | None],
+        arguments: list[Described],
         options: dict[str, Any],
     ) -> Compiled:
         """One variant of a kernel; ``options`` are its constexprs and the compiler's.
@@ -74,8 +93,7 @@ class Compiler:
         Raises:
             RuntimeError: it cannot be compiled.
         """
-        sent = [asdict(x) if isinstance(x, TensorArgument) else x for x in arguments]
-        request = json.dumps([module, name, sent, options], sort_keys=True)
+        request = json.dumps([module, name, arguments, options], sort_keys=True, default=asdict)
         if request not in self._known:
             assert self._process.stdin is not None and self._process.stdout is not None
             self._process.stdin.write(request + "\n")
@@ -98,7 +116,7 @@ class Compiler:
 class _Tensor:
     """Stands for a tensor in a call that compiles."""
 
-    def __init__(self, dtype: Any, alignment: int, reach: int) -> None:
+    def __init__(self, dtype: Any, alignment: int = 0, reach: int = 0) -> None:
         self.dtype, self._alignment, self._range = dtype, alignment, reach
 
     def data_ptr(self) -> int:
@@ -108,8 +126,29 @@ class _Tensor:
         return self._range
 
 
-def _serve(arch: str) -> None:
+def _argument(sent: Any) -> Any:
+    """A run-time argument as a call that compiles takes it."""
     import torch
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not isinstance(sent, dict):
+        return sent
+    dtype = getattr(torch, sent["dtype"])
+    if "block" not in sent:
+        return _Tensor(dtype, sent["alignment"], sent["range"])
+    block = sent["block"]
+    strides = [*[16] * (len(block) - 1), 1]
+    return TensorDescriptor(_Tensor(dtype), block, strides, block)
+
+
+def _option(sent: Any) -> Any:
+    """A constexpr, or an option of the compiler's."""
+    if not isinstance(sent, dict):
+        return sent
+    return getattr(importlib.import_module(sent["module"]), sent["name"])
+
+
+def _serve(arch: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -130,15 +169,11 @@ def _serve(arch: str) -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         module, name, arguments, options = json.loads(line)
-        given = [
-            _Tensor(getattr(torch, x["dtype"]), x["alignment"], x["range"])
-            if isinstance(x, dict)
-            else x
-            for x in arguments
-        ]
         try:
+            given = [_argument(x) for x in arguments]
+            chosen = {name: _option(x) for name, x in options.items()}
             kernel = getattr(importlib.import_module(module), name)
-            built = kernel.warmup(*given, grid=(1,), **options)
+            built = kernel.warmup(*given, grid=(1,), **chosen)
             signature = built.src.signature.items()
             taken = tuple(argument for argument, kind in signature if kind != "constexpr")
             metadata = built.metadata

@@ -10,6 +10,8 @@ this is where the kernel is compiled and executed instead.
 
 from __future__ import annotations
 
+import inspect
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,10 +20,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from backend_core.target import KNOWN_TARGETS, Target
-from tests.amdgcn.compiler import Compiled, Compiler, TensorArgument
+from tests.amdgcn.compiler import (
+    Compiled,
+    Compiler,
+    Described,
+    DescriptorArgument,
+    Named,
+    TensorArgument,
+)
 from tests.amdgcn.memory import GlobalMemory
 from tests.amdgcn.program import parse
 from tests.amdgcn.workgroup import Kernel
@@ -99,19 +110,23 @@ class Device:
     def launch(self, function: Any, arguments: Any, grid: Any, options: dict[str, Any]) -> None:
         """Compile the variant that these arguments select, and run it on them."""
         name = function.fn.__name__
-        kernel, taken = self._kernel(function, list(arguments), options)
+        named = dict(zip(function.arg_names, arguments, strict=False))
+        for key in _run_time_names(function):
+            if key in options:
+                named[key] = options[key]
+        options = {key: _option(x) for key, x in options.items() if key not in named}
+        kernel, taken = self._kernel(function, list(named.values()), options)
         sizes = (*grid, 1, 1)[:3]
         run = self.runs.setdefault(name, Run())
         before, unwaited = kernel.opcodes(), kernel.unwaited_reads
         begin = time.perf_counter()
         memory = GlobalMemory()
-        named = dict(zip(function.arg_names, arguments, strict=False))
         values = _values(named, taken, memory)
         kernel.launch(sizes, values, memory, self.seed)
         ran = kernel.opcodes() - before
         run.seconds += time.perf_counter() - begin
         run.launches += 1
-        run.workgroups += sizes[0]
+        run.workgroups += math.prod(sizes)
         run.instructions += ran.total()
         run.unwaited_reads += kernel.unwaited_reads - unwaited
         run.opcodes += ran
@@ -122,12 +137,7 @@ class Device:
         if self.arch not in _COMPILERS:
             _COMPILERS[self.arch] = Compiler(self.arch)
         reach = _FAR if self.is_large else _NEAR
-        described = [
-            TensorArgument(str(x.dtype).removeprefix("torch."), x.data_ptr() % 16, reach)
-            if isinstance(x, torch.Tensor)
-            else x
-            for x in arguments
-        ]
+        described = [_described(x, reach) for x in arguments]
         compiled = _COMPILERS[self.arch].compile(
             function.fn.__module__, function.fn.__name__, described, options
         )
@@ -142,21 +152,56 @@ class Device:
         return _KERNELS[key], compiled.arguments
 
 
+def _run_time_names(function: Any) -> list[str]:
+    """The parameters of a kernel that are no constexprs."""
+    parameters = inspect.signature(function.fn).parameters.values()
+    return [x.name for x in parameters if "constexpr" not in str(x.annotation)]
+
+
+def _described(argument: Any, reach: int) -> Described:
+    if isinstance(argument, TensorDescriptor):
+        return DescriptorArgument(_name(argument.base.dtype), tuple(argument.block_shape))
+    if isinstance(argument, torch.Tensor):
+        return TensorArgument(_name(argument.dtype), argument.data_ptr() % 16, reach)
+    described: Described = argument
+    return described
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _option(value: Any) -> Any:
+    if isinstance(value, InterpretedFunction):
+        return Named(value.fn.__module__, value.fn.__name__)
+    if isinstance(value, tl.dtype):
+        names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        return Named("triton.language", names[value.name])
+    return value
+
+
 def _values(
     arguments: dict[str, Any], taken: tuple[str, ...], memory: GlobalMemory
 ) -> list[int | float | bool]:
     """The arguments that the compiled kernel takes; tensors as addresses of their memory."""
     addresses: dict[int, int] = {}
-    values: list[int | float | bool] = []
-    for name in taken:
-        argument = arguments[name]
-        if not isinstance(argument, torch.Tensor):
-            values.append(argument)
-            continue
-        storage = argument.untyped_storage()
+
+    def address(tensor: torch.Tensor, name: str) -> int:
+        storage = tensor.untyped_storage()
         if storage.data_ptr() not in addresses:
             data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
             addresses[storage.data_ptr()] = memory.add(data, name)
-        base = addresses[storage.data_ptr()]
-        values.append(base + argument.data_ptr() - storage.data_ptr())
+        return addresses[storage.data_ptr()] + tensor.data_ptr() - storage.data_ptr()
+
+    values: list[int | float | bool] = []
+    for name in taken:
+        argument = arguments[name]
+        if isinstance(argument, torch.Tensor):
+            values.append(address(argument, name))
+        elif isinstance(argument, TensorDescriptor):
+            # Triton's launcher for HIP takes a descriptor apart, sizes and strides twice
+            sizes = [*argument.shape, *argument.strides]
+            values += [address(argument.base, name), *sizes, argument.padding == "nan", *sizes]
+        else:
+            values.append(argument)
     return values

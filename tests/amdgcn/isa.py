@@ -31,7 +31,7 @@ def step_of(instruction: Instruction, labels: Mapping[str, int], arch: str) -> S
     try:
         if name in lanes.BUILDERS:
             run = lanes.BUILDERS[name]([operand(x) for x in instruction.operands], modifiers)
-        elif name.startswith("s_load_") or name.startswith(("ds_", "global_", "buffer_", "flat_")):
+        elif name.startswith(("s_load_", "ds_", "global_", "buffer_", "flat_", "scratch_")):
             run = memory_unit.build(instruction, modifiers)
         elif name.startswith("s_"):
             run = scalar.build(instruction, dict(labels), modifiers)

@@ -7,9 +7,10 @@ B[n (l / N) + e, l % N] for e < n; register r of the result holds row
 l % 16 for M = 16.
 
 Sums (measured on CDNA3 by MMA-Sim, arXiv:2511.10909; taken to be the same on CDNA4): fp32 products
-one after another, each fused with the sum so far. fp16 products eight at a time: cut off 24 bits
-below the largest exponent, added, then added to the sum so far, both cut off downwards (31 and 24
-bits below the larger exponent), and rounded to nearest. Denormals are kept.
+one after another, each fused with the sum so far. fp16 and bf16 products eight at a time: cut off
+24 bits below the largest exponent, added, then added to the sum so far, both cut off downwards (31
+and 24 bits below the larger exponent), and rounded to nearest. Denormals are kept. Integer sums
+wrap around.
 """
 
 from __future__ import annotations
@@ -28,37 +29,47 @@ _GROUP = 8
 _NONE = -10_000
 """Exponent of a zero."""
 FORMS = {
-    (32, 8, "f16"), (16, 16, "f16"), (16, 4, "f32"), (32, 2, "f32"),
-    (16, 32, "f16"), (32, 16, "f16"),
+    ("f32", 32, 8, "f16"), ("f32", 16, 16, "f16"), ("f32", 16, 4, "f32"), ("f32", 32, 2, "f32"),
+    ("f32", 16, 32, "f16"), ("f32", 32, 16, "f16"),
+    ("f32", 32, 8, "bf16"), ("f32", 16, 16, "bf16"), ("f32", 16, 32, "bf16"),
+    ("f32", 32, 16, "bf16"), ("i32", 32, 16, "i8"), ("i32", 32, 32, "i8"),
 }  # fmt: skip
+"""Type of the sums, M = N, K, type of the products' operands."""
+_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
+_LEAST_EXPONENT = {"f16": -14, "bf16": -126}
 
 
 def build(name: str, operands: list[Operand]) -> Callable[[Wave], None]:
-    found = re.fullmatch(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_(\w+)", name)
+    found = re.fullmatch(r"v_mfma_(f32|i32)_(\d+)x(\d+)x(\d+)_(\w+)", name)
     if found is None:
         raise UnmodelledError(f"{name} is not modelled")
-    rows, columns, depth = (int(x) for x in found.groups()[:3])
-    dtype = found.group(4)
-    if rows != columns or (rows, depth, dtype) not in FORMS:
+    rows, columns, depth = (int(x) for x in found.groups()[1:4])
+    sums, dtype = found.group(1), found.group(5)
+    if rows != columns or (sums, rows, depth, dtype) not in FORMS:
         raise UnmodelledError(f"{name} is not modelled")
     target, a, b, c = operands
-    width = 4 if dtype == "f32" else 2
-    words = depth * rows // 64 * width // 4
+    words = depth * rows // 64 * _BYTES[dtype] // 4
     row, column = result_layout(rows)
     if a.count != words or b.count != words or target.count != row.shape[0]:
         raise UnmodelledError(f"{name} with registers of other widths")
-    multiply = _multiply_f32 if dtype == "f32" else _multiply_f16
+    least = _LEAST_EXPONENT.get(dtype, 0)
 
     def run(wave: Wave) -> None:
+        registers = wave.f if sums == "f32" else wave.i
         left = _matrix(wave, a, rows, dtype)
         right = _matrix(wave, b, rows, dtype).T
-        start = np.zeros((rows, rows), np.float32)
+        start = np.zeros((rows, rows), registers.dtype)
         if c.kind == "v":
-            start[row, column] = wave.f[c.index : c.index + row.shape[0]]
+            start[row, column] = registers[c.index : c.index + row.shape[0]]
         elif c.bits:
             raise UnmodelledError("MFMA onto a constant other than zero")
-        result = multiply(left, right, start)
-        wave.f[target.index : target.index + row.shape[0]] = result[row, column]
+        if sums == "i32":  # fp64 holds these products and their sums without rounding
+            result = (left @ right).astype(np.int32) + start
+        elif dtype == "f32":
+            result = _multiply_f32(left, right, start)
+        else:
+            result = _multiply_narrow(left, right, start, least)
+        registers[target.index : target.index + row.shape[0]] = result[row, column]
 
     return run
 
@@ -73,11 +84,15 @@ def result_layout(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _matrix(wave: Wave, source: Operand, size: int, dtype: str) -> np.ndarray:
-    """``[size, K]`` fp64 (fp32 stays): each lane has adjacent elements of one row."""
+    """``[size, K]`` fp64: each lane has adjacent elements of one row."""
     if source.kind != "v":
         raise UnmodelledError("MFMA of a constant")
     words = np.ascontiguousarray(wave.u[source.index : source.index + source.count].T)
-    held: Any = words.view(np.float32 if dtype == "f32" else np.float16)
+    held: Any
+    if dtype == "bf16":
+        held = (words.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        held = words.view({"f32": np.float32, "f16": np.float16, "i8": np.int8}[dtype])
     blocks = held.reshape(64 // size, size, -1)  # [lane / size, row, element]
     return np.asarray(blocks.transpose(1, 0, 2).reshape(size, -1).astype(np.float64))
 
@@ -89,9 +104,10 @@ def _multiply_f32(a: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray
     return total
 
 
-def _multiply_f16(a: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
+def _multiply_narrow(a: np.ndarray, b: np.ndarray, start: np.ndarray, least: int) -> np.ndarray:
+    """``least``: the exponent of the operands' smallest normal number."""
     total = start
-    exponent_a, exponent_b = _exponent(a, -14), _exponent(b, -14)
+    exponent_a, exponent_b = _exponent(a, least), _exponent(b, least)
     for first in range(0, a.shape[1], _GROUP):
         part = slice(first, first + _GROUP)
         products = a[:, None, part] * b.T[None, :, part]

@@ -4,10 +4,14 @@ Two accesses to one byte from different waves, one of them a write, must have a 
 them; from different workgroups they must not happen at all. Writes of equal bytes are no conflict:
 Triton lets several waves store a value that all of them hold.
 
-Operations that a wave has not waited for when it reaches a barrier count as after it. LDS
-operations of different waves are not ordered among one another without the wait (LLVM's AMDGPU
-memory model of GFX942). Vector memory is ordered by the L1 that the waves of a workgroup share, so
-a store that was not waited for is visible after the barrier: this is taken as granted, and counted.
+Operations that a wave has not waited for when it reaches a barrier count as after it, as LLVM's
+memory model of GFX942 has it ("User Guide for AMDGPU Backend"; gfx950 is compiled by the same
+rules). LDS operations of different waves may be reordered among one another and need
+``s_waitcnt lgkmcnt(0)``. Vector memory operations of the waves of a workgroup need nothing: they
+go through one L1, and a release at workgroup scope waits with ``vmcnt(0)`` in tgsplit mode alone,
+where such waves may be on different compute units. So a store that was not waited for is visible
+after the barrier. A kernel in tgsplit mode is refused (``program``), and reads of such stores are
+counted.
 """
 
 from __future__ import annotations

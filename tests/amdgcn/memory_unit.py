@@ -1,4 +1,4 @@
-"""Loads and stores: buffer and global memory, LDS, and scalar loads."""
+"""Loads and stores: buffer and global memory, LDS, spilled registers, and scalar loads."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ def build(instruction: Instruction, modifiers: dict[str, str]) -> Run:
     if name.startswith("ds_"):
         return _lds(name, operands, modifiers)
     space, direction, kind = name.split("_", 2)
+    if space == "scratch":
+        return _spill(name, operands, int(modifiers.pop("offset", "0")))
+    is_store, upper = direction == "store", kind == "short_d16_hi"
+    kind = kind.removesuffix("_d16_hi") if is_store and upper else kind
     if kind not in _SIZES or direction not in ("load", "store") or space == "flat":
         raise UnmodelledError(f"{name} is not modelled")
     address = _buffer_address if space == "buffer" else _global_address
     for hint in ("nt", "sc0", "sc1"):  # cache hints, which change no value
         modifiers.pop(hint, None)
-    is_store, size = direction == "store", _SIZES[kind]
+    size = _SIZES[kind]
     data, address_of = address(operands, is_store, modifiers, size)
-    return _vector_memory(is_store, size, data, address_of)
+    return _vector_memory(is_store, size, data, address_of, upper)
 
 
 def _scalar_load(operands: list[Operand], size: int, further: int) -> Run:
@@ -102,7 +106,7 @@ def _global_address(
     return data, address
 
 
-def _vector_memory(is_store: bool, size: int, data: Operand, address: Address) -> Run:
+def _vector_memory(is_store: bool, size: int, data: Operand, address: Address, upper: bool) -> Run:
     words = (size + 3) // 4
     if data.count != words:
         raise UnmodelledError(f"{size} bytes in {data.count} registers")
@@ -121,11 +125,35 @@ def _vector_memory(is_store: bool, size: int, data: Operand, address: Address) -
                 touched = active[where]
                 at = addresses[touched] - region.base
                 if is_store:
-                    accesses += _store(wave, region, at, touched, rows, size)
+                    accesses += _store(wave, region, at, touched, rows, size, upper)
                 else:
                     accesses += _load(wave, region, at, touched, rows, size)
         registers: Sequence[int] = () if is_store else rows
         wave.issue(Operation("vmcnt", True, registers, accesses))
+
+    return run
+
+
+def _spill(name: str, operands: list[Operand], offset: int) -> Run:
+    """A register to or from its lane's private memory, at a place that the compiler knows. A wave's
+    own vector memory operations are performed in order."""
+    is_store = name.startswith("scratch_store_")
+    data = operands[1 if is_store else 0]
+    where = [x for x in operands if x is not data]
+    words = _SIZES.get(name.split("_")[-1], 0) // 4
+    if any(x.kind != "off" for x in where) or data.count != words or not words or offset % 4:
+        raise UnmodelledError(f"{name} at an address in a register, or of a part of one")
+    rows, places = slice(data.index, data.index + words), slice(offset // 4, offset // 4 + words)
+
+    def run(wave: Wave) -> None:
+        if places.stop > len(wave.scratch):
+            raise FaultError(f"{4 * len(wave.scratch)} bytes of scratch memory end before {offset}")
+        registers: Sequence[int] = () if is_store else range(rows.start, rows.stop)
+        source, target = wave.u[rows], wave.scratch[places]
+        if not is_store:
+            source, target = target, source
+        np.copyto(target, source, where=wave.mask)
+        wave.issue(Operation("vmcnt", True, registers, ()))
 
     return run
 
@@ -151,16 +179,26 @@ def _gather(wave: Wave, found: np.ndarray, lanes: np.ndarray, rows: range, size:
     wave.u[rows.start : rows.stop, lanes] = np.ascontiguousarray(found).view(np.uint32).T
 
 
-def _bytes_of(wave: Wave, lanes: np.ndarray, rows: range, size: int) -> np.ndarray:
+def _bytes_of(
+    wave: Wave, lanes: np.ndarray, rows: range, size: int, upper: bool = False
+) -> np.ndarray:
+    """The first bytes of the registers, or those from the upper half on."""
     words = np.ascontiguousarray(wave.u[rows.start : rows.stop, lanes].T)
-    return words.view(np.uint8)[:, :size].ravel()
+    first = 2 if upper else 0
+    return words.view(np.uint8)[:, first : first + size].ravel()
 
 
 def _store(
-    wave: Wave, region: Region, at: np.ndarray, lanes: np.ndarray, rows: range, size: int
+    wave: Wave,
+    region: Region,
+    at: np.ndarray,
+    lanes: np.ndarray,
+    rows: range,
+    size: int,
+    upper: bool,
 ) -> list[Access]:
     index = spread(at, size)
-    new = _bytes_of(wave, lanes, rows, size)
+    new = _bytes_of(wave, lanes, rows, size, upper)
     assert region.tracker is not None
     access = region.tracker.write(wave, index, region.data[index], new)
     region.data[index] = new
@@ -171,14 +209,15 @@ def _store(
 
 
 def _lds(name: str, operands: list[Operand], modifiers: dict[str, str]) -> Run:
-    if name == "ds_read_b64_tr_b16":
-        return _transposed_read(operands, int(modifiers.pop("offset", "0")))
+    if name in ("ds_read_b64_tr_b16", "ds_read_b64_tr_b8"):
+        size = 2 if name.endswith("b16") else 1
+        return _transposed_read(operands, int(modifiers.pop("offset", "0")), size)
     upper = name.endswith("_d16_hi")
     parts = name.removesuffix("_d16_hi").split("_")
     verb, kind = parts[1], parts[-1]
     if verb.removesuffix("st64") not in ("read", "read2", "write", "write2") or len(parts) != 3:
         raise UnmodelledError(f"{name} is not modelled")
-    if kind not in _SIZES or (upper and name != "ds_write_b16_d16_hi"):
+    if kind not in _SIZES or (upper and name not in ("ds_write_b16_d16_hi", "ds_write_b8_d16_hi")):
         raise UnmodelledError(f"{name} is not modelled")
     size = _SIZES[kind]
     if verb.startswith(("read2", "write2")):
@@ -228,9 +267,7 @@ def _lds_write(base: Operand, rows: list[range], offsets: list[int], size: int, 
         for source, offset in zip(rows, offsets, strict=True):
             lds.check(start + offset, size)
             index = spread(start + offset, size)
-            new = _bytes_of(wave, lanes, source, 4 if upper else size)
-            if upper:
-                new = new.reshape(-1, 4)[:, 2:].ravel()
+            new = _bytes_of(wave, lanes, source, size, upper)
             accesses.append(lds.tracker.write(wave, index, lds.data[index], new))
             lds.data[index] = new
         wave.issue(Operation("lgkmcnt", True, (), accesses))
@@ -238,17 +275,19 @@ def _lds_write(base: Operand, rows: list[range], offsets: list[int], size: int, 
     return run
 
 
-def _transposed_read(operands: list[Operand], offset: int) -> Run:
-    """Sixteen lanes read 4 rows of 16 two-byte elements; each lane gets a column.
+def _transposed_read(operands: list[Operand], offset: int, size: int) -> Run:
+    """Sixteen lanes read rows of 16 elements of ``size`` bytes; each lane gets a column.
 
-    Lanes 4j to 4j + 3 hold row j, four elements each; lane l gets element l of the rows 0 to 3
-    (CDNA4 instruction set, "MFMA Transpose Load from LDS").
+    Of two bytes there are 4 rows: lanes 4j to 4j + 3 hold row j, four elements each, and lane l
+    gets element l of the rows 0 to 3. Of one byte there are 8 rows: lanes 2j and 2j + 1 hold row j,
+    eight elements each (CDNA4 instruction set, "MFMA Transpose Load from LDS").
     """
     target, base = operands
     rows = range(target.index, target.index + 2)
+    count = 8 // size  # elements of a lane, and rows
     lane = np.arange(64)
-    element = np.arange(4)
-    source = (lane & ~15)[:, None] + 4 * element + (lane & 15)[:, None] // 4
+    element = np.arange(count)
+    source = (lane & ~15)[:, None] + 16 // count * element + (lane & 15)[:, None] // count
 
     def run(wave: Wave) -> None:
         if not wave.full:
@@ -257,8 +296,8 @@ def _transposed_read(operands: list[Operand], offset: int) -> Run:
         start = wave.u[base.index].astype(np.int64) + offset
         lds.check(start, 8)
         index = spread(start, 8)
-        held: Any = lds.data[index].view(np.uint16).reshape(64, 4)
-        columns = np.ascontiguousarray(held[source, (lane & 3)[:, None]])
+        held: Any = lds.data[index].view(f"u{size}").reshape(64, count)
+        columns = np.ascontiguousarray(held[source, (lane & (count - 1))[:, None]])
         wave.u[rows.start : rows.stop] = columns.view(np.uint32).T
         access = lds.tracker.read(wave, index)
         wave.issue(Operation("lgkmcnt", True, rows, [access]))

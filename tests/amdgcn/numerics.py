@@ -78,6 +78,12 @@ def bfe_i(value: Any, first: Any, width: Any) -> Any:
     return (bfe_u(value, first, width) ^ top) - top
 
 
+def ashr_i16(by: Any, value: Any) -> Any:
+    """The lower half, shifted with its sign; the upper half becomes zero."""
+    wide = (value << np.uint32(16)).view(np.int32) >> np.int32(16)
+    return (wide >> (by & np.uint32(15)).view(np.int32)).view(np.uint32) & np.uint32(0xFFFF)
+
+
 def bfrev(value: Any) -> Any:
     for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
         by, keep = np.uint32(shift), np.uint32(mask)
@@ -238,6 +244,7 @@ ARITHMETIC: dict[str, tuple[str, str, Function]] = {
     "v_sub_u16": ("uu", "u", lambda a, b: (a - b) & np.uint32(0xFFFF)),
     "v_lshlrev_b16": ("uu", "u", lambda a, b: b << (a & np.uint32(15)) & np.uint32(0xFFFF)),
     "v_lshrrev_b16": ("uu", "u", lambda a, b: (b & np.uint32(0xFFFF)) >> (a & np.uint32(15))),
+    "v_ashrrev_i16": ("uu", "u", ashr_i16),
     "v_pack_b32_f16": (
         "uu", "u", lambda a, b: (a & np.uint32(0xFFFF)) | (b & np.uint32(0xFFFF)) << np.uint32(16)
     ),
@@ -260,6 +267,7 @@ COMPARISONS: dict[str, Function] = {
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b,
     "lg": lambda a, b: (a < b) | (a > b),
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
     "lt": lambda a, b: a < b,
     "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
@@ -272,4 +280,4 @@ COMPARISONS: dict[str, Function] = {
     "nge": lambda a, b: ~(a >= b),
     "nle": lambda a, b: ~(a <= b),
 }
-TYPES = {"f32": "f", "u32": "u", "i32": "i", "u64": "q", "i64": "p"}
+TYPES = {"f32": "f", "u16": "s", "u32": "u", "i32": "i", "u64": "q", "i64": "p"}

@@ -1,8 +1,8 @@
 """Operands: which registers or constant they name, and how a wave reads them as a type.
 
-A type is a letter: ``u`` and ``i`` for 32-bit integers, ``f`` for fp32, ``d`` for fp32 widened to
-fp64, ``h`` for fp16 in the low half, ``w`` for fp16 widened to fp64, ``q`` and ``p`` for unsigned
-and signed 64 bits in two registers.
+A type is a letter: ``u`` and ``i`` for 32-bit integers, ``s`` for an unsigned integer in the low
+half, ``f`` for fp32, ``d`` for fp32 widened to fp64, ``h`` for fp16 in the low half, ``w`` for fp16
+widened to fp64, ``q`` and ``p`` for unsigned and signed 64 bits in two registers.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def convert(bits: Any, kind: str) -> Any:
     """32-bit patterns, an array or one, as values of a type."""
     if kind == "u":
         return bits
+    if kind == "s":
+        return bits & np.uint32(0xFFFF)
     if kind in "if":
         return bits.view(_DTYPES[kind])
     if kind == "d":

@@ -12,6 +12,11 @@ _ENCODING = re.compile(r"_(e32|e64|dpp|sdwa)$")
 _INSTRUCTION = re.compile(r"(?:s|v|ds|global|buffer|flat|scratch)_\w+")
 _COMMA = re.compile(r",\s*(?![^\[]*\])(?![^(]*\))")
 _LOCATION = re.compile(r"\.loc\s.*;\s*([\w.]+:\d+)")
+_REFUSED = {
+    "uses_dynamic_stack": "uses a stack of unknown size",
+    "tg_split": "lets the waves of a workgroup run on different compute units, with an L1 each",
+}
+"""Settings of a kernel that are not modelled; the trackers of memory rely on the second."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Program:
         argument_bytes: size of that segment.
         user_sgprs: scalar registers that are set before the workgroup's place in the grid.
         axes: of the grid, those whose place the kernel is given, in the order of its registers.
+        scratch_bytes: private memory of each lane, where registers are spilled.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Program:
     argument_bytes: int
     user_sgprs: int
     axes: tuple[int, ...]
+    scratch_bytes: int
 
 
 def parse(text: str) -> Program:
@@ -70,7 +77,7 @@ def parse(text: str) -> Program:
 
     Raises:
         UnmodelledError: a line is neither an instruction, a label nor a directive; or the kernel
-            uses what the interpreter does not set up, such as a stack.
+            uses what the interpreter does not set up, such as a stack of unknown size.
     """
     name = _find(r"\.globl\s+(\w+)", text)
     body = text[re.search(rf"^{name}:", text, re.MULTILINE).end() :]  # type: ignore[union-attr]
@@ -89,8 +96,9 @@ def parse(text: str) -> Program:
             instructions.append(_instruction(line, source))
         elif not line.startswith("."):
             raise UnmodelledError(f"{name}: not an instruction: {line}")
-    if _find(r"\.private_segment_fixed_size:\s+(\d+)", text) != "0":
-        raise UnmodelledError(f"{name} uses a stack")
+    for setting, why in _REFUSED.items():
+        if f".amdhsa_{setting} 1" in text:
+            raise UnmodelledError(f"{name} {why}")
     found_arguments = re.findall(
         r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text
     )
@@ -103,6 +111,7 @@ def parse(text: str) -> Program:
         int(_find(r"\.kernarg_segment_size:\s+(\d+)", text)),
         int(_find(r"\.amdhsa_user_sgpr_count (\d+)", text)),
         tuple(n for n, axis in enumerate("xyz") if f"workgroup_id_{axis} 1" in text),
+        int(_find(r"\.private_segment_fixed_size:\s+(\d+)", text)),
     )
 
 

@@ -2,8 +2,9 @@
 
     python -m tests.amdgcn.report --output benchmarks/results/amdgcn_execution.json
 
-Takes minutes. Fails where a case fails, where an instruction of the compile reports is not
-modelled, or where one that they have was never executed.
+With ``--only "gfx950 softmax"`` it runs that part again and keeps the others. Takes minutes. Fails
+where a case fails, where an instruction of the compile reports is not modelled, or where a kernel
+or an instruction that they have was never executed.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 import triton
 
-from tests.amdgcn.cases import ExecutionCase, all_cases
+from tests.amdgcn.case import ExecutionCase
+from tests.amdgcn.cases import all_cases
 from tests.amdgcn.device import TARGETS, Device
 from tests.amdgcn.errors import ExecutionError
-from tests.amdgcn.opcodes import of_compile_reports
+from tests.amdgcn.opcodes import REPORTS, of_compile_reports
+
+PARTS = [f"{arch} {family}" for family in REPORTS for arch in TARGETS]
 
 
 def run_case(case: ExecutionCase) -> tuple[dict[str, Any], dict[str, Counter[str]]]:
@@ -55,86 +59,106 @@ def run_case(case: ExecutionCase) -> tuple[dict[str, Any], dict[str, Counter[str
     return line, {name: run.opcodes for name, run in device.runs.items()}
 
 
-def coverage(arch: str, executed: Counter[str]) -> dict[str, Any]:
-    """Which share of the operations in the compile reports is modelled, and was executed."""
-    found = of_compile_reports(arch)
-    known = set(found["opcodes"])
-    missing = sorted(known - set(executed))
+def coverage(arch: str, family: str, by_kernel: dict[str, Counter[str]]) -> dict[str, Any]:
+    """Which share of the kernels and operations in a family's compile reports was executed in its
+    cases, and what of them is not modelled."""
+    found = of_compile_reports(arch, family)
+    kernels, known = set(found["kernels"]), set(found["opcodes"])
+    executed = {name for kernel in kernels & set(by_kernel) for name in by_kernel[kernel]}
+    missing = sorted(known - executed)
     return {
-        "kernels": found["kernels"],
+        "compilations": sum(found["kernels"].values()),
+        "kernels": len(kernels),
+        "kernels_not_executed": sorted(kernels - set(by_kernel)),
         "opcodes": len(known),
         "unmodelled": found["unmodelled"],
         "not_executed": missing,
         "executed_share": round(1 - len(missing) / len(known), 4),
-        "further_opcodes_executed": sorted(set(executed) - known),
+        "further_opcodes_executed": sorted(executed - known),
     }
 
 
-def run_arch(arch: str) -> tuple[list[dict[str, Any]], dict[str, Counter[str]], dict[str, Any]]:
-    """All cases of one architecture: lines of the result, instructions by kernel, coverage."""
+def run_part(name: str) -> dict[str, Any]:
+    """All cases of one family on one architecture."""
     torch.set_num_threads(1)
+    arch, family = name.split()
     lines: list[dict[str, Any]] = []
     by_kernel: dict[str, Counter[str]] = {}
     for case in all_cases(arch):
+        if case.name.split()[0] != family:
+            continue
         line, opcodes = run_case(case)
         lines.append(line)
-        for name, counts in opcodes.items():
-            by_kernel.setdefault(name, Counter()).update(counts)
+        for kernel, counts in opcodes.items():
+            by_kernel.setdefault(kernel, Counter()).update(counts)
         shown = line.get("failure") or f"{line['error']:.2e} of {line['allowed']:.0e}"
         print(f"{arch} {case.name}: {shown} ({line['seconds']} s)", flush=True)
-    return lines, by_kernel, coverage(arch, sum(by_kernel.values(), Counter()))
+    return {
+        "arch": arch,
+        "family": family,
+        **_versions(),
+        "coverage": coverage(arch, family, by_kernel),
+        "opcodes_by_kernel": {
+            kernel: dict(sorted(counts.items())) for kernel, counts in sorted(by_kernel.items())
+        },
+        "cases": lines,
+    }
+
+
+def _versions() -> dict[str, str]:
+    today = datetime.date.today().isoformat()
+    return {"date": today, "triton": triton.__version__, "torch": torch.__version__}
+
+
+def failures(part: dict[str, Any]) -> list[str]:
+    """What must not be in a result."""
+    found = [f"failed: {line['case']}" for line in part["cases"] if not line["passed"]]
+    for gap in ("unmodelled", "not_executed", "kernels_not_executed"):
+        found += [f"{gap}: {name}" for name in part["coverage"][gap]]
+    return [f"{part['arch']} {part['family']} {text}" for text in found]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--arch", nargs="*", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
     options = parser.parse_args()
+    parts: dict[str, dict[str, Any]] = {}
+    if set(options.only) != set(PARTS):  # the others stay as they are
+        kept = json.loads(options.output.read_text(encoding="utf-8"))["parts"]
+        parts = {f"{part['arch']} {part['family']}": part for part in kept}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(options.arch), mp_context=context) as pool:
-        done = dict(zip(options.arch, pool.map(run_arch, options.arch), strict=True))
-    lines = [line for of_arch, _, _ in done.values() for line in of_arch]
-    covered = {arch: shares for arch, (_, _, shares) in done.items()}
-    result = {
-        "script": "tests/amdgcn/report.py",
-        "date": datetime.date.today().isoformat(),
-        "triton": triton.__version__,
-        "torch": torch.__version__,
-        "executed_by": "the interpreter in tests/amdgcn, on a CPU; no AMD GPU was used",
-        "coverage": covered,
-        "opcodes_by_kernel": {
-            arch: {name: dict(sorted(counts.items())) for name, counts in sorted(kernels.items())}
-            for arch, (_, kernels, _) in done.items()
-        },
-        "cases": lines,
-    }
-    options.output.write_text(_dump(result), encoding="utf-8")
-    failed = [f"{line['arch']} {line['case']}" for line in lines if not line["passed"]]
-    for arch, shares in covered.items():
-        failed += [f"{arch} not modelled: {text}" for text in shares["unmodelled"]]
-        failed += [f"{arch} never executed: {name}" for name in shares["not_executed"]]
-    print(*failed, sep="\n")
-    sys.exit(bool(failed))
+    with ProcessPoolExecutor(2, mp_context=context) as pool:
+        for name, part in zip(options.only, pool.map(run_part, options.only), strict=True):
+            parts[name] = part
+    ordered = [parts[name] for name in PARTS]
+    options.output.write_text(_dump(ordered), encoding="utf-8")
+    found = [text for part in ordered for text in failures(part)]
+    print(*found, sep="\n")
+    sys.exit(bool(found))
 
 
-def _dump(result: dict[str, Any]) -> str:
+def _dump(parts: list[dict[str, Any]]) -> str:
     """JSON with one line for each case and each kernel, so that a difference can be read."""
-    parts = []
-    for key, value in result.items():
-        if key == "cases":
-            rows = ",\n".join(f"    {json.dumps(line)}" for line in value)
-            parts.append(f'  "cases": [\n{rows}\n  ]')
-        elif key == "opcodes_by_kernel":
-            blocks = []
-            for arch, kernels in value.items():
+    blocks = []
+    for part in parts:
+        fields = []
+        for key, value in part.items():
+            if key == "cases":
+                rows = ",\n".join(f"        {json.dumps(line)}" for line in value)
+                fields.append(f'      "cases": [\n{rows}\n      ]')
+            elif key == "opcodes_by_kernel":
                 rows = ",\n".join(
-                    f"      {json.dumps(k)}: {json.dumps(v)}" for k, v in kernels.items()
+                    f"        {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()
                 )
-                blocks.append(f"    {json.dumps(arch)}: {{\n{rows}\n    }}")
-            parts.append('  "opcodes_by_kernel": {\n' + ",\n".join(blocks) + "\n  }")
-        else:
-            parts.append(f"  {json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+                fields.append(f'      "opcodes_by_kernel": {{\n{rows}\n      }}')
+            else:
+                fields.append(f"      {json.dumps(key)}: {json.dumps(value)}")
+        blocks.append("    {\n" + ",\n".join(fields) + "\n    }")
+    by = "the interpreter in tests/amdgcn, on a CPU; no AMD GPU was used"
+    head = {"script": "tests/amdgcn/report.py", **_versions(), "executed_by": by}
+    first = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+    return f'{{\n{first}  "parts": [\n' + ",\n".join(blocks) + "\n  ]\n}\n"
 
 
 if __name__ == "__main__":

@@ -51,6 +51,10 @@ _ONE: dict[str, Callable[[int], int]] = {
     "s_movk_i32": _immediate,
     "s_brev_b32": lambda a: int(f"{a:032b}"[::-1], 2),
 }
+_ONE_SETS_SCC: dict[str, Callable[[int], int]] = {
+    "s_abs_i32": lambda a: abs(signed(a)),
+    "s_not_b32": lambda a: ~a,
+}
 _TWO_64: dict[str, Callable[[int, int], int]] = {
     "s_and_b64": lambda a, b: a & b,
     "s_or_b64": lambda a, b: a | b,
@@ -101,6 +105,8 @@ def build(instruction: Instruction, labels: dict[str, int], modifiers: dict[str,
     if name in _BRANCH:
         return _branch(_BRANCH[name], labels[texts[0]])
     operands = [operand(text) for text in texts]
+    if name in ("s_bitcmp0_b32", "s_bitcmp1_b32"):
+        return _bit_compare(operands, int(name[8]))
     if name.startswith(("s_cmp_", "s_cmpk_")):
         return _compare(name, operands)
     if name.endswith(("_b64", "_i64", "_u64")):
@@ -168,6 +174,16 @@ def _compare(name: str, operands: list[Operand]) -> Run:
     return run
 
 
+def _bit_compare(operands: list[Operand], wanted: int) -> Run:
+    """Whether one bit of the first source is ``wanted``."""
+    a, b = (_get32(x) for x in operands)
+
+    def run(wave: Wave) -> None:
+        wave.scc = int(a(wave) >> (b(wave) & 31) & 1 == wanted)
+
+    return run
+
+
 def _wide(name: str, operands: list[Operand]) -> Run:
     target = operands[0].index
     a = _get64(operands[1])
@@ -215,8 +231,9 @@ def _narrow(name: str, operands: list[Operand]) -> Run:
         return lambda wave: wave.set_s32(target, one(a(wave)))
     if name == "s_bitset1_b32":
         return lambda wave: wave.set_s32(target, wave.s[target] | 1 << (a(wave) & 31))
-    if name == "s_abs_i32":
-        return _result32(target, lambda wave: abs(signed(a(wave))))
+    if name in _ONE_SETS_SCC:
+        single = _ONE_SETS_SCC[name]
+        return _result32(target, lambda wave: single(a(wave)))
     b = _get32(operands[2])
     if name in _TWO:
         two = _TWO[name]

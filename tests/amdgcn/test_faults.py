@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.amdgcn.cases import ExecutionCase, all_cases
+from tests.amdgcn.case import ExecutionCase
+from tests.amdgcn.cases import all_cases
 from tests.amdgcn.device import Device
 from tests.amdgcn.errors import DeadlockError, ExecutionError, HazardError, RaceError
 from tests.amdgcn.memory import GlobalMemory
@@ -27,6 +28,7 @@ def case_of(name: str, arch: str = "gfx950") -> ExecutionCase:
 
 COMPRESSOR = "dsv4 main_c4_decode one_launch: small, ring"
 VERIFY = "kda verify: convolution, norm, slots, K = V = 128"
+SPARSE_ROWS = "softmax sparse_mla: rows of bf16, sinks, largest logits"
 
 
 def body_of(text: str) -> str:
@@ -97,6 +99,33 @@ def test_each_dropped_barrier_is_caught() -> None:
     ]
     assert count >= 10 and len(found) >= 0.8 * count
     assert found.count("RaceError") >= 0.7 * count
+
+
+@pytest.mark.parametrize(
+    ("pattern", "step"),
+    [(r"^\ts_barrier\n", 1), (r"^\ts_waitcnt lgkmcnt\(\d+\)\n(?=\tv_mfma)", 12)],
+    ids=["barriers", "waits"],
+)
+def test_dropped_barriers_and_waits_of_products_are_caught(pattern: str, step: int) -> None:
+    """Sparse MLA's keys pass through LDS, where transposing reads take them up. All barriers, and
+    some of the waits, of which a few are for what was waited for before."""
+    case, name = case_of(SPARSE_ROWS), "sparse_mla_rows_kernel"
+    tried = range(0, lines_in(case, pattern, name), step)
+    found = [kind for number in tried for kind in caught(case, without(pattern, number, name))]
+    assert len(tried) >= 5 and len(found) >= 0.8 * len(tried)
+    assert set(found) <= {"HazardError", "RaceError"}
+
+
+def test_a_transposing_read_of_another_place_is_caught() -> None:
+    def change(text: str) -> str:
+        if ".globl\tsparse_mla_rows_kernel" not in text:
+            return text
+        pattern = r"(ds_read_b64_tr_b16 \S+, \S+ offset:)(\d+)"
+        changed = re.sub(pattern, lambda x: f"{x[1]}{int(x[2]) ^ 1024}", text, count=1)
+        assert changed != text
+        return changed
+
+    assert list(caught(case_of(SPARSE_ROWS), change)) == ["wrong"]
 
 
 def test_swapped_operands_of_mfma_are_caught() -> None:

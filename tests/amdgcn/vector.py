@@ -31,7 +31,7 @@ def build(instruction: Instruction, modifiers: dict[str, str]) -> Run:
     if name.startswith("v_mfma_"):
         return matrix.build(name, operands)
     if name.startswith("v_cmp_"):
-        return _compare(name, operands)
+        return _compare(instruction, operands, modifiers)
     if name in _SPECIAL:
         return _SPECIAL[name](instruction, operands, modifiers)
     if name.startswith("v_pk_"):
@@ -141,12 +141,17 @@ def _with_sdwa(
     return run
 
 
-def _compare(name: str, operands: list[Operand]) -> Run:
+def _compare(instruction: Instruction, operands: list[Operand], modifiers: dict[str, str]) -> Run:
+    name = instruction.operation
     _, _, kind, dtype = name.split("_")
     if kind not in numerics.COMPARISONS or dtype not in numerics.TYPES:
         raise UnmodelledError(f"{name} is not modelled")
-    test = numerics.COMPARISONS[kind]
-    a, b = (reader(x, numerics.TYPES[dtype]) for x in operands[1:])
+    test, letter = numerics.COMPARISONS[kind], numerics.TYPES[dtype]
+    if instruction.encoding == "sdwa":
+        picks = [modifiers.pop(f"src{n}_sel", "DWORD") for n in range(2)]
+        a, b = (_selected(x, letter, pick) for x, pick in zip(operands[1:], picks, strict=True))
+    else:
+        a, b = (reader(x, letter) for x in operands[1:])
     target = operands[0].index
 
     def run(wave: Wave) -> None:
@@ -258,14 +263,17 @@ def _div_fmas(instruction: Instruction, operands: list[Operand], modifiers: dict
     return run
 
 
-def _fma_mixlo(instruction: Instruction, operands: list[Operand], modifiers: dict[str, str]) -> Run:
-    """Of three fp32: any other choice has a modifier, which is refused. Keeps the upper half."""
+def _fma_mix(instruction: Instruction, operands: list[Operand], modifiers: dict[str, str]) -> Run:
+    """fp16 of three fp32: any other choice has a modifier, which is refused. Keeps the other
+    half of the target."""
     a, b, c = (reader(x, "d") for x in operands[1:])
     row = operands[0].index
+    shift = np.uint32(16 if instruction.operation == "v_fma_mixhi_f16" else 0)
+    keep = np.uint32(0xFFFF0000) >> shift
 
     def run(wave: Wave) -> None:
-        low = numerics.f16_bits((a(wave) * b(wave) + c(wave)).astype(np.float32))
-        wave.put(wave.u, row, wave.u[row] & np.uint32(0xFFFF0000) | low)
+        half = numerics.f16_bits((a(wave) * b(wave) + c(wave)).astype(np.float32))
+        wave.put(wave.u, row, wave.u[row] & keep | half << shift)
 
     return run
 
@@ -280,7 +288,8 @@ _SPECIAL: dict[str, Callable[[Instruction, list[Operand], dict[str, str]], Run]]
     "v_mad_i64_i32": _mad64,
     "v_div_scale_f32": _div_scale,
     "v_div_fmas_f32": _div_fmas,
-    "v_fma_mixlo_f16": _fma_mixlo,
+    "v_fma_mixlo_f16": _fma_mix,
+    "v_fma_mixhi_f16": _fma_mix,
 }
 
 
@@ -310,8 +319,8 @@ def _packed(name: str, operands: list[Operand], modifiers: dict[str, str]) -> Ru
     low = _bits(modifiers.pop("op_sel", "[0,0,0]"))
     high = _bits(modifiers.pop("op_sel_hi", "[1,1,1]"))
     signs = [_bits(modifiers.pop(key, "[0,0,0]")) for key in ("neg_lo", "neg_hi")]
-    if name == "v_pk_mul_f16":
-        return _packed_f16(target, sources, (low, high))
+    if name in _PACKED_16:
+        return _packed_16(_PACKED_16[name], target, sources, (low, high))
     if name == "v_pk_mov_b32":  # the low result from source 0, the high one from source 1
         moved = [_half(source, low[n], "u", False) for n, source in enumerate(sources)]
         return _both(target, "u", np.array, [moved[:1], moved[1:]])
@@ -352,18 +361,34 @@ def _half(source: Operand, pick: int, kind: str, negate: bool) -> Reader:
     return read
 
 
-def _packed_f16(target: Operand, sources: list[Operand], picks: tuple[list[int], ...]) -> Run:
+_PACKED_16: dict[str, tuple[str, Callable[..., Any]]] = {
+    "v_pk_mul_f16": ("w", lambda a, b: numerics.f16_bits(a * b)),
+    "v_pk_lshlrev_b16": ("u", lambda a, b: b << (a & np.uint32(15)) & np.uint32(0xFFFF)),
+}
+"""Of two halves of a register: the type of the sources, and the result's 16 bits."""
+
+
+def _packed_16(
+    types: tuple[str, Callable[..., Any]],
+    target: Operand,
+    sources: list[Operand],
+    picks: tuple[list[int], ...],
+) -> Run:
+    kind, function = types
     row = target.index
     readers = [reader(source, "u") for source in sources]
+    for source, *chosen in zip(sources, *picks, strict=False):
+        if source.kind == "literal" and any(chosen):
+            raise UnmodelledError("the high half of a constant")
 
     def run(wave: Wave) -> None:
         result: Any = np.uint32(0)
         for half, chosen in enumerate(picks):
             a, b = (
-                convert(np.asarray(read(wave)) >> np.uint32(16 * pick) & np.uint32(0xFFFF), "w")
+                convert(np.asarray(read(wave)) >> np.uint32(16 * pick) & np.uint32(0xFFFF), kind)
                 for read, pick in zip(readers, chosen, strict=False)
             )
-            result = result | numerics.f16_bits(a * b) << np.uint32(16 * half)
+            result = result | function(a, b) << np.uint32(16 * half)
         wave.put(wave.u, row, result)
 
     return run

@@ -109,6 +109,7 @@ class Wave:
     Attributes:
         u, f, i: ``[512, 64]``, the vector registers, then the AccVGPRs: three views of one memory.
         s: 128 scalar registers as ints; VCC, M0 and EXEC among them.
+        scratch: ``[words, 64]``, the lanes' private memory.
         mask, full: EXEC as booleans, and whether it has every lane.
         pending: register to the operation in flight that will write it.
         number: of the wave in its workgroup.
@@ -119,6 +120,7 @@ class Wave:
         self.u = np.full((512, 64), 0x7FC0DEAD, np.uint32)  # a NaN: what is never written, shows
         self.f, self.i = self.u.view(np.float32), self.u.view(np.int32)
         self.s = [0x5EAD5EAD] * 128
+        self.scratch = np.full((workgroup.scratch_words, 64), 0x7FC0DEAD, np.uint32)
         self.scc = 0
         self.pc = 0
         self.pending: dict[int, Operation] = {}

@@ -25,7 +25,7 @@ class Kernel:
         num_waves: of a workgroup. lds_bytes: of a workgroup.
         counts: for each instruction how often a wave has run it, over all launches.
         unwaited_reads: how often a wave read what another one had stored before a barrier without
-            waiting for the store. It is right on a GPU whose waves share an L1 that keeps order.
+            waiting for the store, which is legal within a workgroup (``memory``).
     """
 
     program: Program
@@ -105,6 +105,7 @@ class Workgroup:
         self.kernel, self.number, self.memory = kernel, number, memory
         self.name = f"{kernel.program.name} on {kernel.program.arch}"
         self.lds = Lds(kernel.lds_bytes)
+        self.scratch_words = -(-kernel.program.scratch_bytes // 4)
         self.time = 0
         self.unwaited_reads = 0
         self.waves = [Wave(self, n) for n in range(kernel.num_waves)]

@@ -37,16 +37,20 @@ def cases(arch: str) -> Iterator[Case]:
     tile = (128, 128, 8, 2) if nvidia else (64, 64, 4, 1)
     yield _attention("block_sparse causal", tile, masks.causal)
     yield _attention("block_sparse paged", (tile[0], 64, *tile[2:]), masks.causal, is_paged=True)
-    if arch == "sm90":
-        yield _attention("block_sparse 192-128", (128, 64, 8, 2), masks.causal, dims=(192, 128))
+    if arch == "sm90" or not nvidia:
+        wide = (128, 64, 8, 2) if nvidia else (64, 64, 4, 2)
+        yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
         yield _attention("block_sparse soft_cap", tile, masks.causal, variant=soft_cap(30.0))
         yield _attention("block_sparse element_bits", tile, masks.element_bits)
     for groups in ("per_warp", "per_thread"):
         if nvidia:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
     yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
-    if arch == "sm90":
-        yield from _small_kernels()
+    if not nvidia:
+        name = "int8 per_thread 16-bit values, smooth q"
+        yield _int8(arch, name, "per_thread", masks.causal, False, has_bias=True)
+    if arch == "sm90" or not nvidia:
+        yield from _small_kernels(128 if nvidia else 64, nvidia)
 
 
 def _attention(
@@ -86,17 +90,20 @@ def _attention(
     return name, block_sparse.block_sparse_kernel, types, constexprs, options
 
 
-def _int8(arch: str, name: str, groups: str, mask: masks.Mask, is_fp8: bool) -> Case:
+def _int8(
+    arch: str, name: str, groups: str, mask: masks.Mask, is_fp8: bool, has_bias: bool = False
+) -> Case:
     kernels = block_sparse_int8
+    stages = 2 if arch.startswith("sm") else 1
     constexprs = {
         "HEADS": 24,
         "GROUP": 1,
         "D": 128,
         "BLOCK_M": 64,
         "BLOCK_N": 128 if is_fp8 else 64,
-        "STAGES": 2,
+        "STAGES": stages,
         "HAS_PARTIAL": True,
-        "HAS_BIAS": False,
+        "HAS_BIAS": has_bias,
         "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
         "query_scales": getattr(kernels, f"{groups}_queries"),
         "key_scales": getattr(kernels, f"{groups}_keys"),
@@ -111,30 +118,32 @@ def _int8(arch: str, name: str, groups: str, mask: masks.Mask, is_fp8: bool) -> 
         "v_desc": f"tensordesc<{values}>",
         "out_ptr": "*bf16",
     }
-    options = {"num_warps": 4, "num_stages": 2}
+    options = {"num_warps": 4, "num_stages": stages}
     if arch == "sm90":
         options["maxnreg"] = 168
     return name, kernels.block_sparse_int8_kernel, types, constexprs, options
 
 
-def _small_kernels() -> Iterator[Case]:
+def _small_kernels(block_n: int, is_fp8: bool) -> Iterator[Case]:
+    """Quantisers and prediction for blocks of so many keys, and for values in e4m3 or 16 bits."""
     heads = {"HEADS": 24, "D": 128}
     half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
     options = {"num_warps": 8}
     stats = quantise.column_stats_kernel
-    sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": True}
+    sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": is_fp8}
     yield "column_stats", stats, half, heads | sizes, {"num_warps": 4}
     group = {"GROUP": 1, "PER_THREAD": False}
-    keys = heads | group | {"BLOCK": 128, "HAS_BIAS": False}
+    keys = heads | group | {"BLOCK": block_n, "HAS_BIAS": False}
     yield "quantise_keys", quantise.quantise_keys_kernel, half | {"out_ptr": "*i8"}, keys, options
     queries = heads | group | {"BLOCK": 64, "HAS_MEAN": False}
     kernel = quantise.quantise_queries_kernel
     yield "quantise_queries", kernel, half | {"out_ptr": "*i8"}, queries, options
-    values = heads | {"BLOCK": 128, "HAS_MEAN": True}
-    kernel = quantise.quantise_values_kernel
-    yield "quantise_values", kernel, half | {"out_ptr": "*fp8e4nv"}, values, options
-    yield "pool", predict.pool_kernel, half, heads | {"BLOCK": 128}, options
-    select = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": 128, "WIDTH": 1024}
+    if is_fp8:
+        values = heads | {"BLOCK": block_n, "HAS_MEAN": True}
+        kernel = quantise.quantise_values_kernel
+        yield "quantise_values", kernel, half | {"out_ptr": "*fp8e4nv"}, values, options
+    yield "pool", predict.pool_kernel, half, heads | {"BLOCK": block_n}, options
+    select = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": block_n, "WIDTH": 1024}
     flags = {"IS_CAUSAL": True, "IS_CDF": True, "HAS_SINK": False}
     types = {"amount": "fp32"}
     yield "select_blocks", predict.select_blocks_kernel, types, select | flags, {"num_warps": 1}
