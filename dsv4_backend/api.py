@@ -77,6 +77,7 @@ def compress_decode_(
     cache: torch.Tensor,
     step_plan: DecodeStepPlan,
     *,
+    second_cache: torch.Tensor | None = None,
     target: Target | None = None,
     selection: PathSelection | None = None,
     launches: LaunchCache | None = None,
@@ -92,6 +93,8 @@ def compress_decode_(
         cache: [pages, page bytes] uint8, pages a multiple of 4 bytes apart. Written at the step
             plan's slots in ``layer.spec.cache_format``.
         step_plan: ``RingDecode`` or ``PagedDecode``.
+        second_cache: [pages, second page bytes] uint8, pages a multiple of 4 bytes apart, for
+            formats that keep a part of each record in a second tensor; ``None`` for all others.
         target: the processor to choose kernels for, by default that of ``kv_score``.
         selection: the kernel paths to use, by default those of the target's table.
         launches: keeps what this call checks and binds for later calls that agree with it, which
@@ -102,7 +105,7 @@ def compress_decode_(
         LookupError: there are no kernel paths for the target.
     """
     contract.check_step_plan(step_plan, DecodeStepPlan)
-    call = CompressorCall(layer, kv_score, state, cache)
+    call = CompressorCall(layer, kv_score, state, cache, second_cache)
     paths = _pipelines(decode.bind, call, step_plan, target, selection, launches)
     paths.at(step_plan.num_tokens)(call, step_plan)
 
@@ -114,6 +117,7 @@ def compress_prefill_(
     cache: torch.Tensor,
     step_plan: PrefillStepPlan,
     *,
+    second_cache: torch.Tensor | None = None,
     target: Target | None = None,
     selection: PathSelection | None = None,
     launches: LaunchCache | None = None,
@@ -124,7 +128,8 @@ def compress_prefill_(
     it, so that chunks may be cut anywhere.
 
     Args:
-        layer, state, cache, target, selection, launches: as in ``compress_decode_``.
+        layer, state, cache, second_cache, target, selection, launches: as in
+            ``compress_decode_``.
         kv_score: [T, 2·C·d] fp32 or bf16, requests one after another.
         step_plan: ``RingPrefill`` or ``PagedPrefill``.
 
@@ -133,7 +138,7 @@ def compress_prefill_(
         LookupError: there are no kernel paths for the target.
     """
     contract.check_step_plan(step_plan, PrefillStepPlan)
-    call = CompressorCall(layer, kv_score, state, cache)
+    call = CompressorCall(layer, kv_score, state, cache, second_cache)
     paths = _pipelines(prefill.bind, call, step_plan, target, selection, launches)
     paths.at(step_plan.num_windows)(call, step_plan)
 
@@ -145,6 +150,7 @@ def warm_up(
     cache: torch.Tensor,
     step_plan: DecodeStepPlan | PrefillStepPlan,
     *,
+    second_cache: torch.Tensor | None = None,
     target: Target | None = None,
     selection: PathSelection | None = None,
     launches: LaunchCache | None = None,
@@ -155,8 +161,8 @@ def warm_up(
     in strides and in 16-byte alignment; the number of tokens does not matter.
 
     Args:
-        layer, kv_score, state, cache, step_plan, target, selection, launches: as in the operator;
-            the step plan's class chooses it.
+        layer, kv_score, state, cache, step_plan, second_cache, target, selection, launches: as in
+            the operator; the step plan's class chooses it.
 
     Raises:
         ValueError: an argument breaks the operator's contract.
@@ -164,7 +170,7 @@ def warm_up(
     """
     contract.check_step_plan(step_plan, CompressorStepPlan)
     bind: Bind = decode.bind if isinstance(step_plan, DecodeStepPlan) else prefill.bind
-    call = CompressorCall(layer, kv_score, state, cache)
+    call = CompressorCall(layer, kv_score, state, cache, second_cache)
     for path in _pipelines(bind, call, step_plan, target, selection, launches).values:
         path.warm_up(call, step_plan)
 

@@ -9,13 +9,18 @@ scales. ``rounding`` names the engine that is followed:
 - ``vllm``: bf16 once, before quantisation; scales are powers of two;
 - ``sglang``: bf16 once, before quantisation, for the main rows, never for the indexer's; the
   indexer's fp8 scale is amax / 448 itself; fp4 ties go to the smaller magnitude, and zero has no
-  sign.
+  sign;
+- ``aiter``: sglang's MXFP4 indexer on AMD, which is aiter's: fp4 as in ``vllm``, from fp32.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
+from backend_core.formats import RECORD_FORMATS, CacheFormat
 from dsv4_backend.spec import ROPE_DIM, CompressorLayer, CompressorSpec, Fp8Flavour, RopeLayout
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -171,18 +176,19 @@ def quantise(x: torch.Tensor, spec: CompressorSpec) -> tuple[torch.Tensor, torch
     fp8, rounding = spec.fp8, spec.rounding
     top = 448.0 if fp8 == "ocp" else 224.0
     none = torch.empty((n, 0), dtype=torch.uint8, device=x.device)
-    if d == 512 or rounding != "sglang":
+    encoding = spec.record.encoding
+    if d == 512 or rounding == "vllm":
         x = round_bf16(x)
-    if spec.cache_format == "bf16_rows":
+    if encoding == "bf16_rows":
         return x.float().bfloat16().view(torch.uint8), none
-    if spec.cache_format == "fp8_ds_mla":
+    if encoding == "fp8_ds_mla":
         groups = x[:, :-ROPE_DIM].view(n, -1, 64)
         k = ceil_log2(groups.abs().amax(-1).clamp(min=1e-4) / top)
         codes = encode_e4m3(groups * torch.exp2(-k.to(x.dtype))[..., None], fp8).flatten(1)
         tail = x[:, -ROPE_DIM:].float().bfloat16().view(torch.uint8)
         pad = torch.zeros((n, 1), dtype=torch.uint8, device=x.device)
         return torch.cat((codes, tail), 1), torch.cat(((k + 127).to(torch.uint8), pad), 1)
-    if spec.cache_format == "indexer_fp8":
+    if encoding == "indexer_fp8":
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / top
         if rounding != "sglang":
             scale = torch.exp2(ceil_log2(scale).to(x.dtype))
@@ -197,11 +203,12 @@ def quantise(x: torch.Tensor, spec: CompressorSpec) -> tuple[torch.Tensor, torch
 
 def dequantise(data: torch.Tensor, scales: torch.Tensor, spec: CompressorSpec) -> torch.Tensor:
     """What an engine reads from the bytes of ``quantise``: [N, d] fp32."""
-    if spec.cache_format == "bf16_rows":
+    encoding = spec.record.encoding
+    if encoding == "bf16_rows":
         return data.contiguous().view(torch.bfloat16).float()
-    if spec.cache_format == "indexer_fp8":
+    if encoding == "indexer_fp8":
         return decode_e4m3(data, spec.fp8) * scales.contiguous().view(torch.float32)
-    if spec.cache_format == "fp8_ds_mla":
+    if encoding == "fp8_ds_mla":
         k = scales[:, :7].float() - 127
         codes = decode_e4m3(data[:, :448].contiguous(), spec.fp8).view(-1, 7, 64)
         tail = data[:, 448:].contiguous().view(torch.bfloat16).float()
@@ -211,33 +218,67 @@ def dequantise(data: torch.Tensor, scales: torch.Tensor, spec: CompressorSpec) -
     return (decode_e2m1(code).view(-1, 4, 32) * torch.exp2(k)[..., None]).flatten(1)
 
 
+Places = tuple[torch.Tensor, torch.Tensor]
+"""Where bytes of the records lie in the pages of one tensor: offsets [page tokens, n] in the page,
+and the columns [n] of [data | scales] that lie there."""
+
+
+@functools.cache
+def places(cache_format: CacheFormat, page_tokens: int) -> tuple[Places, ...]:
+    """Where each byte of the records of a page lies, for each tensor that the format has."""
+    record = RECORD_FORMATS[cache_format]
+    d, s, tile = record.data_bytes, record.scale_bytes, record.tile_tokens
+    i = torch.arange(page_tokens)[:, None]
+    b, g = torch.arange(d), torch.arange(s)
+    if cache_format == "fp8_two_pools":
+        codes, twice = b[:448], torch.arange(14)
+        row = torch.cat((codes, 448 + twice)) + 512 * i
+        first = row, torch.cat((codes, d + twice // 2))
+        return first, (torch.arange(128) + 128 * i, b[448:])
+    data = i * d + b
+    if tile > 1:  # [tiles, bytes / 16, tile, 16]
+        data = (i // tile) * (tile * d) + (b // 16) * (tile * 16) + (i % tile) * 16 + b % 16
+    if cache_format == "indexer_mxfp4_planes":
+        return (data, b), (g * 64 + (i % 16) * 4 + i // 16, d + g)
+    scales = page_tokens * d + i * s + g
+    if cache_format == "indexer_mxfp4_tiles":  # [tiles, 2, tile, s / 2]
+        scales = page_tokens * d + (i // tile) * (tile * s) + (g % 2) * (tile * s // 2)
+        scales = scales + (i % tile) * (s // 2) + g // 2
+    return ((torch.cat((data, scales), 1), torch.cat((b, d + g))),)
+
+
 def store(
-    cache: torch.Tensor,
+    caches: Sequence[torch.Tensor],
     slots: torch.Tensor,
-    page_tokens: int,
+    spec: CompressorSpec,
     data: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
-    """Write records to their slots of cache [pages, page bytes] uint8; slots < 0 store nothing."""
-    width, scale_width = data.shape[1], scales.shape[1]
+    """Write records to their slots; slots < 0 store nothing.
+
+    Args:
+        caches: the tensors that the format has, [pages, page bytes] uint8 each.
+    """
+    records = torch.cat((data, scales), 1)
+    where = places(spec.cache_format, spec.page_tokens)
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        page, i = cache[slot // page_tokens], slot % page_tokens
-        page[i * width : (i + 1) * width] = data[row]
-        first = page_tokens * width + i * scale_width
-        page[first : first + scale_width] = scales[row]
+        page, i = slot // spec.page_tokens, slot % spec.page_tokens
+        for cache, (offsets, columns) in zip(caches, where, strict=True):
+            at, taken = offsets[i].to(cache.device), columns.to(cache.device)
+            cache[page, at] = records[row, taken]
 
 
 def load(
-    cache: torch.Tensor, slots: torch.Tensor, spec: CompressorSpec
+    caches: Sequence[torch.Tensor], slots: torch.Tensor, spec: CompressorSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The (data, scales) bytes in ``slots``, the inverse of ``store``."""
-    width, scale_width = spec.record.data_bytes, spec.record.scale_bytes
-    data, scales = [], []
-    for slot in slots.tolist():
-        page, i = cache[slot // spec.page_tokens], slot % spec.page_tokens
-        data.append(page[i * width : (i + 1) * width])
-        first = spec.page_tokens * width + i * scale_width
-        scales.append(page[first : first + scale_width])
-    return torch.stack(data), torch.stack(scales)
+    record, device = spec.record, caches[0].device
+    records = torch.zeros(len(slots), record.record_bytes, dtype=torch.uint8, device=device)
+    where = places(spec.cache_format, spec.page_tokens)
+    for row, slot in enumerate(slots.tolist()):
+        page, i = slot // spec.page_tokens, slot % spec.page_tokens
+        for cache, (offsets, columns) in zip(caches, where, strict=True):
+            records[row, columns.to(device)] = cache[page, offsets[i].to(device)]
+    return records[:, : record.data_bytes], records[:, record.data_bytes :]

@@ -33,7 +33,7 @@ __all__ = [
     "real_rope_table",
 ]
 
-Rounding = Literal["sglang", "vllm"]
+Rounding = Literal["sglang", "vllm", "aiter"]
 Fp8Flavour = Literal["ocp", "fnuz"]
 RopeLayout = Literal["interleaved", "split"]
 
@@ -48,7 +48,7 @@ class CompressorSpec:
         cache_format: record format of a cached token, a key of ``RECORD_FORMATS``.
         page_tokens: compressed tokens in a cache page.
         rounding: the engine whose rounding points and scale rules to follow (see
-            ``docs/families/dsv4.md``).
+            ``docs/families/dsv4.md``); ``"aiter"`` is sglang's MXFP4 indexer on AMD.
         rotate: apply the Walsh-Hadamard rotation; then queries must be rotated too.
         fp8: e4m3 as ``"ocp"`` (largest code 448) or ``"fnuz"`` (bias 8, scaled to 224).
         rope_layout: a row of the table is 32 (cos, sin) pairs or 32 cosines and then 32 sines.
@@ -72,7 +72,7 @@ class CompressorSpec:
         expect_one_of("head_dim", self.head_dim, (128, 512))
         expect_one_of("compress_ratio", self.compress_ratio, (4, 128))
         expect_one_of("cache_format", self.cache_format, tuple(RECORD_FORMATS))
-        expect_one_of("rounding", self.rounding, ("sglang", "vllm"))
+        expect_one_of("rounding", self.rounding, ("sglang", "vllm", "aiter"))
         expect_one_of("fp8", self.fp8, ("ocp", "fnuz"))
         expect_one_of("rope_layout", self.rope_layout, ("interleaved", "split"))
         expect_positive("page_tokens", self.page_tokens)
@@ -84,6 +84,17 @@ class CompressorSpec:
             )
         if (self.head_dim, self.compress_ratio) == (128, 128):
             raise ValueError("head_dim 128 must have compress_ratio 4, got 128")
+        if self.page_tokens % self.record.tile_tokens:
+            raise ValueError(
+                f"page_tokens must be a multiple of {self.record.tile_tokens} for "
+                f"{self.cache_format}, got {self.page_tokens}"
+            )
+        if self.cache_format == "indexer_mxfp4_planes" and self.page_tokens != 64:
+            raise ValueError(
+                f"page_tokens must be 64 for {self.cache_format}, got {self.page_tokens}"
+            )
+        if self.rounding == "aiter" and self.record.encoding != "indexer_mxfp4":
+            raise ValueError(f"rounding aiter must go with MXFP4 records, got {self.cache_format}")
         if self.rotate and self.head_dim != 128:
             raise ValueError(f"rotate must go with head_dim 128, got {self.head_dim}")
 
@@ -113,8 +124,13 @@ class CompressorSpec:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page that are in use; pages may be further apart than that."""
-        return self.page_tokens * self.record.record_bytes
+        """Bytes of a page of the cache, its gaps included; pages may be further apart than that."""
+        return self.page_tokens * self.record.row_bytes
+
+    @property
+    def second_page_bytes(self) -> int:
+        """The same of the second tensor's pages; 0 for formats that have none."""
+        return self.page_tokens * self.record.second_bytes
 
 
 @dataclass(frozen=True, eq=False)

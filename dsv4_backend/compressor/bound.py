@@ -35,6 +35,7 @@ class CompressorCall:
     """A layer with the tensors of one call, as the operators take them.
 
     Attributes:
+        second_cache: of the record formats that have a second tensor.
         pooled: [windows, head_dim] fp32, between the launches that split the channels.
     """
 
@@ -42,7 +43,14 @@ class CompressorCall:
     kv_score: torch.Tensor
     state: torch.Tensor
     cache: torch.Tensor
+    second_cache: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that records lie in."""
+        second = self.second_cache
+        return (self.cache,) if second is None else (self.cache, second)
 
     def input_arguments(self) -> tuple[Argument, ...]:
         """In the order of ``_INPUT``, or of ``_POOLED_INPUT`` where there are pooled rows."""
@@ -52,7 +60,7 @@ class CompressorCall:
 
     def layer_arguments(self) -> dict[str, Argument]:
         """The kernels' arguments that stay while the layer and its caches do."""
-        layer = self.layer
+        layer, second = self.layer, self.second_cache
         stride_state_b, stride_state_r, _ = self.state.stride()
         stride_ape_r, stride_ape_c, _ = layer.ape.stride()
         return {
@@ -67,6 +75,8 @@ class CompressorCall:
             "stride_table_p": layer.rope_table.stride()[0],
             "cache_ptr": self.cache,
             "stride_cache_p": self.cache.stride()[0],
+            "second_ptr": second,
+            "stride_second_p": None if second is None else second.stride()[0],
             "eps": layer.spec.eps,
         }
 
@@ -103,7 +113,7 @@ class BoundLaunch:
     """A kernel with the arguments of one layer and its caches.
 
     Arguments that neither the layer nor the step plan has are ``None``: the kernel reads them for
-    the other layout of the state.
+    the other layout of the state, or for other record formats.
     """
 
     def __init__(
@@ -200,6 +210,7 @@ class LaunchCache:
             LookupError: there are no kernel paths for the target.
         """
         layer, kv_score, state, cache = call.layer, call.kv_score, call.state, call.cache
+        second = call.second_cache
         rows, width = kv_score.shape
         # An address tells the device, so of state and cache that one is not asked.
         key = (
@@ -207,6 +218,9 @@ class LaunchCache:
             *(target, selection, width, kv_score.stride(), kv_score.dtype, kv_score.device),
             *(state.data_ptr(), state.shape, state.stride(), state.dtype),
             *(cache.data_ptr(), cache.shape, cache.stride(), cache.dtype),
+            None
+            if second is None
+            else (second.data_ptr(), second.shape, second.stride(), second.dtype),
             *(layer.ape.data_ptr(), layer.norm_weight.data_ptr(), layer.rope_table.data_ptr()),
         )
         found = self._found.get(key)

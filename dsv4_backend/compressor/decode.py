@@ -40,7 +40,7 @@ def bind(
         ValueError: the call breaks the operator's contract.
         LookupError: there are no kernel paths for the target.
     """
-    check_step(call.layer, call.kv_score, call.state, call.cache, step_plan)
+    check_step(call.layer, call.kv_score, call.state, call.caches, step_plan)
     if selection is None:
         selection = decode_selection(target or detect_target(step_plan.device), call.layer.spec)
     expect_operator(selection, f"{call.layer.spec.kind}_decode")

@@ -107,7 +107,7 @@ def bind(
         ValueError: the call breaks the operator's contract.
         LookupError: there are no kernel paths for the target.
     """
-    check_step(call.layer, call.kv_score, call.state, call.cache, step_plan)
+    check_step(call.layer, call.kv_score, call.state, call.caches, step_plan)
     spec, layout = call.layer.spec, step_plan.state_layout
     if selection is None:
         selection = prefill_selection(target or detect_target(step_plan.device), spec, layout)

@@ -66,7 +66,7 @@ class InRegisters:
         variant = queries_variant(path, spec)
         self.launch = KernelLaunch(variant.kernel, variant.constexprs, variant.options)
         self._heads: int = path.params.heads
-        self._is_fp4 = spec.cache_format == "indexer_mxfp4"
+        self._is_fp4 = spec.record.encoding == "indexer_mxfp4"
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ def in_torch(
     data, scales = reference.quantise(rows, spec)
     codes = data.view(tokens, heads, -1)
     out = weights.double() * softmax_scale * head_scale
-    if spec.cache_format == "indexer_mxfp4":
+    if spec.record.encoding == "indexer_mxfp4":
         return codes, scales.view(tokens, heads, -1), out.float()
     scale = scales.contiguous().view(torch.float32).view(tokens, heads)
     return codes, None, (out * scale).float()

@@ -64,7 +64,7 @@ def step(
         done = reference.finish_rows(pooled, positions.to(pooled.device), layer)
         data, scales = reference.quantise(done, spec)
         slots = torch.tensor([w.slot for w in todo])
-        reference.store(call.cache, slots, spec.page_tokens, data, scales)
+        reference.store(call.caches, slots, spec, data, scales)
     half = spec.row_width // 2
     for token, position, row in step_plan.state_writes():
         fresh = call.kv_score[token].to(torch.float32, copy=True)

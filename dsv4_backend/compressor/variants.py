@@ -84,6 +84,7 @@ def queries_variant(path: KernelPath, spec: CompressorSpec) -> Variant:
     from dsv4_backend.kernels.indexer_queries import indexer_queries_kernel
 
     constexprs = _record(spec) | {"D": spec.head_dim, "HEADS": path.params.heads}
+    constexprs["FORMAT"] = spec.record.encoding  # queries lie in no page
     del constexprs["PAGE"]
     return Variant(indexer_queries_kernel, constexprs, _options(path))
 

@@ -16,6 +16,8 @@ from dsv4_backend.contract.values import (
 from dsv4_backend.spec import CompressorLayer, CompressorSpec
 from dsv4_backend.step_plan import CompressorStepPlan, SeqLens
 
+_CACHES = ("cache", "second_cache")
+
 
 def check_step_plan(step_plan: object, kind: type) -> None:
     """A step plan of the operator's kind, decode or prefill."""
@@ -27,7 +29,7 @@ def check_step(
     layer: CompressorLayer,
     kv_score: torch.Tensor,
     state: torch.Tensor,
-    cache: torch.Tensor,
+    caches: tuple[torch.Tensor, ...],
     step_plan: CompressorStepPlan,
 ) -> None:
     """The contract of ``compress_decode_`` and ``compress_prefill_`` but for the plan's kind."""
@@ -44,31 +46,42 @@ def check_step(
     expect_shape("state", state, ("pages", block, spec.row_width))
     expect_dtype("state", state, *ROW_DTYPES)
     expect_stride("state", state, 2, 1)
-    check_cache(spec, cache)
+    check_caches(spec, caches)
     for name, where in (
         ("kv_score", kv_score.device),
         ("state", state.device),
-        ("cache", cache.device),
+        *zip(_CACHES, (cache.device for cache in caches), strict=False),
         ("step_plan", step_plan.device),
     ):
         if where != device:
             raise ValueError(f"{name} must be on {device} (as ape is), got {where}")
 
 
-def check_cache(spec: CompressorSpec, cache: torch.Tensor) -> None:
-    """uint8 [pages, page bytes or more], pages a multiple of 4 bytes apart."""
-    expect_shape("cache", cache, ("pages", "page bytes"))
-    expect_dtype("cache", cache, torch.uint8)
-    expect_stride("cache", cache, 1, 1)
-    if cache.shape[1] < spec.page_bytes:
+def check_caches(spec: CompressorSpec, caches: tuple[torch.Tensor, ...]) -> None:
+    """Each uint8 [pages, page bytes or more], pages a multiple of 4 bytes apart; a second one where
+    the record format has one, with as many pages as the first."""
+    wanted = [spec.page_bytes, spec.second_page_bytes][: 1 + bool(spec.second_page_bytes)]
+    if len(caches) != len(wanted):
+        must, got = (["None", "a tensor"][count - 1] for count in (len(wanted), len(caches)))
+        raise ValueError(f"second_cache must be {must} for {spec.cache_format}, got {got}")
+    for name, cache, page_bytes in zip(_CACHES, caches, wanted, strict=False):
+        expect_shape(name, cache, ("pages", "page bytes"))
+        expect_dtype(name, cache, torch.uint8)
+        expect_stride(name, cache, 1, 1)
+        if cache.shape[1] < page_bytes:
+            raise ValueError(
+                f"{name} must have pages of at least {page_bytes} bytes ({spec.page_tokens} tokens "
+                f"of {spec.cache_format}), got {cache.shape[1]}"
+            )
+        if cache.stride(0) % 4 or cache.data_ptr() % 4:
+            raise ValueError(
+                f"{name} must have pages aligned to 4 bytes, got stride {cache.stride(0)} "
+                f"at address {cache.data_ptr()} mod 4 = {cache.data_ptr() % 4}"
+            )
+    if caches[-1].shape[0] != caches[0].shape[0]:
         raise ValueError(
-            f"cache must have pages of at least {spec.page_bytes} bytes ({spec.page_tokens} tokens "
-            f"of {spec.cache_format}), got {cache.shape[1]}"
-        )
-    if cache.stride(0) % 4 or cache.data_ptr() % 4:
-        raise ValueError(
-            f"cache must have pages aligned to 4 bytes, got stride {cache.stride(0)} "
-            f"at address {cache.data_ptr()} mod 4 = {cache.data_ptr() % 4}"
+            f"second_cache must have {caches[0].shape[0]} pages (as cache has), "
+            f"got {caches[-1].shape[0]}"
         )
 
 

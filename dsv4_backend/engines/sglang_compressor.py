@@ -4,6 +4,10 @@ sglang's own code writes state rows and pools in one launch, norms, applies RoPE
 indexer's rows by Hadamard, quantises and stores in a second. Here a decode step is one launch and a
 step with longer chunks two (docs/families/dsv4.md); projections, plans, states and pages are
 sglang's. The indexer's queries are rotated by sglang, and its keys here, as upstream does.
+
+On AMD the records lie as aiter's kernels read them: the indexer's fp8 in tiles of 16 x 16, its
+MXFP4 with scales in a tensor of their own, and main records of SGLANG_DSV4_UNIFIED_KV_FP8 in two
+pools. Angles and the norm's weights stay fp32 there, where upstream's MXFP4 takes bf16.
 """
 
 from __future__ import annotations
@@ -71,7 +75,8 @@ class _Bound:
     Attributes:
         norm: sglang's module, which identifies the compressor.
         layer: ``None`` where the compressor stays on upstream's code.
-        memory: the address of its records; a pool that moves is bound anew.
+        second: the second tensor of its records, where their format has one.
+        memory: the addresses of its records; a pool that moves is bound anew.
         launches: what its calls have bound.
     """
 
@@ -79,7 +84,8 @@ class _Bound:
     layer: CompressorLayer | None
     state: torch.Tensor
     pages: torch.Tensor
-    memory: int
+    second: torch.Tensor | None
+    memory: tuple[int, ...]
     launches: LaunchCache
 
 
@@ -99,20 +105,22 @@ class FusedStep:
         Args:
             call: sglang's arguments, among them ``kv_score_input [T, 2·C·d]``,
                 ``kv_score_buffer`` with rows of that width, ``kv_cache`` uint8 pages and
-                ``out_loc [T]``, a slot for each token.
+                ``out_loc [T]``, a slot for each token; on AMD also ``kv_scale_cache`` or
+                ``kv_cache_rope``.
         """
         bound = self._bound.get(id(call["norm"]))
-        if bound is None or bound.memory != call["kv_cache"].data_ptr():
+        if bound is None or bound.memory != _memory(call):
             bound = self._bound[id(call["norm"])] = self._bind(call)
         if bound.layer is None:
             self._upstream(**call)
             return
         plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
         tensors = (call["kv_score_input"], bound.state, bound.pages)
+        kept: dict[str, Any] = {"second_cache": bound.second, "launches": bound.launches}
         if isinstance(plan, RingDecode):
-            compress_decode_(bound.layer, *tensors, plan, launches=bound.launches)
+            compress_decode_(bound.layer, *tensors, plan, **kept)
         else:
-            compress_prefill_(bound.layer, *tensors, plan, launches=bound.launches)
+            compress_prefill_(bound.layer, *tensors, plan, **kept)
 
     def _plan(
         self, compress_ratio: int, is_indexer: bool, out_loc: torch.Tensor
@@ -137,20 +145,22 @@ class FusedStep:
         """At a compressor's first step, which is sglang's own warm-up: check its tensors, and
         compile every kernel that a later step may launch."""
         norm, kv_cache, state = call["norm"], call["kv_cache"], call["kv_score_buffer"]
-        launches = LaunchCache()
-        unserved = _Bound(norm, None, state, kv_cache, kv_cache.data_ptr(), launches)
+        memory, launches = _memory(call), LaunchCache()
+        unserved = _Bound(norm, None, state, kv_cache, None, memory, launches)
         reason = _unserved(call)
         if reason is None:
             try:
                 spec = _spec(call)
                 _choose(kv_cache.device, spec)
                 layer = _layer(spec, call)
-                pages = kv_cache.view(torch.uint8).flatten(1)
+                pages, second = _pages(kv_cache), _second(call)
+                second = None if second is None else _pages(second)
                 state = state.view(-1, spec.compress_ratio, spec.row_width)
                 plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
+                tensors = (call["kv_score_input"], state, pages)
                 for other in _decode_and_prefill(plan):
-                    warm_up(layer, call["kv_score_input"], state, pages, other, launches=launches)
-                return _Bound(norm, layer, state, pages, kv_cache.data_ptr(), launches)
+                    warm_up(layer, *tensors, other, second_cache=second, launches=launches)
+                return _Bound(norm, layer, state, pages, second, memory, launches)
             except (LookupError, ValueError) as error:
                 reason = str(error)
         fallback(f"--attention-backend dsv4: {reason}")
@@ -169,28 +179,49 @@ def _unserved(call: dict[str, Any]) -> str | None:
     layout = call.get("kv_layout")
     if layout is not None and layout.name != "V4":
         return f"records must have DeepSeek-V4's layout, got {layout.name}"
-    if call.get("fp8_2buff"):
-        return "records with fp8 and RoPE in two pools are not served"
-    if call.get("kv_scale_cache") is not None:
-        return "aiter's MXFP4 records of the indexer, with scales of their own, are not served"
-    if call["is_indexer"] and aiter_can_use_preshuffle_paged_mqa():
-        return "the indexer's pages are in aiter's 16 x 16 tiles, which are not served"
+    is_single_fp4 = call.get("use_fp4_indexer") and call.get("kv_scale_cache") is None
+    if is_single_fp4 and aiter_can_use_preshuffle_paged_mqa():
+        return "on AMD MXFP4 records of the indexer must have scales in a tensor of their own"
     return None
 
 
-def _spec(call: dict[str, Any]) -> CompressorSpec:
-    cache_format: CacheFormat
+def _second(call: dict[str, Any]) -> torch.Tensor | None:
+    """The scales of the indexer's MXFP4 on AMD, or the RoPE channels of the unified fp8 pool."""
+    name = "kv_cache_rope" if call.get("fp8_2buff") else "kv_scale_cache"
+    second: torch.Tensor | None = call.get(name)
+    return second
+
+
+def _pages(memory: torch.Tensor) -> torch.Tensor:
+    """[pages, page bytes] uint8."""
+    return memory.view(torch.uint8).flatten(1)
+
+
+def _memory(call: dict[str, Any]) -> tuple[int, ...]:
+    second = _second(call)
+    first: int = call["kv_cache"].data_ptr()
+    return (first,) if second is None else (first, second.data_ptr())
+
+
+def _format(call: dict[str, Any]) -> CacheFormat:
     if call["is_indexer"]:
-        cache_format = "indexer_mxfp4" if call.get("use_fp4_indexer") else "indexer_fp8"
-    else:
-        cache_format = "bf16_rows" if call.get("bf16_store") else "fp8_ds_mla"
+        if call.get("use_fp4_indexer"):
+            return "indexer_mxfp4" if _second(call) is None else "indexer_mxfp4_planes"
+        return "indexer_fp8_tiles" if aiter_can_use_preshuffle_paged_mqa() else "indexer_fp8"
+    if call.get("fp8_2buff"):
+        return "fp8_two_pools"
+    return "bf16_rows" if call.get("bf16_store") else "fp8_ds_mla"
+
+
+def _spec(call: dict[str, Any]) -> CompressorSpec:
+    cache_format = _format(call)
     target = detect_target(call["kv_cache"].device)
     return CompressorSpec(
         head_dim=call["head_dim"],
         compress_ratio=call["compress_ratio"],
         cache_format=cache_format,
         page_tokens=call["page_size"],
-        rounding="sglang",
+        rounding="aiter" if cache_format == "indexer_mxfp4_planes" else "sglang",
         rotate=call["rotate"],
         fp8="fnuz" if target.arch == "gfx942" else "ocp",  # sglang stores each GPU's own
         rope_layout="interleaved",

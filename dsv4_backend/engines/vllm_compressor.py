@@ -6,6 +6,9 @@ and stores in a second. Here a decode step is one launch and a step with prefill
 
 vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this, unless
 `vllm_rotation` rotates both.
+
+With ``indexer_kv_dtype="mxfp4"`` on gfx950 vLLM 0.33 has an indexer whose compressor is a class of
+its own, which writes pages as aiter's kernel reads them. It is replaced too.
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ from dsv4_backend.spec import ROPE_DIM, CacheFormat
 
 _FORWARD = ["self", "kv_score", "positions", "rotary_emb"]
 _BUILD = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]
+_AITERS = ("vllm.models.deepseek_v4.amd.rocm", "DeepseekV4RocmMxfp4Compressor")
+# of aiter's MXFP4 pages: tokens and bytes of a tile, and lanes that share a token's scales
+_AITERS_TILES = (32, 16, 2)
 
 
 def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
@@ -55,25 +61,30 @@ def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
     if reason is not None:
         return reason
     device = torch.device(vllm_config.device_config.device_type)
-    page_tokens = max(1, vllm_config.cache_config.block_size // compressor.compress_ratio)
-    upstream = type(compressor)
+    upstream, cache_format = type(compressor), _format(compressor)
     compressor.__class__ = FusedCompressor
     try:
-        spec = _spec(compressor, _format(compressor), page_tokens)
+        spec = _spec(compressor, cache_format, _page_tokens(compressor, vllm_config))
         _choose(device, spec)
     except (LookupError, ValueError) as error:
         compressor.__class__ = upstream
         return str(error)
+    compressor.cache_format = cache_format
     compressor.state_cache.__class__ = StateCache
     return None
 
 
+def _page_tokens(compressor: Any, vllm_config: VllmConfig) -> int:
+    block_size, ratio = vllm_config.cache_config.block_size, compressor.compress_ratio
+    return max(1, int(block_size // ratio))
+
+
 def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
     kind = type(compressor)
-    if kind is not DeepseekCompressor:
+    if kind is not DeepseekCompressor and not _is_aiters(kind):
         return f"{kind.__module__}.{kind.__name__} is a compressor that is not replaced"
     for method, wanted in (
-        (DeepseekCompressor.forward, _FORWARD),
+        (kind.forward, _FORWARD),
         (CompressorMetadataBuilder.build, _BUILD),
     ):
         got = list(inspect.signature(method).parameters)
@@ -89,7 +100,28 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
         return f"main records of kv_cache_dtype {kind} are not served: fp8_ds_mla and bf16 are"
     if cache_format == "indexer_fp8" and _packs_scales():
         return "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32"
+    if cache_format == "indexer_mxfp4_tiles":
+        return _other_tiles(compressor, vllm_config)
     return None
+
+
+def _is_aiters(kind: type) -> bool:
+    return (kind.__module__, kind.__name__) == _AITERS
+
+
+def _other_tiles(compressor: Any, vllm_config: VllmConfig) -> str | None:
+    """Why aiter's kernel reads other pages than this writes; it is asked as vLLM asks it."""
+    try:
+        from vllm.v1.attention.ops.rocm_paged_mxfp4_indexer import rocm_paged_mxfp4_cache_layout
+
+        heads = vllm_config.model_config.hf_config.index_n_heads
+        tokens = _page_tokens(compressor, vllm_config)
+        got = tuple(rocm_paged_mxfp4_cache_layout(heads, compressor.head_dim, tokens))
+    except (ImportError, ValueError) as error:
+        return f"aiter does not say how its MXFP4 pages lie: {error}"
+    if got == _AITERS_TILES:
+        return None
+    return f"aiter's MXFP4 pages must have tiles of {_AITERS_TILES}, got {got}"
 
 
 def _record_cache(compressor: Any) -> Any:
@@ -98,6 +130,8 @@ def _record_cache(compressor: Any) -> Any:
 
 
 def _format(compressor: Any) -> CacheFormat | None:
+    if _is_aiters(type(compressor)):
+        return "indexer_mxfp4_tiles"
     if compressor.head_dim == 128:
         return "indexer_mxfp4" if compressor.use_fp4_cache else "indexer_fp8"
     cache = _record_cache(compressor)
@@ -157,6 +191,7 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
     """vLLM's compressor with a step of its own; built by vLLM, see `adopt`."""
 
     rotates = False  # set by `vllm_rotation`, for an indexer whose queries are rotated too
+    cache_format: CacheFormat  # set by `adopt`
 
     # the record cache as the engine bound it, its pages as bytes, the layer that writes them, and
     # what its calls have bound
@@ -181,7 +216,9 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
             try:
                 self._bound = _bind(self, kv_cache, kv_score, states, plan, rotary_emb)
             except ValueError as error:
-                if self.rotates:  # upstream's keys would meet rotated queries
+                # upstream's keys would meet rotated queries; and aiter's kernel needs memory that
+                # upstream's class reserves in the profile run, which was this one's
+                if self.rotates or self.cache_format == "indexer_mxfp4_tiles":
                     raise
                 self.__class__ = DeepseekCompressor
                 fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
@@ -213,7 +250,7 @@ def _bind(
     Raises:
         ValueError: the caches are not what the operators take.
     """
-    spec = _spec(compressor, _format(compressor), kv_cache.shape[1])
+    spec = _spec(compressor, compressor.cache_format, kv_cache.shape[1])
     ape = compressor.ape.view(spec.compress_ratio, spec.halves, spec.head_dim)
     layer = CompressorLayer(spec, ape, compressor.norm.weight, rotary_emb.cos_sin_cache)
     memory = kv_cache.view(torch.uint8)

@@ -19,6 +19,16 @@ class Ape(NamedTuple):
     stride_c: Any
 
 
+class Cache(NamedTuple):
+    """Pages of records: uint8 [pages, page bytes]; second_ptr is ``None`` unless the record format
+    keeps a part of its bytes in a second tensor, uint8 [pages, second page bytes]."""
+
+    ptr: Any
+    stride_p: Any
+    second_ptr: Any
+    stride_second_p: Any
+
+
 class Step(NamedTuple):
     """What a step plan gives a kernel; a layout of the state leaves the other's fields ``None``.
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import load_angles
-from dsv4_backend.kernels.arguments import Ape, State, Step
+from dsv4_backend.kernels.arguments import Ape, Cache, State, Step
 from dsv4_backend.kernels.finish import finish_row
 from dsv4_backend.kernels.locate import locate_decode
 from dsv4_backend.kernels.pooling import (
@@ -31,6 +31,7 @@ def decode_prefetch_kernel(
     weight_ptr,  # [D]
     table_ptr,  # [positions, 64]
     cache_ptr,  # uint8 [pages, page bytes]
+    second_ptr,  # uint8 [pages, second page bytes], see arguments.Cache
     entry_ptr,  # the step plan, see arguments.Step
     position_ptr,
     state_slot_ptr,
@@ -46,6 +47,7 @@ def decode_prefetch_kernel(
     stride_table_p,
     stride_block_table_b,
     stride_cache_p,
+    stride_second_p,
     D: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -67,6 +69,7 @@ def decode_prefetch_kernel(
     i_n = tl.program_id(0)
     state = State(state_ptr, stride_state_b, stride_state_r)
     ape = Ape(ape_ptr, stride_ape_r, stride_ape_c)
+    cache = Cache(cache_ptr, stride_cache_p, second_ptr, stride_second_p)
     step = Step(
         entry_ptr,
         position_ptr,
@@ -105,4 +108,4 @@ def decode_prefetch_kernel(
     if is_end:
         b_x = pool_last_row(b_top, b_sum, b_acc, b_kv, b_s)
         b_x = finish_row(b_x, b_w, b_angles, eps, D, HAS_ROTATION)
-        store_record(b_x, cache_ptr, slot, stride_cache_p, D, PAGE, FORMAT, ROUNDING, IS_FNUZ)
+        store_record(b_x, cache, slot, D, PAGE, FORMAT, ROUNDING, IS_FNUZ)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from backend_core.kernels.rope_hadamard import load_angles
-from dsv4_backend.kernels.arguments import Ape, State, Step
+from dsv4_backend.kernels.arguments import Ape, Cache, State, Step
 from dsv4_backend.kernels.finish import finish_row
 from dsv4_backend.kernels.locate import locate_prefill, locate_write
 from dsv4_backend.kernels.records import store_record
@@ -20,6 +20,7 @@ def finish_and_write_kernel(
     weight_ptr,  # [D]
     table_ptr,  # [positions, 64]
     cache_ptr,  # uint8 [pages, page bytes]
+    second_ptr,  # uint8 [pages, second page bytes], see arguments.Cache
     entry_ptr,  # the step plan, see arguments.Step
     window_end_ptr,
     query_start_ptr,
@@ -39,6 +40,7 @@ def finish_and_write_kernel(
     stride_table_p,
     stride_block_table_b,
     stride_cache_p,
+    stride_second_p,
     D: tl.constexpr,
     RATIO: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
@@ -54,6 +56,7 @@ def finish_and_write_kernel(
     i_n = tl.program_id(0)
     state = State(state_ptr, stride_state_b, stride_state_r)
     ape = Ape(ape_ptr, stride_ape_r, stride_ape_c)
+    cache = Cache(cache_ptr, stride_cache_p, second_ptr, stride_second_p)
     step = Step(
         entry_ptr,
         position_ptr,
@@ -74,7 +77,7 @@ def finish_and_write_kernel(
             b_w = tl.load(weight_ptr + o_d).to(tl.float32)
             b_angles = load_angles(table_ptr, seq_len - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
             b_x = finish_row(b_x, b_w, b_angles, eps, D, HAS_ROTATION)
-            store_record(b_x, cache_ptr, slot, stride_cache_p, D, PAGE, FORMAT, ROUNDING, IS_FNUZ)
+            store_record(b_x, cache, slot, D, PAGE, FORMAT, ROUNDING, IS_FNUZ)
     else:
         written, state_row, position = locate_write(write_ptr, step, i_n - num_windows, LAYOUT)
         if (written >= 0) & (state_row >= 0):

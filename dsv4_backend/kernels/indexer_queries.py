@@ -46,7 +46,7 @@ def indexer_queries_kernel(
         b_x = rope_tail(b_x, b_angles, D)
         if HAS_ROTATION:
             b_x = hadamard(b_x, D)
-        if ROUNDING != "sglang":
+        if ROUNDING == "vllm":
             b_x = round_bf16(b_x)
         if FORMAT == "indexer_fp8":
             b_code, scale = quantise_indexer_fp8(b_x, ROUNDING, IS_FNUZ)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from backend_core.kernels.rope_hadamard import load_angles
-from dsv4_backend.kernels.arguments import Ape, State, Step
+from dsv4_backend.kernels.arguments import Ape, Cache, State, Step
 from dsv4_backend.kernels.finish import finish_row
 from dsv4_backend.kernels.locate import locate_prefill
 from dsv4_backend.kernels.pooling import pool_window
@@ -25,6 +25,7 @@ def prefill_paged_kernel(
     weight_ptr,  # [D]
     table_ptr,  # [positions, 64]
     cache_ptr,  # uint8 [pages, page bytes]
+    second_ptr,  # uint8 [pages, second page bytes], see arguments.Cache
     window_end_ptr,  # [num_windows]
     query_start_ptr,  # [B + 1]
     state_slot_ptr,  # [T]
@@ -43,6 +44,7 @@ def prefill_paged_kernel(
     stride_table_p,
     stride_block_table_b,
     stride_cache_p,
+    stride_second_p,
     D: tl.constexpr,
     RATIO: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
@@ -61,6 +63,7 @@ def prefill_paged_kernel(
     i_rest = tl.program_id(0) % (WRITERS + 1)
     state = State(state_ptr, stride_state_b, stride_state_r)
     ape = Ape(ape_ptr, stride_ape_r, stride_ape_c)
+    cache = Cache(cache_ptr, stride_cache_p, second_ptr, stride_second_p)
     step = Step(
         None,
         position_ptr,
@@ -99,4 +102,4 @@ def prefill_paged_kernel(
                 BLOCK_D=D,
             )
             b_x = finish_row(b_x, b_w, b_angles, eps, D, HAS_ROTATION)
-            store_record(b_x, cache_ptr, slot, stride_cache_p, D, PAGE, FORMAT, ROUNDING, IS_FNUZ)
+            store_record(b_x, cache, slot, D, PAGE, FORMAT, ROUNDING, IS_FNUZ)

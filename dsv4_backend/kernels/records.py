@@ -1,6 +1,6 @@
 """One compressed row in each record format (`backend_core.formats`), written to its slot of a page.
 
-A page is PAGE rows of data followed by the rows' scales; slots count rows over all pages.
+Slots count rows over all pages of PAGE rows.
 """
 
 import triton
@@ -18,30 +18,61 @@ from backend_core.kernels.codecs import (
 @triton.jit
 def store_record(
     b_x,  # [D] fp32, finished row
-    cache_ptr,  # uint8 [pages, page bytes]
+    cache,
     slot,
-    stride_cache_p,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr,
     IS_FNUZ: tl.constexpr,
 ):
-    page_ptr = cache_ptr + (slot // PAGE).to(tl.int64) * stride_cache_p
+    i_page = (slot // PAGE).to(tl.int64)
+    page_ptr = cache.ptr + i_page * cache.stride_p
     i_slot = (slot % PAGE).to(tl.int32)
     # Every engine quantises the main rows from bf16; the indexer's rows sglang takes in fp32.
-    if D == 512 or ROUNDING != "sglang":
+    if D == 512 or ROUNDING == "vllm":
         b_x = round_bf16(b_x)
     if FORMAT == "fp8_ds_mla":
         store_fp8_ds_mla(b_x, page_ptr, i_slot, D, PAGE, IS_FNUZ)
+    elif FORMAT == "fp8_two_pools":
+        second_ptr = cache.second_ptr + i_page * cache.stride_second_p
+        store_fp8_two_pools(b_x, page_ptr, second_ptr, i_slot, D, IS_FNUZ)
     elif FORMAT == "bf16_rows":
         row_ptr = (page_ptr + i_slot * (2 * D)).to(tl.pointer_type(tl.bfloat16))
         tl.store(row_ptr + tl.arange(0, D), b_x.to(tl.bfloat16))
     elif FORMAT == "indexer_fp8":
-        store_indexer_fp8(b_x, page_ptr, i_slot, D, PAGE, ROUNDING, IS_FNUZ)
-    else:
-        tl.static_assert(FORMAT == "indexer_mxfp4", "unknown cache format")
+        store_indexer_fp8(b_x, page_ptr, i_slot, D, PAGE, 1, ROUNDING, IS_FNUZ)
+    elif FORMAT == "indexer_fp8_tiles":
+        store_indexer_fp8(b_x, page_ptr, i_slot, D, PAGE, 16, ROUNDING, IS_FNUZ)
+    elif FORMAT == "indexer_mxfp4":
         store_indexer_mxfp4(b_x, page_ptr, i_slot, D, PAGE, ROUNDING)
+    elif FORMAT == "indexer_mxfp4_tiles":
+        store_indexer_mxfp4_tiles(b_x, page_ptr, i_slot, D, PAGE, ROUNDING)
+    else:
+        tl.static_assert(FORMAT == "indexer_mxfp4_planes", "unknown cache format")
+        second_ptr = cache.second_ptr + i_page * cache.stride_second_p
+        store_indexer_mxfp4_planes(b_x, page_ptr, second_ptr, i_slot, D, PAGE, ROUNDING)
+
+
+@triton.jit
+def row_ptrs(page_ptr, i_slot, BYTES: tl.constexpr, TILE: tl.constexpr):
+    """[BYTES] pointers to a row's bytes in a page; of TILE > 1 rows [BYTES/16, TILE, 16] lie
+    together."""
+    o_b = tl.arange(0, BYTES)
+    if TILE == 1:
+        return page_ptr + i_slot * BYTES + o_b
+    i_tile, i_row = i_slot // TILE, i_slot % TILE
+    return page_ptr + i_tile * (TILE * BYTES) + i_row * 16 + (o_b // 16) * (TILE * 16) + o_b % 16
+
+
+@triton.jit
+def scale_main_fp8(b_x, D: tl.constexpr, IS_FNUZ: tl.constexpr):
+    """(rows in e4m3's range [D], k [D/64]): 64 channels divided by a power of two 2^k each."""
+    TOP: tl.constexpr = 7 if IS_FNUZ else 8  # the largest code used is 1.75 · 2^TOP
+    b_g = tl.reshape(b_x, (D // 64, 64))
+    b_amax = tl.maximum(tl.max(tl.abs(b_g), axis=1), 1e-4)
+    b_k = ceil_log2_ratio(b_amax, 0x600000, TOP)
+    return tl.reshape(b_g * exp2_int(-b_k)[:, None], (D,)), b_k
 
 
 @triton.jit
@@ -49,20 +80,32 @@ def store_fp8_ds_mla(
     b_x, page_ptr, i_slot, D: tl.constexpr, PAGE: tl.constexpr, IS_FNUZ: tl.constexpr
 ):
     """448 e4m3 with one power-of-two scale per 64, then 64 bf16; 7 UE8M0 bytes and a zero."""
-    TOP: tl.constexpr = 7 if IS_FNUZ else 8  # the largest code used is 1.75 · 2^TOP
     G: tl.constexpr = D // 64
     row_ptr = page_ptr + i_slot * 576
     o_d = tl.arange(0, D)
-    b_g = tl.reshape(b_x, (G, 64))
-    b_amax = tl.maximum(tl.max(tl.abs(b_g), axis=1), 1e-4)
-    b_k = ceil_log2_ratio(b_amax, 0x600000, TOP)  # [G]
-    b_y = tl.reshape(b_g * exp2_int(-b_k)[:, None], (D,))
+    b_y, b_k = scale_main_fp8(b_x, D, IS_FNUZ)
     tl.store(row_ptr + o_d, encode_e4m3(b_y, IS_FNUZ), mask=o_d < D - 64)
     tail_ptr = (row_ptr + (D - 64)).to(tl.pointer_type(tl.bfloat16))
     tl.store(tail_ptr + (o_d - (D - 64)), b_x.to(tl.bfloat16), mask=o_d >= D - 64)
     o_g = tl.arange(0, G)
     b_scale = tl.where(o_g < G - 1, b_k + 127, 0).to(tl.uint8)
     tl.store(page_ptr + PAGE * 576 + i_slot * 8 + o_g, b_scale)
+
+
+@triton.jit
+def store_fp8_two_pools(b_x, page_ptr, second_ptr, i_slot, D: tl.constexpr, IS_FNUZ: tl.constexpr):
+    """Rows of 512 bytes: 448 e4m3, 7 UE8M0 bytes of which each is stored twice, 50 bytes that are
+    left alone. 64 bf16 in the second tensor."""
+    G: tl.constexpr = D // 64
+    row_ptr = page_ptr + i_slot * 512
+    o_d = tl.arange(0, D)
+    b_y, b_k = scale_main_fp8(b_x, D, IS_FNUZ)
+    tl.store(row_ptr + o_d, encode_e4m3(b_y, IS_FNUZ), mask=o_d < D - 64)
+    tail_ptr = (second_ptr + i_slot * 128).to(tl.pointer_type(tl.bfloat16))
+    tl.store(tail_ptr + (o_d - (D - 64)), b_x.to(tl.bfloat16), mask=o_d >= D - 64)
+    o_g = tl.arange(0, G)
+    scale_ptr = (row_ptr + (D - 64)).to(tl.pointer_type(tl.uint16))
+    tl.store(scale_ptr + o_g, ((b_k + 127) * 0x0101).to(tl.uint16), mask=o_g < G - 1)
 
 
 @triton.jit
@@ -88,12 +131,13 @@ def store_indexer_fp8(
     i_slot,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    TILE: tl.constexpr,
     ROUNDING: tl.constexpr,
     IS_FNUZ: tl.constexpr,
 ):
-    """D e4m3 and one fp32 scale."""
+    """D e4m3, TILE rows together, and one fp32 scale."""
     b_code, scale = quantise_indexer_fp8(b_x, ROUNDING, IS_FNUZ)
-    tl.store(page_ptr + i_slot * D + tl.arange(0, D), b_code)
+    tl.store(row_ptrs(page_ptr, i_slot, D, TILE), b_code)
     tl.store((page_ptr + PAGE * D + i_slot * 4).to(tl.pointer_type(tl.float32)), scale)
 
 
@@ -116,6 +160,31 @@ def store_indexer_mxfp4(
 ):
     """D/2 bytes of codes and D/32 of scales."""
     b_code, b_scale = quantise_indexer_mxfp4(b_x, D, ROUNDING)
-    tl.store(page_ptr + i_slot * (D // 2) + tl.arange(0, D // 2), b_code)
+    tl.store(row_ptrs(page_ptr, i_slot, D // 2, 1), b_code)
     scale_ptr = page_ptr + PAGE * (D // 2) + i_slot * (D // 32)
     tl.store(scale_ptr + tl.arange(0, D // 32), b_scale)
+
+
+@triton.jit
+def store_indexer_mxfp4_tiles(
+    b_x, page_ptr, i_slot, D: tl.constexpr, PAGE: tl.constexpr, ROUNDING: tl.constexpr
+):
+    """The codes of 32 rows together, and their scales [2, 32, D/64]: even groups, then odd ones."""
+    b_code, b_scale = quantise_indexer_mxfp4(b_x, D, ROUNDING)
+    tl.store(row_ptrs(page_ptr, i_slot, D // 2, 32), b_code)
+    o_g = tl.arange(0, D // 32)
+    scale_ptr = page_ptr + PAGE * (D // 2) + (i_slot // 32) * D + (i_slot % 32) * (D // 64)
+    tl.store(scale_ptr + (o_g % 2) * (D // 2) + o_g // 2, b_scale)
+
+
+@triton.jit
+def store_indexer_mxfp4_planes(
+    b_x, page_ptr, second_ptr, i_slot, D: tl.constexpr, PAGE: tl.constexpr, ROUNDING: tl.constexpr
+):
+    """The codes of a page's 64 rows together; in the second tensor their scales [D/32, 16, 4], row
+    16·j + i at [:, i, j]."""
+    tl.static_assert(PAGE == 64)
+    b_code, b_scale = quantise_indexer_mxfp4(b_x, D, ROUNDING)
+    tl.store(row_ptrs(page_ptr, i_slot, D // 2, PAGE), b_code)
+    scale_ptr = second_ptr + (i_slot % 16) * 4 + i_slot // 16
+    tl.store(scale_ptr + tl.arange(0, D // 32) * PAGE, b_scale)

@@ -40,6 +40,15 @@ ALLOWED = 0.02
 """Share of the written values that may differ from the definition's, each by one step of its code:
 float32 meets the middle between two codes on the other side."""
 
+AMD_LAYOUTS: tuple[tuple[str, StateLayout, CompressorSpec], ...] = (
+    ("fp8 in tiles", "ring", make_spec("indexer_fp8_tiles", rounding="sglang")),
+    ("fp4 in planes", "ring", make_spec("indexer_mxfp4_planes", rounding="aiter")),
+    ("fp4 in tiles", "paged", make_spec("indexer_mxfp4_tiles", rotate=False, rope_layout="split")),
+    ("two pools", "ring", make_spec("fp8_two_pools", rounding="sglang", page_tokens=1)),
+    ("two pools", "ring", make_spec("fp8_two_pools", 128, rounding="sglang", page_tokens=1)),
+)
+"""The record formats that engines keep on AMD GPUs alone, as the engine that has each calls us."""
+
 Plan = TypeVar("Plan", bound=CompressorStepPlan)
 
 
@@ -61,7 +70,14 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
             found[name] = functools.partial(_queries, path, adversarial)
         else:
             for layout in layouts or ("paged", "ring"):
-                found[f"{name}, {layout}"] = functools.partial(_steps, path, layout, adversarial)
+                spec = _spec(path.operator.rpartition("_")[0], layout, adversarial)
+                found[f"{name}, {layout}"] = functools.partial(
+                    _steps, path, layout, spec, adversarial
+                )
+    for title, layout, spec in AMD_LAYOUTS:
+        is_of_path = path.operator in (f"{spec.kind}_decode", f"{spec.kind}_prefill")
+        if is_of_path and layout in (layouts or ("paged", "ring")):
+            found[f"{title}, {layout}"] = functools.partial(_steps, path, layout, spec, False)
     return {name: _allowed(run) for name, run in found.items()}
 
 
@@ -81,11 +97,15 @@ def _spec(kind: str, layout: StateLayout, adversarial: bool) -> CompressorSpec:
 
 
 def _steps(
-    path: KernelPath, layout: StateLayout, adversarial: bool, target: Target, device: torch.device
+    path: KernelPath,
+    layout: StateLayout,
+    spec: CompressorSpec,
+    adversarial: bool,
+    target: Target,
+    device: torch.device,
 ) -> float:
     """The worst of a few steps of one engine, which goes on from the definition's result."""
-    kind, _, phase = path.operator.rpartition("_")
-    spec = _spec(kind, layout, adversarial)
+    phase = path.operator.rpartition("_")[2]
     lengths = [130, 257, 128] if spec.compress_ratio == 128 else [6, 21, 4]
     engine, layer = Engine(layout, spec, lengths, device=CPU), make_layer(spec, 5, CPU)
     histories = [
@@ -139,30 +159,34 @@ def _compare(
         torch.cuda.synchronize(device)  # what a plan that is safe to prefetch promises
     operator(
         *(moved.layer, moved.kv_score, moved.state, moved.cache, moved_plan),
+        second_cache=moved.second_cache,
         target=target,
         selection=PathSelection.of(path),
     )
-    before = engine.cache.clone()
+    before = [cache.clone() for cache in engine.caches]
     step(call, step_plan)
     if not torch.equal(_bits(moved.state.cpu()), _bits(engine.state)):
         raise RuntimeError("state rows differ from those of the definition")
-    return _different(engine, moved.cache.cpu(), before, step_plan)
+    return _different(engine, [cache.cpu() for cache in moved.caches], before, step_plan)
 
 
 def _different(
-    engine: Engine, cache: torch.Tensor, before: torch.Tensor, step_plan: CompressorStepPlan
+    engine: Engine,
+    caches: list[torch.Tensor],
+    before: list[torch.Tensor],
+    step_plan: CompressorStepPlan,
 ) -> float:
     """Share of the written values that are not the definition's."""
     spec = engine.spec
     ends = windows(step_plan, spec, engine.state_block)
     slots = torch.tensor(sorted({w.slot for w in ends if w.slot >= 0}), dtype=torch.int64)
-    outside = (without_records(x, slots, spec) for x in (cache, before))
-    if not torch.equal(*outside):
+    outside = (without_records(x, slots, spec) for x in (caches, before))
+    if not all(torch.equal(*pair) for pair in zip(*outside, strict=True)):
         raise RuntimeError("a cache byte outside the written records changed")
     if not len(slots):
         return 0.0
     got, want = (
-        reference.dequantise(*reference.load(x, slots, spec), spec) for x in (cache, engine.cache)
+        reference.dequantise(*reference.load(x, slots, spec), spec) for x in (caches, engine.caches)
     )
     error, largest = (got - want).abs(), want.abs().amax(1, keepdim=True)
     if not bool((error <= largest / 64 + 0.26 * want.abs()).all()):
@@ -181,7 +205,7 @@ def to_device(engine: Engine, call: CompressorCall, device: torch.device) -> Com
         CompressorLayer(layer.spec, *(x.to(device) for x in weights)),
         call.kv_score.to(device, copy=True),
         state,
-        engine.cache.to(device, copy=True),
+        *(cache.to(device, copy=True) for cache in engine.caches),
     )
 
 

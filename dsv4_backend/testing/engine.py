@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from backend_core.formats import RECORD_FORMATS
 from dsv4_backend import (
     CompressorLayer,
     CompressorSpec,
@@ -34,10 +35,11 @@ def default_device() -> torch.device:
 
 
 def make_spec(cache_format: str = "fp8_ds_mla", ratio: int = 4, **changes: Any) -> CompressorSpec:
-    """A spec with vLLM's rounding, e4m3 of OCP and pages of 4 tokens; the indexer rotates."""
+    """A spec with vLLM's rounding, e4m3 of OCP and pages of 4 tokens, or of as many as the format
+    has; the indexer rotates."""
     is_indexer = cache_format.startswith("indexer")
     fields: dict[str, Any] = {
-        "page_tokens": 4,
+        "page_tokens": max(4, RECORD_FORMATS[cache_format].tile_tokens),  # type: ignore[index]
         "rounding": "vllm",
         "rotate": is_indexer,
         "fp8": "ocp",
@@ -112,6 +114,7 @@ class Engine:
         lengths: tokens of each request at the end.
         state: [pages, state_block, row_width]; pages are not contiguous.
         cache: [pages, page bytes] uint8; pages are further apart than their bytes.
+        second_cache: the same of record formats that have two tensors, or ``None``.
         slot_of: [requests, windows], cache slots in no order.
     """
 
@@ -123,6 +126,7 @@ class Engine:
     state_block: int = field(init=False)
     state: torch.Tensor = field(init=False)
     cache: torch.Tensor = field(init=False)
+    second_cache: torch.Tensor | None = field(init=False, default=None)
     slot_of: torch.Tensor = field(init=False)
     table: torch.Tensor = field(init=False)
 
@@ -133,8 +137,9 @@ class Engine:
         pages = (requests * windows + spec.page_tokens - 1) // spec.page_tokens + 1
         self.slot_of = torch.randperm(pages * spec.page_tokens, generator=g)[: requests * windows]
         self.slot_of = self.slot_of.view(requests, windows)
-        stride = (spec.page_bytes + 63) // 64 * 64 + 64
-        self.cache = torch.full((pages, stride), POISON, dtype=torch.uint8, device=self.device)
+        self.cache = self._poisoned(pages, spec.page_bytes)
+        if spec.second_page_bytes:
+            self.second_cache = self._poisoned(pages, spec.second_page_bytes)
         if self.layout == "paged":
             self.state_block = 4 if spec.compress_ratio == 4 else 8
             blocks = max(self.lengths) // self.state_block + 1
@@ -148,9 +153,19 @@ class Engine:
         full = torch.full(shape, torch.nan, dtype=self.state_dtype, device=self.device)
         self.state = full[:, : self.state_block]
 
+    def _poisoned(self, pages: int, page_bytes: int) -> torch.Tensor:
+        stride = (page_bytes + 63) // 64 * 64 + 64
+        return torch.full((pages, stride), POISON, dtype=torch.uint8, device=self.device)
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that records lie in."""
+        second = self.second_cache
+        return (self.cache,) if second is None else (self.cache, second)
+
     def call(self, layer: CompressorLayer, kv_score: torch.Tensor) -> CompressorCall:
         """A call of the operators on this engine's memory."""
-        return CompressorCall(layer, kv_score, self.state, self.cache)
+        return CompressorCall(layer, kv_score, self.state, self.cache, self.second_cache)
 
     def locate(self, request: int, position: int) -> tuple[int, int]:
         """(page, row) of a token in the state."""

@@ -24,7 +24,6 @@ from dsv4_backend import (
     reference,
 )
 from dsv4_backend.compressor import in_place, queries
-from dsv4_backend.compressor.bound import CompressorCall
 from dsv4_backend.selection import select_paths
 from dsv4_backend.step_plan import CompressorStepPlan, StateLayout
 from dsv4_backend.testing.check_cases import move_plan
@@ -72,6 +71,17 @@ KINDS = (
         torch.bfloat16,
     ),
     Kind("indexer in sglang", "ring", make_spec("indexer_fp8", rounding="sglang", page_tokens=64)),
+    Kind("fp8 indexer in tiles", "ring", make_spec("indexer_fp8_tiles", rounding="sglang")),
+    Kind("fp4 indexer in planes", "ring", make_spec("indexer_mxfp4_planes", rounding="aiter")),
+    Kind("fp4 indexer in tiles", "paged", _vllm("indexer_mxfp4_tiles")),
+    Kind(
+        "main c4 in two pools", "ring", make_spec("fp8_two_pools", rounding="sglang", page_tokens=1)
+    ),
+    Kind(
+        "main c128 in two pools",
+        "ring",
+        make_spec("fp8_two_pools", 128, rounding="sglang", page_tokens=1),
+    ),
 )
 
 
@@ -152,7 +162,7 @@ class _Step:
         shape = (pages, engine.state_block + 1, spec.row_width)
         self.state_memory = torch.empty(shape, dtype=engine.state.dtype, device=device)
         self.state = self.state_memory[:, : engine.state_block]
-        self.cache = torch.empty_like(engine.cache, device=device)
+        self.caches = [torch.empty_like(cache, device=device) for cache in engine.caches]
         names = ("ape", "norm_weight", "rope_table")
         here = {name: getattr(self.layer, name).to(device) for name in names}
         self.layer_here = dataclasses.replace(self.layer, **here)
@@ -171,7 +181,8 @@ class _Step:
             for n, length in enumerate(self.lengths)
         ]
         engine.state.fill_(math.nan)
-        engine.cache.fill_(POISON)
+        for cache in engine.caches:
+            cache.fill_(POISON)
         for n, begin, _ in self.tokens:
             engine.fill_state(self.layer, n, self.histories[n][:begin])
         rows = torch.cat([self.histories[n][begin:end] for n, begin, end in self.tokens])
@@ -180,7 +191,8 @@ class _Step:
         self.kv_score[: len(rows)].copy_(rows)
         self.state_memory.fill_(math.nan)
         self.state.copy_(engine.state)
-        self.cache.copy_(engine.cache)
+        for here, cache in zip(self.caches, engine.caches, strict=True):
+            here.copy_(cache)
         self.last_write.zero_()  # the launch between, which a step that may prefetch asks for
 
     def run(self) -> None:
@@ -189,8 +201,9 @@ class _Step:
             self.layer_here,
             self.kv_score,
             self.state,
-            self.cache,
+            self.caches[0],
             self.plan_here,
+            second_cache=self.caches[1] if len(self.caches) > 1 else None,
             target=self.target,
             selection=self.selection,
             launches=self.launches,
@@ -198,7 +211,7 @@ class _Step:
 
     def error(self) -> tuple[float, float]:
         engine, spec, ratio = self.engine, self.spec, self.spec.compress_ratio
-        call = CompressorCall(self.layer, self.rows, engine.state, engine.cache)
+        call = engine.call(self.layer, self.rows)
         half, want_state = spec.row_width // 2, engine.state.clone()
         for token, position, row in self.plan.state_writes():
             fresh = call.kv_score[token].float()
@@ -221,7 +234,7 @@ class _Step:
             done = expected_rows(self.layer, self.histories[n][: last * ratio])
             want |= {engine.slot(n, w * ratio): done[w - 1] for w in range(first, last + 1)}
         try:
-            share = equal_share(self.cache.cpu(), spec, want)
+            share = equal_share([cache.cpu() for cache in self.caches], spec, want)
         except AssertionError as error:
             raise MismatchError(str(error)) from error
         return 1.0 - share, ALLOWED

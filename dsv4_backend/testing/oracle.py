@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dsv4_backend import CompressorLayer, CompressorSpec, reference
@@ -17,11 +19,13 @@ def expected_rows(layer: CompressorLayer, history: torch.Tensor) -> torch.Tensor
 
 def assert_records(engine: Engine, layer: CompressorLayer, want: dict[int, torch.Tensor]) -> None:
     """The cache holds the quantised float64 rows in exactly these slots, and poison elsewhere."""
-    equal = equal_share(engine.cache, engine.spec, want)
+    equal = equal_share(engine.caches, engine.spec, want)
     assert equal > 0.995, f"only {equal:.4f} of the bytes are equal"
 
 
-def equal_share(cache: torch.Tensor, spec: CompressorSpec, want: dict[int, torch.Tensor]) -> float:
+def equal_share(
+    caches: Sequence[torch.Tensor], spec: CompressorSpec, want: dict[int, torch.Tensor]
+) -> float:
     """The share of the records' bytes that are those of the float64 rows in ``want``, by slot, or
     of their values, whichever is larger: a zero has two codes.
 
@@ -30,20 +34,20 @@ def equal_share(cache: torch.Tensor, spec: CompressorSpec, want: dict[int, torch
     AssertionError.
     """
     slots = torch.tensor(sorted(want), dtype=torch.int64)
-    assert (without_records(cache, slots, spec) == POISON).all(), (
+    assert all(bool((x == POISON).all()) for x in without_records(caches, slots, spec)), (
         "a byte outside the written slots changed"
     )
     if not want:
         return 1.0
     rows = torch.stack([want[int(slot)] for slot in slots])
-    data, scales = reference.load(cache, slots, spec)
+    data, scales = reference.load(caches, slots, spec)
     # An fp32 sum of r rows of mixed signs errs by about sqrt(r) roundings of its larger terms.
     move = 2.5e-7 * spec.compress_ratio**0.5 * rows.abs().amax(1, keepdim=True)
     tries = [reference.quantise(rows + d * move, spec) for d in (0, 1, -1)]
     want_data, want_scales = tries[0]
     got = reference.dequantise(data, scales, spec)
     _, high, low = (reference.dequantise(*t, spec) for t in tries)
-    if spec.cache_format == "indexer_fp8" and spec.rounding == "sglang":
+    if spec.record.encoding == "indexer_fp8" and spec.rounding == "sglang":
         scale, want_scale = (x.contiguous().view(torch.float32) for x in (scales, want_scales))
         torch.testing.assert_close(scale, want_scale, rtol=2e-6, atol=0)
         slack = 2e-6 * got.abs()
@@ -56,12 +60,13 @@ def equal_share(cache: torch.Tensor, spec: CompressorSpec, want: dict[int, torch
     return max(float(x.float().mean()) for x in (same_bytes, same_values))
 
 
-def without_records(cache: torch.Tensor, slots: torch.Tensor, spec: CompressorSpec) -> torch.Tensor:
-    """A copy of the cache with poison in these slots."""
-    outside, record = cache.clone(), spec.record
+def without_records(
+    caches: Sequence[torch.Tensor], slots: torch.Tensor, spec: CompressorSpec
+) -> list[torch.Tensor]:
+    """Copies of the caches with poison in these slots."""
+    outside, record = [cache.clone() for cache in caches], spec.record
     data = torch.full((len(slots), record.data_bytes), POISON, dtype=torch.uint8)
     scales = torch.full((len(slots), record.scale_bytes), POISON, dtype=torch.uint8)
-    reference.store(
-        outside, slots, spec.page_tokens, data.to(cache.device), scales.to(cache.device)
-    )
+    device = caches[0].device
+    reference.store(outside, slots, spec, data.to(device), scales.to(device))
     return outside

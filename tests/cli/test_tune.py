@@ -285,7 +285,7 @@ def test_compressor_calls_store_a_record_for_each_window(
     (step,) = made
     assert step.ends == 3
     slots = torch.arange(step.ends)
-    data, _ = reference.load(step.cache, slots, step.layer.spec)
+    data, _ = reference.load([step.cache], slots, step.layer.spec)
     assert bool((data != 0).any(1).all())
 
 

@@ -28,6 +28,7 @@ from dsv4_backend.compressor.variants import (
 )
 from dsv4_backend.selection import decode_selection, prefill_selection, select_paths
 from dsv4_backend.step_plan import StateLayout
+from dsv4_backend.testing.check_cases import AMD_LAYOUTS
 from dsv4_backend.testing.engine import make_spec
 from tests.offline import dump, measure
 
@@ -45,6 +46,7 @@ the usual ones, "None" for an argument that the case has not)."""
 
 _POINTERS = {
     "cache_ptr": "*u8",
+    "second_ptr": "*u8",
     "entry_ptr": "*i32",
     "write_ptr": "*i32",
     "position_ptr": "*i64",
@@ -71,6 +73,10 @@ _STEPS: tuple[tuple[str, int, StateLayout, str], ...] = (
     ("fp8_ds_mla", 128, "ring", "sglang"),
     ("fp8_ds_mla", 128, "paged", "vllm"),
 )
+_AMD_STEPS = tuple(
+    (spec.cache_format, spec.compress_ratio, layout, spec.rounding)
+    for _, layout, spec in AMD_LAYOUTS
+)
 _STEMS = {  # of the cases' names, by kernel
     "prefill_paged_kernel": "prefill",
     "prefill_step_kernel": "prefill",
@@ -89,7 +95,7 @@ def cases(target: Target) -> Iterator[Case]:
         )
         types = {"kv_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}"}
         yield f"in_place {head_dim} {dtype}", selection, build, types
-    for step in _STEPS:
+    for step in _STEPS + _AMD_STEPS * (target.vendor == "amd"):
         yield from _step_cases(target, *step)
     for cache_format in ("indexer_fp8", "indexer_mxfp4"):
         spec = make_spec(cache_format, rope_layout="split")
@@ -103,20 +109,27 @@ def cases(target: Target) -> Iterator[Case]:
 def _step_cases(
     target: Target, cache_format: str, ratio: int, layout: StateLayout, rounding: str
 ) -> Iterator[Case]:
-    spec = make_spec(cache_format, ratio, rounding=rounding, page_tokens=64)
+    page_tokens = 1 if cache_format == "fp8_two_pools" else 64
+    spec = make_spec(cache_format, ratio, rounding=rounding, page_tokens=page_tokens)
     block = 8 if (ratio, layout) == (128, "paged") else ratio
     name = f"{cache_format} c{ratio} {layout}"
-    types = dict.fromkeys(_RING if layout == "paged" else _PAGED, "None")
+    missing = _RING if layout == "paged" else _PAGED
+    if not spec.second_page_bytes:
+        missing += ("second_ptr", "stride_second_p")
+    types = dict.fromkeys(missing, "None")
 
     def decode(path: KernelPath) -> Variant:
         return decode_variant(path, spec, layout, block, pdl_prefetch_safe=True)
 
     yield f"decode {name}", decode_selection(target, spec), decode, types
-    if cache_format not in ("indexer_fp8", "fp8_ds_mla"):  # they differ in the store alone
-        return
+    is_amd = (cache_format, ratio, layout, rounding) in _AMD_STEPS
+    if cache_format not in ("indexer_fp8", "fp8_ds_mla") and not is_amd:
+        return  # they differ in the store alone
     selection = prefill_selection(target, spec, layout)
     launches = prefill_variants(selection.lookup(1), spec, layout, block)
     for number, launch in enumerate(launches):
+        if is_amd and "FORMAT" not in launch.constexprs:
+            continue  # the same kernel as for other formats
 
         def prefill(path: KernelPath, number: int = number) -> Variant:
             return prefill_variants(path, spec, layout, block)[number]

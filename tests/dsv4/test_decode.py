@@ -70,13 +70,18 @@ def check(layer, engine, histories, entries, state_before):
 def run(spec, layout, **kwargs):
     """As if the kernel in front wrote anything, and as if the input alone, as in engines."""
     layer, engine, histories, entries, kv_score = prepare(spec, layout, **kwargs)
-    before, cache = engine.state.clone(), engine.cache.clone()
+    before, caches = engine.state.clone(), [cache.clone() for cache in engine.caches]
     for is_safe in (False, True):
         engine.state.copy_(before)
-        engine.cache.copy_(cache)
+        for kept, given in zip(engine.caches, caches, strict=True):
+            kept.copy_(given)
         plan = engine.decode_plan(entries, is_safe)
         settle()
-        compress_decode_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
+        compress_decode_(
+            *(layer, kv_score, engine.state, engine.cache, plan),
+            second_cache=engine.second_cache,
+            target=TARGET,
+        )
         check(layer, engine, histories, entries, before)
 
 

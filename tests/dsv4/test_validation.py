@@ -116,7 +116,7 @@ def test_prefill_refuses_a_decode_plan() -> None:
         ({"head_dim": 512}, "cache_format indexer_fp8 must have head_dim 128, got 512"),
         ({"compress_ratio": 128}, "head_dim 128 must have compress_ratio 4, got 128"),
         ({"cache_format": "fp8"}, "cache_format must be fp8_ds_mla or .* got 'fp8'"),
-        ({"rounding": "fp32"}, "rounding must be sglang or vllm, got 'fp32'"),
+        ({"rounding": "fp32"}, "rounding must be sglang or vllm or aiter, got 'fp32'"),
         ({"fp8": "e4m3"}, "fp8 must be ocp or fnuz, got 'e4m3'"),
         ({"rope_layout": "neox"}, "rope_layout must be interleaved or split, got 'neox'"),
         ({"page_tokens": 0}, "page_tokens must be positive, got 0"),

@@ -109,12 +109,13 @@ class Served:
         flag: str | None = "dsv4",
         page_tokens: int = 4,
     ) -> None:
-        spec = make_spec(cache_format, ratio, rounding="sglang", page_tokens=page_tokens)
+        rounding = "aiter" if cache_format == "indexer_mxfp4_planes" else "sglang"
+        spec = make_spec(cache_format, ratio, rounding=rounding, page_tokens=page_tokens)
         self.engine = Engine("ring", spec, lengths or [33, 30])
         self.compressor, self.layer = make_compressor(spec)
         self.layer_id = 0
         full = Backend(self.engine)
-        full.enable_deepseek_v4_fp4_indexer = cache_format == "indexer_mxfp4"
+        full.enable_deepseek_v4_fp4_indexer = cache_format.startswith("indexer_mxfp4")
         self.runner = make_runner(flag)
         self.backend = attention_registry.attn_backend_wrapper(self.runner, full)
 
@@ -124,16 +125,26 @@ class Served:
         self.compressor.layer_id = layer
         self.backend.token_to_kv_pool = pool
         self.layer_id = layer
-        if self.engine.spec.head_dim == 128:
-            cache = pool.get_index_k_with_scale_buffer(layer)
-            states = pool.get_indexer_compress_states(layer)
-        else:
-            cache = pool.get_extra_key_buffer(layer)
-            states = pool.get_attention_compress_states(layer)
-        self.engine.cache = cache.view(torch.uint8).fill_(POISON)
+        caches, states = self._memory(pool, layer)
+        pages = [cache.view(torch.uint8).fill_(POISON).flatten(1) for cache in caches]
+        self.engine.cache, self.engine.second_cache = (*pages, None)[:2]
         rows = states.kv_score_buffer.kv_score.fill_(torch.nan)
         spec = self.engine.spec
         self.engine.state = rows.view(-1, spec.compress_ratio, spec.row_width)
+
+    def _memory(self, pool: Any, layer: int) -> tuple[list[torch.Tensor], Any]:
+        """The tensors of a layer's records, and its states."""
+        cache_format = self.engine.spec.cache_format
+        if cache_format == "fp8_two_pools":
+            caches = [pool.get_unified_kv(layer), pool.get_unified_kv_rope(layer)]
+            return caches, pool.get_attention_compress_states(layer)
+        if self.engine.spec.head_dim == 512:
+            return [pool.get_extra_key_buffer(layer)], pool.get_attention_compress_states(layer)
+        states = pool.get_indexer_compress_states(layer)
+        if cache_format == "indexer_mxfp4_planes":
+            payload = pool.get_index_k_fp4_payload_buffer(layer)
+            return [payload, pool.get_index_k_fp4_scale_buffer(layer)], states
+        return [pool.get_index_k_with_scale_buffer(layer)], states
 
     def run(self, histories: list[torch.Tensor], chunks: list[Chunk]) -> None:
         """One step: decode where every chunk is one token, else prefill."""
@@ -147,8 +158,10 @@ class Served:
             windows, writes = (x.view(torch.uint8) for x in (plan.windows, plan.writes))
             theirs = CompressorPrefillPlan(ratio, windows, writes)
         assert isinstance(plan, RingDecode) is is_decode
+        slots = SimpleNamespace(**{f"c{ratio}_out_loc": plan.slots})
+        slots.unified = slots  # where main records share a pool with the window's
         self.backend.forward_metadata = SimpleNamespace(
-            core_metadata=SimpleNamespace(**{f"c{ratio}_out_loc": plan.slots}),
+            core_metadata=slots,
             **{f"c{ratio}_compress_metadata": theirs},
         )
         x = torch.cat([histories[r][start:end] for r, start, end in chunks])

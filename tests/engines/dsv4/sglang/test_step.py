@@ -136,8 +136,11 @@ def test_a_step_of_layers_shares_its_plan(no_stock: None, monkeypatch: pytest.Mo
     ("change", "reason"),
     [
         ({"kv_layout": SimpleNamespace(name="V41")}, "DeepSeek-V4's layout, got V41"),
-        ({"fp8_2buff": True}, "fp8 and RoPE in two pools are not served"),
-        ({"kv_scale_cache": torch.zeros(1)}, "aiter's MXFP4 records of the indexer"),
+        ({"kv_scale_cache": torch.zeros(1, 64)}, "second_cache must be None for indexer_fp8"),
+        (
+            {"kv_scale_cache": torch.zeros(1, 64), "use_fp4_indexer": True},
+            "page_tokens must be a multiple of 64 for indexer_mxfp4_planes, got 4",
+        ),
         ({"kv_score_buffer": torch.zeros(4, 1, 384)}, "SGLANG_OPT_USE_ONLINE_COMPRESS keeps"),
         ({"kv_cache": torch.zeros(2, 100, dtype=torch.uint8)}, "cache must have pages of at least"),
     ],
@@ -167,13 +170,6 @@ def test_what_is_not_served_stays_stock(
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match=reason):
         FusedStep(backend, lambda **call: None)(**call)
-
-
-def test_tiles_of_aiter_stay_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served("indexer_fp8")
-    call = call_of(served, served.compressor, torch.zeros(1, 512), torch.zeros(1))
-    monkeypatch.setattr(sglang_compressor, "aiter_can_use_preshuffle_paged_mqa", lambda: True)
-    assert "16 x 16 tiles" in str(sglang_compressor._unserved(call))
 
 
 def test_a_pool_that_moves_is_bound_anew(no_stock: None) -> None:

@@ -71,7 +71,7 @@ def build(
                 rotate=True,
                 prefix="layer.compressor",
                 k_cache_prefix="layer",
-                use_fp4_cache=cache_format == "indexer_mxfp4",
+                use_fp4_cache=cache_format.startswith("indexer_mxfp4"),
             )
     finally:
         torch.set_default_dtype(torch.float32)
@@ -102,7 +102,7 @@ class Step:
 
     def __init__(self, compressor: Any, cache_format: str, lengths: list[int]) -> None:
         ratio = compressor.compress_ratio
-        spec = make_spec(cache_format, ratio, rotate=False, rope_layout="split", page_tokens=4)
+        spec = make_spec(cache_format, ratio, rotate=False, rope_layout="split")
         self.compressor = compressor
         self.caches = Engine("paged", spec, lengths)
         self.layer = CompressorLayer(

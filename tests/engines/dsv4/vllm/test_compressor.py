@@ -147,7 +147,7 @@ def test_stock_writes_the_same_state_and_records(cache_format: str) -> None:
     slots = ours.slot_of.flatten()
     width = 448 if cache_format == "fp8_ds_mla" else 128
     (data, scales), (stock_data, stock_scales) = (
-        reference.load(engine.cache, slots, ours.spec) for engine in results
+        reference.load(engine.caches, slots, ours.spec) for engine in results
     )
     assert torch.equal(scales, stock_scales)
     codes, stock_codes = (x[:, :width].int() for x in (data, stock_data))
@@ -161,8 +161,7 @@ def test_stock_writes_the_same_state_and_records(cache_format: str) -> None:
     for cache in outside:
         poison = torch.zeros(len(slots), data.shape[1] + scales.shape[1], dtype=torch.uint8)
         reference.store(
-            cache, slots, ours.spec.page_tokens, poison[:, : data.shape[1]],
-            poison[:, data.shape[1] :],
+            [cache], slots, ours.spec, poison[:, : data.shape[1]], poison[:, data.shape[1] :],
         )  # fmt: skip
     assert torch.equal(*outside)
 

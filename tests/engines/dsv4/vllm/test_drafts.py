@@ -82,7 +82,7 @@ class Run:
             seen.append(torch.stack(rows))
             slots = engine.slot_of[request, : end // spec.compress_ratio]
             if len(slots):
-                seen += list(reference.load(engine.cache, slots, spec))
+                seen += list(reference.load(engine.caches, slots, spec))
         return seen
 
 

@@ -122,7 +122,7 @@ def test_scores_are_those_without_rotation(use_fp4: bool, monkeypatch: pytest.Mo
         history = make_history(step.layer.spec, 16, 0)
         step.run(config, [history], [(0, 0, 16)])
         slots = torch.tensor([step.caches.slot(0, n) for n in (4, 8, 12, 16)])
-        data, scale = reference.load(step.caches.cache, slots, step.layer.spec)
+        data, scale = reference.load(step.caches.caches, slots, step.layer.spec)
         keys = reference.dequantise(data, scale, step.layer.spec)
 
         qr = torch.randn(3, 128, generator=torch.Generator().manual_seed(9)).bfloat16()

@@ -1,0 +1,115 @@
+"""The record formats that sglang keeps on AMD GPUs, through its own call and in its own pools.
+
+What tells sglang that it runs there is set by hand; its pools, plans and calls are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.dsa.utils import INDEXER_K_CACHE_PRESHUFFLE_TILE
+from sglang.srt.layers.attention.dsv4 import compressor_v2
+from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
+from sglang.srt.mem_cache import deepseek_v4_memory_pool
+
+from backend_core.target import KNOWN_TARGETS
+from dsv4_backend import reference
+from dsv4_backend.compressor import decode, prefill, torch_step
+from dsv4_backend.engines import sglang_compressor
+from tests.dsv4.cases import POISON
+from tests.engines.dsv4.sglang.harness import STEP, Served, real_pool
+from tests.engines.dsv4.sglang.test_step import check_steps, no_stock  # noqa: F401
+
+PARAMETERS = inspect.signature(getattr(CompressorBackendMixin, STEP)).parameters
+# formats with a second tensor, and the parameter that brings it; 0.5.17 has neither
+SECOND = {"indexer_mxfp4_planes": "kv_scale_cache", "fp8_two_pools": "kv_cache_rope"}
+FORMATS = [
+    ("indexer_fp8_tiles", 4),
+    ("indexer_mxfp4_planes", 4),
+    ("fp8_two_pools", 4),
+    ("fp8_two_pools", 128),
+]
+
+
+def be_amd(monkeypatch: pytest.MonkeyPatch, cache_format: str) -> None:
+    """What sglang finds on an MI355X whose records have this format."""
+    if SECOND.get(cache_format, "kv_cache") not in PARAMETERS:
+        pytest.skip("this release has no such records")
+    if cache_format == "indexer_fp8_tiles":
+        monkeypatch.setattr(sglang_compressor, "aiter_can_use_preshuffle_paged_mqa", lambda: True)
+    elif cache_format == "indexer_mxfp4_planes":
+        for module in (compressor_v2, deepseek_v4_memory_pool):
+            monkeypatch.setattr(module, "_is_hip", True)
+        pool = deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool
+        make = functools.partialmethod(pool._make_indexer_pool, force_fp4=True)
+        monkeypatch.setattr(pool, "_make_indexer_pool", make)  # --enable-deepseek-v4-fp4-indexer
+    else:
+        gate = importlib.import_module("sglang.srt.layers.attention.dsv4.unified_kv_gate")
+        for name in ("is_unified_kv_triton", "is_unified_kv_fp8"):
+            monkeypatch.setattr(gate, name, lambda: True)
+
+
+def served_in_its_pool(cache_format: str, ratio: int) -> Served:
+    page_tokens = 1 if cache_format == "fp8_two_pools" else 64
+    lengths = [33, 30] if ratio == 4 else [257, 129]
+    served = Served(cache_format, ratio, lengths, page_tokens=page_tokens)
+    served.compressor.fp4_cos = served.compressor.fp4_sin = None  # bf16 tables; ours are fp32
+    served.use(real_pool())
+    return served
+
+
+@pytest.mark.parametrize(("cache_format", "ratio"), FORMATS)
+def test_records_are_the_definitions(
+    no_stock: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    cache_format: str,
+    ratio: int,
+) -> None:
+    be_amd(monkeypatch, cache_format)
+    check_steps(served_in_its_pool(cache_format, ratio))
+
+
+@pytest.mark.parametrize(("cache_format", "ratio"), FORMATS[:3])
+def test_the_gpus_kernels_give_the_same_through_the_interpreter(
+    no_stock: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    cache_format: str,
+    ratio: int,
+) -> None:
+    be_amd(monkeypatch, cache_format)
+    for module in (decode, prefill, sglang_compressor):
+        monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS["MI355X"])
+    monkeypatch.setattr(torch_step, "step", None)
+    check_steps(served_in_its_pool(cache_format, ratio))
+
+
+def test_sglangs_own_kernel_puts_codes_in_the_same_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its Triton writer of these pages, on rows whose codes need no rounding."""
+    writer = importlib.import_module("sglang.kernels.ops.kvcache.triton_store_cache")
+    monkeypatch.setattr(writer, "aiter_can_use_preshuffle_paged_mqa", lambda: True)
+    spec = Served("indexer_fp8_tiles", page_tokens=64).engine.spec
+    rng = torch.Generator().manual_seed(3)
+    rows = 2.0 ** torch.randint(-3, 9, (70, 128), generator=rng)
+    rows[:, 5] = 448.0  # so that the scale is 1
+    slots = torch.randperm(128, generator=rng)[:70]
+    theirs, ours = (torch.full((2, spec.page_bytes), POISON, dtype=torch.uint8) for _ in range(2))
+    writer.triton_fused_store_indexer(rows, theirs, slots, 64)
+    reference.store([ours], slots, spec, *reference.quantise(rows.double(), spec))
+    assert spec.record.tile_tokens == INDEXER_K_CACHE_PRESHUFFLE_TILE
+    assert torch.equal(ours, theirs)
+
+
+def test_fp4_records_in_one_tensor_stay_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_compressor, "aiter_can_use_preshuffle_paged_mqa", lambda: True)
+    call: dict[str, Any] = {
+        "compress_ratio": 4,
+        "head_dim": 128,
+        "kv_score_buffer": torch.zeros(1, 4, 512),
+        "use_fp4_indexer": True,
+    }
+    assert "scales in a tensor of their own" in str(sglang_compressor._unserved(call))

@@ -1,0 +1,123 @@
+"""vLLM's MXFP4 indexer on gfx950, whose pages aiter's kernel reads, through vLLM's own call.
+
+The class that vLLM builds there is imported with stand-ins for what asks the GPU, and for the one
+answer of aiter's that it asks for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.target import KNOWN_TARGETS
+from dsv4_backend.compressor import decode, prefill, torch_step
+from dsv4_backend.engines import vllm_compressor, vllm_rotation
+from dsv4_backend.engines.vllm_compressor import FusedCompressor
+from dsv4_backend.plugin import register_vllm
+from tests.dsv4.cases import make_history
+from tests.engines.dsv4.vllm.harness import Step, build, engine_config
+from tests.engines.dsv4.vllm.test_compressor import STEPS_C4, check, serve
+
+register_vllm()
+
+FORMAT = "indexer_mxfp4_tiles"
+LAYOUT = "vllm.v1.attention.ops.rocm_paged_mxfp4_indexer"
+
+
+class Rocm(ModuleType):
+    """``vllm.platforms.rocm``, whose own import needs the GPU's driver."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return False if name.startswith("_ON_") else lambda *args, **options: False
+
+
+@pytest.fixture
+def aiters(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of vLLM's compressor; aiter names the tiles that it has for 32 heads or more."""
+    module, name = vllm_compressor._AITERS
+    if importlib.util.find_spec(LAYOUT) is None:
+        pytest.skip("this release has no such indexer")
+    monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", Rocm("vllm.platforms.rocm"))
+    try:
+        kind = getattr(importlib.import_module(module), name, None)
+    finally:
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    if kind is None:
+        pytest.skip("this release has no such compressor")
+    answer(monkeypatch, n_per_tile=32)
+    config = engine_config(flag=True)
+    monkeypatch.setattr(config.cache_config, "block_size", 256)
+    return kind
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, **tiles: int) -> None:
+    layout = importlib.import_module(LAYOUT)
+    layout.rocm_paged_mxfp4_cache_layout.cache_clear()
+    found = {"d_per_tile": 16, "block_kv": 64} | tiles
+    module = SimpleNamespace(cache_format=lambda heads, dim, tokens: found)
+    monkeypatch.setattr(layout, "_aiter", lambda: module)
+
+
+@pytest.mark.parametrize("part", ["cpu", "MI355X"])
+def test_the_engines_steps_give_the_definitions_state_and_records(
+    aiters: Any, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    if part != "cpu":
+        for module in (decode, prefill, vllm_compressor):
+            monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS[part])
+        monkeypatch.setattr(torch_step, "step", None)
+    config = engine_config(flag=True)
+    ours = build(config, FORMAT, cls=aiters)
+    assert type(ours) is FusedCompressor and ours.cache_format == FORMAT
+    step = Step(ours, FORMAT, [12, 17, 8])
+    check(step, serve(step, STEPS_C4, config))
+
+
+def test_other_tiles_stay_stock(
+    aiters: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    answer(monkeypatch, n_per_tile=16)
+    assert type(build(engine_config(flag=True), FORMAT, cls=aiters)) is aiters
+    reason = "aiter's MXFP4 pages must have tiles of (32, 16, 2), got (16, 16, 4)"
+    assert any(reason in line for line in log_lines)
+
+
+def test_an_aiter_that_says_nothing_stays_stock(
+    aiters: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    answer(monkeypatch, n_per_tile=0)
+    assert type(build(engine_config(flag=True), FORMAT, cls=aiters)) is aiters
+    assert any("aiter does not say how its MXFP4 pages lie" in line for line in log_lines)
+
+
+def test_caches_that_cannot_be_served_end_the_engine(aiters: Any) -> None:
+    """Upstream's class would need memory that nobody has reserved."""
+    config = engine_config(flag=True)
+    step = Step(build(config, FORMAT, cls=aiters), FORMAT, [12])
+    cache = step.compressor._static_forward_context["layer"]
+    cache.kv_cache = cache.kv_cache[:, :, 1:]
+    with pytest.raises(ValueError, match="cache must have pages aligned to 4 bytes"):
+        step.run(config, [make_history(step.layer.spec, 12, 0)], [(0, 0, 7)])
+    assert step.caches.state.isnan().all()
+
+
+def test_the_flat_pages_of_a_plain_indexer_are_not_these(aiters: Any) -> None:
+    """The same class as elsewhere, which vLLM builds on ROCm for fp8, keeps its flat pages."""
+    ours = build(engine_config(flag=True), "indexer_fp8")
+    assert ours.cache_format == "indexer_fp8"
+
+
+def test_its_queries_are_not_rotated(aiters: Any) -> None:
+    """They are quantised in a method of its own, so the keys stay as they are too."""
+    indexer = torch.nn.Module.__new__(aiters.__init__.__globals__["DeepseekV4RocmMxfp4Indexer"])
+    torch.nn.Module.__init__(indexer)
+    indexer.compressor = build(engine_config(flag=True), FORMAT, cls=aiters)
+    reason = vllm_rotation._refusal(indexer, SimpleNamespace(kv_transfer_config=None))
+    assert reason == "DeepseekV4RocmMxfp4Indexer quantises queries in a _q_rope_quant of its own"
