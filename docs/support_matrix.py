@@ -60,6 +60,11 @@ MODELS = f"""
 
 *CPU*: contract tests in the releases' own wheels; no GPU has served that model with this backend.
 
+DeepSeek-V4's record formats of AMD alone ([list](families/dsv4.md#on-amd)) are written after the
+sources of the kernels that read them. They are interpreted, compiled, and executed as machine code
+of gfx942 and gfx950 on a CPU; that aiter's kernels read them on a card has not been shown.
+`kda-dsv4 check` runs each of them.
+
 Speculative decoding: in vLLM 0.30 and newer drafts are verified by this backend (tested on the CPU
 alone), before that upstream code runs the KDA layers, which is logged once; in sglang drafts are
 verified by its own kernel."""

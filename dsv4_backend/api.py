@@ -39,9 +39,10 @@ def compress_norm_rope_hadamard_(
 ) -> None:
     """RMSNorm, RoPE and Walsh-Hadamard rotation of pooled rows, in place, in one launch.
 
-    Computed in fp32 and rounded once, to the dtype of ``kv``. Replaces the decode form of sglang's
-    ``hip_compress_fused_norm_rope_hadamard_inplace`` and, with ``rotate=False``, of
-    ``hip_compress_fused_norm_rope_inplace``.
+    Computed in fp32 and rounded once, to the dtype of ``kv``. It is for compressors that pool by
+    themselves, as transformers' do. It has the contract of the decode form of sglang's
+    ``hip_compress_fused_norm_rope_hadamard_inplace``, which no supported release calls any more:
+    what took its place also stores, as ``compress_decode_`` does.
 
     Args:
         kv: [rows, head_dim] fp32 or bf16, last dimension contiguous, any row stride; rewritten.

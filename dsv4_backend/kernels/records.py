@@ -105,7 +105,8 @@ def store_fp8_two_pools(b_x, page_ptr, second_ptr, i_slot, D: tl.constexpr, IS_F
     tl.store(tail_ptr + (o_d - (D - 64)), b_x.to(tl.bfloat16), mask=o_d >= D - 64)
     o_g = tl.arange(0, G)
     scale_ptr = (row_ptr + (D - 64)).to(tl.pointer_type(tl.uint16))
-    tl.store(scale_ptr + o_g, ((b_k + 127) * 0x0101).to(tl.uint16), mask=o_g < G - 1)
+    b_scale = b_k + 127
+    tl.store(scale_ptr + o_g, (b_scale | b_scale << 8).to(tl.uint16), mask=o_g < G - 1)
 
 
 @triton.jit

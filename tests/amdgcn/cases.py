@@ -47,14 +47,16 @@ def _kit_cases(arch: str) -> Iterator[ExecutionCase]:
                 if (family.name, row.operator) == ("kda", "prefill") and name != "small":
                     continue  # hundreds of tiles; `_kda_cases` has their gates and dtypes in few
                 title = f"{family.name} {row.operator} {row.name}: {name}"
+                is_usual = name.startswith("small") or family.name == "dsv4"
+                is_usual = is_usual and not name.startswith("adversarial")
                 is_quick = family.name == "dsv4" and row.operator != "main_c128_prefill"
-                is_quick = is_quick and name.startswith("small")
+                is_quick = is_quick and is_usual
 
                 def run(target: Target, case: Any = case) -> Answer:
                     return case(target, CPU)
 
                 yield ExecutionCase(title, arch, run, False, is_quick)
-                if name.startswith("small"):
+                if is_usual:
                     yield ExecutionCase(f"{title}, over 2 GiB", arch, run, True)
 
 

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from backend_core.target import KNOWN_TARGETS, Target
-from dsv4_backend import CompressorSpec, compress_decode_, compress_prefill_, reference
+from dsv4_backend import (
+    CompressorSpec,
+    compress_decode_,
+    compress_prefill_,
+    quantise_indexer_queries,
+    reference,
+)
 from dsv4_backend.compressor.torch_step import step
 from dsv4_backend.testing.check_cases import AMD_LAYOUTS
 from tests.dsv4.cases import (
@@ -22,6 +28,7 @@ from tests.dsv4.cases import (
     make_history,
     make_layer,
     make_spec,
+    rope_table,
 )
 from tests.dsv4.readers import READERS
 
@@ -106,6 +113,21 @@ def test_every_byte_of_a_page_has_one_place(cache_format: str) -> None:
     found = torch.cat([columns for _, columns in where]).unique()
     missing = 1 if cache_format == "fp8_two_pools" else 0  # the plain record's zero
     assert len(found) == spec.record.record_bytes - missing
+
+
+@pytest.mark.parametrize("cache_format", [name for name in READERS if "indexer" in name])
+def test_queries_have_the_encoding_of_their_keys(cache_format: str) -> None:
+    spec = make_spec(cache_format, rounding="aiter" if "planes" in cache_format else "vllm")
+    rng = torch.Generator().manual_seed(1)
+    q, weights = (torch.randn(*shape, generator=rng).to(DEVICE) for shape in ((3, 4, 128), (3, 4)))
+    positions = torch.tensor([0, 5, 900], device=DEVICE)
+    table = rope_table()
+    found = [
+        quantise_indexer_queries(x, q, positions, table, weights, 0.1, 0.5, target=TARGET)
+        for x in (spec, plain(spec))
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is theirs) if ours is None else torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("fp8", ["ocp", "fnuz"])

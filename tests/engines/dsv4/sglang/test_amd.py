@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +115,17 @@ def test_fp4_records_in_one_tensor_stay_stock(monkeypatch: pytest.MonkeyPatch) -
         "use_fp4_indexer": True,
     }
     assert "scales in a tensor of their own" in str(sglang_compressor._unserved(call))
+
+
+def test_nothing_on_hip_calls_the_kernel_that_the_in_place_operator_replaced() -> None:
+    """Where a release still holds it, its one caller is a mixin of no attention backend on HIP."""
+    folder = Path(importlib.util.find_spec("sglang").origin).parent
+    sources = {path: path.read_text() for path in (folder / "srt").rglob("*.py")}
+    name, mixin = "hip_compress_fused_norm_rope_hadamard_inplace", "dsv4/compressor.py"
+    callers = [path.as_posix() for path, text in sources.items() if name in text]
+    assert all(caller.endswith(mixin) for caller in callers)
+    wanted = "from sglang.srt.layers.attention.dsv4.compressor import CompressorBackendMixin"
+    users = [path for path, text in sources.items() if wanted in text]
+    assert all("npu" in path.parts for path in users)
+    backend = sources[folder / "srt/layers/attention/deepseek_v4_backend_hip_radix.py"]
+    assert "from sglang.srt.layers.attention.dsv4.compressor_v2 import" in backend

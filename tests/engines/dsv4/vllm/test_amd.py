@@ -7,6 +7,7 @@ answer of aiter's that it asks for.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
