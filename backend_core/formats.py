@@ -23,7 +23,7 @@ format                where the bytes of its encoding lie
 indexer_fp8_tiles     data of 16 tokens x 16 channels together; scales as in indexer_fp8
 indexer_mxfp4_tiles   data of 32 tokens x 16 bytes together; scales of 32 tokens x 2 groups
 indexer_mxfp4_planes  data of 64 tokens x 16 bytes together; scales in a second tensor
-fp8_two_pools         e4m3 and scales, each twice, in rows of 512 bytes; bf16 in a second tensor
+fp8_two_pools         rows of 512 bytes: e4m3, then every scale twice; bf16 in a second tensor
 ====================  ============================================================================
 
 ``docs/families/dsv4.md`` has their byte maps.

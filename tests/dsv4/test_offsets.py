@@ -48,24 +48,29 @@ def test_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(kv.float(), want.float(), rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["ring", "paged"])
-def test_inputs_states_and_caches(layout: str, tmp_path: Path) -> None:
-    spec = make_spec("indexer_fp8")
+@pytest.mark.parametrize(
+    ("cache_format", "layout"),
+    [("indexer_fp8", "ring"), ("indexer_fp8", "paged"), ("fp8_two_pools", "ring")],
+)
+def test_inputs_states_and_caches(cache_format: str, layout: str, tmp_path: Path) -> None:
+    spec = make_spec(cache_format)
     layer, engine = make_layer(spec), Engine(layout, spec, [8, 8])
     histories = [make_history(spec, 8, seed) for seed in (1, 2)]
     # Only the pages that are touched are filled.
-    near_state, near_cache = engine.state, engine.cache
+    near_state, near_caches = engine.state, engine.caches
     engine.state = far_apart(tmp_path, tuple(near_state.shape), torch.float32)
-    engine.cache = far_apart(tmp_path, tuple(near_cache.shape), torch.uint8)
-    engine.cache.copy_(near_cache)
     engine.state.copy_(near_state)
+    far = [far_apart(tmp_path, tuple(near.shape), torch.uint8).copy_(near) for near in near_caches]
+    engine.cache, engine.second_cache = (*far, None)[:2]
     kv_score = far_apart(tmp_path, (2, spec.row_width), torch.float32)
     for request, history in enumerate(histories):
         engine.fill_state(layer, request, history[:-1])
         kv_score[request] = history[-1]
     plan = engine.decode_plan([(0, 8), (1, 8)])
-    compress_decode_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
-    engine.cache = engine.cache.contiguous()
+    tensors = (layer, kv_score, engine.state, engine.cache, plan)
+    compress_decode_(*tensors, second_cache=engine.second_cache, target=TARGET)
+    near_caches = tuple(cache.contiguous() for cache in engine.caches)
+    engine.cache, engine.second_cache = (*near_caches, None)[:2]
     want = {engine.slot(r, 8): expected_rows(layer, h)[-1] for r, h in enumerate(histories)}
     assert_records(engine, layer, want)
     for request, history in enumerate(histories):
