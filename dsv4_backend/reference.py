@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import torch
 
-from backend_core.formats import RECORD_FORMATS, CacheFormat
 from dsv4_backend.spec import ROPE_DIM, CompressorLayer, CompressorSpec, Fp8Flavour, RopeLayout
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -224,9 +223,9 @@ and the columns [n] of [data | scales] that lie there."""
 
 
 @functools.cache
-def places(cache_format: CacheFormat, page_tokens: int) -> tuple[Places, ...]:
+def places(spec: CompressorSpec) -> tuple[Places, ...]:
     """Where each byte of the records of a page lies, for each tensor that the format has."""
-    record = RECORD_FORMATS[cache_format]
+    record, cache_format, page_tokens = spec.record, spec.cache_format, spec.page_tokens
     d, s, tile = record.data_bytes, record.scale_bytes, record.tile_tokens
     i = torch.arange(page_tokens)[:, None]
     b, g = torch.arange(d), torch.arange(s)
@@ -260,7 +259,7 @@ def store(
         caches: the tensors that the format has, [pages, page bytes] uint8 each.
     """
     records = torch.cat((data, scales), 1)
-    where = places(spec.cache_format, spec.page_tokens)
+    where = places(spec)
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -276,7 +275,7 @@ def load(
     """The (data, scales) bytes in ``slots``, the inverse of ``store``."""
     record, device = spec.record, caches[0].device
     records = torch.zeros(len(slots), record.record_bytes, dtype=torch.uint8, device=device)
-    where = places(spec.cache_format, spec.page_tokens)
+    where = places(spec)
     for row, slot in enumerate(slots.tolist()):
         page, i = slot // spec.page_tokens, slot % spec.page_tokens
         for cache, (offsets, columns) in zip(caches, where, strict=True):

@@ -102,7 +102,7 @@ def test_a_pools_rows_keep_the_bytes_that_nobody_reads() -> None:
 @pytest.mark.parametrize("cache_format", READERS)
 def test_every_byte_of_a_page_has_one_place(cache_format: str) -> None:
     spec = make_spec(cache_format)
-    where = reference.places(spec.cache_format, spec.page_tokens)
+    where = reference.places(spec)
     sizes = (spec.page_bytes, spec.second_page_bytes)
     for (offsets, columns), size in zip(where, sizes, strict=False):
         flat = offsets.flatten()
