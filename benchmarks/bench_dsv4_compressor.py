@@ -11,17 +11,20 @@ style of the seed kernel, through memory.
 
 ``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
 ``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
-rows are compared with float64's before any time is taken. A peer is first tried in a process of its
-own, so that one that does not build or breaks the device leaves a reason (``not_run``) and no more.
+rows are compared with float64's before any time is taken. A process of its own measures: where a
+peer ends it, the next one goes on from there, and the row has the reason (``not_run``).
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import functools
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,12 +52,11 @@ from dsv4_backend.testing.steps import TimedStep, make_step, rope_table
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUERIES = (1, 64, 512, 4096)
+FORMATS = ("indexer_fp8", "indexer_mxfp4")
 INDEXER_HEADS = 64
 CUDA = torch.device("cuda", 0)
 PARTS = (("main", 4), ("indexer", 4), ("both", 4), ("main", 128))
 PEERS = {"paged": ("vllm", "vllm_cutedsl"), "ring": ("sglang_jit",)}
-TRIED = (("decode", 64), ("prefill", 1024))
-PROBE_S = 90
 
 Step = Callable[[], object]
 Case = tuple[str, str, int, int, str]
@@ -63,14 +65,15 @@ Case = tuple[str, str, int, int, str]
 
 @dataclass
 class Peers:
-    """How each peer makes its step, and why one cannot: by name, or by (name, kind)."""
+    """How each peer makes its step, and why one cannot: by name, (name, kind) or (name, task)."""
 
     make: dict[str, Callable[[TimedStep], Step]] = field(default_factory=dict)
-    refused: dict[str | tuple[str, str], str] = field(default_factory=dict)
+    refused: dict[str | tuple[str, str | int], str] = field(default_factory=dict)
     queries: Callable[..., Any] | None = None
 
-    def reason(self, name: str, kind: str) -> str | None:
-        return self.refused.get(name) or self.refused.get((name, kind))
+    def reason(self, name: str, kind: str, task: int) -> str | None:
+        refused = self.refused
+        return refused.get(name) or refused.get((name, kind)) or refused.get((name, task))
 
 
 def kind_of(part: str, ratio: int) -> str:
@@ -89,31 +92,28 @@ def tokens_of(phase: str, n: int, ratio: int, ends: str) -> tuple[torch.Tensor, 
     return positions, torch.arange(n, device=device)
 
 
-def load_peers(vllm: Path | None, sglang: Path | None, names: tuple[str, ...]) -> Peers:
-    """The peers named, from their sources; whatever is missing becomes the reason."""
+def load_peers(vllm: Path | None, sglang: Path | None) -> Peers:
+    """The peers, from their sources; whatever is missing becomes the reason."""
     found = Peers()
-    if {"vllm", "vllm_cutedsl"} & set(names):
-        try:
-            if vllm is None:
-                raise ImportError("--vllm-source was not given")
-            loaded = dsv4_vllm_peer.load(vllm)
-            found.make["vllm"] = lambda part: dsv4_vllm_peer.triton_step(loaded, part)
-            found.queries = loaded.queries
-            if "vllm_cutedsl" in names:
-                dsv4_vllm_peer.load_cutedsl(loaded)
-                found.make["vllm_cutedsl"] = lambda part: dsv4_vllm_peer.upstream_step(loaded, part)
-        except Exception as error:
-            for name in {"vllm", "vllm_cutedsl"} - set(found.make):
-                found.refused[name] = described(error)
-    if "sglang_jit" in names:
-        try:
-            if sglang is None:
-                raise ImportError("--sglang-source was not given")
-            compress = dsv4_sglang_peer.load(sglang)
-            found.make["sglang_jit"] = lambda part: dsv4_sglang_peer.upstream_step(compress, part)
-        except Exception as error:
-            found.refused["sglang_jit"] = described(error)
-    # The split in vLLM is by what it replaces: its own dispatch takes Triton for the indexer.
+    try:
+        if vllm is None:
+            raise ImportError("--vllm-source was not given")
+        loaded = dsv4_vllm_peer.load(vllm.resolve())
+        found.make["vllm"] = lambda part: dsv4_vllm_peer.triton_step(loaded, part)
+        found.queries = loaded.queries
+        dsv4_vllm_peer.load_cutedsl(loaded)
+        found.make["vllm_cutedsl"] = lambda part: dsv4_vllm_peer.upstream_step(loaded, part)
+    except Exception as error:
+        for name in {"vllm", "vllm_cutedsl"} - set(found.make):
+            found.refused[name] = described(error)
+    try:
+        if sglang is None:
+            raise ImportError("--sglang-source was not given")
+        compress = dsv4_sglang_peer.load(sglang.resolve())
+        found.make["sglang_jit"] = lambda part: dsv4_sglang_peer.upstream_step(compress, part)
+    except Exception as error:
+        found.refused["sglang_jit"] = described(error)
+    # vLLM's own dispatch takes Triton for the indexer
     found.refused["vllm_cutedsl", "indexer"] = "vLLM's indexer is Triton on CUDA too: vllm_gpu_ms"
     return found
 
@@ -148,7 +148,9 @@ def together(steps: list[Step]) -> Step:
     return steps[0] if len(steps) == 1 else lambda: [step() for step in steps]
 
 
-def measure(layout: str, case: Case, peers: Peers, bandwidth: float) -> dict[str, Any]:
+def measure(
+    layout: str, case: Case, peers: Peers, bandwidth: float, task: int = 0
+) -> dict[str, Any]:
     """The row of a case: ours, and every peer of the layout on the same tensors."""
     parts = make_parts(layout, case)
     row = new_row(case, layout=layout)
@@ -165,15 +167,32 @@ def measure(layout: str, case: Case, peers: Peers, bandwidth: float) -> dict[str
         if other != layout
     }
     for name in PEERS[layout]:
-        reason = peers.reason(name, kind_of(case[1], case[2]))
+        reason = peers.reason(name, kind_of(case[1], case[2]), task)
         if reason is not None:
             row["not_run"][name] = reason
             continue
+        tell("at", [task, name])
         try:
             beside(row, name, [peers.make[name](part) for part in parts], parts, wanted, ours)
         except Exception as error:
             row["not_run"][name] = described(error)
+            if not device_is_well():
+                sys.exit(f"{name} broke the device: {described(error)}")
     return row
+
+
+def device_is_well() -> bool:
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def tell(what: str, value: object) -> None:
+    """A line for the process that started this one."""
+    print(f"{what} {json.dumps(value)}", flush=True)
 
 
 def beside(
@@ -207,56 +226,8 @@ def floor_bytes(part: TimedStep) -> int:
     return part.floor_bytes()
 
 
-def probe(name: str, peers: Peers) -> dict[str, str]:
-    """Why the peer cannot take a kind, by kind, from small steps of each; in its own process."""
-    found: dict[str, str] = {}
-    layout = next(layout for layout, names in PEERS.items() if name in names)
-    for part, ratio in (("main", 4), ("main", 128), ("indexer", 4)):
-        kind = kind_of(part, ratio)
-        reason = peers.reason(name, kind)
-        try:
-            for phase, n in TRIED if reason is None else ():
-                (step,) = make_parts(layout, (phase, part, ratio, n, "all"))
-                wanted = records.float64_rows(step)
-                written = records.run(step, peers.make[name](step))
-                records.beside_float64(step, wanted, written)
-        except Exception as error:
-            reason = described(error)
-        if reason is not None:
-            found[kind] = reason
-    return found
-
-
-def try_peers(args: argparse.Namespace, names: tuple[str, ...]) -> dict[tuple[str, str], str]:
-    """``probe`` of each peer in a process of its own, beside each other; (peer, kind) to reason."""
-    command = [sys.executable, __file__, "--output", str(args.output)]
-    for option in ("vllm_source", "sglang_source"):
-        if getattr(args, option):
-            command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
-    started = {
-        name: subprocess.Popen(
-            [*command, "--probe", name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for name in names
-    }
-    refused: dict[tuple[str, str], str] = {}
-    for name, process in started.items():
-        try:
-            out, said = process.communicate(timeout=PROBE_S)
-            reasons = json.loads(out.strip().splitlines()[-1]) if process.returncode == 0 else None
-        except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-            process.kill()
-            reasons, said = None, described(error)
-        if reasons is None:
-            text = f"its trial ended with {process.returncode}: {said[-1500:]}"
-            reasons = dict.fromkeys(("main_c4", "main_c128", "indexer"), text)
-        print(f"{name}: {reasons or 'every kind is right'}", flush=True)
-        refused |= {(name, kind): reason for kind, reason in reasons.items()}
-    return refused
-
-
 def measure_queries(
-    cache_format: str, rotate: bool, n: int, peers: Peers, bandwidth: float
+    cache_format: str, rotate: bool, n: int, peers: Peers, bandwidth: float, task: int
 ) -> dict[str, Any]:
     """The indexer's queries of n tokens; vLLM's kernel does not rotate."""
     spec = make_spec(cache_format, rotate=rotate, rope_layout="split")
@@ -305,41 +276,26 @@ def cases(quick: bool) -> list[Case]:
     return found + [("prefill", p, r, n, "all") for p, r in PARTS for n in prefill]
 
 
-def measurements(quick: bool, peers: Peers, bandwidth: float) -> Iterator[dict[str, Any]]:
+def tasks(quick: bool) -> list[Callable[[Peers, float, int], dict[str, Any]]]:
+    """What there is to measure, each from (peers, bandwidth, its number)."""
+    found: list[Callable[[Peers, float, int], dict[str, Any]]] = []
     for layout in PEERS:
         for case in cases(quick):
-            yield measure(layout, case, peers, bandwidth)
+            found.append(functools.partial(measure, layout, case))
     for n in DECODE:
-        yield measure_rows(n, bandwidth)
-    for cache_format in ("indexer_fp8", "indexer_mxfp4"):
-        for rotate in (False, True):
-            for n in QUERIES:
-                yield measure_queries(cache_format, rotate, n, peers, bandwidth)
+        found.append(lambda peers, bandwidth, task, n=n: measure_rows(n, bandwidth))
+    for cache_format, rotate in itertools.product(FORMATS, (False, True)):
+        for n in QUERIES:
+            found.append(functools.partial(measure_queries, cache_format, rotate, n))
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--vllm-source", type=Path, help="vLLM 0.33.0's site-packages, or a copy")
-    parser.add_argument("--sglang-source", type=Path, help="sglang 0.5.23's, with its headers")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes")
-    parser.add_argument("--probe", choices=("vllm_cutedsl", "sglang_jit"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-
-    sources = (args.vllm_source, args.sglang_source)
-    if args.probe:
-        print(json.dumps(probe(args.probe, load_peers(*sources, (args.probe,)))))
-        return
-    tried = tuple(
-        name
-        for name, source in zip(("vllm_cutedsl", "sglang_jit"), sources, strict=True)
-        if source is not None
-    )
-    refused = try_peers(args, tried)
-    # what no process of its own could load is not loaded here
-    usable = tuple(name for name in tried if len([k for k in refused if k[0] == name]) < 3)
-    peers = load_peers(*sources, ("vllm", *usable))
-    peers.refused |= refused
+def work(args: argparse.Namespace) -> None:
+    """Measure from task ``args.start`` on and tell every row; a crash ends this process alone."""
+    faulthandler.enable()
+    peers = load_peers(args.vllm_source, args.sglang_source)
+    for task, name, reason in json.loads(args.skip):
+        peers.refused[(name, task) if task is not None else name] = reason
     bandwidth = copy_bandwidth_gbs()
     result: dict[str, object] = environment() | {
         "vllm": dsv4_vllm_peer.RELEASE if "vllm" in peers.make else None,
@@ -348,12 +304,63 @@ def main() -> None:
         "copy_gbs": bandwidth,
         "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](rope_table(CUDA)), calls=20),
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    tell("head", result)
+    for task, measured in enumerate(tasks(args.quick)):
+        if task >= args.start:
+            tell("at", [task, "ours"])
+            tell("row", measured(peers, bandwidth, task))
+
+
+def supervise(worker: list[str], output: Path) -> None:
+    """Write the rows that ``worker`` tells, and start it again where a peer ended it.
+
+    Args:
+        worker: a command that takes ``--start TASK`` and ``--skip [[task or null, peer, reason]]``.
+            A third end by the same peer skips it in every task.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    head: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    for row in measurements(args.quick, peers, bandwidth):
-        print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        rows.append(row)
-        args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    skipped: list[tuple[int | None, str, str]] = []
+    while True:
+        command = [*worker, "--start", str(len(rows)), "--skip", json.dumps(skipped)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        task, name = len(rows), "ours"
+        for line in process.stdout:
+            what, _, value = line.partition(" ")
+            if what == "at":
+                task, name = json.loads(value)
+                continue
+            print(line, end="", flush=True)
+            if what == "head":
+                head = head or json.loads(value)
+            elif what == "row":
+                rows.append(json.loads(value))
+                output.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        if process.wait() == 0:
+            return
+        if name == "ours":
+            sys.exit(f"task {task} ended with {process.returncode} outside of a peer")
+        reason = f"its process ended with {process.returncode} in this case"
+        again = sum(one == name for _, one, _ in skipped) == 2
+        skipped.append((None if again else task, name, reason))
+        print(f"{name}: {reason}, task {task}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--vllm-source", type=Path, help="vLLM 0.33.0's site-packages, or a copy")
+    parser.add_argument("--sglang-source", type=Path, help="sglang 0.5.23's, with its headers")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.start is None:
+        supervise([sys.executable, *sys.argv], args.output)
+    else:
+        work(args)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def _headline() -> str:
     prefill, decode = _load("kda_prefill_h200.json"), _load("kda_decode_h200.json")
     unbounded = [row for row in prefill["rows"] if row["gate"] == "unbounded"]
     bounded = [row for row in prefill["rows"] if row["gate"] == "bounded"]
-    compressor = [row for row in _load("dsv4_compressor_h200.json")["rows"] if row["vllm_gpu_ms"]]
+    compressor = _load("dsv4_compressor_cutedsl_h200.json")["rows"]
     rows = [
         (
             f"KDA prefill, gate without bound, {len(unbounded)} shapes",
@@ -103,8 +103,8 @@ def _headline() -> str:
         ),
         (
             f"DeepSeek-V4's compressor, {len(compressor)} sizes",
-            "vLLM's Triton kernels",
-            [row["vllm_gpu_ms"] / row["ours_gpu_ms"] for row in compressor],
+            "vLLM, Triton and CuTeDSL",
+            [min(_compressor_peers(row)) / row["ours_gpu_ms"] for row in compressor],
         ),
         _headline_of_engine(),
     ]
@@ -264,10 +264,45 @@ def _decode() -> list[str]:
     ]
 
 
+_COMPRESSOR_PEERS = {
+    "vllm": "vLLM, Triton",
+    "vllm_cutedsl": "vLLM, CuTeDSL",
+    "sglang_jit": "sglang",
+}
+
+
+def _compressor_peers(row: dict[str, Any]) -> list[float]:
+    """The engines' times of a row."""
+    times = (row.get(f"{peer}_gpu_ms") for peer in _COMPRESSOR_PEERS)
+    return [time for time in times if time is not None]
+
+
 def _compressor() -> list[str]:
-    report = _load("dsv4_compressor_h200.json")
-    rows = [row for row in report["rows"] if row["vllm_gpu_ms"] is not None]
-    ratios = [row["vllm_gpu_ms"] / row["ours_gpu_ms"] for row in rows]
+    name, upstream = "dsv4_compressor_h200.json", "dsv4_compressor_cutedsl_h200.json"
+    report, beside = _load(name), _load(upstream)
+    return [
+        *_section("DeepSeek-V4's compressor", report, name),
+        "",
+        *_compressor_table(report, "vLLM 0.26's Triton kernels."),
+        *_in_place(report["rows"]),
+        *_alone(report["rows"]),
+        *_section("DeepSeek-V4's compressor beside vLLM as it runs on CUDA", beside, upstream),
+        "",
+        *_compressor_table(
+            beside,
+            f"vLLM {beside['vllm']}: its step in Triton, and its own dispatch on CUDA, which takes"
+            f" CuTeDSL ({beside['cutedsl']}) for the main compressor and Triton for the indexer.",
+        ),
+        "",
+        "Not in the file: " + "; ".join(beside["left_out"]) + ".",
+    ]
+
+
+def _compressor_table(report: dict[str, Any], peers: str) -> list[str]:
+    """Every row with a time of an engine, over the fastest of the row."""
+    rows = [row for row in report["rows"] if _compressor_peers(row)]
+    ratios = [min(_compressor_peers(row)) / row["ours_gpu_ms"] for row in rows]
+    shown = [p for p in _COMPRESSOR_PEERS if any(row.get(f"{p}_gpu_ms") for row in rows)]
     cells = (
         [
             row["phase"],
@@ -275,22 +310,19 @@ def _compressor() -> list[str]:
             f"{row['n']:,}",
             row["ends"],
             _us(row["ours_gpu_ms"]),
-            _us(row["vllm_gpu_ms"]),
+            *(_us(row[f"{p}_gpu_ms"]) if row.get(f"{p}_gpu_ms") else "" for p in shown),
             f"{ratio:.2f}",
             _us(row["ours_host_ms"]),
         ]
         for row, ratio in zip(rows, ratios, strict=True)
     )
-    titles = ["phase", "part", "tokens", "window ends", "ours", "vLLM", "×", "host"]
+    titles = ["phase", "part", "tokens", "window ends", "ours"]
+    titles += [_COMPRESSOR_PEERS[peer] for peer in shown]
     return [
-        *_section("DeepSeek-V4's compressor", report, "dsv4_compressor_h200.json"),
-        "",
-        f"µs; vLLM 0.26's Triton kernels. Geometric mean {_mean(ratios):.2f}×, least"
+        f"µs. {peers} Over the fastest: geometric mean {_mean(ratios):.2f}×, least"
         f" {min(ratios):.2f}×. An empty launch: {report['empty_launch_ms'] * 1e3:.2f} µs.",
         "",
-        *_table(titles, cells),
-        *_in_place(report["rows"]),
-        *_alone(report["rows"]),
+        *_table([*titles, "×", "host"], cells),
     ]
 
 
@@ -308,7 +340,7 @@ def _in_place(rows: list[dict[str, Any]]) -> list[str]:
 
 def _alone(rows: list[dict[str, Any]]) -> list[str]:
     """Prefill on sglang's ring and rotated queries, which vLLM does not have, and fp4 queries."""
-    shown = [row for row in rows if row["vllm_gpu_ms"] is None and row["part"] != "indexer_rows"]
+    shown = [r for r in rows if not _compressor_peers(r) and r["part"] != "indexer_rows"]
     cells = (
         [
             row["phase"],
