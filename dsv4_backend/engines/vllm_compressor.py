@@ -2,7 +2,8 @@
 
 vLLM's own code stores the tokens' state rows in one launch, pools, norms, applies RoPE, quantises
 and stores in a second. Here a decode step is one launch and a step with prefills one or two
-(docs/families/dsv4.md); parameters, projections, state cache and record caches are vLLM's.
+(docs/families/dsv4.md); parameters, projections, state cache and record caches are vLLM's. Decode
+steps for which the table says that vLLM's own kernels are faster stay vLLM's.
 
 vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this, unless
 `vllm_rotation` rotates both.
@@ -14,7 +15,9 @@ its own, which writes pages as aiter's kernel reads them. It is replaced too.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -175,6 +178,10 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
     for selection in (decode_selection(target, spec), prefill_selection(target, spec, "paged")):
         paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
         names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
+    if (most := _most_requests(device, spec)) < math.inf:
+        names.append(
+            f"decode of more than {most:.0f} requests stays vLLM's, whose CuTeDSL is faster"
+        )
     logger.info(
         "kda-dsv4-backend serves DeepSeek-V4's compressors of %d channels and ratio %d (%s) on"
         " %s (%s): %s",
@@ -225,6 +232,11 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
                 self.forward(kv_score, positions, rotary_emb)
                 return
         _, pages, layer, launches = self._bound
+        if isinstance(plan, PagedDecode) and plan.num_tokens > _most_requests(
+            kv_cache.device, layer.spec
+        ):
+            super().forward(kv_score, positions, rotary_emb)
+            return
         state = self.state_cache.kv_cache
         try:
             if isinstance(plan, PagedDecode):
@@ -234,6 +246,24 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
         except Exception as error:
             vllm_flag.log_failed_step(f"compressor {self.state_cache.prefix}", error)
             raise
+
+
+@functools.cache
+def _most_requests(device: torch.device, spec: CompressorSpec) -> float:
+    """Of a decode step that is not left to vLLM's own kernels, which the table says are faster for
+    more: CuTeDSL's, of the main compressor on CUDA alone."""
+    if spec.head_dim != 512 or not current_platform.is_cuda() or not _has_cutedsl():
+        return math.inf
+    most = 0
+    for path in decode_selection(detect_target(device), spec).paths:
+        if getattr(path.params, "left_to_cutedsl", False):
+            return most
+        most = path.max_grid or 0
+    return math.inf
+
+
+def _has_cutedsl() -> bool:
+    return importlib.util.find_spec("cutlass") is not None
 
 
 def _bind(
