@@ -42,6 +42,14 @@ class NamedRows:
         return self.cache.shape[0] * (self.cache.shape[1] if self.cache.dim() == 3 else 1)
 
 
+def token_stride(x: torch.Tensor) -> int:
+    """Elements from a query token of ``[requests, query tokens, ...]`` to the next one.
+
+    Where a request has one query token, that dimension's stride may be anything.
+    """
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
+
+
 @dataclass(frozen=True, eq=False)
 class SparseMlaInputs:
     """One call, as the paths take it; see `softmax_backend.sparse_mla.sparse_mla`."""

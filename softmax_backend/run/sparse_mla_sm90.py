@@ -9,7 +9,7 @@ import torch
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
-from softmax_backend.contract.sparse_mla import SparseMlaInputs
+from softmax_backend.contract.sparse_mla import SparseMlaInputs, token_stride
 from softmax_backend.launch_params_sparse import GluonSparseMlaParams
 from softmax_backend.plan.sparse_splits import sparse_splits
 from softmax_backend.run.sparse_mla_combine import combine
@@ -55,12 +55,12 @@ def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | No
         partial_out_ptr=partial_out,
         partial_lse_ptr=partial_lse,
         scale=x.scale,
-        stride_q_t=x.q.stride(1),
+        stride_q_t=token_stride(x.q),
         stride_q_h=x.q.stride(2),
         stride_page=cache.stride(0),
         stride_extra_page=extra_cache.stride(0),
-        stride_indices=x.rows.indices.stride(1),
-        stride_extra_indices=extra.indices.stride(1),
+        stride_indices=token_stride(x.rows.indices),
+        stride_extra_indices=token_stride(extra.indices),
         topk=x.rows.topk,
         extra_topk=0 if x.extra is None else extra.topk,
         rows=x.rows.num_rows,
@@ -87,10 +87,10 @@ def _run_rows(params: GluonSparseMlaParams, x: SparseMlaInputs, ctas: int) -> No
         lse_ptr=x.lse,
         max_logits_ptr=x.max_logits,
         scale=x.scale,
-        stride_q_t=x.q.stride(1),
+        stride_q_t=token_stride(x.q),
         stride_q_h=x.q.stride(2),
         stride_kv=x.rows.cache.stride(0),
-        stride_indices=x.rows.indices.stride(1),
+        stride_indices=token_stride(x.rows.indices),
         topk=x.rows.topk,
         rows=x.rows.num_rows,
         query_tokens=x.q.shape[1],

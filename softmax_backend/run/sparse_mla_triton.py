@@ -9,7 +9,7 @@ import torch
 
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
-from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
+from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs, token_stride
 from softmax_backend.launch_params_sparse import TritonSparseMlaParams
 from softmax_backend.plan.sparse_splits import sparse_splits
 from softmax_backend.run.mla_triton import operand_dtype
@@ -62,12 +62,12 @@ def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | No
         partial_out_ptr=partial_out,
         partial_lse_ptr=partial_lse,
         scale=x.scale,
-        stride_q_t=x.q.stride(1),
+        stride_q_t=token_stride(x.q),
         stride_q_h=x.q.stride(2),
         stride_page=x.rows.cache.stride(0),
         stride_extra_page=0 if x.extra is None else x.extra.cache.stride(0),
-        stride_indices=x.rows.indices.stride(1),
-        stride_extra_indices=0 if x.extra is None else x.extra.indices.stride(1),
+        stride_indices=token_stride(x.rows.indices),
+        stride_extra_indices=0 if x.extra is None else token_stride(x.extra.indices),
         topk=x.rows.topk,
         extra_topk=0 if x.extra is None else x.extra.topk,
         rows=x.rows.num_rows,
@@ -93,10 +93,10 @@ def _run_rows(params: TritonSparseMlaParams, x: SparseMlaInputs, operand: torch.
         lse_ptr=x.lse,
         max_logits_ptr=x.max_logits,
         scale=x.scale,
-        stride_q_t=x.q.stride(1),
+        stride_q_t=token_stride(x.q),
         stride_q_h=x.q.stride(2),
         stride_kv=x.rows.cache.stride(0),
-        stride_indices=x.rows.indices.stride(1),
+        stride_indices=token_stride(x.rows.indices),
         topk=x.rows.topk,
         rows=x.rows.num_rows,
         query_tokens=x.q.shape[1],

@@ -50,6 +50,27 @@ def test_query_tokens_have_lists_of_their_own(
     check(path, case)
 
 
+def test_one_query_token_with_lists_in_wider_memory(
+    path: str, path_device: torch.device, seed: int
+) -> None:
+    """A view adds the dimension of one query token with a stride that says nothing of the rows."""
+    lists = [(64, 40, [40, 3, 7]), (64, 50, [50, 0, 33])]
+    case = make_case(8, lists, seed=seed, device=path_device)
+    assert case.extra is not None
+    want = expected(case)
+
+    def spread(rows: NamedRows) -> NamedRows:
+        requests, _, topk = rows.indices.shape
+        wide = torch.full((requests, 3 * topk), 10**6, dtype=torch.int32, device=path_device)
+        wide[:, :topk] = rows.indices[:, 0]
+        view = wide[:, :topk].view(requests, 1, topk)
+        assert view.stride() == (3 * topk, topk, 1)
+        return NamedRows(rows.cache, view, rows.lengths)
+
+    case.rows, case.extra = spread(case.rows), spread(case.extra)
+    assert_close(run_case(case, forced(case.spec, path)), want)
+
+
 @pytest.mark.parametrize(("size", "page_bytes"), [(2, 1168), (2, None), (61, None), (64, 37376),
                                                   (64, 64 * 584 + 4096), (256, None)])  # fmt: skip
 def test_page_layouts(
