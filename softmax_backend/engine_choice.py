@@ -1,9 +1,13 @@
-"""Where this family's MLA decode is measured ahead of the kernel that an engine would choose.
+"""Where this family's MLA is measured ahead of the kernel that an engine would choose.
 
 `lead_over` answers from `MEASURED`, which `benchmarks/bench_mla_decode.py` gave: for the rows of a
 request (query tokens times heads) the largest batch up to which, at every batch that was measured,
 ours takes at most `MEAN` of the other kernel's time in the geometric mean over requests of 1k, 8k
 and 64k tokens, and at none of the three more than `WORST`.
+
+`sparse_lead_over` answers the same for sparse MLA from `SPARSE`, which
+`benchmarks/bench_dsv4_attention.py` gave: for the heads of a rank the most query tokens of a step,
+judged over lists of 512 and of 1,024 rows beside a window of 128.
 
 Imports neither torch nor an engine.
 """
@@ -24,6 +28,7 @@ class Lead:
 
     Attributes:
         max_requests: the largest batch, or ``None`` where the largest measured batch is still one.
+            Sparse MLA counts query tokens, each of which has lists of its own.
         source: the result file.
     """
 
@@ -84,3 +89,48 @@ def lead_over(target: Target, kernel: str, query_rows: int) -> Lead | str:
     if limit == 0:
         return f"{kernel} is ahead at {query_rows} query rows per request ({found[0].source})"
     return Lead(limit, found[0].source)
+
+
+@dataclass(frozen=True)
+class MeasuredSparse:
+    """One result file: sparse MLA beside the kernel ``kernel`` on a target.
+
+    Attributes:
+        target: `Target.key`; kernel: as the file's columns name it: ``"flashmla"``.
+        max_tokens: for ``"decode"`` and ``"prefill"``, by heads of a rank, the most query tokens;
+            ``None`` where the largest measured batch is still one in which ours is ahead.
+    """
+
+    target: str
+    kernel: str
+    source: str
+    max_tokens: dict[str, dict[int, int | None]]
+
+
+SPARSE = (
+    MeasuredSparse(
+        "nvidia_sm90",
+        "flashmla",
+        "benchmarks/results/dsv4_attention_h200.json",
+        {"decode": {8: None, 16: None, 32: None, 64: 64}, "prefill": {16: None, 32: None}},
+    ),
+)
+
+
+def sparse_lead_over(target: Target, kernel: str, phase: str, heads: int) -> Lead | str:
+    """The steps in which sparse MLA is ahead of ``kernel``; or why there are none, in words.
+
+    Args:
+        phase: ``"decode"``, over caches of records, or ``"prefill"``, over gathered rows of bf16.
+        heads: of a rank. A number between two that were measured is judged as the larger.
+    """
+    found = [m for m in SPARSE if (m.target, m.kernel) == (target.key, kernel)]
+    if not found:
+        return f"no result compares this package's sparse {phase} with {kernel} on {target.arch}"
+    tokens = found[0].max_tokens[phase]
+    if heads > max(tokens):
+        return (
+            f"its sparse {phase} was compared with {kernel} at up to {max(tokens)} heads per rank,"
+            f" and this rank has {heads}"
+        )
+    return Lead(tokens[min(n for n in tokens if n >= heads)], found[0].source)

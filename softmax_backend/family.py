@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
 ENGINE_KERNEL = "fa3"
 """What engines decode dense MLA with on Hopper: FlashAttention 3."""
+SPARSE_KERNEL = "flashmla"
+"""What engines run DeepSeek-V4's attention with there."""
 
 
 def model_refusal(config: ModelConfig) -> str | None:
-    """Why a model has no MLA layers that decode here, or ``None``."""
+    """Why a model has no MLA layers that are served here, or ``None``."""
+    if config.get("model_type") == "deepseek_v4":
+        return None
     if (config.get("kv_lora_rank"), config.get("qk_rope_head_dim")) != (512, 64):
         return "MLA decode needs kv_lora_rank 512 and qk_rope_head_dim 64"
     if config.get("index_topk"):
@@ -31,31 +35,64 @@ def model_refusal(config: ModelConfig) -> str | None:
 
 
 def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
-    """Which decode steps of one of ``ranks`` GPUs are served, and by which paths.
+    """Which steps of one of ``ranks`` GPUs are served, and by which paths.
 
     Raises:
         ValueError: the configuration has no heads, or they cannot be split over the ranks.
         LookupError: no table for the target, or the engine's own kernel is not behind there.
     """
+    heads = _heads(config, ranks)
+    if config.get("model_type") == "deepseek_v4":
+        return _describe_sparse(target, heads)
     from softmax_backend.engine_choice import lead_over
     from softmax_backend.selection import select
     from softmax_backend.spec import MlaSpec
 
+    lead = lead_over(target, ENGINE_KERNEL, heads)
+    if isinstance(lead, str):
+        raise LookupError(lead)
+    rows = select(target, MlaSpec(heads, 16)).mla_decode.explain()
+    return [
+        f"{heads} heads per GPU",
+        f"decode steps {lead}, where {lead.source} has them ahead of {ENGINE_KERNEL}",
+        *(str(row) for row in rows if not row.refusal),
+    ]
+
+
+def _describe_sparse(target: Target, heads: int) -> list[str]:
+    """DeepSeek-V4's attention in vLLM and sglang."""
+    from softmax_backend.engine_choice import Lead, sparse_lead_over
+    from softmax_backend.sparse_mla import select_sparse_mla
+    from softmax_backend.spec_sparse_mla import SparseMlaSpec
+
+    leads = {
+        phase: sparse_lead_over(target, SPARSE_KERNEL, phase, heads)
+        for phase in ("decode", "prefill")
+    }
+    if not any(isinstance(lead, Lead) for lead in leads.values()):
+        raise LookupError("; ".join(map(str, leads.values())))
+    lines = [f"{heads} heads per GPU"]
+    for phase, lead in leads.items():
+        if isinstance(lead, str):
+            lines.append(f"attention in {phase}s: {SPARSE_KERNEL}, since {lead}")
+            continue
+        most = lead.max_requests
+        steps = f"{phase}s" if most is None else f"{phase}s of up to {most} query tokens"
+        lines.append(f"attention in {steps}, where {lead.source} has them ahead of {SPARSE_KERNEL}")
+    spec = SparseMlaSpec(heads, page_size=64, extra_page_size=64)
+    rows = select_sparse_mla(target, spec).sparse_mla.explain()
+    return [*lines, *(str(row) for row in rows if not row.refusal)]
+
+
+def _heads(config: ModelConfig, ranks: int) -> int:
+    """Query heads of one of ``ranks`` GPUs."""
     try:
         heads = int(config["num_attention_heads"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the configuration must have num_attention_heads: {error}") from error
     if heads % ranks:
         raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
-    lead = lead_over(target, ENGINE_KERNEL, heads // ranks)
-    if isinstance(lead, str):
-        raise LookupError(lead)
-    rows = select(target, MlaSpec(heads // ranks, 16)).mla_decode.explain()
-    return [
-        f"{heads // ranks} heads per GPU",
-        f"decode steps {lead}, where {lead.source} has them ahead of {ENGINE_KERNEL}",
-        *(str(row) for row in rows if not row.refusal),
-    ]
+    return heads // ranks
 
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
@@ -113,7 +150,7 @@ FAMILY = Family(
     name="softmax",
     title="Block-sparse softmax attention",
     tables=TABLES,
-    layer_kinds=frozenset({"mla"}),
+    layer_kinds=frozenset({"mla", "sparse_mla"}),
     model_refusal=model_refusal,
     describe_model=describe_model,
     check_cases=check_cases,

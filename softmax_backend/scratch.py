@@ -12,12 +12,14 @@ class Scratch:
 
     One serves all layers of a model, which run one after another on one stream; calls on two
     streams take turns (`backend_core.launch.streams`). Grow it before a
-    CUDA graph is captured (``reserve``): a graph keeps the addresses it has seen.
+    CUDA graph is captured (``reserve``): a graph keeps the addresses it has seen, for which reason
+    memory that has been outgrown is kept too.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._out = torch.empty(0, dtype=torch.float32, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
+        self._outgrown: list[torch.Tensor] = []
         self._order = StreamOrder(device)
 
     def reserve(self, slots: int, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,8 +27,10 @@ class Scratch:
         call on the current stream."""
         self._order.enter(self._out, self._lse)
         if slots * rows * dim > self._out.numel():
+            self._outgrown.append(self._out)
             self._out = torch.empty(slots * rows * dim, device=self._out.device)
         if slots * rows > self._lse.numel():
+            self._outgrown.append(self._lse)
             self._lse = torch.empty(slots * rows, device=self._lse.device)
         return (
             self._out[: slots * rows * dim].view(slots, rows, dim),
@@ -35,7 +39,7 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        return self._out.nbytes + self._lse.nbytes
+        return sum(x.nbytes for x in (self._out, self._lse, *self._outgrown))
 
 
 _shared: dict[torch.device, Scratch] = {}

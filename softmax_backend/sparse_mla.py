@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +34,19 @@ RUNS: dict[str, Run] = {
 }
 
 
+def _gluon_splits(*shapes: Any) -> int:
+    from softmax_backend.run import sparse_mla_sm90
+
+    return sparse_mla_sm90.splits_of(*shapes)
+
+
+SPLITS: dict[str, Callable[..., int]] = {
+    "torch": lambda *shapes: 1,
+    "triton": sparse_mla_triton.splits_of,
+    "gluon_sm90": _gluon_splits,
+}
+
+
 @dataclass(frozen=True, eq=False)
 class SparseMlaSelection:
     """The paths chosen for one kind of layer on one target."""
@@ -44,6 +58,12 @@ class SparseMlaSelection:
     def path(self, tokens: int) -> KernelPath:
         """The path for so many query tokens."""
         return self.sparse_mla.lookup(tokens * self.spec.num_heads)
+
+    def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
+        """Programs that share the rows of each of so many query tokens, with lists of so many
+        entries over a cache of records; rows of bf16 are not split."""
+        path = self.path(tokens)
+        return SPLITS[path.name](path, self.spec, tokens, topks, self.target)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,9 +8,9 @@ one. Passing it turns on the *claims* of every family, so that one model's linea
 and MLA layers may be served by two families. A kind of layer that nobody claims, or whose claim
 declines, is upstream's. There are two sorts of claim:
 
-- `LayerClaim`: layers that the model builds as a class, ``"linear_attention"`` and
-  ``"compressor"``. The family puts a class in upstream's place after the module that defines it
-  has been imported, and decides as a layer is built.
+- `LayerClaim`: layers that the model builds as a class, ``"linear_attention"``, ``"compressor"``
+  and DeepSeek-V4's ``"sparse_mla"``. The family puts a class in upstream's place after the module
+  that defines it has been imported, and decides as a layer is built.
 - `BackendClaim`: layers for which vLLM asks its platform for an attention backend, ``"mla"``,
   ``"sparse_mla"`` and ``"attention"``. The family is asked for a backend class.
 """
@@ -45,7 +45,7 @@ class LayerClaim:
     """Layers that a model builds as a class of its own.
 
     Attributes:
-        kind: ``"linear_attention"`` or ``"compressor"``.
+        kind: ``"linear_attention"``, ``"compressor"`` or ``"sparse_mla"``.
         title: what they are called in a sentence: ``"Kimi Delta Attention"``.
         modules: vLLM's modules that define the classes. A module that has been imported says that
             the model has such layers: nothing but the models that build them imports it.

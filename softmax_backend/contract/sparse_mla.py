@@ -69,6 +69,11 @@ class SparseMlaInputs:
         """Query tokens of all requests."""
         return self.q.shape[0] * self.q.shape[1]
 
+    @property
+    def topks(self) -> tuple[int, ...]:
+        """Entries of a token's lists."""
+        return tuple(given.topk for given in (self.rows, self.extra) if given is not None)
+
 
 def check_sparse_mla(
     spec: SparseMlaSpec,

@@ -1,34 +1,81 @@
-"""vLLM: decodes of its MLA layers on this family, where it is ahead of vLLM's own choice.
+"""vLLM: its MLA layers on this family, where it is ahead of vLLM's own choice.
 
     vllm serve MODEL --attention-backend SOFTMAX   # 0.32 and newer; KDA turns it on too
     vllm serve MODEL --attention-backend CUSTOM    # 0.26 to 0.31, which take no new names
 
-The flag is `backend_core.engines.vllm_flag`'s. What serves is a subclass of the backend that vLLM
-chooses by itself (`vllm_mla`), so that caches, prefills, and decodes in which vLLM's kernel is
-ahead stay as they are. Whether it serves is decided as the layers are built, and logged.
+The flag is `backend_core.engines.vllm_flag`'s. What serves is a subclass of what vLLM chooses by
+itself, so that caches, and steps in which vLLM's kernel is ahead, stay as they are: of its backend
+for dense MLA, of which decodes are taken (`vllm_mla`), and of its layer for DeepSeek-V4's sparse
+MLA (`vllm_sparse`). Whether it serves is decided as the layers are built, and logged.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from backend_core.engines import vllm_flag
-from backend_core.engines.vllm_flag import BackendClaim, Request, batch_invariant, logger
+from backend_core.engines.vllm_flag import (
+    BackendClaim,
+    LayerClaim,
+    Request,
+    batch_invariant,
+    logger,
+)
+from backend_core.strict import fallback
 from backend_core.target import detect_target
 from softmax_backend.engine_choice import Lead, lead_over
-from softmax_backend.engines.vllm_facts import KERNELS, query_tokens
+from softmax_backend.engines.vllm_facts import KERNELS, one_rank_refusal, query_tokens
 from softmax_backend.selection import MlaSelection, select
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 
 FAMILY = "softmax"
+SPARSE = "vllm.models.deepseek_v4.attention"
+FLASHMLA = "vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention"
 
 
 def register() -> None:
-    """Make the flag known; a second call changes nothing."""
-    vllm_flag.register_family(FAMILY, [BackendClaim("mla", "MLA", choose)])
+    """Make the flag known and wait for vLLM's DeepSeek-V4; a second call changes nothing."""
+    sparse = LayerClaim("sparse_mla", "DeepSeek-V4 attention", (SPARSE,), _install)
+    vllm_flag.register_family(FAMILY, [BackendClaim("mla", "MLA", choose), sparse])
+
+
+def _install(module: ModuleType) -> None:
+    """Let the class of DeepSeek-V4's attention layers end its ``__init__`` with a decision."""
+    vllm_flag.after_init(module.DeepseekV4Attention, adopt)
+
+
+def adopt(layer: Any, vllm_config: Any) -> None:
+    """Take over an attention layer that vLLM just built, or say why it stays vLLM's.
+
+    Raises:
+        FallbackError: something of this family failed, in strict mode.
+    """
+    kind = type(layer)
+    if f"{kind.__module__}.{kind.__qualname__}" != FLASHMLA:
+        _stays(kind.__name__, "the calls that are served are FlashMLA's")
+        return
+    reason = vllm_flag.broken(FAMILY)
+    if reason is None:
+        try:
+            ours = importlib.import_module("softmax_backend.engines.vllm_sparse")
+            if (stays := ours.refusal(layer, vllm_config)) is not None:
+                _stays(kind.__name__, stays)
+                return
+            reason = ours.adopt(layer, vllm_config)
+        except Exception as error:
+            reason = vllm_flag.report_broken(FAMILY, error)
+    if reason is not None:
+        fallback(f"--attention-backend {vllm_flag.requested(vllm_config)}: {reason}")
+
+
+@functools.cache
+def _stays(name: str, reason: str) -> None:
+    logger.info("kda-dsv4-backend: DeepSeek-V4 attention stays %s's: %s", name, reason)
 
 
 def choose(request: Request) -> type[Any] | str:
@@ -82,12 +129,7 @@ def _layer_refusal(selector: Any) -> str | None:
 def _engine_refusal(request: Request) -> str | None:
     if batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and plans change with the batch"
-    parallel = request.vllm_config.parallel_config
-    for what in ("decode", "prefill"):
-        ranks = getattr(parallel, f"{what}_context_parallel_size")
-        if ranks > 1:
-            return f"a request must have its whole cache on one rank, got {ranks} {what} ranks"
-    return None
+    return one_rank_refusal(request.vllm_config.parallel_config)
 
 
 @functools.cache

@@ -15,3 +15,12 @@ def query_tokens(vllm_config: Any) -> tuple[int, ...]:
     speculative = vllm_config.speculative_config
     drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
     return (1, 1 + drafts) if 0 < drafts < MAX_QUERY_TOKENS else (1,)
+
+
+def one_rank_refusal(parallel_config: Any) -> str | None:
+    """Why layers stay vLLM's where a request's cache is spread over ranks."""
+    for what in ("decode", "prefill"):
+        ranks = getattr(parallel_config, f"{what}_context_parallel_size")
+        if ranks > 1:
+            return f"a request must have its whole cache on one rank, got {ranks} {what} ranks"
+    return None

@@ -8,7 +8,7 @@ import torch
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import KernelPath
-from backend_core.target import detect_target
+from backend_core.target import Target, detect_target
 from softmax_backend.contract.sparse_mla import SparseMlaInputs, token_stride
 from softmax_backend.launch_params_sparse import GluonSparseMlaParams
 from softmax_backend.plan.sparse_splits import sparse_splits
@@ -29,7 +29,7 @@ def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | No
         _run_rows(params, x, min(x.tokens * tiles, sms))
         return
     if splits is None:
-        splits = sparse_splits(x.tokens * tiles, blocks_of(x, BLOCK), sms, params.overhead)
+        splits = splits_of(path, x.spec, x.tokens, x.topks, detect_target(x.q.device))
     items = x.tokens * splits * tiles
     partial_out, partial_lse = (
         scratch.reserve(x.tokens * splits, x.spec.num_heads, HEAD_DIM)
@@ -97,6 +97,15 @@ def _run_rows(params: GluonSparseMlaParams, x: SparseMlaInputs, ctas: int) -> No
         heads=x.spec.num_heads,
         items=x.tokens * row_tiles(params, x.spec.num_heads),
     )
+
+
+def splits_of(
+    path: KernelPath, spec: SparseMlaSpec, tokens: int, topks: tuple[int, ...], target: Target
+) -> int:
+    """The CTAs that share a token's rows, of lists of so many entries."""
+    params: GluonSparseMlaParams = path.params
+    tiles = tokens * row_tiles(params, spec.num_heads)
+    return sparse_splits(tiles, blocks_of(topks, BLOCK), target.num_sms, params.overhead)
 
 
 def heads_of(params: GluonSparseMlaParams, num_heads: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.tables.schema import KernelPath
-from backend_core.target import detect_target
+from backend_core.target import Target, detect_target
 from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs, token_stride
 from softmax_backend.launch_params_sparse import TritonSparseMlaParams
 from softmax_backend.plan.sparse_splits import sparse_splits
@@ -30,9 +30,7 @@ def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | No
         return
     tiles = row_tiles(params, x.spec.num_heads)
     if splits is None:
-        slots = detect_target(x.q.device).num_sms * params.programs_per_sm
-        blocks = blocks_of(x, params.block_kv)
-        splits = sparse_splits(x.tokens * tiles, blocks, slots, params.overhead)
+        splits = splits_of(path, x.spec, x.tokens, x.topks, detect_target(x.q.device))
     partial_out, partial_lse = (
         scratch.reserve(x.tokens * splits, x.spec.num_heads, HEAD_DIM)
         if splits > 1
@@ -104,10 +102,19 @@ def _run_rows(params: TritonSparseMlaParams, x: SparseMlaInputs, operand: torch.
     )
 
 
-def blocks_of(x: SparseMlaInputs, block_kv: int) -> int:
+def splits_of(
+    path: KernelPath, spec: SparseMlaSpec, tokens: int, topks: tuple[int, ...], target: Target
+) -> int:
+    """The programs that share a token's rows, of lists of so many entries."""
+    params: TritonSparseMlaParams = path.params
+    tiles = tokens * row_tiles(params, spec.num_heads)
+    slots = target.num_sms * params.programs_per_sm
+    return sparse_splits(tiles, blocks_of(topks, params.block_kv), slots, params.overhead)
+
+
+def blocks_of(topks: tuple[int, ...], block_kv: int) -> int:
     """Blocks of one token's lists, if they are full."""
-    lists = [given for given in (x.rows, x.extra) if given is not None]
-    return sum(-(-given.topk // block_kv) for given in lists)
+    return sum(-(-topk // block_kv) for topk in topks)
 
 
 def record_views(given: NamedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -165,7 +165,7 @@ def test_deepseek_v4(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = model(tmp_path, {"model_type": "deepseek_v4"})
+    folder = model(tmp_path, {"model_type": "deepseek_v4", "num_attention_heads": 64})
     code, out, _ = run("serve", "--engine", engine, "--dry-run", folder)
     assert code == 0 and f"--attention-backend {flag}" in out
     assert "main_c4_decode: one_launch" in out

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backend_core.target import KNOWN_TARGETS
-from softmax_backend.engine_choice import MEAN, MEASURED, WORST, Lead, Measured, lead_over
+from softmax_backend.engine_choice import (
+    MEAN,
+    MEASURED,
+    SPARSE,
+    WORST,
+    Lead,
+    Measured,
+    lead_over,
+    sparse_lead_over,
+)
 from softmax_backend.family import FAMILY
 
 ROOT = Path(__file__).parents[2]
 H200 = KNOWN_TARGETS["H200"]
+DEEPSEEK_V4 = {"model_type": "deepseek_v4", "num_attention_heads": 64}
 KIMI = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 32}
 CONTEXTS = ("1k", "8k", "64k")
 
@@ -68,6 +79,72 @@ def test_without_a_measurement_there_is_no_lead() -> None:
     assert lead_over(H200, "fa3", 33) == (
         "its decode was compared with fa3 at up to 32 query rows per request, and this rank has 33"
     )
+
+
+# the benchmark's name of the variant that the table takes, by heads and query tokens
+TAKEN = {8: "16 heads, 8x32", 16: "16 heads, 8x32", 32: "32 heads, 8x32"}
+
+
+def sparse_share(row: dict[str, Any], kernel: str) -> float:
+    """The time of the table's own variant over the other kernel's."""
+    few = row["heads"] == 64 and row["batch"] <= 64
+    name = "32 heads, 8x32" if few else TAKEN.get(row["heads"], "64 heads, 4x32")
+    variants = row.get("variants_us", {})
+    return float(variants.get(name, row["ours_gpu_us"]) / row[f"{kernel}_gpu_us"])
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_the_limits_of_sparse_mla_are_those_of_the_result_file(phase: str) -> None:
+    (entry,) = SPARSE
+    file = json.loads((ROOT / entry.source).read_text())
+    found: dict[int, dict[int, list[float]]] = {}
+    for row in file["rows"]:
+        if row["phase"] == phase:
+            shares = found.setdefault(row["heads"], {}).setdefault(row["batch"], [])
+            shares.append(sparse_share(row, entry.kernel))
+    assert set(found) == set(entry.max_tokens[phase])
+    for heads, batches in found.items():
+        ahead: int | None = 0
+        for tokens, values in sorted(batches.items()):
+            mean = math.prod(values) ** (1 / len(values))
+            if mean > MEAN or max(values) > WORST:
+                break
+            ahead = tokens
+        else:
+            ahead = None
+        assert entry.max_tokens[phase][heads] == ahead
+
+
+def test_sparse_heads_between_are_judged_as_the_larger() -> None:
+    source = SPARSE[0].source
+    assert sparse_lead_over(H200, "flashmla", "decode", 5) == Lead(None, source)
+    assert sparse_lead_over(H200, "flashmla", "decode", 33) == Lead(64, source)
+    assert sparse_lead_over(H200, "flashmla", "prefill", 8) == Lead(None, source)
+    assert sparse_lead_over(H200, "flashmla", "prefill", 33) == (
+        "its sparse prefill was compared with flashmla at up to 32 heads per rank, and this rank"
+        " has 33"
+    )
+    assert sparse_lead_over(KNOWN_TARGETS["MI355X"], "flashmla", "decode", 8) == (
+        "no result compares this package's sparse decode with flashmla on gfx950"
+    )
+
+
+def test_what_is_said_of_deepseek_v4() -> None:
+    assert FAMILY.model_refusal(DEEPSEEK_V4) is None
+    heads, decodes, prefills, *rows = FAMILY.describe_model(H200, DEEPSEEK_V4, 1)
+    source = SPARSE[0].source
+    assert heads == "64 heads per GPU"
+    assert decodes == (
+        f"attention in decodes of up to 64 query tokens, where {source} has them ahead of flashmla"
+    )
+    assert prefills.startswith("attention in prefills: flashmla, since its sparse prefill was")
+    assert all(row.startswith("sparse_mla grid ") for row in rows) and rows
+    assert FAMILY.describe_model(H200, DEEPSEEK_V4, 8)[1:3] == [
+        f"attention in {phase}s, where {source} has them ahead of flashmla"
+        for phase in ("decode", "prefill")
+    ]
+    with pytest.raises(LookupError, match="no result compares this package's sparse decode"):
+        FAMILY.describe_model(KNOWN_TARGETS["MI300X"], DEEPSEEK_V4, 1)
 
 
 def test_which_models_have_layers_of_this_family() -> None:

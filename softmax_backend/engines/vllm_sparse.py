@@ -1,0 +1,275 @@
+"""DeepSeek-V4's attention in vLLM with FlashMLA's calls on this family, where it is ahead.
+
+Which rows a token attends to, the caches and the split into decodes and prefills are vLLM's: its
+layer hands FlashMLA queries, caches and index lists, and a layer that was taken over (`adopt`) has
+those two calls made here. The queries of such a layer keep their own number of heads, where
+FlashMLA has them padded to 64, if every call of the layer is made here.
+
+Where a batch is served follows from its number of query tokens alone. A FULL graph is captured for
+one number of them; in PIECEWISE graphs vLLM runs its attention eagerly.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.models.deepseek_v4.nvidia import flashmla
+from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger
+from backend_core.target import Target, detect_target
+from softmax_backend.contract.sparse_mla import NamedRows
+from softmax_backend.engine_choice import Lead, sparse_lead_over
+from softmax_backend.engines.sparse_layer import MIN_WIDTH, Form, SparseLayer
+from softmax_backend.engines.vllm_facts import one_rank_refusal
+from softmax_backend.scratch import Scratch
+from softmax_backend.spec_sparse_mla import HEAD_DIM
+
+DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+# of the two calls, what is read here, and what holds no choice for these layers
+_READ = {
+    DECODE: {
+        *("q", "k_cache", "indices", "topk_length", "softmax_scale", "attn_sink", "out"),
+        *("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"),
+    },
+    PREFILL: {"q", "kv", "indices", "topk_length", "sm_scale", "attn_sink", "out"},
+}
+_FIXED = {
+    DECODE: {
+        *("block_table", "cache_seqlens", "head_dim_v", "is_fp8_kvcache"),
+        "tile_scheduler_metadata",
+    },
+    PREFILL: {"d_v"},
+}
+_PADDED = (8, 16, 32)
+"""Heads that vLLM's kernel which makes the queries is compiled for, below FlashMLA's 64."""
+
+_layer: ContextVar[SparseAttention | None] = ContextVar("layer", default=None)
+
+
+def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
+    """Take over a layer that vLLM just built; or why it stays vLLM's, as something failed."""
+    for method, name in (("_forward_decode", DECODE), ("_forward_prefill", PREFILL)):
+        odd = _unknown(getattr(DeepseekV4FlashMLAAttention, method), name)
+        if odd is not None:
+            return odd
+    for name, forward in _FORWARDS.items():
+        if not hasattr(upstream := getattr(flashmla, name), "_kda_dsv4"):
+            setattr(flashmla, name, _here_or_there(name, upstream, forward))
+    try:
+        served = _sparse_layer(layer, vllm_config)
+    except (LookupError, ValueError) as error:
+        return str(error)
+    _explain(served, layer.n_local_heads)
+    layer.__class__ = SparseAttention
+    layer.served = served
+    if layer.padded_heads != served.form.heads:
+        _keep_heads(layer, served.form.heads)
+    return None
+
+
+def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
+    """Why vLLM's choice stays for a layer, from what the layer and the engine are."""
+    if batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and the splits of a step change with the batch"
+    if layer.compress_ratio <= 1:
+        return "no result compares attention to a window alone with FlashMLA"
+    if layer.head_dim != HEAD_DIM or layer.kv_cache_dtype != "fp8_ds_mla":
+        return (
+            f"rows must be fp8_ds_mla records of {HEAD_DIM} channels, got {layer.kv_cache_dtype}"
+            f" of {layer.head_dim}"
+        )
+    if vllm_config.model_config.dtype != torch.bfloat16:
+        return f"queries must be in bfloat16, got {vllm_config.model_config.dtype}"
+    reason = one_rank_refusal(vllm_config.parallel_config)
+    if reason is not None:
+        return reason
+    leads = _leads(_target(vllm_config), layer.n_local_heads)
+    if not any(isinstance(lead, Lead) for lead in leads.values()):
+        return "; ".join(map(str, leads.values()))
+    return None
+
+
+def _target(vllm_config: VllmConfig) -> Target:
+    return detect_target(torch.device(vllm_config.device_config.device_type))
+
+
+def _leads(target: Target, heads: int) -> dict[str, Lead | str]:
+    return {
+        phase: sparse_lead_over(target, "flashmla", phase, heads) for phase in ("decode", "prefill")
+    }
+
+
+def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
+    leads = _leads(_target(vllm_config), layer.n_local_heads)
+    everywhere = all(isinstance(x, Lead) and x.max_requests is None for x in leads.values())
+    heads = layer.padded_heads
+    if everywhere:
+        heads = next((n for n in _PADDED if n >= layer.n_local_heads), heads)
+    ratio = layer.compress_ratio
+    if ratio == 4:
+        topk = vllm_config.model_config.hf_config.index_topk
+    else:  # all compressed tokens of a request
+        topk = -(-vllm_config.model_config.max_model_len // ratio)
+        topk = -(-topk // MIN_WIDTH) * MIN_WIDTH
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    scheduler = vllm_config.scheduler_config
+    form = Form(
+        heads=heads,
+        page_size=layer.swa_cache_layer.block_size,
+        extra_page_size=max(1, vllm_config.cache_config.block_size // ratio),
+        topks=(layer.window_size, topk),
+        max_tokens=min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens),
+    )
+    device = torch.device(vllm_config.device_config.device_type)
+    return _of_form(_target(vllm_config), form, *leads.values(), device)
+
+
+@functools.cache
+def _of_form(
+    target: Target, form: Form, decode: Lead | str, prefill: Lead | str, device: torch.device
+) -> SparseLayer:
+    """One for all layers that are alike, its kernels compiled."""
+    served = SparseLayer(target, form, decode=decode, prefill=prefill, scratch=_scratch(device))
+    served.warm_up(device)
+    return served
+
+
+@functools.cache
+def _scratch(device: torch.device) -> Scratch:
+    return Scratch(device)
+
+
+def _keep_heads(layer: Any, heads: int) -> None:
+    """Queries, outputs and sinks of a layer with so many heads, before weights are loaded."""
+    layer.padded_heads = heads
+    sink = torch.nn.Parameter(layer.attn_sink.data[:heads].clone(), requires_grad=False)
+    vars(sink).update(vars(layer.attn_sink))  # the release's way to load it
+    layer.attn_sink = sink
+    if getattr(layer, "eager_scratch_pool", None) is not None:
+        layer.eager_scratch_pool = None  # has room for queries of 64 heads, which it hands out
+
+
+class SparseAttention(DeepseekV4FlashMLAAttention):  # type: ignore[misc]
+    """vLLM's layer, whose calls of FlashMLA are made here; built by vLLM, see `adopt`."""
+
+    served: SparseLayer
+
+    def forward_mqa(
+        self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        token = _layer.set(self)
+        try:
+            super().forward_mqa(q, kv, positions, output)
+        finally:
+            _layer.reset(token)
+
+
+def _here_or_there(
+    name: str, upstream: Callable[..., Any], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What vLLM's module calls for FlashMLA's function: this family's, for layers it serves."""
+    phase = "decode" if name == DECODE else "prefill"
+
+    @functools.wraps(upstream)
+    def call(**arguments: Any) -> Any:
+        layer = _layer.get()
+        if layer is None or not layer.served.covers(phase, arguments["q"].shape[0]):
+            return upstream(**arguments)
+        try:
+            return forward(layer.served, {name: arguments.get(name) for name in _READ[name]})
+        except Exception as error:
+            log_failed_step(f"sparse attention {layer.prefix}", error)
+            raise
+
+    call._kda_dsv4 = True  # type: ignore[attr-defined]
+    return call
+
+
+def _decode(served: SparseLayer, call: dict[str, Any]) -> tuple[torch.Tensor, None]:
+    """One query token is a request, as vLLM hands them over, those of drafts too."""
+    window = NamedRows(call["k_cache"].squeeze(2), call["indices"], call["topk_length"])
+    extra = NamedRows(
+        call["extra_k_cache"].squeeze(2),
+        call["extra_indices_in_kvcache"],
+        call["extra_topk_length"],
+    )
+    sinks, scale = call["attn_sink"], call["softmax_scale"]
+    return (
+        served.decode(call["q"], window, extra, scale=scale, sinks=sinks, out=call["out"]),
+        None,  # nothing reads the LSE
+    )
+
+
+def _prefill(served: SparseLayer, call: dict[str, Any]) -> tuple[torch.Tensor, None, None]:
+    rows = NamedRows(call["kv"].squeeze(1), call["indices"], call["topk_length"])
+    out = call["out"]
+    result = served.prefill(
+        call["q"].unsqueeze(1),
+        rows,
+        scale=call["sm_scale"],
+        sinks=call["attn_sink"],
+        out=None if out is None else out.unsqueeze(1),
+    )
+    return result.squeeze(1), None, None
+
+
+_FORWARDS = {DECODE: _decode, PREFILL: _prefill}
+
+
+@functools.cache
+def _unknown(method: Callable[..., Any], name: str) -> str | None:
+    """What keeps a release's call of FlashMLA from being made here, in words."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+    if len(calls) != 1 or calls[0].args:
+        return f"vllm's {method.__qualname__} must call {name} once, by names"
+    got = {keyword.arg for keyword in calls[0].keywords}
+    if odd := sorted(map(str, got - _READ[name] - _FIXED[name])):
+        return f"vllm's {method.__qualname__} passes {name} arguments that are unknown here: {odd}"
+    if missing := sorted(_READ[name] - got):
+        return f"vllm's {method.__qualname__} must pass {name} {missing}"
+    return None
+
+
+@functools.cache
+def _explain(served: SparseLayer, heads: int) -> None:
+    """Log once what runs where."""
+    here, there = [], []
+    for phase, lead in served.leads.items():
+        if isinstance(lead, str):
+            there.append(f"{phase}s stay FlashMLA's: {lead}")
+        elif lead.max_requests is None:
+            here.append(f"{phase}s")
+        else:
+            here.append(f"{phase}s of up to {lead.max_requests} query tokens")
+    source = next(lead.source for lead in served.leads.values() if isinstance(lead, Lead))
+    padding = "" if served.form.heads == heads else f" as {served.form.heads}"
+    logger.info(
+        "kda-dsv4-backend: DeepSeek-V4's attention with %d heads per rank%s over pages of %d and %d"
+        " rows on %s (%s): %s run here, where %s has them ahead of FlashMLA%s",
+        heads,
+        padding,
+        served.form.page_size,
+        served.form.extra_page_size,
+        served.target.name,
+        served.target.arch,
+        " and ".join(here),
+        source,
+        "".join(f"; {line}" for line in there),
+    )
+    for line in served.explain():
+        logger.info("kda-dsv4-backend: %s", line)
