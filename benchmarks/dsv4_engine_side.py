@@ -1,9 +1,10 @@
 """One process of `benchmarks.dsv4_engine_vllm`: a small DeepSeek-V4 with random weights in vLLM.
 
-    python -m benchmarks.dsv4_engine_side {upstream,flag}[-eager|-mtp] OUT.json
+    python -m benchmarks.dsv4_engine_side {upstream,flag}[-eager|-mtp] OUT.json [--heads N]
 
 The model is vLLM's own DeepSeek-V4 for CUDA in bf16, with its shapes where kernels fix them: 64
-heads of 512 channels, an indexer of 64 heads that takes 512 compressed rows, ratios 4 and 128.
+heads of 512 channels, or as few as a rank has under tensor parallelism, an indexer of 64 heads that
+takes 512 compressed rows, ratios 4 and 128.
 What the machine may lack is replaced by the engine's own code in another form, on every side alike:
 
 - mHC by vLLM's torch functions, since TileLang need not be there; its warm-up is off for this.
@@ -37,6 +38,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SIDES = ("upstream", "flag", "upstream-eager", "flag-eager")
 MTP_SIDES = ("upstream-mtp", "flag-mtp")
 DRAFTS = 2
+HEADS = (8, 16, 32, 64)  # of the attention; groups of the output projection are as many at least
 VOCABULARY, EXPERTS = 1024, 8
 ANSWERS = 16  # tokens that the head can choose; with more, its two best are closer together
 MODEL = {
@@ -96,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("side", choices=SIDES + MTP_SIDES)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--heads", type=int, choices=HEADS, default=64)
     args = parser.parse_args()
     flag, eager = args.side.startswith("flag"), args.side.endswith("eager")
     drafts = DRAFTS if args.side in MTP_SIDES else 0
@@ -107,18 +110,23 @@ def main() -> None:
 
     result: dict[str, Any] = {
         "side": args.side,
+        "heads": args.heads,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "release": vllm.__version__,
         "cutedsl": prepare(flag),
     }
-    watch = None
+    watch = attention = None
+    if flag:
+        from benchmarks.dsv4_engine_attention import AttentionWatch
+
+        attention = AttentionWatch()
     if flag and not eager:
         from benchmarks.dsv4_engine_watch import Watch
 
         watch = Watch()
     say("building the engine")
-    llm = load(flag, eager, drafts)
+    llm = load(flag, eager, drafts, args.heads)
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
     if drafts:  # the target's weights last: they share the embedding and the head
         draw_weights(runner.get_draft_model())
@@ -144,6 +152,8 @@ def main() -> None:
         result["records"] = watch.report()
         watch.detach()
     result["other_weights"] = other_weights(llm, runner.model)
+    if attention is not None:
+        result["attention"] = attention.report(runner.model)
     args.out.write_text(json.dumps(result) + "\n")
     say("done")
 
@@ -166,8 +176,10 @@ def prepare(flag: bool) -> bool:
     load_general_plugins()
     if flag:
         from dsv4_backend.plugin import register_vllm
+        from softmax_backend.plugin import register_vllm as register_attention
 
         register_vllm()
+        register_attention()
     if not has_deep_gemm():
         raise RuntimeError("the indexer of vllm needs DeepGEMM, and none can be imported")
     if not has_cutedsl():
@@ -264,13 +276,13 @@ def warm_up_before_capture() -> None:
     GPUModelRunner.capture_model = capture_model
 
 
-def load(flag: bool, eager: bool, drafts: int) -> Any:
+def load(flag: bool, eager: bool, drafts: int, heads: int) -> Any:
     from vllm import LLM
 
     from backend_core.engines import flag_name
 
     directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps(MODEL))
+    (directory / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": heads}))
     return LLM(
         model=str(directory),
         load_format="dummy",

@@ -1,6 +1,6 @@
 """A small DeepSeek-V4 in a real vLLM on one GPU, without and with the flag: tokens and records.
 
-    python -m benchmarks.dsv4_engine_vllm [OUT.json] [--logs DIR] [--mtp]
+    python -m benchmarks.dsv4_engine_vllm [OUT.json] [--logs DIR] [--mtp] [--heads {8,16,32,64}]
 
 Four processes beside each other: upstream and flag, each in the default mode (Model Runner V2,
 PIECEWISE and FULL graphs) and eager; `benchmarks.dsv4_engine_side` says what the model is. Checked:
@@ -10,11 +10,14 @@ PIECEWISE and FULL graphs) and eager; `benchmarks.dsv4_engine_side` says what th
   are no further apart than rounding moves them, which is seen in upstream's own two modes;
 - with the flag, all bytes of the caches after each step with a graph, beside eager calls of the
   compressors on the same input (`benchmarks.dsv4_engine_watch`), by kind of batch and size;
+- with the flag, which attention ran: layers, calls by kernel, the sizes whose graphs hold ours; and
+  in eager calls the rows of its outputs beside FlashMLA's on the same input
+  (`benchmarks.dsv4_engine_attention`);
 - that the checks can fail: a planted error is seen, and the tokens depend on compressed rows;
 - with ``--mtp`` the same with two drafts per token from an MTP layer, in two processes more.
 
-Exit status 1 and the end of a process's log where one of them fails. Rows of other engines in
-OUT.json stay.
+Exit status 1 and the end of a process's log where one of them fails. Rows of other engines and of
+other numbers of heads in OUT.json stay.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ import argparse
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dsv4_engine_side import DRAFTS, MTP_SIDES, SIDES
+from benchmarks.dsv4_engine_side import DRAFTS, HEADS, MTP_SIDES, SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dsv4_engines_h200.json"
@@ -41,10 +45,11 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?", default=RESULT)
     parser.add_argument("--logs", type=Path, default=Path("/tmp/dsv4_engine_vllm"))
     parser.add_argument("--mtp", action="store_true", help="two drafts per token besides")
+    parser.add_argument("--heads", type=int, choices=HEADS, default=64, help="of the attention")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     wanted = SIDES + MTP_SIDES if args.mtp else SIDES
-    sides = run(list(wanted), args.logs)
+    sides = run(list(wanted), args.logs, args.heads)
     missing = [side for side in wanted if side not in sides]
     if set(missing) & set(SIDES):
         print(f"no result file: {', '.join(missing)} did not run to the end")
@@ -59,7 +64,7 @@ def main() -> None:
     raise SystemExit(1 if problems else 0)
 
 
-def run(names: list[str], logs: Path) -> dict[str, Any]:
+def run(names: list[str], logs: Path, heads: int) -> dict[str, Any]:
     """The sides' results, of those that came to their end; of others the end of the log."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     if "CUDA_HOME" not in environment and Path("/usr/local/cuda/bin/nvcc").exists():
@@ -70,6 +75,7 @@ def run(names: list[str], logs: Path) -> dict[str, Any]:
         out.unlink(missing_ok=True)
         log = (logs / f"{name}.log").open("w")
         command = [sys.executable, "-m", "benchmarks.dsv4_engine_side", name, str(out)]
+        command += ["--heads", str(heads)]
         running[name] = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
@@ -98,7 +104,8 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     main = "CuTe DSL" if upstream["cutedsl"] else "vLLM's Triton kernel for CuTe DSL"
     runner = "Model Runner V2" if flag["engine"]["model_runner_v2"] else "Model Runner V1"
     graphs = flag["engine"]["cudagraph_mode"].replace("_", " ")
-    model = f"bf16 weights, fp32 head of 16 tokens, mHC in torch, {main} upstream"
+    model = f"{upstream['heads']} heads, bf16 weights, fp32 head of 16 tokens, mHC in torch"
+    model = f"{model}, {main} upstream"
     modes = {"": f"default ({runner}, {graphs}); {model}", "-eager": f"eager; {model}"}
     if all(side in sides for side in MTP_SIDES):
         modes["-mtp"] = f"default with MTP, {DRAFTS} drafts ({runner}, {graphs}); {model}"
@@ -155,10 +162,32 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         wanted = "FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"
         if side["compressors"] != [wanted]:
             problems.append(f"{name}: compressors must be {wanted}, got {side['compressors']}")
+    for suffix in modes:
+        attention_rows(sides["flag" + suffix], modes[suffix], row, problems)
     record_rows(flag, modes[""], row, problems)
     if "-mtp" in modes:
         record_rows(sides["flag-mtp"], modes["-mtp"], row, problems)
     return rows, problems
+
+
+def attention_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) -> None:
+    """Which attention ran, and one row for each phase in which ours was compared with FlashMLA."""
+    name, seen = flag["side"], flag["attention"]
+    print(f"{name}: attention layers {seen['layers']}, calls {seen['calls']}")
+    for what, sizes in seen["captured"].items():
+        print(f"{name}: captured with {what}, of {sizes} query tokens")
+    for phase, (close, of) in seen["rows"].items():
+        if of:
+            what = f"rows of our sparse attention beside FlashMLA's on the same input, {phase}s"
+            row(mode, f"{what}, worst {seen['worst'][phase]:.4f} of a row's largest", close, of)
+    ours = {phase for phase, calls in seen["calls"].items() if calls.get("ours", 0)}
+    wanted = {"decode"} if flag["heads"] == 64 else {"decode", "prefill"}
+    if missing := wanted - ours:
+        problems.append(
+            f"{name}: no {' and no '.join(sorted(missing))} ran on our sparse attention"
+        )
+    if not any(what.startswith("decode ours") for what in seen["captured"]) and "eager" not in name:
+        problems.append(f"{name}: no graph holds our sparse attention")
 
 
 def record_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) -> None:
@@ -243,10 +272,10 @@ def partings(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[int, int,
 
 
 def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
-    """The result file, with what it has of other engines and releases."""
-    ours = {(row["engine"], row["release"]) for row in rows}
+    """The result file, with what it has of other engines, releases and numbers of heads."""
+    ours = {run_of(row) for row in rows}
     kept = json.loads(out.read_text())["rows"] if out.exists() else []
-    kept = [row for row in kept if (row["engine"], row["release"]) not in ours]
+    kept = [row for row in kept if run_of(row) not in ours]
     result = {
         "gpu": gpu,
         "date": datetime.date.today().isoformat(),
@@ -255,6 +284,12 @@ def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Engine, release and heads that a row is of; the first rows did not name their 64."""
+    named = re.search(r"; (\d+) heads,", row.get("mode", ""))
+    return row["engine"], row["release"], named.group(1) if named else "64"
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def side(name: str) -> dict[str, Any]:
     }
     result = {
         "side": name,
+        "heads": 64,
         "gpu": "NVIDIA H200",
         "release": "0.33.0",
         "cutedsl": False,
@@ -41,6 +42,14 @@ def side(name: str) -> dict[str, Any]:
         "tokens_from_cache": copy.deepcopy(tokens),
         "other_weights": [[0, 0]] * PROMPTS,
     }
+    if name.startswith("flag"):
+        result["attention"] = {
+            "layers": {"SparseAttention": 3, "DeepseekV4FlashMLAAttention": 1},
+            "calls": {"decode": {"ours": 5, "flashmla": 2}, "prefill": {"flashmla": 7}},
+            "captured": {} if name.endswith("eager") else {"decode ours": [1, 2]},
+            "rows": {"decode": [77, 77], "prefill": [0, 0]},
+            "worst": {"decode": 0.004, "prefill": 0.0},
+        }
     if name.startswith("flag") and not name.endswith("eager"):
         result["records"] = {
             "steps": [
@@ -90,6 +99,10 @@ PROBLEMS = {
     "weights": "upstream: tokens hardly depend on compressed rows",
     "compressor": "flag-eager: compressors must be FusedCompressor, got ['DeepseekCompressor']",
     "listed": "model.layers.1.attn in 3 pages",
+    "attention": "flag-eager: no decode ran on our sparse attention",
+    "native heads": "flag: no prefill ran on our sparse attention",
+    "graphs": "flag: no graph holds our sparse attention",
+    "rows": "rows of our sparse attention beside FlashMLA's on the same input, decodes, worst",
 }
 
 
@@ -115,6 +128,14 @@ def test_each_failure_is_a_problem(case: str) -> None:
         sides["flag-eager"]["compressors"] = ["DeepseekCompressor"]
     elif case == "listed":
         records["failures"] = [PROBLEMS["listed"]]
+    elif case == "attention":
+        sides["flag-eager"]["attention"]["calls"]["decode"] = {"flashmla": 7}
+    elif case == "native heads":
+        sides["flag"]["heads"] = 8
+    elif case == "graphs":
+        sides["flag"]["attention"]["captured"] = {"decode flashmla": [1, 2]}
+    elif case == "rows":
+        sides["flag"]["attention"]["rows"]["decode"][0] -= 1
     _, problems = judge(sides)
     assert len(problems) == 1 and PROBLEMS[case] in problems[0]
 
@@ -148,6 +169,24 @@ def test_rows_of_other_engines_stay(tmp_path: Path) -> None:
     result = json.loads(out.read_text())
     assert result["rows"] == [other, *rows]
     assert result["script"] == "benchmarks/dsv4_engine_vllm.py"
+
+
+def test_rows_of_other_numbers_of_heads_stay(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    first = {"engine": "vllm", "release": "0.33.0", "mode": "eager; bf16 weights"}  # of 64 heads
+    write(out, "NVIDIA H200", [first])
+    sides = run()
+    for heads in (8, 64):
+        for one in sides.values():
+            one["heads"] = heads
+            if "attention" in one:
+                one["attention"]["calls"]["prefill"]["ours"] = 1
+        rows, problems = judge(sides)
+        assert problems == []
+        write(out, "NVIDIA H200", rows)
+        kept = json.loads(out.read_text())["rows"]
+        modes = {row["mode"].split("; ")[1].split(",")[0] for row in kept}
+        assert modes == ({"8 heads", "bf16 weights"} if heads == 8 else {"8 heads", "64 heads"})
 
 
 def test_prompts_are_of_mixed_length_and_the_same_each_time() -> None:

@@ -331,3 +331,36 @@ def test_unknown_arguments_are_refused_with_their_name(
 
 def test_the_flag_of_each_family_knows_the_model(kernel: FlashMla) -> None:
     assert vllm_flag._families["softmax"].serves("sparse_mla")
+
+
+@pytest.mark.parametrize("spoiled", [1.0, 1.1])
+def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, spoiled: float
+) -> None:
+    """`benchmarks.dsv4_engine_attention`, with this package's drop-ins in FlashMLA's place."""
+    from vllm.models.deepseek_v4.nvidia import flashmla
+
+    from benchmarks import dsv4_engine_attention
+    from softmax_backend import flash_mla_sparse
+
+    layer = sparse_layer.SparseLayer
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        monkeypatch.setattr(flashmla, name, getattr(flash_mla_sparse, name))
+    monkeypatch.setattr(layer, "prefill", layer.prefill)
+    decode = layer.decode
+
+    def wrong(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+        return decode(self, *args, **options).mul_(spoiled)
+
+    monkeypatch.setattr(layer, "decode", wrong)
+    monkeypatch.setattr(dsv4_engine_attention, "flashmla_schedule", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    watch = dsv4_engine_attention.AttentionWatch()
+    batches = serve("torch", 8, 4)
+    check_run = batches.run([(131, 132), (0, 1), (0, 3)])
+    assert not check_run.isnan().any()
+    seen = watch.report(torch.nn.ModuleDict({"attention": batches.layer}))
+    assert seen["layers"] == {"SparseAttention": 1} and seen["captured"] == {}
+    assert seen["calls"] == {"decode": {"ours": 1}, "prefill": {"ours": 1}}
+    assert seen["rows"] == {"decode": [16 if spoiled == 1.0 else 0, 16], "prefill": [24, 24]}
+    assert (seen["worst"]["decode"] > 0.05) == (spoiled != 1.0) and seen["worst"]["prefill"] < 0.02
