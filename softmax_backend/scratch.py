@@ -28,10 +28,10 @@ class Scratch:
         self._order.enter(self._out, self._lse)
         if slots * rows * dim > self._out.numel():
             self._outgrown.append(self._out)
-            self._out = torch.empty(slots * rows * dim, device=self._out.device)
+            self._out = self._out.new_empty(slots * rows * dim)  # whatever torch's default dtype
         if slots * rows > self._lse.numel():
             self._outgrown.append(self._lse)
-            self._lse = torch.empty(slots * rows, device=self._lse.device)
+            self._lse = self._lse.new_empty(slots * rows)
         return (
             self._out[: slots * rows * dim].view(slots, rows, dim),
             self._lse[: slots * rows].view(slots, rows),

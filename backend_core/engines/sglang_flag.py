@@ -8,8 +8,8 @@ linear-attention layers and MLA layers may be served by two families; the name m
 family which serves layers of the model. A kind of layer that nobody claims, or whose claim
 declines, is upstream's. There are two sorts of claim:
 
-- `LayerClaim`, of kind ``"linear_attention"`` or ``"compressor"``: the family changes parts of the
-  attention backend that sglang has built;
+- `LayerClaim`, of kind ``"linear_attention"``, ``"compressor"`` or DeepSeek-V4's
+  ``"sparse_mla"``: the family changes parts of the attention backend that sglang has built;
 - `BackendClaim`, of kind ``"mla"``, ``"sparse_mla"`` or ``"attention"``: the family is asked for a
   class that stands in the place of sglang's full-attention backend.
 
@@ -44,7 +44,7 @@ class LayerClaim:
     """Layers that parts of sglang's attention backend serve.
 
     Attributes:
-        kind: ``"linear_attention"`` or ``"compressor"``.
+        kind: ``"linear_attention"``, ``"compressor"`` or ``"sparse_mla"``.
         title: what they are called in a sentence: ``"Kimi Delta Attention"``.
         present: whether sglang's attention backend, of the model that its ModelRunner holds, has
             such layers.

@@ -17,8 +17,21 @@ from softmax_backend.scratch import Scratch
 from softmax_backend.sparse_mla import SparseMlaSelection, select_sparse_mla, sparse_mla
 from softmax_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
+PHASES = ("decode", "prefill")
 MIN_WIDTH = 128
 """Entries of the shortest lists that an engine makes for a compressed cache."""
+
+
+def refusal_of(leads: dict[str, Lead | str]) -> str | None:
+    """Why no call runs here, in words, or ``None`` where one does."""
+    if any(isinstance(lead, Lead) for lead in leads.values()):
+        return None
+    return "; ".join(map(str, leads.values()))
+
+
+def unlimited(leads: dict[str, Lead | str]) -> bool:
+    """Whether every call runs here, so that no other kernel ever sees the queries."""
+    return all(isinstance(lead, Lead) and lead.max_requests is None for lead in leads.values())
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ class SparseLayer:
     captured for; everything else that differs from batch to batch is read on the device.
 
     Args:
-        decode, prefill: the steps that run here, as `sparse_lead_over` answers.
+        leads: for each of `PHASES` the steps that run here, as `sparse_lead_over` answers.
         scratch: one for all layers of a model.
 
     Raises:
@@ -58,13 +71,10 @@ class SparseLayer:
         self,
         target: Target,
         form: Form,
-        *,
-        decode: Lead | str,
-        prefill: Lead | str,
+        leads: dict[str, Lead | str],
         scratch: Scratch,
     ) -> None:
-        self.target, self.form = target, form
-        self.leads = {"decode": decode, "prefill": prefill}
+        self.target, self.form, self.leads = target, form, leads
         self._scratch = scratch
         self._selections: dict[SparseMlaSpec, SparseMlaSelection] = {}
         self._records = SparseMlaSpec(
@@ -84,9 +94,30 @@ class SparseLayer:
         lead = self.leads[phase]
         return isinstance(lead, Lead) and lead.covers(tokens)
 
-    def explain(self) -> list[str]:
-        """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
-        return [str(row) for row in self._selections[self._records].sparse_mla.explain()]
+    def describe(self, heads: int) -> list[str]:
+        """What runs where, and the rows of the table, in lines of a log.
+
+        Args:
+            heads: of a rank, without padding.
+        """
+        here, there, sources = [], [], []
+        for phase, lead in self.leads.items():
+            if isinstance(lead, str):
+                there.append(f"; {phase}s stay FlashMLA's: {lead}")
+                continue
+            most = lead.max_requests
+            here.append(f"{phase}s" if most is None else f"{phase}s of up to {most} query tokens")
+            sources.append(lead.source)
+        form = self.form
+        padding = "" if form.heads == heads else f" as {form.heads}"
+        line = (
+            f"kda-dsv4-backend: DeepSeek-V4's attention with {heads} heads per rank{padding} over"
+            f" pages of {form.page_size} and {form.extra_page_size} rows on {self.target.name}"
+            f" ({self.target.arch}): {' and '.join(here)} run here, where {sources[0]} has them"
+            f" ahead of FlashMLA{''.join(there)}"
+        )
+        rows = self._selections[self._records].sparse_mla.explain()
+        return [line, *(f"kda-dsv4-backend: {row}" for row in rows)]
 
     def decode(
         self,

@@ -11,10 +11,7 @@ one number of them; in PIECEWISE graphs vLLM runs its attention eagerly.
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -26,29 +23,20 @@ from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger
 from backend_core.target import Target, detect_target
-from softmax_backend.contract.sparse_mla import NamedRows
 from softmax_backend.engine_choice import Lead, sparse_lead_over
-from softmax_backend.engines.sparse_layer import MIN_WIDTH, Form, SparseLayer
+from softmax_backend.engines.flash_mla_calls import DECODE, PREFILL, make, unknown
+from softmax_backend.engines.sparse_layer import (
+    MIN_WIDTH,
+    PHASES,
+    Form,
+    SparseLayer,
+    refusal_of,
+    unlimited,
+)
 from softmax_backend.engines.vllm_facts import one_rank_refusal
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec_sparse_mla import HEAD_DIM
 
-DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
-# of the two calls, what is read here, and what holds no choice for these layers
-_READ = {
-    DECODE: {
-        *("q", "k_cache", "indices", "topk_length", "softmax_scale", "attn_sink", "out"),
-        *("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"),
-    },
-    PREFILL: {"q", "kv", "indices", "topk_length", "sm_scale", "attn_sink", "out"},
-}
-_FIXED = {
-    DECODE: {
-        *("block_table", "cache_seqlens", "head_dim_v", "is_fp8_kvcache"),
-        "tile_scheduler_metadata",
-    },
-    PREFILL: {"d_v"},
-}
 _PADDED = (8, 16, 32)
 """Heads that vLLM's kernel which makes the queries is compiled for, below FlashMLA's 64."""
 
@@ -58,12 +46,12 @@ _layer: ContextVar[SparseAttention | None] = ContextVar("layer", default=None)
 def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
     """Take over a layer that vLLM just built; or why it stays vLLM's, as something failed."""
     for method, name in (("_forward_decode", DECODE), ("_forward_prefill", PREFILL)):
-        odd = _unknown(getattr(DeepseekV4FlashMLAAttention, method), name)
+        odd = unknown("vllm", getattr(DeepseekV4FlashMLAAttention, method), name)
         if odd is not None:
             return odd
-    for name, forward in _FORWARDS.items():
+    for name in (DECODE, PREFILL):
         if not hasattr(upstream := getattr(flashmla, name), "_kda_dsv4"):
-            setattr(flashmla, name, _here_or_there(name, upstream, forward))
+            setattr(flashmla, name, _here_or_there(name, upstream))
     try:
         served = _sparse_layer(layer, vllm_config)
     except (LookupError, ValueError) as error:
@@ -93,9 +81,7 @@ def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
     if reason is not None:
         return reason
     leads = _leads(_target(vllm_config), layer.n_local_heads)
-    if not any(isinstance(lead, Lead) for lead in leads.values()):
-        return "; ".join(map(str, leads.values()))
-    return None
+    return refusal_of(leads)
 
 
 def _target(vllm_config: VllmConfig) -> Target:
@@ -103,16 +89,13 @@ def _target(vllm_config: VllmConfig) -> Target:
 
 
 def _leads(target: Target, heads: int) -> dict[str, Lead | str]:
-    return {
-        phase: sparse_lead_over(target, "flashmla", phase, heads) for phase in ("decode", "prefill")
-    }
+    return {phase: sparse_lead_over(target, "flashmla", phase, heads) for phase in PHASES}
 
 
 def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
     leads = _leads(_target(vllm_config), layer.n_local_heads)
-    everywhere = all(isinstance(x, Lead) and x.max_requests is None for x in leads.values())
     heads = layer.padded_heads
-    if everywhere:
+    if unlimited(leads):
         heads = next((n for n in _PADDED if n >= layer.n_local_heads), heads)
     ratio = layer.compress_ratio
     if ratio == 4:
@@ -131,15 +114,15 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
         max_tokens=min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens),
     )
     device = torch.device(vllm_config.device_config.device_type)
-    return _of_form(_target(vllm_config), form, *leads.values(), device)
+    return _of_form(_target(vllm_config), form, tuple(leads.items()), device)
 
 
 @functools.cache
 def _of_form(
-    target: Target, form: Form, decode: Lead | str, prefill: Lead | str, device: torch.device
+    target: Target, form: Form, leads: tuple[tuple[str, Lead | str], ...], device: torch.device
 ) -> SparseLayer:
     """One for all layers that are alike, its kernels compiled."""
-    served = SparseLayer(target, form, decode=decode, prefill=prefill, scratch=_scratch(device))
+    served = SparseLayer(target, form, dict(leads), _scratch(device))
     served.warm_up(device)
     return served
 
@@ -174,9 +157,7 @@ class SparseAttention(DeepseekV4FlashMLAAttention):  # type: ignore[misc]
             _layer.reset(token)
 
 
-def _here_or_there(
-    name: str, upstream: Callable[..., Any], forward: Callable[..., Any]
-) -> Callable[..., Any]:
+def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any]:
     """What vLLM's module calls for FlashMLA's function: this family's, for layers it serves."""
     phase = "decode" if name == DECODE else "prefill"
 
@@ -186,7 +167,7 @@ def _here_or_there(
         if layer is None or not layer.served.covers(phase, arguments["q"].shape[0]):
             return upstream(**arguments)
         try:
-            return forward(layer.served, {name: arguments.get(name) for name in _READ[name]})
+            return make(layer.served, name, arguments)
         except Exception as error:
             log_failed_step(f"sparse attention {layer.prefix}", error)
             raise
@@ -195,81 +176,8 @@ def _here_or_there(
     return call
 
 
-def _decode(served: SparseLayer, call: dict[str, Any]) -> tuple[torch.Tensor, None]:
-    """One query token is a request, as vLLM hands them over, those of drafts too."""
-    window = NamedRows(call["k_cache"].squeeze(2), call["indices"], call["topk_length"])
-    extra = NamedRows(
-        call["extra_k_cache"].squeeze(2),
-        call["extra_indices_in_kvcache"],
-        call["extra_topk_length"],
-    )
-    sinks, scale = call["attn_sink"], call["softmax_scale"]
-    return (
-        served.decode(call["q"], window, extra, scale=scale, sinks=sinks, out=call["out"]),
-        None,  # nothing reads the LSE
-    )
-
-
-def _prefill(served: SparseLayer, call: dict[str, Any]) -> tuple[torch.Tensor, None, None]:
-    rows = NamedRows(call["kv"].squeeze(1), call["indices"], call["topk_length"])
-    out = call["out"]
-    result = served.prefill(
-        call["q"].unsqueeze(1),
-        rows,
-        scale=call["sm_scale"],
-        sinks=call["attn_sink"],
-        out=None if out is None else out.unsqueeze(1),
-    )
-    return result.squeeze(1), None, None
-
-
-_FORWARDS = {DECODE: _decode, PREFILL: _prefill}
-
-
-@functools.cache
-def _unknown(method: Callable[..., Any], name: str) -> str | None:
-    """What keeps a release's call of FlashMLA from being made here, in words."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
-    ]
-    if len(calls) != 1 or calls[0].args:
-        return f"vllm's {method.__qualname__} must call {name} once, by names"
-    got = {keyword.arg for keyword in calls[0].keywords}
-    if odd := sorted(map(str, got - _READ[name] - _FIXED[name])):
-        return f"vllm's {method.__qualname__} passes {name} arguments that are unknown here: {odd}"
-    if missing := sorted(_READ[name] - got):
-        return f"vllm's {method.__qualname__} must pass {name} {missing}"
-    return None
-
-
 @functools.cache
 def _explain(served: SparseLayer, heads: int) -> None:
     """Log once what runs where."""
-    here, there = [], []
-    for phase, lead in served.leads.items():
-        if isinstance(lead, str):
-            there.append(f"{phase}s stay FlashMLA's: {lead}")
-        elif lead.max_requests is None:
-            here.append(f"{phase}s")
-        else:
-            here.append(f"{phase}s of up to {lead.max_requests} query tokens")
-    source = next(lead.source for lead in served.leads.values() if isinstance(lead, Lead))
-    padding = "" if served.form.heads == heads else f" as {served.form.heads}"
-    logger.info(
-        "kda-dsv4-backend: DeepSeek-V4's attention with %d heads per rank%s over pages of %d and %d"
-        " rows on %s (%s): %s run here, where %s has them ahead of FlashMLA%s",
-        heads,
-        padding,
-        served.form.page_size,
-        served.form.extra_page_size,
-        served.target.name,
-        served.target.arch,
-        " and ".join(here),
-        source,
-        "".join(f"; {line}" for line in there),
-    )
-    for line in served.explain():
-        logger.info("kda-dsv4-backend: %s", line)
+    for line in served.describe(heads):
+        logger.info("%s", line)

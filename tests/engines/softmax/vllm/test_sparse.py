@@ -15,7 +15,7 @@ from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from dsv4_backend.plugin import register_vllm as register_dsv4
 from softmax_backend.engine_choice import Lead, sparse_lead_over
-from softmax_backend.engines import sparse_layer
+from softmax_backend.engines import flash_mla_calls, sparse_layer
 from softmax_backend.engines import vllm as adapter
 from softmax_backend.plugin import register_vllm
 from tests.engines.softmax.vllm.sparse_harness import (
@@ -206,10 +206,13 @@ def test_lengths_that_the_host_reads_in_a_capture_are_caught(
 
 
 def test_a_warm_layer_takes_no_memory_in_a_step(serve: Serve) -> None:
-    """Scratch is there before anything is captured, for every number of tokens and width."""
+    """Scratch is there before anything is captured, for every number of tokens and width.
+
+    In float32, though vLLM builds layers with bfloat16 as torch's default.
+    """
     batches = serve("triton", 8, 128)
     scratch, address = _scratch_of(batches)
-    assert scratch.nbytes
+    assert scratch.nbytes and scratch.reserve(1, 1, 1)[0].dtype == torch.float32
     batches.run(DECODES)
     assert _scratch_of(batches) == (scratch, address)
 
@@ -308,25 +311,22 @@ def test_layers_of_another_class_stay_what_they_are(kernel: FlashMla, log_lines:
 def test_unknown_arguments_are_refused_with_their_name(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    from softmax_backend.engines import vllm_sparse
-
     batches = serve("torch", 8, 4)
-    monkeypatch.setitem(
-        vllm_sparse._READ, vllm_sparse.DECODE, vllm_sparse._READ[vllm_sparse.DECODE] - {"out"}
-    )
-    vllm_sparse._unknown.cache_clear()
+    name = flash_mla_calls.DECODE
+    monkeypatch.setitem(flash_mla_calls.READ, name, flash_mla_calls.READ[name] - {"out"})
+    flash_mla_calls.unknown.cache_clear()
     try:
         layer = build_layer(batches.config, 4)
         assert type(layer).__name__ == "DeepseekV4FlashMLAAttention"
         assert log_lines[-1].endswith(
             "vllm's DeepseekV4FlashMLAAttention._forward_decode passes flash_mla_with_kvcache"
-            " arguments that are unknown here: ['out']"
+            " arguments that are unknown: ['out']"
         )
         monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-        with pytest.raises(FallbackError, match="arguments that are unknown here"):
+        with pytest.raises(FallbackError, match="arguments that are unknown"):
             build_layer(batches.config, 4)
     finally:
-        vllm_sparse._unknown.cache_clear()
+        flash_mla_calls.unknown.cache_clear()
 
 
 def test_the_flag_of_each_family_knows_the_model(kernel: FlashMla) -> None:

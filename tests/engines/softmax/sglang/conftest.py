@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+if importlib.util.find_spec("sglang") is not None:
+    from tests.engines.sglang_process import inference, load_plugins  # noqa: F401
+    from tests.engines.softmax.sglang import flash_mla
+
+    load_plugins()
+    if importlib.metadata.version("sglang") == "0.5.23":
+        flash_mla.install()  # before anything imports sglang's interface to it
+    else:
+        collect_ignore_glob = ["test_*.py"]  # the calls of other releases are not taken over
