@@ -46,6 +46,8 @@ files under `benchmarks/results/`; CI fails where it is stale.
 
 _DRAWN = "the kernel of the layers; tested with drawn inputs only"
 _MLA = "MLA decode where measured ahead"
+_ATTENTION = "[attention](families/softmax.md) where measured ahead"
+_SGLANG_V4 = f"compressor, from 0.5.17 on (plans v2); {_ATTENTION}, 0.5.23; CPU"
 MODELS = f"""
 ## Models
 
@@ -56,7 +58,7 @@ MODELS = f"""
 | GLM-5.3-Flash | KDA layers, 0.30 to 0.33; CPU | {_DRAWN} |
 | Ling-V3 | KDA layers, 0.28 to 0.33; CPU | {_DRAWN} |
 | DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}, 0.26 to 0.33; CPU | upstream |
-| DeepSeek-V4 | [compressor](families/dsv4.md) | the same, from 0.5.17 on (plans v2) |
+| DeepSeek-V4 | [compressor](families/dsv4.md); {_ATTENTION}, CPU | {_SGLANG_V4} |
 
 *CPU*: contract tests in the releases' own wheels; no GPU has served that model with this backend.
 
