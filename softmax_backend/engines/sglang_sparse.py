@@ -54,6 +54,7 @@ def install(backend: Any, runner: Any) -> None:
             return
     target, scratch = detect_target(backend.device), Scratch(backend.device)
     served: dict[int, SparseLayer] = {}
+    native: list[Any] = []
     said: set[str] = set()
     for module in runner.model.modules():
         if not isinstance(module, MQALayer):
@@ -72,7 +73,7 @@ def install(backend: Any, runner: Any) -> None:
             for line in layer.describe(heads):
                 rank0_log(line)
         if stays is None and served[ratio].form.heads == heads:
-            module._kernel_num_heads = _own_heads(heads)
+            native.append(module)
         elif stays is not None and stays not in said:
             said.add(stays)
             rank0_log(
@@ -81,6 +82,8 @@ def install(backend: Any, runner: Any) -> None:
             )
     if served:
         _take_over(backend, served)
+    for module in native:
+        module._kernel_num_heads = _own_heads(module.n_local_heads)
 
 
 def _refusal(backend: Any) -> str | None:

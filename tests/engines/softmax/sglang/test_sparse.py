@@ -354,6 +354,24 @@ def test_other_backends_and_records_are_left_alone(
     assert vars(server.backend) == before
 
 
+def test_a_form_without_a_path_leaves_every_layer_as_it_was(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """The second form fails, after the first was made."""
+    made = sglang_sparse.SparseLayer
+
+    def fails(target: Target, form: Any, *rest: Any) -> Any:
+        if form.extra_page_size == 2:
+            raise LookupError("no path for pages of 2 rows")
+        return made(target, form, *rest)
+
+    monkeypatch.setattr(sglang_sparse, "SparseLayer", fails)
+    server = serve("torch", 8)
+    assert log_lines[-1].endswith("--attention-backend dsv4: no path for pages of 2 rows")
+    assert server.backend._flash_mla_with_kvcache is server.kernel
+    assert server.model["4"]._kernel_num_heads(3) == 64
+
+
 def test_without_a_measurement_nothing_is_taken_over(log_lines: list[str]) -> None:
     server = Server(8)
     adapter._install(server.backend, server.runner)
