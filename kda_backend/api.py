@@ -15,6 +15,7 @@ from kda_backend.contract.sequences import (
     check_sequences,
     check_step_plan,
     packed,
+    packed_rows,
 )
 from kda_backend.contract.states import check_slots
 from kda_backend.contract.tokens import refuse_gradients
@@ -129,7 +130,8 @@ def chunk_kda(
     chunk_states = None
     if return_intermediate_states:
         chunk_states = k.new_empty(state.shape(tokens, step_plan.num_chunks))
-    run_prefill(selection, tokens, gate, step_plan, state, out, chunk_states, scratch)
+    written = packed_rows(out)
+    run_prefill(selection, tokens, gate, step_plan, state, written, chunk_states, scratch)
     final_state = state.write if output_final_state else None
     if chunk_states is None:
         return out, final_state
@@ -225,7 +227,7 @@ def fused_recurrent_kda(
             build_step_plan(cu_seqlens, q.shape[1], chunk_table=False)  # checks the values
     tokens, state = _ready(tokens, state, is_packed, sequences, output_final_state)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    run_recurrent(selection, tokens, gate, cu_seqlens, state, out)
+    run_recurrent(selection, tokens, gate, cu_seqlens, state, packed_rows(out))
     return out, state.write if output_final_state else None
 
 

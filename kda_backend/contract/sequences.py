@@ -52,11 +52,20 @@ def check_sequences(
 
 
 def packed(tokens: TokenInputs) -> TokenInputs:
-    """The tokens with packed copies of the tensors that are not packed."""
-    q, k, v, g = (x if _is_packed(x) else x.contiguous() for x in tokens[:4])
-    beta = tokens.beta
-    beta = beta if _is_packed(beta.unsqueeze(3)) else beta.contiguous()
+    """The tokens as `packed_rows` of each tensor."""
+    q, k, v, g = map(packed_rows, tokens[:4])
+    beta = packed_rows(tokens.beta.unsqueeze(3)).squeeze(3)
     return TokenInputs(q, k, v, g, beta, *tokens[5:])
+
+
+def packed_rows(x: torch.Tensor) -> torch.Tensor:
+    """``[B, T, heads, D]`` whose tokens follow one another by the stride of T: ``x`` itself, a view
+    of it where T = 1, whose stride says nothing, or a copy."""
+    if _is_packed(x):
+        return x
+    if x.shape[1] == 1 and (x.stride(3) == 1 or x.shape[3] == 1):
+        return x.as_strided(x.shape, (x.stride(0), x.stride(0), *x.stride()[2:]))
+    return x.contiguous()
 
 
 def check_step_plan(step_plan: StepPlan, q: torch.Tensor, selection: KdaSelection) -> None:
@@ -85,7 +94,12 @@ def _check_output(out: torch.Tensor, v: torch.Tensor) -> None:
     expect_dtype("out", out, v.dtype)
     expect_device("out", out, v.device)
     expect_stride("out", out, 3, 1)
-    if out.shape[0] > 1 and out.shape[1] > 0:
+    if out.shape[0] > 1 and out.shape[1] == 1:
+        if out.stride(0) < out.shape[3]:  # rows may lie anywhere, but not over one another
+            raise ValueError(
+                f"out must have stride {out.shape[3]} or more in dimension 0, got {out.stride(0)}"
+            )
+    elif out.shape[0] > 1 and out.shape[1] > 0:
         expect_stride("out", out, 0, out.shape[1] * out.stride(1))
 
 

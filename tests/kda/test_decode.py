@@ -162,6 +162,36 @@ def test_split_views_and_output_in_place_of_v(backend: Backend, seed: int) -> No
     assert_same_bits("g", packed[:, :, 6:], case.g)
 
 
+@pytest.mark.parametrize("operator", ["recurrent", "chunk"])
+def test_one_token_of_each_sequence_is_read_where_it_lies(
+    backend: Backend, seed: int, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views [B, 1, ...] of one packed row per sequence, the output in place of v: no copies."""
+    case = backend.case(seed, (1, 1, 1), heads=2)
+    run = getattr(backend, operator)
+    want, want_state = run(case)
+    packed = torch.cat([case.q, case.k, case.v, case.g], 2)
+    beta = torch.cat([case.beta, case.beta], 2)[0, :, None, :2]
+    q, k, v, g = (x[0, :, None] for x in packed.split(2, dim=2))
+    views = dataclasses.replace(case, q=q, k=k, v=v, g=g, beta=beta)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "contiguous", None)  # a copy is a TypeError
+        o, state = run(views, out=v, cu_seqlens=None)
+    assert o is v
+    backend.assert_same("output", packed[:, :, 4:6], want)
+    backend.assert_same("state", state, want_state)
+    assert_same_bits("q and k", packed[:, :, :4], torch.cat([case.q, case.k], 2))
+    assert_same_bits("g", packed[:, :, 6:], case.g)
+
+
+def test_outputs_of_one_token_must_not_lie_over_one_another(backend: Backend, seed: int) -> None:
+    case = backend.case(seed, (1, 1, 1), heads=2)
+    views = {name: getattr(case, name)[0, :, None] for name in ("q", "k", "v", "g", "beta")}
+    out = views["v"][:1].clone().expand(3, -1, -1, -1)
+    with pytest.raises(ValueError, match=r"out must have stride \d+ or more in dimension 0, got 0"):
+        backend.recurrent(dataclasses.replace(case, **views), out=out, cu_seqlens=None)
+
+
 def test_output_goes_to_the_given_buffer(backend: Backend, seed: int) -> None:
     case = backend.case(seed, (3, 1), heads=2)
     value_dim = case.v.shape[3]
