@@ -51,7 +51,8 @@ class MlaPlanner:
             every split has so many tokens, a multiple of 64. ``max_tokens`` is then required.
         max_tokens: the longest request, for the capacity of fixed splits.
         shared_prefix_tokens: > 0: requests that share at least so many leading tokens, in whole
-            pages at the head of their block tables, read them once per 64 query rows.
+            pages at the head of their block tables, read them once per 64 query rows. On a CPU,
+            whose path computes each request on its own, each reads its own, with the same result.
 
     Raises:
         ValueError: an argument is not as described, or two of them exclude one another.
@@ -156,7 +157,7 @@ class MlaPlanner:
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=lengths.device)
         prefix = None
         tiles = requests
-        if self._prefix_tokens:
+        if self._prefix_tokens and path.name != "torch":
             # a group of n requests has ceil(n rows / 64) tiles, and n is at least 2
             prefix_tiles = requests // 2 + -(-requests * rows // 64)
             tiles += prefix_tiles
