@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
 
 _TABLE_BLOCK = 128  # chunks of one program of the table's kernel
+_TABLE_SEQUENCES = 16  # that it looks at together; more spill, of scalars at 32 on CDNA
 
 
 class ChunkTable(NamedTuple):
@@ -190,5 +191,5 @@ def _chunk_table_kernel() -> KernelLaunch:
     from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.chunk_table import chunk_table_kernel
 
-    constexprs = {"CHUNK": CHUNK, "BLOCK": _TABLE_BLOCK}
+    constexprs = {"CHUNK": CHUNK, "BLOCK": _TABLE_BLOCK, "BLOCK_N": _TABLE_SEQUENCES}
     return KernelLaunch(chunk_table_kernel, constexprs, {"num_warps": 4})
