@@ -172,7 +172,8 @@ def test_a_draft_that_commits_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_compressor_without_its_ape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, row = _row("dsv4", "indexer_decode")
-    assert check_dsv4._steps(row, "paged", False, cpu, CPU) == 0.0
+    spec = check_dsv4._spec("indexer", "paged", False)
+    assert check_dsv4._steps(row, "paged", spec, False, cpu, CPU) == 0.0
     moved = check_dsv4.to_device
 
     def without_ape(*args):
@@ -182,7 +183,7 @@ def test_a_compressor_without_its_ape_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(check_dsv4, "to_device", without_ape)
     with pytest.raises(RuntimeError, match=r"state rows differ|more than one step"):
-        check_dsv4._steps(row, "paged", False, cpu, CPU)
+        check_dsv4._steps(row, "paged", spec, False, cpu, CPU)
 
 
 WORKER = """
