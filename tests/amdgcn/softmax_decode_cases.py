@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from softmax_backend import flashinfer, reference
 from softmax_backend import reference_sparse_mla as sparse_reference
 from softmax_backend.contract.sparse_mla import NamedRows
 from softmax_backend.plan import MlaPlanner
+from softmax_backend.plan.split_kv import flash_mla_schedule, split_kv
 from softmax_backend.selection import MlaSelection
 from softmax_backend.sparse_mla import SparseMlaSelection, sparse_mla
 from softmax_backend.spec import MlaSpec
@@ -58,7 +60,24 @@ def decode_cases(row: KernelPath) -> Cases:
             return _decode(row, target, spec, lengths, options, has_sinks)
 
         cases[f"mla_decode: {name}"] = run
-    return cases
+    return cases | {"mla_decode: plans of 128 requests": lambda target: _plans(row, target)}
+
+
+def _plans(row: KernelPath, target: Target) -> Answer:
+    """Both schedules for a GPU of 256 compute units, beside those in torch. Exact."""
+    generator = torch.Generator().manual_seed(8)
+    lengths = torch.randint(0, 9000, (128,), generator=generator, dtype=torch.int32)
+    full = dataclasses.replace(target, num_sms=256)
+    selection = MlaSelection(full, MlaSpec(4, 64), PathSelection.of(row))
+    params = row.params
+    wrong = 0
+    for schedule, want in (
+        ("balanced", split_kv(lengths, 256, params.overhead, params.min_blocks)),
+        ("flash_mla", flash_mla_schedule(lengths, 256)),
+    ):
+        plan = MlaPlanner(selection, schedule=schedule).plan(lengths)  # type: ignore[arg-type]
+        wrong += int((plan.work != want[0]).sum()) + int((plan.num_splits != want[1]).sum())
+    return float(wrong), 0.5
 
 
 def _decode(
