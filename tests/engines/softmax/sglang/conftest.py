@@ -11,4 +11,4 @@ if importlib.util.find_spec("sglang") is not None:
     if importlib.metadata.version("sglang") == "0.5.23":
         flash_mla.install()  # before anything imports sglang's interface to it
     else:
-        collect_ignore_glob = ["test_*.py"]  # the calls of other releases are not taken over
+        collect_ignore = ["test_sparse.py"]  # the calls of other releases are not taken over

@@ -7,7 +7,6 @@ lists of rows, which are drawn, and FlashMLA itself, of which no build runs here
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -392,13 +391,3 @@ def test_unknown_arguments_are_refused_with_their_name(
         "sglang's DeepseekV4AttnBackend._forward_attention passes flash_mla_with_kvcache arguments"
         " that are unknown: ['topk_length']"
     )
-
-
-def test_releases_whose_calls_are_not_known_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    server = Server(8)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.22")
-    adapter._install(server.backend, server.runner)
-    assert server.backend._flash_mla_with_kvcache is server.kernel
-    assert log_lines[-1].endswith("its calls are made here in 0.5.23 to 0.5.23, got 0.5.22")
