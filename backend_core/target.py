@@ -17,7 +17,8 @@ class Target:
     Attributes:
         vendor: ``"nvidia"``, ``"amd"`` or ``"cpu"``.
         arch: ``"sm90"``, ``"gfx942"``, ...; ``"cpu"`` for a CPU.
-        num_sms: streaming multiprocessors (NVIDIA) or compute units (AMD); 1 for a CPU.
+        num_sms: streaming multiprocessors (NVIDIA) or compute units (AMD; of one die of an MI250X);
+            1 for a CPU.
         name: the part's own name, for people.
     """
 
@@ -32,13 +33,19 @@ class Target:
         return "cpu" if self.vendor == "cpu" else f"{self.vendor}_{self.arch}"
 
 
-# One representative part of each architecture that ships a path table.
+# One representative part of each architecture that a shipped path table serves.
 KNOWN_TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         Target("nvidia", "sm90", 132, "H200"),
         Target("nvidia", "sm80", 108, "A100"),
+        Target("nvidia", "sm86", 84, "A40"),
+        Target("nvidia", "sm89", 142, "L40S"),
         Target("nvidia", "sm100", 148, "B200"),
+        Target("nvidia", "sm103", 148, "B300"),
+        Target("nvidia", "sm120", 170, "RTX 5090"),
+        Target("nvidia", "sm121", 48, "GB10"),
+        Target("amd", "gfx90a", 110, "MI250X"),
         Target("amd", "gfx942", 304, "MI300X"),
         Target("amd", "gfx950", 256, "MI355X"),
         Target("cpu", "cpu", 1, "cpu"),

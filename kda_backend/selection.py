@@ -51,9 +51,16 @@ class KdaShape:
             needs.add("any_head_dim")
         if self.dtype != torch.bfloat16 or self.gate_dtype != torch.bfloat16:
             needs.add("any_dtype")
+        if operator == "prefill" and _pow2(self.key_dim) * self.dtype.itemsize > 256:
+            needs.add("wide_rows")  # of K: their tiles take twice the shared memory and more
         if operator == "decode_step" and not self.aligned_state:
             needs.add("unaligned_state")
         return frozenset(needs)
+
+
+def _pow2(dim: int) -> int:
+    """The width of a kernel's tile of rows of ``dim`` channels: a power of 2, at least 64."""
+    return max(64, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,16 +19,37 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from backend_core.target import KNOWN_TARGETS, Target
+
 ROOT = Path(__file__).parents[1]
-TARGETS: dict[str, tuple[GPUTarget, str]] = {
-    "sm90": (GPUTarget("cuda", 90, 32), "H200"),
-    "sm100": (GPUTarget("cuda", 100, 32), "B200"),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), "MI300X"),
-    "gfx950": (GPUTarget("hip", "gfx950", 64), "MI355X"),
+TARGETS: dict[str, tuple[GPUTarget, Target]] = {
+    target.arch: (
+        GPUTarget("cuda", int(target.arch[2:]), 32)
+        if target.vendor == "nvidia"
+        else GPUTarget("hip", target.arch, 64),
+        target,
+    )
+    for target in KNOWN_TARGETS.values()
+    if target.vendor != "cpu"
 }
-"""Architecture to the compiler's target and the part of ``KNOWN_TARGETS`` that stands for it."""
-SHARED_LIMIT = {"sm90": 227 << 10, "sm100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+"""Architecture to the compiler's target and the part that stands for it."""
+SHARED_LIMIT = {
+    "sm80": 163 << 10,
+    "sm86": 99 << 10,
+    "sm89": 99 << 10,
+    "sm90": 227 << 10,
+    "sm100": 227 << 10,
+    "sm103": 227 << 10,
+    "sm120": 99 << 10,
+    "sm121": 99 << 10,
+    "gfx90a": 64 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+}
 """Shared memory that one program may use, in bytes."""
+ALL = bool(os.environ.get("KDA_TEST_ALL_TARGETS"))
+COMPILED_AGAIN = tuple(TARGETS) if ALL else ("sm90", "sm100", "gfx942", "gfx950")
+"""Architectures for which the tests compile again what the committed reports hold."""
 Report = dict[str, dict[str, int]]
 
 
@@ -67,7 +88,12 @@ def compile_kernel(
 
 
 def measure(compiled: Any) -> dict[str, int]:
-    """What a compiled kernel takes, read from its machine code and the compiler's notes."""
+    """What a compiled kernel takes, read from its machine code and the compiler's notes.
+
+    ``spills`` are instructions on memory for registers that did not fit. Triton's nvdisasm knows
+    sm_103 and sm_121 not at all: instructions are not counted there, and ``spills`` are the bytes
+    of the stack.
+    """
     read = _measure_amd if "amdgcn" in compiled.asm else _measure_nvidia
     return {**read(compiled), "shared": compiled.metadata.shared}
 
@@ -104,11 +130,15 @@ def _measure_nvidia(compiled: Any) -> dict[str, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
     assert found is not None
     registers, stack, local = (int(group) for group in found.groups())
-    return {
+    line = {
         "registers": registers,
         "spills": _count(r"\bLDL|\bSTL", sass),
         "scalar_spills": 0,
         "stack": stack + local,
+    }
+    if "Cannot decode architecture" in sass:
+        return line | {"spills": line["stack"]}
+    return line | {
         "mma": _count(r"\b[HQ]G?MMA|\bUTC\w*MMA", sass),
         "barriers": _count(r"\bBAR\.", sass),
         "loads": _count(r"\bLDG", sass),

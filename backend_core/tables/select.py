@@ -37,8 +37,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from backend_core.tables.schema import KernelPath, TableSchema, parse_table
@@ -55,12 +55,26 @@ __all__ = [
     "select",
     "shipped_directory",
     "shipped_with",
+    "unmeasured",
     "user_directory",
 ]
 
-# GPUs that share their predecessor's table: same instruction set as far as the kernels use it, same
-# shared memory.
-_TABLE_OF: Mapping[str, str] = {"nvidia_sm103": "nvidia_sm100"}
+# Where a family has no table of a GPU's own: that of a GPU whose instructions it has too, as far as
+# the kernels use them, with at least as much shared memory as those rows take. The compile reports
+# are of each GPU by itself.
+_TABLE_OF: Mapping[str, str] = {
+    "nvidia_sm103": "nvidia_sm100",
+    "nvidia_sm86": "nvidia_sm80",
+    "nvidia_sm89": "nvidia_sm86",
+    "nvidia_sm120": "nvidia_sm86",
+    "nvidia_sm121": "nvidia_sm86",
+    "amd_gfx90a": "amd_gfx942",
+}
+# GPUs that cannot have a table yet, and why: the end of a sentence.
+_WITHOUT: Mapping[str, str] = {
+    "amd_gfx1250": "Triton 3.6.0 does not assemble the kernels for it (amdgpu_user_sgpr_count is"
+    " smaller than what the enabled user SGPRs imply)",
+}
 
 
 @dataclass(frozen=True)
@@ -142,8 +156,8 @@ def load_table(schema: TableSchema, target: Target, *, directory: Path | None = 
 
     Args:
         schema: the family's operators and their parameters.
-        directory: look only here, for ``<family>/<target.key>.toml``, instead of in the user's
-            directory and then in the package.
+        directory: look only here, for ``<family>/<target.key>.toml`` and then for the tables that
+            such a GPU may share, instead of for each in the user's directory and in the package.
 
     Raises:
         LookupError: there is no table for this target.
@@ -151,13 +165,38 @@ def load_table(schema: TableSchema, target: Target, *, directory: Path | None = 
     """
     family = schema.family
     roots = [user_directory(), shipped_with(schema)] if directory is None else [directory]
-    stem = _TABLE_OF.get(target.key, target.key)
-    for root in roots:
-        file = root / family / f"{stem}.toml"
-        if file.is_file():
-            return PathTable(schema, file, parse_table(file, schema, stem))
+    stem: str | None = target.key
+    while stem is not None:
+        for root in roots:
+            file = root / family / f"{stem}.toml"
+            if file.is_file():
+                rows = parse_table(file, schema, stem)
+                if stem != target.key and root == roots[-1]:  # a user's was tuned on this machine
+                    rows = tuple(_measured_elsewhere(row) for row in rows)
+                return PathTable(schema, file, rows)
+        stem = _TABLE_OF.get(stem)
     looked = ", ".join(str(root / family) for root in roots)
-    raise LookupError(f"no {family} kernel paths for {target.arch}: no {stem}.toml in {looked}")
+    missing = f"no {family} kernel paths for {target.arch}: no {target.key}.toml in {looked}"
+    why = _WITHOUT.get(target.key)
+    raise LookupError(missing if why is None else f"{missing}; {why}")
+
+
+def _measured_elsewhere(row: KernelPath) -> KernelPath:
+    if not row.measured:
+        return row
+    return replace(row, measured=False, provenance=f"not measured here, {row.provenance}")
+
+
+def unmeasured(target: Target, selections: Iterable[PathSelection]) -> str | None:
+    """One sentence for the log at model load, where no path chosen on a GPU was measured on one of
+    its architecture; ``None`` elsewhere, and on a CPU, whose path has no parameters."""
+    paths = [path for selection in selections for path in selection.paths]
+    if target.vendor == "cpu" or any(path.measured for path in paths):
+        return None
+    return (
+        f"no launch parameters of these paths were measured on {target.name} ({target.arch}):"
+        " kda-dsv4 check tells whether they are right here, kda-dsv4 tune searches faster ones"
+    )
 
 
 def explain(

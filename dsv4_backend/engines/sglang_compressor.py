@@ -24,6 +24,7 @@ from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixi
 from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
+from backend_core.tables.select import unmeasured
 from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
@@ -252,7 +253,8 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
     """
     target = detect_target(device)
     names = []
-    for selection in (decode_selection(target, spec), prefill_selection(target, spec, "ring")):
+    chosen = decode_selection(target, spec), prefill_selection(target, spec, "ring")
+    for selection in chosen:
         paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
         names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
     rank0_log(
@@ -260,3 +262,5 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
         f" {spec.compress_ratio} ({spec.cache_format}) on {target.name} ({target.arch}):"
         f" {'; '.join(names)}"
     )
+    if note := unmeasured(target, chosen):
+        rank0_log(f"kda-dsv4-backend: {note}")

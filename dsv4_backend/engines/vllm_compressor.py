@@ -36,6 +36,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from backend_core.engines import ENGINES, Engine, vllm_flag
 from backend_core.engines.vllm_flag import flag_name, logger
 from backend_core.strict import fallback
+from backend_core.tables.select import unmeasured
 from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
@@ -175,7 +176,8 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
     """Select the paths of a kind of compressor and log once which they are."""
     target = detect_target(device)
     names = []
-    for selection in (decode_selection(target, spec), prefill_selection(target, spec, "paged")):
+    chosen = decode_selection(target, spec), prefill_selection(target, spec, "paged")
+    for selection in chosen:
         paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
         names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
     if (most := _most_requests(device, spec)) < math.inf:
@@ -192,6 +194,8 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
         target.arch,
         "; ".join(names),
     )
+    if note := unmeasured(target, chosen):
+        logger.info("kda-dsv4-backend: %s", note)
 
 
 class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]

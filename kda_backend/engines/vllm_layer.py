@@ -18,6 +18,7 @@ from vllm.forward_context import get_forward_context
 from backend_core.engines import Engine
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger, requested
 from backend_core.strict import fallback
+from backend_core.tables.select import unmeasured
 from backend_core.target import detect_target
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, run_step
@@ -114,6 +115,8 @@ def _runtime(
     )
     for line in selection.explain():
         logger.info("kda-dsv4-backend: %s", line)
+    if note := unmeasured(selection.target, selection.operators):
+        logger.info("kda-dsv4-backend: %s", note)
     # Two micro-batches run layers at the same time: each call then has memory of its own.
     scratch = None if concurrent else Scratch(device)
     return Runtime(selection, scratch, max_sequences, max_draft, checkpoints)

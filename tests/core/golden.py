@@ -8,7 +8,7 @@ from unittest import mock
 from backend_core.family import families
 from backend_core.tables import select as path_table
 from backend_core.tables.select import feature_sets, load_table, select
-from backend_core.target import Target
+from backend_core.target import KNOWN_TARGETS, Target
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOLDEN = Path(__file__).with_name("golden_selections.txt")
@@ -36,6 +36,11 @@ def render() -> str:
                     lines.append(f"{operator}, needing {', '.join(sorted(kind)) or 'nothing'}")
                     rows = select(table, operator, kind).explain()
                     lines += [f"    {row}" for row in rows if row.refusal is None]
+    for family in families().values():
+        for target in KNOWN_TARGETS.values():
+            stem = load_table(family.tables, target, directory=CONFIGS).source.stem
+            if stem != target.key:
+                lines.append(f"# {family.name}/{target.key} is {stem}")
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from backend_core.target import KNOWN_TARGETS
 from tests.dsv4 import compile_report as dsv4
 from tests.kda import compile_report as kda
 from tests.offline import TARGETS
@@ -32,7 +31,7 @@ def compiled(family: str) -> set[str]:
     if family == "kda":
         return {launch._fn.__name__ for _, launch, *_ in kda.cases("sm90")}
     if family == "dsv4":
-        cases = dsv4.cases(KNOWN_TARGETS[TARGETS["sm90"][1]])
+        cases = dsv4.cases(TARGETS["sm90"][1])
         variants = (build(selection.lookup(1)) for _, selection, build, _ in cases)
         return {variant.kernel.__name__ for variant in variants}
     launches = (*softmax.cases("sm90"), *softmax.gluon_cases())

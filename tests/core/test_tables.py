@@ -11,7 +11,14 @@ import pytest
 
 from backend_core.tables import select as path_table
 from backend_core.tables.schema import NoParams, Operator, TableSchema
-from backend_core.tables.select import PathTable, explain, feature_sets, load_table, select
+from backend_core.tables.select import (
+    PathTable,
+    explain,
+    feature_sets,
+    load_table,
+    select,
+    unmeasured,
+)
 from backend_core.target import KNOWN_TARGETS, Target
 
 H200 = KNOWN_TARGETS["H200"]
@@ -336,6 +343,73 @@ def test_a_gpu_may_share_its_predecessors_table(tmp_path: Path) -> None:
     text = (HEADER + row() + DECODE).replace("sm90", "sm100")
     load(tmp_path, text, KNOWN_TARGETS["B200"])
     assert load_table(TOY, b300, directory=tmp_path).source.name == "nvidia_sm100.toml"
+    load(tmp_path, text.replace("sm100", "sm103"), b300)
+    assert load_table(TOY, b300, directory=tmp_path).source.name == "nvidia_sm103.toml"
+
+
+def test_a_table_of_its_own_goes_before_a_users_shared_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped table for 99 KiB of shared memory, not what a user tuned on an A100."""
+    shipped, mine = tmp_path / "shipped", tmp_path / "mine"
+    toy = dataclasses.replace(TOY, folder=shipped)
+    text = HEADER + row() + DECODE
+    for directory, arch in ((shipped, "sm86"), (mine, "sm80")):
+        directory.mkdir()
+        load(directory, text.replace("sm90", arch), Target("nvidia", arch, 1, ""))
+    monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(mine))
+    l40s = Target("nvidia", "sm89", 142, "L40S")
+    assert load_table(toy, l40s).source == shipped / "toy" / "nvidia_sm86.toml"
+    (shipped / "toy" / "nvidia_sm86.toml").unlink()
+    assert load_table(toy, l40s).source == mine / "toy" / "nvidia_sm80.toml"
+
+
+MEASURED = {
+    "measured": True,
+    "source": "benchmarks/results/x.json",
+    "gpu": "NVIDIA B200",
+    "date": "2026-11-21",
+}
+
+
+def test_what_was_measured_on_one_gpu_is_not_on_another_that_shares_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (HEADER + row(**MEASURED) + DECODE).replace("sm90", "sm100")
+    own = load(tmp_path, text, KNOWN_TARGETS["B200"])
+    shared = load_table(TOY, KNOWN_TARGETS["B300"], directory=tmp_path)
+    assert (own.rows[0].measured, shared.rows[0].measured) == (True, False)
+    assert shared.rows[0].provenance == f"not measured here, {own.rows[0].provenance}"
+    assert shared.rows[1] == own.rows[1]
+    monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(tmp_path))  # tuned on this machine
+    tuned = load_table(TOY, KNOWN_TARGETS["B300"])
+    assert tuned.rows == own.rows and tuned.rows[0].measured
+
+
+def test_model_load_says_where_nothing_was_measured(tmp_path: Path) -> None:
+    text = (HEADER + row(**MEASURED) + DECODE).replace("sm90", "sm100")
+    load(tmp_path, text, KNOWN_TARGETS["B200"])
+
+    def note(name: str) -> str | None:
+        table = load_table(TOY, KNOWN_TARGETS[name], directory=tmp_path)
+        chosen = [select(table, operator) for operator in TOY.operator_names]
+        return unmeasured(KNOWN_TARGETS[name], chosen)
+
+    assert note("B200") is None
+    assert note("B300") == (
+        "no launch parameters of these paths were measured on B300 (sm103): kda-dsv4 check tells"
+        " whether they are right here, kda-dsv4 tune searches faster ones"
+    )
+    (unmeasured_row, _) = load(tmp_path, HEADER + row() + DECODE).rows
+    chosen = path_table.PathSelection.of(unmeasured_row)
+    assert unmeasured(KNOWN_TARGETS["cpu"], [chosen]) is None
+
+
+def test_a_gpu_that_cannot_have_a_table_is_told_why(tmp_path: Path) -> None:
+    with pytest.raises(
+        LookupError, match=r"no toy kernel paths for gfx1250: no amd_gfx1250.toml in .*; Triton 3.6"
+    ):
+        load_table(TOY, Target("amd", "gfx1250", 256, "?"), directory=tmp_path)
 
 
 def test_a_forced_selection_holds_the_given_rows_alone(tmp_path: Path) -> None:

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import triton
 
+from tests.offline import COMPILED_AGAIN, SHARED_LIMIT, TARGETS, Report
+
 ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads(Path(__file__).with_name("compile_report.json").read_text())
-# Bytes of shared memory (LDS) that one program may use.
-SHARED_LIMIT = {"sm90": 232448, "sm100": 232448, "gfx942": 65536, "gfx950": 163840}
+MAY_SPILL = dict.fromkeys(("sm86 pool fp8_ds_mla c128 paged", "sm89 pool fp8_ds_mla c128 paged"), 2)
+"""A register, with which ptxas lets more programs share an SM."""
 
 
-@pytest.mark.parametrize("arch", sorted(SHARED_LIMIT))
+@pytest.mark.parametrize("arch", COMPILED_AGAIN)
 def test_report(arch: str, tmp_path: Path) -> None:
     environment = dict(os.environ, PYTHONPATH=str(ROOT), TRITON_CACHE_DIR=str(tmp_path))
     environment.pop("TRITON_INTERPRET", None)
@@ -29,17 +31,30 @@ def test_report(arch: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
-    for name, line in report.items():
-        assert line["spills"] == 0, f"{name} spills registers"
-        assert line["stack"] == 0, f"{name} uses local memory"
-        assert line["shared"] <= SHARED_LIMIT[arch], f"{name} needs {line['shared']} bytes"
-        if line["num_warps"] == 1:
-            assert line["barriers"] == 0, f"{name} waits for itself"
-            assert line["shared"] == 0, f"{name} goes through shared memory"
-        if name.startswith("in_place 128"):
-            assert line["loads"] <= 6 and line["stores"] <= 2, f"{name}: {line}"
+    _assert_frugal(arch, report)
     if triton.__version__ == COMMITTED["triton"]:
         message = (
             "the kernels compile differently: run tests/dsv4/compile_report.py and read the diff"
         )
         assert report == COMMITTED[arch], message
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_committed_report(arch: str) -> None:
+    _assert_frugal(arch, COMMITTED[arch])
+
+
+def _assert_frugal(arch: str, report: Report) -> None:
+    """Nothing spills, and what one warp or one row has is not fetched twice."""
+    for name, line in report.items():
+        allowed = MAY_SPILL.get(f"{arch} {name}", 0)
+        assert line["spills"] <= allowed, f"{name} spills registers"
+        assert allowed or line["stack"] == 0, f"{name} uses local memory"
+        assert line["shared"] <= SHARED_LIMIT[arch], f"{name} needs {line['shared']} bytes"
+        if "instructions" not in line:  # not counted on this architecture
+            continue
+        if line["num_warps"] == 1:
+            assert line["barriers"] == 0, f"{name} waits for itself"
+            assert line["shared"] == 0, f"{name} goes through shared memory"
+        if name.startswith("in_place 128"):
+            assert line["loads"] <= 6 and line["stores"] <= 2, f"{name}: {line}"

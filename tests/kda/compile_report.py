@@ -1,4 +1,4 @@
-"""Compile every KDA kernel as the shipped tables choose it, for four architectures, without a GPU.
+"""Compile every KDA kernel as the shipped tables choose it, for each architecture, without a GPU.
 
 ``python -m tests.kda.compile_report --write`` rewrites ``compile_report.json``; with the name of an
 architecture it prints that part as JSON, which is what the test compares.
@@ -17,7 +17,6 @@ import torch
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.select import KernelPath, load_table
-from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode.recurrent import _recurrent_kernel
 from kda_backend.decode.step import _step_kernel
 from kda_backend.decode.verify import _verify_kernel
@@ -30,6 +29,7 @@ from kda_backend.step_plan import _chunk_table_kernel
 from tests.offline import TARGETS, Report, compile_kernel, dump, report_of
 
 REPORT = Path(__file__).with_name("compile_report.json")
+CONFIGS = Path(__file__).parents[2] / "configs"
 GATES = {"softplus": Gate.SOFTPLUS, "bounded": Gate.BOUNDED}
 
 # Types of pointers that are not those of the tokens.
@@ -82,13 +82,19 @@ Case = tuple[str, KernelLaunch, torch.dtype, str]
 
 def cases(arch: str) -> Iterator[Case]:
     """Each kernel of each row of the table, for 16-bit inputs at K = V = 128 and 64; then what
-    needs most: fp32 inputs, and the largest head dimension. Then what surrounds a layer's prefill,
-    which no table chooses."""
-    rows = load_table(TABLES, KNOWN_TARGETS[TARGETS[arch][1]]).rows
+    needs most: fp32 inputs, and the largest head dimension, or fp32 inputs at 64 where prefill
+    takes no wider rows. Then what surrounds a layer's prefill, which no table chooses."""
+    rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
     bf16, fp32 = torch.bfloat16, torch.float32
-    for dim, dtype in ((128, bf16), (64, bf16), (128, fp32), (256, bf16)):
+    for dim, dtype in ((128, bf16), (64, bf16), (64, fp32), (128, fp32), (256, bf16)):
         for row in rows:
-            yield from _row_cases(row, dim, dtype)
+            is_wide = dim * dtype.itemsize > 256
+            takes_wide = row.operator != "prefill" or "wide_rows" in row.features
+            if (dim, dtype) == (64, fp32):
+                if not takes_wide:
+                    yield from _row_cases(row, dim, dtype)
+            elif takes_wide or not is_wide:
+                yield from _row_cases(row, dim, dtype)
     fast_math = arch.startswith("sm")
     conv, _ = _short_conv_kernel(4, 3 * 32 * 128, fast_math)
     yield "short_conv bf16", conv, torch.bfloat16, "pool"

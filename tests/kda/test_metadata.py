@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import step_plan as step_plan_module
 from kda_backend.launch_params import TABLES
@@ -172,6 +173,42 @@ def test_a_selection_explains_each_row_of_its_table(kernels: Backend) -> None:
 def test_what_a_shape_requires_of_a_path(shape: KdaShape, features: set[str]) -> None:
     for operator in TABLES.operator_names:
         assert shape.requires(operator) == features
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "dtype", "is_wide"),
+    [
+        (128, "bfloat16", False),
+        (129, "bfloat16", True),
+        (64, "float32", False),
+        (65, "float32", True),
+    ],
+)
+def test_prefill_alone_requires_rows_of_more_than_256_bytes(
+    key_dim: int, dtype: str, is_wide: bool
+) -> None:
+    """Where 99 KiB of shared memory do not hold them, the sentence says so."""
+    shape = KdaShape(4, 4, key_dim, 128, dtype=getattr(torch, dtype))
+    for operator in TABLES.operator_names:
+        assert ("wide_rows" in shape.requires(operator)) == (is_wide and operator == "prefill")
+    for name in ("A40", "L40S", "RTX 5090", "GB10"):
+        if not is_wide:
+            assert select(KNOWN_TARGETS[name], shape).prefill.lookup(1).name == "two_stage"
+            continue
+        with pytest.raises(LookupError, match=r"no prefill path .* two_stage lacks wide_rows"):
+            select(KNOWN_TARGETS[name], shape)
+
+
+def test_no_nvidia_row_asks_for_a_scan_of_one_stage() -> None:
+    """Which was seen to compute wrong values on Hopper (docs/studies/kda-prefill.md)."""
+    stages = [
+        row.params.scan_num_stages
+        for target in KNOWN_TARGETS.values()
+        if target.vendor == "nvidia"
+        for row in load_table(TABLES, target).rows
+        if row.name == "two_stage"
+    ]
+    assert len(stages) >= 8 and min(stages) >= 2
 
 
 def test_only_the_decode_step_requires_states_on_16_bytes() -> None:

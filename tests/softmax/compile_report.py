@@ -93,7 +93,7 @@ def _decode_kernel(path: KernelPath, spec: MlaSpec) -> KernelLaunch:
 
 def cases(arch: str) -> Iterator[Case]:
     """The decode kernel for each row of the table, cache and page size; then what surrounds it."""
-    rows = load_table(TABLES, KNOWN_TARGETS[TARGETS[arch][1]], directory=CONFIGS).rows
+    rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
     for path in rows:
         if (path.operator, path.name) != ("mla_decode", "triton"):
             continue
@@ -118,7 +118,7 @@ def cases(arch: str) -> Iterator[Case]:
 
 def sparse_cases(arch: str) -> Iterator[Case]:
     """Sparse MLA's kernels for each row of the table: split over two caches, direct over one."""
-    rows = load_table(TABLES, KNOWN_TARGETS[TARGETS[arch][1]], directory=CONFIGS).rows
+    rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
     for path in rows:
         if (path.operator, path.name) != ("sparse_mla", "triton"):
             continue
@@ -142,7 +142,8 @@ def sparse_cases(arch: str) -> Iterator[Case]:
         yield "sparse_mla 16 heads, rows of bf16, sinks", kernel, ()
     for splits in (2, 16):
         dim = min(512, 4096 // splits)
-        kernel = sparse_mla_combine.combine_kernel(splits, dim, arch.startswith("sm"))
+        pdl = arch.startswith("sm") and int(arch[2:]) >= 90
+        kernel = sparse_mla_combine.combine_kernel(splits, dim, pdl)
         yield f"sparse_mla_combine, {splits} splits, sinks", kernel, ()
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import triton
 
-from tests.offline import SHARED_LIMIT, report_of
+from tests.offline import ALL, SHARED_LIMIT, TARGETS, report_of
 from tests.softmax.compile_report import QUICK, REPORT
 
-ALL = bool(os.environ.get("KDA_TEST_ALL_TARGETS"))
-"""Compile everything again, which takes minutes, instead of some kernels for one architecture."""
 MAY_SPILL = {
     "sparse_mla_sm90 64 heads, split, two caches": 150,
     "sparse_mla_sm90 64 heads, two caches, sinks": 150,
     "sparse_mla_sm90 64 heads, rows of bf16, sinks": 20,
     "sparse_mla_sm90 32 heads, rows of bf16, sinks": 20,
+    "sm80 paged_attention 32/8 heads of 128, page 16": 3,
+    "sm86 mla_decode 64 heads, page 1, 16-bit": 22,
+    "sm89 mla_decode 64 heads, page 1, 16-bit": 22,
 }
 """Loads and stores of spilled registers, nearly all outside the loop over blocks: a product's
 [512, 64] takes 128 registers of a thread."""
-TARGETS = tuple(SHARED_LIMIT) if ALL else ("gfx942:quick",)
+COMPILED_AGAIN = tuple(TARGETS) if ALL else ("gfx942:quick",)
+"""All of it takes minutes: by default some kernels for one architecture."""
 
 
 def test_nothing_in_the_report_spills_or_overflows() -> None:
@@ -30,13 +31,12 @@ def test_nothing_in_the_report_spills_or_overflows() -> None:
     for arch, limit in SHARED_LIMIT.items():
         for name, kernel in committed[arch].items():
             assert kernel["shared"] <= limit, f"{arch} {name}"
-            if name in MAY_SPILL:
-                assert kernel["spills"] <= MAY_SPILL[name], f"{arch} {name}"
-                continue
-            assert kernel["spills"] == 0 and kernel["stack"] == 0, f"{arch} {name}"
+            allowed = MAY_SPILL.get(name, MAY_SPILL.get(f"{arch} {name}", 0))
+            assert kernel["spills"] <= allowed, f"{arch} {name}"
+            assert allowed or kernel["stack"] == 0, f"{arch} {name}"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", COMPILED_AGAIN)
 def test_kernels_compile_to_what_the_report_says(target: str, tmp_path: Path) -> None:
     committed = json.loads(REPORT.read_text())
     if committed["triton"] != triton.__version__:

@@ -1,4 +1,4 @@
-"""Compile the kernels of block-sparse attention for four architectures, without a GPU.
+"""Compile the kernels of block-sparse attention for each architecture, without a GPU.
 
 Run as a script it rewrites ``compile_report.json``; with the name of an architecture it prints that
 part as JSON, which is what the test compares. Triton's interpreter must be off.
@@ -17,13 +17,16 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from backend_core.tables.select import load_table
 from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
 from softmax_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
+from softmax_backend.launch_params import TABLES
 from softmax_backend.variants import masks
 from softmax_backend.variants.variant import SOFTMAX, Variant, soft_cap
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
 
 REPORT = Path(__file__).with_name("compile_report.json")
+CONFIGS = Path(__file__).parents[3] / "configs"
 Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
@@ -34,7 +37,7 @@ _FLOATS = ("value", "scale", "factor", "softmax_scale", "levels", "scale_log2", 
 def cases(arch: str) -> Iterator[Case]:
     """What is compiled for one architecture."""
     nvidia = arch.startswith("sm")
-    tile = (128, 128, 8, 2) if nvidia else (64, 64, 4, 1)
+    tile, _ = _tile(arch, "block_sparse")
     yield _attention("block_sparse causal", tile, masks.causal)
     yield _attention("block_sparse paged", (tile[0], 64, *tile[2:]), masks.causal, is_paged=True)
     if arch == "sm90" or not nvidia:
@@ -43,7 +46,7 @@ def cases(arch: str) -> Iterator[Case]:
         yield _attention("block_sparse soft_cap", tile, masks.causal, variant=soft_cap(30.0))
         yield _attention("block_sparse element_bits", tile, masks.element_bits)
     for groups in ("per_warp", "per_thread"):
-        if nvidia:
+        if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
     yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
     if not nvidia:
@@ -51,6 +54,15 @@ def cases(arch: str) -> Iterator[Case]:
         yield _int8(arch, name, "per_thread", masks.causal, False, has_bias=True)
     if arch == "sm90" or not nvidia:
         yield from _small_kernels(128 if nvidia else 64, nvidia)
+
+
+def _tile(arch: str, operator: str) -> tuple[tuple[int, int, int, int], frozenset[str]]:
+    """Queries, keys, warps and stages of the table's first Triton row, and what it can do."""
+    rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
+    row = next(row for row in rows if (row.operator, row.name) == (operator, "triton"))
+    params = row.params
+    tile = (params.block_m, params.block_n, params.num_warps, params.num_stages)
+    return tile, row.features
 
 
 def _attention(
@@ -94,13 +106,14 @@ def _int8(
     arch: str, name: str, groups: str, mask: masks.Mask, is_fp8: bool, has_bias: bool = False
 ) -> Case:
     kernels = block_sparse_int8
-    stages = 2 if arch.startswith("sm") else 1
+    (block_m, block_n, warps, stages), _ = _tile(arch, "block_sparse_int8")
+    block_n = block_n if is_fp8 else 64
     constexprs = {
         "HEADS": 24,
         "GROUP": 1,
         "D": 128,
-        "BLOCK_M": 64,
-        "BLOCK_N": 128 if is_fp8 else 64,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
         "STAGES": stages,
         "HAS_PARTIAL": True,
         "HAS_BIAS": has_bias,
@@ -110,15 +123,14 @@ def _int8(
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
         "mask": mask.kernel,
     }
-    block_n = constexprs["BLOCK_N"]
     values = f"fp8e4nv[1,1,128,{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},128]"
     types = {
-        "q_desc": "tensordesc<i8[1,1,64,128]>",
+        "q_desc": f"tensordesc<i8[1,1,{block_m},128]>",
         "k_desc": f"tensordesc<i8[1,1,{block_n},128]>",
         "v_desc": f"tensordesc<{values}>",
         "out_ptr": "*bf16",
     }
-    options = {"num_warps": 4, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages}
     if arch == "sm90":
         options["maxnreg"] = 168
     return name, kernels.block_sparse_int8_kernel, types, constexprs, options

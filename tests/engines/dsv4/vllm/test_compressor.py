@@ -19,13 +19,14 @@ from vllm.models.deepseek_v4.compressor import (
 
 from backend_core.engines import vllm_flag
 from backend_core.strict import FallbackError
-from backend_core.target import KNOWN_TARGETS
+from backend_core.target import KNOWN_TARGETS, Target
 from dsv4_backend import PagedDecode, PagedPrefill, reference
 from dsv4_backend.compressor import decode, prefill, torch_step
 from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.vllm_compressor import FusedCompressor, MetadataBuilder, StateCache
 from dsv4_backend.plugin import register_vllm
-from tests.dsv4.cases import assert_records, expected_rows, make_history, make_spec
+from dsv4_backend.testing.engine import make_spec
+from tests.dsv4.cases import assert_records, expected_rows, make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config, rotary
 
 register_vllm()
@@ -218,7 +219,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
     elif case == "scales":
         monkeypatch.setattr(vllm_compressor, "_packs_scales", lambda: True)
     elif case == "no table":
-        monkeypatch.setattr(vllm_compressor, "detect_target", lambda device: KNOWN_TARGETS["A100"])
+        turing = Target("nvidia", "sm75", 40, "T4")
+        monkeypatch.setattr(vllm_compressor, "detect_target", lambda device: turing)
         vllm_compressor._choose.cache_clear()
     elif case == "signature":
         monkeypatch.setattr(DeepseekCompressor, "forward", lambda self, x: None)
@@ -232,7 +234,7 @@ REFUSALS = {
     "fp8 rows": "main records of kv_cache_dtype fp8 are not served: fp8_ds_mla and bf16 are",
     "batch invariance": "VLLM_BATCH_INVARIANT is set",
     "scales": "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32",
-    "no table": "no dsv4 kernel paths for sm80",
+    "no table": "no dsv4 kernel paths for sm75",
     "signature": "must take ['kv_score', 'positions', 'rotary_emb'], got ['x']",
     "broken": "it broke",
 }
@@ -308,6 +310,18 @@ def test_what_was_chosen_is_said_once_for_each_kind(log_lines: list[str]) -> Non
         "kda-dsv4-backend serves DeepSeek-V4's compressors of 512 channels and ratio 128"
         " (fp8_ds_mla) on cpu (cpu): decode torch; prefill torch"
     ]
+
+
+@pytest.mark.parametrize(("name", "measured"), [("A100", False), ("H200", True)])
+def test_a_gpu_on_which_nothing_was_measured_is_told_so(
+    name: str, measured: bool, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_compressor, "detect_target", lambda device: KNOWN_TARGETS[name])
+    vllm_compressor._choose.cache_clear()
+    vllm_compressor._choose(torch.device("cpu"), make_spec("fp8_ds_mla", 128))
+    vllm_compressor._choose.cache_clear()
+    assert len(log_lines) == 2 - measured
+    assert measured or "were measured on A100 (sm80)" in log_lines[1]
 
 
 def parameters(function: Any) -> list[str]:

@@ -14,6 +14,7 @@ from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import vllm_layer, vllm_profile
 from kda_backend.engines.vllm import register
+from kda_backend.selection import KdaShape
 from tests.engines.kda.vllm.harness import (
     bind_cache,
     build_layer,
@@ -55,6 +56,20 @@ class Computed(TorchDispatchMode):
         if not is_view and func.namespace == "aten" and "empty" not in func.__name__:
             self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "measured"), [("L40S", False), ("H200", True)])
+def test_a_gpu_on_which_nothing_was_measured_is_told_so(
+    name: str, measured: bool, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_layer, "detect_target", lambda device: KNOWN_TARGETS[name])
+    vllm_layer._runtime.cache_clear()
+    shape = KdaShape(4, 4, 128, 128)
+    vllm_layer._runtime(torch.device("cpu"), shape, 1, 0, False, False)
+    notes = [x for x in log_lines if "no launch parameters of these paths were measured" in x]
+    assert len(notes) == (not measured)
+    assert measured or "on L40S (sm89)" in notes[0]
+    vllm_layer._runtime.cache_clear()
 
 
 def test_a_prefill_layer_launches_its_kernels_and_its_products_alone(
