@@ -14,6 +14,7 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
+from backend_core.tables.select import unmeasured
 from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
 from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch
 from kda_backend.selection import KdaSelection, KdaShape, selection_for, warm_up
@@ -50,7 +51,22 @@ def install(backend: Any, runner: Any) -> None:
     if selection is None:
         return
     kernel = KdaKernel(selection, device, reserved_scratch(runner, selection))
-    dispatcher = backend.kernel_dispatcher
+    ours = exchange_kernels(backend.kernel_dispatcher, kernel)
+    cache = pools.mamba2_layer_cache(layers[0].layer_id)
+    one_launch = "decode" in ours and _has_one_launch(layers[0], cache)
+    if one_launch:
+        upstream = backend.forward_decode
+        backend.forward_decode = functools.partial(decode_layer, kernel, backend, upstream)
+    compile_kernels(kernel, layers[0], cache, ours, one_launch)
+    for line in describe(selection, len(layers), cache.temporal.dtype, ours, one_launch):
+        rank0_log(line)
+
+
+def exchange_kernels(dispatcher: Any, kernel: KdaKernel) -> list[str]:
+    """Put ``kernel`` in the place of Triton's in sglang's KDAKernelDispatcher; the phases it has.
+
+    A registry of kernels in sglang (#40414) would stand in the place of this function alone.
+    """
     ours = []
     for phase, name in (("prefill", "extend_kernel"), ("decode", "decode_kernel")):
         upstream = getattr(dispatcher, name)
@@ -62,14 +78,7 @@ def install(backend: Any, runner: Any) -> None:
                 f"{phase} is on {type(upstream).__name__}, which sglang or a flag chose:"
                 f" pass --linear-attn-{phase}-backend triton"
             )
-    cache = pools.mamba2_layer_cache(layers[0].layer_id)
-    one_launch = "decode" in ours and _has_one_launch(layers[0], cache)
-    if one_launch:
-        upstream = backend.forward_decode
-        backend.forward_decode = functools.partial(decode_layer, kernel, backend, upstream)
-    compile_kernels(kernel, layers[0], cache, ours, one_launch)
-    for line in describe(selection, len(layers), cache.temporal.dtype, ours, one_launch):
-        rank0_log(line)
+    return ours
 
 
 def decode_layer(
@@ -231,16 +240,19 @@ def describe(
     phases: Sequence[str],
     one_launch: bool,
 ) -> list[str]:
-    """What was chosen for a model: a line, and one for each row of the table."""
+    """What was chosen for a model: a line, one for each row of the table, and one where no row was
+    measured on this GPU."""
     shape, target = selection.shape, selection.target
     gate = "bounded" if shape.bounded_gate else "unbounded"
     state = str(state_dtype).removeprefix("torch.")
     step = ", convolution in the decode step" if one_launch else ""
+    note = unmeasured(target, selection.operators)
     return [
         f"kda-dsv4: {' and '.join(phases) or 'nothing'} of {num_layers} KDA layers on {target.name}"
         f" ({target.arch}): {shape.num_value_heads} heads on this rank, K = {shape.key_dim},"
         f" V = {shape.value_dim}, {gate} gate, {state} states{step}",
         *(f"kda-dsv4: {row}" for row in selection.explain()),
+        *([] if note is None else [f"kda-dsv4: {note}"]),
     ]
 
 
