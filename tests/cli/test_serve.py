@@ -169,8 +169,8 @@ def test_deepseek_v4(
     code, out, _ = run("serve", "--engine", engine, "--dry-run", folder)
     assert code == 0 and f"--attention-backend {flag}" in out
     assert "main_c4_decode: one_launch" in out
-    ampere = serve_module.detect_target().__class__("nvidia", "sm80", 108, "A100")
-    monkeypatch.setattr(serve_module, "detect_target", lambda: ampere)
+    volta = serve_module.detect_target().__class__("nvidia", "sm70", 80, "V100")
+    monkeypatch.setattr(serve_module, "detect_target", lambda: volta)
     code, _, err = run("serve", "--engine", engine, "--dry-run", folder)
     assert code == 1 and "this machine has no kernel path for this model: no dsv4" in err
     assert_one_sentence(err)

@@ -65,7 +65,8 @@ def test_rendering_a_table_changes_nothing(family: str, target: Any, tmp_path: P
         return
     file = tmp_path / table.source.name
     file.write_text(render(shipped(family, target), "A comment."))
-    assert parse_table(file, table.schema, target.key) == table.rows
+    stem = table.source.stem  # of a table that is shared: another architecture's
+    assert parse_table(file, table.schema, stem) == parse_table(table.source, table.schema, stem)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
