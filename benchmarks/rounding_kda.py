@@ -3,7 +3,7 @@
     python benchmarks/rounding_kda.py --output benchmarks/results/kda_rounding.json
 
 The chunked form in float64 with named operands rounded to bf16 or fp16, against the recurrence in
-float64. One sequence of 513 tokens, 2 heads, K = V = 128; the gate regimes of docs/kda.md.
+float64. One sequence of 513 tokens, 2 heads, K = V = 128; the gate regimes of docs/families/kda.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from kda_backend import reference
 from kda_backend.testing.regimes import MEASURED_REGIMES, collinear, gate_parameters
 
 CHUNK, HEADS, TOKENS, DIM = 64, 2, 513, 128
-# scores: rows and columns of A_qk and L before their product; the others are docs/kda.md's symbols
+# scores: rows and columns of A_qk and L before their product; the others are symbols of
+# docs/families/kda.md
 OPERANDS = ("scores", "T", "k_in", "w", "u", "q_in", "k_out", "S", "v_new", "A_qk", "o")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Rounding = Mapping[str, str]

@@ -103,7 +103,7 @@ def _headline() -> str:
         ),
         (
             f"DeepSeek-V4's compressor, {len(compressor)} sizes",
-            "vLLM, Triton and CuTeDSL",
+            "vLLM, Triton and CuTe DSL",
             [min(_compressor_peers(row)) / row["ours_gpu_ms"] for row in compressor],
         ),
         _headline_of_engine(),
@@ -112,7 +112,7 @@ def _headline() -> str:
         [what, peer, f"{_mean(x):.2f}×", f"{min(x):.2f}× to {max(x):.2f}×"]
         for what, peer, x in rows
     ]
-    lines = _table(["faster than", "the best of", "geometric mean", "range"], cells)
+    lines = _table(["operator", "time of the best of", "over ours, geometric mean", "range"], cells)
     engine = _load(_NEWEST)["date"] if (RESULTS / _NEWEST).exists() else prefill["date"]
     dates = sorted({prefill["date"], decode["date"], engine})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -266,7 +266,7 @@ def _decode() -> list[str]:
 
 _COMPRESSOR_PEERS = {
     "vllm": "vLLM, Triton",
-    "vllm_cutedsl": "vLLM, CuTeDSL",
+    "vllm_cutedsl": "vLLM, CuTe DSL",
     "sglang_jit": "sglang",
 }
 
@@ -291,7 +291,7 @@ def _compressor() -> list[str]:
         *_compressor_table(
             beside,
             f"vLLM {beside['vllm']}: its step in Triton, and its own dispatch on CUDA, which takes"
-            f" CuTeDSL ({beside['cutedsl']}) for the main compressor and Triton for the indexer.",
+            f" CuTe DSL ({beside['cutedsl']}) for the main compressor and Triton for the indexer.",
         ),
         "",
         "Not in the file: " + "; ".join(beside["left_out"]) + ".",

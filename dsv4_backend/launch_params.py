@@ -61,8 +61,8 @@ class DecodeC128Params(DecodeParams):
     Attributes:
         block_w: window rows per inner step.
         max_registers: limit per thread; 0 is none.
-        left_to_cutedsl: vLLM's own CuTeDSL kernels are the faster ones, and its adapter leaves the
-            step to them.
+        left_to_cutedsl: too little is gained over vLLM's own CuTe DSL kernels, and its adapter
+            leaves the step to them.
     """
 
     max_registers: int = 0

@@ -60,8 +60,8 @@ __all__ = [
 ]
 
 # Where a family has no table of a GPU's own: that of a GPU whose instructions it has too, as far as
-# the kernels use them, with at least as much shared memory as those rows take. The compile reports
-# are of each GPU by itself.
+# the kernels use them, with at least as much shared memory as those rows take. Each GPU has compile
+# reports of its own.
 _TABLE_OF: Mapping[str, str] = {
     "nvidia_sm103": "nvidia_sm100",
     "nvidia_sm86": "nvidia_sm80",

@@ -194,8 +194,17 @@ def _second(call: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _pages(memory: torch.Tensor) -> torch.Tensor:
-    """[pages, page bytes] uint8."""
-    return memory.view(torch.uint8).flatten(1)
+    """[pages, page bytes] uint8, no copy.
+
+    Raises:
+        ValueError: a page's bytes do not follow one another.
+    """
+    pages = memory.view(torch.uint8)
+    try:
+        return pages.view(pages.shape[0], -1)
+    except RuntimeError as error:
+        strides = list(memory.stride())
+        raise ValueError(f"the bytes of a page must be adjacent, got strides {strides}") from error
 
 
 def _memory(call: dict[str, Any]) -> tuple[int, ...]:

@@ -181,9 +181,7 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
         paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
         names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
     if (most := _most_requests(device, spec)) < math.inf:
-        names.append(
-            f"decode of more than {most:.0f} requests stays vLLM's, whose CuTeDSL is faster"
-        )
+        names.append(f"decode of more than {most:.0f} query tokens stays in vLLM's CuTe DSL")
     logger.info(
         "kda-dsv4-backend serves DeepSeek-V4's compressors of %d channels and ratio %d (%s) on"
         " %s (%s): %s",
@@ -254,8 +252,8 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
 
 @functools.cache
 def _most_requests(device: torch.device, spec: CompressorSpec) -> float:
-    """Of a decode step that is not left to vLLM's own kernels, which the table says are faster for
-    more: CuTeDSL's, of the main compressor on CUDA alone."""
+    """The most query tokens of a decode step that is not left to vLLM's own kernels, beyond which
+    the table says that too little is gained: CuTe DSL's, of the main compressor on CUDA alone."""
     if spec.head_dim != 512 or not current_platform.is_cuda() or not _has_cutedsl():
         return math.inf
     most = 0

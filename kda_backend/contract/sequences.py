@@ -95,12 +95,21 @@ def _check_output(out: torch.Tensor, v: torch.Tensor) -> None:
     expect_device("out", out, v.device)
     expect_stride("out", out, 3, 1)
     if out.shape[0] > 1 and out.shape[1] == 1:
-        if out.stride(0) < out.shape[3]:  # rows may lie anywhere, but not over one another
-            raise ValueError(
-                f"out must have stride {out.shape[3]} or more in dimension 0, got {out.stride(0)}"
-            )
+        _check_apart(out)  # rows may lie anywhere, but not over one another
     elif out.shape[0] > 1 and out.shape[1] > 0:
         expect_stride("out", out, 0, out.shape[1] * out.stride(1))
+
+
+def _check_apart(out: torch.Tensor) -> None:
+    """No two rows ``[B, 1, HV, :]`` share an element."""
+    rows, _, heads, dim = out.shape
+    row, _, head, _ = out.stride()
+    spans = [(row, rows)] if heads == 1 else sorted([(row, rows), (head, heads)])
+    span = dim
+    for stride, count in spans:
+        if stride < span:
+            raise ValueError(f"out must have rows apart, got strides {list(out.stride())}")
+        span = stride * (count - 1) + span
 
 
 def _is_packed(x: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ memory, which the first-level cache holds.
 
 Operands of the tensor cores are fp16 for 16-bit inputs: all of them are at most 1 in magnitude
 after normalisation, and fp16 carries three more bits than bf16. So are the gates in the sums: a
-decay of 2^-x is off by x 2^-11 of itself at most, so by less than 2^-11 (docs/kda.md).
+decay of 2^-x is off by x 2^-11 of itself at most, so by less than 2^-11 (docs/families/kda.md).
 
 Grid: (HV * chunk capacity,): one axis, since the others stop at 65,535.
 """

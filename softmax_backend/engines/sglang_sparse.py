@@ -41,7 +41,7 @@ _layer: ContextVar[SparseLayer | None] = ContextVar("layer", default=None)
 
 def install(backend: Any, runner: Any) -> None:
     """Take over the calls of FlashMLA that ``backend`` makes for its layers; or say why not."""
-    stays = _refusal(backend)
+    stays = _refusal(backend, runner)
     if stays is not None:
         rank0_log(
             f"kda-dsv4-backend: DeepSeek-V4 attention stays {type(backend).__name__}'s: {stays}"
@@ -86,13 +86,15 @@ def install(backend: Any, runner: Any) -> None:
         module._kernel_num_heads = _own_heads(module.n_local_heads)
 
 
-def _refusal(backend: Any) -> str | None:
+def _refusal(backend: Any, runner: Any) -> str | None:
     """Why no layer is taken over, from what sglang serves the model with."""
     kind = type(backend)
     if kind is not DeepseekV4AttnBackend:
         return "the calls that are served are those of DeepseekV4AttnBackend"
     if not hasattr(backend, "_flash_mla_with_kvcache") or backend.trtllm_attn:
         return "sglang does not call FlashMLA here"
+    if runner.model_config.dtype != torch.bfloat16:
+        return f"queries must be in bfloat16, got {runner.model_config.dtype}"
     record = backend.token_to_kv_pool.get_swa_key_bytes_per_token()
     if record != RECORD_BYTES:
         return f"records must have {RECORD_BYTES} bytes, got {record}"
@@ -120,7 +122,10 @@ def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead | str]) 
         page_size=pool.get_swa_key_page_size(),
         extra_page_size=pool.get_extra_key_page_size(module.layer_id),
         topks=(WINDOW, -(-topk // MIN_WIDTH) * MIN_WIDTH),
-        max_tokens=runner.req_to_token_pool.size * drafts,
+        # without sparse prefill, pieces of prompts make the decode call too
+        max_tokens=max(
+            runner.req_to_token_pool.size * drafts, runner.server_args.chunked_prefill_size or 0
+        ),
     )
 
 

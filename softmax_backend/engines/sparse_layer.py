@@ -42,7 +42,7 @@ class Form:
         heads: of the queries as the kernels get them, the engine's padding included.
         page_size, extra_page_size: rows of a page of the window's and of the compressed cache.
         topks: the most entries of a token's two lists.
-        max_tokens: the most query tokens of a decode step.
+        max_tokens: the most query tokens of a call of decode.
     """
 
     heads: int

@@ -44,7 +44,8 @@ _layer: ContextVar[SparseAttention | None] = ContextVar("layer", default=None)
 
 
 def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
-    """Take over a layer that vLLM just built; or why it stays vLLM's, as something failed."""
+    """Take over a layer whose base class vLLM just built; or why it stays vLLM's, as something
+    failed."""
     for method, name in (("_forward_decode", DECODE), ("_forward_prefill", PREFILL)):
         odd = unknown("vllm", getattr(DeepseekV4FlashMLAAttention, method), name)
         if odd is not None:
@@ -56,11 +57,11 @@ def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
         served = _sparse_layer(layer, vllm_config)
     except (LookupError, ValueError) as error:
         return str(error)
-    _explain(served, layer.n_local_heads)
-    layer.__class__ = SparseAttention
-    layer.served = served
     if layer.padded_heads != served.form.heads:
         _keep_heads(layer, served.form.heads)
+    layer.served = served
+    layer.__class__ = SparseAttention
+    _explain(served, layer.n_local_heads)
     return None
 
 
@@ -68,6 +69,8 @@ def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
     """Why vLLM's choice stays for a layer, from what the layer and the engine are."""
     if batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and the splits of a step change with the batch"
+    if vllm_config.parallel_config.use_ubatching:
+        return "micro-batches run layers at the same time, and these share one scratch memory"
     if layer.compress_ratio <= 1:
         return "no result compares attention to a window alone with FlashMLA"
     if layer.head_dim != HEAD_DIM or layer.kv_cache_dtype != "fp8_ds_mla":
@@ -134,12 +137,12 @@ def _scratch(device: torch.device) -> Scratch:
 
 def _keep_heads(layer: Any, heads: int) -> None:
     """Queries, outputs and sinks of a layer with so many heads, before weights are loaded."""
-    layer.padded_heads = heads
     sink = torch.nn.Parameter(layer.attn_sink.data[:heads].clone(), requires_grad=False)
     vars(sink).update(vars(layer.attn_sink))  # the release's way to load it
     layer.attn_sink = sink
     if getattr(layer, "eager_scratch_pool", None) is not None:
         layer.eager_scratch_pool = None  # has room for queries of 64 heads, which it hands out
+    layer.padded_heads = heads
 
 
 class SparseAttention(DeepseekV4FlashMLAAttention):  # type: ignore[misc]
@@ -162,10 +165,11 @@ def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any
     phase = "decode" if name == DECODE else "prefill"
 
     @functools.wraps(upstream)
-    def call(**arguments: Any) -> Any:
+    def call(*args: Any, **arguments: Any) -> Any:
         layer = _layer.get()
-        if layer is None or not layer.served.covers(phase, arguments["q"].shape[0]):
-            return upstream(**arguments)
+        # vLLM's attention layer names the arguments of these calls, which `unknown` has seen
+        if args or layer is None or not layer.served.covers(phase, arguments["q"].shape[0]):
+            return upstream(*args, **arguments)
         try:
             return make(layer.served, name, arguments)
         except Exception as error:

@@ -207,7 +207,7 @@ def _merge_states() -> Answer:
 
 
 def _cascade(dim: int, options: dict[str, Any]) -> Answer:
-    """Three requests behind a shared prefix: two levels of pages, merged. A window is for one level
+    """Three requests with a shared prefix: two levels of pages, merged. A window is for one level
     alone, which then has all pages."""
     generator = torch.Generator().manual_seed(2)
     heads, kv_heads, size, scale = 6, 2, 4, 0.2

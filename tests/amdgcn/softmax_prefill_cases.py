@@ -211,7 +211,7 @@ def _elements() -> Answer:
 
 
 def _sliding() -> Answer:
-    """A video's tokens in tiles, a window for each head, text behind them: `block_end`."""
+    """A video's tokens in tiles, a window for each head, then text: `block_end`."""
     order = tile_order((2, 6, 7), (2, 4, 4), text=10, block=64, device=CPU)
     plan = sliding_tile(order, [(1, 3, 1), (1, 2, 1)], 2, even_windows="exact", **TILE)
     q, k, v = _inputs(2 * 6 * 7 + 10, 2 * 6 * 7 + 10)

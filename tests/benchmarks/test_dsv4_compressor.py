@@ -159,7 +159,7 @@ def test_a_result_has_every_peer_s_time_or_why_not() -> None:
 
 def test_what_is_slower_than_cutedsl_is_left_to_it() -> None:
     """Decode below 1.3 times and prefill below 1.0 times the faster of vLLM's two steps is C128
-    decode alone, and the table leaves its steps to CuTeDSL but for those few requests of which
+    decode alone, and the table leaves its steps to CuTe DSL but for those few requests of which
     most end no window: a step's mean is there at least 1.3 times as fast."""
     file = Path(bench.__file__).parent / "results" / "dsv4_compressor_cutedsl_h200.json"
     rows = json.loads(file.read_text())["rows"]

@@ -18,7 +18,7 @@ import torch
 from backend_core.launch.cuda import PARAMS_HEADER, CudaParams, shared_bytes_of
 
 HERE = Path(__file__).parent
-GXX = shutil.which("g++")
+GXX = shutil.which("g++") if shutil.which("addr2line") else None
 MAP_MAGIC = 0x70616D5F726F736E
 """The first word of a tensor map of the model, whose second is an address (async.cpp)."""
 # longjmp to another fiber's stack is what a fortified one takes for a mistake
@@ -55,14 +55,16 @@ def run_launches(seed: int) -> None:
             where in the source.
     """
     runtime = _runtime()
-    for address, (storage, place) in _placed.items():
-        ctypes.memmove(place, address, storage.nbytes())
-    message = runtime.run(seed)
-    text = None if message is None else _with_lines(message.decode())
-    for address, (storage, place) in _placed.items():
-        ctypes.memmove(address, place, storage.nbytes())
-    _placed.clear()
-    runtime.forget()
+    try:
+        for address, (storage, place) in _placed.items():
+            ctypes.memmove(place, address, storage.nbytes())
+        message = runtime.run(seed)
+        text = None if message is None else _with_lines(message.decode())
+        for address, (storage, place) in _placed.items():
+            ctypes.memmove(address, place, storage.nbytes())
+    finally:
+        _placed.clear()
+        runtime.forget()
     if text is not None:
         raise RuntimeError(text)
 

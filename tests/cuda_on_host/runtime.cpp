@@ -332,6 +332,7 @@ extern "C" const char* run(unsigned seed) {
     error.clear(), idle = 0;
     current = nullptr, statics_of = nullptr;
     try {
+        if (grids.size() > 64) fail("a run has at most 64 launches: a bit each says what has ended");
         while (error.empty()) {
             start_what_may();
             if ((ready.empty() || random(64) == 0) && complete_one()) progress();

@@ -187,9 +187,18 @@ def test_one_token_of_each_sequence_is_read_where_it_lies(
 def test_outputs_of_one_token_must_not_lie_over_one_another(backend: Backend, seed: int) -> None:
     case = backend.case(seed, (1, 1, 1), heads=2)
     views = {name: getattr(case, name)[0, :, None] for name in ("q", "k", "v", "g", "beta")}
-    out = views["v"][:1].clone().expand(3, -1, -1, -1)
-    with pytest.raises(ValueError, match=r"out must have stride \d+ or more in dimension 0, got 0"):
-        backend.recurrent(dataclasses.replace(case, **views), out=out, cu_seqlens=None)
+    value = views["v"]
+    dim = value.shape[3]
+    memory = value.new_empty(3 * 2 * dim)
+    for out in (
+        value[:1].clone().expand(3, -1, -1, -1),
+        memory.as_strided(value.shape, (dim, dim, dim, 1)),  # a head over the next row's
+        memory.as_strided(value.shape, (2 * dim, dim, 0, 1)),
+    ):
+        with pytest.raises(ValueError, match="out must have rows apart, got strides"):
+            backend.recurrent(dataclasses.replace(case, **views), out=out, cu_seqlens=None)
+    heads_first = memory.as_strided(value.shape, (dim, dim, 3 * dim, 1))
+    backend.recurrent(dataclasses.replace(case, **views), out=heads_first, cu_seqlens=None)
 
 
 def test_output_goes_to_the_given_buffer(backend: Backend, seed: int) -> None:

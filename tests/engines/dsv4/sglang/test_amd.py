@@ -106,7 +106,7 @@ def test_sglangs_own_kernel_puts_codes_in_the_same_tiles(monkeypatch: pytest.Mon
     assert torch.equal(ours, theirs)
 
 
-def test_fp4_records_in_one_tensor_stay_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp4_records_in_one_tensor_stay_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_compressor, "aiter_can_use_preshuffle_paged_mqa", lambda: True)
     call: dict[str, Any] = {
         "compress_ratio": 4,

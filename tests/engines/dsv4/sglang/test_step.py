@@ -145,7 +145,7 @@ def test_a_step_of_layers_shares_its_plan(no_stock: None, monkeypatch: pytest.Mo
         ({"kv_cache": torch.zeros(2, 100, dtype=torch.uint8)}, "cache must have pages of at least"),
     ],
 )
-def test_what_is_not_served_stays_stock(
+def test_what_is_not_served_stays_upstreams(
     change: dict[str, Any],
     reason: str,
     log_lines: list[str],
@@ -181,7 +181,7 @@ def test_a_pool_that_moves_is_bound_anew(no_stock: None) -> None:
     assert torch.equal(first, served.engine.cache)
 
 
-def test_a_step_that_sglang_changed_stays_stock(
+def test_a_step_that_sglang_changed_stays_upstreams(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed(self: Any, *, kv_score_buffer: Any, quantiser: Any) -> None:
@@ -194,7 +194,7 @@ def test_a_step_that_sglang_changed_stays_stock(
     assert "quantiser" in "\n".join(log_lines)
 
 
-def test_a_backend_with_a_step_of_its_own_stays_stock(
+def test_a_backend_with_a_step_of_its_own_stays_upstreams(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Backend, STEP, lambda self, **call: None, raising=False)

@@ -81,7 +81,7 @@ def test_the_engines_steps_give_the_definitions_state_and_records(
     check(step, serve(step, STEPS_C4, config))
 
 
-def test_other_tiles_stay_stock(
+def test_other_tiles_stay_upstreams(
     aiters: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     answer(monkeypatch, n_per_tile=16)
@@ -90,7 +90,7 @@ def test_other_tiles_stay_stock(
     assert any(reason in line for line in log_lines)
 
 
-def test_an_aiter_that_says_nothing_stays_stock(
+def test_an_aiter_that_says_nothing_stays_upstreams(
     aiters: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     answer(monkeypatch, n_per_tile=0)

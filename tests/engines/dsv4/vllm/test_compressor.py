@@ -241,7 +241,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_not_served_stays_stock_and_is_said_once(
+def test_what_is_not_served_stays_upstreams_and_is_said_once(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str], case: str
 ) -> None:
     for _ in range(2):

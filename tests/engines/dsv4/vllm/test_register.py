@@ -200,7 +200,7 @@ def test_an_adapter_that_cannot_be_imported_leaves_the_layer_to_stock(
 
 
 @pytest.mark.skipif(not NEW_NAMES, reason="this release has no DeepSeek-V4.1")
-def test_the_compressors_of_v41_stay_stocks_and_it_is_said(log_lines: list[str]) -> None:
+def test_the_compressors_of_v41_stay_upstreams_and_it_is_said(log_lines: list[str]) -> None:
     register_vllm()
     from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 

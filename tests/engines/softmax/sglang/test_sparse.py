@@ -105,12 +105,13 @@ class Server:
         self.backend = backend
         self.runner = SimpleNamespace(
             model=self.model,
-            server_args=SimpleNamespace(speculative_num_draft_tokens=3),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            server_args=SimpleNamespace(speculative_num_draft_tokens=3, chunked_prefill_size=None),
             req_to_token_pool=SimpleNamespace(size=4),
         )
 
     def lists(self, tokens: int, layer: int, what: str, width: int, least: int) -> Any:
-        """Slots of written rows for each token, -1 behind them, and how many count."""
+        """Slots of written rows for each token, then -1, and how many count."""
         generator = torch.Generator().manual_seed(tokens + width)
         there = self.slots[layer, what]
         indices = torch.full((tokens, width), -1, dtype=torch.int32)
@@ -369,6 +370,14 @@ def test_a_form_without_a_path_leaves_every_layer_as_it_was(
     assert log_lines[-1].endswith("--attention-backend dsv4: no path for pages of 2 rows")
     assert server.backend._flash_mla_with_kvcache is server.kernel
     assert server.model["4"]._kernel_num_heads(3) == 64
+
+
+def test_queries_of_another_dtype_stay_upstreams(log_lines: list[str]) -> None:
+    server = Server(8)
+    server.runner.model_config.dtype = torch.float16
+    adapter._install(server.backend, server.runner)
+    assert server.backend._flash_mla_with_kvcache is server.kernel
+    assert any("queries must be in bfloat16, got torch.float16" in line for line in log_lines)
 
 
 def test_without_a_measurement_nothing_is_taken_over(log_lines: list[str]) -> None:

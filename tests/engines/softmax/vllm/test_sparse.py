@@ -295,6 +295,18 @@ def test_batch_invariance_stays_vllms(serve: Serve, monkeypatch: pytest.MonkeyPa
     )
 
 
+def test_micro_batches_stay_vllms(serve: Serve) -> None:
+    from softmax_backend.engines import vllm_sparse
+
+    config = serve("torch", 8, 4).config
+    config.parallel_config.ubatch_size = 2
+    config.parallel_config.enable_dbo = True
+    assert config.parallel_config.use_ubatching
+    assert vllm_sparse.refusal(layer_of(), config) == (
+        "micro-batches run layers at the same time, and these share one scratch memory"
+    )
+
+
 def test_layers_of_another_class_stay_what_they_are(kernel: FlashMla, log_lines: list[str]) -> None:
     from vllm.models.deepseek_v4.nvidia.flashinfer_sparse import DeepseekV4FlashInferMLAAttention
 
