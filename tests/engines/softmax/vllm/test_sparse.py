@@ -341,10 +341,6 @@ def test_unknown_arguments_are_refused_with_their_name(
         flash_mla_calls.unknown.cache_clear()
 
 
-def test_the_flag_of_each_family_knows_the_model(kernel: FlashMla) -> None:
-    assert vllm_flag._families["softmax"].serves("sparse_mla")
-
-
 @pytest.mark.parametrize("spoiled", [1.0, 1.1])
 def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, spoiled: float
