@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.engines import vllm_flag
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
