@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ from tests.engines.dsv4.sglang.test_step import check_steps, no_stock  # noqa: F
 PARAMETERS = inspect.signature(getattr(CompressorBackendMixin, STEP)).parameters
 # formats with a second tensor, and the parameter that brings it; 0.5.17 has neither
 SECOND = {"indexer_mxfp4_planes": "kv_scale_cache", "fp8_two_pools": "kv_cache_rope"}
+# where a release asks for `SGLANG_DSV4_UNIFIED_KV_FP8`, newest first
+UNIFIED_GATES = (
+    "sglang.srt.layers.attention.dsv4.unified_kv_gate",
+    "sglang.kernels.ops.attention.dsv4.unified_kv_kernels.env_gate",
+)
 FORMATS = [
     ("indexer_fp8_tiles", 4),
     ("indexer_mxfp4_planes", 4),
@@ -48,10 +54,17 @@ def be_amd(monkeypatch: pytest.MonkeyPatch, cache_format: str) -> None:
         for module in (compressor_v2, deepseek_v4_memory_pool):
             monkeypatch.setattr(module, "_is_hip", True)
         pool = deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool
-        make = functools.partialmethod(pool._make_indexer_pool, force_fp4=True)
-        monkeypatch.setattr(pool, "_make_indexer_pool", make)  # --enable-deepseek-v4-fp4-indexer
+        # --enable-deepseek-v4-fp4-indexer
+        if "force_fp4" in inspect.signature(pool._make_indexer_pool).parameters:
+            make = functools.partialmethod(pool._make_indexer_pool, force_fp4=True)
+            monkeypatch.setattr(pool, "_make_indexer_pool", make)
+        else:
+            flags = {"enable_deepseek_v4_fp4_indexer": True, "dsv4_attn_backend": None}
+            kernel = SimpleNamespace(**flags)
+            options = SimpleNamespace(kernel=kernel)
+            monkeypatch.setattr(deepseek_v4_memory_pool, "get_exec", lambda: options)
     else:
-        gate = importlib.import_module("sglang.srt.layers.attention.dsv4.unified_kv_gate")
+        gate = importlib.import_module(next(filter(importlib.util.find_spec, UNIFIED_GATES)))
         for name in ("is_unified_kv_triton", "is_unified_kv_fp8"):
             monkeypatch.setattr(gate, name, lambda: True)
 
