@@ -3,7 +3,7 @@
     python -m benchmarks.long_prompt_vllm pair CONFIG_DIR vllm033_long_prompt.json
     python -m benchmarks.long_prompt_vllm run side.json --config CONFIG_DIR
 
-The first four layers of CONFIG_DIR's model (three of KDA, one of MLA), dense, with drawn weights;
+The first four layers of CONFIG_DIR's model (three of KDA, one of MLA), dense, with random weights;
 the heads of a KDA layer forget at rates from hardly at all to at once, as those of released
 checkpoints. vLLM runs in its default mode, once in steps of 8,192 tokens and once with the whole
 prompt in one step, where offsets into states and tokens pass 2^31.

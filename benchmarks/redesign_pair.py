@@ -11,7 +11,7 @@ alternate between them, and the medians are written. Items: KDA prefill and deco
 their benchmarks, the DeepSeek-V4 compressor at a few sizes, and the host's time per call of each.
 
 The host's time depends on the core that a process runs on and on which process was started first.
-So both processes run on one core, which they have in turn, and a second pair of processes, started
+So both processes run on one core, one at a time, and a second pair of processes, started
 in the other order, measures it again: a row holds the least of each side's rounds.
 """
 

@@ -17,6 +17,7 @@ from backend_core.tables.select import PathSelection, load_table
 from backend_core.tables.select import select as select_paths
 from backend_core.target import Target, detect_target
 from kda_backend.launch_params import TABLES
+from kda_backend.spec import tile_width
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,11 @@ class KdaShape:
             needs.add("any_head_dim")
         if self.dtype != torch.bfloat16 or self.gate_dtype != torch.bfloat16:
             needs.add("any_dtype")
-        if operator == "prefill" and _pow2(self.key_dim) * self.dtype.itemsize > 256:
+        if operator == "prefill" and tile_width(self.key_dim) * self.dtype.itemsize > 256:
             needs.add("wide_rows")  # of K: their tiles take twice the shared memory and more
         if operator == "decode_step" and not self.aligned_state:
             needs.add("unaligned_state")
         return frozenset(needs)
-
-
-def _pow2(dim: int) -> int:
-    """The width of a kernel's tile of rows of ``dim`` channels: a power of 2, at least 64."""
-    return max(64, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True, eq=False)

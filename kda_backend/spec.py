@@ -14,6 +14,11 @@ CONV_TAPS = 4
 """Taps of the short convolution; its window holds the last three inputs of a channel."""
 
 
+def tile_width(key_dim: int) -> int:
+    """The width of a prefill kernel's rows of K channels: a power of 2, at least 64."""
+    return max(64, 1 << (key_dim - 1).bit_length())
+
+
 class Gate(IntEnum):
     """How ``g`` becomes a decay; the values of the kernels' GATE."""
 

@@ -117,6 +117,11 @@ SPARSE = (
 )
 
 
+def sparse_leads_over(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
+    """`sparse_lead_over` for decodes and for prefills."""
+    return {p: sparse_lead_over(target, kernel, p, heads) for p in ("decode", "prefill")}
+
+
 def sparse_lead_over(target: Target, kernel: str, phase: str, heads: int) -> Lead | str:
     """The steps in which sparse MLA is ahead of ``kernel``; or why there are none, in words.
 

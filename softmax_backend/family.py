@@ -61,14 +61,11 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
 
 def _describe_sparse(target: Target, heads: int) -> list[str]:
     """DeepSeek-V4's attention in vLLM and sglang."""
-    from softmax_backend.engine_choice import Lead, sparse_lead_over
+    from softmax_backend.engine_choice import Lead, sparse_leads_over
     from softmax_backend.sparse_mla import select_sparse_mla
     from softmax_backend.spec_sparse_mla import SparseMlaSpec
 
-    leads = {
-        phase: sparse_lead_over(target, SPARSE_KERNEL, phase, heads)
-        for phase in ("decode", "prefill")
-    }
+    leads = sparse_leads_over(target, SPARSE_KERNEL, heads)
     if not any(isinstance(lead, Lead) for lead in leads.values()):
         raise LookupError("; ".join(map(str, leads.values())))
     lines = [f"{heads} heads per GPU"]

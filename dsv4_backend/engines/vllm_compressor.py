@@ -15,7 +15,6 @@ its own, which writes pages as aiter's kernel reads them. It is replaced too.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import math
 from typing import Any
@@ -31,6 +30,7 @@ from vllm.models.deepseek_v4.compressor import (
     DeepseekCompressor,
 )
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import has_cutedsl
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import ENGINES, Engine, vllm_flag
@@ -254,7 +254,7 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
 def _most_requests(device: torch.device, spec: CompressorSpec) -> float:
     """The most query tokens of a decode step that is not left to vLLM's own kernels, beyond which
     the table says that too little is gained: CuTe DSL's, of the main compressor on CUDA alone."""
-    if spec.head_dim != 512 or not current_platform.is_cuda() or not _has_cutedsl():
+    if spec.head_dim != 512 or not current_platform.is_cuda() or not has_cutedsl():
         return math.inf
     most = 0
     for path in decode_selection(detect_target(device), spec).paths:
@@ -262,10 +262,6 @@ def _most_requests(device: torch.device, spec: CompressorSpec) -> float:
             return most
         most = path.max_grid or 0
     return math.inf
-
-
-def _has_cutedsl() -> bool:
-    return importlib.util.find_spec("cutlass") is not None
 
 
 def _bind(

@@ -275,6 +275,17 @@ def _decayed_rows(
 
 
 @triton.jit
+def _tile_parts(tile_ptr, i_tile, CHUNK: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr):
+    """Where a tile has w (k_in before), q_in, k_out, u, A_qk and its scratch (L)."""
+    k_in_ptr = tile_ptr + i_tile * (CHUNK * (3 * ROW_K + ROW_V + 2 * CHUNK))
+    q_in_ptr = k_in_ptr + CHUNK * ROW_K
+    k_out_ptr = q_in_ptr + CHUNK * ROW_K
+    u_ptr = k_out_ptr + CHUNK * ROW_K
+    a_qk_ptr = u_ptr + CHUNK * ROW_V
+    return k_in_ptr, q_in_ptr, k_out_ptr, u_ptr, a_qk_ptr, a_qk_ptr + CHUNK * CHUNK
+
+
+@triton.jit
 def intra_kernel(
     q_ptr,  # [T, H, K]
     k_ptr,  # [T, H, K]
@@ -328,12 +339,8 @@ def intra_kernel(
     # bytes bring into a product come out wrong
     ROW_K: tl.constexpr = (K + 7) // 8 * 8
     ROW_V: tl.constexpr = (V + 7) // 8 * 8
-    k_in_ptr = tile_ptr + i_tile * (CHUNK * (3 * ROW_K + ROW_V + 2 * CHUNK))
-    q_in_ptr = k_in_ptr + CHUNK * ROW_K
-    k_out_ptr = q_in_ptr + CHUNK * ROW_K
-    u_ptr = k_out_ptr + CHUNK * ROW_K
-    a_qk_ptr = u_ptr + CHUNK * ROW_V
-    low_ptr = a_qk_ptr + CHUNK * CHUNK
+    parts = _tile_parts(tile_ptr, i_tile, CHUNK, ROW_K, ROW_V)
+    k_in_ptr, q_in_ptr, k_out_ptr, u_ptr, a_qk_ptr, low_ptr = parts
     DOT: tl.constexpr = tile_ptr.dtype.element_ty
 
     o_b = tl.arange(0, 4)

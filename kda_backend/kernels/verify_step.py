@@ -30,6 +30,21 @@ def store_column(p_column, stride_c, c_q, c_k, c_v, x_q, x_k, x_v, m_k, m_v):
 
 
 @triton.jit
+def convolve(taps, x0, x1, x2, b_x, element: tl.constexpr, FAST_MATH: tl.constexpr):
+    """(the convolution's output of a token, the window of three inputs after it)."""
+    x3 = b_x.to(element)
+    return conv_silu(taps, (x0, x1, x2), b_x, FAST_MATH), x1, x2, x3
+
+
+@triton.jit
+def store_windows(p_window, channels, masks, strides, w_q, w_k, w_v):
+    """The windows of a head's channels of q, k and v in a buffer of their own."""
+    store_window(p_window, channels[0], masks[0], strides, w_q)
+    store_window(p_window, channels[1], masks[1], strides, w_k)
+    store_window(p_window, channels[2], masks[2], strides, w_v)
+
+
+@triton.jit
 def tokens_of(cu_seqlens_ptr, i_n, tokens_per_sequence, max_tokens):
     """(first token, number of tokens) of a sequence."""
     if cu_seqlens_ptr is not None:
@@ -179,22 +194,18 @@ def verify_step_kernel(
         beta = step_size(tl.load(p_beta), BETA, FAST_MATH)
         if conv_state_ptr is not None:
             element = conv_state_ptr.dtype.element_ty
-            x_q, x_k, x_v = b_q.to(element), b_k.to(element), b_v.to(element)
-            b_q = conv_silu(t_q, (q0, q1, q2), b_q, FAST_MATH)
-            b_k = conv_silu(t_k, (k0, k1, k2), b_k, FAST_MATH)
-            b_v = conv_silu(t_v, (v0, v1, v2), b_v, FAST_MATH)
-            q0, q1, q2 = q1, q2, x_q
-            k0, k1, k2 = k1, k2, x_k
-            v0, v1, v2 = v1, v2, x_v
+            b_q, q0, q1, q2 = convolve(t_q, q0, q1, q2, b_q, element, FAST_MATH)
+            b_k, k0, k1, k2 = convolve(t_k, k0, k1, k2, b_k, element, FAST_MATH)
+            b_v, v0, v1, v2 = convolve(t_v, v0, v1, v2, b_v, element, FAST_MATH)
             if windows_ptr is None:
                 conv_state_ptr += stride_conv_w
-                store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, x_q, x_k, x_v, m_k, m_v)
+                store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, q2, k2, v2, m_k, m_v)
             else:
                 p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
+                masks = (m_k & writes, m_k & writes, m_v & writes)
                 strides = (stride_windows_c, stride_windows_w)
-                store_window(p_w, c_q, m_k & writes, strides, (q0, q1, q2))
-                store_window(p_w, c_k, m_k & writes, strides, (k0, k1, k2))
-                store_window(p_w, c_v, m_v & writes, strides, (v0, v1, v2))
+                heads = (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
+                store_windows(p_w, (c_q, c_k, c_v), masks, strides, heads[0], heads[1], heads[2])
         b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state

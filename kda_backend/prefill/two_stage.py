@@ -12,7 +12,7 @@ from backend_core.target import detect_target
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.launch_params import TwoStageParams
 from kda_backend.scratch import Scratch
-from kda_backend.spec import CHUNK, Beta, Gate
+from kda_backend.spec import CHUNK, Beta, Gate, tile_width
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _two_stage_kernels(
     # the interpreter runs the same kernels on CPU tensors, where PTX and tf32 do not exist
     fast_math = params.fast_math and is_gpu
     precision = params.fp32_precision if is_gpu else "ieee"
-    pow2_k = max(64, triton.next_power_of_2(key_dim))
+    pow2_k = tile_width(key_dim)
     pow2_v = max(16, triton.next_power_of_2(value_dim))
     least, most = (min(rows, pow2_v) for rows in (params.block_v, params.block_v_max))
     scan_stages = params.scan_num_stages

@@ -21,12 +21,11 @@ from sglang.srt.models.deepseek_v4 import MQALayer
 from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
-from backend_core.target import Target, detect_target
-from softmax_backend.engine_choice import Lead, sparse_lead_over
+from backend_core.target import detect_target
+from softmax_backend.engine_choice import Lead, sparse_leads_over
 from softmax_backend.engines.flash_mla_calls import DECODE, PREFILL, make, unknown
 from softmax_backend.engines.sparse_layer import (
     MIN_WIDTH,
-    PHASES,
     Form,
     SparseLayer,
     refusal_of,
@@ -60,7 +59,7 @@ def install(backend: Any, runner: Any) -> None:
         if not isinstance(module, MQALayer):
             continue
         ratio, heads = module.compress_ratio, module.n_local_heads
-        leads = _leads(target, heads)
+        leads = sparse_leads_over(target, "flashmla", heads)
         stays = _layer_refusal(module, leads)
         if stays is None and ratio not in served:
             try:
@@ -107,10 +106,6 @@ def _layer_refusal(module: Any, leads: dict[str, Lead | str]) -> str | None:
     if module.use_mega_attention:
         return "attention that is fused with its output projection is not served"
     return refusal_of(leads)
-
-
-def _leads(target: Target, heads: int) -> dict[str, Lead | str]:
-    return {phase: sparse_lead_over(target, "flashmla", phase, heads) for phase in PHASES}
 
 
 def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead | str]) -> Form:

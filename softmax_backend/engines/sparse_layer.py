@@ -17,7 +17,6 @@ from softmax_backend.scratch import Scratch
 from softmax_backend.sparse_mla import SparseMlaSelection, select_sparse_mla, sparse_mla
 from softmax_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
-PHASES = ("decode", "prefill")
 MIN_WIDTH = 128
 """Entries of the shortest lists that an engine makes for a compressed cache."""
 
@@ -59,7 +58,7 @@ class SparseLayer:
     captured for; everything else that differs from batch to batch is read on the device.
 
     Args:
-        leads: for each of `PHASES` the steps that run here, as `sparse_lead_over` answers.
+        leads: of decodes and prefills the steps that run here, as `sparse_leads_over` answers.
         scratch: one for all layers of a model.
 
     Raises:

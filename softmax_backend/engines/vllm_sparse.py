@@ -23,11 +23,10 @@ from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger
 from backend_core.target import Target, detect_target
-from softmax_backend.engine_choice import Lead, sparse_lead_over
+from softmax_backend.engine_choice import Lead, sparse_leads_over
 from softmax_backend.engines.flash_mla_calls import DECODE, PREFILL, make, unknown
 from softmax_backend.engines.sparse_layer import (
     MIN_WIDTH,
-    PHASES,
     Form,
     SparseLayer,
     refusal_of,
@@ -83,7 +82,7 @@ def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
     reason = one_rank_refusal(vllm_config.parallel_config)
     if reason is not None:
         return reason
-    leads = _leads(_target(vllm_config), layer.n_local_heads)
+    leads = sparse_leads_over(_target(vllm_config), "flashmla", layer.n_local_heads)
     return refusal_of(leads)
 
 
@@ -91,12 +90,8 @@ def _target(vllm_config: VllmConfig) -> Target:
     return detect_target(torch.device(vllm_config.device_config.device_type))
 
 
-def _leads(target: Target, heads: int) -> dict[str, Lead | str]:
-    return {phase: sparse_lead_over(target, "flashmla", phase, heads) for phase in PHASES}
-
-
 def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
-    leads = _leads(_target(vllm_config), layer.n_local_heads)
+    leads = sparse_leads_over(_target(vllm_config), "flashmla", layer.n_local_heads)
     heads = layer.padded_heads
     if unlimited(leads):
         heads = next((n for n in _PADDED if n >= layer.n_local_heads), heads)

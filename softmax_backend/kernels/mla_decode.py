@@ -97,6 +97,28 @@ def locate_rows(number, m_row, members_ptr, member, stride_table, query_tokens, 
 
 
 @triton.jit
+def load_queries(latent_ptr, rope_ptr, q_token, head, strides, m_row, OPERAND: tl.constexpr):
+    """Query rows in ``OPERAND``: (latent [512, BLOCK_ROWS], RoPE [64, BLOCK_ROWS]).
+
+    ``strides``: of token and head, the latents' and then the RoPE channels'.
+    """
+    m = m_row[None, :]
+    at = q_token * strides[0] + head * strides[1]
+    b_q = tl.load(latent_ptr + at[None, :] + tl.arange(0, 512)[:, None], mask=m, other=0.0)
+    at = q_token * strides[2] + head * strides[3]
+    b_qr = tl.load(rope_ptr + at[None, :] + tl.arange(0, 64)[:, None], mask=m, other=0.0)
+    return b_q.to(OPERAND), b_qr.to(OPERAND)
+
+
+@triton.jit
+def log_sum(b_top, b_sum):
+    """(rows without a key, their largest logit, their log-sum-exp in base 2) after all keys."""
+    none = b_sum == 0.0
+    top = tl.where(none, 0.0, b_top)
+    return none, top, tl.where(none, float("-inf"), top + tl.log2(b_sum))
+
+
+@triton.jit
 def accumulate(b_o, b_top, b_sum, b_s, b_k, OPERAND: tl.constexpr):
     """One step of the online softmax: (o, largest logit, sum) with logits ``b_s [BLOCK_KV,
     BLOCK_ROWS]`` in base 2, -inf where masked, and keys ``b_k``."""
@@ -202,7 +224,6 @@ def mla_decode_kernel(
     last, end_block, first_split = tl.load(work + 2), tl.load(work + 3), tl.load(work + 4)
     num_rows = query_tokens * heads
     o_row = i_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    o_latent, o_rope = tl.arange(0, 512), tl.arange(0, 64)
 
     for i in range(0, last - first + 1):
         i_tile = first + i
@@ -222,13 +243,8 @@ def mla_decode_kernel(
             number, m_row, members_ptr, member, stride_table, query_tokens, heads
         )
         q_token = request.to(tl.int64) * query_tokens + token
-        at = q_token * stride_q_latent_t + head * stride_q_latent_h
-        b_q = tl.load(
-            q_latent_ptr + at[None, :] + o_latent[:, None], mask=m_row[None, :], other=0.0
-        )
-        at = q_token * stride_q_rope_t + head * stride_q_rope_h
-        b_qr = tl.load(q_rope_ptr + at[None, :] + o_rope[:, None], mask=m_row[None, :], other=0.0)
-        b_q, b_qr = b_q.to(OPERAND), b_qr.to(OPERAND)
+        strides = (stride_q_latent_t, stride_q_latent_h, stride_q_rope_t, stride_q_rope_h)
+        b_q, b_qr = load_queries(q_latent_ptr, q_rope_ptr, q_token, head, strides, m_row, OPERAND)
         length = tl.load(lengths_ptr + request, mask=m_row, other=0)
         query_position = length - query_tokens + token
         limit = tl.zeros([BLOCK_ROWS], tl.int32) + kv_end
@@ -271,9 +287,7 @@ def mla_decode_kernel(
                 b_s = tl.where(seen, b_s, float("-inf"))
                 b_o, b_top, b_sum = accumulate(b_o, b_top, b_sum, b_s, b_k, OPERAND)
 
-            none = b_sum == 0.0
-            top = tl.where(none, 0.0, b_top)
-            l2 = tl.where(none, float("-inf"), top + tl.log2(b_sum))
+            none, top, l2 = log_sum(b_top, b_sum)
             if partial:
                 split = tl.where(i_tile == first, first_split, 0)
                 split = tl.where(chunk_blocks > 0, chunk_begin // chunk, split)

@@ -367,11 +367,11 @@ def test_what_is_left_to_upstream_is_cutedsl_s(monkeypatch: pytest.MonkeyPatch) 
     device = torch.device("cpu")
     main, c128 = (make_spec("fp8_ds_mla", ratio, rotate=False) for ratio in (4, 128))
     monkeypatch.setattr(vllm_compressor, "detect_target", lambda device: KNOWN_TARGETS["H200"])
-    monkeypatch.setattr(vllm_compressor, "_has_cutedsl", lambda: True)
+    monkeypatch.setattr(vllm_compressor, "has_cutedsl", lambda: True)
     assert most(device, c128) == math.inf  # this platform is no CUDA
     monkeypatch.setattr(type(vllm_compressor.current_platform), "is_cuda", lambda self: True)
     assert most(device, c128) == 32
     assert most(device, main) == math.inf
     assert most(device, make_spec("indexer_fp8", rotate=False)) == math.inf
-    monkeypatch.setattr(vllm_compressor, "_has_cutedsl", lambda: False)
+    monkeypatch.setattr(vllm_compressor, "has_cutedsl", lambda: False)
     assert most(device, c128) == math.inf

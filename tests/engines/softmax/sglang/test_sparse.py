@@ -27,7 +27,7 @@ from sglang.test.kernels.deepseek_v4.k_cache_reference import (
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from softmax_backend import reference_sparse_mla as reference
-from softmax_backend.engine_choice import Lead, sparse_lead_over
+from softmax_backend.engine_choice import Lead, sparse_leads_over
 from softmax_backend.engines import flash_mla_calls, sglang_sparse, sparse_layer
 from softmax_backend.engines import sglang as adapter
 from tests.engines.dsv4.sglang.harness import real_pool
@@ -185,13 +185,13 @@ class Server:
 def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A server on a target where this family is ahead as it is on an H200."""
 
-    def on_h200(target: Target, kernel: str, phase: str, heads: int) -> Lead | str:
-        return sparse_lead_over(KNOWN_TARGETS["H200"], kernel, phase, heads)
+    def on_h200(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
+        return sparse_leads_over(KNOWN_TARGETS["H200"], kernel, heads)
 
     def made(target: str, heads: int) -> Server:
         server = Server(heads)
         monkeypatch.setattr(sglang_sparse, "detect_target", lambda device: TARGETS[target])
-        monkeypatch.setattr(sglang_sparse, "sparse_lead_over", on_h200)
+        monkeypatch.setattr(sglang_sparse, "sparse_leads_over", on_h200)
         monkeypatch.setattr(flash_mla_interface, "flash_mla_sparse_fwd", server.kernel)
         adapter._install(server.backend, server.runner)
         return server

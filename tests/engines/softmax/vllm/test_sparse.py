@@ -13,7 +13,7 @@ from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from dsv4_backend.plugin import register_vllm as register_dsv4
-from softmax_backend.engine_choice import Lead, sparse_lead_over
+from softmax_backend.engine_choice import Lead, sparse_leads_over
 from softmax_backend.engines import flash_mla_calls, sparse_layer
 from softmax_backend.engines import vllm as adapter
 from softmax_backend.plugin import register_vllm
@@ -55,7 +55,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
     def made(target: str, heads: int, ratio: int, **options: Any) -> Batches:
         config = engine_config(heads, **options)
         monkeypatch.setattr(vllm_sparse, "detect_target", lambda device: TARGETS[target])
-        monkeypatch.setattr(vllm_sparse, "sparse_lead_over", on_h200)
+        monkeypatch.setattr(vllm_sparse, "sparse_leads_over", on_h200)
         return Batches(config, build_layer(config, ratio))
 
     for cache in caches:
@@ -65,8 +65,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
         cache.cache_clear()
 
 
-def on_h200(target: Target, kernel: str, phase: str, heads: int) -> Lead | str:
-    return sparse_lead_over(KNOWN_TARGETS["H200"], kernel, phase, heads)
+def on_h200(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
+    return sparse_leads_over(KNOWN_TARGETS["H200"], kernel, heads)
 
 
 def check(batches: Batches, out: torch.Tensor) -> None:
