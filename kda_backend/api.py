@@ -121,7 +121,9 @@ def chunk_kda(
         snapshots=(snapshot_chunks, snapshots),
     )
     sequences = _num_sequences(q, cu_seqlens, step_plan)
-    selection, is_packed = check_sequences(tokens, gate, state, sequences, out, selection)
+    selection, is_packed, out_packed, kept = check_sequences(
+        tokens, gate, state, sequences, out, selection
+    )
     if use_graph and max_num_seqs not in (None, sequences):
         raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {sequences + 1}")
     step_plan = _step_plan(q, cu_seqlens, cu_seqlens_cpu, step_plan, selection)
@@ -130,8 +132,8 @@ def chunk_kda(
     chunk_states = None
     if return_intermediate_states:
         chunk_states = k.new_empty(state.shape(tokens, step_plan.num_chunks))
-    written = packed_rows(out)
-    run_prefill(selection, tokens, gate, step_plan, state, written, chunk_states, scratch)
+    written = out if out_packed else packed_rows(out)
+    run_prefill(selection, tokens, gate, step_plan, state, written, chunk_states, scratch, kept)
     final_state = state.write if output_final_state else None
     if chunk_states is None:
         return out, final_state
@@ -220,14 +222,17 @@ def fused_recurrent_kda(
         pool=(state_pool, state_indices, has_initial_state),
     )
     sequences = _num_sequences(q, cu_seqlens, None)
-    selection, is_packed = check_sequences(tokens, gate, state, sequences, out, selection)
+    selection, is_packed, out_packed, _ = check_sequences(
+        tokens, gate, state, sequences, out, selection
+    )
     if cu_seqlens is not None:
         check_packed_row(q, cu_seqlens)
         if cu_seqlens.device.type == "cpu":
             build_step_plan(cu_seqlens, q.shape[1], chunk_table=False)  # checks the values
     tokens, state = _ready(tokens, state, is_packed, sequences, output_final_state)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    run_recurrent(selection, tokens, gate, cu_seqlens, state, packed_rows(out))
+    written = out if out_packed else packed_rows(out)
+    run_recurrent(selection, tokens, gate, cu_seqlens, state, written)
     return out, state.write if output_final_state else None
 
 

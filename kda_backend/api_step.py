@@ -127,7 +127,7 @@ def decode_step(
     pdl_prefetch_safe: bool,
 ) -> torch.Tensor:
     """:func:`kda_decode_step` on the typed values of its arguments: check them and run them."""
-    chosen = check_step(tokens, gate, state, conv, norm, out, selection)
+    chosen, kept = check_step(tokens, gate, state, conv, norm, out, selection)
     refuse_gradients(tokens)
     assert state.indices is not None and state.read is not None
     check_rows("state_indices", state.indices, "slot", state.read)
@@ -135,7 +135,7 @@ def decode_step(
     if selection is None and not is_aligned(state, conv):
         chosen = selection_for(v.device, replace(chosen.shape, aligned_state=False))
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    run_step(chosen, tokens, gate, state, conv, norm, out, pdl_prefetch_safe)
+    run_step(chosen, tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept)
     return out
 
 

@@ -108,6 +108,8 @@ class PrefillCostModel:
         scan_start_ns, scan_step_ns: of a scan task and per chunk.
         split_start_ns, split_step_ns: the same of the scan whose output is split over four CTAs.
         fetch_ns: per tile, when all SMs fetch.
+        one_launch_max_tokens: steps whose sequences have at most so many tokens, as the host knows,
+            are made in one launch (`kda_backend.prefill.one_launch_sm90`); 0: none.
     """
 
     fitted: bool
@@ -121,10 +123,40 @@ class PrefillCostModel:
     split_start_ns: int
     split_step_ns: int
     fetch_ns: int
+    one_launch_max_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.fitted:
             raise ValueError("fitted must be true: the constants are not measured one by one")
+        if self.one_launch_max_tokens < 0:
+            raise ValueError(
+                f"one_launch_max_tokens must not be negative, got {self.one_launch_max_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class SegmentedParams:
+    """Prefill on Hopper that scans segments of long sequences at the same time.
+
+    Attributes:
+        segment_chunks: chunks of a segment.
+        min_chunks: of the longest sequence; a step with shorter ones is scanned whole.
+        max_tasks: value heads times sequences of more than half the longest one's chunks; a step
+            with more is scanned whole. 0 is off.
+        cost_model: the table's section.
+    """
+
+    segment_chunks: int
+    min_chunks: int
+    max_tasks: int
+    cost_model: PrefillCostModel
+
+    def __post_init__(self) -> None:
+        if self.segment_chunks < 1 or self.min_chunks <= self.segment_chunks:
+            raise ValueError(
+                "segment_chunks must be at least 1 and less than min_chunks, got "
+                f"{self.segment_chunks} and {self.min_chunks}"
+            )
 
 
 _CHUNKS = "64-token chunks, each sequence's counted on its own, times value heads of this rank"
@@ -136,7 +168,12 @@ TABLES = TableSchema(
         Operator(
             "prefill",
             _CHUNKS,
-            {"two_stage_sm90": "cost_model", "two_stage": TwoStageParams, "torch": NoParams},
+            {
+                "segmented_sm90": SegmentedParams,
+                "two_stage_sm90": "cost_model",
+                "two_stage": TwoStageParams,
+                "torch": NoParams,
+            },
         ),
         Operator("recurrent", _SEQUENCES, {"recurrent": RecurrentParams, "torch": NoParams}),
         Operator(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from backend_core.launch.streams import StreamOrder
@@ -21,6 +23,8 @@ class Scratch:
         self._tiles = torch.empty(0, dtype=torch.uint8, device=device)
         self._totals = torch.empty(0, dtype=torch.float32, device=device)
         self._flags = torch.zeros(0, dtype=torch.int32, device=device)
+        self._segments = torch.empty(0, dtype=torch.uint8, device=device)
+        self._segment_flags = torch.zeros(0, dtype=torch.int32, device=device)
         self._asked = (0, 0, 0)
         self._addresses = (0, 0, 0)
         self._order = StreamOrder(device)
@@ -44,7 +48,9 @@ class Scratch:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tiles, uint8; total decays, fp32), flat and at least as large as asked for, for a call
         on the current stream."""
-        self._order.enter(self._tiles, self._totals, self._flags)
+        self._order.enter(
+            self._tiles, self._totals, self._flags, self._segments, self._segment_flags
+        )
         self.reserve(num_tiles, tile_bytes, key_dim)
         return self._tiles, self._totals
 
@@ -52,6 +58,25 @@ class Scratch:
         """Where those of `buffers` and `flags` lie."""
         self.buffers(num_tiles, tile_bytes, key_dim)
         return self._addresses
+
+    def segment_addresses(self, places: int, sizes: tuple[int, ...], flags: int) -> list[int]:
+        """Where what segments leave for one another lies, for the call that `buffers` was for.
+
+        Args:
+            places: segments times value heads.
+            sizes: bytes of each kind of result at a place, multiples of 128.
+            flags: int32 at a place; zeros at first, then kernels write them.
+
+        Returns:
+            The addresses of each kind, ``[places, size]``, and of the flags, ``[places, flags]``.
+        """
+        if places * sum(sizes) > self._segments.shape[0]:
+            self._segments = self._segments.new_empty(places * sum(sizes))
+        if places * flags > self._segment_flags.shape[0]:
+            self._segment_flags = self._segment_flags.new_zeros(places * flags)
+        begins = itertools.accumulate(sizes[:-1], initial=0)
+        kinds = [self._segments.data_ptr() + places * begin for begin in begins]
+        return [*kinds, self._segment_flags.data_ptr()]
 
     def flags(self) -> torch.Tensor:
         """Five counters and a flag per tile, int32: zeros at first, then kernels write them."""
@@ -63,4 +88,5 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        return self._tiles.nbytes + self._totals.nbytes + self._flags.nbytes
+        segments = self._segments.nbytes + self._segment_flags.nbytes
+        return self._tiles.nbytes + self._totals.nbytes + self._flags.nbytes + segments

@@ -6,6 +6,7 @@ What a unit of an operator's grid is, `kda_backend.launch_params` says.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,9 @@ class KdaShape:
         dtype: of q, k and v; gate_dtype: of g.
         aligned_state: slots of the state pool, and the convolution's weight, start at multiples of
             16 bytes.
+        deterministic_prefix: a token's results have the same bits wherever the tokens before it
+            were cut into calls, which engines that cache prefixes rely on
+            (docs/families/kda.md). Else prefill may scan segments of long sequences.
     """
 
     num_heads: int
@@ -42,6 +46,7 @@ class KdaShape:
     dtype: torch.dtype = torch.bfloat16
     gate_dtype: torch.dtype = torch.bfloat16
     aligned_state: bool = True
+    deterministic_prefix: bool = True
 
     def requires(self, operator: str) -> frozenset[str]:
         """The features that a path of this operator must declare to serve this model."""
@@ -54,6 +59,8 @@ class KdaShape:
             needs.add("any_dtype")
         if operator == "prefill" and tile_width(self.key_dim) * self.dtype.itemsize > 256:
             needs.add("wide_rows")  # of K: their tiles take twice the shared memory and more
+        if operator == "prefill" and self.deterministic_prefix:
+            needs.add("deterministic_prefix")
         if operator == "decode_step" and not self.aligned_state:
             needs.add("unaligned_state")
         return frozenset(needs)
@@ -91,6 +98,19 @@ class KdaSelection:
     def explain(self) -> list[str]:
         """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
         return [str(row) for operator in self.operators for row in operator.explain()]
+
+
+def deterministic_prefix(caches_prefixes: bool) -> bool:
+    """`KdaShape.deterministic_prefix` of a model in an engine: what the user says by
+    ``KDA_DSV4_DETERMINISTIC_PREFIX`` (0 or 1), else whether the engine caches prefixes.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    text = os.environ.get("KDA_DSV4_DETERMINISTIC_PREFIX", "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"KDA_DSV4_DETERMINISTIC_PREFIX must be 0 or 1, got {text!r}")
+    return caches_prefixes if text == "" else text == "1"
 
 
 @functools.lru_cache(maxsize=256)
@@ -141,7 +161,13 @@ def selection_of_call(
     """
     if selection is None:
         return selection_for(device, shape)
-    # whether a pool is aligned shows at its address: the path that needs it looks
-    if replace(selection.shape, aligned_state=shape.aligned_state) != shape:
+    # whether a pool is aligned shows at its address: the path that needs it looks; what a prefix's
+    # bits may depend on, a call does not say
+    chosen = replace(
+        shape,
+        aligned_state=selection.shape.aligned_state,
+        deterministic_prefix=selection.shape.deterministic_prefix,
+    )
+    if selection.shape != chosen:
         raise ValueError(f"selection must be for {shape}, got one for {selection.shape}")
     return selection

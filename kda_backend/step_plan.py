@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -50,6 +50,21 @@ class PlanAddresses(NamedTuple):
     sequence_order: int
 
 
+class Segments(NamedTuple):
+    """How a batch divides into segments, each of so many chunks from its sequence's start.
+
+    Attributes:
+        total: segments of all sequences; an empty sequence has one.
+        ends: results of the first pass over them: for a sequence of m > 1 segments the end of the
+            first, and for those between first and last the local end and the transition.
+        merged: sequences of more than two segments.
+    """
+
+    total: int
+    ends: int
+    merged: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """Frozen description of a packed batch, shared by all layers of a step.
@@ -65,6 +80,8 @@ class StepPlan:
         long_sequences: sequences with more than half as many chunks as the longest; all where the
             host does not know the lengths.
         chunk_table: which tokens each chunk covers, on the device; for the GPU paths alone.
+        segments: by the chunks of a segment, how the batch divides into segments; filled by
+            `segmented_sm90`.
     """
 
     cu_seqlens: torch.Tensor
@@ -74,10 +91,19 @@ class StepPlan:
     max_chunks: int
     long_sequences: int
     chunk_table: ChunkTable | None
+    segments: dict[int, Segments] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def num_sequences(self) -> int:
         return self.cu_seqlens.shape[0] - 1
+
+    @functools.cached_property
+    def max_tokens(self) -> int | None:
+        """Tokens of the longest sequence; ``None`` where the host does not know the lengths."""
+        if self.cu_seqlens_cpu is None:
+            return None
+        pairs = itertools.pairwise(self.cu_seqlens_cpu)
+        return max((end - begin for begin, end in pairs), default=0)
 
     @functools.cached_property
     def addresses(self) -> PlanAddresses:

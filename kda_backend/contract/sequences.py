@@ -9,7 +9,7 @@ import torch
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride, once
 from kda_backend.contract.states import check_state
 from kda_backend.contract.tokens import check_tokens, selection_for_tokens
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import MAX_HEAD_DIM
 from kda_backend.step_plan import StepPlan
@@ -21,10 +21,14 @@ class Checked(NamedTuple):
     Attributes:
         selection: the paths that serve it.
         packed: q, k, v, g and beta are read as they are, not as packed copies.
+        out_packed: so is ``out`` written; true where the call brings none.
+        kept: for the path that runs such calls.
     """
 
     selection: KdaSelection
     packed: bool
+    out_packed: bool
+    kept: Kept
 
 
 @once
@@ -48,7 +52,8 @@ def check_sequences(
         _check_output(out, tokens.v)
     check_state(state, tokens, num_sequences)
     q, k, v, g, beta = tokens[:5]
-    return Checked(selection, all(map(_is_packed, (q, k, v, g, beta.unsqueeze(3)))))
+    is_packed = all(map(_is_packed, (q, k, v, g, beta.unsqueeze(3))))
+    return Checked(selection, is_packed, out is None or _is_packed(out), {})
 
 
 def packed(tokens: TokenInputs) -> TokenInputs:
@@ -70,10 +75,9 @@ def packed_rows(x: torch.Tensor) -> torch.Tensor:
 
 def check_step_plan(step_plan: StepPlan, q: torch.Tensor, selection: KdaSelection) -> None:
     """It must be of these tokens, on their device, with the table that the path's kernels read."""
-    shape = q.shape
-    tokens = shape[0] * shape[1]
-    if step_plan.num_tokens != tokens:
-        raise ValueError(f"step_plan is of {step_plan.num_tokens} tokens, q has {tokens}")
+    batch, length, _, _ = q.shape
+    if step_plan.num_tokens != batch * length:
+        raise ValueError(f"step_plan is of {step_plan.num_tokens} tokens, q has {batch * length}")
     if step_plan.cu_seqlens.device != q.device:
         raise ValueError(f"step_plan must be on {q.device}, got {step_plan.cu_seqlens.device}")
     if step_plan.chunk_table is None and selection.target.vendor != "cpu":

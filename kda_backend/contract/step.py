@@ -18,6 +18,7 @@ from kda_backend.contract.values import (
     ConvInputs,
     DraftInputs,
     GateSpec,
+    Kept,
     NormInputs,
     StateRef,
     TokenInputs,
@@ -33,6 +34,18 @@ class DraftShape(NamedTuple):
     max_tokens: int
 
 
+class CheckedStep(NamedTuple):
+    """What `check_step` finds out beside that a call is right.
+
+    Attributes:
+        selection: the paths that serve it.
+        kept: for the path that runs such calls.
+    """
+
+    selection: KdaSelection
+    kept: Kept
+
+
 @once
 def check_step(
     tokens: TokenInputs,
@@ -42,8 +55,8 @@ def check_step(
     norm: NormInputs | None,
     out: torch.Tensor | None,
     selection: KdaSelection | None,
-) -> KdaSelection:
-    """All but values of a decode step; returns the paths that serve it.
+) -> CheckedStep:
+    """All but values of a decode step.
 
     Raises:
         ValueError: an argument is not as the operator describes it.
@@ -57,7 +70,7 @@ def check_step(
             f"state_indices must have shape [{rows}] and stride 1, got"
             f" {list(indices.shape)} and {list(indices.stride())}"
         )
-    return selection
+    return CheckedStep(selection, {})
 
 
 @once

@@ -6,11 +6,16 @@ one checks only how arguments go together; `contract.sequences` and `contract.st
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 
 from kda_backend.spec import Beta, Gate
+
+Kept = dict[Hashable, Any]
+"""What paths have worked out of the strides, dtypes and options of a call, for calls alike: a
+check's result has one (`backend_core.contracts.once`). It holds no tensor and no address."""
 
 
 class TokenInputs(NamedTuple):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ConvInputs,
         DraftInputs,
         GateSpec,
+        Kept,
         NormInputs,
         StateRef,
         TokenInputs,
@@ -52,10 +53,14 @@ def run_step(
     norm: NormInputs | None,
     out: Tensor,
     pdl_prefetch_safe: bool,
+    kept: Kept,
 ) -> None:
     """Run a checked decode step on the path for its grid."""
-    path = selection.decode_step.lookup(tokens.v.shape[0] * tokens.v.shape[1])
-    STEP_PATHS[path.name](path, tokens, gate, state, conv, norm, out, pdl_prefetch_safe)
+    path = kept.get(selection)
+    if path is None:
+        path = selection.decode_step.lookup(tokens.v.shape[0] * tokens.v.shape[1])
+        kept[selection] = path
+    STEP_PATHS[path.name](path, tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept)
 
 
 def run_verification(

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kda_backend.contract.values import ConvInputs, GateSpec, NormInputs, StateRef, TokenInputs
+from kda_backend.contract.values import (
+    ConvInputs,
+    GateSpec,
+    Kept,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+)
 from kda_backend.launch_params import FusedStepParams, FusedVerifyParams
 from kda_backend.spec import Beta, Gate
 
@@ -28,6 +35,7 @@ def fused_step(
     norm: NormInputs | None,
     out: torch.Tensor,
     pdl_prefetch_safe: bool,
+    kept: Kept,
 ) -> None:
     """One launch for one token of each row.
 

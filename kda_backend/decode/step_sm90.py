@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from kda_backend.contract.step import is_aligned
-from kda_backend.contract.values import ConvInputs, GateSpec, NormInputs, StateRef, TokenInputs
+from kda_backend.contract.values import (
+    ConvInputs,
+    GateSpec,
+    Kept,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+)
 from kda_backend.launch_params import FusedStepSm90Params
 
 if TYPE_CHECKING:
@@ -52,23 +59,6 @@ PARAMS = CudaParams(
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def check_alignment(state: StateRef, conv: ConvInputs | None) -> None:
-    """Bulk copies need states on 16 bytes; so do the four taps of a channel.
-
-    Raises:
-        ValueError: the pool or the convolution's weight is not aligned.
-    """
-    if not is_aligned(state, conv):
-        assert state.read is not None
-        weight = "none" if conv is None else hex(conv.weight.data_ptr())
-        raise ValueError(
-            "state_pool's slots and conv_weight must start at multiples of 16 bytes for path"
-            f" fused_sm90, got addresses {state.read.data_ptr():#x} and {weight}, and"
-            f" {state.read.stride(0)} elements per slot: pass a selection made with"
-            " KdaShape(..., aligned_state=False)"
-        )
-
-
 def step_sm90(
     path: KernelPath,
     tokens: TokenInputs,
@@ -78,18 +68,93 @@ def step_sm90(
     norm: NormInputs | None,
     out: torch.Tensor,
     pdl_prefetch_safe: bool,
+    kept: Kept,
 ) -> None:
     """One launch: a cluster of ``split`` CTAs of ``warps`` warps shares a head's state.
 
     The CTAs are placed while the kernel before runs, and wait for its end. With
     ``pdl_prefetch_safe`` they fetch slots, states, windows and weights before they wait.
+
+    Raises:
+        ValueError: the pool or the convolution's weight is not aligned.
     """
-    check_alignment(state, conv)
-    q, k, v, g, beta = tokens[:5]
-    pool, indices = state.write, state.indices
-    assert pool is not None and indices is not None
+    layout = kept.get(path)
+    if layout is None:
+        if not is_aligned(state, conv):
+            raise _misaligned(state, conv)
+        layout = kept[path] = _layout(path, tokens, gate, state, conv, norm, out)
+    q, k, v, g, beta, _, _, scale = tokens
     conv_state, taps, conv_bias = conv or (None, None, None)
     norm_weight, norm_gate, eps = norm or (None, None, 0.0)
+    pool, weight = _address(state.write), _address(taps)
+    if (pool | weight) & 15:  # that the stride of slots is right, the layout's call has shown
+        raise _misaligned(state, conv)
+    params = PARAMS.pack(
+        q=(q.data_ptr(), layout.q),
+        k=(k.data_ptr(), layout.k),
+        v=(v.data_ptr(), layout.v),
+        g=(g.data_ptr(), layout.g),
+        beta=(beta.data_ptr(), layout.beta),
+        a_log=_address(gate.a_log),
+        dt_bias=_address(gate.dt_bias),
+        state=(pool, layout.state),
+        indices=_address(state.indices),
+        conv_state=(_address(conv_state), *layout.conv_state),
+        conv_weight=weight,
+        conv_bias=_address(conv_bias),
+        norm_weight=_address(norm_weight),
+        norm_gate=(_address(norm_gate), layout.norm_gate),
+        out=(out.data_ptr(), layout.out),
+        heads=layout.heads,
+        heads_per_key=layout.heads_per_key,
+        null_slot=state.null_slot,
+        lower_bound=gate.lower_bound,
+        scale=scale,
+        eps=eps,
+        pdl_prefetch_safe=pdl_prefetch_safe,
+    )
+    layout.kernel(layout.ctas, layout.threads, params, pdl=True)
+
+
+class _Layout(NamedTuple):
+    """What calls alike have in common.
+
+    Attributes:
+        q, k, v, g, beta, state, norm_gate, out: strides of a row or slot.
+        conv_state: all strides, zeros without a convolution.
+        ctas, threads: of the launch.
+    """
+
+    kernel: CudaKernel
+    ctas: int
+    threads: int
+    heads: int
+    heads_per_key: int
+    q: int
+    k: int
+    v: int
+    g: int
+    beta: int
+    state: int
+    conv_state: tuple[int, ...]
+    norm_gate: int
+    out: int
+
+
+def _layout(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor,
+) -> _Layout:
+    q, k, v, g, beta = tokens[:5]
+    pool = state.write
+    assert pool is not None
+    conv_state, taps, conv_bias = conv or (None, None, None)
+    norm_weight, norm_gate, _ = norm or (None, None, 0.0)
     optional = (gate.a_log, gate.dt_bias, conv_state, taps, conv_bias, norm_weight, norm_gate)
     launch: FusedStepSm90Params = path.params
     kernel = _kernel(
@@ -104,33 +169,34 @@ def step_sm90(
         *(None if tensor is None else tensor.dtype for tensor in optional),
     )
     rows, value_heads = v.shape[:2]
-    params = PARAMS.pack(
-        q=(q.data_ptr(), q.stride()[0]),
-        k=(k.data_ptr(), k.stride()[0]),
-        v=(v.data_ptr(), v.stride()[0]),
-        g=(g.data_ptr(), g.stride()[0]),
-        beta=(beta.data_ptr(), beta.stride()[0]),
-        a_log=_address(gate.a_log),
-        dt_bias=_address(gate.dt_bias),
-        state=(pool.data_ptr(), pool.stride()[0]),
-        indices=indices.data_ptr(),
-        conv_state=(
-            (0, 0, 0, 0) if conv_state is None else (conv_state.data_ptr(), *conv_state.stride())
-        ),
-        conv_weight=_address(taps),
-        conv_bias=_address(conv_bias),
-        norm_weight=_address(norm_weight),
-        norm_gate=(0, 0) if norm_gate is None else (norm_gate.data_ptr(), norm_gate.stride()[0]),
-        out=(out.data_ptr(), out.stride()[0]),
+    return _Layout(
+        kernel=kernel,
+        ctas=rows * value_heads * launch.split,
+        threads=32 * launch.warps,
         heads=value_heads,
         heads_per_key=value_heads // q.shape[1],
-        null_slot=state.null_slot,
-        lower_bound=gate.lower_bound,
-        scale=tokens.scale,
-        eps=eps,
-        pdl_prefetch_safe=pdl_prefetch_safe,
+        q=q.stride(0),
+        k=k.stride(0),
+        v=v.stride(0),
+        g=g.stride(0),
+        beta=beta.stride(0),
+        state=pool.stride(0),
+        conv_state=(0, 0, 0) if conv_state is None else conv_state.stride(),
+        norm_gate=0 if norm_gate is None else norm_gate.stride(0),
+        out=out.stride(0),
     )
-    kernel(rows * value_heads * launch.split, 32 * launch.warps, params, pdl=True)
+
+
+def _misaligned(state: StateRef, conv: ConvInputs | None) -> ValueError:
+    """Bulk copies need states on 16 bytes; so do the four taps of a channel."""
+    assert state.write is not None
+    weight = "none" if conv is None else hex(conv.weight.data_ptr())
+    return ValueError(
+        "state_pool's slots and conv_weight must start at multiples of 16 bytes for path"
+        f" fused_sm90, got addresses {state.write.data_ptr():#x} and {weight}, and"
+        f" {state.write.stride(0)} elements per slot: pass a selection made with"
+        " KdaShape(..., aligned_state=False)"
+    )
 
 
 def defines(

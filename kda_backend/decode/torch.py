@@ -13,6 +13,7 @@ from kda_backend.contract.values import (
     ConvInputs,
     DraftInputs,
     GateSpec,
+    Kept,
     NormInputs,
     StateRef,
     TokenInputs,
@@ -52,6 +53,7 @@ def step(
     norm: NormInputs | None,
     out: torch.Tensor,
     pdl_prefetch_safe: bool,
+    kept: Kept,
 ) -> None:
     """One token of each row."""
     pool, indices = state.write, state.indices

@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.runtime_context import get_memory
 from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
 from backend_core.tables.select import unmeasured
 from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
 from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch
-from kda_backend.selection import KdaSelection, KdaShape, selection_for, warm_up
+from kda_backend.selection import (
+    KdaSelection,
+    KdaShape,
+    deterministic_prefix,
+    selection_for,
+    warm_up,
+)
 
 
 def reserve(runner: Any) -> None:
@@ -277,6 +284,7 @@ def _selection(
             dtype,
             dtype,
             aligned,
+            deterministic_prefix(not get_memory().disable_radix_cache),
         )
         for layer in layers
     }

@@ -24,7 +24,7 @@ from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, run_step
 from kda_backend.layer import LayerWeights, Tokens
 from kda_backend.scratch import Scratch
-from kda_backend.selection import KdaShape, select
+from kda_backend.selection import KdaShape, deterministic_prefix, select
 
 
 def runtime_of(
@@ -50,7 +50,11 @@ def runtime_of(
     if name is None:
         return None
     dtype, heads, dim = vllm_config.model_config.dtype, module.local_num_heads, module.head_dim
-    shape = KdaShape(heads, heads, dim, dim, lower_bound is not None, dtype, dtype)
+    caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
+    shape = KdaShape(
+        *(heads, heads, dim, dim, lower_bound is not None, dtype, dtype),
+        deterministic_prefix=deterministic_prefix(caches_prefixes),
+    )
     refusal = refusal or _refusal(vllm_config, module, lower_bound)
     speculative = vllm_config.speculative_config
     if refusal is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kda_backend import reference
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK, Beta, Gate
 from kda_backend.step_plan import StepPlan
@@ -25,6 +25,7 @@ def prefill(
     out: torch.Tensor,
     chunk_states: torch.Tensor | None,
     scratch: Scratch,
+    kept: Kept,
 ) -> None:
     """The chunked form of the definition."""
     q, k, v, decay, beta = activated(tokens, gate)

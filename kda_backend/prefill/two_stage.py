@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.target import detect_target
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.launch_params import TwoStageParams
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK, Beta, Gate, tile_width
@@ -44,6 +44,7 @@ def two_stage(
     out: torch.Tensor,
     chunk_states: torch.Tensor | None,
     scratch: Scratch,
+    kept: Kept,
 ) -> None:
     """One kernel over all chunks at once, then a scan over chunks, split over value rows."""
     q, k, v, g, beta = tokens[:5]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +11,28 @@ import torch
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import detect_target
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.prefill.arguments_sm90 import (
+    DIM,
+    KERNELS,
+    SEQUENCE_FIELDS,
+    STRUCTS,
+    Variant,
+    address_of,
+    beta_of,
+    gate_parameter,
+    layout_of,
+    on_16_bytes,
+    variant_of,
+)
+from kda_backend.prefill.one_launch_sm90 import (
+    Launch,
+    choose_launch,
+    load_kernels,
+    num_sms,
+    one_launch_sm90,
+    serves,
+)
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
 from kda_backend.scratch import Scratch
 from kda_backend.step_plan import StepPlan
@@ -20,15 +40,9 @@ from kda_backend.step_plan import StepPlan
 if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
 
-KERNELS = Path(__file__).parents[1] / "kernels" / "sm90"
-DIM = 128
 TILE_BYTES = 7 * 8192  # -k_in, q_in, T^T k_out, A_qk T in 8 KiB blocks
 _INTRA_THREADS, _SCAN_THREADS = 128, 384
 
-_STRUCTS = {
-    "Rows": (("ptr", "void*"), ("stride_t", "i64"), ("stride_h", "i64")),
-    "States": (("ptr", "void*"), *((f"stride_{axis}", "i64") for axis in "nhvk")),
-}
 INTRA_PARAMS = CudaParams(
     (
         ("q", "Rows"),  # [T, H, 128] bf16, like k; g [T, HV, 128] bf16
@@ -51,33 +65,36 @@ INTRA_PARAMS = CudaParams(
         ("progress", "Progress*"),
         ("fault", "Fault*"),  # in host memory
     ),
-    _STRUCTS,
+    STRUCTS,
 )
-SCAN_PARAMS = CudaParams(
-    (
-        ("tiles", "const u16*"),  # as the intra stage has written them
-        ("chunk_decays", "const float*"),
-        ("v", "Rows"),  # [T, HV, 128] bf16, like o
-        ("o", "Rows"),
-        ("state_in", "States"),  # [slots, HV, V, K], or null
-        ("state_out", "States"),
-        ("state_indices", "const int*"),  # [N]: slots, or null: sequence n has slot n
-        ("has_initial_state", "const unsigned char*"),  # [N], or null: all have
-        ("chunk_states", "States"),  # [chunks, HV, V, K] bf16: before each chunk, or null
-        ("snapshot_chunks", "const int*"),  # [N, num_snapshots]: after how many chunks
-        ("snapshots", "float*"),  # [N, num_snapshots, HV, 128, 128]
-        ("cu_seqlens", "const void*"),  # [N + 1] int32, or int64 with CU_INT64
-        ("chunk_offsets", "const int*"),  # [N + 1]: first chunk
-        ("sequence_order", "const int*"),  # [N]: longest first
-        ("scale", "float"),
-        ("num_snapshots", "int"),
-        ("num_value_heads", "int"),
-        ("num_tasks", "int"),  # sequences times value heads; twice as many in scan_split.cu
-        ("progress", "Progress*"),
-        ("fault", "Fault*"),
-    ),
-    _STRUCTS,
+SCAN_FIELDS = (
+    ("tiles", "const u16*"),  # as the intra stage has written them
+    ("chunk_decays", "const float*"),
+    ("v", "Rows"),  # [T, HV, 128] bf16, like o
+    ("o", "Rows"),
+    *SEQUENCE_FIELDS,
+    ("scale", "float"),
+    ("num_snapshots", "int"),
+    ("num_value_heads", "int"),
+    ("num_tasks", "int"),  # sequences times value heads; twice as many in scan_split.cu
+    ("progress", "Progress*"),
+    ("fault", "Fault*"),
 )
+SCAN_PARAMS = CudaParams(SCAN_FIELDS, STRUCTS)
+
+
+class SegmentedScan(NamedTuple):
+    """The scan of a call by segments of its sequences.
+
+    Attributes:
+        schedule: of the intra-chunk stage and the scan.
+        num_tasks: segments times value heads.
+        launch: the scan's launches, given the scan's parameters.
+    """
+
+    schedule: Schedule
+    num_tasks: int
+    launch: Callable[[bytes], None]
 
 
 def two_stage_sm90(
@@ -89,51 +106,69 @@ def two_stage_sm90(
     out: torch.Tensor,
     chunk_states: torch.Tensor | None,
     scratch: Scratch,
+    kept: Kept,
+    segments: SegmentedScan | None = None,
 ) -> None:
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
+
+    Where the table allows it for the step's lengths both are one launch, with the same bits.
 
     The scan starts on SMs that the first kernel leaves to it, and finds by flags which tiles are
     there. Between calls the counters in ``scratch`` are zero: the scan resets what the intra stage
     has counted.
+
+    Args:
+        segments: what takes the scan's place (`segmented_sm90`).
     """
     if step_plan.num_sequences == 0:
         return  # without sequences no scan would be launched, and none would reset the counters
-    value_heads = tokens.v.shape[2]
-    beta = tokens.beta if tokens.beta.dtype != torch.float16 else tokens.beta.float()
-    pool = state.read if state.read is not None else state.write
-    kernels = _kernels(
-        path,
-        tokens.q.device,
-        gate.kind,
-        tokens.beta_kind,
-        tokens.l2norm,
-        beta.dtype,
-        step_plan.cu_seqlens.dtype == torch.int64,
-        pool is not None and pool.dtype == torch.bfloat16,
-        chunk_states is not None or state.snapshots is not None,
-    )
+    device = tokens.q.device
+    what = (path, step_plan.cu_seqlens.dtype, chunk_states is None)
+    known = kept.get(what)
+    if known is None:
+        variant = variant_of(tokens, gate, step_plan, state, chunk_states)
+        layout = layout_of(tokens, state, out, chunk_states)
+        # those of both forms: a later step may be the first with short sequences
+        short = load_kernels(path, device, variant) if path.params.one_launch_max_tokens else {}
+        known = kept[what] = (layout, _kernels(path, device, variant), short)
+    layout, kernels, short = known
+    q, k, v, g = [x.data_ptr() for x in tokens[:4]]
+    o = out.data_ptr()
+    if layout.misaligned or (q | k | v | g | o) & 15:
+        tokens, rows = _on_16_bytes(tokens), on_16_bytes(out)
+        two_stage_sm90(
+            path, tokens, gate, step_plan, state, rows, chunk_states, scratch, {}, segments
+        )
+        if rows is not out:
+            out.copy_(rows)
+        return
+    value_heads = layout.value_heads
     num_tiles = step_plan.num_chunks * value_heads
     num_tasks = value_heads * step_plan.num_sequences
+    tiles, chunk_decays, progress = scratch.addresses(num_tiles, TILE_BYTES, DIM)
+    launch = _launch_of_short(path, step_plan, state, value_heads, device, kept)
+    if launch is not None:
+        # a sequence of several chunks has tiles of more bytes than its state
+        call = (tokens, gate, step_plan, state, out, chunk_states)
+        one_launch_sm90(short, launch, layout, *call, carry=tiles)
+        return
+    _a_log, a_log = gate_parameter(gate.a_log)
+    _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
     long_tasks = value_heads * step_plan.long_sequences
     shape = PrefillShape(num_tiles, num_tasks, step_plan.max_chunks, long_tasks)
-    schedule = kernels.schedule(shape)
-    _q, q = _rows(tokens.q)
-    _k, k = _rows(tokens.k)
-    _g, g = _rows(tokens.g)
-    _v, v = _rows(tokens.v)
-    o_tensor, o = _rows(out)
-    _a_log, a_log = _gate_parameter(gate.a_log)
-    _dt_bias, dt_bias = _gate_parameter(gate.dt_bias)
+    schedule = kernels.schedule(shape) if segments is None else segments.schedule
+    num_tasks = num_tasks if segments is None else segments.num_tasks
     plan = step_plan.addresses
-    tiles, chunk_decays, progress = scratch.addresses(num_tiles, TILE_BYTES, DIM)
     fault = fault_record().address
-    state_out = _states(state, state.write)
-    state_in = state_out if state.read is state.write else _states(state, state.read)
+    state_out = (address_of(state.write), *layout.state_out)
+    state_in = (
+        state_out if state.read is state.write else (address_of(state.read), *layout.state_in)
+    )
     intra_params = INTRA_PARAMS.pack(
-        q=q,
-        k=k,
-        g=g,
-        beta=(beta.data_ptr(), *beta.stride()[1:]),
+        q=(q, *layout.q),
+        k=(k, *layout.k),
+        g=(g, *layout.g),
+        beta=(beta_of(tokens).data_ptr(), *layout.beta),
         a_log=a_log,
         dt_bias=dt_bias,
         tiles=tiles,
@@ -142,7 +177,7 @@ def two_stage_sm90(
         chunk_len=plan.length,
         chunk_order=plan.sequence_major if schedule.sequence_major else plan.chunk_major,
         num_value_heads=value_heads,
-        heads_per_key=value_heads // tokens.q.shape[2],
+        heads_per_key=layout.heads_per_key,
         lower_bound=gate.lower_bound,
         num_tiles=num_tiles,
         first_scan_sm=schedule.first_scan_sm,
@@ -153,20 +188,20 @@ def two_stage_sm90(
     scan_params = SCAN_PARAMS.pack(
         tiles=tiles,
         chunk_decays=chunk_decays,
-        v=v,
-        o=o,
+        v=(v, *layout.v),
+        o=(o, *layout.o),
         state_in=state_in,
         state_out=state_out,
-        state_indices=_address(state.indices),
-        has_initial_state=_address(state.has_initial),
-        chunk_states=_states(state, chunk_states),
-        snapshot_chunks=_address(state.snapshot_chunks),
-        snapshots=_address(state.snapshots),
+        state_indices=address_of(state.indices),
+        has_initial_state=address_of(state.has_initial),
+        chunk_states=(address_of(chunk_states), *layout.chunk_states),
+        snapshot_chunks=address_of(state.snapshot_chunks),
+        snapshots=address_of(state.snapshots),
         cu_seqlens=plan.cu_seqlens,
         chunk_offsets=plan.offsets,
         sequence_order=plan.sequence_order,
         scale=tokens.scale,
-        num_snapshots=0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
+        num_snapshots=layout.num_snapshots,
         num_value_heads=value_heads,
         num_tasks=num_tasks * 2 if schedule.split else num_tasks,
         progress=progress,
@@ -175,28 +210,41 @@ def two_stage_sm90(
     intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
     intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
     try:
-        scan(schedule.scan_ctas, _SCAN_THREADS, scan_params, pdl=True)
+        if segments is None:
+            scan(schedule.scan_ctas, _SCAN_THREADS, scan_params, pdl=True)
+        else:
+            segments.launch(scan_params)
     except Exception:
         scratch.clear_flags()  # which this scan would have reset
         raise
-    if o_tensor is not out:
-        out.copy_(o_tensor)
 
 
-def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """(x, its Rows); or a packed copy, since vector loads and stores need rows on 16 bytes."""
-    _, stride_t, stride_h, _ = x.stride()
-    address = x.data_ptr()
-    if (address | 2 * stride_t | 2 * stride_h) & 15:
-        return _rows(x.clone(memory_format=torch.contiguous_format))
-    return x, (address, stride_t, stride_h)
+def _launch_of_short(
+    path: KernelPath,
+    step_plan: StepPlan,
+    state: StateRef,
+    value_heads: int,
+    device: torch.device,
+    kept: Kept,
+) -> Launch | None:
+    """How a step of short sequences is made in one launch; ``None`` for the two stages."""
+    longest = step_plan.max_tokens
+    if longest is None or longest > path.params.one_launch_max_tokens:
+        return None
+    tasks = step_plan.num_sequences * value_heads
+    # all that `serves` looks at and calls alike do not have in common
+    which = (longest, tasks, (address_of(state.read) | address_of(state.write)) & 7)
+    if which not in kept:
+        sms = num_sms(device)
+        served = serves(step_plan, state, value_heads, path.params, sms)
+        kept[which] = choose_launch(longest, tasks, sms) if served else None
+    launch: Launch | None = kept[which]
+    return launch
 
 
-def _states(state: StateRef, tensor: torch.Tensor | None) -> tuple[int, int, int, int, int]:
-    """States of a tensor laid out like ``state``."""
-    if tensor is None:
-        return (0, 0, 0, 0, 0)
-    return (tensor.data_ptr(), *state.strides(tensor))
+def _on_16_bytes(tokens: TokenInputs) -> TokenInputs:
+    q, k, v, g = map(on_16_bytes, tokens[:4])
+    return TokenInputs(q, k, v, g, *tokens[4:])
 
 
 @functools.cache
@@ -211,6 +259,9 @@ def fault_record() -> FaultRecord:
             2: "the intra-chunk stage of KDA's prefill waited in vain for its {expected} CTAs to "
             "start, of which {seen} did: its scratch memory was used by another call meanwhile, "
             "or the GPU had no room for them",
+            3: "a segment of KDA's prefill waited in vain for flag {index} (of segment, value head "
+            "and warp) of launch {expected}, which holds {seen}: its scratch memory was used by "
+            "another call meanwhile",
         },
     )
 
@@ -225,30 +276,19 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def _kernels(
-    path: KernelPath,
-    device: torch.device,
-    gate: int,
-    beta: int,
-    l2norm: bool,
-    beta_dtype: torch.dtype,
-    int64_offsets: bool,
-    bf16_state: bool,
-    track: bool,
-) -> _Kernels:
+def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kernels:
     cost_model = CostModel.from_table(path.params, detect_target(device).num_sms)
     intra = {
         choice.ctas_per_sm: CudaKernel(
             KERNELS / "intra_chunk.cu",
             "intra_chunk",
             INTRA_PARAMS,
-            intra_defines(gate, beta, l2norm, beta_dtype, choice.ctas_per_sm),
+            intra_defines(variant, choice.ctas_per_sm),
         )
         for choice in cost_model.intra
     }
-    defines = scan_defines(int64_offsets, bf16_state, track)
     scan, scan_split = (
-        CudaKernel(KERNELS / f"{name}.cu", name, SCAN_PARAMS, defines)
+        CudaKernel(KERNELS / f"{name}.cu", name, SCAN_PARAMS, scan_defines(variant))
         for name in ("scan", "scan_split")
     )
     # all of them now: a later batch may be the first to choose one
@@ -258,38 +298,21 @@ def _kernels(
     return _Kernels(intra, (scan, scan_split), schedule)
 
 
-def intra_defines(
-    gate: int, beta: int, l2norm: bool, beta_dtype: torch.dtype, ctas_per_sm: int
-) -> dict[str, int]:
+def intra_defines(variant: Variant, ctas_per_sm: int) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
     return {
-        "GATE": gate,
-        "BETA": beta,
-        "L2NORM": int(l2norm),
-        "BETA_FP32": int(beta_dtype == torch.float32),
+        "GATE": variant.gate,
+        "BETA": variant.beta,
+        "L2NORM": int(variant.l2norm),
+        "BETA_FP32": int(variant.beta_dtype == torch.float32),
         "MIN_BLOCKS": ctas_per_sm,
     }
 
 
-def scan_defines(int64_offsets: bool, bf16_state: bool, track: bool) -> dict[str, int]:
+def scan_defines(variant: Variant) -> dict[str, int]:
     """Preprocessor constants of one variant of scan.cu or scan_split.cu."""
     return {
-        "CU_INT64": int(int64_offsets),
-        "STATE_BF16": int(bf16_state),
-        "TRACK": int(track),
+        "CU_INT64": int(variant.int64_offsets),
+        "STATE_BF16": int(variant.bf16_state),
+        "TRACK": int(variant.track),
     }
-
-
-def _gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """In fp32, on 16 bytes; and its address, 0 for none."""
-    if x is None:
-        return None, 0
-    address = x.data_ptr()
-    if x.dtype != torch.float32 or address & 15:
-        x = x.float() if x.dtype != torch.float32 else x.clone()
-        address = x.data_ptr()
-    return x, address
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

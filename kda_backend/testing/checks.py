@@ -14,6 +14,7 @@ from backend_core.target import Target
 from backend_core.testing.numerics import relative_error
 from kda_backend import chunk_kda, fused_recurrent_kda, kda_decode_step, kda_verify_step
 from kda_backend.selection import KdaSelection, KdaShape, select
+from kda_backend.spec import CHUNK
 from kda_backend.testing.cases import Case, make_case
 from kda_backend.testing.regimes import HARD_REGIMES
 from kda_backend.testing.steps import StepCase, StepPools, make_step
@@ -42,11 +43,25 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         found["adversarial, bounded gate"] = _sequence_case(path, hard, gate="bounded")
     if {"any_dtype", "any_head_dim", "grouped_values"} <= path.features:
         found["fp32, K 48, V 24"] = _sequence_case(path, uneven)
+    # forms of prefill that lengths choose which the host knows
+    if short := getattr(path.params, "one_launch_max_tokens", 0):
+        found["short sequences"] = _known_lengths(path, (1, short // 4, short // 2 + 1, short))
+    if chunks := getattr(path.params, "segment_chunks", 0):
+        long = CHUNK * max(path.params.min_chunks, 3 * chunks) + 70
+        found["segments of a long sequence"] = _known_lengths(path, (long, 5, CHUNK * chunks + 1))
     return found
 
 
 def _sequence_case(path: KernelPath, draw: Callable[..., Case], **model: Any) -> CheckCase:
     return lambda target, device: run(path, target, device, draw(path.operator, **model))
+
+
+def _known_lengths(path: KernelPath, lengths: tuple[int, ...]) -> CheckCase:
+    def check(target: Target, device: torch.device) -> Answer:
+        case = make_case(_SEED, lengths, heads=2, key_dim=128, value_dim=128)
+        return run(path, target, device, case, _prefill(case, on_host=True))
+
+    return check
 
 
 def _step_case(path: KernelPath, **flags: Any) -> CheckCase:
@@ -136,11 +151,12 @@ def _packed_views(case: Case, device: torch.device) -> list[torch.Tensor]:
     return [*views, case.g[0].to(device), case.beta[0].to(device)]
 
 
-def _prefill(case: Case) -> Operator:
+def _prefill(case: Case, *, on_host: bool = False) -> Operator:
     def operator(*tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
         q, k, v, g, beta = (x[None] for x in tokens)
-        offsets = case.cu_seqlens.to(q.device)
-        return chunk_kda(q, k, v, g, beta, cu_seqlens=offsets, **arguments)[0][0]
+        arguments["cu_seqlens"] = case.cu_seqlens.to(q.device)
+        arguments["cu_seqlens_cpu"] = case.cu_seqlens.cpu() if on_host else None
+        return chunk_kda(q, k, v, g, beta, **arguments)[0][0]
 
     return operator
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,23 @@ import pytest
 import torch
 
 from backend_core.launch.cuda import CudaParams
+from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.launch_params import TABLES
+from kda_backend.launch_params import TABLES, SegmentedParams
+from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.sm_schedule import PrefillShape, Schedule
+from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
 from tests.cuda_on_host.driver import HostKernel
 from tests.kda.cases import Backend, assert_result
 
-ROW = next(
-    row for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows if row.name == "two_stage_sm90"
-)
+ROWS = {row.name: row for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows}
+_SHIPPED = ROWS["two_stage_sm90"]
+ROW = replace(_SHIPPED, params=replace(_SHIPPED.params, one_launch_max_tokens=0))
+"""The two stages for every step, short sequences too."""
 
 
 def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Schedule:
@@ -29,6 +34,75 @@ def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Sc
     many scan CTAs as tasks, or two of scan.cu, which then take tasks as they come."""
     scan_ctas = 4 * shape.tasks if split else min(shape.tasks, 2)
     return Schedule(2, split, scan_ctas, 3, 2, 1, sequence_major)
+
+
+def segmented_row(segment_chunks: int) -> KernelPath:
+    """The table's row, on for every sequence of more than one segment."""
+    params = SegmentedParams(segment_chunks, segment_chunks + 1, 1 << 20, ROW.params)
+    return replace(ROWS["segmented_sm90"], params=params)
+
+
+def use_two_stages(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    *,
+    split: bool = False,
+    sequence_major: bool = False,
+    sources: Path = pipeline.KERNELS,
+    scan_params: CudaParams = pipeline.SCAN_PARAMS,
+    max_polls: int = 1 << 26,
+    gate: str = "softplus",
+    beta: str = "sigmoid",
+    l2norm: bool = True,
+    segment_chunks: int = 0,
+) -> None:
+    """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s."""
+    variant = Variant(
+        Gate[gate.upper()], Beta[beta.upper()], l2norm, torch.bfloat16, False, False, False
+    )
+    polls = {"MAX_POLLS": max_polls}
+    name = "scan_split" if split else "scan"
+    defines = pipeline.scan_defines(variant) | polls
+    if segment_chunks:
+        scan_params = segmented.SEGMENT_PARAMS
+        defines = segmented.segment_defines(False, False) | polls
+    intra = HostKernel(
+        sources / "intra_chunk.cu",
+        "intra_chunk",
+        pipeline.INTRA_PARAMS,
+        pipeline.intra_defines(variant, 2) | polls,
+    )
+    scan = HostKernel(
+        sources / f"{name}.cu",
+        name,
+        scan_params,
+        defines,
+        cluster_size=2 if split else 1,
+        run_seed=seed,
+    )
+    kernels = pipeline._Kernels(
+        {2: intra},  # type: ignore[dict-item]
+        (scan, scan),  # type: ignore[arg-type]
+        lambda shape: schedule_of(shape, split=split, sequence_major=sequence_major),
+    )
+    monkeypatch.setattr(pipeline, "_kernels", lambda *_: kernels)
+    if not segment_chunks:
+        return
+    passes = (
+        HostKernel(sources / f"{name}.cu", name, scan_params, defines)
+        for name in ("segment_ends", "merge_segments")
+    )
+    # few SMs: CTAs take several tasks
+    cost_model = CostModel.from_table(ROW.params, num_sms=5)
+    of_segments = segmented._Kernels(*passes, (scan, scan), ROW, cost_model)  # type: ignore[arg-type]
+    monkeypatch.setattr(segmented, "_kernels", lambda *_: of_segments)
+    monkeypatch.setattr(
+        segmented,
+        "choose_segment_schedule",
+        lambda model, tiles, tasks, chunks: schedule_of(
+            PrefillShape(tiles, tasks, chunks, tasks), split=split, sequence_major=False
+        ),
+    )
 
 
 def run_prefill(
@@ -42,41 +116,40 @@ def run_prefill(
     scan_params: CudaParams = pipeline.SCAN_PARAMS,
     max_polls: int = 1 << 26,
     scratch: Scratch | None = None,
+    segment_chunks: int = 0,
+    in_pool: bool = False,
     **model: Any,
 ) -> None:
     """Makes a case, runs it on the kernels and compares.
 
     Args:
+        segment_chunks: of the segments that sequences are scanned by; 0 scans them whole.
+        in_pool: states are overwritten in a pool.
         sources: of the kernels.
         scan_params: by which the scan finds its arguments.
         max_polls: looks before a kernel gives up.
     """
-    gate = Gate[model.get("gate", "softplus").upper()]
-    beta = Beta[model.get("beta", "sigmoid").upper()]
-    polls = {"MAX_POLLS": max_polls}
-    name = "scan_split" if split else "scan"
-    intra = HostKernel(
-        sources / "intra_chunk.cu",
-        "intra_chunk",
-        pipeline.INTRA_PARAMS,
-        pipeline.intra_defines(gate, beta, model.get("l2norm", True), torch.bfloat16, 2) | polls,
+    of_kernels = {name: model[name] for name in ("gate", "beta", "l2norm") if name in model}
+    use_two_stages(
+        monkeypatch,
+        seed,
+        split=split,
+        sequence_major=sequence_major,
+        sources=sources,
+        scan_params=scan_params,
+        max_polls=max_polls,
+        segment_chunks=segment_chunks,
+        **of_kernels,
     )
-    scan = HostKernel(
-        sources / f"{name}.cu",
-        name,
-        scan_params,
-        pipeline.scan_defines(False, False, False) | polls,
-        cluster_size=2 if split else 1,
-        run_seed=seed,
-    )
-    kernels = pipeline._Kernels(
-        {2: intra},  # type: ignore[dict-item]
-        (scan, scan),  # type: ignore[arg-type]
-        lambda shape: schedule_of(shape, split=split, sequence_major=sequence_major),
-    )
-    monkeypatch.setattr(pipeline, "_kernels", lambda *_: kernels)
     cpu = Backend("kernels", torch.device("cpu"))
     case = cpu.case(seed, lengths, key_dim=128, value_dim=128, **model)
-    selection = cpu.selection(case.shape).with_path(ROW)
+    row = segmented_row(segment_chunks) if segment_chunks else ROW
+    selection = cpu.selection(case.shape).with_path(row)
     keep = {} if scratch is None else {"scratch": scratch}
-    assert_result(case, *cpu.chunk(case, selection=selection, **keep))
+    if not in_pool:
+        assert_result(case, *cpu.chunk(case, selection=selection, **keep))
+        return
+    pool = case.state.flip(0).clone()
+    slots = torch.arange(len(lengths), dtype=torch.int32).flip(0)
+    o, _ = cpu.chunk(case, selection=selection, state_pool=pool, state_indices=slots, **keep)
+    assert_result(case, o, pool.flip(0))

@@ -15,7 +15,10 @@ import torch
 from backend_core.launch.cuda import CudaParams
 from kda_backend.decode import step_sm90
 from kda_backend.launch_params import FusedStepSm90Params
+from kda_backend.prefill import one_launch_sm90 as in_one
+from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as prefill
+from kda_backend.prefill.arguments_sm90 import Variant
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
@@ -35,32 +38,55 @@ STEPS = {
     "other types": (Gate.SOFTPLUS, Beta.SIGMOID, True, BF16, *MIXED),
 }
 
-Variant = tuple[Path, CudaParams, dict[str, int]]
+Source = tuple[Path, CudaParams, dict[str, int]]
 
 
-def prefill_variants() -> Iterator[tuple[str, Variant]]:
+def variant_of(gate: Gate = Gate.SOFTPLUS, *, track: bool = False) -> Variant:
+    return Variant(gate, Beta.SIGMOID, True, BF16, False, False, track)
+
+
+def prefill_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what configs/kda/nvidia_sm90.toml can choose."""
     for ctas in (2, 4):
         for gate in Gate:
-            defines = prefill.intra_defines(gate, Beta.SIGMOID, True, BF16, ctas)
+            defines = prefill.intra_defines(variant_of(gate), ctas)
             source = prefill.KERNELS / "intra_chunk.cu"
             name = f"intra_chunk {gate.name.lower()}, {ctas} CTAs per SM"
             yield name, (source, prefill.INTRA_PARAMS, defines)
     for name in ("scan", "scan_split"):
         for track in (False, True):
-            defines = prefill.scan_defines(False, False, track)
+            defines = prefill.scan_defines(variant_of(track=track))
             source = prefill.KERNELS / f"{name}.cu"
             yield f"{name}{', tracking' * track}", (source, prefill.SCAN_PARAMS, defines)
+    for name in ("segment_ends", "merge_segments", "scan", "scan_split"):
+        label = f"{name}, segments" if name.startswith("scan") else name
+        defines = segmented.segment_defines(False, False)
+        yield label, (prefill.KERNELS / f"{name}.cu", segmented.SEGMENT_PARAMS, defines)
 
 
-def step_variant(split: int, warps: int, kind: str) -> Variant:
+def one_launch_variants() -> Iterator[tuple[str, Source]]:
+    """(name, variant) of what prefill/one_launch_sm90.py can choose."""
+    for rows, many in in_one.CTAS_PER_SM.items():
+        for ctas, gate, track in (
+            (1, Gate.SOFTPLUS, False),
+            (many, Gate.SOFTPLUS, False),
+            (many, Gate.BOUNDED, False),
+            (many, Gate.SOFTPLUS, True),
+        ):
+            defines = in_one.defines(rows, ctas, variant_of(gate, track=track))
+            name = f"one_launch {gate.name.lower()}, {rows} rows, {ctas} CTAs per SM"
+            source = in_one.KERNELS / "one_launch.cu"
+            yield name + ", tracking" * track, (source, in_one.PARAMS, defines)
+
+
+def step_variant(split: int, warps: int, kind: str) -> Source:
     launch = FusedStepSm90Params(split, warps, "evict_last", "evict_first")  # type: ignore[arg-type]
     defines = step_sm90.defines(launch, *STEPS[kind])
     return step_sm90.SOURCE, step_sm90.PARAMS, defines
 
 
 def report() -> dict[str, object]:
-    variants = dict(prefill_variants())
+    variants = dict(prefill_variants()) | dict(one_launch_variants())
     for split, warps in SHAPES:
         variants[f"decode_step engine, {split} x {warps} warps"] = step_variant(
             split, warps, "engine"
@@ -77,7 +103,9 @@ def test_hopper_kernels_compile_to_what_the_report_says() -> None:
     for name, kernel in fresh["kernels"].items():  # type: ignore[attr-defined]
         assert kernel["serialised_wgmma"] == 0, name
         # four CTAs of 128 registers beat three of 168 with a few words spilled
-        assert kernel["spill_bytes"] <= (112 if "4 CTAs" in name else 0), name
+        # (of one launch the operand and the tile's inputs share them too)
+        allowed = 160 if "one_launch" in name else 112 if "4 CTAs" in name else 0
+        assert kernel["spill_bytes"] <= allowed, name
         assert kernel["shared_bytes"] <= 227 * 1024, name
 
 

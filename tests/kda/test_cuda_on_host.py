@@ -39,3 +39,18 @@ def test_given_decays_without_norm(run: Run, seed: int) -> None:
 
 def test_collinear_keys(run: Run, seed: int) -> None:
     run(seed, (130,), regime="collinear")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["scan", "scan_split"])
+def test_segments(run: Run, seed: int, split: bool) -> None:
+    """Sequences of four segments (the last one short), of none (empty), of one and of two."""
+    run(seed, (450, 0, 30, 200), split=split, segment_chunks=2, in_pool=True)
+
+
+def test_segments_of_one_chunk(run: Run, seed: int) -> None:
+    run(seed, (260,), segment_chunks=1, gate="bounded", heads=1, value_heads=2)
+
+
+def test_segments_of_collinear_keys(run: Run, seed: int) -> None:
+    """Decays near 1: the ends of all segments before count."""
+    run(seed, (500,), segment_chunks=2, regime="collinear")

@@ -13,22 +13,19 @@ import pytest
 import torch
 
 from backend_core.launch import faults
-from backend_core.tables.select import load_table
-from backend_core.target import KNOWN_TARGETS
-from kda_backend.launch_params import TABLES
 from kda_backend.prefill import two_stage_sm90 as pipeline
+from kda_backend.prefill.arguments_sm90 import Variant
 from kda_backend.prefill.sm_schedule import PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import build_step_plan
 from tests.cuda_on_host.driver import GXX, HostKernel, run_launches
 from tests.kda.cases import Backend, assert_result
+from tests.kda.prefill_on_host import ROW
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
-ROW = next(
-    row for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows if row.name == "two_stage_sm90"
-)
 FEW = {"MAX_POLLS": 3000}
+VARIANT = Variant(Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, False, False, False)
 NEXT_TILE, STARTED = 1, 4  # of the counters
 CPU = Backend("kernels", torch.device("cpu"))
 Plant = Callable[[Any], Any]
@@ -46,14 +43,14 @@ def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._Kernels
         pipeline.KERNELS / "intra_chunk.cu",
         "intra_chunk",
         pipeline.INTRA_PARAMS,
-        pipeline.intra_defines(Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, 2) | FEW,
+        pipeline.intra_defines(VARIANT, 2) | FEW,
     )
     name = "scan_split" if split else "scan"
     scan = HostKernel(
         pipeline.KERNELS / f"{name}.cu",
         name,
         pipeline.SCAN_PARAMS,
-        pipeline.scan_defines(False, False, False) | FEW,
+        pipeline.scan_defines(VARIANT) | FEW,
         cluster_size=2 if split else 1,
         run_seed=seed,
     )

@@ -32,7 +32,7 @@ class Mistake(NamedTuple):
     call: Mapping[str, Any] = MappingProxyType({})
 
 
-PLANTED = {
+PLANTED: dict[str, Mistake] = {
     "a copy that is too short": Mistake(
         "scan.cu",
         "                          TILE_BYTES, s.full[stage]);",
@@ -91,7 +91,7 @@ PLANTED = {
         {"lengths": (67, 300)},
     ),
     "a wrong swizzle": Mistake(
-        "intra_cta.cuh",
+        "chunk_rows.cuh",
         "((c % 8 ^ (r & 7)) << 4)",
         "((c % 8 ^ (r & 3)) << 4)",
         WRONG_RESULT,
@@ -137,14 +137,14 @@ PLANTED = {
         {"split": True},
     ),
     "an off-by-one at the last chunk": Mistake(
-        "scan_task.cuh",
+        "task.cuh",
         "return static_cast<int>(end - begin) - c * C;",
         "return static_cast<int>(end - begin) - c * C + 1;",
         r"overrun: scan_chunk\.cuh:\d+ .*(reads|writes) \d+ bytes outside of all memory that the "
         r"launch was given, at byte \d+ of",
     ),
     "a chunk too many": Mistake(
-        "scan_task.cuh",
+        "task.cuh",
         "(end - begin + C - 1) / C",
         "(end - begin + C) / C",
         r"overrun: scan_.*outside of all memory|a kernel has trapped",
@@ -179,6 +179,94 @@ PLANTED = {
     ),
 }
 
+TRANSPOSED = """
+            auto put = [&](int to, int value_row, u32 bits) {
+                char* block = reinterpret_cast<char*>(p.transitions) + place * TRANSITION_BYTES +
+                              (2 * (to / 64) + value_row / 64) * BLOCK_BYTES;
+                *reinterpret_cast<u16*>(block + to % 64 * 128 +
+                                        ((value_row % 64 / 8 ^ to % 8) << 4) + value_row % 8 * 2) =
+                    static_cast<u16>(bits);
+            };
+            put(channel, 64 * task.half + row, x);
+            put(channel + 1, 64 * task.half + row, x >> 16);
+"""
+SEGMENTS = {"segment_chunks": 1, "lengths": (260,)}
+PLANTED |= {
+    "a transposed transition": Mistake(
+        "segment_ends.cu",
+        "            *reinterpret_cast<u32*>(blocks + (n / 8) * BLOCK_BYTES + at_byte) = x;\n",
+        TRANSPOSED,
+        WRONG_RESULT,
+        SEGMENTS,
+    ),
+    "a transition without its decay": Mistake(
+        "merge_segments.cu",
+        "        decay(state, decays);\n",
+        "",
+        WRONG_RESULT,
+        SEGMENTS,
+    ),
+    "decays left on a transition's diagonal": Mistake(
+        "segment_ends.cu",
+        "(own == 0 ? diagonal.x[e] : 0.0f)",
+        "0.0f",
+        WRONG_RESULT,
+        SEGMENTS,
+    ),
+    "a segment that starts where another does": Mistake(
+        "task.cuh",
+        "(segment.index ? segment.index : segment.count) - 1",
+        "(segment.index > 1 ? segment.index - 1 : segment.count) - 1",
+        WRONG_RESULT,
+        SEGMENTS,
+    ),
+    "an end that is not waited for": Mistake(
+        "merge_segments.cu",
+        "        if (lane < 4) flag = segment_flag(p, place, LOCAL_END + 4 * task.half + lane);\n"
+        "        else if",
+        "        if",
+        r"race: merge_segments\.cu:\d+ `bulk_copy_g2s\(.*copy reads byte \d+ of segment_ends .*, "
+        r"which segments\.cuh:\d+ .*nothing orders",
+        SEGMENTS,
+    ),
+    "a proxy fence dropped before transitions": Mistake(
+        "merge_segments.cu",
+        "        fence_proxy_async();  // other SMs' threads wrote these; a bulk copy reads them\n",
+        "",
+        r"missing proxy fence: merge_segments\.cu:\d+ `bulk_copy_g2s\(",
+        SEGMENTS,
+    ),
+    "a segment's flag set by lanes that have not met": Mistake(
+        "segments.cuh",
+        "    __syncwarp();\n    if (threadIdx.x % 32 == 0) store_release(",
+        "    if (threadIdx.x % 32 == 0) store_release(",
+        r"race: .* of (segment_ends|transitions|segment_decays) .*nothing orders",
+        SEGMENTS,
+    ),
+    "a segment's flag that is a plain store": Mistake(
+        "segments.cuh",
+        "store_release(segment_flag(p, place, flag), launch);",
+        "*segment_flag(p, place, flag) = launch;",
+        r"race: .*segments\.cuh:\d+ .*nothing orders",
+        SEGMENTS,
+    ),
+    "a sequence's state read again where it may be overwritten": Mistake(
+        "scan_state.cuh",
+        "    if (task.segment.count > 1) {",
+        "    if (task.segment.index > 0) {",
+        r"race: scan_state\.cuh:\d+ .* of state_(in|out)\.ptr .*nothing orders",
+        {"in_pool": True} | SEGMENTS,
+    ),
+    "a count of launches that goes on while it is needed": Mistake(
+        "scan.cu",
+        "        if (SEGMENTS && over) s.tasks.wait_until_read(turn);",
+        "",
+        r"race: scan_task\.cuh:\d+ `p\.progress->launches .*nothing orders|a kernel has trapped|"
+        r"deadlock",
+        {"segment_chunks": 1, "lengths": (0, 70)},
+    ),
+}
+
 
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_named(
@@ -199,6 +287,14 @@ def test_what_mistakes_are_planted_in_is_right(
     monkeypatch: pytest.MonkeyPatch, seed: int, split: bool
 ) -> None:
     run_prefill(monkeypatch, seed, (67, 300), split=split, regime="weak")
+
+
+def test_what_mistakes_of_segments_are_planted_in_is_right(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    run_prefill(monkeypatch, seed, regime="weak", **SEGMENTS)
+    run_prefill(monkeypatch, seed, regime="weak", in_pool=True, **SEGMENTS)
+    run_prefill(monkeypatch, seed, (0, 70), regime="weak", segment_chunks=1)
 
 
 def test_a_swapped_pointer_is_named(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

@@ -27,6 +27,7 @@ from kda_backend.prefill.sm_schedule import PrefillShape, choose_schedule, sched
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import ChunkTable, build_step_plan
+from tests.kda.prefill_on_host import ROW
 
 SWEEP = Path(__file__).parents[2] / "benchmarks/results/kda_prefill_sweep_h200.json"
 
@@ -132,10 +133,9 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
     table = ChunkTable(*(torch.zeros(4, dtype=torch.int32),) * 6)
     plan = dataclasses.replace(plan, chunk_table=table)
     state = StateRef.functional(None, v_first=True)
-    path: Any = None
     with pytest.raises(RuntimeError, match="out of memory"):
         pipeline.two_stage_sm90(
-            path, tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch
+            ROW, tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, {}
         )
     assert scratch.flags().numel() and not scratch.flags().any()
 
@@ -144,4 +144,4 @@ def test_no_sequences_launch_nothing() -> None:
     """Intra CTAs count themselves in the scratch, and only the scan takes that back."""
     nothing = build_step_plan(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
     untouched: Any = None  # whatever is looked at raises
-    pipeline.two_stage_sm90(*(untouched,) * 3, nothing, *(untouched,) * 4)
+    pipeline.two_stage_sm90(*(untouched,) * 3, nothing, *(untouched,) * 5)

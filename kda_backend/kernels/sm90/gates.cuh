@@ -6,7 +6,7 @@
 // what g rounded to 11 bits would give, and g itself has 8.
 #pragma once
 
-#include "intra_cta.cuh"
+#include "chunk_rows.cuh"
 
 // Log decays are kept as fp16 times this, so that decays next to 1 stay normal numbers.
 static constexpr float LOG_SCALE = 256.0f;
@@ -44,12 +44,12 @@ struct SumMatrices {
     static_assert(LOG_SCALE == 256.0f, "0x1c00 is 2^-8");
     u32 through;
 
-    __device__ __forceinline__ explicit SumMatrices(const Lane& at)
+    __device__ __forceinline__ explicit SumMatrices(const RowLane& at)
         : through((2 * at.t <= at.r ? 0x1c00u : 0u) | (2 * at.t + 1 <= at.r ? 0x1c000000u : 0u)) {}
 };
 
 // Masks of the lane's pairs of tokens: those that the chunk has.
-__device__ __forceinline__ void tokens_inside(u32 (&inside)[2], const Lane& at, int length) {
+__device__ __forceinline__ void tokens_inside(u32 (&inside)[2], const RowLane& at, int length) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int first = 16 * at.warp + 8 * i + 2 * at.t;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void tokens_inside(u32 (&inside)[2], const Lane& at, 
 // row block]: lane (r, t) has tokens 2 t and 2 t + 1, channel r. Of an unbounded gate also writes
 // the decay over the row block; a bounded one's falls out of decay_bounded.
 __device__ __forceinline__ void load_log_decays(u32 (&logs)[4][2], const Params& p, Shared& s,
-                                                const Lane& at, int slice, float rate,
+                                                const RowLane& at, int slice, float rate,
                                                 const u32 (&inside)[2]) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

@@ -34,12 +34,13 @@
 //
 // Compile-time: GATE, BETA (kda.cuh); L2NORM; BETA_FP32 (else bf16); MIN_BLOCKS per SM.
 
+#include "intra_cta.cuh"
 #include "solve.cuh"
 
 // Makes the tile of ``s.source[turn]``, whose keys are on their way, and finds out about the next
 // one. At the end its copies to memory have read shared memory, but may not have arrived: the call
 // for the next tile waits for that and sets the flag of ``previous`` (a tile, or -1).
-__device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, const Lane& at,
+__device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, const RowLane& at,
                                           i64 tile, i64 previous) {
     const TileSource& source = s.source[turn];
     const int head = source.head, length = source.length;
@@ -73,7 +74,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
         decay_rows(rows, scores, s, at, slice, norms, logs, matrix);
         exchange_rows(s, rows, at);
         __syncthreads();
-        write_decayed_rows(reach, p, s, rows, at, slice, tile);
+        write_decayed_rows(reach, p.chunk_decays + tile * D, s, rows, at, slice);
         add_cross_block_scores(scores, rows, s, at, reach);
         if (slice % 2) tma_store_fence();
         if (slice > 0 && is_leader) find_source(p, s, turn ^ 1, slice);
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     for (int turn = 0; s.next < p.num_tiles && s.source[turn].length; turn ^= 1) {
         const i64 tile =
             static_cast<i64>(s.source[turn].chunk) * p.num_value_heads + s.source[turn].head;
-        make_tile(p, s, turn, Lane(reread_thread_index()), tile, previous);
+        make_tile(p, s, turn, RowLane(reread_thread_index()), tile, previous);
         previous = tile;
     }
     if (is_leader) tma_store_wait();

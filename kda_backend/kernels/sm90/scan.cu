@@ -22,10 +22,12 @@
 // the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
 //
 // Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (states of chunks
-// or snapshots are asked for).
+// or snapshots are asked for); SEGMENTS (segments.cuh), not with TRACK.
 
 static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
+static constexpr bool STATES_HAVE_PAIRS = false;
 #include "scan_chunk.cuh"
+#include "scan_task.cuh"
 
 static constexpr int STAGES = 3;
 
@@ -52,6 +54,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane
             number = __shfl_sync(~0u, lane ? 0 : atomicAdd(&p.progress->next_task, 1), 0);
         const bool over = number >= p.num_tasks;
         s.tasks.post(turn, over ? -1 : number, lane);
+        if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // who waits needs the launch's number
         if (over) break;
         const Task task(p, number, 0);
         TileFlags flags(p, task, launch);
@@ -94,7 +97,7 @@ __device__ __forceinline__ void store_outputs(const Params& p, Shared& s, int ha
 // A consumer warpgroup: the recurrence and the output of a half of the value rows.
 __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half, const Lane& at) {
     int before = 0;
-    for (int turn = 0, number; (number = s.tasks.take(turn, at.lane)) >= 0; ++turn) {
+    for (int turn = 0, number; (number = s.tasks.take_started(turn, at.lane)) >= 0; ++turn) {
         const Task task(p, number, half);
         float state[64], e[32], o[32];
         u32 operand[8][4], e_operand[4][4];
@@ -162,8 +165,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) scan(const Params p) {
             fetch_tiles(p, s, at.lane);
         } else if (at.warp == 3) {
             int before = 0;
-            for (int turn = 0, number; (number = s.tasks.take(turn, at.lane)) >= 0; ++turn)
-                fetch_values<STAGES>(p, s, Task(p, number, 0), at.lane, before);
+            for (int turn = 0, number; (number = s.tasks.take(turn, at.lane)) >= 0; ++turn) {
+                const Task task(p, number, 0);
+                wait_for_start(p, task, 8, at.lane);
+                s.tasks.start(turn, at.lane);
+                fetch_values<STAGES>(p, s, task, at.lane, before);
+            }
         } else {
             store_outputs(p, s, at.warp - 1, at.lane);
         }

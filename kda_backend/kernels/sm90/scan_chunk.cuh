@@ -21,9 +21,9 @@ __device__ __forceinline__ u32 values_at(u32 rows, int row, int piece) {
     return rows + row * PITCH + piece * 16;
 }
 // e = v^T
-__device__ __forceinline__ void load_values(float (&e)[32], u32 rows, const Lane& at) {
+__device__ __forceinline__ void load_values(float (&e)[ROWS / 2], u32 rows, const Lane& at) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // 16 tokens each
+    for (int i = 0; i < ROW_BLOCKS; ++i) {
         u32 x[4];
         ldmatrix_trans(x, values_at(rows, 16 * i + 8 * (at.matrix / 2) + at.in_matrix,
                                     2 * at.warp + at.matrix % 2));
@@ -62,40 +62,60 @@ __device__ __forceinline__ void decay(float (&state)[64], const float2 (&decays)
     }
 }
 
-// y [64, 64 tokens] = S rows^T (+ y); rows [64 tokens, 128] of two blocks
-__device__ __forceinline__ void add_state_product(float (&y)[32], const u32 (&operand)[8][4],
+// c [64, tokens] = a [64, 16] b [16, tokens] (+ c)
+__device__ __forceinline__ void add_product(float (&c)[32], const u32 (&a)[4], u64 b, int scale_d) {
+    wgmma_m64n64k16_f16_rs(c, a, b, scale_d);
+}
+__device__ __forceinline__ void add_product(float (&c)[16], const u32 (&a)[4], u64 b, int scale_d) {
+    wgmma_m64n32k16_f16_rs(c, a, b, scale_d);
+}
+__device__ __forceinline__ void add_product(float (&c)[8], const u32 (&a)[4], u64 b, int scale_d) {
+    wgmma_m64n16k16_f16_rs(c, a, b, scale_d);
+}
+// Of 16 channels of the state alone, the i-th.
+__device__ __forceinline__ void decay_slice(float (&state)[64], int i, const float* from, int t) {
+    const float4 x = *reinterpret_cast<const float4*>(from + 32 * t + 4 * (i ^ (2 * t)));
+#pragma unroll
+    for (int j = 8 * i; j < 8 * i + 4; j += 2) {
+        state[j] *= x.x, state[j + 1] *= x.y;
+        state[j + 4] *= x.z, state[j + 5] *= x.w;
+    }
+}
+
+// y [64, tokens] = S rows^T (+ y); rows [tokens, 128] of two blocks
+__device__ __forceinline__ void add_state_product(float (&y)[ROWS / 2], const u32 (&operand)[8][4],
                                                   u32 rows, bool add) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const u32 columns = rows + (i / 4) * BLOCK_BYTES + (i % 4) * 32;
-        wgmma_m64n64k16_f16_rs(y, operand[i], make_gmma_desc_sw128(columns, 16, 1024),
-                               add || i > 0);
+        add_product(y, operand[i], make_gmma_desc_sw128(columns, 16, 1024), add || i > 0);
     }
     warpgroup_commit_batch();
 }
 // o += e^T (A_qk T)^T
-__device__ __forceinline__ void add_error_scores(float (&o)[32], const u32 (&operand)[4][4],
+__device__ __forceinline__ void add_error_scores(float (&o)[ROWS / 2],
+                                                 const u32 (&operand)[ROW_BLOCKS][4],
                                                  u32 scores) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        wgmma_m64n64k16_f16_rs(o, operand[i], make_gmma_desc_sw128(scores + i * 32, 16, 1024), 1);
+    for (int i = 0; i < ROW_BLOCKS; ++i)
+        add_product(o, operand[i], make_gmma_desc_sw128(scores + i * 32, 16, 1024), 1);
     warpgroup_commit_batch();
 }
 // S += e^T (T^T k_out)
-__device__ __forceinline__ void add_error_keys(float (&state)[64], const u32 (&operand)[4][4],
-                                               u32 keys) {
+__device__ __forceinline__ void add_error_keys(float (&state)[64],
+                                               const u32 (&operand)[ROW_BLOCKS][4], u32 keys) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < ROW_BLOCKS; ++i)
         wgmma_m64n128k16_f16_rs_mn(state, operand[i],
                                    make_gmma_desc_sw128(keys + i * 2048, BLOCK_BYTES, 1024));
     warpgroup_commit_batch();
 }
 
-// o^T to rows [64 tokens, 64 values] of shared memory, each warp to its own 16 values.
-__device__ __forceinline__ void write_output(const float (&o)[32], float scale, u32 rows,
+// o^T to rows [tokens, 64 values] of shared memory, each warp to its own 16 values.
+__device__ __forceinline__ void write_output(const float (&o)[ROWS / 2], float scale, u32 rows,
                                              const Lane& at) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < ROW_BLOCKS; ++i) {
         u32 x[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e)

@@ -19,7 +19,9 @@
 // Compile-time: as scan.cu.
 
 static constexpr int ROW_BYTES = 128;  // of v: a half of the value rows
+static constexpr bool STATES_HAVE_PAIRS = false;
 #include "scan_chunk.cuh"
+#include "scan_task.cuh"
 
 static constexpr int STAGES = 4;
 static constexpr int HANDOFF_STAGES = 2;
@@ -63,6 +65,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int rank
         const int number = blockIdx.x / 2 + turn * clusters;
         const bool over = number >= p.num_tasks;
         s.tasks.post(turn, over ? -1 : number, lane);
+        if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // who waits needs the launch's number
         if (over) break;
         const Task task = task_of(p, number);
         TileFlags flags(p, task, launch);
@@ -97,7 +100,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int rank
 __device__ __forceinline__ void carry_state(const Params& p, Shared& s, const Lane& at) {
     const int warp = at.warp, lane = at.lane;
     int before = 0;
-    for (int turn = 0, number; (number = s.tasks.take(turn, lane)) >= 0; ++turn) {
+    for (int turn = 0, number; (number = s.tasks.take_started(turn, lane)) >= 0; ++turn) {
         const Task task = task_of(p, number);
         float state[64], e[32];
         read_state(p, task, at, state);
@@ -225,8 +228,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
             fetch_tiles(p, s, rank, at.lane);
         } else if (at.warp == 3 && rank == 0) {
             int before = 0;
-            for (int turn = 0, number; (number = s.tasks.take(turn, at.lane)) >= 0; ++turn)
-                fetch_values<STAGES>(p, s, task_of(p, number), at.lane, before);
+            for (int turn = 0, number; (number = s.tasks.take(turn, at.lane)) >= 0; ++turn) {
+                const Task task = task_of(p, number);
+                wait_for_start(p, task, 4, at.lane);
+                s.tasks.start(turn, at.lane);
+                fetch_values<STAGES>(p, s, task, at.lane, before);
+            }
         }
         if (threadIdx.x % 128 == 0) finish_scan_cta(p);
     } else if (warpgroup == 1 && rank == 1) {

@@ -1,18 +1,9 @@
 // The state of 64 value rows in a warpgroup's accumulators: from memory and to it.
+//
+// The kernel has defined STATES_HAVE_PAIRS: every call has states whose channels lie in pairs.
 #pragma once
 
-#include "scan_task.cuh"
-
-// Where a lane stands in its warpgroup.
-struct Lane {
-    int warp, lane;         // of the warpgroup; of the warp
-    int r, t;               // row and pair of columns in an accumulator
-    int matrix, in_matrix;  // ldmatrix: gives the address of this row of this matrix
-
-    __device__ __forceinline__ Lane()
-        : warp(__shfl_sync(~0u, threadIdx.x / 32, 0) % 4), lane(threadIdx.x % 32), r(lane / 4),
-          t(lane % 4), matrix(lane / 8), in_matrix(lane % 8) {}
-};
+#include "task.cuh"
 
 __device__ __forceinline__ float load_state(const void* p, i64 at) {
     return STATE_BF16 ? low_bf16(static_cast<const u16*>(p)[at])
@@ -31,6 +22,7 @@ __device__ __forceinline__ void store_state_pair(void* p, i64 at, float x, float
         *reinterpret_cast<float2*>(static_cast<float*>(p) + at) = make_float2(x, y);
 }
 __device__ __forceinline__ bool have_pairs(const States& x) {
+    if (STATES_HAVE_PAIRS) return true;
     const u32 bytes = STATE_BF16 ? 4 : 8;
     return x.stride_k == 1 && ((x.stride_n | x.stride_h | x.stride_v) & 1) == 0 &&
            (reinterpret_cast<u64>(x.ptr) & (bytes - 1)) == 0;
@@ -45,8 +37,9 @@ __device__ __forceinline__ void each_state(const Lane& at, F f) {
             f(4 * n + e, 16 * at.warp + at.r + 8 * (e / 2), 8 * n + 2 * at.t + e % 2);
 }
 
-__device__ __forceinline__ void read_state(const Params& p, const Task& task, const Lane& at,
-                                           float (&state)[64]) {
+// The state before the sequence.
+__device__ __forceinline__ void read_initial_state(const Params& p, const Task& task,
+                                                   const Lane& at, float (&state)[64]) {
     const States& x = p.state_in;
     const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
     const bool reads = x.ptr && slot >= 0 && (!p.has_initial_state || p.has_initial_state[task.n]);
@@ -64,9 +57,23 @@ __device__ __forceinline__ void read_state(const Params& p, const Task& task, co
         });
     }
 }
+// The state before the task.
+__device__ __forceinline__ void read_state(const Params& p, const Task& task, const Lane& at,
+                                           float (&state)[64]) {
+#if SEGMENTS
+    if (task.segment.count > 1) {
+        load_end(end_of(p, task.place_of_start(p), task.half), state);
+        return;
+    }
+#endif
+    read_initial_state(p, task, at, state);
+}
 
 __device__ __forceinline__ void write_state(const Params& p, const Task& task, const Lane& at,
                                             const float (&state)[64]) {
+#if SEGMENTS
+    if (task.segment.index + 1 != task.segment.count) return;
+#endif
     const States& x = p.state_out;
     const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
     if (!x.ptr || slot < 0) return;

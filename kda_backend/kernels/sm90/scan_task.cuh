@@ -3,49 +3,25 @@
 // A task is one sequence and value head (scan.cu), or a half of its value rows (scan_split.cu).
 #pragma once
 
-#include "tile.cuh"
-#include "params.cuh"
-
-__device__ __forceinline__ i64 sequence_offset(const void* cu_seqlens, int n) {
-    return CU_INT64 ? static_cast<const i64*>(cu_seqlens)[n]
-                    : static_cast<i64>(static_cast<const int*>(cu_seqlens)[n]);
-}
-
-struct Task {
-    int half;        // of the 128 value rows
-    int head, n;     // value head; sequence
-    i64 begin, end;  // its tokens
-    int chunks;
-    i64 first;  // chunk
-
-    __device__ __forceinline__ Task(const Params& p, int number, int half_of_values)
-        : half(half_of_values) {
-        head = number % p.num_value_heads;
-        n = p.sequence_order[number / p.num_value_heads];
-        begin = sequence_offset(p.cu_seqlens, n), end = sequence_offset(p.cu_seqlens, n + 1);
-        chunks = static_cast<int>((end - begin + C - 1) / C);
-        first = p.chunk_offsets[n];
-    }
-    // tokens of chunk c, if not more than it can have
-    __device__ __forceinline__ int rows(int c) const {
-        return static_cast<int>(end - begin) - c * C;
-    }
-    __device__ __forceinline__ i64 tile(const Params& p, int c) const {
-        return (first + c) * p.num_value_heads + head;
-    }
-};
+#include "task.cuh"
 
 // Task numbers on their way from the warp that takes them to the CTA's other warps, two at a
 // time. -1 comes after the last.
 struct TaskQueue {
     ClusterBarrier posted[2], read[2];
     int number[2];
+#if SEGMENTS
+    ClusterBarrier started[2];  // what the task starts from lies in memory
+#endif
 
     __device__ __forceinline__ void init(int reading_warps) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             posted[i].init(1);
             read[i].init(reading_warps);
+#if SEGMENTS
+            started[i].init(1);
+#endif
         }
     }
     __device__ __forceinline__ void post(int turn, int task, int lane) {
@@ -55,6 +31,26 @@ struct TaskQueue {
             posted[turn % 2].arrive();
         }
     }
+    __device__ __forceinline__ void wait_until_read(int turn) {
+        read[turn % 2].wait((turn / 2) & 1);
+        __syncwarp();
+    }
+    // Segments: by the warp that has waited for what a task starts from.
+    __device__ __forceinline__ void start(int turn, int lane) {
+#if SEGMENTS
+        __syncwarp();
+        if (lane == 0) started[turn % 2].arrive();
+#endif
+    }
+    // By a warp that needs what the task starts from; it is waited for before the number counts as
+    // read, so that two turns are never started at once.
+    __device__ __forceinline__ int take_started(int turn, int lane) {
+#if SEGMENTS
+        posted[turn % 2].wait((turn / 2) & 1);
+        if (number[turn % 2] >= 0) started[turn % 2].wait((turn / 2) & 1);
+#endif
+        return take(turn, lane);
+    }
     __device__ __forceinline__ int take(int turn, int lane) {
         posted[turn % 2].wait((turn / 2) & 1);
         const int task = number[turn % 2];
@@ -63,6 +59,18 @@ struct TaskQueue {
         return task;
     }
 };
+
+// Until the state that a task starts from lies in memory, where it is a segment's; by a whole warp,
+// which then says so (TaskQueue::start). ``warps``: of the eight that share the value rows.
+__device__ __forceinline__ void wait_for_start(const Params& p, const Task& task, int warps,
+                                               int lane) {
+#if SEGMENTS
+    if (task.segment.count == 1) return;
+    const int flag = END + 4 * task.half + lane;
+    wait_for_segment(p, lane < warps ? segment_flag(p, task.place_of_start(p), flag) : nullptr,
+                     p.progress->launches + 1);
+#endif
+}
 
 // The flags of a task's tiles, looked at by a whole warp.
 struct TileFlags {
@@ -96,6 +104,9 @@ struct TileFlags {
 // Called by one thread of each CTA, after its last flag: the last of all CTAs makes the
 // counters ready for the next launch.
 __device__ __forceinline__ void finish_scan_cta(const Params& p) {
+#if SEGMENTS
+    wait_on_dependent_grids();  // the kernels before have ended: nobody looks at the counters
+#endif
     __threadfence();
     if (atomicAdd(&p.progress->finished_scan_ctas, 1) == gridDim.x - 1) {
         p.progress->next_tile = 0;

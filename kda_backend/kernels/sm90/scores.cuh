@@ -33,7 +33,7 @@ struct Channels {
 };
 
 // Norms and diagonal are diagonals of products.
-__device__ __forceinline__ Norms compute_norms(const Shared& s, const Lane& at) {
+__device__ __forceinline__ Norms compute_norms(const Shared& s, const RowLane& at) {
     Norms norms;
     float with_q[2][4] = {}, with_k[2][4] = {};  // rows 0-7 are q's, 8-15 k's
     // lane groups of 8 read channels 0-7 of q, of k, 8-15 of q, of k; and of k, k, q, q
@@ -142,7 +142,7 @@ __device__ __forceinline__ void decay_unbounded(u32 (&prefix)[2], u32 (&suffix)[
 
 // Decays the warp's rows of 32 channels inside their row block, and adds to the scores there.
 __device__ __forceinline__ void decay_rows(DecayedRows& rows, Scores& scores, Shared& s,
-                                           const Lane& at, int slice, const Norms& norms,
+                                           const RowLane& at, int slice, const Norms& norms,
                                            const u32 (&logs)[4][2], const SumMatrices& matrix) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -188,7 +188,7 @@ __device__ __forceinline__ void unpack(u32 (&to)[4], const uint4& x) {
     to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 // What other warps need goes to the same lane there through shared memory.
-__device__ __forceinline__ void exchange_rows(Shared& s, const DecayedRows& rows, const Lane& at) {
+__device__ __forceinline__ void exchange_rows(Shared& s, const DecayedRows& rows, const RowLane& at) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (at.warp < 3) {
@@ -204,11 +204,11 @@ __device__ __forceinline__ float4 product(const float4& a, const float4& b, cons
     return make_float4(a.x * b.x * c.x, a.y * b.y * c.y, a.z * b.z * c.z, a.w * b.w * c.w);
 }
 // Rows decayed from the chunk's start (q_in, -k_in) and to its end (k_out), in place of q, k and g;
-// the chunk's decay to memory. ``reach``: decays over the block before the warp's, and over block 1
+// the chunk's decay to ``chunk_decays``. ``reach``: decays over the block before the warp's, and over block 1
 // where the warp's scores pass over two blocks.
-__device__ __forceinline__ void write_decayed_rows(u32 (&reach)[2][4], const Params& p, Shared& s,
-                                                   const DecayedRows& rows, const Lane& at,
-                                                   int slice, i64 tile) {
+__device__ __forceinline__ void write_decayed_rows(u32 (&reach)[2][4], float* chunk_decays,
+                                                   Shared& s, const DecayedRows& rows,
+                                                   const RowLane& at, int slice) {
     const float4 (*const decays)[2][4] = s.block_decays + 3 + at.warp;  // the warp's own
     const int t = at.t;
 #pragma unroll
@@ -238,7 +238,7 @@ __device__ __forceinline__ void write_decayed_rows(u32 (&reach)[2][4], const Par
         if (at.warp == 0 && at.r == 0) {  // scan: a lane has channels 2 t, 2 t + 1 of each 8
             const float4 own = decays[0][j][t];
             const int place = 32 * t + 4 * ((2 * slice + j) ^ (2 * t));
-            *reinterpret_cast<float4*>(p.chunk_decays + tile * D + place) = make_float4(
+            *reinterpret_cast<float4*>(chunk_decays + place) = make_float4(
                 own.x * after.x, own.y * after.y, own.z * after.z, own.w * after.w);
         }
     }
@@ -258,9 +258,10 @@ __device__ __forceinline__ void mma_rows(float (&c)[4], const u32 (&a)[2][4], co
 // Adds to the scores with earlier row blocks. Warp 0, whose own rows have none, takes those of row
 // block 3 with block 2.
 __device__ __forceinline__ void add_cross_block_scores(Scores& scores, DecayedRows& rows,
-                                                       const Shared& s, const Lane& at,
+                                                       const Shared& s, const RowLane& at,
                                                        const u32 (&reach)[2][4]) {
     int columns = at.warp - 1;  // the row block of the columns
+    if (ROW_BLOCKS < 4 && at.warp == 0) return;
     if (at.warp == 0) {
         columns = 2;
 #pragma unroll

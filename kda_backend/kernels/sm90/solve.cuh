@@ -12,7 +12,7 @@ static constexpr float TF32_CUT = 1.0f + 0x1p-10f * 0.72134752f;
 // A_qk of the warp's row block as a fragment; L's diagonal block, with beta, to shared memory.
 __device__ __forceinline__ void diagonal_scores(u32 (&a_diagonal)[4], Shared& s,
                                                 const Scores& scores, const Norms& norms,
-                                                const Lane& at) {
+                                                const RowLane& at) {
     const int r = at.r, t = at.t;
     const float beta0 = s.beta[16 * at.warp + r], beta1 = s.beta[16 * at.warp + r + 8];
     constexpr float CROSS = GATE == GATE_BOUNDED ? TF32_CUT : UNSHIFT * TF32_CUT;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void diagonal_scores(u32 (&a_diagonal)[4], Shared& s,
 
 // (I + L)^-1 of the warp's diagonal block in fp32: each of 16 lanes substitutes one column x.
 __device__ __forceinline__ void invert_diagonal_block(float (&x)[16], const Shared& s,
-                                                      const Lane& at) {
+                                                      const RowLane& at) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         x[i] = i == at.lane % 16 ? 1.0f : 0.0f;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void pack_scores(u32 (&x)[4], const float (&c)[2][4],
 // the diagonal (columns ``inverse``), and all of A_qk.
 __device__ __forceinline__ void write_solve_operands(Shared& s, const Scores& scores,
                                                      const u32 (&a_diagonal)[4],
-                                                     const float (&inverse)[16], const Lane& at) {
+                                                     const float (&inverse)[16], const RowLane& at) {
     const int warp = at.warp;
     {  // lanes from 16 on write the odd rows
         const int column = at.lane % 16, odd = at.lane / 16;
@@ -87,6 +87,7 @@ __device__ __forceinline__ void write_solve_operands(Shared& s, const Scores& sc
 #pragma unroll
     for (int n = 1; n < 4; ++n)
         if (n > warp) stmatrix(at.address(s.a_qk, warp, n), zeros);
+    if (ROW_BLOCKS < 4 && warp == 0) return;
     const int rows = warp == 0 ? 3 : warp, columns = warp == 0 ? 2 : warp == 3 ? 1 : warp - 1;
     u32 y[4];
     pack_scores(y, scores.q_cross_block[0], 1.0f);
@@ -101,19 +102,21 @@ __device__ __forceinline__ void write_solve_operands(Shared& s, const Scores& sc
     }
 }
 
-// Applies T by block backward substitution to 16 rows x over the chunk's 64 tokens, in place:
+// Applies T by block backward substitution to 16 rows x over the chunk's tokens, in place:
 //     y_i = (x_i - sum over j > i of y_j L_ji) T_ii,
 // where y and T have beta in them and L has not. KEYS: the rows are channels, ``rows`` is which 16,
 // of k_out, whose tokens lie one below the other. Else they are tokens of A_qk, of row block
-// ``rows``, and there is nothing after it.
+// ``rows``, and there is nothing after it. ``blocks``: row blocks that the chunk has; the others are
+// left alone.
 template <bool KEYS>
-__device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, int lane) {
+__device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, int lane,
+                                      int blocks = ROW_BLOCKS) {
     const u32 low_base = cast_smem_ptr_to_uint(s.low), x_base = cast_smem_ptr_to_uint(x_rows);
     const int in_matrix = lane % 8, first = 8 * (lane / 8 % 2), second = lane / 16;
-    u32 solved[4][4] = {};
+    u32 solved[ROW_BLOCKS][4] = {};
 #pragma unroll
-    for (int i = 3; i >= 0; --i) {
-        if (!KEYS && i > rows) continue;
+    for (int i = ROW_BLOCKS - 1; i >= 0; --i) {
+        if (i >= blocks || (!KEYS && i > rows)) continue;
         // matrices, of x and of what is stored: (tokens 0-7, rows 0-7), (0-7, 8-15), (8-15, 0-7),
         // ..
         const u32 x_address =
@@ -139,8 +142,8 @@ __device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, in
             mma_m16n8k16_f16(acc[1], y[0], y[1], y[2], y[3], l[2], l[3]);
         };
 #pragma unroll
-        for (int j = i + 1; j < 4; ++j)
-            if (KEYS || j <= rows) add_product(solved[j], j);
+        for (int j = i + 1; j < ROW_BLOCKS; ++j)
+            if (j < blocks && (KEYS || j <= rows)) add_product(solved[j], j);
         u32 z[4];
         pack_scores(z, acc, 1.0f);
 #pragma unroll

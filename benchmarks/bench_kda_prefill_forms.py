@@ -1,0 +1,189 @@
+"""The forms of KDA prefill on Hopper beside the two stages: one launch, and segments.
+
+    python benchmarks/bench_kda_prefill_forms.py \
+        --short benchmarks/results/kda_prefill_short_h200.json \
+        --segments benchmarks/results/kda_prefill_segments_h200.json
+
+Short sequences: ``parts_us`` has the two stages, ``fused_us`` the one launch, ``floor_us`` all
+inputs read and all outputs written once at the copy bandwidth of the run. Long ones over few heads:
+``two_stage_us`` and, by the tokens of a segment, ``segments_us``. Each form is compared with
+float64 first (``error``, the relative L2 difference of outputs and states; ``two_stage_error``), on
+sequences of at most 8,192 tokens. Inputs as an engine passes them; states in a pool, in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend_core.tables.select import load_table
+from backend_core.target import detect_target
+from backend_core.testing.numerics import relative_error
+from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
+from kda_backend import chunk_kda, reference
+from kda_backend.launch_params import TABLES
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaSelection, KdaShape, select
+from kda_backend.step_plan import build_step_plan
+from kda_backend.testing.cases import make_case
+
+DIM = 128
+SHORT = [[n] for n in (1, 16, 32, 64)] + [[8] * 512, [16] * 256, [32] * 256, [64] * 64, [64] * 16]
+SHORT += [[1 + 37 * i % 64 for i in range(128)], [128] * 64]
+LONG = [(4, n) for n in (2048, 4096, 8192, 16384, 32768, 131072)]
+LONG += [(8, n) for n in (4096, 8192, 32768, 131072)] + [(16, 8192)]
+SEGMENT_CHUNKS = (8, 16, 32, 64)
+LARGEST_CHECKED = 8192  # tokens
+
+
+def selections(heads: int) -> dict[str, KdaSelection]:
+    """By form: the shipped row of the two stages, with and without the one launch, and segments."""
+    target = detect_target()
+    chosen = select(target, KdaShape(heads, heads, DIM, DIM))
+    rows = {row.name: row for row in load_table(TABLES, target).rows}
+    whole, segmented = rows["two_stage_sm90"], rows["segmented_sm90"]
+
+    def of(row: Any, **params: Any) -> KdaSelection:
+        return chosen.with_path(
+            dataclasses.replace(row, params=dataclasses.replace(row.params, **params))
+        )
+
+    off = dataclasses.replace(whole.params, one_launch_max_tokens=0)
+    found = {
+        "two stages": of(whole, one_launch_max_tokens=0),
+        "one launch": of(whole, one_launch_max_tokens=128),
+    }
+    for chunks in SEGMENT_CHUNKS:
+        found[f"{64 * chunks}"] = of(
+            segmented,
+            segment_chunks=chunks,
+            min_chunks=chunks + 1,
+            max_tasks=1 << 20,
+            cost_model=off,
+        )
+    return found
+
+
+class Call:
+    """One batch, which can be called in each form."""
+
+    def __init__(self, heads: int, lengths: list[int]) -> None:
+        self.case = make_case(
+            1, lengths, regime="init", heads=heads, key_dim=DIM, value_dim=DIM, device="cuda"
+        )
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        self.plan = build_step_plan(offsets.cuda(), sum(lengths), cu_seqlens_cpu=offsets)
+        self.pool = torch.zeros(len(lengths) + 1, heads, DIM, DIM, device="cuda")
+        self.slots = torch.arange(len(lengths), dtype=torch.int32, device="cuda") + 1
+        self.out = torch.full_like(self.case.v, float("nan"))
+        self.scratch = Scratch(self.pool.device)
+
+    def make(self, selection: KdaSelection) -> Callable[[], object]:
+        q, k, v, g, beta = self.case.tokens
+        return functools.partial(
+            chunk_kda,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            **self.case.options(),
+            state_pool=self.pool,
+            state_indices=self.slots,
+            step_plan=self.plan,
+            scratch=self.scratch,
+            out=self.out,
+            selection=selection,
+        )
+
+    def error(self, selection: KdaSelection) -> float:
+        """Of outputs and states, against float64; the larger."""
+        self.pool[1:] = self.case.state
+        self.out.fill_(float("nan"))
+        self.make(selection)()
+        want, states = self.expected
+        return max(relative_error(self.out[0], want), relative_error(self.pool[1:], states))
+
+    @functools.cached_property
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        case = self.case
+        found, states, _ = reference.chunk_kda(
+            *case.activated(torch.device("cuda")),
+            scale=DIM**-0.5,
+            state=case.state.double(),
+            cu_seqlens=case.offsets,
+        )
+        return found, states
+
+    def us(self, selection: KdaSelection) -> float:
+        self.pool[1:] = self.case.state
+        return round(1e3 * graph_time_ms(self.make(selection), replays=11), 1)
+
+    def floor_us(self, bandwidth_gbs: float) -> float:
+        values = self.case.q.numel() * 5 * 2 + 2 * self.pool[1:].nbytes
+        return round(values / bandwidth_gbs / 1e3, 1)
+
+
+def short_rows(bandwidth_gbs: float) -> list[dict[str, Any]]:
+    rows = []
+    for heads, lengths in itertools.product((32, 16, 8, 4), SHORT):
+        forms, call = selections(heads), Call(heads, lengths)
+        one, two = forms["one launch"], forms["two stages"]
+        row = {
+            "H": heads,
+            "seq_lens": lengths,
+            "error": call.error(one),
+            "two_stage_error": call.error(two),
+            "parts_us": {"two_stage": call.us(two)},
+            "fused_us": call.us(one),
+            "floor_us": call.floor_us(bandwidth_gbs),
+        }
+        print({**row, "seq_lens": f"{len(lengths)} x {max(lengths)}"}, flush=True)
+        rows.append(row)
+    return rows
+
+
+def long_rows() -> list[dict[str, Any]]:
+    rows = []
+    for heads, tokens in LONG:
+        forms, call = selections(heads), Call(heads, [tokens])
+        row: dict[str, Any] = {"H": heads, "seq_lens": [tokens]}
+        if tokens <= LARGEST_CHECKED:
+            row["error"] = call.error(forms["1024"])
+            row["two_stage_error"] = call.error(forms["two stages"])
+        row["two_stage_us"] = call.us(forms["two stages"])
+        row["segments_us"] = {
+            str(64 * chunks): call.us(forms[str(64 * chunks)])
+            for chunks in SEGMENT_CHUNKS
+            if 64 * chunks < tokens
+        }
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", type=Path, required=True)
+    parser.add_argument("--segments", type=Path, required=True)
+    args = parser.parse_args()
+    head: dict[str, Any] = {**environment(), "script": "benchmarks/bench_kda_prefill_forms.py"}
+    with torch.inference_mode():
+        rows = long_rows()
+        args.segments.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+        bandwidth = copy_bandwidth_gbs()
+        rows = short_rows(bandwidth)
+        head["copy_gbs"] = round(bandwidth)
+        args.short.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""How the Hopper prefill kernels get their arguments: structs, addresses and strides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.step_plan import StepPlan
+
+KERNELS = Path(__file__).parents[1] / "kernels" / "sm90"
+DIM = 128
+
+STRUCTS = {
+    "Rows": (("ptr", "void*"), ("stride_t", "i64"), ("stride_h", "i64")),
+    "States": (("ptr", "void*"), *((f"stride_{axis}", "i64") for axis in "nhvk")),
+}
+
+SEQUENCE_FIELDS = (
+    ("state_in", "States"),  # [slots, HV, V, K], or null
+    ("state_out", "States"),
+    ("state_indices", "const int*"),  # [N]: slots, or null: sequence n has slot n
+    ("has_initial_state", "const unsigned char*"),  # [N], or null: all have
+    ("chunk_states", "States"),  # [chunks, HV, V, K] bf16: before each chunk, or null
+    ("snapshot_chunks", "const int*"),  # [N, num_snapshots]: after how many chunks
+    ("snapshots", "float*"),  # [N, num_snapshots, HV, 128, 128]
+    ("cu_seqlens", "const void*"),  # [N + 1] int32, or int64 with CU_INT64
+    ("chunk_offsets", "const int*"),  # [N + 1]: first chunk
+    ("sequence_order", "const int*"),  # [N]: most chunks first
+)
+"""Of both kernels that scan: where states are and which tokens a sequence has."""
+
+
+class Variant(NamedTuple):
+    """What of a call decides which variants of the kernels it needs.
+
+    Attributes:
+        beta_dtype: of beta as the kernels read it, bf16 or fp32.
+        int64_offsets: cu_seqlens are int64.
+        bf16_state: states of the pool are bf16.
+        track: states inside of the sequences are written too.
+    """
+
+    gate: int
+    beta: int
+    l2norm: bool
+    beta_dtype: torch.dtype
+    int64_offsets: bool
+    bf16_state: bool
+    track: bool
+
+
+class Layout(NamedTuple):
+    """Sizes and strides of a call.
+
+    Attributes:
+        misaligned: rows of q, k, v, g or the output start off multiples of 16 bytes by their
+            strides.
+        q, k, v, g, o, beta: strides of a token and of a head.
+        state_in, state_out, chunk_states: strides (row, head, V, K), zeros where there is none.
+    """
+
+    value_heads: int
+    heads_per_key: int
+    misaligned: bool
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    g: tuple[int, ...]
+    o: tuple[int, ...]
+    beta: tuple[int, ...]
+    state_in: tuple[int, int, int, int]
+    state_out: tuple[int, int, int, int]
+    chunk_states: tuple[int, int, int, int]
+    num_snapshots: int
+
+
+def beta_of(tokens: TokenInputs) -> torch.Tensor:
+    """beta in bf16 or fp32, which the kernels read."""
+    return tokens.beta if tokens.beta.dtype != torch.float16 else tokens.beta.float()
+
+
+def variant_of(
+    tokens: TokenInputs,
+    gate: GateSpec,
+    step_plan: StepPlan,
+    state: StateRef,
+    chunk_states: torch.Tensor | None,
+) -> Variant:
+    """The kernels' variants for a call."""
+    pool = state.read if state.read is not None else state.write
+    return Variant(
+        gate=gate.kind,
+        beta=tokens.beta_kind,
+        l2norm=tokens.l2norm,
+        beta_dtype=beta_of(tokens).dtype,
+        int64_offsets=step_plan.cu_seqlens.dtype == torch.int64,
+        bf16_state=pool is not None and pool.dtype == torch.bfloat16,
+        track=chunk_states is not None or state.snapshots is not None,
+    )
+
+
+def layout_of(
+    tokens: TokenInputs, state: StateRef, out: torch.Tensor, chunk_states: torch.Tensor | None
+) -> Layout:
+    """Sizes and strides of a call."""
+    q, k, v, g, o = (x.stride()[1:3] for x in (*tokens[:4], out))
+    value_heads = tokens.v.shape[2]
+    return Layout(
+        value_heads=value_heads,
+        heads_per_key=value_heads // tokens.q.shape[2],
+        misaligned=any(2 * stride % 16 for strides in (q, k, v, g, o) for stride in strides),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        o=o,
+        beta=beta_of(tokens).stride()[1:],
+        state_in=state.strides(state.read),
+        state_out=state.strides(state.write),
+        chunk_states=state.strides(chunk_states),
+        num_snapshots=0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
+    )
+
+
+def on_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x, or a packed copy where its rows ``[B, T, heads, 128]`` are not on 16 bytes, as vector
+    loads and stores need them."""
+    _, stride_t, stride_h, _ = x.stride()
+    if (x.data_ptr() | 2 * stride_t | 2 * stride_h) & 15:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """In fp32, on 16 bytes; and its address, 0 for none."""
+    if x is None:
+        return None, 0
+    address = x.data_ptr()
+    if x.dtype != torch.float32 or address & 15:
+        x = x.float() if x.dtype != torch.float32 else x.clone()
+        address = x.data_ptr()
+    return x, address
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

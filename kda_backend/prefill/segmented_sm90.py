@@ -1,0 +1,203 @@
+"""Prefill on Hopper of long sequences over few heads: segments of a sequence at the same time.
+
+The mathematics and what is promised about bits are in docs/families/kda.md, the kernels and their
+order in kernels/sm90/segments.cuh. The intra-chunk stage is that of `two_stage_sm90`, which also
+takes the steps that are not scanned by segments.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.tables.schema import KernelPath
+from backend_core.target import detect_target
+from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.launch_params import SegmentedParams
+from kda_backend.prefill.arguments_sm90 import DIM, KERNELS, STRUCTS
+from kda_backend.prefill.sm_schedule import CostModel, IntraCost, ScanCost, Schedule
+from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, SegmentedScan, two_stage_sm90
+from kda_backend.scratch import Scratch
+from kda_backend.spec import CHUNK
+from kda_backend.step_plan import Segments, StepPlan
+
+# Bytes of a segment and head: the end, [128, 128] fp32; the transition, [128, 128] fp16; its decay,
+# [128] fp32. Then flags.
+RESULT_BYTES = (4 * DIM * DIM, 2 * DIM * DIM, 4 * DIM)
+FLAGS = 24
+_ENDS_THREADS, _MERGE_THREADS, _SCAN_THREADS = 384, 160, 384
+
+_MORE_FIELDS = (
+    ("segment_chunks", "int"),  # chunks of a segment; the last of a sequence may have fewer
+    ("num_sequences", "int"),
+    ("num_end_tasks", "int"),  # of segment_ends.cu
+    ("num_merge_tasks", "int"),  # of merge_segments.cu
+    ("segment_ends", "float*"),  # [segments, HV, 128, 128], in the order of accumulators
+    ("transitions", "u16*"),  # [segments, HV, 128, 128] fp16, in wgmma's blocks
+    ("segment_decays", "float*"),  # [segments, HV, 128]
+    ("segment_flags", "u32*"),  # [segments, HV, 24]
+)
+_MORE_PARAMS = CudaParams(_MORE_FIELDS)
+SEGMENT_PARAMS = CudaParams((*SCAN_FIELDS, *_MORE_FIELDS), STRUCTS)
+"""Of all three kernels: the scan's parameters, then those of segments."""
+
+
+def segmented_sm90(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    step_plan: StepPlan,
+    state: StateRef,
+    out: torch.Tensor,
+    chunk_states: torch.Tensor | None,
+    scratch: Scratch,
+    kept: Kept,
+) -> None:
+    """`two_stage_sm90`, whose scan runs on segments of the sequences where that is faster.
+
+    Scanned whole is a step whose lengths the host does not know, whose longest sequence or whose
+    number of tasks is outside of what the row is for, or of which states inside of a sequence are
+    asked for.
+    """
+    value_heads = tokens.v.shape[2]
+    pool = state.read if state.read is not None else state.write
+    kernels = _kernels(
+        path,
+        tokens.q.device,
+        step_plan.cu_seqlens.dtype == torch.int64,
+        pool is not None and pool.dtype == torch.bfloat16,
+    )
+    segments = None
+    if chunk_states is None and state.snapshots is None:
+        segments = segments_of(path.params, step_plan, value_heads)
+    scan = None
+    if segments is not None:
+        scan = _segmented_scan(path, kernels, segments, step_plan, value_heads, scratch)
+    two_stage_sm90(
+        kernels.whole, tokens, gate, step_plan, state, out, chunk_states, scratch, kept, scan
+    )
+
+
+def segments_of(params: SegmentedParams, step_plan: StepPlan, value_heads: int) -> Segments | None:
+    """The segments of a step; ``None`` where its sequences are scanned whole."""
+    bounds, chunks = step_plan.cu_seqlens_cpu, params.segment_chunks
+    if (
+        bounds is None
+        or step_plan.max_chunks < params.min_chunks
+        or step_plan.long_sequences * value_heads > params.max_tasks
+    ):
+        return None
+    found = step_plan.segments.get(chunks)
+    if found is None:
+        tokens = chunks * CHUNK
+        counts = [max(1, -(-(end - begin) // tokens)) for begin, end in itertools.pairwise(bounds)]
+        found = step_plan.segments[chunks] = Segments(
+            total=sum(counts),
+            ends=sum(max(0, 2 * count - 3) for count in counts),
+            merged=sum(count > 2 for count in counts),
+        )
+    return found
+
+
+def choose_segment_schedule(
+    model: CostModel, num_tiles: int, num_tasks: int, chunks: int
+) -> Schedule:
+    """All SMs make tiles, then all scan; of each stage the form with the least estimated time.
+
+    Args:
+        num_tasks: segments times value heads.
+        chunks: of a segment.
+    """
+    sms = model.num_sms
+
+    def intra_ns(cost: IntraCost) -> int:
+        rounds, rest = divmod(-(-num_tiles // sms), cost.ctas_per_sm)
+        last_ns = max(cost.alone_ns, rest * cost.tile_ns) if rest else 0
+        return rounds * cost.ctas_per_sm * cost.tile_ns + last_ns
+
+    def scan_ns(cost: ScanCost) -> int:
+        return -(-num_tasks * cost.ctas_per_task // sms) * cost.task_ns(chunks)
+
+    intra, scan = min(model.intra, key=intra_ns), min(model.scan, key=scan_ns)
+    scan_ctas = 4 * num_tasks if scan.split else min(num_tasks, sms)
+    intra_ctas = sms if num_tiles <= sms else intra.ctas_per_sm * sms
+    return Schedule(intra.ctas_per_sm, scan.split, scan_ctas, intra_ctas, sms, 0, False)
+
+
+class _Kernels(NamedTuple):
+    """The kernels of one model on one path and device: ``scan`` as (scan, scan_split); the row of
+    `two_stage_sm90` and its cost model."""
+
+    ends: CudaKernel
+    merge: CudaKernel
+    scan: tuple[CudaKernel, CudaKernel]
+    whole: KernelPath
+    cost_model: CostModel
+
+
+def _segmented_scan(
+    path: KernelPath,
+    kernels: _Kernels,
+    segments: Segments,
+    step_plan: StepPlan,
+    value_heads: int,
+    scratch: Scratch,
+) -> SegmentedScan:
+    """The three launches that take the scan's place, each a programmatic dependent of the one
+    before."""
+    chunks = path.params.segment_chunks
+    num_sms, num_tasks = kernels.cost_model.num_sms, segments.total * value_heads
+    num_tiles = step_plan.num_chunks * value_heads
+    schedule = choose_segment_schedule(kernels.cost_model, num_tiles, num_tasks, chunks)
+    end_tasks, merge_tasks = segments.ends * value_heads, 2 * segments.merged * value_heads
+
+    def launch(scan_params: bytes) -> None:
+        ends, transitions, decays, flags = scratch.segment_addresses(num_tasks, RESULT_BYTES, FLAGS)
+        params = scan_params + _MORE_PARAMS.pack(
+            segment_chunks=chunks,
+            num_sequences=step_plan.num_sequences,
+            num_end_tasks=end_tasks,
+            num_merge_tasks=merge_tasks,
+            segment_ends=ends,
+            transitions=transitions,
+            segment_decays=decays,
+            segment_flags=flags,
+        )
+        kernels.ends(min(end_tasks, num_sms), _ENDS_THREADS, params, pdl=True)
+        # one CTA waits for the first pass where there is nothing to merge
+        kernels.merge(max(1, min(merge_tasks, num_sms)), _MERGE_THREADS, params, pdl=True)
+        kernels.scan[schedule.split](schedule.scan_ctas, _SCAN_THREADS, params, pdl=True)
+
+    return SegmentedScan(schedule, num_tasks, launch)
+
+
+@functools.cache
+def _kernels(
+    path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool
+) -> _Kernels:
+    defines = segment_defines(int64_offsets, bf16_state)
+    names = ("segment_ends", "merge_segments", "scan", "scan_split")
+    ends, merge, scan, scan_split = (
+        CudaKernel(KERNELS / f"{name}.cu", name, SEGMENT_PARAMS, defines) for name in names
+    )
+    # all of them now: a later batch may be the first long one
+    for kernel in (ends, merge, scan, scan_split):
+        kernel.load()
+    whole = replace(path, name="two_stage_sm90", params=path.params.cost_model)
+    cost_model = CostModel.from_table(whole.params, detect_target(device).num_sms)
+    return _Kernels(ends, merge, (scan, scan_split), whole, cost_model)
+
+
+def segment_defines(int64_offsets: bool, bf16_state: bool) -> dict[str, int]:
+    """Preprocessor constants of one variant of the kernels."""
+    return {
+        "CU_INT64": int(int64_offsets),
+        "STATE_BF16": int(bf16_state),
+        "TRACK": 0,
+        "SEGMENTS": 1,
+    }

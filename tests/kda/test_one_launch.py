@@ -1,0 +1,168 @@
+"""Which steps the Hopper prefill makes in one launch, and how: from the lengths that the host
+knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend import chunk_kda
+from kda_backend.contract.values import StateRef
+from kda_backend.launch_params import TABLES
+from kda_backend.prefill import one_launch_sm90 as in_one
+from kda_backend.prefill import two_stage_sm90 as pipeline
+from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.prefill.one_launch_sm90 import CTAS_PER_SM, Launch, choose_launch, serves
+from kda_backend.step_plan import StepPlan, build_step_plan
+from kda_backend.testing.cases import offsets_of
+from tests.kda.one_launch_on_host import CPU, ON, case_of
+from tests.kda.prefill_on_host import ROW
+
+SMS = 132
+STATE = StateRef.pool(torch.zeros(3, 4, 128, 128), torch.zeros(2, dtype=torch.int32))
+
+
+def plan_of(lengths: Iterable[int], *, on_host: bool = True) -> StepPlan:
+    cu_seqlens = torch.tensor(offsets_of(tuple(lengths)), dtype=torch.int32)
+    plan = build_step_plan(cu_seqlens, int(cu_seqlens[-1]), chunk_table=False)
+    return plan if on_host else dataclasses.replace(plan, cu_seqlens_cpu=None)
+
+
+def chosen(
+    lengths: Iterable[int], max_tokens: int, *, heads: int = 4, on_host: bool = True
+) -> bool:
+    cost_model = dataclasses.replace(ROW.params, one_launch_max_tokens=max_tokens)
+    return serves(plan_of(lengths, on_host=on_host), STATE, heads, cost_model, SMS)
+
+
+def test_the_h200s_table_alone_takes_it() -> None:
+    limits = {
+        target.name: getattr(row.params, "one_launch_max_tokens", 0)
+        for target in KNOWN_TARGETS.values()
+        for row in load_table(TABLES, target).rows
+        if row.name == "two_stage_sm90"
+    }
+    assert limits == {"H200": 64}
+    assert chosen([1], 64) and not chosen([1], 0)
+
+
+def test_the_plan_knows_its_longest_sequence() -> None:
+    assert plan_of([3, 70, 0]).max_tokens == 70
+    assert plan_of([]).max_tokens == 0
+    assert plan_of([3, 70], on_host=False).max_tokens is None
+
+
+def test_lengths_choose() -> None:
+    assert chosen([64, 1, 0], 64)
+    assert not chosen([65, 1, 0], 64)
+    assert not chosen([1] * 600 + [129], 128)
+    assert not chosen([64], 64, on_host=False)  # as in a graph's capture
+    # chunks of a sequence follow one another: only with tasks enough
+    assert not chosen([65, 1, 0], 128)
+    assert chosen([128] * (2 * SMS // 4), 128)
+
+
+@pytest.mark.parametrize(
+    ("state", "does"),
+    [
+        (STATE, True),
+        (StateRef.functional(None, v_first=True), True),
+        (StateRef.functional(torch.zeros(2, 4, 128, 128), v_first=False), False),
+        (StateRef.functional(torch.zeros(2, 4, 128 * 128 + 1)[..., 1:].unflatten(2, (128, 128)),
+                             v_first=True), False),
+    ],
+    ids=["pool", "none", "K first", "odd strides"],
+)  # fmt: skip
+def test_states_without_pairs_keep_the_two_stages(state: StateRef, does: bool) -> None:
+    cost_model = dataclasses.replace(ROW.params, one_launch_max_tokens=64)
+    assert serves(plan_of([9, 1]), state, 4, cost_model, SMS) is does
+
+
+def test_rows_and_ctas_follow_lengths_and_tasks() -> None:
+    assert choose_launch(16, 8192, SMS) == Launch(16, 3, False, 3 * SMS)
+    assert choose_launch(17, 8192, SMS) == Launch(32, 3, False, 3 * SMS)
+    assert choose_launch(33, 200, SMS) == Launch(64, 2, False, 200)
+    assert choose_launch(128, 2048, SMS) == Launch(64, 2, False, 2 * SMS)
+    assert choose_launch(64, 32, SMS) == Launch(64, 1, True, 64)
+    assert choose_launch(1, 67, SMS) == Launch(16, 1, False, 67)
+    assert choose_launch(0, 0, SMS).ctas == 0
+
+
+@pytest.mark.parametrize("longest", [0, 1, 16, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("tasks", [1, 66, 67, 132, 133, 500, 5000])
+def test_every_launch_can_be_made(longest: int, tasks: int) -> None:
+    launch = choose_launch(longest, tasks, SMS)
+    assert min(longest, 64) <= launch.rows
+    assert launch.ctas_per_sm in (1, CTAS_PER_SM[launch.rows])
+    assert 1 <= launch.ctas <= tasks * (1 + launch.split)
+    assert launch.ctas <= launch.ctas_per_sm * SMS
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "rows"), [(8, [16]), (16, [16]), (32, [16, 32]), (64, [16, 32, 64])]
+)
+def test_all_kernels_that_a_step_can_choose_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, rows: list[int]
+) -> None:
+    loaded = []
+
+    class Loaded:
+        def __init__(self, *args: Any) -> None:
+            self.defines = args[3]
+
+        def load(self) -> None:
+            loaded.append((self.defines["ROWS"], self.defines["MIN_BLOCKS"]))
+
+    monkeypatch.setattr(in_one, "CudaKernel", Loaded)
+    path = dataclasses.replace(
+        ROW, params=dataclasses.replace(ROW.params, one_launch_max_tokens=max_tokens)
+    )
+    variant = Variant(1, 1, True, torch.bfloat16, False, False, False)
+    kernels = in_one.load_kernels(path, torch.device("cpu"), variant)
+    assert sorted(kernels) == sorted(loaded)
+    assert sorted(kernels) == sorted((r, c) for r in rows for c in (1, CTAS_PER_SM[r]))
+
+
+def test_a_call_takes_the_form_of_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the operator, with what is launched replaced."""
+    made: list[str] = []
+
+    class Stage:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self.name)
+
+    kernels = pipeline._Kernels(
+        {2: Stage("intra")},  # type: ignore[dict-item]
+        (Stage("scan"), Stage("scan")),  # type: ignore[arg-type]
+        lambda shape: pipeline.Schedule(2, False, 1, 1, 1, 1, False),
+    )
+    monkeypatch.setattr(pipeline, "_kernels", lambda *_: kernels)
+    in_one_launch = dict.fromkeys(
+        ((r, c) for r, many in CTAS_PER_SM.items() for c in (1, many)), Stage("one")
+    )
+    monkeypatch.setattr(pipeline, "load_kernels", lambda *_: in_one_launch)
+    monkeypatch.setattr(pipeline, "num_sms", lambda *_: SMS)
+    on = dataclasses.replace(ON, params=dataclasses.replace(ON.params, one_launch_max_tokens=64))
+    for path, lengths, want in (
+        (on, (64, 3), ["one"]),
+        (on, (65, 3), ["intra", "scan"]),
+        (ROW, (64, 3), ["intra", "scan"]),
+    ):
+        made.clear()
+        case = case_of(0, lengths)
+        chunk_kda(
+            *case.tokens,
+            cu_seqlens=case.cu_seqlens,
+            selection=CPU.selection(case.shape).with_path(path),
+            **case.options(),
+        )
+        assert made == want

@@ -1,0 +1,173 @@
+"""Which steps are scanned by segments, and with what; on a GPU, that they are right there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend.contract.values import StateRef
+from kda_backend.launch_params import TABLES, PrefillCostModel, SegmentedParams
+from kda_backend.prefill import segmented_sm90 as segmented
+from kda_backend.prefill import two_stage_sm90 as pipeline
+from kda_backend.prefill.sm_schedule import CostModel
+from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaShape, deterministic_prefix, select
+from kda_backend.step_plan import Segments, StepPlan, build_step_plan
+from kda_backend.testing.regimes import REGIMES
+from tests.kda.cases import ON_GPU, Backend, assert_result, assert_same_bits
+from tests.kda.prefill_on_host import ROW, segmented_row
+
+H200 = KNOWN_TARGETS["H200"]
+COST_MODEL: PrefillCostModel = ROW.params
+
+
+def plan_of(lengths: tuple[int, ...], *, known: bool = True) -> StepPlan:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    plan = build_step_plan(bounds, int(bounds[-1]), chunk_table=False)
+    return plan if known else replace(plan, cu_seqlens_cpu=None)
+
+
+def test_a_step_is_divided_from_each_sequences_start() -> None:
+    params = SegmentedParams(2, 3, 100, COST_MODEL)
+    # of 128 tokens: 4 segments and 2 results for each of the two in the middle; 1; 1; 2
+    found = segmented.segments_of(params, plan_of((450, 0, 128, 129)), 1)
+    assert found == Segments(total=8, ends=5 + 1, merged=1)
+    longer = segmented.segments_of(params, plan_of((450 + 128, 0, 128, 129)), 1)
+    assert longer == Segments(total=9, ends=7 + 1, merged=1)
+
+
+def test_which_steps_are_scanned_whole() -> None:
+    params = SegmentedParams(16, 64, 8, COST_MODEL)
+    long = (64 * 64,)
+    assert segmented.segments_of(params, plan_of(long), 8) is not None
+    assert segmented.segments_of(params, plan_of((64 * 63,)), 8) is None
+    assert segmented.segments_of(params, plan_of(long * 2), 8) is None
+    assert segmented.segments_of(params, plan_of(long), 9) is None
+    assert segmented.segments_of(params, plan_of(long, known=False), 8) is None
+    off = replace(params, max_tasks=0)
+    assert segmented.segments_of(off, plan_of(long), 1) is None
+
+
+@pytest.mark.parametrize("asked", ["chunk_states", "snapshots", "nothing"])
+def test_states_inside_of_a_sequence_are_of_the_whole_scan(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """What is asked for decides; lengths would allow segments in all three steps."""
+    given: list[Any] = []
+    model = CostModel.from_table(COST_MODEL, 132)
+    kernels = segmented._Kernels(None, None, (None, None), ROW, model)  # type: ignore[arg-type]
+    monkeypatch.setattr(segmented, "_kernels", lambda *_: kernels)
+    monkeypatch.setattr(segmented, "two_stage_sm90", lambda *args: given.append(args[-1]))
+    case = Backend("kernels", torch.device("cpu")).case(1, (200,), key_dim=128, value_dim=128)
+    pool = torch.zeros(1, 1, 128, 128)
+    snapshots = (
+        (torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 128, 128))
+        if asked == "snapshots"
+        else (None, None)
+    )
+    state = StateRef.of(
+        functional=(None, False, True),
+        pool=(pool, torch.zeros(1, dtype=torch.int32), None),
+        snapshots=snapshots,
+    )
+    segmented.segmented_sm90(
+        segmented_row(1),
+        case,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        plan_of((200,)),
+        state,
+        case.v,
+        pool if asked == "chunk_states" else None,
+        Scratch(torch.device("cpu")),
+        {},
+    )
+    assert [scan is not None for scan in given] == [asked == "nothing"]
+
+
+@pytest.mark.parametrize("num_sms", [132, 114, 78])
+@pytest.mark.parametrize("tasks", [1, 8, 32, 33, 128, 4096])
+def test_all_ctas_of_the_split_scan_run_at_once(num_sms: int, tasks: int) -> None:
+    """A cluster takes one task after the other only where all have a place."""
+    model = CostModel.from_table(COST_MODEL, num_sms)
+    schedule = segmented.choose_segment_schedule(model, 16 * tasks, tasks, 16)
+    assert schedule.scan_ctas == (4 * tasks if schedule.split else min(tasks, num_sms))
+    assert schedule.split <= (4 * tasks <= num_sms)
+    assert schedule.first_scan_sm == num_sms and schedule.reserved_sm_tile_cap == 0
+    assert schedule.intra_ctas in (num_sms, num_sms * schedule.intra_ctas_per_sm)
+
+
+def test_a_model_that_relies_on_prefixes_is_refused_segments() -> None:
+    shape = KdaShape(4, 4, 128, 128)
+    assert shape.deterministic_prefix
+    chosen = select(H200, shape)
+    assert [path.name for path in chosen.prefill.paths] == ["two_stage_sm90"]
+    assert any("segmented_sm90: refused, lacks deterministic_prefix" in x for x in chosen.explain())
+    free = select(H200, replace(shape, deterministic_prefix=False))
+    assert [path.name for path in free.prefill.paths] == ["segmented_sm90"]
+
+
+def test_the_shipped_row_has_the_tables_cost_model() -> None:
+    rows = {row.name: row for row in load_table(TABLES, H200).rows}
+    assert rows["segmented_sm90"].params.cost_model == rows["two_stage_sm90"].params
+
+
+def test_an_engine_that_caches_prefixes_keeps_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "KDA_DSV4_DETERMINISTIC_PREFIX"
+    monkeypatch.delenv(name, raising=False)
+    assert deterministic_prefix(True) and not deterministic_prefix(False)
+    monkeypatch.setenv(name, "0")
+    assert not deterministic_prefix(True)
+    monkeypatch.setenv(name, "1")
+    assert deterministic_prefix(False)
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(ValueError, match=f"{name} must be 0 or 1, got 'yes'"):
+        deterministic_prefix(True)
+
+
+def test_results_of_segments_are_in_the_scratch_memorys_account() -> None:
+    scratch = Scratch(torch.device("cpu"))
+    ends, transitions, decays, flags = scratch.segment_addresses(
+        3, segmented.RESULT_BYTES, segmented.FLAGS
+    )
+    assert transitions - ends == 3 * 128 * 128 * 4 and decays - transitions == 3 * 128 * 128 * 2
+    assert scratch.nbytes == 3 * (128 * 128 * 6 + 128 * 4 + 24 * 4)
+    again = scratch.segment_addresses(2, segmented.RESULT_BYTES, segmented.FLAGS)
+    assert again[0] == ends and again[3] == flags
+
+
+def test_the_scans_parameters_and_those_of_segments_are_one_struct() -> None:
+    """`segmented_sm90` appends bytes to those that `two_stage_sm90` has packed."""
+    structs = dict(pipeline.STRUCTS)
+    values = {
+        name: tuple(range(i, i + len(structs[kind]))) if kind in structs else i
+        for i, (name, kind) in enumerate((*pipeline.SCAN_FIELDS, *segmented._MORE_FIELDS), start=1)
+    }
+    of_scan = {name: values[name] for name, _ in pipeline.SCAN_FIELDS}
+    more = {name: values[name] for name, _ in segmented._MORE_FIELDS}
+    joined = pipeline.SCAN_PARAMS.pack(**of_scan) + segmented._MORE_PARAMS.pack(**more)
+    assert segmented.SEGMENT_PARAMS.pack(**values) == joined
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs the GPU that the kernels are for")
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_segments_on_the_gpu(device: torch.device, seed: int, regime: str, chunks: int) -> None:
+    kernels = Backend("kernels_128", device)
+    lengths = (64 * chunks * 3 + 70, 0, 30, 64 * chunks * 2)
+    case = kernels.case(seed, lengths, regime=regime, heads=2)
+    if "segmented_sm90" not in {row.name for row in load_table(TABLES, kernels.target).rows}:
+        pytest.skip(f"no segmented_sm90 in the table of {kernels.target.arch}")
+    selection = kernels.selection(case.shape).with_path(segmented_row(chunks))
+    bounds = case.cu_seqlens.cpu()
+    plan = build_step_plan(case.cu_seqlens, int(bounds[-1]), cu_seqlens_cpu=bounds)
+    call = {"selection": selection, "step_plan": plan}
+    o, state = kernels.chunk(case, **call)
+    assert_result(case, o, state)
+    again = kernels.chunk(case, **call)
+    assert_same_bits("output", again[0], o)
+    assert_same_bits("state", again[1], state)
