@@ -27,11 +27,11 @@ from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.launch_params_prefill import GluonPrefillParams, TritonPrefillParams
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.plan.predicted import predict, recall
+from softmax_backend.plan.predicted import Choice, predict, recall
 from softmax_backend.plan.sliding_tile import sliding_tile
 from softmax_backend.plan.token_order import tile_order
 from softmax_backend.run import block_sparse_int8, block_sparse_sm90
-from softmax_backend.sage import quantised_attention
+from softmax_backend.sage import predicted_attention, quantised_attention
 from softmax_backend.variants import sage
 from softmax_backend.variants.sage import SageMode
 
@@ -249,10 +249,11 @@ def int8_rows(work: str, x: Tensors, plan: BlockPlan, share: float) -> Iterator[
             f"int8 {name}",
         )
         if name == "per_warp":
-            timed(
+            alone = timed(
                 lambda: sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton"),  # noqa: B023
                 name="quantisation",
             )
+            yield Row(f"quantisation, {work}", shape, 1.0, "int8 per_warp", alone, alone)
         whole = timed(
             lambda: quantised_attention(q, k, v, plan, mode=mode, out=out),  # noqa: B023
             flops,
@@ -273,7 +274,7 @@ def predicted_row(x: Tensors, topk: float) -> Iterator[Row]:
     plan = predict(q, k, topk=topk)
 
     def whole() -> object:
-        return quantised_attention(q, k, v, predict(q, k, topk=topk), out=out)
+        return predicted_attention(q, k, v, Choice(topk=topk), out=out)
 
     ms = timed(whole, name="predicted, int8 per_warp whole")
     share = plan.density()

@@ -5,14 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
 from softmax_backend.block_sparse import empty_output
-from softmax_backend.contract.block_sparse import check_block_sparse, check_quantised
+from softmax_backend.contract.block_sparse import (
+    check_block_sparse,
+    check_quantised,
+    check_quantised_plan,
+    check_tensors,
+)
+from softmax_backend.plan import predicted
 from softmax_backend.plan.block_plan import BlockPlan
+from softmax_backend.plan.predicted import Choice
 from softmax_backend.run import block_sparse_torch
 from softmax_backend.selection_prefill import paths_of, plan_blocks
 from softmax_backend.variants import sage
-from softmax_backend.variants.sage import SageMode
+from softmax_backend.variants.pooled import Pooled, pool
+from softmax_backend.variants.sage import Quantised, SageMode
 from softmax_backend.variants.variant import SOFTMAX
 
 DEFAULT_MODE = SageMode()
@@ -55,25 +64,91 @@ def quantised_attention(
         LookupError: no path of the device's table serves the mode.
     """
     check_block_sparse(q, k, v, plan, SOFTMAX, out, None)
-    check_quantised(q, k, v, plan)
+    check_quantised_plan(q, plan)
+    check_quantised(q, v, plan.block_n)
+    row = _row(q, mode, len(plan.work), path)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    x = sage.quantise(q, k, v, mode, scale, plan.block_n, path or row.name)
+    out = empty_output(q, q.shape[3]) if out is None else out
+    return out, _attend(x, plan, scale, q_position, out, row, path or row.name)
+
+
+def predicted_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Choice,
+    *,
+    scale: float | None = None,
+    mode: SageMode = DEFAULT_MODE,
+    blocks: tuple[int, int] | None = None,
+    path: str | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, BlockPlan]:
+    """``quantised_attention`` over the blocks that ``plan.predicted.predict`` would keep.
+
+    Queries and keys are pooled by the kernels that quantise them, so that the prediction reads no
+    token of its own, and can be captured in a CUDA graph with the rest.
+
+    Args:
+        q, k, v, scale, mode, path, out: as in ``quantised_attention``.
+        choice: which blocks are kept.
+        blocks: queries in a tile and keys in a block; default ``default_blocks``.
+
+    Returns:
+        ``out`` and ``lse`` as ``quantised_attention`` does, and the plan.
+
+    Raises:
+        ValueError: an argument is not as described; nothing was written.
+        LookupError: no path of the device's table serves the mode.
+    """
+    check_tensors(q, k, v, out, None)
+    block_m, block_n = default_blocks(q.device) if blocks is None else blocks
+    check_quantised(q, v, block_n)
+    predicted.check_size(q, k, block_m, block_n)
+    b, h, m, d = q.shape
+    row = _row(q, mode, b * h * -(-m // block_m), path)
+    chosen = path or row.name
+    scale = d**-0.5 if scale is None else scale
+    pooled = None
+    if chosen == "triton":
+        pooled = Pooled.empty(q, k, block_m, block_n, choice.has_likeness)
+    x = sage.quantise(q, k, v, mode, scale, block_n, chosen, pooled)
+    if pooled is None:
+        pooled = pool(q, k, (block_m, block_n), choice.has_likeness, True, chosen)
+    plan = predicted.from_pooled(pooled, choice, scale, chosen)
+    out = empty_output(q, d) if out is None else out
+    return out, _attend(x, plan, scale, None, out, row, chosen), plan
+
+
+def _row(q: Tensor, mode: SageMode, programs: int, path: str | None) -> KernelPath:
+    """The table's row for a call; ``path`` is the caller's choice."""
     if path not in (None, "torch", "triton"):
         raise ValueError(f'path must be "torch" or "triton", got {path!r}')
     needs = frozenset({"e4m3_values"}) if mode.fp8_values else frozenset()
-    row = paths_of(detect_target(q.device), "block_sparse_int8", needs).lookup(len(plan.work))
-    chosen = path or row.name
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    position = k.shape[2] - q.shape[2] if q_position is None else q_position
-    out = empty_output(q, q.shape[3]) if out is None else out
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    x = sage.quantise(q, k, v, mode, scale, plan.block_n, chosen)
-    if chosen == "torch":
+    return paths_of(detect_target(q.device), "block_sparse_int8", needs).lookup(programs)
+
+
+def _attend(
+    x: Quantised,
+    plan: BlockPlan,
+    scale: float,
+    q_position: int | None,
+    out: Tensor,
+    row: KernelPath,
+    path: str,
+) -> Tensor:
+    """Fills ``out``; the LSE."""
+    lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
+    position = x.k.shape[2] - x.q.shape[2] if q_position is None else q_position
+    if path == "torch":
         block_sparse_torch.run(*sage.dequantised(x), plan, SOFTMAX, scale, out, lse)
     else:
         from softmax_backend.run import block_sparse_int8
 
-        params = block_sparse_int8.params_for(plan, row.params if row.name == chosen else None)
+        params = block_sparse_int8.params_for(plan, row.params if row.name == path else None)
         block_sparse_int8.run(x, plan, scale, position, out, lse, params)
-    return out, lse
+    return lse
 
 
 def default_blocks(device: torch.device) -> tuple[int, int]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from softmax_backend.plan.block_plan import FULL, PARTIAL, BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.plan.predicted import predict
-from softmax_backend.sage import default_blocks, quantised_attention
+from softmax_backend.plan.predicted import Choice
+from softmax_backend.sage import predicted_attention, quantised_attention
 from softmax_backend.sageattention import heads_first
 
 Result = Tensor | tuple[Tensor, float] | tuple[Tensor, Tensor]
@@ -56,19 +56,14 @@ def spas_sage2_attn_meansim_cuda(
     """
     _refuse(attn_mask, dropout_p, smooth_k)
     q, k, v = heads_first(tensor_layout, q, k, v)
-    block_m, block_n = default_blocks(q.device)
-    plan = predict(
-        q,
-        k,
+    choice = Choice(
         cdf=cdfthreshd,
         min_likeness=simthreshd1,
         is_causal=is_causal,
         keep_first=attention_sink,
-        scale=scale,
-        block_m=block_m,
-        block_n=block_n,
     )
-    return _attend(q, k, v, plan, scale, tensor_layout, output_dtype, return_sparsity, return_lse)
+    out, lse, plan = predicted_attention(q, k, v, choice, scale=scale)
+    return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
 def spas_sage2_attn_meansim_topk_cuda(
@@ -93,19 +88,14 @@ def spas_sage2_attn_meansim_topk_cuda(
     """As ``spas_sage2_attn_meansim_cuda``, with a share ``topk`` of the blocks kept."""
     _refuse(attn_mask, dropout_p, smooth_k)
     q, k, v = heads_first(tensor_layout, q, k, v)
-    block_m, block_n = default_blocks(q.device)
-    plan = predict(
-        q,
-        k,
+    choice = Choice(
         topk=topk,
         min_likeness=simthreshd1,
         is_causal=is_causal,
         keep_first=attention_sink,
-        scale=scale,
-        block_m=block_m,
-        block_n=block_n,
     )
-    return _attend(q, k, v, plan, scale, tensor_layout, output_dtype, return_sparsity, return_lse)
+    out, lse, plan = predicted_attention(q, k, v, choice, scale=scale)
+    return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
 def block_sparse_sage2_attn_cuda(
@@ -140,7 +130,8 @@ def block_sparse_sage2_attn_cuda(
         kinds[..., 0] = torch.where(kinds[..., 0] == 0, PARTIAL, kinds[..., 0])
     sequences = uniform_sequences(b, m, n, q.device)
     plan = from_kinds(kinds, h, sequences, block_m, block_n)
-    return _attend(q, k, v, plan, scale, tensor_layout, output_dtype, return_sparsity, return_lse)
+    out, lse = quantised_attention(q, k, v, plan, scale=scale)
+    return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
 def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool) -> None:
@@ -152,18 +143,15 @@ def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool) -> None:
         raise ValueError("smooth_k must be True: 8-bit keys are always smoothed")
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def _returned(
+    out: Tensor,
+    lse: Tensor,
     plan: BlockPlan,
-    scale: float | None,
     tensor_layout: str,
     output_dtype: torch.dtype | None,
     return_sparsity: bool,
     return_lse: bool,
 ) -> Result:
-    out, lse = quantised_attention(q, k, v, plan, scale=scale)
     out = out if tensor_layout == "HND" else out.transpose(1, 2)
     if output_dtype is not None:
         out = out.to(output_dtype)

@@ -13,11 +13,11 @@ from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.block_sparse import default_blocks as exact_blocks
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan
-from softmax_backend.plan.predicted import predict
+from softmax_backend.plan.predicted import Choice, predict
 from softmax_backend.plan.sliding_tile import EvenWindows, sliding_tile
 from softmax_backend.plan.token_order import Box, TileOrder, tile_order
 from softmax_backend.sage import default_blocks as quantised_blocks
-from softmax_backend.sage import quantised_attention
+from softmax_backend.sage import predicted_attention, quantised_attention
 
 Kind = Literal["dense", "predicted", "sliding_tile"]
 
@@ -63,6 +63,9 @@ class VideoAttention:
         if self.kind == "sliding_tile":
             return self._tiles(q, k, v, scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.kind == "predicted" and self.eight_bit:
+            choice = Choice(topk=self.topk)
+            return predicted_attention(q, k, v, choice, scale=scale)[0].transpose(1, 2)
         block_m, block_n = self._blocks(q)
         if self.kind == "predicted":
             plan = predict(q, k, topk=self.topk, scale=scale, block_m=block_m, block_n=block_n)

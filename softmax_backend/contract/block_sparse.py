@@ -27,30 +27,49 @@ def check_block_sparse(
     Raises:
         ValueError: one sentence with what was expected and what came.
     """
+    check_tensors(q, k, v, out, lse, None if plan.pages is None else plan.pages.size)
+    if q.shape[1] != plan.num_heads:
+        raise ValueError(f"q must have the plan's {plan.num_heads} heads, got {q.shape[1]}")
+    expect_device("plan", plan.rows, q.device)
+    if variant.aux is not None:
+        expect_device(f"aux of the variant {variant.name}", variant.aux, q.device)
+
+
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    page_size: int | None = None,
+) -> None:
+    """Shapes, dtypes, devices and strides of what attention reads and writes.
+
+    Args:
+        page_size: tokens in a page where keys are paged.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
     batch, heads, q_rows, d = q.shape
-    if plan.pages is None:
+    if page_size is None:
         kv_heads = k.shape[1]
         expect_shape("k", k, (batch, "Hkv", "N", d))
         expect_shape("v", v, (batch, kv_heads, k.shape[2], "DV"))
     else:
         kv_heads = k.shape[2]
-        expect_shape("k", k, ("pages", plan.pages.size, "Hkv", d))
-        expect_shape("v", v, (k.shape[0], plan.pages.size, kv_heads, "DV"))
-    if heads != plan.num_heads:
-        raise ValueError(f"q must have the plan's {plan.num_heads} heads, got {heads}")
+        expect_shape("k", k, ("pages", page_size, "Hkv", d))
+        expect_shape("v", v, (k.shape[0], page_size, kv_heads, "DV"))
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"heads of k must divide those of q, got {kv_heads} and {heads}")
-    expect_dtype("k", k, q.dtype)
-    expect_dtype("v", v, q.dtype)
-    for name, x in (("k", k), ("v", v), ("plan", plan.rows)):
+    for name, x in (("k", k), ("v", v)):
+        expect_dtype(name, x, q.dtype)
         expect_device(name, x, q.device)
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_stride(name, x, 3, 1)
-    if variant.aux is not None:
-        expect_device(f"aux of the variant {variant.name}", variant.aux, q.device)
     if out is not None:
         expect_shape("out", out, (batch, heads, q_rows, v.shape[3]))
         expect_dtype("out", out, q.dtype)
@@ -87,13 +106,26 @@ def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
             raise ValueError(f"{name} of the plan must be 16, 32, 64 or 128, got {size}")
 
 
-def check_quantised(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
+def check_quantised(q: Tensor, v: Tensor, block_n: int) -> None:
     """What 8-bit attention asks beyond the contract of block-sparse attention.
 
     Raises:
         ValueError: one sentence with what was expected and what came.
     """
     expect_dtype("q", q, torch.bfloat16, torch.float16)
+    d, dv = q.shape[3], v.shape[3]
+    if d not in (64, 128) or dv != d:
+        raise ValueError(f"head size must be 64 or 128 in q, k and v, got {d} and {dv}")
+    if block_n < 16:
+        raise ValueError(f"block_n of the plan must be at least 16, got {block_n}")
+
+
+def check_quantised_plan(q: Tensor, plan: BlockPlan) -> None:
+    """A plan for 8-bit attention is of one batch of equal sequences.
+
+    Raises:
+        ValueError: it is not.
+    """
     if plan.pages is not None:
         raise ValueError("the plan of 8-bit attention must be without pages, got pages")
     if plan.sequences.shape[0] != q.shape[0]:
@@ -101,8 +133,3 @@ def check_quantised(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
             f"the plan of 8-bit attention must be of {q.shape[0]} equal sequences, one for each "
             f"batch entry, got {plan.sequences.shape[0]}"
         )
-    d, dv = q.shape[3], v.shape[3]
-    if d not in (64, 128) or dv != d:
-        raise ValueError(f"head size must be 64 or 128 in q, k and v, got {d} and {dv}")
-    if plan.block_n < 16:
-        raise ValueError(f"block_n of the plan must be at least 16, got {plan.block_n}")

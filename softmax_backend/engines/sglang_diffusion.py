@@ -1,14 +1,17 @@
-"""sglang's video server (``sglang.multimodal_gen`` 0.5.23): ``--attention-backend sparge_attn`` or
-``sage_attn`` run here instead of in the libraries of those names, which need not be installed.
+"""sglang's video server (``sglang.multimodal_gen`` 0.5.23): ``--attention-backend sparge_attn``,
+``sliding_tile_attn`` and ``sage_attn`` run here instead of in the libraries of those names, which
+need not be installed.
 
-``register`` is the entry point of the group ``sglang.multimodal_gen.plugins``. It wraps the one
-method that turns a backend's name into a class, and only for those two names: every other choice
-goes to sglang's own code. The hook is on ``CudaPlatformBase``, which defines the method: sglang's
-registry would take the inherited method of ``CudaPlatform`` for a plain function.
+``register`` is the entry point of the group ``sglang.multimodal_gen.plugins``. It wraps the method
+that turns a backend's name into a class, for those names alone: every other choice goes to sglang's
+own code. The hook is on ``CudaPlatformBase``, which defines the method: sglang's registry would
+take the inherited method of ``CudaPlatform`` for a plain function.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +20,10 @@ TARGETS = (
     f"{PLATFORMS}.cuda.CudaPlatformBase.get_attn_backend_cls_str",
     f"{PLATFORMS}.cpu.CpuPlatform.get_attn_backend_cls_str",
 )
+DENOISING = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising"
 BACKENDS = {
     "SPARGE_ATTN": f"{__package__}.sglang_diffusion_backends.PredictedBackend",
+    "SLIDING_TILE_ATTN": f"{__package__}.sglang_diffusion_backends.SlidingTileBackend",
     "SAGE_ATTN": f"{__package__}.sglang_diffusion_backends.DenseBackend",
 }
 
@@ -35,7 +40,36 @@ def choose(
     original: Callable[..., str], cls: Any, selected_backend: Any, head_size: int, dtype: Any
 ) -> str:
     """The dotted path of the class for a backend: ours under our names, else sglang's choice."""
-    ours = BACKENDS.get(getattr(selected_backend, "name", ""))
-    if ours is not None:
-        return ours
+    name = getattr(selected_backend, "name", "")
+    if name == "SLIDING_TILE_ATTN":
+        serve_windows()
+    if name in BACKENDS:
+        return BACKENDS[name]
     return original(cls, selected_backend, head_size, dtype)
+
+
+@functools.cache
+def serve_windows() -> None:
+    """Wrap, once, what sglang does under ``sliding_tile_attn`` before it denoises. It is no hook of
+    the registry, which would import the stages in every process."""
+    stage = importlib.import_module(DENOISING).DenoisingStage
+    original = stage.prepare_sta_param
+
+    @functools.wraps(original)
+    def prepare(self: Any, batch: Any, server_args: Any) -> None:
+        prepare_windows(original, self, batch, server_args)
+
+    stage.prepare_sta_param = prepare
+
+
+def prepare_windows(
+    original: Callable[..., None], stage: Any, batch: Any, server_args: Any
+) -> None:
+    """sglang asks under ``sliding_tile_attn`` for a search mode, and for a file of windows for each
+    step, layer and head. With a mode (``STA_mode``) that is as it was; without one the windows are
+    those of ``--attention-backend-config``."""
+    config = server_args.attention_backend_config or {}
+    if config.get("STA_mode"):
+        original(stage, batch, server_args)
+    else:
+        batch.STA_param = None

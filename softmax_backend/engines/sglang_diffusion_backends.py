@@ -1,10 +1,13 @@
-"""The attention classes that sglang's video server builds under ``sparge_attn`` and ``sage_attn``.
+"""The attention classes that sglang's video server builds under ``sparge_attn``,
+``sliding_tile_attn`` and ``sage_attn``.
 
 Imported by sglang alone, by the dotted paths of ``sglang_diffusion.BACKENDS``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +21,47 @@ from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from softmax_backend.plan.token_order import Box
 from softmax_backend.video import VideoAttention
 
 HEAD_SIZES = [64, 128]
+TILE = (6, 8, 8)
+
+
+def configuration() -> dict[str, Any]:
+    """``--attention-backend-config``, without what sglang's dictionary answers to absent keys."""
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    return dict(get_global_server_args().attention_backend_config or {})
+
+
+def box(name: str, value: Any) -> Box:
+    """Three whole numbers, along time, height and width.
+
+    Raises:
+        ValueError: they are not.
+    """
+    found = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    if len(found) != 3 or any(not isinstance(x, int) or x < 1 for x in found):
+        raise ValueError(f"{name} must be three positive integers (t, h, w), got {value!r}")
+    return found[0], found[1], found[2]
+
+
+def windows_of(value: Any) -> tuple[Box, ...]:
+    """One window for all heads, or a list of one for each.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, Sequence) and value and isinstance(value[0], int):
+        return (box("windows", value),)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"windows must be one (t, h, w) or a list of them, got {value!r}")
+    return tuple(box("windows", x) for x in value)
 
 
 class _Impl(AttentionImpl):  # type: ignore[misc]
-    """Self-attention through ``VideoAttention``; the rest through torch."""
+    """Self-attention through ``VideoAttention``; cross-attention and causal calls through torch."""
 
     def __init__(
         self,
@@ -40,18 +77,31 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
             raise ValueError(f"head_size must be one of {HEAD_SIZES}, got {head_size}")
         self.softmax_scale = softmax_scale
         self.causal = causal
-        self.attention = self.settings()
+        self.prefix = prefix
+        self.config = configuration()
+        self.eight_bit = bool(self.config.get("eight_bit", True))
+        self.prepare()
 
-    def settings(self) -> VideoAttention:
+    def prepare(self) -> None:
+        """Read and check the configuration."""
+
+    def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
+        """What a self-attention of so many heads does."""
         raise NotImplementedError
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata
     ) -> Tensor:
-        """[B, L, H, D] in and out; cross-attention and causal calls are torch's."""
-        is_half = query.dtype in (torch.float16, torch.bfloat16)
-        if query.shape == key.shape and not self.causal and is_half:
-            return self.attention(query, key, value, self.softmax_scale).contiguous()
+        """[B, L, H, D] in and out.
+
+        Raises:
+            ValueError: self-attention in another dtype than bf16 and fp16.
+        """
+        if query.shape == key.shape and not self.causal:
+            if query.dtype not in (torch.float16, torch.bfloat16):
+                raise ValueError(f"query must be bfloat16 or float16, got {query.dtype}")
+            attend = self.attention(query.shape[2], attn_metadata)
+            return attend(query, key, value, self.softmax_scale).contiguous()
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out = scaled_dot_product_attention(
             q, k, v, is_causal=self.causal, scale=self.softmax_scale, enable_gqa=True
@@ -62,22 +112,103 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
 class PredictedImpl(_Impl):
     """``--attention-backend-config topk=0.5``: the share of blocks kept."""
 
-    def settings(self) -> VideoAttention:
-        from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+    def prepare(self) -> None:
+        topk = float(self.config.get("topk", 0.5))
+        if not 0.0 < topk <= 1.0:
+            raise ValueError(f"topk must be above 0 and at most 1, got {topk}")
+        self.settings = VideoAttention("predicted", eight_bit=self.eight_bit, topk=topk)
 
-        config = get_global_server_args().attention_backend_config or {}
-        return VideoAttention("predicted", topk=float(config.get("topk", 0.5)))
+    def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
+        return self.settings
 
 
 class DenseImpl(_Impl):
     """All blocks, in 8 bits."""
 
-    def settings(self) -> VideoAttention:
-        return VideoAttention("dense")
+    def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
+        return VideoAttention("dense", eight_bit=self.eight_bit)
+
+
+@dataclass
+class SlidingTileMetadata(AttentionMetadata):  # type: ignore[misc]
+    """A step's canvas, and sglang's own windows for it where it has some.
+
+    Attributes:
+        canvas: tokens along time, height and width.
+        windows: for each layer, a window for each head.
+    """
+
+    canvas: Box
+    windows: Sequence[Sequence[Any]] | None
+
+
+class SlidingTileMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Built by sglang for each step."""
+
+    def build(
+        self,
+        current_timestep: int,
+        raw_latent_shape: Sequence[int],
+        patch_size: Sequence[int],
+        STA_param: Sequence[Any] | None = None,
+        **unused: Any,
+    ) -> SlidingTileMetadata:
+        """See ``SlidingTileMetadata``; a token is a patch of the latent."""
+        canvas = [n // p for n, p in zip(raw_latent_shape, patch_size, strict=True)]
+        windows = STA_param[current_timestep] if STA_param else None
+        return SlidingTileMetadata(current_timestep, box("the canvas", canvas), windows)
+
+
+class SlidingTileImpl(_Impl):
+    """``--attention-backend-config '{"windows": [3, 3, 3]}'``: tiles around each tile, one window
+    or one for each head of the model; ``"tile": [6, 8, 8]`` its tokens; ``"even_windows"`` as in
+    ``plan.sliding_tile``."""
+
+    def prepare(self) -> None:
+        self.windows = windows_of(self.config.get("windows", (3, 3, 3)))
+        self.tile = box("tile", self.config.get("tile", TILE))
+
+    def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
+        if not isinstance(metadata, SlidingTileMetadata):
+            raise ValueError(
+                f"sliding_tile_attn needs the canvas in the attention metadata, got {metadata!r}"
+            )
+        windows = self.windows
+        if metadata.windows is not None:
+            # a layer's name ends in its number, the layer's attention and "impl"
+            windows = windows_of(metadata.windows[int(self.prefix.split(".")[-3])])
+        return VideoAttention(
+            "sliding_tile",
+            eight_bit=self.eight_bit,
+            canvas=metadata.canvas,
+            tile=self.tile,
+            windows=_of_rank(windows, heads),
+            even_windows=self.config.get("even_windows"),
+        )
+
+
+def _of_rank(windows: tuple[Box, ...], heads: int) -> tuple[Box, ...]:
+    """The windows of this rank's heads, where sequence parallelism shares them out.
+
+    Raises:
+        ValueError: there is neither one window nor one for each head.
+    """
+    if len(windows) in (1, heads):
+        return windows
+    from sglang.multimodal_gen.runtime.distributed import get_sp_group
+
+    group = get_sp_group()
+    if len(windows) != heads * group.world_size:
+        raise ValueError(
+            f"windows must be one, or one for each of {heads * group.world_size} heads, "
+            f"got {len(windows)}"
+        )
+    begin = group.rank_in_group * heads
+    return windows[begin : begin + heads]
 
 
 class _Backend(AttentionBackend):  # type: ignore[misc]
-    """What the two backends share: they need no metadata of their own."""
+    """What the backends share."""
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
@@ -114,3 +245,23 @@ class DenseBackend(_Backend):
     @staticmethod
     def get_impl_cls() -> type[DenseImpl]:
         return DenseImpl
+
+
+class SlidingTileBackend(_Backend):
+    """``sliding_tile_attn``."""
+
+    @staticmethod
+    def get_enum() -> AttentionBackendEnum:
+        return AttentionBackendEnum.SLIDING_TILE_ATTN
+
+    @staticmethod
+    def get_impl_cls() -> type[SlidingTileImpl]:
+        return SlidingTileImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        return SlidingTileMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder] | None:
+        return SlidingTileMetadataBuilder

@@ -9,7 +9,7 @@ queries; one key block. Groups *per thread*: queries r and r + 8 of 16; keys 8 i
 8 i + 2 t + 1 of a block, for t of 0 to 3, which is what one thread holds of an MMA accumulator.
 
 Inputs are [B, H, L, D] views with any strides of batch, head and token. Grid: (blocks of tokens,
-B * H) in every kernel.
+B * H) where a kernel does not say otherwise.
 """
 
 import triton
@@ -31,8 +31,8 @@ def _tile(
 
 @triton.jit
 def _to_int8(x):
-    """Nearest integer, ties to even."""
-    return ((x + ROUNDER) - ROUNDER).to(tl.int8)
+    """Nearest integer, ties to even: the lowest byte of the sum's bits, two's complement."""
+    return (x + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def column_stats_kernel(
 ):
     """Sum, and minimum and maximum where HAS_RANGE, of each channel over CHUNK tokens.
 
-    stats [3 or 1, B * H, chunks, D].
+    stats [B * H, 3 or 1, chunks, D].
     """
     i_c, i_bh = tl.program_id(0), tl.program_id(1)
     # one accumulator for each place of the tile: a reduction over rows costs a barrier each
@@ -66,12 +66,87 @@ def column_stats_kernel(
             inside = o_n[:, None] < length
             low = tl.minimum(low, tl.where(inside, b_x, float("inf")))
             high = tl.maximum(high, tl.where(inside, b_x, -float("inf")))
-    step = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * D
-    out = stats_ptr + (i_bh.to(tl.int64) * tl.num_programs(0) + i_c) * D + tl.arange(0, D)
+    step = tl.num_programs(0) * D
+    kinds: tl.constexpr = 3 if HAS_RANGE else 1
+    out = stats_ptr + i_bh.to(tl.int64) * kinds * step + i_c * D + tl.arange(0, D)
     tl.store(out, tl.sum(total, 0))
     if HAS_RANGE:
         tl.store(out + step, tl.min(low, 0))
         tl.store(out + 2 * step, tl.max(high, 0))
+
+
+@triton.jit
+def mean_kernel(sums_ptr, mean_ptr, parts, length, D: tl.constexpr, STEP: tl.constexpr):
+    """mean [rows, D] = the sum of sums [rows, parts, D] over its parts, over ``length``.
+
+    Grid: (rows,).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, D)
+    total = tl.zeros([STEP, D], tl.float32)
+    for start in range(0, parts, STEP):
+        o_p = start + tl.arange(0, STEP)
+        at = sums_ptr + (row * parts + o_p)[:, None] * D + o_d[None, :]
+        total += tl.load(at, mask=o_p[:, None] < parts, other=0.0)
+    tl.store(mean_ptr + row * D + o_d, tl.sum(total, 0) / length)
+
+
+@triton.jit
+def value_scales_kernel(
+    stats_ptr,
+    mean_ptr,
+    scale_ptr,
+    inverse_ptr,
+    parts,
+    length,
+    D: tl.constexpr,
+    STEP: tl.constexpr,
+    E4M3_MAX: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+):
+    """From stats [rows, 3, parts, D] of ``column_stats_kernel``: the mean (0 without HAS_MEAN), the
+    scale of what it leaves, and the scale's reciprocal, [rows, D] each. Grid: (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, D)
+    total = tl.zeros([STEP, D], tl.float32)
+    low = tl.full([STEP, D], float("inf"), tl.float32)
+    high = tl.full([STEP, D], -float("inf"), tl.float32)
+    for start in range(0, parts, STEP):
+        o_p = start + tl.arange(0, STEP)
+        inside = o_p[:, None] < parts
+        at = stats_ptr + (row * 3 * parts + o_p)[:, None] * D + o_d[None, :]
+        total += tl.load(at, mask=inside, other=0.0)
+        low = tl.minimum(low, tl.load(at + parts * D, mask=inside, other=float("inf")))
+        high = tl.maximum(high, tl.load(at + 2 * parts * D, mask=inside, other=-float("inf")))
+    mean = tl.zeros([D], tl.float32)
+    if HAS_MEAN:
+        mean = tl.sum(total, 0) / length
+    top = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
+    scale = tl.maximum(top, 1e-12) / E4M3_MAX
+    tl.store(mean_ptr + row * D + o_d, mean)
+    tl.store(scale_ptr + row * D + o_d, scale)
+    tl.store(inverse_ptr + row * D + o_d, 1.0 / scale)
+
+
+@triton.jit
+def add_to_pool(total, centre, b_x, HAS_LIKENESS: tl.constexpr):
+    """Add the tokens of b_x [rows, D] (0 where there is none) to a block's sum [D], and their
+    directions to ``centre`` [D]."""
+    total += tl.sum(b_x, 0)
+    if HAS_LIKENESS:
+        centre += tl.sum(b_x * tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), 1e-20))[:, None], 0)
+    return total, centre
+
+
+@triton.jit
+def store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS: tl.constexpr):
+    """A block's sum of tokens, and |mean direction|^2, the mean of the Gram matrix of directions
+    without forming it."""
+    o_d = tl.arange(0, total.shape[0])
+    tl.store(sums_ptr + block * total.shape[0] + o_d, total)
+    if HAS_LIKENESS:
+        centre = centre / count
+        tl.store(likeness_ptr + block, tl.sum(centre * centre, 0))
 
 
 @triton.jit
@@ -82,6 +157,8 @@ def quantise_keys_kernel(
     out_ptr,
     scale_ptr,
     bias_ptr,
+    sums_ptr,
+    likeness_ptr,
     length,
     levels,
     stride_b,
@@ -93,23 +170,31 @@ def quantise_keys_kernel(
     BLOCK: tl.constexpr,
     PER_THREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_POOL: tl.constexpr,
+    HAS_LIKENESS: tl.constexpr,
 ):
     """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 1 or 4]; bias [B, H, N], the mean query's
-    product with every smoothed key."""
+    product with every smoothed key; and where HAS_POOL the sums [B, Hkv, blocks, D] of a block's
+    smoothed keys and their likeness [B, Hkv, blocks]."""
     i_n, i_bh = tl.program_id(0), tl.program_id(1)
     o_n, o_d = i_n * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     m_n = o_n < length
     b_k = _tile(k_ptr, i_bh, o_n, length, stride_b, stride_h, stride_n, HEADS, D)
     b_k = tl.where(m_n[:, None], b_k - tl.load(k_mean_ptr + i_bh * D + o_d)[None, :], 0.0)
+    block = i_bh.to(tl.int64) * tl.num_programs(0) + i_n
     if HAS_BIAS:
         for i_g in range(GROUP):
             row = (i_bh * GROUP + i_g).to(tl.int64)
             mean = tl.load(q_mean_ptr + row * D + o_d)
             tl.store(bias_ptr + row * length + o_n, tl.sum(b_k * mean[None, :], 1), mask=m_n)
-    top = tl.max(tl.abs(b_k), 1)
-    block = i_bh * tl.num_programs(0) + i_n
+    if HAS_POOL:
+        none = tl.zeros([D], tl.float32)
+        total, centre = add_to_pool(none, none, b_k, HAS_LIKENESS)
+        count = tl.minimum(length - i_n * BLOCK, BLOCK).to(tl.float32)
+        store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
     at = out_ptr + (i_bh.to(tl.int64) * length + o_n)[:, None] * D + o_d[None, :]
     if PER_THREAD:
+        top = tl.max(tl.abs(b_k), 1)
         groups = tl.max(tl.max(tl.reshape(top, (BLOCK // 8, 4, 2)), 2), 0) / levels + TINY
         tl.store(scale_ptr + block * 4 + tl.arange(0, 4), groups)
         scale = tl.broadcast_to(groups[None, :, None], (BLOCK // 8, 4, 2))
@@ -117,7 +202,8 @@ def quantise_keys_kernel(
             at, _to_int8(b_k * (1.0 / tl.reshape(scale, (BLOCK,)))[:, None]), mask=m_n[:, None]
         )
     else:
-        scale = tl.max(top, 0) / levels + TINY
+        # over all at once: the values of a thread, then a warp's, then the warps'
+        scale = tl.max(tl.abs(b_k)) / levels + TINY
         tl.store(scale_ptr + block, scale)
         tl.store(at, _to_int8(b_k * (1.0 / scale)), mask=m_n[:, None])
 
@@ -130,6 +216,8 @@ def quantise_queries_kernel(
     out_ptr,
     scale_ptr,
     shift_ptr,
+    sums_ptr,
+    likeness_ptr,
     softmax_scale,
     length,
     levels,
@@ -142,33 +230,46 @@ def quantise_queries_kernel(
     BLOCK: tl.constexpr,
     PER_THREAD: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    HAS_POOL: tl.constexpr,
+    HAS_LIKENESS: tl.constexpr,
 ):
     """out int8 [B, H, M, D]; scale [B, H, M / 16, 1 or 8]; shift [B, H, M], what smooth keys took
-    from a query's logits: softmax_scale q . mean k."""
+    from a query's logits: softmax_scale q . mean k; and where HAS_POOL the sums [B, H, tiles, D] of
+    a tile's queries and their likeness [B, H, tiles].
+
+    A tile is walked in slices of 16 queries, what shares scales: a program of one warp needs no
+    barrier.
+    """
     i_m, i_bh = tl.program_id(0), tl.program_id(1)
-    o_m, o_d = i_m * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
-    m_m = o_m < length
-    b_q = _tile(q_ptr, i_bh, o_m, length, stride_b, stride_h, stride_n, HEADS, D)
+    o_d = tl.arange(0, D)
     row = i_bh.to(tl.int64)
-    k_mean = tl.load(k_mean_ptr + (i_bh // GROUP) * D + o_d)
-    shift = tl.sum(b_q * k_mean[None, :], 1) * softmax_scale
-    tl.store(shift_ptr + row * length + o_m, shift, mask=m_m)
-    if HAS_MEAN:
-        b_q = tl.where(m_m[:, None], b_q - tl.load(q_mean_ptr + row * D + o_d)[None, :], 0.0)
-    top = tl.reshape(tl.max(tl.abs(b_q), 1), (BLOCK // 16, 2, 8))
-    at = out_ptr + (row * length + o_m)[:, None] * D + o_d[None, :]
     slices = tl.cdiv(length, 16)
-    o_s = i_m * (BLOCK // 16) + tl.arange(0, BLOCK // 16)
-    if PER_THREAD:
-        groups = tl.max(top, 1) / levels + TINY
-        place = (row * slices + o_s)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        tl.store(scale_ptr + place, groups, mask=(o_s < slices)[:, None])
-        scale = tl.broadcast_to(groups[:, None, :], (BLOCK // 16, 2, 8))
-    else:
-        groups = tl.max(tl.max(top, 2), 1) / levels + TINY
-        tl.store(scale_ptr + row * slices + o_s, groups, mask=o_s < slices)
-        scale = tl.broadcast_to(groups[:, None, None], (BLOCK // 16, 2, 8))
-    tl.store(at, _to_int8(b_q * (1.0 / tl.reshape(scale, (BLOCK,)))[:, None]), mask=m_m[:, None])
+    k_mean = tl.load(k_mean_ptr + (i_bh // GROUP) * D + o_d)
+    total, centre = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
+    for i_s in range(i_m * (BLOCK // 16), tl.minimum((i_m + 1) * (BLOCK // 16), slices)):
+        o_m = i_s * 16 + tl.arange(0, 16)
+        m_m = o_m < length
+        b_q = _tile(q_ptr, i_bh, o_m, length, stride_b, stride_h, stride_n, HEADS, D)
+        shift = tl.sum(b_q * k_mean[None, :], 1) * softmax_scale
+        tl.store(shift_ptr + row * length + o_m, shift, mask=m_m)
+        if HAS_POOL:
+            total, centre = add_to_pool(total, centre, b_q, HAS_LIKENESS)
+        if HAS_MEAN:
+            b_q = tl.where(m_m[:, None], b_q - tl.load(q_mean_ptr + row * D + o_d)[None, :], 0.0)
+        at = out_ptr + (row * length + o_m)[:, None] * D + o_d[None, :]
+        if PER_THREAD:
+            groups = tl.max(tl.reshape(tl.max(tl.abs(b_q), 1), (2, 8)), 0) / levels + TINY
+            tl.store(scale_ptr + (row * slices + i_s) * 8 + tl.arange(0, 8), groups)
+            scale = tl.reshape(tl.broadcast_to(groups[None, :], (2, 8)), (16,))
+            tl.store(at, _to_int8(b_q * (1.0 / scale)[:, None]), mask=m_m[:, None])
+        else:
+            scale = tl.max(tl.abs(b_q)) / levels + TINY
+            tl.store(scale_ptr + row * slices + i_s, scale)
+            tl.store(at, _to_int8(b_q * (1.0 / scale)), mask=m_m[:, None])
+    if HAS_POOL:
+        count = tl.minimum(length - i_m * BLOCK, BLOCK).to(tl.float32)
+        block = row * tl.num_programs(0) + i_m
+        store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
 
 
 @triton.jit

@@ -6,6 +6,9 @@ a pooled sum of 0.95 was seen to keep 0.68 to 0.88 of it. ``recall`` measures wh
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -21,8 +24,60 @@ from softmax_backend.plan.block_plan import (
     work_list,
 )
 from softmax_backend.variants import masks
-from softmax_backend.variants.sage import column_mean
+from softmax_backend.variants.column_stats import has_kernels
+from softmax_backend.variants.pooled import Pooled, pool
 from softmax_backend.variants.variant import LOG2_E
+
+SCORES = {"ROWS": 128, "COLS": 64, "STEP": 32}
+"""Tiles, blocks and channels that a program of ``score_kernel`` holds."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which blocks a prediction keeps.
+
+    Attributes:
+        cdf: blocks, largest first, until their pooled softmax sums to this; or
+        topk: this share of the blocks that a tile may see, at least one.
+        min_likeness: a block whose tokens' mean cosine is not above this is kept, whole rows and
+            columns of the map. A cosine's mean is never below 0, so a negative one asks nothing
+            and spares reading the keys once.
+        is_causal: aligned to the bottom right; blocks that the diagonal cuts are kept.
+        keep_first: keep the first block of keys (the attention sink).
+
+    Raises:
+        ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1].
+    """
+
+    cdf: float | None = None
+    topk: float | None = None
+    min_likeness: float = -0.1
+    is_causal: bool = False
+    keep_first: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.cdf is None) == (self.topk is None):
+            raise ValueError(
+                f"exactly one of cdf and topk must be given, got {self.cdf} and {self.topk}"
+            )
+        if not 0.0 < self.amount <= 1.0:
+            raise ValueError(f"cdf and topk must be above 0 and at most 1, got {self.amount}")
+
+    @property
+    def amount(self) -> float:
+        """``cdf`` or ``topk``."""
+        amount = self.topk if self.cdf is None else self.cdf
+        assert amount is not None
+        return amount
+
+    @property
+    def goal(self) -> float:
+        """``amount``; but a sum of 1 is all blocks, whatever their rounding."""
+        return 2.0 if self.cdf == 1.0 else self.amount
+
+    @property
+    def has_likeness(self) -> bool:
+        return self.min_likeness >= 0.0
 
 
 def predict(
@@ -38,6 +93,7 @@ def predict(
     scale: float | None = None,
     block_m: int = 64,
     block_n: int = 128,
+    path: str | None = None,
 ) -> BlockPlan:
     """The blocks that most of the attention is predicted to lie in, for each head.
 
@@ -45,90 +101,166 @@ def predict(
 
     Args:
         q, k: [B, H, M, D] and [B, Hkv, N, D].
-        cdf: keep blocks, largest first, until their pooled softmax sums to this; or
-        topk: keep this share of the blocks that a tile may see, at least one.
-        min_likeness: a block whose tokens' mean cosine is not above this is kept, whole rows and
-            columns of the map.
-        is_causal: aligned to the bottom right; blocks that the diagonal cuts are kept.
-        keep_first: keep the first block of keys (the attention sink).
+        cdf, topk, min_likeness, is_causal, keep_first: as in ``Choice``.
         smooth_k: pool the keys without their mean, which no softmax over keys sees.
         scale: default 1 / sqrt(D).
+        path: ``"torch"`` or ``"triton"``; by default Triton wherever it runs.
 
     Raises:
-        ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1].
+        ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1]; or the
+            plan would have 2^31 blocks or more, or the path is another one.
     """
-    amount = topk if cdf is None else cdf
-    if amount is None or (cdf is not None and topk is not None):
-        raise ValueError(f"exactly one of cdf and topk must be given, got {cdf} and {topk}")
-    if not 0.0 < amount <= 1.0:
-        raise ValueError(f"cdf and topk must be above 0 and at most 1, got {amount}")
-    b, h, m, d = q.shape
-    hk, n = k.shape[1], k.shape[2]
-    tiles, blocks = -(-m // block_m), -(-n // block_n)
-    if not smooth_k:
-        k_mean = torch.zeros(b, hk, d, device=q.device)
-    elif _has_kernels(k):
-        k_mean = column_mean(k)
-    else:
-        k_mean = k.mean(2, dtype=torch.float32)
-    q_pooled, q_likeness = _pool(q, torch.zeros(b, h, d, device=q.device), block_m)
-    k_pooled, k_likeness = _pool(k, k_mean, block_n)
-    grouped = q_pooled.view(b * hk, h // hk * tiles, d)
-    scores = torch.bmm(grouped, k_pooled.view(b * hk, blocks, d).transpose(1, 2))
-    rows = torch.empty(b * h * tiles, 4, dtype=torch.int32, device=q.device)
-    cols = torch.zeros(b * h * tiles * blocks, dtype=torch.int32, device=q.device)
+    choice = Choice(cdf, topk, min_likeness, is_causal, keep_first)
+    check_size(q, k, block_m, block_n)
+    chosen = path_of(q, path)
+    pooled = pool(q, k, (block_m, block_n), choice.has_likeness, smooth_k, chosen)
+    return from_pooled(pooled, choice, scale, chosen)
+
+
+def path_of(x: Tensor, path: str | None) -> str:
+    """The path of a prediction.
+
+    Raises:
+        ValueError: the caller names another one than ``"torch"`` and ``"triton"``.
+    """
+    if path not in (None, "torch", "triton"):
+        raise ValueError(f'path must be "torch" or "triton", got {path!r}')
+    return path or ("triton" if has_kernels(x) else "torch")
+
+
+def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
+    """Columns of a predicted plan are numbered in int32.
+
+    Raises:
+        ValueError: there would be 2^31 or more.
+    """
+    b, h, m, _ = q.shape
+    total = b * h * -(-m // block_m) * -(-k.shape[2] // block_n)
+    if total >= 1 << 31:
+        raise ValueError(
+            f"a predicted plan must have fewer than 2^31 blocks of {block_m} queries by {block_n} "
+            f"keys over all heads, got {total}"
+        )
+
+
+def from_pooled(
+    x: Pooled, choice: Choice, scale: float | None = None, path: str | None = None
+) -> BlockPlan:
+    """The plan for pooled queries and keys, without a read of the device; see ``predict``."""
+    h, d, n = x.q_sums.shape[1], x.q_sums.shape[3], x.lengths[1]
     scale_log2 = (d**-0.5 if scale is None else scale) * LOG2_E
-    # a sum of 1 is all blocks, whatever their rounding
-    goal = 2.0 if cdf == 1.0 else amount
-    if _has_kernels(q):
-        kernels.select_blocks_kernel[(tiles, b * h)](
-            scores_ptr=scores,
-            q_likeness_ptr=q_likeness,
-            k_likeness_ptr=k_likeness,
-            rows_ptr=rows,
-            cols_ptr=cols,
-            tiles=tiles,
-            blocks=blocks,
-            kv_len=n,
-            q_position=n - m,
-            scale_log2=scale_log2,
-            min_likeness=min_likeness,
-            amount=goal,
-            HEADS=h,
-            GROUP=h // hk,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            WIDTH=triton.next_power_of_2(blocks),
-            IS_CAUSAL=is_causal,
-            IS_CDF=cdf is not None,
-            HAS_SINK=keep_first,
-            num_warps=max(1, blocks // 1024),  # within one warp a reduction has no barrier
-        )
-    else:
-        kinds = select_kinds(
-            scores.view(b, h, tiles, blocks) * (scale_log2 / LOG2_E),
-            q_likeness > min_likeness,
-            (k_likeness > min_likeness).repeat_interleave(h // hk, 1),
-            (m, n),
-            (block_m, block_n),
-            goal,
-            is_cdf=cdf is not None,
-            is_causal=is_causal,
-            keep_first=keep_first,
-        )
-        rows, cols = compact(kinds.view(-1, blocks))
-    row_of = torch.arange(b * h * tiles, device=q.device).view(b, h, tiles)
+    make = _with_torch if path_of(x.q_sums, path) == "torch" else _with_kernels
+    rows, cols, work, sequences = make(x, choice, scale_log2)
     return BlockPlan(
         rows,
         cols,
-        work_list(rows, row_of),
-        uniform_sequences(b, m, n, q.device),
+        work,
+        sequences,
         h,
-        block_m,
-        block_n,
-        has_partial=is_causal or n % block_n != 0,
-        mask=masks.causal if is_causal else masks.everything,
+        x.block_m,
+        x.block_n,
+        has_partial=choice.is_causal or n % x.block_n != 0,
+        mask=masks.causal if choice.is_causal else masks.everything,
     )
+
+
+def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, ...]:
+    b, h, tiles, d = x.q_sums.shape
+    hk, blocks = x.k_sums.shape[1:3]
+    m, n = x.lengths
+    pitch = -(-blocks // 32) * 32  # rows of scores begin at 128 bytes
+    new = functools.partial(torch.empty, dtype=torch.int32, device=x.q_sums.device)
+    scores = torch.empty(b * h * tiles, pitch, dtype=torch.float32, device=x.q_sums.device)
+    rows, cols = new(b * h * tiles, 4), new(b * h * tiles * blocks)
+    work, sequences = new(b * h * tiles, 4), new(b, 6)
+    shared = {"HEADS": h, "BLOCK_M": x.block_m, "BLOCK_N": x.block_n}
+    shared |= {"GROUP": h // hk, "IS_CAUSAL": choice.is_causal}
+    sizes = {"tiles": tiles, "blocks": blocks, "pitch": pitch, "kv_len": n, "q_position": n - m}
+    step = min(SCORES["STEP"], d)
+    grid = (-(-tiles // SCORES["ROWS"]), -(-blocks // SCORES["COLS"]), b * h)
+    kernels.score_kernel[grid](
+        q_sums_ptr=x.q_sums,
+        k_sums_ptr=x.k_sums,
+        k_mean_ptr=x.k_sums if x.k_mean is None else x.k_mean,
+        scores_ptr=scores,
+        q_len=m,
+        scale_log2=scale_log2,
+        D=d,
+        HAS_MEAN=x.k_mean is not None,
+        PRECISION=exact_precision(),
+        num_warps=4,
+        **sizes,
+        **shared,
+        **SCORES | {"STEP": step},
+    )
+    width = max(64, triton.next_power_of_2(blocks))
+    has_likeness = choice.has_likeness and x.k_likeness is not None
+    kernels.select_blocks_kernel[(tiles, b * h)](
+        scores_ptr=scores,
+        q_likeness_ptr=x.q_likeness if has_likeness else scores,
+        k_likeness_ptr=x.k_likeness if has_likeness else scores,
+        rows_ptr=rows,
+        cols_ptr=cols,
+        min_likeness=choice.min_likeness,
+        amount=choice.goal,
+        WIDTH=width,
+        IS_CDF=choice.cdf is not None,
+        HAS_SINK=choice.keep_first,
+        HAS_LIKENESS=has_likeness,
+        num_warps=max(1, width // 1024),  # within one warp a reduction has no barrier
+        **sizes,
+        **shared,
+    )
+    kernels.order_rows_kernel[(-(-tiles // 64), b * h)](
+        rows_ptr=rows,
+        work_ptr=work,
+        sequences_ptr=sequences,
+        tiles=tiles,
+        q_len=m,
+        kv_len=n,
+        HEADS=h,
+        BLOCK=64,
+        STEP=64,
+        num_warps=4,
+    )
+    return rows, cols, work, sequences
+
+
+def _with_torch(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, ...]:
+    b, h, tiles, _ = x.q_sums.shape
+    hk, blocks = x.k_sums.shape[1:3]
+    group = h // hk
+    device = x.q_sums.device
+    assert x.q_likeness is not None and x.k_likeness is not None and x.k_mean is None
+
+    def mean(sums: Tensor, length: int, block: int) -> Tensor:
+        count = (length - torch.arange(sums.shape[2], device=device) * block).clamp(max=block)
+        return sums / count[:, None]
+
+    q_mean = mean(x.q_sums, x.lengths[0], x.block_m)
+    k_mean = mean(x.k_sums, x.lengths[1], x.block_n).repeat_interleave(group, 1)
+    kinds = select_kinds(
+        q_mean @ k_mean.mT * (scale_log2 / LOG2_E),
+        x.q_likeness > choice.min_likeness,
+        (x.k_likeness > choice.min_likeness).repeat_interleave(group, 1),
+        x.lengths,
+        (x.block_m, x.block_n),
+        choice.goal,
+        is_cdf=choice.cdf is not None,
+        is_causal=choice.is_causal,
+        keep_first=choice.keep_first,
+    )
+    rows, cols = compact(kinds.view(-1, blocks))
+    row_of = torch.arange(b * h * tiles, device=device).view(b, h, tiles)
+    return rows, cols, work_list(rows, row_of), uniform_sequences(b, *x.lengths, device)
+
+
+def exact_precision() -> str:
+    """How a tensor core multiplies fp32 without losing bits: on HIP there is a product for it."""
+    if isinstance(kernels.score_kernel, triton.runtime.JITFunction):
+        target = triton.runtime.driver.active.get_current_target()
+        return "ieee" if target.backend == "hip" else "tf32x3"
+    return "ieee"
 
 
 def select_kinds(
@@ -198,38 +330,3 @@ def recall(plan: BlockPlan, q: Tensor, k: Tensor, *, scale: float | None = None)
     sees = total != -torch.inf
     share = torch.where(sees, torch.exp(kept - torch.where(sees, total, 0.0)), 0.0)
     return share.sum(2) / sees.sum(2).clamp(min=1)
-
-
-def _pool(x: Tensor, mean: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    b, h, length, d = x.shape
-    blocks = -(-length // block)
-    if not _has_kernels(x):
-        padded = torch.nn.functional.pad(x.float() - mean[:, :, None], (0, 0, 0, -length % block))
-        padded = padded.view(b, h, blocks, block, d)
-        count = (length - torch.arange(blocks, device=x.device) * block).clamp(max=block)
-        unit = padded / padded.norm(dim=-1, keepdim=True).clamp(min=1e-10)
-        pooled, centre = (t.sum(3) / count[:, None] for t in (padded, unit))
-        return pooled, centre.square().sum(-1)
-    pooled = torch.empty(b, h, blocks, d, dtype=torch.float32, device=x.device)
-    likeness = torch.empty(b, h, blocks, dtype=torch.float32, device=x.device)
-    kernels.pool_kernel[(blocks, b * h)](
-        x_ptr=x,
-        mean_ptr=mean,
-        pooled_ptr=pooled,
-        likeness_ptr=likeness,
-        length=length,
-        stride_b=x.stride(0),
-        stride_h=x.stride(1),
-        stride_n=x.stride(2),
-        HEADS=h,
-        D=d,
-        BLOCK=block,
-        num_warps=8,
-    )
-    return pooled, likeness
-
-
-def _has_kernels(x: Tensor) -> bool:
-    """Whether Triton runs here: on a GPU, or on a CPU under its interpreter."""
-    interpreted = not isinstance(kernels.pool_kernel, triton.runtime.JITFunction)
-    return x.device.type != "cpu" or interpreted

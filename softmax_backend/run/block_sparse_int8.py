@@ -13,7 +13,8 @@ from softmax_backend.kernels import block_sparse_int8 as kernels
 from softmax_backend.launch_params_prefill import TritonPrefillParams
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.run.block_sparse import descriptor
-from softmax_backend.variants.sage import E4M3_MAX, Quantised, SageMode
+from softmax_backend.variants.column_stats import E4M3_MAX
+from softmax_backend.variants.sage import Quantised, SageMode
 
 
 def params_for(plan: BlockPlan, row: TritonPrefillParams | None) -> TritonPrefillParams:

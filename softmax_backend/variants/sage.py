@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from softmax_backend.kernels import quantise as kernels
-
-E4M3_MAX = 448.0
+from softmax_backend.variants.column_stats import (
+    E4M3_MAX,
+    column_mean,
+    strides,
+    value_scales,
+)
+from softmax_backend.variants.pooled import Pooled
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,14 @@ class Quantised:
 
 
 def quantise(
-    q: Tensor, k: Tensor, v: Tensor, mode: SageMode, scale: float, block_n: int, path: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mode: SageMode,
+    scale: float,
+    block_n: int,
+    path: str,
+    pooled: Pooled | None = None,
 ) -> Quantised:
     """Quantise [B, H, L, D] views; the arguments were checked.
 
@@ -86,82 +97,32 @@ def quantise(
         scale: of the logits, for the LSE shift.
         block_n: keys in a block of the plan.
         path: ``"torch"`` or ``"triton"``.
+        pooled: filled on the way, from ``Pooled.empty`` with this ``block_n``; Triton alone.
     """
-    run = _with_torch if path == "torch" else _with_triton
-    return run(q, k, v, mode, scale, block_n)
+    if path == "torch":
+        assert pooled is None
+        return _with_torch(q, k, v, mode, scale, block_n)
+    return _with_triton(q, k, v, mode, scale, block_n, pooled)
 
 
 def _with_triton(
-    q: Tensor, k: Tensor, v: Tensor, mode: SageMode, scale: float, block_n: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mode: SageMode,
+    scale: float,
+    block_n: int,
+    pooled: Pooled | None = None,
 ) -> Quantised:
-    b, h, m, d = q.shape
-    hk, n = k.shape[1], k.shape[2]
-    per_thread = mode.groups == "per_thread"
-    new = q.new_empty
+    h = q.shape[1]
     k_mean = column_mean(k)
     q_mean = column_mean(q) if mode.smooth_q else None
-    blocks, slices = -(-n // block_n), -(-m // 16)
-    k8, q8 = new((b, hk, n, d), dtype=torch.int8), new((b, h, m, d), dtype=torch.int8)
-    k_scale = new((b, hk, blocks, 4 if per_thread else 1), dtype=torch.float32)
-    q_scale = new((b, h, slices, 8 if per_thread else 1), dtype=torch.float32)
-    bias = new((b, h, n), dtype=torch.float32) if mode.smooth_q else None
-    shift = new((b, h, m), dtype=torch.float32)
-    shared = {"GROUP": h // hk, "D": d, "PER_THREAD": per_thread}
-    kernels.quantise_keys_kernel[(blocks, b * hk)](
-        k_ptr=k,
-        k_mean_ptr=k_mean,
-        q_mean_ptr=k_mean if q_mean is None else q_mean,
-        out_ptr=k8,
-        scale_ptr=k_scale,
-        bias_ptr=k_scale if bias is None else bias,
-        length=n,
-        levels=float(mode.levels),
-        **_strides(k),
-        HEADS=hk,
-        BLOCK=block_n,
-        HAS_BIAS=mode.smooth_q,
-        num_warps=8,
-        **shared,
-    )
-    kernels.quantise_queries_kernel[(-(-m // 64), b * h)](
-        q_ptr=q,
-        q_mean_ptr=k_mean if q_mean is None else q_mean,
-        k_mean_ptr=k_mean,
-        out_ptr=q8,
-        scale_ptr=q_scale,
-        shift_ptr=shift,
-        softmax_scale=scale,
-        length=m,
-        levels=float(mode.levels),
-        **_strides(q),
-        HEADS=h,
-        BLOCK=64,
-        HAS_MEAN=mode.smooth_q,
-        num_warps=8,
-        **shared,
-    )
+    k8, k_scale, bias = _keys(k, k_mean, q_mean, mode, (h, block_n), pooled)
+    q8, q_scale, shift = _queries(q, k_mean, q_mean, mode, scale, pooled)
     v8, v_scale, v_mean = v, torch.ones_like(k_mean), torch.zeros_like(k_mean)
     if mode.fp8_values:
-        mean, low, high = column_range(v)
-        if mode.smooth_v:
-            v_mean, low, high = mean, low - mean, high - mean
-        v_scale = _value_scale(low, high)
-        padded = blocks * block_n
-        v8 = new((b, hk, d, padded), dtype=torch.float8_e4m3fn)
-        kernels.quantise_values_kernel[(blocks, b * hk)](
-            v_ptr=v,
-            inverse_ptr=v_scale.reciprocal(),
-            mean_ptr=v_mean,
-            out_ptr=v8,
-            length=n,
-            padded=padded,
-            **_strides(v),
-            HEADS=hk,
-            D=d,
-            BLOCK=block_n,
-            HAS_MEAN=mode.smooth_v,
-            num_warps=8,
-        )
+        v_mean, v_scale, inverse = value_scales(v, mode.smooth_v)
+        v8 = _values(v, v_mean, inverse, mode.smooth_v, block_n)
     return Quantised(
         mode=mode,
         q=q8,
@@ -179,43 +140,113 @@ def _with_triton(
     )
 
 
-def column_mean(x: Tensor) -> Tensor:
-    """Mean over the tokens of [B, H, L, D]: float32 [B, H, D]."""
-    return _column_stats(x, False)[0].sum(1).view(-1, x.shape[1], x.shape[3]) / x.shape[2]
-
-
-def column_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, minimum and maximum over the tokens of [B, H, L, D]: float32 [B, H, D] each."""
-    b, h, length, d = x.shape
-    part = _column_stats(x, True)
-    total, low, high = part[0].sum(1) / length, part[1].amin(1), part[2].amax(1)
-    return total.view(b, h, d), low.view(b, h, d), high.view(b, h, d)
-
-
-def _column_stats(x: Tensor, has_range: bool) -> Tensor:
-    b, h, length, d = x.shape
-    block = min(32, triton.next_power_of_2(length))
-    chunk = max(block, 512)
-    chunks = -(-length // chunk)
-    shape = (3 if has_range else 1, b * h, chunks, d)
-    part = torch.empty(shape, dtype=torch.float32, device=x.device)
-    kernels.column_stats_kernel[(chunks, b * h)](
-        x_ptr=x,
-        stats_ptr=part,
-        length=length,
-        **_strides(x),
-        HEADS=h,
-        D=d,
-        CHUNK=chunk,
-        BLOCK=block,
-        HAS_RANGE=has_range,
-        num_warps=4,
+def _keys(
+    k: Tensor,
+    k_mean: Tensor,
+    q_mean: Tensor | None,
+    mode: SageMode,
+    sizes: tuple[int, int],
+    pooled: Pooled | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """INT8 keys, their scales, and the bias of smooth queries; ``sizes``: query heads, block_n."""
+    (b, hk, n, d), (h, block_n) = k.shape, sizes
+    blocks = -(-n // block_n)
+    per_thread = mode.groups == "per_thread"
+    k8 = k.new_empty((b, hk, n, d), dtype=torch.int8)
+    k_scale = torch.empty(
+        b, hk, blocks, 4 if per_thread else 1, dtype=torch.float32, device=k.device
     )
-    return part
+    bias = k_scale.new_empty(b, h, n) if mode.smooth_q else None
+    sums, likeness = (None, None) if pooled is None else (pooled.k_sums, pooled.k_likeness)
+    kernels.quantise_keys_kernel[(blocks, b * hk)](
+        k_ptr=k,
+        k_mean_ptr=k_mean,
+        q_mean_ptr=k_mean if q_mean is None else q_mean,
+        out_ptr=k8,
+        scale_ptr=k_scale,
+        bias_ptr=k_scale if bias is None else bias,
+        sums_ptr=k_scale if sums is None else sums,
+        likeness_ptr=k_scale if likeness is None else likeness,
+        length=n,
+        levels=float(mode.levels),
+        **strides(k),
+        HEADS=hk,
+        GROUP=h // hk,
+        D=d,
+        BLOCK=block_n,
+        PER_THREAD=per_thread,
+        HAS_BIAS=mode.smooth_q,
+        HAS_POOL=sums is not None,
+        HAS_LIKENESS=likeness is not None,
+        num_warps=8,
+    )
+    return k8, k_scale, bias
 
 
-def _strides(x: Tensor) -> dict[str, int]:
-    return dict(zip(("stride_b", "stride_h", "stride_n"), x.stride(), strict=False))
+def _queries(
+    q: Tensor,
+    k_mean: Tensor,
+    q_mean: Tensor | None,
+    mode: SageMode,
+    scale: float,
+    pooled: Pooled | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """INT8 queries, their scales, and what smooth keys took from their logits."""
+    b, h, m, d = q.shape
+    per_thread = mode.groups == "per_thread"
+    block = 64 if pooled is None else pooled.block_m
+    q8 = q.new_empty((b, h, m, d), dtype=torch.int8)
+    q_scale = torch.empty(
+        b, h, -(-m // 16), 8 if per_thread else 1, dtype=torch.float32, device=q.device
+    )
+    shift = q_scale.new_empty(b, h, m)
+    sums, likeness = (None, None) if pooled is None else (pooled.q_sums, pooled.q_likeness)
+    kernels.quantise_queries_kernel[(-(-m // block), b * h)](
+        q_ptr=q,
+        q_mean_ptr=k_mean if q_mean is None else q_mean,
+        k_mean_ptr=k_mean,
+        out_ptr=q8,
+        scale_ptr=q_scale,
+        shift_ptr=shift,
+        sums_ptr=q_scale if sums is None else sums,
+        likeness_ptr=q_scale if likeness is None else likeness,
+        softmax_scale=scale,
+        length=m,
+        levels=float(mode.levels),
+        **strides(q),
+        HEADS=h,
+        GROUP=h // k_mean.shape[1],
+        D=d,
+        BLOCK=block,
+        PER_THREAD=per_thread,
+        HAS_MEAN=mode.smooth_q,
+        HAS_POOL=sums is not None,
+        HAS_LIKENESS=likeness is not None,
+        num_warps=1,
+    )
+    return q8, q_scale, shift
+
+
+def _values(v: Tensor, mean: Tensor, inverse: Tensor, is_smooth: bool, block_n: int) -> Tensor:
+    """e4m3 values, as ``quantise_values_kernel`` orders them."""
+    b, hk, n, d = v.shape
+    blocks = -(-n // block_n)
+    v8 = v.new_empty((b, hk, d, blocks * block_n), dtype=torch.float8_e4m3fn)
+    kernels.quantise_values_kernel[(blocks, b * hk)](
+        v_ptr=v,
+        inverse_ptr=inverse,
+        mean_ptr=mean,
+        out_ptr=v8,
+        length=n,
+        padded=blocks * block_n,
+        **strides(v),
+        HEADS=hk,
+        D=d,
+        BLOCK=block_n,
+        HAS_MEAN=is_smooth,
+        num_warps=8,
+    )
+    return v8
 
 
 def _value_scale(low: Tensor, high: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from backend_core.tables.select import load_table
 from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
 from softmax_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
 from softmax_backend.launch_params import TABLES
+from softmax_backend.plan.predicted import SCORES as _SCORES
 from softmax_backend.variants import masks
 from softmax_backend.variants.variant import SOFTMAX, Variant, soft_cap
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
@@ -52,7 +53,7 @@ def cases(arch: str) -> Iterator[Case]:
     if not nvidia:
         name = "int8 per_thread 16-bit values, smooth q"
         yield _int8(arch, name, "per_thread", masks.causal, False, has_bias=True)
-    if arch == "sm90" or not nvidia:
+    if arch in ("sm90", "sm100") or not nvidia:
         yield from _small_kernels(128 if nvidia else 64, nvidia)
 
 
@@ -140,25 +141,48 @@ def _small_kernels(block_n: int, is_fp8: bool) -> Iterator[Case]:
     """Quantisers and prediction for blocks of so many keys, and for values in e4m3 or 16 bits."""
     heads = {"HEADS": 24, "D": 128}
     half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
-    options = {"num_warps": 8}
     stats = quantise.column_stats_kernel
     sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": is_fp8}
-    yield "column_stats", stats, half, heads | sizes, {"num_warps": 4}
-    group = {"GROUP": 1, "PER_THREAD": False}
-    keys = heads | group | {"BLOCK": block_n, "HAS_BIAS": False}
-    yield "quantise_keys", quantise.quantise_keys_kernel, half | {"out_ptr": "*i8"}, keys, options
-    queries = heads | group | {"BLOCK": 64, "HAS_MEAN": False}
-    kernel = quantise.quantise_queries_kernel
-    yield "quantise_queries", kernel, half | {"out_ptr": "*i8"}, queries, options
+    four = {"num_warps": 4}
+    yield "column_stats", stats, half, heads | sizes, four
+    yield "mean", quantise.mean_kernel, {}, {"D": 128, "STEP": 32}, four
+    int8, group = half | {"out_ptr": "*i8"}, {"GROUP": 1, "PER_THREAD": False}
+    for pool, likeness in ((False, False), (True, False), (True, True)):
+        pooled = {"HAS_POOL": pool, "HAS_LIKENESS": likeness}
+        suffix = (" and pool" if pool else "") + (" with likeness" if likeness else "")
+        keys = heads | group | pooled | {"BLOCK": block_n, "HAS_BIAS": False}
+        kernel = quantise.quantise_keys_kernel
+        yield f"quantise_keys{suffix}", kernel, int8, keys, {"num_warps": 8}
+        queries = heads | group | pooled | {"BLOCK": 64, "HAS_MEAN": False}
+        kernel = quantise.quantise_queries_kernel
+        yield f"quantise_queries{suffix}", kernel, int8, queries, {"num_warps": 1}
     if is_fp8:
-        values = heads | {"BLOCK": block_n, "HAS_MEAN": True}
-        kernel = quantise.quantise_values_kernel
-        yield "quantise_values", kernel, half | {"out_ptr": "*fp8e4nv"}, values, options
-    yield "pool", predict.pool_kernel, half, heads | {"BLOCK": block_n}, options
-    select = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": block_n, "WIDTH": 1024}
-    flags = {"IS_CAUSAL": True, "IS_CDF": True, "HAS_SINK": False}
-    types = {"amount": "fp32"}
-    yield "select_blocks", predict.select_blocks_kernel, types, select | flags, {"num_warps": 1}
+        values = {"D": 128, "HAS_MEAN": True}
+        sizes = {"STEP": 32, "E4M3_MAX": 448.0}
+        yield "value_scales", quantise.value_scales_kernel, {}, values | sizes, four
+        types = half | {"out_ptr": "*fp8e4nv"}
+        sizes = {"HEADS": 24, "BLOCK": block_n}
+        yield (
+            "quantise_values",
+            quantise.quantise_values_kernel,
+            types,
+            values | sizes,
+            {"num_warps": 8},
+        )
+    for likeness in (False, True):
+        flags = {"HAS_MEAN": likeness, "HAS_LIKENESS": likeness}
+        name = "pool with likeness" if likeness else "pool"
+        sizes = {"BLOCK": block_n, "STEP": 16}
+        yield name, predict.pool_kernel, half, heads | sizes | flags, {"num_warps": 1}
+    blocks = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": block_n, "IS_CAUSAL": True}
+    precision = {"PRECISION": "tf32x3" if is_fp8 else "ieee", "HAS_MEAN": True, "D": 128}
+    yield "score", predict.score_kernel, {}, blocks | precision | _SCORES, four
+    for name, is_cdf in (("cdf", True), ("topk", False)):
+        flags = {"WIDTH": 1024, "IS_CDF": is_cdf, "HAS_SINK": False, "HAS_LIKENESS": is_cdf}
+        select = predict.select_blocks_kernel
+        yield f"select_blocks {name}", select, {"amount": "fp32"}, blocks | flags, {"num_warps": 1}
+    sizes = {"HEADS": 24, "BLOCK": 64, "STEP": 64}
+    yield "order_rows", predict.order_rows_kernel, {}, sizes, four
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:
@@ -166,7 +190,9 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
     _, kernel, given, constexprs, options = case
     types = {name: _type(name, given) for name in kernel.arg_names if name not in constexprs}
     pointers = [n for n, kind in types.items() if kind.startswith("*")]
-    aligned = [n for n in types if n in pointers or n.startswith("stride_") or n == "padded"]
+    aligned = [
+        n for n in types if n in pointers or n.startswith("stride_") or n in ("padded", "pitch")
+    ]
     return compile_kernel(arch, kernel, types, constexprs, options, frozenset(aligned))
 
 

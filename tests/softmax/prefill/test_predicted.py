@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import pytest
@@ -12,7 +13,13 @@ from softmax_backend import reference_block_sparse as reference
 from softmax_backend import sageattention, spargeattn
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan import predicted
-from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
+from softmax_backend.plan.block_plan import (
+    BlockPlan,
+    from_kinds,
+    uniform_sequences,
+    work_list,
+)
+from softmax_backend.sage import predicted_attention, quantised_attention
 from softmax_backend.testing.prefill_cases import (
     BLOCKS,
     assert_matches,
@@ -20,6 +27,8 @@ from softmax_backend.testing.prefill_cases import (
     inputs,
     relative_error,
 )
+from softmax_backend.variants import sage
+from softmax_backend.variants.pooled import Pooled, pool
 from softmax_backend.variants.sage import SageMode
 
 M, N = 80, 200
@@ -56,16 +65,99 @@ def test_kernels_are_as_in_torch(
     is_causal: bool,
     seed: int,
     device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q, k, _ = smooth_inputs(seed, device)
     options = amount | {"is_causal": is_causal, "min_likeness": 0.3, "keep_first": True}
-    got = predicted.predict(q, k, **options, **BLOCKS)
-    monkeypatch.setattr(predicted, "_has_kernels", lambda x: False)
-    want = predicted.predict(q.cpu(), k.cpu(), **options, **BLOCKS)
+    got = predicted.predict(q, k, **options, **BLOCKS, path="triton")
+    want = predicted.predict(q.cpu(), k.cpu(), **options, **BLOCKS, path="torch")
     assert got.has_partial == want.has_partial
     assert kept(got) == kept(want)
     assert all(0 in cols for cols in kept(got) if cols)
+
+
+@pytest.mark.parametrize("min_likeness", [-0.1, 0.3])
+@pytest.mark.parametrize("amount", [{"cdf": 0.7}, {"topk": 0.3}])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_prediction_while_quantising(
+    is_causal: bool, amount: dict[str, float], min_likeness: float, seed: int, device: torch.device
+) -> None:
+    """The kernels that quantise pool as the kernel that only pools, and the plans are the same."""
+    q, k, v = (torch.cat([x, x.flip(2)]) for x in smooth_inputs(seed, device))
+    options = {**amount, "is_causal": is_causal, "min_likeness": min_likeness}
+    want_plan = predicted.predict(q, k, **options, **BLOCKS, path="triton")
+    want = quantised_attention(q, k, v, want_plan, path="triton")
+    choice = predicted.Choice(**options)
+    out = torch.full_like(q, torch.nan)
+    blocks = (BLOCKS["block_m"], BLOCKS["block_n"])
+    *got, plan = predicted_attention(q, k, v, choice, blocks=blocks, path="triton", out=out)
+    assert got[0] is out and kept(plan) == kept(want_plan)
+    for name in ("rows", "work", "sequences"):
+        assert torch.equal(getattr(plan, name), getattr(want_plan, name)), name
+    torch.testing.assert_close(got, list(want), rtol=0, atol=0)
+    pooled = [Pooled.empty(q, k, *blocks, choice.has_likeness)]
+    sage.quantise(q, k, v, SageMode(smooth_q=True), 0.125, blocks[1], "triton", pooled[0])
+    pooled += [pool(q, k, blocks, choice.has_likeness, True, path) for path in ("torch", "triton")]
+    for name in ("q_sums", "k_sums", "q_likeness", "k_likeness"):
+        made = [getattr(x, name) for x in pooled]
+        if pooled[2].k_mean is not None and name == "k_sums":  # they still have their mean
+            count = (N - torch.arange(made[2].shape[2], device=device) * blocks[1]).clamp(max=32)
+            made[2] = made[2] - count[:, None] * pooled[2].k_mean[:, :, None]
+        for x in made:
+            assert x is None or torch.allclose(x, made[1], rtol=1e-4, atol=1e-3), name
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_work_is_in_the_order_of_the_plans(
+    is_causal: bool, seed: int, device: torch.device
+) -> None:
+    """Longest rows first, of equals the first, as every plan has it; and the same sequences."""
+    q, k, _ = inputs((3, 300, 64), (3, 300, 64), seed=seed, device=device, batch=2)
+    options = {"cdf": 0.5, "min_likeness": 0.05, "is_causal": is_causal}
+    plan = predicted.predict(q, k, **options, block_m=16, block_n=16, path="triton")
+    row_of = torch.arange(2 * 3 * 19, device=device).view(2, 3, 19)
+    assert torch.equal(plan.work, work_list(plan.rows, row_of))
+    assert torch.equal(plan.sequences, uniform_sequences(2, 300, 300, device))
+    count = plan.rows[:, 2] - plan.rows[:, 0]
+    assert len(count.unique()) > 1 and len(count.unique()) < len(count)  # both rules decide
+
+
+@pytest.mark.parametrize("spread", [1.0, 12.0])
+def test_as_many_blocks_as_asked(spread: float, seed: int, device: torch.device) -> None:
+    """Without ties the count is exact, also where most weights are below 2^-26, and no smaller set
+    of blocks has the sum."""
+    n, block = 40 * 16, 16
+    generator = torch.Generator().manual_seed(seed)
+    height = spread * torch.randn(40, generator=generator)
+    q = torch.zeros(1, 1, 16, 64)
+    q[..., 0] = 8.0  # undone by the scale of the logits
+    k = torch.zeros(1, 1, n, 64)
+    k[0, 0, :, 0] = height.half().float().repeat_interleave(block)
+    q, k = q.half().to(device), k.half().to(device)
+    weight = torch.softmax(k[0, 0, ::block, 0].cpu().double(), 0)
+    order = weight.argsort(descending=True)
+    for path in ("torch", "triton"):
+        for share in (0.01, 0.25, 0.7):
+            plan = predicted.predict(q, k, topk=share, block_m=16, block_n=block, path=path)
+            count = max(1, math.ceil(share * 40))
+            assert kept(plan) == [sorted(order[:count].tolist())]
+            plan = predicted.predict(q, k, cdf=share, block_m=16, block_n=block, path=path)
+            count = int((weight[order].cumsum(0) < share).sum()) + 1
+            assert kept(plan) == [sorted(order[:count].tolist())]
+
+
+@pytest.mark.parametrize("min_likeness", [-0.1, 0.3])
+def test_blocks_without_a_score_are_kept(
+    min_likeness: float, seed: int, device: torch.device
+) -> None:
+    q, k, _ = inputs((1, 64, 64), (1, 256, 64), seed=seed, device=device)
+    q[0, 0, 40] = torch.nan
+    for path in ("torch", "triton"):
+        plan = predicted.predict(
+            q, k, topk=0.3, min_likeness=min_likeness, block_m=32, block_n=32, path=path
+        )
+        first, second = kept(plan)
+        assert second == list(range(8)) and len(first) >= 3
+        assert min_likeness > 0 or len(first) == 3
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])
@@ -160,8 +252,17 @@ def test_recall_of_a_random_plan_is_its_density(seed: int, device: torch.device)
     assert abs(float(predicted.recall(plan, 0.1 * q, k)) - 0.25) < 0.05
 
 
-def test_bad_amounts() -> None:
+def test_bad_input_is_one_sentence() -> None:
     q = torch.zeros(1, 1, 64, 64)
+    long = torch.zeros(1, 1, 1, 64).expand(1, 1, 1 << 22, 64)
+    with pytest.raises(ValueError, match=r"fewer than 2\^31 blocks of 64 queries by 128 keys"):
+        predicted.predict(long, long, topk=0.5)
+    with pytest.raises(ValueError, match='path must be "torch" or "triton", got \'gluon\''):
+        predicted.predict(q, q, topk=0.5, path="gluon")
+    with pytest.raises(ValueError, match=r"v must have shape \[1, 1, 64, DV\]"):
+        predicted_attention(q.half(), q.half(), q.half()[:, :, :3], predicted.Choice(topk=0.5))
+    with pytest.raises(ValueError, match="head size must be 64 or 128"):
+        predicted_attention(*[q.half()[..., :32]] * 3, predicted.Choice(topk=0.5))
     with pytest.raises(ValueError, match="exactly one of cdf and topk"):
         predicted.predict(q, q)
     with pytest.raises(ValueError, match=r"above 0 and at most 1, got 1\.5"):

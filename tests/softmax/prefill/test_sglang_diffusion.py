@@ -5,6 +5,7 @@ The stand-ins have the signatures of sglang 0.5.23.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import sys
@@ -25,6 +26,7 @@ class Backends(enum.Enum):
     FA = enum.auto()
     SAGE_ATTN = enum.auto()
     SPARGE_ATTN = enum.auto()
+    SLIDING_TILE_ATTN = enum.auto()
 
 
 class HookType(enum.Enum):
@@ -45,15 +47,25 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     class Abstract:
         pass
 
+    @dataclasses.dataclass
+    class Metadata:
+        current_timestep: int
+
+    class Stage:
+        def prepare_sta_param(self, batch: Any, server_args: Any) -> None:
+            batch.STA_param = "from a search"
+
+    sglang_diffusion.serve_windows.cache_clear()
     arguments = types.SimpleNamespace(attention_backend_config={"topk": 0.75})
     modules = {
         "platforms": {"AttentionBackendEnum": Backends},
         "platforms.plugins": {"HookRegistry": HookRegistry, "HookType": HookType},
         "server_args": {"get_global_server_args": lambda: arguments},
+        "pipelines_core.stages.denoising": {"DenoisingStage": Stage},
         "layers.attention.backends.attention_backend": dict.fromkeys(
-            ("AttentionBackend", "AttentionImpl", "AttentionMetadata", "AttentionMetadataBuilder"),
-            Abstract,
-        ),
+            ("AttentionBackend", "AttentionImpl", "AttentionMetadataBuilder"), Abstract
+        )
+        | {"AttentionMetadata": Metadata},
     }
     for name, content in modules.items():
         module = types.ModuleType(f"{ROOT}.{name}")
@@ -85,7 +97,7 @@ def test_only_our_names_are_taken(hooks: dict[str, Any]) -> None:
 
     for selected in (None, Backends.FA):
         assert choose(upstream, "cls", selected, 128, "bf16") == f"cls {selected} 128 bf16"
-    for selected in (Backends.SAGE_ATTN, Backends.SPARGE_ATTN):
+    for selected in (Backends.SAGE_ATTN, Backends.SPARGE_ATTN, Backends.SLIDING_TILE_ATTN):
         assert load(choose(upstream, "cls", selected, 128, "bf16")).get_enum() is selected
 
 
@@ -96,7 +108,7 @@ def test_forward(name: Backends, hooks: dict[str, Any], seed: int, device: torch
         num_heads=2, head_size=64, softmax_scale=0.125, causal=False, supported_attention=None
     )
     if name is Backends.SPARGE_ATTN:
-        assert impl.attention.topk == 0.75
+        assert impl.attention(2, None).topk == 0.75
     generator = torch.Generator().manual_seed(seed)
     q, k, v, text = (
         torch.randn(2, length, 2, 64, generator=generator).half().to(device)
@@ -110,7 +122,49 @@ def test_forward(name: Backends, hooks: dict[str, Any], seed: int, device: torch
     # one tile: the prediction keeps its one block
     got = impl.forward(q, k, v, None)
     assert got.is_contiguous() and relative_error(got, exact(q, k, v)) < 6e-2
+    with pytest.raises(ValueError, match=r"query must be bfloat16 or float16, got torch\.float32"):
+        impl.forward(q.float(), k.float(), v.float(), None)
     cross = impl.forward(q, text, text, None)
     assert relative_error(cross, exact(q, text, text)) < 2e-3
     with pytest.raises(ValueError, match="head_size must be one of"):
         backend.get_impl_cls()(num_heads=2, head_size=72, softmax_scale=1.0)
+
+
+def test_windows_come_from_the_configuration_or_from_sglang(hooks: dict[str, Any]) -> None:
+    path = sglang_diffusion.choose(lambda *a: "", "cls", Backends.SLIDING_TILE_ATTN, 64, None)
+    backend = load(path)
+    module = sys.modules[backend.__module__]
+    config = sys.modules[f"{ROOT}.server_args"].get_global_server_args().attention_backend_config
+
+    def make(**given: Any) -> Any:
+        config.clear()
+        config.update(given)
+        return backend.get_impl_cls()(
+            num_heads=4, head_size=64, softmax_scale=0.125, prefix="blocks.1.attn1.impl"
+        )
+
+    build = backend.get_builder_cls()().build
+    options = {"raw_latent_shape": (5, 12, 12), "patch_size": (1, 2, 2), "VSA_sparsity": 0.0}
+    plain = build(current_timestep=1, STA_param=None, **options)
+    assert plain.canvas == (5, 6, 6) and plain.windows is None
+    two = [[3, 3, 3], [1, 3, 5]]
+    of_steps = build(current_timestep=1, STA_param=[None, [two, two[::-1]]], **options)
+    assert make().attention(4, plain).windows == ((3, 3, 3),)
+    settings = make(windows=two, tile=[2, 4, 4], even_windows="wide").attention(2, plain)
+    assert settings.windows == ((3, 3, 3), (1, 3, 5))
+    assert settings.tile == (2, 4, 4) and settings.even_windows == "wide" and settings.eight_bit
+    assert make(eight_bit=False).attention(2, of_steps).windows == ((1, 3, 5), (3, 3, 3))
+    assert not make(eight_bit=False).attention(2, of_steps).eight_bit
+    with pytest.raises(ValueError, match="needs the canvas in the attention metadata, got None"):
+        make().attention(2, None)
+    for wrong in ("3,3,3", [], [[3, 3]], [0, 3, 3], [3, 3, "3"]):
+        with pytest.raises(ValueError, match="windows must be"):
+            make(windows=wrong)
+    assert module._of_rank(((1, 1, 1),), 7) == ((1, 1, 1),)
+
+    stage = sys.modules[f"{ROOT}.pipelines_core.stages.denoising"].DenoisingStage()
+    for given in ({}, {"STA_mode": "STA_inference"}):
+        batch = types.SimpleNamespace(STA_param="as it was")
+        arguments = types.SimpleNamespace(attention_backend_config=given)
+        stage.prepare_sta_param(batch, arguments)
+        assert batch.STA_param == ("from a search" if given else None)

@@ -1,0 +1,82 @@
+"""Means and ranges of each channel over the tokens of a tensor, by two small kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from softmax_backend.kernels import quantise as kernels
+
+E4M3_MAX = 448.0
+
+
+def column_mean(x: Tensor) -> Tensor:
+    """Mean over the tokens of [B, H, L, D]: float32 [B, H, D]."""
+    return mean_of_sums(_partial(x, False), x.shape[2], x.shape[1])
+
+
+def mean_of_sums(sums: Tensor, length: int, heads: int) -> Tensor:
+    """float32 [B, H, D]: the sum over dimension 1 of float32 [B * H, parts, D], over ``length``."""
+    rows, parts, d = sums.shape
+    mean = torch.empty(rows // heads, heads, d, dtype=torch.float32, device=sums.device)
+    kernels.mean_kernel[(rows,)](
+        sums_ptr=sums, mean_ptr=mean, parts=parts, length=length, D=d, STEP=32, num_warps=4
+    )
+    return mean
+
+
+def value_scales(v: Tensor, is_smooth: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What e4m3 values [B, H, L, D] are made with: their mean (0 where not ``is_smooth``), the
+    scale that brings each channel to the format's range, and its reciprocal; float32 [B, H, D]."""
+    b, h, length, d = v.shape
+    part = _partial(v, True)
+    mean, scale, inverse = torch.empty(3, b, h, d, dtype=torch.float32, device=v.device)
+    kernels.value_scales_kernel[(b * h,)](
+        stats_ptr=part,
+        mean_ptr=mean,
+        scale_ptr=scale,
+        inverse_ptr=inverse,
+        parts=part.shape[1] // 3,
+        length=length,
+        D=d,
+        STEP=32,
+        E4M3_MAX=E4M3_MAX,
+        HAS_MEAN=is_smooth,
+        num_warps=4,
+    )
+    return mean, scale, inverse
+
+
+def _partial(x: Tensor, has_range: bool) -> Tensor:
+    """[B * H, chunks of sums, or of sums, minima and maxima one after another, D]."""
+    b, h, length, d = x.shape
+    block = min(32, triton.next_power_of_2(length))
+    chunk = max(block, 512)
+    chunks = -(-length // chunk)
+    shape = (b * h, (3 if has_range else 1) * chunks, d)
+    part = torch.empty(shape, dtype=torch.float32, device=x.device)
+    kernels.column_stats_kernel[(chunks, b * h)](
+        x_ptr=x,
+        stats_ptr=part,
+        length=length,
+        **strides(x),
+        HEADS=h,
+        D=d,
+        CHUNK=chunk,
+        BLOCK=block,
+        HAS_RANGE=has_range,
+        num_warps=4,
+    )
+    return part
+
+
+def strides(x: Tensor) -> dict[str, int]:
+    """The strides of [B, H, L, D] by the names that kernels have for them."""
+    return dict(zip(("stride_b", "stride_h", "stride_n"), x.stride(), strict=False))
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether Triton runs here: on a GPU, or on a CPU under its interpreter."""
+    interpreted = not isinstance(kernels.column_stats_kernel, triton.runtime.JITFunction)
+    return x.device.type != "cpu" or interpreted
