@@ -6,8 +6,10 @@ call of an operator, or once for calls alike (``once``).
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -22,46 +24,121 @@ _KEPT = 1024  # results of one check
 def once(check: Callable[Values, Result]) -> Callable[Values, Result]:
     """Keep what a check returns for calls that agree in all that it may look at.
 
-    Its arguments are tensors, hashable values, or tuples of these. The check may look at the
-    shapes, strides, dtypes and devices of the tensors and at the other values; it must look at no
-    element or address, and return no tensor. A check that raises is made again.
+    Its arguments are hashable values, tensors, or tuples of these of a fixed length; ``None`` may
+    stand for a tensor or a tuple. The check may look at the shapes, strides, dtypes and devices of
+    the tensors and at the other values; it must look at no element or address, and return no
+    tensor. A check that raises is made again.
     """
-    from torch import Tensor
-
     found: dict[Hashable, Result] = {}
-    tensors = {Tensor}  # Tensor and its subclasses that came: isinstance is slow for what is none
+    layout: list[_Leaf | list[_Leaf]] = []
+    signature: Callable[..., Hashable] = _unknown
+
+    def miss(values: tuple[object, ...]) -> Result:
+        nonlocal signature
+        if _learn(layout, values):
+            signature = _signature_function(layout)
+            found.clear()
+        result = check(*values)  # type: ignore[arg-type, call-arg]
+        if len(found) >= _KEPT:
+            found.clear()
+        found[signature(*values)] = result
+        return result
 
     @functools.wraps(check)
     def checked(*values: Values.args, **named: Values.kwargs) -> Result:
         assert not named, "the arguments of a check are positional"
-        facts: list[object] = []
-        last = None
-        for value in values:
-            for x in value if isinstance(value, tuple) else (value,):
-                if type(x) not in tensors:
-                    facts.append(x)
-                elif x is last:  # for instance a pool, which is read and written
-                    facts.append("again")
-                else:
-                    facts += x.shape, x.stride(), x.dtype, x.device
-                    last = x
-        key = tuple(facts)
         try:
-            return found[key]
-        except KeyError:
-            kinds = {type(x) for value in values if isinstance(value, tuple) for x in value}
-            kinds |= {type(value) for value in values}
-            new = {kind for kind in kinds if issubclass(kind, Tensor)} - tensors
-            if new:
-                tensors.update(new)
-                return checked(*values, **named)
-            result = check(*values, **named)
-        if len(found) >= _KEPT:
-            found.clear()
-        found[key] = result
-        return result
+            return found[signature(*values)]
+        except (KeyError, AttributeError, TypeError, ValueError):
+            pass  # not seen, or a tensor where there was none, or none where there was one
+        return miss(values)
 
     return checked
+
+
+@dataclass
+class _Leaf:
+    """What has come as one argument of a check, or as one element of a tuple.
+
+    Attributes:
+        tensor, other: a tensor has; something else has.
+        again: the tensor before it has come again, for instance a pool that is read and written.
+    """
+
+    tensor: bool = False
+    other: bool = False
+    again: bool = False
+
+    def learn(self, x: object, is_tensor: bool, before: object) -> None:
+        self.tensor |= is_tensor
+        self.other |= not is_tensor
+        self.again |= is_tensor and x is before
+
+
+def _learn(layout: list[_Leaf | list[_Leaf]], values: tuple[object, ...]) -> bool:
+    """Bring ``layout`` up to date with the arguments of a call; whether that has changed it."""
+    from torch import Tensor
+
+    known = copy.deepcopy(layout)
+    layout.extend(_Leaf() for _ in values[len(layout) :])
+    for position, value in enumerate(values):
+        leaf = layout[position]
+        if isinstance(value, tuple):
+            if isinstance(leaf, _Leaf):
+                leaf = layout[position] = [_Leaf(other=leaf.other) for _ in value]
+            for one, x, before in zip(leaf, value, (None, *value), strict=False):
+                one.learn(x, isinstance(x, Tensor), before)
+        elif isinstance(leaf, list):
+            for one in leaf:
+                one.learn(None, False, None)
+        else:
+            leaf.learn(value, isinstance(value, Tensor), None)
+    return layout != known
+
+
+def _signature_function(layout: list[_Leaf | list[_Leaf]]) -> Callable[..., Hashable]:
+    """A function of a call's arguments: a tuple of all that the check may look at.
+
+    It runs in every call, so it is compiled for the arguments that come, without a loop.
+    """
+    lines, facts = [], []
+    for position, leaf in enumerate(layout):
+        name = f"x{position}"
+        if isinstance(leaf, _Leaf):
+            facts.append(_facts(name, leaf, name))
+            continue
+        elements = [f"{name}_{i}" for i in range(len(leaf))]
+        unpacked = "".join(f"{element}, " for element in elements)
+        lines += [
+            f"    if {name} is None:",
+            f"        {' = '.join(elements)} = None",
+            "    else:",
+            f"        {unpacked} = {name}",
+        ]
+        facts += f"{name} is None", *map(_facts, elements, leaf, [name, *elements])
+    names = ", ".join(f"x{position}" for position in range(len(layout)))
+    source = "\n".join((f"def signature({names}):", *lines, f"    return ({', '.join(facts)},)"))
+    scope: dict[str, Callable[..., Hashable]] = {}
+    exec(source, scope)
+    return scope["signature"]
+
+
+def _facts(name: str, leaf: _Leaf, before: str) -> str:
+    """Source text: what a check may look at of the argument ``name``."""
+    if not leaf.tensor:
+        return name
+    # the number of a GPU is compared faster than a torch.device; those without one give -1
+    device = f"{name}.get_device() + 1 or {name}.device"
+    text = f"{name}.shape, {name}.stride(), {name}.dtype, {device}"
+    if leaf.again:
+        text = f"'again' if {name} is {before} else ({text})"
+    if leaf.other:
+        text = f"None if {name} is None else ({text})"
+    return text
+
+
+def _unknown(*_: object) -> Hashable:
+    raise KeyError
 
 
 def expect_shape(name: str, tensor: torch.Tensor, expected: tuple[Extent, ...]) -> None:

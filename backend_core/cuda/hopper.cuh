@@ -93,6 +93,11 @@ __device__ __forceinline__ void store_global(uint2* p, uint2 x, u64 policy) {
                  ::"l"(p), "r"(x.x), "r"(x.y), "l"(policy) : "memory");
 }
 
+// Asks for the 128 bytes around p in the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // ---- programmatic dependent launch ----
 
 // The next kernel in the stream may start once every CTA of this one has said so or has ended.
@@ -335,6 +340,26 @@ __device__ __forceinline__ void wgmma_m64n64k16_f16_rs(float (&c)[32], const u32
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
         "{%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
         : ACC8(c, 0), ACC8(c, 8), ACC8(c, 16), ACC8(c, 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));
+}
+// The same with b [16, 32] and b [16, 16].
+__device__ __forceinline__ void wgmma_m64n32k16_f16_rs(float (&c)[16], const u32 (&a)[4], u64 b,
+                                                       int scale_d) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
+        "{%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
+        : ACC8(c, 0), ACC8(c, 8)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));
+}
+__device__ __forceinline__ void wgmma_m64n16k16_f16_rs(float (&c)[8], const u32 (&a)[4], u64 b,
+                                                       int scale_d) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;\n}"
+        : ACC8(c, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));
 }
 // c [64, 128] += a [64, 16] b [16, 128]: b is MN-major, stored [16][128].

@@ -12,6 +12,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref, c_char_p
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -26,6 +27,8 @@ PARAMS_HEADER = "params.cuh"
 """The name by which a kernel includes the ``struct Params`` generated for it."""
 _FORMATS = {"int": "i", "float": "f", "i64": "q", "u64": "Q"}
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
@@ -47,7 +50,6 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-_Parameters = ctypes.c_char_p * 1  # a kernel's only one
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _PDL = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1)))
 
@@ -186,11 +188,10 @@ class CudaKernel:
         """
         if grid == 0:
             return
-        device = torch._C._cuda_getDevice()  # parameters are on a GPU: CUDA is initialised
+        device = _current_device()  # parameters are on a GPU: CUDA is initialised
         function = self._functions.get(device) or self.load()
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        config = _launch_config(grid, block, self._shared_bytes, stream, pdl)
-        status = _launch()(config, function, _Parameters(params), None)
+        config = _launch_config(grid, block, self._shared_bytes, _raw_stream(device), pdl)
+        status = _launch()(config, function, byref(c_char_p(params)), None)
         if status:
             raise RuntimeError(
                 with_fault(f"launch of {self._name} failed: {_driver_error(status)}")

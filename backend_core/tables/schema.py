@@ -33,8 +33,9 @@ class Operator:
         grid: in words, what one unit of a row's ``max_grid`` counts.
         paths: for each path name, the frozen dataclass of its launch parameters, or the name of the
             section that holds them once for the whole file. The dataclass's fields are ``int``,
-            ``bool``, ``str`` or ``Literal``; a field with a default may be left out of a row; its
-            ``__post_init__`` may refuse values with a ``ValueError``.
+            ``bool``, ``str`` or ``Literal``; a field with a default may be left out of a row; a
+            field with the name of a section is that section; its ``__post_init__`` may refuse
+            values with a ``ValueError``.
     """
 
     name: str
@@ -122,8 +123,9 @@ class KernelPath:
         return self._hash  # type: ignore[attr-defined,no-any-return]
 
     def params_dict(self) -> dict[str, int | bool | str]:
-        """The launch parameters by name, for reports."""
-        return dataclasses.asdict(self.params)
+        """The launch parameters by name, for reports; without sections that paths share."""
+        params = dataclasses.asdict(self.params)
+        return {name: value for name, value in params.items() if not isinstance(value, dict)}
 
 
 def parse_table(file: Path, schema: TableSchema, stem: str) -> tuple[KernelPath, ...]:
@@ -222,7 +224,8 @@ def _row_params(
     where: str, entry: Mapping[str, Any], kind: type[Any] | str, sections: Mapping[str, Any]
 ) -> Any:
     if not isinstance(kind, str):
-        return _parse_params(f"{where}: params", kind, entry.get("params", {}))
+        shared = {f.name: sections[f.name] for f in dataclasses.fields(kind) if f.name in sections}
+        return _parse_params(f"{where}: params", kind, entry.get("params", {}), shared)
     if "params" in entry:
         raise ValueError(f"{where}: {entry['name']} takes its parameters from [{kind}], not params")
     if kind not in sections:
@@ -230,20 +233,25 @@ def _row_params(
     return sections[kind]
 
 
-def _parse_params(where: str, kind: type[Any], values: object) -> Any:
+def _parse_params(
+    where: str, kind: type[Any], values: object, shared: Mapping[str, Any] | None = None
+) -> Any:
     """An instance of the frozen dataclass ``kind`` from a TOML table.
+
+    ``shared``: fields that are sections of the file, which the table must not have.
 
     Raises:
         ValueError: an unknown, missing or wrongly typed key, or a value that ``kind`` refuses.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{where}: must be a table, got {values!r}")
-    hints = typing.get_type_hints(kind)
+    shared = shared or {}
+    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name not in shared}
     if unknown := values.keys() - hints.keys():
         known = ", ".join(hints) or "none"
         raise ValueError(f"{where}: unknown key {_names(unknown)}; {kind.__name__} has {known}")
     required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-    if missing := required - values.keys():
+    if missing := required - values.keys() - shared.keys():
         raise ValueError(f"{where}: missing key {_names(missing)}")
     for key, value in values.items():
         choices = typing.get_args(hints[key])
@@ -254,7 +262,7 @@ def _parse_params(where: str, kind: type[Any], values: object) -> Any:
         elif type(value) is not hints[key]:
             raise ValueError(f"{where}.{key} must be {hints[key].__name__}, got {value!r}")
     try:
-        return kind(**values)
+        return kind(**values, **shared)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

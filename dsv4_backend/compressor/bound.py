@@ -212,17 +212,34 @@ class LaunchCache:
         layer, kv_score, state, cache = call.layer, call.kv_score, call.state, call.cache
         second = call.second_cache
         rows, width = kv_score.shape
-        # An address tells the device, so of state and cache that one is not asked.
-        key = (
-            *(layer, type(step_plan), step_plan.device, step_plan.pdl_prefetch_safe),
-            *(target, selection, width, kv_score.stride(), kv_score.dtype, kv_score.device),
-            *(state.data_ptr(), state.shape, state.stride(), state.dtype),
-            *(cache.data_ptr(), cache.shape, cache.stride(), cache.dtype),
-            None
-            if second is None
-            else (second.data_ptr(), second.shape, second.stride(), second.dtype),
-            *(layer.ape.data_ptr(), layer.norm_weight.data_ptr(), layer.rope_table.data_ptr()),
+        # An address tells the device, so of state and cache that one is not asked. Every step of
+        # every layer makes this key: one flat tuple, and a GPU's number, which is compared faster
+        # than a torch.device (-1 is any other device).
+        key: tuple[object, ...] = (
+            layer,
+            type(step_plan),
+            step_plan.device,
+            step_plan.pdl_prefetch_safe,
+            target,
+            selection,
+            width,
+            kv_score.stride(),
+            kv_score.dtype,
+            kv_score.get_device() + 1 or kv_score.device,
+            state.data_ptr(),
+            state.shape,
+            state.stride(),
+            state.dtype,
+            cache.data_ptr(),
+            cache.shape,
+            cache.stride(),
+            cache.dtype,
+            layer.ape.data_ptr(),
+            layer.norm_weight.data_ptr(),
+            layer.rope_table.data_ptr(),
         )
+        if second is not None:
+            key += (second.data_ptr(), second.shape, second.stride(), second.dtype)
         found = self._found.get(key)
         if found is None or rows < step_plan.num_tokens:
             found = bind(call, step_plan, target, selection)
