@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend.launch_params import TABLES
+from kda_backend.spec import CHUNK
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -68,7 +76,8 @@ _IMPLEMENTATIONS = {"ours": "this backend", "fla": "FLA 0.6.0", "flashkda": "Fla
 
 def render() -> str:
     """The page's text."""
-    lines = [*_prefill(), *_accuracy(), *_growth(), *_decode(), *_compressor(), *_mla()]
+    lines = [*_prefill(), *_accuracy(), *_growth(), *_short(), *_segments(), *_decode()]
+    lines += [*_compressor(), *_mla(), *_mla_in_engine()]
     lines += [*_default_modes(), *_engine(), *_recall(), *_load_test()]
     return HEAD + "\n".join(lines) + "\n" + BOUNDS
 
@@ -232,6 +241,68 @@ def _growth() -> list[str]:
         *_section("Growth of prefill", report, "kda_prefill_growth_h200.json"),
         "",
         *_table(titles, rows),
+    ]
+
+
+def _short() -> list[str]:
+    """Short sequences: one launch beside the two stages."""
+    name = "kda_prefill_short_h200.json"
+    report, limit = _load(name), _prefill_row("two_stage_sm90").one_launch_max_tokens
+    cells = (
+        [
+            str(row["H"]),
+            _shape(row["seq_lens"]),
+            f"{row['parts_us']['two_stage']:.1f}",
+            f"{row['fused_us']:.1f}",
+            f"{row['parts_us']['two_stage'] / row['fused_us']:.2f}",
+            f"{row['floor_us']:.1f}",
+        ]
+        for row in report["rows"]
+        if row["H"] in (32, 4)
+    )
+    return [
+        *_section("KDA prefill of short sequences", report, name),
+        "",
+        "µs; the state of each sequence and head is read and written. *bytes*: all inputs and"
+        f" outputs at the copy bandwidth ({report['copy_gbs']:,} GB/s). The path table takes the"
+        f" one launch where the host knows that no sequence is longer than {limit} tokens.",
+        "",
+        *_table(["heads", "tokens", "two stages", "one launch", "×", "bytes"], cells),
+    ]
+
+
+def _prefill_row(path: str) -> Any:
+    """The parameters of a path of KDA prefill in the H200's table."""
+    rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
+    return next(row.params for row in rows if row.name == path)
+
+
+def _segments() -> list[str]:
+    """Long sequences over few heads: segments beside the two stages."""
+    name = "kda_prefill_segments_h200.json"
+    report, row = _load(name), _prefill_row("segmented_sm90")
+    length, shortest = CHUNK * row.segment_chunks, CHUNK * row.min_chunks
+    kinds = sorted({int(n) for one in report["rows"] for n in one["segments_us"]})
+    cells = (
+        [
+            str(one["H"]),
+            _shape(one["seq_lens"]),
+            f"{one['two_stage_us']:,.1f}",
+            *(
+                f"{one['segments_us'][str(n)]:,.1f}" if str(n) in one["segments_us"] else ""
+                for n in kinds
+            ),
+        ]
+        for one in report["rows"]
+    )
+    return [
+        *_section("KDA prefill by segments", report, name),
+        "",
+        f"µs, by the tokens of a segment. The path table takes segments of {length:,} tokens from"
+        f" {shortest:,} tokens on, for at most {row.max_tasks} value heads times long sequences,"
+        " where `deterministic_prefix` is off ([families/kda.md](families/kda.md)).",
+        "",
+        *_table(["heads", "tokens", "two stages", *(f"{n:,}" for n in kinds)], cells),
     ]
 
 
@@ -401,6 +472,32 @@ def _mla() -> list[str]:
         "The plan of a step, µs:",
         "",
         *_table(["requests", "ours", "FlashMLA"], plans),
+    ]
+
+
+def _mla_in_engine() -> list[str]:
+    """A decode step of a whole model at long contexts."""
+    name = "vllm_kimi48b_mla.json"
+    report = _load(name)
+    rows = sorted(report["rows"], key=lambda row: (row["context"], row["batch"]))
+    cells = (
+        [
+            f"{row['batch']} × {row['context']:,}",
+            f"{row['upstream_ms']:.2f}",
+            f"{row['flag_ms']:.2f}",
+            f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+        ]
+        for row in rows
+    )
+    engine = report["engine"].replace("vllm", "vLLM")
+    return [
+        *_section(f"A decode step at long contexts in {engine}, default mode", report, name),
+        "",
+        "Kimi-Linear-48B's configuration with random weights, ms: the time by which the engine"
+        " advances in a step. With the flag its KDA layers and, where the table says that it is"
+        " ahead, its MLA layers are this package's. A step of one request waits for the host.",
+        "",
+        *_table(["requests × context", "upstream", "with the flag", "×"], cells),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -257,8 +256,7 @@ def _predicted(amount: dict[str, float], is_causal: bool) -> Answer:
     options: dict[str, Any] = amount | {"is_causal": is_causal, "min_likeness": 0.3}
     options |= {"keep_first": True, **TILE}
     plan = predicted.predict(q, k, **options)
-    with mock.patch.object(predicted, "_has_kernels", lambda x: False):
-        in_torch = predicted.predict(q, k, **options)
+    in_torch = predicted.predict(q, k, **options, path="torch")
     if _kept(plan) != _kept(in_torch):
         raise RuntimeError(f"kept {_kept(plan)}, and in torch {_kept(in_torch)}")
     want = reference.attention(q, k, v, reference.elements_seen(plan), 0.125)

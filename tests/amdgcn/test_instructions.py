@@ -324,6 +324,11 @@ def test_halves_of_registers() -> None:
     wave = run("v_fma_mixlo_f16 v2, v3, v4, -v5", v2=np.full(64, 0xABCD1234, "u4"),
                v3=f32(3), v4=f32(2), v5=f32(5))  # fmt: skip
     assert wave.u[2][0] == 0xABCD3C00
+    pair = np.full(64, 0x44003C00, "u4")  # 4 and 1
+    wave = run("v_fma_mix_f32 v2, v3, v4, v5 op_sel_hi:[0,1,0]", v3=f32(3), v4=pair, v5=f32(5))
+    assert wave.f[2][0] == 8.0
+    wave = run("v_fma_mix_f32 v2, v4, -v4, v5 op_sel:[1,1,0] op_sel_hi:[1,1,0]", v4=pair, v5=f32(5))
+    assert wave.f[2][0] == -11.0
 
 
 def test_comparisons_of_parts() -> None:

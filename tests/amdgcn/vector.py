@@ -264,10 +264,17 @@ def _div_fmas(instruction: Instruction, operands: list[Operand], modifiers: dict
 
 
 def _fma_mix(instruction: Instruction, operands: list[Operand], modifiers: dict[str, str]) -> Run:
-    """fp16 of three fp32: any other choice has a modifier, which is refused. Keeps the other
-    half of the target."""
-    a, b, c = (reader(x, "d") for x in operands[1:])
+    """Of three sources, each fp32, or where op_sel_hi says so fp16 in the half that op_sel picks:
+    fp32, or fp16 into one half of the target, whose other half stays."""
+    upper = _bits(modifiers.pop("op_sel", "[0,0,0]"))
+    is_half = _bits(modifiers.pop("op_sel_hi", "[0,0,0]"))
+    a, b, c = (
+        _half_float(x, bool(high)) if half else reader(x, "d")
+        for x, half, high in zip(operands[1:], is_half, upper, strict=True)
+    )
     row = operands[0].index
+    if instruction.operation == "v_fma_mix_f32":
+        return lambda wave: wave.put(wave.f, row, a(wave) * b(wave) + c(wave))
     shift = np.uint32(16 if instruction.operation == "v_fma_mixhi_f16" else 0)
     keep = np.uint32(0xFFFF0000) >> shift
 
@@ -276,6 +283,21 @@ def _fma_mix(instruction: Instruction, operands: list[Operand], modifiers: dict[
         wave.put(wave.u, row, wave.u[row] & keep | half << shift)
 
     return run
+
+
+def _half_float(source: Operand, is_upper: bool) -> Reader:
+    """fp16 in one half of a register, as float64."""
+    if source.kind == "literal":
+        raise UnmodelledError("a constant as fp16")
+    read = reader(Operand(source.kind, source.index), "u")
+    shift = np.uint32(16 if is_upper else 0)
+
+    def value(wave: Wave) -> Any:
+        x = convert(read(wave) >> shift & np.uint32(0xFFFF), "w")
+        x = np.abs(x) if source.absolute else x
+        return -x if source.negate else x
+
+    return value
 
 
 _SPECIAL: dict[str, Callable[[Instruction, list[Operand], dict[str, str]], Run]] = {
@@ -288,6 +310,7 @@ _SPECIAL: dict[str, Callable[[Instruction, list[Operand], dict[str, str]], Run]]
     "v_mad_i64_i32": _mad64,
     "v_div_scale_f32": _div_scale,
     "v_div_fmas_f32": _div_fmas,
+    "v_fma_mix_f32": _fma_mix,
     "v_fma_mixlo_f16": _fma_mix,
     "v_fma_mixhi_f16": _fma_mix,
 }

@@ -74,16 +74,24 @@ def test_a_check_is_made_once_for_calls_alike() -> None:
     assert checked((x, None), "a") == 1
     assert checked((torch.ones(4, 4), None), "a") == 1
     others = [x[:3], x.t()[:, :3], x.half(), torch.empty(4, 4, device="meta"), None]
-    assert [checked((other, None), "a") for other in others] == [2, 3, 4, 5, 6]
-    assert checked((x, x), "a") == 7 and checked((x, None), "b") == 8
-    assert checked((x, None), "a") == 1
+    calls: list[tuple[object, object]] = [((other, None), "a") for other in others]
+    calls += [((x, x), "a"), ((x, None), "b"), ((x, x.clone()), "a"), ((None, x), "a")]
+    calls += [(None, "a"), ((x, None), "a")]
+    first = [checked(*call) for call in calls]  # type: ignore[arg-type]
+    assert len(set(first)) == len(calls)
+    again = [checked(*call) for call in calls]  # type: ignore[arg-type]
+    # what had come before a tensor or a None was new at its place may have been forgotten
+    assert [checked(*call) for call in calls] == again  # type: ignore[arg-type]
+    assert len(set(again)) == len(calls)
+    assert checked((torch.ones(4, 4), None), "a") == again[-1]
 
 
 def test_a_check_that_fails_is_made_again() -> None:
     checked = once(Check())
     for _ in range(2):
-        with pytest.raises(ValueError, match="wrong"):
+        with pytest.raises(ValueError, match="wrong") as caught:
             checked((torch.zeros(1),), "wrong")
+        assert caught.value.__context__ is None  # the user sees one error
 
 
 def test_results_of_checks_are_limited_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,8 @@ def test_every_folder_with_modules_is_packaged() -> None:
 
 def test_entry_points_are_named_after_families() -> None:
     entries = PROJECT["project"]["entry-points"]
-    assert set(entries) == {"vllm.general_plugins", "sglang.srt.plugins"}
+    engines = {"vllm.general_plugins", "sglang.srt.plugins", "sglang.multimodal_gen.plugins"}
+    assert set(entries) == engines
     for group in entries.values():
         for name, value in group.items():
             assert f"{name}_backend" in PACKAGES and value.startswith(f"{name}_backend.")

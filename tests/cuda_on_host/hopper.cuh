@@ -129,6 +129,8 @@ INLINE T load_global(const T* p, u64) { return *p; }
 template <typename T>
 INLINE void store_global(T* p, T x, u64) { *p = x; }
 
+INLINE void prefetch_l2(const void*) {}
+
 INLINE void launch_dependent_grids() { host::launch_dependents(); }
 INLINE void wait_on_dependent_grids() { host::wait_on_dependents(); }
 INLINE void cluster_arrive() { host::cluster_arrive(true); }
@@ -235,6 +237,12 @@ INLINE host::Wgmma with_b(int n, bool mn_major, const u32* a, u64 b, bool add) {
 }
 INLINE void wgmma_m64n64k16_f16_rs(float (&c)[32], const u32 (&a)[4], u64 b, int scale_d) {
     host::wgmma(c, with_b(64, false, a, b, scale_d));
+}
+INLINE void wgmma_m64n32k16_f16_rs(float (&c)[16], const u32 (&a)[4], u64 b, int scale_d) {
+    host::wgmma(c, with_b(32, false, a, b, scale_d));
+}
+INLINE void wgmma_m64n16k16_f16_rs(float (&c)[8], const u32 (&a)[4], u64 b, int scale_d) {
+    host::wgmma(c, with_b(16, false, a, b, scale_d));
 }
 INLINE void wgmma_m64n128k16_f16_rs_mn(float (&c)[64], const u32 (&a)[4], u64 b) {
     host::wgmma(c, with_b(128, true, a, b, true));

@@ -141,6 +141,7 @@ static unsigned char* take_stack() {
 }
 static void give_stack(Fiber& fiber) {
     if (fiber.stack) free_stacks.push_back(fiber.stack);
+    highest_arrives = std::max(highest_arrives, fiber.arrives + 1);
     fiber.stack = nullptr;
 }
 
@@ -155,7 +156,6 @@ static void finish(Fiber& self) {
         trigger(self);
     }
     self.known = self.proxy = self.relaxed = nullptr;
-    highest_arrives = std::max(highest_arrives, self.arrives + 1);
     live -= 1;
     complete_for(cta), complete_for(*cta.cluster);
     if (--grid.running == 0) {
