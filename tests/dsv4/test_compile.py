@@ -18,8 +18,12 @@ from tests.offline import COMPILED_AGAIN, SHARED_LIMIT, TARGETS, Report
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads(Path(__file__).with_name("compile_report.json").read_text())
-MAY_SPILL = dict.fromkeys(("sm86 pool fp8_ds_mla c128 paged", "sm89 pool fp8_ds_mla c128 paged"), 2)
-"""A register, with which ptxas lets more programs share an SM."""
+MAY_SPILL = {
+    "sm86 pool fp8_ds_mla c128 paged": 2,
+    "sm89 pool fp8_ds_mla c128 paged": 2,
+    "sm90 decode fp8_ds_mla c128 ring, large grid": 20,
+}
+"""Bytes with which more programs share an SM; the last was measured to be faster than no spill."""
 
 
 @pytest.mark.parametrize("arch", COMPILED_AGAIN)
