@@ -183,6 +183,8 @@ ARITHMETIC: dict[str, tuple[str, str, Function]] = {
     "v_max_f32": ("ff", "f", np.fmax),
     "v_min_f32": ("ff", "f", np.fmin),
     "v_max3_f32": ("fff", "f", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
+    "v_min3_f32": ("fff", "f", lambda a, b, c: np.fmin(np.fmin(a, b), c)),
+    "v_ceil_f32": ("f", "f", np.ceil),
     "v_fma_f32": ("ddd", "f", lambda a, b, c: a * b + c),
     "v_fmamk_f32": ("ddd", "f", lambda a, b, c: a * b + c),
     "v_fmaak_f32": ("ddd", "f", lambda a, b, c: a * b + c),

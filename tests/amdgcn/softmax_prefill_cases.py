@@ -63,6 +63,9 @@ def all_cases() -> Cases:
             causal = "causal" if is_causal else "dense"
             name = f"predict: {causal}, {next(iter(amount))}"
             cases[name] = lambda a=amount, c=is_causal: _predicted(a, c)  # type: ignore[misc]
+    # several blocks in each lane
+    many = {"queries": 20, "keys": 16 * 200 - 5, "block_m": 16, "block_n": 16}
+    cases["predict: 200 blocks, topk"] = lambda: _predicted({"topk": 0.1}, False, **many)
     return {name: lambda target, run=run: run() for name, run in cases.items()}  # type: ignore[misc]
 
 
@@ -242,19 +245,27 @@ def _quantised(mode: SageMode) -> Answer:
     return worse((error_of(got[0], want), allowed), _answer(got, exact))
 
 
-def _predicted(amount: dict[str, float], is_causal: bool) -> Answer:
+def _predicted(
+    amount: dict[str, float],
+    is_causal: bool,
+    queries: int = 80,
+    keys: int = 200,
+    block_m: int = 64,
+    block_n: int = 64,
+) -> Answer:
     """The kernels' choice of blocks is torch's, and attention over it is float64's."""
     generator = torch.Generator().manual_seed(7)
     q, k = (
         torch.randn(1, heads, -(-tokens // 16), 64, generator=generator).repeat_interleave(16, 2)[
             :, :, :tokens
         ]
-        for heads, tokens in ((2, 80), (1, 200))
+        for heads, tokens in ((2, queries), (1, keys))
     )
     q, k = ((2 * x + 0.2 * torch.randn(x.shape, generator=generator)).half() for x in (q, k))
     v = torch.randn(k.shape, generator=generator).half()
     options: dict[str, Any] = amount | {"is_causal": is_causal, "min_likeness": 0.3}
-    options |= {"keep_first": True, **TILE}
+    options |= {"keep_first": True}
+    options |= {"block_m": block_m, "block_n": block_n}
     plan = predicted.predict(q, k, **options)
     in_torch = predicted.predict(q, k, **options, path="torch")
     if _kept(plan) != _kept(in_torch):
