@@ -4,13 +4,20 @@ Run as ``python -m benchmarks.bench_sparse_attention --peers FOLDER --out FILE``
 is compared with float64 on three families of inputs, then the works are timed: medians of
 CUDA-graph replays, TFLOP/s of 4 D operations for each attended pair. A mode whose error exceeds its
 bound is not timed, and the script then fails.
+
+``--sage-source``, ``--sparge-source`` and ``--tk-source`` name the folders of SageAttention,
+SpargeAttn and FastVideo's ``fastvideo-kernel`` (with ThunderKittens in ``include/tk``). They are
+built here, in ``--cache``, and stand beside ours, timed by events; the result says in a sentence
+which could not be built. ``--growth`` adds rows over densities and numbers of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,36 +27,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backend_core.testing.timing import environment, graph_time_ms
+from backend_core.testing.timing import environment, graph_time_ms, stream_time_ms
+from benchmarks import sparse_attention_built_calls as built_calls
 from benchmarks import sparse_attention_peers as peers
-from softmax_backend import reference_block_sparse as reference
+from benchmarks.sparse_attention_built import build
+from benchmarks.sparse_attention_built_calls import Built
+from benchmarks.sparse_attention_modes import (
+    MODES,
+    SCALE,
+    D,
+    Tensors,
+    check,
+    check_plans,
+    gluon,
+    inputs,
+    ours,
+    random_kinds,
+)
 from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.launch_params_prefill import GluonPrefillParams, TritonPrefillParams
+from softmax_backend.launch_params_prefill import TritonPrefillParams
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.plan.predicted import Choice, predict, recall
 from softmax_backend.plan.sliding_tile import sliding_tile
 from softmax_backend.plan.token_order import tile_order
-from softmax_backend.run import block_sparse_int8, block_sparse_sm90
+from softmax_backend.run import block_sparse_int8
 from softmax_backend.sage import predicted_attention, quantised_attention
 from softmax_backend.variants import sage
-from softmax_backend.variants.sage import SageMode
 
-D = 128
-SCALE = D**-0.5
-Tensors = tuple[Tensor, Tensor, Tensor]
 Timed = Callable[[], object]
-
-MODES = {
-    "per_warp": SageMode(),
-    "per_thread": SageMode("per_thread"),
-    "per_thread smooth_q": SageMode("per_thread", smooth_q=True),
-    "per_thread 16-bit values": SageMode("per_thread", fp8_values=False),
-    "per_warp no smooth_v": SageMode(smooth_v=False),
-    "int4 range smooth_q": SageMode("per_thread", levels=7, smooth_q=True, fp8_values=False),
-}
-BOUNDS = {"triton": 3e-3, "gluon": 3e-3, "gluon in step": 3e-3, "int4 range smooth_q": 0.6}
-"""Largest relative error allowed for normal inputs; 8-bit modes 6e-2."""
 
 
 @dataclass
@@ -69,128 +75,10 @@ class Row:
     tflops: float | None = None
 
 
-def inputs(heads: int, kv_heads: int, m: int, n: int | None = None, seed: int = 0) -> Tensors:
-    """[1, H, L, D] views of [1, L, H, D] storage, bf16 normal."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def make(count: int, length: int) -> Tensor:
-        x = torch.randn(1, length, count, D, generator=generator, device="cuda")
-        return x.to(torch.bfloat16).transpose(1, 2)
-
-    n = n or m
-    return make(heads, m), make(kv_heads, n), make(kv_heads, n)
-
-
-def families() -> Iterator[tuple[str, Tensors]]:
-    """Normal inputs, inputs with an offset in every channel, and with four channels eight times."""
-    q, k, v = inputs(4, 2, 2000, 3000)
-    yield "normal", (q, k, v)
-    generator = torch.Generator("cuda").manual_seed(1)
-    spread = ((q, 2.0), (k, 3.0), (v, 1.0))
-    offsets = [
-        s * torch.randn(x.shape[1], 1, D, generator=generator, device="cuda") for x, s in spread
-    ]
-    q2, k2, v2 = (x + o.to(x.dtype) for x, o in zip((q, k, v), offsets, strict=True))
-    yield "channel offsets", (q2, k2, v2)
-    wide = torch.ones(D, device="cuda", dtype=torch.bfloat16)
-    wide[::32] = 8.0
-    yield "four wide channels", (q * wide, k * wide, v)
-
-
-def ours() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Every causal mode of ours."""
-
-    def exact(path: str, ping_pong: bool = True) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            plan = intervals.causal(q.shape[2], k.shape[2], q.shape[1])
-            if ping_pong:
-                return block_sparse_attention(q, k, v, plan, path=path)[0]
-            return gluon(q, k, v, plan, ping_pong=False)()
-
-        return call
-
-    def quantised(mode: SageMode) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            plan = intervals.causal(q.shape[2], k.shape[2], q.shape[1], block_m=64)
-            return quantised_attention(q, k, v, plan, mode=mode)[0]
-
-        return call
-
-    found = {"triton": exact("triton"), "gluon": exact("gluon")}
-    found["gluon in step"] = exact("gluon", ping_pong=False)
-    return found | {name: quantised(mode) for name, mode in MODES.items()}
-
-
-def check(fa3: peers.Attend | None, modes: set[str]) -> tuple[list[dict[str, object]], set[str]]:
-    """Relative errors of every mode and peer against float64, and the modes that are wrong."""
-    rows, wrong = [], set()
-    for family, (q, k, v) in families():
-        offset = k.shape[2] - q.shape[2]
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device="cuda").tril(offset)
-        want, _ = reference.attention(q, k, v, seen, SCALE)
-        calls = {name: call for name, call in ours().items() if name in modes or not modes}
-        if fa3 is not None:
-            calls["FA3"] = lambda q, k, v: fa3(q, k, v, True)
-        for name, call in calls.items():
-            try:
-                got = call(q, k, v)
-                error = float((got.double() - want).norm() / want.norm())
-            except Exception as reason:  # one mode's failure must not hide the others' results
-                print(f"{name} failed: {str(reason)[:500]}", flush=True)
-                error = float("nan")
-            rows.append({"family": family, "mode": name, "error": error})
-            print(f"{family:20s} {name:26s} {error:.2e}", flush=True)
-            if family == "normal" and not error < BOUNDS.get(name, 6e-2):
-                wrong.add(name)
-    return rows, wrong
-
-
-def check_plans() -> float:
-    """Random rows that differ by head, with an empty one, through the Hopper kernel."""
-    q, k, v = inputs(4, 4, 1100, 1300, seed=3)
-    kinds = random_kinds(4, 9, 11, 0.4, seed=3)
-    kinds[0, 2] = 0
-    kinds[..., -1] *= 2
-    plan = from_kinds(kinds[None], 4, uniform_sequences(1, 1100, 1300, q.device), 128, 128)
-    seen = reference.elements_seen(plan).cuda()
-    want, want_lse = reference.attention(q, k, v, seen, SCALE)
-    out = torch.full_like(q, torch.nan)
-    out, lse = block_sparse_attention(q, k, v, plan, out=out)
-    dead = want_lse.isneginf()
-    if not torch.equal(lse.isneginf(), dead):
-        return float("nan")
-    lse_error = float((lse - want_lse)[~dead].abs().max())
-    return max(float((out.double() - want).norm() / want.norm()), lse_error)
-
-
-def random_kinds(heads: int, tiles: int, blocks: int, density: float, seed: int = 0) -> Tensor:
-    """int8 [H, tiles, blocks]: as many blocks in every row, FULL."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    score = torch.rand(heads, tiles, blocks, generator=generator, device="cuda")
-    count = max(1, round(density * blocks))
-    kept = score.topk(count, -1).indices
-    return torch.zeros_like(score, dtype=torch.int8).scatter_(-1, kept, 1)
-
-
-def gluon(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, ping_pong: bool
-) -> Callable[[], Tensor]:
-    """A call of the Hopper kernel with or without turns."""
-    params = GluonPrefillParams(plan.block_n, 2, 240, ping_pong)
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], device="cuda")
-
-    def call() -> Tensor:
-        block_sparse_sm90.run(q, k, v, plan, SCALE, out, lse, params)
-        return out
-
-    return call
-
-
-def timed(call: Timed, flops: float = 0.0, name: str = "") -> float | None:
+def timed(call: Timed, flops: float = 0.0, name: str = "", in_graph: bool = True) -> float | None:
     """Median ms, or ``None`` where the call fails; printed at once."""
     try:
-        ms = graph_time_ms(call, replays=5, calls=1)
+        ms = graph_time_ms(call, replays=5, calls=1) if in_graph else stream_time_ms(call)
     except Exception as reason:  # a peer that cannot run here must not end the others
         print(f"    {name}: failed, {str(reason)[:300]}", flush=True)
         return None
@@ -199,9 +87,15 @@ def timed(call: Timed, flops: float = 0.0, name: str = "") -> float | None:
     return ms
 
 
+def beside(calls: dict[str, Timed], flops: float = 0.0) -> dict[str, float]:
+    """Times of built peers: their kernels are not on the stream that a graph captures."""
+    found = {name: timed(call, flops, name, in_graph=False) for name, call in calls.items()}
+    return {name: ms for name, ms in found.items() if ms is not None}
+
+
 def exact_rows(
     work: str, x: Tensors, plan: BlockPlan, share: float, kinds: Tensor | None, is_causal: bool,
-    fa3: peers.Attend | None, not_timed: set[str],
+    fa3: peers.Attend | None, not_timed: set[str], others: dict[str, Timed] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
     """One work in bf16: our paths and the peers'. ``share``: attended pairs."""
     q, k, v = x
@@ -220,6 +114,7 @@ def exact_rows(
         ms = timed(lambda: peers.flex(q, k, v, kinds, is_causal), flops, "FlexAttention")
         if ms is not None:
             found["FlexAttention"] = ms
+    found |= beside(others or {}, flops)
     calls: dict[str, Timed] = {
         "gluon": gluon(q, k, v, plan, True),
         "gluon in step": gluon(q, k, v, plan, False),
@@ -233,13 +128,17 @@ def exact_rows(
         yield Row(work, shape, share, path, ms, ms, found, tflops=rate)
 
 
-def int8_rows(work: str, x: Tensors, plan: BlockPlan, share: float) -> Iterator[Row]:
+def int8_rows(
+    work: str, x: Tensors, plan: BlockPlan, share: float, others: dict[str, Timed] | None = None
+) -> Iterator[Row]:
     """One work in 8 bits: the kernel alone and the whole call."""
     q, k, v = x
     flops = 4.0 * D * q.shape[1] * q.shape[2] * k.shape[2] * share
     shape = f"{q.shape[2]} tokens, {q.shape[1]} heads"
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
     params = TritonPrefillParams(plan.block_m, plan.block_n, 4, 2, max_registers=168)
+    print(f"{work}, {shape}", flush=True)
+    found = beside(others or {}, flops)
     for name in ("per_warp", "per_thread"):
         mode = MODES[name]
         ready = sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton")
@@ -260,12 +159,12 @@ def int8_rows(work: str, x: Tensors, plan: BlockPlan, share: float) -> Iterator[
             f"int8 {name} whole",
         )
         yield Row(
-            work, shape, share, f"int8 {name}", kernel, whole,
+            work, shape, share, f"int8 {name}", kernel, whole, found,
             tflops=flops / kernel / 1e9 if kernel else None,
         )  # fmt: skip
 
 
-def predicted_row(x: Tensors, topk: float) -> Iterator[Row]:
+def predicted_row(x: Tensors, topk: float, built: Built) -> Iterator[Row]:
     """Prediction, quantisation and attention in one call, and the prediction alone."""
     q, k, v = x
     tokens = f"{q.shape[2]} tokens, {q.shape[1]} heads"
@@ -280,45 +179,74 @@ def predicted_row(x: Tensors, topk: float) -> Iterator[Row]:
     share = plan.density()
     few = tuple(t[:, :2, :8192] for t in x)
     kept = float(recall(predict(few[0], few[1], topk=topk, block_m=128), few[0], few[1]).mean())
-    yield Row("predicted 8-bit", tokens, share, "int8 per_warp", None, ms, mass_kept=kept)
+    found = beside(built_calls.beside_predicted(built, x, topk))
+    yield Row("predicted 8-bit", tokens, share, "int8 per_warp", None, ms, found, mass_kept=kept)
     yield Row("prediction", tokens, share, "triton", alone, alone)
 
 
-def rows(fa3: peers.Attend | None, sizes: dict[str, int], not_timed: set[str]) -> Iterator[Row]:
+def rows(
+    fa3: peers.Attend | None, built: Built, sizes: dict[str, int], not_timed: set[str]
+) -> Iterator[Row]:
     """All works, the most telling first."""
     t = sizes["video"]
     x = inputs(24, 24, t)
     yield from exact_rows("dense", x, intervals.dense(t, t, 24), 1.0, None, False, fa3, not_timed)
     dense8 = intervals.dense(t, t, 24, block_m=64)
-    yield from int8_rows("dense 8-bit", x, dense8, 1.0)
-    kinds = random_kinds(24, -(-t // 128), -(-t // 128), 0.25)
-    sequences = uniform_sequences(1, t, t, kinds.device)
-    plan = from_kinds(kinds[None], 24, sequences, 128, 128, has_partial=False)
-    share = plan.density()
-    yield from exact_rows("random blocks", x, plan, share, kinds, False, None, not_timed)
-    fine = kinds.repeat_interleave(2, 1)
-    plan8 = from_kinds(fine[None], 24, sequences, 64, 128, has_partial=False)
-    yield from int8_rows("random blocks 8-bit", x, plan8, share)
-    yield from predicted_row(x, 0.25)
-    canvas = (t // 3840, 48, 80)
-    order = tile_order(canvas, (6, 8, 8))
-    if len(order.slot_of) == t == len(order.index):
-        plan = sliding_tile(order, [(3, 3, 3)], 24)
-        share = plan.density()
-        row = plan.rows.long()
-        yield from exact_rows(
-            "sliding tiles (3,3,3)", x, plan, share, _kinds(plan, row), False, None, not_timed
-        )
-        plan8 = sliding_tile(order, [(3, 3, 3)], 24, block_m=64)
-        yield from int8_rows("sliding tiles (3,3,3) 8-bit", x, plan8, share)
+    yield from int8_rows("dense 8-bit", x, dense8, 1.0, built_calls.beside_dense(built, x, False))
+    yield from block_rows(x, 0.25, built, not_timed)
+    yield from predicted_row(x, 0.25, built)
+    yield from sliding_rows(x, (t // 3840, 48, 80), built, not_timed)
     del x
     for tokens in (sizes["short"], sizes["long"]):
         x = inputs(32, 8, tokens)
         plan = intervals.causal(tokens, tokens, 32)
         yield from exact_rows("causal", x, plan, 0.5, None, True, fa3, not_timed)
-        yield from int8_rows(
-            "causal 8-bit", x, intervals.causal(tokens, tokens, 32, block_m=64), 0.5
-        )
+        plan = intervals.causal(tokens, tokens, 32, block_m=64)
+        others = built_calls.beside_dense(built, x, True)
+        yield from int8_rows("causal 8-bit", x, plan, 0.5, others)
+    if built.sta is not None:
+        x = inputs(24, 24, math.prod(built_calls.STA_CANVAS))
+        yield from sliding_rows(x, built_calls.STA_CANVAS, built, not_timed)
+
+
+def block_rows(x: Tensors, density: float, built: Built, not_timed: set[str]) -> Iterator[Row]:
+    """Blocks at random that differ by head."""
+    t, heads = x[0].shape[2], x[0].shape[1]
+    kinds = random_kinds(heads, -(-t // 128), -(-t // 128), density)
+    sequences = uniform_sequences(1, t, t, kinds.device)
+    plan = from_kinds(kinds[None], heads, sequences, 128, 128, has_partial=False)
+    share = plan.density()
+    yield from exact_rows("random blocks", x, plan, share, kinds, False, None, not_timed)
+    fine = kinds.repeat_interleave(2, 1)
+    plan8 = from_kinds(fine[None], heads, sequences, 64, 128, has_partial=False)
+    others = built_calls.beside_map(built, x, fine[None].bool())
+    yield from int8_rows("random blocks 8-bit", x, plan8, share, others)
+
+
+def sliding_rows(
+    x: Tensors, canvas: tuple[int, int, int], built: Built, not_timed: set[str]
+) -> Iterator[Row]:
+    """Windows of (3, 3, 3) tiles of 6 x 8 x 8; nothing where they do not fill the tokens."""
+    order = tile_order(canvas, (6, 8, 8))
+    if not len(order.slot_of) == x[0].shape[2] == len(order.index):
+        return
+    plan = sliding_tile(order, [(3, 3, 3)], 24)
+    share, work = plan.density(), "sliding tiles (3,3,3)"
+    kinds = _kinds(plan, plan.rows.long())
+    others = built_calls.beside_tiles(built, x, canvas)
+    yield from exact_rows(work, x, plan, share, kinds, False, None, not_timed, others)
+    plan8 = sliding_tile(order, [(3, 3, 3)], 24, block_m=64)
+    yield from int8_rows(f"{work} 8-bit", x, plan8, share)
+
+
+def growth_rows(built: Built, video: int, not_timed: set[str]) -> Iterator[Row]:
+    """Random blocks over densities, and over tokens at one density in four."""
+    not_timed = not_timed | {"gluon in step", "triton"}
+    for tokens in (8192, 16384, 32768, 65536):
+        yield from block_rows(inputs(24, 24, tokens), 0.25, built, not_timed)
+    x = inputs(24, 24, video)
+    for density in (0.05, 0.1, 0.5, 0.75, 1.0):
+        yield from block_rows(x, density, built, not_timed)
 
 
 def _kinds(plan: BlockPlan, row: Tensor) -> Tensor:
@@ -331,15 +259,51 @@ def _kinds(plan: BlockPlan, row: Tensor) -> Tensor:
     return kinds.cuda()[None]
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, help="folder of _vllm_fa3_C.abi3.so")
+    parser.add_argument("--sage-source", type=Path, help="folder of SageAttention")
+    parser.add_argument("--sparge-source", type=Path, help="folder of SpargeAttn")
+    parser.add_argument("--tk-source", type=Path, help="folder of FastVideo's fastvideo-kernel")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "sparse-peers")
+    parser.add_argument("--build-seconds", type=float, default=240.0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--video", type=int, default=115200)
+    parser.add_argument("--growth", action="store_true", help="rows over densities and tokens")
     parser.add_argument("--check", nargs="*", help="only compare these modes (none: all)")
     parser.add_argument("--skip", nargs="*", default=[], help="modes neither compared nor timed")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no row after these")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def load_built(options: argparse.Namespace) -> tuple[Built, dict[str, float]]:
+    """The peers whose sources were given, built and loaded, and their errors."""
+    given = {
+        "SageAttention2": options.sage_source,
+        "SpargeAttn": options.sparge_source,
+        "ThunderKittens": options.tk_source,
+    }
+    folders = {name: path.resolve() for name, path in given.items() if path is not None}
+    built = built_calls.load(build(folders, options.cache.resolve(), options.build_seconds))
+    for name, sentence in built.absent:
+        print(f"{name}: {sentence}", flush=True)
+    found = built_calls.errors(built, inputs, random_kinds(2, 32, 16, 0.4) > 0)
+    for name, error in found.items():
+        print(f"{'normal':20s} {name:40s} {error:.2e}", flush=True)
+    return built, found
+
+
+def with_errors(row: Row, ours: dict[str, float], theirs: dict[str, float]) -> dict[str, object]:
+    """A row for the result, with what its modes and peers showed for normal inputs."""
+    causal = " causal" if row.work.startswith("causal") else ""
+    named = {name: theirs.get(name + causal, theirs.get(name)) for name in row.peers}
+    row.peer_errors = {name: error for name, error in named.items() if error is not None}
+    row.error = ours.get(row.path.removeprefix("int8 "))
+    return dataclasses.asdict(row)
+
+
+def main() -> int:
+    options = arguments()
     begin = time.monotonic()
     try:
         fa3 = None if options.peers is None else peers.load_fa3(options.peers)
@@ -354,13 +318,19 @@ def main() -> int:
     print(f"random rows, an empty one, cut ends: {plan_error:.2e}", flush=True)
     if not plan_error < 3e-3:
         wrong.add("gluon")
+    built, built_errors = load_built(options)
     found: list[Row] = []
     result = environment() | {"errors": errors, "plan_error": plan_error, "wrong": sorted(wrong)}
+    result |= {"not_built": dict(built.absent), "errors_of_built_peers": built_errors}
     not_timed = wrong | set(options.skip)
+    normal = {str(e["mode"]): e["error"] for e in errors if e["family"] == "normal"}
     sizes = {"video": options.video, "short": 16384, "long": 65536}
-    for row in rows(fa3, sizes, not_timed):
+    works = rows(fa3, built, sizes, not_timed)
+    if options.growth:
+        works = itertools.chain(works, growth_rows(built, options.video, not_timed))
+    for row in works:
         found.append(row)
-        result["rows"] = [dataclasses.asdict(r) for r in found]
+        result["rows"] = [with_errors(r, normal, normal | built_errors) for r in found]
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if time.monotonic() - begin > options.seconds:
             print("time is up")

@@ -76,6 +76,30 @@ def graph_us(calls: list[Callable[[], object]], replays: int) -> float:
     return statistics.median(times)
 
 
+def stream_time_ms(call: Callable[[], object], repeats: int = 5) -> float:
+    """GPU time of one call, in ms: median between events on the default stream.
+
+    For calls whose kernels go there whatever stream is current, which a graph cannot hold. The GPU
+    is kept waiting meanwhile, so that the host's time to launch is not counted.
+    """
+    torch.cuda.synchronize()
+    times: list[float] = []
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        for _ in range(2):
+            call()
+        for _ in range(repeats):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # cycles
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
 def call_time_ms(call: Callable[[], object], repeats: int = 50) -> float:
     """Time of one Python call with an idle GPU before and after it: host and device, in ms."""
     for _ in range(5):
