@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
+from docs import performance_sparse
 from kda_backend.launch_params import TABLES
 from kda_backend.spec import CHUNK
 
@@ -77,7 +78,7 @@ _IMPLEMENTATIONS = {"ours": "this backend", "fla": "FLA 0.6.0", "flashkda": "Fla
 def render() -> str:
     """The page's text."""
     lines = [*_prefill(), *_accuracy(), *_growth(), *_short(), *_segments(), *_decode()]
-    lines += [*_compressor(), *_mla(), *_mla_in_engine()]
+    lines += [*_compressor(), *_mla(), *_mla_in_engine(), *_sparse()]
     lines += [*_default_modes(), *_engine(), *_recall(), *_load_test()]
     return HEAD + "\n".join(lines) + "\n" + BOUNDS
 
@@ -498,6 +499,17 @@ def _mla_in_engine() -> list[str]:
         " ahead, its MLA layers are this package's. A step of one request waits for the host.",
         "",
         *_table(["requests × context", "upstream", "with the flag", "×"], cells),
+    ]
+
+
+def _sparse() -> list[str]:
+    """Block-sparse attention of the softmax family, and what the order of tokens does."""
+    report, orders = _load(performance_sparse.RESULT), _load(performance_sparse.ORDERS)
+    return [
+        *performance_sparse.attention(report, _section, _table),
+        *performance_sparse.orders(orders, _table),
+        "",
+        performance_sparse.orders_in_words(orders),
     ]
 
 

@@ -1,0 +1,106 @@
+"""The parts of docs/performance.md on block-sparse attention; ``performance.py`` calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Section = Callable[[str, dict[str, Any], str], list[str]]
+Table = Callable[[list[str], Iterable[list[str]]], list[str]]
+
+RESULT = "sparse_attention_h200.json"
+ORDERS = "token_orders.json"
+_IMAGE = "sparse_attention_h200.svg"
+
+
+def attention(report: dict[str, Any], section: Section, table: Table) -> list[str]:
+    """Every work beside the peers of its run, and what was not built."""
+    rows = [row for row in report["rows"] if row["path"] != "gluon in step"]
+    cells = (
+        [
+            row["work"],
+            f"{int(row['shape'].split()[0]):,}",
+            f"{row['density']:.2f}",
+            row["path"],
+            _ms(row["ours_ms"]),
+            _ms(row["ours_whole_ms"]),
+            "" if row["tflops"] is None else f"{row['tflops']:.0f}",
+            ", ".join(f"{name} {_ms(ms)}" for name, ms in row["peers"].items()),
+        ]
+        for row in rows
+    )
+    kept = [row for row in rows if row["mass_kept"] is not None]
+    titles = ["work", "tokens", "density", "path", "ours", "whole call", "TFLOP/s", "peers"]
+    absent = [f"{name}: {why}." for name, why in report.get("not_built", {}).items()]
+    return [
+        *section("Block-sparse and 8-bit attention", report, RESULT),
+        "",
+        "D 128, ms. A whole call counts quantisation and prediction too. Random blocks differ by"
+        " head. Peers were given the same blocks; those without block plans ran dense works alone.",
+        "",
+        *table(titles, cells),
+        *(
+            f"\nOn random inputs, the worst there are for it, the prediction at density"
+            f" {row['density']:.2f} keeps {row['mass_kept']:.2f} of the attention."
+            for row in kept
+        ),
+        *(["", "Not built: " + " ".join(absent)] if absent else []),
+        "",
+        f"![time against density and against tokens, beside the peers](img/{_IMAGE})",
+    ]
+
+
+def orders(report: dict[str, Any], table: Table) -> list[str]:
+    """What the order of a video's tokens does to density and to the attention kept."""
+    rows, key = report["rows"], f"density_for_{report['mass']}"
+    densities = [x["density"] for x in rows[0]["kept"]]
+    cells = (
+        [
+            f"{row['field']}, {row['waves']} waves",
+            row["order"],
+            *(f"{x['predicted']:.2f} / {x['best']:.2f}" for x in row["kept"]),
+            f"{row[key]:.2f}",
+        ]
+        for row in rows
+    )
+    titles = ["field", "order", *(f"kept at {x:.2f}" for x in densities)]
+    link = f"[{ORDERS}](../benchmarks/results/{ORDERS})"
+    box = " x ".join(map(str, report["box"]))
+    return [
+        "",
+        "## Orders of a video's tokens",
+        "",
+        f"Synthetic fields over {box} tokens, blocks of {report['block']}, on a CPU,"
+        f" {report['date']}: {link}. Share of the attention that a prediction keeps at a density,"
+        " and that the best choice of as many blocks would keep; and the density that the best"
+        f" choice needs to keep {report['mass']:.1f}. `benchmarks/token_orders.py` describes the"
+        " fields.",
+        "",
+        *table([*titles, f"density for {report['mass']:.1f}"], cells),
+    ]
+
+
+def orders_in_words(report: dict[str, Any]) -> str:
+    """The comparison of the Hilbert curve with tiles, in a sentence."""
+    key = f"density_for_{report['mass']}"
+    needed: dict[str, list[float]] = {}
+    for row in report["rows"]:
+        needed.setdefault(row["order"], []).append(row[key])
+    cubes, *others = [name for name in needed if name.startswith("tiles")]
+    same = needed[cubes] == needed["hilbert"]
+    verdict = "the same blocks as" if same else "other blocks than"
+    over = [
+        f"{name} {min(ratios):.2f} to {max(ratios):.2f} times as many"
+        for name in ("raster", *others, "random")
+        for ratios in [[a / b for a, b in zip(needed[name], needed[cubes], strict=True)]]
+    ]
+    return (
+        f"To keep {report['mass']:.1f} of the attention, the Hilbert curve needs {verdict} {cubes};"
+        f" other orders need more blocks than those: {', '.join(over)}."
+    )
+
+
+def _ms(ms: float | None) -> str:
+    if ms is None:
+        return ""
+    return f"{ms:.2f}" if ms < 100 else f"{ms:.1f}"
