@@ -87,8 +87,8 @@ def _load_flashmla(folder: Path) -> Peer:
     return make
 
 
-def flashmla_plan(lengths: torch.Tensor, heads: int) -> Call:
-    """FlashMLA's planner on its own."""
+def flashmla_plan(lengths: torch.Tensor, heads: int) -> Callable[[], list[torch.Tensor]]:
+    """FlashMLA's planner on its own; a call gives (tile_scheduler_metadata, num_splits)."""
     ops = torch.ops.flash_mla_legacy
     return lambda: ops.get_mla_decoding_metadata(lengths, heads, 1, None, False, None)
 

@@ -7,17 +7,18 @@ import::
     from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 What differs: any page size, 1 to 128 heads without padding, and a schedule of our own by default;
-``get_mla_metadata(..., schedule="flash_mla")`` gives FlashMLA's own work list.
+``schedule="flash_mla"`` gives FlashMLA's own tensors (``plan/flash_mla.py`` describes them).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from softmax_backend.api import mla_decode
 from softmax_backend.contract.mla_decode import split_cache
+from softmax_backend.plan.flash_mla import RELEASES, Release, from_columns_of, in_columns_of
 from softmax_backend.plan.planner import MlaPlanner, Schedule
 from softmax_backend.selection import select_for
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
@@ -30,13 +31,15 @@ HEAD_DIM = LATENT_DIM + ROPE_DIM
 class FlashMLASchedMeta:
     """The schedule of one step; filled by the first call that uses it.
 
-    It may be used again while the shapes and the values of ``cache_seqlens`` stay the same.
+    It may be used again while the shapes and the values of ``cache_seqlens`` stay the same. With
+    ``schedule="flash_mla"`` its tensors are those of FlashMLA's release of January 2026.
     """
 
     schedule: Schedule = "balanced"
     config: tuple[int, ...] | None = None
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
+    work: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def have_initialized(self) -> bool:
@@ -52,6 +55,7 @@ def get_mla_metadata(
     topk: int | None = None,
     *,
     schedule: Schedule = "balanced",
+    release: Release = "2025-09",
 ) -> tuple[torch.Tensor | FlashMLASchedMeta, torch.Tensor | None]:
     """The schedule of one step, shared by its layers; no host sync.
 
@@ -62,16 +66,19 @@ def get_mla_metadata(
         num_heads_k: 1.
         num_heads_q, is_fp8_kvcache: as in FlashMLA; without effect on the schedule.
         topk: must be ``None``: sparse attention is not served here.
-        schedule: ``"balanced"``, or ``"flash_mla"`` for the work list that FlashMLA makes, bit for
-            bit in columns 0 to 4 of every part that has work.
+        schedule: ``"balanced"``, or ``"flash_mla"`` for the tensors that FlashMLA makes on a GPU of
+            as many SMs, bit for bit but for the columns that it leaves unwritten.
+        release: whose: of April 2025, of September 2025, or of January 2026; with ``"balanced"``
+            it must be ``"2025-09"``.
 
     Returns:
-        (tile_scheduler_metadata ``[parts, 8]``, num_splits ``[batch + 1]``), int32. Columns: first
-        request, first block, last request, end block, number of the first split.
+        (tile_scheduler_metadata ``[parts, 8]``, num_splits ``[batch + 1]``), int32. Columns of
+        2025-09: first request, first block, last request, end block, number of the first split.
 
     Raises:
         ValueError: an argument is not as described.
     """
+    _check_release(schedule, release)
     if cache_seqlens is None:
         return FlashMLASchedMeta(schedule), None
     if topk is not None:
@@ -89,8 +96,17 @@ def get_mla_metadata(
             f"num_q_tokens_per_head_k must be 1 to 8 query tokens times 1 to 128 heads, got {rows}"
         )
     spec = MlaSpec(rows // tokens, 64, query_tokens=tokens)
-    plan = _planner(cache_seqlens.device, spec, schedule).plan(cache_seqlens)
-    return plan.work, plan.num_splits
+    plan = _planner(cache_seqlens.device, spec, schedule, release).plan(cache_seqlens)
+    return in_columns_of(release, plan.work, cache_seqlens), plan.num_splits
+
+
+def _check_release(schedule: Schedule, release: Release) -> None:
+    if release not in RELEASES:
+        raise ValueError(f"release must be one of {', '.join(RELEASES)}, got {release!r}")
+    if schedule != "flash_mla" and release != "2025-09":
+        raise ValueError(
+            f"release must be 2025-09 unless schedule is flash_mla, got {release} with {schedule}"
+        )
 
 
 def flash_mla_with_kvcache(
@@ -106,6 +122,8 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
+    *,
+    release: Release = "2025-09",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense MLA decoding over a paged cache.
 
@@ -120,6 +138,7 @@ def flash_mla_with_kvcache(
         causal: query token i of s sees all keys but the last s - 1 - i.
         indices: must be ``None``: sparse attention is not served here.
         attn_sink: ``[heads]`` float32 natural logits; without effect on the LSE.
+        release: that ``tile_scheduler_metadata`` was made for, where it is a tensor.
 
     Returns:
         (out ``[batch, seq_len_q, heads, 512]``, natural LSE ``[batch, heads, seq_len_q]`` float32).
@@ -146,7 +165,7 @@ def flash_mla_with_kvcache(
         dtype=q.dtype,
     )
     selection = select_for(q.device, spec)
-    work, slots = _schedule(tile_scheduler_metadata, num_splits, cache_seqlens, spec)
+    work, slots = _schedule(tile_scheduler_metadata, num_splits, cache_seqlens, spec, release)
     plan = StepPlan(cache_seqlens, work, slots, tokens, 0, batch + work.shape[0])
     latent, rope, scales = split_cache(k_cache.squeeze(2), spec)
     out, lse = mla_decode(
@@ -170,7 +189,10 @@ def _schedule(
     num_splits: torch.Tensor | None,
     cache_seqlens: torch.Tensor,
     spec: MlaSpec,
+    release: Release,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if release not in RELEASES:
+        raise ValueError(f"release must be one of {', '.join(RELEASES)}, got {release!r}")
     if isinstance(given, torch.Tensor):
         if num_splits is None:
             raise ValueError("num_splits must come with tile_scheduler_metadata, got None")
@@ -184,21 +206,27 @@ def _schedule(
                 f"num_splits must have shape [{cache_seqlens.shape[0] + 1}] and dtype int32, got"
                 f" {list(num_splits.shape)} and {num_splits.dtype}"
             )
-        return given, num_splits
+        return from_columns_of(release, given), num_splits
     if num_splits is not None:
         raise ValueError("num_splits must be None with a FlashMLASchedMeta")
     config = (*cache_seqlens.shape, spec.query_tokens, spec.num_heads, spec.page_size)
-    if given.tile_scheduler_metadata is None or given.num_splits is None:
+    if given.work is None or given.num_splits is None:
         plan = _planner(cache_seqlens.device, spec, given.schedule).plan(cache_seqlens)
-        given.tile_scheduler_metadata, given.num_splits = plan.work, plan.num_splits
+        own = given.schedule == "balanced"
+        given.tile_scheduler_metadata = (
+            plan.work if own else in_columns_of("2026-01", plan.work, cache_seqlens)
+        )
+        given.work, given.num_splits = plan.work, plan.num_splits
         given.config = config
     if given.config != config:
         raise ValueError(
             "tile_scheduler_metadata must be used with the shapes (batch, seq_len_q, heads, page"
             f" size) of its first call, {given.config}, got {config}"
         )
-    return given.tile_scheduler_metadata, given.num_splits
+    return given.work, given.num_splits
 
 
-def _planner(device: torch.device, spec: MlaSpec, schedule: Schedule) -> MlaPlanner:
-    return MlaPlanner(select_for(device, spec), schedule=schedule)
+def _planner(
+    device: torch.device, spec: MlaSpec, schedule: Schedule, release: Release = "2025-09"
+) -> MlaPlanner:
+    return MlaPlanner(select_for(device, spec), schedule=schedule, release=release)

@@ -173,13 +173,17 @@ def flash_mla_plan_kernel(
     ctas,
     BLOCK_T: tl.constexpr,
     OVERHEAD: tl.constexpr,
+    EMPTY_BLOCKS: tl.constexpr,  # of a request without tokens
+    MIN_PAYLOAD: tl.constexpr,
 ):
     """FlashMLA's schedule: a greedy contiguous fill by one thread. Grid: 1."""
     o_request = tl.arange(0, BLOCK_T)
     lengths = tl.load(lengths_ptr + o_request, mask=o_request < requests, other=0)
-    cost = tl.maximum(tl.cdiv(lengths, 64), 1) + OVERHEAD
+    cost = tl.maximum(tl.cdiv(lengths, 64), EMPTY_BLOCKS) + OVERHEAD
     total = tl.sum(tl.where(o_request < requests, cost, 0), 0)
-    payload = tl.cdiv(total, ctas) + OVERHEAD
+    payload = tl.maximum(tl.cdiv(total, ctas) + OVERHEAD, MIN_PAYLOAD)
+    # as FlashMLA has it for parts without work
+    idle = EMPTY_BLOCKS * tl.maximum(tl.cdiv(tl.load(lengths_ptr), 64) - 1, 0)
     request = requests * 0
     block = requests * 0
     split = requests * 0
@@ -188,13 +192,12 @@ def flash_mla_plan_kernel(
     for i in range(0, ctas):
         row = work_ptr + i * 8
         tl.store(row, request)
-        tl.store(row + 1, block)
+        tl.store(row + 1, tl.where(request < requests, block, idle))
         tl.store(row + 4, split)
         left = payload
         going = request < requests
         while going:
-            # FlashMLA counts a request without tokens as one block
-            blocks = tl.maximum(tl.cdiv(tl.load(lengths_ptr + request), 64), 1) - block
+            blocks = tl.maximum(tl.cdiv(tl.load(lengths_ptr + request), 64), EMPTY_BLOCKS) - block
             if left >= blocks + OVERHEAD:
                 slots += split + 1
                 tl.store(num_splits_ptr + request + 1, slots)

@@ -12,7 +12,14 @@ from backend_core import contracts
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
 from softmax_backend.launch_params import Sm90MlaParams, TritonMlaParams
-from softmax_backend.plan.split_kv import CANDIDATES, flash_mla_schedule, split_kv
+from softmax_backend.plan.flash_mla import (
+    OVERHEAD,
+    RELEASES,
+    Release,
+    flash_mla_schedule,
+    num_parts,
+)
+from softmax_backend.plan.split_kv import CANDIDATES, split_kv
 from softmax_backend.selection import MlaSelection
 from softmax_backend.spec import BLOCK_TOKENS, MAX_SPLITS
 from softmax_backend.step_plan import SharedPrefix, StepPlan
@@ -47,6 +54,8 @@ class MlaPlanner:
     Args:
         selection: the paths of the layer (``selection.select``).
         schedule: ``"balanced"``, or ``"flash_mla"`` for FlashMLA's own.
+        release: whose schedule ``"flash_mla"`` is (``plan/flash_mla.py``); the plan's columns are
+            those of 2025-09 in any case.
         fixed_split_tokens: > 0: results of a request do not depend on what else is in the batch;
             every split has so many tokens, a multiple of 64. ``max_tokens`` is then required.
         max_tokens: the longest request, for the capacity of fixed splits.
@@ -63,12 +72,15 @@ class MlaPlanner:
         selection: MlaSelection,
         *,
         schedule: Schedule = "balanced",
+        release: Release = "2025-09",
         fixed_split_tokens: int = 0,
         max_tokens: int = 0,
         shared_prefix_tokens: int = 0,
     ) -> None:
         if schedule not in ("balanced", "flash_mla"):
             raise ValueError(f"schedule must be balanced or flash_mla, got {schedule!r}")
+        if release not in RELEASES:
+            raise ValueError(f"release must be one of {', '.join(RELEASES)}, got {release!r}")
         if fixed_split_tokens < 0 or fixed_split_tokens % BLOCK_TOKENS:
             raise ValueError(
                 f"fixed_split_tokens must be a multiple of {BLOCK_TOKENS}, got {fixed_split_tokens}"
@@ -95,6 +107,7 @@ class MlaPlanner:
         self.selection = selection
         self.spec = selection.spec
         self._schedule = schedule
+        self._release = release
         self._chunk_blocks = fixed_split_tokens // BLOCK_TOKENS
         self._prefix_tokens = shared_prefix_tokens
 
@@ -188,6 +201,8 @@ class MlaPlanner:
         return isinstance(path.params, Sm90MlaParams) and self._schedule == "balanced"
 
     def _num_ctas(self, path: KernelPath) -> int:
+        if self._schedule == "flash_mla":
+            return num_parts(self.selection.target.num_sms, self.spec.query_rows)
         row_tiles = 1 if self._prefix_tokens else -(-self.spec.query_rows // 64)
         sms = self.selection.target.num_sms
         if isinstance(path.params, TritonMlaParams):
@@ -201,7 +216,7 @@ class MlaPlanner:
         min_blocks = getattr(path.params, "min_blocks", 1)
         if not tokens.is_cuda and path.name == "torch":
             if self._schedule == "flash_mla":
-                work, num_splits = flash_mla_schedule(tokens, plan.num_ctas)
+                work, num_splits = flash_mla_schedule(tokens, plan.num_ctas, self._release)
             else:
                 work, num_splits = split_kv(
                     tokens, plan.num_ctas, overhead, min_blocks, self._chunk_blocks
@@ -209,7 +224,7 @@ class MlaPlanner:
             plan.work.copy_(work)
             plan.num_splits.copy_(num_splits)
         elif self._schedule == "flash_mla":
-            plan_flash_mla(tokens, plan.work, plan.num_splits)
+            plan_flash_mla(tokens, plan.work, plan.num_splits, self._release)
         elif isinstance(path.params, Sm90MlaParams):
             self._fill_sm90(plan, tokens, path.params)
         else:
@@ -255,9 +270,14 @@ def plan_split_kv(
     )
 
 
-def plan_flash_mla(lengths: torch.Tensor, work: torch.Tensor, num_splits: torch.Tensor) -> None:
-    """FlashMLA's schedule by a kernel, bit for bit for every part that has work."""
-    kernel = _flash_mla_kernel(_power_of_two(lengths.shape[0]))
+def plan_flash_mla(
+    lengths: torch.Tensor,
+    work: torch.Tensor,
+    num_splits: torch.Tensor,
+    release: Release = "2025-09",
+) -> None:
+    """FlashMLA's schedule by a kernel, in the columns of 2025-09."""
+    kernel = _flash_mla_kernel(_power_of_two(lengths.shape[0]), release)
     kernel((1, 1, 1), lengths, work, num_splits, lengths.shape[0], work.shape[0])
 
 
@@ -318,11 +338,17 @@ def _split_kernel(block_t: int, block_ctas: int) -> KernelLaunch:
 
 
 @functools.cache
-def _flash_mla_kernel(block_t: int) -> KernelLaunch:
+def _flash_mla_kernel(block_t: int, release: Release) -> KernelLaunch:
     from backend_core.launch.triton import KernelLaunch
     from softmax_backend.kernels.split_plan import flash_mla_plan_kernel
 
-    constexprs = {"BLOCK_T": block_t, "OVERHEAD": 5}
+    first = release == "2025-04"
+    constexprs = {
+        "BLOCK_T": block_t,
+        "OVERHEAD": OVERHEAD,
+        "EMPTY_BLOCKS": 0 if first else 1,
+        "MIN_PAYLOAD": 2 * OVERHEAD if first else 0,
+    }
     return KernelLaunch(flash_mla_plan_kernel, constexprs, {"num_warps": 1})
 
 

@@ -104,35 +104,3 @@ def _rows(*columns: torch.Tensor) -> torch.Tensor:
 
 def _prefix_sum(count: torch.Tensor) -> torch.Tensor:
     return torch.cat([count.new_zeros(1), count.cumsum(0)]).int()
-
-
-def flash_mla_schedule(lengths: torch.Tensor, ctas: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashMLA's schedule (its get_mla_metadata kernel of September 2025), by hand.
-
-    A greedy contiguous fill: each part takes blocks, five more for each request that it touches,
-    until ``ceil(total / parts) + 5``. A request without tokens counts as one block.
-    """
-    overhead = 5
-    sizes = lengths.tolist()
-    blocks = [max(-(-n // BLOCK), 1) for n in sizes]
-    payload = -(-(sum(blocks) + overhead * len(blocks)) // ctas) + overhead
-    rows, slots = [], [0]
-    request = block = split = 0
-    for _ in range(ctas):
-        begin, left = (request, block, split), payload
-        while request < len(blocks):
-            rest = blocks[request] - block
-            if left >= rest + overhead:
-                slots.append(slots[-1] + split + 1)
-                left -= rest + overhead
-                request, block, split = request + 1, 0, 0
-                continue
-            if left > overhead:
-                block, split = block + left - overhead, split + 1
-            break
-        last = request if block else request - 1
-        end = block or -(-sizes[max(request - 1, 0)] // BLOCK)
-        rows.append([begin[0], begin[1], last, end, begin[2], 0, 0, 0])
-    tensors = (torch.tensor(values, dtype=torch.int32) for values in (rows, slots))
-    work, num_splits = (tensor.to(lengths.device) for tensor in tensors)
-    return work, num_splits

@@ -16,7 +16,8 @@ from softmax_backend import flashinfer, reference
 from softmax_backend import reference_sparse_mla as sparse_reference
 from softmax_backend.contract.sparse_mla import NamedRows
 from softmax_backend.plan import MlaPlanner
-from softmax_backend.plan.split_kv import flash_mla_schedule, split_kv
+from softmax_backend.plan.flash_mla import flash_mla_schedule
+from softmax_backend.plan.split_kv import split_kv
 from softmax_backend.selection import MlaSelection
 from softmax_backend.sparse_mla import SparseMlaSelection, sparse_mla
 from softmax_backend.spec import MlaSpec

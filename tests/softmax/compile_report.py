@@ -109,7 +109,7 @@ def cases(arch: str) -> Iterator[Case]:
     yield "combine", combine._triton_kernel(512), (*_PREFIX, "sinks_ptr")
     yield "combine, two levels, sinks", combine._triton_kernel(512), ()
     yield "split_plan, 128 requests", planner._split_kernel(128, 256), ()
-    yield "flash_mla_plan, 128 requests", planner._flash_mla_kernel(128), ()
+    yield "flash_mla_plan, 128 requests", planner._flash_mla_kernel(128, "2025-09"), ()
     leaders, tiles = planner._prefix_kernels(64, 64, 64)
     yield "find_leaders, 64 requests", leaders, ()
     yield "two_level_tiles, 64 requests", tiles, ()

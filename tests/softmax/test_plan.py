@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softmax_backend.plan import MlaPlanner
-from softmax_backend.plan.planner import plan_flash_mla, plan_split_kv
-from softmax_backend.plan.split_kv import flash_mla_schedule, split_kv
+from softmax_backend.plan.planner import plan_split_kv
+from softmax_backend.plan.split_kv import split_kv
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
 from softmax_backend.testing.cases import forced
@@ -55,13 +55,6 @@ def test_every_block_is_computed_once(
     work, num_splits = split_kv(tokens, ctas, overhead, min_blocks)
     check_plan(work, num_splits, lengths)
     assert int(num_splits[-1]) <= len(lengths) + ctas
-
-
-@settings(max_examples=60, deadline=None)
-@given(lengths_of, st.integers(1, 40))
-def test_flash_mlas_schedule_computes_every_block_once(lengths: list[int], ctas: int) -> None:
-    work, num_splits = flash_mla_schedule(torch.tensor(lengths, dtype=torch.int32), ctas)
-    check_plan(work, num_splits, lengths)
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,29 +109,6 @@ def test_the_triton_planner_is_the_one_in_torch(
         work, num_splits = split_kv(lengths, 20, 2, 2, chunk)
         assert torch.equal(plan.work.cpu(), work)
         assert torch.equal(plan.num_splits.cpu(), num_splits)
-
-
-def test_the_kernel_of_flash_mlas_schedule(device: torch.device, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 4000, (30,), generator=generator, dtype=torch.int32)
-    plan = empty_plan(lengths.to(device), 20)
-    plan_flash_mla(plan.lengths, plan.work, plan.num_splits)
-    work, num_splits = flash_mla_schedule(lengths, 20)
-    assert torch.equal(plan.work.cpu(), work)
-    assert torch.equal(plan.num_splits.cpu(), num_splits)
-
-
-def test_flash_mlas_schedule_by_hand() -> None:
-    """70 and 3 blocks on 4 parts: a payload of ceil((73 + 10) / 4) + 5 = 26."""
-    lengths = torch.tensor([70 * 64, 130], dtype=torch.int32)
-    work, num_splits = flash_mla_schedule(lengths, 4)
-    assert work[:, :5].tolist() == [
-        [0, 0, 0, 21, 0],
-        [0, 21, 0, 42, 1],
-        [0, 42, 0, 63, 2],
-        [0, 63, 1, 3, 3],
-    ]
-    assert num_splits.tolist() == [0, 4, 5]
 
 
 def empty_plan(lengths: torch.Tensor, ctas: int) -> StepPlan:
