@@ -116,8 +116,8 @@ def _layer_refusal(selector: Any) -> str | None:
         return f"queries must be in bfloat16, got {str(selector.dtype).removeprefix('torch.')}"
     if selector.kv_cache_dtype not in (None, "auto", "bfloat16"):
         return (
-            f"the cache must be in bfloat16, got {selector.kv_cache_dtype}: decodes of fp8 caches"
-            " have not been compared with vLLM's"
+            f"the cache must be in bfloat16, got {selector.kv_cache_dtype}: this package reads fp8"
+            " caches in Triton alone, which no result compares with vLLM's kernels"
         )
     if selector.has_sink or selector.has_sliding_window or selector.use_non_causal:
         return "layers with sinks, a sliding window or attention to later tokens are not served"
