@@ -46,6 +46,7 @@ files under `benchmarks/results/`; CI fails where it is stale.
 
 _DRAWN = "the kernel of the layers; tested with drawn inputs only"
 _MLA = "MLA decode where measured ahead"
+_MLA_SGLANG = f"{_MLA}, with `--page-size 64`; CPU"
 _ATTENTION = "[attention](families/softmax.md) where measured ahead"
 _SGLANG_V4 = f"compressor, from 0.5.17 on (plans v2); {_ATTENTION}, 0.5.23; CPU"
 MODELS = f"""
@@ -53,11 +54,11 @@ MODELS = f"""
 
 | model | vllm | sglang |
 |---|---|---|
-| Kimi-Linear | KDA layers, prefill and decode; {_MLA} | KDA layers |
+| Kimi-Linear | KDA layers, prefill and decode; {_MLA} | KDA layers; {_MLA_SGLANG} |
 | Kimi-K3 | KDA layers, 0.27 (ROCm 0.28) to 0.33; CPU | {_DRAWN} |
 | GLM-5.3-Flash | KDA layers, 0.30 to 0.33; CPU | {_DRAWN} |
 | Ling-V3 | KDA layers, 0.28 to 0.33; CPU | {_DRAWN} |
-| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}, 0.26 to 0.33; CPU | upstream |
+| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}, 0.26 to 0.33; CPU | {_MLA_SGLANG} |
 | DeepSeek-V4 | [compressor](families/dsv4.md); {_ATTENTION}, CPU | {_SGLANG_V4} |
 
 *CPU*: contract tests in the releases' own wheels; no GPU has served that model with this backend.

@@ -50,6 +50,18 @@ class MlaStep:
         Raises:
             ValueError: an input is not as described; nothing has been written then.
         """
+        kv_latent, kv_rope, _ = split_cache(cache, self.selection.spec)
+        return self.attend_parts(q_latent, q_rope, kv_latent, kv_rope, scale)
+
+    def attend_parts(
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        kv_latent: torch.Tensor,
+        kv_rope: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attend` over a cache that comes in two tensors, ``[pages, page size, 512]`` and 64."""
         requests = self.plan.requests
         tokens = requests * self.plan.query_tokens
         if q_latent.shape[0] != tokens or q_rope.shape[0] != tokens:
@@ -57,7 +69,6 @@ class MlaStep:
                 f"q_latent and q_rope must have {tokens} tokens ({self.plan.query_tokens} for each"
                 f" of {requests} requests), got {q_latent.shape[0]} and {q_rope.shape[0]}"
             )
-        kv_latent, kv_rope, _ = split_cache(cache, self.selection.spec)
         out, lse = mla_decode(
             by_request(q_latent, requests),
             by_request(q_rope, requests),

@@ -1,19 +1,28 @@
-"""sglang: DeepSeek-V4's attention on this family, where it is ahead of FlashMLA.
+"""sglang: MLA layers on this family, where it is ahead of sglang's own kernel.
 
+    sglang serve --model-path MODEL --page-size 64 --attention-backend softmax
     sglang serve --model-path MODEL --attention-backend dsv4
 
-The flag is `backend_core.engines.sglang_flag`'s. What serves is sglang's own attention backend, of
-which the two calls of FlashMLA are made here (`sglang_sparse`). Dense MLA stays sglang's.
+The flag is `backend_core.engines.sglang_flag`'s; ``kda`` turns dense MLA on too. What serves is
+sglang's own attention backend. Of dense MLA the decodes are taken, by a subclass in its place
+(`sglang_mla`); of DeepSeek-V4's sparse MLA the two calls of FlashMLA (`sglang_sparse`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.utils.common import rank0_log
 
 from backend_core.engines import ENGINES, Engine
-from backend_core.engines.sglang_flag import LayerClaim, register_family
+from backend_core.engines.sglang_flag import BackendClaim, LayerClaim, register_family
+from backend_core.target import Target, detect_target
+from softmax_backend.engine_choice import Lead, lead_over
+from softmax_backend.engines.sglang_facts import KERNELS, PAGE_MULTIPLE, mla_layers
+from softmax_backend.selection import select
+from softmax_backend.spec import MlaSpec
 
 SERVED = Engine("sglang", "0.5.23", "0.5.23")
 """The releases whose calls of FlashMLA are known here."""
@@ -21,8 +30,83 @@ SERVED = Engine("sglang", "0.5.23", "0.5.23")
 
 def register() -> None:
     """Make ``softmax`` known; see `sglang_flag.register_family` for what it raises."""
-    claim = LayerClaim("sparse_mla", "DeepSeek-V4 attention", _present, _install)
-    register_family("softmax", [claim])
+    sparse = LayerClaim("sparse_mla", "DeepSeek-V4 attention", _present, _install)
+    register_family("softmax", [BackendClaim("mla", "MLA", choose), sparse])
+
+
+def choose(runner: Any, upstream: Any) -> type | str:
+    """The class that serves a model's MLA decodes here, or why sglang's own backend stays."""
+    name = type(upstream).__name__
+    if name not in KERNELS:
+        return f"decode is served in the place of {', '.join(KERNELS)}, and sglang chooses {name}"
+    reason = _engine_refusal(runner, upstream) or _layer_refusal(runner, upstream)
+    if reason is not None:
+        return reason
+    heads = mla_layers(runner.model)[0].tp_q_head_num
+    target = detect_target(torch.device(upstream.device))
+    lead = lead_over(target, KERNELS[name], heads)
+    if not isinstance(lead, Lead):
+        return lead
+    if upstream.page_size % PAGE_MULTIPLE:
+        return (
+            f"pages must have a multiple of {PAGE_MULTIPLE} tokens, got {upstream.page_size}:"
+            " --page-size 64 gives such pages"
+        )
+    try:
+        rows = select(target, MlaSpec(heads, upstream.page_size)).explain()
+    except (LookupError, ValueError) as error:
+        return str(error)
+    from softmax_backend.engines import sglang_mla
+
+    if (reason := sglang_mla.unknown_call()) is not None:
+        return reason
+    _explain(target, heads, lead, name, rows)
+    return sglang_mla.SplitKvMLABackend
+
+
+def _engine_refusal(runner: Any, upstream: Any) -> str | None:
+    if upstream.fa_impl_ver != 3:
+        return f"decode was compared with FlashAttention 3, got {upstream.fa_impl_ver}"
+    if runner.is_draft_worker or get_spec().speculative_algorithm is not None:
+        return "speculative decoding verifies drafts in sglang's calls for prompts"
+    if upstream.attn_cp_size > 1 or get_parallel().dcp_enabled:
+        return "a request must have its whole cache on one rank"
+    # 0.5.17 says so itself, later releases by what translates its pages
+    translator = getattr(upstream, "kv_index_translator", None)
+    if getattr(upstream, "_unified_dense", False) or getattr(translator, "is_translating", False):
+        return "pages of the unified memory pool are not served"
+    if getattr(upstream, "_kv_shard_pool", None) is not None:
+        return "a cache whose pages are spread over ranks is not served"
+    return None
+
+
+def _layer_refusal(runner: Any, upstream: Any) -> str | None:
+    if (dtype := runner.model_config.dtype) != torch.bfloat16:
+        return f"queries must be in bfloat16, got {str(dtype).removeprefix('torch.')}"
+    if (dtype := upstream.kv_cache_dtype) != torch.bfloat16:
+        return (
+            f"the cache must be in bfloat16, got {str(dtype).removeprefix('torch.')}: this package"
+            " reads fp8 caches in Triton alone, which no result compares with sglang's kernels"
+        )
+    layers = mla_layers(runner.model)
+    if not layers:
+        return "no layer has a latent head of 512 + 64 channels"
+    heads = sorted({layer.tp_q_head_num for layer in layers})
+    if len(heads) > 1:
+        return f"MLA layers must have one number of heads, got {heads}"
+    if any(layer.logit_cap or (layer.sliding_window_size or -1) > -1 for layer in layers):
+        return "layers with a cap of the logits or a sliding window are not served"
+    return None
+
+
+def _explain(target: Target, heads: int, lead: Lead, name: str, rows: list[str]) -> None:
+    rank0_log(
+        f"kda-dsv4-backend: MLA with {heads} heads per rank on {target.name} ({target.arch}):"
+        f" decode steps {lead} are planned, run and combined here, where {lead.source} has them"
+        f" ahead; others and prefills stay {name}'s"
+    )
+    for row in rows:
+        rank0_log(f"kda-dsv4-backend: {row}")
 
 
 def _present(backend: Any, runner: Any) -> bool:

@@ -5,10 +5,11 @@ import importlib.util
 
 if importlib.util.find_spec("sglang") is not None:
     from tests.engines.sglang_process import inference, load_plugins  # noqa: F401
-    from tests.engines.softmax.sglang import flash_mla
+    from tests.engines.softmax.sglang import flash_attention, flash_mla
 
     load_plugins()
     if importlib.metadata.version("sglang") == "0.5.23":
         flash_mla.install()  # before anything imports sglang's interface to it
     else:
         collect_ignore = ["test_sparse.py"]  # the calls of other releases are not taken over
+    flash_attention.install()  # before anything imports sglang's backend
