@@ -5,8 +5,9 @@
 The calls are those of ``kda-dsv4 check``: each is compared with float64 as well. First all of them
 run plainly, so that kernels are compiled and kept; then under memcheck, racecheck, initcheck and
 synccheck, shared among processes, with PyTorch's caching allocator off, so that every tensor is an
-allocation of its own. A report is counted for the kernel that it names; what it says of torch's own
-kernels is counted for none of ours. A kernel of ours that no call launched is listed as not run.
+allocation of its own. A report is counted for the kernel that it names, in each family that has one
+of that name; what it says of torch's own kernels is counted for none of ours. A kernel of ours that
+no call launched is listed as not run, and is a failure.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from backend_core.testing.timing import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+Kernel = tuple[str, str]
+"""(family, name)."""
 _OPTIONS = ("--print-limit", "1000", "--show-backtrace", "no")
 _REPORT = 1500  # characters of a kernel's first report that are kept
 _DEFINED = (
@@ -97,9 +100,10 @@ def _record_launches() -> set[str]:
     names: set[str] = set()
     plain = CudaKernel.__call__
 
-    def call(self: CudaKernel, *args: Any, **kwargs: Any) -> None:
-        names.add(self._name)
-        plain(self, *args, **kwargs)
+    def call(self: CudaKernel, grid: int, *args: Any, **kwargs: Any) -> None:
+        if grid:
+            names.add(self._name)
+        plain(self, grid, *args, **kwargs)
 
     def entered(metadata: Any) -> None:
         names.add(metadata.get()["name"])
@@ -176,23 +180,31 @@ def reports(log: str) -> list[str]:
     return ["\n".join(block) for block in found if block]
 
 
-def our_kernels() -> set[str]:
-    """The names of all kernels in the source tree."""
-    files = [f for end in ("py", "cu") for f in ROOT.glob(f"*/kernels/**/*.{end}")]
-    texts = [file.read_text() for file in files]
-    return {name for text in texts for shape in _DEFINED for name in shape.findall(text)}
+def our_kernels() -> set[Kernel]:
+    """All kernels in the source tree, of packages named after their families."""
+    return {
+        (file.relative_to(ROOT).parts[0].removesuffix("_backend"), name)
+        for end in ("py", "cu")
+        for file in ROOT.glob(f"*_backend/kernels/**/*.{end}")
+        for shape in _DEFINED
+        for name in shape.findall(file.read_text())
+    }
+
+
+def launched_in(said: list[dict[str, Any]]) -> set[Kernel]:
+    """Every kernel that calls of its own family launched."""
+    return {(call["family"], name) for call in said for name in call["kernels"]}
 
 
 def rows_of(tool: str, said: list[dict[str, Any]], found: list[str]) -> list[dict[str, Any]]:
     """A row for each kernel that was launched under the tool."""
-    families = {kernel: call["family"] for call in said for kernel in call["kernels"]}
     rows = []
-    for kernel in sorted(families):
+    for family, kernel in sorted(launched_in(said)):
         pattern = re.compile(rf"\b{re.escape(kernel)}\b")
         own = [text for text in found if pattern.search(text)]
         rows.append(
             {
-                "family": families[kernel],
+                "family": family,
                 "kernel": kernel,
                 "tool": tool,
                 "errors": len(own),
@@ -249,8 +261,8 @@ def main() -> None:
             said += launched or []
             found += reports(log)
         result["rows"] += rows_of(tool, said, found)
-        seen |= {kernel for call in said for kernel in call["kernels"]}
-        known = re.compile("|".join(rf"\b{kernel}\b" for kernel in sorted(ours | seen)))
+        seen |= launched_in(said)
+        known = re.compile("|".join(rf"\b{name}\b" for _, name in sorted(ours | seen)))
         others = [text for text in found if not known.search(text)]
         result["other_kernels"][tool] = {"reports": len(others), "first": others[:1]}
         result["unfinished"] += [
@@ -258,13 +270,14 @@ def main() -> None:
             for call in said
             if call["wrong"]
         ]
-    result["not_run"] = sorted(ours - seen)
+    result["not_run"] = [f"{family} {name}" for family, name in sorted(ours - seen)]
     result["seconds"] = round(time.perf_counter() - begin, 1)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")
     show(result, tools)
-    if result["unfinished"] or any(row["errors"] for row in result["rows"]):
+    wanting = result["unfinished"] or result["not_run"]
+    if wanting or any(row["errors"] for row in result["rows"]):
         sys.exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +16,7 @@ from backend_core.testing.numerics import relative_error
 from kda_backend import chunk_kda, fused_recurrent_kda, kda_decode_step, kda_verify_step
 from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.spec import CHUNK
+from kda_backend.testing import layer_checks
 from kda_backend.testing.cases import Case, make_case
 from kda_backend.testing.regimes import HARD_REGIMES
 from kda_backend.testing.steps import StepCase, StepPools, make_step
@@ -49,6 +51,8 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
     if chunks := getattr(path.params, "segment_chunks", 0):
         long = CHUNK * max(path.params.min_chunks, 3 * chunks) + 70
         found["segments of a long sequence"] = _known_lengths(path, (long, 5, CHUNK * chunks + 1))
+    if path.operator == "prefill" and "deterministic_prefix" in path.features:
+        found["layer with a checkpoint"] = functools.partial(layer_checks.run, path)
     return found
 
 

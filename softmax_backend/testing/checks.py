@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,7 @@ from backend_core.tables.select import PathSelection
 from softmax_backend.plan import MlaPlanner
 from softmax_backend.selection import MlaSelection
 from softmax_backend.spec import MlaSpec
+from softmax_backend.testing import cascade_checks
 from softmax_backend.testing.cases import SCALE, expected, make_case, run_case
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ _RAGGED = [0, 1, 63, 64, 65, 200]
 
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
-    """Ragged and empty requests, several query tokens, and each cache format of the path."""
+    """Ragged and empty requests, several query tokens, each cache format of the path, each way to
+    plan, and levels of keys that are merged, which no path is chosen for."""
     specs = {
         "ragged": MlaSpec(4, 64),
         "16 heads, drafts of 2": MlaSpec(16, 64, query_tokens=2),
@@ -36,13 +38,22 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
         specs["fp8 cache"] = MlaSpec(16, 64, cache_format="fp8")
     if "fp8_ds_mla_cache" in path.features:
         specs["fp8_ds_mla cache"] = MlaSpec(16, 64, cache_format="fp8_ds_mla")
-    return {name: _case(path, spec) for name, spec in specs.items()}
+    found = {name: _case(path, spec) for name, spec in specs.items()}
+    found["FlashMLA's schedule"] = _case(path, specs["ragged"], schedule="flash_mla")
+    found["shared prefix"] = _case(path, specs["ragged"], shared_prefix_tokens=64)
+    if path.name in ("torch", "triton"):
+        found["cascade of two levels"] = cascade_checks.two_levels
+    return found
 
 
-def _case(path: KernelPath, spec: MlaSpec) -> CheckCase:
+def _case(path: KernelPath, spec: MlaSpec, **plans: Any) -> CheckCase:
+    """``plans``: how the planner is made. Requests that share tokens have them."""
+
     def run(target: Target, device: torch.device) -> tuple[float, float]:
-        planner = MlaPlanner(MlaSelection(target, spec, PathSelection.of(path)))
-        case = make_case(spec, _RAGGED, device=device)
+        planner = MlaPlanner(MlaSelection(target, spec, PathSelection.of(path)), **plans)
+        shared = plans.get("shared_prefix_tokens", 0)
+        lengths = [shared + n for n in _RAGGED] if shared else _RAGGED
+        case = make_case(spec, lengths, shared_tokens=shared, device=device)
         out, lse = run_case(case, planner)
         want_out, want_lse = expected(case)
         none = want_lse == float("inf")
