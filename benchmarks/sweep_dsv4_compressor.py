@@ -76,6 +76,13 @@ def variants() -> Iterator[Variant]:
     yield from of(
         "main_c128_decode",
         *({"num_warps": w, "block_w": b, "pdl": p} for w, b in c128 for p in pdl),
+        *(
+            {"splits": s, "num_warps": w, "block_w": b, "pdl": "wait"}
+            for s in (2, 4, 8)
+            for w in (1, 2, 4, 8)
+            for b in (16, 32, 64, 128)
+            if b * 512 <= s * w * 32 * 64  # at most 64 values of kv and of score a thread
+        ),
     )
     for operator in ("indexer_prefill", "main_c4_prefill"):
         yield from of(

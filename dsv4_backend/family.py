@@ -22,7 +22,11 @@ _C4_PREFILL = _C4 | {"rest_num_warps": (1, 2, 4)}
 _TUNE: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "indexer_decode": _C4,
     "main_c4_decode": _C4,
-    "main_c128_decode": {"num_warps": (4, 8, 16), "block_w": (8, 16, 32)},
+    "main_c128_decode": {
+        "splits": (1, 2, 4, 8),
+        "num_warps": (1, 2, 4, 8, 16),
+        "block_w": (8, 16, 32, 64),
+    },
     "indexer_prefill": _C4_PREFILL,
     "main_c4_prefill": _C4_PREFILL,
     "main_c128_prefill": {

@@ -56,10 +56,13 @@ class DecodeC4Params(DecodeParams):
 
 @dataclass(frozen=True)
 class DecodeC128Params(DecodeParams):
-    """A decode step of ratio 128 in one launch, one program per request.
+    """A decode step of ratio 128 in one launch.
 
     Attributes:
         block_w: window rows per inner step.
+        splits: programs that share a request's channels, of which the last to arrive finishes its
+            row. More than one needs ``num_warps`` 1 on HIP, where a barrier of a workgroup does not
+            wait for its stores.
         max_registers: limit per thread; 0 is none.
         left_to_cutedsl: too little is gained over vLLM's own CuTe DSL kernels, and its adapter
             leaves the step to them.
@@ -67,6 +70,7 @@ class DecodeC128Params(DecodeParams):
 
     max_registers: int = 0
     left_to_cutedsl: bool = False
+    splits: Literal[1, 2, 4, 8] = 1
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -117,12 +117,18 @@ class BoundLaunch:
     """
 
     def __init__(
-        self, variant: Variant, call: CompressorCall, step_plan: CompressorStepPlan
+        self,
+        variant: Variant,
+        call: CompressorCall,
+        step_plan: CompressorStepPlan,
+        own: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        """``own``: tensors of the path itself, by the kernel's names for them."""
+        self._own = dict(own or {})
         plan_names = tuple(step_plan.kernel_arguments())
         others = {*_POOLED_INPUT, *plan_names, *variant.constexprs}
         layer_names = tuple(name for name in variant.kernel.arg_names if name not in others)
-        values = call.layer_arguments()
+        values = call.layer_arguments() | self._own
         self._launch = variant.launch(layer_names, plan_names)
         self._layer: Packed = self._launch.pack([values.get(name) for name in layer_names])
 
@@ -153,7 +159,7 @@ class BoundLaunch:
     def in_order(self, call: CompressorCall, step_plan: CompressorStepPlan) -> tuple[Argument, ...]:
         """The run-time arguments in the order of the kernel's signature."""
         values: dict[str, Argument] = dict(zip(_POOLED_INPUT, call.input_arguments(), strict=False))
-        values |= call.layer_arguments() | step_plan.kernel_arguments()
+        values |= call.layer_arguments() | self._own | step_plan.kernel_arguments()
         return tuple(values.get(name) for name in self._launch.argument_names)
 
 

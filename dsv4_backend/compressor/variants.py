@@ -20,12 +20,14 @@ def decode_variant(
     state_block: int,
     pdl_prefetch_safe: bool,
 ) -> Variant:
-    """``decode_prefetch_kernel`` where path and step plan allow it, else ``decode_step_kernel``.
+    """``decode_split_kernel`` where the path splits channels, ``decode_prefetch_kernel`` where path
+    and step plan allow it, else ``decode_step_kernel``.
 
     Args:
         state_block: rows of a page of the state.
     """
     from dsv4_backend.kernels.decode_prefetch import decode_prefetch_kernel
+    from dsv4_backend.kernels.decode_split import decode_split_kernel
     from dsv4_backend.kernels.decode_step import decode_step_kernel
 
     params = path.params
@@ -36,8 +38,17 @@ def decode_variant(
         constexprs |= {"POOLS_FIRST": prefetch == "pool" and pdl["PDL"] != "off"} | pdl
         return Variant(decode_prefetch_kernel, constexprs, _options(path))
     constexprs |= {"RATIO": spec.compress_ratio, "BLOCK_W": params.block_w}
+    if splits_of(path) > 1:
+        constexprs |= {"SPLITS": params.splits, "HAS_WARPS": params.num_warps > 1}
+        constexprs |= _pdl(path, decode_split_kernel)
+        return Variant(decode_split_kernel, constexprs, _options(path))
     constexprs |= _pdl(path, decode_step_kernel)
     return Variant(decode_step_kernel, constexprs, _options(path))
+
+
+def splits_of(path: KernelPath) -> int:
+    """Programs that share a request of a decode step."""
+    return getattr(path.params, "splits", 1)
 
 
 def prefill_variants(

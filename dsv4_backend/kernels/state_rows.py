@@ -69,6 +69,33 @@ def store_state_row(
 
 
 @triton.jit
+def write_state_columns(
+    o_d,  # [BLOCK_D] channels
+    b_kv,  # [BLOCK_D] fp32
+    b_score,
+    state,
+    ape,
+    state_row,
+    position,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """`write_state_row` of some channels, C = 1."""
+    tl.static_assert(RATIO != 4, "a row of ratio 4 has two halves")
+    dtype: tl.constexpr = state.ptr.dtype.element_ty
+    if LAYOUT == "paged":
+        b_score += tl.load(ape.ptr + (position % RATIO) * ape.stride_r + o_d).to(tl.float32)
+    if dtype == tl.bfloat16:
+        b_kv = round_bf16(b_kv)
+        b_score = round_bf16(b_score)
+    o_row = (state_row // STATE_BLOCK) * state.stride_b + (state_row % STATE_BLOCK) * state.stride_r
+    tl.store(state.ptr + o_row + o_d, b_kv.to(dtype))
+    tl.store(state.ptr + o_row + D + o_d, b_score.to(dtype))
+
+
+@triton.jit
 def write_paged_rows(
     o_t,  # [ROWS] tokens
     num_tokens,

@@ -74,6 +74,10 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
                 found[f"{name}, {layout}"] = functools.partial(
                     _steps, path, layout, spec, adversarial
                 )
+    if getattr(path.params, "splits", 0) == 1:  # which `tune` may change
+        for layout in layouts or ("paged", "ring"):
+            spec = _spec("main_c128", layout, False)
+            found[f"split channels, {layout}"] = functools.partial(_split_steps, path, layout, spec)
     for title, layout, spec in AMD_LAYOUTS:
         is_of_path = path.operator in (f"{spec.kind}_decode", f"{spec.kind}_prefill")
         if is_of_path and layout in (layouts or ("paged", "ring")):
@@ -117,6 +121,19 @@ def _steps(
         _compare(path, engine, engine.call(layer, rows), plan, target, device)
         for plan, rows in calls(engine, layer, histories)
     )
+
+
+def _split_steps(
+    path: KernelPath,
+    layout: StateLayout,
+    spec: CompressorSpec,
+    target: Target,
+    device: torch.device,
+) -> float:
+    """`_steps` with eight programs per request."""
+    warps = 1 if target.vendor == "amd" else path.params.num_warps
+    params = dataclasses.replace(path.params, splits=8, num_warps=warps, max_registers=0)
+    return _steps(dataclasses.replace(path, params=params), layout, spec, False, target, device)
 
 
 def _prefill_calls(

@@ -6,6 +6,7 @@ part as JSON, which is what the test compares. Triton's interpreter must be off.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -40,6 +41,7 @@ the usual ones, "None" for an argument that the case has not)."""
 _POINTERS = {
     "cache_ptr": "*u8",
     "second_ptr": "*u8",
+    "arrived_ptr": "*i32",
     "entry_ptr": "*i32",
     "write_ptr": "*i32",
     "position_ptr": "*i64",
@@ -114,7 +116,14 @@ def _step_cases(
     def decode(path: KernelPath) -> Variant:
         return decode_variant(path, spec, layout, block, pdl_prefetch_safe=True)
 
-    yield f"decode {name}", decode_selection(target, spec), decode, types
+    selection = decode_selection(target, spec)
+    yield f"decode {name}", selection, decode, types
+    if ratio == 128:  # which no table chooses yet
+        path = selection.lookup(1)
+        warps = 1 if target.vendor == "amd" else 4
+        params = {"splits": 8, "num_warps": warps, "block_w": 32, "max_registers": 0}
+        split = dataclasses.replace(path, params=dataclasses.replace(path.params, **params))
+        yield f"decode split {name}", PathSelection.of(split), decode, types
     is_amd = (cache_format, ratio, layout, rounding) in _AMD_STEPS
     if cache_format not in ("indexer_fp8", "fp8_ds_mla") and not is_amd:
         return  # they differ in the store alone

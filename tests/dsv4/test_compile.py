@@ -59,6 +59,8 @@ def _assert_frugal(arch: str, report: Report) -> None:
             continue
         if line["num_warps"] == 1:
             assert line["barriers"] == 0, f"{name} waits for itself"
-            assert line["shared"] == 0, f"{name} goes through shared memory"
+            # but for what an atomic gives one thread
+            allowed_bytes = 256 if name.startswith("decode split") else 0
+            assert line["shared"] <= allowed_bytes, f"{name} goes through shared memory"
         if name.startswith("in_place 128"):
             assert line["loads"] <= 6 and line["stores"] <= 2, f"{name}: {line}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.select import PathSelection, load_table
 from dsv4_backend import compress_decode_, warm_up
+from dsv4_backend.compressor.bound import LaunchCache
 from dsv4_backend.compressor.torch_step import step
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.testing.check_cases import check_cases
@@ -180,6 +183,53 @@ def test_warm_up_writes_nothing(layout: str) -> None:
         warm_up(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
     assert_records(engine, layer, {})
     torch.testing.assert_close(engine.state, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("splits", "layout"), [(2, "ring"), (8, "paged")])
+def test_split_channels_write_the_same_bytes(splits: int, layout: str) -> None:
+    """Again and again from one memory, as a graph's replays do, and with more requests than that
+    was made for."""
+    spec = make_spec("fp8_ds_mla", 128)
+    layer, engine, histories, entries, kv_score = prepare(spec, layout, seed=14)
+    before, caches = engine.state.clone(), [cache.clone() for cache in engine.caches]
+    row = next(row for row in ROWS if row.operator == "main_c128_decode")
+    whole = replace(row, max_grid=None, params=replace(row.params, splits=1))
+    split = replace(whole, params=replace(row.params, splits=splits))
+    kept = LaunchCache()
+
+    def run_on(path: KernelPath, entries: list[tuple[int, int] | None]) -> None:
+        engine.state.copy_(before)
+        for cache, given in zip(engine.caches, caches, strict=True):
+            cache.copy_(given)
+        compress_decode_(
+            *(layer, kv_score[: len(entries)], engine.state, engine.cache),
+            engine.decode_plan(entries),
+            target=TARGET,
+            selection=PathSelection.of(path),
+            launches=kept,
+        )
+
+    for few in (entries[:3], entries):
+        run_on(whole, few)
+        wanted, state = [cache.clone() for cache in engine.caches], engine.state.clone()
+        run_on(split, few)
+        for cache, want in zip(engine.caches, wanted, strict=True):
+            assert torch.equal(cache, want)
+        torch.testing.assert_close(engine.state, state, rtol=0, atol=0, equal_nan=True)
+    check(layer, engine, histories, entries, before)
+
+
+def test_split_channels_need_one_warp_on_hip(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=15)
+    row = next(row for row in ROWS if row.operator == "main_c128_decode")
+    path = replace(row, params=replace(row.params, splits=8, num_warps=4))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ValueError, match="must come with num_warps 1 on HIP, got 4"):
+        compress_decode_(
+            *(layer, kv_score, engine.state, engine.cache, engine.decode_plan(entries)),
+            target=TARGET,
+            selection=PathSelection.of(path),
+        )
 
 
 ROWS = [row for row in load_table(TABLES, TARGET).rows if row.operator.endswith("_decode")]
