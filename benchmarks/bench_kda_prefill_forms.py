@@ -1,14 +1,17 @@
-"""The forms of KDA prefill on Hopper beside the two stages: one launch, and segments.
+"""The forms of KDA prefill on Hopper beside the two stages: one launch, segments, direct rows.
 
     python benchmarks/bench_kda_prefill_forms.py \
         --short benchmarks/results/kda_prefill_short_h200.json \
-        --segments benchmarks/results/kda_prefill_segments_h200.json
+        --segments benchmarks/results/kda_prefill_segments_h200.json \
+        --bounded benchmarks/results/kda_prefill_bounded_h200.json
 
 Short sequences: ``parts_us`` has the two stages, ``fused_us`` the one launch, ``floor_us`` all
 inputs read and all outputs written once at the copy bandwidth of the run. Long ones over few heads:
 ``two_stage_us`` and, by the tokens of a segment, ``segments_us``. Each form is compared with
 float64 first (``error``, the relative L2 difference of outputs and states; ``two_stage_error``), on
-sequences of at most 8,192 tokens. Inputs as an engine passes them; states in a pool, in place.
+sequences of at most 8,192 tokens. Bounded gates: ``centred_us`` and ``direct_us`` of the two
+stages, by how the rows are made (`PrefillCostModel.bounded_rows`), in turns: each is timed twice,
+and the second times are ``again``. Inputs as an engine passes them; states in a pool, in place.
 """
 
 from __future__ import annotations
@@ -40,14 +43,18 @@ SHORT = [[n] for n in (1, 16, 32, 64)] + [[8] * 512, [16] * 256, [32] * 256, [64
 SHORT += [[1 + 37 * i % 64 for i in range(128)], [128] * 64]
 LONG = [(4, n) for n in (2048, 4096, 8192, 16384, 32768, 131072)]
 LONG += [(8, n) for n in (4096, 8192, 32768, 131072)] + [(16, 8192)]
+# the bounded shapes of bench_kda_prefill.py, and one of many heads
+BOUNDED = [(32, [512]), *((h, [8192]) for h in (32, 16, 8, 4)), (4, [32768])]
+BOUNDED += [(h, [1024] * 8) for h in (64, 32, 8)]
 SEGMENT_CHUNKS = (8, 16, 32, 64)
 LARGEST_CHECKED = 8192  # tokens
 
 
-def selections(heads: int) -> dict[str, KdaSelection]:
-    """By form: the shipped row of the two stages, with and without the one launch, and segments."""
+def selections(heads: int, *, bounded_gate: bool = False) -> dict[str, KdaSelection]:
+    """By form: the shipped row of the two stages, with and without the one launch and with each
+    kind of rows of a bounded gate, and segments."""
     target = detect_target()
-    chosen = select(target, KdaShape(heads, heads, DIM, DIM))
+    chosen = select(target, KdaShape(heads, heads, DIM, DIM, bounded_gate=bounded_gate))
     rows = {row.name: row for row in load_table(TABLES, target).rows}
     whole, segmented = rows["two_stage_sm90"], rows["segmented_sm90"]
 
@@ -60,6 +67,8 @@ def selections(heads: int) -> dict[str, KdaSelection]:
     found = {
         "two stages": of(whole, one_launch_max_tokens=0),
         "one launch": of(whole, one_launch_max_tokens=128),
+        "centred": of(whole, bounded_rows="centred"),
+        "direct": of(whole, bounded_rows="direct"),
     }
     for chunks in SEGMENT_CHUNKS:
         found[f"{64 * chunks}"] = of(
@@ -75,10 +84,9 @@ def selections(heads: int) -> dict[str, KdaSelection]:
 class Call:
     """One batch, which can be called in each form."""
 
-    def __init__(self, heads: int, lengths: list[int]) -> None:
-        self.case = make_case(
-            1, lengths, regime="init", heads=heads, key_dim=DIM, value_dim=DIM, device="cuda"
-        )
+    def __init__(self, heads: int, lengths: list[int], gate: str = "softplus") -> None:
+        model: dict[str, Any] = {"heads": heads, "key_dim": DIM, "value_dim": DIM, "gate": gate}
+        self.case = make_case(1, lengths, regime="init", device="cuda", **model)
         offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         self.plan = build_step_plan(offsets.cuda(), sum(lengths), cu_seqlens_cpu=offsets)
         self.pool = torch.zeros(len(lengths) + 1, heads, DIM, DIM, device="cuda")
@@ -170,19 +178,42 @@ def long_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def bounded_rows(bandwidth_gbs: float) -> list[dict[str, Any]]:
+    rows = []
+    for heads, lengths in BOUNDED:
+        forms, call = selections(heads, bounded_gate=True), Call(heads, lengths, "bounded")
+        centred, direct = forms["centred"], forms["direct"]
+        row: dict[str, Any] = {"H": heads, "seq_lens": lengths}
+        if max(lengths) <= LARGEST_CHECKED:
+            row["error"] = call.error(direct)
+            row["centred_error"] = call.error(centred)
+        row["centred_us"], row["direct_us"] = call.us(centred), call.us(direct)
+        row["again"] = {"centred_us": call.us(centred), "direct_us": call.us(direct)}
+        row["floor_us"] = call.floor_us(bandwidth_gbs)
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", type=Path, required=True)
-    parser.add_argument("--segments", type=Path, required=True)
+    parser.add_argument("--short", type=Path)
+    parser.add_argument("--segments", type=Path)
+    parser.add_argument("--bounded", type=Path)
     args = parser.parse_args()
+    if not (args.short or args.segments or args.bounded):
+        parser.error("expected a file for at least one of --short, --segments and --bounded")
     head: dict[str, Any] = {**environment(), "script": "benchmarks/bench_kda_prefill_forms.py"}
     with torch.inference_mode():
-        rows = long_rows()
-        args.segments.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+        if args.segments:
+            rows = long_rows()
+            args.segments.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
         bandwidth = copy_bandwidth_gbs()
-        rows = short_rows(bandwidth)
         head["copy_gbs"] = round(bandwidth)
-        args.short.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+        for file, rows_of in ((args.bounded, bounded_rows), (args.short, short_rows)):
+            if file:
+                rows = rows_of(bandwidth)
+                file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

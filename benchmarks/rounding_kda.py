@@ -31,7 +31,7 @@ Rounding = Mapping[str, str]
 Inputs = tuple[torch.Tensor, ...]
 
 
-def inputs(regime: str, seed: int = 0) -> Inputs:
+def inputs(regime: str, seed: int = 0, lower_bound: float | None = None) -> Inputs:
     """q, k (normalised), v, log decay, beta and state, in float64, drawn as bf16."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -44,7 +44,7 @@ def inputs(regime: str, seed: int = 0) -> Inputs:
     if regime == "collinear":
         k, beta = collinear(k, beta)
     q, k, v, g, beta = (x.bfloat16().double() for x in (q, k, v, g, beta))
-    decay = reference.log_decay(g, a_log, bias, None)
+    decay = reference.log_decay(g, a_log, bias, lower_bound)
     state = normal(HEADS, DIM, DIM) * 0.3
     return reference.l2norm(q), reference.l2norm(k), v, decay, beta.sigmoid(), state
 

@@ -12,6 +12,7 @@ from backend_core.tables.schema import NoParams, Operator, TableSchema
 
 EvictionHint = Literal["", "evict_first", "evict_last"]
 Fp32Precision = Literal["ieee", "tf32x3"]
+BoundedRows = Literal["centred", "direct"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,9 @@ class PrefillCostModel:
         fetch_ns: per tile, when all SMs fetch.
         one_launch_max_tokens: steps whose sequences have at most so many tokens, as the host knows,
             are made in one launch (`kda_backend.prefill.one_launch_sm90`); 0: none.
+        bounded_rows: how the scores of a bounded gate are made: ``centred`` for keys and queries of
+            any size, ``direct`` in fewer instructions for normalised ones; those that are not
+            normalised stay centred.
     """
 
     fitted: bool
@@ -124,6 +128,7 @@ class PrefillCostModel:
     split_step_ns: int
     fetch_ns: int
     one_launch_max_tokens: int = 0
+    bounded_rows: BoundedRows = "centred"
 
     def __post_init__(self) -> None:
         if not self.fitted:

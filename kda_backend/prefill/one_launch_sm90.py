@@ -26,6 +26,7 @@ from kda_backend.prefill.arguments_sm90 import (
     address_of,
     beta_of,
     gate_parameter,
+    tile_defines,
 )
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan
@@ -188,22 +189,21 @@ def load_kernels(
                 KERNELS / "one_launch.cu",
                 "one_launch",
                 PARAMS,
-                defines(rows, ctas_per_sm, variant),
+                defines(rows, ctas_per_sm, variant, path.params),
             )
             made.load()
             kernels[rows, ctas_per_sm] = made
     return kernels
 
 
-def defines(rows: int, ctas_per_sm: int, variant: Variant) -> dict[str, int]:
+def defines(
+    rows: int, ctas_per_sm: int, variant: Variant, params: PrefillCostModel
+) -> dict[str, int]:
     """Preprocessor constants of one variant of one_launch.cu."""
     return {
+        **tile_defines(variant, params),
         "ROWS": rows,
         "MIN_BLOCKS": ctas_per_sm,
-        "GATE": variant.gate,
-        "BETA": variant.beta,
-        "L2NORM": int(variant.l2norm),
-        "BETA_FP32": int(variant.beta_dtype == torch.float32),
         "CU_INT64": int(variant.int64_offsets),
         "STATE_BF16": int(variant.bf16_state),
         "TRACK": int(variant.track),

@@ -23,6 +23,7 @@ from kda_backend.prefill.arguments_sm90 import (
     gate_parameter,
     layout_of,
     on_16_bytes,
+    tile_defines,
     variant_of,
 )
 from kda_backend.prefill.one_launch_sm90 import (
@@ -39,6 +40,7 @@ from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
+    from kda_backend.launch_params import PrefillCostModel
 
 TILE_BYTES = 7 * 8192  # -k_in, q_in, T^T k_out, A_qk T in 8 KiB blocks
 _INTRA_THREADS, _SCAN_THREADS = 128, 384
@@ -283,7 +285,7 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
             KERNELS / "intra_chunk.cu",
             "intra_chunk",
             INTRA_PARAMS,
-            intra_defines(variant, choice.ctas_per_sm),
+            intra_defines(variant, choice.ctas_per_sm, path.params),
         )
         for choice in cost_model.intra
     }
@@ -298,15 +300,9 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
     return _Kernels(intra, (scan, scan_split), schedule)
 
 
-def intra_defines(variant: Variant, ctas_per_sm: int) -> dict[str, int]:
+def intra_defines(variant: Variant, ctas_per_sm: int, params: PrefillCostModel) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
-    return {
-        "GATE": variant.gate,
-        "BETA": variant.beta,
-        "L2NORM": int(variant.l2norm),
-        "BETA_FP32": int(variant.beta_dtype == torch.float32),
-        "MIN_BLOCKS": ctas_per_sm,
-    }
+    return {**tile_defines(variant, params), "MIN_BLOCKS": ctas_per_sm}
 
 
 def scan_defines(variant: Variant) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.tables.schema import KernelPath
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Variant
@@ -35,14 +36,14 @@ class Sources:
         self.launches: list[Launch] = []
 
     def load_kernels(
-        self, path: object, device: object, variant: Variant
+        self, path: KernelPath, device: object, variant: Variant
     ) -> dict[tuple[int, int], HostKernel]:
         made = _Kernels()
         made.build = lambda rows, ctas: HostKernel(
             self.folder / "one_launch.cu",
             "one_launch",
             in_one.PARAMS,
-            in_one.defines(rows, ctas, variant),
+            in_one.defines(rows, ctas, variant, path.params),
             run_seed=self.seed,
         )
         return made

@@ -13,7 +13,7 @@ from backend_core.launch.cuda import CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.launch_params import TABLES, SegmentedParams
+from kda_backend.launch_params import TABLES, PrefillCostModel, SegmentedParams
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Variant
@@ -36,6 +36,11 @@ def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Sc
     return Schedule(2, split, scan_ctas, 3, 2, 1, sequence_major)
 
 
+def bounded_rows(direct: bool) -> PrefillCostModel:
+    """The shipped parameters with ``direct`` or ``centred`` rows of a bounded gate."""
+    return replace(ROW.params, bounded_rows="direct" if direct else "centred")
+
+
 def segmented_row(segment_chunks: int) -> KernelPath:
     """The table's row, on for every sequence of more than one segment."""
     params = SegmentedParams(segment_chunks, segment_chunks + 1, 1 << 20, ROW.params)
@@ -54,6 +59,7 @@ def use_two_stages(
     gate: str = "softplus",
     beta: str = "sigmoid",
     l2norm: bool = True,
+    direct_rows: bool = False,
     segment_chunks: int = 0,
 ) -> None:
     """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s."""
@@ -70,7 +76,7 @@ def use_two_stages(
         sources / "intra_chunk.cu",
         "intra_chunk",
         pipeline.INTRA_PARAMS,
-        pipeline.intra_defines(variant, 2) | polls,
+        pipeline.intra_defines(variant, 2, bounded_rows(direct_rows)) | polls,
     )
     scan = HostKernel(
         sources / f"{name}.cu",
@@ -118,18 +124,21 @@ def run_prefill(
     scratch: Scratch | None = None,
     segment_chunks: int = 0,
     in_pool: bool = False,
+    direct_rows: bool = False,
     **model: Any,
 ) -> None:
     """Makes a case, runs it on the kernels and compares.
 
     Args:
         segment_chunks: of the segments that sequences are scanned by; 0 scans them whole.
+        direct_rows: the variant of a bounded gate that the table may choose.
         in_pool: states are overwritten in a pool.
         sources: of the kernels.
         scan_params: by which the scan finds its arguments.
         max_polls: looks before a kernel gives up.
     """
     of_kernels = {name: model[name] for name in ("gate", "beta", "l2norm") if name in model}
+    of_kernels["direct_rows"] = direct_rows
     use_two_stages(
         monkeypatch,
         seed,

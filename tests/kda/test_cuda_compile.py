@@ -21,6 +21,7 @@ from kda_backend.prefill import two_stage_sm90 as prefill
 from kda_backend.prefill.arguments_sm90 import Variant
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
+from tests.kda.prefill_on_host import bounded_rows
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 REPORT = Path(__file__).parent / "cuda_report.json"
@@ -49,10 +50,12 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what configs/kda/nvidia_sm90.toml can choose."""
     for ctas in (2, 4):
         for gate in Gate:
-            defines = prefill.intra_defines(variant_of(gate), ctas)
-            source = prefill.KERNELS / "intra_chunk.cu"
-            name = f"intra_chunk {gate.name.lower()}, {ctas} CTAs per SM"
-            yield name, (source, prefill.INTRA_PARAMS, defines)
+            for direct in (False, True)[: 1 + (gate == Gate.BOUNDED)]:
+                defines = prefill.intra_defines(variant_of(gate), ctas, bounded_rows(direct))
+                source = prefill.KERNELS / "intra_chunk.cu"
+                rows = f"{gate.name.lower()}{', direct rows' * direct}"
+                name = f"intra_chunk {rows}, {ctas} CTAs per SM"
+                yield name, (source, prefill.INTRA_PARAMS, defines)
     for name in ("scan", "scan_split"):
         for track in (False, True):
             defines = prefill.scan_defines(variant_of(track=track))
@@ -67,14 +70,17 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
 def one_launch_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what prefill/one_launch_sm90.py can choose."""
     for rows, many in in_one.CTAS_PER_SM.items():
-        for ctas, gate, track in (
-            (1, Gate.SOFTPLUS, False),
-            (many, Gate.SOFTPLUS, False),
-            (many, Gate.BOUNDED, False),
-            (many, Gate.SOFTPLUS, True),
+        for ctas, gate, track, direct in (
+            (1, Gate.SOFTPLUS, False, False),
+            (many, Gate.SOFTPLUS, False, False),
+            (many, Gate.BOUNDED, False, False),
+            (many, Gate.BOUNDED, False, True),
+            (many, Gate.SOFTPLUS, True, False),
         ):
-            defines = in_one.defines(rows, ctas, variant_of(gate, track=track))
-            name = f"one_launch {gate.name.lower()}, {rows} rows, {ctas} CTAs per SM"
+            variant, params = variant_of(gate, track=track), bounded_rows(direct)
+            defines = in_one.defines(rows, ctas, variant, params)
+            of = f"{gate.name.lower()}{', direct rows' * direct}"
+            name = f"one_launch {of}, {rows} rows, {ctas} CTAs per SM"
             source = in_one.KERNELS / "one_launch.cu"
             yield name + ", tracking" * track, (source, in_one.PARAMS, defines)
 

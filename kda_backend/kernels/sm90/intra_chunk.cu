@@ -32,7 +32,7 @@
 // other kernel, and the scan is placed only when all of them run, so it may wait for any tile. A
 // CTA on an SM that is reserved for the scan makes reserved_sm_tile_cap tiles and ends.
 //
-// Compile-time: GATE, BETA (kda.cuh); L2NORM; BETA_FP32 (else bf16); MIN_BLOCKS per SM.
+// Compile-time: GATE, BETA, BOUNDED_ROWS (kda.cuh); L2NORM; BETA_FP32 (else bf16); MIN_BLOCKS per SM.
 
 #include "intra_cta.cuh"
 #include "solve.cuh"
@@ -51,7 +51,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
         --s.tiles_left;
         s.next = take_tile(p, s);
     }
-    const float rate = ex2(source.a_log * LOG2E) * LOG_SCALE;
+    const float rate = decay_rate(source.a_log);
     load_beta(p, s, source, head, length);
     if (is_leader) tma_store_wait();
     cp_async_wait<1>();

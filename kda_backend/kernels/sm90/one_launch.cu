@@ -19,7 +19,7 @@
 // The state of a sequence of several chunks passes through ``carry`` between two of them: a lane
 // reads what it wrote, so nothing orders these but the program.
 //
-// Compile-time: GATE, BETA, L2NORM, BETA_FP32 (as intra_chunk.cu); CU_INT64, STATE_BF16, TRACK (as
+// Compile-time: GATE, BETA, L2NORM, BETA_FP32, BOUNDED_ROWS (as intra_chunk.cu); CU_INT64, STATE_BF16, TRACK (as
 // scan.cu); ROWS: 64, or 32 or 16 where no sequence is longer; MIN_BLOCKS
 // per SM.
 
@@ -317,7 +317,7 @@ __device__ __forceinline__ void run_task(const Params& p, Shared& s, Task& task,
                                          const Halves& halves, int next) {
     const bool is_leader = threadIdx.x == LEADER_THREAD;
     const float a_log = p.a_log ? p.a_log[task.head] : 0.0f;
-    const float rate = ex2(a_log * LOG2E) * LOG_SCALE;
+    const float rate = decay_rate(a_log);
 #pragma unroll 1
     for (int c = 0; c < task.chunks; ++c) {
         const bool is_last = c + 1 == task.chunks;
