@@ -31,6 +31,8 @@ def served(request: pytest.FixtureRequest) -> Any:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if request.param == "triton":
             patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
+            # the interpreter compiles nothing; test_warm_up.py has what is launched
+            patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)
         yield Served("--attention-backend", "kda")
 
 
