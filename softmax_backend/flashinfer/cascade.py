@@ -12,6 +12,7 @@ import torch
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
 from softmax_backend import reference
+from softmax_backend.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
 from softmax_backend.flashinfer.merge import _kernel as merge_kernel
 from softmax_backend.flashinfer.merge import merge_states
 from softmax_backend.run.mla_triton import is_available, operand_dtype
@@ -25,19 +26,6 @@ KvCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Level:
-    """One level as planned: CSR pages, and the query tiles of the kernel."""
-
-    qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    last_page_len: torch.Tensor
-    tile_request: torch.Tensor
-    tile_start: torch.Tensor
-    causal: bool
-
-
-@dataclass(frozen=True)
 class _Settings:
     num_qo_heads: int
     num_kv_heads: int
@@ -47,6 +35,7 @@ class _Settings:
     window_left: int
     cap: float
     dtype: torch.dtype
+    causal: bool
 
 
 class MultiLevelCascadeAttentionWrapper:
@@ -55,12 +44,22 @@ class MultiLevelCascadeAttentionWrapper:
     As FlashInfer 0.7.2's wrapper: ``plan`` once per step, ``run`` in every layer. Only the last
     level is causal. LSEs between the levels are base 2.
 
+    With ``use_cuda_graph`` every plan is written into the memory of the first, and what ``run``
+    launches reads nothing else: a captured ``run`` serves the plan that was made last. Plan outside
+    of the graph, since it reads query offsets on the host, and once before the capture, with
+    as many query tokens as any later plan has. Later plans have as many groups per level,
+    and the same heads, sizes, scale, window and causality.
+
     Args:
         num_levels: from 1.
         float_workspace_buffer: tells the device; not used otherwise.
         kv_layout: ``"NHD"`` or ``"HND"``.
-        use_cuda_graph and the four lists of buffers: must be left out: a graph would replay the
-            tiles of the step that it was captured with.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr: with ``use_cuda_graph``, int32 ``[groups + 1]``
+            per level; paged_kv_last_page_len_buf_arr: ``[groups]``; paged_kv_indices_buf_arr: as
+            long as the most pages of the level. Without it they must be ``None``.
+
+    Raises:
+        ValueError: an argument is not as described.
     """
 
     def __init__(
@@ -84,17 +83,25 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_indices_buf_arr,
             paged_kv_last_page_len_buf_arr,
         )
-        if use_cuda_graph or any(buffer is not None for buffer in buffers):
-            raise ValueError("use_cuda_graph must be false and the buffers None")
+        given = [buffer for buffer in buffers if buffer is not None]
+        if use_cuda_graph and (len(given) < 4 or any(len(b) != num_levels for b in given)):
+            raise ValueError(f"use_cuda_graph needs {num_levels} of each of the four buffers")
+        if given and not use_cuda_graph:
+            raise ValueError("the buffers must be None without use_cuda_graph")
         self.device = float_workspace_buffer.device
         self._num_levels = num_levels
         self._layout = kv_layout
-        self._levels: list[_Level] = []
+        self._levels: list[Level] = []
+        self._rows = 0
         self._settings: _Settings | None = None
+        self._buffers = [
+            LevelBuffers(number, parts, self.device)
+            for number, parts in enumerate(zip(*given, strict=True))
+        ]
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        return False
+        return bool(self._buffers)
 
     def plan(
         self,
@@ -129,7 +136,8 @@ class MultiLevelCascadeAttentionWrapper:
             kv_data_type: ``q_data_type``.
 
         Raises:
-            ValueError: an argument is not as described.
+            ValueError: an argument is not as described, or does not fit the memory that CUDA graphs
+                keep; nothing has been written then.
         """
         if pos_encoding_mode != "NONE" or rope_scale is not None or rope_theta is not None:
             raise ValueError(
@@ -150,10 +158,7 @@ class MultiLevelCascadeAttentionWrapper:
             )
         if not 16 <= head_dim <= 256:
             raise ValueError(f"head_dim must be 16 to 256, got {head_dim}")
-        arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
-        if any(len(array) != self._num_levels for array in arrays):
-            raise ValueError(f"every array must have {self._num_levels} levels")
-        self._settings = _Settings(
+        settings = _Settings(
             num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -162,56 +167,41 @@ class MultiLevelCascadeAttentionWrapper:
             window_left,
             logits_soft_cap or 0.0,
             dtype or torch.float16,
+            causal,
         )
-        tokens = _ROWS // _block_group(num_qo_heads // num_kv_heads)
+        arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        levels = check_given(arrays, self._num_levels)
+        if self._buffers:
+            if self._settings not in (None, settings):
+                raise ValueError(
+                    f"with use_cuda_graph every plan must have the settings of the first,"
+                    f" {self._settings}, got {settings}"
+                )
+            for buffers, given in zip(self._buffers, levels, strict=True):
+                buffers.check(given)
+        tokens = max(_ROWS // _block_group(num_qo_heads // num_kv_heads), 1)
+        self._settings, self._rows = settings, levels[0].rows
         last = self._num_levels - 1
         self._levels = [
-            self._level(i, *parts, tokens, causal and i == last)
-            for i, parts in enumerate(zip(*arrays, strict=True))
+            self._buffers[i].write(given, tokens, causal and i == last)
+            if self._buffers
+            else planned(given, self.device, tokens, causal and i == last)
+            for i, given in enumerate(levels)
         ]
 
     begin_forward = plan
-
-    def _level(
-        self,
-        number: int,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        block_tokens: int,
-        causal: bool,
-    ) -> _Level:
-        groups = last_page_len.shape[0]
-        expect_shape(f"qo_indptr_arr[{number}]", qo_indptr, (groups + 1,))
-        expect_shape(f"paged_kv_indptr_arr[{number}]", kv_indptr, (groups + 1,))
-        counts = qo_indptr.cpu().long().diff()
-        tiles = -(-counts // block_tokens)
-        request = torch.repeat_interleave(torch.arange(groups), tiles)
-        first = (tiles.cumsum(0) - tiles)[request]
-        start = (torch.arange(len(request)) - first) * block_tokens
-        to = (self.device, torch.int32)
-        return _Level(
-            qo_indptr.to(*to),
-            kv_indptr.to(*to),
-            kv_indices.to(*to),
-            last_page_len.to(*to),
-            request.to(*to),
-            start.to(*to),
-            causal,
-        )
 
     def run(self, q: torch.Tensor, paged_kv_cache: KvCache) -> torch.Tensor:
         """Attention of the planned step.
 
         Args:
-            q: ``[tokens, num_qo_heads, head_dim]``.
+            q: ``[tokens, num_qo_heads, head_dim]``, at least as many tokens as planned.
             paged_kv_cache: (keys, values), each ``[pages, page size, num_kv_heads, head_dim]`` with
                 NHD and ``[pages, num_kv_heads, page size, head_dim]`` with HND; or one tensor
                 ``[pages, 2, ...]``.
 
         Returns:
-            ``[tokens, num_qo_heads, head_dim]`` in q's dtype.
+            ``[tokens, num_qo_heads, head_dim]`` in q's dtype; 0 for tokens beyond the planned ones.
 
         Raises:
             ValueError: an argument is not as described; nothing has been written then.
@@ -223,6 +213,8 @@ class MultiLevelCascadeAttentionWrapper:
         expect_dtype("q", q, settings.dtype)
         expect_device("q", q, self.device)
         expect_stride("q", q, 2, 1)
+        if q.shape[0] < self._rows:
+            raise ValueError(f"q must have at least {self._rows} tokens, got {q.shape[0]}")
         k, v = self._keys_and_values(paged_kv_cache)
         states = [self._run_level(level, q, k, v) for level in self._levels]
         if len(states) == 1:
@@ -247,7 +239,7 @@ class MultiLevelCascadeAttentionWrapper:
         return k, v
 
     def _run_level(
-        self, level: _Level, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, level: Level, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(outputs, base-2 LSEs) of one level; -inf for a query that it has no keys for."""
         settings = self._settings
@@ -290,7 +282,7 @@ class MultiLevelCascadeAttentionWrapper:
 
 def _level_in_torch(
     settings: _Settings,
-    level: _Level,
+    level: Level,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -362,6 +354,6 @@ def _kernel(settings: _Settings, causal: bool, operand: torch.dtype) -> KernelLa
 
 def compiled_kernels() -> Iterator[tuple[str, KernelLaunch, tuple[str, ...]]]:
     """(name, kernel, pointers that are not there) of what the compile report builds."""
-    settings = _Settings(32, 8, 128, 16, 0.1, -1, 0.0, torch.bfloat16)
+    settings = _Settings(32, 8, 128, 16, 0.1, -1, 0.0, torch.bfloat16, True)
     yield "paged_attention 32/8 heads of 128, page 16", _kernel(settings, True, torch.bfloat16), ()
     yield "merge_states 128", merge_kernel(128), ()

@@ -54,6 +54,7 @@ def paged_attention_kernel(
     first_page = tl.load(kv_indptr_ptr + request)
     pages = tl.load(kv_indptr_ptr + request + 1) - first_page
     kv_len = tl.where(pages > 0, (pages - 1) * PAGE_SIZE + tl.load(last_page_len_ptr + request), 0)
+    kv_len = tl.where(start < q_len, kv_len, 0)  # nothing for a tile that is spare
     o_row = tl.arange(0, BLOCK_TOKENS * BLOCK_GROUP)
     token = start + o_row // BLOCK_GROUP
     group = o_row % BLOCK_GROUP

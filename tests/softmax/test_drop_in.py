@@ -12,6 +12,7 @@ from softmax_backend import flashinfer, reference
 from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from softmax_backend.spec import MlaSpec
 from softmax_backend.testing.cases import SCALE, MlaCase, assert_close, expected, make_case
+from tests.engines.kda.sglang.device_graph import DeviceGraph
 
 
 def i32(values: list[int], device: torch.device) -> torch.Tensor:
@@ -219,6 +220,161 @@ def test_cascade_of_two_levels_is_one_level(
             )  # fmt: skip
             out = got[offsets[i] : offsets[i + 1], head].double()
             torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+
+
+PAGE = 4
+CASCADE: dict[str, Any] = {"causal": True, "q_data_type": torch.bfloat16, "sm_scale": 0.2}
+
+
+def cascade_buffers(where: torch.device) -> dict[str, Any]:
+    """For two levels of one and of three groups, with room for pages, whose rest is poison."""
+    poison = 2147480000
+
+    def buffers(*lengths: int) -> list[torch.Tensor]:
+        return [torch.full((n,), poison, dtype=torch.int32, device=where) for n in lengths]
+
+    return {
+        "use_cuda_graph": True,
+        "qo_indptr_buf_arr": buffers(2, 4),
+        "paged_kv_indptr_buf_arr": buffers(2, 4),
+        "paged_kv_indices_buf_arr": buffers(8, 12),
+        "paged_kv_last_page_len_buf_arr": buffers(1, 3),
+    }
+
+
+def cascade_step(
+    counts: list[int], shared: int, own: list[int], last: list[int], seed: int
+) -> list[list[list[int]]]:
+    """The arrays of a plan: pages that are shared, then each request's own, drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randperm(15, generator=generator).tolist()
+    offsets = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    indptr = [0, *torch.tensor(own).cumsum(0).tolist()]
+    return [
+        [[0, offsets[-1]], offsets],
+        [[0, shared], indptr],
+        [pages[:shared], pages[shared : shared + indptr[-1]]],
+        [[PAGE], last],
+    ]
+
+
+STEPS = [
+    cascade_step([35, 3, 2], 2, [9, 1, 2], [3, 4, 1], 1),  # two tiles of 32 query tokens, then one
+    cascade_step([1, 1, 1], 5, [4, 2, 3], [1, 4, 2], 2),
+    cascade_step([0, 34, 3], 0, [1, 9, 2], [2, 4, 4], 3),
+]
+
+
+def test_a_captured_cascade_serves_the_last_plan(where: torch.device, seed: int) -> None:
+    """Planned again, ``run`` launches what it launched before, on the same memory."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, dim = 2, 1, 32
+    cache = torch.randn(16, 2, PAGE, kv_heads, dim, generator=generator).bfloat16()
+    cache[15] = math.nan  # no request's
+    cache = cache.to(where)
+    q = torch.randn(40, heads, dim, generator=generator).bfloat16().to(where)
+    on_host = not flashinfer.cascade.is_available(where)
+
+    def plan(wrapper: Any, step: list[list[list[int]]]) -> None:
+        arrays = [[i32(level, where) for level in array] for array in step]
+        wrapper.plan(*arrays, heads, kv_heads, dim, PAGE, **CASCADE)
+
+    workspace = torch.empty(1, device=where)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, **cascade_buffers(where))
+    assert wrapper.is_cuda_graph_enabled
+    graph, got = DeviceGraph(), torch.empty_like(q)
+    for number, step in enumerate(STEPS):
+        plan(wrapper, step)
+        if on_host:  # which reads the plan on the host
+            got = wrapper.run(q, cache)
+        elif number == 0:
+            got = graph.record(lambda: wrapper.run(q, cache))
+        else:
+            graph.replay()
+        fresh = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace)
+        plan(fresh, step)
+        tokens = step[0][1][-1]
+        want = fresh.run(q[:tokens], cache)
+        torch.testing.assert_close(got[:tokens], want, atol=1e-2, rtol=1e-2)
+        assert not want.isnan().any() and (got[tokens:] == 0).all()
+    levels = wrapper._levels
+    plan(wrapper, STEPS[0])
+    for before, after in zip(levels, wrapper._levels, strict=True):
+        for name in ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len"):
+            assert getattr(before, name) is getattr(after, name)
+        assert before.tile_start is after.tile_start and before.tile_request is after.tile_request
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (cascade_step([1, 1], 1, [1, 1], [1, 1], 1), {}, "level 1 must have 3 groups, got 2"),
+        (
+            cascade_step([1, 1, 1], 9, [1, 1, 1], [1, 1, 1], 1),
+            {},
+            "level 0 must have at most 8 pages, got 9",
+        ),
+        (
+            cascade_step([39, 1, 1], 1, [1, 1, 1], [1, 1, 1], 1),
+            {},
+            "level 0 must have at most the 40 query tokens of the first plan, got 41",
+        ),
+        (STEPS[1], {"sm_scale": 0.3}, "every plan must have the settings of the first"),
+        (
+            [[[0, 4], [0, 1, 2, 3]], *STEPS[1][1:]],
+            {},
+            r"every level must have as many query tokens, got \[4, 3\]",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_and_leaves_the_last(
+    step: list[list[list[int]]], options: dict[str, Any], message: str
+) -> None:
+    cpu = torch.device("cpu")
+    buffers = cascade_buffers(cpu)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **buffers)
+
+    def plan(step: list[list[list[int]]], **changes: Any) -> None:
+        arrays = [[i32(level, cpu) for level in array] for array in step]
+        wrapper.plan(*arrays, 4, 2, 32, PAGE, **{**CASCADE, **changes})
+
+    plan(STEPS[0])
+    kept = [t.clone() for array in list(buffers.values())[1:] for t in array]
+    with pytest.raises(ValueError, match=message) as error:
+        plan(step, **options)
+    assert "\n" not in str(error.value)
+    now = [t for array in list(buffers.values())[1:] for t in array]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"paged_kv_indices_buf_arr": None}, "use_cuda_graph needs 2 of each of the four buffers"),
+        ({"use_cuda_graph": False}, "the buffers must be None without use_cuda_graph"),
+        (
+            {"qo_indptr_buf_arr": [torch.zeros(3, dtype=torch.int32)] * 2},
+            r"qo_indptr_buf_arr\[0\] must have shape \[2\], got \[3\]",
+        ),
+        (
+            {"paged_kv_indices_buf_arr": [torch.zeros(9)] * 2},
+            r"paged_kv_indices_buf_arr\[0\] must have dtype int32, got float32",
+        ),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    buffers = {**cascade_buffers(torch.device("cpu")), **changes}
+    with pytest.raises(ValueError, match=message):
+        flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **buffers)
+
+
+def test_queries_that_are_fewer_than_planned_are_refused() -> None:
+    cpu = torch.device("cpu")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1))
+    arrays = [[i32(level, cpu) for level in array] for array in STEPS[0]]
+    wrapper.plan(*arrays, 4, 2, 32, PAGE, **CASCADE)
+    with pytest.raises(ValueError, match="q must have at least 40 tokens, got 39"):
+        wrapper.run(torch.zeros(39, 4, 32).bfloat16(), torch.zeros(16, 2, PAGE, 2, 32).bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""One level of the cascade wrapper as planned: its pages, and the query tiles of the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+
+Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+
+
+@dataclass(frozen=True)
+class Level:
+    """What ``run`` reads of a level, int32 on the device.
+
+    Attributes:
+        qo_indptr: ``[groups + 1]``; kv_indptr: ``[groups + 1]`` offsets into ``kv_indices``.
+        last_page_len: ``[groups]``.
+        tile_request: ``[tiles]`` the group of a tile; tile_start: ``[tiles]`` its first query token
+            in the group, beyond them all for a tile that is spare.
+    """
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    last_page_len: torch.Tensor
+    tile_request: torch.Tensor
+    tile_start: torch.Tensor
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Given:
+    """A level as ``plan`` was given it: the four arrays, and the query tokens of each group."""
+
+    arrays: Arrays
+    counts: torch.Tensor
+
+    @property
+    def groups(self) -> int:
+        return self.counts.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return int(self.counts.sum())
+
+    def tiles(self, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Group and first token of each tile of ``block_tokens`` query tokens."""
+        tiles = -(-self.counts // block_tokens)
+        request = torch.repeat_interleave(torch.arange(self.groups), tiles)
+        first = (tiles.cumsum(0) - tiles)[request]
+        return request, (torch.arange(len(request)) - first) * block_tokens
+
+
+def check_given(arrays: Sequence[list[torch.Tensor]], levels: int) -> list[Given]:
+    """The levels of a plan.
+
+    Raises:
+        ValueError: an array is not as `plan` describes it.
+    """
+    if any(len(array) != levels for array in arrays):
+        raise ValueError(f"every array must have {levels} levels")
+    found = []
+    for number, parts in enumerate(zip(*arrays, strict=True)):
+        qo_indptr, kv_indptr, kv_indices, last_page_len = parts
+        groups = last_page_len.shape[0]
+        expect_shape(f"qo_indptr_arr[{number}]", qo_indptr, (groups + 1,))
+        expect_shape(f"paged_kv_indptr_arr[{number}]", kv_indptr, (groups + 1,))
+        expect_shape(f"paged_kv_indices_arr[{number}]", kv_indices, ("pages",))
+        found.append(Given(parts, qo_indptr.cpu().long().diff()))
+    rows = [given.rows for given in found]
+    if len(set(rows)) > 1:
+        raise ValueError(f"every level must have as many query tokens, got {rows}")
+    return found
+
+
+def planned(given: Given, device: torch.device, block_tokens: int, causal: bool) -> Level:
+    """A level in memory of its own."""
+    tensors = [x.to(device, torch.int32) for x in (*given.arrays, *given.tiles(block_tokens))]
+    qo_indptr, kv_indptr, kv_indices, last_page_len, request, start = tensors
+    return Level(qo_indptr, kv_indptr, kv_indices, last_page_len, request, start, causal)
+
+
+class LevelBuffers:
+    """The memory of one level that CUDA graphs keep: the caller's four buffers, and tiles for as
+    many query tokens as the first plan has.
+
+    Raises:
+        ValueError: a buffer is not int32 on the device, or their lengths do not fit one another.
+    """
+
+    def __init__(self, number: int, buffers: Arrays, device: torch.device) -> None:
+        self._number, self._buffers = number, buffers
+        self.groups = buffers[3].shape[0]
+        lengths: tuple[int | str, ...] = (self.groups + 1, self.groups + 1, "pages", self.groups)
+        for name, buffer, length in zip(_NAMES, buffers, lengths, strict=True):
+            name = f"{name}_buf_arr[{number}]"
+            expect_dtype(name, buffer, torch.int32)
+            expect_shape(name, buffer, (length,))
+            expect_device(name, buffer, device)
+            expect_stride(name, buffer, 0, 1)
+        self._level: Level | None = None
+        self.rows = 0
+
+    def check(self, given: Given) -> None:
+        """Whether a plan fits.
+
+        Raises:
+            ValueError: it has other groups, more pages, or more query tokens than the first.
+        """
+        where = f"level {self._number}"
+        if given.groups != self.groups:
+            raise ValueError(f"{where} must have {self.groups} groups, got {given.groups}")
+        pages, capacity = given.arrays[2].shape[0], self._buffers[2].shape[0]
+        if pages > capacity:
+            raise ValueError(f"{where} must have at most {capacity} pages, got {pages}")
+        if self._level is not None and given.rows > self.rows:
+            raise ValueError(
+                f"{where} must have at most the {self.rows} query tokens of the first plan, got"
+                f" {given.rows}"
+            )
+
+    def write(self, given: Given, block_tokens: int, causal: bool) -> Level:
+        """A plan that `check` allows, in the same memory as the plans before."""
+        if self._level is None:
+            self.rows = given.rows
+            # a group has at most one tile that is not full
+            tiles = max(self.groups + self.rows // block_tokens, 1)
+            request, start = self._buffers[0].new_empty(2, tiles).unbind(0)
+            self._level = Level(*self._buffers, request, start, causal)
+        level = self._level
+        for buffer, array in zip(self._buffers, given.arrays, strict=True):
+            buffer[: array.shape[0]].copy_(array)
+        request, start = given.tiles(block_tokens)
+        spare = level.tile_request.shape[0] - request.shape[0]
+        level.tile_request.copy_(torch.cat([request, request.new_zeros(spare)]))
+        level.tile_start.copy_(torch.cat([start, start.new_full((spare,), self.rows)]))
+        return level
