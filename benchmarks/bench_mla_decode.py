@@ -2,11 +2,14 @@
 
     python benchmarks/bench_mla_decode.py --peers FOLDER \
         --output benchmarks/results/mla_decode_h200.json
+    python benchmarks/bench_mla_decode.py --peers FOLDER --growth \
+        --output benchmarks/results/mla_decode_growth_h200.json
 
 One query token per request, bf16, one latent head of 512 + 64 channels (1,152 bytes per token),
 page 64 in random order; output bf16 and natural-log LSE. "AxBk" is A requests of B * 1024 tokens;
 "skew" one of 64k and 63 of 1k; "prefix" 64 requests of 16.5k that share the first 16k, for which
-ours finds the prefix from the block table.
+ours finds the prefix from the block table. ``--growth`` measures batches of 1 to 256 requests of 1k
+to 256k tokens instead, as far as their cache fits into memory. ``plot_mla_decode.py`` draws either.
 
 Times are medians of CUDA-graph replays. A graph holds one call for each of several page tables that
 together touch more than 192 MB, since in an engine the other layers evict the L2 cache; its time is
@@ -57,6 +60,12 @@ SIZES: dict[str, tuple[list[int], int]] = {
     "skew": ([65536] + [1024] * 63, 0),
     "prefix": ([16384 + 512] * 64, 16384),
 }
+GROWTH: dict[str, tuple[list[int], int]] = {
+    f"{batch}x{k}k": ([k * 1024] * batch, 0)
+    for k in (1, 4, 16, 64, 256)
+    for batch in (1, 4, 16, 64, 256)
+}
+CACHE_SHARE = 0.7  # of the free memory
 CHECKS: list[tuple[list[int], int]] = [
     ([1, 63, 64, 65, 1000, 0, 2049, 4096, 0, 17], 64),
     ([1, 63, 64, 65, 1000, 0, 2049, 4096, 0, 17], 1888),
@@ -266,18 +275,26 @@ def plan_times(heads: int, requests: int, peers: bool) -> dict[str, float]:
     return times
 
 
+def fitting(
+    cases: dict[str, tuple[list[int], int]], free_bytes: int
+) -> tuple[dict[str, tuple[list[int], int]], list[str]]:
+    """The cases whose cache fits into the memory, and the names of the others."""
+    most = int(CACHE_SHARE * free_bytes) // 1152
+    fits = {name: case for name, case in cases.items() if sum(case[0]) <= most}
+    return fits, [name for name in cases if name not in fits]
+
+
 def measure(
     pool: torch.Tensor,
     runners: dict[str, Callable[[Any], list[Call]]],
     heads: list[int],
-    names: list[str],
+    cases: dict[str, tuple[list[int], int]],
     replays: int,
     save: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for count in heads:
-        for name in names:
-            sizes, shared = SIZES[name]
+        for name, (sizes, shared) in cases.items():
             case = Case(pool, count, sizes, shared)
             row: dict[str, Any] = {"case": name, "heads": count, "bytes": case.bytes}
             results: dict[str, torch.Tensor] = {}
@@ -294,7 +311,7 @@ def measure(
             }
             rows.append(row)
             times = " ".join(f"{key}={row[f'{key}_us']:.1f}" for key in runners)
-            print(f"{count:3d} {name:8s} {times}", flush=True)
+            print(f"{count:3d} {name:9s} {times}", flush=True)
             save(rows)
     return rows
 
@@ -317,7 +334,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--heads", default=",".join(map(str, HEADS)))
-    parser.add_argument("--cases", default=",".join(SIZES))
+    parser.add_argument("--cases", help="names, by default all")
+    parser.add_argument("--growth", action="store_true", help="batch by context")
     parser.add_argument("--replays", type=int, default=8)
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--params", nargs="*", default=[], help="overhead=3: not the table's")
@@ -325,7 +343,10 @@ def main() -> None:
     torch.manual_seed(0)
     begin = time.perf_counter()
     heads = [int(x) for x in arguments.heads.split(",")]
-    names = arguments.cases.split(",")
+    known = GROWTH if arguments.growth else SIZES
+    names = arguments.cases.split(",") if arguments.cases else list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--cases must be of {', '.join(known)}, got {', '.join(unknown)}")
     small = torch.randn(4096 * 64, 576, dtype=torch.bfloat16, device="cuda")
     params = {name: int(value) for name, value in (x.split("=") for x in arguments.params)}
     wrong = check(small, {"ours": Ours(**params)}, heads)
@@ -334,14 +355,17 @@ def main() -> None:
     if arguments.check_only:
         return
     del small
-    tokens = max(sum(SIZES[name][0]) for name in names) + (1 << 18)
+    cases, left_out = fitting({name: known[name] for name in names}, torch.cuda.mem_get_info()[0])
+    if not cases:
+        sys.exit(f"no case fits into the memory of this GPU: {', '.join(left_out)}")
+    tokens = max(sum(sizes) for sizes, _ in cases.values()) + (1 << 18)
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     peers = mla_decode_peers.load_peers(arguments.peers) if arguments.peers else {}
     runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(**params), **peers}
     schedules = check_schedule(heads) if "flashmla" in peers else 0
     plans = {
         requests: plan_times(heads[0], requests, "flashmla" in peers)
-        for requests in (1, 4, 16, 64, 128)
+        for requests in dict.fromkeys(len(sizes) for sizes, _ in known.values())
     }
 
     def save(rows: list[dict[str, Any]]) -> None:
@@ -353,7 +377,7 @@ def main() -> None:
                 "case": row["case"],
                 "heads": row["heads"],
                 "ours_gpu_us": round(row["ours_us"], 2),
-                "plan_us": round(plans[len(SIZES[row["case"]][0])]["ours"], 2),
+                "plan_us": round(plans[len(known[row["case"]][0])]["ours"], 2),
                 **{f"{name}_us": round(row[f"{name}_us"], 2) for name in peers},
                 "floor_us": round(row["bytes"] / rate, 2),
                 "disagreement": {k: float(f"{v:.2e}") for k, v in row["disagreement"].items()},
@@ -363,6 +387,7 @@ def main() -> None:
         document = {
             **environment(),
             "params": params,
+            **({"mode": "growth", "left_out": left_out} if arguments.growth else {}),
             "read_gbs": round(rate / 1e3, 1),
             "plan_us": plans,
             "equal_flash_mla_schedules": schedules,
@@ -370,7 +395,7 @@ def main() -> None:
         }
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
-    rows = measure(pool, runners, heads, names, arguments.replays, save)
+    rows = measure(pool, runners, heads, cases, arguments.replays, save)
     print("plans, us:", json.dumps(plans))
     if peers:
         summary(rows, list(peers))
