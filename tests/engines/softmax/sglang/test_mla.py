@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.engines import sglang_flag
@@ -159,6 +161,28 @@ def test_a_replay_without_planning_is_noticed(
     monkeypatch.setattr(SplitKvMLABackend, "_plan", lambda self, forward_batch: None)
     replay(server, captured, batch, graph)
     assert relative_error(outs[0], want) > 0.1
+
+
+def test_it_serves_inside_of_sglangs_hybrid_backend(serve: Serve) -> None:
+    """Kimi-Linear's: the layers of full attention go to it, with and without a graph."""
+    server = serve(TARGETS["torch"])
+    ours = server.backend
+    linear = MagicMock(needs_cpu_seq_lens=False, extend_dummy_seqs_capped_by_req_pool=False)
+    linear.supports_prefill_graph_extend.return_value = False
+    server.backend = HybridLinearAttnBackend(ours, linear, list(range(LAYERS)))
+    server.backend.init_cuda_graph_state(2, 2)
+    for graph in (False, True):
+        server.fill([40, 100], seed=int(graph))
+        batch, drawn = server.batch(), server.draw(2)
+        if graph:
+            server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            server.backend.init_forward_metadata_out_graph(batch)
+        else:
+            server.backend.init_forward_metadata(batch)
+        out = server.run(batch, drawn)
+        assert not flash_attention.calls and not linear.forward_decode.called
+        assert relative_error(out, upstreams(server, batch, drawn)) < TOLERANCE
+        flash_attention.calls.clear()
 
 
 def test_steps_beyond_the_lead_are_upstreams(serve: Serve) -> None:
