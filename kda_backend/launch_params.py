@@ -114,6 +114,8 @@ class PrefillCostModel:
         bounded_rows: how the scores of a bounded gate are made: ``centred`` for keys and queries of
             any size, ``direct`` in fewer instructions for normalised ones; those that are not
             normalised stay centred.
+        fused_conv: a layer's short convolution of q and k is made where the tiles are
+            (`kda_backend.prefill.conv_sm90`), not by a launch of its own.
     """
 
     fitted: bool
@@ -129,6 +131,7 @@ class PrefillCostModel:
     fetch_ns: int
     one_launch_max_tokens: int = 0
     bounded_rows: BoundedRows = "centred"
+    fused_conv: bool = False
 
     def __post_init__(self) -> None:
         if not self.fitted:

@@ -31,7 +31,7 @@ from kda_backend.layer_checkpoints import (
     store_checkpoints,
 )
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
-from kda_backend.prefill.paths import run_prefill
+from kda_backend.prefill.paths import convolves, run_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import Beta
@@ -126,9 +126,17 @@ def prefill(
         if checkpoints is not None:
             check_checkpoints(checkpoints, tokens.qkv, step_plan)
         _check_sequences(weights, selection, tokens, pools, state, step_plan)
-    mixed = _convolved(weights, tokens, pools, state, step_plan)
-    rows = _token_inputs(tokens, mixed, selection)
-    run_prefill(selection, rows, gate, step_plan, state, tokens.out.unsqueeze(0), None, scratch)
+    out = tokens.out.unsqueeze(0)
+    rows, conv = _token_inputs(tokens, tokens.qkv, selection), ConvInputs(pools.conv, weights.conv)
+    if convolves(selection, rows, gate, step_plan, state, conv):
+        first = rows.q.shape[2] * rows.q.shape[3] * 2  # of v's channels
+        values = _convolved(weights, tokens, pools, state, step_plan, first)
+        rows = rows._replace(v=values.view(rows.v.shape))
+        run_prefill(selection, rows, gate, step_plan, state, out, None, scratch, conv=conv)
+    else:
+        mixed = _convolved(weights, tokens, pools, state, step_plan)
+        rows = _token_inputs(tokens, mixed, selection)
+        run_prefill(selection, rows, gate, step_plan, state, out, None, scratch)
     _normalise(weights, tokens, step_plan)
     if checkpoints is not None and snapshots is not None:
         store_checkpoints(tokens.qkv, snapshots, pools.conv, pools.state, checkpoints, step_plan)
@@ -249,12 +257,17 @@ def _step_inputs(tokens: Tokens, selection: KdaSelection) -> TokenInputs:
 
 
 def _convolved(
-    weights: LayerWeights, tokens: Tokens, pools: Pools, state: StateRef, step_plan: StepPlan
+    weights: LayerWeights,
+    tokens: Tokens,
+    pools: Pools,
+    state: StateRef,
+    step_plan: StepPlan,
+    first: int = 0,
 ) -> torch.Tensor:
+    """Of the channels from ``first`` on."""
     assert state.indices is not None
-    return short_conv(
-        tokens.qkv, weights.conv, pools.conv, state.indices, state.has_initial, step_plan
-    )
+    x, weight, pool = tokens.qkv[:, first:], weights.conv[first:], pools.conv[:, first:]
+    return short_conv(x, weight, pool, state.indices, state.has_initial, step_plan)
 
 
 def _normalise(weights: LayerWeights, tokens: Tokens, step_plan: StepPlan) -> None:

@@ -106,6 +106,17 @@ class StepPlan:
         return max((end - begin for begin, end in pairs), default=0)
 
     @functools.cached_property
+    def chunk_begins(self) -> torch.Tensor:
+        """``[num_chunks + 1]`` int32: the sequence that begins with a chunk, -1 for none; made at
+        its first use, without a sync."""
+        assert self.chunk_table is not None
+        first = self.chunk_table.offsets[:-1].long()
+        begins = first.new_full((self.num_chunks + 1,), -1, dtype=torch.int32)
+        # an empty sequence has the next one's first chunk, and the smaller number
+        numbers = torch.arange(self.num_sequences, dtype=torch.int32, device=first.device)
+        return begins.scatter_reduce_(0, first, numbers, "amax")
+
+    @functools.cached_property
     def addresses(self) -> PlanAddresses:
         """What the launches of all layers pass on; only for a plan with a chunk table."""
         assert self.chunk_table is not None

@@ -20,6 +20,29 @@ STRUCTS = {
     "States": (("ptr", "void*"), *((f"stride_{axis}", "i64") for axis in "nhvk")),
 }
 
+INTRA_FIELDS = (
+    ("q", "Rows"),  # [T, H, 128] bf16, like k; g [T, HV, 128] bf16
+    ("k", "Rows"),
+    ("g", "Rows"),
+    ("beta", "Rows"),  # [T, HV] bf16, or fp32 with BETA_FP32
+    ("a_log", "const float*"),  # [HV] or null
+    ("dt_bias", "const float*"),  # [HV, 128] or null
+    ("tiles", "u16*"),  # [chunks, HV, 7 * 4096] fp16: -k_in, q_in, T^T k_out, A_qk T
+    ("chunk_decays", "float*"),  # [chunks, HV, 128], in the order in which the scan reads them
+    ("chunk_start", "const int*"),  # [chunks]: first token
+    ("chunk_len", "const int*"),  # [chunks]: tokens, 0 after the last chunk
+    ("chunk_order", "const int*"),  # [chunks]: chunks in the order in which they are made
+    ("num_value_heads", "int"),
+    ("heads_per_key", "int"),  # value heads per key head
+    ("lower_bound", "float"),  # of a bounded gate
+    ("num_tiles", "int"),  # a tile's number is chunk * HV + value head
+    ("first_scan_sm", "int"),  # SMs from this number on are reserved for the scan
+    ("reserved_sm_tile_cap", "int"),  # tiles that a CTA on one of them makes before it ends
+    ("progress", "Progress*"),
+    ("fault", "Fault*"),  # in host memory
+)
+"""Of the intra-chunk kernel."""
+
 SEQUENCE_FIELDS = (
     ("state_in", "States"),  # [slots, HV, V, K], or null
     ("state_out", "States"),
@@ -65,6 +88,11 @@ def tile_defines(variant: Variant, params: PrefillCostModel) -> dict[str, int]:
         "BETA_FP32": int(variant.beta_dtype == torch.float32),
         "BOUNDED_ROWS": int(direct),
     }
+
+
+def intra_defines(variant: Variant, ctas_per_sm: int, params: PrefillCostModel) -> dict[str, int]:
+    """Preprocessor constants of one variant of intra_chunk.cu."""
+    return {**tile_defines(variant, params), "MIN_BLOCKS": ctas_per_sm}
 
 
 class Layout(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
-from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.launch_params import SegmentedParams
 from kda_backend.prefill.arguments_sm90 import DIM, KERNELS, STRUCTS
 from kda_backend.prefill.sm_schedule import CostModel, IntraCost, ScanCost, Schedule
@@ -57,6 +57,8 @@ def segmented_sm90(
     chunk_states: torch.Tensor | None,
     scratch: Scratch,
     kept: Kept,
+    *,
+    conv: ConvInputs | None = None,
 ) -> None:
     """`two_stage_sm90`, whose scan runs on segments of the sequences where that is faster.
 
@@ -78,9 +80,8 @@ def segmented_sm90(
     scan = None
     if segments is not None:
         scan = _segmented_scan(path, kernels, segments, step_plan, value_heads, scratch)
-    two_stage_sm90(
-        kernels.whole, tokens, gate, step_plan, state, out, chunk_states, scratch, kept, scan
-    )
+    call = (tokens, gate, step_plan, state, out, chunk_states)
+    two_stage_sm90(kernels.whole, *call, scratch, kept, scan, conv)
 
 
 def segments_of(params: SegmentedParams, step_plan: StepPlan, value_heads: int) -> Segments | None:

@@ -11,9 +11,11 @@ import torch
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import detect_target
-from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
+    INTRA_FIELDS,
     KERNELS,
     SEQUENCE_FIELDS,
     STRUCTS,
@@ -21,9 +23,9 @@ from kda_backend.prefill.arguments_sm90 import (
     address_of,
     beta_of,
     gate_parameter,
+    intra_defines,
     layout_of,
     on_16_bytes,
-    tile_defines,
     variant_of,
 )
 from kda_backend.prefill.one_launch_sm90 import (
@@ -40,35 +42,11 @@ from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
-    from kda_backend.launch_params import PrefillCostModel
 
 TILE_BYTES = 7 * 8192  # -k_in, q_in, T^T k_out, A_qk T in 8 KiB blocks
 _INTRA_THREADS, _SCAN_THREADS = 128, 384
 
-INTRA_PARAMS = CudaParams(
-    (
-        ("q", "Rows"),  # [T, H, 128] bf16, like k; g [T, HV, 128] bf16
-        ("k", "Rows"),
-        ("g", "Rows"),
-        ("beta", "Rows"),  # [T, HV] bf16, or fp32 with BETA_FP32
-        ("a_log", "const float*"),  # [HV] or null
-        ("dt_bias", "const float*"),  # [HV, 128] or null
-        ("tiles", "u16*"),  # [chunks, HV, 7 * 4096] fp16: -k_in, q_in, T^T k_out, A_qk T
-        ("chunk_decays", "float*"),  # [chunks, HV, 128], in the order in which the scan reads them
-        ("chunk_start", "const int*"),  # [chunks]: first token
-        ("chunk_len", "const int*"),  # [chunks]: tokens, 0 after the last chunk
-        ("chunk_order", "const int*"),  # [chunks]: chunks in the order in which they are made
-        ("num_value_heads", "int"),
-        ("heads_per_key", "int"),  # value heads per key head
-        ("lower_bound", "float"),  # of a bounded gate
-        ("num_tiles", "int"),  # a tile's number is chunk * HV + value head
-        ("first_scan_sm", "int"),  # SMs from this number on are reserved for the scan
-        ("reserved_sm_tile_cap", "int"),  # tiles that a CTA on one of them makes before it ends
-        ("progress", "Progress*"),
-        ("fault", "Fault*"),  # in host memory
-    ),
-    STRUCTS,
-)
+INTRA_PARAMS = CudaParams(INTRA_FIELDS, STRUCTS)
 SCAN_FIELDS = (
     ("tiles", "const u16*"),  # as the intra stage has written them
     ("chunk_decays", "const float*"),
@@ -110,6 +88,7 @@ def two_stage_sm90(
     scratch: Scratch,
     kept: Kept,
     segments: SegmentedScan | None = None,
+    conv: ConvInputs | None = None,
 ) -> None:
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
@@ -121,6 +100,8 @@ def two_stage_sm90(
 
     Args:
         segments: what takes the scan's place (`segmented_sm90`).
+        conv: of q and k, which ``tokens`` has from before it; its windows are in ``state``'s slots.
+            Such a call has two stages whatever its lengths.
     """
     if step_plan.num_sequences == 0:
         return  # without sequences no scan would be launched, and none would reset the counters
@@ -132,15 +113,14 @@ def two_stage_sm90(
         layout = layout_of(tokens, state, out, chunk_states)
         # those of both forms: a later step may be the first with short sequences
         short = load_kernels(path, device, variant) if path.params.one_launch_max_tokens else {}
-        known = kept[what] = (layout, _kernels(path, device, variant), short)
-    layout, kernels, short = known
+        known = kept[what] = (layout, variant, _kernels(path, device, variant), short)
+    layout, variant, kernels, short = known
     q, k, v, g = [x.data_ptr() for x in tokens[:4]]
     o = out.data_ptr()
     if layout.misaligned or (q | k | v | g | o) & 15:
         tokens, rows = _on_16_bytes(tokens), on_16_bytes(out)
-        two_stage_sm90(
-            path, tokens, gate, step_plan, state, rows, chunk_states, scratch, {}, segments
-        )
+        call = (tokens, gate, step_plan, state, rows, chunk_states)
+        two_stage_sm90(path, *call, scratch, {}, segments, conv)
         if rows is not out:
             out.copy_(rows)
         return
@@ -149,7 +129,7 @@ def two_stage_sm90(
     num_tasks = value_heads * step_plan.num_sequences
     tiles, chunk_decays, progress = scratch.addresses(num_tiles, TILE_BYTES, DIM)
     launch = _launch_of_short(path, step_plan, state, value_heads, device, kept)
-    if launch is not None:
+    if launch is not None and conv is None:
         # a sequence of several chunks has tiles of more bytes than its state
         call = (tokens, gate, step_plan, state, out, chunk_states)
         one_launch_sm90(short, launch, layout, *call, carry=tiles)
@@ -210,6 +190,10 @@ def two_stage_sm90(
         fault=fault,
     )
     intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
+    if conv is not None:
+        convolving = conv_sm90.load_kernels(path.params, device, variant, conv.weight.dtype)
+        intra = convolving[schedule.intra_ctas_per_sm]
+        intra_params += conv_sm90.pack(conv, state, step_plan, tokens.q.shape[2])
     intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
     try:
         if segments is None:
@@ -298,11 +282,6 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
         kernel.load()
     schedule = functools.lru_cache(4096)(functools.partial(choose_schedule, cost_model))
     return _Kernels(intra, (scan, scan_split), schedule)
-
-
-def intra_defines(variant: Variant, ctas_per_sm: int, params: PrefillCostModel) -> dict[str, int]:
-    """Preprocessor constants of one variant of intra_chunk.cu."""
-    return {**tile_defines(variant, params), "MIN_BLOCKS": ctas_per_sm}
 
 
 def scan_defines(variant: Variant) -> dict[str, int]:

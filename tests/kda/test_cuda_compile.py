@@ -15,6 +15,7 @@ import torch
 from backend_core.launch.cuda import CudaParams
 from kda_backend.decode import step_sm90
 from kda_backend.launch_params import FusedStepSm90Params
+from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as prefill
@@ -56,6 +57,10 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
                 rows = f"{gate.name.lower()}{', direct rows' * direct}"
                 name = f"intra_chunk {rows}, {ctas} CTAs per SM"
                 yield name, (source, prefill.INTRA_PARAMS, defines)
+        for taps in (FP32, BF16):
+            defines = conv_sm90.conv_defines(variant_of(), ctas, bounded_rows(False), taps)
+            name = f"intra_chunk softplus, convolution, {str(taps)[6:]} taps, {ctas} CTAs per SM"
+            yield name, (prefill.KERNELS / "intra_chunk.cu", conv_sm90.CONV_PARAMS, defines)
     for name in ("scan", "scan_split"):
         for track in (False, True):
             defines = prefill.scan_defines(variant_of(track=track))

@@ -13,8 +13,8 @@ static constexpr float LOG_SCALE = 256.0f;
 // Decays over 8 tokens of at least 2^-22, or 16 of a bounded gate's 2^-7.3, and their inverses,
 // centred by 2^SHIFT, times a key or a query, are numbers of fp32.
 static constexpr float SHIFT = 60.0f, UNSHIFT = 0x1p-60f;
-// A bounded gate's decays over 16 tokens, of 2^-115.4 at least, and their inverses are normal numbers
-// of fp32 as they are, and their products with normalised keys and queries no larger.
+// A bounded gate's decays over 16 tokens, of 2^-115.4 at least, and their inverses are normal
+// numbers of fp32 as they are, and their products with normalised keys and queries no larger.
 static constexpr bool DIRECT_ROWS = GATE == GATE_BOUNDED && BOUNDED_ROWS == ROWS_DIRECT;
 static_assert(!DIRECT_ROWS || L2NORM);
 

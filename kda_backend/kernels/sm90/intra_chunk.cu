@@ -7,6 +7,7 @@
 //     leader thread                    all four warps                            copy engine
 //     take the next tile               request q, g, bias; load beta             k is on its way
 //     its last tile's copies are over                                            k, q arrive
+//                                      with CONV: convolve k and q in place
 //     set the last tile's flag         norms, diagonal of A_qk   (compute_norms) g arrives
 //                                      for each 32 channels:
 //     where is the next tile?            log decays              (load_log_decays)
@@ -32,10 +33,16 @@
 // other kernel, and the scan is placed only when all of them run, so it may wait for any tile. A
 // CTA on an SM that is reserved for the scan makes reserved_sm_tile_cap tiles and ends.
 //
-// Compile-time: GATE, BETA, BOUNDED_ROWS (kda.cuh); L2NORM; BETA_FP32 (else bf16); MIN_BLOCKS per SM.
+// Compile-time: GATE, BETA, BOUNDED_ROWS (kda.cuh); L2NORM; BETA_FP32 (else bf16); MIN_BLOCKS per
+// SM; CONV and what it needs (conv_rows.cuh).
 
 #include "intra_cta.cuh"
 #include "solve.cuh"
+
+__device__ __forceinline__ void fetch_next_keys(const Params& p, Shared& s, const TileSource& from) {
+    fetch_key_halo(p, s, from);
+    fetch_keys(p, s, from);
+}
 
 // Makes the tile of ``s.source[turn]``, whose keys are on their way, and finds out about the next
 // one. At the end its copies to memory have read shared memory, but may not have arrived: the call
@@ -46,6 +53,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     const int head = source.head, length = source.length;
     const bool is_leader = threadIdx.x == LEADER_THREAD;
     __syncthreads();  // the last tile has been read, and s.next
+    fetch_query_halo(p, s, source);
     fetch_queries_and_gates(p, s, source, head, length);
     if (is_leader) {
         --s.tiles_left;
@@ -58,6 +66,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     __syncthreads();
     if (is_leader && previous >= 0) store_release(p.progress->flags() + previous, s.launch);
 
+    convolve_chunk(p, s, source, length);
     const Norms norms = compute_norms(s, at);
     cp_async_wait<0>();
     __syncthreads();
@@ -93,7 +102,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     __syncwarp();
     invert_diagonal_block(inverse, s, at);
     __syncthreads();  // q_in and k_in have left
-    if (s.next < p.num_tiles) fetch_keys(p, s, s.source[turn ^ 1]);
+    if (s.next < p.num_tiles) fetch_next_keys(p, s, s.source[turn ^ 1]);
     write_solve_operands(s, scores, a_diagonal, inverse, at);
     __syncthreads();
     solve<false>(s.a_qk, at.warp, s, at.lane);
@@ -129,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
         for (int step = 1; step <= 3; ++step) find_source(p, s, 0, step);
     }
     __syncthreads();
-    if (s.next < p.num_tiles) fetch_keys(p, s, s.source[0]);
+    if (s.next < p.num_tiles) fetch_next_keys(p, s, s.source[0]);
     i64 previous = -1;  // the tile before, which has no flag yet
     // After the last chunk the order has only more of length 0, which are not made.
     for (int turn = 0; s.next < p.num_tiles && s.source[turn].length; turn ^= 1) {

@@ -23,6 +23,9 @@ struct Shared {
         // [half][lane]
         uint4 exchange[5][2][32];
         float diagonal[4][16][16];  // L's diagonal blocks
+#if CONV
+        u16 halo[2][HALO][D];  // rows before the keys and the queries
+#endif
     };
     // Decays over the row blocks, of 16 channels the 2 t, 2 t + 1 of each 8 together; three blocks
     // of ones before and after.
@@ -37,7 +40,7 @@ struct Shared {
 // Read by the host from the compiled kernel.
 template __global__ void shared_bytes<sizeof(Shared)>();
 
-#include "chunk_rows.cuh"
+#include "conv_rows.cuh"
 
 __device__ __forceinline__ char* tile_block(const Params& p, i64 tile, int block) {
     return reinterpret_cast<char*>(p.tiles) + tile * TILE_BYTES + block * BLOCK_BYTES;
@@ -74,6 +77,9 @@ __device__ __forceinline__ void find_source(const Params& p, Shared& s, int turn
         cp_async_wait<0>();
         cp_async_cachealways_zfill(&to.token, p.chunk_start + to.chunk, true);
         cp_async_cachealways_zfill(&to.length, p.chunk_len + to.chunk, true);
+#if CONV
+        cp_async_cachealways_zfill(&to.sequence, p.chunk_begins + to.chunk, true);
+#endif
         if (p.a_log) cp_async_cachealways_zfill(&to.a_log, p.a_log + to.head, true);
         cp_async_fence();
     } else {

@@ -2,9 +2,9 @@
 //
 // Within 8 tokens: the row's decay from the first of them on times the inverse of the column's, a
 // product in tf32, whose range is that of fp32. Of a bounded gate 16 tokens stay in that range, and
-// are taken at once: centred by 2^60, for rows of any size, or directly, for normalised ones. Between
-// the halves of 16, 32 and 64 tokens: rows of the upper half decay from its first token on, those of
-// the lower half to its last, so nothing exceeds 1 and fp16 will do.
+// are taken at once: centred by 2^60, for rows of any size, or directly, for normalised ones.
+// Between the halves of 16, 32 and 64 tokens: rows of the upper half decay from its first token on,
+// those of the lower half to its last, so nothing exceeds 1 and fp16 will do.
 // Any gate is exact, and row r depends on tokens up to r alone.
 #pragma once
 
@@ -104,8 +104,8 @@ __device__ __forceinline__ void decay_bounded_centred(u32 (&prefix)[2], u32 (&su
                      down[0][1]);
 }
 
-// The same for normalised rows (DIRECT_ROWS). What enters the products is at once what is rounded to
-// the rows: from the block's start q 2^G and k 2^G, to its end k 2^-G times the decay over the block.
+// The same for normalised rows (DIRECT_ROWS). What enters the products is at once what is rounded
+// to the rows: from the block's start q 2^G and k 2^G, to its end k 2^-G times the block's decay.
 __device__ __forceinline__ void decay_bounded_direct(DecayedRows& rows, int e, float (&total)[2],
                                                      Scores& scores, const Channels& x,
                                                      const u32 (&logs)[2],

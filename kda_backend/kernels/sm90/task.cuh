@@ -3,7 +3,7 @@
 // Compile-time: SEGMENTS (tasks are segments of sequences, segments.cuh).
 #pragma once
 
-#include "tile.cuh"
+#include "offsets.cuh"
 #include "params.cuh"
 #ifndef SEGMENTS
 #define SEGMENTS 0
@@ -11,11 +11,6 @@
 #if SEGMENTS
 #include "segments.cuh"
 #endif
-
-__device__ __forceinline__ i64 sequence_offset(const void* cu_seqlens, int n) {
-    return CU_INT64 ? static_cast<const i64*>(cu_seqlens)[n]
-                    : static_cast<i64>(static_cast<const int*>(cu_seqlens)[n]);
-}
 
 struct Task {
     int half;        // of the 128 value rows

@@ -18,11 +18,20 @@ static constexpr int BLOCK_BYTES = ROWS * 128;
 static constexpr int TILE_BYTES = 7 * BLOCK_BYTES;
 static constexpr int K_IN = 0, Q_IN = 2, K_OUT = 4, A_QK = 6;  // first block of each
 
+// CONV: keys and queries come from the projection, before their convolution (conv_rows.cuh).
+#ifndef CONV
+#define CONV 0
+#endif
+static constexpr int HALO = 3;  // rows before a chunk that its convolution reads
+
 // Where a tile's inputs lie.
 struct TileSource {
     int head, key_head, chunk;
     int token, length;  // first token in the batch; tokens
     float a_log;
+#if CONV
+    int sequence;  // that begins with the chunk; -1: none
+#endif
 };
 
 // Where a lane stands in its warpgroup.

@@ -1,0 +1,102 @@
+"""The short convolution of q and k inside the intra-chunk kernel (kernels/sm90/conv_rows.cuh)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from backend_core.launch.cuda import CudaKernel, CudaParams
+from kda_backend.contract.values import ConvInputs, StateRef, TokenInputs
+from kda_backend.prefill.arguments_sm90 import (
+    DIM,
+    INTRA_FIELDS,
+    KERNELS,
+    STRUCTS,
+    Variant,
+    address_of,
+    intra_defines,
+)
+from kda_backend.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from kda_backend.launch_params import PrefillCostModel
+
+_STRUCTS = {
+    # first of their channels in the pool of windows, and their taps [H * 128, 4]
+    "Conv": (
+        ("window", "void*"),
+        ("taps", "const void*"),
+        *((f"stride_{axis}", "i64") for axis in "ncw"),
+    ),
+}
+_FIELDS = (
+    ("q_conv", "Conv"),
+    ("k_conv", "Conv"),
+    ("state_indices", "const int*"),  # [N]: slots, negative for none
+    ("has_initial_state", "const unsigned char*"),  # [N], or null: all have
+    ("cu_seqlens", "const void*"),  # [N + 1]
+    ("chunk_begins", "const int*"),  # [chunks]: the sequence that begins with a chunk, else -1
+)
+_PARAMS = CudaParams(_FIELDS, _STRUCTS)
+CONV_PARAMS = CudaParams((*INTRA_FIELDS, *_FIELDS), STRUCTS | _STRUCTS)
+"""Of the kernel: those without the convolution, then its own."""
+
+
+def serves(
+    params: PrefillCostModel, conv: ConvInputs, tokens: TokenInputs, step_plan: StepPlan
+) -> bool:
+    """Whether a step's q and k are convolved in the kernel: the table says so, the types are the
+    kernel's, and the step is not one of short sequences, which are made in one launch."""
+    longest = step_plan.max_tokens
+    return (
+        params.fused_conv
+        and not (longest is not None and longest <= params.one_launch_max_tokens)
+        and tokens.q.dtype == conv.state.dtype == torch.bfloat16
+        and conv.weight.dtype in (torch.bfloat16, torch.float32)
+        and conv.weight.data_ptr() % 16 == 0
+        and conv.bias is None
+    )
+
+
+@functools.cache
+def load_kernels(
+    params: PrefillCostModel, device: torch.device, variant: Variant, taps: torch.dtype
+) -> Mapping[int, CudaKernel]:
+    """The kernels by CTAs per SM, compiled and loaded."""
+    made = {}
+    for ctas in (2, 4):
+        defines = conv_defines(variant, ctas, params, taps)
+        made[ctas] = CudaKernel(KERNELS / "intra_chunk.cu", "intra_chunk", CONV_PARAMS, defines)
+        made[ctas].load()
+    return made
+
+
+def conv_defines(
+    variant: Variant, ctas_per_sm: int, params: PrefillCostModel, taps: torch.dtype
+) -> dict[str, int]:
+    """Preprocessor constants of one variant of intra_chunk.cu that convolves."""
+    return {
+        **intra_defines(variant, ctas_per_sm, params),
+        "CONV": 1,
+        "TAPS_FP32": int(taps == torch.float32),
+        "CU_INT64": int(variant.int64_offsets),
+    }
+
+
+def pack(conv: ConvInputs, state: StateRef, step_plan: StepPlan, heads: int) -> bytes:
+    """The convolution's parameters, which follow those of the kernel without it."""
+    strides, size = conv.state.stride(), conv.weight.element_size()
+    channels = heads * DIM
+    q = (conv.state.data_ptr(), conv.weight.data_ptr(), *strides)
+    k_window = q[0] + channels * strides[1] * conv.state.element_size()
+    return _PARAMS.pack(
+        q_conv=q,
+        k_conv=(k_window, q[1] + channels * conv.weight.stride(0) * size, *strides),
+        state_indices=address_of(state.indices),
+        has_initial_state=address_of(state.has_initial),
+        cu_seqlens=step_plan.addresses.cu_seqlens,
+        chunk_begins=step_plan.chunk_begins.data_ptr(),
+    )

@@ -1,0 +1,181 @@
+"""The short convolution inside the Hopper intra stage on the CPU, from its own sources: a whole
+layer against float64, on pools in an engine's layout, and with mistakes planted."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from kda_backend import layer
+from kda_backend.contract.values import ConvInputs
+from kda_backend.launch_params import PrefillCostModel
+from kda_backend.prefill import conv_sm90
+from kda_backend.prefill import two_stage_sm90 as pipeline
+from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.step_plan import build_step_plan
+from kda_backend.testing.cases import cu_tensor
+from tests.cuda_on_host.driver import GXX, HostKernel
+from tests.cuda_on_host.planted import plant
+from tests.kda.cases import Backend, assert_close, assert_same_bits
+from tests.kda.prefill_on_host import ROW, use_two_stages
+from tests.kda.test_layer import Model, check
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+CPU = Backend("kernels", torch.device("cpu"))
+ON = dataclasses.replace(ROW, params=dataclasses.replace(ROW.params, fused_conv=True))
+# an empty sequence before another, one without a slot, windows that keep old rows
+LENGTHS, INDICES = (70, 1, 2, 0, 130, 3), (4, 1, 6, 0, 3, -1)
+INITIAL = (True, True, False, True, True, True)
+
+
+class Loaded:
+    """Stands in for `conv_sm90.load_kernels`.
+
+    Attributes:
+        launches: of the kernel that convolves.
+    """
+
+    def __init__(self, sources: Path) -> None:
+        self.sources, self.launches = sources, 0
+
+    def __call__(
+        self, params: PrefillCostModel, device: object, variant: Variant, taps: torch.dtype
+    ) -> dict[int, Loaded]:
+        self.kernel = HostKernel(
+            self.sources / "intra_chunk.cu",
+            "intra_chunk",
+            conv_sm90.CONV_PARAMS,
+            conv_sm90.conv_defines(variant, 2, params, taps) | {"MAX_POLLS": 3000},
+        )
+        return {2: self._Launch(self)}  # type: ignore[dict-item]
+
+    class _Launch:
+        def __init__(self, owner: Loaded) -> None:
+            self.owner = owner
+
+        def __call__(self, grid: int, block: int, params: bytes) -> None:
+            self.owner.launches += 1
+            self.owner.kernel(grid, block, params)
+
+
+def use_conv(
+    monkeypatch: pytest.MonkeyPatch, seed: int, sources: Path = pipeline.KERNELS
+) -> Loaded:
+    use_two_stages(monkeypatch, seed, sources=sources)
+    loaded = Loaded(sources)
+    monkeypatch.setattr(conv_sm90, "load_kernels", loaded)
+    return loaded
+
+
+def model_of(seed: int, lengths: tuple[int, ...], *, fused: bool = True, heads: int = 1) -> Model:
+    model = Model(CPU, seed, lengths, heads=heads, dim=128)
+    model.selection = model.selection.with_path(ON if fused else ROW)
+    return model
+
+
+@pytest.mark.parametrize("taps", [torch.float32, torch.bfloat16])
+def test_a_layer_is_the_definition_and_keeps_its_windows(
+    monkeypatch: pytest.MonkeyPatch, seed: int, taps: torch.dtype
+) -> None:
+    loaded = use_conv(monkeypatch, seed)
+    model = model_of(seed, LENGTHS, heads=2)
+    conv = model.weights.conv.to(taps)
+    model.weights = dataclasses.replace(model.weights, conv=conv)
+    check(model, layer.prefill, INDICES, INITIAL)
+    assert loaded.launches == 1
+
+
+def test_a_layer_is_as_near_as_with_a_launch_for_the_convolution(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    use_conv(monkeypatch, seed)
+    errors = []
+    for fused in (False, True):
+        model = model_of(seed, (100, 9), fused=fused)
+        want, _, states = model.expected((2, 5), (True, False))
+        out = model.run(layer.prefill, (2, 5), (True, False))
+        errors.append(
+            [float((x.double() - y).norm() / y.norm())
+             for x, y in ((out, want), (model.state_pool[[2, 5]], states[[2, 5]]))]
+        )  # fmt: skip
+    apart, fused_errors = errors
+    assert all(new <= 1.1 * old for new, old in zip(fused_errors, apart, strict=True)), errors
+
+
+@pytest.mark.parametrize("split", [2, 64])
+def test_a_prompt_in_two_steps_has_the_bits_of_one(
+    monkeypatch: pytest.MonkeyPatch, seed: int, split: int
+) -> None:
+    """Rows before a step come from the window, which earlier steps have written."""
+    use_conv(monkeypatch, seed)
+    whole, halves = model_of(seed, (70,)), model_of(seed, (70,))
+    out = whole.run(layer.prefill, (2,), None)
+    parts = []
+    for begin, end in ((0, split), (split, 70)):
+        part = model_of(seed, (end - begin,))
+        part.qkv, part.beta = halves.qkv[begin:end], halves.beta[begin:end]
+        part.g, part.gate = halves.g[begin:end], halves.gate[begin:end]
+        part.conv_pool, part.state_pool = halves.conv_pool, halves.state_pool
+        parts.append(part.run(layer.prefill, (2,), None))
+    assert_close("output", torch.cat(parts), out, 6e-3)
+    assert_close("state", halves.state_pool[2], whole.state_pool[2], 6e-3)
+    assert_same_bits("conv state", halves.conv_pool[2], whole.conv_pool[2])
+    if split == 64:  # chunks begin where they did
+        assert_same_bits("output", torch.cat(parts), out)
+
+
+MISTAKES = {
+    "a halo too late": ("rows + (row - HALO) *", "rows + (row - HALO + 1) *", "is off by"),
+    "a window too early": ("tokens - HALO + j;", "tokens - HALO + j - 1;", r"torch\.equal"),
+    "a barrier dropped": (
+        "    __syncthreads();  // the rows before are another thread's, which overwrites them\n",
+        "",
+        r"race: conv_rows\.cuh:\d+",
+    ),
+    "a query's halo forgotten": (
+        "    fetch_halo(p, s.halo[1], p.q_conv, p.q, from);\n",
+        "",
+        "is off by|uninitialised",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, mistake: str
+) -> None:
+    right, wrong, report = MISTAKES[mistake]
+    sources = plant(pipeline.KERNELS, tmp_path, "conv_rows.cuh", right, wrong)
+    use_conv(monkeypatch, seed, sources)
+    with pytest.raises((AssertionError, RuntimeError), match=report) as failure:
+        check(model_of(seed, (70, 5)), layer.prefill, (4, 1), (True, True))
+    print(failure.value)
+
+
+def test_which_steps_are_convolved_in_the_kernel() -> None:
+    model = model_of(0, (70, 5))
+    rows = layer._token_inputs(
+        layer.Tokens(model.qkv, model.g, model.beta, model.gate, model.g), model.qkv,
+        model.selection,
+    )  # fmt: skip
+    conv = ConvInputs(model.conv_pool, model.weights.conv)
+
+    def serves(conv: ConvInputs = conv, **params: object) -> bool:
+        row = dataclasses.replace(ON.params, **params)  # type: ignore[arg-type]
+        return conv_sm90.serves(row, conv, rows, model.step_plan)
+
+    assert serves()
+    assert not serves(fused_conv=False)
+    assert not serves(one_launch_max_tokens=70), "short sequences are made in one launch"
+    assert not serves(conv._replace(state=conv.state.float()))
+    assert not serves(conv._replace(weight=conv.weight.half()))
+    assert not ROW.params.fused_conv, "the shipped row is to be measured first"
+
+
+def test_which_sequence_begins_with_a_chunk() -> None:
+    lengths = (0, 130, 0, 0, 64, 1, 0)
+    plan = build_step_plan(cu_tensor(lengths, torch.device("cpu")), sum(lengths))
+    assert plan.chunk_begins[: plan.num_chunks].tolist() == [1, -1, -1, 4, 5]
