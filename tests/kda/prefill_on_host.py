@@ -61,10 +61,15 @@ def use_two_stages(
     l2norm: bool = True,
     direct_rows: bool = False,
     segment_chunks: int = 0,
+    track: bool = False,
 ) -> None:
-    """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s."""
+    """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s.
+
+    Args:
+        track: for calls that ask for states inside of their sequences.
+    """
     variant = Variant(
-        Gate[gate.upper()], Beta[beta.upper()], l2norm, torch.bfloat16, False, False, False
+        Gate[gate.upper()], Beta[beta.upper()], l2norm, torch.bfloat16, False, False, track
     )
     polls = {"MAX_POLLS": max_polls}
     name = "scan_split" if split else "scan"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,17 @@ import torch
 from kda_backend import layer
 from kda_backend.contract.values import ConvInputs
 from kda_backend.launch_params import PrefillCostModel
+from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Variant
-from kda_backend.step_plan import build_step_plan
+from kda_backend.scratch import Scratch
+from kda_backend.step_plan import build_chunk_table, build_step_plan
 from kda_backend.testing.cases import cu_tensor
 from tests.cuda_on_host.driver import GXX, HostKernel
 from tests.cuda_on_host.planted import plant
 from tests.kda.cases import Backend, assert_close, assert_same_bits
-from tests.kda.prefill_on_host import ROW, use_two_stages
+from tests.kda.prefill_on_host import ROW, segmented_row, use_two_stages
 from tests.kda.test_layer import Model, check
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
@@ -62,9 +65,9 @@ class Loaded:
 
 
 def use_conv(
-    monkeypatch: pytest.MonkeyPatch, seed: int, sources: Path = pipeline.KERNELS
+    monkeypatch: pytest.MonkeyPatch, seed: int, sources: Path = pipeline.KERNELS, **call: Any
 ) -> Loaded:
-    use_two_stages(monkeypatch, seed, sources=sources)
+    use_two_stages(monkeypatch, seed, sources=sources, **call)
     loaded = Loaded(sources)
     monkeypatch.setattr(conv_sm90, "load_kernels", loaded)
     return loaded
@@ -125,6 +128,60 @@ def test_a_prompt_in_two_steps_has_the_bits_of_one(
     assert_same_bits("conv state", halves.conv_pool[2], whole.conv_pool[2])
     if split == 64:  # chunks begin where they did
         assert_same_bits("output", torch.cat(parts), out)
+
+
+def test_segments_of_a_convolved_sequence(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    loaded = use_conv(monkeypatch, seed, segment_chunks=1)
+    model = model_of(seed, (150,))
+    row = segmented_row(1)
+    params = dataclasses.replace(row.params, cost_model=ON.params)
+    model.selection = model.selection.with_path(dataclasses.replace(row, params=params))
+    check(model, layer.prefill, (4,), (True,))
+    assert loaded.launches == 1
+
+
+def test_a_checkpoint_is_the_state_of_a_shorter_prefill(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Of the recurrent state and of the window, beside those of the sequence's end."""
+    use_conv(monkeypatch, seed, track=True)
+    model, plain, shorter = model_of(seed, (70,)), model_of(seed, (70,)), model_of(seed, (64,))
+    for name in ("qkv", "g", "beta", "gate"):
+        setattr(shorter, name, getattr(plain, name)[:64])
+    shorter.weights = plain.weights
+    shorter.conv_pool, shorter.state_pool = plain.conv_pool.clone(), plain.state_pool.clone()
+    shorter.run(layer.prefill, (2,), (True,))
+    out = torch.empty_like(model.g)
+    layer.prefill(
+        model.weights,
+        model.selection,
+        layer.Tokens(model.qkv, model.g, model.beta, model.gate, out),
+        layer.Pools(model.conv_pool, model.state_pool),
+        torch.tensor([2], dtype=torch.int32),
+        torch.tensor([True]),
+        model.step_plan,
+        Scratch(torch.device("cpu")),
+        checkpoints=Checkpoints.of(torch.tensor([64]), torch.tensor([5]), null_slot=0),
+    )
+    assert_same_bits("output", out, plain.run(layer.prefill, (2,), (True,)))
+    for name in ("conv_pool", "state_pool"):
+        pool = getattr(model, name)
+        assert_same_bits(f"checkpoint in {name}", pool[5], getattr(shorter, name)[2])
+        assert_same_bits(f"end in {name}", pool[2], getattr(plain, name)[2])
+
+
+def test_lengths_that_the_host_does_not_know(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The plan has room for more chunks; a last sequence without tokens keeps its window."""
+    use_conv(monkeypatch, seed)
+    model = model_of(seed, (65, 3, 0))
+    plan, capacity = model.step_plan, 6
+    model.step_plan = dataclasses.replace(
+        plan,
+        cu_seqlens_cpu=None,
+        num_chunks=capacity,
+        chunk_table=build_chunk_table(plan.cu_seqlens, capacity),
+    )
+    check(model, layer.prefill, (4, 1, 3), (True, True, True))
 
 
 MISTAKES = {

@@ -40,9 +40,10 @@ __device__ __forceinline__ void start_window(const Params& p, const Conv& conv,
                                               : old[HALO - 2];
     }
 }
-// The halo of a tile's rows on its way.
+// The halo of a tile's rows on its way; none where the chunk is after the last one.
 __device__ __forceinline__ void fetch_halo(const Params& p, u16 (&halo)[HALO][D], const Conv& conv,
                                            const Rows& x, const TileSource& from) {
+    if (from.length == 0) return;
     const u16* rows = rows_of(x, from, from.key_head);
     if (from.sequence >= 0) {
         start_window(p, conv, halo, from, rows, x.stride_t);

@@ -147,6 +147,8 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
         make_tile(p, s, turn, RowLane(reread_thread_index()), tile, previous);
         previous = tile;
     }
+    cp_async_fence();
+    cp_async_wait<0>();  // keys of a chunk after the last
     if (is_leader) tma_store_wait();
     __syncthreads();
     if (is_leader && previous >= 0) store_release(p.progress->flags() + previous, s.launch);
