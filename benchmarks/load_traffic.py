@@ -180,7 +180,8 @@ async def pieces(answer: aiohttp.ClientResponse) -> Any:
         found = json.loads(line[6:])
         if "error" in found:
             raise ValueError(f"the stream ended with {found['error']}")
-        yield found["choices"][0]["text"]
+        if found["choices"]:  # the last one may hold counts alone
+            yield found["choices"][0]["text"]
 
 
 async def idle_answers(url: str, questions: recall.QuestionSet, seed: int) -> list[Short]:

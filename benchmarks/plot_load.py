@@ -1,4 +1,4 @@
-"""Draw latency and memory over time, from a result of load_vllm.py.
+"""Draw latency and memory over time, from a result of load_vllm.py or load_sglang.py.
 
     python benchmarks/plot_load.py --input load_vllm033.json --output load_vllm033.svg
 
@@ -50,7 +50,9 @@ def draw(result: dict[str, Any]) -> plt.Figure:
     asked = sum(row["requests"] for row in result["requests"].values())
     wrong = sum(row["wrong"] for row in result["requests"].values())
     where = result["environment"]
-    title = f"vLLM {where['vllm']} under load, {where['gpu']}: {asked:,} requests, {wrong} wrong"
+    engine = "sglang" if "sglang" in where else "vLLM"
+    title = f"{engine} {where[engine.lower()]} under load, {where['gpu']}"
+    title += f": {asked:,} requests, {wrong} wrong"
     figure.suptitle(title, fontsize=10)
     versions = f"torch {where['torch']}, Triton {where['triton']}, {result['date']}"
     figure.text(0.995, 0.01, versions, ha="right", fontsize=6, color="#707070")

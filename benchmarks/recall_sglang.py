@@ -13,26 +13,18 @@ run on sglang's triton backend in the servers ``upstream`` and ``flag``; in ``up
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
 from benchmarks.recall_vllm import CONCURRENCY, ask_all
-from benchmarks.vllm_server import HERE, shown, versions
+from benchmarks.sglang_server import FLAGS, SglangServer
+from benchmarks.vllm_server import HERE, versions
 
 VARIANTS = {
-    "upstream": ["--attention-backend", "triton"],
-    "flag": [
-        *("--attention-backend", "kda"),
-        *("--prefill-attention-backend", "triton", "--decode-attention-backend", "triton"),
-    ],
+    **FLAGS,
     "upstream_mla": ["--page-size", "64"],
     "mla": ["--attention-backend", "kda", "--page-size", "64"],
 }
@@ -43,7 +35,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--items", type=int, default=320)
     parser.add_argument("--port", type=int, default=8124)
-    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS)[:2])
+    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=list(FLAGS))
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
     parser.add_argument(
         "--serve-option", action="append", default=[], help="one more argument of the server"
@@ -76,59 +68,21 @@ def measure(
     questions: recall.QuestionSet, flags: list[str], args: argparse.Namespace, log: Path
 ) -> dict[str, Any]:
     """Start a server, ask it everything at each concurrency, stop it."""
-    command = [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(HERE / "checkpoint")),
-        *("--served-model-name", "recall", "--port", str(args.port), "--dtype", "bfloat16"),
-        *("--context-length", "4096", "--chunked-prefill-size", "512"),
-        *("--max-running-requests", "64", "--mem-fraction-static", "0.4"),
-        *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--enable-cache-report"),
+    options = [
+        *("--chunked-prefill-size", "512", "--max-running-requests", "64"),
         *flags,
         *args.serve_option,
     ]
-    begin = time.perf_counter()
-    with log.open("wb") as sink:
-        server = subprocess.Popen(
-            command,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
-            start_new_session=True,
-        )
-        try:
-            wait(server, args.port, args.timeout, log)
-            rows = []
-            start_s = time.perf_counter() - begin
-            print(f"ready after {start_s:.0f} s", flush=True)
-            # rounds of one salt share the cache
-            for salt, concurrency in [*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64)]:
-                rows.append(ask_all(questions, args.port, concurrency, salt))
-                print(json.dumps({k: v for k, v in rows[-1].items() if k != "answers"}), flush=True)
-        finally:
-            stop(server)
+    with SglangServer(options, args.port, log, args.timeout) as server:
+        print(f"ready after {server.start_s:.0f} s", flush=True)
+        rows = []
+        # rounds of one salt share the cache
+        for salt, concurrency in [*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64)]:
+            rows.append(ask_all(questions, args.port, concurrency, salt))
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "answers"}), flush=True)
+        start_s, command = server.start_s, server.shown()
     said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
-    return {"command": shown(command[3:]), "start_s": start_s, "rounds": rows, "log": said}
-
-
-def wait(server: subprocess.Popen[bytes], port: int, timeout: float, log: Path) -> None:
-    """Until the server has answered its own first request; its last words where it does not."""
-    until = time.monotonic() + timeout
-    while time.monotonic() < until and server.poll() is None:
-        if "The server is fired up" in log.read_text(errors="replace"):
-            return
-        time.sleep(1)
-    code = server.poll()
-    what = f"was not ready in {timeout:.0f} s" if code is None else f"ended with {code}"
-    raise RuntimeError(f"the server {what}")
-
-
-def stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server, and what it leaves of its process group."""
-    server.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(30)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
+    return {"command": command, "start_s": start_s, "rounds": rows, "log": said}
 
 
 if __name__ == "__main__":

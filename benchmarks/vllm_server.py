@@ -41,6 +41,8 @@ class Server:
         RuntimeError: it ended or was not healthy in time; the message has its last lines.
     """
 
+    COUNTED = COUNTERS
+
     def __init__(
         self,
         options: list[str],
@@ -94,14 +96,20 @@ class Server:
     def _wait(self) -> None:
         until = time.monotonic() + self.timeout
         while time.monotonic() < until and self.process.poll() is None:
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                self.get("/health", 2)
+            if self.is_ready():
                 return
             time.sleep(1)
         code = self.process.poll()
         what = f"was not ready in {self.timeout:.0f} s" if code is None else f"ended with {code}"
         why = errors_in(self.log.read_text(errors="replace"))
         raise RuntimeError(f"the server {what}: {why or self.last_lines(40)}")
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            self.get("/health", 2)
+            return True
+        return False
 
     def last_lines(self, count: int) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
@@ -126,7 +134,7 @@ class Server:
 
     def counters(self) -> dict[str, float]:
         """The server's own counts: drafts, preemptions, prefix-cache tokens, requests."""
-        return counters_of(self.get("/metrics"))
+        return counters_of(self.get("/metrics"), self.COUNTED)
 
     def said(self) -> list[str]:
         """What the log says about this package and the engine's modes, each line once."""
@@ -154,13 +162,13 @@ def shown(command: list[str]) -> list[str]:
     ]
 
 
-def counters_of(metrics: str) -> dict[str, float]:
-    """`COUNTERS` of a Prometheus page, summed over their labels."""
+def counters_of(metrics: str, counted: tuple[str, ...] = COUNTERS) -> dict[str, float]:
+    """The counters of a Prometheus page whose names start so, summed over their labels."""
     found: dict[str, float] = {}
     for line in metrics.splitlines():
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0]
-        if name.startswith(COUNTERS) and not name.endswith("_created"):
+        if name.startswith(counted) and not name.endswith("_created"):
             found[name] = found.get(name, 0.0) + float(value)
     return found
 

@@ -11,39 +11,43 @@ from typing import Any
 import pytest
 
 from backend_cli.eval import recall_task as recall
-from benchmarks import load_traffic, load_vllm, vllm_server
+from benchmarks import load_run, load_sglang, load_traffic, load_vllm, vllm_server
 from tests.benchmarks.fake_vllm import free_port
 
+SCRIPTS = {"vllm": load_vllm, "sglang": load_sglang}
 
-def run(out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
-    """Two "minutes" of four seconds, with a GPU whose memory does not change."""
-    monkeypatch.setattr(
-        load_vllm,
-        "versions",
-        lambda engine: {"vllm": "0.33.0", "gpu": "none", "torch": "-", "triton": "-"},
-    )
-    monkeypatch.setattr(load_vllm, "gpu_mib", lambda: 1000.0)
-    monkeypatch.setattr(load_vllm, "SAMPLE_S", 0.2)
-    monkeypatch.setattr(load_vllm, "MINUTE", 2.0)
-    monkeypatch.setattr(load_vllm, "HOST_GROWTH", 9.0)
+
+def run(
+    out: Path, monkeypatch: pytest.MonkeyPatch, engine: str = "vllm"
+) -> tuple[int, dict[str, Any]]:
+    """Two "minutes" of two seconds, with a GPU whose memory does not change."""
+    script = SCRIPTS[engine]
+    where = {engine: "1.2.3", "gpu": "none", "torch": "-", "triton": "-"}
+    monkeypatch.setattr(load_run, "versions", lambda engine: where)
+    monkeypatch.setattr(load_run, "gpu_mib", lambda: 1000.0)
+    monkeypatch.setattr(load_run, "SAMPLE_S", 0.2)
+    monkeypatch.setattr(load_run, "MINUTE", 2.0)
+    monkeypatch.setattr(load_run, "HOST_GROWTH", 9.0)
     monkeypatch.setattr(load_traffic, "CYCLE", ((1, 1), (1, 8)))
     monkeypatch.setattr(load_traffic, "SHORT_PROMPTS", 6)
     traffic = load_traffic.run
     monkeypatch.setattr(load_traffic, "run", lambda url, t, s, z: traffic(url, t, 4.0, z))
-    counters = [{"vllm:num_preemptions_total": 1.0}, {}, {"vllm:num_preemptions_total": 4.0}]
-    hits = {"vllm:prefix_cache_hits_total": 0.0}, {"vllm:prefix_cache_hits_total": 9.0}
-    found = itertools.chain([counters[0] | hits[0], {}, counters[2] | hits[1]])
+    lost, hits = script.COUNTERS.preemptions, script.COUNTERS.hits
+    found = itertools.chain([{lost: 1.0, hits: 0.0}, {}, {lost: 4.0, hits: 9.0}])
     monkeypatch.setattr(vllm_server.Server, "counters", lambda self: next(found))
-    argv = ["load_vllm", str(out), "--minutes", "2", "--port", str(free_port())]
+    argv = [f"load_{engine}", str(out), "--minutes", "2", "--port", str(free_port())]
     monkeypatch.setattr(sys, "argv", [*argv, "--timeout", "30"])
-    return load_vllm.main(), json.loads(out.read_text())
+    return script.main(), json.loads(out.read_text())
 
 
+@pytest.mark.parametrize("engine", SCRIPTS)
 def test_every_kind_of_request_is_judged(
-    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    code, result = run(tmp_path / "load.json", monkeypatch)
+    code, result = run(tmp_path / "load.json", monkeypatch, engine)
     verdict = result["verdict"]
+    assert result["engine"] == engine and result["script"] == f"benchmarks/load_{engine}.py"
+    assert result["minutes"] == 2
     assert set(result["requests"]) == set(load_traffic.KINDS)
     assert verdict["answers"]["wrong"] == 0, result["wrong"]
     assert verdict["preemption and prefix hits"] == {
@@ -103,7 +107,7 @@ def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
             {"concurrency": 1, "minute": m, "latency_ms": {"p50": 10.0 + 10 * m}} for m in range(3)
         ],
     }
-    found = load_vllm.verdict(result)
+    found = load_run.verdict(result, load_vllm.COUNTERS)
     well = {name: row["well"] for name, row in found.items()}
     assert well == {
         "answers": True,
@@ -118,4 +122,26 @@ def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
         found["memory, gpu_mib"]["last"] == 1149.0 and found["memory, gpu_mib"]["first"] == 1029.0
     )
     with pytest.raises(ValueError, match="from 200 to 260 s, got none"):
-        load_vllm.mean_of(samples, "gpu_mib", 200.0, 260.0)
+        load_run.mean_of(samples, "gpu_mib", 200.0, 260.0)
+
+
+def test_the_load_is_shortened_to_what_a_budget_leaves() -> None:
+    assert load_run.minutes_left(8.0, None, 500.0) == 8.0
+    assert load_run.minutes_left(8.0, 570.0, 120.0) == 6.0  # of 405 seconds
+    assert load_run.minutes_left(5.0, 570.0, 60.0) == 5.0
+    with pytest.raises(ValueError, match="at least 2 minutes, since two are compared; got 1"):
+        load_run.minutes_left(8.0, 200.0, 90.0)
+
+
+def test_the_cache_of_vllm_is_too_small_for_the_load() -> None:
+    """So that requests wait for blocks while others grow; and every request fits alone."""
+    config = json.loads((vllm_server.HERE / "checkpoint" / "config.json").read_text())
+    cache = load_vllm.Cache.of(config, int(0.12 * 2**30))
+    # two fp32 states of 128 x 128 and 768 channels' windows of 3; latents of 576 channels in bf16
+    assert (cache.block_tokens, cache.block_bytes) == (128, 128 * 1152)
+    assert cache.block_bytes >= 4 * 2 * 128 * 128 + 2 * 768 * 3 > cache.block_bytes - 128 * 1152
+    assert cache.blocks == int(0.12 * 2**30) // 147456 and cache.state_blocks == 5
+    most = max(load_traffic.LONG_TOKENS) + 2000
+    assert 16 < cache.requests_of(most) < cache.requests_of(1350) < 64 < 256
+    # what preempted nothing
+    assert load_vllm.Cache.of(config, 2**29).requests_of(1350) > 200

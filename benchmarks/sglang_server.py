@@ -1,0 +1,55 @@
+"""A real sglang server in a process group of its own, for the benchmarks that ask one over HTTP."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.vllm_server import HERE, Server
+
+FLAGS = {  # the full-attention layers run on sglang's triton backend on both sides
+    "upstream": ["--attention-backend", "triton"],
+    "flag": [
+        *("--attention-backend", "kda"),
+        *("--prefill-attention-backend", "triton", "--decode-attention-backend", "triton"),
+    ],
+}
+
+
+class SglangServer(Server):
+    """As `Server`; ``options`` are those of ``sglang.launch_server``."""
+
+    COUNTED = (
+        *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
+        *("sglang:num_retracted_requests_total", "sglang:cached_tokens_total"),
+        *("sglang:num_aborted_requests_total", "sglang:prompt_tokens_total", "sglang:mamba_usage"),
+    )
+
+    def __init__(
+        self,
+        options: list[str],
+        port: int,
+        log: Path,
+        timeout: float = 300.0,
+        environment: dict[str, str] | None = None,
+        model: Path = HERE / "checkpoint",
+    ) -> None:
+        super().__init__([], port, log, timeout, environment, model)
+        self.command = [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
+            *("--served-model-name", "recall", "--port", str(port), "--dtype", "bfloat16"),
+            *("--context-length", "4096", "--mem-fraction-static", "0.4"),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+            *("--enable-cache-report", *options),
+        ]
+        self.environment = {
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+            **(environment or {}),
+        }
+
+    def is_ready(self) -> bool:
+        """Once it has answered its own first request."""
+        return "The server is fired up" in self.log.read_text(errors="replace")
