@@ -204,6 +204,7 @@ def rows(
         plan = intervals.causal(tokens, tokens, 32, block_m=64)
         others = built_calls.beside_dense(built, x, True)
         yield from int8_rows("causal 8-bit", x, plan, 0.5, others)
+    yield from packed_rows(not_timed)
     if built.sta is not None:
         x = inputs(24, 24, math.prod(built_calls.STA_CANVAS))
         yield from sliding_rows(x, built_calls.STA_CANVAS, built, not_timed)
@@ -237,6 +238,38 @@ def sliding_rows(
     yield from exact_rows(work, x, plan, share, kinds, False, None, not_timed, others)
     plan8 = sliding_tile(order, [(3, 3, 3)], 24, block_m=64)
     yield from int8_rows(f"{work} 8-bit", x, plan8, share)
+
+
+def packed_rows(not_timed: set[str]) -> Iterator[Row]:
+    """Eight causal sequences one after another, and the same with keys in pages of 128 tokens."""
+    length, count = 8192, 8
+    tokens = length * count
+    x = inputs(32, 8, tokens)
+    flops = 0.5 * 4.0 * D * 32 * length * tokens
+    cu = torch.arange(count + 1, dtype=torch.int32, device="cuda") * length
+    pages = [t[0].transpose(0, 1).reshape(-1, 128, 8, D) for t in x[1:]]
+    order = torch.randperm(len(pages[0]), device="cuda")
+    table = order.argsort().int()
+    plans = {
+        "packed causal": (intervals.ragged(cu, cu, length, length, 32), x),
+        "paged causal": (
+            intervals.paged(cu, cu.diff(), cu[:-1] // 128, table, 128, length, length, 32),
+            (x[0], *(page[order] for page in pages)),
+        ),
+    }
+    shape = f"{tokens} tokens, 32 heads"
+    for work, (plan, (q, k, v)) in plans.items():
+        print(f"{work}, {shape}", flush=True)
+        out = torch.empty_like(q)
+        for path in ("gluon_packed", "triton"):
+            if path in not_timed:
+                continue
+
+            def call(path: str = path) -> object:
+                return block_sparse_attention(q, k, v, plan, path=path, out=out)  # noqa: B023
+
+            ms = timed(call, flops, path)
+            yield Row(work, shape, 0.5, path, ms, ms, tflops=flops / ms / 1e9 if ms else None)
 
 
 def growth_rows(built: Built, video: int, not_timed: set[str]) -> Iterator[Row]:

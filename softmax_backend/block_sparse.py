@@ -11,7 +11,7 @@ from softmax_backend.run import block_sparse_torch
 from softmax_backend.selection_prefill import plan_blocks, select_path
 from softmax_backend.variants.variant import SOFTMAX, Variant
 
-PATHS = ("torch", "triton", "gluon")
+PATHS = ("torch", "triton", "gluon", "gluon_packed")
 
 
 def block_sparse_attention(
@@ -37,8 +37,8 @@ def block_sparse_attention(
             ``plan.sliding_tile`` and ``plan.predicted``.
         scale: default 1 / sqrt(D).
         variant: what is done with logits and output.
-        path: ``"torch"``, ``"triton"`` or ``"gluon"`` (Hopper); by default the one for the device
-            and the call.
+        path: ``"torch"``, ``"triton"``, ``"gluon"`` or ``"gluon_packed"`` (Hopper); by default the
+            one for the device and the call.
         out, lse: written, and returned; by default new, ``out`` in the memory order of ``q``.
 
     Returns:
@@ -76,8 +76,9 @@ def block_sparse_attention(
         from softmax_backend.run import block_sparse_sm90
 
         if row is None:
-            raise ValueError(f"path gluon needs Hopper, got tensors on {q.device}")
-        block_sparse_sm90.run(q, k, v, plan, scale, out, lse, row.params)
+            raise ValueError(f"path {chosen} needs Hopper, got tensors on {q.device}")
+        run = block_sparse_sm90.run if chosen == "gluon" else block_sparse_sm90.run_packed
+        run(q, k, v, plan, scale, out, lse, row.params)
     return out, lse
 
 

@@ -61,7 +61,12 @@ OPERATORS = (
     Operator(
         name="block_sparse",
         grid=GRID,
-        paths={"torch": NoParams, "triton": TritonPrefillParams, "gluon": GluonPrefillParams},
+        paths={
+            "torch": NoParams,
+            "triton": TritonPrefillParams,
+            "gluon": GluonPrefillParams,
+            "gluon_packed": GluonPrefillParams,
+        },
     ),
     Operator(
         name="block_sparse_int8",

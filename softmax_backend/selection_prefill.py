@@ -25,6 +25,8 @@ def requirements(q: Tensor, v: Tensor, plan: BlockPlan, variant: Variant) -> fro
         "any_tile": plan.block_m != 128 or plan.block_n not in (64, 128),
         "any_head_size": d != dv or d not in (64, 128),
         "pages": plan.pages is not None,
+        # a tensor copy fetches one block from one page
+        "small_pages": plan.pages is not None and plan.pages.size % plan.block_n != 0,
         # beyond the end of a sequence lies another one and not the end of the tensor
         "packed": plan.is_packed,
         # compiled in, whether or not this plan has partial blocks
@@ -42,6 +44,13 @@ def paths_of(target: Target, operator: str, requires: frozenset[str]) -> PathSel
         LookupError: there is no table for the target, or no path in it.
     """
     return select(load_table(TABLES, target), operator, requires)
+
+
+def able_paths(target: Target, operator: str, requires: frozenset[str]) -> tuple[KernelPath, ...]:
+    """Every path of a target's table that can serve such calls, those among them that are taken by
+    name alone."""
+    rows = paths_of(target, operator, frozenset()).explain()
+    return tuple(row.path for row in rows if not requires - row.path.features)
 
 
 def select_path(

@@ -26,7 +26,7 @@ from softmax_backend.plan.block_plan import (
 from softmax_backend.plan.bsr import from_block_map
 from softmax_backend.sage import default_blocks, quantised_attention
 from softmax_backend.sageattention import sageattn
-from softmax_backend.selection_prefill import paths_of, requirements
+from softmax_backend.selection_prefill import able_paths, requirements
 from softmax_backend.testing.fuzz import output_error
 from softmax_backend.testing.prefill_cases import LSE_ERROR, OUT_ERROR, causal_seen
 from softmax_backend.testing.prefill_checks import INT8_ERROR
@@ -253,7 +253,7 @@ def block_sparse_case(draw: Draw, target: Target, device: torch.device) -> FuzzB
     """A random call of ``block_sparse_attention``."""
     x = _Sparse(draw, device)
     needs = requirements(x.q, x.v, x.plan, x.variant)
-    path = draw.choice("path", paths_of(target, "block_sparse", needs).paths)
+    path = draw.choice("path", able_paths(target, "block_sparse", needs))
 
     def run() -> None:
         block_sparse_attention(

@@ -37,8 +37,7 @@ def compiled(family: str) -> set[str]:
     launches = (*softmax.cases("sm90"), *softmax.gluon_cases())
     names = {launch._fn.__name__ for _, launch, _ in launches}
     names |= {kernel.__name__ for _, kernel, *_ in softmax_prefill.cases("sm90")}
-    # compile_gluon of the report compiles this one alone
-    return names | {softmax_prefill.block_sparse_sm90_kernel.__name__}
+    return names | {kernel.__name__ for kernel, _ in softmax_prefill.GLUON.values()}
 
 
 @pytest.mark.parametrize("family", ["kda", "dsv4", "softmax"])

@@ -19,7 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
 from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
-from softmax_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
+from softmax_backend.kernels.sm90 import block_sparse as block_sparse_sm90
+from softmax_backend.kernels.sm90 import block_walk
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan.predicted import SCORES as _SCORES
 from softmax_backend.variants import masks
@@ -206,25 +207,41 @@ def _type(name: str, given: dict[str, str]) -> str:
     return "fp32" if name in _FLOATS else "i32"
 
 
-def compile_gluon(block_n: int, stages: int, mask: masks.Mask) -> dict[str, int]:
-    """Build the Hopper kernel and measure it."""
-    kernel = block_sparse_sm90_kernel
+GLUON = {
+    "gluon": (block_sparse_sm90.block_sparse_sm90_kernel, None),
+    "gluon packed": (
+        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_walk.packed_keys,
+    ),
+    "gluon paged": (
+        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_walk.paged_keys,
+    ),
+}  # fmt: skip
+"""The kernels for Hopper, and where they find a block of keys."""
+
+
+def compile_gluon(
+    block_n: int, stages: int, mask: masks.Mask, form: str = "gluon", d: int = 128
+) -> dict[str, int]:
+    """Build a Hopper kernel and measure it."""
+    kernel, at_keys = GLUON[form]
 
     def descriptor(rows: int) -> str:
-        block = [1, 1, rows, 128]
+        block = [1, 1, rows, d]
         layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
         return f"tensordesc<bf16{block},{layout!r}>"
 
     constexprs = {
         "GROUP": 4,
         "BLOCK_N": block_n,
-        "D": 128,
+        "D": d,
         "STAGES": stages,
         "REGISTERS": 240,
         "PING_PONG": True,
         "update": SOFTMAX.update,
         "mask": mask.kernel,
     }
+    if at_keys is not None:
+        constexprs["at_keys"] = at_keys
     given = {"q_desc": descriptor(64), "k_desc": descriptor(block_n), "v_desc": descriptor(block_n)}
     given["out_ptr"] = "*bf16"
     signature, attrs = {}, {}
@@ -243,6 +260,9 @@ def report(arch: str) -> Report:
     if arch == "sm90":
         for mask in (masks.causal, masks.block_end):
             lines[f"gluon {mask.name}"] = compile_gluon(128, 2, mask)
+        for form in ("gluon packed", "gluon paged"):
+            lines[f"{form} causal"] = compile_gluon(128, 2, masks.causal, form)
+        lines["gluon paged causal, D 64"] = compile_gluon(64, 4, masks.causal, "gluon paged", 64)
     return lines
 
 

@@ -1,0 +1,136 @@
+"""The packed kernel for Hopper, as far as a CPU can say: when it is taken, what it is handed, and
+that the calls which prove it on a GPU see faults."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
+from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.launch_params import TABLES
+from softmax_backend.launch_params_prefill import GluonPrefillParams
+from softmax_backend.plan import intervals
+from softmax_backend.plan.block_plan import BlockPlan
+from softmax_backend.run import block_sparse_sm90
+from softmax_backend.selection_prefill import able_paths, paths_of, requirements
+from softmax_backend.testing import prefill_checks
+from softmax_backend.testing.prefill_cases import inputs
+from softmax_backend.variants.variant import SOFTMAX
+
+CPU = torch.device("cpu")
+H200 = KNOWN_TARGETS["H200"]
+
+
+def paged_plan(page_size: int, block_n: int = 128) -> BlockPlan:
+    lengths = torch.tensor([200, 100], dtype=torch.int32)
+    counts = -(-lengths // page_size)
+    indptr = (counts.cumsum(0) - counts).int()
+    table = torch.arange(int(counts.sum()), dtype=torch.int32).flip(0)
+    cu_q = torch.tensor([0, 130, 131], dtype=torch.int32)
+    return intervals.paged(
+        cu_q, lengths, indptr, table, page_size, 130, 200, 4, block_m=128, block_n=block_n
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        (intervals.causal(128, 128, 4, device=CPU), ["gluon", "triton", "gluon_packed"]),
+        (paged_plan(128), ["triton", "gluon_packed"]),
+        (paged_plan(256), ["triton", "gluon_packed"]),
+        (paged_plan(64), ["triton"]),
+        (paged_plan(64, block_n=64), ["triton", "gluon_packed"]),
+    ],
+)
+def test_it_serves_pages_of_whole_blocks_and_is_chosen_by_name_alone(
+    plan: BlockPlan, names: list[str]
+) -> None:
+    q, _, v = inputs((4, 131, 128), (2, 512, 128), seed=0, device=CPU)
+    needs = requirements(q, v, plan, SOFTMAX)
+    assert [path.name for path in able_paths(H200, "block_sparse", needs)] == names
+    chosen = paths_of(H200, "block_sparse", needs)
+    assert {chosen.lookup(grid).name for grid in (1, 10**6)} == {names[0]}
+
+
+def test_without_hopper_it_is_refused() -> None:
+    q, k, v = inputs((4, 128, 128), (2, 128, 128), seed=0, device=CPU)
+    plan = intervals.causal(128, 128, 4, device=CPU)
+    with pytest.raises(ValueError, match="path gluon_packed needs Hopper, got tensors on cpu"):
+        block_sparse_attention(q, k, v, plan, path="gluon_packed")
+
+
+def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -> dict[str, Any]:
+    """The packed kernel's arguments by name."""
+    found: dict[str, Any] = {}
+
+    class Launch:
+        def __init__(self, kernel: Any, constexprs: dict[str, Any], options: Any) -> None:
+            self.names = [n for n in kernel.arg_names if n not in constexprs]
+            found.update(constexprs)
+
+        def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+            found.update(dict(zip(self.names, arguments, strict=True)), grid=grid)
+
+    monkeypatch.setattr(block_sparse_sm90, "KernelLaunch", Launch)
+    block_sparse_sm90._launch.cache_clear()
+    q, k, v = x
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    params = GluonPrefillParams(128, 2, 240, False)
+    block_sparse_sm90.run_packed(q, k, v, plan, 0.1, out, lse, params)
+    block_sparse_sm90._launch.cache_clear()
+    return found
+
+
+def test_pages_are_handed_with_the_head_before_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = paged_plan(256)
+    q = torch.randn(1, 4, 131, 128).bfloat16()
+    k, v = (torch.randn(4, 256, 2, 128).bfloat16() for _ in range(2))
+    got = handed(monkeypatch, plan, q, k, v)
+    assert got["k_desc"].shape == [4, 2, 256, 128]
+    assert got["k_desc"].strides == [256 * 2 * 128, 128, 256, 1]
+    assert got["k_desc"].block_shape == [1, 1, 128, 128]
+    assert (got["GROUP"], got["page_size"], got["STAGES"]) == (2, 256, 2)
+    assert plan.pages is not None and got["pages_ptr"] is plan.pages.indices
+    assert got["sequences_ptr"] is plan.sequences and got["mask_aux_ptr"] is plan.cols
+    assert got["grid"] == (len(plan.work), 1, 1)
+    assert got["stride_out_m"] == 128 and got["stride_lse_h"] == 131
+    assert got["at_keys"] is block_sparse_sm90.paged_keys
+
+
+def test_packed_sequences_are_handed_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    cu = torch.tensor([0, 30, 131], dtype=torch.int32)
+    plan = intervals.ragged(cu, cu, 101, 101, 4)
+    q, k, v = inputs((4, 131, 64), (1, 131, 64), seed=0, device=CPU)
+    got = handed(monkeypatch, plan, q, k, v)
+    assert got["k_desc"].shape == [1, 1, 131, 64] and got["q_desc"].block_shape == [1, 1, 64, 64]
+    assert (got["GROUP"], got["STAGES"]) == (4, 4)
+    assert got["at_keys"] is block_sparse_sm90.packed_keys
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_the_calls_that_prove_it_see_faults(
+    is_paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the Triton kernel: right, then with a key too many, then with tiles begun too late."""
+    rows = load_table(TABLES, KNOWN_TARGETS["MI300X"]).rows
+    row = next(r for r in rows if (r.operator, r.name) == ("block_sparse", "triton"))
+
+    def error() -> float:
+        return prefill_checks._packed(row, 64, is_paged, H200, CPU)[0]
+
+    assert error() < prefill_checks.OUT_ERROR
+    for column, size in ((4, 1), (1, 1)):
+
+        def wrong(*x: Any, column: int = column, size: int = size, **y: Any) -> Any:
+            *tensors, plan = x
+            table = plan.sequences.clone()
+            table[0, column] += size
+            return block_sparse_attention(*tensors, dataclasses.replace(plan, sequences=table), **y)
+
+        monkeypatch.setattr(prefill_checks, "block_sparse_attention", wrong)
+        assert not error() < prefill_checks.OUT_ERROR
