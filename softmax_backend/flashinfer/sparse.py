@@ -38,6 +38,18 @@ class _Wrapper:
     ) -> None:
         """There is no workspace."""
 
+    def end_forward(self) -> None:
+        """There is nothing to end."""
+
+    def _replan(
+        self, pos_encoding_mode: str, logits_soft_cap: float | None, sm_scale: float | None
+    ) -> None:
+        """What FlashInfer's older ``forward`` replaces of a plan."""
+        if pos_encoding_mode != "NONE":
+            raise ValueError(f"pos_encoding_mode must be 'NONE' here, got {pos_encoding_mode!r}")
+        self._variant = variants.soft_cap(logits_soft_cap) if logits_soft_cap else variants.SOFTMAX
+        self._scale = sm_scale
+
     def _remember(
         self,
         plan: BlockPlan,
@@ -50,8 +62,7 @@ class _Wrapper:
             if got != served:
                 raise ValueError(f"{name} must be {served!r} here, got {got!r}")
         self._plan = plan
-        self._variant = variants.soft_cap(soft_cap) if soft_cap else variants.SOFTMAX
-        self._scale = sm_scale
+        self._replan("NONE", soft_cap, sm_scale)
         self._dtype = as_dtype(q_data_type)
 
     def _attend(
@@ -151,6 +162,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
             o_data_type=(as_dtype(o_data_type or q_data_type), as_dtype(q_data_type)),
         )
 
+    begin_forward = plan
+
     def run(
         self,
         q: Tensor,
@@ -179,7 +192,24 @@ class BlockSparseAttentionWrapper(_Wrapper):
         result = got[0].transpose(0, 1)
         return (result, base_2[0].t()) if return_lse else result
 
-    forward = run
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Tensor | None = None,
+        scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """FlashInfer's older ``run``, whose soft cap and scale replace the planned ones."""
+        self._replan(pos_encoding_mode, logits_soft_cap, sm_scale)
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
 class VariableBlockSparseAttentionWrapper(_Wrapper):
@@ -256,7 +286,21 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         got, base_2 = self._attend(q[None], k[None], v[None], target, lse_target)
         return (got[0], base_2[0]) if return_lse else got[0]
 
-    forward = run
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """FlashInfer's older ``run``, whose soft cap and scale replace the planned ones."""
+        self._replan(pos_encoding_mode, logits_soft_cap, sm_scale)
+        return self.run(q, k, v)
 
 
 def as_dtype(name: DataType) -> torch.dtype:

@@ -95,6 +95,104 @@ def test_signatures_are_upstreams() -> None:
     assert run == ["self", "q", "k", "v", "out", "lse", "return_lse", "enable_pdl"]
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "method", "names"),
+    [
+        (
+            BatchPrefillWithPagedKVCacheWrapper,
+            "__init__",
+            "float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf"
+            " paged_kv_indices_buf paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf"
+            " backend jit_args jit_kwargs",
+        ),
+        (
+            BatchPrefillWithPagedKVCacheWrapper,
+            "plan",
+            "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads"
+            " num_kv_heads head_dim_qk page_size head_dim_vo custom_mask packed_custom_mask causal"
+            " pos_encoding_mode use_fp16_qk_reduction sm_scale window_left logits_soft_cap"
+            " rope_scale rope_theta q_data_type kv_data_type o_data_type non_blocking"
+            " prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr"
+            " seq_lens seq_lens_q block_tables max_token_per_sequence max_sequence_kv"
+            " fixed_split_size disable_split_kv",
+        ),
+        (
+            BatchPrefillWithPagedKVCacheWrapper,
+            "forward",
+            "q paged_kv_cache causal pos_encoding_mode use_fp16_qk_reduction k_scale v_scale"
+            " window_left logits_soft_cap sm_scale rope_scale rope_theta",
+        ),
+        (
+            BlockSparseAttentionWrapper,
+            "forward",
+            "q k v scale_q scale_k scale_v pos_encoding_mode use_fp16_qk_reduction"
+            " logits_soft_cap sm_scale rope_scale rope_theta",
+        ),
+        (
+            VariableBlockSparseAttentionWrapper,
+            "forward",
+            "q k v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale"
+            " rope_theta",
+        ),
+    ],
+)
+def test_positions_of_arguments_are_flashinfers(wrapper: type, method: str, names: str) -> None:
+    found = inspect.signature(getattr(wrapper, method)).parameters
+    assert list(found)[1:] == names.split()
+
+
+def paged_wrapper(device: torch.device, **options: object) -> BatchPrefillWithPagedKVCacheWrapper:
+    """One sequence of 20 queries and 40 keys, two heads over one, pages of 16."""
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, device=device), "NHD")
+    offsets, indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (20, 3))
+    pages, last = torch.arange(3, dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
+    wrapper.plan(offsets, indptr, pages, last, 2, 1, 64, 16, causal=True, **options)  # type: ignore[arg-type]
+    return wrapper
+
+
+def test_scales_and_the_older_forward(seed: int, device: torch.device) -> None:
+    """Scales of q and k multiply the logits and that of v the output; ``forward`` replaces scale
+    and soft cap, and asks for the planned mask."""
+    q, cache = random((20, 2, 64), seed, device), random((3, 2, 16, 1, 64), seed + 1, device)
+    wrapper = paged_wrapper(device)
+    scaled, lse = wrapper.run_return_lse(q, cache, q_scale=0.5, k_scale=3.0, v_scale=2.0)
+    k, v = (x.cpu().reshape(-1, 1, 64)[:40].transpose(0, 1)[None] for x in cache.unbind(1))
+    seen, q4 = causal_seen(20, 40), q.cpu().transpose(0, 1)[None]
+    want, want_lse = reference.attention(q4, k, v, seen, 1.5 / 8.0)
+    assert_matches(
+        (scaled.transpose(0, 1)[None] / 2, lse.t()[None] * math.log(2)), (want, want_lse)
+    )
+    given = torch.full_like(scaled, torch.nan)
+    wrapper.run(q, cache, q_scale=0.5, k_scale=3.0, v_scale=2.0, out=given)
+    assert torch.equal(given, scaled)
+    capped = wrapper.forward(q, cache, True, logits_soft_cap=2.0, sm_scale=0.3)
+    want = reference.attention(q4, k, v, seen, 0.3, lambda s: 2.0 * torch.tanh(s / 2.0))[0]
+    assert isinstance(capped, torch.Tensor)
+    assert_close = torch.testing.assert_close
+    assert_close(capped.cpu().double(), want[0].transpose(0, 1), atol=2e-3, rtol=2e-3)
+    again = paged_wrapper(device, sm_scale=0.3, logits_soft_cap=2.0).run(q, cache, window_left=-1)
+    assert isinstance(again, torch.Tensor) and torch.equal(again, capped)
+
+
+def test_what_the_paged_wrapper_does_not_serve(device: torch.device) -> None:
+    workspace = torch.empty(1, device=device)
+    with pytest.raises(ValueError, match="use_cuda_graph must be False here, got True"):
+        BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True)
+    with pytest.raises(ValueError, match="jit_args must be None here"):
+        BatchPrefillWithPagedKVCacheWrapper(workspace, jit_args=["name"])
+    wrapper = paged_wrapper(device)
+    q = torch.zeros(20, 2, 64, dtype=torch.float16, device=device)
+    cache = torch.zeros(3, 2, 16, 1, 64, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match="causal must be True as planned, got False"):
+        wrapper.forward(q, cache)
+    with pytest.raises(ValueError, match="window_left must be -1 as planned, got 5"):
+        wrapper.run(q, cache, window_left=5)
+    with pytest.raises(ValueError, match="k_scale must be a float or None here, got Tensor"):
+        wrapper.run(q, cache, k_scale=workspace)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prefix_len_ptr and the positions in items must be None"):
+        paged_wrapper(device, prefix_len_ptr=workspace)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_paged_prefill(layout: str, seed: int, device: torch.device) -> None:
     q_lens, kv_lens, page = [30, 1], [45, 20], 16
