@@ -195,11 +195,13 @@ def two_stage_sm90(
         intra = convolving[schedule.intra_ctas_per_sm]
         intra_params += conv_sm90.pack(conv, state, step_plan, tokens.q.shape[2])
     intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
+    whole = functools.partial(scan, schedule.scan_ctas, _SCAN_THREADS, pdl=True)
+    _launch_scan(whole if segments is None else segments.launch, scan_params, scratch)
+
+
+def _launch_scan(launch: Callable[[bytes], object], scan_params: bytes, scratch: Scratch) -> None:
     try:
-        if segments is None:
-            scan(schedule.scan_ctas, _SCAN_THREADS, scan_params, pdl=True)
-        else:
-            segments.launch(scan_params)
+        launch(scan_params)
     except Exception:
         scratch.clear_flags()  # which this scan would have reset
         raise
