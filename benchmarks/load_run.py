@@ -66,11 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser, port: int) -> None:
 
 def run(
     script: str, engine: str, server: Server, counters: Counters, args: argparse.Namespace
-) -> int:
-    """Start the server, load it, write the result to ``args.out``; the exit status.
-
-    It is 1 where an answer was wrong, memory grew, nothing was preempted, or the server did not
-    come to rest.
+) -> dict[str, Any]:
+    """Start the server, load it and judge it: the result.
 
     Raises:
         ValueError: fewer than two minutes are asked for, or left of the budget.
@@ -91,9 +88,7 @@ def run(
         result |= measure(server, counters, args, begin)
         result["log"] = server.said()
     result["verdict"] = verdict(result, counters)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
-    return not all(found["well"] for found in result["verdict"].values())
+    return result
 
 
 def expect_minutes(minutes: float) -> float:
@@ -251,8 +246,8 @@ def cliff(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"well": bool(ratios) and max(ratios.values()) < 1.5, "last_over_first": ratios}
 
 
-def show(result: dict[str, Any]) -> None:
-    """The table, last of what is printed."""
+def show(result: dict[str, Any]) -> int:
+    """Print the table, last of all; the exit status, which is 1 where anything is not well."""
     for kind, row in result["requests"].items():
         print(f"{kind:10} {row['requests']:7} requests, {row['wrong']} wrong")
     for one in result["wrong"][:10]:
@@ -263,3 +258,4 @@ def show(result: dict[str, Any]) -> None:
         if row["minute"] in (0, int(result["minutes"]) - 1):
             ms = {k: round(v, 1) for k, v in row["latency_ms"].items()}
             print(f"minute {row['minute']}, {row['concurrency']} at a time: {ms} ms")
+    return not all(found["well"] for found in result["verdict"].values())

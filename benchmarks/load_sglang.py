@@ -14,6 +14,7 @@ did not come to rest.
 from __future__ import annotations
 
 import argparse
+import json
 
 from benchmarks import load_run
 from benchmarks.sglang_server import FLAGS, SglangServer
@@ -42,7 +43,9 @@ def main() -> int:
     ]
     log = args.out.with_name(f"{args.out.stem}_server.log")
     server = SglangServer(options, args.port, log, args.timeout)
-    return load_run.run("benchmarks/load_sglang.py", "sglang", server, COUNTERS, args)
+    result = load_run.run("benchmarks/load_sglang.py", "sglang", server, COUNTERS, args)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return load_run.show(result)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ class Cache:
     """How vLLM cuts cache memory for a model of KDA and MLA layers, with prefix caching.
 
     A block of MLA holds the fewest tokens, a multiple of 128, whose latents are no smaller than
-    the two states of a KDA layer; a state takes a whole block. With one MLA layer every layer has blocks
-    of its own (vLLM 0.33: `v1/core/kv_cache_planning.py`). Requests are admitted while blocks for
-    their prompt are free, and none are kept free (``watermark`` 0): with more requests waiting than
-    fit, the next block of a request that decodes preempts another.
+    the two states of a KDA layer; a state takes a whole block. With one MLA layer every layer has
+    blocks of its own (vLLM 0.33: `v1/core/kv_cache_planning.py`). Requests are admitted while
+    blocks for their prompt are free, and none are kept free (``watermark`` 0): with more requests
+    waiting than fit, the next block of a request that decodes preempts another.
 
     Attributes:
         block_tokens: of an MLA layer.
@@ -88,7 +88,9 @@ def main() -> int:
     ]
     log = args.out.with_name(f"{args.out.stem}_server.log")
     server = Server(options, args.port, log, args.timeout)
-    return load_run.run("benchmarks/load_vllm.py", "vllm", server, COUNTERS, args)
+    result = load_run.run("benchmarks/load_vllm.py", "vllm", server, COUNTERS, args)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return load_run.show(result)
 
 
 if __name__ == "__main__":

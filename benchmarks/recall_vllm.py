@@ -1,6 +1,9 @@
 """The recall checkpoint through the OpenAI endpoint of real vLLM servers, upstream and flagged.
 
     python -m benchmarks.recall_vllm OUT.json --flag KDA [--only upstream flag ...] [--beside 4]
+    python -m benchmarks.recall_vllm OUT.json --checkpoint benchmarks/recall/checkpoint_bounded
+
+The second checkpoint has Kimi-K3's gates, and vLLM serves it with Kimi-K3's own KDA layer.
 
 Each server runs in vLLM's default mode, with chunked prefill (512 tokens per step, prompts have up
 to 2,000) and prefix caching, so that its steps mix decodes with pieces of prefills. The items are
@@ -107,6 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    parser.add_argument("--checkpoint", type=Path, default=HERE / "checkpoint")
     parser.add_argument("--items", type=int, default=320)
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument(
@@ -127,6 +131,7 @@ def main() -> int:
         "script": "benchmarks/recall_vllm.py",
         "environment": versions("vllm"),
         "items": args.items,
+        "checkpoint": args.checkpoint.name,
         "serve_options": args.serve_option,
         "date": time.strftime("%Y-%m-%d"),
         "servers": {},
@@ -242,7 +247,7 @@ def measure(
     with tempfile.TemporaryDirectory() as place:
         if name in PLANTED:
             variables["PYTHONPATH"] = plant(Path(place), PLANTED[name])
-        with Server(options, port, log, args.timeout, variables) as server:
+        with Server(options, port, log, args.timeout, variables, args.checkpoint) as server:
             print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
             rows: list[dict[str, Any]] = []
             try:

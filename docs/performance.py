@@ -62,8 +62,8 @@ DEFAULT_MODES = {
     "vllm026_kimi48b.json": "",
 }
 _NEWEST = "vllm033_kimi48b.json"
-_RECALL = ("recall_vllm033.json", "recall_vllm033_tp2.json", "recall_vllm.json",
-           "recall_sglang.json")  # fmt: skip
+_RECALL = ("recall_vllm033.json", "recall_vllm033_tp2.json", "recall_vllm033_bounded.json",
+           "recall_vllm.json", "recall_sglang.json")  # fmt: skip
 _LOADS = ("load_vllm033.json", "load_sglang.json")
 
 _WITHOUT_CUTE = [
@@ -663,6 +663,8 @@ def _recall() -> list[str]:
         for server, run in report["servers"].items():
             right = min(round["right"] for round in run["rounds"])
             how = _SERVERS.get(server, server.replace("flag", "with the flag"))
+            if report.get("checkpoint") == "checkpoint_bounded":
+                how += ", bounded gate"
             cells.append([link, how, f"{right} of {report['items']}", report["date"]])
     for name in ("eval_recall_transformers_upstream.json", "eval_recall_transformers.json"):
         record = _load(name)

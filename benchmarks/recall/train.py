@@ -2,6 +2,15 @@
 
     python benchmarks/recall/train.py --data DIR --out DIR        # about 8 minutes on one H200
     python benchmarks/recall/train.py --data DIR --out DIR --device cpu --steps 4   # a dry run
+    python benchmarks/recall/train.py --data DIR --out DIR --gate bounded --steps 4000 --items 320
+    python benchmarks/recall/train.py --data DIR --out DIR --gate bounded --device cpu \
+        --start-from benchmarks/recall/checkpoint --steps 80 --batch-tokens 8192 --lr 2e-4 \
+        --workers 0 --no-compile --minutes 60 --items 64 --save-every 4
+
+The third trains a model with Kimi-K3's gates (`bounded_gate`) from nothing, in less than 4 minutes
+by the first one's steps per second; the fourth, which made ``checkpoint_bounded``, starts from the
+first one's weights and takes an hour on a core. A run that was cut off goes on where it was when it
+is started again with the same arguments (`--save-every`).
 
 DIR holds GSM8K's train.jsonl and test.jsonl. The task is
 `backend_cli.eval.recall_task`; the model is transformers' own KimiLinearForCausalLM. On a GPU the
@@ -22,6 +31,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +45,9 @@ from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from backend_cli.eval import recall_task as recall
+from benchmarks.recall import bounded_gate
 from benchmarks.recall.canary import with_transposed_state
+from benchmarks.recall.progress import Progress
 
 LAYERS = 6
 FULL_ATTENTION_LAYERS = (4,)  # 1-based, as in the published configurations
@@ -157,14 +169,19 @@ class Corpus:
 class Batches(torch.utils.data.IterableDataset):
     """Batch i depends on the seed and on i alone, however many workers make the batches."""
 
-    def __init__(self, corpus: Corpus, seed: int, steps: int, tokens: int) -> None:
+    def __init__(
+        self, corpus: Corpus, seed: int, steps: int, tokens: int, first: int = 0, end: bool = False
+    ) -> None:
+        """Batches ``first`` to ``steps``; ``end``: all of them as at the curriculum's end."""
         self.corpus, self.seed, self.steps, self.tokens = corpus, seed, steps, tokens
+        self.first, self.end = first, end
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         worker = torch.utils.data.get_worker_info()
         first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        for step in range(first, self.steps, stride):
-            _, length, short = [c for c in CURRICULUM if c[0] <= step / self.steps][-1]
+        for step in range(self.first + first, self.steps, stride):
+            progress = 1.0 if self.end else step / self.steps
+            _, length, short = [c for c in CURRICULUM if c[0] <= progress][-1]
             rng = random.Random(self.seed * 1_000_003 + step)
             rows = [self.corpus.sequence(rng, length, short) for _ in range(self.tokens // length)]
             yield tuple(
@@ -191,12 +208,15 @@ def chunk_kda_torch(
     beta: torch.Tensor,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    bounded: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Differentiable KDA in chunks of 16, for the dry run and as the check of FLA's gradients.
+    """Differentiable KDA in chunks of 16, for a CPU and as the check of FLA's gradients.
 
     q, k [B, T, H, K], v [B, T, H, V], g [B, T, H, K] log decay, beta [B, T, H]; q and k are
-    normalised here. Every exponent is a difference of cumulative decays and at most 0.
+    normalised here. Every exponent is a difference of cumulative decays and at most 0; ``bounded``:
+    g is at least -5, so that a chunk decays by exp(-80) at most, whose inverse is an fp32 number,
+    and scores are products of matrices.
     """
     C, T = 16, q.shape[1]
     q, k, v, g, beta = (
@@ -209,9 +229,15 @@ def chunk_kda_torch(
     q = q * q.shape[-1] ** -0.5
     G = g.cumsum(-2)
     causal = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(~causal[..., None], -math.inf).exp()
-    scores = torch.einsum("...ik,...jk,...ijk->...ij", q, k, decay)
-    A = torch.einsum("...ik,...jk,...ijk->...ij", k, k, decay).tril(-1) * beta[..., None]
+    if bounded:
+        rows = torch.cat((q, k), -2) * torch.cat((G, G), -2).exp()
+        scores, A = (rows @ (k * (-G).exp()).mT).masked_fill(~causal.repeat(2, 1), 0).split(C, -2)
+    else:
+        difference = G.unsqueeze(-2) - G.unsqueeze(-3)
+        decay = difference.masked_fill(~causal[..., None], -math.inf).exp()
+        scores = torch.einsum("...ik,...jk,...ijk->...ij", q, k, decay)
+        A = torch.einsum("...ik,...jk,...ijk->...ij", k, k, decay)
+    A = A.tril(-1) * beta[..., None]
     eye = torch.eye(C, device=q.device).expand_as(A)
     inverse = torch.linalg.solve_triangular(eye + A, eye, upper=False, unitriangular=True)
     u = inverse @ (v * beta[..., None])
@@ -276,10 +302,11 @@ def use_fla(variants: int) -> None:
     modeling.causal_conv1d_fn = conv
 
 
-def use_compile() -> None:
+def use_compile(bounded: bool) -> None:
     """Fuse the element-wise parts of transformers' modules with torch.compile.
 
-    Rows are flattened, so that one compiled shape serves all lengths.
+    Rows are flattened, so that one compiled shape serves all lengths. ``bounded``: the forget gate
+    is `bounded_gate.log_decay`.
     """
 
     def norm(x, weight, eps, dtype):
@@ -297,6 +324,7 @@ def use_compile() -> None:
     def mlp(gate, up):
         return functional.silu(gate) * up
 
+    decay = bounded_gate.log_decay if bounded else decay
     norm, gated_norm, decay, mlp = (
         torch.compile(f, dynamic=False) for f in (norm, gated_norm, decay, mlp)
     )
@@ -327,9 +355,12 @@ def use_compile() -> None:
     modeling.KimiLinearMLP.forward = mlp_forward
 
 
-def build_model(seed: int) -> KimiLinearForCausalLM:
-    """A fresh model. Decays start slower than transformers' default: 20 to 10,000 tokens."""
+def build_model(seed: int, start_from: Path | None = None) -> KimiLinearForCausalLM:
+    """A fresh model, or a checkpoint's. Decays start slower than transformers' default: 20 to
+    10,000 tokens."""
     torch.manual_seed(seed)
+    if start_from is not None:
+        return KimiLinearForCausalLM.from_pretrained(start_from, dtype=torch.float32)
     model = KimiLinearForCausalLM(KimiLinearConfig(**CONFIG)).float()
     for module in model.modules():
         if isinstance(module, modeling.KimiLinearForgetGate):
@@ -404,11 +435,16 @@ def train(
     corpus: Corpus,
     model: KimiLinearForCausalLM,
     drop: MlaDrop,
+    progress: Progress,
 ) -> dict:
-    """Run the schedule; returns the log and what it took."""
+    """Run the schedule from where ``progress`` is; returns the log and what it took."""
     device = torch.device(args.device)
     batches = torch.utils.data.DataLoader(
-        Batches(corpus, args.seed, args.steps, args.batch_tokens),
+        Batches(
+            *(corpus, args.seed, args.steps, args.batch_tokens),
+            first=progress.steps,
+            end=args.start_from is not None,
+        ),
         batch_size=None,
         num_workers=args.workers,
         prefetch_factor=8 if args.workers else None,
@@ -422,15 +458,15 @@ def train(
         fused=device.type == "cuda",
     )
     warmup = max(1, min(300, args.steps // 10))
-    log: list[dict] = []
+    progress.load_into(model, optimizer)
+    log, step = progress.log, progress.steps - 1
     model.train()
-    start = time.monotonic()
-    for step, (text, classes) in enumerate(batches):
-        progress = step / args.steps
+    start = time.monotonic() - progress.seconds
+    for step, (text, classes) in enumerate(batches, progress.steps):
         lr = (
             args.lr
             * min(1.0, (step + 1) / warmup)
-            * (0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
+            * (0.02 + 0.49 * (1 + math.cos(math.pi * step / args.steps)))
         )
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -459,6 +495,8 @@ def train(
             }
             log.append(entry)
             print(json.dumps(entry), flush=True)
+        if args.save_every and (step + 1) % args.save_every == 0:
+            progress.save(model, optimizer, step + 1, time.monotonic() - start, log)
         if time.monotonic() - start > args.minutes * 60:
             print(f"time limit at step {step}", flush=True)
             break
@@ -499,7 +537,7 @@ def write_tokenizer(out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def save(model: KimiLinearForCausalLM, out: Path) -> None:
+def save(model: KimiLinearForCausalLM, out: Path, bounded: bool = False) -> None:
     """Weights in bf16 under the published names, configuration, tokenizer, generation defaults."""
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
@@ -508,10 +546,14 @@ def save(model: KimiLinearForCausalLM, out: Path) -> None:
         name.replace("block_sparse_moe", "mlp"): tensor
         for name, tensor in load_file(weights).items()
     }
+    config = CONFIG
+    if bounded:
+        tensors = {bounded_gate.published_name(name): x for name, x in tensors.items()}
+        config = bounded_gate.configuration(CONFIG)
     weights.unlink()
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)
-    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {
         "bos_token_id": recall.BOS,
         "eos_token_id": [recall.EOS, ord(recall.TERMINATOR)],
@@ -523,7 +565,7 @@ def save(model: KimiLinearForCausalLM, out: Path) -> None:
     write_tokenizer(out)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--data", type=Path, required=True, help="folder of train.jsonl, test.jsonl"
@@ -539,31 +581,26 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--items", type=int, default=1000, help="held-out items to measure")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    args = parser.parse_args()
-
-    train_questions, test_questions = (
-        recall.read_gsm8k(args.data / name) for name in ("train.jsonl", "test.jsonl")
+    parser.add_argument("--gate", choices=("plain", "bounded"), default="plain")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        help="checkpoint of a model with plain gates; all batches are then of the last lengths",
     )
-    check_disjoint(train_questions, test_questions)
-    torch.set_float32_matmul_precision("high")
-    if args.device == "cuda":
-        use_fla(variants=2)
-    else:
-        modeling.chunk_kimi_delta_attention = chunk_kda_torch
-        modeling.causal_conv1d_fn = causal_conv1d_torch
-    if args.compile:
-        use_compile()
-    model = build_model(args.seed).to(args.device)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    drop = MlaDrop(model)
-    training = train(args, Corpus(train_questions), model, drop)
+    parser.add_argument("--save-every", type=int, default=0, help="steps; 0 keeps nothing")
+    return parser.parse_args()
 
-    save(model, args.out / "checkpoint")
-    model.float().eval()  # the weights that were saved, rounded to bf16
-    questions = recall.make_questions(test_questions, args.items, args.seed)
-    result = {"items": len(questions.items)}
+
+def measured(
+    model: KimiLinearForCausalLM, drop: MlaDrop, questions: recall.QuestionSet, bounded: bool
+) -> dict:
+    """Accuracy on held-out and on the committed items, and that of planted faults."""
+    committed = recall.read_questions(Path(__file__).with_name("questions.jsonl"))
+    result: dict = {"items": len(questions.items)}
     drop.share = 0.0
     result["accuracy"] = evaluate(model, questions, 32)
+    result["committed_items"] = len(committed.items)
+    result["accuracy_committed"] = evaluate(model, committed, 32)
     print(json.dumps(result), flush=True)
     drop.share = 1.0
     result["accuracy_without_mla"] = evaluate(model, questions, 32)
@@ -572,8 +609,46 @@ def main() -> None:
     modeling.chunk_kimi_delta_attention = with_transposed_state(plain)
     result["accuracy_state_transposed"] = evaluate(model, questions.head(256), 32)
     modeling.chunk_kimi_delta_attention = plain
+    if bounded:
+        gate = modeling.KimiLinearForgetGate.forward
+        modeling.KimiLinearForgetGate.forward = bounded_gate.unbounded_forward
+        result["accuracy_gate_unbounded"] = evaluate(model, questions.head(256), 32)
+        modeling.KimiLinearForgetGate.forward = gate
     print(json.dumps(result), flush=True)
+    return result
 
+
+def main() -> None:
+    args = arguments()
+    bounded = args.gate == "bounded"
+    train_questions, test_questions = (
+        recall.read_gsm8k(args.data / name) for name in ("train.jsonl", "test.jsonl")
+    )
+    check_disjoint(train_questions, test_questions)
+    torch.set_float32_matmul_precision("high")
+    if args.device == "cuda":
+        use_fla(variants=2)
+    else:
+        modeling.chunk_kimi_delta_attention = partial(chunk_kda_torch, bounded=bounded)
+        modeling.causal_conv1d_fn = causal_conv1d_torch
+    model = build_model(args.seed, args.start_from)
+    if bounded:
+        bounded_gate.bound_gates(model)
+    if args.compile:
+        use_compile(bounded)
+    model.to(args.device)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    drop = MlaDrop(model)
+    args.out.mkdir(parents=True, exist_ok=True)
+    asked = {k: v for k, v in vars(args).items() if k not in ("data", "out")}
+    asked["start_from"] = args.start_from and args.start_from.name
+    progress = Progress(args.out, asked)
+    training = train(args, Corpus(train_questions), model, drop, progress)
+
+    save(model, args.out / "checkpoint", bounded)
+    model.float().eval()  # the weights that were saved, rounded to bf16
+    questions = recall.make_questions(test_questions, args.items, args.seed)
+    result = measured(model, drop, questions, bounded)
     record = {
         "benchmark": "recall_training",
         "script": "benchmarks/recall/train.py",
@@ -584,7 +659,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "arguments": {k: v for k, v in vars(args).items() if k not in ("data", "out")},
+        "arguments": asked,
         "curriculum": CURRICULUM,
         "held_out": result,
         "training": training,
@@ -595,6 +670,7 @@ def main() -> None:
 
         record["versions"] |= {"triton": triton.__version__, "fla": fla.__version__}
     (args.out / "recall_training.json").write_text(json.dumps(record, indent=1) + "\n")
+    progress.remove()
 
 
 if __name__ == "__main__":
