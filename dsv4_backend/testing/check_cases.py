@@ -74,7 +74,8 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
                 found[f"{name}, {layout}"] = functools.partial(
                     _steps, path, layout, spec, adversarial
                 )
-    if getattr(path.params, "splits", 0) == 1:  # which `tune` may change
+    splits = getattr(path.params, "splits", 0)
+    if splits == 1 and not path.params.left_to_cutedsl:  # `tune` may choose another
         for layout in layouts or ("paged", "ring"):
             spec = _spec("main_c128", layout, False)
             found[f"split channels, {layout}"] = functools.partial(_split_steps, path, layout, spec)
