@@ -26,8 +26,17 @@ def sageattn(
     sm_scale: float | None = None,
     return_lse: bool = False,
     mode: SageMode = DEFAULT_MODE,
+    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in 8 bits.
+
+    It may stand in the place of ``torch.nn.functional.scaled_dot_product_attention``, as the
+    original's README shows, whose other arguments it takes by name. The original leaves them out
+    without a word, a mask and a scale among them; here a mask is refused and a scale is used.
 
     Args:
         q: [B, H, M, D] ("HND") or [B, M, H, D] ("NHD"), bf16 or fp16, D at most 128.
@@ -37,15 +46,25 @@ def sageattn(
         sm_scale: default 1 / sqrt(D).
         return_lse: return the natural LSE [B, H, M] too.
         mode: how the inputs are quantised.
+        attn_mask, dropout_p: must be ``None`` and 0.
+        scale: torch's name for ``sm_scale``.
+        enable_gqa: grouped heads are served in any case.
 
     Raises:
         ValueError: an argument is not as described.
     """
+    if attn_mask is not None:
+        raise ValueError("attn_mask must be None: masks are plans (softmax_backend.plan)")
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0, got {dropout_p}")
+    if sm_scale is not None and scale is not None:
+        raise ValueError(f"only one of sm_scale and scale may be given, got {sm_scale} and {scale}")
+    sm_scale = scale if sm_scale is None else sm_scale
     q, k, v = heads_first(tensor_layout, q, k, v)
     d = q.shape[3]
     if d > 128:
         raise ValueError(f"head size must be at most 128, got {d}")
-    scale = d**-0.5 if sm_scale is None else sm_scale
+    sm_scale = d**-0.5 if sm_scale is None else sm_scale
     if d not in (64, 128):  # zeros add nothing to a product
         pad = (0, (64 if d < 64 else 128) - d)
         q, k, v = (torch.nn.functional.pad(x, pad) for x in (q, k, v))
@@ -60,7 +79,7 @@ def sageattn(
         block_n=block_n,
         device=q.device,
     )
-    out, lse = quantised_attention(q, k, v, plan, scale=scale, mode=mode)
+    out, lse = quantised_attention(q, k, v, plan, scale=sm_scale, mode=mode)
     out = out[..., :d]
     out = out if tensor_layout == "HND" else out.transpose(1, 2)
     return (out, lse) if return_lse else out

@@ -4,6 +4,11 @@ Causal calls mask the diagonal (the original's recommended path does not), fewer
 are aligned to the bottom right, any length is served, and the current stream is used. The LSE is
 natural and always complete.
 
+What is kept differs in two places. Of a sum ``cdfthreshd`` the original leaves out the block that
+reaches it, so that less is kept than asked; here it is kept. A share ``topk`` is rounded down
+there, and of all blocks under a causal mask too; here it is rounded up, and of the blocks that a
+tile may see. Thresholds are numbers, where the original also takes one for each head.
+
 ``pvthreshd`` is taken and no product is left out for it: the branch was measured to cost a quarter
 of the speed until well over half of the blocks skip, and not skipping is the more accurate.
 """
@@ -54,7 +59,7 @@ def spas_sage2_attn_meansim_cuda(
     Raises:
         ValueError: an argument is not as described or not served.
     """
-    _refuse(attn_mask, dropout_p, smooth_k)
+    _refuse(attn_mask, dropout_p, smooth_k, simthreshd1=simthreshd1, cdfthreshd=cdfthreshd)
     q, k, v = heads_first(tensor_layout, q, k, v)
     choice = Choice(
         cdf=cdfthreshd,
@@ -77,7 +82,7 @@ def spas_sage2_attn_meansim_topk_cuda(
     smooth_k: bool = True,
     simthreshd1: float = -0.1,
     cdfthreshd: None = None,
-    topk: float = 0.35,
+    topk: float = 0.5,
     pvthreshd: float = 50,
     attention_sink: bool = False,
     tensor_layout: str = "HND",
@@ -86,7 +91,9 @@ def spas_sage2_attn_meansim_topk_cuda(
     return_lse: bool = False,
 ) -> Result:
     """As ``spas_sage2_attn_meansim_cuda``, with a share ``topk`` of the blocks kept."""
-    _refuse(attn_mask, dropout_p, smooth_k)
+    _refuse(attn_mask, dropout_p, smooth_k, simthreshd1=simthreshd1, topk=topk)
+    if cdfthreshd is not None:
+        raise ValueError(f"cdfthreshd must be None where topk chooses, got {cdfthreshd}")
     q, k, v = heads_first(tensor_layout, q, k, v)
     choice = Choice(
         topk=topk,
@@ -134,13 +141,16 @@ def block_sparse_sage2_attn_cuda(
     return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
-def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool) -> None:
+def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool, **thresholds: object) -> None:
     if attn_mask is not None:
         raise ValueError("attn_mask must be None: masks are plans (softmax_backend.plan)")
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p must be 0, got {dropout_p}")
     if not smooth_k:
         raise ValueError("smooth_k must be True: 8-bit keys are always smoothed")
+    for name, given in thresholds.items():
+        if not isinstance(given, float | int):
+            raise ValueError(f"{name} must be one number for all heads, got {type(given).__name__}")
 
 
 def _returned(
