@@ -5,9 +5,9 @@
 Each server prefills at most 512 tokens a step (prompts have up to 2,000), so that requests meet in
 the middle of their prompts, and keeps prefixes with the states of their KDA layers. The items are
 asked with 1, 16 and 64 requests at a time, then once more from the cache. The full-attention layers
-run on sglang's triton backend in the servers ``upstream`` and ``flag``; in ``upstream_mla`` and
-``mla``, which run where ``--only`` names them, on what sglang chooses with pages of 64 tokens, and of
-``mla`` their decodes on this package where that is ahead. Accuracy is exact match.
+run on sglang's triton backend in the servers ``upstream`` and ``flag``. In ``upstream_mla`` and
+``mla``, which run where ``--only`` names them, they run on what sglang chooses with pages of 64
+tokens, and decodes of ``mla`` on this package where that is ahead. Accuracy is exact match.
 """
 
 from __future__ import annotations

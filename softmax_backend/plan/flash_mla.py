@@ -14,10 +14,10 @@ release   column  0 to 4                           what else
                   first block, end block, split    part's first and last requests are shared
 ========  ======  ===============================  ==========================================
 
-FlashMLA does not write the columns after these; they are 0 here. vLLM's fork of 2025 differs in parts
-without work, whose first request is -1. The kernels of this package read the columns of 2025-09.
-The number of parts follows from the SMs and query rows alone: whether the attention is causal has no
-part in it.
+FlashMLA does not write the columns after these; they are 0 here. vLLM's fork of 2025 differs in
+parts without work, whose first request is -1. The kernels of this package read the columns of
+2025-09. The number of parts follows from the SMs and query rows alone: whether the attention is
+causal has no part in it.
 """
 
 from __future__ import annotations
