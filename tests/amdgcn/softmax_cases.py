@@ -27,6 +27,8 @@ _BOTH = (
     "block_sparse_int8: per_warp, 127 levels",
 )
 _FURTHER = ("mla_decode: two levels, soft cap, sinks", "block_sparse: pages of 16", "cascade")
+HERE = ("FlashMLA's schedule", "shared prefix", "cascade of two levels", "predicted blocks")
+"""Cases of the kit of which this folder has smaller ones, of more variants."""
 QUICK = {"gfx942": _BOTH, "gfx950": (*_BOTH, *_FURTHER)}
 LARGE = (
     "mla_decode triton: ragged",
@@ -48,6 +50,8 @@ def all_cases(arch: str) -> Iterator[ExecutionCase]:
     found: dict[str, Callable[[Target], Answer]] = {}
     for row in rows.values():
         for name, case in family.check_cases(row).items():
+            if name in HERE:
+                continue
             found[f"{row.operator} {row.name}: {name}"] = _of_kit(case)
     found |= softmax_decode_cases.decode_cases(rows["mla_decode"])
     found |= softmax_decode_cases.sparse_cases(rows["sparse_mla"])
