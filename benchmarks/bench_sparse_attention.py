@@ -318,9 +318,10 @@ def load_built(options: argparse.Namespace) -> tuple[Built, dict[str, float]]:
     }
     folders = {name: path.resolve() for name, path in given.items() if path is not None}
     built = built_calls.load(build(folders, options.cache.resolve(), options.build_seconds))
+    found = built_calls.errors(built, inputs, random_kinds(2, 32, 16, 0.4) > 0)
+    built = built_calls.trusted(built, found)
     for name, sentence in built.absent:
         print(f"{name}: {sentence}", flush=True)
-    found = built_calls.errors(built, inputs, random_kinds(2, 32, 16, 0.4) > 0)
     for name, error in found.items():
         print(f"{'normal':20s} {name:40s} {error:.2e}", flush=True)
     return built, found

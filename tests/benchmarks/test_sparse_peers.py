@@ -148,5 +148,24 @@ def test_errors_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["SageAttention2, kernel alone causal"] > 0.3
     assert found["SpargeAttn causal, every block"] > 0.3
     assert found["SpargeAttn, kernel alone"] != found["SpargeAttn, kernel alone"]  # NaN
-    wrong = calls.errors(calls.Built(sta=FakeSta((1, 1, 1))), make, chosen)
-    assert wrong["ThunderKittens"] > 0.3
+    wrong = calls.Built(sage2=FakeSage(None), sta=FakeSta((1, 1, 1)))
+    found = calls.errors(wrong, make, chosen)
+    assert found["ThunderKittens"] > 0.3
+    timed = calls.trusted(wrong, found)
+    assert timed.sage2 is wrong.sage2 and timed.sta is None
+    assert "its error against float64 is" in dict(timed.absent)["ThunderKittens"]
+
+
+def test_a_peer_that_fails_does_not_end_the_others() -> None:
+    class Failing(FakeSparge):
+        def over_map(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+            raise RuntimeError("no kernel image")
+
+    def make(*sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+        q = torch.randn(1, sizes[0], sizes[2], 128)
+        return q, q, q
+
+    built = calls.Built(sparge=Failing(None))
+    found = calls.errors(built, make, torch.ones(2, 32, 16, dtype=torch.bool))
+    assert found["SpargeAttn"] != found["SpargeAttn"]  # NaN
+    assert calls.trusted(built, found).sparge is None
