@@ -16,7 +16,10 @@ HOPPERS = {
     *(("kda", name) for name in ("segment_ends", "merge_segments")),
     *(("softmax", name) for name in ("mla_decode", "mla_combine", "split_plan")),
     *(("softmax", f"{name}_sm90_kernel") for name in ("sparse_mla", "sparse_mla_rows")),
-    ("softmax", "block_sparse_sm90_kernel"),
+    *(
+        ("softmax", name)
+        for name in ("block_sparse_sm90_kernel", "block_sparse_packed_sm90_kernel")
+    ),
 }
 """In CUDA C++ and in Gluon."""
 NOT_AMDS = {

@@ -62,7 +62,7 @@ def test_states_inside_of_a_sequence_are_of_the_whole_scan(
     model = CostModel.from_table(COST_MODEL, 132)
     kernels = segmented._Kernels(None, None, (None, None), ROW, model)  # type: ignore[arg-type]
     monkeypatch.setattr(segmented, "_kernels", lambda *_: kernels)
-    monkeypatch.setattr(segmented, "two_stage_sm90", lambda *args: given.append(args[-1]))
+    monkeypatch.setattr(segmented, "two_stage_sm90", lambda *args: given.append(args[-2]))
     case = Backend("kernels", torch.device("cpu")).case(1, (200,), key_dim=128, value_dim=128)
     pool = torch.zeros(1, 1, 128, 128)
     snapshots = (
