@@ -1,19 +1,28 @@
-"""The parts of docs/performance.md on block-sparse attention; ``performance.py`` calls them."""
+"""Block-sparse attention, and the order of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
-Section = Callable[[str, dict[str, Any], str], list[str]]
-Table = Callable[[list[str], Iterable[list[str]]], list[str]]
+from docs.performance_parts.page import load, section, table
 
 RESULT = "sparse_attention_h200.json"
 ORDERS = "token_orders.json"
 _IMAGE = "sparse_attention_h200.svg"
 
 
-def attention(report: dict[str, Any], section: Section, table: Table) -> list[str]:
+def block_sparse() -> list[str]:
+    """Block-sparse attention of the softmax family, and what the order of tokens does."""
+    report, tokens = load(RESULT), load(ORDERS)
+    return [
+        *attention(report),
+        *orders(tokens),
+        "",
+        orders_in_words(tokens),
+    ]
+
+
+def attention(report: dict[str, Any]) -> list[str]:
     """Every work beside the peers of its run, and what was not built."""
     rows = [row for row in report["rows"] if row["path"] != "gluon in step"]
     cells = (
@@ -50,7 +59,7 @@ def attention(report: dict[str, Any], section: Section, table: Table) -> list[st
     ]
 
 
-def orders(report: dict[str, Any], table: Table) -> list[str]:
+def orders(report: dict[str, Any]) -> list[str]:
     """What the order of a video's tokens does to density and to the attention kept."""
     rows, key = report["rows"], f"density_for_{report['mass']}"
     densities = [x["density"] for x in rows[0]["kept"]]

@@ -1,0 +1,106 @@
+"""DeepSeek-V4's compressor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docs.performance_parts.page import load, mean, section, table, us
+
+_COMPRESSOR_PEERS = {
+    "vllm": "vLLM, Triton",
+    "vllm_cutedsl": "vLLM, CuTe DSL",
+    "sglang_jit": "sglang",
+}
+
+
+def compressor_peers(row: dict[str, Any]) -> list[float]:
+    """The engines' times of a row."""
+    times = (row.get(f"{peer}_gpu_ms") for peer in _COMPRESSOR_PEERS)
+    return [time for time in times if time is not None]
+
+
+def compressor() -> list[str]:
+    name, upstream = "dsv4_compressor_h200.json", "dsv4_compressor_cutedsl_h200.json"
+    report, beside = load(name), load(upstream)
+    return [
+        *section("DeepSeek-V4's compressor", report, name),
+        "",
+        *_compressor_table(report, "vLLM 0.26's Triton kernels."),
+        *_in_place(report["rows"]),
+        *_alone(report["rows"]),
+        *section("DeepSeek-V4's compressor beside vLLM as it runs on CUDA", beside, upstream),
+        "",
+        *_compressor_table(
+            beside,
+            f"vLLM {beside['vllm']}: its step in Triton, and its own dispatch on CUDA, which takes"
+            f" CuTe DSL ({beside['cutedsl']}) for the main compressor and Triton for the indexer.",
+        ),
+        "",
+        "Not in the file: " + "; ".join(beside["left_out"]) + ".",
+    ]
+
+
+def _compressor_table(report: dict[str, Any], peers: str) -> list[str]:
+    """Every row with a time of an engine, over the fastest of the row."""
+    rows = [row for row in report["rows"] if compressor_peers(row)]
+    ratios = [min(compressor_peers(row)) / row["ours_gpu_ms"] for row in rows]
+    shown = [p for p in _COMPRESSOR_PEERS if any(row.get(f"{p}_gpu_ms") for row in rows)]
+    cells = (
+        [
+            row["phase"],
+            f"{row['part']}, C{row['ratio']}",
+            f"{row['n']:,}",
+            row["ends"],
+            us(row["ours_gpu_ms"]),
+            *(us(row[f"{p}_gpu_ms"]) if row.get(f"{p}_gpu_ms") else "" for p in shown),
+            f"{ratio:.2f}",
+            us(row["ours_host_ms"]),
+        ]
+        for row, ratio in zip(rows, ratios, strict=True)
+    )
+    titles = ["phase", "part", "tokens", "window ends", "ours"]
+    titles += [_COMPRESSOR_PEERS[peer] for peer in shown]
+    return [
+        f"µs. {peers} Over the fastest: geometric mean {mean(ratios):.2f}×, least"
+        f" {min(ratios):.2f}×. An empty launch: {report['empty_launch_ms'] * 1e3:.2f} µs.",
+        "",
+        *table([*titles, "×", "host"], cells),
+    ]
+
+
+def _in_place(rows: list[dict[str, Any]]) -> list[str]:
+    cells = (
+        [f"{row['n']:,}"]
+        + [us(row[f"{who}_gpu_ms"]) for who in ("ours", "seed_style", "two_launch")]
+        + [us(row["ours_host_ms"])]
+        for row in rows
+        if row["part"] == "indexer_rows"
+    )
+    titles = ["rows", "ours", "one launch through memory", "two launches", "host"]
+    return ["", "Norm, RoPE and rotation of pooled rows in place, µs:", "", *table(titles, cells)]
+
+
+def _alone(rows: list[dict[str, Any]]) -> list[str]:
+    """Prefill on sglang's ring and rotated queries, which vLLM does not have, and fp4 queries."""
+    shown = [r for r in rows if not compressor_peers(r) and r["part"] != "indexer_rows"]
+    cells = (
+        [
+            row["phase"],
+            f"{row['part']}, C{row['ratio']}"
+            + (", rotated" if row.get("rotate") else "")
+            + (f", {row['layout']}" if "layout" in row else ""),
+            f"{row['n']:,}",
+            us(row["ours_gpu_ms"]),
+            us(row["floor_ms"]),
+            us(row["ours_host_ms"]),
+        ]
+        for row in shown
+    )
+    titles = ["phase", "part", "tokens", "ours", "bytes at copy bandwidth", "host"]
+    return [
+        "",
+        "Without a peer, µs (vLLM rotates no queries and has no ring; its fp4 queries do not build"
+        " for sm_90):",
+        "",
+        *table(titles, cells),
+    ]

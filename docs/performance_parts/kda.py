@@ -1,0 +1,197 @@
+"""KDA: prefill, its accuracy, growth and forms, and the decode step."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
+from docs.performance_parts.page import best, load, mean, section, shape, table, us
+from kda_backend.launch_params import TABLES
+from kda_backend.spec import CHUNK
+
+_IMPLEMENTATIONS = {"ours": "this backend", "fla": "FLA 0.6.0", "flashkda": "FlashKDA"}
+
+
+def prefill() -> list[str]:
+    report = load("kda_prefill_h200.json")
+    lines = section("KDA prefill", report, "kda_prefill_h200.json")
+    for gate, peers in (("unbounded", ("fla",)), ("bounded", ("fla", "flashkda"))):
+        rows = [row for row in report["rows"] if row["gate"] == gate]
+        ratios = [best(row, peers) / row["ours_gpu_ms"] for row in rows]
+        titles = {"fla": "FLA 0.6.0", "flashkda": "FlashKDA"}
+        lines += [
+            "",
+            f"{gate.capitalize()} gate, bf16, K = V = 128, µs. Over the fastest peer: geometric"
+            f" mean {mean(ratios):.2f}×, least {min(ratios):.2f}×.",
+            "",
+            *table(
+                [
+                    "heads",
+                    "tokens",
+                    "ours",
+                    *(titles[peer] for peer in peers),
+                    "×",
+                    "Triton",
+                    "host",
+                ],
+                (
+                    [
+                        str(row["H"]),
+                        shape(row["seq_lens"]),
+                        us(row["ours_gpu_ms"]),
+                        *(us(row[f"{peer}_gpu_ms"]) for peer in peers),
+                        f"{ratio:.2f}",
+                        us(row["two_stage_gpu_ms"]),
+                        us(row["ours_host_ms"]),
+                    ]
+                    for row, ratio in zip(rows, ratios, strict=True)
+                ),
+            ),
+        ]
+    host = sorted(row["ours_host_ms"] for row in report["rows"])
+    calls = sorted(row["fla_call_ms"] for row in report["rows"] if row["fla_call_ms"] is not None)
+    share = [row["floor_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
+    return [
+        *lines,
+        "",
+        f"Host time of a call: {us(host[0])} to {us(host[-1])} µs, median"
+        f" {us(median(host))}; FLA's whole call takes {calls[0]:.1f} to {calls[-1]:.1f} ms. All"
+        " inputs read and all outputs written once, at the copy bandwidth of the run"
+        f" ({report['copy_gbs']:,.0f} GB/s), would take {min(share):.0%} to {max(share):.0%} of"
+        " our time.",
+    ]
+
+
+def accuracy() -> list[str]:
+    """Every implementation in every gate regime: the one accuracy table of the documentation."""
+    report = load("kda_prefill_h200.json")
+    found = report["accuracy"]
+    regimes = list(next(iter(found.values())))
+    cells = []
+    for name, errors in found.items():
+        who, gate = name.split()
+        pairs = [errors[regime] for regime in regimes]
+        shown = [f"{1e3 * output:.1f} / {1e3 * state:.1f}" for output, state in pairs]
+        cells.append([f"{_IMPLEMENTATIONS[who]}, {gate} gate", *shown])
+    return [
+        *section("Accuracy of KDA prefill", report, "kda_prefill_h200.json"),
+        "",
+        "Relative L2 error of output / final state against float64, in thousandths, by gate regime"
+        " ([families/kda.md](families/kda.md) describes them); bf16 inputs.",
+        "",
+        *table(["", *regimes], cells),
+    ]
+
+
+def growth() -> list[str]:
+    report = load("kda_prefill_growth_h200.json")
+    rows = (
+        [
+            str(row["H"]),
+            str(row["sequences"]),
+            f"{row['tokens']:,}",
+            f"{row['longest']:,}",
+            us(row["ours_gpu_ms"]),
+            f"{row['ours_gpu_ms'] * 1e6 / row['tokens']:.1f}",
+        ]
+        for row in report["rows"]
+    )
+    titles = ["heads", "sequences", "tokens", "longest", "µs", "ns per token"]
+    return [
+        *section("Growth of prefill", report, "kda_prefill_growth_h200.json"),
+        "",
+        *table(titles, rows),
+    ]
+
+
+def short() -> list[str]:
+    """Short sequences: one launch beside the two stages."""
+    name = "kda_prefill_short_h200.json"
+    report, limit = load(name), _prefill_row("two_stage_sm90").one_launch_max_tokens
+    cells = (
+        [
+            str(row["H"]),
+            shape(row["seq_lens"]),
+            f"{row['parts_us']['two_stage']:.1f}",
+            f"{row['fused_us']:.1f}",
+            f"{row['parts_us']['two_stage'] / row['fused_us']:.2f}",
+            f"{row['floor_us']:.1f}",
+        ]
+        for row in report["rows"]
+        if row["H"] in (32, 4)
+    )
+    return [
+        *section("KDA prefill of short sequences", report, name),
+        "",
+        "µs; the state of each sequence and head is read and written. *bytes*: all inputs and"
+        f" outputs at the copy bandwidth ({report['copy_gbs']:,} GB/s). The path table takes the"
+        f" one launch where the host knows that no sequence is longer than {limit} tokens.",
+        "",
+        *table(["heads", "tokens", "two stages", "one launch", "×", "bytes"], cells),
+    ]
+
+
+def _prefill_row(path: str) -> Any:
+    """The parameters of a path of KDA prefill in the H200's table."""
+    rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
+    return next(row.params for row in rows if row.name == path)
+
+
+def segments() -> list[str]:
+    """Long sequences over few heads: segments beside the two stages."""
+    name = "kda_prefill_segments_h200.json"
+    report, row = load(name), _prefill_row("segmented_sm90")
+    length, shortest = CHUNK * row.segment_chunks, CHUNK * row.min_chunks
+    kinds = sorted({int(n) for one in report["rows"] for n in one["segments_us"]})
+    cells = (
+        [
+            str(one["H"]),
+            shape(one["seq_lens"]),
+            f"{one['two_stage_us']:,.1f}",
+            *(
+                f"{one['segments_us'][str(n)]:,.1f}" if str(n) in one["segments_us"] else ""
+                for n in kinds
+            ),
+        ]
+        for one in report["rows"]
+    )
+    return [
+        *section("KDA prefill by segments", report, name),
+        "",
+        f"µs, by the tokens of a segment. The path table takes segments of {length:,} tokens from"
+        f" {shortest:,} tokens on, for at most {row.max_tasks} value heads times long sequences,"
+        " where `deterministic_prefix` is off ([families/kda.md](families/kda.md)).",
+        "",
+        *table(["heads", "tokens", "two stages", *(f"{n:,}" for n in kinds)], cells),
+    ]
+
+
+def decode() -> list[str]:
+    report = load("kda_decode_h200.json")
+    ratios = [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
+    share = [row["floor_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
+    rows = (
+        [
+            str(row["H"]),
+            str(row["batch"]),
+            us(row["ours_gpu_ms"]),
+            f"{us(row['best_peer_gpu_ms'])} ({row['best_peer']})",
+            f"{ratio:.2f}",
+            us(row["floor_ms"]),
+            us(row["ours_host_ms"]),
+        ]
+        for row, ratio in zip(report["rows"], ratios, strict=True)
+    )
+    return [
+        *section("KDA decode step", report, "kda_decode_h200.json"),
+        "",
+        "From the packed projections to the gated norm, µs; peers' launches counted together. Over"
+        f" the best peer: geometric mean {mean(ratios):.2f}×, least {min(ratios):.2f}×. *floor*:"
+        " the fp32 state read and written once at the copy bandwidth"
+        f" ({report['copy_gbs']:,.0f} GB/s), {min(share):.0%} to {max(share):.0%} of our time."
+        " What memory forbids: [studies/kda-decode.md](studies/kda-decode.md).",
+        "",
+        *table(["heads", "sequences", "ours", "best peer", "×", "floor", "host"], rows),
+    ]

@@ -1,0 +1,51 @@
+"""What every part of docs/performance.md is written with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def section(title: str, report: dict[str, Any], name: str) -> list[str]:
+    source = f"[{name}](../benchmarks/results/{name})"
+    versions = f"torch {report['torch']}, Triton {report['triton']}"
+    return ["", f"## {title}", "", f"{report['gpu']}, {versions}, {report['date']}: {source}."]
+
+
+def table(titles: list[str], rows: Iterable[list[str]]) -> list[str]:
+    lines = [titles, ["---:" if title != titles[0] else "---" for title in titles], *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def shape(lengths: list[int]) -> str:
+    if len(set(lengths)) > 1:
+        return f"{len(lengths)} ragged, {sum(lengths):,}"
+    return f"{lengths[0]:,}" if len(lengths) == 1 else f"{len(lengths)} × {lengths[0]:,}"
+
+
+def best(row: dict[str, Any], peers: tuple[str, ...]) -> float:
+    return min(float(row[f"{peer}_gpu_ms"]) for peer in peers)
+
+
+def us(ms: float) -> str:
+    return f"{ms * 1e3:.1f}" if ms < 0.1 else f"{ms * 1e3:,.0f}"
+
+
+def mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def load(name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return report
+
+
+def is_measured(name: str) -> bool:
+    """Whether a result is there: some runs wait for a GPU."""
+    return (RESULTS / name).exists()

@@ -1,0 +1,138 @@
+"""MLA decode, by itself and in an engine, and DeepSeek-V4's attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backend_core.target import KNOWN_TARGETS
+from docs.performance_parts.page import load, mean, section, table, us
+from softmax_backend.sparse_mla import select_sparse_mla
+from softmax_backend.spec_sparse_mla import SparseMlaSpec
+
+
+def mla_decode() -> list[str]:
+    """MLA decode of the softmax family beside every peer of the run."""
+    name = "mla_decode_h200.json"
+    report = load(name)
+    peers = {"flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
+    peers |= {"vllm_triton": "vLLM's Triton"}
+    lines = section("MLA decode", report, name)
+    for heads in sorted({row["heads"] for row in report["rows"]}):
+        rows = [row for row in report["rows"] if row["heads"] == heads]
+        ratios = [min(row[f"{p}_us"] for p in peers) / row["ours_gpu_us"] for row in rows]
+        cells = (
+            [
+                row["case"],
+                us(row["ours_gpu_us"] / 1e3),
+                *(us(row[f"{peer}_us"] / 1e3) for peer in peers),
+                f"{ratio:.2f}",
+                us(row["floor_us"] / 1e3),
+            ]
+            for row, ratio in zip(rows, ratios, strict=True)
+        )
+        lines += [
+            "",
+            f"{heads} heads, bf16, µs, without the plan, which is made once per step. Over the"
+            f" fastest peer: geometric mean {mean(ratios):.2f}×, least {min(ratios):.2f}×.",
+            "",
+            *table(["case", "ours", *peers.values(), "×", "bytes"], cells),
+        ]
+    plans = (
+        [requests, *(f"{times[who]:.1f}" for who in ("ours", "flashmla"))]
+        for requests, times in report["plan_us"].items()
+    )
+    return [
+        *lines,
+        "",
+        "The plan of a step, µs:",
+        "",
+        *table(["requests", "ours", "FlashMLA"], plans),
+    ]
+
+
+def mla_in_engine() -> list[str]:
+    """A decode step of a whole model at long contexts."""
+    name = "vllm_kimi48b_mla.json"
+    report = load(name)
+    rows = sorted(report["rows"], key=lambda row: (row["context"], row["batch"]))
+    cells = (
+        [
+            f"{row['batch']} × {row['context']:,}",
+            f"{row['upstream_ms']:.2f}",
+            f"{row['flag_ms']:.2f}",
+            f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+        ]
+        for row in rows
+    )
+    engine = report["engine"].replace("vllm", "vLLM")
+    return [
+        *section(f"A decode step at long contexts in {engine}, default mode", report, name),
+        "",
+        "Kimi-Linear-48B's configuration with random weights, ms: the time by which the engine"
+        " advances in a step. With the flag its KDA layers and, where the table says that it is"
+        " ahead, its MLA layers are this package's. A step of one request waits for the host.",
+        "",
+        *table(["requests × context", "upstream", "with the flag", "×"], cells),
+    ]
+
+
+def named_rows() -> list[str]:
+    """DeepSeek-V4's attention: decodes over records, prefills over rows of bf16."""
+    name = "dsv4_attention_h200.json"
+    report = load(name)
+    lines = section("DeepSeek-V4's attention", report, name)
+    decodes = [row for row in report["rows"] if row["phase"] == "decode"]
+    ratios: dict[int, list[float]] = {}
+    cells = []
+    for row in decodes:
+        variant, ours = _of_the_table(row)
+        ratios.setdefault(row["heads"], []).append(row["flashmla_gpu_us"] / ours)
+        cells.append(
+            [
+                str(row["heads"]),
+                f"{row['batch']:,}",
+                f"{row['topk']:,}",
+                variant,
+                us(ours / 1e3),
+                us(row["variants_us"]["triton"] / 1e3),
+                us(row["flashmla_gpu_us"] / 1e3),
+                f"{ratios[row['heads']][-1]:.2f}",
+                us(row["floor_us"] / 1e3),
+            ]
+        )
+    means = ", ".join(f"{mean(x):.2f}× at {heads} heads" for heads, x in ratios.items())
+    prefills = (
+        [
+            str(row["heads"]),
+            f"{row['batch']:,}",
+            us(row["ours_gpu_us"] / 1e3),
+            us(row["variants_us"]["records, ours"] / 1e3),
+            us(row["flashmla_gpu_us"] / 1e3),
+            f"{row['flashmla_gpu_us'] / row['ours_gpu_us']:.2f}",
+        ]
+        for row in report["rows"]
+        if row["phase"] == "prefill"
+    )
+    titles = ["heads", "requests", "top-k", "variant of the table", "ours", "Triton", "FlashMLA"]
+    return [
+        *lines,
+        "",
+        "Decode over records: 128 rows of a window and the top-k others, µs; FlashMLA with its"
+        " queries padded to 64 heads, as vLLM pads them. A variant has heads to a tile, warps that"
+        f" fetch and rows that each fetches. FlashMLA's time over ours, geometric mean: {means}.",
+        "",
+        *table([*titles, "×", "bytes"], cells),
+        "",
+        "Prefill by the path table of that run, over gathered rows of bf16 and over the records"
+        " themselves, which FlashMLA does not read in prefill, µs:",
+        "",
+        *table(["heads", "tokens", "ours", "ours, records", "FlashMLA", "×"], prefills),
+    ]
+
+
+def _of_the_table(row: dict[str, Any]) -> tuple[str, float]:
+    """The variant that the H200's path table takes for a row of decodes, and its time in µs."""
+    spec = SparseMlaSpec(row["heads"], page_size=64, extra_page_size=64)
+    params = select_sparse_mla(KNOWN_TARGETS["H200"], spec).path(row["batch"]).params
+    variant = f"{params.max_heads} heads, {params.fetch_warps}x{params.fetch_rows}"
+    return variant, row["variants_us"][variant]
