@@ -85,7 +85,11 @@ class MultiLevelCascadeAttentionWrapper:
         )
         given = [buffer for buffer in buffers if buffer is not None]
         if use_cuda_graph and (len(given) < 4 or any(len(b) != num_levels for b in given)):
-            raise ValueError(f"use_cuda_graph needs {num_levels} of each of the four buffers")
+            counts = [None if buffer is None else len(buffer) for buffer in buffers]
+            raise ValueError(
+                f"use_cuda_graph needs {num_levels} of each of the four buffers (qo_indptr,"
+                f" paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len), got {counts}"
+            )
         if given and not use_cuda_graph:
             raise ValueError("the buffers must be None without use_cuda_graph")
         self.device = float_workspace_buffer.device

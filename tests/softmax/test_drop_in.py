@@ -350,7 +350,10 @@ def test_a_plan_that_does_not_fit_is_refused_and_leaves_the_last(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"paged_kv_indices_buf_arr": None}, "use_cuda_graph needs 2 of each of the four buffers"),
+        (
+            {"paged_kv_indices_buf_arr": None},
+            r"use_cuda_graph needs 2 of each of the four buffers .*, got \[2, 2, None, 2\]",
+        ),
         ({"use_cuda_graph": False}, "the buffers must be None without use_cuda_graph"),
         (
             {"qo_indptr_buf_arr": [torch.zeros(3, dtype=torch.int32)] * 2},
