@@ -8,6 +8,7 @@ when the share of a GPU that it needs is free, none that takes longer than is le
 twice its time, or that is running when time is up, is ended with all its processes. DIR keeps each
 job's log, the result files that it wrote and ``queue.json``, which is written after each job.
 Called again with the same DIR it leaves out what is done: a queue can be cut into several calls.
+It uses the GPUs that CUDA_VISIBLE_DEVICES names, so that two queues can share a machine.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class Queue:
     def __init__(self, jobs: Iterable[Job], folder: Path, gpus: int, deadline: float) -> None:
         self.waiting, self.folder, self.deadline = list(jobs), folder, deadline
         self.free = [Fraction(1)] * gpus
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.names = given.split(",") if given else [str(n) for n in range(gpus)]
         self.running: list[Running] = []
         self.outcomes: dict[str, Outcome] = {
             job.name: Outcome(job.name, "waiting", "time was up") for job in self.waiting
@@ -161,7 +164,7 @@ class Queue:
             command = [
                 part.format(**values, python=sys.executable) for part in shlex.split(job.command)
             ]
-            visible = ",".join(str(n) for n in gpus)
+            visible = ",".join(self.names[n] for n in gpus)
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
