@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -55,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser, port: int) -> None:
         "--budget",
         type=float,
         help="seconds for all, the server's start included: the load is shortened to whole minutes",
+    )
+    parser.add_argument(
+        "--whole-gpu",
+        action="store_true",
+        help="GPU memory of all processes, where nvidia-smi does not tell them apart",
     )
     parser.add_argument("--port", type=int, default=port)
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
@@ -121,7 +127,8 @@ def measure(
     zero = time.monotonic()
     minutes = minutes_left(args.minutes, args.budget, zero - begin)
     print(f"{minutes:g} minutes of load", flush=True)
-    with Memory(server.process.pid, zero) as memory:
+    gpu_mib(server.process.pid, args.whole_gpu)  # fails here rather than in its thread
+    with Memory(server.process.pid, zero, args.whole_gpu) as memory:
         work = load_traffic.run(server.url, traffic, 60.0 * minutes, zero)
         finished = asyncio.run(work)
         seconds = time.monotonic() - zero
@@ -137,6 +144,7 @@ def measure(
         "wrong": [{"kind": w.kind, "at_s": w.start, "why": w.why} for w in wrong[:40]],
         "latency": list(load_traffic.by_minute(finished)),
         "memory": memory.samples,
+        "gpu_memory_of": "all processes" if args.whole_gpu else "the server's processes",
         "counters": {name: after[name] - before.get(name, 0.0) for name in after},
         "at_rest": rest,
         "after": {k: again[k] for k in ("right", "prompt_tokens", "seconds")},
@@ -158,10 +166,10 @@ def rested(server: Server, counters: Counters) -> dict[str, float]:
 
 
 class Memory:
-    """Samples the GPU's and a process group's memory until the end of ``with``."""
+    """Samples a process group's memory, on GPU and host, until the end of ``with``."""
 
-    def __init__(self, group: int, zero: float) -> None:
-        self.group, self.zero = group, zero
+    def __init__(self, group: int, zero: float, whole_gpu: bool) -> None:
+        self.group, self.zero, self.whole_gpu = group, zero, whole_gpu
         self.samples: list[dict[str, float]] = []
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._sample, daemon=True)
@@ -177,15 +185,37 @@ class Memory:
     def _sample(self) -> None:
         while not self.stop.is_set():
             at = time.monotonic() - self.zero
-            row = {"at_s": at, "gpu_mib": gpu_mib(), "host_mib": host_mib(self.group)}
-            self.samples.append(row)
+            gpu = gpu_mib(self.group, self.whole_gpu)
+            self.samples.append({"at_s": at, "gpu_mib": gpu, "host_mib": host_mib(self.group)})
             self.stop.wait(SAMPLE_S)
 
 
-def gpu_mib() -> float:
-    """Memory in use on the first GPU, of all processes, in MiB."""
-    ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
-    return float(subprocess.run(ask, capture_output=True, text=True, check=True).stdout)
+def gpu_mib(group: int, whole_gpu: bool) -> float:
+    """GPU memory of the processes of a group, or in use on the first visible GPU, in MiB.
+
+    Raises:
+        RuntimeError: nvidia-smi does not tell the memory of a process of the group.
+    """
+    if whole_gpu:
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        return float(nvidia_smi("--query-gpu=memory.used", "-i", gpu))
+    told = nvidia_smi("--query-compute-apps=pid,used_gpu_memory")
+    sizes = []
+    for pid, size in (line.split(", ") for line in told.splitlines()):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(int(pid)) == group:
+                sizes.append(size)
+    if not sizes or not all(size.isdigit() for size in sizes):
+        raise RuntimeError(
+            "nvidia-smi must tell the GPU memory of the server's processes, or --whole-gpu be "
+            f"given; it says {told!r}"
+        )
+    return float(sum(map(int, sizes)))
+
+
+def nvidia_smi(*options: str) -> str:
+    ask = ["nvidia-smi", *options, "--format=csv,noheader,nounits"]
+    return subprocess.run(ask, capture_output=True, text=True, check=True).stdout
 
 
 def host_mib(group: int) -> float:

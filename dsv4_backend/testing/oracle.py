@@ -70,3 +70,21 @@ def without_records(
     device = caches[0].device
     reference.store(outside, slots, spec, data.to(device), scales.to(device))
     return outside
+
+
+Record = tuple[torch.Tensor, torch.Tensor]
+
+
+def within_one_code(spec: CompressorSpec, got: Record, want: Record) -> torch.Tensor:
+    """Which values, ``[N, d]``, of records (data, scales) are at most one code apart.
+
+    The step from one e2m1 value to the next larger one is at most half of it, or half a unit of the
+    scale; steps of e4m3 and bf16 are bounded by the row's largest value.
+    """
+    one, other = (reference.dequantise(*record, spec).abs() for record in (got, want))
+    apart = (reference.dequantise(*got, spec) - reference.dequantise(*want, spec)).abs()
+    if spec.record.encoding != "indexer_mxfp4":
+        return apart <= other.amax(1, keepdim=True) / 64 + 0.26 * other
+    data = torch.full_like(got[0], 0x22)  # two codes of 1.0
+    units = [reference.dequantise(data, scales, spec) for _, scales in (got, want)]
+    return apart <= 0.505 * torch.maximum(torch.maximum(*units), torch.minimum(one, other))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def run(
     script = SCRIPTS[engine]
     where = {engine: "1.2.3", "gpu": "none", "torch": "-", "triton": "-"}
     monkeypatch.setattr(load_run, "versions", lambda engine: where)
-    monkeypatch.setattr(load_run, "gpu_mib", lambda: 1000.0)
+    monkeypatch.setattr(load_run, "gpu_mib", lambda group, whole: 1000.0)
     monkeypatch.setattr(load_run, "SAMPLE_S", 0.2)
     monkeypatch.setattr(load_run, "MINUTE", 2.0)
     monkeypatch.setattr(load_run, "HOST_GROWTH", 9.0)
@@ -145,3 +146,18 @@ def test_the_cache_of_vllm_is_too_small_for_the_load() -> None:
     assert 16 < cache.requests_of(most) < cache.requests_of(1350) < 64 < 256
     # what preempted nothing
     assert load_vllm.Cache.of(config, 2**29).requests_of(1350) > 200
+
+
+def test_gpu_memory_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own processes alone; what nvidia-smi does not tell is said, not counted as nothing."""
+    own = os.getpgid(0)
+    monkeypatch.setattr(load_run, "nvidia_smi", lambda *_: f"{os.getpid()}, 700\n1, 900\n")
+    assert load_run.gpu_mib(own, False) == 700.0
+    for told in ("1, 900\n", f"{os.getpid()}, [N/A]\n", ""):
+        monkeypatch.setattr(load_run, "nvidia_smi", lambda *_, told=told: told)
+        with pytest.raises(RuntimeError, match="must tell the GPU memory"):
+            load_run.gpu_mib(own, False)
+    asked: list[str] = []
+    monkeypatch.setattr(load_run, "nvidia_smi", lambda *o: asked.extend(o) or "1234\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert load_run.gpu_mib(own, True) == 1234.0 and asked[-2:] == ["-i", "1"]
