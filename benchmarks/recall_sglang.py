@@ -1,33 +1,101 @@
-"""The recall checkpoint through the OpenAI endpoint of a real sglang server, upstream and flagged.
+"""The recall checkpoint through the OpenAI endpoint of real sglang servers, upstream and flagged.
 
-    python -m benchmarks.recall_sglang OUT.json [--items N] [--only upstream] [--serve-option ...]
+    python -m benchmarks.recall_sglang OUT.json [--only upstream flag ...] [--beside 4]
+        [--budget 590]
 
 Each server prefills at most 512 tokens a step (prompts have up to 2,000), so that requests meet in
 the middle of their prompts, and keeps prefixes with the states of their KDA layers. The items are
-asked with 1, 16 and 64 requests at a time, then once more from the cache. The full-attention layers
-run on sglang's triton backend in the servers ``upstream`` and ``flag``. In ``upstream_mla`` and
-``mla``, which run where ``--only`` names them, they run on what sglang chooses with pages of 64
-tokens, and decodes of ``mla`` on this package where that is ahead. Accuracy is exact match.
+asked with 1, 16 and 64 requests at a time, then once more from the cache. Accuracy is exact match.
+The full-attention layers run on sglang's triton backend, which needs no library of FlashAttention.
+Besides upstream and the flag alone, one server each:
+
+- short: the only captured graph is of 64 requests, so that every step of fewer is padded. sglang
+  captures no prefills of models with MLA.
+- fp8: the cache of the MLA layers in fp8.
+- sleep: asked, its memory released with the weights kept on the host, resumed and asked, its
+  weights read again and asked. Needs torch_memory_saver.
+- sleep_empty: the same with nothing kept: released, resumed, its weights read again and asked.
+- tp2: two GPUs; by name alone.
+- upstream_mla, mla: by name alone, since they need FlashAttention 3 of sglang-kernel: pages of 64
+  tokens, MLA on that library, and decodes of ``mla`` on this package where it is ahead.
+
+``--beside N`` runs N servers at a time on the GPU: times then say nothing. ``--budget`` is of the
+whole command: a server that would not end in time is left out, and what the others answered is in
+the file, which is written after each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import threading
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks.recall_vllm import CONCURRENCY, ask_all
+from benchmarks import sglang_needs
+from benchmarks.recall_vllm import Variant, rounds_of
 from benchmarks.sglang_server import FLAGS, SglangServer
 from benchmarks.vllm_server import HERE, versions
 
+SERVER_S = 150.0  # a start with kernels to compile, and the rounds
+SERVED = "KDA layers on"  # of the line that this package writes at model load
+MODEL = HERE / "checkpoint"
+
+
+@dataclass(frozen=True)
+class SglangVariant(Variant):
+    """As `Variant`, and what the server needs (`sglang_needs.require`)."""
+
+    libraries: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    gpus: int = 1
+
+
+_SLEEP = (("/release_memory_occupation", {}), ("/resume_memory_occupation", {}))
+_RELOAD = ("/update_weights_from_disk", {"model_path": str(MODEL)})
+_MLA = ("--page-size", "64")
 VARIANTS = {
-    **FLAGS,
-    "upstream_mla": ["--page-size", "64"],
-    "mla": ["--attention-backend", "kda", "--page-size", "64"],
+    "upstream": SglangVariant("upstream", tuple(FLAGS["upstream"]), flagged=False),
+    "flag": SglangVariant("flag", tuple(FLAGS["flag"])),
+    "short": SglangVariant(
+        "flag, a graph of 64 requests alone", (*FLAGS["flag"], "--cuda-graph-bs-decode", "64")
+    ),
+    "fp8": SglangVariant("flag, fp8 KV cache", (*FLAGS["flag"], "--kv-cache-dtype", "fp8_e4m3")),
+    "sleep": SglangVariant(
+        "flag, after sleep and reload",
+        (*FLAGS["flag"], "--enable-memory-saver", "--enable-weights-cpu-backup"),
+        rounds=(("salt 64", 64),),
+        then=(("sleep and wake", _SLEEP), ("reload of weights", (_RELOAD,))),
+        modules=("torch_memory_saver",),
+    ),
+    "sleep_empty": SglangVariant(
+        "flag, after sleep without weights",
+        (*FLAGS["flag"], "--enable-memory-saver"),
+        rounds=(("salt 64", 64),),
+        then=(("sleep without weights, wake, reload", (*_SLEEP, _RELOAD)),),
+        modules=("torch_memory_saver",),
+    ),
+    "tp2": SglangVariant("flag, two GPUs", (*FLAGS["flag"], "--tp-size", "2"), gpus=2),
+    "upstream_mla": SglangVariant(
+        "upstream, pages of 64",
+        _MLA,
+        flagged=False,
+        libraries=(sglang_needs.FLASH_ATTENTION,),
+    ),
+    "mla": SglangVariant(
+        "flag, pages of 64",
+        ("--attention-backend", "kda", *_MLA),
+        libraries=(sglang_needs.FLASH_ATTENTION,),
+    ),
 }
+DEFAULT = [n for n, one in VARIANTS.items() if one.gpus == 1 and not one.libraries]
 
 
 def main() -> int:
@@ -35,12 +103,16 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--items", type=int, default=320)
     parser.add_argument("--port", type=int, default=8124)
-    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=list(FLAGS))
+    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=DEFAULT)
+    parser.add_argument("--beside", type=int, default=1, help="servers at a time")
+    parser.add_argument("--budget", type=float, help="seconds, of the whole command")
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
     parser.add_argument(
-        "--serve-option", action="append", default=[], help="one more argument of the server"
+        "--serve-option", action="append", default=[], help="one more argument of the servers"
     )
     args = parser.parse_args()
+    args.until = math.inf if args.budget is None else time.monotonic() + args.budget - 10.0
+    sglang_needs.require(modules=("xgrammar",))
     questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
         "script": "benchmarks/recall_sglang.py",
@@ -50,39 +122,107 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
         "servers": {},
         "failed": {},
+        "left_out": [],
     }
-    for name in args.only:
-        log = args.out.with_name(f"{args.out.stem}_{name}.log")
-        print(f"== {name}: starting a server, its log is {log.name}", flush=True)
-        try:
-            result["servers"][name] = measure(questions, VARIANTS[name], args, log)
-        except (RuntimeError, OSError) as error:  # the other server may be well
-            last = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
-            print(f"{name}: failed with {error}; its last lines:\n{last}", flush=True)
-            result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return bool(result["failed"])
+    lock = Lock()
+
+    def one(numbered: tuple[int, str]) -> None:
+        number, name = numbered
+        title, left = VARIANTS[name].title, args.until - time.monotonic()
+        found, why = None, ""
+        if left >= SERVER_S:
+            try:
+                # each port of a server's own, and those that it opens beside it
+                found = measure(questions, name, args, args.port + 20 * number)
+            except Exception as error:  # the others go on
+                print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
+                why = f"{type(error).__name__}: {error}"[:4000]
+        with lock:
+            if found is not None:
+                result["servers"][title] = found
+                order = [one.title for one in VARIANTS.values() if one.title in result["servers"]]
+                result["servers"] = {t: result["servers"][t] for t in order}
+            elif why:
+                result["failed"][title] = why
+            else:
+                print(f"{name}: left out, {left:.0f} s are left of {SERVER_S:.0f}", flush=True)
+                result["left_out"].append(title)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with ThreadPoolExecutor(args.beside) as pool:
+        list(pool.map(one, enumerate(args.only)))
+    for line in table(result):
+        print(line)
+    return bool(result["failed"] or result["left_out"])
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """A line per round; what is left out and failures last."""
+    lines = []
+    for title, server in result["servers"].items():
+        for asked in server["rounds"]:
+            after = f", after {asked['after']}" if "after" in asked else ""
+            lines.append(
+                f"{title}{after}: {asked['right']} of {result['items']} at"
+                f" {asked['concurrency']}, {asked['cached_prompt_tokens']:,} tokens from the cache"
+            )
+    lines += [f"{title}: left out" for title in result["left_out"]]
+    return lines + [f"{title}: FAILED, {why[:300]}" for title, why in result["failed"].items()]
+
+
+def server_of(name: str, port: int, log: Path, timeout: float, more: list[str]) -> SglangServer:
+    """A server of `VARIANTS`, not started. ``more`` come last, where they count."""
+    options = [
+        *("--chunked-prefill-size", "512", "--max-running-requests", "64"),
+        # room for the prefixes of all items, and for other servers on the GPU
+        *("--max-total-tokens", "1000000", "--max-mamba-cache-size", "4000"),
+        *VARIANTS[name].options,
+        *more,
+    ]
+    return SglangServer(options, port, log, timeout)
 
 
 def measure(
-    questions: recall.QuestionSet, flags: list[str], args: argparse.Namespace, log: Path
+    questions: recall.QuestionSet, name: str, args: argparse.Namespace, port: int
 ) -> dict[str, Any]:
-    """Start a server, ask it everything at each concurrency, stop it."""
-    options = [
-        *("--chunked-prefill-size", "512", "--max-running-requests", "64"),
-        *flags,
-        *args.serve_option,
-    ]
-    with SglangServer(options, args.port, log, args.timeout) as server:
-        print(f"ready after {server.start_s:.0f} s", flush=True)
-        rows = []
-        # rounds of one salt share the cache
-        for salt, concurrency in [*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64)]:
-            rows.append(ask_all(questions, args.port, concurrency, salt))
-            print(json.dumps({k: v for k, v in rows[-1].items() if k != "answers"}), flush=True)
+    """Start a server, ask it everything at each concurrency and after each call, stop it.
+
+    Raises:
+        RuntimeError: it did not start, did not answer, was not served here, or time was up.
+    """
+    variant = VARIANTS[name]
+    if why := sglang_needs.missing(variant.libraries, variant.modules, variant.gpus):
+        raise RuntimeError(why)
+    log = args.out.with_name(f"{args.out.stem}_{name}.log")
+    left = args.until - time.monotonic()
+    print(f"== {name}: starting a server, its log is {log.name}", flush=True)
+    with server_of(name, port, log, min(args.timeout, left), args.serve_option) as server:
+        print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
+        clock = threading.Timer(min(args.until - time.monotonic(), 3600.0), server.__exit__)
+        clock.start()
+        rows: list[dict[str, Any]] = []
+        try:
+            rounds_of(variant, questions, server, rows)
+        except (OSError, ValueError) as error:
+            ended = "time was up" if time.monotonic() >= args.until else str(error)
+            raise RuntimeError(
+                f"{ended} after {len(rows)} rounds; the server's last lines:\n"
+                f"{server.last_lines(40)}"
+            ) from error
+        finally:
+            clock.cancel()
         start_s, command = server.start_s, server.shown()
     said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
-    return {"command": command, "start_s": start_s, "rounds": rows, "log": said}
+    if variant.flagged and not any(SERVED in line for line in said):
+        raise RuntimeError(f"expected a line with {SERVED!r} in the log, got {said[:5]}")
+    mla = [line.partition("kda-dsv4: ")[2] for line in said if "MLA layers" in line]
+    return {
+        "command": command,
+        "start_s": start_s,
+        "rounds": rows,
+        "mla": mla[0] if mla else None,
+        "log": said,
+    }
 
 
 if __name__ == "__main__":

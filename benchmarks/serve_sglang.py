@@ -1,12 +1,16 @@
 """Kimi-Linear with random weights in a real sglang engine on one GPU, upstream and with the flag.
 
-    python -m benchmarks.serve_sglang pair CONFIG_DIR sglang_kimi48b.json
+    python -m benchmarks.serve_sglang pair CONFIG_DIR sglang_kimi48b.json [--budget 585]
     python -m benchmarks.serve_sglang run side.json --config CONFIG_DIR [--flag]
 
 The twin of `benchmarks.serve_vllm`, with the same prompts, rows and file. The engine runs in its
-default mode, on sglang's triton backend for full attention on both sides. Its scheduler is another
-process: a plug-in draws the weights there as sglang initialises them, a decode step is timed by
-the tokens that stream out, and kernels come from sglang's own profiler.
+default mode, on sglang's triton backend for full attention on both sides, which needs no library of
+FlashAttention; ``--full-attention`` names another. Its scheduler is another process: a plug-in
+draws the weights there as sglang initialises them, a decode step is timed by the tokens that stream
+out, and kernels come from sglang's own profiler.
+
+``--budget`` is of the whole command, both loads of the model included. A part that would not end in
+time is left out and named in ``left_out``, and what has been measured is in the file.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks import serve_agreement, serve_profile, serve_work
+from benchmarks import serve_agreement, serve_profile, serve_work, sglang_needs
 from benchmarks.serve_vllm import BUDGET, draw_weights, environment, model_directory
 from benchmarks.serve_work import SideFile, call_name, decode_name, mixed, prompt_of, row, say
 
@@ -34,7 +38,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 PLUGIN = "kda_dsv4_drawn"
 INTERVALS = 32
 PROFILED = ((1, 2048), (1, 8192))
-DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG[:2])
+DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
+SERVED = "KDA layers on"  # of the line that this package writes at model load
+FULL_ATTENTION = {  # sglang's backends of MLA, their pages, and the library of sglang-kernel
+    "triton": (None, ()),
+    "flashmla": (64, (sglang_needs.FLASH_MLA,)),
+    "fa3": (64, (sglang_needs.FLASH_ATTENTION,)),
+}
 PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile")
 
 
@@ -44,7 +54,7 @@ def main() -> int:
     two = commands.add_parser("pair", help="both sides")
     two.add_argument("config", type=Path)
     two.add_argument("out", type=Path)
-    two.add_argument("--limit", type=float, default=540.0, help="for both sides, seconds")
+    two.add_argument("--budget", type=float, default=585.0, help="seconds, of the whole command")
     one = commands.add_parser("run", help="one side")
     one.add_argument("out", type=Path)
     one.add_argument("--config", type=Path, required=True)
@@ -53,6 +63,12 @@ def main() -> int:
     for command in (two, one):
         command.add_argument("--layers", type=int, default=27)
         command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+        command.add_argument(
+            "--full-attention",
+            choices=tuple(FULL_ATTENTION),
+            default="triton",
+            help="of the MLA layers' decodes on both sides; prefill is triton's but with fa3",
+        )
         command.add_argument(
             "--engine-option",
             action="append",
@@ -63,16 +79,20 @@ def main() -> int:
     args = parser.parse_args()
     if not (args.config / "config.json").is_file():
         parser.error(f"expected a folder with a config.json, got {args.config}")
+    sglang_needs.require(FULL_ATTENTION[args.full_attention][1])
     return pair(args) if args.command == "pair" else run(args)
 
 
 def pair(args: argparse.Namespace) -> int:
+    limit = args.budget - serve_work.GRACE_S
+    if limit < 120:
+        raise SystemExit(f"--budget must be at least 165 s for two loads, got {args.budget:g}")
     common = ["--config", str(args.config), "--layers", str(args.layers)]
-    common += ["--parts", *args.parts]
+    common += ["--parts", *args.parts, "--full-attention", args.full_attention]
     common += [f"--engine-option={option}" for option in args.engine_option]
     sides = {"flag": [*common, "--flag"], "upstream": common}
     module = "benchmarks.serve_sglang"
-    return serve_work.pair(module, sides, args.out, args.limit, "default")
+    return serve_work.pair(module, sides, args.out, limit, "default", SERVED)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"{head['head']['engine']}, {head['engine']}")
         side.add(row("model load", "load", 1e3 * load_s))
         try:
-            measure(side, Asked(engine), args.parts)
+            measure(side, Asked(engine), args.parts, room_of(info))
         finally:
             side.save()
             engine.shutdown()
@@ -110,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``. A malformed ``--engine-option`` is a ValueError."""
+    full, page_size = args.full_attention, FULL_ATTENTION[args.full_attention][0]
     arguments: dict[str, Any] = {
         "model_path": model_directory(args.config, args.layers, False),
         "load_format": "dummy",
@@ -119,10 +140,12 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "random_seed": 0,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
-        "prefill_attention_backend": "triton",
-        "decode_attention_backend": "triton",
+        "prefill_attention_backend": "fa3" if full == "fa3" else "triton",
+        "decode_attention_backend": full,
         "log_level": "info",
     }
+    if page_size is not None:
+        arguments["page_size"] = page_size
     if args.flag:
         arguments["attention_backend"] = "kda"
     for option in args.engine_option:
@@ -191,8 +214,20 @@ def sampling(new_tokens: list[int]) -> list[dict[str, Any]]:
     return [{"max_new_tokens": n, "temperature": 0.0, "ignore_eos": True} for n in new_tokens]
 
 
-def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
-    """The parts in the order of their worth, as far as the time goes."""
+def room_of(info: dict[str, Any]) -> tuple[float, float]:
+    """Requests that run at a time, and tokens that the cache holds; infinity where none is said."""
+    state = (info.get("internal_states") or [{}])[0]
+    requests = state.get("effective_max_running_requests_per_dp")
+    return requests or math.inf, info.get("max_total_num_tokens") or math.inf
+
+
+def measure(
+    side: SideFile,
+    asked: Asked,
+    parts: list[str],
+    room: tuple[float, float] = (math.inf, math.inf),
+) -> None:
+    """The parts in the order of their worth, as far as the time and the caches' room go."""
     if "first" in parts:
         first = "first request, 1 × 2,048"
         side.part(
@@ -209,6 +244,10 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
             say(f"tokens: {side.data['tokens_summary']}")
     if "decode" in parts:
         for count, length in DECODES:
+            if count > room[0] or count * (length + new_tokens(count, length)) > room[1]:
+                name = decode_name(count, length)
+                side.leave_out(name, f"{room[0]:,} requests and {room[1]:,} tokens have room")
+                continue
             side.part(
                 decode_name(count, length),
                 4 + 2.5e-5 * count * length,
@@ -224,11 +263,14 @@ def call_rows(side: SideFile, asked: Asked) -> None:
         side.add(row(call_name(*shape), "call", median(times), **details))
 
 
+def new_tokens(count: int, length: int) -> int:
+    """So many that all sequences decode at once, as a step reads at most `BUDGET` of prompts."""
+    return 2 * INTERVALS + -(-2 * count * length // BUDGET)
+
+
 def step_row(asked: Asked, count: int, length: int) -> dict[str, Any]:
     """A decode step by the times between tokens of one sequence."""
-    # a step reads at most BUDGET tokens of prompts: enough tokens that all sequences decode
-    new_tokens = 2 * INTERVALS + -(-2 * count * length // BUDGET)
-    times = intervals_ms(asked.arrivals(asked.prompts(count, length), new_tokens))
+    times = intervals_ms(asked.arrivals(asked.prompts(count, length), new_tokens(count, length)))
     return row(
         decode_name(count, length), "decode", median(times), least_ms=min(times), steps=len(times)
     )
@@ -330,11 +372,15 @@ def engine_of(info: dict[str, Any]) -> dict[str, Any]:
     """What the engine made of its arguments, as far as it names them so."""
     names = (
         *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
-        *("linear_attn_backend", "disable_cuda_graph", "cuda_graph_max_bs", "chunked_prefill_size"),
-        *("disable_radix_cache", "mamba_scheduler_strategy", "disable_overlap_schedule"),
-        *("max_total_num_tokens", "max_running_requests", "page_size", "mem_fraction_static"),
+        *("linear_attn_backend", "disable_cuda_graph", "cuda_graph_max_bs_decode"),
+        *("disable_prefill_cuda_graph", "chunked_prefill_size", "disable_radix_cache"),
+        *("mamba_radix_cache_strategy", "disable_overlap_schedule", "max_mamba_cache_size"),
+        *("max_total_num_tokens", "effective_max_running_requests_per_dp", "page_size"),
+        "mem_fraction_static",
     )
-    return {name: info[name] for name in names if name in info}
+    state = (info.get("internal_states") or [{}])[0]
+    found = {name: info[name] for name in names if name in info}
+    return {**found, **{name: state[name] for name in names if state.get(name) is not None}}
 
 
 def versions(release: str) -> dict[str, str]:

@@ -109,13 +109,17 @@ class SideFile:
         shown = {k: v for k, v in measured.items() if k not in ("what", "ms", "kind", "runs_ms")}
         say(f"  {measured['what']}: {measured['ms']:.2f} ms {shown or ''}")
 
+    def leave_out(self, name: str, why: str) -> None:
+        """Name a part that is not done."""
+        self.data["left_out"].append(name)
+        say(f"{name}: left out, {why}")
+        self.save()
+
     def part(self, name: str, needs_s: float, work: Callable[[], Any]) -> None:
         """Do a part that is expected to take ``needs_s``; what it returns is kept by its name."""
         left = self.until - time.time()
         if left < needs_s:
-            self.data["left_out"].append(name)
-            say(f"{name}: left out, {left:.0f} s are left and {needs_s:.0f} expected")
-            self.save()
+            self.leave_out(name, f"{left:.0f} s are left and {needs_s:.0f} expected")
             return
         begin = time.perf_counter()
         try:
@@ -136,10 +140,24 @@ def say(text: str) -> None:
     print(SAID + text, flush=True)
 
 
-def pair(module: str, options: dict[str, list[str]], out: Path, limit_s: float, mode: str) -> int:
+def pair(
+    module: str,
+    options: dict[str, list[str]],
+    out: Path,
+    limit_s: float,
+    mode: str,
+    served: str = "",
+) -> int:
     """Run ``python -m module run SIDE.json --until TIME OPTIONS`` per side, and join the files.
 
-    Returns the number of sides that failed or left parts out by failing.
+    Args:
+        options: of each side's command.
+        limit_s: seconds for both sides; the last part begun may take `GRACE_S` more.
+        mode: of the engine, in a word.
+        served: what the flag's side must have printed of this package.
+
+    Returns:
+        The number of sides that failed or left parts out by failing.
     """
     start = time.time()
     failed = 0
@@ -150,13 +168,16 @@ def pair(module: str, options: dict[str, list[str]], out: Path, limit_s: float, 
         file = out.with_name(f"{out.stem}_{side}.json")
         file.unlink(missing_ok=True)
         command = [sys.executable, "-u", "-m", module, "run", str(file), *own]
-        code = child([*command, "--until", str(until)], side, out, until + GRACE_S)
+        said: list[str] = []
+        code = child([*command, "--until", str(until)], side, out, until + GRACE_S, said)
         if code:
             print(f"{side}: exit status {code}", flush=True)
         if not file.exists():
             failed += 1
             break  # a side alone is no pair
-        result[side] = json.loads(file.read_text())
+        result[side] = {**json.loads(file.read_text()), "said": said}
+        if side == "flag" and not any(served in line for line in said or [""]):
+            result[side]["failed"]["served"] = f"expected a line with {served!r} in the log"
         failed += bool(code or result[side]["failed"])
         joined = {"script": script_of(module), "mode": mode, **join(result)}
         out.write_text(json.dumps(joined, indent=1) + "\n")
@@ -168,8 +189,11 @@ def script_of(module: str) -> str:
     return module.replace(".", "/") + ".py"
 
 
-def child(command: list[str], side: str, out: Path, until: float) -> int:
-    """Run one side with compile caches of its own; what it prints goes to a log beside ``out``."""
+def child(
+    command: list[str], side: str, out: Path, until: float, said: list[str] | None = None
+) -> int:
+    """Run one side with compile caches of its own; what it prints goes to a log beside ``out``,
+    and its lines about this package are added to ``said``."""
     print(f"== {side}", flush=True)
     log = out.with_name(f"{out.stem}_{side}.log")
     last: list[str] = []
@@ -190,7 +214,10 @@ def child(command: list[str], side: str, out: Path, until: float) -> int:
         for line in process.stdout:
             sink.write(line)
             last = [*last[-39:], line.rstrip()]
-            if line.startswith(SAID) or "kda-dsv4" in line:
+            own_line = "kda-dsv4" in line
+            if own_line and said is not None and len(said) < 40:
+                said.append(line.rstrip()[:300])
+            if line.startswith(SAID) or own_line:
                 print(line.rstrip()[:300], flush=True)
         code = process.wait()
         clock.cancel()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.vllm_server import HERE, Server
 
+IDLE_S = 2.0
 FLAGS = {  # the full-attention layers run on sglang's triton backend on both sides
     "upstream": ["--attention-backend", "triton"],
     "flag": [
@@ -49,6 +52,12 @@ class SglangServer(Server):
             **os.environ,
             **(environment or {}),
         }
+
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 300.0) -> Any:
+        """As `Server.post`, of a server that has had time to put its last request away: sglang
+        asserts that it is idle before it releases memory."""
+        time.sleep(IDLE_S)
+        return super().post(path, body, timeout)
 
     def is_ready(self) -> bool:
         """Once it has answered its own first request."""

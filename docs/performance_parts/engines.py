@@ -20,7 +20,8 @@ NEWEST = "vllm033_kimi48b.json"
 
 
 _RECALL = ("recall_vllm033.json", "recall_vllm033_tp2.json", "recall_vllm033_bounded.json",
-           "recall_vllm.json", "recall_sglang.json")  # fmt: skip
+           "recall_vllm.json", "recall_sglang.json", "recall_sglang_modes.json",
+           "recall_sglang_tp2.json", "recall_sglang_mla.json")  # fmt: skip
 
 
 _LOADS = ("load_vllm033.json", "load_sglang.json")

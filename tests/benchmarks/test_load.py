@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from backend_cli.eval import recall_task as recall
-from benchmarks import load_run, load_sglang, load_traffic, load_vllm, vllm_server
+from benchmarks import load_run, load_sglang, load_traffic, load_vllm, sglang_needs, vllm_server
 from tests.benchmarks.fake_vllm import free_port
 
 SCRIPTS = {"vllm": load_vllm, "sglang": load_sglang}
@@ -26,6 +26,7 @@ def run(
     where = {engine: "1.2.3", "gpu": "none", "torch": "-", "triton": "-"}
     monkeypatch.setattr(load_run, "versions", lambda engine: where)
     monkeypatch.setattr(load_run, "gpu_mib", lambda group, whole: 1000.0)
+    monkeypatch.setattr(sglang_needs, "missing", lambda *args, **kwargs: None)
     monkeypatch.setattr(load_run, "SAMPLE_S", 0.2)
     monkeypatch.setattr(load_run, "MINUTE", 2.0)
     monkeypatch.setattr(load_run, "HOST_GROWTH", 9.0)

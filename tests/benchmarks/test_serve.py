@@ -179,6 +179,18 @@ def test_a_pair_is_joined_by_what_was_measured(
     assert "1.50" in shown or broken
 
 
+def test_a_flag_that_did_not_serve_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sides = {"flag": ["--attention-backend", "KDA"], "upstream": []}
+    out = tmp_path / "out.json"
+    assert serve_work.pair("fake_child", sides, out, 60.0, "default", "KDA layers on") == 1
+    failed = json.loads(out.read_text())["sides"]["flag"]["failed"]
+    assert failed == {"served": "expected a line with 'KDA layers on' in the log"}
+
+
 def greedy(tokens: list[int], margin: float) -> dict[str, Any]:
     tokens = tokens * serve_agreement.NEW_TOKENS
     one = {

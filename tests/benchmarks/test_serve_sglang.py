@@ -70,6 +70,18 @@ def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert profile["gpu_ms"] == pytest.approx(0.01) and profile["busy"] == pytest.approx(2 / 3)
 
 
+def test_decodes_without_room_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_sglang, "DECODES", ((4, 128), (2, 128), (1, 512)))
+    side = serve_work.SideFile(tmp_path / "side.json", float("inf"), {"head": {}})
+    tokens = 2 * (128 + serve_sglang.new_tokens(2, 128))
+    serve_sglang.measure(side, serve_sglang.Asked(Engine()), ["decode"], (3, tokens))
+    assert [row["what"] for row in side.data["rows"]] == ["decode step, 2 × 128"]
+    assert side.data["left_out"] == ["decode step, 4 × 128", "decode step, 1 × 512"]
+    state = {"effective_max_running_requests_per_dp": 48}
+    assert serve_sglang.room_of({"internal_states": [state], "max_total_num_tokens": 7}) == (48, 7)
+    assert serve_sglang.room_of({}) == (float("inf"), float("inf"))
+
+
 def test_a_step_is_timed_while_all_sequences_decode() -> None:
     first = [0.01 * i for i in range(12)]
     last = [0.05 + 0.01 * i for i in range(20)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import os
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import serve_sglang
+from benchmarks import recall_sglang, serve_sglang
 
 
 def test_weights_are_drawn_where_sglang_draws_its_dummies(
@@ -28,14 +29,48 @@ def test_weights_are_drawn_where_sglang_draws_its_dummies(
     assert loader.initialize_dummy_weights is serve_sglang.draw_weights
 
 
-def test_every_argument_of_the_engine_exists(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", serve_sglang.FULL_ATTENTION)
+@pytest.mark.parametrize("flag", [False, True])
+def test_every_argument_of_the_engine_exists(flag: bool, full: str, tmp_path: Path) -> None:
     from sglang.srt.server_args import ServerArgs
 
     config = tmp_path / "config.json"
     config.write_text('{"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]}}')
+    option = ["disable_cuda_graph=true"]
     args = argparse.Namespace(
-        config=tmp_path, layers=2, flag=True, engine_option=["disable_cuda_graph=true"]
+        config=tmp_path, layers=2, flag=flag, full_attention=full, engine_option=option
     )
     arguments = serve_sglang.engine_arguments(args)
     known = set(inspect.signature(ServerArgs).parameters)
     assert set(arguments) <= known and arguments["disable_cuda_graph"] is True
+
+
+@pytest.mark.parametrize("name", recall_sglang.VARIANTS)
+def test_sglang_takes_every_servers_options(name: str, tmp_path: Path) -> None:
+    from sglang.srt import server_args
+
+    server = recall_sglang.server_of(name, 8000, tmp_path / "log", 1.0, [])
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    found = parser.parse_args(server.command[server.command.index("--model-path") :])
+    variant = recall_sglang.VARIANTS[name]
+    assert (found.attention_backend == "kda") == variant.flagged
+    assert found.page_size == (64 if name.endswith("mla") else None)
+    assert found.tp_size == variant.gpus
+
+
+def test_what_the_servers_are_told_is_a_route_of_sglangs() -> None:
+    package = Path(inspect.getfile(importlib.import_module("sglang"))).parent
+    text = (package / "srt" / "entrypoints" / "http_server.py").read_text()
+    calls = [
+        path
+        for variant in recall_sglang.VARIANTS.values()
+        for _, together in variant.then
+        for path, _ in together
+    ]
+    assert set(calls) == {
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/update_weights_from_disk",
+    }
+    assert all(f'"{path}"' in text for path in calls)
