@@ -280,6 +280,7 @@ def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
         "gpu": gpu,
         "date": datetime.date.today().isoformat(),
         "script": "benchmarks/dsv4_engine_vllm.py",
+        "script_sglang": "benchmarks/dsv4_engine_sglang.py",
         "rows": kept + rows,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.v1.worker.gpu import model_runner
 
+from benchmarks import dsv4_pages
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
 
 Input = tuple[Any, torch.Tensor, torch.Tensor, Any]
@@ -206,7 +207,10 @@ class Watch:
                 found = (ours != theirs).nonzero()
                 if name == names[1]:
                     self.records[1] += slots.numel()
-                    rows = {(page, row_of(byte, cache)) for page, byte in found.tolist()}
+                    rows = {
+                        (p, dsv4_pages.row_of(byte, *cache.shape[1:3]))
+                        for p, byte in found.tolist()
+                    }
                     self.records[0] += len(rows)
                 for page, byte in found.tolist():
                     apart = abs(int(ours[page, byte]) - int(theirs[page, byte]))
@@ -240,24 +244,8 @@ def view(memory: Memory, cache: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(byte: int, cache: torch.Tensor) -> str:
-    """What a byte of a page is (docs/families/dsv4.md, cache formats)."""
-    rows, width = cache.shape[1], cache.shape[2]
-    if cache.element_size() == 4:
-        return "state"
-    data = {584: 576, 132: 128}[width]
-    if byte >= rows * data:
-        return "scale of a main record" if width == 584 else "scale of an indexer record"
-    if width == 132:
-        return "e4m3 of an indexer record"
-    return "e4m3 of a main record" if byte % data < 448 else "bf16 byte of a main record"
-
-
-def row_of(byte: int, cache: torch.Tensor) -> int:
-    """The row of a page that a byte of a record belongs to."""
-    rows, width = cache.shape[1], cache.shape[2]
-    data = {584: 576, 132: 128}[width]
-    over = byte - rows * data
-    return byte // data if over < 0 else over // (width - data)
+    """What a byte of a page is."""
+    return "state" if cache.element_size() == 4 else dsv4_pages.part_of(byte, *cache.shape[1:3])
 
 
 def same(one: Memory, other: Memory) -> bool:

@@ -176,6 +176,7 @@ def server_of(name: str, port: int, log: Path, timeout: float, more: list[str]) 
         *("--chunked-prefill-size", "512", "--max-running-requests", "64"),
         # room for the prefixes of all items, and for other servers on the GPU
         *("--max-total-tokens", "1000000", "--max-mamba-cache-size", "4000"),
+        *("--mem-fraction-static", "0.85"),  # what the others take is of the rest
         *VARIANTS[name].options,
         *more,
     ]

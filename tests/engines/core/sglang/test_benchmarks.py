@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import recall_sglang, serve_sglang
+from backend_core.engines import ENGINES
+from benchmarks import dsv4_engine_sglang_side, recall_sglang, serve_sglang
+from benchmarks.dsv4_engine_side import BATCHED_TOKENS, MTP_SIDES, SIDES
 
 
 def test_weights_are_drawn_where_sglang_draws_its_dummies(
@@ -43,6 +45,33 @@ def test_every_argument_of_the_engine_exists(flag: bool, full: str, tmp_path: Pa
     arguments = serve_sglang.engine_arguments(args)
     known = set(inspect.signature(ServerArgs).parameters)
     assert set(arguments) <= known and arguments["disable_cuda_graph"] is True
+
+
+@pytest.mark.parametrize("side", [*SIDES, *MTP_SIDES])
+def test_sglang_takes_the_small_deepseek(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arguments resolve to the same engine on both sides, but for what a side is."""
+    from sglang.srt.server_args import ServerArgs
+
+    for name, value in dsv4_engine_sglang_side.switches("upstream").items():
+        monkeypatch.setenv(name, value)
+    arguments = dsv4_engine_sglang_side.engine_arguments(side)
+    assert set(arguments) <= set(inspect.signature(ServerArgs).parameters)
+    if ENGINES["sglang"].installed() != "0.5.17":
+        pytest.skip("later releases keep what they resolve apart from the arguments")
+    found = ServerArgs(**arguments, device="cpu")
+    assert found.attention_backend == "dsv4" and found.page_size == 256
+    assert getattr(found, "_kda_dsv4_requested", None) == ("dsv4" if "flag" in side else None)
+    disabled = str(found.cuda_graph_config.decode.backend).lower().endswith("disabled")
+    assert disabled == side.endswith("eager")
+    assert found.speculative_algorithm == ("EAGLE" if side in MTP_SIDES else None)
+    assert found.chunked_prefill_size == BATCHED_TOKENS and not found.disable_radix_cache
+
+
+def test_the_kernels_compiled_ahead_are_sglangs() -> None:
+    if ENGINES["sglang"].installed() != "0.5.17":
+        pytest.skip("of other releases sglang compiles them as it meets them")
+    for make, *of in dsv4_engine_sglang_side.kernels():
+        inspect.signature(make).bind(*of)
 
 
 @pytest.mark.parametrize("name", recall_sglang.VARIANTS)

@@ -1,0 +1,297 @@
+"""One process of `benchmarks.dsv4_engine_sglang`: a small DeepSeek-V4 of random weights in sglang.
+
+    python -m benchmarks.dsv4_engine_sglang_side {upstream,flag}[-eager|-mtp] OUT.json
+    python -m benchmarks.dsv4_engine_sglang_side compile    # sglang's own kernels, all at a time
+
+The model, its weights and its prompts are those of `benchmarks.dsv4_engine_side`, with 64 heads,
+which sglang's FlashMLA takes on one GPU. On every side alike mHC runs in torch, since TileLang need
+not be there, and without DeepGEMM the indexer's logits too; `benchmarks.dsv4_sglang_watch` does so
+in the engine's scheduler, which is another process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dsv4_engine_side import (
+    BATCHED_TOKENS,
+    DRAFTS,
+    MAX_LENGTH,
+    MODEL,
+    MTP_SIDES,
+    REQUESTS,
+    SIDES,
+    VOCABULARY,
+    continued,
+    prompts,
+)
+from benchmarks.dsv4_sglang_watch import WATCH
+
+PLUGIN = "kda_dsv4_dsv4_watch"
+CACHE_TOKENS = 131072
+SWITCHES = {  # mHC and the output projection in torch, weights in bf16
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+    "SGLANG_DSV4_MHC_PREWARM": "0",
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+    "SGLANG_DSV4_FP4_EXPERTS": "0",
+    "TORCHDYNAMO_DISABLE": "1",  # mHC's torch functions are compiled in captures, once per layer
+    "HF_HUB_OFFLINE": "1",
+}
+
+_begin = time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("side", choices=(*SIDES, *MTP_SIDES, "compile"))
+    parser.add_argument("out", type=Path, nargs="?")
+    args = parser.parse_args()
+    os.environ.update(switches(args.side))
+    if args.side == "compile":
+        compile_kernels()
+        return
+    if args.out is None:
+        parser.error("a side needs the file of its result")
+    with tempfile.TemporaryDirectory() as place:
+        plant(Path(place))
+        run(args.side, args.out)
+
+
+def switches(side: str) -> dict[str, str]:
+    """Environment variables of a side's processes."""
+    found = dict(SWITCHES)
+    if importlib.util.find_spec("deep_gemm") is None:
+        found["SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"] = "1"
+    if side.startswith("flag"):
+        found["KDA_DSV4_STRICT"] = "1"
+        if not side.endswith("eager"):
+            found[WATCH] = "1"
+    return found
+
+
+def run(side: str, out: Path) -> None:
+    say("importing sglang")
+    import sglang
+    import torch
+
+    result: dict[str, Any] = {
+        "side": side,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "release": sglang.__version__,
+    }
+    say("building the engine")
+    engine = sglang.Engine(**engine_arguments(side))
+    try:
+        say("engine is ready")
+        result["engine"] = reported(engine)
+        say(f"{result['engine']}")
+        engine.collective_rpc("dsv4_watch", what="watch")
+        result["tokens"] = generate(engine, prompts(), "tokens")
+        result["tokens_from_cache"] = generate(
+            engine, continued(prompts()), "tokens from the cache"
+        )
+        if side.startswith("flag"):
+            sweep(engine, result["engine"]["capture_sizes"])
+        result["engine"] = reported(engine)
+        result["records"] = result["engine"].pop("records", None)
+        flush(engine)
+        engine.collective_rpc("dsv4_watch", what="halve")
+        result["other_weights"] = generate(engine, prompts(), "tokens with other weights")["tokens"]
+        out.write_text(json.dumps(result) + "\n")
+        say("done")
+    finally:
+        engine.shutdown()
+
+
+def flush(engine: Any) -> None:
+    """Empty the prefix cache.
+
+    Raises:
+        RuntimeError: the engine is busy and does not.
+    """
+    for _ in range(10):
+        if getattr(engine.flush_cache(), "success", False):
+            return
+        time.sleep(1)
+    raise RuntimeError("the prefix cache must be empty for other weights, and was not cleared")
+
+
+def say(line: str) -> None:
+    print(f"[{time.perf_counter() - _begin:6.1f} s] {line}", flush=True)
+
+
+def plant(place: Path) -> None:
+    """A plug-in on the search path, `benchmarks.dsv4_sglang_watch`, for the engine's processes."""
+    info = place / f"{PLUGIN}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    entry = f"[sglang.srt.plugins]\n{PLUGIN} = benchmarks.dsv4_sglang_watch:install\n"
+    (info / "entry_points.txt").write_text(entry)
+    paths = [str(place), str(Path(__file__).resolve().parent.parent)]
+    old = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([old] if old else [])])
+    sys.path[:0] = paths
+
+
+def engine_arguments(side: str) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``."""
+    directory = Path(tempfile.mkdtemp())
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    arguments: dict[str, Any] = {
+        "model_path": str(directory),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "fp8_e4m3",
+        "context_length": MAX_LENGTH,
+        "max_running_requests": REQUESTS,
+        "chunked_prefill_size": BATCHED_TOKENS,
+        "max_total_tokens": CACHE_TOKENS,
+        "swa_full_tokens_ratio": 1.0,
+        "mem_fraction_static": 0.9,  # other sides take of it; the pools' size is given above
+        "enable_fp32_lm_head": True,  # in bf16 a twentieth of all tokens are ties
+        "moe_runner_backend": "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "cuda_graph_max_bs_decode": REQUESTS,
+        "random_seed": 0,
+        "watchdog_timeout": 600.0,
+        "log_level": "info",
+    }
+    if side.startswith("flag"):
+        arguments["attention_backend"] = "dsv4"
+    if side.endswith("eager"):
+        arguments["disable_cuda_graph"] = True
+    if side in MTP_SIDES:
+        arguments |= {
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": DRAFTS,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": DRAFTS + 1,
+        }
+    return arguments
+
+
+def reported(engine: Any) -> dict[str, Any]:
+    """What the scheduler's process says of its engine; watching ends with it."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "report.json"
+        engine.collective_rpc("dsv4_watch", what="report", path=str(path))
+        found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def generate(engine: Any, batch: list[dict[str, Any]], what: str) -> dict[str, Any]:
+    """Greedy tokens, the log-probabilities of each token's two best, tokens from the cache."""
+    outputs = engine.generate(
+        input_ids=[one["tokens"] for one in batch],
+        sampling_params=[sampling(one["new"]) for one in batch],
+        return_logprob=True,
+        top_logprobs_num=2,
+    )
+    say(what)
+    facts = [output["meta_info"] for output in outputs]
+    return {
+        "lengths": [len(one["tokens"]) for one in batch],
+        "cached": [one.get("cached_tokens") or 0 for one in facts],
+        "accepted": [one.get("spec_accept_length") for one in facts],
+        "tokens": [list(output["output_ids"]) for output in outputs],
+        "best": [
+            [sorted((at[0] for at in two), reverse=True)[:2] for two in one["output_top_logprobs"]]
+            for one in facts
+        ],
+    }
+
+
+def sampling(new: int) -> dict[str, Any]:
+    return {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
+
+
+def sweep(engine: Any, sizes: list[int]) -> None:
+    """Decodes of each captured size and of one request less, which is padded; prompts alone,
+    several together, after a chunk, and after a prefix from the cache."""
+    rng = random.Random(2)
+
+    def drawn(count: int) -> list[int]:
+        return [rng.randrange(1, VOCABULARY) for _ in range(count)]
+
+    def ask(batch: list[list[int]], new: int) -> None:
+        engine.generate(input_ids=batch, sampling_params=[sampling(new) for _ in batch])
+
+    for size in (size for size in sizes if size <= REQUESTS):
+        for count in {size, max(1, size - 1)}:
+            ask([drawn(1 + i % 7) for i in range(count)], 6)
+    say("decodes")
+    prefix = drawn(768)
+    ask([prefix], 1)
+    for length in (1, 3, 4, 64, 127, 128, 129, 700, BATCHED_TOKENS, BATCHED_TOKENS + 1, 4100):
+        ask([drawn(length)], 1)
+        if length <= BATCHED_TOKENS:
+            ask([prefix + drawn(length)], 1)
+    for count in (2, 5, 16):
+        ask([drawn(rng.randint(1, 300)) for _ in range(count)], 1)
+    say("prefills")
+
+
+def kernels() -> list[tuple[Any, ...]]:
+    """sglang's kernels that this model meets: what compiles each, and its arguments."""
+    import torch
+    from sglang.kernels.ops.attention.dsv4 import attn, compress, elementwise, moe, topk
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return [
+        *((compress._jit_compress_module, d, fp32, fp32, fp32, r) for d, r in ((512, 4), (128, 4))),
+        (compress._jit_compress_module, 512, fp32, fp32, fp32, 128),
+        *((compress._jit_compress_norm_rope_module, fp32, 512, 64, page) for page in (64, 2)),
+        (compress._jit_compress_norm_rope_module, fp32, 128, 64, 64),
+        (compress._jit_compress_plan_module,),
+        (elementwise._jit_fused_rope_module,),
+        (elementwise._jit_main_q_norm_rope_module, bf16, 512, 64),
+        (elementwise._jit_main_k_norm_rope_flashmla_module, bf16, 512, 64, 128),
+        (elementwise._jit_main_q_indexer_rope_hadamard_quant_module, bf16),
+        (attn._jit_metadata_module,),
+        (moe._jit_hash_topk_module,),
+        (moe._jit_mask_topk_module,),
+        (moe._jit_silu_and_mul_clamp_module, bf16),
+        (topk._jit_topk_v1_module, 512),
+        (topk._jit_topk_v2_module,),
+    ]
+
+
+def compile_kernels() -> None:
+    """Compile them at a time, which sglang would do one after another as it meets them."""
+    from sglang.kernels.jit.utils.arch import get_jit_cuda_arch
+
+    # each compilation sets it and puts back what was there
+    os.environ["TVM_FFI_CUDA_ARCH_LIST"] = get_jit_cuda_arch().target_name
+
+    def compiled(job: tuple[Any, ...]) -> str:
+        make, *of = job
+        begin = time.perf_counter()
+        try:
+            make(*of)
+        except Exception:  # the engine asks for what it needs itself, and says what fails
+            return f"{make.__name__}{tuple(of)}: failed\n{traceback.format_exc(limit=1)}"
+        return f"{make.__name__}{tuple(of)}: {time.perf_counter() - begin:.0f} s"
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(compiled, kernels()):
+            say(line)
+
+
+if __name__ == "__main__":
+    main()
