@@ -132,11 +132,11 @@ def test_rows_of_vllm_stay(tmp_path: Path) -> None:
 
 
 FAKE = """
-import json, sys
-from tests.benchmarks.test_dsv4_engine_sglang import side
+import json, pathlib, sys
 print("[   0.1 s] said by", sys.argv[1])
 if sys.argv[1] != "compile":
-    open(sys.argv[2], "w").write(json.dumps(side(sys.argv[1])))
+    sides = json.loads(pathlib.Path(__file__).with_name("sides.json").read_text())
+    pathlib.Path(sys.argv[2]).write_text(json.dumps(sides[sys.argv[1]]))
 if sys.argv[1] == "flag-mtp":
     raise SystemExit("broken as asked")
 """
@@ -150,6 +150,7 @@ def test_the_processes_of_a_run(
     out = tmp_path / "out.json"
     script = tmp_path / "fake_side.py"
     script.write_text(FAKE)
+    (tmp_path / "sides.json").write_text(json.dumps(run(*SIDES, *MTP_SIDES)))
     popen = dsv4_engine_sglang.subprocess.Popen
     monkeypatch.setattr(
         dsv4_engine_sglang.subprocess,
