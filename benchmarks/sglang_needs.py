@@ -37,7 +37,7 @@ def missing(
         lambda: _entry_points(),
         lambda: _libraries((COMMON, *libraries)),
         lambda: _compiler(),
-        lambda: _modules(("tvm_ffi", *modules)),
+        lambda: _modules(("tvm_ffi", "uvloop", *modules)),
         lambda: _gpus(gpus),
     )
     return next((why for check in checks if (why := check()) is not None), None)

@@ -34,7 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     has: dict[str, Any] = {
         "versions": {"sglang": "0.5.17", "transformers": "5.12.1"},
         "entry points": ["kda", "dsv4", "softmax"],
-        "modules": ["sglang", "sgl_kernel", "tvm_ffi"],
+        "modules": ["sglang", "sgl_kernel", "tvm_ffi", "uvloop"],
         "programs": ["ninja", "c++"],
         "gpus": 1,
         "root": tmp_path,
