@@ -169,6 +169,8 @@ INLINE void cp_async_fence() { host::cp_async_commit(); }
 template <int PENDING>
 INLINE void cp_async_wait() { host::cp_async_wait(PENDING); }
 
+template <int THREADS, int>
+INLINE void named_barrier_sync() { host::named_barrier(THREADS); }
 INLINE void tma_store_fence() { host::fence_proxy_async(); }
 INLINE void fence_proxy_async() { host::fence_proxy_async(); }
 INLINE void bulk_copy_g2s(void* to, const void* from, u32 bytes,

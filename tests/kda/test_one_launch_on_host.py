@@ -150,9 +150,9 @@ PLANTED = {
     ),
     "a meeting of warps without rows left out": Mistake(
         "one_launch.cu",
-        "    for (int slice = 0; slice < 4; ++slice) {\n        __syncthreads();\n"
-        "        __syncthreads();\n",
-        "    for (int slice = 0; slice < 4; ++slice) {\n        __syncthreads();\n",
+        "    for (int slice = 0; slice < 4; ++slice) {\n        meet();\n"
+        "        meet();\n",
+        "    for (int slice = 0; slice < 4; ++slice) {\n        meet();\n",
         r"deadlock|race: |" + WRONG_RESULT,
         (20,),
     ),

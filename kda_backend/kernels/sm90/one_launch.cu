@@ -152,6 +152,9 @@ __device__ __forceinline__ Task found_task(const Params& p, const Shared& s, int
                 sequence_offset(s.next_tokens, 0), sequence_offset(s.next_tokens, 1));
 }
 
+// All four warps, of which some may be without a row block, on a branch of their own.
+__device__ __forceinline__ void meet() { named_barrier_sync<128, 1>(); }
+
 // A warp's row block of a tile: scores, rows decayed to the chunk's start and end, and the solve's
 // operands. Warp 0 may take scores of a row block 3 that is not there; nobody reads them.
 __device__ __forceinline__ void make_row_block(const Params& p, Shared& s, const RowLane& at,
@@ -169,10 +172,10 @@ __device__ __forceinline__ void make_row_block(const Params& p, Shared& s, const
         load_log_decays(logs, p, s, at, slice, rate, inside);
         decay_rows(rows, scores, s, at, slice, norms, logs, matrix);
         exchange_rows(s, rows, at);
-        __syncthreads();
+        meet();
         write_decayed_rows(reach, s.chunk_decays, s, rows, at, slice);
         add_cross_block_scores(scores, rows, s, at, reach);
-        __syncthreads();
+        meet();
     }
     diagonal_scores(a_diagonal, s, scores, norms, at);
     __syncwarp();
@@ -185,8 +188,8 @@ __device__ __forceinline__ void pass_row_block(Shared& s, const RowLane& at) {
         s.block_decays[3 + at.warp][at.lane / 4][at.lane % 4] = make_float4(1.f, 1.f, 1.f, 1.f);
 #pragma unroll 1
     for (int slice = 0; slice < 4; ++slice) {
-        __syncthreads();
-        __syncthreads();
+        meet();
+        meet();
     }
 }
 // A chunk's tile, in place of its rows.
