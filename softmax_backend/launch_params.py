@@ -6,10 +6,14 @@ Imports no torch: tables are read where it is not installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
 from softmax_backend.launch_params_prefill import OPERATORS as PREFILL_OPERATORS
 from softmax_backend.launch_params_sparse import OPERATORS as SPARSE_OPERATORS
+
+Merge = Literal["combine", "last", "together"]
+MERGES: tuple[Merge, ...] = get_args(Merge)
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,20 @@ class Sm90MlaParams:
         overhead: what a CTA pays for each query tile that it touches, in blocks of 64 tokens.
         min_blocks: fewest blocks of a split.
         evict_first: the cache is read with the L2 hint of data that is read once.
+        merge: who merges the splits of a request: ``"combine"``, a launch of its own; ``"last"``,
+            the CTA that brings the last one; ``"together"``, all that have one, each a share of the
+            rows, for which they wait for each other. The result is the same to the last bit
+            whichever comes last. Shared prefixes and fixed splits have combine in any case.
     """
 
     overhead: int
     min_blocks: int
     evict_first: bool
+    merge: Merge = "combine"
 
     def __post_init__(self) -> None:
+        if self.merge not in MERGES:
+            raise ValueError(f"merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
         check_plan(self.overhead, self.min_blocks)
 
 

@@ -375,14 +375,24 @@ void learn_relaxed(const void* p) {
     const auto found = published.find(p);
     if (found != published.end()) current->relaxed = join(current->relaxed, found->second.known);
 }
-uint32_t atomic_add(uint32_t* p, uint32_t x) {
-    access(view_of(*current), p, 4, READ | WRITE | ATOMIC, PLACE);
+// A relaxed access that reads and writes: a fence before it publishes, one after it learns.
+static void exchange(uint32_t* p, const void* place) {
+    access(view_of(*current), p, 4, READ | WRITE | ATOMIC, place);
     learn_relaxed(p);
     Knowledge& to = published[p];
     to = {join(to.known, current->fenced.known), join(to.proxy, current->fenced.proxy)};
     progress();
+}
+uint32_t atomic_add(uint32_t* p, uint32_t x) {
+    exchange(p, PLACE);
     const uint32_t old = *p;
     *p += x;
+    return old;
+}
+uint32_t atomic_cas(uint32_t* p, uint32_t compare, uint32_t x) {
+    exchange(p, PLACE);
+    const uint32_t old = *p;
+    if (old == compare) *p = x;
     return old;
 }
 uint32_t load_acquire(const uint32_t* p) {

@@ -33,6 +33,7 @@ void yield();  // a thread that looks again later
 
 // Global memory: atomic accesses, and fences.
 uint32_t atomic_add(uint32_t* p, uint32_t x);
+uint32_t atomic_cas(uint32_t* p, uint32_t compare, uint32_t x);
 uint32_t load_acquire(const uint32_t* p);
 void store_release(uint32_t* p, uint32_t x);
 void threadfence();

@@ -12,6 +12,7 @@ import pytest
 
 from backend_core.launch.cuda import CudaParams
 from softmax_backend import combine
+from softmax_backend.launch_params import Merge
 from softmax_backend.plan import planner
 from softmax_backend.run import mla_sm90
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
@@ -20,7 +21,7 @@ REPORT = Path(__file__).parent / "cuda_report.json"
 
 
 def variants() -> dict[str, tuple[Path, CudaParams, dict[str, int]]]:
-    """(source, params, defines) of what the table can choose."""
+    """(source, params, defines) of what the table can choose, and of forms yet to be measured."""
     found = {
         f"mla_decode, {rows} query rows{', evict first' * once}": (
             mla_sm90.SOURCE,
@@ -30,6 +31,13 @@ def variants() -> dict[str, tuple[Path, CudaParams, dict[str, int]]]:
         for rows in (8, 16, 32, 64)
         for once in ((True, False) if rows == 64 else (True,))
     }
+    forms: list[tuple[int, Merge]] = [(rows, "together") for rows in (8, 16, 32, 64)]
+    for rows, merge in [*forms, (32, "last")]:
+        found[f"mla_decode, {rows} query rows, evict first, merge {merge}"] = (
+            mla_sm90.SOURCE,
+            mla_sm90.PARAMS,
+            mla_sm90.defines(rows, True, merge),
+        )
     found["mla_combine"] = (combine.SM90_SOURCE, combine.PARAMS, {})
     found["split_plan"] = (planner.SM90_SOURCE, planner.PARAMS, {})
     return found

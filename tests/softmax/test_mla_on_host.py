@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from softmax_backend import combine
+from softmax_backend.launch_params import Merge
 from softmax_backend.plan import MlaPlanner, planner
 from softmax_backend.run import mla_sm90
 from softmax_backend.spec import MlaSpec
@@ -46,8 +47,8 @@ def use(monkeypatch: pytest.MonkeyPatch, seed: int) -> Use:
                 instructions=INSTRUCTIONS,
             )
 
-        def main(rows: int, evict_first: bool) -> Any:
-            return kernel("mla_decode", mla_sm90, mla_sm90.defines(rows, evict_first))
+        def main(rows: int, evict_first: bool, merge: Merge) -> Any:
+            return kernel("mla_decode", mla_sm90, mla_sm90.defines(rows, evict_first, merge))
 
         monkeypatch.setattr(planner, "_sm90_kernel", lambda: kernel("split_plan", planner, {}))
         monkeypatch.setattr(mla_sm90, "_kernel", main)
@@ -104,8 +105,8 @@ PLANTED = {
     ),
     "the main kernel's end is not waited for": (
         "mla_combine.cu",
-        "    wait_on_dependent_grids();\n    launch_dependent_grids();\n    const float* from =",
-        "    const float* from =",
+        "    wait_on_dependent_grids();\n    launch_dependent_grids();\n    merge_slice(",
+        "    merge_slice(",
         r"race: .*partial_(out|lse) of mla_decode.*nothing orders the two",
     ),
     "a barrier's fence dropped": (
@@ -143,10 +144,10 @@ PLANTED = {
         r"relative error of the output",
     ),
     "a barrier of the CTA dropped": (
-        "mla_combine.cu",
-        "= y;\n    __syncthreads();\n    if (threadIdx.x < 32) {",
-        "= y;\n    if (threadIdx.x < 32) {",
-        r"race: mla_combine\.cu:\d+ .*__shared__ variables of CTA \d+ of mla_combine, which "
+        "mla_merge.cuh",
+        "= y;\n    meet();\n    if (thread < 32) {",
+        "= y;\n    if (thread < 32) {",
+        r"race: mla_merge\.cuh:\d+ .*__shared__ variables of CTA \d+ of mla_combine, which "
         r".*nothing orders the two",
     ),
 }

@@ -6,15 +6,16 @@
 // A CTA has one row of the work list: consecutive 64-token blocks of consecutive query tiles. One warp
 // fetches K by TMA. Two warpgroups take turns with S and the softmax, a block each, and both multiply P and
 // V, 256 channels each; so S of one block runs during the softmax of the other, and no outputs need merging.
-// A tile of which one CTA has every block is written as bf16, others as fp32 partials with a base-2 LSE.
+// A tile of which one CTA has every block is written as bf16, others as fp32 partials with a base-2 LSE, which
+// another kernel merges, or this one at its end (mla_arrivals.cuh).
 //
 // Shared memory keeps ROPES boxes of 64 RoPE channels and HALVES halves of a block, 256 channels each. A
 // block's P takes the place of its RoPE box, which S was the last to read.
 //
 // Constants: ROWS, the query rows in shared memory (wgmma computes 64 and those beyond ROWS are garbage that
-// stays in its own rows); HALVES, ROPES; READ_ONCE, for the L2 hint of a cache that is.
+// stays in its own rows); HALVES, ROPES; READ_ONCE, for the L2 hint of a cache that is; MERGE, POLLS.
 // The page size is a multiple of 16: a block within one page is nine fetches, one across pages 36.
-#include "mla.cuh"
+#include "mla_arrivals.cuh"
 #include "params.cuh"
 
 // Tensor maps must lie on 64 bytes.
@@ -29,6 +30,7 @@ struct __align__(1024) Shared {
     unsigned char half[HALVES][HALF];
     float keep[2][64], top[2][64];     // what of O stays; the highest logit so far
     float sums[2][64];
+    Share share;
     ClusterTransactionBarrier rope_full[ROPES], half_full[HALVES][4];
     ClusterBarrier rope_empty[ROPES], half_empty[HALVES], p_ready[2];
 };
@@ -292,9 +294,30 @@ __device__ __forceinline__ void write_out(const Params& p, Shared& s, const floa
     }
 }
 
+// Merges what the CTA has to of its partial tiles. All blocks have been read: the ring is free.
+__device__ __forceinline__ void merge_tiles(const Params& p, Shared& s, const PartialTiles& mine, const Lane& at) {
+    const int rows = p.heads * p.query_tokens, row_tile = blockIdx.x % p.row_tiles;
+    const int thread = at.wg * 128 + at.thread;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (i >= mine.count) break;
+        u32* word = p.arrivals + mine.tile[i] * p.row_tiles + row_tile;
+        bool clears = false;
+        if (thread == 0) s.share = share_of(word, mine.before[i], mine.splits[i], clears);
+        sync_consumers();
+        const Share share = s.share;
+        if (share.of)
+            merge_share(p, share, mine.slot[i], mine.splits[i], 64 * row_tile, min(64 * row_tile + 64, rows),
+                        i64(mine.tile[i]) * rows, thread, reinterpret_cast<float(*)[64]>(s.half[0]));
+        if (clears) *word = 0;
+        sync_consumers();
+    }
+}
+
 __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& work, int first_split,
                                        const Lane& at) {
     const float scale_log2 = p.scale * LOG2E;
+    PartialTiles mine;
     Ring ring;        // of the block whose P V is next
     u32 p_phase = 0;  // bit b: parity of p_ready[b]
     QueryTile tile = query_tile(p, work.x);
@@ -379,8 +402,14 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
             const int split = part.chunk ? part.begin / part.chunk : number == work.x ? first_split : 0;
             if (at.active())
                 write_out(p, s, o, current, at, partial ? slots + split : -1, (part.end - part.begin - 1) & 1, empty);
+            if (MERGE != COMBINE && partial) {
+                sync_consumers();
+                mine.arrive(p.arrivals + number * p.row_tiles + blockIdx.x % p.row_tiles, number, slots, splits,
+                            at.wg == 0 && at.thread == 0);
+            }
         } while (part.advance());
     }
+    if (MERGE != COMBINE) merge_tiles(p, s, mine, at);
 }
 
 // The warpgroups that multiply take registers from the one that fetches.
