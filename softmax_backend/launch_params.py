@@ -57,17 +57,26 @@ class Sm90MlaParams:
             the CTA that brings the last one; ``"together"``, all that have one, each a share of the
             rows, for which they wait for each other. The result is the same to the last bit
             whichever comes last. Shared prefixes and fixed splits have combine in any case.
+        prefix_overhead: ``overhead`` of plans with shared prefixes, whose splits combine merges for
+            64 rows at a time; 0 is as much as ``overhead``.
+        rope_warp: the keys' RoPE parts are fetched by a warp of their own and wait for no latent
+            part. For 9 to 16 query rows the ring then has room for three blocks instead of two and
+            a half.
     """
 
     overhead: int
     min_blocks: int
     evict_first: bool
     merge: Merge = "combine"
+    prefix_overhead: int = 0
+    rope_warp: bool = False
 
     def __post_init__(self) -> None:
         if self.merge not in MERGES:
             raise ValueError(f"merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
         check_plan(self.overhead, self.min_blocks)
+        if self.prefix_overhead:
+            check_plan(self.prefix_overhead, self.min_blocks)
 
 
 def check_plan(overhead: int, min_blocks: int) -> None:

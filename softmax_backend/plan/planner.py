@@ -242,7 +242,7 @@ class MlaPlanner:
             tiles=tiles,
             requests=plan.requests,
             ctas=plan.num_ctas,
-            overhead=params.overhead,
+            overhead=(plan.prefix and params.prefix_overhead) or params.overhead,
             min_blocks=params.min_blocks,
             chunk_blocks=self._chunk_blocks,
         )

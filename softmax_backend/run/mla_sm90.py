@@ -114,21 +114,29 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
         row_tiles=tiles,
     )
     once = path.params.evict_first and prefix is None and tiles == 1
-    kernel = _kernel(min(rows, 64), once, merge)
+    kernel = _kernel(min(rows, 64), once, merge, path.params.rope_warp)
     kernel(x.plan.num_ctas * tiles, THREADS, params + _ALIGNMENT, pdl=True)
     if merge == "combine":
         combine.combine_sm90(x, partial_out, partial_lse)
 
 
-def defines(rows: int, evict_first: bool, merge: Merge = "combine") -> dict[str, int]:
+def defines(
+    rows: int, evict_first: bool, merge: Merge = "combine", rope_warp: bool = False
+) -> dict[str, int]:
     """Preprocessor constants for a tile of up to ``rows`` query rows: of shared memory the queries
-    take what they need and the ring of keys the rest."""
+    take what they need and the ring of keys the rest.
+
+    With two RoPE boxes a block's one is fetched when the block before the last has been multiplied,
+    which must not keep latent parts waiting.
+    """
     size = next(size for size in (8, 16, 32, 64) if size >= rows)
-    halves, ropes = {8: (6, 3), 16: (5, 4), 32: (5, 3), 64: (4, 3)}[size]
+    sixteen = (6, 2) if rope_warp else (5, 4)
+    halves, ropes = {8: (6, 3), 16: sixteen, 32: (5, 3), 64: (4, 3)}[size]
     return {
         "ROWS": size,
         "HALVES": halves,
         "ROPES": ropes,
+        "ROPE_WARP": int(rope_warp),
         "READ_ONCE": int(evict_first),
         "MERGE": MERGES.index(merge),
         "POLLS": _POLLS,
@@ -136,8 +144,8 @@ def defines(rows: int, evict_first: bool, merge: Merge = "combine") -> dict[str,
 
 
 @functools.cache
-def _kernel(rows: int, evict_first: bool, merge: Merge) -> CudaKernel:
-    return CudaKernel(SOURCE, "mla_decode", PARAMS, defines(rows, evict_first, merge))
+def _kernel(rows: int, evict_first: bool, merge: Merge, rope_warp: bool) -> CudaKernel:
+    return CudaKernel(SOURCE, "mla_decode", PARAMS, defines(rows, evict_first, merge, rope_warp))
 
 
 def _maps(cache: torch.Tensor) -> tuple[TensorMap, TensorMap]:

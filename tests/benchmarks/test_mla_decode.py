@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from backend_core.tables.select import load_table, shipped_directory
+from backend_core.target import KNOWN_TARGETS
 from benchmarks import bench_mla_decode as bench
+from benchmarks import bench_mla_decode_forms as forms
+from softmax_backend.launch_params import TABLES
+from softmax_backend.plan.split_kv import split_kv
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -35,6 +42,45 @@ def test_what_does_not_fit_into_memory_is_named() -> None:
     assert left_out == ["256x256k"] and list(fits) == [n for n in bench.GROWTH if n != "256x256k"]
     _, left_out = bench.fitting(bench.GROWTH, 20 * gib)
     assert left_out == ["256x64k", "64x256k", "256x256k"]
+
+
+def test_every_form_changes_the_row_that_the_table_has() -> None:
+    """And nothing is timed that the form in use does as well."""
+    rows = load_table(TABLES, KNOWN_TARGETS["H200"], directory=shipped_directory()).rows
+    used = next(row.params for row in rows if row.name == "sm90" and row.operator == "mla_decode")
+    for name, change in forms.FORMS.items():
+        assert dataclasses.replace(used, **change) != used, name
+    assert not forms.differs("last", "prefix") and forms.differs("both", "prefix")
+    assert forms.differs("overhead 3", "prefix") and not forms.differs("overhead 3", "skew")
+
+
+def test_an_overhead_matters_to_shared_prefixes_alone() -> None:
+    """The cases without one have the same plan, which docs/studies/mla-decode.md says."""
+    for name, (sizes, shared) in bench.SIZES.items():
+        lengths = torch.tensor(sizes)
+        if shared:  # as at 32 heads: 32 tiles of the prefix and the requests' own keys
+            lengths = torch.cat([lengths - shared, torch.full((32,), shared)])
+        plans = [split_kv(lengths, 132, overhead, 1)[0] for overhead in (1, 2, 3, 5)]
+        assert all(torch.equal(plan, plans[0]) for plan in plans) == (not shared), name
+
+
+def test_the_forms_end_with_a_short_table() -> None:
+    rows = [
+        {
+            "case": case,
+            "heads": heads,
+            "used_us": 10.0,
+            "again_us": 10.0,
+            "forms_us": {"last": 8.0} if case == "1x1k" else {"last": 12.5, "overhead 3": 5.0},
+        }
+        for heads in (4, 16)
+        for case in ("1x1k", "prefix")
+    ]
+    lines = forms.summary(rows)
+    assert len(lines) == 1 + 2 * 3
+    assert lines[1].split() == ["4", "in", "use", "again", "1.000", "1.00", "1x1k", "1.00", "1x1k"]
+    assert lines[2].split() == ["4", "last", "1.000", "0.80", "prefix", "1.25", "1x1k"]
+    assert lines[6].split()[:5] == ["16", "overhead", "3", "2.000", "2.00"]
 
 
 def texts(svg: str) -> list[str]:

@@ -38,6 +38,12 @@ def variants() -> dict[str, tuple[Path, CudaParams, dict[str, int]]]:
             mla_sm90.PARAMS,
             mla_sm90.defines(rows, True, merge),
         )
+    for rows in (8, 16, 32, 64):
+        found[f"mla_decode, {rows} query rows, evict first, merge together, RoPE warp"] = (
+            mla_sm90.SOURCE,
+            mla_sm90.PARAMS,
+            mla_sm90.defines(rows, True, "together", True),
+        )
     found["mla_combine"] = (combine.SM90_SOURCE, combine.PARAMS, {})
     found["split_plan"] = (planner.SM90_SOURCE, planner.PARAMS, {})
     return found

@@ -45,14 +45,14 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Results]:
         sources: Path = KERNELS,
         schedule: int | None = None,
         sinks: torch.Tensor | None = None,
+        rope_warp: bool = False,
     ) -> Results:
         def kernel(name: str, module: Any, defines: dict[str, int]) -> HostKernel:
             source = sources / f"{name}.cu"
             return HostKernel(source, name, module.PARAMS, defines, instructions=INSTRUCTIONS)
 
-        def main(rows: int, evict_first: bool, merge: Merge) -> HostKernel:
-            defines = mla_sm90.defines(rows, evict_first, merge)
-            return kernel("mla_decode", mla_sm90, {**defines, "POLLS": polls})
+        def main(*form: Any) -> HostKernel:
+            return kernel("mla_decode", mla_sm90, {**mla_sm90.defines(*form), "POLLS": polls})
 
         monkeypatch.setattr(planner, "_sm90_kernel", lambda: kernel("split_plan", planner, {}))
         monkeypatch.setattr(mla_sm90, "_kernel", main)
@@ -60,7 +60,7 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Results]:
         monkeypatch.setattr(combine, "combine_sm90", None)  # nobody calls it
         mla_sm90._encode.cache_clear()
         case = make_case(spec, lengths, seed=seed)
-        selection = forced(spec, "sm90", sms, merge=merge)  # type: ignore[arg-type]
+        selection = forced(spec, "sm90", sms, merge=merge, rope_warp=rope_warp)  # type: ignore[arg-type]
         plan = MlaPlanner(selection).plan(case.lengths, case.block_table)
         scratch = Scratch(torch.device("cpu"))
         for tensor in scratch.reserve(plan.num_slots, max(spec.query_rows, 64), 512):
@@ -102,6 +102,14 @@ def test_many_splits_of_a_row(twice: Callable[..., Results], seed: int, merge: M
     twice(MlaSpec(2, 64, query_tokens=2), [600], seed, merge, sms=10)
 
 
+@pytest.mark.parametrize("heads", [16, 4])
+def test_rope_parts_by_a_warp_of_their_own(
+    twice: Callable[..., Results], seed: int, heads: int
+) -> None:
+    """Six half-block slots and two RoPE slots at 16 heads, more blocks in a CTA than there are."""
+    twice(MlaSpec(heads, 112), [450, 65, 190], seed, "together", sms=2, rope_warp=True)
+
+
 def test_two_tiles_of_rows(twice: Callable[..., Results], seed: int) -> None:
     """Each tile of 64 rows has a word of its own."""
     twice(MlaSpec(66, 64), [130], seed, "together", sms=4)
@@ -119,6 +127,23 @@ def test_whoever_waits_in_vain_leaves(twice: Callable[..., Results], seed: int) 
 
 ARRIVALS, MAIN = "mla_arrivals.cuh", "mla_decode.cu"
 PLANTED: dict[str, tuple[Merge, str, str, str, str]] = {
+    "a half slot is released before its values are multiplied": (
+        *("last", MAIN, "                    multiply_values(s, o, at, ring, keep);\n"),
+        "                    if (at.lane == 0) s.half_empty[ring.half(at.wg)].arrive();\n"
+        "                    multiply_values(s, o, at, ring, keep);\n",
+        r"race: .*tma_load_3d\(.*an asynchronous copy writes .*which .*multiply_values|wgmma",
+    ),
+    "a RoPE slot is released before its P is multiplied": (
+        *("last", MAIN, "                    multiply_values(s, o, at, ring, keep);\n"),
+        "                    if (at.lane == 1) s.rope_empty[ring.rope()].arrive();\n"
+        "                    multiply_values(s, o, at, ring, keep);\n",
+        r"race: .*tma_load_3d\(.*an asynchronous copy writes",
+    ),
+    "the RoPE warp does not wait for its slot": (
+        *("last", MAIN, "s.rope_empty[ring.rope()].wait(ring.rope_parity() ^ 1);"),
+        ";",
+        r"race: .*tma_load_3d\(.*an asynchronous copy writes",
+    ),
     "the word is not cleared": (
         *("last", MAIN, "        if (clears) *word = 0;\n", ""),
         r"NaN in the output",
@@ -129,7 +154,7 @@ PLANTED: dict[str, tuple[Merge, str, str, str, str]] = {
         r"race: .*arrivals|NaN in the output|deadlock",
     ),
     "no release": (
-        *("last", ARRIVALS, "            fence_acq_rel();\n            old =", "            old ="),
+        *("last", ARRIVALS, "        fence_acq_rel();\n        of[", "        of["),
         r"race: .*partial_(out|lse) of mla_decode, which mla_decode\.cu:\d+ .*nothing orders",
     ),
     "no acquire": (
@@ -154,7 +179,9 @@ def test_a_planted_mistake_is_named(
     merge, file, right, wrong, report = PLANTED[mistake]
     with pytest.raises((AssertionError, RuntimeError), match=report):
         sources = plant(KERNELS, tmp_path, file, right, wrong)
-        twice(MlaSpec(4, 64), [260], seed, merge, sms=3, sources=sources)
+        ring = {"rope_warp": True} if "slot" in mistake else {}
+        spec, length = (MlaSpec(16, 64), 700) if ring else (MlaSpec(4, 64), 260)
+        twice(spec, [length], seed, merge, sms=2 if ring else 3, sources=sources, **ring)
 
 
 def test_an_unknown_merge_is_refused() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from softmax_backend import combine
-from softmax_backend.launch_params import Merge
 from softmax_backend.plan import MlaPlanner, planner
 from softmax_backend.run import mla_sm90
 from softmax_backend.spec import MlaSpec
@@ -47,8 +46,8 @@ def use(monkeypatch: pytest.MonkeyPatch, seed: int) -> Use:
                 instructions=INSTRUCTIONS,
             )
 
-        def main(rows: int, evict_first: bool, merge: Merge) -> Any:
-            return kernel("mla_decode", mla_sm90, mla_sm90.defines(rows, evict_first, merge))
+        def main(*form: Any) -> Any:
+            return kernel("mla_decode", mla_sm90, mla_sm90.defines(*form))
 
         monkeypatch.setattr(planner, "_sm90_kernel", lambda: kernel("split_plan", planner, {}))
         monkeypatch.setattr(mla_sm90, "_kernel", main)

@@ -12,7 +12,7 @@
 
 enum { COMBINE = 0, LAST = 1, TOGETHER = 2 };  // MERGE: in a kernel of its own, or here
 static constexpr u32 ARRIVED = 0x3ff, LEFT = 0x400, DONE = 0x10000;
-static constexpr int FEW = 8;  // splits that a warp merges by itself
+static constexpr int FEW = 4;  // splits that a warp merges by itself
 
 struct OwnSplits {
     int slot, count, row;
@@ -25,20 +25,18 @@ struct OwnSplits {
 struct Share { int number, of; };  // of == 0: none
 
 // The partial tiles of a CTA: its first and its last at most, since it has those between whole.
+struct PartialTile {
+    int tile, slot, splits;
+    u32 before;  // what arriving has read
+};
 struct PartialTiles {
-    int count = 0, tile[2], slot[2], splits[2];
-    u32 before[2];  // what arriving has read; thread 0's alone
+    int count;
+    PartialTile of[2];
 
-    // After all threads have met that wrote a split's partials.
-    __device__ __forceinline__ void arrive(u32* word, int number, int slots, int of, bool leader) {
-        u32 old = 0;
-        if (leader) {
-            fence_acq_rel();
-            old = atomicAdd(word, 1);
-        }
-        const int i = count++;
-        if (i == 0) tile[0] = number, slot[0] = slots, splits[0] = of, before[0] = old;
-        else tile[1] = number, slot[1] = slots, splits[1] = of, before[1] = old;
+    // One thread, after all have met that wrote a split's partials.
+    __device__ __forceinline__ void arrive(u32* word, int tile, int slot, int splits) {
+        fence_acq_rel();
+        of[count++] = {tile, slot, splits, atomicAdd(word, 1)};
     }
 };
 
@@ -64,15 +62,15 @@ __device__ __forceinline__ Share share_of(u32* word, u32 before, int splits, boo
     return share;
 }
 
-// Two rows by a warp, four splits at a time; the second may be the first again.
+// Two rows by a warp, two splits at a time; the second may be the first again.
 template <typename Params>
 __device__ __forceinline__ void merge_rows(const Params& p, const OwnSplits (&row)[2], i64 to, int lane) {
     const float* from = p.partial_out + lane * 4;
     const int count = row[0].count;
-    float4 x[2][4][4], y[2][4];
+    float4 x[2][2][4], y[2][4];
     auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 4; ++i) {
             const float* at = from + row[i % 2].index(p, min(first + i / 2, count - 1)) * 512;
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[i % 2][i / 2][e] = *reinterpret_cast<const float4*>(at + e * 128);
@@ -86,14 +84,14 @@ __device__ __forceinline__ void merge_rows(const Params& p, const OwnSplits (&ro
 #pragma unroll
         for (int e = 0; e < 4; ++e) y[r][e] = make_float4(0, 0, 0, 0);
     }
-    for (int first = 0; first < count; first += 4) {
+    for (int first = 0; first < count; first += 2) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {  // a scale beyond the last split is 0
+        for (int i = 0; i < 4; ++i) {  // a scale beyond the last split is 0
             const float k = __shfl_sync(~0u, scale[i % 2][0], first + i / 2);
 #pragma unroll
             for (int e = 0; e < 4; ++e) add(y[i % 2][e], x[i % 2][i / 2][e], k);
         }
-        if (first + 4 < count) load(first + 4);
+        if (first + 2 < count) load(first + 2);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

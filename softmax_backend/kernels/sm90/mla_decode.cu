@@ -4,7 +4,7 @@
 //   O [rows, 512 channels] += P [rows, 64] V             V = the first 512 channels of K's tile
 //
 // A CTA has one row of the work list: consecutive 64-token blocks of consecutive query tiles. One warp
-// fetches K by TMA. Two warpgroups take turns with S and the softmax, a block each, and both multiply P and
+// fetches K by TMA, or one the latent and one the RoPE part. Two warpgroups take turns with S and the softmax, a block each, and both multiply P and
 // V, 256 channels each; so S of one block runs during the softmax of the other, and no outputs need merging.
 // A tile of which one CTA has every block is written as bf16, others as fp32 partials with a base-2 LSE, which
 // another kernel merges, or this one at its end (mla_arrivals.cuh).
@@ -13,7 +13,8 @@
 // block's P takes the place of its RoPE box, which S was the last to read.
 //
 // Constants: ROWS, the query rows in shared memory (wgmma computes 64 and those beyond ROWS are garbage that
-// stays in its own rows); HALVES, ROPES; READ_ONCE, for the L2 hint of a cache that is; MERGE, POLLS.
+// stays in its own rows); HALVES, ROPES; ROPE_WARP, where the RoPE boxes have a warp; READ_ONCE, for the L2 hint
+// of a cache that is; MERGE, POLLS.
 // The page size is a multiple of 16: a block within one page is nine fetches, one across pages 36.
 #include "mla_arrivals.cuh"
 #include "params.cuh"
@@ -23,13 +24,15 @@ struct __align__(64) AlignedParams : Params {};
 
 static constexpr int BLOCK = 64, PIECE = 16, BOX = BLOCK * 128, HALF = 4 * BOX;
 static constexpr int FRAGMENT_ROWS = ROWS > 8 ? 2 : 1;  // rows of a thread that are not garbage
+static constexpr int STATS = ROWS > 16 ? ROWS : 16;     // rows of the warps that are active
 
 struct __align__(1024) Shared {
     unsigned char q[9][ROWS * 128];
     unsigned char rope[ROPES][BOX];    // then P [64 rows, 64 tokens]
     unsigned char half[HALVES][HALF];
-    float keep[2][64], top[2][64];     // what of O stays; the highest logit so far
-    float sums[2][64];
+    float keep[2][STATS], top[2][STATS];  // what of O stays; the highest logit so far
+    float sums[2][STATS];
+    PartialTiles partial;
     Share share;
     ClusterTransactionBarrier rope_full[ROPES], half_full[HALVES][4];
     ClusterBarrier rope_empty[ROPES], half_empty[HALVES], p_ready[2];
@@ -108,6 +111,8 @@ __device__ __forceinline__ void fetch_box(const TensorMap* map, const TensorMap*
                     row, page, full, HINT);
 }
 
+// One warp's part of the fetches: RoPE boxes, latent boxes or both.
+template <bool ROPE, bool LATENT>
 __device__ __forceinline__ void fetch_blocks(const Params& p, Shared& s, const int4& work, int lane) {
     constexpr int PIECES = BLOCK / PIECE, AHEAD = 32 / PIECES;  // blocks whose pages a warp holds
     Ring ring;
@@ -130,11 +135,13 @@ __device__ __forceinline__ void fetch_blocks(const Params& p, Shared& s, const i
                 const bool whole = __shfl_sync(~0u, row, i * PIECES) + BLOCK <= p.page_size;
                 const int piece = i * PIECES + (whole ? 0 : lane % PIECES);
                 const int r = __shfl_sync(~0u, row, piece), g = __shfl_sync(~0u, page, piece);
-                s.rope_empty[ring.rope()].wait(ring.rope_parity() ^ 1);
-                fetch_box(&p.rope, &p.rope_pieces, s.rope[ring.rope()], s.rope_full[ring.rope()], 0, whole, valid,
-                          r, g, lane);
+                if (ROPE) {
+                    s.rope_empty[ring.rope()].wait(ring.rope_parity() ^ 1);
+                    fetch_box(&p.rope, &p.rope_pieces, s.rope[ring.rope()], s.rope_full[ring.rope()], 0, whole,
+                              valid, r, g, lane);
+                }
 #pragma unroll
-                for (int box = 0; box < 8; ++box) {
+                for (int box = 0; box < (LATENT ? 8 : 0); ++box) {
                     const int half = ring.half(box / 4);
                     if (box % 4 == 0) s.half_empty[half].wait(ring.half_parity(box / 4) ^ 1);
                     fetch_box(&p.latent, &p.latent_pieces, s.half[half] + box % 4 * BOX,
@@ -175,7 +182,7 @@ __device__ __forceinline__ void multiply_keys(Shared& s, float (&x)[32], const R
     warpgroup_fence_operand(x);
 #pragma unroll
     for (int i = 0; i < 9; ++i) {
-        const int box = (i + 8) % 9;  // the order of the fetches
+        const int box = ROPE_WARP ? i : (i + 8) % 9;  // the order in which they come
         const u32 k = box == 8 ? rope : half[box / 4] + box % 4 * (BOX >> 4);
         if (box == 8) s.rope_full[ring.rope()].wait(ring.rope_parity());
         else s.half_full[ring.half(box / 4)][box % 4].wait(ring.half_parity(box / 4));
@@ -295,20 +302,20 @@ __device__ __forceinline__ void write_out(const Params& p, Shared& s, const floa
 }
 
 // Merges what the CTA has to of its partial tiles. All blocks have been read: the ring is free.
-__device__ __forceinline__ void merge_tiles(const Params& p, Shared& s, const PartialTiles& mine, const Lane& at) {
+__device__ __forceinline__ void merge_tiles(const Params& p, Shared& s, const Lane& at) {
     const int rows = p.heads * p.query_tokens, row_tile = blockIdx.x % p.row_tiles;
     const int thread = at.wg * 128 + at.thread;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (i >= mine.count) break;
-        u32* word = p.arrivals + mine.tile[i] * p.row_tiles + row_tile;
+    sync_consumers();
+    for (int i = 0; i < s.partial.count; ++i) {
+        const PartialTile mine = s.partial.of[i];
+        u32* word = p.arrivals + mine.tile * p.row_tiles + row_tile;
         bool clears = false;
-        if (thread == 0) s.share = share_of(word, mine.before[i], mine.splits[i], clears);
+        if (thread == 0) s.share = share_of(word, mine.before, mine.splits, clears);
         sync_consumers();
         const Share share = s.share;
         if (share.of)
-            merge_share(p, share, mine.slot[i], mine.splits[i], 64 * row_tile, min(64 * row_tile + 64, rows),
-                        i64(mine.tile[i]) * rows, thread, reinterpret_cast<float(*)[64]>(s.half[0]));
+            merge_share(p, share, mine.slot, mine.splits, 64 * row_tile, min(64 * row_tile + 64, rows),
+                        i64(mine.tile) * rows, thread, reinterpret_cast<float(*)[64]>(s.half[0]));
         if (clears) *word = 0;
         sync_consumers();
     }
@@ -317,7 +324,6 @@ __device__ __forceinline__ void merge_tiles(const Params& p, Shared& s, const Pa
 __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& work, int first_split,
                                        const Lane& at) {
     const float scale_log2 = p.scale * LOG2E;
-    PartialTiles mine;
     Ring ring;        // of the block whose P V is next
     u32 p_phase = 0;  // bit b: parity of p_ready[b]
     QueryTile tile = query_tile(p, work.x);
@@ -396,7 +402,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
             for (int i = 0; i < 2; ++i) {
                 sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
                 sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-                if (at.t == 0) s.sums[at.wg][at.row(i)] = sum[i];
+                if (at.t == 0 && at.active()) s.sums[at.wg][at.row(i)] = sum[i];
             }
             sync_consumers();
             const int split = part.chunk ? part.begin / part.chunk : number == work.x ? first_split : 0;
@@ -404,12 +410,13 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
                 write_out(p, s, o, current, at, partial ? slots + split : -1, (part.end - part.begin - 1) & 1, empty);
             if (MERGE != COMBINE && partial) {
                 sync_consumers();
-                mine.arrive(p.arrivals + number * p.row_tiles + blockIdx.x % p.row_tiles, number, slots, splits,
-                            at.wg == 0 && at.thread == 0);
+                if (threadIdx.x == 0)
+                    s.partial.arrive(p.arrivals + number * p.row_tiles + blockIdx.x % p.row_tiles, number, slots,
+                                     splits);
             }
         } while (part.advance());
     }
-    if (MERGE != COMBINE) merge_tiles(p, s, mine, at);
+    if (MERGE != COMBINE) merge_tiles(p, s, at);
 }
 
 // The warpgroups that multiply take registers from the one that fetches.
@@ -427,6 +434,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_con
             for (int box = 0; box < 4; ++box) s.half_full[i][box].init(1);
         }
         s.p_ready[0].init(4), s.p_ready[1].init(4);
+        s.partial.count = 0;
         fence_barrier_init();
     }
     if (!p.prefetch_safe) wait_on_dependent_grids();
@@ -436,11 +444,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_con
     __syncthreads();
     if (work.x > work.z) return;
     if (warp >= 8) {
-        warpgroup_reg_dealloc<24>();
+        warpgroup_reg_dealloc<ROPE_WARP ? 40 : 24>();
         launch_dependent_grids();
-        if (warp == 8) fetch_blocks(p, s, work, lane);
+        if (warp == 8) fetch_blocks<!ROPE_WARP, true>(p, s, work, lane);
+        if (ROPE_WARP && warp == 9) fetch_blocks<true, false>(p, s, work, lane);
     } else {
-        warpgroup_reg_alloc<240>();
+        warpgroup_reg_alloc<ROPE_WARP ? 232 : 240>();
         attend(p, s, work, split, {warp / 4, int(threadIdx.x) % 128, warp % 4, lane, lane / 4, lane % 4});
     }
 }
