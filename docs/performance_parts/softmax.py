@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from backend_core.target import KNOWN_TARGETS
@@ -37,6 +38,7 @@ def mla_decode() -> list[str]:
             "",
             *table(["case", "ours", *peers.values(), "×", "bytes"], cells),
         ]
+    lines += mla_ceiling(report["rows"], tuple(peers))
     plans = (
         [requests, *(f"{times[who]:.1f}" for who in ("ours", "flashmla"))]
         for requests, times in report["plan_us"].items()
@@ -47,6 +49,37 @@ def mla_decode() -> list[str]:
         "The plan of a step, µs:",
         "",
         *table(["requests", "ours", "FlashMLA"], plans),
+    ]
+
+
+def mla_ceiling(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> list[str]:
+    """How far over the fastest peer any kernel could be: by the bytes alone, by what is measured
+    elsewhere today, and by what the same kernel needs with the fewest heads."""
+    wanted = 1.3
+    best = [min(row[f"{peer}_us"] for peer in peers) for row in rows]
+    now = [peer / row["ours_gpu_us"] for peer, row in zip(best, rows, strict=True)]
+    bound = [peer / row["floor_us"] for peer, row in zip(best, rows, strict=True)]
+    bound_by_bytes = [limit < wanted for limit in bound]
+    of_bytes = [
+        limit for limit, bytes_bind in zip(bound, bound_by_bytes, strict=True) if bytes_bind
+    ]
+    others = [x for x, bytes_bind in zip(now, bound_by_bytes, strict=True) if not bytes_bind]
+    least: dict[str, float] = {}
+    for row in rows:
+        time = row["ours_gpu_us"]
+        least[row["case"]] = min(time, least.get(row["case"], time))
+    like_fewest = [peer / least[row["case"]] for peer, row in zip(best, rows, strict=True)]
+    needed = math.exp((len(rows) * math.log(wanted) - sum(map(math.log, of_bytes))) / len(others))
+    return [
+        "",
+        f"All {len(rows)} points, over the fastest peer: geometric mean {mean(now):.2f}× today. The"
+        f" most that the bytes of the keys permit is {mean(bound):.2f}×, which no kernel reaches:"
+        " it counts neither a launch nor the time until the first bytes come. On"
+        f" {len(of_bytes)} points the bytes permit less than {wanted}×, {mean(of_bytes):.2f}× on"
+        f" average; with those at the bytes' time and the other {len(others)} as they are, the mean"
+        f" would be {mean(of_bytes + others):.2f}×. For {wanted}× the others, now"
+        f" {mean(others):.2f}×, would have to be {needed:.2f}×. If every case took the least of its"
+        f" head counts' times at all of them, the mean would be {mean(like_fewest):.2f}×.",
     ]
 
 
