@@ -14,6 +14,7 @@ and names the points that it left out.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -38,6 +39,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "together": {"merge": "together"},
     "rope warp": {"rope_warp": True},
     "both": {"merge": "together", "rope_warp": True},
+    **{f"prefetch {n}": {"prefetch_blocks": n} for n in (1, 2, 4)},
+    "together, 2": {"merge": "together", "prefetch_blocks": 2},
     **{f"overhead {n}": {"prefix_overhead": n} for n in (2, 3, 4, 5, 8)},
 }
 LARGEST_CHECKED = 1 << 17  # tokens
@@ -55,10 +58,11 @@ def compile_kernels(used: Sm90MlaParams) -> None:
     """All kernels at once: NVRTC leaves the other cores idle otherwise."""
     wanted = set()
     for change in ({}, *FORMS.values()):
-        merge, rope_warp = change.get("merge", used.merge), change.get("rope_warp", used.rope_warp)
+        form = dataclasses.replace(used, **change)
+        ring = form.merge, form.rope_warp, form.prefetch_blocks
         for rows in (8, 16, 32, 64):
-            wanted.add((rows, used.evict_first and rows < 64, merge, rope_warp))
-        wanted.add((64, used.evict_first, merge, rope_warp))
+            wanted.add((rows, used.evict_first and rows < 64, *ring))
+        wanted.add((64, used.evict_first, *ring))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: mla_sm90._kernel(*key), sorted(wanted)))
 
@@ -133,7 +137,7 @@ def main() -> None:
     runners = {"used": Ours("sm90"), **{form: Ours("sm90", **FORMS[form]) for form in FORMS}}
     used = runners["used"].selection(Case(small, 4, [64])).path(1).params
     compile_kernels(used)
-    checked = {form: runners[form] for form in ("used", "last", "both")}
+    checked = {form: runners[form] for form in ("used", "last", "both", "prefetch 2")}
     if wrong := check(small, checked, [4, 16, 32]):
         sys.exit("\n".join(["wrong against float64:", *wrong]))
     print(f"checked after {time.perf_counter() - begin:.0f} s", flush=True)

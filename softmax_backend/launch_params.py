@@ -62,6 +62,9 @@ class Sm90MlaParams:
         rope_warp: the keys' RoPE parts are fetched by a warp of their own and wait for no latent
             part. For 9 to 16 query rows the ring then has room for three blocks instead of two and
             a half.
+        prefetch_blocks: how far ahead of the ring blocks are asked for in the L2 cache, 0 to 8;
+            where it is not 0, pages are looked up eight blocks ahead as well. 0 with ``rope_warp``,
+            whose two warps have no registers for it.
     """
 
     overhead: int
@@ -70,10 +73,17 @@ class Sm90MlaParams:
     merge: Merge = "combine"
     prefix_overhead: int = 0
     rope_warp: bool = False
+    prefetch_blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.merge not in MERGES:
             raise ValueError(f"merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
+        if not 0 <= self.prefetch_blocks <= 8:
+            raise ValueError(f"prefetch_blocks must be 0 to 8, got {self.prefetch_blocks}")
+        if self.rope_warp and self.prefetch_blocks:
+            raise ValueError(
+                f"prefetch_blocks must be 0 where rope_warp is true, got {self.prefetch_blocks}"
+            )
         check_plan(self.overhead, self.min_blocks)
         if self.prefix_overhead:
             check_plan(self.prefix_overhead, self.min_blocks)

@@ -114,14 +114,19 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
         row_tiles=tiles,
     )
     once = path.params.evict_first and prefix is None and tiles == 1
-    kernel = _kernel(min(rows, 64), once, merge, path.params.rope_warp)
+    form = path.params
+    kernel = _kernel(min(rows, 64), once, merge, form.rope_warp, form.prefetch_blocks)
     kernel(x.plan.num_ctas * tiles, THREADS, params + _ALIGNMENT, pdl=True)
     if merge == "combine":
         combine.combine_sm90(x, partial_out, partial_lse)
 
 
 def defines(
-    rows: int, evict_first: bool, merge: Merge = "combine", rope_warp: bool = False
+    rows: int,
+    evict_first: bool,
+    merge: Merge = "combine",
+    rope_warp: bool = False,
+    prefetch_blocks: int = 0,
 ) -> dict[str, int]:
     """Preprocessor constants for a tile of up to ``rows`` query rows: of shared memory the queries
     take what they need and the ring of keys the rest.
@@ -137,6 +142,7 @@ def defines(
         "HALVES": halves,
         "ROPES": ropes,
         "ROPE_WARP": int(rope_warp),
+        "PREFETCH": prefetch_blocks,
         "READ_ONCE": int(evict_first),
         "MERGE": MERGES.index(merge),
         "POLLS": _POLLS,
@@ -144,8 +150,11 @@ def defines(
 
 
 @functools.cache
-def _kernel(rows: int, evict_first: bool, merge: Merge, rope_warp: bool) -> CudaKernel:
-    return CudaKernel(SOURCE, "mla_decode", PARAMS, defines(rows, evict_first, merge, rope_warp))
+def _kernel(
+    rows: int, evict_first: bool, merge: Merge, rope_warp: bool, prefetch_blocks: int
+) -> CudaKernel:
+    constants = defines(rows, evict_first, merge, rope_warp, prefetch_blocks)
+    return CudaKernel(SOURCE, "mla_decode", PARAMS, constants)
 
 
 def _maps(cache: torch.Tensor) -> tuple[TensorMap, TensorMap]:

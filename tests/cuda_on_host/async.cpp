@@ -330,6 +330,13 @@ struct TensorMap {
     uint64_t magic, address, extents[3], strides[2], rows;
 };
 constexpr uint64_t MAP_MAGIC = 0x70616d5f726f736e;
+void prefetch_tensor(const void* map, int page) {
+    TensorMap m;
+    memcpy(&m, map, sizeof m);
+    if (m.magic != MAP_MAGIC || uint64_t(page) >= m.extents[2])
+        fail("tensor map: the prefetch at " + where(PLACE) + " (" + who(*current) + ") asks for page " +
+             str(page) + ", which is not there");
+}
 void tensor_to_shared(uint32_t to, const void* map, const int (&at)[3], uint64_t* barrier) {
     const void* const place = PLACE;
     TensorMap m;

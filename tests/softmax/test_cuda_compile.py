@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -38,11 +39,12 @@ def variants() -> dict[str, tuple[Path, CudaParams, dict[str, int]]]:
             mla_sm90.PARAMS,
             mla_sm90.defines(rows, True, merge),
         )
-    for rows in (8, 16, 32, 64):
-        found[f"mla_decode, {rows} query rows, evict first, merge together, RoPE warp"] = (
+    rings = {"RoPE warp": (True, 0), "prefetch": (False, 2)}
+    for rows, (name, ring) in itertools.product((8, 16, 32, 64), rings.items()):
+        found[f"mla_decode, {rows} query rows, evict first, merge together, {name}"] = (
             mla_sm90.SOURCE,
             mla_sm90.PARAMS,
-            mla_sm90.defines(rows, True, "together", True),
+            mla_sm90.defines(rows, True, "together", *ring),
         )
     found["mla_combine"] = (combine.SM90_SOURCE, combine.PARAMS, {})
     found["split_plan"] = (planner.SM90_SOURCE, planner.PARAMS, {})

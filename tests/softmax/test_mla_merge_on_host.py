@@ -45,7 +45,7 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Results]:
         sources: Path = KERNELS,
         schedule: int | None = None,
         sinks: torch.Tensor | None = None,
-        rope_warp: bool = False,
+        **ring: int,
     ) -> Results:
         def kernel(name: str, module: Any, defines: dict[str, int]) -> HostKernel:
             source = sources / f"{name}.cu"
@@ -60,7 +60,7 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Results]:
         monkeypatch.setattr(combine, "combine_sm90", None)  # nobody calls it
         mla_sm90._encode.cache_clear()
         case = make_case(spec, lengths, seed=seed)
-        selection = forced(spec, "sm90", sms, merge=merge, rope_warp=rope_warp)  # type: ignore[arg-type]
+        selection = forced(spec, "sm90", sms, merge=merge, **ring)  # type: ignore[arg-type]
         plan = MlaPlanner(selection).plan(case.lengths, case.block_table)
         scratch = Scratch(torch.device("cpu"))
         for tensor in scratch.reserve(plan.num_slots, max(spec.query_rows, 64), 512):
@@ -110,6 +110,14 @@ def test_rope_parts_by_a_warp_of_their_own(
     twice(MlaSpec(heads, 112), [450, 65, 190], seed, "together", sms=2, rope_warp=True)
 
 
+@pytest.mark.parametrize("blocks", [2, 8])
+def test_blocks_that_come_to_the_cache_first(
+    twice: Callable[..., Results], seed: int, blocks: int
+) -> None:
+    """More blocks in a CTA than a warp holds pages of, some across pages, a request of its own."""
+    twice(MlaSpec(4, 112), [700, 100], seed, "last", sms=1, prefetch_blocks=blocks)
+
+
 def test_two_tiles_of_rows(twice: Callable[..., Results], seed: int) -> None:
     """Each tile of 64 rows has a word of its own."""
     twice(MlaSpec(66, 64), [130], seed, "together", sms=4)
@@ -143,6 +151,11 @@ PLANTED: dict[str, tuple[Merge, str, str, str, str]] = {
         *("last", MAIN, "s.rope_empty[ring.rope()].wait(ring.rope_parity() ^ 1);"),
         ";",
         r"race: .*tma_load_3d\(.*an asynchronous copy writes",
+    ),
+    "the pages of other blocks in the ring": (
+        *("last", MAIN, "pages, base + AHEAD, all.stop, lane);"),
+        "pages, base + AHEAD - 1, all.stop, lane);",
+        r"relative error of the output",
     ),
     "the word is not cleared": (
         *("last", MAIN, "        if (clears) *word = 0;\n", ""),
@@ -179,11 +192,26 @@ def test_a_planted_mistake_is_named(
     merge, file, right, wrong, report = PLANTED[mistake]
     with pytest.raises((AssertionError, RuntimeError), match=report):
         sources = plant(KERNELS, tmp_path, file, right, wrong)
-        ring = {"rope_warp": True} if "slot" in mistake else {}
-        spec, length = (MlaSpec(16, 64), 700) if ring else (MlaSpec(4, 64), 260)
-        twice(spec, [length], seed, merge, sms=2 if ring else 3, sources=sources, **ring)
+        if "slot" in mistake:
+            twice(MlaSpec(16, 64), [700], seed, merge, sms=2, sources=sources, rope_warp=True)
+        elif "ring" in mistake:
+            twice(MlaSpec(4, 64), [700], seed, merge, sms=1, sources=sources, prefetch_blocks=2)
+        else:
+            twice(MlaSpec(4, 64), [260], seed, merge, sms=3, sources=sources)
 
 
-def test_an_unknown_merge_is_refused() -> None:
-    with pytest.raises(ValueError, match="merge must be one of combine, last, together, got 'all'"):
-        Sm90MlaParams(overhead=1, min_blocks=1, evict_first=True, merge="all")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"merge": "all"}, "merge must be one of combine, last, together, got 'all'"),
+        ({"prefix_overhead": 17}, "overhead must be 1 to 16 blocks, got 17"),
+        ({"prefetch_blocks": 9}, "prefetch_blocks must be 0 to 8, got 9"),
+        (
+            {"prefetch_blocks": 2, "rope_warp": True},
+            "prefetch_blocks must be 0 where rope_warp is true, got 2",
+        ),
+    ],
+)
+def test_a_form_that_there_is_not_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sm90MlaParams(overhead=1, min_blocks=1, evict_first=True, **change)

@@ -13,16 +13,16 @@
 // block's P takes the place of its RoPE box, which S was the last to read.
 //
 // Constants: ROWS, the query rows in shared memory (wgmma computes 64 and those beyond ROWS are garbage that
-// stays in its own rows); HALVES, ROPES; ROPE_WARP, where the RoPE boxes have a warp; READ_ONCE, for the L2 hint
-// of a cache that is; MERGE, POLLS.
+// stays in its own rows); HALVES, ROPES; ROPE_WARP, where the RoPE boxes have a warp; PREFETCH, blocks that
+// come to the L2 cache before there is room for them; READ_ONCE, for the L2 hint of a cache that is; MERGE, POLLS.
 // The page size is a multiple of 16: a block within one page is nine fetches, one across pages 36.
 #include "mla_arrivals.cuh"
-#include "params.cuh"
+#include "mla_work.cuh"
 
 // Tensor maps must lie on 64 bytes.
 struct __align__(64) AlignedParams : Params {};
 
-static constexpr int BLOCK = 64, PIECE = 16, BOX = BLOCK * 128, HALF = 4 * BOX;
+static constexpr int PIECE = 16, BOX = BLOCK * 128, HALF = 4 * BOX;
 static constexpr int FRAGMENT_ROWS = ROWS > 8 ? 2 : 1;  // rows of a thread that are not garbage
 static constexpr int STATS = ROWS > 16 ? ROWS : 16;     // rows of the warps that are active
 
@@ -40,52 +40,6 @@ struct __align__(1024) Shared {
 static_assert(ROWS % 8 == 0 && ROWS <= 64, "rows");
 static_assert(sizeof(Shared) <= 232448, "shared memory");
 template __global__ void shared_bytes<sizeof(Shared)>();
-
-// Query rows row_begin .. row_begin + rows of the members' rows one after the other (a member is a request;
-// it has query_tokens x heads rows), and the keys that they all meet.
-struct QueryTile {
-    int member, row_begin, rows, kv_begin, kv_end;
-    int flags;
-};
-static constexpr int ALWAYS_PARTIAL = 1, NO_CAUSAL_MASK = 2;
-
-__device__ __forceinline__ QueryTile query_tile(const Params& p, int tile) {
-    if (p.tiles) {
-        const int4 a = p.tiles[2 * tile], b = p.tiles[2 * tile + 1];
-        return {a.x, a.y, a.z, a.w, b.x, b.y};
-    }
-    const int begin = 64 * (blockIdx.x % p.row_tiles), rows = p.heads * p.query_tokens;
-    return {tile, begin, min(64, rows - begin), 0, p.lengths[tile], 0};
-}
-__device__ __forceinline__ int request_of(const Params& p, int member) {
-    return p.members ? p.members[member] : member;
-}
-struct Row { int request, token, head, index; };  // index: of the row in the request
-__device__ __forceinline__ Row query_row(const Params& p, const QueryTile& tile, int row) {
-    const int rows = p.heads * p.query_tokens, number = tile.row_begin + row;
-    const int member = p.members ? number / rows : 0, index = number - member * rows;
-    const int token = p.query_tokens > 1 ? index / p.heads : 0;
-    return {request_of(p, tile.member + member), token, index - token * p.heads, index};
-}
-
-// The blocks [begin, end) of a tile that a CTA computes as one split.
-struct Segments {
-    int begin, end, stop, chunk;
-    __device__ __forceinline__ Segments(const Params& p, const int4& work, int number, const QueryTile& tile)
-        : chunk(p.chunk_blocks) {
-        const int blocks = (tile.kv_end - tile.kv_begin + BLOCK - 1) / BLOCK;
-        begin = number == work.x ? work.y : 0;
-        stop = number == work.z ? min(work.w, blocks) : blocks;
-        end = bounded();
-    }
-    __device__ __forceinline__ int bounded() const {
-        return chunk ? min(stop, (begin / chunk + 1) * chunk) : stop;
-    }
-    __device__ __forceinline__ bool advance() {
-        begin = end, end = bounded();
-        return begin < stop;
-    }
-};
 
 // 16 bytes of row `row` and chunk `chunk` of 128-byte rows with the 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
@@ -111,30 +65,48 @@ __device__ __forceinline__ void fetch_box(const TensorMap* map, const TensorMap*
                     row, page, full, HINT);
 }
 
+// The page and the row there of a lane's piece, of the blocks from `base` on; page 0 beyond the keys.
+struct Place { int page, row; };
+__device__ __forceinline__ Place place_of(const Params& p, const QueryTile& tile, const int* pages, int base, int stop,
+                                          int lane) {
+    const int position = tile.kv_begin + base * BLOCK + lane * PIECE;
+    const int number = position / p.page_size;
+    const bool there = position < tile.kv_end && position < tile.kv_begin + stop * BLOCK;
+    return {there ? pages[number] : 0, position - number * p.page_size};
+}
+
 // One warp's part of the fetches: RoPE boxes, latent boxes or both.
 template <bool ROPE, bool LATENT>
 __device__ __forceinline__ void fetch_blocks(const Params& p, Shared& s, const int4& work, int lane) {
     constexpr int PIECES = BLOCK / PIECE, AHEAD = 32 / PIECES;  // blocks whose pages a warp holds
+    constexpr bool LOOK = PREFETCH && LATENT;
     Ring ring;
     bool waited = false;
     for (int number = work.x; number <= work.z; ++number) {
         const QueryTile tile = query_tile(p, number);
         const int* pages = p.block_table + i64(request_of(p, tile.member)) * p.table_stride;
         const Segments all(p, work, number, tile);
+        Place after = {};
+        if (LOOK) after = place_of(p, tile, pages, all.begin, all.stop, lane);
         for (int base = all.begin; base < all.stop; base += AHEAD) {
-            const int position = tile.kv_begin + base * BLOCK + lane * PIECE;
-            const int number_of_page = position / p.page_size;
-            int page = 0;
-            if (position < tile.kv_end && position < tile.kv_begin + all.stop * BLOCK) page = pages[number_of_page];
-            const int row = position - number_of_page * p.page_size;
+            const Place at = LOOK ? after : place_of(p, tile, pages, base, all.stop, lane);
+            if (LOOK) after = place_of(p, tile, pages, base + AHEAD, all.stop, lane);
             const int count = min(AHEAD, all.stop - base);
             if (!waited) wait_on_dependent_grids(), waited = true;  // the cache may be the last kernel's work
             for (int i = 0; i < count; ++i, ++ring.block) {
                 const int left = tile.kv_end - tile.kv_begin - (base + i) * BLOCK;
                 const int valid = min(PIECES, (left + PIECE - 1) / PIECE);
-                const bool whole = __shfl_sync(~0u, row, i * PIECES) + BLOCK <= p.page_size;
+                if (LOOK && base + i + PREFETCH < all.stop) {
+                    const bool now = i + PREFETCH < AHEAD;
+                    const int from = (i + PREFETCH) % AHEAD * PIECES;
+                    const int r = __shfl_sync(~0u, now ? at.row : after.row, from);
+                    const int g = __shfl_sync(~0u, now ? at.page : after.page, from);
+                    if (lane < 9 && r + BLOCK <= p.page_size)  // a block across pages is not asked for
+                        tma_prefetch_3d(lane < 8 ? &p.latent : &p.rope, lane % 8 * 64, r, g);
+                }
+                const bool whole = __shfl_sync(~0u, at.row, i * PIECES) + BLOCK <= p.page_size;
                 const int piece = i * PIECES + (whole ? 0 : lane % PIECES);
-                const int r = __shfl_sync(~0u, row, piece), g = __shfl_sync(~0u, page, piece);
+                const int r = __shfl_sync(~0u, at.row, piece), g = __shfl_sync(~0u, at.page, piece);
                 if (ROPE) {
                     s.rope_empty[ring.rope()].wait(ring.rope_parity() ^ 1);
                     fetch_box(&p.rope, &p.rope_pieces, s.rope[ring.rope()], s.rope_full[ring.rope()], 0, whole,
@@ -420,6 +392,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
 }
 
 // The warpgroups that multiply take registers from the one that fetches.
+static constexpr int FETCH_REGISTERS = ROPE_WARP || PREFETCH ? 40 : 24;
 extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_constant__ AlignedParams p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -444,12 +417,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_con
     __syncthreads();
     if (work.x > work.z) return;
     if (warp >= 8) {
-        warpgroup_reg_dealloc<ROPE_WARP ? 40 : 24>();
+        warpgroup_reg_dealloc<FETCH_REGISTERS>();
         launch_dependent_grids();
         if (warp == 8) fetch_blocks<!ROPE_WARP, true>(p, s, work, lane);
         if (ROPE_WARP && warp == 9) fetch_blocks<true, false>(p, s, work, lane);
     } else {
-        warpgroup_reg_alloc<ROPE_WARP ? 232 : 240>();
+        warpgroup_reg_alloc<FETCH_REGISTERS == 24 ? 240 : 232>();
         attend(p, s, work, split, {warp / 4, int(threadIdx.x) % 128, warp % 4, lane, lane / 4, lane % 4});
     }
 }
