@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,41 @@ def test_an_overhead_matters_to_shared_prefixes_alone() -> None:
             lengths = torch.cat([lengths - shared, torch.full((32,), shared)])
         plans = [split_kv(lengths, 132, overhead, 1)[0] for overhead in (1, 2, 3, 5)]
         assert all(torch.equal(plan, plans[0]) for plan in plans) == (not shared), name
+
+
+class Point:
+    """A case without a GPU: two page tables, of which the first is the reference's."""
+
+    def __init__(self, pool: torch.Tensor, heads: int, sizes: list[int], shared: int) -> None:
+        self.tables, self.pages = [0, 1], [0, 1]
+        self.result = (torch.empty(4), torch.empty(4))
+
+    def expected(self) -> tuple[torch.Tensor]:
+        return (torch.ones(4, dtype=torch.float64),)
+
+
+def test_a_point_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With float64 or, where that takes long, the form in use; a wrong form ends the run."""
+    timed: list[int] = []
+    monkeypatch.setattr(forms, "Case", Point)
+    monkeypatch.setattr(forms, "graph_us", lambda calls, replays: timed.append(len(calls)) or 2.0)
+
+    def runner(value: float) -> Any:
+        return lambda case: [
+            lambda i=i: case.result[0].copy_(torch.full((4,), value + i)) for i in (0, 1)
+        ]
+
+    good = {"used": runner(1.0), "last": runner(1.0), "overhead 3": runner(1.0)}
+    row = forms.measure_row(torch.empty(0), "1x1k", 4, good, 8)
+    assert row["forms_us"] == {"last": 2.0} and timed == [2, 2, 2]
+    assert row["compared_with"] == "float64" and row["error"] == {"used": 0.0, "last": 0.0}
+    both_wrong = {"used": runner(1.5), "last": runner(1.5)}
+    assert forms.measure_row(torch.empty(0), "64x64k", 4, both_wrong, 8)["compared_with"] == "used"
+    with pytest.raises(SystemExit, match=r"used, 1x1k, 4 heads: relative error 0\.5"):
+        forms.measure_row(torch.empty(0), "1x1k", 4, both_wrong, 8)
+    wrong = {**good, "last": runner(math.nan)}
+    with pytest.raises(SystemExit, match="last, 64x64k, 4 heads: relative error nan"):
+        forms.measure_row(torch.empty(0), "64x64k", 4, wrong, 8)
 
 
 def test_the_forms_end_with_a_short_table() -> None:

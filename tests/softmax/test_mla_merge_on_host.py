@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +199,24 @@ def test_a_planted_mistake_is_named(
             twice(MlaSpec(4, 64), [700], seed, merge, sms=1, sources=sources, prefetch_blocks=2)
         else:
             twice(MlaSpec(4, 64), [260], seed, merge, sms=3, sources=sources)
+
+
+@pytest.mark.parametrize(("given", "used"), [(0, [1, 1]), (3, [1, 3])])
+def test_shared_prefixes_have_an_overhead_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, given: int, used: list[int]
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(planner, "PARAMS", SimpleNamespace(pack=lambda **fields: fields))
+    monkeypatch.setattr(
+        planner,
+        "_sm90_kernel",
+        lambda: lambda grid, block, fields, pdl: seen.append(fields["overhead"]),
+    )
+    case = make_case(MlaSpec(4, 64), [100, 130], shared_tokens=64)
+    for tokens in (0, 64):
+        selection = forced(case.spec, "sm90", 4, prefix_overhead=given)
+        MlaPlanner(selection, shared_prefix_tokens=tokens).plan(case.lengths, case.block_table)
+    assert seen == used
 
 
 @pytest.mark.parametrize(
