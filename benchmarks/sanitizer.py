@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from backend_core.testing.timing import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SLOWEST = "racecheck"  # by far: its calls are shared among as many processes as there may be
 Kernel = tuple[str, str]
 """(family, name)."""
 _OPTIONS = ("--print-limit", "1000", "--show-backtrace", "no")
@@ -141,14 +143,19 @@ def sanitised(tool: str | None, numbers: list[int], limit: float) -> tuple[str, 
         command = ["compute-sanitizer", "--tool", tool, *_OPTIONS, *command]
     environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     begin = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=limit, check=False
-        )
-        text = done.stdout + done.stderr
-    except subprocess.TimeoutExpired as expired:
-        parts = (expired.stdout or b"", expired.stderr or b"")
-        text = "".join(x.decode(errors="replace") if isinstance(x, bytes) else x for x in parts)
+        text, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool's own child too, which holds the GPU
+        text, _ = process.communicate()
         text += f"\nended after {limit:g} s\n"
     log = "\n".join(line for line in text.splitlines() if line.startswith("====="))
     own = "\n".join(line for line in text.splitlines() if not line.startswith("====="))
@@ -241,8 +248,10 @@ def main() -> None:
             if launched_by(own) is None:
                 sys.exit(f"a call fails without a tool: {own[-2000:]}")
         print(f"compiled and run plainly: {time.perf_counter() - begin:.0f} s", flush=True)
-        parts = max(1, args.jobs // len(tools))
-        jobs = [(tool, list(range(i, len(calls), parts))) for i in range(parts) for tool in tools]
+        jobs = []
+        for tool in sorted(tools, key=SLOWEST.__ne__):
+            parts = max(1, args.jobs if tool == SLOWEST else args.jobs // len(tools))
+            jobs += [(tool, list(range(i, len(calls), parts))) for i in range(parts)]
         done = list(pool.map(lambda job: (*job, *sanitised(*job, args.limit)), jobs))
     result = environment() | {"rows": [], "not_run": [], "unfinished": [], "other_kernels": {}}
     ours, seen = our_kernels(), set()

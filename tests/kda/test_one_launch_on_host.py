@@ -150,8 +150,7 @@ PLANTED = {
     ),
     "a meeting of warps without rows left out": Mistake(
         "one_launch.cu",
-        "    for (int slice = 0; slice < 4; ++slice) {\n        meet();\n"
-        "        meet();\n",
+        "    for (int slice = 0; slice < 4; ++slice) {\n        meet();\n        meet();\n",
         "    for (int slice = 0; slice < 4; ++slice) {\n        meet();\n",
         r"deadlock|race: |" + WRONG_RESULT,
         (20,),
