@@ -6,12 +6,15 @@ import torch
 
 # 16-bit inputs: the project's bounds; rounding the output alone costs 1.7e-3 in bf16, and 3.3e-3
 # under Triton's interpreter, which truncates instead.
+# fp16 inputs: the kernels' operands are fp16 too, which costs up to 1.6e-3 where keys are nearly
+# parallel, and half more in single sequences of a hundred tokens (2.3e-3 is the worst of 20,000
+# random calls on an H200).
 # fp32 inputs on a GPU: exponentials and logarithms are 2^-22 approximations there, and the gate
 # multiplies theirs by exp(A_log), up to 201.
 _FP32 = 1e-4 if torch.cuda.is_available() else 1e-5
 TOLERANCES = {
     torch.bfloat16: (5e-3, 4e-3),
-    torch.float16: (2e-3, 2e-3),
+    torch.float16: (2.5e-3, 2.5e-3),
     torch.float32: (_FP32, _FP32),
 }
 """(output, state) of the operators on sequences, by dtype of the inputs."""
