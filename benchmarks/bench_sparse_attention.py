@@ -45,7 +45,7 @@ from benchmarks.sparse_attention_modes import (
     random_kinds,
 )
 from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.launch_params_prefill import TritonPrefillParams
+from softmax_backend.launch_params_prefill import Int8PrefillParams
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.plan.predicted import Choice, predict, recall
@@ -136,7 +136,7 @@ def int8_rows(
     flops = 4.0 * D * q.shape[1] * q.shape[2] * k.shape[2] * share
     shape = f"{q.shape[2]} tokens, {q.shape[1]} heads"
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
-    params = TritonPrefillParams(plan.block_m, plan.block_n, 4, 2, max_registers=168)
+    params = Int8PrefillParams(plan.block_m, plan.block_n, 4, 2, max_registers=168)
     print(f"{work}, {shape}", flush=True)
     found = beside(others or {}, flops)
     for name in ("per_warp", "per_thread"):

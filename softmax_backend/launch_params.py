@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
 from softmax_backend.launch_params_prefill import OPERATORS as PREFILL_OPERATORS
+from softmax_backend.launch_params_prefill import SECTIONS as PREFILL_SECTIONS
 from softmax_backend.launch_params_sparse import OPERATORS as SPARSE_OPERATORS
 
 Merge = Literal["combine", "last", "together"]
@@ -108,4 +109,5 @@ TABLES = TableSchema(
         *PREFILL_OPERATORS,
         *SPARSE_OPERATORS,
     ),
+    sections=PREFILL_SECTIONS,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from backend_core.tables.schema import NoParams, Operator
 
@@ -56,6 +57,59 @@ class GluonPrefillParams:
         return 128
 
 
+@dataclass(frozen=True)
+class PredictionParams:
+    """How a prediction scores pooled blocks and finds those to keep; a table's ``[prediction]``.
+
+    Attributes:
+        product: of mean queries and mean keys: "exact" to fp32 (three TF32 products, on HIP fp32
+            ones), "fp16x3" with 22 bits of each factor in three products, or "fp16" with 11 in
+            one. The two suppose means below 65,504.
+        centre: what is taken out of all keys, which no softmax over keys sees: their "mean", or
+            the block in their "middle", which needs no kernel of its own. Prediction alone; the
+            kernels that quantise have the mean.
+        search: the threshold on "weights", or for a share of the blocks on their logarithms
+            ("logits"), with one instruction less to count a block.
+        score_rows, score_cols, score_warps: tiles and blocks that a program scores, and its warps.
+        order_step: rows that a program compares with its own at a time to order the work.
+    """
+
+    product: Literal["exact", "fp16x3", "fp16"] = "exact"
+    centre: Literal["mean", "middle"] = "mean"
+    search: Literal["weights", "logits"] = "weights"
+    score_rows: int = 128
+    score_cols: int = 64
+    score_warps: int = 4
+    order_step: int = 64
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("score_rows", (64, 128)),
+            ("score_cols", (32, 64, 128)),
+            ("score_warps", (4, 8)),
+            ("order_step", (64, 128, 256)),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                choices = " or ".join(str(x) for x in allowed)
+                raise ValueError(f"{name} must be {choices}, got {value}")
+
+
+@dataclass(frozen=True)
+class Int8PrefillParams(TritonPrefillParams):
+    """8-bit attention in Triton.
+
+    Attributes:
+        exponent: where a block's scale and the conversion of q k^T are paid: "scaled" for every
+            element; "folded": the scale goes into the factor of the exponent; "biased": the
+            conversion goes into the accumulator's first value as well. Only where a block of keys
+            has one scale and queries keep their mean, else "scaled".
+        prediction: the table's section.
+    """
+
+    exponent: Literal["scaled", "folded", "biased"] = "scaled"
+    prediction: PredictionParams = PredictionParams()
+
+
 GRID = "query tiles times heads"
 OPERATORS = (
     Operator(
@@ -71,6 +125,7 @@ OPERATORS = (
     Operator(
         name="block_sparse_int8",
         grid=GRID,
-        paths={"torch": NoParams, "triton": TritonPrefillParams},
+        paths={"torch": NoParams, "triton": Int8PrefillParams},
     ),
 )
+SECTIONS = {"prediction": PredictionParams}

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23, where fp32 counts in ones
+ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -42,6 +44,25 @@ def per_thread_keys(b_s, scale_ptr, block):
     cols: tl.constexpr = b_s.shape[1]
     b_s = tl.reshape(b_s.to(tl.float32), (rows, cols // 8, 4, 2)) * scales[None, None, :, None]
     return tl.reshape(b_s, (rows, cols))
+
+
+@triton.jit
+def _scores(b_q, b_k, scale_ptr, block, key_scales: tl.constexpr, EXPONENT: tl.constexpr):
+    """q8 k8^T in fp32; in what units, and from which zero on, is as EXPONENT says.
+
+    "scaled": times the keys' scales. "folded": their one scale is left for the exponent, which
+    multiplies anyway. "biased": so it is, and the accumulator begins at ``ROUNDER``, from where
+    the bits of fp32 count upwards as an integer does: 127^2 D is below 2^22, so the sum needs no
+    conversion. What is rounded off the exponent is then a unit or two of q8 k8^T.
+    """
+    if EXPONENT == "biased":
+        b_s = tl.full([b_q.shape[0], b_k.shape[0]], ROUNDER_BITS, tl.int32)
+        b_s = tl.dot(b_q, b_k.T, b_s, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+    elif EXPONENT == "folded":
+        b_s = tl.dot(b_q, b_k.T).to(tl.float32)
+    else:
+        b_s = key_scales(tl.dot(b_q, b_k.T), scale_ptr, block)
+    return b_s
 
 
 @triton.jit
@@ -76,6 +97,7 @@ def _walk(
     plan,
     hooks: tl.constexpr,
     P_LOG2: tl.constexpr,
+    EXPONENT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -94,7 +116,7 @@ def _walk(
         start = col * BLOCK_N
         k_pos = start + tl.arange(0, BLOCK_N)
         b_k = tl.reshape(k_desc.load([batch, kv_head, start, 0]), (BLOCK_N, b_q.shape[1]))
-        b_s = key_scales(tl.dot(b_q, b_k.T), k_scale_ptr, first_block + col)
+        b_s = _scores(b_q, b_k, k_scale_ptr, first_block + col, key_scales, EXPONENT=EXPONENT)
         inside = k_pos < kv_len
         if HAS_BIAS:
             bias = tl.load(bias_ptr + k_pos, mask=inside, other=0.0)
@@ -102,12 +124,21 @@ def _walk(
         if IS_PARTIAL:
             seen = mask(q_pos, k_pos[None, :], col, slot + j - begin, head, mask_aux_ptr)
             b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
-        new = tl.maximum(high, tl.max(b_s, 1))
+        top, slope = tl.max(b_s, 1), factor
+        if EXPONENT != "scaled":
+            unit = tl.load(k_scale_ptr + first_block + col)
+            if EXPONENT == "biased":
+                top -= ROUNDER
+            top, slope = top * unit, factor * unit
+        new = tl.maximum(high, top)
         shift = new
         if IS_PARTIAL:
             shift = tl.where(new == -float("inf"), 0.0, new)
         alpha = tl.exp2((high - shift) * factor)
-        b_p = tl.exp2(b_s * factor[:, None] - (shift * factor - P_LOG2)[:, None])
+        down = shift * factor - P_LOG2
+        if EXPONENT == "biased":
+            down += ROUNDER * slope
+        b_p = tl.exp2(b_s * slope[:, None] - down[:, None])
         total = total * alpha + tl.sum(b_p, 1)
         high = new
         acc = values(acc * alpha[:, None], b_p, v_desc, batch, kv_head, start, inside, IS_PARTIAL)
@@ -148,6 +179,7 @@ def block_sparse_int8_kernel(
     HAS_PARTIAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     P_LOG2: tl.constexpr,
+    EXPONENT: tl.constexpr,
     query_scales: tl.constexpr,
     key_scales: tl.constexpr,
     values: tl.constexpr,
@@ -188,6 +220,7 @@ def block_sparse_int8_kernel(
         (cols_ptr, mask_aux_ptr),
         hooks=hooks,
         P_LOG2=P_LOG2,
+        EXPONENT=EXPONENT,
         HAS_BIAS=HAS_BIAS,
         IS_PARTIAL=False,
         BLOCK_N=BLOCK_N,
@@ -204,6 +237,7 @@ def block_sparse_int8_kernel(
             (cols_ptr, mask_aux_ptr),
             hooks=hooks,
             P_LOG2=P_LOG2,
+            EXPONENT=EXPONENT,
             HAS_BIAS=HAS_BIAS,
             IS_PARTIAL=True,
             BLOCK_N=BLOCK_N,

@@ -79,13 +79,15 @@ def score_kernel(
     COLS: tl.constexpr,
     STEP: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
+    CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """scores float32 [B, H, tiles, pitch] of mean queries and mean keys, base 2.
 
-    HAS_MEAN: take ``k_mean`` [B, Hkv, D] out of the keys, whose sums still have it. Grid: (tiles
-    over ROWS, blocks over COLS, B * H); what no query of a tile sees is not written.
+    CENTRE: what is taken out of all keys, "none", "mean" (``k_mean`` [B, Hkv, D]) or "middle" (the
+    block in their middle). It changes all scores of a row alike. PRECISION: of Triton's products of
+    fp32; or "fp16", one product of factors rounded to 11 bits; or "fp16x3", three of 22 bits.
+    Grid: (tiles over ROWS, blocks over COLS, B * H); what no query of a tile sees is not written.
     """
     i_r, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if IS_CAUSAL and i_c * COLS * BLOCK_N >= (i_r + 1) * ROWS * BLOCK_M + q_position:
@@ -99,43 +101,68 @@ def score_kernel(
     q_factor, k_factor = scale_log2 / q_count, 1.0 / k_count  # of rows that are there
     q_rows = q_sums_ptr + (i_bh.to(tl.int64) * tiles + o_r)[:, None] * D
     k_rows = k_sums_ptr + (kv_row.to(tl.int64) * blocks + o_c)[:, None] * D
+    middle = blocks // 2
+    middle_factor = 1.0 / tl.minimum(kv_len - middle * BLOCK_N, BLOCK_N).to(tl.float32)
+    middle_row = k_sums_ptr + (kv_row.to(tl.int64) * blocks + middle) * D
     acc = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(0, D, STEP):
         o_d = start + tl.arange(0, STEP)
         b_q = tl.load(q_rows + o_d[None, :], mask=m_r[:, None], other=0.0) * q_factor[:, None]
         b_k = tl.load(k_rows + o_d[None, :], mask=m_c[:, None], other=0.0) * k_factor[:, None]
-        if HAS_MEAN:
+        if CENTRE == "mean":
             b_k -= tl.load(k_mean_ptr + kv_row * D + o_d)[None, :]
-        acc = tl.dot(b_q, tl.trans(b_k), acc, input_precision=PRECISION)
+        if CENTRE == "middle":
+            b_k -= (tl.load(middle_row + o_d) * middle_factor)[None, :]
+        if PRECISION == "fp16" or PRECISION == "fp16x3":
+            q_high, k_high = b_q.to(tl.float16), tl.trans(b_k.to(tl.float16))
+            acc = tl.dot(q_high, k_high, acc)
+            if PRECISION == "fp16x3":  # what the first rounding left, but for its own product
+                q_low = (b_q - q_high.to(tl.float32)).to(tl.float16)
+                k_low = (b_k - tl.trans(k_high).to(tl.float32)).to(tl.float16)
+                acc = tl.dot(q_low, k_high, acc)
+                acc = tl.dot(q_high, tl.trans(k_low), acc)
+        else:
+            acc = tl.dot(b_q, tl.trans(b_k), acc, input_precision=PRECISION)
     at = scores_ptr + (i_bh.to(tl.int64) * tiles + o_r)[:, None] * pitch + o_c[None, :]
     tl.store(at, acc, mask=m_r[:, None] & m_c[None, :])
 
 
 @triton.jit
-def _threshold(b_p, amount, count, IS_CDF: tl.constexpr):
+def _threshold(b_p, amount, count, IS_CDF: tl.constexpr, IN_LOGITS: tl.constexpr):
     """The least of the largest values of b_p, all in 0 to 1 or NaN, that are to be kept: those that
     make up a share ``amount`` of their sum, or a share of ``count`` in number, at least 1.
 
     Bisection of the exponent, base 2, until the bounds have one value between them or none.
+    IN_LOGITS: b_p is log2 of the values, and so is the threshold.
     """
-    positive = b_p >= LEAST
+    least: tl.constexpr = -126.0 if IN_LOGITS else LEAST
+    positive = b_p >= least
     n_low = tl.sum(positive.to(tl.int32))  # kept by the low bound, which keeps enough
     n_high = 0  # kept by the high one, which does not
+    weight = b_p
     if IS_CDF:
-        total = tl.sum(tl.where(positive, b_p, 0.0))
+        if IN_LOGITS:
+            weight = tl.exp2(b_p)
+        total = tl.sum(tl.where(positive, weight, 0.0))
         goal = amount * total
         is_open = (goal <= total) & (n_low > 1)
     else:
         goal = tl.maximum(tl.ceil(amount * count.to(tl.float32)), 1.0)
         is_open = n_low.to(tl.float32) > goal
-    low, high = tl.log2(tl.min(tl.where(positive, b_p, 1.0))) - 0.001, 0.001
+    if IN_LOGITS:
+        low, high = tl.min(tl.where(positive, b_p, 0.0)), 0.001
+    else:
+        low, high = tl.log2(tl.min(tl.where(positive, b_p, 1.0))) - 0.001, 0.001
     left = tl.where(is_open, STEPS, 0)
     while left > 0:
         middle = 0.5 * (low + high)
-        is_in = b_p >= tl.exp2(middle)
-        n = tl.sum(is_in.to(tl.int32))
+        is_in = b_p >= (middle if IN_LOGITS else tl.exp2(middle))
+        if IN_LOGITS and not IS_CDF:  # comparison and addition in fp32 are one instruction each
+            n = tl.sum(tl.where(is_in, 1.0, 0.0)).to(tl.int32)
+        else:
+            n = tl.sum(is_in.to(tl.int32))
         if IS_CDF:
-            enough = tl.sum(tl.where(is_in, b_p, 0.0)) >= goal
+            enough = tl.sum(tl.where(is_in, weight, 0.0)) >= goal
         else:
             enough = n.to(tl.float32) >= goal
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
@@ -143,7 +170,7 @@ def _threshold(b_p, amount, count, IS_CDF: tl.constexpr):
         left = tl.where(n_low - n_high > 1, left - 1, 0)
         if not IS_CDF:
             left = tl.where(n_low.to(tl.float32) == goal, 0, left)
-    return tl.where(is_open, tl.exp2(low), LEAST)
+    return tl.where(is_open, low if IN_LOGITS else tl.exp2(low), least)
 
 
 @triton.jit
@@ -169,13 +196,15 @@ def select_blocks_kernel(
     IS_CDF: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
+    IN_LOGITS: tl.constexpr,
 ):
     """One row of a plan: the blocks to keep, found by bisecting a threshold on P, no sort.
 
     P = softmax(scores) over the blocks that resemble themselves. Kept: the largest of P up to a
     sum of ``amount`` (or a share ``amount`` of all blocks), and every block of a tile or of keys
     that do not resemble themselves or have no score (NaN), and what the causal mask cuts. Without
-    HAS_LIKENESS all resemble themselves. Grid: (tiles, B * H).
+    HAS_LIKENESS all resemble themselves. IN_LOGITS: the threshold is on log2 P, which parts what
+    P rounds together. Grid: (tiles, B * H).
     """
     i_m, i_bh = tl.program_id(0), tl.program_id(1)
     row = i_bh.to(tl.int64) * tiles + i_m
@@ -198,8 +227,10 @@ def select_blocks_kernel(
     else:
         top = tl.max(b_s)
     # P over its largest value, which is all that comparisons need; NaN where there is none
-    b_p = tl.exp2(b_s - top)
-    low = _threshold(b_p, amount, end, IS_CDF)
+    b_p = b_s - top
+    if not IN_LOGITS:
+        b_p = tl.exp2(b_p)
+    low = _threshold(b_p, amount, end, IS_CDF, IN_LOGITS)
     keep = (b_p < low) == 0
     if HAS_SINK:
         keep = keep | (o_c == 0)

@@ -13,7 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
+from backend_core.target import detect_target
 from softmax_backend.kernels import predict as kernels
+from softmax_backend.launch_params_prefill import PredictionParams
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import (
     FULL,
@@ -23,13 +25,14 @@ from softmax_backend.plan.block_plan import (
     uniform_sequences,
     work_list,
 )
+from softmax_backend.selection_prefill import paths_of
 from softmax_backend.variants import masks
 from softmax_backend.variants.column_stats import has_kernels
 from softmax_backend.variants.pooled import Pooled, pool
 from softmax_backend.variants.variant import LOG2_E
 
-SCORES = {"ROWS": 128, "COLS": 64, "STEP": 32}
-"""Tiles, blocks and channels that a program of ``score_kernel`` holds."""
+SCORE_STEP = 32
+"""Channels that a program of ``score_kernel`` multiplies at a time."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ def predict(
     block_m: int = 64,
     block_n: int = 128,
     path: str | None = None,
+    params: PredictionParams | None = None,
 ) -> BlockPlan:
     """The blocks that most of the attention is predicted to lie in, for each head.
 
@@ -105,6 +109,7 @@ def predict(
         smooth_k: pool the keys without their mean, which no softmax over keys sees.
         scale: default 1 / sqrt(D).
         path: ``"torch"`` or ``"triton"``; by default Triton wherever it runs.
+        params: how Triton predicts; by default as the device's table says.
 
     Raises:
         ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1]; or the
@@ -113,8 +118,21 @@ def predict(
     choice = Choice(cdf, topk, min_likeness, is_causal, keep_first)
     check_size(q, k, block_m, block_n)
     chosen = path_of(q, path)
-    pooled = pool(q, k, (block_m, block_n), choice.has_likeness, smooth_k, chosen)
-    return from_pooled(pooled, choice, scale, chosen)
+    params = params_of(q.device) if params is None else params
+    blocks = (block_m, block_n)
+    pooled = pool(q, k, blocks, choice.has_likeness, smooth_k, chosen, params.centre)
+    return from_pooled(pooled, choice, scale, chosen, params)
+
+
+@functools.lru_cache(maxsize=16)
+def params_of(device: torch.device) -> PredictionParams:
+    """The parameters of the device's table, or their defaults where it has none."""
+    try:
+        rows = paths_of(detect_target(device), "block_sparse_int8", frozenset()).explain()
+    except LookupError:  # a device without a table has a prediction, and no attention
+        return PredictionParams()
+    found = (row.path.params for row in rows if row.path.name == "triton")
+    return next((params.prediction for params in found), PredictionParams())
 
 
 def path_of(x: Tensor, path: str | None) -> str:
@@ -144,13 +162,20 @@ def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
 
 
 def from_pooled(
-    x: Pooled, choice: Choice, scale: float | None = None, path: str | None = None
+    x: Pooled,
+    choice: Choice,
+    scale: float | None = None,
+    path: str | None = None,
+    params: PredictionParams | None = None,
 ) -> BlockPlan:
     """The plan for pooled queries and keys, without a read of the device; see ``predict``."""
     h, d, n = x.q_sums.shape[1], x.q_sums.shape[3], x.lengths[1]
     scale_log2 = (d**-0.5 if scale is None else scale) * LOG2_E
-    make = _with_torch if path_of(x.q_sums, path) == "torch" else _with_kernels
-    rows, cols, work, sequences = make(x, choice, scale_log2)
+    if path_of(x.q_sums, path) == "torch":
+        rows, cols, work, sequences = _with_torch(x, choice, scale_log2)
+    else:
+        params = params_of(x.q_sums.device) if params is None else params
+        rows, cols, work, sequences = _with_kernels(x, choice, scale_log2, params)
     return BlockPlan(
         rows,
         cols,
@@ -164,52 +189,79 @@ def from_pooled(
     )
 
 
-def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, ...]:
+def scores(x: Pooled, is_causal: bool, scale_log2: float, params: PredictionParams) -> Tensor:
+    """Logits of mean queries and mean keys, base 2: float32 [B, H, tiles, at least blocks], which
+    hold what a tile sees, but for a number for each tile that its keys share."""
     b, h, tiles, d = x.q_sums.shape
     hk, blocks = x.k_sums.shape[1:3]
     m, n = x.lengths
     pitch = -(-blocks // 32) * 32  # rows of scores begin at 128 bytes
-    new = functools.partial(torch.empty, dtype=torch.int32, device=x.q_sums.device)
-    scores = torch.empty(b * h * tiles, pitch, dtype=torch.float32, device=x.q_sums.device)
-    rows, cols = new(b * h * tiles, 4), new(b * h * tiles * blocks)
-    work, sequences = new(b * h * tiles, 4), new(b, 6)
-    shared = {"HEADS": h, "BLOCK_M": x.block_m, "BLOCK_N": x.block_n}
-    shared |= {"GROUP": h // hk, "IS_CAUSAL": choice.is_causal}
-    sizes = {"tiles": tiles, "blocks": blocks, "pitch": pitch, "kv_len": n, "q_position": n - m}
-    step = min(SCORES["STEP"], d)
-    grid = (-(-tiles // SCORES["ROWS"]), -(-blocks // SCORES["COLS"]), b * h)
+    found = torch.empty(b, h, tiles, pitch, dtype=torch.float32, device=x.q_sums.device)
+    grid = (-(-tiles // params.score_rows), -(-blocks // params.score_cols), b * h)
     kernels.score_kernel[grid](
         q_sums_ptr=x.q_sums,
         k_sums_ptr=x.k_sums,
         k_mean_ptr=x.k_sums if x.k_mean is None else x.k_mean,
-        scores_ptr=scores,
+        scores_ptr=found,
+        tiles=tiles,
+        blocks=blocks,
+        pitch=pitch,
         q_len=m,
+        kv_len=n,
+        q_position=n - m,
         scale_log2=scale_log2,
+        HEADS=h,
+        GROUP=h // hk,
         D=d,
-        HAS_MEAN=x.k_mean is not None,
-        PRECISION=exact_precision(),
-        num_warps=4,
-        **sizes,
-        **shared,
-        **SCORES | {"STEP": step},
+        BLOCK_M=x.block_m,
+        BLOCK_N=x.block_n,
+        ROWS=params.score_rows,
+        COLS=params.score_cols,
+        STEP=min(SCORE_STEP, d),
+        IS_CAUSAL=is_causal,
+        CENTRE="mean" if x.k_mean is not None else "none" if x.is_centred else "middle",
+        PRECISION=exact_precision() if params.product == "exact" else params.product,
+        num_warps=params.score_warps,
     )
+    return found
+
+
+def _with_kernels(
+    x: Pooled, choice: Choice, scale_log2: float, params: PredictionParams
+) -> tuple[Tensor, ...]:
+    b, h, tiles, _ = x.q_sums.shape
+    hk, blocks = x.k_sums.shape[1:3]
+    m, n = x.lengths
+    found = scores(x, choice.is_causal, scale_log2, params)
+    new = functools.partial(torch.empty, dtype=torch.int32, device=x.q_sums.device)
+    rows, cols = new(b * h * tiles, 4), new(b * h * tiles * blocks)
+    work, sequences = new(b * h * tiles, 4), new(b, 6)
     width = max(64, triton.next_power_of_2(blocks))
     has_likeness = choice.has_likeness and x.k_likeness is not None
     kernels.select_blocks_kernel[(tiles, b * h)](
-        scores_ptr=scores,
-        q_likeness_ptr=x.q_likeness if has_likeness else scores,
-        k_likeness_ptr=x.k_likeness if has_likeness else scores,
+        scores_ptr=found,
+        q_likeness_ptr=x.q_likeness if has_likeness else found,
+        k_likeness_ptr=x.k_likeness if has_likeness else found,
         rows_ptr=rows,
         cols_ptr=cols,
+        tiles=tiles,
+        blocks=blocks,
+        pitch=found.shape[3],
+        kv_len=n,
+        q_position=n - m,
         min_likeness=choice.min_likeness,
         amount=choice.goal,
+        HEADS=h,
+        GROUP=h // hk,
+        BLOCK_M=x.block_m,
+        BLOCK_N=x.block_n,
         WIDTH=width,
+        IS_CAUSAL=choice.is_causal,
         IS_CDF=choice.cdf is not None,
         HAS_SINK=choice.keep_first,
         HAS_LIKENESS=has_likeness,
+        IN_LOGITS=params.search == "logits",
         num_warps=max(1, width // 1024),  # within one warp a reduction has no barrier
-        **sizes,
-        **shared,
     )
     kernels.order_rows_kernel[(-(-tiles // 64), b * h)](
         rows_ptr=rows,
@@ -220,7 +272,7 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
         kv_len=n,
         HEADS=h,
         BLOCK=64,
-        STEP=64,
+        STEP=params.order_step,
         num_warps=4,
     )
     return rows, cols, work, sequences

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from backend_core.launch.triton import KernelLaunch
 from softmax_backend.kernels import block_sparse_int8 as kernels
-from softmax_backend.launch_params_prefill import TritonPrefillParams
+from softmax_backend.launch_params_prefill import Int8PrefillParams
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.run.block_sparse import descriptor
 from softmax_backend.variants.column_stats import E4M3_MAX
 from softmax_backend.variants.sage import Quantised, SageMode
 
 
-def params_for(plan: BlockPlan, row: TritonPrefillParams | None) -> TritonPrefillParams:
+def params_for(plan: BlockPlan, row: Int8PrefillParams | None) -> Int8PrefillParams:
     """The table's parameters where the plan has their tiles, else some that fit the plan's."""
     if row is not None and (plan.block_m, plan.block_n) == (row.block_m, row.block_n):
         return row
     warps, stages = (8, 3) if plan.block_m == 128 else (4, 2)
-    return TritonPrefillParams(plan.block_m, plan.block_n, warps, stages)
+    return Int8PrefillParams(plan.block_m, plan.block_n, warps, stages)
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
     q_position: int,
     out: Tensor,
     lse: Tensor,
-    params: TritonPrefillParams,
+    params: Int8PrefillParams,
 ) -> None:
     """Fill ``out`` [B, H, M, D] and ``lse`` [B, H, M] (contiguous); the arguments were checked."""
     _, heads, m, d = x.q.shape
@@ -70,9 +70,10 @@ def _launch(
     has_partial: bool,
     mode: SageMode,
     mask: Any,
-    params: TritonPrefillParams,
+    params: Int8PrefillParams,
 ) -> KernelLaunch:
     per_thread = mode.groups == "per_thread"
+    one_scale = not per_thread and not mode.smooth_q
     constexprs = {
         "HEADS": heads[0],
         "GROUP": heads[1],
@@ -83,6 +84,7 @@ def _launch(
         "HAS_PARTIAL": has_partial,
         "HAS_BIAS": mode.smooth_q,
         "P_LOG2": math.log2(E4M3_MAX) if mode.fp8_values else 0.0,
+        "EXPONENT": params.exponent if one_scale else "scaled",
         "query_scales": kernels.per_thread_queries if per_thread else kernels.per_warp_queries,
         "key_scales": kernels.per_thread_keys if per_thread else kernels.per_warp_keys,
         "values": kernels.e4m3_values if mode.fp8_values else kernels.half_values,

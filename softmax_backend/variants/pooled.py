@@ -29,6 +29,7 @@ class Pooled:
             pairs of a block's tokens (keys without their mean); ``None`` where nobody asks.
         k_mean: float32 [B, Hkv, D] that is still to be taken out of ``k_sums``, or ``None``.
         lengths: of queries and keys.
+        is_centred: ``k_sums`` have nothing that all keys share, or may keep it.
     """
 
     q_sums: Tensor
@@ -39,6 +40,7 @@ class Pooled:
     lengths: tuple[int, int]
     block_m: int
     block_n: int
+    is_centred: bool = True
 
     @staticmethod
     def empty(q: Tensor, k: Tensor, block_m: int, block_n: int, has_likeness: bool) -> Pooled:
@@ -63,6 +65,7 @@ def pool(
     has_likeness: bool,
     smooth_k: bool,
     path: str,
+    centre: str = "mean",
 ) -> Pooled:
     """Pool [B, H, M, D] and [B, Hkv, N, D].
 
@@ -73,6 +76,7 @@ def pool(
         has_likeness: ask for likenesses; the torch path always makes them.
         smooth_k: pool the keys without their mean.
         path: ``"torch"`` or ``"triton"``.
+        centre: ``"mean"``, or ``"middle"`` to leave smoothing without likenesses to the scores.
     """
     if path == "torch":
         return _with_torch(q, k, blocks, smooth_k)
@@ -82,6 +86,8 @@ def pool(
     _pool(k, k_mean, x.k_sums, x.k_likeness, x.block_n)
     if not smooth_k or has_likeness:
         return x
+    if centre == "middle":
+        return dataclasses.replace(x, is_centred=False)
     k_mean = mean_of_sums(x.k_sums.flatten(0, 1), k.shape[2], k.shape[1])
     return dataclasses.replace(x, k_mean=k_mean)
 

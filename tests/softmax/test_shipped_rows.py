@@ -28,7 +28,7 @@ def rows() -> list[Any]:
             seen = dataclasses.asdict(row.params)
             if not here:
                 seen = {k: v for k, v in seen.items() if k not in ("num_warps", "num_stages")}
-            key = (row.operator, *seen.items())
+            key = (row.operator, repr(seen))
             found.setdefault(key, pytest.param(row, id=f"{target.arch}-{row.operator}"))
     return list(found.values())
 

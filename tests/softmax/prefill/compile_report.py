@@ -22,7 +22,7 @@ from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, qu
 from softmax_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from softmax_backend.kernels.sm90 import block_walk
 from softmax_backend.launch_params import TABLES
-from softmax_backend.plan.predicted import SCORES as _SCORES
+from softmax_backend.plan.predicted import SCORE_STEP
 from softmax_backend.variants import masks
 from softmax_backend.variants.variant import SOFTMAX, Variant, soft_cap
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
@@ -50,10 +50,16 @@ def cases(arch: str) -> Iterator[Case]:
     for groups in ("per_warp", "per_thread"):
         if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
+    if arch == "sm90":
+        for exponent in ("folded", "biased"):
+            name = f"int8 per_warp e4m3, {exponent}"
+            yield _int8(arch, name, "per_warp", masks.causal, True, exponent=exponent)
     yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
     if not nvidia:
         name = "int8 per_thread 16-bit values, smooth q"
         yield _int8(arch, name, "per_thread", masks.causal, False, has_bias=True)
+        name = "int8 per_warp 16-bit values, biased"
+        yield _int8(arch, name, "per_warp", masks.causal, False, exponent="biased")
     if arch in ("sm90", "sm100") or not nvidia:
         yield from _small_kernels(128 if nvidia else 64, nvidia)
 
@@ -105,7 +111,13 @@ def _attention(
 
 
 def _int8(
-    arch: str, name: str, groups: str, mask: masks.Mask, is_fp8: bool, has_bias: bool = False
+    arch: str,
+    name: str,
+    groups: str,
+    mask: masks.Mask,
+    is_fp8: bool,
+    has_bias: bool = False,
+    exponent: str = "scaled",
 ) -> Case:
     kernels = block_sparse_int8
     (block_m, block_n, warps, stages), _ = _tile(arch, "block_sparse_int8")
@@ -120,6 +132,7 @@ def _int8(
         "HAS_PARTIAL": True,
         "HAS_BIAS": has_bias,
         "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
+        "EXPONENT": exponent,
         "query_scales": getattr(kernels, f"{groups}_queries"),
         "key_scales": getattr(kernels, f"{groups}_keys"),
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
@@ -176,10 +189,24 @@ def _small_kernels(block_n: int, is_fp8: bool) -> Iterator[Case]:
         sizes = {"BLOCK": block_n, "STEP": 16}
         yield name, predict.pool_kernel, half, heads | sizes | flags, {"num_warps": 1}
     blocks = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": block_n, "IS_CAUSAL": True}
-    precision = {"PRECISION": "tf32x3" if is_fp8 else "ieee", "HAS_MEAN": True, "D": 128}
-    yield "score", predict.score_kernel, {}, blocks | precision | _SCORES, four
-    for name, is_cdf in (("cdf", True), ("topk", False)):
+    exact = "tf32x3" if is_fp8 else "ieee"
+    for name, product, centre, cols, warps in (
+        ("score", exact, "mean", 64, 4),
+        ("score fp16x3", "fp16x3", "middle", 128, 8),
+        ("score fp16", "fp16", "middle", 128, 8),
+    ):
+        sizes = {"ROWS": 128, "COLS": cols, "STEP": SCORE_STEP, "D": 128}
+        flags = {"PRECISION": product, "CENTRE": centre}
+        kernel = predict.score_kernel
+        yield name, kernel, {}, blocks | sizes | flags, {"num_warps": warps}
+    for name, is_cdf in (
+        ("cdf", True),
+        ("topk", False),
+        ("cdf in logits", True),
+        ("topk in logits", False),
+    ):
         flags = {"WIDTH": 1024, "IS_CDF": is_cdf, "HAS_SINK": False, "HAS_LIKENESS": is_cdf}
+        flags["IN_LOGITS"] = name.endswith("logits")
         select = predict.select_blocks_kernel
         yield f"select_blocks {name}", select, {"amount": "fp32"}, blocks | flags, {"num_warps": 1}
     sizes = {"HEADS": 24, "BLOCK": 64, "STEP": 64}

@@ -12,6 +12,7 @@ from torch import Tensor
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend import sageattention, spargeattn
 from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.launch_params_prefill import PredictionParams
 from softmax_backend.plan import predicted
 from softmax_backend.plan.block_plan import (
     BlockPlan,
@@ -104,6 +105,72 @@ def test_prediction_while_quantising(
             made[2] = made[2] - count[:, None] * pooled[2].k_mean[:, :, None]
         for x in made:
             assert x is None or torch.allclose(x, made[1], rtol=1e-4, atol=1e-3), name
+
+
+FORMS = {
+    "exact": PredictionParams(),
+    "middle": PredictionParams(centre="middle", score_cols=128, score_warps=8),
+    "fp16x3": PredictionParams("fp16x3", "middle", score_rows=64, score_cols=32),
+    "fp16": PredictionParams("fp16", "middle"),
+}
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scores_beside_float64(name: str, is_causal: bool, seed: int, device: torch.device) -> None:
+    """Keys have a common part ten times as large as what tells them apart. Rows may differ by a
+    number each. The bound is the format's rounding of both factors, over their lengths."""
+    q, k, _ = inputs((2, 140, 64), (1, 700, 64), seed=seed, device=device)
+    k = k + 10 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(seed)).to(k)
+    x = pool(q, k, (16, 32), False, True, "triton", FORMS[name].centre)
+    assert (x.k_mean is None) == (name != "exact")
+    got = predicted.scores(x, is_causal, 0.25, FORMS[name])[..., :22].cpu().double()
+    middle = 11 * 32
+
+    def means(t: Tensor, block: int) -> Tensor:
+        return torch.stack([part.mean(2) for part in t.cpu().double().split(block, 2)], 2)
+
+    q_mean, k_mean = means(q, 16), means(k, 32)
+    k_mean = k_mean - k.cpu().double()[:, :, middle : middle + 32].mean(2, keepdim=True)
+    want = 0.25 * q_mean @ k_mean.mT
+    room = 0.25 * q_mean.norm(dim=-1)[..., None] * k_mean.norm(dim=-1)[:, :, None]
+    first = torch.arange(9)[:, None] * 16 + 560
+    seen = torch.arange(22) * 32 < first + 16
+    seen = seen if is_causal else torch.ones_like(seen)
+    gap = got - want
+    gap = (gap - gap[..., :1])[..., seen]
+    share = gap.abs() / (room + room[..., :1])[..., seen].clamp(min=room.mean())
+    assert float(share.max()) < (2.0**-10 if name == "fp16" else 2.0**-16)
+
+
+@pytest.mark.parametrize("amount", [{"cdf": 0.7}, {"topk": 0.3}])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("min_likeness", [-0.1, 0.06])
+def test_both_searches_make_the_same_plan(
+    amount: dict[str, float],
+    is_causal: bool,
+    min_likeness: float,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Bit for bit, from the same scores, with rows that have none and keys that are the same."""
+    q, k, _ = inputs((2, 64, 64), (1, 600, 64), seed=seed, device=device)
+    k[0, 0, 160:320] = k[0, 0, :160]  # ties
+    q[0, 1, 40] = torch.nan
+    plans = [
+        predicted.predict(
+            4 * q, k, **amount, is_causal=is_causal, min_likeness=min_likeness,
+            block_m=16, block_n=16, path="triton", params=params,
+        )
+        for params in (PredictionParams(), PredictionParams(search="logits", order_step=256))
+    ]  # fmt: skip
+    for name in ("rows", "work", "sequences"):
+        first, second = (getattr(plan, name) for plan in plans)
+        assert torch.equal(first, second), name
+    rows = plans[0].rows.tolist()
+    first, second = (plan.cols.tolist() for plan in plans)
+    assert all(first[r[0] : r[2]] == second[r[0] : r[2]] for r in rows)
+    assert 0 < sum(r[2] - r[0] for r in rows) < len(rows) * 38
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

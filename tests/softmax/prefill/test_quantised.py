@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 from softmax_backend import reference_block_sparse as reference
+from softmax_backend.launch_params_prefill import Int8PrefillParams
 from softmax_backend.plan import intervals
+from softmax_backend.run import block_sparse_int8
 from softmax_backend.sage import quantised_attention
 from softmax_backend.testing.prefill_cases import (
     BLOCKS,
@@ -88,6 +92,45 @@ def test_kernel_is_the_product_of_what_was_quantised(seed: int, device: torch.de
     plan = intervals.causal(M, N, 2, **BLOCKS, device=device)
     got = quantised_attention(q, k, v, plan, mode=mode, path="triton")
     assert relative_error(got[0], want[0]) < 1e-3
+
+
+@pytest.mark.parametrize("exponent", ["folded", "biased"])
+@pytest.mark.parametrize("fp8_values", [True, False])
+@pytest.mark.parametrize("m", [M, 120])
+def test_exponents(
+    exponent: Literal["folded", "biased"], fp8_values: bool, m: int, seed: int, device: torch.device
+) -> None:
+    """Every form of the exponent is the same attention, also of rows that see nothing; logits are
+    some hundreds wide here, where a bias costs the most."""
+    q, k, v = offset_inputs(seed, device, m)
+    q = 4 * q
+    plan = intervals.causal(m, N, 2, **BLOCKS, device=device)
+    x = sage.quantise(q, k, v, SageMode(fp8_values=fp8_values), 0.125, 32, "triton")
+    q8, k8, v8 = (t.cpu() for t in sage.dequantised(x))
+    k8 = k8 - x.k_mean.cpu()[:, :, None]  # the shift of the LSE is of the queries as they came
+    want = reference.attention(q8, k8, v8, causal_seen(m, N), 0.125)
+    want = (want[0], want[1] + x.shift.cpu())
+    # three steps of q8 k8^T, in logits: what a biased exponent may be rounded by
+    unit = 3 * 0.125 * float(x.q_scale.max() * x.k_scale.max())
+    found = []
+    for form in ("scaled", exponent):
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
+        params = Int8PrefillParams(**BLOCKS, num_warps=4, num_stages=2, exponent=form)
+        block_sparse_int8.run(x, plan, 0.125, N - m, out, lse, params)
+        assert_matches((out, lse), want, (6e-2 if fp8_values else 2e-3, 1e-3 + unit))
+        found.append((out, lse))
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=1e-4 + unit)
+    gap = relative_error(found[1][0], found[0][0])
+    # a weight near the middle of two e4m3 values may fall either way
+    assert gap < (1e-2 if fp8_values else 2e-3)
+
+
+def test_modes_without_a_block_scale_take_no_other_exponent() -> None:
+    """Their kernels would multiply scores by the wrong scale."""
+    for mode in (SageMode("per_thread"), SageMode(smooth_q=True), SageMode()):
+        params = Int8PrefillParams(64, 128, 4, 2, exponent="biased")
+        launch = block_sparse_int8._launch((2, 2, 64), (64, 128), False, mode, None, params)
+        assert launch._kwargs["EXPONENT"] == ("biased" if mode == SageMode() else "scaled")
 
 
 def test_canary_without_the_lse_shift(seed: int, device: torch.device) -> None:
