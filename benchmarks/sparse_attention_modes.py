@@ -53,11 +53,11 @@ def inputs(heads: int, kv_heads: int, m: int, n: int | None = None, seed: int = 
     return make(heads, m), make(kv_heads, n), make(kv_heads, n)
 
 
-def families() -> Iterator[tuple[str, Tensors]]:
+def families(seed: int = 0) -> Iterator[tuple[str, Tensors]]:
     """Normal inputs, inputs with an offset in every channel, and with four channels eight times."""
-    q, k, v = inputs(4, 2, 2000, 3000)
+    q, k, v = inputs(4, 2, 2000, 3000, seed=seed)
     yield "normal", (q, k, v)
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator("cuda").manual_seed(seed + 1)
     spread = ((q, 2.0), (k, 3.0), (v, 1.0))
     offsets = [
         s * torch.randn(x.shape[1], 1, D, generator=generator, device="cuda") for x, s in spread

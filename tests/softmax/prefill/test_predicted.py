@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import prediction_products
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend import sageattention, spargeattn
 from softmax_backend.block_sparse import block_sparse_attention
@@ -141,6 +144,23 @@ def test_scores_beside_float64(name: str, is_causal: bool, seed: int, device: to
     gap = (gap - gap[..., :1])[..., seen]
     share = gap.abs() / (room + room[..., :1])[..., seen].clamp(min=room.mean())
     assert float(share.max()) < (2.0**-10 if name == "fp16" else 2.0**-16)
+
+
+def test_what_the_page_says_of_rounded_products() -> None:
+    """Three products change no plan; one changes few blocks, and nearly no attention kept."""
+    file = Path(__file__).parents[3] / "benchmarks/results/prediction_products.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    changed = {
+        name: [row for row in rows if row["product"] == name and row["changed"]]
+        for name in ("fp16x3", "fp16", "bf16")
+    }
+    assert not changed["fp16x3"] and changed["fp16"] and changed["bf16"]
+    assert max(row["changed"] for row in changed["fp16"]) < 5e-3
+    assert max(row["exact_mass"] - row["mass"] for row in changed["fp16"]) < 1e-4
+    q, k = torch.randn(2, 1, 2, 1024, 64, generator=torch.Generator().manual_seed(3))
+    again = prediction_products.measure(q, k)
+    assert len(again) == len(rows) // 5
+    assert all(row["changed"] == 0.0 for row in again if row["product"] == "fp16x3")
 
 
 @pytest.mark.parametrize("amount", [{"cdf": 0.7}, {"topk": 0.3}])
