@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
 from benchmarks import prediction_products
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend import sageattention, spargeattn
 from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.launch_params_prefill import PredictionParams
+from softmax_backend.launch_params import TABLES
+from softmax_backend.launch_params_prefill import Int8PrefillParams, PredictionParams
 from softmax_backend.plan import predicted
 from softmax_backend.plan.block_plan import (
     BlockPlan,
@@ -144,6 +147,34 @@ def test_scores_beside_float64(name: str, is_causal: bool, seed: int, device: to
     gap = (gap - gap[..., :1])[..., seen]
     share = gap.abs() / (room + room[..., :1])[..., seen].clamp(min=room.mean())
     assert float(share.max()) < (2.0**-10 if name == "fp16" else 2.0**-16)
+
+
+def test_a_table_turns_forms_on(tmp_path: Path) -> None:
+    """Its section and the row's key reach the parameters; this table has neither on."""
+    target = KNOWN_TARGETS["B200"]
+    folder = tmp_path / "softmax"
+    folder.mkdir()
+    shipped = Path(__file__).parents[3] / "configs/softmax" / f"{target.key}.toml"
+    text = shipped.read_text(encoding="utf-8")
+
+    def params() -> Int8PrefillParams:
+        rows = load_table(TABLES, target, directory=tmp_path).rows
+        row = next(row for row in rows if row.operator == "block_sparse_int8")
+        assert isinstance(row.params, Int8PrefillParams)
+        return row.params
+
+    (folder / shipped.name).write_text(text)
+    assert params().exponent == "scaled" and params().prediction == PredictionParams()
+    row = 'operator = "block_sparse_int8"'
+    before, after = text.split(row)
+    changed = before + row + after.replace("[path.params]", '[path.params]\nexponent = "folded"', 1)
+    section = '\n[prediction]\nproduct = "fp16x3"\nscore_cols = 128\nscore_warps = 8\n'
+    (folder / shipped.name).write_text(changed + section)
+    want = PredictionParams("fp16x3", score_cols=128, score_warps=8)
+    assert params().exponent == "folded" and params().prediction == want
+    (folder / shipped.name).write_text(text + "\n[prediction]\nscore_cols = 48\n")
+    with pytest.raises(ValueError, match="score_cols must be 32 or 64 or 128, got 48"):
+        params()
 
 
 def test_what_the_page_says_of_rounded_products() -> None:
