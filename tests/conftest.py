@@ -11,6 +11,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import spare_repeated_work
+
+    spare_repeated_work()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,104 @@
+"""The interpreter without its repeated work does what Triton's own does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.interpreter import spare_repeated_work
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or not triton.__version__.startswith("3.6."),
+    reason="the interpreter of Triton 3.6 is what is changed",
+)
+
+
+@triton.jit
+def first_of(a, b):
+    """Not commutative: which number comes first shows."""
+    return 2 * a - b
+
+
+@triton.jit
+def add_and_keep(a, b, c, x, y, z):
+    return a + x, first_of(b, y), tl.maximum(c, z)
+
+
+@triton.jit
+def everything_kernel(x_ptr, n_ptr, out_ptr):
+    rows = tl.arange(0, 4)
+    at = rows[:, None] * 8 + tl.arange(0, 8)[None, :]
+    x = tl.load(x_ptr + at)
+    n = tl.load(n_ptr + at)
+    a, b, c = tl.reduce((x, x, x), 1, add_and_keep)
+    line = tl.sum(tl.where(rows[:, None] == 1, x, 0.0), 0)
+    kept = tl.reduce(x, 0, first_of, keep_dims=True)
+    tl.store(out_ptr + rows, a)
+    tl.store(out_ptr + 4 + rows, b)
+    tl.store(out_ptr + 8 + rows, c)
+    tl.store(out_ptr + 12 + rows, tl.xor_sum(n, 1).to(tl.float32))
+    tl.store(out_ptr + 16 + tl.arange(0, 8), line)
+    tl.store(out_ptr + 24 + tl.arange(0, 8), tl.reshape(kept, (8,)))
+    tl.store(out_ptr + 32, tl.reduce(x, None, first_of))
+    tl.store(out_ptr + 33, tl.xor_sum(n).to(tl.float32))
+
+
+def run() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(-4, 4, (4, 8), generator=generator).float()
+    n = torch.randint(1, 1000, (4, 8), generator=generator, dtype=torch.int32)
+    out = torch.zeros(34)
+    everything_kernel[(1,)](x, n, out)
+    return out
+
+
+def folded(x: torch.Tensor) -> torch.Tensor:
+    """By the definition, along the last axis."""
+    result = x[..., 0]
+    for following in x.unbind(-1)[1:]:
+        result = 2 * result - following
+    return result
+
+
+def test_reductions_are_of_each_row_in_order() -> None:
+    spare_repeated_work()
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(-4, 4, (4, 8), generator=generator).float()
+    n = torch.randint(1, 1000, (4, 8), generator=generator, dtype=torch.int32)
+    xor = n[:, 0].clone()
+    for column in n.unbind(1)[1:]:
+        xor ^= column
+    whole = xor[0] ^ xor[1] ^ xor[2] ^ xor[3]
+    want = [x.sum(1), folded(x), x.amax(1), xor.float(), x[1], folded(x.T)]
+    want += [folded(x.flatten())[None], whole.float()[None]]
+    assert torch.equal(run(), torch.cat(want))
+
+
+def test_upstreams_own_gives_the_same_bits() -> None:
+    """In a process in which nothing is changed."""
+    script = "from tests.core.test_interpreter import run; print(run().tolist())"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        env=dict(os.environ, TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    spare_repeated_work()
+    assert done.stdout.strip() == str(run().tolist())
+
+
+def test_a_launch_leaves_the_language_as_it_was() -> None:
+    spare_repeated_work()
+    before = tl.load, tl.sum, tl.tensor.__add__
+    run()
+    assert (tl.load, tl.sum, tl.tensor.__add__) == before
+    run()  # its device functions find the language replaced again

@@ -1,0 +1,140 @@
+"""Triton's interpreter without the work that it does over and over: half of its time.
+
+Nothing of what it computes or refuses changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import triton
+from triton.language import core
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+
+def spare_repeated_work() -> None:
+    """Patch the interpreter of Triton 3.6, whose inner functions these are, once in a process."""
+    if not triton.__version__.startswith("3.6.") or hasattr(interpreter, "_kda_dsv4_patched"):
+        return
+    interpreter._kda_dsv4_patched = True
+    _patch_the_language_once_in_a_launch()
+    _know_numpys_types()
+    _share_shapes()
+    _leave_out_assertions_that_nobody_reads()
+    interpreter.ReduceOps.generic_reduce = _reduce_by_slices
+
+
+def _patch_the_language_once_in_a_launch() -> None:
+    """Each call of a device function looks through all of ``triton.language`` for what to replace,
+    which the launch's first call from that module has replaced already."""
+    upstream, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
+    done: set[int] = set()
+
+    def patch_lang(fn: Any) -> Any:
+        module = id(fn.__globals__)
+        if module in done:
+            return interpreter._LangPatchScope()
+        done.add(module)
+        return upstream(fn)
+
+    def restored(scope: Any) -> None:
+        done.clear()
+        restore(scope)
+
+    interpreter._patch_lang = patch_lang
+    interpreter._LangPatchScope.restore = restored
+
+
+def _know_numpys_types() -> None:
+    """Each operation makes the table of them anew."""
+    upstream = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def get_np_dtype(type: Any) -> Any:
+        if type.name not in known:
+            known[type.name] = upstream(type)
+        return known[type.name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _share_shapes() -> None:
+    """Each tensor wraps the numbers of its shape, their types and the types' names anew."""
+    upstream = core._type_for_tuple_values
+
+    @functools.cache
+    def type_of(*numbers: int) -> Any:
+        return upstream(numbers)
+
+    def type_for(values: Any, fields: Any = None) -> Any:
+        if fields is None and all(type(x) is int for x in values):
+            return type_of(*values)
+        return upstream(values, fields)
+
+    @functools.cache
+    def shape_of(*shape: int) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+
+    @functools.cache
+    def block_of(*shape: int) -> tuple[Any, int, str]:
+        block = object.__new__(core.block_type)
+        upstream_block(block, core.float32, list(shape))
+        return block.shape, block.numel, f"{block.shape}"
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        assert isinstance(shape, (list, core.tuple))
+        numbers = core._unwrap_shape(shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = block_of(*numbers)
+        self.name = f"<{text}, {element_ty}>"
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(*(type.shape if type.is_block() else ()))
+
+    upstream_block = core.block_type.__init__
+    core.block_type.__init__ = init_block
+    core._type_for_tuple_values = type_for
+    core.tensor.__init__ = init
+
+
+def _leave_out_assertions_that_nobody_reads() -> None:
+    """Integer arithmetic is done again in 64 bits, for an assertion that only debugging has."""
+    upstream = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def sanitize(self: Any, lhs: Any, rhs: Any, operator: Any) -> None:
+        if self.builder.options.debug:
+            upstream(self, lhs, rhs, operator)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = sanitize
+
+
+def _reduce_by_slices(self: Any, input: Any) -> list[Any]:
+    """A reduction by a function that NumPy has not: in the same order along the axis, of all other
+    elements at once, where the interpreter takes a single number at a time."""
+    given, axis = self.unravel(input, self.axis)
+    shape = given[0].handle.data.shape
+    left = shape[:axis] + shape[axis + 1 :]
+
+    def tensors(values: Any) -> list[Any]:
+        return [
+            self.to_tensor(value.reshape(left), x.dtype)
+            for value, x in zip(values, given, strict=True)
+        ]
+
+    reduced = tensors(x.handle.data.take(0, axis) for x in given)
+    for place in range(1, shape[axis]):
+        following = tensors(x.handle.data.take(place, axis) for x in given)
+        combined = self.combine_fn.fn(*reduced, *following)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        reduced = tensors(x.handle.data for x in combined)
+    if not self.keep_dims:
+        return reduced
+    kept = [1] * len(shape) if self.axis is None else [*shape[:axis], 1, *shape[axis + 1 :]]
+    return [
+        self.to_tensor(value.handle.data.reshape(kept), x.dtype)
+        for value, x in zip(reduced, given, strict=True)
+    ]
