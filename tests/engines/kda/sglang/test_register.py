@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 import re
 import subprocess
@@ -257,9 +256,7 @@ def test_the_seams_are_what_they_were() -> None:
 
 
 LOAD = """
-import sys
 {before}
-from tests.engines.sglang_process import load_plugins
 load_plugins()
 from tests.engines.kda.sglang.harness import server_args
 try:
@@ -268,6 +265,22 @@ try:
 except SystemExit as error:
     print("EXIT", error)
 """
+FORKS = """
+import os, pathlib, sys
+from tests.engines.sglang_process import load_plugins
+import sglang.srt.plugins  # most of sglang, once for all of the processes
+for place in pathlib.Path(sys.argv[1]).iterdir():
+    child = os.fork()
+    if child == 0:
+        output = os.open(place / "output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ["KDA_DSV4_STRICT"] = place.name[-1]
+        exec((place / "script").read_text())
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (place / "status").write_text(str(status))
+"""
 UNSUPPORTED = (
     "import backend_core.engines as engines\n"
     "engines.ENGINES['sglang'] = engines.Engine('sglang', '9.0.0', '9.1.0')"
@@ -275,36 +288,39 @@ UNSUPPORTED = (
 BROKEN = "sys.modules['kda_backend.engines.sglang'] = None"
 
 
-@pytest.mark.parametrize(
-    ("before", "options", "strict", "line"),
-    [
-        (UNSUPPORTED, "", "0", "sglang must be 9.0.0 to 9.1.0, got 0.5."),
-        (UNSUPPORTED, "'--attention-backend', 'kda'", "0", "invalid choice: 'kda'"),
-        (UNSUPPORTED, "", "1", "sglang must be 9.0.0 to 9.1.0, got 0.5."),
-        (BROKEN, "", "0", "could not register kda with sglang: ModuleNotFoundError"),
-        (BROKEN, "", "1", "could not register kda with sglang: ModuleNotFoundError"),
-    ],
-)
-def test_what_cannot_load_serves_stock_or_ends(
-    before: str, options: str, strict: str, line: str
-) -> None:
+CASES = [
+    (UNSUPPORTED, "", "0", "sglang must be 9.0.0 to 9.1.0, got 0.5."),
+    (UNSUPPORTED, "'--attention-backend', 'kda'", "0", "invalid choice: 'kda'"),
+    (UNSUPPORTED, "", "1", "sglang must be 9.0.0 to 9.1.0, got 0.5."),
+    (BROKEN, "", "0", "could not register kda with sglang: ModuleNotFoundError"),
+    (BROKEN, "", "1", "could not register kda with sglang: ModuleNotFoundError"),
+]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each case a folder with what its process printed, and its exit status."""
+    folder = tmp_path_factory.mktemp("processes")
+    for number, (before, options, strict, _) in enumerate(CASES):
+        place = folder / f"case {number}, strict {strict}"
+        place.mkdir()
+        (place / "script").write_text(LOAD.format(before=before, options=options))
+    subprocess.run([sys.executable, "-c", FORKS, folder], cwd=ROOT, timeout=600, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_what_cannot_load_serves_stock_or_ends(ended: Path, number: int) -> None:
     """In a process of its own: unsupported versions and broken installs, normal and strict."""
-    script = LOAD.format(before=before, options=options)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={**os.environ, "KDA_DSV4_STRICT": strict},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    output = result.stdout + result.stderr
+    _, options, strict, line = CASES[number]
+    place = ended / f"case {number}, strict {strict}"
+    output = (place / "output").read_text()
     assert output.count(line) == 1, output
     if strict == "1":
-        assert result.returncode == 1, output
+        assert (place / "status").read_text() == "1", output
         assert "SERVES STOCK" not in output
     else:
-        assert ("EXIT 2" if options else "SERVES STOCK False") in result.stdout, output
+        assert ("EXIT 2" if options else "SERVES STOCK False") in output, output
 
 
 def resolved(arguments: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """vLLM's own objects around one DeepSeek-V4 attention layer, on the CPU.
 
-Layer, metadata builders, index lists and the writer of the caches' records are vLLM's. Not vLLM's
-are the indexer's choice, which is drawn, and FlashMLA itself, of which no build runs here.
+Layer, metadata builders and index lists are vLLM's. Not vLLM's are the indexer's choice, which is
+drawn, FlashMLA itself, of which no build runs here, and the writer of the caches' records: of
+vLLM's, which the interpreter runs row by row, one test shows that it writes the same bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines.vllm_flag import flag_name
 from softmax_backend import reference_sparse_mla as reference
+from softmax_backend.testing.sparse_mla_cases import write_records
 from tests.engines.deepseek_v4 import model_directory
 
 WINDOW, TOPK, BLOCK, PAGES = 128, 64, 256, 24
@@ -106,10 +108,14 @@ class Batches:
 
     Caches that no request owns hold NaN; block 0 is vLLM's null block. Buffers keep their
     addresses from batch to batch.
+
+    Attributes:
+        insert: writes rows ``[n, 512]`` to slots of a cache, called as vLLM's operator is.
     """
 
     def __init__(self, config: Any, layer: Any, requests: int = 8) -> None:
         self.config, self.layer = config, layer
+        self.insert = insert_records
         ratio = layer.compress_ratio
         self.swa_cache = _pages(PAGES * 4, SWA_PAGE)
         self.cache = _pages(PAGES, max(1, BLOCK // ratio))
@@ -142,8 +148,6 @@ class Batches:
         Returns:
             The number of query tokens.
         """
-        from vllm.models.deepseek_v4.common.ops.cache_utils import quantize_and_insert_k_cache
-
         ratio = self.layer.compress_ratio
         generator = torch.Generator().manual_seed(seed)
         for memory in (self.swa_cache, self.cache):
@@ -162,7 +166,8 @@ class Batches:
             k = (0.1 * torch.randn(rows, 512, generator=generator)).bfloat16()
             # channels of very different size, so that another's scale shows
             k[:, :448] *= torch.exp2(torch.arange(7.0) - 3).repeat_interleave(64).bfloat16()
-            quantize_and_insert_k_cache(k, _memory(cache), slots, block_size=size)
+            k = reference.read_records(write_records(k[:, None])).squeeze(1).bfloat16()
+            self.insert(k, _memory(cache), slots, block_size=size)
 
         for request, (_, end) in enumerate(chunks):
             store(self.swa_cache, self.swa_table[request], end, swa_free)
@@ -272,6 +277,18 @@ class Batches:
                 wanted.append(weights @ k)
                 token += 1
         return torch.stack(wanted)
+
+
+def insert_records(
+    k: torch.Tensor, memory: torch.Tensor, slots: torch.Tensor, *, block_size: int
+) -> None:
+    """The records of rows that they hold exactly, into pages of so many rows."""
+    records = write_records(k[:, None])
+    bytes_of = records.as_strided((len(k), 584), (records.stride(0), 1))
+    page, row = slots // block_size, slots % block_size
+    ends = block_size * 576, block_size * 584
+    memory[:, : ends[0]].unflatten(1, (block_size, 576))[page, row] = bytes_of[:, :576]
+    memory[:, ends[0] : ends[1]].unflatten(1, (block_size, 8))[page, row] = bytes_of[:, 576:]
 
 
 def _pages(count: int, size: int) -> torch.Tensor:

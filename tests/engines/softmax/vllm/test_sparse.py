@@ -76,6 +76,26 @@ def check(batches: Batches, out: torch.Tensor) -> None:
         assert relative_error(out[token, :live], want) < TOLERANCE, token
 
 
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_records_are_those_of_vllms_writer(serve: Serve, ratio: int) -> None:
+    """Every byte of both caches, over several pages and to the middle of one."""
+    from vllm.models.deepseek_v4.common.ops.cache_utils import quantize_and_insert_k_cache
+
+    batches = serve("torch", 8, ratio)
+    caches = (batches.swa_cache, batches.cache)
+    batches.write([(131, 132), (0, 1)], seed=1)
+    ours = [_all_bytes(cache) for cache in caches]
+    batches.insert = quantize_and_insert_k_cache
+    batches.write([(131, 132), (0, 1)], seed=1)
+    for cache, written in zip(caches, ours, strict=True):
+        assert (written != 0xFF).any()
+        assert torch.equal(_all_bytes(cache), written)
+
+
+def _all_bytes(cache: torch.Tensor) -> torch.Tensor:
+    return cache.as_strided((cache.shape[0], cache.stride(0)), (cache.stride(0), 1)).clone()
+
+
 @pytest.mark.parametrize(("heads", "ratio"), [(8, 4), (20, 128), (32, 4)])
 def test_decodes_and_prefills_beside_each_other(
     serve: Serve, kernel: FlashMla, heads: int, ratio: int
