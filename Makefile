@@ -13,7 +13,7 @@ else
 PY := $(VENV)/bin/python
 SETUP := $(VENV)/.installed
 CHECKS := lint
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 endif
 
 .PHONY: test test-amd test-engines test-engines-all fuzz lint demo

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from backend_core.engines import ENGINES, flag_name
-from tests.engines.envs import load_recipes, releases_of_the_day
+from tests.engines.envs import LONG, load_recipes, places_of, releases_of_the_day
 
 RECIPES = load_recipes()
 
@@ -40,6 +42,14 @@ def test_no_claimed_release_is_left_out(engine: str) -> None:
     counts = [int(number.split(".")[place]) for number in numbers]
     assert counts == list(range(counts[0], counts[-1] + 1))
     assert all(ENGINES[engine].supports(number) for number in numbers)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_every_familys_tests_are_run(engine: str) -> None:
+    written = {file.parent for file in Path(__file__).parent.glob(f"**/{engine}/test_*.py")}
+    places = places_of(f"{engine}==0.0.0")
+    assert len(places) == len(written) and set(places) == written
+    assert set(LONG) <= {place.parent.name for place in places}
 
 
 def test_a_recipe_is_complete_where_it_takes_another_ones_packages() -> None:
