@@ -13,6 +13,7 @@ from backend_core.tables.schema import NoParams, Operator, TableSchema
 EvictionHint = Literal["", "evict_first", "evict_last"]
 Fp32Precision = Literal["ieee", "tf32x3"]
 BoundedRows = Literal["centred", "direct"]
+ScanBuffers = Literal["joint", "apart"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class PrefillCostModel:
             normalised stay centred.
         fused_conv: a layer's short convolution of q and k is made where the tiles are
             (`kda_backend.prefill.conv_sm90`), not by a launch of its own.
+        scan_buffers: shared memory of the scan of whole heads (scan.cu): ``joint`` frees a tile,
+            values and output of a chunk at once, ``apart`` each as soon as it has been read.
+        scan_state_ahead: the same scan asks for a task's state in the L2 cache when it takes it.
+        intra_stagger_ns: CTAs of the intra-chunk stage begin so long after the one before them on
+            their SM, where the scan does not wait for that SM; 0, or multiples of 500.
     """
 
     fitted: bool
@@ -132,6 +138,9 @@ class PrefillCostModel:
     one_launch_max_tokens: int = 0
     bounded_rows: BoundedRows = "centred"
     fused_conv: bool = False
+    scan_buffers: ScanBuffers = "joint"
+    scan_state_ahead: bool = False
+    intra_stagger_ns: int = 0
 
     def __post_init__(self) -> None:
         if not self.fitted:
@@ -139,6 +148,11 @@ class PrefillCostModel:
         if self.one_launch_max_tokens < 0:
             raise ValueError(
                 f"one_launch_max_tokens must not be negative, got {self.one_launch_max_tokens}"
+            )
+        if self.intra_stagger_ns < 0 or self.intra_stagger_ns % 500:
+            raise ValueError(
+                "intra_stagger_ns must be 0 or a positive multiple of 500, got "
+                f"{self.intra_stagger_ns}"
             )
 
 

@@ -92,7 +92,11 @@ def tile_defines(variant: Variant, params: PrefillCostModel) -> dict[str, int]:
 
 def intra_defines(variant: Variant, ctas_per_sm: int, params: PrefillCostModel) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
-    return {**tile_defines(variant, params), "MIN_BLOCKS": ctas_per_sm}
+    return {
+        **tile_defines(variant, params),
+        "MIN_BLOCKS": ctas_per_sm,
+        "STAGGER_NS": params.intra_stagger_ns,
+    }
 
 
 class Layout(NamedTuple):

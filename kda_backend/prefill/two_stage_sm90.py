@@ -12,6 +12,7 @@ from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import detect_target
 from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -276,7 +277,7 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
         for choice in cost_model.intra
     }
     scan, scan_split = (
-        CudaKernel(KERNELS / f"{name}.cu", name, SCAN_PARAMS, scan_defines(variant))
+        CudaKernel(KERNELS / f"{name}.cu", name, SCAN_PARAMS, scan_defines(variant, path.params))
         for name in ("scan", "scan_split")
     )
     # all of them now: a later batch may be the first to choose one
@@ -286,10 +287,12 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
     return _Kernels(intra, (scan, scan_split), schedule)
 
 
-def scan_defines(variant: Variant) -> dict[str, int]:
+def scan_defines(variant: Variant, params: PrefillCostModel) -> dict[str, int]:
     """Preprocessor constants of one variant of scan.cu or scan_split.cu."""
     return {
         "CU_INT64": int(variant.int64_offsets),
         "STATE_BF16": int(variant.bf16_state),
         "TRACK": int(variant.track),
+        "BUFFERS_APART": int(params.scan_buffers == "apart"),
+        "STATE_AHEAD": int(params.scan_state_ahead),
     }

@@ -41,6 +41,10 @@ def bounded_rows(direct: bool) -> PrefillCostModel:
     return replace(ROW.params, bounded_rows="direct" if direct else "centred")
 
 
+APART = replace(ROW.params, scan_buffers="apart", scan_state_ahead=True)
+"""The shipped parameters with the scan's buffers handed on apart."""
+
+
 def segmented_row(segment_chunks: int) -> KernelPath:
     """The table's row, on for every sequence of more than one segment."""
     params = SegmentedParams(segment_chunks, segment_chunks + 1, 1 << 20, ROW.params)
@@ -59,13 +63,14 @@ def use_two_stages(
     gate: str = "softplus",
     beta: str = "sigmoid",
     l2norm: bool = True,
-    direct_rows: bool = False,
+    params: PrefillCostModel = ROW.params,
     segment_chunks: int = 0,
     track: bool = False,
 ) -> None:
     """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s.
 
     Args:
+        params: of the table's row, which choose among the kernels' variants.
         track: for calls that ask for states inside of their sequences.
     """
     variant = Variant(
@@ -73,15 +78,15 @@ def use_two_stages(
     )
     polls = {"MAX_POLLS": max_polls}
     name = "scan_split" if split else "scan"
-    defines = pipeline.scan_defines(variant) | polls
+    defines = pipeline.scan_defines(variant, params) | polls
     if segment_chunks:
         scan_params = segmented.SEGMENT_PARAMS
-        defines = segmented.segment_defines(False, False) | polls
+        defines = segmented.segment_defines(False, False, params) | polls
     intra = HostKernel(
         sources / "intra_chunk.cu",
         "intra_chunk",
         pipeline.INTRA_PARAMS,
-        pipeline.intra_defines(variant, 2, bounded_rows(direct_rows)) | polls,
+        pipeline.intra_defines(variant, 2, params) | polls,
     )
     scan = HostKernel(
         sources / f"{name}.cu",
@@ -129,21 +134,20 @@ def run_prefill(
     scratch: Scratch | None = None,
     segment_chunks: int = 0,
     in_pool: bool = False,
-    direct_rows: bool = False,
+    params: PrefillCostModel = ROW.params,
     **model: Any,
 ) -> None:
     """Makes a case, runs it on the kernels and compares.
 
     Args:
         segment_chunks: of the segments that sequences are scanned by; 0 scans them whole.
-        direct_rows: the variant of a bounded gate that the table may choose.
+        params: of the table's row.
         in_pool: states are overwritten in a pool.
         sources: of the kernels.
         scan_params: by which the scan finds its arguments.
         max_polls: looks before a kernel gives up.
     """
     of_kernels = {name: model[name] for name in ("gate", "beta", "l2norm") if name in model}
-    of_kernels["direct_rows"] = direct_rows
     use_two_stages(
         monkeypatch,
         seed,
@@ -153,6 +157,7 @@ def run_prefill(
         scan_params=scan_params,
         max_polls=max_polls,
         segment_chunks=segment_chunks,
+        params=params,
         **of_kernels,
     )
     cpu = Backend("kernels", torch.device("cpu"))

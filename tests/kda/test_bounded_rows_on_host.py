@@ -49,7 +49,7 @@ def test_errors_are_no_larger_than_those_of_centred_rows(
     want_o, want_state = case.expected()
     errors = []
     for direct in (False, True):
-        use_two_stages(monkeypatch, seed, gate="bounded", direct_rows=direct)
+        use_two_stages(monkeypatch, seed, gate="bounded", params=bounded_rows(direct))
         o, state = run_case(case)
         assert_result(case, o, state)
         errors.append((relative_error(o[0], want_o), relative_error(state, want_state)))
@@ -60,7 +60,7 @@ def test_errors_are_no_larger_than_those_of_centred_rows(
 
 def test_no_row_looks_ahead(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Later gates are pushed to the bound and to none."""
-    use_two_stages(monkeypatch, seed, gate="bounded", direct_rows=True)
+    use_two_stages(monkeypatch, seed, gate="bounded", params=bounded_rows(True))
     case = case_of(seed, (64,), gate="bounded", heads=1)
     assert_causal(case, run_case, (4, 27, 46))
 
@@ -69,7 +69,7 @@ def test_one_launch_has_the_bits_of_the_two_stages(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     case = case_of(seed, (27, 3), gate="bounded", heads=1, regime="long")
-    use_two_stages(monkeypatch, seed, gate="bounded", direct_rows=True)
+    use_two_stages(monkeypatch, seed, gate="bounded", params=bounded_rows(True))
     want = run_case(case)
     use_one_launch(monkeypatch, seed)
     row = dataclasses.replace(ON, params=dataclasses.replace(ON.params, bounded_rows="direct"))
@@ -96,7 +96,13 @@ def test_mistakes_are_seen(
     sources = plant(pipeline.KERNELS, tmp_path, "scores.cuh", right, wrong)
     with pytest.raises(AssertionError, match=r"(output|state).* is off by"):
         run_prefill(
-            monkeypatch, seed, (40,), sources=sources, gate="bounded", heads=1, direct_rows=True
+            monkeypatch,
+            seed,
+            (40,),
+            sources=sources,
+            gate="bounded",
+            heads=1,
+            params=bounded_rows(True),
         )
 
 

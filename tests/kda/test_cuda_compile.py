@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from kda_backend.prefill import two_stage_sm90 as prefill
 from kda_backend.prefill.arguments_sm90 import Variant
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
-from tests.kda.prefill_on_host import bounded_rows
+from tests.kda.prefill_on_host import APART, ROW, bounded_rows
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 REPORT = Path(__file__).parent / "cuda_report.json"
@@ -57,19 +59,26 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
                 rows = f"{gate.name.lower()}{', direct rows' * direct}"
                 name = f"intra_chunk {rows}, {ctas} CTAs per SM"
                 yield name, (source, prefill.INTRA_PARAMS, defines)
+        staggered = replace(ROW.params, intra_stagger_ns=4000)
+        defines = prefill.intra_defines(variant_of(), ctas, staggered)
+        name = f"intra_chunk softplus, staggered, {ctas} CTAs per SM"
+        yield name, (prefill.KERNELS / "intra_chunk.cu", prefill.INTRA_PARAMS, defines)
         for taps in (FP32, BF16):
             defines = conv_sm90.conv_defines(variant_of(), ctas, bounded_rows(False), taps)
             name = f"intra_chunk softplus, convolution, {str(taps)[6:]} taps, {ctas} CTAs per SM"
             yield name, (prefill.KERNELS / "intra_chunk.cu", conv_sm90.CONV_PARAMS, defines)
     for name in ("scan", "scan_split"):
-        for track in (False, True):
-            defines = prefill.scan_defines(variant_of(track=track))
+        for track, apart in itertools.product((False, True), (False, True)[: 1 + (name == "scan")]):
+            defines = prefill.scan_defines(variant_of(track=track), APART if apart else ROW.params)
             source = prefill.KERNELS / f"{name}.cu"
-            yield f"{name}{', tracking' * track}", (source, prefill.SCAN_PARAMS, defines)
+            label = f"{name}{', tracking' * track}{', buffers apart' * apart}"
+            yield label, (source, prefill.SCAN_PARAMS, defines)
     for name in ("segment_ends", "merge_segments", "scan", "scan_split"):
         label = f"{name}, segments" if name.startswith("scan") else name
-        defines = segmented.segment_defines(False, False)
-        yield label, (prefill.KERNELS / f"{name}.cu", segmented.SEGMENT_PARAMS, defines)
+        for apart in (False, True)[: 1 + (name == "scan")]:
+            defines = segmented.segment_defines(False, False, APART if apart else ROW.params)
+            source = prefill.KERNELS / f"{name}.cu"
+            yield label + ", buffers apart" * apart, (source, segmented.SEGMENT_PARAMS, defines)
 
 
 def one_launch_variants() -> Iterator[tuple[str, Source]]:

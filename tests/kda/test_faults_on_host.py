@@ -50,7 +50,7 @@ def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._Kernels
         pipeline.KERNELS / f"{name}.cu",
         name,
         pipeline.SCAN_PARAMS,
-        pipeline.scan_defines(VARIANT) | FEW,
+        pipeline.scan_defines(VARIANT, ROW.params) | FEW,
         cluster_size=2 if split else 1,
         run_seed=seed,
     )

@@ -37,8 +37,8 @@ PLANTED: dict[str, Mistake] = {
         "scan.cu",
         "                          TILE_BYTES, s.full[stage]);",
         "                          TILE_BYTES - 1024, s.full[stage]);",
-        r"deadlock: .* wait at scan\.cu:\d+ `s\.full\[stage\]\.wait\(.*lacks 0 of 33 arrivals and "
-        r"1024 bytes",
+        r"deadlock: .* wait at scan_buffers\.cuh:\d+ `full\[step % STAGES\]\.wait\(.*lacks 0 of 33 "
+        r"arrivals and 1024 bytes",
     ),
     "a copy that is longer than expected": Mistake(
         "scan.cu",
@@ -115,15 +115,15 @@ PLANTED: dict[str, Mistake] = {
     ),
     "a stage that is not waited for": Mistake(
         "scan_chunk.cuh",
-        "if (before >= STAGES) s.empty[stage].wait((before / STAGES - 1) & 1);",
+        "if (before >= STAGES) empty[stage].wait((before / STAGES - 1) & 1);",
         "",
         r"race: scan_chunk\.cuh:\d+ `cp_async_cacheglobal_zfill\(.* a cp\.async writes byte ",
         {"lengths": (300,)},
     ),
     "a release of lanes that have not met": Mistake(
-        "scan.cu",
-        "            __syncwarp();\n            if (lane == 0) s.empty[stage].arrive();",
-        "            if (lane == 0) s.empty[stage].arrive();",
+        "scan_buffers.cuh",
+        "        __syncwarp();\n        if (lane == 0) empty[step % STAGES].arrive();",
+        "        if (lane == 0) empty[step % STAGES].arrive();",
         r"race: scan_chunk\.cuh:\d+ `cp_async_cacheglobal_zfill\(.* a cp\.async writes byte .*, "
         r"which scan_chunk\.cuh:\d+ .*load_shared.* reads",
         {"lengths": (300,)},
@@ -151,9 +151,9 @@ PLANTED: dict[str, Mistake] = {
         {"lengths": (5, 64), "max_polls": 300},
     ),
     "a wrong phase bit": Mistake(
-        "scan.cu",
-        "s.full[stage].wait(((before + c) / STAGES) & 1);",
-        "s.full[stage].wait(((before + c) / STAGES + 1) & 1);",
+        "scan_buffers.cuh",
+        "full[step % STAGES].wait((step / STAGES) & 1);\n        load_values(",
+        "full[step % STAGES].wait((step / STAGES + 1) & 1);\n        load_values(",
         r"race: scan_chunk\.cuh:\d+ .*(`ldmatrix_trans.*reads.*cp\.async writes|"
         r"a cp\.async writes.*`ldmatrix_trans.* reads); nothing orders",
     ),

@@ -117,17 +117,10 @@ __device__ __forceinline__ void fetch_all_values(const Params& p, Shared& s, con
         fetch_own_values(p, s, task, at, half, c);
 }
 // A value row of the state for each thread.
-__device__ __forceinline__ void prefetch_state(const Params& p, const Task& task,
-                                               const Halves& halves) {
-    const States& x = p.state_in;
+__device__ __forceinline__ void prefetch_states(const Params& p, const Task& task,
+                                                const Halves& halves) {
     const int v = 64 * halves.first + threadIdx.x;
-    const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
-    if (!x.ptr || slot < 0 || x.stride_k != 1 || v >= 64 * halves.end) return;
-    constexpr int BYTES = STATE_BF16 ? 2 : 4;
-    const char* row = static_cast<const char*>(x.ptr) +
-                      (slot * x.stride_n + task.head * x.stride_h + v * x.stride_v) * BYTES;
-#pragma unroll
-    for (int i = 0; i < D * BYTES; i += 128) prefetch_l2(row + i);
+    if (v < 64 * halves.end) prefetch_state_row(p, task, v);
 }
 // The leader finds out about the next task in two steps.
 __device__ __forceinline__ void find_sequence(const Params& p, Shared& s, int number) {
@@ -353,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) one_launch(const P
         const Halves halves(p, number);
         const Lane at;
         const int next = number + gridDim.x;
-        if (p.prefetch_state) prefetch_state(p, task, halves);
+        if (p.prefetch_state) prefetch_states(p, task, halves);
         fetch_all_values(p, s, task, at, halves, 0);
         run_task(p, s, task, halves, next);
         if (task.chunks == 0) hand_on(p, task, at, halves);

@@ -14,6 +14,8 @@
 //                                      store o        <-  written
 //     empty            empty        <-
 //
+// This is the way of joint buffers; scan_buffers.cuh also has those that are handed on apart.
+//
 // A wgmma with A in registers keeps its warps from issuing anything else, so one warpgroup
 // multiplies while the other packs, loads and stores, and a tile is fetched once for both. Three
 // stages of tiles and values are on their way.
@@ -22,22 +24,18 @@
 // the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
 //
 // Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (states of chunks
-// or snapshots are asked for); SEGMENTS (segments.cuh), not with TRACK.
+// or snapshots are asked for); SEGMENTS (segments.cuh), not with TRACK; BUFFERS_APART
+// (scan_buffers.cuh); STATE_AHEAD (a task's state is asked for in the L2 cache when it is taken).
 
+#ifndef STATE_AHEAD
+#define STATE_AHEAD 0
+#endif
 static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
 static constexpr bool STATES_HAVE_PAIRS = false;
-#include "scan_chunk.cuh"
+#include "scan_buffers.cuh"
 #include "scan_task.cuh"
 
-static constexpr int STAGES = 3;
-
-struct __align__(1024) Shared {
-    unsigned char stage[STAGES][TILE_BYTES];
-    unsigned char v[STAGES][C * PITCH];  // then the output
-    float chunk_decays[STAGES][D];
-    ClusterTransactionBarrier full[STAGES];
-    ClusterBarrier empty[STAGES];
-    ClusterBarrier written[STAGES][2];  // the output of a half of the value rows
+struct __align__(1024) Shared : Buffers {
     TaskQueue tasks;
 };
 // Read by the host from the compiled kernel.
@@ -57,6 +55,10 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane
         if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // who waits needs the launch's number
         if (over) break;
         const Task task(p, number, 0);
+        if (STATE_AHEAD) {
+#pragma unroll 1
+            for (int v = lane; v < D; v += 32) prefetch_state_row(p, task, v);
+        }
         TileFlags flags(p, task, launch);
         for (int c = 0; c < task.chunks; ++c, ++before) {
             const int stage = before % STAGES;
@@ -81,15 +83,12 @@ __device__ __forceinline__ void store_outputs(const Params& p, Shared& s, int ha
         const int row = lane / 8, piece = lane % 8;
         u16* to = output_of(p, task, row, piece);
         for (int c = 0; c < task.chunks; ++c, ++before) {
-            const int stage = before % STAGES;
-            s.written[stage][half].wait((before / STAGES) & 1);
-            u32 from = values_at(cast_smem_ptr_to_uint(s.v[stage]) + 128 * half, row, piece);
+            u32 from = values_at(s.written_output(before, half), row, piece);
             const int rows = task.rows(c) - row;
 #pragma unroll 1
             for (int i = 0; i < C; i += 16, from += 16 * PITCH, to += 16 * p.o.stride_t)
                 store_output<4>(to, p.o.stride_t, rows - i, from, [] {});
-            __syncwarp();
-            if (lane == 0) s.empty[stage].arrive();
+            s.free_output(before, half, lane);
         }
     }
 }
@@ -102,17 +101,13 @@ __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half,
         float state[64], e[32], o[32];
         u32 operand[8][4], e_operand[4][4];
         read_state(p, task, at, state);
-        auto load_chunk = [&](int c) {
-            const int stage = (before + c) % STAGES;
-            s.full[stage].wait(((before + c) / STAGES) & 1);
-            load_values(e, cast_smem_ptr_to_uint(s.v[stage]) + 128 * half, at);
-        };
-        if (task.chunks) load_chunk(0);
+        if (task.chunks) s.take_values(e, before, half, at);
         for (int c = 0; c < task.chunks; ++c) {
-            const int stage = (before + c) % STAGES;
+            const int step = before + c, stage = step % STAGES;
             const u32 base = cast_smem_ptr_to_uint(s.stage[stage]);
             if (TRACK) track_state(p, task, at, state, c);
             round_to_operand(operand, state);
+            s.wait_for_tile(step);
             warpgroup_fence_operand(e);
             warpgroup_arrive();
             add_state_product(e, operand, base + K_IN * BLOCK_BYTES, true);
@@ -127,13 +122,12 @@ __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half,
             add_error_keys(state, e_operand, base + K_OUT * BLOCK_BYTES);
             add_state_product(o, operand, base + Q_IN * BLOCK_BYTES, false);
             add_error_scores(o, e_operand, base + A_QK * BLOCK_BYTES);
-            if (c + 1 < task.chunks) load_chunk(c + 1);
+            if (c + 1 < task.chunks) s.take_values(e, step + 1, half, at);
             warpgroup_wait<0>();
             warpgroup_fence_operand(state);
             warpgroup_fence_operand(o);
-            // these values are this warp's own, and have been read
-            write_output(o, p.scale, cast_smem_ptr_to_uint(s.v[stage]) + 128 * half, at);
-            if (at.lane == 0) s.written[stage][half].arrive();
+            write_output(o, p.scale, s.take_output(step, half, at), at);
+            s.hand_on_output(step, half, at);
         }
         before += task.chunks;
         if (TRACK) track_state(p, task, at, state, task.chunks);
@@ -144,13 +138,7 @@ __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half,
 extern "C" __global__ void __launch_bounds__(384, 1) scan(const Params p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
     if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < STAGES; ++i) {
-            s.full[i].init(1 + 32);  // the tile's bytes, and each lane's values
-            s.empty[i].init(2);      // both halves of the output have been stored
-            s.written[i][0].init(4);
-            s.written[i][1].init(4);
-        }
+        s.init();
         s.tasks.init(11);  // all warps but the one that posts
         fence_barrier_init();
     }
@@ -169,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) scan(const Params p) {
                 const Task task(p, number, 0);
                 wait_for_start(p, task, 8, at.lane);
                 s.tasks.start(turn, at.lane);
-                fetch_values<STAGES>(p, s, task, at.lane, before);
+                s.fetch_values_of(p, task, at.lane, before);
             }
         } else {
             store_outputs(p, s, at.warp - 1, at.lane);

@@ -147,21 +147,23 @@ __device__ __forceinline__ void store_output(u16* to, i64 stride, int rows, u32 
 
 // One warp's loop over a task's values: 64 rows of v of each chunk, zeros after the sequence's end.
 // ``before``: chunks of the tasks before; stages take turns over all of them.
-template <int STAGES, typename S>
-__device__ __forceinline__ void fetch_values(const Params& p, S& s, const Task& task, int lane,
-                                             int& before) {
+template <int STAGES, typename Full>
+__device__ __forceinline__ void fetch_values(const Params& p,
+                                             unsigned char (&v)[STAGES][C * PITCH],
+                                             Full (&full)[STAGES], ClusterBarrier (&empty)[STAGES],
+                                             const Task& task, int lane, int& before) {
     constexpr int PIECES = ROW_BYTES / 16, STEP = 32 / PIECES;  // rows at once
     const int row = lane / PIECES, piece = lane % PIECES;
     const u16* from = static_cast<const u16*>(p.v.ptr) + (task.begin + row) * p.v.stride_t +
                       task.head * p.v.stride_h + 64 * task.half + 8 * piece;
     for (int c = 0; c < task.chunks; ++c, ++before) {
         const int stage = before % STAGES;
-        if (before >= STAGES) s.empty[stage].wait((before / STAGES - 1) & 1);
-        const u32 to = values_at(cast_smem_ptr_to_uint(s.v[stage]), row, piece);
+        if (before >= STAGES) empty[stage].wait((before / STAGES - 1) & 1);
+        const u32 to = values_at(cast_smem_ptr_to_uint(v[stage]), row, piece);
         const int rows = task.rows(c) - row;
 #pragma unroll 8
         for (int i = 0; i < C; i += STEP, from += STEP * p.v.stride_t)
             cp_async_cacheglobal_zfill(to + i * PITCH, from, i < rows);
-        cpasync_barrier_arrive_noinc(s.full[stage]);
+        cpasync_barrier_arrive_noinc(full[stage]);
     }
 }

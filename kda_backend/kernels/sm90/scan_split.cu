@@ -232,7 +232,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
                 const Task task = task_of(p, number);
                 wait_for_start(p, task, 4, at.lane);
                 s.tasks.start(turn, at.lane);
-                fetch_values<STAGES>(p, s, task, at.lane, before);
+                fetch_values(p, s.v, s.full, s.empty, task, at.lane, before);
             }
         }
         if (threadIdx.x % 128 == 0) finish_scan_cta(p);

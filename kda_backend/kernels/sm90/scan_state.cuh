@@ -37,6 +37,17 @@ __device__ __forceinline__ void each_state(const Lane& at, F f) {
             f(4 * n + e, 16 * at.warp + at.r + 8 * (e / 2), 8 * n + 2 * at.t + e % 2);
 }
 
+// Asks for a value row of the state before the sequence in the L2 cache.
+__device__ __forceinline__ void prefetch_state_row(const Params& p, const Task& task, int v) {
+    const States& x = p.state_in;
+    const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
+    if (!x.ptr || slot < 0 || x.stride_k != 1) return;
+    constexpr int BYTES = STATE_BF16 ? 2 : 4;
+    const char* row = static_cast<const char*>(x.ptr) +
+                      (slot * x.stride_n + task.head * x.stride_h + v * x.stride_v) * BYTES;
+#pragma unroll
+    for (int i = 0; i < D * BYTES; i += 128) prefetch_l2(row + i);
+}
 // The state before the sequence.
 __device__ __forceinline__ void read_initial_state(const Params& p, const Task& task,
                                                    const Lane& at, float (&state)[64]) {

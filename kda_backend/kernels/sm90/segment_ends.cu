@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) segment_ends(const Params p
             else if (at.warp == 3 && task.is_transition)
                 fetch_no_values(s, task, before);
             else if (at.warp == 3)
-                fetch_values<STAGES>(p, s, task, at.lane, before);
+                fetch_values(p, s.v, s.full, s.empty, task, at.lane, before);
         }
         if (threadIdx.x % 128 == 0) wait_on_dependent_grids();
     } else {

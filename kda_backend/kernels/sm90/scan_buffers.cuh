@@ -1,0 +1,133 @@
+// The buffers of a scan CTA (scan.cu) and the barriers at which its warps hand them on.
+//
+// A step is a chunk of one of the CTA's tasks, counted over all of them. Joint buffers: a stage has a
+// tile, values and then, in the values' place, the output; it is free when the output has been
+// stored. So three steps last at least as long as a tile's way here, a step and a store together.
+// With BUFFERS_APART a stage has a tile alone and is free after its last product, values have two
+// buffers, free as soon as they are accumulators, and the output has one.
+#pragma once
+
+#include "scan_chunk.cuh"
+
+#ifndef BUFFERS_APART
+#define BUFFERS_APART 0
+#endif
+
+static constexpr int STAGES = 3;
+static constexpr int CONSUMERS = 8;  // warps
+
+#if BUFFERS_APART
+
+struct Buffers {
+    static constexpr int VALUE_STAGES = 2;
+
+    unsigned char stage[STAGES][TILE_BYTES];
+    unsigned char v[VALUE_STAGES][C * PITCH];
+    unsigned char out[C * PITCH];
+    float chunk_decays[STAGES][D];
+    ClusterTransactionBarrier full[STAGES];
+    ClusterBarrier empty[STAGES];
+    ClusterBarrier values_full[VALUE_STAGES], values_empty[VALUE_STAGES];
+    ClusterBarrier written[2], stored[2];  // the output of a half of the value rows
+
+    __device__ __forceinline__ void init() {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) {
+            full[i].init(1);  // the tile's bytes
+            empty[i].init(CONSUMERS);
+        }
+#pragma unroll
+        for (int i = 0; i < VALUE_STAGES; ++i) {
+            values_full[i].init(32);  // each lane's
+            values_empty[i].init(CONSUMERS);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            written[i].init(4);
+            stored[i].init(1);
+        }
+    }
+    __device__ __forceinline__ void fetch_values_of(const Params& p, const Task& task, int lane,
+                                                    int& step) {
+        fetch_values(p, v, values_full, values_empty, task, lane, step);
+    }
+    // By each lane of a consumer: e = v^T of a half of the value rows, when they are there.
+    __device__ __forceinline__ void take_values(float (&e)[32], int step, int half,
+                                                const Lane& at) {
+        const int i = step % VALUE_STAGES;
+        values_full[i].wait((step / VALUE_STAGES) & 1);
+        load_values(e, cast_smem_ptr_to_uint(v[i]) + 128 * half, at);
+        __syncwarp();
+        if (at.lane == 0) values_empty[i].arrive();
+    }
+    __device__ __forceinline__ void wait_for_tile(int step) {
+        full[step % STAGES].wait((step / STAGES) & 1);
+    }
+    // By a consumer when it has read a step's tile: the output's buffer, when the step before has left it.
+    __device__ __forceinline__ u32 take_output(int step, int half, const Lane& at) {
+        __syncwarp();
+        if (at.lane == 0) empty[step % STAGES].arrive();
+        if (step > 0) stored[half].wait((step - 1) & 1);
+        return cast_smem_ptr_to_uint(out) + 128 * half;
+    }
+    __device__ __forceinline__ void hand_on_output(int step, int half, const Lane& at) {
+        if (at.lane == 0) written[half].arrive();
+    }
+    // By a warp that stores the output.
+    __device__ __forceinline__ u32 written_output(int step, int half) {
+        written[half].wait(step & 1);
+        return cast_smem_ptr_to_uint(out) + 128 * half;
+    }
+    __device__ __forceinline__ void free_output(int step, int half, int lane) {
+        __syncwarp();
+        if (lane == 0) stored[half].arrive();
+    }
+};
+
+#else
+
+struct Buffers {
+    unsigned char stage[STAGES][TILE_BYTES];
+    unsigned char v[STAGES][C * PITCH];  // then the output
+    float chunk_decays[STAGES][D];
+    ClusterTransactionBarrier full[STAGES];
+    ClusterBarrier empty[STAGES];
+    ClusterBarrier written[STAGES][2];  // the output of a half of the value rows
+
+    __device__ __forceinline__ void init() {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) {
+            full[i].init(1 + 32);  // the tile's bytes, and each lane's values
+            empty[i].init(2);      // both halves of the output have been stored
+            written[i][0].init(4);
+            written[i][1].init(4);
+        }
+    }
+    __device__ __forceinline__ void fetch_values_of(const Params& p, const Task& task, int lane,
+                                                    int& step) {
+        fetch_values(p, v, full, empty, task, lane, step);
+    }
+    __device__ __forceinline__ void take_values(float (&e)[32], int step, int half,
+                                                const Lane& at) {
+        full[step % STAGES].wait((step / STAGES) & 1);
+        load_values(e, cast_smem_ptr_to_uint(v[step % STAGES]) + 128 * half, at);
+    }
+    __device__ __forceinline__ void wait_for_tile(int) {}  // it came with the values
+    // In place of values that are this warp's own, and have been read.
+    __device__ __forceinline__ u32 take_output(int step, int half, const Lane&) {
+        return cast_smem_ptr_to_uint(v[step % STAGES]) + 128 * half;
+    }
+    __device__ __forceinline__ void hand_on_output(int step, int half, const Lane& at) {
+        if (at.lane == 0) written[step % STAGES][half].arrive();
+    }
+    __device__ __forceinline__ u32 written_output(int step, int half) {
+        written[step % STAGES][half].wait((step / STAGES) & 1);
+        return cast_smem_ptr_to_uint(v[step % STAGES]) + 128 * half;
+    }
+    __device__ __forceinline__ void free_output(int step, int half, int lane) {
+        __syncwarp();
+        if (lane == 0) empty[step % STAGES].arrive();
+    }
+};
+
+#endif
