@@ -1,5 +1,5 @@
-"""What the tables may turn on in the Hopper prefill, on the GPU: direct rows of a bounded gate, and
-a layer's convolution inside the kernel."""
+"""What the tables may turn on in the Hopper prefill, on the GPU: direct rows of a bounded gate, a
+layer's convolution inside the kernel, the scan's buffers apart and intra-chunk CTAs in turn."""
 
 from __future__ import annotations
 
@@ -49,6 +49,35 @@ def test_direct_rows(seed: int, regime: str, lengths: tuple[int, ...]) -> None:
         selection=selection_with(case.shape, bounded_rows="direct"),
     )
     assert_result(case, o, state)
+
+
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_buffers_apart_and_ctas_in_turn(seed: int, regime: str, gate: str) -> None:
+    """As many tiles as CTAs take in turns, by the schedules that have whole heads scanned; the bits
+    are those of the table's row."""
+    model: dict[str, Any] = {"heads": 32, "key_dim": 128, "value_dim": 128, "regime": regime}
+    case = make_case(seed, (1500, 65, 0, 3), gate=gate, device="cuda", **model)
+    forms = (
+        {},
+        {"scan_buffers": "apart", "scan_state_ahead": True},
+        {"scan_buffers": "apart", "intra_stagger_ns": 2500},
+    )
+    found = [
+        chunk_kda(
+            *case.tokens,
+            **case.options(),
+            cu_seqlens=case.cu_seqlens,
+            initial_state=case.state,
+            output_final_state=True,
+            state_v_first=True,
+            selection=selection_with(case.shape, **params),
+        )
+        for params in forms
+    ]
+    assert_result(case, *found[0])
+    for o, state in found[1:]:
+        assert torch.equal(o, found[0][0]) and torch.equal(state, found[0][1])
 
 
 @pytest.mark.parametrize("taps", [torch.float32, torch.bfloat16])
