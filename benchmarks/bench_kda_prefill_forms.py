@@ -64,7 +64,9 @@ SEGMENT_CHUNKS = (8, 16, 32, 64)
 SCAN = [(h, [n], "softplus") for n in (8192, 32768) for h in (32, 16, 8, 4)]
 SCAN += [(h, [1024] * 8, gate) for gate in ("softplus", "bounded") for h in (32, 64)]
 SCAN += [(32, [128] * 64, "softplus"), (32, [32] * 256, "softplus"), (32, [64], "softplus")]
-APART = {"scan_buffers": "apart", "scan_state_ahead": True}
+APART = {"scan_buffers": "apart"}
+EARLY = APART | {"scan_output_early": True}
+AHEAD = EARLY | {"scan_state_ahead": True}
 LARGEST_CHECKED = 8192  # tokens
 
 
@@ -100,9 +102,9 @@ def selections(heads: int, *, bounded_gate: bool = False) -> dict[str, KdaSelect
 
 
 def scan_forms(heads: int, lengths: list[int], gate: str) -> dict[str, KdaSelection]:
-    """By form: what the shipped row does (``in use``), then the two stages with buffers of the scan
-    apart, also with states asked for early, also scheduled for shorter steps, with intra-chunk
-    CTAs that begin in turn, and all of these; for few heads segments, in use and apart."""
+    """By form: what the shipped row does (``in use``); the two stages with scan buffers apart,
+    then also outputs early, states ahead and a schedule for shorter steps; with intra-chunk CTAs in
+    turn; and all of these. For few heads segments, in use and early."""
     target = detect_target()
     shape = KdaShape(heads, heads, DIM, DIM, bounded_gate=gate == "bounded")
     chosen = select(target, shape)
@@ -116,18 +118,19 @@ def scan_forms(heads: int, lengths: list[int], gate: str) -> dict[str, KdaSelect
 
     found = {
         "in use": chosen.with_path(row),
-        "apart": of(scan_buffers="apart"),
-        "apart, ahead": of(**APART),
-        "apart, ahead, 1450": of(**APART, scan_step_ns=1450),
+        "apart": of(**APART),
+        "early": of(**EARLY),
+        "early, ahead": of(**AHEAD),
+        "early, ahead, 1450": of(**AHEAD, scan_step_ns=1450),
         "in turn": of(intra_stagger_ns=2500),
-        "all": of(**APART, scan_step_ns=1450, intra_stagger_ns=2500),
+        "all": of(**AHEAD, scan_step_ns=1450, intra_stagger_ns=2500),
     }
     if heads <= 8 and max(lengths) > LARGEST_CHECKED:
         segments: Any = rows["segmented_sm90"]
-        apart = dataclasses.replace(segments.params.cost_model, **APART)
-        params = dataclasses.replace(segments.params, cost_model=apart)
+        early = dataclasses.replace(segments.params.cost_model, **EARLY)
+        params = dataclasses.replace(segments.params, cost_model=early)
         found["segments"] = chosen.with_path(segments)
-        found["segments, apart"] = chosen.with_path(dataclasses.replace(segments, params=params))
+        found["segments, early"] = chosen.with_path(dataclasses.replace(segments, params=params))
     return found
 
 
@@ -260,7 +263,8 @@ def scan_sources() -> list[Source]:
     rows: Any = {row.name: row for row in load_table(TABLES, detect_target()).rows}
     base = rows["two_stage_sm90"].params
     in_turn = dataclasses.replace(base, intra_stagger_ns=2500)
-    scans = [dataclasses.replace(base, **x) for x in ({}, {"scan_buffers": "apart"}, APART)]
+    forms: tuple[dict[str, Any], ...] = ({}, APART, EARLY, AHEAD)
+    scans = [dataclasses.replace(base, **form) for form in forms]
     found: list[Source] = []
     for gate in (Gate.SOFTPLUS, Gate.BOUNDED):
         variant = Variant(gate, Beta.SIGMOID, True, torch.bfloat16, False, False, False)
@@ -271,7 +275,7 @@ def scan_sources() -> list[Source]:
                 found.append(("one_launch", one_launch_defines(rows_of_chunk, ctas, variant, base)))
     for params, name in itertools.product(scans, ("scan", "scan_split")):
         found.append((name, two_stage_sm90.scan_defines(variant, params)))
-    for params in (base, scans[-1]):
+    for params in (base, scans[2]):
         of_segments = segmented_sm90.segment_defines(False, False, params)
         for name in ("segment_ends", "merge_segments", "scan", "scan_split"):
             found.append((name, of_segments))

@@ -119,6 +119,8 @@ class PrefillCostModel:
             (`kda_backend.prefill.conv_sm90`), not by a launch of its own.
         scan_buffers: shared memory of the scan of whole heads (scan.cu): ``joint`` frees a tile,
             values and output of a chunk at once, ``apart`` each as soon as it has been read.
+        scan_output_early: with ``apart``, the same scan makes a chunk's output before the state,
+            whose product then passes beside the output's way to shared memory.
         scan_state_ahead: the same scan asks for a task's state in the L2 cache when it takes it.
         intra_stagger_ns: CTAs of the intra-chunk stage begin so long after the one before them on
             their SM, where the scan does not wait for that SM; 0, or multiples of 500.
@@ -139,6 +141,7 @@ class PrefillCostModel:
     bounded_rows: BoundedRows = "centred"
     fused_conv: bool = False
     scan_buffers: ScanBuffers = "joint"
+    scan_output_early: bool = False
     scan_state_ahead: bool = False
     intra_stagger_ns: int = 0
 
@@ -148,6 +151,11 @@ class PrefillCostModel:
         if self.one_launch_max_tokens < 0:
             raise ValueError(
                 f"one_launch_max_tokens must not be negative, got {self.one_launch_max_tokens}"
+            )
+        if self.scan_output_early and self.scan_buffers != "apart":
+            raise ValueError(
+                "scan_output_early must be false unless scan_buffers is 'apart', got "
+                f"{self.scan_buffers!r}"
             )
         if self.intra_stagger_ns < 0 or self.intra_stagger_ns % 500:
             raise ValueError(

@@ -204,4 +204,5 @@ def segment_defines(
         "TRACK": 0,
         "SEGMENTS": 1,
         "BUFFERS_APART": int(params.scan_buffers == "apart"),
+        "OUTPUT_EARLY": int(params.scan_output_early),
     }

@@ -294,5 +294,6 @@ def scan_defines(variant: Variant, params: PrefillCostModel) -> dict[str, int]:
         "STATE_BF16": int(variant.bf16_state),
         "TRACK": int(variant.track),
         "BUFFERS_APART": int(params.scan_buffers == "apart"),
+        "OUTPUT_EARLY": int(params.scan_output_early),
         "STATE_AHEAD": int(params.scan_state_ahead),
     }

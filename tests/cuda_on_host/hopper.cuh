@@ -252,11 +252,10 @@ INLINE void wgmma_m64n128k16_f16_rs_mn(float (&c)[64], const u32 (&a)[4], u64 b)
     host::wgmma(c, with_b(128, true, a, b, true));
 }
 INLINE void warpgroup_arrive() { host::wgmma_arrive(); }
-INLINE void warpgroup_commit_batch() {}
+INLINE void warpgroup_commit_batch() { host::wgmma_commit(); }
 template <int PENDING>
 INLINE void warpgroup_wait() {
-    static_assert(PENDING == 0);
-    host::wgmma_wait();
+    host::wgmma_wait(PENDING);
 }
 template <int N>
 INLINE void warpgroup_fence_operand(float (&)[N]) {}

@@ -55,7 +55,8 @@ struct Cta {
 enum class State { READY, WARP, PRODUCTS, BARRIER, CTA, NAMED, CLUSTER, GRID, DONE };
 struct Registers {  // of a wgmma that is not over
     const unsigned char *begin, *end;
-    bool written;  // by it; else read
+    bool written;     // by it; else read
+    uint32_t number;  // of the last such wgmma of the warp
     const void* place;
 };
 struct Fiber {
@@ -78,6 +79,7 @@ struct Fiber {
 
     uint32_t arrives = 0;  // warpgroup_arrive so far
     std::vector<Registers> registers;
+    std::vector<uint32_t> groups;  // wgmma that its warp had begun at each commit, from the last wait on
     ucontext_t context;
     jmp_buf jump;
     unsigned char* stack = nullptr;  // and after it, by words: ``arrives`` at the last write

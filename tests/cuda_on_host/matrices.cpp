@@ -154,13 +154,16 @@ static void multiply(const std::vector<Registered>& lanes, unsigned char* memory
         }
     }
 }
-static void run_products(Warp& warp) {
-    auto products = std::move(warp.products);
-    warp.products.clear();
-    for (auto& product : products) product();
+// Those of a warp's products that are not over, up to the ``last`` that it has begun.
+static void run_products(Warp& warp, uint32_t last) {
+    auto& products = warp.products;
+    const uint32_t over = warp.begun - products.size();
+    const size_t count = std::min<size_t>(products.size(), last > over ? last - over : 0);
+    for (size_t i = 0; i < count; ++i) products[i]();
+    products.erase(products.begin(), products.begin() + count);
 }
 // Registers have to lie still: from the last warpgroup_arrive on, until the wait.
-static void take_registers(Fiber& f, const void* p, size_t bytes, bool written,
+static void take_registers(Fiber& f, const void* p, size_t bytes, bool written, uint32_t number,
                            const void* place) {
     const auto* begin = static_cast<const unsigned char*>(p);
     const auto* shadow = reinterpret_cast<const uint32_t*>(f.stack + STACK);
@@ -169,9 +172,12 @@ static void take_registers(Fiber& f, const void* p, size_t bytes, bool written,
         if (shadow[word] > f.arrives)
             fail("wgmma: registers of the wgmma at " + where(place) +
                  " have been written since the last warpgroup_arrive (" + who(f) + ")");
-    for (const Registers& r : f.registers)
-        if (r.begin == begin && r.written == written) return;
-    f.registers.push_back({begin, begin + bytes, written, place});
+    for (Registers& r : f.registers)
+        if (r.begin == begin && r.written == written) {
+            r.number = number;
+            return;
+        }
+    f.registers.push_back({begin, begin + bytes, written, number, place});
 }
 void wgmma(float* c, const Wgmma& product) {
     const void* const place = PLACE;
@@ -179,11 +185,12 @@ void wgmma(float* c, const Wgmma& product) {
     auto all = [=](void** given) {
         std::vector<Registered> lanes;
         GatheredKnowledge gathered;
+        const uint32_t begun = current->cta->warps[current->thread / 32].begun + 1;
         for (int i = 0; i < 32; ++i) {
             Fiber& f = lane_of(*current, i);
             lanes.push_back(*static_cast<Registered*>(given[i]));
-            take_registers(f, lanes[i].c, lanes[i].product.n * 2, true, place);
-            if (lanes[i].product.a) take_registers(f, lanes[i].product.a, 16, false, place);
+            take_registers(f, lanes[i].c, lanes[i].product.n * 2, true, begun, place);
+            if (lanes[i].product.a) take_registers(f, lanes[i].product.a, 16, false, begun, place);
             const uint32_t now = f.clock;
             publish(f, gathered);
             f.clock = now;
@@ -204,7 +211,7 @@ void wgmma(float* c, const Wgmma& product) {
             for (int k = 0; k < 16; k += 8) read(place_of_a(p, first + row, k));
         warp.products.push_back(
             [=, memory = cta.memory] { multiply(lanes, memory, number % 4); });
-        if (random(4) == 0) run_products(warp);
+        if (random(4) == 0) run_products(warp, warp.begun);
         for (int i = 0; i < 128; ++i)  // who waits for this warp's part
             if (Fiber& f = lane_of(*current, i - current->thread / 32 % 4 * 32);
                 f.state == State::PRODUCTS)
@@ -213,17 +220,24 @@ void wgmma(float* c, const Wgmma& product) {
     warp_collective(64, &mine, all, place);
 }
 void wgmma_arrive() { current->arrives += 1; }
+void wgmma_commit() {
+    current->groups.push_back(current->cta->warps[current->thread / 32].begun);
+}
 // Of the whole warpgroup: a warp goes on when all four have begun what it has, and all of that is
-// over.
-void wgmma_wait() {
+// over, but for the last ``pending`` groups that it has committed.
+void wgmma_wait(int pending) {
     Cta& cta = *current->cta;
     const int number = current->thread / 32, first = number / 4 * 4;
-    const uint32_t begun = cta.warps[number].begun;
+    auto& groups = current->groups;
+    if (pending > 0 && groups.size() <= size_t(pending)) return;
+    const size_t over = groups.size() - pending;
+    const uint32_t begun = pending > 0 ? groups[over - 1] : cta.warps[number].begun;
     for (int i = first; i < first + 4; ++i)
         while (cta.warps[i].begun < begun) wait(State::PRODUCTS, PLACE);
-    for (int i = first; i < first + 4; ++i) run_products(cta.warps[i]);
+    for (int i = first; i < first + 4; ++i) run_products(cta.warps[i], begun);
     current->products_known = begun;
-    current->registers.clear();
+    groups.erase(groups.begin(), pending > 0 ? groups.begin() + over : groups.end());
+    std::erase_if(current->registers, [&](const Registers& r) { return r.number <= begun; });
 }
 
 }  // namespace host

@@ -73,7 +73,8 @@ struct Wgmma {
 };
 void wgmma(float* c, const Wgmma& product);
 void wgmma_arrive();
-void wgmma_wait();
+void wgmma_commit();
+void wgmma_wait(int pending);
 
 void launch_dependents();
 void wait_on_dependents();

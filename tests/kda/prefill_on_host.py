@@ -43,6 +43,8 @@ def bounded_rows(direct: bool) -> PrefillCostModel:
 
 APART = replace(ROW.params, scan_buffers="apart", scan_state_ahead=True)
 """The shipped parameters with the scan's buffers handed on apart."""
+EARLY = replace(APART, scan_output_early=True)
+"""The same, with a chunk's output before its state."""
 
 
 def segmented_row(segment_chunks: int) -> KernelPath:

@@ -24,7 +24,7 @@ from kda_backend.prefill import two_stage_sm90 as prefill
 from kda_backend.prefill.arguments_sm90 import Variant
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
-from tests.kda.prefill_on_host import APART, ROW, bounded_rows
+from tests.kda.prefill_on_host import APART, EARLY, ROW, bounded_rows
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 REPORT = Path(__file__).parent / "cuda_report.json"
@@ -41,6 +41,8 @@ STEPS = {
     "bare": (Gate.LOG, Beta.GIVEN, False, FP32, *BARE),
     "other types": (Gate.SOFTPLUS, Beta.SIGMOID, True, BF16, *MIXED),
 }
+
+SCANS = {"": ROW.params, ", buffers apart": APART, ", output early": EARLY}
 
 Source = tuple[Path, CudaParams, dict[str, int]]
 
@@ -68,17 +70,18 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
             name = f"intra_chunk softplus, convolution, {str(taps)[6:]} taps, {ctas} CTAs per SM"
             yield name, (prefill.KERNELS / "intra_chunk.cu", conv_sm90.CONV_PARAMS, defines)
     for name in ("scan", "scan_split"):
-        for track, apart in itertools.product((False, True), (False, True)[: 1 + (name == "scan")]):
-            defines = prefill.scan_defines(variant_of(track=track), APART if apart else ROW.params)
+        forms = SCANS if name == "scan" else {"": ROW.params}
+        for track, (form, params) in itertools.product((False, True), forms.items()):
+            defines = prefill.scan_defines(variant_of(track=track), params)
             source = prefill.KERNELS / f"{name}.cu"
-            label = f"{name}{', tracking' * track}{', buffers apart' * apart}"
+            label = f"{name}{', tracking' * track}{form}"
             yield label, (source, prefill.SCAN_PARAMS, defines)
     for name in ("segment_ends", "merge_segments", "scan", "scan_split"):
         label = f"{name}, segments" if name.startswith("scan") else name
-        for apart in (False, True)[: 1 + (name == "scan")]:
-            defines = segmented.segment_defines(False, False, APART if apart else ROW.params)
+        for form, params in SCANS.items() if name == "scan" else (("", ROW.params),):
+            defines = segmented.segment_defines(False, False, params)
             source = prefill.KERNELS / f"{name}.cu"
-            yield label + ", buffers apart" * apart, (source, segmented.SEGMENT_PARAMS, defines)
+            yield label + form, (source, segmented.SEGMENT_PARAMS, defines)
 
 
 def one_launch_variants() -> Iterator[tuple[str, Source]]:

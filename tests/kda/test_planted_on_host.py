@@ -159,8 +159,8 @@ PLANTED: dict[str, Mistake] = {
     ),
     "a product that is not waited for": Mistake(
         "scan.cu",
-        "            warpgroup_wait<0>();\n            warpgroup_fence_operand(e);",
-        "            warpgroup_fence_operand(e);",
+        "warpgroup_wait<OUTPUT_EARLY ? 1 : 0>();\n            warpgroup_fence_operand(e);",
+        "warpgroup_fence_operand(e);",
         r"wgmma: scan_chunk\.cuh:\d+ .* reads registers that the wgmma begun at scan_chunk\.cuh:"
         r"\d+ .* accumulates in",
     ),

@@ -61,7 +61,7 @@ def test_buffers_apart_and_ctas_in_turn(seed: int, regime: str, gate: str) -> No
     forms = (
         {},
         {"scan_buffers": "apart", "scan_state_ahead": True},
-        {"scan_buffers": "apart", "intra_stagger_ns": 2500},
+        {"scan_buffers": "apart", "scan_output_early": True, "intra_stagger_ns": 2500},
     )
     found = [
         chunk_kda(

@@ -25,8 +25,13 @@
 //
 // Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (states of chunks
 // or snapshots are asked for); SEGMENTS (segments.cuh), not with TRACK; BUFFERS_APART
-// (scan_buffers.cuh); STATE_AHEAD (a task's state is asked for in the L2 cache when it is taken).
+// (scan_buffers.cuh); OUTPUT_EARLY (the products of the output come before that of the state, which
+// then passes beside the output's way to shared memory); STATE_AHEAD (a task's state is asked for in
+// the L2 cache when it is taken).
 
+#ifndef OUTPUT_EARLY
+#define OUTPUT_EARLY 0
+#endif
 #ifndef STATE_AHEAD
 #define STATE_AHEAD 0
 #endif
@@ -34,6 +39,7 @@ static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
 static constexpr bool STATES_HAVE_PAIRS = false;
 #include "scan_buffers.cuh"
 #include "scan_task.cuh"
+static_assert(!OUTPUT_EARLY || BUFFERS_APART, "the store of an output frees a joint stage");
 
 struct __align__(1024) Shared : Buffers {
     TaskQueue tasks;
@@ -93,6 +99,13 @@ __device__ __forceinline__ void store_outputs(const Params& p, Shared& s, int ha
     }
 }
 
+// When no product is on its way any more: the state is complete, and the tile has been read.
+__device__ __forceinline__ void finish_products(Shared& s, float (&state)[64], int step,
+                                                const Lane& at) {
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(state);
+    s.free_tile(step, at);
+}
 // A consumer warpgroup: the recurrence and the output of a half of the value rows.
 __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half, const Lane& at) {
     int before = 0;
@@ -111,23 +124,30 @@ __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half,
             warpgroup_fence_operand(e);
             warpgroup_arrive();
             add_state_product(e, operand, base + K_IN * BLOCK_BYTES, true);
+            if (OUTPUT_EARLY) add_state_product(o, operand, base + Q_IN * BLOCK_BYTES, false);
             float2 decays[16];
             load_decays(decays, s.chunk_decays[stage], at.t);
-            decay(state, decays);
-            warpgroup_wait<0>();
+            if (!OUTPUT_EARLY) decay(state, decays);
+            warpgroup_wait<OUTPUT_EARLY ? 1 : 0>();
             warpgroup_fence_operand(e);
             round_to_operand(e_operand, e);
+            // ptxas takes it to where it is above, but from there it waits for q_in's product too
+            if (OUTPUT_EARLY) decay(state, decays);
             warpgroup_fence_operand(state);
             warpgroup_arrive();
+            if (OUTPUT_EARLY) add_error_scores(o, e_operand, base + A_QK * BLOCK_BYTES);
             add_error_keys(state, e_operand, base + K_OUT * BLOCK_BYTES);
-            add_state_product(o, operand, base + Q_IN * BLOCK_BYTES, false);
-            add_error_scores(o, e_operand, base + A_QK * BLOCK_BYTES);
+            if (!OUTPUT_EARLY) {
+                add_state_product(o, operand, base + Q_IN * BLOCK_BYTES, false);
+                add_error_scores(o, e_operand, base + A_QK * BLOCK_BYTES);
+            }
             if (c + 1 < task.chunks) s.take_values(e, step + 1, half, at);
-            warpgroup_wait<0>();
-            warpgroup_fence_operand(state);
+            if (!OUTPUT_EARLY) finish_products(s, state, step, at);
+            if (OUTPUT_EARLY) warpgroup_wait<1>();
             warpgroup_fence_operand(o);
-            write_output(o, p.scale, s.take_output(step, half, at), at);
+            write_output(o, p.scale, s.take_output(step, half), at);
             s.hand_on_output(step, half, at);
+            if (OUTPUT_EARLY) finish_products(s, state, step, at);
         }
         before += task.chunks;
         if (TRACK) track_state(p, task, at, state, task.chunks);

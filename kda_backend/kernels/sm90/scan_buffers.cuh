@@ -63,10 +63,13 @@ struct Buffers {
     __device__ __forceinline__ void wait_for_tile(int step) {
         full[step % STAGES].wait((step / STAGES) & 1);
     }
-    // By a consumer when it has read a step's tile: the output's buffer, when the step before has left it.
-    __device__ __forceinline__ u32 take_output(int step, int half, const Lane& at) {
+    // By a consumer whose products have read a step's tile.
+    __device__ __forceinline__ void free_tile(int step, const Lane& at) {
         __syncwarp();
         if (at.lane == 0) empty[step % STAGES].arrive();
+    }
+    // The output's buffer, when the step before has left it.
+    __device__ __forceinline__ u32 take_output(int step, int half) {
         if (step > 0) stored[half].wait((step - 1) & 1);
         return cast_smem_ptr_to_uint(out) + 128 * half;
     }
@@ -113,8 +116,9 @@ struct Buffers {
         load_values(e, cast_smem_ptr_to_uint(v[step % STAGES]) + 128 * half, at);
     }
     __device__ __forceinline__ void wait_for_tile(int) {}  // it came with the values
+    __device__ __forceinline__ void free_tile(int, const Lane&) {}  // with the output
     // In place of values that are this warp's own, and have been read.
-    __device__ __forceinline__ u32 take_output(int step, int half, const Lane&) {
+    __device__ __forceinline__ u32 take_output(int step, int half) {
         return cast_smem_ptr_to_uint(v[step % STAGES]) + 128 * half;
     }
     __device__ __forceinline__ void hand_on_output(int step, int half, const Lane& at) {
