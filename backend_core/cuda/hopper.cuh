@@ -157,9 +157,9 @@ struct ClusterBarrier {
     }
     __device__ __forceinline__ void wait(u32 parity) {
         asm volatile(
-            "{\n.reg .pred p;\nWAIT:\n"
+            "{\n.reg .pred p;\nTRY_WAIT_AGAIN:\n"
             "mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
-            "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(address()), "r"(parity) : "memory");
+            "@p bra TRY_WAIT_DONE;\nbra TRY_WAIT_AGAIN;\nTRY_WAIT_DONE:\n}" ::"r"(address()), "r"(parity) : "memory");
     }
 };
 // Its phase also waits for the bytes of copies that complete at it.
