@@ -5,7 +5,7 @@
 `kda_backend.layer.prefill` on the packed projection and an engine's pools, half of the sequences
 with a state and a window from before. ``apart_us``: with the convolution of all channels in a
 launch of its own, ``fused_us``: with that of q and k where the tiles are made
-(`PrefillCostModel.fused_conv`). ``parts_us``: the launches by themselves. ``floor_us``: everything
+(`PrefillCostModel.fused_conv_tiles`). ``parts_us``: the launches by themselves. ``floor_us``: all
 read and written once at the copy bandwidth of the run. Both forms are compared with float64 first
 (``error``, ``apart_error``: relative L2 of the output and of the states, the larger), and the
 windows to the bit.
@@ -197,7 +197,9 @@ def forms(shape: KdaShape) -> tuple[KdaSelection, KdaSelection]:
     row: Any = next(row for row in rows if row.name == "two_stage_sm90")
     apart, fused = (
         chosen.with_path(
-            dataclasses.replace(row, params=dataclasses.replace(row.params, fused_conv=fused))
+            dataclasses.replace(
+                row, params=dataclasses.replace(row.params, fused_conv_tiles=int(fused))
+            )
         )
         for fused in (False, True)
     )

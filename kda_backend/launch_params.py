@@ -115,8 +115,9 @@ class PrefillCostModel:
         bounded_rows: how the scores of a bounded gate are made: ``centred`` for keys and queries of
             any size, ``direct`` in fewer instructions for normalised ones; those that are not
             normalised stay centred.
-        fused_conv: a layer's short convolution of q and k is made where the tiles are
-            (`kda_backend.prefill.conv_sm90`), not by a launch of its own.
+        fused_conv_tiles: a step of at least so many tiles makes a layer's short convolution of q
+            and k where the tiles are (`kda_backend.prefill.conv_sm90`), not by a launch of its own;
+            0: no step does.
         scan_buffers: shared memory of the scan of whole heads (scan.cu): ``joint`` frees a tile,
             values and output of a chunk at once, ``apart`` each as soon as it has been read.
         scan_output_early: with ``apart``, the same scan makes a chunk's output before the state,
@@ -139,7 +140,7 @@ class PrefillCostModel:
     fetch_ns: int
     one_launch_max_tokens: int = 0
     bounded_rows: BoundedRows = "centred"
-    fused_conv: bool = False
+    fused_conv_tiles: int = 0
     scan_buffers: ScanBuffers = "joint"
     scan_output_early: bool = False
     scan_state_ahead: bool = False
@@ -148,10 +149,9 @@ class PrefillCostModel:
     def __post_init__(self) -> None:
         if not self.fitted:
             raise ValueError("fitted must be true: the constants are not measured one by one")
-        if self.one_launch_max_tokens < 0:
-            raise ValueError(
-                f"one_launch_max_tokens must not be negative, got {self.one_launch_max_tokens}"
-            )
+        for name in ("one_launch_max_tokens", "fused_conv_tiles"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.scan_output_early and self.scan_buffers != "apart":
             raise ValueError(
                 "scan_output_early must be false unless scan_buffers is 'apart', got "

@@ -48,11 +48,11 @@ CONV_PARAMS = CudaParams((*INTRA_FIELDS, *_FIELDS), STRUCTS | _STRUCTS)
 def serves(
     params: PrefillCostModel, conv: ConvInputs, tokens: TokenInputs, step_plan: StepPlan
 ) -> bool:
-    """Whether a step's q and k are convolved in the kernel: the table says so, the types are the
-    kernel's, and the step is not one of short sequences, which are made in one launch."""
-    longest = step_plan.max_tokens
+    """Whether a step's q and k are convolved in the kernel: the table says so for that many tiles,
+    the types are the kernel's, and the step is not one of short sequences, made in one launch."""
+    longest, least = step_plan.max_tokens, params.fused_conv_tiles
     return (
-        params.fused_conv
+        0 < least <= step_plan.num_chunks * tokens.v.shape[2]
         and not (longest is not None and longest <= params.one_launch_max_tokens)
         and tokens.q.dtype == conv.state.dtype == torch.bfloat16
         and conv.weight.dtype in (torch.bfloat16, torch.float32)

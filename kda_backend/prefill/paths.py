@@ -82,7 +82,7 @@ def convolves(
     if path.name not in CONVOLVING:
         return False
     params = getattr(path.params, "cost_model", path.params)
-    if not params.fused_conv:
+    if not params.fused_conv_tiles:
         return False
     variant = variant_of(tokens, gate, step_plan, state, None)
     conv_sm90.load_kernels(params, tokens.q.device, variant, conv.weight.dtype)

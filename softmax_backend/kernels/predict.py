@@ -275,9 +275,9 @@ def order_rows_kernel(
     place = tl.zeros([BLOCK], tl.int32)
     for start in range(0, tiles, STEP):
         o_o = start + tl.arange(0, STEP)
-        at = rows_ptr + 4 * (base + o_o)
+        ends = rows_ptr + 4 * (base + o_o)
         inside = o_o < tiles
-        other = tl.load(at + 2, mask=inside, other=-1) - tl.load(at, mask=inside, other=0)
+        other = tl.load(ends + 2, mask=inside, other=-1) - tl.load(ends, mask=inside, other=0)
         is_first = o_o[None, :] < o_m[:, None]
         longer = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & is_first)
         place += tl.sum(longer.to(tl.int32), 1)

@@ -28,7 +28,7 @@ from tests.kda.test_layer import Model, check
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 CPU = Backend("kernels", torch.device("cpu"))
-ON = dataclasses.replace(ROW, params=dataclasses.replace(ROW.params, fused_conv=True))
+ON = dataclasses.replace(ROW, params=dataclasses.replace(ROW.params, fused_conv_tiles=1))
 # an empty sequence before another, one without a slot, windows that keep old rows
 LENGTHS, INDICES = (70, 1, 2, 0, 130, 3), (4, 1, 6, 0, 3, -1)
 INITIAL = (True, True, False, True, True, True)
@@ -225,11 +225,13 @@ def test_which_steps_are_convolved_in_the_kernel() -> None:
         return conv_sm90.serves(row, conv, rows, model.step_plan)
 
     assert serves()
-    assert not serves(fused_conv=False)
+    tiles = model.step_plan.num_chunks * rows.v.shape[2]
+    assert serves(fused_conv_tiles=tiles)
+    assert not serves(fused_conv_tiles=0)
+    assert not serves(fused_conv_tiles=tiles + 1)
     assert not serves(one_launch_max_tokens=70), "short sequences are made in one launch"
     assert not serves(conv._replace(state=conv.state.float()))
     assert not serves(conv._replace(weight=conv.weight.half()))
-    assert not ROW.params.fused_conv, "the shipped row is to be measured first"
 
 
 def test_which_sequence_begins_with_a_chunk() -> None:

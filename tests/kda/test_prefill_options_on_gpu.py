@@ -84,5 +84,5 @@ def test_buffers_apart_and_ctas_in_turn(seed: int, regime: str, gate: str) -> No
 def test_a_layer_that_convolves_in_the_kernel(seed: int, taps: torch.dtype) -> None:
     model = Model(Backend("kernels_128", torch.device("cuda")), seed, LENGTHS, heads=4, dim=128)
     model.weights = dataclasses.replace(model.weights, conv=model.weights.conv.to(taps))
-    model.selection = selection_with(model.selection.shape, fused_conv=True)
+    model.selection = selection_with(model.selection.shape, fused_conv_tiles=1)
     check(model, layer.prefill, INDICES, INITIAL)
