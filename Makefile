@@ -61,6 +61,9 @@ $(VENV)/.installed: pyproject.toml
 	    echo "install the ROCm build of torch into $(VENV) first: the one on PyPI is for CUDA"; exit 1; \
 	  elif command -v nvidia-smi >/dev/null; then $(PY) -m pip install torch; \
 	  else $(PY) -m pip install torch==2.13.0; fi; fi
+	@# tests compile the CUDA kernels with it, where torch has not brought one for a GPU
+	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+	  $(PY) -m pip install 'nvidia-cuda-nvrtc==13.0.*'; fi
 	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install triton==3.6.0
 	$(PY) -m pip install -e '.[dev]'
 	@touch $@

@@ -83,6 +83,7 @@ def main() -> int:
         *("--max-model-len", "4096", "--max-num-batched-tokens", "2048", "--max-num-seqs", "256"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--kv-cache-memory-bytes", str(memory)),
+        *("--gpu-memory-utilization", "0.1"),  # what must be free at the start, beside others
         *(("--attention-backend", args.flag) if args.flag else ()),
         *args.serve_option,
     ]

@@ -79,7 +79,7 @@ VARIANTS = {
             ' "prompt_lookup_min": 2}',
         ),
     ),
-    "fp8": Variant(  # which 0.33 takes with fp8 queries alone, the flag or not
+    "fp8": Variant(  # 0.33 asks for fp8 queries, the flag or not, and has them on Blackwell alone
         "flag, fp8 KV cache",
         (
             *("--kv-cache-dtype", "fp8"),

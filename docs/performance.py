@@ -47,10 +47,10 @@ Profiles are in [studies](studies/README.md).
 def render() -> str:
     """The page's text."""
     lines = [*kda.prefill(), *kda.accuracy(), *kda.growth(), *kda.short(), *kda.segments()]
-    lines += [*kda.decode(), *dsv4.compressor()]
+    lines += [*kda.layer(), *kda.decode(), *dsv4.compressor()]
     lines += [*softmax.mla_decode(), *softmax.mla_in_engine()]
-    lines += [*softmax.named_rows(), *block_sparse.block_sparse()]
-    lines += [*engines.default_modes(), *engines.eager_engine()]
+    lines += [*softmax.named_rows(), *block_sparse.block_sparse(), *block_sparse.forms()]
+    lines += [*engines.default_modes(), *engines.bounded_gates(), *engines.eager_engine()]
     lines += [*engines.recall(), *engines.load_test()]
     return HEAD + "\n".join(lines) + "\n" + BOUNDS
 

@@ -89,6 +89,28 @@ def orders(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def forms() -> list[str]:
+    """Forms of prediction and of the 8-bit exponent beside those that the table had."""
+    name = "sparse_forms_h200.json"
+    report = load(name)
+    titles = {"prediction": "prediction", "8-bit 0.25": "8 bit, a quarter of the blocks",
+              "8-bit dense": "8 bit, all blocks"}  # fmt: skip
+    cells = (
+        [titles[row["part"]], row["form"], *(f"{row[key]:.3f}" for key in ("ms", "again_ms"))]
+        for row in report["rows"]
+        if row["part"] in titles
+    )
+    return [
+        *section("Forms of prediction and of 8-bit attention", report, name),
+        "",
+        f"{report['shape']}, D 128, ms, timed twice; every form compared with"
+        " float64 first. *in use*: what the table had until then; what the names mean:"
+        " [families/softmax.md](families/softmax.md#forms-of-prediction-and-of-the-exponent).",
+        "",
+        *table(["", "form", "ms", "again"], cells),
+    ]
+
+
 def orders_in_words(report: dict[str, Any]) -> str:
     """The comparison of the Hilbert curve with tiles, in a sentence."""
     key = f"density_for_{report['mass']}"

@@ -24,7 +24,11 @@ _RECALL = ("recall_vllm033.json", "recall_vllm033_tp2.json", "recall_vllm033_bou
            "recall_sglang_tp2.json", "recall_sglang_mla.json")  # fmt: skip
 
 
-_LOADS = ("load_vllm033.json", "load_sglang.json")
+_LOADS = {
+    "load_vllm033.json": "",
+    "load_vllm033_small_cache.json": ", with a cache too small for its requests",
+    "load_sglang.json": "",
+}
 
 
 _WITHOUT_CUTE = [
@@ -108,10 +112,44 @@ def _where_time_goes(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def bounded_gates() -> list[str]:
+    """Kimi-K3's configuration cut to four layers: calls, and the GPU's time in KDA."""
+    name = "vllm033_bounded_gate.json"
+    report = load(name)
+    cells = (
+        [
+            row["what"],
+            f"{row['upstream_ms']:,.1f}",
+            f"{row['flag_ms']:,.1f}",
+            f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+        ]
+        for row in report["rows"]
+        if row["model"] == "k3"
+    )
+    agreed = [row for row in report["verdicts"] if row["explained"]]
+    engine = report["engine"].replace("vllm", "vLLM")
+    return [
+        *section(f"Kimi-K3's layers in {engine}, default mode", report, name),
+        "",
+        "The widths of Kimi-K3 in four layers, three of them KDA with a bounded gate, random"
+        " weights, ms. *KDA layers* and *KDA cores* are times of the GPU's kernels in a profile:"
+        " with the projections of a layer, and between them. Upstream's core is FlashKDA.",
+        "",
+        *table(["", "upstream", "with the flag", "×"], cells),
+        "",
+        "Small models of Kimi-K3's and GLM-5.3-Flash's classes: where greedy tokens of upstream and"
+        f" flag part, rounding explains it in {len(agreed)} of {len(report['verdicts'])} comparisons"
+        f" ({sum(row['partings'] for row in report['verdicts'])} partings of"
+        f" {sum(row['prompts'] for row in report['verdicts'])} prompts with random weights).",
+    ]
+
+
 def load_test() -> list[str]:
     """A server under load for minutes."""
     lines = []
-    for name in (name for name in _LOADS if is_measured(name)):
+    for name, form in _LOADS.items():
+        if not is_measured(name):
+            continue
         report = load(name)
         where = report["environment"]
         engine = next(key for key in ("vllm", "sglang") if key in where)
@@ -121,7 +159,11 @@ def load_test() -> list[str]:
         grown = (f"{found[f'memory, {x}_mib']['growth']:.2%}" for x in ("gpu", "host"))
         preempted = found["preemption and prefix hits"]["preemptions"]
         lines += [
-            *section(f"{engine} {where[engine]} under load", {**report, **where}, name),
+            *section(
+                f"{engine.replace('vllm', 'vLLM')} {where[engine]} under load{form}",
+                {**report, **where},
+                name,
+            ),
             "",
             f"The small checkpoint with the flag, {report['minutes']:g} minutes of mixed traffic,"
             f" {preempted:,.0f} preemptions; memory of GPU and host in the last minute against the"

@@ -168,6 +168,36 @@ def segments() -> list[str]:
     ]
 
 
+def layer() -> list[str]:
+    """A layer between its projections: its launches, and the convolution inside the prefill."""
+    name = "kda_layer_h200.json"
+    report = load(name)
+    tiles = _prefill_row("two_stage_sm90").fused_conv_tiles
+    parts = ("conv", "prefill", "norm")
+    cells = (
+        [
+            str(row["H"]),
+            shape(row["seq_lens"]),
+            *(f"{row['parts_us'][part]:,.1f}" for part in parts),
+            f"{row['apart_us']:,.1f}",
+            f"{row['fused_us']:,.1f}",
+            f"{row['apart_us'] / row['fused_us']:.2f}",
+            f"{row['floor_us']:,.1f}",
+        ]
+        for row in report["rows"]
+    )
+    titles = ["heads", "tokens", "convolution", "prefill", "norm", "apart", "inside", "×", "floor"]
+    return [
+        *section("KDA layer between its projections", report, name),
+        "",
+        "µs, first of each launch by itself. *apart*: the three one after the other. *inside*: q and"
+        f" k are convolved where the tiles are made, which steps of {tiles:,} tiles and more do"
+        " (chunks times heads). *floor*: all read and written once at the copy bandwidth.",
+        "",
+        *table(titles, cells),
+    ]
+
+
 def decode() -> list[str]:
     report = load("kda_decode_h200.json")
     ratios = [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
