@@ -138,8 +138,8 @@ def bounded_gates() -> list[str]:
         *table(["", "upstream", "with the flag", "×"], cells),
         "",
         "Small models of Kimi-K3's and GLM-5.3-Flash's classes: where greedy tokens of upstream and"
-        f" flag part, rounding explains it in {len(agreed)} of {len(report['verdicts'])} comparisons"
-        f" ({sum(row['partings'] for row in report['verdicts'])} partings of"
+        f" flag part, rounding explains it in {len(agreed)} of {len(report['verdicts'])}"
+        f" comparisons ({sum(row['partings'] for row in report['verdicts'])} partings of"
         f" {sum(row['prompts'] for row in report['verdicts'])} prompts with random weights).",
     ]
 

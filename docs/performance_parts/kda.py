@@ -190,8 +190,8 @@ def layer() -> list[str]:
     return [
         *section("KDA layer between its projections", report, name),
         "",
-        "µs, first of each launch by itself. *apart*: the three one after the other. *inside*: q and"
-        f" k are convolved where the tiles are made, which steps of {tiles:,} tiles and more do"
+        "µs, first of each launch by itself. *apart*: the three one after the other. *inside*: q"
+        f" and k are convolved where the tiles are made, which steps of {tiles:,} tiles and more do"
         " (chunks times heads). *floor*: all read and written once at the copy bandwidth.",
         "",
         *table(titles, cells),

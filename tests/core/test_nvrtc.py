@@ -1,4 +1,4 @@
-"""The CUDA kernels compiled by NVRTC, as on a user's machine: nvcc takes sources that it refuses."""
+"""The CUDA kernels compiled by NVRTC, as on a user's machine: nvcc takes what it refuses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,9 @@ except ImportError as reason:
 def kernels() -> dict[str, Any]:
     """(source, params, defines) of the first variant that the compile reports have of each."""
     found: dict[str, Any] = {}
-    prefill = (variant for _, variant in (*kda.prefill_variants(), *kda.one_launch_variants()))
-    for variant in (
-        *prefill,
-        kda.step_variant(1, 4, next(iter(kda.STEPS))),
-        *softmax.variants().values(),
-    ):
+    named = (*kda.prefill_variants(), *kda.one_launch_variants(), *softmax.variants().items())
+    step = kda.step_variant(1, 4, next(iter(kda.STEPS)))
+    for variant in (step, *(variant for _, variant in named)):
         found.setdefault(str(variant[0].relative_to(ROOT)), variant)
     return found
 
