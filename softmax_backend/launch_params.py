@@ -6,15 +6,11 @@ Imports no torch: tables are read where it is not installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
 from softmax_backend.launch_params_prefill import OPERATORS as PREFILL_OPERATORS
 from softmax_backend.launch_params_prefill import SECTIONS as PREFILL_SECTIONS
 from softmax_backend.launch_params_sparse import OPERATORS as SPARSE_OPERATORS
-
-Merge = Literal["combine", "last", "together"]
-MERGES: tuple[Merge, ...] = get_args(Merge)
 
 
 @dataclass(frozen=True)
@@ -54,37 +50,16 @@ class Sm90MlaParams:
         overhead: what a CTA pays for each query tile that it touches, in blocks of 64 tokens.
         min_blocks: fewest blocks of a split.
         evict_first: the cache is read with the L2 hint of data that is read once.
-        merge: who merges the splits of a request: ``"combine"``, a launch of its own; ``"last"``,
-            the CTA that brings the last one; ``"together"``, all that have one, each a share of the
-            rows, for which they wait for each other. The result is the same to the last bit
-            whichever comes last. Shared prefixes and fixed splits have combine in any case.
         prefix_overhead: ``overhead`` of plans with shared prefixes, whose splits combine merges for
             64 rows at a time; 0 is as much as ``overhead``.
-        rope_warp: the keys' RoPE parts are fetched by a warp of their own and wait for no latent
-            part. For 9 to 16 query rows the ring then has room for three blocks instead of two and
-            a half.
-        prefetch_blocks: how far ahead of the ring blocks are asked for in the L2 cache, 0 to 8;
-            where it is not 0, pages are looked up eight blocks ahead as well. 0 with ``rope_warp``,
-            whose two warps have no registers for it.
     """
 
     overhead: int
     min_blocks: int
     evict_first: bool
-    merge: Merge = "combine"
     prefix_overhead: int = 0
-    rope_warp: bool = False
-    prefetch_blocks: int = 0
 
     def __post_init__(self) -> None:
-        if self.merge not in MERGES:
-            raise ValueError(f"merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
-        if not 0 <= self.prefetch_blocks <= 8:
-            raise ValueError(f"prefetch_blocks must be 0 to 8, got {self.prefetch_blocks}")
-        if self.rope_warp and self.prefetch_blocks:
-            raise ValueError(
-                f"prefetch_blocks must be 0 where rope_warp is true, got {self.prefetch_blocks}"
-            )
         check_plan(self.overhead, self.min_blocks)
         if self.prefix_overhead:
             check_plan(self.prefix_overhead, self.min_blocks)

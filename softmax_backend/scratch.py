@@ -19,14 +19,13 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._out = torch.empty(0, dtype=torch.float32, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
-        self._words = torch.empty(0, dtype=torch.int32, device=device)
         self._outgrown: list[torch.Tensor] = []
         self._order = StreamOrder(device)
 
     def reserve(self, slots: int, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(partial outputs ``[slots, rows, dim]``, base-2 LSEs ``[slots, rows]``), float32, for a
         call on the current stream."""
-        self._order.enter(self._out, self._lse, self._words)
+        self._order.enter(self._out, self._lse)
         if slots * rows * dim > self._out.numel():
             self._outgrown.append(self._out)
             self._out = self._out.new_empty(slots * rows * dim)  # whatever torch's default dtype
@@ -38,19 +37,9 @@ class Scratch:
             self._lse[: slots * rows].view(slots, rows),
         )
 
-    def zero_words(self, count: int) -> torch.Tensor:
-        """``[count]`` int32 that are 0 before each launch; a kernel that changes them leaves zeros.
-
-        Call ``reserve`` first: it puts streams in order.
-        """
-        if count > self._words.numel():
-            self._outgrown.append(self._words)
-            self._words = torch.zeros(count, dtype=torch.int32, device=self._words.device)
-        return self._words[:count]
-
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self._out, self._lse, self._words, *self._outgrown))
+        return sum(x.nbytes for x in (self._out, self._lse, *self._outgrown))
 
 
 _shared: dict[torch.device, Scratch] = {}

@@ -50,9 +50,6 @@ __device__ __forceinline__ u32 load_acquire(const u32* p) {
 __device__ __forceinline__ void store_release(u32* p, u32 x) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
-// Release and acquire for the GPU: what this thread knows of before is known to whoever sees an atomic access
-// of its after, and what it has seen by one before may be read. Lighter than __threadfence.
-__device__ __forceinline__ void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ uint4 load_shared(u32 from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"

@@ -12,7 +12,6 @@ from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
 from softmax_backend import combine
 from softmax_backend.contract.mla_decode import MlaInputs
-from softmax_backend.launch_params import MERGES, Merge
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec import LATENT_DIM
 
@@ -39,7 +38,6 @@ PARAMS = CudaParams(
         ("tiles", "const int4*"),  # [tiles, 2] or null: QueryTile
         ("members", "const int*"),  # requests of the tiles, or null
         ("sinks", "const float*"),  # [heads] or null, natural logarithm
-        ("arrivals", "u32*"),  # [requests, row_tiles], 0 between launches; or null: combine merges
         ("stride_q_latent_t", "i64"),
         ("stride_q_latent_h", "i64"),
         ("stride_q_rope_t", "i64"),
@@ -60,18 +58,15 @@ PARAMS = CudaParams(
 _ALIGNMENT = bytes(64)  # the kernel's parameter is aligned, hence padded, to 64 bytes
 _BOX = 64
 _PIECE = 16
-_POLLS = 128  # looks at a word of global memory: a CTA waits for others some 0.1 ms at most
 _PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: bool) -> None:
-    """Partial outputs or, where a tile has one split, the output; then the merge: a launch of its
-    own, or the end of the first (``Sm90MlaParams.merge``).
+    """Two launches: partial outputs or, where a tile has one split, the output; then the merge.
 
-    Each is placed while the kernel before runs, and waits for it.
+    Both are placed while the kernel before runs, and wait for it.
     """
     prefix = x.plan.prefix
-    merge = path.params.merge if prefix is None and not x.plan.chunk_blocks else "combine"
     rows = 64 if prefix is not None else x.spec.query_rows
     partial_out, partial_lse = scratch.reserve(x.plan.num_slots, rows, LATENT_DIM)
     tiles = 1 if prefix is not None else -(-rows // 64)
@@ -95,9 +90,6 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
         tiles=0 if prefix is None else prefix.tiles.data_ptr(),
         members=0 if prefix is None else prefix.members.data_ptr(),
         sinks=0 if x.sinks is None else x.sinks.data_ptr(),
-        arrivals=(
-            0 if merge == "combine" else scratch.zero_words(x.plan.requests * tiles).data_ptr()
-        ),
         stride_q_latent_t=x.q_latent.stride(1),
         stride_q_latent_h=x.q_latent.stride(2),
         stride_q_rope_t=x.q_rope.stride(1),
@@ -114,47 +106,27 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
         row_tiles=tiles,
     )
     once = path.params.evict_first and prefix is None and tiles == 1
-    form = path.params
-    kernel = _kernel(min(rows, 64), once, merge, form.rope_warp, form.prefetch_blocks)
+    kernel = _kernel(min(rows, 64), once)
     kernel(x.plan.num_ctas * tiles, THREADS, params + _ALIGNMENT, pdl=True)
-    if merge == "combine":
-        combine.combine_sm90(x, partial_out, partial_lse)
+    combine.combine_sm90(x, partial_out, partial_lse)
 
 
-def defines(
-    rows: int,
-    evict_first: bool,
-    merge: Merge = "combine",
-    rope_warp: bool = False,
-    prefetch_blocks: int = 0,
-) -> dict[str, int]:
+def defines(rows: int, evict_first: bool) -> dict[str, int]:
     """Preprocessor constants for a tile of up to ``rows`` query rows: of shared memory the queries
-    take what they need and the ring of keys the rest.
-
-    With two RoPE boxes a block's one is fetched when the block before the last has been multiplied,
-    which must not keep latent parts waiting.
-    """
+    take what they need and the ring of keys the rest."""
     size = next(size for size in (8, 16, 32, 64) if size >= rows)
-    sixteen = (6, 2) if rope_warp else (5, 4)
-    halves, ropes = {8: (6, 3), 16: sixteen, 32: (5, 3), 64: (4, 3)}[size]
+    halves, ropes = {8: (6, 3), 16: (5, 4), 32: (5, 3), 64: (4, 3)}[size]
     return {
         "ROWS": size,
         "HALVES": halves,
         "ROPES": ropes,
-        "ROPE_WARP": int(rope_warp),
-        "PREFETCH": prefetch_blocks,
         "READ_ONCE": int(evict_first),
-        "MERGE": MERGES.index(merge),
-        "POLLS": _POLLS,
     }
 
 
 @functools.cache
-def _kernel(
-    rows: int, evict_first: bool, merge: Merge, rope_warp: bool, prefetch_blocks: int
-) -> CudaKernel:
-    constants = defines(rows, evict_first, merge, rope_warp, prefetch_blocks)
-    return CudaKernel(SOURCE, "mla_decode", PARAMS, constants)
+def _kernel(rows: int, evict_first: bool) -> CudaKernel:
+    return CudaKernel(SOURCE, "mla_decode", PARAMS, defines(rows, evict_first))
 
 
 def _maps(cache: torch.Tensor) -> tuple[TensorMap, TensorMap]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -12,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.select import load_table, shipped_directory
-from backend_core.target import KNOWN_TARGETS
 from benchmarks import bench_mla_decode as bench
 from benchmarks import bench_mla_decode_forms as forms
-from softmax_backend.launch_params import TABLES
 from softmax_backend.plan.split_kv import split_kv
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -45,16 +41,6 @@ def test_what_does_not_fit_into_memory_is_named() -> None:
     assert left_out == ["256x64k", "64x256k", "256x256k"]
 
 
-def test_every_form_changes_the_row_that_the_table_has() -> None:
-    """And nothing is timed that the form in use does as well."""
-    rows = load_table(TABLES, KNOWN_TARGETS["H200"], directory=shipped_directory()).rows
-    used = next(row.params for row in rows if row.name == "sm90" and row.operator == "mla_decode")
-    for name, change in forms.FORMS.items():
-        assert dataclasses.replace(used, **change) != used, name
-    assert not forms.differs("last", "prefix") and forms.differs("both", "prefix")
-    assert forms.differs("overhead 3", "prefix") and not forms.differs("overhead 3", "skew")
-
-
 def test_an_overhead_matters_to_shared_prefixes_alone() -> None:
     """The cases without one have the same plan, which docs/studies/mla-decode.md says."""
     for name, (sizes, shared) in bench.SIZES.items():
@@ -66,18 +52,15 @@ def test_an_overhead_matters_to_shared_prefixes_alone() -> None:
 
 
 class Point:
-    """A case without a GPU: two page tables, of which the first is the reference's."""
+    """A case without a GPU: two page tables, of which the first is measured."""
 
     def __init__(self, pool: torch.Tensor, heads: int, sizes: list[int], shared: int) -> None:
         self.tables, self.pages = [0, 1], [0, 1]
         self.result = (torch.empty(4), torch.empty(4))
 
-    def expected(self) -> tuple[torch.Tensor]:
-        return (torch.ones(4, dtype=torch.float64),)
 
-
-def test_a_point_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With float64 or, where that takes long, the form in use; a wrong form ends the run."""
+def test_an_overhead_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the form in use; a wrong one ends the run."""
     timed: list[int] = []
     monkeypatch.setattr(forms, "Case", Point)
     monkeypatch.setattr(forms, "graph_us", lambda calls, replays: timed.append(len(calls)) or 2.0)
@@ -87,36 +70,35 @@ def test_a_point_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPatch)
             lambda i=i: case.result[0].copy_(torch.full((4,), value + i)) for i in (0, 1)
         ]
 
-    good = {"used": runner(1.0), "last": runner(1.0), "overhead 3": runner(1.0)}
-    row = forms.measure_row(torch.empty(0), "1x1k", 4, good, 8)
-    assert row["forms_us"] == {"last": 2.0} and timed == [2, 2, 2]
-    assert row["compared_with"] == "float64" and row["error"] == {"used": 0.0, "last": 0.0}
-    both_wrong = {"used": runner(1.5), "last": runner(1.5)}
-    assert forms.measure_row(torch.empty(0), "64x64k", 4, both_wrong, 8)["compared_with"] == "used"
-    with pytest.raises(SystemExit, match=r"used, 1x1k, 4 heads: relative error 0\.5"):
-        forms.measure_row(torch.empty(0), "1x1k", 4, both_wrong, 8)
-    wrong = {**good, "last": runner(math.nan)}
-    with pytest.raises(SystemExit, match="last, 64x64k, 4 heads: relative error nan"):
-        forms.measure_row(torch.empty(0), "64x64k", 4, wrong, 8)
+    good = {"used": runner(1.0), "overhead 3": runner(1.0)}
+    row = forms.measure_row(torch.empty(0), "prefix", 4, good, 8)
+    assert row["forms_us"] == {"overhead 3": 2.0} and timed == [2, 2, 2]
+    assert row["error"] == {"used": 0.0, "overhead 3": 0.0}
+    for value, error in ((1.5, "0.5"), (math.nan, "nan")):
+        with pytest.raises(
+            SystemExit, match=f"overhead 3, prefix, 4 heads: relative error {error}"
+        ):
+            forms.measure_row(torch.empty(0), "prefix", 4, {**good, "overhead 3": runner(value)}, 8)
+    assert len(timed) == 5
 
 
-def test_the_forms_end_with_a_short_table() -> None:
-    rows = [
-        {
-            "case": case,
-            "heads": heads,
-            "used_us": 10.0,
-            "again_us": 10.0,
-            "forms_us": {"last": 8.0} if case == "1x1k" else {"last": 12.5, "overhead 3": 5.0},
-        }
-        for heads in (4, 16)
-        for case in ("1x1k", "prefix")
-    ]
-    lines = forms.summary(rows)
-    assert len(lines) == 1 + 2 * 3
-    assert lines[1].split() == ["4", "in", "use", "again", "1.000", "1.00", "1x1k", "1.00", "1x1k"]
-    assert lines[2].split() == ["4", "last", "1.000", "0.80", "prefix", "1.25", "1x1k"]
-    assert lines[6].split()[:5] == ["16", "overhead", "3", "2.000", "2.00"]
+def test_an_overhead_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "Case", lambda *given, **options: None)
+    monkeypatch.setattr(forms, "Ours", lambda *given, **options: None)
+    monkeypatch.setattr(forms, "check_one", lambda ours, case: (2e-3, 1e-3, True))
+    forms.check(torch.empty(0), {"prefix_overhead": 3}, 4)
+    for found in ((7e-3, 1e-3, True), (2e-3, math.nan, True), (2e-3, 1e-3, False)):
+        monkeypatch.setattr(forms, "check_one", lambda ours, case, found=found: found)
+        with pytest.raises(SystemExit, match=r"'prefix_overhead': 3}, 4 heads: wrong against"):
+            forms.check(torch.empty(0), {"prefix_overhead": 3}, 4)
+
+
+def test_the_overheads_end_with_a_short_table() -> None:
+    times = {"overhead 3": 5.0, "overhead 8": 20.0}
+    row = {"case": "prefix", "heads": 16, "used_us": 10.0, "again_us": 10.0, "forms_us": times}
+    lines = forms.summary([row, row])
+    assert len(lines) == 3
+    assert lines[1].split() == ["16", "10.00", "1.000", "2.000", "0.500"]
 
 
 def texts(svg: str) -> list[str]:

@@ -330,13 +330,6 @@ struct TensorMap {
     uint64_t magic, address, extents[3], strides[2], rows;
 };
 constexpr uint64_t MAP_MAGIC = 0x70616d5f726f736e;
-void prefetch_tensor(const void* map, int page) {
-    TensorMap m;
-    memcpy(&m, map, sizeof m);
-    if (m.magic != MAP_MAGIC || uint64_t(page) >= m.extents[2])
-        fail("tensor map: the prefetch at " + where(PLACE) + " (" + who(*current) + ") asks for page " +
-             str(page) + ", which is not there");
-}
 void tensor_to_shared(uint32_t to, const void* map, const int (&at)[3], uint64_t* barrier) {
     const void* const place = PLACE;
     TensorMap m;
@@ -382,24 +375,14 @@ void learn_relaxed(const void* p) {
     const auto found = published.find(p);
     if (found != published.end()) current->relaxed = join(current->relaxed, found->second.known);
 }
-// A relaxed access that reads and writes: a fence before it publishes, one after it learns.
-static void exchange(uint32_t* p, const void* place) {
-    access(view_of(*current), p, 4, READ | WRITE | ATOMIC, place);
+uint32_t atomic_add(uint32_t* p, uint32_t x) {
+    access(view_of(*current), p, 4, READ | WRITE | ATOMIC, PLACE);
     learn_relaxed(p);
     Knowledge& to = published[p];
     to = {join(to.known, current->fenced.known), join(to.proxy, current->fenced.proxy)};
     progress();
-}
-uint32_t atomic_add(uint32_t* p, uint32_t x) {
-    exchange(p, PLACE);
     const uint32_t old = *p;
     *p += x;
-    return old;
-}
-uint32_t atomic_cas(uint32_t* p, uint32_t compare, uint32_t x) {
-    exchange(p, PLACE);
-    const uint32_t old = *p;
-    if (old == compare) *p = x;
     return old;
 }
 uint32_t load_acquire(const uint32_t* p) {

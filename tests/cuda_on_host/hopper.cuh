@@ -55,7 +55,6 @@ INLINE void __threadfence_system() { host::threadfence(); }
 INLINE void __trap() { host::trap(); }
 INLINE void __nanosleep(unsigned) { host::yield(); }
 INLINE u32 atomicAdd(u32* p, u32 x) { return host::atomic_add(p, x); }
-INLINE u32 atomicCAS(u32* p, u32 compare, u32 x) { return host::atomic_cas(p, compare, x); }
 template <typename T>
 INLINE T __shfl_sync(u32, T x, int lane) {
     return bits_as<T>(host::collective(host::Lanes::SHUFFLE, bits_as<u32>(x), lane));
@@ -119,7 +118,6 @@ INLINE u32 cast_smem_ptr_to_uint(const void* p) {
 INLINE unsigned char* dynamic_shared_memory() { return host::shared_memory(); }
 INLINE u32 load_acquire(const u32* p) { return host::load_acquire(p); }
 INLINE void store_release(u32* p, u32 x) { host::store_release(p, x); }
-INLINE void fence_acq_rel() { host::threadfence(); }
 INLINE uint4 load_shared(u32 from) { return *static_cast<uint4*>(host::shared_at(from)); }
 template <unsigned BYTES>
 __attribute__((used)) void shared_bytes() {}

@@ -33,7 +33,6 @@ void yield();  // a thread that looks again later
 
 // Global memory: atomic accesses, and fences.
 uint32_t atomic_add(uint32_t* p, uint32_t x);
-uint32_t atomic_cas(uint32_t* p, uint32_t compare, uint32_t x);
 uint32_t load_acquire(const uint32_t* p);
 void store_release(uint32_t* p, uint32_t x);
 void threadfence();
@@ -56,7 +55,6 @@ void bulk_to_rank(void* data, unsigned bytes, uint64_t* barrier, int rank);
 void store_to_rank(float x, float* variable, uint64_t* barrier, int rank);
 void bulk_to_global(void* to, const void* from, unsigned bytes);
 void wait_stores(bool written);
-void prefetch_tensor(const void* map, int page);  // it only has to be there
 // A box of a rank-3 tensor map with the 128-byte swizzle.
 void tensor_to_shared(uint32_t to, const void* map, const int (&at)[3], uint64_t* barrier);
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 
 from backend_core.launch.cuda import CudaParams
 from softmax_backend import combine
-from softmax_backend.launch_params import Merge
 from softmax_backend.plan import planner
 from softmax_backend.run import mla_sm90
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
@@ -22,7 +20,7 @@ REPORT = Path(__file__).parent / "cuda_report.json"
 
 
 def variants() -> dict[str, tuple[Path, CudaParams, dict[str, int]]]:
-    """(source, params, defines) of what the table can choose, and of forms yet to be measured."""
+    """(source, params, defines) of what the table can choose."""
     found = {
         f"mla_decode, {rows} query rows{', evict first' * once}": (
             mla_sm90.SOURCE,
@@ -32,20 +30,6 @@ def variants() -> dict[str, tuple[Path, CudaParams, dict[str, int]]]:
         for rows in (8, 16, 32, 64)
         for once in ((True, False) if rows == 64 else (True,))
     }
-    forms: list[tuple[int, Merge]] = [(rows, "together") for rows in (8, 16, 32, 64)]
-    for rows, merge in [*forms, (32, "last")]:
-        found[f"mla_decode, {rows} query rows, evict first, merge {merge}"] = (
-            mla_sm90.SOURCE,
-            mla_sm90.PARAMS,
-            mla_sm90.defines(rows, True, merge),
-        )
-    rings = {"RoPE warp": (True, 0), "prefetch": (False, 2)}
-    for rows, (name, ring) in itertools.product((8, 16, 32, 64), rings.items()):
-        found[f"mla_decode, {rows} query rows, evict first, merge together, {name}"] = (
-            mla_sm90.SOURCE,
-            mla_sm90.PARAMS,
-            mla_sm90.defines(rows, True, "together", *ring),
-        )
     found["mla_combine"] = (combine.SM90_SOURCE, combine.PARAMS, {})
     found["split_plan"] = (planner.SM90_SOURCE, planner.PARAMS, {})
     return found

@@ -46,8 +46,8 @@ def use(monkeypatch: pytest.MonkeyPatch, seed: int) -> Use:
                 instructions=INSTRUCTIONS,
             )
 
-        def main(*form: Any) -> Any:
-            return kernel("mla_decode", mla_sm90, mla_sm90.defines(*form))
+        def main(rows: int, evict_first: bool) -> Any:
+            return kernel("mla_decode", mla_sm90, mla_sm90.defines(rows, evict_first))
 
         monkeypatch.setattr(planner, "_sm90_kernel", lambda: kernel("split_plan", planner, {}))
         monkeypatch.setattr(mla_sm90, "_kernel", main)
@@ -84,13 +84,15 @@ def test_more_rows_than_a_tile(use: Use, seed: int) -> None:
     check(MlaSpec(66, 64), [130], seed, sms=4)
 
 
-def test_a_shared_prefix_and_sinks(use: Use, seed: int) -> None:
+@pytest.mark.parametrize("overhead", [1, 4])
+def test_a_shared_prefix_and_sinks(use: Use, seed: int, overhead: int) -> None:
     """Two levels: the rows of all requests meet the prefix in tiles of their own."""
     use()
     spec = MlaSpec(17, 16)
     case = make_case(spec, [200, 133, 64, 201], seed=seed, shared_tokens=128)
     sinks = torch.linspace(-2, 2, 17)
-    planner = MlaPlanner(forced(spec, "sm90", 4), shared_prefix_tokens=64)
+    selection = forced(spec, "sm90", 4, prefix_overhead=overhead)
+    planner = MlaPlanner(selection, shared_prefix_tokens=64)
     assert_close(run_case(case, planner, sinks=sinks), expected(case, sinks=sinks))
 
 
@@ -104,8 +106,8 @@ PLANTED = {
     ),
     "the main kernel's end is not waited for": (
         "mla_combine.cu",
-        "    wait_on_dependent_grids();\n    launch_dependent_grids();\n    merge_slice(",
-        "    merge_slice(",
+        "    wait_on_dependent_grids();\n    launch_dependent_grids();\n    const float* from =",
+        "    const float* from =",
         r"race: .*partial_(out|lse) of mla_decode.*nothing orders the two",
     ),
     "a barrier's fence dropped": (
@@ -143,10 +145,10 @@ PLANTED = {
         r"relative error of the output",
     ),
     "a barrier of the CTA dropped": (
-        "mla_merge.cuh",
-        "= y;\n    meet();\n    if (thread < 32) {",
-        "= y;\n    if (thread < 32) {",
-        r"race: mla_merge\.cuh:\d+ .*__shared__ variables of CTA \d+ of mla_combine, which "
+        "mla_combine.cu",
+        "= y;\n    __syncthreads();\n    if (threadIdx.x < 32) {",
+        "= y;\n    if (threadIdx.x < 32) {",
+        r"race: mla_combine\.cu:\d+ .*__shared__ variables of CTA \d+ of mla_combine, which "
         r".*nothing orders the two",
     ),
 }

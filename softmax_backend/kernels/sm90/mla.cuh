@@ -19,11 +19,6 @@ __device__ __forceinline__ void tma_load_3d(u32 to, const void* map, int channel
         "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(channel), "r"(row), "r"(page),
         "r"(barrier.address()), "l"(hint) : "memory");
 }
-// The same box into the L2 cache.
-__device__ __forceinline__ void tma_prefetch_3d(const void* map, int channel, int row, int page) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
-                 ::"l"(map), "r"(channel), "r"(row), "r"(page) : "memory");
-}
 // Two warpgroups meet.
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 

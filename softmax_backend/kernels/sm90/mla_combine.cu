@@ -1,14 +1,22 @@
-// Merges the splits of output rows (mla_merge.cuh). A row with one split is left alone, since the main kernel
-// wrote it.
+// Merges the splits of an output row by their log-sum-exp.
+//
+//   LSE = log2(sum_s 2^lse_s),  out = sum_s 2^(lse_s - LSE) partial_s
+//
+// FlashMLA's semantics (its combine kernel of April 2025): a row with one split is left alone, since the main
+// kernel wrote it; all -inf gives LSE +inf and output 0; a split of scale 0 adds nothing, whatever it holds;
+// a sum that is NaN gives LSE +inf. Partial LSEs are base 2, the output's is natural. A sink takes its part of
+// the weights and none of the LSE.
 //
 // The plan lists the requests to merge, so CTAs beyond them leave at once. Few rows: a CTA has 64 channels of
 // a row. More: a warp has 128 channels of a row and some of its splits, all of which it loads at once. Many,
 // which have few splits each: a warp has a row.
 // The main kernel lets this one start early; the plan's lists are read before waiting.
-#include "mla_merge.cuh"
+#include "hopper.cuh"
 #include "params.cuh"
+#include "softmax.cuh"
 
 template __global__ void shared_bytes<0>();
+static constexpr int MOST = 160;  // splits of a row
 static constexpr int MANY = 528;  // rows, of which a warp each has one: half a GPU's warps of this kernel
 
 // The splits of a row: those of the shared prefix, then its own.
@@ -33,20 +41,75 @@ struct Splits {
     }
 };
 
+// Scales of a row's splits, lane by lane; returns the row's LSE in base 2.
+__device__ __forceinline__ float scale_splits(const Params& p, const Splits& row, int head, int lane,
+                                              float (&scale)[MOST / 32]) {
+    float top = -INF, sum = 0;
+#pragma unroll
+    for (int i = 0; i < MOST / 32; ++i) {
+        const int split = i * 32 + lane;
+        scale[i] = split < row.count ? p.partial_lse[row.index(p, split)] : -INF;
+        top = fmaxf(top, scale[i]);
+    }
+#pragma unroll
+    for (int bit = 16; bit; bit /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+    if (top == -INF) top = 0;
+#pragma unroll
+    for (int i = 0; i < MOST / 32; ++i) sum += ex2(scale[i] - top);
+#pragma unroll
+    for (int bit = 16; bit; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+    const float all = sum == 0.f || sum != sum ? INF : lg2(sum) + top;
+    const float weight = p.sinks && all != INF ? lg2(sum + ex2(p.sinks[head] * LOG2E - top)) + top : all;
+#pragma unroll
+    for (int i = 0; i < MOST / 32; ++i) scale[i] = ex2(scale[i] - weight);
+    return all;
+}
+
+__device__ __forceinline__ void add(float4& y, const float4& x, float scale) {
+    if (scale == 0.f) return;
+    y.x += scale * x.x, y.y += scale * x.y, y.z += scale * x.z, y.w += scale * x.w;
+}
+
 // The request of the n-th to merge.
 __device__ __forceinline__ int merged_request(const Params& p, int n) { return p.merges ? p.merges[1 + n] : n; }
 
-// 64 channels of a row.
+// 64 channels of a row: 16 lanes of four channels, 16 splits at a time.
 __device__ __forceinline__ void combine_slice(const Params& p, int item) {
+    constexpr int WAYS = 16, EACH = MOST / WAYS;
     __shared__ float sums[8][64];
     const int number = item / 8, part = item % 8;
     const int request = merged_request(p, number / p.rows), r = number % p.rows;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, way = threadIdx.x / 16;
     const Splits row(p, request, r);
     if (row.count <= 1) return;
     wait_on_dependent_grids();
     launch_dependent_grids();
-    merge_slice(p, row, i64(request) * p.rows + r, r % p.heads, part, threadIdx.x, sums,
-                [] { __syncthreads(); });
+    const float* from = p.partial_out + part * 64 + threadIdx.x % 16 * 4;
+    float4 x[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (i * WAYS + way < row.count)
+            x[i] = *reinterpret_cast<const float4*>(from + row.index(p, i * WAYS + way) * 512);
+    float scale[MOST / 32];
+    const float all = scale_splits(p, row, r % p.heads, lane, scale);
+    float4 y = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const float k = __shfl_sync(~0u, scale[i / 2], way + WAYS * (i & 1));
+        if (i * WAYS + way < row.count) add(y, x[i], k);
+    }
+    y.x += __shfl_xor_sync(~0u, y.x, 16), y.y += __shfl_xor_sync(~0u, y.y, 16);
+    y.z += __shfl_xor_sync(~0u, y.z, 16), y.w += __shfl_xor_sync(~0u, y.w, 16);
+    if (lane < 16) *reinterpret_cast<float4*>(&sums[warp][lane * 4]) = y;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        float a = 0, b = 0;
+#pragma unroll
+        for (int w = 0; w < 8; ++w) a += sums[w][2 * lane], b += sums[w][2 * lane + 1];
+        const i64 to = i64(request) * p.rows + r;
+        *reinterpret_cast<u32*>(p.out + to * 512 + part * 64 + 2 * lane) = pack_bf16(a, b);
+        if (threadIdx.x == 0 && part == 0) p.lse[to] = all * LN2;
+    }
 }
 
 // 128 channels of a row by `ways` neighbouring warps, each with every ways-th split, eight at a time. An item

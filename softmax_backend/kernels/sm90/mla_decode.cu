@@ -4,42 +4,83 @@
 //   O [rows, 512 channels] += P [rows, 64] V             V = the first 512 channels of K's tile
 //
 // A CTA has one row of the work list: consecutive 64-token blocks of consecutive query tiles. One warp
-// fetches K by TMA, or one the latent and one the RoPE part. Two warpgroups take turns with S and the softmax, a block each, and both multiply P and
+// fetches K by TMA. Two warpgroups take turns with S and the softmax, a block each, and both multiply P and
 // V, 256 channels each; so S of one block runs during the softmax of the other, and no outputs need merging.
-// A tile of which one CTA has every block is written as bf16, others as fp32 partials with a base-2 LSE, which
-// another kernel merges, or this one at its end (mla_arrivals.cuh).
+// A tile of which one CTA has every block is written as bf16, others as fp32 partials with a base-2 LSE.
 //
 // Shared memory keeps ROPES boxes of 64 RoPE channels and HALVES halves of a block, 256 channels each. A
 // block's P takes the place of its RoPE box, which S was the last to read.
 //
 // Constants: ROWS, the query rows in shared memory (wgmma computes 64 and those beyond ROWS are garbage that
-// stays in its own rows); HALVES, ROPES; ROPE_WARP, where the RoPE boxes have a warp; PREFETCH, blocks that
-// come to the L2 cache before there is room for them; READ_ONCE, for the L2 hint of a cache that is; MERGE, POLLS.
+// stays in its own rows); HALVES, ROPES; READ_ONCE, for the L2 hint of a cache that is.
 // The page size is a multiple of 16: a block within one page is nine fetches, one across pages 36.
-#include "mla_arrivals.cuh"
-#include "mla_work.cuh"
+#include "mla.cuh"
+#include "params.cuh"
 
 // Tensor maps must lie on 64 bytes.
 struct __align__(64) AlignedParams : Params {};
 
-static constexpr int PIECE = 16, BOX = BLOCK * 128, HALF = 4 * BOX;
+static constexpr int BLOCK = 64, PIECE = 16, BOX = BLOCK * 128, HALF = 4 * BOX;
 static constexpr int FRAGMENT_ROWS = ROWS > 8 ? 2 : 1;  // rows of a thread that are not garbage
-static constexpr int STATS = ROWS > 16 ? ROWS : 16;     // rows of the warps that are active
 
 struct __align__(1024) Shared {
     unsigned char q[9][ROWS * 128];
     unsigned char rope[ROPES][BOX];    // then P [64 rows, 64 tokens]
     unsigned char half[HALVES][HALF];
-    float keep[2][STATS], top[2][STATS];  // what of O stays; the highest logit so far
-    float sums[2][STATS];
-    PartialTiles partial;
-    Share share;
+    float keep[2][64], top[2][64];     // what of O stays; the highest logit so far
+    float sums[2][64];
     ClusterTransactionBarrier rope_full[ROPES], half_full[HALVES][4];
     ClusterBarrier rope_empty[ROPES], half_empty[HALVES], p_ready[2];
 };
 static_assert(ROWS % 8 == 0 && ROWS <= 64, "rows");
 static_assert(sizeof(Shared) <= 232448, "shared memory");
 template __global__ void shared_bytes<sizeof(Shared)>();
+
+// Query rows row_begin .. row_begin + rows of the members' rows one after the other (a member is a request;
+// it has query_tokens x heads rows), and the keys that they all meet.
+struct QueryTile {
+    int member, row_begin, rows, kv_begin, kv_end;
+    int flags;
+};
+static constexpr int ALWAYS_PARTIAL = 1, NO_CAUSAL_MASK = 2;
+
+__device__ __forceinline__ QueryTile query_tile(const Params& p, int tile) {
+    if (p.tiles) {
+        const int4 a = p.tiles[2 * tile], b = p.tiles[2 * tile + 1];
+        return {a.x, a.y, a.z, a.w, b.x, b.y};
+    }
+    const int begin = 64 * (blockIdx.x % p.row_tiles), rows = p.heads * p.query_tokens;
+    return {tile, begin, min(64, rows - begin), 0, p.lengths[tile], 0};
+}
+__device__ __forceinline__ int request_of(const Params& p, int member) {
+    return p.members ? p.members[member] : member;
+}
+struct Row { int request, token, head, index; };  // index: of the row in the request
+__device__ __forceinline__ Row query_row(const Params& p, const QueryTile& tile, int row) {
+    const int rows = p.heads * p.query_tokens, number = tile.row_begin + row;
+    const int member = p.members ? number / rows : 0, index = number - member * rows;
+    const int token = p.query_tokens > 1 ? index / p.heads : 0;
+    return {request_of(p, tile.member + member), token, index - token * p.heads, index};
+}
+
+// The blocks [begin, end) of a tile that a CTA computes as one split.
+struct Segments {
+    int begin, end, stop, chunk;
+    __device__ __forceinline__ Segments(const Params& p, const int4& work, int number, const QueryTile& tile)
+        : chunk(p.chunk_blocks) {
+        const int blocks = (tile.kv_end - tile.kv_begin + BLOCK - 1) / BLOCK;
+        begin = number == work.x ? work.y : 0;
+        stop = number == work.z ? min(work.w, blocks) : blocks;
+        end = bounded();
+    }
+    __device__ __forceinline__ int bounded() const {
+        return chunk ? min(stop, (begin / chunk + 1) * chunk) : stop;
+    }
+    __device__ __forceinline__ bool advance() {
+        begin = end, end = bounded();
+        return begin < stop;
+    }
+};
 
 // 16 bytes of row `row` and chunk `chunk` of 128-byte rows with the 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
@@ -65,55 +106,33 @@ __device__ __forceinline__ void fetch_box(const TensorMap* map, const TensorMap*
                     row, page, full, HINT);
 }
 
-// The page and the row there of a lane's piece, of the blocks from `base` on; page 0 beyond the keys.
-struct Place { int page, row; };
-__device__ __forceinline__ Place place_of(const Params& p, const QueryTile& tile, const int* pages, int base, int stop,
-                                          int lane) {
-    const int position = tile.kv_begin + base * BLOCK + lane * PIECE;
-    const int number = position / p.page_size;
-    const bool there = position < tile.kv_end && position < tile.kv_begin + stop * BLOCK;
-    return {there ? pages[number] : 0, position - number * p.page_size};
-}
-
-// One warp's part of the fetches: RoPE boxes, latent boxes or both.
-template <bool ROPE, bool LATENT>
 __device__ __forceinline__ void fetch_blocks(const Params& p, Shared& s, const int4& work, int lane) {
     constexpr int PIECES = BLOCK / PIECE, AHEAD = 32 / PIECES;  // blocks whose pages a warp holds
-    constexpr bool LOOK = PREFETCH && LATENT;
     Ring ring;
     bool waited = false;
     for (int number = work.x; number <= work.z; ++number) {
         const QueryTile tile = query_tile(p, number);
         const int* pages = p.block_table + i64(request_of(p, tile.member)) * p.table_stride;
         const Segments all(p, work, number, tile);
-        Place after = {};
-        if (LOOK) after = place_of(p, tile, pages, all.begin, all.stop, lane);
         for (int base = all.begin; base < all.stop; base += AHEAD) {
-            const Place at = LOOK ? after : place_of(p, tile, pages, base, all.stop, lane);
-            if (LOOK) after = place_of(p, tile, pages, base + AHEAD, all.stop, lane);
+            const int position = tile.kv_begin + base * BLOCK + lane * PIECE;
+            const int number_of_page = position / p.page_size;
+            int page = 0;
+            if (position < tile.kv_end && position < tile.kv_begin + all.stop * BLOCK) page = pages[number_of_page];
+            const int row = position - number_of_page * p.page_size;
             const int count = min(AHEAD, all.stop - base);
             if (!waited) wait_on_dependent_grids(), waited = true;  // the cache may be the last kernel's work
             for (int i = 0; i < count; ++i, ++ring.block) {
                 const int left = tile.kv_end - tile.kv_begin - (base + i) * BLOCK;
                 const int valid = min(PIECES, (left + PIECE - 1) / PIECE);
-                if (LOOK && base + i + PREFETCH < all.stop) {
-                    const bool now = i + PREFETCH < AHEAD;
-                    const int from = (i + PREFETCH) % AHEAD * PIECES;
-                    const int r = __shfl_sync(~0u, now ? at.row : after.row, from);
-                    const int g = __shfl_sync(~0u, now ? at.page : after.page, from);
-                    if (lane < 9 && r + BLOCK <= p.page_size)  // a block across pages is not asked for
-                        tma_prefetch_3d(lane < 8 ? &p.latent : &p.rope, lane % 8 * 64, r, g);
-                }
-                const bool whole = __shfl_sync(~0u, at.row, i * PIECES) + BLOCK <= p.page_size;
+                const bool whole = __shfl_sync(~0u, row, i * PIECES) + BLOCK <= p.page_size;
                 const int piece = i * PIECES + (whole ? 0 : lane % PIECES);
-                const int r = __shfl_sync(~0u, at.row, piece), g = __shfl_sync(~0u, at.page, piece);
-                if (ROPE) {
-                    s.rope_empty[ring.rope()].wait(ring.rope_parity() ^ 1);
-                    fetch_box(&p.rope, &p.rope_pieces, s.rope[ring.rope()], s.rope_full[ring.rope()], 0, whole,
-                              valid, r, g, lane);
-                }
+                const int r = __shfl_sync(~0u, row, piece), g = __shfl_sync(~0u, page, piece);
+                s.rope_empty[ring.rope()].wait(ring.rope_parity() ^ 1);
+                fetch_box(&p.rope, &p.rope_pieces, s.rope[ring.rope()], s.rope_full[ring.rope()], 0, whole, valid,
+                          r, g, lane);
 #pragma unroll
-                for (int box = 0; box < (LATENT ? 8 : 0); ++box) {
+                for (int box = 0; box < 8; ++box) {
                     const int half = ring.half(box / 4);
                     if (box % 4 == 0) s.half_empty[half].wait(ring.half_parity(box / 4) ^ 1);
                     fetch_box(&p.latent, &p.latent_pieces, s.half[half] + box % 4 * BOX,
@@ -154,7 +173,7 @@ __device__ __forceinline__ void multiply_keys(Shared& s, float (&x)[32], const R
     warpgroup_fence_operand(x);
 #pragma unroll
     for (int i = 0; i < 9; ++i) {
-        const int box = ROPE_WARP ? i : (i + 8) % 9;  // the order in which they come
+        const int box = (i + 8) % 9;  // the order of the fetches
         const u32 k = box == 8 ? rope : half[box / 4] + box % 4 * (BOX >> 4);
         if (box == 8) s.rope_full[ring.rope()].wait(ring.rope_parity());
         else s.half_full[ring.half(box / 4)][box % 4].wait(ring.half_parity(box / 4));
@@ -273,26 +292,6 @@ __device__ __forceinline__ void write_out(const Params& p, Shared& s, const floa
     }
 }
 
-// Merges what the CTA has to of its partial tiles. All blocks have been read: the ring is free.
-__device__ __forceinline__ void merge_tiles(const Params& p, Shared& s, const Lane& at) {
-    const int rows = p.heads * p.query_tokens, row_tile = blockIdx.x % p.row_tiles;
-    const int thread = at.wg * 128 + at.thread;
-    sync_consumers();
-    for (int i = 0; i < s.partial.count; ++i) {
-        const PartialTile mine = s.partial.of[i];
-        u32* word = p.arrivals + mine.tile * p.row_tiles + row_tile;
-        bool clears = false;
-        if (thread == 0) s.share = share_of(word, mine.before, mine.splits, clears);
-        sync_consumers();
-        const Share share = s.share;
-        if (share.of)
-            merge_share(p, share, mine.slot, mine.splits, 64 * row_tile, min(64 * row_tile + 64, rows),
-                        i64(mine.tile) * rows, thread, reinterpret_cast<float(*)[64]>(s.half[0]));
-        if (clears) *word = 0;
-        sync_consumers();
-    }
-}
-
 __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& work, int first_split,
                                        const Lane& at) {
     const float scale_log2 = p.scale * LOG2E;
@@ -374,25 +373,17 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
             for (int i = 0; i < 2; ++i) {
                 sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
                 sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-                if (at.t == 0 && at.active()) s.sums[at.wg][at.row(i)] = sum[i];
+                if (at.t == 0) s.sums[at.wg][at.row(i)] = sum[i];
             }
             sync_consumers();
             const int split = part.chunk ? part.begin / part.chunk : number == work.x ? first_split : 0;
             if (at.active())
                 write_out(p, s, o, current, at, partial ? slots + split : -1, (part.end - part.begin - 1) & 1, empty);
-            if (MERGE != COMBINE && partial) {
-                sync_consumers();
-                if (threadIdx.x == 0)
-                    s.partial.arrive(p.arrivals + number * p.row_tiles + blockIdx.x % p.row_tiles, number, slots,
-                                     splits);
-            }
         } while (part.advance());
     }
-    if (MERGE != COMBINE) merge_tiles(p, s, at);
 }
 
 // The warpgroups that multiply take registers from the one that fetches.
-static constexpr int FETCH_REGISTERS = ROPE_WARP || PREFETCH ? 40 : 24;
 extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_constant__ AlignedParams p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -407,7 +398,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_con
             for (int box = 0; box < 4; ++box) s.half_full[i][box].init(1);
         }
         s.p_ready[0].init(4), s.p_ready[1].init(4);
-        s.partial.count = 0;
         fence_barrier_init();
     }
     if (!p.prefetch_safe) wait_on_dependent_grids();
@@ -417,12 +407,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla_decode(const __grid_con
     __syncthreads();
     if (work.x > work.z) return;
     if (warp >= 8) {
-        warpgroup_reg_dealloc<FETCH_REGISTERS>();
+        warpgroup_reg_dealloc<24>();
         launch_dependent_grids();
-        if (warp == 8) fetch_blocks<!ROPE_WARP, true>(p, s, work, lane);
-        if (ROPE_WARP && warp == 9) fetch_blocks<true, false>(p, s, work, lane);
+        if (warp == 8) fetch_blocks(p, s, work, lane);
     } else {
-        warpgroup_reg_alloc<FETCH_REGISTERS == 24 ? 240 : 232>();
+        warpgroup_reg_alloc<240>();
         attend(p, s, work, split, {warp / 4, int(threadIdx.x) % 128, warp % 4, lane, lane / 4, lane % 4});
     }
 }

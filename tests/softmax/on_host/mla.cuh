@@ -10,9 +10,6 @@ INLINE void tma_load_3d(u32 to, const void* map, int channel, int row, int page,
     const int at[3] = {channel, row, page};
     host::tensor_to_shared(to, map, at, &barrier.state);
 }
-INLINE void tma_prefetch_3d(const void* map, int, int, int page) {
-    host::prefetch_tensor(map, page);
-}
 INLINE void sync_consumers() { host::named_barrier(256); }
 
 // As on the GPU the low word of a descriptor: offsets are added to it in units of 16 bytes.
