@@ -12,8 +12,6 @@ from backend_core.tables.schema import NoParams, Operator, TableSchema
 
 EvictionHint = Literal["", "evict_first", "evict_last"]
 Fp32Precision = Literal["ieee", "tf32x3"]
-BoundedRows = Literal["centred", "direct"]
-ScanBuffers = Literal["joint", "apart"]
 
 
 @dataclass(frozen=True)
@@ -112,19 +110,9 @@ class PrefillCostModel:
         fetch_ns: per tile, when all SMs fetch.
         one_launch_max_tokens: steps whose sequences have at most so many tokens, as the host knows,
             are made in one launch (`kda_backend.prefill.one_launch_sm90`); 0: none.
-        bounded_rows: how the scores of a bounded gate are made: ``centred`` for keys and queries of
-            any size, ``direct`` in fewer instructions for normalised ones; those that are not
-            normalised stay centred.
         fused_conv_tiles: a step of at least so many tiles makes a layer's short convolution of q
             and k where the tiles are (`kda_backend.prefill.conv_sm90`), not by a launch of its own;
             0: no step does.
-        scan_buffers: shared memory of the scan of whole heads (scan.cu): ``joint`` frees a tile,
-            values and output of a chunk at once, ``apart`` each as soon as it has been read.
-        scan_output_early: with ``apart``, the same scan makes a chunk's output before the state,
-            whose product then passes beside the output's way to shared memory.
-        scan_state_ahead: the same scan asks for a task's state in the L2 cache when it takes it.
-        intra_stagger_ns: CTAs of the intra-chunk stage begin so long after the one before them on
-            their SM, where the scan does not wait for that SM; 0, or multiples of 500.
     """
 
     fitted: bool
@@ -139,12 +127,7 @@ class PrefillCostModel:
     split_step_ns: int
     fetch_ns: int
     one_launch_max_tokens: int = 0
-    bounded_rows: BoundedRows = "centred"
     fused_conv_tiles: int = 0
-    scan_buffers: ScanBuffers = "joint"
-    scan_output_early: bool = False
-    scan_state_ahead: bool = False
-    intra_stagger_ns: int = 0
 
     def __post_init__(self) -> None:
         if not self.fitted:
@@ -152,16 +135,6 @@ class PrefillCostModel:
         for name in ("one_launch_max_tokens", "fused_conv_tiles"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.scan_output_early and self.scan_buffers != "apart":
-            raise ValueError(
-                "scan_output_early must be false unless scan_buffers is 'apart', got "
-                f"{self.scan_buffers!r}"
-            )
-        if self.intra_stagger_ns < 0 or self.intra_stagger_ns % 500:
-            raise ValueError(
-                "intra_stagger_ns must be 0 or a positive multiple of 500, got "
-                f"{self.intra_stagger_ns}"
-            )
 
 
 @dataclass(frozen=True)

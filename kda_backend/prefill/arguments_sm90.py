@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
-from kda_backend.launch_params import PrefillCostModel
-from kda_backend.spec import Gate
 from kda_backend.step_plan import StepPlan
 
 KERNELS = Path(__file__).parents[1] / "kernels" / "sm90"
@@ -77,26 +75,19 @@ class Variant(NamedTuple):
     track: bool
 
 
-def tile_defines(variant: Variant, params: PrefillCostModel) -> dict[str, int]:
+def tile_defines(variant: Variant) -> dict[str, int]:
     """Preprocessor constants of the kernels that make tiles."""
-    # keys and queries that are not normalised would leave the range of fp32
-    direct = params.bounded_rows == "direct" and variant.gate == Gate.BOUNDED and variant.l2norm
     return {
         "GATE": variant.gate,
         "BETA": variant.beta,
         "L2NORM": int(variant.l2norm),
         "BETA_FP32": int(variant.beta_dtype == torch.float32),
-        "BOUNDED_ROWS": int(direct),
     }
 
 
-def intra_defines(variant: Variant, ctas_per_sm: int, params: PrefillCostModel) -> dict[str, int]:
+def intra_defines(variant: Variant, ctas_per_sm: int) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
-    return {
-        **tile_defines(variant, params),
-        "MIN_BLOCKS": ctas_per_sm,
-        "STAGGER_NS": params.intra_stagger_ns,
-    }
+    return tile_defines(variant) | {"MIN_BLOCKS": ctas_per_sm}
 
 
 class Layout(NamedTuple):

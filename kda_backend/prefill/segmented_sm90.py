@@ -18,7 +18,7 @@ from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
 from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
-from kda_backend.launch_params import PrefillCostModel, SegmentedParams
+from kda_backend.launch_params import SegmentedParams
 from kda_backend.prefill.arguments_sm90 import DIM, KERNELS, STRUCTS
 from kda_backend.prefill.sm_schedule import CostModel, IntraCost, ScanCost, Schedule
 from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, SegmentedScan, two_stage_sm90
@@ -181,7 +181,7 @@ def _segmented_scan(
 def _kernels(
     path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool
 ) -> _Kernels:
-    defines = segment_defines(int64_offsets, bf16_state, path.params.cost_model)
+    defines = segment_defines(int64_offsets, bf16_state)
     names = ("segment_ends", "merge_segments", "scan", "scan_split")
     ends, merge, scan, scan_split = (
         CudaKernel(KERNELS / f"{name}.cu", name, SEGMENT_PARAMS, defines) for name in names
@@ -194,15 +194,11 @@ def _kernels(
     return _Kernels(ends, merge, (scan, scan_split), whole, cost_model)
 
 
-def segment_defines(
-    int64_offsets: bool, bf16_state: bool, params: PrefillCostModel
-) -> dict[str, int]:
+def segment_defines(int64_offsets: bool, bf16_state: bool) -> dict[str, int]:
     """Preprocessor constants of one variant of the kernels."""
     return {
         "CU_INT64": int(int64_offsets),
         "STATE_BF16": int(bf16_state),
         "TRACK": 0,
         "SEGMENTS": 1,
-        "BUFFERS_APART": int(params.scan_buffers == "apart"),
-        "OUTPUT_EARLY": int(params.scan_output_early),
     }

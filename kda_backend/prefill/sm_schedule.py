@@ -62,14 +62,12 @@ class CostModel(NamedTuple):
         intra: the choices of the intra stage.
         scan: those of the scan.
         fetch_ns: time per tile from memory to the scan, when all SMs fetch.
-        staggered: an SM's CTAs begin one after the other (`PrefillCostModel.intra_stagger_ns`).
     """
 
     num_sms: int
     intra: tuple[IntraCost, ...]
     scan: tuple[ScanCost, ...]
     fetch_ns: int
-    staggered: bool = False
 
     @classmethod
     def from_table(cls, section: PrefillCostModel, num_sms: int) -> CostModel:
@@ -84,7 +82,6 @@ class CostModel(NamedTuple):
                 ScanCost(True, section.split_start_ns, section.split_step_ns),
             ),
             section.fetch_ns,
-            section.intra_stagger_ns > 0,
         )
 
 
@@ -208,9 +205,8 @@ def long_sequences_concurrent(
     for cap in (balanced, balanced + 1):
         head_ns = cap * per_sm * tile_ns
         rest_ns = max(0, shape.tiles - cap * at_once) * tile_ns / others
-        # no tile is there before the first round is over, or the first of staggered CTAs
-        at_first = 1 if model.staggered else min(per_sm, -(-shape.tiles // others))
-        first_ns = max(intra.alone_ns, at_first * tile_ns)
+        # no tile is there before the first round is over
+        first_ns = max(intra.alone_ns, min(per_sm, -(-shape.tiles // others)) * tile_ns)
         start_ns = first_ns if cap == 0 else 0
         ns = head_ns + max(start_ns + long_ns, rest_ns + last_ns)
         intra_ctas = model.num_sms if shape.tiles <= others else at_once

@@ -12,7 +12,6 @@ from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import detect_target
 from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
-from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -192,7 +191,7 @@ def two_stage_sm90(
     )
     intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
     if conv is not None:
-        convolving = conv_sm90.load_kernels(path.params, device, variant, conv.weight.dtype)
+        convolving = conv_sm90.load_kernels(device, variant, conv.weight.dtype)
         intra = convolving[schedule.intra_ctas_per_sm]
         intra_params += conv_sm90.pack(conv, state, step_plan, tokens.q.shape[2])
     intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
@@ -272,12 +271,12 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
             KERNELS / "intra_chunk.cu",
             "intra_chunk",
             INTRA_PARAMS,
-            intra_defines(variant, choice.ctas_per_sm, path.params),
+            intra_defines(variant, choice.ctas_per_sm),
         )
         for choice in cost_model.intra
     }
     scan, scan_split = (
-        CudaKernel(KERNELS / f"{name}.cu", name, SCAN_PARAMS, scan_defines(variant, path.params))
+        CudaKernel(KERNELS / f"{name}.cu", name, SCAN_PARAMS, scan_defines(variant))
         for name in ("scan", "scan_split")
     )
     # all of them now: a later batch may be the first to choose one
@@ -287,13 +286,10 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
     return _Kernels(intra, (scan, scan_split), schedule)
 
 
-def scan_defines(variant: Variant, params: PrefillCostModel) -> dict[str, int]:
+def scan_defines(variant: Variant) -> dict[str, int]:
     """Preprocessor constants of one variant of scan.cu or scan_split.cu."""
     return {
         "CU_INT64": int(variant.int64_offsets),
         "STATE_BF16": int(variant.bf16_state),
         "TRACK": int(variant.track),
-        "BUFFERS_APART": int(params.scan_buffers == "apart"),
-        "OUTPUT_EARLY": int(params.scan_output_early),
-        "STATE_AHEAD": int(params.scan_state_ahead),
     }

@@ -13,7 +13,7 @@ from backend_core.launch.cuda import CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.launch_params import TABLES, PrefillCostModel, SegmentedParams
+from kda_backend.launch_params import TABLES, SegmentedParams
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Variant
@@ -36,17 +36,6 @@ def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Sc
     return Schedule(2, split, scan_ctas, 3, 2, 1, sequence_major)
 
 
-def bounded_rows(direct: bool) -> PrefillCostModel:
-    """The shipped parameters with ``direct`` or ``centred`` rows of a bounded gate."""
-    return replace(ROW.params, bounded_rows="direct" if direct else "centred")
-
-
-APART = replace(ROW.params, scan_buffers="apart", scan_state_ahead=True)
-"""The shipped parameters with the scan's buffers handed on apart."""
-EARLY = replace(APART, scan_output_early=True)
-"""The same, with a chunk's output before its state."""
-
-
 def segmented_row(segment_chunks: int) -> KernelPath:
     """The table's row, on for every sequence of more than one segment."""
     params = SegmentedParams(segment_chunks, segment_chunks + 1, 1 << 20, ROW.params)
@@ -65,14 +54,12 @@ def use_two_stages(
     gate: str = "softplus",
     beta: str = "sigmoid",
     l2norm: bool = True,
-    params: PrefillCostModel = ROW.params,
     segment_chunks: int = 0,
     track: bool = False,
 ) -> None:
     """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s.
 
     Args:
-        params: of the table's row, which choose among the kernels' variants.
         track: for calls that ask for states inside of their sequences.
     """
     variant = Variant(
@@ -80,15 +67,15 @@ def use_two_stages(
     )
     polls = {"MAX_POLLS": max_polls}
     name = "scan_split" if split else "scan"
-    defines = pipeline.scan_defines(variant, params) | polls
+    defines = pipeline.scan_defines(variant) | polls
     if segment_chunks:
         scan_params = segmented.SEGMENT_PARAMS
-        defines = segmented.segment_defines(False, False, params) | polls
+        defines = segmented.segment_defines(False, False) | polls
     intra = HostKernel(
         sources / "intra_chunk.cu",
         "intra_chunk",
         pipeline.INTRA_PARAMS,
-        pipeline.intra_defines(variant, 2, params) | polls,
+        pipeline.intra_defines(variant, 2) | polls,
     )
     scan = HostKernel(
         sources / f"{name}.cu",
@@ -136,14 +123,12 @@ def run_prefill(
     scratch: Scratch | None = None,
     segment_chunks: int = 0,
     in_pool: bool = False,
-    params: PrefillCostModel = ROW.params,
     **model: Any,
 ) -> None:
     """Makes a case, runs it on the kernels and compares.
 
     Args:
         segment_chunks: of the segments that sequences are scanned by; 0 scans them whole.
-        params: of the table's row.
         in_pool: states are overwritten in a pool.
         sources: of the kernels.
         scan_params: by which the scan finds its arguments.
@@ -159,7 +144,6 @@ def run_prefill(
         scan_params=scan_params,
         max_polls=max_polls,
         segment_chunks=segment_chunks,
-        params=params,
         **of_kernels,
     )
     cpu = Backend("kernels", torch.device("cpu"))

@@ -12,7 +12,6 @@ import torch
 
 from kda_backend import layer
 from kda_backend.contract.values import ConvInputs
-from kda_backend.launch_params import PrefillCostModel
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import two_stage_sm90 as pipeline
@@ -44,14 +43,12 @@ class Loaded:
     def __init__(self, sources: Path) -> None:
         self.sources, self.launches = sources, 0
 
-    def __call__(
-        self, params: PrefillCostModel, device: object, variant: Variant, taps: torch.dtype
-    ) -> dict[int, Loaded]:
+    def __call__(self, device: object, variant: Variant, taps: torch.dtype) -> dict[int, Loaded]:
         self.kernel = HostKernel(
             self.sources / "intra_chunk.cu",
             "intra_chunk",
             conv_sm90.CONV_PARAMS,
-            conv_sm90.conv_defines(variant, 2, params, taps) | {"MAX_POLLS": 3000},
+            conv_sm90.conv_defines(variant, 2, taps) | {"MAX_POLLS": 3000},
         )
         return {2: self._Launch(self)}  # type: ignore[dict-item]
 

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,6 @@ from kda_backend.prefill import two_stage_sm90 as prefill
 from kda_backend.prefill.arguments_sm90 import Variant
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
-from tests.kda.prefill_on_host import APART, EARLY, ROW, bounded_rows
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 REPORT = Path(__file__).parent / "cuda_report.json"
@@ -42,8 +39,6 @@ STEPS = {
     "other types": (Gate.SOFTPLUS, Beta.SIGMOID, True, BF16, *MIXED),
 }
 
-SCANS = {"": ROW.params, ", buffers apart": APART, ", output early": EARLY}
-
 Source = tuple[Path, CudaParams, dict[str, int]]
 
 
@@ -55,49 +50,37 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what configs/kda/nvidia_sm90.toml can choose."""
     for ctas in (2, 4):
         for gate in Gate:
-            for direct in (False, True)[: 1 + (gate == Gate.BOUNDED)]:
-                defines = prefill.intra_defines(variant_of(gate), ctas, bounded_rows(direct))
-                source = prefill.KERNELS / "intra_chunk.cu"
-                rows = f"{gate.name.lower()}{', direct rows' * direct}"
-                name = f"intra_chunk {rows}, {ctas} CTAs per SM"
-                yield name, (source, prefill.INTRA_PARAMS, defines)
-        staggered = replace(ROW.params, intra_stagger_ns=4000)
-        defines = prefill.intra_defines(variant_of(), ctas, staggered)
-        name = f"intra_chunk softplus, staggered, {ctas} CTAs per SM"
-        yield name, (prefill.KERNELS / "intra_chunk.cu", prefill.INTRA_PARAMS, defines)
+            defines = prefill.intra_defines(variant_of(gate), ctas)
+            source = prefill.KERNELS / "intra_chunk.cu"
+            name = f"intra_chunk {gate.name.lower()}, {ctas} CTAs per SM"
+            yield name, (source, prefill.INTRA_PARAMS, defines)
         for taps in (FP32, BF16):
-            defines = conv_sm90.conv_defines(variant_of(), ctas, bounded_rows(False), taps)
+            defines = conv_sm90.conv_defines(variant_of(), ctas, taps)
             name = f"intra_chunk softplus, convolution, {str(taps)[6:]} taps, {ctas} CTAs per SM"
             yield name, (prefill.KERNELS / "intra_chunk.cu", conv_sm90.CONV_PARAMS, defines)
     for name in ("scan", "scan_split"):
-        forms = SCANS if name == "scan" else {"": ROW.params}
-        for track, (form, params) in itertools.product((False, True), forms.items()):
-            defines = prefill.scan_defines(variant_of(track=track), params)
+        for track in (False, True):
+            defines = prefill.scan_defines(variant_of(track=track))
             source = prefill.KERNELS / f"{name}.cu"
-            label = f"{name}{', tracking' * track}{form}"
-            yield label, (source, prefill.SCAN_PARAMS, defines)
+            yield f"{name}{', tracking' * track}", (source, prefill.SCAN_PARAMS, defines)
     for name in ("segment_ends", "merge_segments", "scan", "scan_split"):
         label = f"{name}, segments" if name.startswith("scan") else name
-        for form, params in SCANS.items() if name == "scan" else (("", ROW.params),):
-            defines = segmented.segment_defines(False, False, params)
-            source = prefill.KERNELS / f"{name}.cu"
-            yield label + form, (source, segmented.SEGMENT_PARAMS, defines)
+        defines = segmented.segment_defines(False, False)
+        source = prefill.KERNELS / f"{name}.cu"
+        yield label, (source, segmented.SEGMENT_PARAMS, defines)
 
 
 def one_launch_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what prefill/one_launch_sm90.py can choose."""
     for rows, many in in_one.CTAS_PER_SM.items():
-        for ctas, gate, track, direct in (
-            (1, Gate.SOFTPLUS, False, False),
-            (many, Gate.SOFTPLUS, False, False),
-            (many, Gate.BOUNDED, False, False),
-            (many, Gate.BOUNDED, False, True),
-            (many, Gate.SOFTPLUS, True, False),
+        for ctas, gate, track in (
+            (1, Gate.SOFTPLUS, False),
+            (many, Gate.SOFTPLUS, False),
+            (many, Gate.BOUNDED, False),
+            (many, Gate.SOFTPLUS, True),
         ):
-            variant, params = variant_of(gate, track=track), bounded_rows(direct)
-            defines = in_one.defines(rows, ctas, variant, params)
-            of = f"{gate.name.lower()}{', direct rows' * direct}"
-            name = f"one_launch {of}, {rows} rows, {ctas} CTAs per SM"
+            defines = in_one.defines(rows, ctas, variant_of(gate, track=track))
+            name = f"one_launch {gate.name.lower()}, {rows} rows, {ctas} CTAs per SM"
             source = in_one.KERNELS / "one_launch.cu"
             yield name + ", tracking" * track, (source, in_one.PARAMS, defines)
 

@@ -43,14 +43,14 @@ def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._Kernels
         pipeline.KERNELS / "intra_chunk.cu",
         "intra_chunk",
         pipeline.INTRA_PARAMS,
-        pipeline.intra_defines(VARIANT, 2, ROW.params) | FEW,
+        pipeline.intra_defines(VARIANT, 2) | FEW,
     )
     name = "scan_split" if split else "scan"
     scan = HostKernel(
         pipeline.KERNELS / f"{name}.cu",
         name,
         pipeline.SCAN_PARAMS,
-        pipeline.scan_defines(VARIANT, ROW.params) | FEW,
+        pipeline.scan_defines(VARIANT) | FEW,
         cluster_size=2 if split else 1,
         run_seed=seed,
     )

@@ -37,7 +37,7 @@ PLANTED: dict[str, Mistake] = {
         "scan.cu",
         "                          TILE_BYTES, s.full[stage]);",
         "                          TILE_BYTES - 1024, s.full[stage]);",
-        r"deadlock: .* wait at scan_buffers\.cuh:\d+ `full\[step % STAGES\]\.wait\(.*lacks 0 of 33 "
+        r"deadlock: .* wait at scan_buffers\.cuh:\d+ `full\[step % STAGES\]\.wait\(.*lacks 0 of 1 "
         r"arrivals and 1024 bytes",
     ),
     "a copy that is longer than expected": Mistake(
@@ -45,7 +45,7 @@ PLANTED: dict[str, Mistake] = {
         "s.full[stage].arrive_and_expect_tx(TILE_BYTES + D * 4);",
         "s.full[stage].arrive_and_expect_tx(TILE_BYTES - 1024 + D * 4);",
         r"barrier: a phase of .* ends while .* no arrive_and_expect_tx expects them|"
-        r"deadlock: .*lacks 0 of 33 arrivals and -1024 bytes",
+        r"deadlock: .*lacks 0 of 1 arrivals and -1024 bytes",
     ),
     "a wrong sign": Mistake(
         "solve.cuh",
@@ -101,7 +101,8 @@ PLANTED: dict[str, Mistake] = {
         "s.full[stage].arrive_and_expect_tx(TILE_BYTES + D * 4);",
         "s.full[stage].arrive();",
         r"barrier: a phase of .* ends while .* no arrive_and_expect_tx expects them|"
-        r"deadlock: .*lacks 0 of 33 arrivals and -\d+ bytes",
+        r"deadlock: .*lacks 0 of 1 arrivals and -\d+ bytes|"
+        r"race: .* a wgmma reads .*bulk_copy_g2s.* an asynchronous copy writes",
     ),
     "a stage released early": Mistake(
         "scan_split.cu",
@@ -122,10 +123,9 @@ PLANTED: dict[str, Mistake] = {
     ),
     "a release of lanes that have not met": Mistake(
         "scan_buffers.cuh",
-        "        __syncwarp();\n        if (lane == 0) empty[step % STAGES].arrive();",
-        "        if (lane == 0) empty[step % STAGES].arrive();",
-        r"race: scan_chunk\.cuh:\d+ `cp_async_cacheglobal_zfill\(.* a cp\.async writes byte .*, "
-        r"which scan_chunk\.cuh:\d+ .*load_shared.* reads",
+        "        __syncwarp();\n        if (lane == 0) stored[half].arrive();",
+        "        if (lane == 0) stored[half].arrive();",
+        r"race: scan_chunk\.cuh:\d+ .*stmatrix_trans.*load_shared",
         {"lengths": (300,)},
     ),
     "an end of the cluster that is not waited for": Mistake(
@@ -152,14 +152,14 @@ PLANTED: dict[str, Mistake] = {
     ),
     "a wrong phase bit": Mistake(
         "scan_buffers.cuh",
-        "full[step % STAGES].wait((step / STAGES) & 1);\n        load_values(",
-        "full[step % STAGES].wait((step / STAGES + 1) & 1);\n        load_values(",
+        "values_full[i].wait((step / VALUE_STAGES) & 1);\n        load_values(",
+        "values_full[i].wait((step / VALUE_STAGES + 1) & 1);\n        load_values(",
         r"race: scan_chunk\.cuh:\d+ .*(`ldmatrix_trans.*reads.*cp\.async writes|"
         r"a cp\.async writes.*`ldmatrix_trans.* reads); nothing orders",
     ),
     "a product that is not waited for": Mistake(
         "scan.cu",
-        "warpgroup_wait<OUTPUT_EARLY ? 1 : 0>();\n            warpgroup_fence_operand(e);",
+        "warpgroup_wait<0>();\n            warpgroup_fence_operand(e);",
         "warpgroup_fence_operand(e);",
         r"wgmma: scan_chunk\.cuh:\d+ .* reads registers that the wgmma begun at scan_chunk\.cuh:"
         r"\d+ .* accumulates in",

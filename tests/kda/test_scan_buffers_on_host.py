@@ -1,65 +1,55 @@
-"""The scan whose buffers are handed on apart (`PrefillCostModel.scan_buffers`) on the CPU, from its
-own sources: against float64, with the bits of joint buffers, and with mistakes planted."""
+"""The scan's buffers, each handed on by barriers of its own, on the CPU from their own sources:
+against float64, with the bits of the split scan, and with mistakes planted."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from tests.cuda_on_host.driver import GXX
 from tests.cuda_on_host.planted import plant
 from tests.kda.cases import assert_close, assert_same_bits
 from tests.kda.one_launch_on_host import CPU, case_of
-from tests.kda.prefill_on_host import APART, EARLY, ROW, run_prefill, use_two_stages
+from tests.kda.prefill_on_host import ROW, run_prefill, use_two_stages
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
 
-@pytest.mark.parametrize("params", [APART, EARLY], ids=["apart", "output early"])
 @pytest.mark.parametrize(
     ("lengths", "model"),
     [
-        ((67, 5, 130), {}),
         ((0, 300, 64), {"regime": "weak"}),
-        ((100, 64), {"gate": "bounded", "heads": 1, "value_heads": 2, "sequence_major": True}),
-        ((70,), {"gate": "log", "beta": "given", "l2norm": False}),
-        ((130,), {"regime": "collinear"}),
         ((130,), {"regime": "extreme"}),
-        ((450, 0, 30, 200), {"segment_chunks": 2, "in_pool": True}),
     ],
-    ids=["ragged", "long and empty", "bounded", "log", "collinear", "extreme", "segments"],
+    ids=["long and empty", "extreme"],
 )
 def test_against_float64(
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
     lengths: tuple[int, ...],
     model: dict[str, Any],
-    params: PrefillCostModel,
 ) -> None:
-    run_prefill(monkeypatch, seed, lengths, params=params, **model)
+    run_prefill(monkeypatch, seed, lengths, **model)
 
 
-def test_bits_are_those_of_joint_buffers(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_bits_are_those_of_the_split_scan(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """More chunks than any buffer has places, and tasks one after the other in a CTA."""
-    case = case_of(seed, (330, 0, 70, 1), heads=1, regime="long")
+    case = case_of(seed, (330, 70, 1), heads=1, regime="long")
     found = []
-    for params in (ROW.params, APART, EARLY):
-        use_two_stages(monkeypatch, seed, params=params)
+    for split in (False, True):
+        use_two_stages(monkeypatch, seed, split=split)
         found.append(CPU.chunk(case, selection=CPU.selection(case.shape).with_path(ROW)))
-    for name, joint, apart, early in zip(("output", "state"), *found, strict=True):
-        assert_same_bits(name, apart, joint)
-        assert_same_bits(name, early, joint)
+    for name, whole, split_over_ctas in zip(("output", "state"), *found, strict=True):
+        assert_same_bits(name, whole, split_over_ctas)
 
 
 def test_states_inside_of_sequences(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     case = case_of(seed, (200,), heads=1)
-    use_two_stages(monkeypatch, seed, params=APART, track=True)
+    use_two_stages(monkeypatch, seed, track=True)
     snapshots = torch.zeros(1, 2, 1, 128, 128)
     CPU.chunk(
         case,
@@ -79,7 +69,6 @@ class Mistake(NamedTuple):
     wrong: str
     report: str
     file: str = "scan_buffers.cuh"
-    params: PrefillCostModel = APART
 
 
 PLANTED = {
@@ -116,25 +105,24 @@ PLANTED = {
         r"race: scan\.cu:\d+ .* copy writes byte|deadlock|barrier: ",
     ),
     "an output before its products are over": Mistake(
-        "            if (OUTPUT_EARLY) warpgroup_wait<1>();\n",
-        "",
+        "            warpgroup_wait<0>();\n            warpgroup_fence_operand(state);",
+        "            warpgroup_wait<1>();\n            warpgroup_fence_operand(state);",
         r"wgmma: .* reads registers that the wgmma begun at .* accumulates in",
         "scan.cu",
-        EARLY,
     ),
     "a product that is rounded before it is over": Mistake(
-        "            warpgroup_wait<OUTPUT_EARLY ? 1 : 0>();",
-        "            warpgroup_wait<OUTPUT_EARLY ? 2 : 0>();",
+        "            warpgroup_wait<0>();\n            warpgroup_fence_operand(e);",
+        "            warpgroup_wait<1>();\n            warpgroup_fence_operand(e);",
         r"wgmma: .* reads registers that the wgmma begun at .* accumulates in",
         "scan.cu",
-        EARLY,
     ),
-    "a tile freed while the state's product reads it": Mistake(
-        "    warpgroup_wait<0>();\n    warpgroup_fence_operand(state);\n    s.free_tile(step, at);",
-        "    s.free_tile(step, at);\n    warpgroup_wait<0>();\n    warpgroup_fence_operand(state);",
+    "a tile freed while its products read it": Mistake(
+        "            warpgroup_wait<0>();\n            warpgroup_fence_operand(state);\n"
+        "            s.free_tile(step, at);",
+        "            s.free_tile(step, at);\n"
+        "            warpgroup_wait<0>();\n            warpgroup_fence_operand(state);",
         r"race: scan\.cu:\d+ .* copy writes byte .*wgmma reads",
         "scan.cu",
-        EARLY,
     ),
 }
 
@@ -143,7 +131,7 @@ PLANTED = {
 def test_a_planted_mistake_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, mistake: str
 ) -> None:
-    right, wrong, report, file, params = PLANTED[mistake]
+    right, wrong, report, file = PLANTED[mistake]
     sources = plant(pipeline.KERNELS, tmp_path, file, right, wrong)
     with pytest.raises((AssertionError, RuntimeError), match=report) as failure:
         run_prefill(
@@ -153,7 +141,6 @@ def test_a_planted_mistake_is_named(
             sources=sources,
             regime="weak",
             heads=1,
-            params=params,
             max_polls=3000,
         )
     print(failure.value)
@@ -161,15 +148,4 @@ def test_a_planted_mistake_is_named(
 
 
 def test_what_mistakes_are_planted_in_is_right(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    for params in (APART, EARLY):
-        run_prefill(monkeypatch, seed, (330,), regime="weak", heads=1, params=params)
-
-
-def test_the_shipped_row_is_to_be_measured_first() -> None:
-    assert ROW.params.scan_buffers == "joint"
-    assert not ROW.params.scan_output_early and not ROW.params.scan_state_ahead
-
-
-def test_an_early_output_needs_buffers_apart() -> None:
-    with pytest.raises(ValueError, match="unless scan_buffers is 'apart', got 'joint'"):
-        replace(ROW.params, scan_output_early=True)
+    run_prefill(monkeypatch, seed, (330,), regime="weak", heads=1)

@@ -13,17 +13,13 @@ static constexpr float LOG_SCALE = 256.0f;
 // Decays over 8 tokens of at least 2^-22, or 16 of a bounded gate's 2^-7.3, and their inverses,
 // centred by 2^SHIFT, times a key or a query, are numbers of fp32.
 static constexpr float SHIFT = 60.0f, UNSHIFT = 0x1p-60f;
-// A bounded gate's decays over 16 tokens, of 2^-115.4 at least, and their inverses are normal
-// numbers of fp32 as they are, and their products with normalised keys and queries no larger.
-static constexpr bool DIRECT_ROWS = GATE == GATE_BOUNDED && BOUNDED_ROWS == ROWS_DIRECT;
-static_assert(!DIRECT_ROWS || L2NORM);
 
-// What log_decay takes of a head's A_log: exp(A_log) LOG_SCALE; or -exp(A_log) log2(e).
+// What log_decay takes of a head's A_log: exp(A_log) LOG_SCALE.
 __device__ __forceinline__ float decay_rate(float a_log) {
-    return ex2(a_log * LOG2E) * (DIRECT_ROWS ? -LOG2E : LOG_SCALE);
+    return ex2(a_log * LOG2E) * LOG_SCALE;
 }
 
-// log2 of the decay, times LOG_SCALE. ``bias`` is dt_bias log2(e), with DIRECT_ROWS dt_bias rate.
+// log2 of the decay, times LOG_SCALE. ``bias`` is dt_bias log2(e).
 __device__ __forceinline__ float log_decay(float g, float bias, float rate, float lower_bound) {
     if constexpr (GATE == GATE_LOG) {
         return g * (LOG2E * LOG_SCALE);
@@ -34,8 +30,7 @@ __device__ __forceinline__ float log_decay(float g, float bias, float rate, floa
         const float series = e * fmaf(e, -0.5f * LOG2E, LOG2E);
         return -rate * (e < 0.01f ? series : fmaxf(lg2(1.0f + e), y));
     } else {
-        const float z = DIRECT_ROWS ? fmaf(g, rate, bias)
-                                    : (-1.0f / LOG_SCALE) * rate * fmaf(g, LOG2E, bias);
+        const float z = (-1.0f / LOG_SCALE) * rate * fmaf(g, LOG2E, bias);
         return lower_bound * (LOG2E * LOG_SCALE) * rcp(1.0f + ex2(z));  // from -5 on
     }
 }
@@ -68,7 +63,7 @@ __device__ __forceinline__ void tokens_inside(u32 (&inside)[2], const RowLane& a
 
 // Log decays of 32 channels as B operands [8 tokens, 8 channels], [group of 8 channels][half of the
 // row block]: lane (r, t) has tokens 2 t and 2 t + 1, channel r. Of an unbounded gate also writes
-// the decay over the row block; a bounded one's falls out of decay_bounded_*.
+// the decay over the row block; a bounded one's falls out of decay_bounded.
 __device__ __forceinline__ void load_log_decays(u32 (&logs)[4][2], const Params& p, Shared& s,
                                                 const RowLane& at, int slice, float rate,
                                                 const u32 (&inside)[2]) {
@@ -79,9 +74,8 @@ __device__ __forceinline__ void load_log_decays(u32 (&logs)[4][2], const Params&
         float total[2][2];
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            const float bias = GATE != GATE_LOG ? s.bias[32 * slice + 16 * j + 8 * m + at.r] *
-                                                      (DIRECT_ROWS ? rate : LOG2E)
-                                                : 0.0f;
+            const float bias =
+                GATE != GATE_LOG ? s.bias[32 * slice + 16 * j + 8 * m + at.r] * LOG2E : 0.0f;
             float sums[4] = {};
 #pragma unroll
             for (int i = 0; i < 2; ++i) {

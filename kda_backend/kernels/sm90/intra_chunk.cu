@@ -33,26 +33,11 @@
 // other kernel, and the scan is placed only when all of them run, so it may wait for any tile. A
 // CTA on an SM that is reserved for the scan makes reserved_sm_tile_cap tiles and ends.
 //
-// Compile-time: GATE, BETA, BOUNDED_ROWS (kda.cuh); L2NORM; BETA_FP32 (else bf16); MIN_BLOCKS per
-// SM; CONV and what it needs (conv_rows.cuh); STAGGER_NS (wait_for_turn).
+// Compile-time: GATE, BETA (kda.cuh); L2NORM; BETA_FP32 (else bf16); MIN_BLOCKS per SM; CONV and
+// what it needs (conv_rows.cuh).
 
 #include "intra_cta.cuh"
 #include "solve.cuh"
-#ifndef STAGGER_NS
-#define STAGGER_NS 0
-#endif
-
-// The hardware places a CTA on each SM, then a second one, and so on. Each begins STAGGER_NS after
-// the one before it on its SM, so that the first tiles, for which the scan waits, have an SM to
-// themselves; not where the scan waits for the SM, nor where a CTA makes one tile at most. Where CTAs
-// really are matters to the time alone.
-__device__ __forceinline__ void wait_for_turn(const Params& p, bool on_reserved_sm) {
-    constexpr int NAP = 500;  // may last up to twice as long, or end early
-    if (STAGGER_NS == 0 || on_reserved_sm || p.num_tiles <= gridDim.x) return;
-    const int ctas_before = blockIdx.x / (gridDim.x / MIN_BLOCKS);
-#pragma unroll 1
-    for (int i = 0; i < ctas_before * (STAGGER_NS / NAP); ++i) __nanosleep(NAP);
-}
 
 __device__ __forceinline__ void fetch_next_keys(const Params& p, Shared& s, const TileSource& from) {
     fetch_key_halo(p, s, from);
@@ -154,7 +139,6 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     }
     __syncthreads();
     if (s.next < p.num_tiles) fetch_next_keys(p, s, s.source[0]);
-    wait_for_turn(p, on_reserved_sm);
     i64 previous = -1;  // the tile before, which has no flag yet
     // After the last chunk the order has only more of length 0, which are not made.
     for (int turn = 0; s.next < p.num_tiles && s.source[turn].length; turn ^= 1) {

@@ -8,8 +8,6 @@ static constexpr float LOG2E = 1.4426950408889634f;
 
 // Values of the definitions GATE and BETA, as in contract/inputs.py.
 enum GateKind { GATE_LOG = 0, GATE_SOFTPLUS = 1, GATE_BOUNDED = 2 };
-// Values of the definition BOUNDED_ROWS: how the scores of a bounded gate are made (scores.cuh).
-enum BoundedRows { ROWS_CENTRED = 0, ROWS_DIRECT = 1 };
 enum BetaKind { BETA_GIVEN = 0, BETA_SIGMOID = 1, BETA_TWICE_SIGMOID = 2 };
 
 __device__ __forceinline__ float sigmoid(float x) { return rcp(1.0f + ex2(-LOG2E * x)); }

@@ -19,9 +19,8 @@
 // The state of a sequence of several chunks passes through ``carry`` between two of them: a lane
 // reads what it wrote, so nothing orders these but the program.
 //
-// Compile-time: GATE, BETA, L2NORM, BETA_FP32, BOUNDED_ROWS (as intra_chunk.cu); CU_INT64, STATE_BF16, TRACK (as
-// scan.cu); ROWS: 64, or 32 or 16 where no sequence is longer; MIN_BLOCKS
-// per SM.
+// Compile-time: GATE, BETA, L2NORM, BETA_FP32 (as intra_chunk.cu); CU_INT64, STATE_BF16, TRACK (as
+// scan.cu); ROWS: 64, or 32 or 16 where no sequence is longer; MIN_BLOCKS per SM.
 
 #include "tile.cuh"
 

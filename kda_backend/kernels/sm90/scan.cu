@@ -8,38 +8,29 @@
 //     warp 0           warp 3          warps 1, 2         64 value rows each
 //     take a task, post its number -> everybody
 //     wait for a flag
-//     copy the tile    copy v                         ->  full: e = v - k_in S^T
+//                      copy v                         ->  values_full: e = v
+//                      values_empty                   <-
+//     copy the tile                                   ->  full: e = v - k_in S^T
 //                                                         S = decay S + e (T^T k_out)
-//                                                         o = S q_in + e (A_qk T), in place of v
+//                                                         o = S q_in + e (A_qk T)
+//     empty                                           <-
 //                                      store o        <-  written
-//     empty            empty        <-
-//
-// This is the way of joint buffers; scan_buffers.cuh also has those that are handed on apart.
+//                                      stored         ->
 //
 // A wgmma with A in registers keeps its warps from issuing anything else, so one warpgroup
 // multiplies while the other packs, loads and stores, and a tile is fetched once for both. Three
-// stages of tiles and values are on their way.
+// tiles and the values of two chunks are on their way (scan_buffers.cuh).
 //
 // intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
 // the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
 //
 // Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (states of chunks
-// or snapshots are asked for); SEGMENTS (segments.cuh), not with TRACK; BUFFERS_APART
-// (scan_buffers.cuh); OUTPUT_EARLY (the products of the output come before that of the state, which
-// then passes beside the output's way to shared memory); STATE_AHEAD (a task's state is asked for in
-// the L2 cache when it is taken).
+// or snapshots are asked for); SEGMENTS (segments.cuh), not with TRACK.
 
-#ifndef OUTPUT_EARLY
-#define OUTPUT_EARLY 0
-#endif
-#ifndef STATE_AHEAD
-#define STATE_AHEAD 0
-#endif
 static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
 static constexpr bool STATES_HAVE_PAIRS = false;
 #include "scan_buffers.cuh"
 #include "scan_task.cuh"
-static_assert(!OUTPUT_EARLY || BUFFERS_APART, "the store of an output frees a joint stage");
 
 struct __align__(1024) Shared : Buffers {
     TaskQueue tasks;
@@ -61,10 +52,6 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane
         if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // who waits needs the launch's number
         if (over) break;
         const Task task(p, number, 0);
-        if (STATE_AHEAD) {
-#pragma unroll 1
-            for (int v = lane; v < D; v += 32) prefetch_state_row(p, task, v);
-        }
         TileFlags flags(p, task, launch);
         for (int c = 0; c < task.chunks; ++c, ++before) {
             const int stage = before % STAGES;
@@ -99,13 +86,6 @@ __device__ __forceinline__ void store_outputs(const Params& p, Shared& s, int ha
     }
 }
 
-// When no product is on its way any more: the state is complete, and the tile has been read.
-__device__ __forceinline__ void finish_products(Shared& s, float (&state)[64], int step,
-                                                const Lane& at) {
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(state);
-    s.free_tile(step, at);
-}
 // A consumer warpgroup: the recurrence and the output of a half of the value rows.
 __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half, const Lane& at) {
     int before = 0;
@@ -124,30 +104,24 @@ __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half,
             warpgroup_fence_operand(e);
             warpgroup_arrive();
             add_state_product(e, operand, base + K_IN * BLOCK_BYTES, true);
-            if (OUTPUT_EARLY) add_state_product(o, operand, base + Q_IN * BLOCK_BYTES, false);
             float2 decays[16];
             load_decays(decays, s.chunk_decays[stage], at.t);
-            if (!OUTPUT_EARLY) decay(state, decays);
-            warpgroup_wait<OUTPUT_EARLY ? 1 : 0>();
+            decay(state, decays);
+            warpgroup_wait<0>();
             warpgroup_fence_operand(e);
             round_to_operand(e_operand, e);
-            // ptxas takes it to where it is above, but from there it waits for q_in's product too
-            if (OUTPUT_EARLY) decay(state, decays);
             warpgroup_fence_operand(state);
             warpgroup_arrive();
-            if (OUTPUT_EARLY) add_error_scores(o, e_operand, base + A_QK * BLOCK_BYTES);
             add_error_keys(state, e_operand, base + K_OUT * BLOCK_BYTES);
-            if (!OUTPUT_EARLY) {
-                add_state_product(o, operand, base + Q_IN * BLOCK_BYTES, false);
-                add_error_scores(o, e_operand, base + A_QK * BLOCK_BYTES);
-            }
+            add_state_product(o, operand, base + Q_IN * BLOCK_BYTES, false);
+            add_error_scores(o, e_operand, base + A_QK * BLOCK_BYTES);
             if (c + 1 < task.chunks) s.take_values(e, step + 1, half, at);
-            if (!OUTPUT_EARLY) finish_products(s, state, step, at);
-            if (OUTPUT_EARLY) warpgroup_wait<1>();
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(state);
+            s.free_tile(step, at);
             warpgroup_fence_operand(o);
             write_output(o, p.scale, s.take_output(step, half), at);
             s.hand_on_output(step, half, at);
-            if (OUTPUT_EARLY) finish_products(s, state, step, at);
         }
         before += task.chunks;
         if (TRACK) track_state(p, task, at, state, task.chunks);

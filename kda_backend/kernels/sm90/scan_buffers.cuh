@@ -1,22 +1,15 @@
 // The buffers of a scan CTA (scan.cu) and the barriers at which its warps hand them on.
 //
-// A step is a chunk of one of the CTA's tasks, counted over all of them. Joint buffers: a stage has a
-// tile, values and then, in the values' place, the output; it is free when the output has been
-// stored. So three steps last at least as long as a tile's way here, a step and a store together.
-// With BUFFERS_APART a stage has a tile alone and is free after its last product, values have two
-// buffers, free as soon as they are accumulators, and the output has one.
+// A step is a chunk of one of the CTA's tasks, counted over all of them. A stage has a tile alone and
+// is free after the tile's last product, values have two buffers, free as soon as they are
+// accumulators, and the output has one. If a stage waited for the store of its output, three steps
+// would last at least as long as a tile's way here, a step and a store together.
 #pragma once
 
 #include "scan_chunk.cuh"
 
-#ifndef BUFFERS_APART
-#define BUFFERS_APART 0
-#endif
-
 static constexpr int STAGES = 3;
 static constexpr int CONSUMERS = 8;  // warps
-
-#if BUFFERS_APART
 
 struct Buffers {
     static constexpr int VALUE_STAGES = 2;
@@ -86,52 +79,3 @@ struct Buffers {
         if (lane == 0) stored[half].arrive();
     }
 };
-
-#else
-
-struct Buffers {
-    unsigned char stage[STAGES][TILE_BYTES];
-    unsigned char v[STAGES][C * PITCH];  // then the output
-    float chunk_decays[STAGES][D];
-    ClusterTransactionBarrier full[STAGES];
-    ClusterBarrier empty[STAGES];
-    ClusterBarrier written[STAGES][2];  // the output of a half of the value rows
-
-    __device__ __forceinline__ void init() {
-#pragma unroll
-        for (int i = 0; i < STAGES; ++i) {
-            full[i].init(1 + 32);  // the tile's bytes, and each lane's values
-            empty[i].init(2);      // both halves of the output have been stored
-            written[i][0].init(4);
-            written[i][1].init(4);
-        }
-    }
-    __device__ __forceinline__ void fetch_values_of(const Params& p, const Task& task, int lane,
-                                                    int& step) {
-        fetch_values(p, v, full, empty, task, lane, step);
-    }
-    __device__ __forceinline__ void take_values(float (&e)[32], int step, int half,
-                                                const Lane& at) {
-        full[step % STAGES].wait((step / STAGES) & 1);
-        load_values(e, cast_smem_ptr_to_uint(v[step % STAGES]) + 128 * half, at);
-    }
-    __device__ __forceinline__ void wait_for_tile(int) {}  // it came with the values
-    __device__ __forceinline__ void free_tile(int, const Lane&) {}  // with the output
-    // In place of values that are this warp's own, and have been read.
-    __device__ __forceinline__ u32 take_output(int step, int half) {
-        return cast_smem_ptr_to_uint(v[step % STAGES]) + 128 * half;
-    }
-    __device__ __forceinline__ void hand_on_output(int step, int half, const Lane& at) {
-        if (at.lane == 0) written[step % STAGES][half].arrive();
-    }
-    __device__ __forceinline__ u32 written_output(int step, int half) {
-        written[step % STAGES][half].wait((step / STAGES) & 1);
-        return cast_smem_ptr_to_uint(v[step % STAGES]) + 128 * half;
-    }
-    __device__ __forceinline__ void free_output(int step, int half, int lane) {
-        __syncwarp();
-        if (lane == 0) empty[step % STAGES].arrive();
-    }
-};
-
-#endif

@@ -2,7 +2,7 @@
 //
 // Within 8 tokens: the row's decay from the first of them on times the inverse of the column's, a
 // product in tf32, whose range is that of fp32. Of a bounded gate 16 tokens stay in that range, and
-// are taken at once: centred by 2^60, for rows of any size, or directly, for normalised ones.
+// are taken at once, centred by 2^60.
 // Between the halves of 16, 32 and 64 tokens: rows of the upper half decay from its first token on,
 // those of the lower half to its last, so nothing exceeds 1 and fp16 will do.
 // Any gate is exact, and row r depends on tokens up to r alone.
@@ -70,10 +70,10 @@ __device__ __forceinline__ Norms compute_norms(const Shared& s, const RowLane& a
 
 // Of 8 channels with a bounded gate: decays of the rows (prefix, suffix) and over the block (total,
 // of the lane's two channels); adds to the scores within the row block.
-__device__ __forceinline__ void decay_bounded_centred(u32 (&prefix)[2], u32 (&suffix)[2],
-                                                      float (&total)[2], Scores& scores,
-                                                      const Channels& x, const u32 (&logs)[2],
-                                                      const SumMatrices& matrix, int t) {
+__device__ __forceinline__ void decay_bounded(u32 (&prefix)[2], u32 (&suffix)[2],
+                                              float (&total)[2], Scores& scores,
+                                              const Channels& x, const u32 (&logs)[2],
+                                              const SumMatrices& matrix, int t) {
     float sums[4], up[2][2], down[2][2], end[2];
     mma_m16n8k16_f16_from(sums, SHIFT, matrix.through, matrix.all, 0, matrix.through, logs[0],
                           logs[1]);
@@ -102,40 +102,6 @@ __device__ __forceinline__ void decay_bounded_centred(u32 (&prefix)[2], u32 (&su
                      down[1][1]);
     mma_m16n8k8_tf32(scores.cross_half, q_up[0], k_up[0], q_up[1], k_up[1], down[0][0],
                      down[0][1]);
-}
-
-// The same for normalised rows (DIRECT_ROWS). What enters the products is at once what is rounded
-// to the rows: from the block's start q 2^G and k 2^G, to its end k 2^-G times the block's decay.
-__device__ __forceinline__ void decay_bounded_direct(DecayedRows& rows, int e, float (&total)[2],
-                                                     Scores& scores, const Channels& x,
-                                                     const u32 (&logs)[2],
-                                                     const SumMatrices& matrix, int t) {
-    float sums[4] = {}, q_up[2][2], k_up[2][2], k_down[2][2];
-    mma_m16n8k16_f16(sums, matrix.through, matrix.all, 0, matrix.through, logs[0], logs[1]);
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float up = ex2(sums[2 * i + c]);
-            if (i == 1) total[c] = __shfl_sync(~0u, up, 28 + t);  // of row 15
-            q_up[i][c] = x.q[i][c] * up;
-            k_up[i][c] = x.k[i][c] * up;
-            k_down[i][c] = x.k[i][c] * ex2(-sums[2 * i + c]);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        rows.q_prefix[i][e] = pack_fp16(q_up[i][0], q_up[i][1]);
-        rows.k_prefix[i][e] = pack_fp16(k_up[i][0], k_up[i][1]);
-        rows.k_suffix[i][e] = pack_fp16(total[0] * k_down[i][0], total[1] * k_down[i][1]);
-    }
-    auto add = [&](float (&c)[4], int row, int column) {
-        mma_m16n8k8_tf32(c, q_up[row][0], k_up[row][0], q_up[row][1], k_up[row][1],
-                         k_down[column][0], k_down[column][1]);
-    };
-    add(scores.same_half[0], 0, 0);
-    add(scores.same_half[1], 1, 1);
-    add(scores.cross_half, 1, 0);
 }
 
 // Of 8 channels with any other gate, whose two halves of 8 tokens have sums of their own.
@@ -176,10 +142,10 @@ __device__ __forceinline__ void decay_unbounded(u32 (&prefix)[2], u32 (&suffix)[
 }
 
 // Of 8 channels of any gate: the rows are rounded, their decays are rounded, and so is the product.
-__device__ __forceinline__ void decay_rounded(DecayedRows& rows, int e, float (&total)[2],
-                                              Scores& scores, const Channels& x,
-                                              const u32 (&logs)[2], const SumMatrices& matrix,
-                                              int t) {
+__device__ __forceinline__ void decay_channels(DecayedRows& rows, int e, float (&total)[2],
+                                               Scores& scores, const Channels& x,
+                                               const u32 (&logs)[2], const SumMatrices& matrix,
+                                               int t) {
     u32 q[2], k[2], prefix[2], suffix[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -187,7 +153,7 @@ __device__ __forceinline__ void decay_rounded(DecayedRows& rows, int e, float (&
         k[i] = pack_fp16(x.k[i][0], x.k[i][1]);
     }
     if constexpr (GATE == GATE_BOUNDED)
-        decay_bounded_centred(prefix, suffix, total, scores, x, logs, matrix, t);
+        decay_bounded(prefix, suffix, total, scores, x, logs, matrix, t);
     else
         decay_unbounded(prefix, suffix, scores, x, logs, matrix);
 #pragma unroll
@@ -219,10 +185,7 @@ __device__ __forceinline__ void decay_rows(DecayedRows& rows, Scores& scores, Sh
                 of.k[i][0] = low_bf16(y[2 * m + i]) * norms.k[i];
                 of.k[i][1] = high_bf16(y[2 * m + i]) * norms.k[i];
             }
-            if constexpr (DIRECT_ROWS)
-                decay_bounded_direct(rows, e, total[m], scores, of, logs[e], matrix, at.t);
-            else
-                decay_rounded(rows, e, total[m], scores, of, logs[e], matrix, at.t);
+            decay_channels(rows, e, total[m], scores, of, logs[e], matrix, at.t);
         }
         if (GATE == GATE_BOUNDED && at.r == 0)
             s.block_decays[3 + at.warp][j][at.t] =
