@@ -74,7 +74,7 @@ INT8 = {
 }
 
 HBM, L2, TF32, FP16, ISSUE = 4.8e12, 5.5e12, 4.94e14, 9.89e14, 132 * 4 * 1.755e9
-"""Of an H200: bytes a second from memory (data sheet) and from L2 (assumed), dense products, and
+"""Of an H200: bytes per second from memory (data sheet) and from L2 (assumed), dense products, and
 instructions of warps."""
 SELECT_INSTRUCTIONS = {"weights": (1600, 123), "logits": (1600, 89)}
 """Of ``select_blocks_kernel`` for 1,024 blocks and a share of them, by ``search``: outside of the

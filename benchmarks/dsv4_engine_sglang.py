@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks import sglang_needs
 from benchmarks.dsv4_engine_side import DRAFTS, MTP_SIDES, SIDES
-from benchmarks.dsv4_engine_vllm import RESULT, ROOT, partings, rounding, write
+from benchmarks.dsv4_engine_vllm import RESULT, ROOT, conclude, partings, rounding
 
 COMPRESSORS = 5  # of four layers with ratios 0, 4, 128 and 4: three main ones, two of indexers
 MODEL = "64 heads, bf16 weights, fp32 head of 16 tokens, mHC in torch"
@@ -51,18 +51,7 @@ def main() -> None:
     args.logs.mkdir(parents=True, exist_ok=True)
     wanted = [*SIDES, *(MTP_SIDES if args.mtp else ())]
     sides = run(wanted, args.logs, until)
-    missing = [side for side in wanted if side not in sides]
-    if set(missing) & set(SIDES):
-        print(f"no result file: {', '.join(missing)} did not run to the end")
-        raise SystemExit(1)
-    rows, problems = judge(sides)
-    problems += [f"{side} did not run to the end" for side in missing]
-    for row in rows:
-        print(f"{row['equal']:>10} of {row['of']:>10}  {row['mode']}: {row['check']}")
-    write(args.out, sides["upstream"]["gpu"], rows)
-    for problem in problems:
-        print("FAILED:", problem)
-    raise SystemExit(1 if problems else 0)
+    conclude(wanted, sides, judge, args.out)
 
 
 def run(names: list[str], logs: Path, until: float) -> dict[str, Any]:

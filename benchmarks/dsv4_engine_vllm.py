@@ -30,6 +30,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from benchmarks.dsv4_engine_side import DRAFTS, HEADS, MTP_SIDES, SIDES
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dsv4_engines_h200.json"
 LIMIT_S = 540
+Judge = Callable[[dict[str, Any]], tuple[list[dict[str, Any]], list[str]]]
+"""From the sides' results to rows for the result file, and what is wrong in sentences."""
 
 
 def main() -> None:
@@ -50,6 +53,15 @@ def main() -> None:
     args.logs.mkdir(parents=True, exist_ok=True)
     wanted = SIDES + MTP_SIDES if args.mtp else SIDES
     sides = run(list(wanted), args.logs, args.heads)
+    conclude(wanted, sides, judge, args.out)
+
+
+def conclude(wanted: Sequence[str], sides: dict[str, Any], judge: Judge, out: Path) -> None:
+    """Print and write what the sides of any engine amount to.
+
+    Raises:
+        SystemExit: always; 1 where a side is missing or a check failed.
+    """
     missing = [side for side in wanted if side not in sides]
     if set(missing) & set(SIDES):
         print(f"no result file: {', '.join(missing)} did not run to the end")
@@ -58,7 +70,7 @@ def main() -> None:
     problems += [f"{side} did not run to the end" for side in missing]
     for row in rows:
         print(f"{row['equal']:>10} of {row['of']:>10}  {row['mode']}: {row['check']}")
-    write(args.out, sides["upstream"]["gpu"], rows)
+    write(out, sides["upstream"]["gpu"], rows)
     for problem in problems:
         print("FAILED:", problem)
     raise SystemExit(1 if problems else 0)

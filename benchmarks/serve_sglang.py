@@ -215,7 +215,7 @@ def sampling(new_tokens: list[int]) -> list[dict[str, Any]]:
 
 
 def room_of(info: dict[str, Any]) -> tuple[float, float]:
-    """Requests that run at a time, and tokens that the cache holds; infinity where none is said."""
+    """Requests that run at a time, and tokens of the cache; infinity where it names none."""
     state = (info.get("internal_states") or [{}])[0]
     requests = state.get("effective_max_running_requests_per_dp")
     return requests or math.inf, info.get("max_total_num_tokens") or math.inf

@@ -261,7 +261,7 @@ load_plugins()
 from tests.engines.kda.sglang.harness import server_args
 try:
     server_args({options})
-    print("SERVES STOCK", "kda_backend.engines.sglang_layer" in sys.modules)
+    print("UPSTREAM SERVES", "kda_backend.engines.sglang_layer" in sys.modules)
 except SystemExit as error:
     print("EXIT", error)
 """
@@ -318,9 +318,9 @@ def test_what_cannot_load_serves_stock_or_ends(ended: Path, number: int) -> None
     assert output.count(line) == 1, output
     if strict == "1":
         assert (place / "status").read_text() == "1", output
-        assert "SERVES STOCK" not in output
+        assert "UPSTREAM SERVES" not in output
     else:
-        assert ("EXIT 2" if options else "SERVES STOCK False") in output, output
+        assert ("EXIT 2" if options else "UPSTREAM SERVES False") in output, output
 
 
 def resolved(arguments: Any) -> dict[str, Any]:
