@@ -62,7 +62,10 @@ def _walk(
     v_source, v_strides = values
     cols_ptr, pages_ptr, mask_aux_ptr = plan
     aux_ptr, value, scale, factor = variant
-    key, logits, update, mask = hooks
+    key: tl.constexpr = hooks[0]
+    logits: tl.constexpr = hooks[1]
+    update: tl.constexpr = hooks[2]
+    mask: tl.constexpr = hooks[3]
     k_shape: tl.constexpr = shapes[0]
     v_shape: tl.constexpr = shapes[1]
     for j in tl.range(begin, end, num_stages=STAGES):

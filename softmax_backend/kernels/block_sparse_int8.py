@@ -110,7 +110,9 @@ def _walk(
     factor, q_scale, k_scale_ptr, bias_ptr, first_block = scales
     k_desc, v_desc = sources
     cols_ptr, mask_aux_ptr = plan
-    key_scales, values, mask = hooks
+    key_scales: tl.constexpr = hooks[0]
+    values: tl.constexpr = hooks[1]
+    mask: tl.constexpr = hooks[2]
     for j in tl.range(begin, end, num_stages=STAGES):
         col = tl.load(cols_ptr + j)
         start = col * BLOCK_N

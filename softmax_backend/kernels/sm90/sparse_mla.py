@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from softmax_backend.kernels.sm90.gluon_names import thread_barrier
 from softmax_backend.kernels.sm90.sparse_mla_compute import (
     allocate,
     compute,
@@ -250,7 +251,7 @@ def _fetch(
                     n_high,
                     n_seen,
                 )
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
             filled += 1
 

@@ -13,6 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from softmax_backend.kernels.sm90.gluon_names import thread_barrier
+
 BLOCK = gl.constexpr(64)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -147,7 +149,7 @@ def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
         else:
             q_s.store(b_q)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         b_top = gl.full([HEADS], -float("inf"), gl.float32, layout=head_layout)
         b_sums = gl.zeros([64, HEADS], gl.float32, layout=s_layout)
         b_o = gl.zeros([512, HEADS], gl.float32, layout=o_layout)
@@ -168,9 +170,9 @@ def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
             p_s.store(b_p.to(gl.bfloat16))
             fence_async_shared()
             b_o = b_o * gl.convert_layout(keep, gl.SliceLayout(0, o_layout))[None, :]
-            gl.thread_barrier()
+            thread_barrier()
             b_o = warpgroup_mma(k.permute((1, 0)), p_s, b_o)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             b_top = b_now
             read += 1

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from softmax_backend.kernels.sm90.gluon_names import thread_barrier
 from softmax_backend.kernels.sm90.sparse_mla_compute import (
     allocate,
     compute,
@@ -59,7 +60,7 @@ def _gather(
             )
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             seen_s.index(stage).store(gl.where(m_key, 0.0, -float("inf")))
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
             filled += 1
             index = next_index
