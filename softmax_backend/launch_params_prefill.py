@@ -40,16 +40,41 @@ class GluonPrefillParams:
         num_stages: blocks of keys in flight.
         registers: of a thread of the computing warpgroups.
         ping_pong: the warpgroups issue their products in turns.
+        named_turns: they hand over by a hardware barrier instead of one in shared memory.
+        early_softmax: a block's weights are computed before the products with the values of the
+            block before it are awaited.
+        lazy_rescale: warps whose rows all keep their maxima leave their output as it is.
+        keys_ahead: keys of a block are loaded before the values of the block before it.
+        persistent: as many CTAs as SMs, which take tiles one after another; with ``keys_ahead``,
+            and with room for no more than 2 stages of 128 keys of 128 channels.
     """
 
     block_n: int
     num_stages: int
     registers: int
     ping_pong: bool
+    named_turns: bool = False
+    early_softmax: bool = False
+    lazy_rescale: bool = False
+    keys_ahead: bool = False
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         if self.block_n not in (64, 128):
             raise ValueError(f"block_n must be 64 or 128, got {self.block_n}")
+        if self.named_turns and not self.ping_pong:
+            raise ValueError("named_turns must come with ping_pong, whose turns they are")
+        if self.persistent and not (self.keys_ahead and self.num_stages <= 2):
+            raise ValueError(
+                "persistent must come with keys_ahead and at most 2 stages, got "
+                f"keys_ahead={self.keys_ahead} and num_stages={self.num_stages}"
+            )
+
+    @property
+    def form(self) -> str:
+        """The kernel's FORM: names of what is on, in a fixed order."""
+        names = ("ping_pong", "named_turns", "early_softmax", "lazy_rescale", "keys_ahead")
+        return " ".join(name for name in names if getattr(self, name))
 
     @property
     def block_m(self) -> int:

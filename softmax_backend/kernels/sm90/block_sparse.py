@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from softmax_backend.kernels.sm90.block_walk import compute_row, load_row, unpacked_keys
+from softmax_backend.kernels.sm90.block_load import load_row, unpacked_keys
+from softmax_backend.kernels.sm90.block_walk import compute_row
 
 
 @gluon.jit
@@ -25,7 +26,7 @@ def _run(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
+    FORM: gl.constexpr,
     update: gl.constexpr,
     mask: gl.constexpr,
     IS_PACKED: gl.constexpr,
@@ -72,9 +73,9 @@ def _run(
                     BLOCK_N,
                     D,
                     STAGES,
-                    PING_PONG,
                     0,
                     IS_PACKED,
+                    FORM,
                 ),
             ),
             (
@@ -91,12 +92,15 @@ def _run(
                     BLOCK_N,
                     D,
                     STAGES,
-                    PING_PONG,
                     1,
                     IS_PACKED,
+                    FORM,
                 ),
             ),
-            (load_row, (descs, buffers, barriers, row, loads, keys, at_keys, STAGES, BLOCK_N)),
+            (
+                load_row,
+                (descs, buffers, barriers, row, loads, keys, at_keys, STAGES, BLOCK_N, FORM),
+            ),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -126,7 +130,7 @@ def block_sparse_sm90_kernel(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
+    FORM: gl.constexpr,
     update: gl.constexpr,
     mask: gl.constexpr,
 ):
@@ -164,7 +168,7 @@ def block_sparse_sm90_kernel(
             D=D,
             STAGES=STAGES,
             REGISTERS=REGISTERS,
-            PING_PONG=PING_PONG,
+            FORM=FORM,
             update=update,
             mask=mask,
             IS_PACKED=False,
@@ -196,7 +200,7 @@ def block_sparse_packed_sm90_kernel(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
+    FORM: gl.constexpr,
     at_keys: gl.constexpr,
     update: gl.constexpr,
     mask: gl.constexpr,
@@ -236,7 +240,7 @@ def block_sparse_packed_sm90_kernel(
             D=D,
             STAGES=STAGES,
             REGISTERS=REGISTERS,
-            PING_PONG=PING_PONG,
+            FORM=FORM,
             update=update,
             mask=mask,
             IS_PACKED=True,

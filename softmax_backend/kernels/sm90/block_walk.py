@@ -4,16 +4,18 @@
 The same walk as ``kernels/block_sparse.py``. Each computing warpgroup owns 64 queries of a tile of
 128 and shares the blocks of keys and values with the other, so that a block is read from L2 once
 for 128 queries. Over FULL blocks the product of the next block's keys and the product of this
-block's weights run while the softmax of this block does; with ``PING_PONG`` the warpgroups issue
-their products in turns, so that one's softmax lies under the other's products. PARTIAL blocks take
-one step after the other.
+block's weights are issued together, and the softmax of the next block may begin when the first is
+there. Without ``early_softmax`` ptxas lets only its maxima do so: the exponentials stand behind the
+wait for the second. With ``ping_pong`` the warpgroups issue their products in turns, so that one's
+softmax lies under the other's products. PARTIAL blocks take one step after the other.
 
 Sequences are unpacked, and end where the tensors do, or packed: their keys follow one another or
 lie in pages. There a block may hold what is beyond its sequence's end. Its logits are masked like
 any other; its values are set to zero, for 0 times NaN is NaN.
 
 Barriers: ``full`` of a stage completes when TMA has filled it, ``empty`` when both warpgroups have
-read it.
+read it. ``filled`` counts the blocks of earlier tiles of a CTA, ``taken`` the turns taken in them;
+a CTA of one tile has 0.
 """
 
 from triton.experimental import gluon
@@ -21,9 +23,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+
+from softmax_backend.kernels.sm90.block_forms import (
+    before_wait,
+    close_turns,
+    give_turn,
+    has,
+    open_turns,
+    rescaled_where_moved,
+    take_turn,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -39,62 +50,6 @@ def _accumulator(columns):
 def _left_operand(columns):
     """The operand of a product that gives ``_accumulator(columns)``, in registers."""
     return gl.DotOperandLayout(0, _accumulator(columns), 2)
-
-
-@gluon.jit
-def unpacked_keys(keys, batch, start):
-    """Where block ``start`` lies: the first two coordinates beside head and channel."""
-    return batch, start
-
-
-@gluon.jit
-def packed_keys(keys, batch, start):
-    """The same where a sequence's keys begin at ``k_begin``."""
-    k_begin, pages_ptr, page_size = keys
-    return batch, k_begin + start
-
-
-@gluon.jit
-def paged_keys(keys, batch, start):
-    """The same in pages of whole blocks, [pages, Hkv, page_size, D]."""
-    k_begin, pages_ptr, page_size = keys
-    return gl.load(pages_ptr + k_begin + start // page_size), start % page_size
-
-
-@gluon.jit
-def load_row(
-    descs,
-    buffers,
-    barriers,
-    row,
-    place,
-    keys,
-    at_keys: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """The loading warp: the tile's queries, then the row's blocks of keys and values."""
-    q_desc, k_desc, v_desc = descs
-    q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
-    cols_ptr, begin, full_end, end, slot = row
-    batch, head, kv_head, first = place
-    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
-    for half in gl.static_range(2):
-        at = [batch, head, first + 64 * half, 0]
-        tma.async_copy_global_to_shared(q_desc, at, q_full, q_s.index(half))
-    for j in range(begin, end):
-        i = j - begin
-        stage = i % STAGES
-        phase = ((i // STAGES) & 1) ^ 1
-        outer, first_key = at_keys(keys, batch, gl.load(cols_ptr + j) * BLOCK_N)
-        at = [outer, kv_head, first_key, 0]
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_s.index(stage))
-        mbarrier.wait(v_empty.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
@@ -147,13 +102,15 @@ def _full_blocks(
     buffers,
     barriers,
     row,
+    filled,
+    taken,
     factor,
     update: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
     WARPGROUP: gl.constexpr,
+    FORM: gl.constexpr,
 ):
     """Add the FULL blocks to (acc, high, total), products and softmax overlapped."""
     acc, high, total = state
@@ -164,31 +121,35 @@ def _full_blocks(
     p_layout: gl.constexpr = _left_operand(D)
     if full_end > begin:
         s = gl.zeros([64, BLOCK_N], gl.float32, layout=_accumulator(BLOCK_N))
-        mbarrier.wait(k_full.index(0), 0)
-        s = warpgroup_mma(q, _keys(k_s, 0), s, use_acc=False)
-        mbarrier.arrive(k_empty.index(0), count=1)
+        first = filled % STAGES
+        mbarrier.wait(k_full.index(first), (filled // STAGES) & 1)
+        s = warpgroup_mma(q, _keys(k_s, first), s, use_acc=False)
+        mbarrier.arrive(k_empty.index(first), count=1)
         p, alpha, high, total = update(s, high, total, factor, False)
         p = gl.convert_layout(p.to(v_s.dtype), p_layout)
         for j in range(begin + 1, full_end):
-            i = j - begin
+            i = filled + (j - begin)
             stage = i % STAGES
             before = (i - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-            if PING_PONG:
-                mbarrier.wait(turn.index(WARPGROUP), (i & 1) ^ WARPGROUP)
+            take_turn(turn, taken + (j - begin), WARPGROUP, FORM)
             s = warpgroup_mma(q, _keys(k_s, stage), s, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
             acc = warpgroup_mma(p, _values(v_s, before), acc, is_async=True)
-            if PING_PONG:
-                mbarrier.arrive(turn.index(1 - WARPGROUP), count=1)
+            give_turn(turn, WARPGROUP, FORM)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(stage), count=1)
             next_p, alpha, high, total = update(s, high, total, factor, False)
+            if has(FORM, "early_softmax"):
+                total = before_wait(total)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before), count=1)
-            acc = _rescaled(acc, alpha, o_layout)
+            if has(FORM, "lazy_rescale"):
+                acc = rescaled_where_moved(acc, alpha, o_layout, D)
+            else:
+                acc = _rescaled(acc, alpha, o_layout)
             p = gl.convert_layout(next_p.to(v_s.dtype), p_layout)
-        i = full_end - 1 - begin
+        i = filled + (full_end - 1 - begin)
         mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
         acc = warpgroup_mma(p, _values(v_s, i % STAGES), acc)
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
@@ -203,6 +164,7 @@ def _partial_blocks(
     barriers,
     row,
     place,
+    filled,
     factor,
     update: gl.constexpr,
     mask: gl.constexpr,
@@ -222,7 +184,7 @@ def _partial_blocks(
     p_layout: gl.constexpr = _left_operand(D)
     o_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
     for j in range(full_end, end):
-        i = j - begin
+        i = filled + (j - begin)
         stage = i % STAGES
         phase = (i // STAGES) & 1
         col = gl.load(cols_ptr + j)
@@ -258,45 +220,88 @@ def compute_row(
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
     WARPGROUP: gl.constexpr,
     IS_PACKED: gl.constexpr,
+    FORM: gl.constexpr,
 ):
     """One computing warpgroup: its 64 queries over the whole row, then output and LSE."""
     q_s, k_s, v_s = buffers
     q_full, k_full, k_empty, v_full, v_empty, turn = barriers
+    open_turns(WARPGROUP, FORM)
+    mbarrier.wait(q_full, 0)
+    state = walk_tile(
+        q_s.index(WARPGROUP),
+        buffers,
+        barriers,
+        row,
+        place,
+        0,
+        0,
+        factor,
+        update=update,
+        mask=mask,
+        BLOCK_N=BLOCK_N,
+        D=D,
+        STAGES=STAGES,
+        WARPGROUP=WARPGROUP,
+        IS_PACKED=IS_PACKED,
+        FORM=FORM,
+    )
+    write_tile(state, place, outputs, factor, BLOCK_N, D, WARPGROUP, IS_PACKED)
+    close_turns(WARPGROUP, FORM)
+
+
+@gluon.jit
+def walk_tile(
+    q,
+    buffers,
+    barriers,
+    row,
+    place,
+    filled,
+    taken,
+    factor,
+    update: gl.constexpr,
+    mask: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """(acc, high, total) of a warpgroup's 64 queries in a buffer over the whole row."""
     batch, head, first, q_begin, q_len, kv_len, q_position, mask_aux_ptr = place
-    out_ptr, lse_ptr, stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h = outputs
     s_layout: gl.constexpr = _accumulator(BLOCK_N)
-    o_layout: gl.constexpr = _accumulator(D)
     o_m = first + 64 * WARPGROUP + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-    acc = gl.zeros([64, D], gl.float32, layout=o_layout)
+    acc = gl.zeros([64, D], gl.float32, layout=_accumulator(D))
     high = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, s_layout))
-    mbarrier.wait(q_full, 0)
-    q = q_s.index(WARPGROUP)
     q = q.reshape([64, q.shape[3]])
-    acc, high, total = _full_blocks(
+    state = _full_blocks(
         (acc, high, total),
         q,
         buffers,
         barriers,
         row,
+        filled,
+        taken,
         factor,
         update=update,
         BLOCK_N=BLOCK_N,
         D=D,
         STAGES=STAGES,
-        PING_PONG=PING_PONG,
         WARPGROUP=WARPGROUP,
+        FORM=FORM,
     )
-    acc, high, total = _partial_blocks(
-        (acc, high, total),
+    return _partial_blocks(
+        state,
         q,
         buffers,
         barriers,
         row,
         (head, (o_m + q_position)[:, None], kv_len, mask_aux_ptr),
+        filled,
         factor,
         update=update,
         mask=mask,
@@ -305,6 +310,26 @@ def compute_row(
         STAGES=STAGES,
         IS_PACKED=IS_PACKED,
     )
+
+
+@gluon.jit
+def write_tile(
+    state,
+    place,
+    outputs,
+    factor,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+):
+    """Output and LSE of a warpgroup's 64 queries."""
+    acc, high, total = state
+    batch, head, first, q_begin, q_len, kv_len, q_position, mask_aux_ptr = place
+    out_ptr, lse_ptr, stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h = outputs
+    o_layout: gl.constexpr = _accumulator(D)
+    o_m = first + 64 * WARPGROUP
+    o_m += gl.arange(0, 64, layout=gl.SliceLayout(1, _accumulator(BLOCK_N)))
     empty = total == 0.0
     total = gl.where(empty, 1.0, total)
     natural = gl.where(empty, -float("inf"), (high * factor + gl.log2(total)) * LN_2)

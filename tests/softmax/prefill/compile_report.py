@@ -19,8 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
 from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
+from softmax_backend.kernels.sm90 import block_load, block_sparse_persistent
 from softmax_backend.kernels.sm90 import block_sparse as block_sparse_sm90
-from softmax_backend.kernels.sm90 import block_walk
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan.predicted import SCORE_STEP
 from softmax_backend.variants import masks
@@ -32,7 +32,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
-_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr")
+_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr",
+         "taken_ptr")  # fmt: skip
 _FLOATS = ("value", "scale", "factor", "softmax_scale", "levels", "scale_log2", "min_likeness")
 
 
@@ -237,20 +238,40 @@ def _type(name: str, given: dict[str, str]) -> str:
 GLUON = {
     "gluon": (block_sparse_sm90.block_sparse_sm90_kernel, None),
     "gluon packed": (
-        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_walk.packed_keys,
+        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_load.packed_keys,
     ),
     "gluon paged": (
-        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_walk.paged_keys,
+        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_load.paged_keys,
+    ),
+    "gluon persistent": (
+        block_sparse_persistent.block_sparse_persistent_sm90_kernel, block_load.unpacked_keys,
+    ),
+    "gluon persistent paged": (
+        block_sparse_persistent.block_sparse_persistent_sm90_kernel, block_load.paged_keys,
     ),
 }  # fmt: skip
 """The kernels for Hopper, and where they find a block of keys."""
 
+_LAZY = "early_softmax lazy_rescale keys_ahead"
+FORMS = (
+    ("gluon causal, 3 stages", "gluon", 3, f"ping_pong {_LAZY}"),
+    ("gluon causal, named turns", "gluon", 3, f"ping_pong named_turns {_LAZY}"),
+    ("gluon persistent causal", "gluon persistent", 2, f"ping_pong {_LAZY}"),
+    ("gluon persistent paged causal", "gluon persistent paged", 2, _LAZY),
+)
+"""Name, kernel, stages and FORM of forms that are not in use."""
+
 
 def compile_gluon(
-    block_n: int, stages: int, mask: masks.Mask, form: str = "gluon", d: int = 128
+    block_n: int,
+    stages: int,
+    mask: masks.Mask,
+    name: str = "gluon",
+    d: int = 128,
+    form: str = "ping_pong",
 ) -> dict[str, int]:
     """Build a Hopper kernel and measure it."""
-    kernel, at_keys = GLUON[form]
+    kernel, at_keys = GLUON[name]
 
     def descriptor(rows: int) -> str:
         block = [1, 1, rows, d]
@@ -263,12 +284,14 @@ def compile_gluon(
         "D": d,
         "STAGES": stages,
         "REGISTERS": 240,
-        "PING_PONG": True,
+        "FORM": form,
         "update": SOFTMAX.update,
         "mask": mask.kernel,
     }
     if at_keys is not None:
         constexprs["at_keys"] = at_keys
+    if "persistent" in name:
+        constexprs["IS_PACKED"] = "paged" in name
     given = {"q_desc": descriptor(64), "k_desc": descriptor(block_n), "v_desc": descriptor(block_n)}
     given["out_ptr"] = "*bf16"
     signature, attrs = {}, {}
@@ -290,6 +313,8 @@ def report(arch: str) -> Report:
         for form in ("gluon packed", "gluon paged"):
             lines[f"{form} causal"] = compile_gluon(128, 2, masks.causal, form)
         lines["gluon paged causal, D 64"] = compile_gluon(64, 4, masks.causal, "gluon paged", 64)
+        for name, kernel, stages, form in FORMS:
+            lines[name] = compile_gluon(128, stages, masks.causal, kernel, form=form)
     return lines
 
 

@@ -1,0 +1,144 @@
+# ruff: noqa: RUF059  Gluon needs tuples taken apart whole
+"""The loading warp of block-sparse attention for Hopper in Gluon, beside ``block_walk.py``."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from softmax_backend.kernels.sm90.block_forms import has
+
+
+@gluon.jit
+def unpacked_keys(keys, batch, start):
+    """Where block ``start`` lies: the first two coordinates beside head and channel."""
+    return batch, start
+
+
+@gluon.jit
+def packed_keys(keys, batch, start):
+    """The same where a sequence's keys begin at ``k_begin``."""
+    k_begin, pages_ptr, page_size = keys
+    return batch, k_begin + start
+
+
+@gluon.jit
+def paged_keys(keys, batch, start):
+    """The same in pages of whole blocks, [pages, Hkv, page_size, D]."""
+    k_begin, pages_ptr, page_size = keys
+    return gl.load(pages_ptr + k_begin + start // page_size), start % page_size
+
+
+@gluon.jit
+def load_row(
+    descs,
+    buffers,
+    barriers,
+    row,
+    place,
+    keys,
+    at_keys: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """The loading warp: the tile's queries, then the row's blocks of keys and values."""
+    q_desc, k_desc, v_desc = descs
+    q_s, k_s, v_s = buffers
+    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
+    load_queries(q_desc, q_s, q_full, place, 0)
+    if has(FORM, "keys_ahead"):
+        load_keys_ahead(
+            descs, buffers, barriers, row, place, keys, 0, at_keys, STAGES=STAGES, BLOCK_N=BLOCK_N
+        )
+    else:
+        _load_keys(
+            descs, buffers, barriers, row, place, keys, at_keys, STAGES=STAGES, BLOCK_N=BLOCK_N
+        )
+
+
+@gluon.jit
+def load_queries(q_desc, q_s, q_full, place, first_buffer):
+    """The tile's queries into two buffers from ``first_buffer`` on."""
+    batch, head, kv_head, first = place
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        at = [batch, head, first + 64 * half, 0]
+        tma.async_copy_global_to_shared(q_desc, at, q_full, q_s.index(first_buffer + half))
+
+
+@gluon.jit
+def _load_keys(
+    descs,
+    buffers,
+    barriers,
+    row,
+    place,
+    keys,
+    at_keys: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """The row's blocks one after another, keys then values."""
+    q_desc, k_desc, v_desc = descs
+    q_s, k_s, v_s = buffers
+    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
+    cols_ptr, begin, full_end, end, slot = row
+    batch, head, kv_head, first = place
+    for j in range(begin, end):
+        i = j - begin
+        stage = i % STAGES
+        phase = ((i // STAGES) & 1) ^ 1
+        outer, first_key = at_keys(keys, batch, gl.load(cols_ptr + j) * BLOCK_N)
+        at = [outer, kv_head, first_key, 0]
+        mbarrier.wait(k_empty.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_s.index(stage))
+        mbarrier.wait(v_empty.index(stage), phase)
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_s.index(stage))
+
+
+@gluon.jit
+def _load_block(desc, buffers, full, empty, at, i, STAGES: gl.constexpr):
+    """Block i of those that the CTA takes, when its stage is empty."""
+    stage = i % STAGES
+    mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, at, full.index(stage), buffers.index(stage))
+
+
+@gluon.jit
+def load_keys_ahead(
+    descs,
+    buffers,
+    barriers,
+    row,
+    place,
+    keys,
+    filled,
+    at_keys: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """The row's blocks in the order in which they are needed: keys of a block before values of the
+    block before it. Where a block lies is looked up two blocks ahead."""
+    q_desc, k_desc, v_desc = descs
+    q_s, k_s, v_s = buffers
+    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
+    cols_ptr, begin, full_end, end, slot = row
+    batch, head, kv_head, first = place
+    if begin < end:
+        outer, key = at_keys(keys, batch, gl.load(cols_ptr + begin) * BLOCK_N)
+        second = gl.load(cols_ptr + gl.minimum(begin + 1, end - 1))
+        next_outer, next_key = at_keys(keys, batch, second * BLOCK_N)
+        _load_block(k_desc, k_s, k_full, k_empty, [outer, kv_head, key, 0], filled, STAGES)
+        for j in range(begin, end):
+            i = filled + (j - begin)
+            third = gl.load(cols_ptr + gl.minimum(j + 2, end - 1))
+            third_outer, third_key = at_keys(keys, batch, third * BLOCK_N)
+            if j + 1 < end:
+                at = [next_outer, kv_head, next_key, 0]
+                _load_block(k_desc, k_s, k_full, k_empty, at, i + 1, STAGES)
+            _load_block(v_desc, v_s, v_full, v_empty, [outer, kv_head, key, 0], i, STAGES)
+            outer, key = next_outer, next_key
+            next_outer, next_key = third_outer, third_key
