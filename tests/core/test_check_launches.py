@@ -22,6 +22,8 @@ HOPPERS = {
     ),
 }
 """In CUDA C++ and in Gluon."""
+OFF = {("softmax", "block_sparse_persistent_sm90_kernel")}
+"""What no table asks for until it has been timed; ``bench_sparse_dense_forms.py`` checks it."""
 NOT_AMDS = {
     ("dsv4", "decode_prefetch_kernel"),  # no AMD table asks for it
     ("softmax", "quantise_values_kernel"),  # e4m3 values, which no AMD table offers
@@ -44,9 +46,9 @@ def launched(target: str) -> set[tuple[str, str]]:
 
 def test_the_calls_launch_every_kernel() -> None:
     ours = our_kernels()
-    assert ours > HOPPERS
-    assert ours - launched("H200") == set()
+    assert ours > HOPPERS | OFF
+    assert ours - launched("H200") == OFF
 
 
 def test_amds_tables_launch_every_kernel_that_they_can_choose() -> None:
-    assert our_kernels() - launched("MI355X") == HOPPERS | NOT_AMDS
+    assert our_kernels() - launched("MI355X") == HOPPERS | OFF | NOT_AMDS
