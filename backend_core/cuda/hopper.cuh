@@ -197,11 +197,12 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// CUTLASS's NamedBarrier::sync: so many threads meet, wherever in the code they are. __syncthreads is
-// for places that all threads reach by the same branches.
+// CUTLASS's NamedBarrier::sync: so many threads meet, wherever in the code they are (barrier.sync;
+// bar.sync is the aligned form). __syncthreads is for places that all threads reach by the same
+// branches.
 template <int THREADS, int ID>
 __device__ __forceinline__ void named_barrier_sync() {
-    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
 // ---- bulk copies (the asynchronous proxy) ----

@@ -107,7 +107,7 @@ PLANTED: dict[str, Mistake] = {
     "a stage released early": Mistake(
         "scan_split.cu",
         "            warpgroup_wait<0>();\n            warpgroup_fence_operand(o);\n"
-        "            if (lane == 0) s.empty[stage].arrive();",
+        "            __syncwarp();\n            if (lane == 0) s.empty[stage].arrive();",
         "            if (lane == 0) s.empty[stage].arrive();\n"
         "            warpgroup_wait<0>();\n            warpgroup_fence_operand(o);",
         r"race: scan_split\.cu:\d+ .* an asynchronous copy writes byte .*, which scan_chunk\.cuh:"
@@ -257,6 +257,14 @@ PLANTED |= {
         r"race: scan_state\.cuh:\d+ .* of state_(in|out)\.ptr .*nothing orders",
         {"in_pool": True} | SEGMENTS,
     ),
+    "a segment's stage released by lanes that have not met": Mistake(
+        "segment_ends.cu",
+        "        __syncwarp();\n        if (at.lane == 0) s.empty[stage].arrive();",
+        "        if (at.lane == 0) s.empty[stage].arrive();",
+        r"race: scan_chunk\.cuh:\d+ `cp_async_cacheglobal_zfill\(.* writes byte \d+ of .*, which "
+        r"scan_chunk\.cuh:\d+ `ldmatrix_trans\(.* reads; nothing orders",
+        {"segment_chunks": 5, "lengths": (700,)},
+    ),
     "a count of launches that goes on while it is needed": Mistake(
         "scan.cu",
         "        if (SEGMENTS && over) s.tasks.wait_until_read(turn);",
@@ -266,6 +274,16 @@ PLANTED |= {
         {"segment_chunks": 1, "lengths": (0, 70)},
     ),
 }
+for _split in (False, True):
+    _file = "scan_split.cu" if _split else "scan.cu"
+    PLANTED[f"a count of launches raised while lanes of {_file} read it"] = Mistake(
+        _file,
+        "    __syncwarp();  // all lanes have read the launch's number, which lane 0 may raise\n",
+        "",
+        r"race: scan_task\.cuh:\d+ `p\.progress->launches .* which scan(_split)?\.cu:\d+ "
+        r"`const u32 launch = .* reads; nothing orders",
+        {"split": _split, "lengths": (0, 70)},
+    )
 
 
 @pytest.mark.parametrize("mistake", PLANTED)
@@ -287,6 +305,7 @@ def test_what_mistakes_are_planted_in_is_right(
     monkeypatch: pytest.MonkeyPatch, seed: int, split: bool
 ) -> None:
     run_prefill(monkeypatch, seed, (67, 300), split=split, regime="weak")
+    run_prefill(monkeypatch, seed, (0, 70), split=split, regime="weak")
 
 
 def test_what_mistakes_of_segments_are_planted_in_is_right(
@@ -295,6 +314,7 @@ def test_what_mistakes_of_segments_are_planted_in_is_right(
     run_prefill(monkeypatch, seed, regime="weak", **SEGMENTS)
     run_prefill(monkeypatch, seed, regime="weak", in_pool=True, **SEGMENTS)
     run_prefill(monkeypatch, seed, (0, 70), regime="weak", segment_chunks=1)
+    run_prefill(monkeypatch, seed, (700,), regime="weak", segment_chunks=5)
 
 
 def test_a_swapped_pointer_is_named(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

@@ -66,6 +66,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane
             bulk_copy_g2s(s.chunk_decays[stage], p.chunk_decays + tile * D, D * 4, s.full[stage]);
         }
     }
+    __syncwarp();  // all lanes have read the launch's number, which lane 0 may raise
 }
 
 // Warps 1 and 2 of the producers: the output of a half of the value rows to memory.

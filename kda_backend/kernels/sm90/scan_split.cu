@@ -94,6 +94,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int rank
             }
         }
     }
+    __syncwarp();  // all lanes have read the launch's number, which lane 0 may raise
 }
 
 // CTA 0: the recurrence.
@@ -147,6 +148,7 @@ __device__ __forceinline__ void carry_state(const Params& p, Shared& s, const La
             if (c + 1 < task.chunks) load_chunk(c + 1);
             warpgroup_wait<0>();
             warpgroup_fence_operand(state);
+            __syncwarp();
             if (lane == 0) s.empty[stage].arrive();
             if (c + 1 < task.chunks) enter_chunk(c + 1);
         }
@@ -189,6 +191,7 @@ __device__ __forceinline__ void compute_output(const Params& p, Shared& s, const
             add_error_scores(o, e_operand, base + STAGE_A_QK * BLOCK_BYTES);
             warpgroup_wait<0>();
             warpgroup_fence_operand(o);
+            __syncwarp();
             if (lane == 0) s.empty[stage].arrive();
             const u32 out = cast_smem_ptr_to_uint(s.out);
             write_output(o, p.scale, out, at);

@@ -138,6 +138,7 @@ __device__ __forceinline__ void carry_rows(Shared& s, const Task& task, const La
         if (c + 1 < task.chunks) load_chunk(c + 1);
         warpgroup_wait<0>();
         warpgroup_fence_operand(state);
+        __syncwarp();
         if (at.lane == 0) s.empty[stage].arrive();
         if (c + 1 < task.chunks) enter_chunk();
     }
