@@ -15,6 +15,12 @@ def has(form, name):
 
 
 @gluon.constexpr_function
+def takes_turns_by_mbarrier(form):
+    """Whether ``take_turn`` and ``give_turn`` use their mbarriers."""
+    return "ping_pong" in form.split() and "named_turns" not in form.split()
+
+
+@gluon.constexpr_function
 def _rescale_text(count):
     """PTX: ``count`` accumulators times their factors, unless the warp passes over.
 

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from softmax_backend.kernels.sm90.block_forms import takes_turns_by_mbarrier
 from softmax_backend.kernels.sm90.block_load import load_row, unpacked_keys
 from softmax_backend.kernels.sm90.block_walk import compute_row
 
@@ -42,15 +43,20 @@ def _run(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
+    # Barriers that no role uses are not allocated: the compiler would lay what it hands to the roles
+    # over them, and the warps that store it do not wait for the one that initialises.
+    if takes_turns_by_mbarrier(FORM):
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(turn.index(i), count=1)
+    else:
+        turn = q_full
     buffers = (q_s, k_s, v_s)
     barriers = (q_full, k_full, k_empty, v_full, v_empty, turn)
     first = tile * 128

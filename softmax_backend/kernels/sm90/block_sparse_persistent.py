@@ -13,7 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from softmax_backend.kernels.sm90.block_forms import close_turns, open_turns
+from softmax_backend.kernels.sm90.block_forms import (
+    close_turns,
+    open_turns,
+    takes_turns_by_mbarrier,
+)
 from softmax_backend.kernels.sm90.block_load import load_keys_ahead, load_queries
 from softmax_backend.kernels.sm90.block_walk import walk_tile, write_tile
 
@@ -212,7 +216,12 @@ def block_sparse_persistent_sm90_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    if takes_turns_by_mbarrier(FORM):  # else not allocated: block_sparse.py says why
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(turn.index(i), count=1)
+    else:
+        turn = q_full
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -221,7 +230,6 @@ def block_sparse_persistent_sm90_kernel(
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(turn.index(i), count=1)
     descs = (q_desc, k_desc, v_desc)
     buffers = (q_s, k_s, v_s)
     barriers = (q_full, k_full, k_empty, v_full, v_empty, turn)
