@@ -6,20 +6,23 @@ The calls are those of ``kda-dsv4 check``: each is compared with float64 as well
 run plainly, so that kernels are compiled and kept; then under memcheck, racecheck, initcheck and
 synccheck, shared among processes, with PyTorch's caching allocator off, so that every tensor is an
 allocation of its own. A report is counted for the kernel that it names, in each family that has one
-of that name; what it says of torch's own kernels is counted for none of ours. A kernel of ours that
-no call launched is listed as not run, and is a failure.
+of that name; what it says of torch's own kernels is counted for none of ours. A failure is a report
+that ``sanitizer_explained.toml`` does not have, and a kernel of ours that no call launched.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from backend_cli.check.probes import Probe, probes
 from backend_core.launch.cuda import CudaKernel
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment
+from benchmarks.sanitizer_explained import Listing, is_explained, listing_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -39,7 +43,8 @@ SLOWEST = "racecheck"  # by far: its calls are shared among as many processes as
 Kernel = tuple[str, str]
 """(family, name)."""
 _OPTIONS = ("--print-limit", "1000", "--show-backtrace", "no")
-_REPORT = 1500  # characters of a kernel's first report that are kept
+_REPORT = 1500  # characters of a report that are kept
+_HOW_OFTEN = re.compile(r" \[\d+ hazards\]|\n +by thread .*")  # what differs from run to run
 _DEFINED = (
     re.compile(r"^def (\w+_kernel)\(", re.MULTILINE),
     re.compile(r'^extern "C" __global__[^;{]*?\b(\w+)\(\s*const [^()]*Params', re.MULTILINE),
@@ -72,10 +77,11 @@ def todo() -> list[tuple[Probe, tuple[bool, int] | None]]:
     return found
 
 
-def run_calls(numbers: list[int]) -> None:
-    """Runs the calls of these numbers and prints, as the last line, what was launched by each."""
+def run_calls(numbers: list[int], images: Path) -> None:
+    """Runs the calls of these numbers and prints, as the last line, what was launched by each; the
+    compiled CUDA C++ kernels are left in a folder."""
     calls, target, device = todo(), detect_target(), torch.device("cuda")
-    launched = _record_launches()
+    launched = _record_launches(images)
     said: list[dict[str, Any]] = []
     for number in numbers:
         probe, schedule = calls[number]
@@ -95,8 +101,9 @@ def run_calls(numbers: list[int]) -> None:
     print("LAUNCHED " + json.dumps(said), flush=True)
 
 
-def _record_launches() -> set[str]:
-    """The names of the kernels launched from now on, Triton's by its own hook."""
+def _record_launches(images: Path) -> set[str]:
+    """The names of the kernels launched from now on, Triton's by its own hook; the others' images
+    go into a folder."""
     from triton import knobs
 
     names: set[str] = set()
@@ -106,6 +113,9 @@ def _record_launches() -> set[str]:
         if grid:
             names.add(self._name)
         plain(self, grid, *args, **kwargs)
+        if grid:
+            digest = hashlib.sha256(self._image).hexdigest()[:16]
+            (images / f"{self._name}-{digest}.cubin").write_bytes(self._image)
 
     def entered(metadata: Any) -> None:
         names.add(metadata.get()["name"])
@@ -136,9 +146,12 @@ def _force(schedule: tuple[bool, int] | None) -> None:
     pipeline._kernels.cache_clear()
 
 
-def sanitised(tool: str | None, numbers: list[int], limit: float) -> tuple[str, str, float]:
+def sanitised(
+    tool: str | None, numbers: list[int], limit: float, images: Path
+) -> tuple[str, str, float]:
     """(the process's own output, the tool's log, seconds) of one process."""
     command = [sys.executable, __file__, "--calls", ",".join(map(str, numbers))]
+    command += ["--images", str(images)]
     if tool is not None:
         command = ["compute-sanitizer", "--tool", tool, *_OPTIONS, *command]
     environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
@@ -203,19 +216,36 @@ def launched_in(said: list[dict[str, Any]]) -> set[Kernel]:
     return {(call["family"], name) for call in said for name in call["kernels"]}
 
 
-def rows_of(tool: str, said: list[dict[str, Any]], found: list[str]) -> list[dict[str, Any]]:
-    """A row for each kernel that was launched under the tool."""
+def rows_of(
+    tool: str, said: list[dict[str, Any]], found: list[str], images: Path
+) -> list[dict[str, Any]]:
+    """A row for each kernel that was launched under the tool, with each of its reports once."""
     rows = []
     for family, kernel in sorted(launched_in(said)):
+
+        def listings(kernel: str = kernel) -> list[Listing]:
+            return [listing_of(file) for file in sorted(images.glob(f"{kernel}-*.cubin"))]
+
         pattern = re.compile(rf"\b{re.escape(kernel)}\b")
         own = [text for text in found if pattern.search(text)]
+        times = Counter(_HOW_OFTEN.sub("", text) for text in own)
+        told: list[dict[str, Any]] = [
+            {
+                "text": text[:_REPORT],
+                "times": count,
+                "explained": is_explained(tool, kernel, text, listings),
+            }
+            for text, count in times.items()
+        ]
+        unexplained = sum(row["times"] for row in told if not row["explained"])
         rows.append(
             {
                 "family": family,
                 "kernel": kernel,
                 "tool": tool,
                 "errors": len(own),
-                "report": own[0][:_REPORT] if own else "",
+                "unexplained": unexplained,
+                "reports": sorted(told, key=lambda row: (row["explained"], row["text"])),
             }
         )
     return rows
@@ -224,6 +254,7 @@ def rows_of(tool: str, said: list[dict[str, Any]], found: list[str]) -> list[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", help="run these calls in this process (numbers, by commas)")
+    parser.add_argument("--images", type=Path, help="where they leave the compiled kernels")
     parser.add_argument("--list", action="store_true", help="print the calls and end")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--jobs", type=int, default=16, help="processes at once")
@@ -231,7 +262,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.calls is not None:
-        run_calls([int(number) for number in args.calls.split(",")])
+        run_calls([int(number) for number in args.calls.split(",")], args.images)
         return
     calls = todo()
     if args.list:
@@ -239,12 +270,18 @@ def main() -> None:
             what = f"{probe.family} {probe.path.operator} {probe.path.name}"
             print(number, what, probe.grids, probe.case, schedule or "")
         return
+    with tempfile.TemporaryDirectory() as images:
+        measure(calls, args, Path(images))
+
+
+def measure(calls: list[Any], args: argparse.Namespace, images: Path) -> None:
+    """All calls under all tools; ends the program with 1 unless everything is clean."""
     tools = args.tools.split(",")
     begin = time.perf_counter()
     with ThreadPoolExecutor(args.jobs) as pool:
         # process i takes calls i, i + jobs, i + 2 jobs ...
         warm = [list(range(i, len(calls), args.jobs)) for i in range(min(args.jobs, len(calls)))]
-        for own, _, _ in pool.map(lambda part: sanitised(None, part, args.limit), warm):
+        for own, _, _ in pool.map(lambda part: sanitised(None, part, args.limit, images), warm):
             if launched_by(own) is None:
                 sys.exit(f"a call fails without a tool: {own[-2000:]}")
         print(f"compiled and run plainly: {time.perf_counter() - begin:.0f} s", flush=True)
@@ -252,7 +289,7 @@ def main() -> None:
         for tool in sorted(tools, key=SLOWEST.__ne__):
             parts = max(1, args.jobs if tool == SLOWEST else args.jobs // len(tools))
             jobs += [(tool, list(range(i, len(calls), parts))) for i in range(parts)]
-        done = list(pool.map(lambda job: (*job, *sanitised(*job, args.limit)), jobs))
+        done = list(pool.map(lambda job: (*job, *sanitised(*job, args.limit, images)), jobs))
     result = environment() | {"rows": [], "not_run": [], "unfinished": [], "other_kernels": {}}
     ours, seen = our_kernels(), set()
     for tool in tools:
@@ -269,7 +306,7 @@ def main() -> None:
                 )
             said += launched or []
             found += reports(log)
-        result["rows"] += rows_of(tool, said, found)
+        result["rows"] += rows_of(tool, said, found, images)
         seen |= launched_in(said)
         known = re.compile("|".join(rf"\b{name}\b" for _, name in sorted(ours | seen)))
         others = [text for text in found if not known.search(text)]
@@ -286,18 +323,27 @@ def main() -> None:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
     show(result, tools)
     wanting = result["unfinished"] or result["not_run"]
-    if wanting or any(row["errors"] for row in result["rows"]):
+    if wanting or any(row["unexplained"] for row in result["rows"]):
         sys.exit(1)
 
 
 def show(result: dict[str, Any], tools: list[str]) -> None:
-    """A table: a line for each kernel, a column for each tool."""
-    errors = {(row["kernel"], row["tool"]): row["errors"] for row in result["rows"]}
+    """A table: a line for each kernel, a column for each tool; ``3 + 2`` are 3 reports that nothing
+    explains and 2 that the file does."""
+    errors = {
+        (row["kernel"], row["tool"]): f"{row['unexplained']}"
+        + (f" + {more}" if (more := row["errors"] - row["unexplained"]) else "")
+        for row in result["rows"]
+    }
     kernels = sorted({(row["family"], row["kernel"]) for row in result["rows"]})
     print(f"{'':40}" + "".join(f"{tool:>11}" for tool in tools))
     for family, kernel in kernels:
         cells = "".join(f"{errors.get((kernel, tool), '-'):>11}" for tool in tools)
         print(f"{family + ' ' + kernel:40}{cells}")
+    for row in result["rows"]:
+        for report in row["reports"]:
+            if not report["explained"]:
+                print(f"not explained, {row['tool']}, {report['times']} times:{report['text']}")
     for item in result["unfinished"]:
         print(f"not finished or wrong under {item['tool']}: {item['calls']}: {item['output']}")
     for tool, others in result["other_kernels"].items():

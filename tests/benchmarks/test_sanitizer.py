@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+
 from benchmarks import sanitizer
+from benchmarks.sanitizer_explained import ROOT, is_explained, listing_of, table
 
 LOG = """\
 ========= COMPUTE-SANITIZER
@@ -16,32 +22,29 @@ LOG = """\
 =========
 ========= Error: Race reported between Write access at scan_split+0x10
 =========     and Read access at scan_split+0x20 [4 hazards]
-========= Error: Race reported between Write access at scan_split+0x30
-=========     and Read access at scan_split+0x40 [2 hazards]
+========= Error: Race reported between Write access at scan_split+0x10
+=========     and Read access at scan_split+0x20 [2 hazards]
 =========
 ========= ERROR SUMMARY: 4 errors
 """
 
 
-def test_reports_are_counted_for_the_kernel_that_they_name() -> None:
+def test_reports_are_counted_for_the_kernel_that_they_name(tmp_path: Path) -> None:
     found = sanitizer.reports(LOG)
     assert len(found) == 4
     said = [{"family": "kda", "kernels": ["scan", "scan_split"]}]
     said += [{"family": "kda", "kernels": ["intra_chunk"]}]
-    rows = sanitizer.rows_of("memcheck", said, found)
-    assert [(row["kernel"], row["errors"]) for row in rows] == [
-        ("intra_chunk", 0),
-        ("scan", 1),
-        ("scan_split", 2),
+    rows = sanitizer.rows_of("racecheck", said, found, tmp_path)
+    assert [(row["kernel"], row["errors"], row["unexplained"]) for row in rows] == [
+        ("intra_chunk", 0, 0),
+        ("scan", 1, 1),
+        ("scan_split", 2, 2),
     ]
-    assert rows[1]["report"].startswith(" Invalid __global__ read of size 4 bytes")
-    assert rows[0] == {
-        "family": "kda",
-        "kernel": "intra_chunk",
-        "tool": "memcheck",
-        "errors": 0,
-        "report": "",
-    }
+    assert rows[0]["reports"] == []
+    assert rows[1]["reports"][0]["text"].startswith(" Invalid __global__ read of size 4 bytes")
+    (twice,) = rows[2]["reports"]  # they differ in their hazards alone
+    assert (twice["times"], twice["explained"]) == (2, False)
+    assert "hazards" not in twice["text"]
 
 
 def test_a_process_that_did_not_end_is_known() -> None:
@@ -58,3 +61,109 @@ def test_every_kernel_of_the_tree_is_known() -> None:
     triton = {"recurrent_kernel", "chunk_table_kernel", "block_sparse_sm90_kernel"}
     assert cuda | triton | {"split_plan"} <= found
     assert "shared_bytes" not in found
+
+
+KERNELS = ROOT / "softmax_backend" / "kernels" / "sm90"
+SEEN = "b_seen = seen_s.index(stage).load("
+STORE = "seen_s.index(stage).store("
+ROWS = "sparse_mla_rows_sm90_kernel"
+
+
+def number_of(file: str, text: str) -> int:
+    lines = (KERNELS / file).read_text().splitlines()
+    (found,) = (n for n, line in enumerate(lines, 1) if text in line)
+    return found
+
+
+def race(kernel: str, *accesses: tuple[str, int, str]) -> str:
+    """A report of (kind, offset, place) as racecheck writes it."""
+    (kind, at, place), *others = accesses
+    text = f" Error: Race reported between {kind} access at {kernel}+{at:#x}{place}"
+    return text + "".join(
+        f"\n     and {kind} access at {kernel}+{at:#x}{place} [4 hazards]"
+        for kind, at, place in others
+    )
+
+
+def nothing() -> list[Any]:
+    raise AssertionError("no listing is needed")
+
+
+def test_a_pair_of_triton_is_known_by_its_lines() -> None:
+    """compute-sanitizer says the kernel's file, and the line in another where that was inlined."""
+    read = ("Read", 0x90, f" in sparse_mla_rows.py:{number_of('sparse_mla_compute.py', SEEN)}")
+    line = number_of("sparse_mla_rows.py", STORE)
+    write = ("Write", 0x20, f" in sparse_mla_rows.py:{line}")
+    other = ("Write", 0x30, f" in sparse_mla_rows.py:{line - 1}")
+    again = ("Write", 0x90, read[2])
+
+    def explained(*accesses: tuple[str, int, str]) -> bool:
+        return is_explained("racecheck", ROWS, race(ROWS, *accesses), nothing)
+
+    assert explained(read, write)
+    assert explained(write, read)
+    assert explained(read, write, write)
+    assert not explained(read, write, other)
+    assert not explained(read, other)
+    assert not explained(again, write)
+    assert not explained(write, write)
+    assert not explained(read)
+    assert not is_explained("memcheck", ROWS, race(ROWS, read, write), nothing)
+    assert not is_explained("racecheck", "scan", race("scan", read, write), nothing)
+
+
+def test_arguments_of_roles_may_be_read_but_not_overwritten() -> None:
+    kernel = "block_sparse_sm90_kernel"
+    place = f" in block_sparse.py:{number_of('block_sparse.py', 'def _run(')}"
+    write, read, over = ("Write", 0x40, place), ("Read", 0x10, place), ("Write", 0x30, place)
+    assert is_explained("racecheck", kernel, race(kernel, write, read), nothing)
+    assert not is_explained("racecheck", kernel, race(kernel, write, read, over), nothing)
+
+
+STEP = {0x470: "SYNCS.EXCH.64 URZ, [UR6], UR4", 0x480: "SYNCS.ARRIVE.TRANS64 RZ, [UR6], R6"}
+MEET = {0x4DD0: "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", 0x40: "BAR.SYNC.DEFER_BLOCKING 0x0"}
+
+
+def test_a_pair_of_cuda_is_known_by_its_instructions() -> None:
+    def explained(*listings: dict[int, str]) -> bool:
+        report = race("decode_step", ("Write", 0x470, ""), ("Read", 0x480, ""))
+        return is_explained("racecheck", "decode_step", report, lambda: listings)
+
+    assert explained(STEP)
+    assert explained({0x470: "NOP"}, STEP)
+    assert not explained()
+    assert not explained({0x470: STEP[0x470]}, {0x480: STEP[0x480]})  # of one variant
+    assert not explained({0x470: STEP[0x480], 0x480: STEP[0x470]})
+
+
+@pytest.mark.parametrize(("at", "right"), [(0x4DD0, True), (0x40, False)])
+def test_a_meeting_is_known_by_its_number(at: int, right: bool) -> None:
+    report = (
+        " Barrier error detected. {} in block.\n     at one_launch+{:#x}\n     by thread (32,0,0)"
+    )
+    divergent = report.format("Divergent thread(s)", at)
+    assert is_explained("synccheck", "one_launch", divergent, lambda: [MEET]) is right
+    missing = report.format("Missing wait", at)
+    assert not is_explained("synccheck", "one_launch", missing, lambda: [MEET])
+
+
+def test_every_explanation_is_of_a_kernel_and_a_line_that_there_are() -> None:
+    kernels = {name for _, name in sanitizer.our_kernels()}
+    sources = "".join(file.read_text() for file in KERNELS.glob("*.py"))
+    for row in table():
+        assert row["tool"] in sanitizer.TOOLS
+        assert row["kernel"] in kernels
+        if row["kernel"].endswith("_kernel"):
+            assert all(text.partition(" ")[2] in sources for text in row["at"])
+
+
+def test_a_listing_has_the_instructions_of_a_cubin(tmp_path: Path) -> None:
+    from tests.core import test_nvrtc
+
+    source, params, defines = test_nvrtc.kernels()["kda_backend/kernels/sm90/one_launch.cu"]
+    image = test_nvrtc.compiled(source, source.read_bytes(), params, dict(defines))
+    (tmp_path / "one_launch-0.cubin").write_bytes(image)
+    found = listing_of(tmp_path / "one_launch-0.cubin")
+    (meeting,) = table()[-1]["at"]
+    assert any(text.startswith(meeting) for text in found.values())
+    assert any(text.startswith("HGMMA") for text in found.values())
