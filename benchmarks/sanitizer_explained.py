@@ -58,7 +58,7 @@ def listing_of(cubin: Path) -> Listing:
 
 @cache
 def _lines(file: str, number: int) -> tuple[str, ...]:
-    """That line of all files beside one: Triton names the kernel's for what is inlined from them."""
+    """That line of all files beside one: Triton names the kernel's for what it inlines."""
     beside = {x.parent for x in ROOT.glob(f"*_backend/kernels/**/{Path(file).name}")}
     texts = (x.read_text().splitlines() for folder in beside for x in folder.glob("*.py"))
     return tuple(lines[number - 1] for lines in texts if len(lines) >= number)

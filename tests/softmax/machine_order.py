@@ -11,8 +11,9 @@ What is asked of the ring of sparse MLA, with "before" meaning on every path:
 - a wait for ``full`` before anything is read, and again after each arrival at ``empty``;
 - a meeting of all computing warps between a read and the arrival at ``empty``.
 
-And of every kernel, that nothing is stored where a barrier lies. The phase that a wait asks for
-is not looked at.
+Of block-sparse attention, that a role's arguments are stored before a meeting of all warps and read
+after it; of every kernel, that nothing is stored where a barrier lies. The phase that a wait asks
+for is not looked at.
 """
 
 from __future__ import annotations
@@ -143,6 +144,21 @@ def barriers_overlaid(code: Code) -> list[str]:
     return ["a store over a barrier"] if over else []
 
 
+def arguments_disorder(code: Code, folder: Path) -> list[str]:
+    """What is out of order in how block-sparse attention's roles get their arguments, which Triton
+    takes for a matter of the function's first line."""
+    lines = lines_of(folder, "def _run(")
+    stored = code.where(lambda x: x.line in lines and x.opcode.startswith("STS"))
+    read = code.where(lambda x: x.line in lines and x.opcode.startswith("LDS"))
+    meeting = code.where(lambda x: x.opcode.startswith("BAR.SYNC") and x.operands == "0x1")
+    assert stored and code.reaches({-1}, read, set())
+    rules = [
+        ("arguments read before warps have met", {-1}, read, meeting),
+        ("arguments stored after warps have met", meeting, stored, set()),
+    ]
+    return [what for what, begin, goal, without in rules if code.reaches(begin, goal, without)]
+
+
 def ring_disorder(
     code: Code, folder: Path, stages: int, fetching: int, computing: int
 ) -> list[str]:
@@ -215,7 +231,8 @@ def report(folder: Path, word: str = "") -> dict[str, list[str]]:
             if word in name:
                 turns = "ping_pong" if ping_pong else ""
                 kernel = block_sparse.build_gluon(128, 2, masks.causal, form, form=turns)
-                found[name] = barriers_overlaid(disassembled(kernel))
+                code = disassembled(kernel)
+                found[name] = barriers_overlaid(code) + arguments_disorder(code, folder)
     return found
 
 

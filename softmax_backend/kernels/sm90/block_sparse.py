@@ -49,8 +49,8 @@ def _run(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-    # Barriers that no role uses are not allocated: the compiler would lay what it hands to the roles
-    # over them, and the warps that store it do not wait for the one that initialises.
+    # Barriers that no role uses are not allocated: the compiler would lay the roles' arguments over
+    # them, and the warps that store those do not wait for the one that initialises.
     if takes_turns_by_mbarrier(FORM):
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
