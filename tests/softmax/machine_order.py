@@ -31,6 +31,7 @@ import triton
 
 SOURCES = Path(__file__).parents[2] / "softmax_backend" / "kernels" / "sm90"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+PERSISTENT = "block_sparse_persistent_sm90_kernel"
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r'^\s*//## File ".*", line (\d+)')
 _INSTRUCTION = re.compile(
@@ -144,10 +145,10 @@ def barriers_overlaid(code: Code) -> list[str]:
     return ["a store over a barrier"] if over else []
 
 
-def arguments_disorder(code: Code, folder: Path) -> list[str]:
+def arguments_disorder(code: Code, folder: Path, function: str) -> list[str]:
     """What is out of order in how block-sparse attention's roles get their arguments, which Triton
-    takes for a matter of the function's first line."""
-    lines = lines_of(folder, "def _run(")
+    takes for a matter of the first line of the ``function`` that starts them."""
+    lines = lines_of(folder, f"def {function}(")
     stored = code.where(lambda x: x.line in lines and x.opcode.startswith("STS"))
     read = code.where(lambda x: x.line in lines and x.opcode.startswith("LDS"))
     meeting = code.where(lambda x: x.opcode.startswith("BAR.SYNC") and x.operands == "0x1")
@@ -232,7 +233,8 @@ def report(folder: Path, word: str = "") -> dict[str, list[str]]:
                 turns = "ping_pong" if ping_pong else ""
                 kernel = block_sparse.build_gluon(128, 2, masks.causal, form, form=turns)
                 code = disassembled(kernel)
-                found[name] = barriers_overlaid(code) + arguments_disorder(code, folder)
+                starts = "_run" if "persistent" not in form else PERSISTENT
+                found[name] = barriers_overlaid(code) + arguments_disorder(code, folder, starts)
     return found
 
 
