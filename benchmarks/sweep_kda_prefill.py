@@ -6,16 +6,24 @@
     python benchmarks/sweep_kda_prefill.py --table $RESULT
     python benchmarks/sweep_kda_prefill.py --thresholds $RESULT
 
+    RESULT=benchmarks/results/kda_prefill_scan_sweep_h200.json
+    python benchmarks/sweep_kda_prefill.py --scan --output $RESULT
+    python benchmarks/sweep_kda_prefill.py --scan --fit $RESULT
+
 --output times, for each shape, each schedule that `prefill.sm_schedule.schedules` can come to.
 --fit looks for the constants with which the cost model chooses best among them. --table shows for
 each shape what the shipped cost model chooses, and the best there is. --thresholds looks for the
-best table of thresholds, which would need no model.
+best table of thresholds, which would need no model. --scan: only shapes that scan.cu may serve, and
+schedules near those that the shipped cost model comes to, which takes under a minute; --fit then
+leaves all constants but scan.cu's as they are, and prints how long a step takes by the times of one
+sequence of two lengths. --lean times tiles in fewer instructions (`PrefillCostModel.lean_tiles`).
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import json
@@ -40,8 +48,10 @@ from kda_backend.prefill.sm_schedule import (
     PrefillShape,
     ScanCost,
     Schedule,
+    choose_schedule,
     schedules,
 )
+from kda_backend.selection import KdaSelection
 
 INTRA_CTAS = (2, 3, 4)  # per SM
 TILE_NS = range(4000, 9001, 500)
@@ -64,6 +74,10 @@ BOUNDS = {
     "fetch_ns": (18, 80),
 }
 MIXED = [32768] + [256] * 31
+# of --scan
+SCAN_SHAPES = [(heads, [tokens]) for heads in (32, 16) for tokens in (2048, 8192, 32768)]
+SCAN_SHAPES += [(heads, [1024] * 8) for heads in (32, 16, 8)] + [(32, [256] * 64)]
+SCAN_CONSTANTS = ("scan_start_ns", "scan_step_ns")
 # (heads, lengths) beside those of bench_kda_prefill
 MORE_SHAPES = [(4, [1024]), (8, [256] * 64), (32, [256] * 64), (4, MIXED), (32, MIXED)]
 
@@ -71,6 +85,23 @@ MORE_SHAPES = [(4, [1024]), (8, [256] * 64), (32, [256] * 64), (4, MIXED), (32, 
 def all_models(num_sms: int) -> Iterator[CostModel]:
     for ctas, tile_ns, scan in itertools.product(INTRA_CTAS, TILE_NS, SCANS):
         yield CostModel(num_sms, (IntraCost(ctas, tile_ns, 2 * tile_ns),), (scan,), 18)
+
+
+def models_near_shipped(num_sms: int) -> Iterator[CostModel]:
+    """The shipped model with other constants of scan.cu and other tiles of four CTAs."""
+    shipped = shipped_model(num_sms)
+    two, four = shipped.intra
+    _, split = shipped.scan
+    starts, steps, tiles = range(2000, 10001, 2000), range(1100, 2001, 50), range(3600, 5401, 200)
+    for start_ns, step_ns, tile_ns in itertools.product(starts, steps, tiles):
+        intra = (two, four._replace(tile_ns=tile_ns))
+        scan = (ScanCost(False, start_ns, step_ns), split)
+        yield shipped._replace(intra=intra, scan=scan)
+
+
+def scan_candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
+    """Whatever one of `models_near_shipped` chooses."""
+    return sorted({choose_schedule(model, shape) for model in models_near_shipped(num_sms)})
 
 
 def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
@@ -85,13 +116,22 @@ def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
     return sorted(found)
 
 
-def measure(heads: int, lens: list[int]) -> dict[str, Any]:
+def two_stages(selection: KdaSelection, lean: bool) -> KdaSelection:
+    """The selection with the two stages for every step, of which none is made in one launch."""
+    rows = load_table(TABLES, selection.target).rows
+    row: Any = next(row for row in rows if row.name == "two_stage_sm90")
+    params = dataclasses.replace(row.params, one_launch_max_tokens=0, lean_tiles=lean)
+    return selection.with_path(dataclasses.replace(row, params=params))
+
+
+def measure(heads: int, lens: list[int], *, scan: bool, lean: bool) -> dict[str, Any]:
     """One shape, and (schedule, ms) of every candidate."""
     from backend_core.testing.timing import graph_time_ms
     from benchmarks.bench_kda_prefill import Ours, draw
     from kda_backend.prefill import two_stage_sm90 as pipeline
 
     ours = Ours(draw(lens, heads, "init", None, seed=7))
+    ours.arguments["selection"] = two_stages(ours.arguments["selection"], lean)
     plan = ours.step_plan
     shape = PrefillShape(
         plan.num_chunks * heads, heads * len(lens), plan.max_chunks, heads * plan.long_sequences
@@ -100,7 +140,7 @@ def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     every = CostModel(ours.num_sms, intra, SCANS[:1], 1)
     times = []
     with mock.patch.object(CostModel, "from_table", return_value=every):
-        for schedule in candidates(shape, ours.num_sms):
+        for schedule in (scan_candidates if scan else candidates)(shape, ours.num_sms):
             pipeline._kernels.cache_clear()  # compiled code is kept on disk
             with mock.patch.object(pipeline, "choose_schedule", return_value=schedule):
                 times.append((schedule, graph_time_ms(ours, replays=8)))
@@ -133,11 +173,16 @@ def mean_regret(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1
 
 
-def shipped_model(num_sms: int) -> CostModel:
+def shipped_section() -> PrefillCostModel:
     """That of the H200's table."""
     rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
     section: PrefillCostModel = next(r.params for r in rows if r.name == "two_stage_sm90")
-    return CostModel.from_table(section, num_sms)
+    return section
+
+
+@functools.cache
+def shipped_model(num_sms: int) -> CostModel:
+    return CostModel.from_table(shipped_section(), num_sms)
 
 
 def by_thresholds(
@@ -183,13 +228,15 @@ def best_thresholds(rows: list[Timed], num_sms: int) -> tuple[float, float, tupl
     return min(map(tried, tables))
 
 
-def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[float, dict[str, int]]:
-    """A random walk between the bounds; (regret, the constants).
+def fit(
+    rows: list[Timed], num_sms: int, seconds: float, kept: dict[str, int], seed: int
+) -> tuple[float, dict[str, int]]:
+    """A random walk between the bounds from constants that are kept; (regret, the constants).
 
     The regret is the mean regret of the choices, and a tenth of that of the worst.
     """
     draw = random.Random(seed)
-    best = {name: (low + high) // 2 for name, (low, high) in BOUNDS.items()}
+    best = {name: (low + high) // 2 for name, (low, high) in BOUNDS.items()} | kept
 
     def regret(constants: dict[str, int]) -> float:
         section = PrefillCostModel(fitted=True, fit_source="", **constants)
@@ -205,13 +252,29 @@ def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[flo
     while time.monotonic() < until:
         step = draw.choice((0.03, 0.1, 0.3))
         tried = {
-            name: near(name, value, step) if draw.random() < 0.4 else value
+            name: near(name, value, step) if name not in kept and draw.random() < 0.4 else value
             for name, value in best.items()
         }
         result = regret(tried)
         if result < least:
             least, best = result, tried
     return least, best
+
+
+def steps_ns(rows: list[dict[str, Any]]) -> dict[int, float]:
+    """By heads: ns of a scan step, from the best times of one sequence of the two longest lengths
+    whose heads are scanned whole. Right where the chain of steps bounds both."""
+    found: dict[int, dict[int, float]] = {}
+    for row in rows:
+        whole = [ms for schedule, ms in row["times"] if not Schedule(*schedule).split]
+        if len(row["seq_lens"]) == 1 and whole:
+            found.setdefault(row["H"], {})[row["max_chunks"]] = min(whole)
+    steps = {}
+    for heads, by_chunks in found.items():
+        if len(by_chunks) > 1:
+            short, long = sorted(by_chunks)[-2:]
+            steps[heads] = 1e6 * (by_chunks[long] - by_chunks[short]) / (long - short)
+    return steps
 
 
 def report(rows: list[dict[str, Any]]) -> None:
@@ -238,6 +301,8 @@ def main() -> None:
     parser.add_argument("--fit", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--thresholds", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--seconds", type=float, default=60.0, help="of --fit, on all processors")
+    parser.add_argument("--scan", action="store_true", help="the constants of scan.cu alone")
+    parser.add_argument("--lean", action="store_true", help="tiles in fewer instructions")
     args = parser.parse_args()
     if file := args.fit or args.table or args.thresholds:
         rows = json.loads(file.read_text())["rows"]
@@ -249,12 +314,16 @@ def main() -> None:
             mean, worst, table = best_thresholds(measured, num_sms)
             print(f"thresholds {table}: regret {100 * mean:.1f} %, at most {100 * worst:.1f} %")
         else:
-            walk = functools.partial(fit, measured, num_sms, args.seconds)
+            section = dataclasses.asdict(shipped_section())
+            kept = {x: section[x] for x in BOUNDS if args.scan and x not in SCAN_CONSTANTS}
+            walk = functools.partial(fit, measured, num_sms, args.seconds, kept)
             with concurrent.futures.ProcessPoolExecutor() as pool:
                 found = pool.map(walk, range(os.cpu_count() or 1))
                 least, constants = min(found, key=lambda x: x[0])
             print("\n".join(f"{name} = {value}" for name, value in constants.items()))
             print(f"# regret {100 * least:.2f} %")
+            for heads, ns in steps_ns(rows).items():
+                print(f"# {heads} heads: a step takes {ns:.0f} ns by the lengths of one sequence")
         return
     if args.output is None:
         parser.error("one of --output, --table, --fit and --thresholds is needed")
@@ -262,10 +331,11 @@ def main() -> None:
     from benchmarks.bench_kda_prefill import UNBOUNDED
 
     rows = []
-    for heads, lens in (*UNBOUNDED, *MORE_SHAPES):
-        rows.append(measure(heads, lens))
+    head = environment() | {"lean_tiles": args.lean}
+    for heads, lens in SCAN_SHAPES if args.scan else (*UNBOUNDED, *MORE_SHAPES):
+        rows.append(measure(heads, lens, scan=args.scan, lean=args.lean))
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
+        args.output.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
     report(rows)
 
 

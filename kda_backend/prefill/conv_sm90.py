@@ -63,21 +63,23 @@ def serves(
 
 @functools.cache
 def load_kernels(
-    device: torch.device, variant: Variant, taps: torch.dtype
+    params: PrefillCostModel, device: torch.device, variant: Variant, taps: torch.dtype
 ) -> Mapping[int, CudaKernel]:
     """The kernels by CTAs per SM, compiled and loaded."""
     made = {}
     for ctas in (2, 4):
-        defines = conv_defines(variant, ctas, taps)
+        defines = conv_defines(variant, ctas, params, taps)
         made[ctas] = CudaKernel(KERNELS / "intra_chunk.cu", "intra_chunk", CONV_PARAMS, defines)
         made[ctas].load()
     return made
 
 
-def conv_defines(variant: Variant, ctas_per_sm: int, taps: torch.dtype) -> dict[str, int]:
+def conv_defines(
+    variant: Variant, ctas_per_sm: int, params: PrefillCostModel, taps: torch.dtype
+) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu that convolves."""
     return {
-        **intra_defines(variant, ctas_per_sm),
+        **intra_defines(variant, ctas_per_sm, params),
         "CONV": 1,
         "TAPS_FP32": int(taps == torch.float32),
         "CU_INT64": int(variant.int64_offsets),

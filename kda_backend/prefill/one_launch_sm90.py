@@ -189,17 +189,19 @@ def load_kernels(
                 KERNELS / "one_launch.cu",
                 "one_launch",
                 PARAMS,
-                defines(rows, ctas_per_sm, variant),
+                defines(rows, ctas_per_sm, variant, path.params),
             )
             made.load()
             kernels[rows, ctas_per_sm] = made
     return kernels
 
 
-def defines(rows: int, ctas_per_sm: int, variant: Variant) -> dict[str, int]:
+def defines(
+    rows: int, ctas_per_sm: int, variant: Variant, params: PrefillCostModel
+) -> dict[str, int]:
     """Preprocessor constants of one variant of one_launch.cu."""
     return {
-        **tile_defines(variant),
+        **tile_defines(variant, params),
         "ROWS": rows,
         "MIN_BLOCKS": ctas_per_sm,
         "CU_INT64": int(variant.int64_offsets),

@@ -49,7 +49,7 @@ PLANTED: dict[str, Mistake] = {
     ),
     "a wrong sign": Mistake(
         "solve.cuh",
-        "pack_scores(y, scores.k_cross_block[0], -1.0f);",
+        "pack_negative_scores(y, scores.k_cross_block[0]);",
         "pack_scores(y, scores.k_cross_block[0], 1.0f);",
         WRONG_RESULT,
     ),
@@ -58,7 +58,7 @@ PLANTED: dict[str, Mistake] = {
         "        if (slice % 2) tma_store_fence();\n",
         "",
         r"missing proxy fence: intra_chunk\.cu:\d+ `bulk_copy_s2g\(tile_block\(p, tile, Q_IN.* "
-        r"copy reads byte .*, which scores\.cuh:\d+ `stmatrix\(",
+        r"copy reads byte .*, which slice_rows\.cuh:\d+ `stmatrix\(",
     ),
     "a proxy fence dropped after an acquire": Mistake(
         "scan_task.cuh",
@@ -172,10 +172,10 @@ PLANTED: dict[str, Mistake] = {
         r"warpgroup_arrive",
     ),
     "a barrier of the CTA dropped": Mistake(
-        "intra_chunk.cu",
-        "        exchange_rows(s, rows, at);\n        __syncthreads();\n",
-        "        exchange_rows(s, rows, at);\n",
-        r"race: scores\.cuh:\d+ .*nothing orders the two",
+        "slice_rows.cuh",
+        "    exchange_rows(s, rows, at);\n    meet();\n",
+        "    exchange_rows(s, rows, at);\n",
+        r"race: s\w+\.cuh:\d+ .*nothing orders the two",
     ),
 }
 

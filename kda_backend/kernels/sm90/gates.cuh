@@ -44,12 +44,21 @@ __device__ __forceinline__ u32 at_least_2_to_minus_22(u32 log_pair) {
 // The sums' matrices, as halves of an A fragment [8 rows, 8 tokens] with entries 1 / LOG_SCALE
 // (0x1c00): over all tokens, and over those through the row's own.
 struct SumMatrices {
-    static constexpr u32 all = 0x1c001c00u;
     static_assert(LOG_SCALE == 256.0f, "0x1c00 is 2^-8");
+#if LEAN_TILES
+    u32 all, through;
+#else
+    static constexpr u32 all = 0x1c001c00u;
     u32 through;
+#endif
 
     __device__ __forceinline__ explicit SumMatrices(const RowLane& at)
-        : through((2 * at.t <= at.r ? 0x1c00u : 0u) | (2 * at.t + 1 <= at.r ? 0x1c000000u : 0u)) {}
+        : through((2 * at.t <= at.r ? 0x1c00u : 0u) | (2 * at.t + 1 <= at.r ? 0x1c000000u : 0u)) {
+#if LEAN_TILES
+        // row 7's; a constant would be moved beside ``through`` anew for each product
+        all = __shfl_sync(~0u, through, 31);
+#endif
+    }
 };
 
 // Masks of the lane's pairs of tokens: those that the chunk has.
@@ -58,38 +67,5 @@ __device__ __forceinline__ void tokens_inside(u32 (&inside)[2], const RowLane& a
     for (int i = 0; i < 2; ++i) {
         const int first = 16 * at.warp + 8 * i + 2 * at.t;
         inside[i] = (first < length ? 0xffffu : 0u) | (first + 1 < length ? 0xffff0000u : 0u);
-    }
-}
-
-// Log decays of 32 channels as B operands [8 tokens, 8 channels], [group of 8 channels][half of the
-// row block]: lane (r, t) has tokens 2 t and 2 t + 1, channel r. Of an unbounded gate also writes
-// the decay over the row block; a bounded one's falls out of decay_bounded.
-__device__ __forceinline__ void load_log_decays(u32 (&logs)[4][2], const Params& p, Shared& s,
-                                                const RowLane& at, int slice, float rate,
-                                                const u32 (&inside)[2]) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        u32 x[4];
-        ldmatrix_trans(x, at.address(s.g, at.warp, 2 * slice + j));
-        float total[2][2];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            const float bias =
-                GATE != GATE_LOG ? s.bias[32 * slice + 16 * j + 8 * m + at.r] * LOG2E : 0.0f;
-            float sums[4] = {};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 z = x[2 * m + i];
-                const float low = log_decay(low_bf16(z), bias, rate, p.lower_bound);
-                const float high = log_decay(high_bf16(z), bias, rate, p.lower_bound);
-                const u32 pair = inside[i] & pack_fp16_satfinite(low, high);
-                if (GATE != GATE_BOUNDED) mma_m16n8k8_f16(sums, SumMatrices::all, 0, pair);
-                logs[2 * j + m][i] = at_least_2_to_minus_22(pair);
-            }
-            total[m][0] = ex2(sums[0]), total[m][1] = ex2(sums[1]);
-        }
-        if (GATE != GATE_BOUNDED && at.r == 0)
-            s.block_decays[3 + at.warp][j][at.t] =
-                make_float4(total[0][0], total[0][1], total[1][0], total[1][1]);
     }
 }

@@ -75,16 +75,12 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     u32 inside[2];
     tokens_inside(inside, at, length);
     Scores scores = {};
+    const auto meet = [] { __syncthreads(); };
+    float* const chunk_decays = p.chunk_decays + tile * D;
+    begin_slices(p, s, at, matrix, rate, inside, chunk_decays, meet);
 #pragma unroll 1
     for (int slice = 0; slice < 4; ++slice) {
-        u32 logs[4][2], reach[2][4];
-        DecayedRows rows;
-        load_log_decays(logs, p, s, at, slice, rate, inside);
-        decay_rows(rows, scores, s, at, slice, norms, logs, matrix);
-        exchange_rows(s, rows, at);
-        __syncthreads();
-        write_decayed_rows(reach, p.chunk_decays + tile * D, s, rows, at, slice);
-        add_cross_block_scores(scores, rows, s, at, reach);
+        make_slice(scores, p, s, at, slice, norms, matrix, rate, inside, chunk_decays, meet);
         if (slice % 2) tma_store_fence();
         if (slice > 0 && is_leader) find_source(p, s, turn ^ 1, slice);
         __syncthreads();
@@ -121,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     const bool on_reserved_sm = sm_index() >= p.first_scan_sm;
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
     const bool is_leader = threadIdx.x == LEADER_THREAD;
+    begin_tiles(s);
     if (is_leader) {
         atomicAdd(&p.progress->started_intra_ctas, on_reserved_sm ? 1 : 0x10001);
         s.tiles_left = on_reserved_sm ? p.reserved_sm_tile_cap : p.num_tiles;
