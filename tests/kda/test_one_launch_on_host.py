@@ -156,9 +156,9 @@ PLANTED = {
         (20,),
     ),
     "a row block without tokens that decays": Mistake(
-        "one_launch.cu",
-        "[at.lane % 4] = make_float4(1.f, 1.f, 1.f, 1.f);\n#pragma",
-        "[at.lane % 4] = make_float4(1.f, 0.5f, 1.f, 1.f);\n#pragma",
+        "slice_rows.cuh",
+        "[at.lane % 4] = make_float4(1.f, 1.f, 1.f, 1.f);\n",
+        "[at.lane % 4] = make_float4(1.f, 0.5f, 1.f, 1.f);\n",
         WRONG_RESULT,
         (20,),
     ),
