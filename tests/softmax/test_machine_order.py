@@ -18,9 +18,7 @@ WAIT_FULL = "            mbarrier.wait(full.index(stage), (read // STAGES) & 1)\
 SEEN = '            seen_s.index(stage).store(gl.where(m_key, 0.0, -float("inf")))\n'
 FULL = "            thread_barrier()\n            mbarrier.arrive(full.index(stage), count=1)\n"
 VALUES = "            b_o = warpgroup_mma(k.permute((1, 0)), p_s, b_o)\n"
-EMPTY = (
-    "            thread_barrier()\n            mbarrier.arrive(empty.index(stage), count=1)\n"
-)
+EMPTY = "            thread_barrier()\n            mbarrier.arrive(empty.index(stage), count=1)\n"
 ROWS = "sparse_mla_sm90 64 heads, rows"
 PLANTED = {
     "a read that does not wait": (
