@@ -3,9 +3,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from softmax_backend.kernels.sm90.block_forms import has
+from softmax_backend.kernels.sm90.gluon_names import tensor_load
 
 
 @gluon.jit
@@ -63,7 +64,7 @@ def load_queries(q_desc, q_s, q_full, place, first_buffer):
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for half in gl.static_range(2):
         at = [batch, head, first + 64 * half, 0]
-        tma.async_copy_global_to_shared(q_desc, at, q_full, q_s.index(first_buffer + half))
+        tensor_load(q_desc, at, q_full, q_s.index(first_buffer + half))
 
 
 @gluon.jit
@@ -92,10 +93,10 @@ def _load_keys(
         at = [outer, kv_head, first_key, 0]
         mbarrier.wait(k_empty.index(stage), phase)
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_s.index(stage))
+        tensor_load(k_desc, at, k_full.index(stage), k_s.index(stage))
         mbarrier.wait(v_empty.index(stage), phase)
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_s.index(stage))
+        tensor_load(v_desc, at, v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
@@ -104,7 +105,7 @@ def _load_block(desc, buffers, full, empty, at, i, STAGES: gl.constexpr):
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, at, full.index(stage), buffers.index(stage))
+    tensor_load(desc, at, full.index(stage), buffers.index(stage))
 
 
 @gluon.jit

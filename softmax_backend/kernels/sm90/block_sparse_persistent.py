@@ -20,6 +20,7 @@ from softmax_backend.kernels.sm90.block_forms import (
 )
 from softmax_backend.kernels.sm90.block_load import load_keys_ahead, load_queries
 from softmax_backend.kernels.sm90.block_walk import walk_tile, write_tile
+from softmax_backend.kernels.sm90.gluon_names import thread_barrier
 
 
 @gluon.jit
@@ -38,7 +39,7 @@ def _write_word(word_s, value):
     """One int32 of shared memory, by a warp, before what it does next."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     word_s.store(gl.full([1], value, gl.int32, layout=layout))
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from softmax_backend.kernels.sm90.gluon_names import thread_barrier
+from softmax_backend.kernels.sm90.gluon_names import reinterpret, thread_barrier
 from softmax_backend.kernels.sm90.sparse_mla_compute import (
     allocate,
     compute,
@@ -212,7 +212,7 @@ def _fetch(
         )
         for i in range(begin, end):
             stage = filled % STAGES
-            k = k_s.index(stage)._reinterpret(gl.int32, [64, 256], word_layout)
+            k = reinterpret(k_s.index(stage), gl.int32, [64, 256], word_layout)
             for step in gl.static_range(STEPS):
                 n_0, n_1, n_2, n_r, n_low, n_high, n_seen = _load_records(
                     i + (step + 1) // STEPS,

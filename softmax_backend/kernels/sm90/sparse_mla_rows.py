@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from softmax_backend.kernels.sm90.gluon_names import thread_barrier
+from softmax_backend.kernels.sm90.gluon_names import pointer_load, thread_barrier
 from softmax_backend.kernels.sm90.sparse_mla_compute import (
     allocate,
     compute,
@@ -53,7 +53,7 @@ def _gather(
             m_key = (index >= 0) & (index < rows_in[0])
             row = gl.where(m_key, index, 0).to(gl.int64) * stride_kv
             mbarrier.wait(empty.index(stage), ((filled // STAGES) & 1) ^ 1)
-            async_copy.async_copy_global_to_shared(
+            pointer_load(
                 k_s.index(stage),
                 kv_ptr + (gl.multiple_of(row, 8)[:, None] + o_channel[None, :]),
                 mask=m_key[:, None],

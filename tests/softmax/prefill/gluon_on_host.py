@@ -239,11 +239,12 @@ class Language:
     NVMMADistributedLayout = SliceLayout = DotOperandLayout = BlockedLayout = staticmethod(_nothing)
     MBarrierLayout = staticmethod(_nothing)
     static_range = range
+    shared_memory_descriptor = object
     thread_barrier = fence_async_shared = staticmethod(_nothing)
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.mbarrier = self.tma = self
+        self.mbarrier = self.tma = self.async_copy = self
 
     @property
     def role(self) -> Role:

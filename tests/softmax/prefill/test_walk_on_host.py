@@ -16,7 +16,10 @@ from softmax_backend.variants import masks
 from tests.softmax.prefill.gluon_on_host import Descriptor, Machine, Pointer, launch, load
 
 D, BLOCK_N, SCALE = 16, 32, 0.25
-FILES = ("block_forms", "block_load", "block_walk", "block_sparse", "block_sparse_persistent")
+FILES = (
+    *("gluon_names", "block_forms", "block_load", "block_walk"),
+    *("block_sparse", "block_sparse_persistent"),
+)
 FORMS = (
     "",
     "ping_pong",
