@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa.utils import aiter_can_use_preshuffle_paged_mqa
+from sglang.srt.layers.attention.dsv4 import compressor_v2
 from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 from sglang.srt.utils.common import rank0_log
 
@@ -66,6 +68,9 @@ def _refusal(kind: type) -> str | None:
     if not _TAKEN <= got <= _TAKEN | _ADDED:
         odd = sorted((got - _TAKEN - _ADDED) | (_TAKEN - got))
         return f"sglang's {_STEP} must take the parameters of 0.5.17 to 0.5.23, {odd} differ"
+    uses_it: Any = getattr(envs, "SGLANG_OPT_USE_JIT_NORM", None)  # 0.5.17 alone
+    if compressor_v2._is_hip and uses_it is not None and not uses_it.get():
+        return f"with SGLANG_OPT_USE_JIT_NORM=0 sglang 0.5.17 does not call {_STEP} on AMD"
     return None
 
 
@@ -217,10 +222,18 @@ def _format(call: dict[str, Any]) -> CacheFormat:
     if call["is_indexer"]:
         if call.get("use_fp4_indexer"):
             return "indexer_mxfp4" if _second(call) is None else "indexer_mxfp4_planes"
-        return "indexer_fp8_tiles" if aiter_can_use_preshuffle_paged_mqa() else "indexer_fp8"
+        return "indexer_fp8_tiles" if _reads_tiles() else "indexer_fp8"
     if call.get("fp8_2buff"):
         return "fp8_two_pools"
     return "bf16_rows" if call.get("bf16_store") else "fp8_ds_mla"
+
+
+def _reads_tiles() -> bool:
+    """Whether sglang reads the indexer's fp8 keys in tiles: with aiter's kernel alone. Its writer
+    does not ask which kernel reads; TileLang's, which goes before aiter's, takes flat pages."""
+    is_aiters = envs.SGLANG_OPT_USE_AITER_INDEXER.get()
+    is_aiters = is_aiters and not envs.SGLANG_OPT_USE_TILELANG_INDEXER.get()
+    return bool(is_aiters and aiter_can_use_preshuffle_paged_mqa())
 
 
 def _spec(call: dict[str, Any]) -> CompressorSpec:

@@ -8,8 +8,9 @@ steps for which the table says that vLLM's own kernels are faster stay vLLM's.
 vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this, unless
 `vllm_rotation` rotates both.
 
-With ``indexer_kv_dtype="mxfp4"`` on gfx950 vLLM 0.33 has an indexer whose compressor is a class of
-its own, which writes pages as aiter's kernel reads them. It is replaced too.
+On ROCm records lie where vLLM's kernels read them, which `vllm_rocm` asks. With
+``indexer_kv_dtype="mxfp4"`` on gfx950 vLLM 0.33 has an indexer whose compressor is a class of its
+own. It is replaced too.
 """
 
 from __future__ import annotations
@@ -49,14 +50,12 @@ from dsv4_backend import (
     warm_up,
     window_ends,
 )
+from dsv4_backend.engines import vllm_rocm
 from dsv4_backend.selection import decode_selection, prefill_selection
 from dsv4_backend.spec import ROPE_DIM, CacheFormat
 
 _FORWARD = ["self", "kv_score", "positions", "rotary_emb"]
 _BUILD = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]
-_AITERS = ("vllm.models.deepseek_v4.amd.rocm", "DeepseekV4RocmMxfp4Compressor")
-# of aiter's MXFP4 pages: tokens and bytes of a tile, and lanes that share a token's scales
-_AITERS_TILES = (32, 16, 2)
 
 
 def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
@@ -85,7 +84,7 @@ def _page_tokens(compressor: Any, vllm_config: VllmConfig) -> int:
 
 def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
     kind = type(compressor)
-    if kind is not DeepseekCompressor and not _is_aiters(kind):
+    if kind is not DeepseekCompressor and not vllm_rocm.is_aiters(kind):
         return f"{kind.__module__}.{kind.__name__} is a compressor that is not replaced"
     for method, wanted in (
         (kind.forward, _FORWARD),
@@ -104,28 +103,13 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
         return f"main records of kv_cache_dtype {kind} are not served: fp8_ds_mla and bf16 are"
     if cache_format == "indexer_fp8" and _packs_scales():
         return "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32"
+    if cache_format == "indexer_fp8_tiles":
+        return vllm_rocm.two_readers()
     if cache_format == "indexer_mxfp4_tiles":
-        return _other_tiles(compressor, vllm_config)
-    return None
-
-
-def _is_aiters(kind: type) -> bool:
-    return (kind.__module__, kind.__name__) == _AITERS
-
-
-def _other_tiles(compressor: Any, vllm_config: VllmConfig) -> str | None:
-    """Why aiter's kernel reads other pages than this writes; it is asked as vLLM asks it."""
-    try:
-        from vllm.v1.attention.ops.rocm_paged_mxfp4_indexer import rocm_paged_mxfp4_cache_layout
-
         heads = vllm_config.model_config.hf_config.index_n_heads
         tokens = _page_tokens(compressor, vllm_config)
-        got = tuple(rocm_paged_mxfp4_cache_layout(heads, compressor.head_dim, tokens))
-    except (ImportError, ValueError) as error:
-        return f"aiter does not say how its MXFP4 pages lie: {error}"
-    if got == _AITERS_TILES:
-        return None
-    return f"aiter's MXFP4 pages must have tiles of {_AITERS_TILES}, got {got}"
+        return vllm_rocm.other_tiles(heads, compressor.head_dim, tokens)
+    return None
 
 
 def _record_cache(compressor: Any) -> Any:
@@ -134,10 +118,10 @@ def _record_cache(compressor: Any) -> Any:
 
 
 def _format(compressor: Any) -> CacheFormat | None:
-    if _is_aiters(type(compressor)):
+    if vllm_rocm.is_aiters(type(compressor)):
         return "indexer_mxfp4_tiles"
     if compressor.head_dim == 128:
-        return "indexer_mxfp4" if compressor.use_fp4_cache else "indexer_fp8"
+        return "indexer_mxfp4" if compressor.use_fp4_cache else vllm_rocm.fp8_format()
     cache = _record_cache(compressor)
     if cache.kv_cache_dtype == "fp8_ds_mla":
         return "fp8_ds_mla"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.dsa.utils import INDEXER_K_CACHE_PRESHUFFLE_TILE
-from sglang.srt.layers.attention.dsv4 import compressor_v2
+from sglang.srt.layers.attention.dsv4 import compressor_v2, indexer
 from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 from sglang.srt.mem_cache import deepseek_v4_memory_pool
 
@@ -24,7 +24,7 @@ from backend_core.target import KNOWN_TARGETS
 from dsv4_backend import reference
 from dsv4_backend.compressor import decode, prefill, torch_step
 from dsv4_backend.engines import sglang_compressor
-from tests.dsv4.cases import POISON
+from tests.dsv4.cases import POISON, make_spec
 from tests.engines.dsv4.sglang.harness import STEP, Served, real_pool
 from tests.engines.dsv4.sglang.test_step import check_steps, no_stock  # noqa: F401
 
@@ -35,6 +35,11 @@ SECOND = {"indexer_mxfp4_planes": "kv_scale_cache", "fp8_two_pools": "kv_cache_r
 UNIFIED_GATES = (
     "sglang.srt.layers.attention.dsv4.unified_kv_gate",
     "sglang.kernels.ops.attention.dsv4.unified_kv_kernels.env_gate",
+)
+# where a release has its writer of MXFP4 in planes, newest first
+PLANE_WRITERS = (
+    "sglang.kernels.ops.kvcache.dsv4_fp4_index_k_cache_hip",
+    "sglang.kernels.ops.attention.dsv4.fp4_indexer_hip",
 )
 FORMATS = [
     ("indexer_fp8_tiles", 4),
@@ -50,6 +55,8 @@ def be_amd(monkeypatch: pytest.MonkeyPatch, cache_format: str) -> None:
         pytest.skip("this release has no such records")
     if cache_format == "indexer_fp8_tiles":
         monkeypatch.setattr(sglang_compressor, "aiter_can_use_preshuffle_paged_mqa", lambda: True)
+        monkeypatch.setenv("SGLANG_OPT_USE_AITER_INDEXER", "1")  # which sglang does on HIP
+        monkeypatch.delenv("SGLANG_OPT_USE_TILELANG_INDEXER", raising=False)
     elif cache_format == "indexer_mxfp4_planes":
         for module in (compressor_v2, deepseek_v4_memory_pool):
             monkeypatch.setattr(module, "_is_hip", True)
@@ -117,6 +124,78 @@ def test_sglangs_own_kernel_puts_codes_in_the_same_tiles(monkeypatch: pytest.Mon
     reference.store([ours], slots, spec, *reference.quantise(rows.double(), spec))
     assert spec.record.tile_tokens == INDEXER_K_CACHE_PRESHUFFLE_TILE
     assert torch.equal(ours, theirs)
+
+
+def test_sglangs_own_kernel_puts_codes_in_the_same_planes() -> None:
+    """The same with its Triton writer of aiter's MXFP4 pages, which 0.5.22 brought."""
+    found = [name for name in PLANE_WRITERS if importlib.util.find_spec(name) is not None]
+    writers = [importlib.import_module(name) for name in found]
+    writers = [module for module in writers if hasattr(module, "store_fp4_index_k_cache_split")]
+    if not writers:
+        pytest.skip("this release has no such kernel")
+    spec = make_spec("indexer_mxfp4_planes", rounding="aiter")
+    rng = torch.Generator().manual_seed(4)
+    codes = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0])
+    rows = codes[torch.randint(12, (70, 128), generator=rng)]
+    rows[:, 7::32] = 6.0
+    rows *= 2.0 ** torch.randint(-3, 4, (70, 4), generator=rng).repeat_interleave(32, 1)
+    slots = torch.randperm(128, generator=rng)[:70]
+    caches = [
+        [torch.full((2, size), POISON, dtype=torch.uint8) for size in (64 * 64, 64 * 4)]
+        for _ in range(2)
+    ]
+    payload, scales = caches[0]
+    writers[0].store_fp4_index_k_cache_split(
+        rows.bfloat16(),
+        payload.view(torch.int8).view(2, 1, 4, 64, 16),
+        scales.view(2, 1, 4, 64),
+        slots,
+        page_size=64,
+    )
+    reference.store(caches[1], slots, spec, *reference.quantise(rows.double(), spec))
+    assert all(map(torch.equal, *caches))
+
+
+def test_tilelangs_indexer_finds_flat_pages(
+    no_stock: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It goes before aiter's, and takes pages as sglang's reader in torch does, which runs here."""
+    be_amd(monkeypatch, "indexer_fp8_tiles")
+    monkeypatch.setenv("SGLANG_OPT_USE_TILELANG_INDEXER", "1")
+    served = served_in_its_pool("indexer_fp8", 4)
+    check_steps(served)
+    engine = served.engine
+    pages = len(engine.cache)
+    rng = torch.Generator().manual_seed(6)
+    q = torch.randn(1, 1, 16, 128, generator=rng).to(indexer.FP8_DTYPE)
+    weights = torch.rand(1, 16, generator=rng)
+    logits = indexer.fp8_paged_mqa_logits_torch(
+        q,
+        engine.cache.view(pages, 64, 1, 132),
+        weights,
+        torch.tensor([64 * pages]),
+        torch.arange(pages)[None],
+        None,
+        64 * pages,
+        clean_logits=False,
+    )
+    slots = torch.cat([engine.slot_of[r, : n // 4] for r, n in enumerate(engine.lengths)])
+    keys = reference.dequantise(*reference.load(engine.caches, slots, engine.spec), engine.spec)
+    want = (keys @ q[0, 0].float().T).relu() @ weights[0]
+    torch.testing.assert_close(logits[0, slots], want, rtol=0.02, atol=0.2)  # it works in bf16
+    assert len(want) == 15
+
+
+def test_a_step_that_is_not_called_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.17 can be told to run another step on HIP."""
+    monkeypatch.setattr(compressor_v2, "_is_hip", True)
+    monkeypatch.setenv("SGLANG_OPT_USE_JIT_NORM", "0")
+    reason = sglang_compressor._refusal(CompressorBackendMixin)
+    has_another = "SGLANG_OPT_USE_JIT_NORM" in inspect.getsource(compressor_v2)
+    assert (reason is not None) is has_another
+    monkeypatch.setenv("SGLANG_OPT_USE_JIT_NORM", "1")
+    assert sglang_compressor._refusal(CompressorBackendMixin) is None
 
 
 def test_fp4_records_in_one_tensor_stay_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:

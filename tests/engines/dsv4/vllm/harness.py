@@ -100,9 +100,11 @@ def rotary(ratio: int) -> Any:
 class Step:
     """A compressor bound to poisoned caches, and the steps that the engine runs it through."""
 
-    def __init__(self, compressor: Any, cache_format: str, lengths: list[int]) -> None:
+    def __init__(
+        self, compressor: Any, cache_format: str, lengths: list[int], **changes: Any
+    ) -> None:
         ratio = compressor.compress_ratio
-        spec = make_spec(cache_format, ratio, rotate=False, rope_layout="split")
+        spec = make_spec(cache_format, ratio, rotate=False, rope_layout="split", **changes)
         self.compressor = compressor
         self.caches = Engine("paged", spec, lengths)
         self.layer = CompressorLayer(

@@ -1,7 +1,7 @@
 """vLLM's MXFP4 indexer on gfx950, whose pages aiter's kernel reads, through vLLM's own call.
 
 The class that vLLM builds there is imported with stand-ins for what asks the GPU, and for the one
-answer of aiter's that it asks for.
+answer of aiter's that it asks for. `test_amd_fp8` has the fp8 indexer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from backend_core.target import KNOWN_TARGETS
 from dsv4_backend.compressor import decode, prefill, torch_step
-from dsv4_backend.engines import vllm_compressor, vllm_rotation
+from dsv4_backend.engines import vllm_compressor, vllm_rocm, vllm_rotation
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
 from dsv4_backend.plugin import register_vllm
 from tests.dsv4.cases import make_history
@@ -42,7 +42,7 @@ class Rocm(ModuleType):
 @pytest.fixture
 def aiters(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The class of vLLM's compressor; aiter names the tiles that it has for 32 heads or more."""
-    module, name = vllm_compressor._AITERS
+    module, name = vllm_rocm._AITERS
     if importlib.util.find_spec(LAYOUT) is None:
         pytest.skip("this release has no such indexer")
     monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", Rocm("vllm.platforms.rocm"))
@@ -107,12 +107,6 @@ def test_caches_that_cannot_be_served_end_the_engine(aiters: Any) -> None:
     with pytest.raises(ValueError, match="cache must have pages aligned to 4 bytes"):
         step.run(config, [make_history(step.layer.spec, 12, 0)], [(0, 0, 7)])
     assert step.caches.state.isnan().all()
-
-
-def test_the_flat_pages_of_a_plain_indexer_are_not_these(aiters: Any) -> None:
-    """The same class as elsewhere, which vLLM builds on ROCm for fp8, keeps its flat pages."""
-    ours = build(engine_config(flag=True), "indexer_fp8")
-    assert ours.cache_format == "indexer_fp8"
 
 
 def test_its_queries_are_not_rotated(aiters: Any) -> None:
