@@ -42,12 +42,21 @@ float32 meets the middle between two codes on the other side."""
 
 AMD_LAYOUTS: tuple[tuple[str, StateLayout, CompressorSpec], ...] = (
     ("fp8 in tiles", "ring", make_spec("indexer_fp8_tiles", rounding="sglang")),
+    ("fp8 in tiles", "paged", make_spec("indexer_fp8_tiles", rotate=False, rope_layout="split")),
     ("fp4 in planes", "ring", make_spec("indexer_mxfp4_planes", rounding="aiter")),
     ("fp4 in tiles", "paged", make_spec("indexer_mxfp4_tiles", rotate=False, rope_layout="split")),
     ("two pools", "ring", make_spec("fp8_two_pools", rounding="sglang", page_tokens=1)),
     ("two pools", "ring", make_spec("fp8_two_pools", 128, rounding="sglang", page_tokens=1)),
 )
 """The record formats that engines keep on AMD GPUs alone, as the engine that has each calls us."""
+
+BF16_ROWS: tuple[tuple[str, StateLayout, CompressorSpec], ...] = (
+    ("bf16 rows", "ring", make_spec("bf16_rows", rounding="sglang", page_tokens=1)),
+    ("bf16 rows", "paged", make_spec("bf16_rows", rope_layout="split")),
+    ("bf16 rows", "ring", make_spec("bf16_rows", 128, rounding="sglang", page_tokens=1)),
+    ("bf16 rows", "paged", make_spec("bf16_rows", 128, rope_layout="split")),
+)
+"""Main records that both engines keep on request: sglang in its window's pool, vLLM in pages."""
 
 Plan = TypeVar("Plan", bound=CompressorStepPlan)
 
@@ -79,7 +88,7 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         for layout in layouts or ("paged", "ring"):
             spec = _spec("main_c128", layout, False)
             found[f"split channels, {layout}"] = functools.partial(_split_steps, path, layout, spec)
-    for title, layout, spec in AMD_LAYOUTS:
+    for title, layout, spec in AMD_LAYOUTS + BF16_ROWS:
         is_of_path = path.operator in (f"{spec.kind}_decode", f"{spec.kind}_prefill")
         if is_of_path and layout in (layouts or ("paged", "ring")):
             found[f"{title}, {layout}"] = functools.partial(_steps, path, layout, spec, False)
@@ -110,6 +119,8 @@ def _steps(
     device: torch.device,
 ) -> float:
     """The worst of a few steps of one engine, which goes on from the definition's result."""
+    if layout == "ring" and target.arch == "gfx942":  # sglang stores each GPU's own e4m3
+        spec = dataclasses.replace(spec, fp8="fnuz")
     phase = path.operator.rpartition("_")[2]
     lengths = [130, 257, 128] if spec.compress_ratio == 128 else [6, 21, 4]
     engine, layer = Engine(layout, spec, lengths, device=CPU), make_layer(spec, 5, CPU)

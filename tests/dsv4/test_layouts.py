@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import dsv4_backend
+from backend_core.formats import RECORD_FORMATS
+from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target
 from dsv4_backend import (
     CompressorSpec,
@@ -17,6 +21,8 @@ from dsv4_backend import (
     reference,
 )
 from dsv4_backend.compressor.torch_step import step
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.testing import check_cases
 from dsv4_backend.testing.check_cases import AMD_LAYOUTS
 from tests.dsv4.cases import (
     DEVICE,
@@ -35,6 +41,7 @@ from tests.dsv4.readers import READERS
 MI355X = KNOWN_TARGETS["MI355X"] if DEVICE.type == "cpu" else TARGET
 LAYOUTS = [(spec, state) for _, state, spec in AMD_LAYOUTS]
 NAMES = [f"{spec.cache_format} c{spec.compress_ratio} {state}" for spec, state in LAYOUTS]
+WAYS = ("decode", "prefill")
 LENGTHS = {4: [17, 12, 3], 128: [130, 128]}
 
 
@@ -91,6 +98,50 @@ def test_the_kernels_that_read_find_plain_records(
         engine.caches, (spec.page_bytes, spec.second_page_bytes), strict=False
     ):
         assert (cache[:, page_bytes:] == POISON).all()
+
+
+@pytest.mark.parametrize(("engine", "state"), [("vllm", "paged"), ("sglang", "ring")])
+def test_check_runs_every_record_format_that_an_adapter_names(
+    monkeypatch: pytest.MonkeyPatch, engine: str, state: str
+) -> None:
+    """In decode and prefill of the gfx950 table, and in steps of that engine."""
+    sources = Path(dsv4_backend.__file__).parent.joinpath("engines").glob(f"{engine}*.py")
+    source = "".join(path.read_text(encoding="utf-8") for path in sources)
+    named = {name for name in RECORD_FORMATS if f'"{name}"' in source}
+    ratios = {name: (4,) if name.startswith("indexer") else (4, 128) for name in named}
+    wanted = {(name, r, way) for name in named for r in ratios[name] for way in WAYS}
+    run = set()
+
+    def keep(path: Any, layout: str, spec: CompressorSpec, *others: Any) -> float:
+        way = path.operator.rpartition("_")[2]
+        if layout == state:
+            run.add((spec.cache_format, spec.compress_ratio, way))
+        return 0.0
+
+    monkeypatch.setattr(check_cases, "_steps", keep)
+    for row in load_table(TABLES, KNOWN_TARGETS["MI355X"]).rows:
+        if row.operator.rpartition("_")[2] in WAYS:
+            for case in check_cases.check_cases(row).values():
+                case(KNOWN_TARGETS["MI355X"], DEVICE)
+    assert len(named) >= 6 and wanted <= run
+
+
+@pytest.mark.parametrize("name", ["MI300X", "MI355X"])
+def test_check_writes_sglangs_e4m3_of_each_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    target = KNOWN_TARGETS[name]
+    made = []
+
+    def keep(layout: str, spec: CompressorSpec, *others: Any, **options: Any) -> Any:
+        made.append((layout, spec.fp8))
+        raise KeyError
+
+    monkeypatch.setattr(check_cases, "Engine", keep)
+    for row in load_table(TABLES, target).rows:
+        for title, case in check_cases.check_cases(row).items():
+            if title.startswith("small, "):
+                with pytest.raises(KeyError):
+                    case(target, DEVICE)
+    assert set(made) == {("paged", "ocp"), ("ring", "fnuz" if name == "MI300X" else "ocp")}
 
 
 def test_a_pools_rows_keep_the_bytes_that_nobody_reads() -> None:
