@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +29,16 @@ def once(check: Callable[Values, Result]) -> Callable[Values, Result]:
     the tensors and at the other values; it must look at no element or address, and return no
     tensor. A check that raises is made again.
     """
-    found: dict[Hashable, Result] = {}
-    layout: list[_Leaf | list[_Leaf]] = []
-    signature: Callable[..., Hashable] = _unknown
+    # one value, replaced as a whole: threads may meet here, and a key is of the function beside it
+    kept: tuple[_Layout, Callable[..., Hashable], dict[Hashable, Result]] = ([], _unknown, {})
 
     def miss(values: tuple[object, ...]) -> Result:
-        nonlocal signature
-        if _learn(layout, values):
-            signature = _signature_function(layout)
-            found.clear()
+        nonlocal kept
+        layout, signature, found = kept
+        learned = _learn(layout, values)
+        if learned != layout:
+            signature, found = _signature_function(learned), {}
+            kept = learned, signature, found
         result = check(*values)  # type: ignore[arg-type, call-arg]
         if len(found) >= _KEPT:
             found.clear()
@@ -48,6 +49,7 @@ def once(check: Callable[Values, Result]) -> Callable[Values, Result]:
     def checked(*values: Values.args, **named: Values.kwargs) -> Result:
         assert not named, "the arguments of a check are positional"
         try:
+            _, signature, found = kept
             return found[signature(*values)]
         except (KeyError, AttributeError, TypeError, ValueError):
             pass  # not seen, or a tensor where there was none, or none where there was one
@@ -75,12 +77,15 @@ class _Leaf:
         self.again |= is_tensor and x is before
 
 
-def _learn(layout: list[_Leaf | list[_Leaf]], values: tuple[object, ...]) -> bool:
-    """Bring ``layout`` up to date with the arguments of a call; whether that has changed it."""
+_Layout: TypeAlias = "list[_Leaf | list[_Leaf]]"
+
+
+def _learn(layout: _Layout, values: tuple[object, ...]) -> _Layout:
+    """``layout`` with what the arguments of a call add to it."""
     from torch import Tensor
 
-    known = copy.deepcopy(layout)
-    layout.extend(_Leaf() for _ in values[len(layout) :])
+    layout = copy.deepcopy(layout)
+    layout += [_Leaf() for _ in values[len(layout) :]]
     for position, value in enumerate(values):
         leaf = layout[position]
         if isinstance(value, tuple):
@@ -93,10 +98,10 @@ def _learn(layout: list[_Leaf | list[_Leaf]], values: tuple[object, ...]) -> boo
                 one.learn(None, False, None)
         else:
             leaf.learn(value, isinstance(value, Tensor), None)
-    return layout != known
+    return layout
 
 
-def _signature_function(layout: list[_Leaf | list[_Leaf]]) -> Callable[..., Hashable]:
+def _signature_function(layout: _Layout) -> Callable[..., Hashable]:
     """A function of a call's arguments: a tuple of all that the check may look at.
 
     It runs in every call, so it is compiled for the arguments that come, without a loop.

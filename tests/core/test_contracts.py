@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +109,35 @@ def test_results_of_checks_are_limited_and_hold_no_tensor(monkeypatch: pytest.Mo
             del x
             assert seen() is None
     assert len(check.asked) > 5
+
+
+def test_threads_that_make_their_first_calls_at_once_all_get_their_results() -> None:
+    x = torch.zeros(2, 3)
+    calls = [((x, None), None, 0), ((x, x), x, 1), (None, x, 2), ((None, x), None, 3)]
+    failures: list[BaseException] = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads meet in every line
+    try:
+        for _ in range(100):
+            checked = once(lambda tensors, tensor, number: number)
+            begin = threading.Barrier(len(calls))
+            arguments = (checked, calls, begin, failures)
+            threads = [threading.Thread(target=_call, args=(n, *arguments)) for n in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+
+
+def _call(
+    number: int, checked: Any, calls: Any, begin: threading.Barrier, failures: list[BaseException]
+) -> None:
+    try:
+        begin.wait()
+        for call in (calls[number], *calls):
+            assert checked(*call) == call[2]
+    except BaseException as error:
+        failures.append(error)
