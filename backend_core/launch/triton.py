@@ -11,6 +11,7 @@ an interpreted function and is called plainly.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -30,6 +31,7 @@ their values, which hold the tensors' addresses and keep none alive."""
 
 _RECENT = 4096  # exact argument lists that a kernel remembers
 _PACK_KEYS: dict[tuple[object, ...], int] = {}
+_PACK_NUMBERS = itertools.count()
 
 
 class KernelLaunch:
@@ -152,7 +154,10 @@ class KernelLaunch:
     def pack(args: Iterable[Argument]) -> Packed:
         """A group's arguments for ``packed``, in the group's order."""
         key, values = _specialise(args, torch.version.hip is not None)
-        return _PACK_KEYS.setdefault(tuple(key), len(_PACK_KEYS)), tuple(values)
+        number = _PACK_KEYS.get(tuple(key))
+        if number is None:  # a number of its own, whichever thread comes first
+            number = _PACK_KEYS.setdefault(tuple(key), next(_PACK_NUMBERS))
+        return number, tuple(values)
 
     def packed(
         self, grid: Grid, packs: Sequence[Packed], arguments: Callable[[], Sequence[Argument]]

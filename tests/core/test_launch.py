@@ -341,3 +341,22 @@ def test_packed_compiles_what_no_call_has_yet(recorder: RecordingDriver) -> None
     assert recorder.launches[-1][1][-6 - 2] == args[0].data_ptr()
     with pytest.raises(ValueError, match="groups of scale_rows must be of"):
         KernelLaunch(JITFunction(scale_rows), constexprs, options, GROUPS[:2])
+
+
+def test_two_threads_never_give_two_classes_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(dict[Any, int]):
+        """Another thread packs after this one has looked how many classes there are."""
+
+        begun = False
+
+        def __len__(self) -> int:
+            size = super().__len__()
+            if not self.begun:
+                self.begun = True
+                KernelLaunch.pack([1.0])
+            return size
+
+    keys = Interrupted()
+    monkeypatch.setattr("backend_core.launch.triton._PACK_KEYS", keys)
+    numbers = [KernelLaunch.pack([argument])[0] for argument in (None, 1.0, True)]
+    assert len(set(numbers)) == 3
