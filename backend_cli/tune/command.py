@@ -52,6 +52,8 @@ def tune(
         raise CliError("tune measures a GPU, and there is none here")
     try:
         folder = output_dir or user_directory()
+        if folder is None:
+            raise ValueError("--output-dir must be given, since this user has no home")
         tables = _shipped_tables(chosen, target, all_needed=family is not None)
     except LookupError as error:
         raise CliError(f"nothing to tune on this machine: {error}") from error
@@ -175,5 +177,5 @@ def _print(
     console.print(f"{len(trials)} trials, {refused} not usable; table: {file}")
     shadow = os.environ.get("KDA_DSV4_CONFIG_DIR")
     if user_directory() != file.parent.parent:
-        where = shadow or str(user_directory())
+        where = shadow or user_directory()
         console.print(f"set KDA_DSV4_CONFIG_DIR={file.parent.parent} to use it (now: {where})")

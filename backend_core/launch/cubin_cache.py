@@ -26,7 +26,9 @@ _DIGEST = 32
 
 
 def directory() -> Path:
-    """``$XDG_CACHE_HOME/kda-dsv4/cubins``, by default below ``~/.cache``."""
+    """``$XDG_CACHE_HOME/kda-dsv4/cubins``, by default below ``~/.cache``.
+
+    Raises RuntimeError where this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "kda-dsv4" / "cubins"
 
@@ -45,11 +47,12 @@ def load(name: str) -> bytes | None:
     except OSError as error:
         _distrust(path, f"cannot be opened ({error.strerror})")
         return None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):  # Python opens no folder
+        os.close(descriptor)
+        _distrust(path, "is no regular file")
+        return None
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            _distrust(path, "is no regular file")
-            return None
         if status.st_size > MAX_BYTES:
             _distrust(path, f"has {status.st_size} bytes, and at most {MAX_BYTES} are read")
             return None
@@ -93,7 +96,14 @@ def _digest(name: str, image: bytes) -> bytes:
 
 def _private() -> Path | None:
     """The folder, made if need be; ``None`` where it cannot be this user's alone."""
-    folder = directory()
+    try:
+        folder = directory()
+    except RuntimeError:
+        _say_once(
+            "compiled kernels are not kept, since this user has no home and XDG_CACHE_HOME is not"
+            " set: every start compiles them"
+        )
+        return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(folder)

@@ -132,12 +132,14 @@ def parse_table(file: Path, schema: TableSchema, stem: str) -> tuple[KernelPath,
     """The rows of ``file``, which must be the table of ``schema.family`` for ``stem``, in order.
 
     Raises:
-        ValueError: it is not TOML, has an unknown or missing key or a value of the wrong type,
-            belongs to another family or architecture, or an operator's rows do not cover every grid
-            in ascending order. The message is one sentence with file and row.
+        ValueError: it cannot be read, is not TOML, has an unknown or missing key or a value of the
+            wrong type, belongs to another family or architecture, or an operator's rows do not
+            cover every grid in ascending order. The message is one sentence with file and row.
     """
     try:
         document = parse_toml(read_text(file, TABLE_BYTES))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{file}: not valid TOML: {error}") from None
     if unknown := document.keys() - {"table", "path"} - schema.sections.keys():

@@ -34,8 +34,11 @@ among those that ship with the package; the first file found is used whole.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 import os
+import stat
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -58,6 +61,8 @@ __all__ = [
     "unmeasured",
     "user_directory",
 ]
+
+logger = logging.getLogger("kda_dsv4")
 
 # Where a family has no table of a GPU's own: that of a GPU whose instructions it has too, as far as
 # the kernels use them, with at least as much shared memory as those rows take. Each GPU has compile
@@ -161,15 +166,16 @@ def load_table(schema: TableSchema, target: Target, *, directory: Path | None = 
 
     Raises:
         LookupError: there is no table for this target.
-        ValueError: the table is malformed; the message names file and row.
+        ValueError: the table is malformed or cannot be read; the message names file and row.
     """
     family = schema.family
-    roots = [user_directory(), shipped_with(schema)] if directory is None else [directory]
+    own = [directory] if directory is not None else [user_directory(), shipped_with(schema)]
+    roots = [root for root in own if root is not None]
     stem: str | None = target.key
     while stem is not None:
         for root in roots:
             file = root / family / f"{stem}.toml"
-            if file.is_file():
+            if _is_there(file):
                 rows = parse_table(file, schema, stem)
                 if stem != target.key and root == roots[-1]:  # a user's was tuned on this machine
                     rows = tuple(_measured_elsewhere(row) for row in rows)
@@ -179,6 +185,25 @@ def load_table(schema: TableSchema, target: Target, *, directory: Path | None = 
     missing = f"no {family} kernel paths for {target.arch}: no {target.key}.toml in {looked}"
     why = _WITHOUT.get(target.key)
     raise LookupError(missing if why is None else f"{missing}; {why}")
+
+
+def _is_there(file: Path) -> bool:
+    """Whether there is such a table. In a folder of somebody else, which a user who has another's
+    home finds there, there is none of theirs; that is logged once."""
+    try:
+        return stat.S_ISREG(os.stat(file).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if os.environ.get("KDA_DSV4_CONFIG_DIR"):
+            raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+        _say_once(f"no tables of yours are read from {file.parent}: {error.strerror}")
+        return False
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _measured_elsewhere(row: KernelPath) -> KernelPath:
@@ -262,18 +287,21 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def user_directory() -> Path:
+def user_directory() -> Path | None:
     """Where a user's tables are looked for; it need not exist unless an environment variable names
-    it.
+    it. ``None`` for a user who has no home.
 
     Raises:
         ValueError: ``KDA_DSV4_CONFIG_DIR`` names no directory.
     """
     if configured := os.environ.get("KDA_DSV4_CONFIG_DIR"):
-        if not Path(configured).is_dir():
+        if not os.path.isdir(configured):  # Path's raises where a folder above is closed
             raise ValueError(f"KDA_DSV4_CONFIG_DIR must name a directory, got {configured}")
         return Path(configured)
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    try:
+        base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    except RuntimeError:
+        return None
     return Path(base) / "kda-dsv4"
 
 

@@ -79,13 +79,16 @@ def test_another_kernel_s_file_is_not_this_one_s(folder: Path) -> None:
     assert cubin_cache.load("decode_step-4567.cubin") is None
 
 
-def test_a_link_and_a_pipe_are_not_read(folder: Path, tmp_path: Path) -> None:
+def test_a_link_a_pipe_and_a_folder_are_not_read(folder: Path, tmp_path: Path) -> None:
     cubin_cache.store(NAME, IMAGE)
     os.rename(folder / NAME, tmp_path / "elsewhere")
     (folder / NAME).symlink_to(tmp_path / "elsewhere")
     assert cubin_cache.load(NAME) is None
     (folder / NAME).unlink()
     os.mkfifo(folder / NAME)
+    assert cubin_cache.load(NAME) is None
+    (folder / NAME).unlink()
+    (folder / NAME).mkdir()
     assert cubin_cache.load(NAME) is None
 
 
@@ -105,6 +108,19 @@ def test_a_folder_that_is_a_link_is_not_used(folder: Path, tmp_path: Path) -> No
     folder.symlink_to(tmp_path / "real")
     cubin_cache.store(NAME, IMAGE)
     assert cubin_cache.load(NAME) is None and not list((tmp_path / "real").iterdir())
+
+
+def test_a_user_without_a_home_compiles_at_every_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container's user of any number has no entry in /etc/passwd, and may have no HOME."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    with caplog.at_level(logging.WARNING, "kda_dsv4"):
+        cubin_cache.store(NAME, IMAGE)
+        assert cubin_cache.load(NAME) is None
+    assert caplog.text.count("this user has no home and XDG_CACHE_HOME is not set") == 1
 
 
 @pytest.mark.parametrize("error", [30, 28], ids=["read-only", "full"])

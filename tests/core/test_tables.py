@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -336,6 +339,59 @@ def test_the_users_table_comes_before_the_shipped_one(
         ValueError, match=r"KDA_DSV4_CONFIG_DIR must name a directory, got .*absent"
     ):
         load_table(TOY, H200)
+
+
+def test_a_user_without_a_home_has_the_shipped_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_table, "shipped_directory", lambda: tmp_path)
+    for name in ("HOME", "XDG_CONFIG_HOME", "KDA_DSV4_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    three_buckets(tmp_path)
+    assert load_table(TOY, H200).source.parents[1] == tmp_path
+
+
+def test_in_a_closed_home_there_is_no_table_and_a_closed_folder_that_was_named_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container's HOME is often root's, whoever its user is."""
+    home, shipped = tmp_path / "home" / "kda-dsv4", tmp_path / "shipped"
+    for place in (home, shipped):
+        place.mkdir(parents=True)
+        three_buckets(place)
+    whole = os.stat
+
+    def closed(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if Path(path).is_relative_to(home / "toy"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return whole(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", closed)
+    monkeypatch.setattr(path_table, "shipped_directory", lambda: shipped)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home.parent))
+    monkeypatch.delenv("KDA_DSV4_CONFIG_DIR", raising=False)
+    path_table._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "kda_dsv4"):
+        for _ in range(2):
+            assert load_table(TOY, H200).source.parents[1] == shipped
+    assert caplog.text.count(f"no tables of yours are read from {home / 'toy'}: Permission") == 1
+    monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(home))
+    with pytest.raises(ValueError, match=r"nvidia_sm90\.toml: cannot be read: Permission denied"):
+        load_table(TOY, H200)
+
+
+def test_a_table_that_cannot_be_opened_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three_buckets(tmp_path)
+
+    def refuse(path: Path, most: int) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("backend_core.tables.schema.read_text", refuse)
+    with pytest.raises(ValueError, match=r"nvidia_sm90\.toml: cannot be read: Permission denied"):
+        load_table(TOY, H200, directory=tmp_path)
 
 
 def test_a_gpu_may_share_its_predecessors_table(tmp_path: Path) -> None:
