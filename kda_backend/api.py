@@ -10,6 +10,7 @@ import warnings
 
 import torch
 
+from backend_core.launch.streams import is_elsewhere
 from kda_backend.contract.sequences import (
     check_packed_row,
     check_sequences,
@@ -29,7 +30,7 @@ from kda_backend.step_plan import (
     StepPlan,
     build_step_plan,
     check_cu_seqlens,
-    equal_length_plan,
+    plan_of_rows,
 )
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -88,7 +89,10 @@ def chunk_kda(
             kernels are exact for any gate.
         disable_recompute, use_graph: accepted; training memory and graph capture need nothing here.
         return_intermediate_states: also return the state before each chunk,
-            ``[B, chunks, HV, K, V]`` in k's dtype (``B = 1`` and all chunks with ``cu_seqlens``).
+            ``[B, chunks, HV, K, V]`` in k's dtype (1 and all chunks with ``cu_seqlens`` or a plan).
+            Where the host does not know the lengths, there are spare chunks with arbitrary values
+            at the end, up to the bound on any lengths' chunks; give ``cu_seqlens_cpu`` to have
+            none.
         cu_seqlens_cpu: ``cu_seqlens`` in host memory, which makes launch sizes exact.
         cp_context: must be ``None``; context parallelism is for training.
         max_num_seqs: with ``use_graph``, the number of sequences ``cu_seqlens`` is padded to.
@@ -106,6 +110,10 @@ def chunk_kda(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
+    if is_elsewhere(q):
+        arguments = locals().copy()
+        with torch.cuda.device(q.device):
+            return chunk_kda(**arguments)
     if cp_context is not None:
         raise ValueError("cp_context must be None (context parallelism is for training)")
     _check_chunk_size(chunk_size, return_intermediate_states)
@@ -124,10 +132,11 @@ def chunk_kda(
     selection, is_packed, out_packed, kept = check_sequences(
         tokens, gate, state, sequences, out, selection
     )
-    if use_graph and max_num_seqs not in (None, sequences):
+    if use_graph and cu_seqlens is not None and max_num_seqs not in (None, sequences):
         raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {sequences + 1}")
+    rows = q.shape[0] if cu_seqlens is None and step_plan is None else 1
     step_plan = _step_plan(q, cu_seqlens, cu_seqlens_cpu, step_plan, selection)
-    tokens, state = _ready(tokens, state, is_packed, sequences, output_final_state)
+    tokens, state = _ready(tokens, gate, state, is_packed, sequences, output_final_state)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     chunk_states = None
     if return_intermediate_states:
@@ -137,7 +146,6 @@ def chunk_kda(
     final_state = state.write if output_final_state else None
     if chunk_states is None:
         return out, final_state
-    rows = q.shape[0] if cu_seqlens is None else 1
     chunks = step_plan.num_chunks // max(rows, 1)
     return out, final_state, chunk_states.view(rows, chunks, *chunk_states.shape[1:])
 
@@ -213,6 +221,10 @@ def fused_recurrent_kda(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
+    if is_elsewhere(q):
+        arguments = locals().copy()
+        with torch.cuda.device(q.device):
+            return fused_recurrent_kda(**arguments)
     beta_kind = beta_kind_of(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     tokens = TokenInputs.of((q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, beta_kind)
     gate = GateSpec.of(use_gate_in_kernel, A_log, dt_bias, lower_bound)
@@ -229,7 +241,7 @@ def fused_recurrent_kda(
         check_packed_row(q, cu_seqlens)
         if cu_seqlens.device.type == "cpu":
             build_step_plan(cu_seqlens, q.shape[1], chunk_table=False)  # checks the values
-    tokens, state = _ready(tokens, state, is_packed, sequences, output_final_state)
+    tokens, state = _ready(tokens, gate, state, is_packed, sequences, output_final_state)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     written = out if out_packed else packed_rows(out)
     run_recurrent(selection, tokens, gate, cu_seqlens, state, written)
@@ -287,7 +299,7 @@ def _step_plan(
         return given
     tables = selection.target.vendor != "cpu"
     if cu_seqlens is None:
-        return equal_length_plan(q.shape[0], q.shape[1], q.device, tables)
+        return plan_of_rows(q, tables)
     check_packed_row(q, cu_seqlens)
     return build_step_plan(
         cu_seqlens, q.shape[1], cu_seqlens_cpu=cu_seqlens_cpu, chunk_table=tables
@@ -295,10 +307,15 @@ def _step_plan(
 
 
 def _ready(
-    tokens: TokenInputs, state: StateRef, is_packed: bool, sequences: int, final: bool
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    is_packed: bool,
+    sequences: int,
+    final: bool,
 ) -> tuple[TokenInputs, StateRef]:
     """What a pipeline takes, from checked values: tokens in packed memory, a final state."""
-    refuse_gradients(tokens)
+    refuse_gradients(tokens, gate, state)
     check_slots(state)
     if not is_packed:
         tokens = packed(tokens)

@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import torch
 
+from backend_core.launch.streams import is_elsewhere
 from kda_backend.contract.states import check_rows
-from kda_backend.contract.step import check_step, check_verification, is_aligned
+from kda_backend.contract.step import (
+    check_draft_offsets,
+    check_step,
+    check_verification,
+    is_aligned,
+)
 from kda_backend.contract.tokens import refuse_gradients
 from kda_backend.contract.values import (
     ConvInputs,
@@ -127,8 +133,12 @@ def decode_step(
     pdl_prefetch_safe: bool,
 ) -> torch.Tensor:
     """:func:`kda_decode_step` on the typed values of its arguments: check them and run them."""
+    if is_elsewhere(tokens.q):
+        arguments = locals().copy()
+        with torch.cuda.device(tokens.q.device):
+            return decode_step(**arguments)
     chosen, kept = check_step(tokens, gate, state, conv, norm, out, selection)
-    refuse_gradients(tokens)
+    refuse_gradients(tokens, gate, state, conv, norm)
     assert state.indices is not None and state.read is not None
     check_rows("state_indices", state.indices, "slot", state.read)
     v = tokens.v
@@ -192,7 +202,8 @@ def kda_verify_step(
         q, k, v, g, beta, norm_gate, out: as for :func:`kda_decode_step`, a row per token; the
             tokens of a sequence follow one another.
         cu_seqlens: ``[N + 1]`` int32 or int64 token offsets; by default all sequences are equally
-            long. A sequence has at most ``T`` tokens; later ones are left out.
+            long. A sequence has at most ``T`` tokens; later ones are left out. Values in host
+            memory are checked; values on a GPU are trusted.
         num_accepted_tokens: ``[N]`` int32; values are brought into 1 to ``T``.
         intermediate_states: ``[rows, T, HV, V, K]`` fp32 or bf16; intermediate_indices: ``[N]``
             int32, a negative one keeps nothing; intermediate_conv: ``[rows, T, C, 3]``, any
@@ -235,8 +246,13 @@ def verify_step(
     selection: KdaSelection | None,
 ) -> torch.Tensor:
     """:func:`kda_verify_step` on the typed values of its arguments: check them and run them."""
+    if is_elsewhere(tokens.q):
+        arguments = locals().copy()
+        with torch.cuda.device(tokens.q.device):
+            return verify_step(**arguments)
     selection, shape = check_verification(tokens, gate, state, draft, conv, norm, out, selection)
-    refuse_gradients(tokens)
+    refuse_gradients(tokens, gate, state, draft, conv, norm)
+    check_draft_offsets(draft.cu_seqlens, tokens.q.shape[0])
     assert state.indices is not None and state.read is not None
     check_rows("state_indices", state.indices, "slot", state.read)
     if draft.states is not None and draft.indices is not None:

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from backend_core.launch.streams import StreamOrder
+from backend_core.launch.streams import StreamOrder, is_capturing
 
 _COUNTERS = 5
 
@@ -15,8 +15,9 @@ class Scratch:
     """What the intra-chunk stage leaves for the scan; grown to the largest step and kept.
 
     One instance serves all layers of a model, which run one after another on one stream; calls on
-    two streams take turns (`backend_core.launch.streams`). Grow it
-    (``reserve``) before a CUDA graph is captured, since a graph keeps the addresses it has seen.
+    two streams take turns (`backend_core.launch.streams`). Grow it (``reserve``) before a CUDA
+    graph is captured: a graph keeps the addresses it has seen, so what a capture has used is kept
+    when it is outgrown.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,6 +28,7 @@ class Scratch:
         self._segment_flags = torch.zeros(0, dtype=torch.int32, device=device)
         self._asked = (0, 0, 0)
         self._addresses = (0, 0, 0)
+        self._in_graphs: dict[int, torch.Tensor] = {}  # by address
         self._order = StreamOrder(device)
 
     def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
@@ -52,7 +54,12 @@ class Scratch:
             self._tiles, self._totals, self._flags, self._segments, self._segment_flags
         )
         self.reserve(num_tiles, tile_bytes, key_dim)
+        self._keep_in_capture(self._tiles, self._totals, self._flags)
         return self._tiles, self._totals
+
+    def _keep_in_capture(self, *memory: torch.Tensor) -> None:
+        if is_capturing(self._tiles.device):
+            self._in_graphs |= {tensor.data_ptr(): tensor for tensor in memory}
 
     def addresses(self, num_tiles: int, tile_bytes: int, key_dim: int) -> tuple[int, int, int]:
         """Where those of `buffers` and `flags` lie."""
@@ -74,6 +81,7 @@ class Scratch:
             self._segments = self._segments.new_empty(places * sum(sizes))
         if places * flags > self._segment_flags.shape[0]:
             self._segment_flags = self._segment_flags.new_zeros(places * flags)
+        self._keep_in_capture(self._segments, self._segment_flags)
         begins = itertools.accumulate(sizes[:-1], initial=0)
         kinds = [self._segments.data_ptr() + places * begin for begin in begins]
         return [*kinds, self._segment_flags.data_ptr()]
@@ -88,5 +96,6 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        segments = self._segments.nbytes + self._segment_flags.nbytes
-        return self._tiles.nbytes + self._totals.nbytes + self._flags.nbytes + segments
+        now = (self._tiles, self._totals, self._flags, self._segments, self._segment_flags)
+        kept = {tensor.data_ptr(): tensor for tensor in now} | self._in_graphs
+        return sum(tensor.nbytes for tensor in kept.values())

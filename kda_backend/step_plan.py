@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backend_core.contracts import expect_stride
+from backend_core.launch.streams import is_capturing
 from kda_backend.spec import CHUNK
 
 if TYPE_CHECKING:
@@ -168,11 +169,28 @@ def build_step_plan(
 
 @functools.lru_cache(maxsize=64)
 def equal_length_plan(batch: int, length: int, device: torch.device, chunk_table: bool) -> StepPlan:
-    """The plan of ``batch`` sequences of ``length`` tokens, kept for the calls that follow."""
-    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32) * length
-    return build_step_plan(
+    """The plan of ``batch`` sequences of ``length`` tokens, kept for the calls that follow, on any
+    stream."""
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length
+    plan = build_step_plan(
         cu_seqlens.to(device), batch * length, cu_seqlens_cpu=cu_seqlens, chunk_table=chunk_table
     )
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the copy has waited for it already
+    return plan
+
+
+def plan_of_rows(q: torch.Tensor, chunk_table: bool) -> StepPlan:
+    """`equal_length_plan` of the rows of ``q [B, T, H, K]``. A plan that a CUDA graph has seen is
+    kept for good."""
+    batch, length = q.shape[:2]
+    plan = equal_length_plan(batch, length, q.device, chunk_table)
+    if is_capturing(q.device):
+        _in_graphs[batch, length, q.device] = plan
+    return plan
+
+
+_in_graphs: dict[tuple[int, int, torch.device], StepPlan] = {}
 
 
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:

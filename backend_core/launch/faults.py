@@ -32,7 +32,8 @@ class FaultRecord:
     def __init__(self, sentences: Mapping[int, str]) -> None:
         """``sentences``: by code, with ``{index}``, ``{seen}`` and ``{expected}``."""
         self._sentences = sentences
-        self.words = torch.zeros(WORDS, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        pinned = torch.cuda.is_available()
+        self.words = torch.zeros(WORDS, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.address = self.words.data_ptr()
 
     def sentence(self) -> str | None:

@@ -10,6 +10,20 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 """The handle of a device's current stream. A torch without GPUs has none, and no caller here."""
 
 
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU that is not the current one, where kernels are launched."""
+    index = tensor.get_device()
+    return index >= 0 and index != _current_device()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream, for tensors of a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class StreamOrder:
     """Puts the uses of one scratch memory in order.
 

@@ -103,6 +103,18 @@ def is_aligned(state: StateRef, conv: ConvInputs | None) -> bool:
     return conv is None or conv.weight.data_ptr() % 16 == 0
 
 
+def check_draft_offsets(cu_seqlens: torch.Tensor | None, num_tokens: int) -> None:
+    """Offsets in host memory are checked; offsets on a GPU are trusted. Rows after the last one
+    belong to no sequence."""
+    if cu_seqlens is None or not cu_seqlens.is_cpu:
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] < 0 or offsets[-1] > num_tokens or offsets != sorted(offsets):
+        raise ValueError(
+            f"cu_seqlens must not decrease and lie within 0 to {num_tokens}, got {offsets}"
+        )
+
+
 def _check_layer(
     tokens: TokenInputs,
     gate: GateSpec,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape
@@ -12,12 +14,14 @@ from kda_backend.spec import Gate
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def refuse_gradients(tokens: TokenInputs) -> None:
-    """Raise ``ValueError`` where torch would record the call."""
+def refuse_gradients(*values: tuple[object, ...] | None) -> None:
+    """Raise ``ValueError`` where torch would record the call: a tensor of ``values``, which are
+    the typed values of a call, requires a gradient."""
     if not torch.is_grad_enabled():
         return
-    if any(x.requires_grad for x in tokens[:5]):
-        raise ValueError("kda_backend has no backward pass: call it under torch.no_grad()")
+    for x in itertools.chain.from_iterable(value or () for value in values):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise ValueError("kda_backend has no backward pass: call it under torch.no_grad()")
 
 
 def check_tokens(tokens: TokenInputs, gate: GateSpec, rows: tuple[str, ...], max_dim: int) -> None:

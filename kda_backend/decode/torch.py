@@ -18,12 +18,20 @@ from kda_backend.contract.values import (
     StateRef,
     TokenInputs,
 )
-from kda_backend.prefill.torch import activated, log_decay, read_states, step_size, write_states
+from kda_backend.prefill.torch import (
+    activated,
+    in_fp32,
+    log_decay,
+    read_states,
+    step_size,
+    write_states,
+)
 
 if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
 
 
+@in_fp32
 def recurrent(
     path: KernelPath,
     tokens: TokenInputs,
@@ -44,6 +52,7 @@ def recurrent(
     out.copy_(o.view(out.shape))
 
 
+@in_fp32
 def step(
     path: KernelPath,
     tokens: TokenInputs,
@@ -67,11 +76,12 @@ def step(
     pool[slots] = states.to(pool.dtype)
     if conv is not None and window is not None:
         conv.state[slots, :, :3] = window.to(conv.state.dtype)
-    result = torch.zeros(out.shape, dtype=torch.float32)
+    result = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     result[rows] = o
     out.copy_(result)
 
 
+@in_fp32
 def verification(
     path: KernelPath,
     tokens: TokenInputs,
@@ -107,7 +117,9 @@ def verification(
             if draft.windows is None:
                 conv.state[conv_slot, :, :2] = window[0, :, 1:].to(conv.state.dtype)
         for t, token in enumerate(own):
-            o, states, window = layer.advance(torch.tensor([token]), states, window)
+            o, states, window = layer.advance(
+                torch.tensor([token], device=out.device), states, window
+            )
             out[token] = o[0].to(out.dtype)
             if draft.states is None:
                 row = table[t]

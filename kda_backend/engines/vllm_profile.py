@@ -45,7 +45,8 @@ def profile(
         return Tokens(qkv[rows], g[rows], beta[rows], gate[rows], torch.empty_like(out[rows]))
 
     def segment(lengths: list[int]) -> Segment:
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        host = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu")
+        bounds = host.cumsum(0, dtype=torch.int32)
         cu_seqlens = bounds.to(qkv.device)
         total = sum(lengths)
         n = len(lengths)

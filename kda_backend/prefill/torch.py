@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 
@@ -15,7 +17,21 @@ from kda_backend.step_plan import StepPlan
 if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
 
+Arguments = ParamSpec("Arguments")
 
+
+def in_fp32(path: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """A path whose products are in fp32 under autocast too."""
+
+    @functools.wraps(path)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        with torch.autocast("cpu", enabled=False):  # one of its own for each thread
+            path(*args, **kwargs)
+
+    return run
+
+
+@in_fp32
 def prefill(
     path: KernelPath,
     tokens: TokenInputs,

@@ -1,0 +1,239 @@
+"""What a caller has set around a call: autocast, default device and dtype, gradients, a capture."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from backend_core.launch.faults import FaultRecord
+from kda_backend import api, api_step, chunk_kda, fused_recurrent_kda
+from kda_backend import scratch as scratch_module
+from kda_backend import step_plan as step_plan_module
+from kda_backend.scratch import Scratch
+from kda_backend.step_plan import build_step_plan, equal_length_plan, plan_of_rows
+from kda_backend.testing.steps import StepPools, make_step
+from tests.kda.cases import Backend, run_step
+from tests.kda.test_contract import Arguments
+from tests.kda.test_verify import Draft
+
+CPU = torch.device("cpu")
+ON_CPU = Backend("torch", CPU)
+HEADS, DIM = 4, 32
+SWITCH = "use_qk_l2norm_in_kernel"
+NO_BACKWARD = re.escape("kda_backend has no backward pass: call it under torch.no_grad()")
+
+Results = tuple[torch.Tensor, ...]
+
+
+def tokens(seed: int, batch: int, length: int, device: torch.device = CPU) -> Arguments:
+    """Tokens of the operators on sequences, in fp32."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(batch, length, HEADS, *size, generator=rng).to(device)
+
+    return {
+        "q": randn(DIM),
+        "k": randn(DIM),
+        "v": randn(DIM),
+        "g": -randn(DIM).abs(),
+        "beta": randn().sigmoid(),
+        SWITCH: True,
+    }
+
+
+def prefill(seed: int) -> Callable[[], Results]:
+    equal_length_plan.cache_clear()  # the call makes its plan
+    kwargs = tokens(seed, 2, 70) | {"output_final_state": True}
+    return lambda: chunk_kda(**kwargs)
+
+
+def recurrent(seed: int) -> Callable[[], Results]:
+    kwargs = tokens(seed, 2, 3) | {"output_final_state": True}
+    return lambda: fused_recurrent_kda(**kwargs)
+
+
+def step(seed: int) -> Callable[[], Results]:
+    case = make_step(seed, 3, device=CPU, dtype=torch.float32)
+    pools = StepPools(case, 5)
+    pools.fill(seed, [0, 2, 4])
+    return lambda: (run_step(ON_CPU, case, pools, [0, 2, -1]), pools.states[[0, 2, 4]])
+
+
+def verification(seed: int) -> Callable[[], Results]:
+    draft = Draft(ON_CPU, seed, (2, 1))
+    return lambda: (draft.run(ON_CPU), draft.states[draft.rows[0]])
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "default dtype": default_dtype,
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+@pytest.mark.parametrize("make", [prefill, recurrent, step, verification])
+def test_a_result_is_that_of_the_arguments_alone(
+    make: Callable[[int], Callable[[], Results]], surroundings: str, seed: int
+) -> None:
+    want, call = make(seed)(), make(seed)
+    with SURROUNDINGS[surroundings]():
+        got = call()
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_kernels_report_faults_to_host_memory_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        words = FaultRecord({}).words
+    assert words.device == CPU and words.tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "initial_state", "g"])
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+def test_gradients_of_any_argument_are_refused(
+    operator: Callable[..., Results], name: str, seed: int
+) -> None:
+    """On a GPU there would be none, and a CPU's path would add each call to the pool's graph."""
+    kwargs = tokens(seed, 1, 3) | {
+        "use_gate_in_kernel": True,
+        "A_log": torch.zeros(HEADS),
+        "dt_bias": torch.zeros(HEADS * DIM),
+        "initial_state": torch.zeros(1, HEADS, DIM, DIM),
+    }
+    operator(**kwargs)
+    kwargs[name] = kwargs[name].requires_grad_()
+    with pytest.raises(ValueError, match=NO_BACKWARD):
+        operator(**kwargs)
+    with torch.no_grad():
+        assert not operator(**kwargs)[0].requires_grad
+
+
+@pytest.mark.parametrize("name", ["conv_weight", "conv_bias", "norm_weight", "A_log", "dt_bias"])
+def test_gradients_of_a_layer_s_weights_are_refused(name: str, seed: int) -> None:
+    case = make_step(seed, 3, device=CPU)
+    pools = StepPools(case, 5)
+    pools.fill(seed, [0, 2, 4])
+    before = pools.copy()
+    weight = case.options(pools.windows)[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=NO_BACKWARD):
+        run_step(ON_CPU, case, pools, [0, 2, 4], **{name: weight})
+    draft = Draft(ON_CPU, seed, (2, 1))
+    with pytest.raises(ValueError, match=NO_BACKWARD):
+        draft.run(ON_CPU, **{name: weight})
+    assert torch.equal(pools.memory.view(torch.int32), before.memory.view(torch.int32))
+
+
+def test_a_plan_of_ragged_rows_gives_all_chunks_in_one_row(seed: int) -> None:
+    """Three chunks are not a number for each of two rows."""
+    kwargs = tokens(seed, 2, 64)
+    packed = {n: x.reshape(1, 128, *x.shape[2:]) for n, x in kwargs.items() if n != SWITCH}
+    bounds = torch.tensor([0, 30, 128])
+    plan = build_step_plan(bounds, 128, chunk_table=False)
+    got = chunk_kda(**kwargs, step_plan=plan, return_intermediate_states=True)
+    packed[SWITCH] = True
+    want = chunk_kda(**packed, cu_seqlens=bounds, return_intermediate_states=True)
+    assert len(got) == len(want) == 3
+    assert got[2].shape == (1, 3, HEADS, DIM, DIM) and torch.equal(got[2], want[2])
+
+
+def test_max_num_seqs_is_of_cu_seqlens(seed: int) -> None:
+    """As in FLA, which does not look at it where the rows are the sequences."""
+    chunk_kda(**tokens(seed, 2, 3), use_graph=True, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("offsets", [(-1, 3), (0, 2, 1), (0, 2, 4), (0, 4, 3)])
+def test_a_draft_s_offsets_in_host_memory_are_checked(
+    backend: Backend, offsets: tuple[int, ...], seed: int
+) -> None:
+    if backend.device != CPU:
+        pytest.skip("values on a GPU are trusted")
+    draft = Draft(backend, seed, (2, 1)[: len(offsets) - 1])
+    bounds = torch.tensor(offsets, dtype=torch.int32)
+    count = sum(draft.lengths)
+    message = f"cu_seqlens must not decrease and lie within 0 to {count}, got {list(offsets)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        draft.run(backend, cu_seqlens=bounds)
+    assert draft.states.isnan().all() and draft.windows.isnan().all()
+    assert torch.equal(draft.pools.memory.nan_to_num(), draft.before.memory.nan_to_num())
+
+
+def test_what_a_capture_has_seen_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's replay reads and writes at the addresses of its capture."""
+    capturing = [True]
+    for module in (scratch_module, step_plan_module):
+        monkeypatch.setattr(module, "is_capturing", lambda device: capturing[0])
+    q = torch.zeros(3, 71, HEADS, DIM)
+    plan = weakref.ref(plan_of_rows(q, False))
+    scratch = Scratch(CPU)
+    memory = [*scratch.buffers(2, 256, 32), scratch.flags()]
+    seen = [weakref.ref(tensor) for tensor in memory]
+    bytes_seen = scratch.nbytes
+    capturing[0] = False
+    forgotten = weakref.ref(plan_of_rows(q[:2], False))
+    equal_length_plan.cache_clear()  # as 64 other shapes do
+    memory = [*scratch.buffers(4, 256, 32), scratch.flags()]
+    outgrown = [weakref.ref(tensor) for tensor in memory]
+    memory = [*scratch.buffers(8, 256, 32), scratch.flags()]
+    assert all(ref() is not None for ref in seen) and plan() is not None
+    assert all(ref() is None for ref in outgrown) and forgotten() is None
+    assert scratch.nbytes == bytes_seen + sum(tensor.nbytes for tensor in memory)
+
+
+class Current:
+    """The device of a ``with`` statement, as `torch.cuda.device` sets it."""
+
+    now: ClassVar[list[object]] = [None]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.now.append(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        self.now.pop()
+
+
+@pytest.mark.parametrize("make", [prefill, recurrent, step, verification])
+def test_a_call_on_another_device_than_the_current_one_runs_there(
+    make: Callable[[int], Callable[[], Results]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every launch is on the current device; what would be elsewhere is a matter of a stub here."""
+    want, call = make(seed)(), make(seed)
+    for module in (api, api_step):
+        monkeypatch.setattr(module, "is_elsewhere", lambda x: Current.now[-1] != x.device)
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    for x, y in zip(call(), want, strict=True):
+        assert torch.equal(x, y)
+    assert Current.now == [None]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+def test_a_call_runs_on_the_gpu_of_its_tensors(operator: Callable[..., Results], seed: int) -> None:
+    first, second = (torch.device("cuda", n) for n in range(2))
+    kwargs = tokens(seed, 2, 130, first) | {"output_final_state": True}
+    want = operator(**kwargs)
+    elsewhere = {n: x.to(second) if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
+    got = operator(**elsewhere)
+    assert torch.cuda.current_device() == 0
+    for x, y in zip(got, want, strict=True):
+        assert x.device == second and torch.equal(x.to(first), y)
