@@ -14,6 +14,13 @@ EvictionHint = Literal["", "evict_first", "evict_last"]
 Fp32Precision = Literal["ieee", "tf32x3"]
 
 
+def _check_powers(params: object, least: int, most: int, *names: str) -> None:
+    for name in names:
+        value = getattr(params, name)
+        if not least <= value <= most or value & (value - 1):
+            raise ValueError(f"{name} must be a power of 2 from {least} to {most}, got {value}")
+
+
 @dataclass(frozen=True)
 class TwoStageParams:
     """Prefill in Triton: the intra-chunk kernel, then the scan.
@@ -38,6 +45,19 @@ class TwoStageParams:
     fast_math: bool
     fp32_precision: Fp32Precision
 
+    def __post_init__(self) -> None:
+        _check_powers(self, 16, 128, "block_v", "block_v_max")
+        _check_powers(self, 1, 32, "scan_num_warps")
+        if self.block_v > self.block_v_max:
+            raise ValueError(
+                f"block_v must be at most block_v_max, got {self.block_v} and {self.block_v_max}"
+            )
+        if self.scan_num_stages < 1 or self.intra_max_registers < 0:
+            raise ValueError(
+                "scan_num_stages must be at least 1 and intra_max_registers at least 0, got "
+                f"{self.scan_num_stages} and {self.intra_max_registers}"
+            )
+
 
 @dataclass(frozen=True)
 class RecurrentParams:
@@ -46,6 +66,10 @@ class RecurrentParams:
     block_v: int
     num_warps: int
     fast_math: bool
+
+    def __post_init__(self) -> None:
+        _check_powers(self, 1, 256, "block_v")
+        _check_powers(self, 1, 32, "num_warps")
 
 
 @dataclass(frozen=True)
@@ -67,6 +91,10 @@ class FusedStepParams:
     split_num_warps: int
     eviction: EvictionHint
     fast_math: bool
+
+    def __post_init__(self) -> None:
+        _check_powers(self, 1, 128, "k_inner", "block_v")
+        _check_powers(self, 1, 32, "num_warps", "split_num_warps")
 
 
 @dataclass(frozen=True)
@@ -92,6 +120,10 @@ class FusedVerifyParams:
     num_warps: int
     k_inner: int
     fast_math: bool
+
+    def __post_init__(self) -> None:
+        _check_powers(self, 1, 128, "k_inner")
+        _check_powers(self, 1, 32, "num_warps")
 
 
 @dataclass(frozen=True)
@@ -134,6 +166,9 @@ class PrefillCostModel:
     def __post_init__(self) -> None:
         if not self.fitted:
             raise ValueError("fitted must be true: the constants are not measured one by one")
+        for name, value in vars(self).items():
+            if name.endswith("_ns") and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         for name in ("one_launch_max_tokens", "fused_conv_tiles"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

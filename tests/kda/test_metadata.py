@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
-from backend_core.tables.select import load_table
+from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import step_plan as step_plan_module
 from kda_backend.launch_params import TABLES
@@ -218,3 +219,25 @@ def test_only_the_decode_step_requires_states_on_16_bytes() -> None:
         assert ("unaligned_state" in shape.requires(operator)) == (operator == "decode_step")
     hopper = select(KNOWN_TARGETS["H200"], shape)
     assert {path.name for path in hopper.decode_step.paths} == {"fused"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("block_v = 16", "block_v = 24", "block_v must be a power of 2 from 16 to 128, got 24"),
+        ("block_v_max = 64", "block_v_max = 8", "block_v_max must be a power of 2 from 16"),
+        ("block_v = 16", "block_v = 128", "block_v must be at most block_v_max, got 128 and 64"),
+        ("scan_num_warps = 4", "scan_num_warps = 3", "scan_num_warps must be a power of 2 from 1"),
+        ("k_inner = 64", "k_inner = 0", "k_inner must be a power of 2 from 1 to 128, got 0"),
+        ("scan_step_ns = ", "scan_step_ns = -", "scan_step_ns must be at least 1, got -"),
+    ],
+)
+def test_a_table_with_parameters_that_no_kernel_has_is_refused_when_it_is_read(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    text = (shipped_directory() / "kda" / "nvidia_sm90.toml").read_text()
+    (tmp_path / "kda").mkdir()
+    assert old in text
+    (tmp_path / "kda" / "nvidia_sm90.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=rf"nvidia_sm90\.toml: .*{message}"):
+        load_table(TABLES, KNOWN_TARGETS["H200"], directory=tmp_path)
