@@ -129,6 +129,8 @@ def chunk_kda(
         snapshots=(snapshot_chunks, snapshots),
     )
     sequences = _num_sequences(q, cu_seqlens, step_plan)
+    if scratch is not None:
+        scratch.expect_device(q.device)
     selection, is_packed, out_packed, kept = check_sequences(
         tokens, gate, state, sequences, out, selection
     )

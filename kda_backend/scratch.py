@@ -31,6 +31,11 @@ class Scratch:
         self._in_graphs: dict[int, torch.Tensor] = {}  # by address
         self._order = StreamOrder(device)
 
+    def expect_device(self, device: torch.device) -> None:
+        """Raise ``ValueError`` where this memory is not on ``device``."""
+        if self._tiles.device != device:
+            raise ValueError(f"scratch must be on {device}, got {self._tiles.device}")
+
     def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
         """Make room for ``num_tiles`` (chunks times value heads) of ``tile_bytes`` and ``K``."""
         asked = (num_tiles, tile_bytes, key_dim)

@@ -156,7 +156,7 @@ def selection_of_call(
     """The selection that a call brings, which must be for its shape, or the device's own.
 
     Raises:
-        ValueError: the selection is for another shape.
+        ValueError: the selection is for another shape, or for a GPU and the tensors on a CPU.
         LookupError: as ``select``.
     """
     if selection is None:
@@ -170,4 +170,15 @@ def selection_of_call(
     )
     if selection.shape != chosen:
         raise ValueError(f"selection must be for {shape}, got one for {selection.shape}")
+    if device.type == "cpu" and selection.target.vendor != "cpu" and not _interprets():
+        raise ValueError(f"selection must be for a CPU, got one for {selection.target.name}")
     return selection
+
+
+def _interprets() -> bool:
+    """Whether Triton's interpreter runs kernels on CPU tensors."""
+    try:
+        from triton import knobs
+    except ModuleNotFoundError:
+        return False
+    return bool(knobs.runtime.interpret)

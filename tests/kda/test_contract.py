@@ -11,6 +11,7 @@ import torch
 
 from backend_core.testing.numerics import poisoned
 from kda_backend import chunk_kda, fused_recurrent_kda
+from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import make_case
@@ -663,3 +664,23 @@ def test_training_and_graph_arguments_are_accepted(device: torch.device) -> None
     kwargs = functional(device) | {"disable_recompute": True, "use_graph": True}
     chunk_kda(**kwargs, max_num_seqs=N)
     assert not kwargs["out"].isnan().any()
+
+
+def test_scratch_memory_of_another_device_is_refused(device: torch.device) -> None:
+    change = swap(scratch=Scratch(META))
+    assert_refused(chunk_kda, arguments, change, "scratch must be on {device}, got meta", device)
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+def test_a_gpu_s_selection_is_refused_for_tensors_on_a_cpu(
+    operator: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels take addresses: those of host memory would be an illegal access."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    selection = Backend("kernels", torch.device("cpu")).selection(KdaShape(H, HV, K, V))
+    if operator is fused_recurrent_kda:
+        change = swap(selection=selection, snapshot_chunks=None, snapshots=None)
+    else:
+        change = swap(selection=selection)
+    message = f"selection must be for a CPU, got one for {selection.target.name}"
+    assert_refused(operator, arguments, change, message, torch.device("cpu"))
