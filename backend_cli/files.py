@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -18,24 +19,30 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         BadInputError: it cannot be written there; the old file is as it was.
     """
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
         ) as file:
+            temporary = file.name
             file.write(text)
         os.chmod(file.name, 0o644)  # NamedTemporaryFile's are for the owner alone
         os.replace(file.name, path)
     except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
         raise BadInputError(f"cannot write {path}: {error.strerror}") from error
 
 
 def check_writable(path: Path) -> None:
     """Before work whose result goes to ``path``: raise BadInputError where it could not."""
     folder = path.parent
-    while not folder.exists():
+    # not Path's own questions, which raise where a folder above is closed
+    while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise BadInputError(f"cannot write {path}: it must be a file in a folder of yours")
 
 

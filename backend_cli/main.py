@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -76,6 +78,9 @@ def demo(
 
 def main() -> None:
     """Entry point of the ``kda-dsv4`` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an answer may have what a terminal has not
+            stream.reconfigure(errors="replace")
     app(prog_name="kda-dsv4")
 
 

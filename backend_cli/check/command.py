@@ -240,6 +240,8 @@ def _serve(
             except WorkerDiedError as error:
                 message = str(error)
                 worker = None
+            except Exception as error:  # no process can be had, or what it says is no answer
+                message = f"{type(error).__name__}: {error}"
             seconds = round(time.perf_counter() - begin, 2)
             done(number, answer or {"status": "failed", "seconds": seconds, "message": message})
     finally:

@@ -159,12 +159,14 @@ def _serve(
                         portions.put((seed, 1))
                     continue
                 answer = _died(first, str(error))
+            except Exception as error:  # no process can be had, or what it says is no answer
+                answer = _died(first, f"{type(error).__name__}: {error}")
             found.add(family, answer)
             bar.update(answer["batches"])
             done = answer["batches"]
             if done < count:  # it failed: the process may be of no more use
-                assert worker is not None
-                worker.close()
+                if worker is not None:
+                    worker.close()
                 worker = None
                 portions.put((first + done, count - done))
     finally:

@@ -61,8 +61,12 @@ class Endpoint:
             BadInputError: it is no such URL.
         """
         url = base_url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urlsplit(url)
+            known = parts.scheme in ("http", "https") and parts.netloc != "" and parts.port != 0
+        except ValueError:  # brackets of an address without their like, or a port that is none
+            known = False
+        if not known:
             raise BadInputError(f"--base-url must be like http://localhost:8000, got {base_url!r}")
         return Endpoint(url, timeout)
 
@@ -75,8 +79,12 @@ class Endpoint:
         """
         try:
             served = [entry["id"] for entry in self._get("/v1/models")["data"]]
+            if not all(isinstance(name, str) for name in served):
+                raise TypeError("a name that is not text")
         except (KeyError, TypeError, NotThereError) as error:
             raise BadInputError(f"{self.base_url} is not an OpenAI-compatible endpoint") from error
+        if not served:
+            raise BadInputError(f"{self.base_url} serves no model")
         if model is None and len(served) == 1:
             model = served[0]
         if model is None or model not in served:
@@ -128,14 +136,21 @@ class Endpoint:
     def _send(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
+            if not (key.isascii() and key.isprintable()):  # the error about a header would show it
+                raise BadInputError(
+                    "OPENAI_API_KEY must be printable ASCII: it may end as a line of a file does"
+                )
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base_url + path, data, headers)
         try:
             with _OPENER.open(request, timeout=self.timeout) as response:
-                return parse_json(read_answer(response, ANSWER_BYTES, self.timeout))
+                answer = read_answer(response, ANSWER_BYTES, self.timeout)
+                if response.length:  # bytes that were promised: the server ended meanwhile
+                    raise http.client.IncompleteRead(answer, response.length)
+                return parse_json(answer)
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read(2000).decode(errors="replace").split())[:300]
+            said = " ".join(_begin_of(error).decode(errors="replace").split())[:300]
             if error.code == 404 and body is None:
                 raise NotThereError(f"{self.base_url} has no {path}") from error
             kind = ServerGoneError if error.code >= 500 else BadInputError
@@ -149,6 +164,14 @@ class Endpoint:
             raise ServerGoneError(
                 f"no answer from a server at {self.base_url}: {reason}"
             ) from error
+
+
+def _begin_of(error: urllib.error.HTTPError) -> bytes:
+    """What a server says about its error, where it says so to the end."""
+    try:
+        return error.read(2000)
+    except (OSError, http.client.HTTPException):
+        return b""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

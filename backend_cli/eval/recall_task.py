@@ -120,7 +120,7 @@ def read_gsm8k(path: str | Path) -> list[Question]:
     """
     questions = []
     content = read_text(Path(path), RESULT_BYTES)
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(_lines(content), start=1):
         try:
             record = parse_json(line)
             text, solution = record["question"], record["answer"]
@@ -132,6 +132,11 @@ def read_gsm8k(path: str | Path) -> list[Question]:
                 f"ending in '#### NUMBER', got {line[:80]!r}"
             ) from error
     return questions
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of JSON lines, which U+2028 and its like, that a text may have, do not end."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def make_questions(
@@ -200,7 +205,7 @@ def write_questions(path: str | Path, questions: QuestionSet, source: str) -> No
 def read_questions(path: str | Path) -> QuestionSet:
     """Read what `write_questions` wrote. Raises ValueError where the file is not of that form."""
     try:
-        header, *rest = map(parse_json, read_text(Path(path), RESULT_BYTES).splitlines())
+        header, *rest = map(parse_json, _lines(read_text(Path(path), RESULT_BYTES)))
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r}")
         size = header["pool"]

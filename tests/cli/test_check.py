@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -220,6 +221,20 @@ def test_a_kernel_that_takes_its_process_along(
     rows = [row for row in report["results"] if row["status"] != "skipped"]
     assert [row["status"] for row in rows] == ["ok", "failed", *["ok"] * (len(rows) - 2)]
     assert rows[1]["message"] == message and report["failures"] == 1
+
+
+def test_a_call_without_a_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call that was to be made and was not: none of them is right."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(worker.subprocess, "Popen", refuse)
+    report = check_module.run(KNOWN_TARGETS["cpu"], False, 2, 1.0)
+    assert report["failures"] == report["checked"] > 0
+    code, out, _ = run("check", "--fuzz", "2", "--family", "kda", "--jobs", "1")
+    assert code == 1 and "fuzz: 0 of 2 batches right" in out
+    assert "Resource temporarily unavailable" in out
 
 
 def test_a_failure_is_exit_code_1_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

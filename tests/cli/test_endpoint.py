@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -120,3 +121,68 @@ def test_answers_under_way_are_not_lost(concurrency: int) -> None:
         ask_all(ask, prompts, concurrency, done.__setitem__)
     assert len(asked) < 20
     assert done == {prompts.index(p): p.upper() for p in asked if p != "p4"}
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:99999", "http://host:x", "http://:0"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(BadInputError, match="--base-url must be like http://localhost:8000, got"):
+        Endpoint.parse(url)
+
+
+@pytest.mark.parametrize("names", [[{"id": 1}], [{"id": "a"}, {"id": None}]])
+def test_models_without_names(pages: dict[str, Any], names: list[dict[str, Any]]) -> None:
+    pages["/v1/models"] = {"data": names}
+    with pytest.raises(BadInputError, match="is not an OpenAI-compatible endpoint"):
+        Endpoint.parse(pages["url"]).server(None)
+
+
+def test_a_server_without_models(pages: dict[str, Any]) -> None:
+    pages["/v1/models"] = {"data": []}
+    with pytest.raises(BadInputError, match=r"http://127\.0\.0\.1:\d+ serves no model"):
+        Endpoint.parse(pages["url"]).server(None)
+
+
+@pytest.mark.parametrize("key", ["secret\r", "secret\nmore", "s\u00e9cret"])
+def test_a_key_that_no_header_can_have_is_not_shown(
+    pages: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a file with the line ends of Windows."""
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(BadInputError, match="OPENAI_API_KEY must be printable ASCII") as caught:
+        Endpoint.parse(pages["url"]).server(None)
+    assert "cret" not in str(caught.value) and not pages["seen"]
+
+
+class Raw(socketserver.StreamRequestHandler):
+    """Answers ``server.said``, then ends the connection, or falls silent."""
+
+    def handle(self) -> None:
+        while self.rfile.readline().strip():
+            pass
+        self.wfile.write(self.server.said)  # type: ignore[attr-defined]
+        self.wfile.flush()
+        self.server.over.wait()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\n64\r\nhalf",
+        b"HTTP/1.1 503 Busy\r\nContent-Length: 100\r\n\r\nhalf",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"data": [',
+    ],
+)
+def test_a_server_that_ends_in_the_middle_of_an_answer_is_gone(said: bytes, silent: bool) -> None:
+    """So that a completion is asked for again."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Raw) as server:
+        server.said, server.over = said, threading.Event()  # type: ignore[attr-defined]
+        if not silent:
+            server.over.set()  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(ServerGoneError):
+                Endpoint.parse(f"http://127.0.0.1:{server.server_address[1]}", 0.5).server(None)
+        finally:
+            server.over.set()  # type: ignore[attr-defined]
+            server.shutdown()
