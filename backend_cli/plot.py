@@ -53,6 +53,11 @@ def plot(
     check_writable(path)
     found = read_result(result)
     rows = choose(found["rows"], where or [])
+    for row in rows:
+        try:
+            group(row), shape(row), size(row)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadInputError(f"result {result} has a row without its shape: {error}") from error
     if importlib.util.find_spec("matplotlib") is None:
         raise CliError("plot needs matplotlib: pip install '.[bench]' in the clone")
     figure = draw(found, rows, kind)

@@ -98,19 +98,21 @@ def _check_output(out: torch.Tensor, v: torch.Tensor) -> None:
     expect_dtype("out", out, v.dtype)
     expect_device("out", out, v.device)
     expect_stride("out", out, 3, 1)
-    if out.shape[0] > 1 and out.shape[1] == 1:
-        _check_apart(out)  # rows may lie anywhere, but not over one another
-    elif out.shape[0] > 1 and out.shape[1] > 0:
-        expect_stride("out", out, 0, out.shape[1] * out.stride(1))
+    batch, tokens, _, _ = out.shape
+    if tokens == 1:
+        _check_apart(out, batch, out.stride(0))  # rows may lie anywhere, but not over one another
+    elif tokens > 1:
+        expect_stride("out", out, 0, tokens * out.stride(1))
+        _check_apart(out, batch * tokens, out.stride(1))
 
 
-def _check_apart(out: torch.Tensor) -> None:
-    """No two rows ``[B, 1, HV, :]`` share an element."""
-    rows, _, heads, dim = out.shape
-    row, _, head, _ = out.stride()
-    spans = [(row, rows)] if heads == 1 else sorted([(row, rows), (head, heads)])
+def _check_apart(out: torch.Tensor, rows: int, row: int) -> None:
+    """No two of so many rows ``[HV, :]``, each ``row`` elements from the next, share an element."""
+    _, _, heads, dim = out.shape
     span = dim
-    for stride, count in spans:
+    for stride, count in sorted([(row, rows), (out.stride(2), heads)]):
+        if count <= 1:
+            continue
         if stride < span:
             raise ValueError(f"out must have rows apart, got strides {list(out.stride())}")
         span = stride * (count - 1) + span

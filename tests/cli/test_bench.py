@@ -159,6 +159,12 @@ def test_what_cannot_be_drawn(tmp_path: Path, rows: Any, args: list[str], messag
     assert not (tmp_path / "plot.svg").exists()
 
 
+@pytest.mark.parametrize("row", [{}, {"H": 4}, {"H": 4, "seq_lens": ["a"]}, {"H": 4, "n": None}])
+def test_a_row_without_its_shape_is_one_sentence(row: dict[str, Any], tmp_path: Path) -> None:
+    code, _, error = plot(tmp_path, [row | {"ours_gpu_ms": 1.0}])
+    assert code == 2 and "has a row without its shape" in error
+
+
 def test_an_evaluation_is_no_benchmark(tmp_path: Path) -> None:
     (tmp_path / "e.json").write_text('{"format": "kda-dsv4 eval 1", "questions": []}')
     code, _, err = run("plot", str(tmp_path / "e.json"))

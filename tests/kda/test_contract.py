@@ -684,3 +684,16 @@ def test_a_gpu_s_selection_is_refused_for_tensors_on_a_cpu(
         change = swap(selection=selection)
     message = f"selection must be for a CPU, got one for {selection.target.name}"
     assert_refused(operator, arguments, change, message, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("dim", [1, 2], ids=["tokens", "heads"])
+def test_an_output_whose_rows_lie_over_one_another_is_refused(
+    operator: Callable[..., object], dim: int, device: torch.device
+) -> None:
+    def one_for_all(out: torch.Tensor) -> torch.Tensor:
+        return out.narrow(dim, 0, 1).expand(out.shape)
+
+    strides = [T * HV * V, 0, V, 1] if dim == 1 else [T * HV * V, HV * V, 0, 1]
+    message = f"out must have rows apart, got strides {strides}"
+    assert_refused(operator, arguments, swap(out=one_for_all), message, device)
