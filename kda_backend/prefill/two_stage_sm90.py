@@ -141,6 +141,7 @@ def two_stage_sm90(
     schedule = kernels.schedule(shape) if segments is None else segments.schedule
     num_tasks = num_tasks if segments is None else segments.num_tasks
     plan = step_plan.addresses
+    beta = beta_of(tokens)  # a copy must live until the launch
     fault = fault_record().address
     state_out = (address_of(state.write), *layout.state_out)
     state_in = (
@@ -150,7 +151,7 @@ def two_stage_sm90(
         q=(q, *layout.q),
         k=(k, *layout.k),
         g=(g, *layout.g),
-        beta=(beta_of(tokens).data_ptr(), *layout.beta),
+        beta=(beta.data_ptr(), *layout.beta),
         a_log=a_log,
         dt_bias=dt_bias,
         tiles=tiles,
