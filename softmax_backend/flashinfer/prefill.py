@@ -1,26 +1,43 @@
 """FlashInfer 0.7.2's ``BatchPrefillWithPagedKVCacheWrapper``: the same ``plan`` and ``run``.
 
-16-bit caches. LSE [T, H] in base 2 (``lse_base="log2"``, as FlashInfer's). What is not served is
-refused in one sentence; arguments that steer FlashInfer's own kernels change nothing.
+16-bit caches. LSE [T, H] in base 2, as FlashInfer's, unless ``run`` is asked for another. What is
+not served is refused in one sentence; arguments that steer FlashInfer's own kernels change nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_shape
 from softmax_backend.block_sparse import block_sparse_attention, default_blocks
+from softmax_backend.flashinfer import encoding
+from softmax_backend.flashinfer.encoding import Encoding
+from softmax_backend.flashinfer.prefill_plan import (
+    GraphBuffers,
+    Settings,
+    checked_mask,
+    checked_requests,
+    planned,
+)
 from softmax_backend.flashinfer.sparse import DataType, as_dtype
-from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.variants import variant as variants
-from softmax_backend.variants.variant import Variant
+from softmax_backend.variants.variant import SOFTMAX, Variant
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Causal or full attention of ragged queries over paged keys."""
+    """Causal, full or masked attention of ragged queries over paged keys.
+
+    With ``use_cuda_graph`` every plan is written into the memory of the first, and what ``run``
+    launches reads nothing else: a captured ``run`` serves the plan that was made last. Plan outside
+    of the graph, since it reads lengths on the host, and once before the capture, with as many
+    query tokens as any later plan has. Later plans have as many requests and the same settings.
+    Output rows of query tokens beyond the planned ones are 0.
+    """
 
     def __init__(
         self,
@@ -36,32 +53,51 @@ class BatchPrefillWithPagedKVCacheWrapper:
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
         """Args:
         float_workspace_buffer: only its device is used.
         kv_layout: of the cache: "NHD", [pages, page size, Hkv, D], or "HND", [pages, Hkv, page
             size, D].
-        use_cuda_graph: must be ``False``: ``plan`` reads lengths on the host.
+        qo_indptr_buf, paged_kv_indptr_buf: with ``use_cuda_graph``, int32 [S + 1];
+            paged_kv_last_page_len_buf: [S]; paged_kv_indices_buf: as long as the most pages of a
+            plan. Without it they are not used.
+        custom_mask_buf, mask_indptr_buf: with ``use_cuda_graph``, where plans have a mask: uint8,
+            as long as the longest packed mask, and int32 [S + 1]. Their lengths alone are used.
         jit_args: must be ``None``: variants are functions here, see ``softmax_backend.variants``.
 
         The other arguments are taken for FlashInfer's sake.
 
         Raises:
-            ValueError: an argument is not served.
+            ValueError: an argument is not as described, or not served.
         """
         if kv_layout not in ("NHD", "HND"):
             raise ValueError(f'kv_layout must be "NHD" or "HND", got {kv_layout!r}')
-        if use_cuda_graph:
-            raise ValueError("use_cuda_graph must be False here, got True")
-        if jit_args is not None:
-            raise ValueError("jit_args must be None here: give a variant to softmax_backend")
+        if jit_args is not None or variant_owns_mask:
+            raise ValueError(
+                "jit_args must be None and variant_owns_mask False here: give a variant to "
+                "softmax_backend"
+            )
         self.device = float_workspace_buffer.device
+        buffers = (
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+        )
+        mask_buffers = (custom_mask_buf, mask_indptr_buf)
+        self._graph = GraphBuffers(buffers, mask_buffers, self.device) if use_cuda_graph else None
         self._kv_layout = kv_layout
         self._plan: BlockPlan | None = None
-        self._scale: float | None = None
-        self._variant: Variant = variants.SOFTMAX
-        self._dtype = torch.float16
-        self._causal, self._window_left = False, -1
+        self._settings: Settings | None = None
+        self._tokens = 0
+        self._placed: Tensor | None = None
+        self._table: tuple[Encoding, Tensor] | None = None
+        self._slopes: Tensor | None = None
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._graph is not None
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
@@ -108,43 +144,63 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """As FlashInfer's: ``qo_indptr`` [S + 1], the cache's CSR ``paged_kv_indptr`` [S + 1],
         ``paged_kv_indices`` and ``paged_kv_last_page_len`` [S]. Reads the lengths on the host.
 
+        Args:
+            custom_mask: bool, [queries, keys] of each request one after another, flattened; then
+                ``causal`` is without meaning, and ``window_left`` holds besides.
+            packed_custom_mask: the same as ``segment_packbits`` packs it, lowest bit first and each
+                request from a byte of its own; goes before ``custom_mask``.
+            pos_encoding_mode, rope_scale, rope_theta: see ``softmax_backend.flashinfer.encoding``.
+            max_sequence_kv: with ``use_cuda_graph`` the most keys of a request in any plan; by
+                default as many as the buffer's pages hold.
+
         Raises:
-            ValueError: an argument is malformed or not served.
+            ValueError: an argument is malformed or not served, or does not fit the memory that CUDA
+                graphs keep; the plan before is as it was then.
         """
-        if custom_mask is not None or packed_custom_mask is not None:
-            raise ValueError("custom masks must be None here: give their blocks to plan.bsr")
-        if pos_encoding_mode != "NONE":
-            raise ValueError(f"pos_encoding_mode must be 'NONE' here, got {pos_encoding_mode!r}")
         if (prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr) != (None, None, None):
             raise ValueError("prefix_len_ptr and the positions in items must be None here")
-        if window_left >= 0 and not causal:
-            raise ValueError("window_left needs causal=True here")
-        self._dtype = as_dtype(q_data_type)
+        is_masked = custom_mask is not None or packed_custom_mask is not None
+        if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads must be a multiple of {num_kv_heads}, got {num_qo_heads}"
+            )
+        dtype = as_dtype(q_data_type)
         for name, given in (("kv_data_type", kv_data_type), ("o_data_type", o_data_type)):
-            if given is not None and as_dtype(given) != self._dtype:
-                raise ValueError(f"{name} must be {self._dtype} as q_data_type is, got {given}")
-        offsets = qo_indptr.to(self.device, torch.int32)
-        pages = paged_kv_indptr.to(self.device, torch.int32)
-        last = paged_kv_last_page_len.to(self.device, torch.int32)
-        kv_lens = torch.where(pages.diff() > 0, (pages.diff() - 1) * page_size + last, 0)
-        block_m, block_n = default_blocks(self.device, head_dim_qk)
-        self._plan = intervals.paged(
-            offsets,
-            kv_lens.int(),
-            pages,
-            paged_kv_indices.to(self.device),
-            page_size,
-            int(offsets.diff().max()),
-            int(kv_lens.max()),
+            if given is not None and as_dtype(given) != dtype:
+                raise ValueError(f"{name} must be {dtype} as q_data_type is, got {given}")
+        settings = Settings(
             num_qo_heads,
-            is_causal=causal,
-            window=window_left + 1 if window_left >= 0 else None,
-            block_m=block_m,
-            block_n=min(block_n, 64),
+            num_kv_heads,
+            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
+            page_size,
+            causal,
+            is_masked,
+            window_left,
+            encoding.checked(
+                pos_encoding_mode, rope_scale, rope_theta, head_dim_qk, logits_soft_cap
+            ),
+            variants.soft_cap(logits_soft_cap).value if logits_soft_cap else 0.0,
+            head_dim_qk**-0.5 if sm_scale is None else sm_scale,
+            dtype,
         )
-        self._causal, self._window_left = causal, window_left
-        self._scale = sm_scale
-        self._variant = variants.soft_cap(logits_soft_cap) if logits_soft_cap else variants.SOFTMAX
+        arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        requests = checked_requests(arrays, page_size)
+        if pos_encoding_mode == "ROPE_LLAMA" and bool((requests.kv_lens < requests.q_lens).any()):
+            raise ValueError("every request must have as many keys as queries with ROPE_LLAMA")
+        mask = checked_mask(custom_mask, packed_custom_mask, requests, self.device)
+        if self._graph is not None:
+            self._graph.check(requests, settings, max_sequence_kv)
+        block_m, block_n = default_blocks(self.device, head_dim_qk)
+        blocks = block_m, min(block_n, 64)
+        plan = planned(requests, mask, settings, blocks, self.device)
+        keys = int(requests.kv_lens.max())
+        if self._graph is None:
+            self._plan, self._placed = plan, requests.placed().to(self.device)
+        else:
+            self._plan = self._graph.write(requests, settings, plan)
+            self._placed, keys = self._graph.placed, self._graph.keys
+        self._settings, self._tokens = settings, requests.tokens
+        self._encode(settings.encoding, -(-max(keys, 1) // blocks[1]) * blocks[1])
 
     begin_forward = plan
 
@@ -162,6 +218,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Tensor | None = None,
@@ -170,50 +228,120 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
         Args:
             q_scale, k_scale: multiply the logits, ``v_scale`` the output.
+            lse: written, and returned, in the layout that is asked for.
+            lse_base: "log2" or "ln"; lse_layout: "NH" or "HN", LSE [T, H] or [H, T].
             window_left: as planned, or ``None``.
             sinks: float32 [H], one more logit for each head, with value 0.
 
         Returns:
-            Output [T, H, DV]; with ``return_lse`` also LSE [T, H], float32, base 2, without sinks.
+            Output [T, H, DV]; with ``return_lse`` also LSE, float32, without sinks. Under ALIBI the
+            logits are FlashInfer's, whose queries are counted from the request's first.
+
+        Raises:
+            ValueError: an argument is not as described or not served; nothing was written.
         """
-        if self._plan is None:
+        plan, settings = self._plan, self._settings
+        if plan is None or settings is None or self._placed is None:
             raise ValueError("plan must be called before run")
-        if q.dtype != self._dtype:
-            raise ValueError(f"q must have the planned dtype {self._dtype}, got {q.dtype}")
-        if window_left not in (None, self._window_left):
+        expect_shape("q", q, ("tokens", settings.num_qo_heads, settings.head_dims[0]))
+        if q.dtype != settings.dtype:
+            raise ValueError(f"q must have the planned dtype {settings.dtype}, got {q.dtype}")
+        most = self._tokens if self._graph is None else self._graph.tokens
+        if not self._tokens <= q.shape[0] <= most:
+            raise ValueError(f"q must have {self._tokens} to {most} tokens, got {q.shape[0]}")
+        if window_left not in (None, settings.window_left):
             raise ValueError(
-                f"window_left must be {self._window_left} as planned, got {window_left}"
+                f"window_left must be {settings.window_left} as planned, got {window_left}"
             )
-        for name, given in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-            if not isinstance(given, float | int | None):
-                raise ValueError(f"{name} must be a float or None here, got {type(given).__name__}")
-        scale = q.shape[2] ** -0.5 if self._scale is None else self._scale
-        for factor in (q_scale, k_scale):
-            scale *= 1.0 if factor is None else factor
-        if sinks is not None and self._variant is not variants.SOFTMAX:
-            raise ValueError("sinks must be None with logits_soft_cap")
+        if lse_base not in ("log2", "ln") or lse_layout not in ("NH", "HN"):
+            raise ValueError(
+                'lse_base must be "log2" or "ln" and lse_layout "NH" or "HN", got '
+                f"{lse_base!r} and {lse_layout!r}"
+            )
+        if lse is not None:
+            tokens_heads = (q.shape[0], q.shape[1])
+            expect_shape("lse", lse, tokens_heads if lse_layout == "NH" else tokens_heads[::-1])
+        scale = settings.scale
+        for name, factor in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+            if not isinstance(factor, float | int | None):
+                raise ValueError(
+                    f"{name} must be a float or None here, got {type(factor).__name__}"
+                )
+            scale *= 1.0 if factor is None or name == "v_scale" else factor
+        variant = self._variant(settings, sinks)
         if isinstance(paged_kv_cache, Tensor):
             k, v = paged_kv_cache.unbind(1)
         else:
             k, v = paged_kv_cache
         if self._kv_layout == "HND":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if settings.encoding.mode == "ROPE_LLAMA":
+            assert self._table is not None
+            q = encoding.rotated(q, self._table[1], self._placed[1, : q.shape[0]])
+        natural, target = None, None if out is None else out.transpose(0, 1)[None]
+        if self._graph is not None:  # later plans may have fewer tokens than the captured call
+            natural = q.new_full((1, *q.shape[1::-1]), -torch.inf, dtype=torch.float32)
+            if target is None:
+                target = q.new_zeros(*q.shape[:2], v.shape[3]).transpose(0, 1)[None]
         got, natural = block_sparse_attention(
             q.transpose(0, 1)[None],
             k,
             v,
-            self._plan,
+            plan,
             scale=scale,
-            variant=self._variant if sinks is None else variants.sink(sinks),
-            out=None if out is None else out.transpose(0, 1)[None],
+            variant=variant,
+            out=target,
+            lse=natural,
         )
         if v_scale not in (None, 1.0):
             got.mul_(v_scale)
         result = got[0].transpose(0, 1) if out is None else out
         if not return_lse:
             return result
-        base_2 = natural[0].t() * variants.LOG2_E
-        return result, base_2 if lse is None else lse.copy_(base_2)
+        found = natural[0]
+        if settings.encoding.mode == "ALIBI":
+            assert variant.aux is not None
+            found = found + variant.aux[:, None] * self._placed[0, : q.shape[0]]
+        if lse_base == "log2":
+            found = found * variants.LOG2_E
+        found = found.t() if lse_layout == "NH" else found
+        return result, found if lse is None else lse.copy_(found)
+
+    def _encode(self, wanted: Encoding, length: int) -> None:
+        """Have what the encoding reads: slopes, or the table of RoPE for ``length`` positions. What
+        is there and reaches as far stays where it is."""
+        assert self._settings is not None
+        heads = self._settings.num_qo_heads
+        if wanted.mode == "ALIBI" and (self._slopes is None or len(self._slopes) != heads):
+            self._slopes = encoding.alibi_slopes(heads, self.device)
+        if wanted.mode != "ROPE_LLAMA":
+            return
+        head_dim = self._settings.head_dims[0]
+        if self._table is not None:
+            made, table = self._table
+            if made == wanted and table.shape[0] >= length and 2 * table.shape[2] == head_dim:
+                return
+        self._table = wanted, encoding.rope_table(wanted, length, head_dim, self.device)
+
+    def _variant(self, settings: Settings, sinks: Tensor | None) -> Variant:
+        """What is done with keys, logits and output.
+
+        Raises:
+            ValueError: there are sinks where they are not served, or not one for each head.
+        """
+        found = variants.soft_cap(settings.soft_cap) if settings.soft_cap else SOFTMAX
+        if sinks is not None:
+            if settings.encoding.mode != "NONE":
+                raise ValueError(f"sinks must be None with {settings.encoding.mode}")
+            expect_shape("sinks", sinks, (settings.num_qo_heads,))
+            return variants.sink(sinks, found)
+        if settings.encoding.mode == "ALIBI":
+            assert self._slopes is not None
+            return variants.alibi(self._slopes)
+        if settings.encoding.mode == "ROPE_LLAMA":
+            assert self._table is not None
+            return variants.rotated_keys(self._table[1], found)
+        return found
 
     def run_return_lse(
         self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], **options: Any
@@ -237,17 +365,30 @@ class BatchPrefillWithPagedKVCacheWrapper:
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """FlashInfer's older ``run``, whose soft cap and scale replace the planned ones.
+        """FlashInfer's older ``run``, whose soft cap, scale and RoPE's numbers replace the planned.
 
         Raises:
-            ValueError: ``causal`` or ``window_left`` is not as planned, or there is an encoding.
+            ValueError: ``causal``, ``window_left`` or ``pos_encoding_mode`` is not as planned.
         """
-        planned = {"causal": self._causal, "window_left": self._window_left}
-        for name, got in (("causal", causal), ("window_left", window_left)):
-            if got != planned[name]:
-                raise ValueError(f"{name} must be {planned[name]} as planned, got {got}")
-        if pos_encoding_mode != "NONE":
-            raise ValueError(f"pos_encoding_mode must be 'NONE' here, got {pos_encoding_mode!r}")
-        self._scale = sm_scale
-        self._variant = variants.soft_cap(logits_soft_cap) if logits_soft_cap else variants.SOFTMAX
+        settings = self._settings
+        if settings is None:
+            raise ValueError("plan must be called before run")
+        for name, got, served in (
+            ("causal", causal, settings.causal),
+            ("window_left", window_left, settings.window_left),
+            ("pos_encoding_mode", pos_encoding_mode, settings.encoding.mode),
+        ):
+            if got != served:
+                raise ValueError(f"{name} must be {served!r} as planned, got {got!r}")
+        head_dim = settings.head_dims[0]
+        self._settings = replace(
+            settings,
+            encoding=encoding.checked(
+                pos_encoding_mode, rope_scale, rope_theta, head_dim, logits_soft_cap
+            ),
+            soft_cap=variants.soft_cap(logits_soft_cap).value if logits_soft_cap else 0.0,
+            scale=head_dim**-0.5 if sm_scale is None else sm_scale,
+        )
+        if self._table is not None:
+            self._encode(self._settings.encoding, self._table[1].shape[0])
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)

@@ -1,4 +1,5 @@
-"""Plans from block maps of any block size: BSR (``indptr``, ``indices``) and FlexAttention's masks.
+"""Plans from block maps of any block size: BSR (``indptr``, ``indices``), FlexAttention's masks,
+and masks of single elements.
 
 A map's blocks need not be the kernel's: a tile of the kernel that a map covers in part becomes a
 PARTIAL block with one bit an element. These generators read sizes on the host, as their inputs are
@@ -160,7 +161,29 @@ def from_block_map(
         whole = torch.zeros_like(whole)
     kinds = torch.where(whole, FULL, torch.where(touching > 0, PARTIAL, 0)).to(torch.int8)
     sequences = uniform_sequences(1, q_len, kv_len, device)
-    return _with_bits(kinds[None], elements, num_heads, sequences, q_len, kv_len, block_m, block_n)
+    return _with_bits(kinds[None], elements, num_heads, sequences, block_m, block_n)
+
+
+def from_elements(
+    elements: Elements, sequences: Tensor, num_heads: int, *, block_m: int = 128, block_n: int = 128
+) -> BlockPlan:
+    """A plan from a function that says which elements are attended, the same for all heads.
+
+    It is evaluated once for every query and key of each sequence.
+
+    Args:
+        elements: see ``Elements``; queries and keys are counted from a sequence's first.
+        sequences: ``BlockPlan.sequences``. For packed sequences or pages the caller replaces
+            ``is_packed`` and ``pages`` of the result.
+    """
+    tiles, blocks = (
+        max(-(-int(sequences[:, i].max()) // x), 1) for i, x in ((2, block_m), (4, block_n))
+    )
+    tile, col = (torch.arange(x, device=sequences.device) for x in (tiles, blocks))
+    has_queries = tile * block_m < sequences[:, 2, None]
+    has_keys = col * block_n < sequences[:, 4, None]
+    kinds = (has_queries[:, None, :, None] & has_keys[:, None, None]).to(torch.int8) * PARTIAL
+    return _with_bits(kinds, elements, num_heads, sequences, block_m, block_n)
 
 
 def from_block_mask(
@@ -201,9 +224,7 @@ def from_block_mask(
         last = kinds[..., -1:]
         kinds = torch.cat([kinds[..., :-1], torch.where(last == FULL, PARTIAL, last)], -1)
     sequences = uniform_sequences(batch, q_len, kv_len, device)
-    return _with_bits(
-        kinds, block_mask.mask_mod, num_heads, sequences, q_len, kv_len, block_m, block_n
-    )
+    return _with_bits(kinds, block_mask.mask_mod, num_heads, sequences, block_m, block_n)
 
 
 def _with_bits(
@@ -211,24 +232,22 @@ def _with_bits(
     elements: Elements,
     num_heads: int,
     sequences: Tensor,
-    q_len: int,
-    kv_len: int,
     block_m: int,
     block_n: int,
 ) -> BlockPlan:
     """A plan with one bit for each element of its PARTIAL blocks; those that turn out whole or
     empty become FULL or SKIP."""
-    ends_early = kv_len % block_n != 0
     places = (kinds == PARTIAL).nonzero()
     step = max(1, _CHUNK // (block_m * block_n))
     words = []
     for part in torch.split(places, step):
+        q_len, kv_len = (sequences[part[:, 0], i].long() for i in (2, 4))
         seen = _evaluate(part, elements, q_len, kv_len, block_m, block_n)
-        rows = part[:, 2, None] * block_m + torch.arange(block_m, device=kinds.device) < q_len
+        row = part[:, 2, None] * block_m + torch.arange(block_m, device=kinds.device)
+        rows = row < q_len[:, None]
         kind = torch.full((len(part),), PARTIAL, dtype=torch.int8, device=kinds.device)
         whole = (seen | ~rows[:, :, None]).flatten(1).all(1)
-        if ends_early:
-            whole = whole & (part[:, 3] < kv_len // block_n)
+        whole = whole & (part[:, 3] < kv_len // block_n)  # the kernel cuts PARTIAL blocks alone
         kind[whole] = FULL
         kind[~seen.flatten(1).any(1)] = 0
         kinds[part[:, 0], part[:, 1], part[:, 2], part[:, 3]] = kind
@@ -248,14 +267,15 @@ def _with_bits(
 
 
 def _evaluate(
-    part: Tensor, elements: Elements, q_len: int, kv_len: int, block_m: int, block_n: int
+    part: Tensor, elements: Elements, q_len: Tensor, kv_len: Tensor, block_m: int, block_n: int
 ) -> Tensor:
     """bool [P, block_m, block_n]; elements beyond the sequence are not attended."""
     b, h, tile, col = (part[:, i, None, None] for i in range(4))
+    q_len, kv_len = q_len[:, None, None], kv_len[:, None, None]
     m = tile * block_m + torch.arange(block_m, device=part.device)[None, :, None]
     n = col * block_n + torch.arange(block_n, device=part.device)[None, None, :]
     inside = (m < q_len) & (n < kv_len)
-    seen = elements(b, h, m.clamp(max=q_len - 1), n.clamp(max=kv_len - 1))
+    seen = elements(b, h, torch.minimum(m, q_len - 1), torch.minimum(n, kv_len - 1))
     return seen.expand(inside.shape) & inside
 
 

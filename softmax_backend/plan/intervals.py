@@ -107,7 +107,19 @@ def paged(
         page_indices: int32, page numbers; entries beyond a sequence's length are never read.
         page_size: tokens in a page, any number.
         max_q_len, max_kv_len: capacities.
+        window: keys up to its own that a query sees; without ``is_causal`` it sees all later ones.
     """
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    sequences = paged_sequences(cu_seqlens_q, kv_lens, page_indptr)
+    plan = _interval_plan(
+        sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
+    )
+    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
+
+
+def paged_sequences(cu_seqlens_q: Tensor, kv_lens: Tensor, page_indptr: Tensor) -> Tensor:
+    """``BlockPlan.sequences`` of packed queries over keys in pages; see ``paged``."""
     _expect_offsets("cu_seqlens_q", cu_seqlens_q)
     count = len(cu_seqlens_q) - 1
     if kv_lens.shape != (count,):
@@ -116,15 +128,9 @@ def paged(
         raise ValueError(
             f"page_indptr must have shape [{count}] or [{count + 1}], got {list(page_indptr.shape)}"
         )
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
     q_len = cu_seqlens_q.diff()
     columns = [torch.zeros_like(q_len), cu_seqlens_q[:-1], q_len, page_indptr[:count], kv_lens]
-    sequences = torch.stack([*columns, kv_lens - q_len], 1).int()
-    plan = _interval_plan(
-        sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
-    )
-    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
+    return torch.stack([*columns, kv_lens - q_len], 1).int()
 
 
 def _interval_plan(
@@ -158,13 +164,13 @@ def _interval_plan(
         cols = torch.arange(max(blocks, 1), dtype=torch.int32, device=device)
         mask, aux = (masks.causal if is_causal else masks.everything), None
     else:
-        if not is_causal or window < 1:
-            raise ValueError(f"window must be at least 1 and causal, got {window}")
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
         low = (first - window + 1).clamp(min=0) // block_n  # the first block with a key in sight
         whole = -(-(last - window + 1).clamp(min=0) // block_n)  # the first that all queries see
-        capacity = min(blocks, -(-(window + block_m) // block_n) + 1)
+        capacity = window_blocks(window, blocks, block_m, block_n, is_causal)
         rows, cols = _window_rows(low, whole, full, end, capacity)
-        mask = masks.causal_window
+        mask = masks.causal_window if is_causal else masks.window
         aux = torch.full((num_heads,), window, dtype=torch.int32, device=device)
     work = work_list(rows, row_of, live[:, None])
     return BlockPlan(
@@ -172,11 +178,17 @@ def _interval_plan(
     )
 
 
+def window_blocks(window: int, blocks: int, block_m: int, block_n: int, is_causal: bool) -> int:
+    """The most blocks of keys that a tile meets, of ``blocks`` that a sequence has."""
+    return min(blocks, -(-(window + block_m) // block_n) + 1) if is_causal else blocks
+
+
 def _window_rows(
     low: Tensor, whole: Tensor, full: Tensor, end: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
     """Rows of blocks ``low`` to ``end`` of which ``whole`` to ``full`` are FULL."""
     low = torch.minimum(low, end)
+    whole = torch.maximum(whole, low)  # a tile without queries has none before the other
     n_full = (full - whole).clamp(min=0)
     # without a FULL block all of low .. end is PARTIAL, in one run
     n_left = torch.where(n_full > 0, whole - low, 0)

@@ -58,6 +58,7 @@ causal_window = Mask(
     hooks.causal_window_mask,
     lambda q, k, col, slot, head, aux: (k <= q) & (q - k < aux[head]),
 )
+window = Mask("window", hooks.window_mask, lambda q, k, col, slot, head, aux: q - k < aux[head])
 block_end = Mask(
     "block_end", hooks.block_end_mask, lambda q, k, col, slot, head, aux: (k < aux[col]) & (q == q)
 )

@@ -19,7 +19,7 @@ variant's and ``value`` one number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,31 +127,55 @@ def sigmoid(bias: float = 0.0) -> Variant:
     )
 
 
-def sink(logits: Tensor) -> Variant:
-    """One more key per head with logit ``logits`` (float32 [H]) and value 0; LSE is without it."""
-    return Variant(
-        "sink",
-        hooks.plain_key,
-        hooks.products,
-        hooks.softmax_update,
-        hooks.divide_with_sink,
+def sink(logits: Tensor, base: Variant = SOFTMAX) -> Variant:
+    """One more key per head with logit ``logits`` (float32 [H]) and value 0; LSE is without it.
+
+    Args:
+        base: what is done with the keys and logits before.
+
+    Raises:
+        ValueError: ``base`` has a tensor of its own, or its weights are not a softmax.
+    """
+    if base.update is not hooks.softmax_update:
+        raise ValueError(f"base must have softmax weights for a sink, got {base.name}")
+    return replace(
+        _free(base, "sink"),
+        name="sink" if base is SOFTMAX else f"{base.name} with sink",
+        output=hooks.divide_with_sink,
         torch_output=_torch_sink,
         aux=logits.float().contiguous(),
     )
 
 
-def rotated_keys(table: Tensor) -> Variant:
-    """RoPE of the keys as they are loaded: ``table`` float32 [N, 2, D / 2], cosines then sines.
+def rotated_keys(table: Tensor, base: Variant = SOFTMAX) -> Variant:
+    """RoPE of the keys as they are loaded, the halves of a key being the pairs.
 
     The tile goes from shared memory to registers and back, which was measured to cost 22 % in
     prefill: rotate once beforehand unless the cache must hold plain keys.
+
+    Args:
+        table: float32 [N, 2, D / 2], cosines then sines, for D a power of 2 and as many positions
+            as the last block of keys reaches, also beyond the sequence.
+        base: what is done with the logits and the output.
+
+    Raises:
+        ValueError: the table is of another shape, or ``base`` has a tensor of its own.
     """
-    return Variant(
-        "rotated_keys",
-        hooks.rotated_key,
-        hooks.products,
-        hooks.softmax_update,
-        hooks.divide_by_sum,
+    half = table.shape[-1]
+    if table.dim() != 3 or table.shape[1] != 2 or half & (half - 1):
+        raise ValueError(
+            f"table must have shape [N, 2, D / 2] with D a power of 2, got {list(table.shape)}"
+        )
+    return replace(
+        _free(base, "rotated_keys"),
+        name="rotated_keys" if base is SOFTMAX else f"{base.name} of rotated keys",
+        key=hooks.rotated_key,
         torch_key=_torch_rotated,
         aux=table.float().contiguous(),
     )
+
+
+def _free(base: Variant, name: str) -> Variant:
+    if base.aux is not None:
+        raise ValueError(f"base of {name} must have no tensor of its own, got {base.name}")
+    return base

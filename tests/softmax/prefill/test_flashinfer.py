@@ -103,7 +103,7 @@ def test_signatures_are_upstreams() -> None:
             "__init__",
             "float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf"
             " paged_kv_indices_buf paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf"
-            " backend jit_args jit_kwargs",
+            " backend jit_args jit_kwargs variant_owns_mask",
         ),
         (
             BatchPrefillWithPagedKVCacheWrapper,
@@ -176,9 +176,9 @@ def test_scales_and_the_older_forward(seed: int, device: torch.device) -> None:
 
 def test_what_the_paged_wrapper_does_not_serve(device: torch.device) -> None:
     workspace = torch.empty(1, device=device)
-    with pytest.raises(ValueError, match="use_cuda_graph must be False here, got True"):
+    with pytest.raises(ValueError, match="use_cuda_graph needs qo_indptr_buf, got None"):
         BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True)
-    with pytest.raises(ValueError, match="jit_args must be None here"):
+    with pytest.raises(ValueError, match="jit_args must be None and variant_owns_mask False"):
         BatchPrefillWithPagedKVCacheWrapper(workspace, jit_args=["name"])
     wrapper = paged_wrapper(device)
     q = torch.zeros(20, 2, 64, dtype=torch.float16, device=device)
@@ -217,5 +217,3 @@ def test_paged_prefill(layout: str, seed: int, device: torch.device) -> None:
         share = torch.sigmoid(want_lse - sinks.cpu()[:, None].double())
         got = out[at].transpose(0, 1), lse[at].t() * math.log(2)
         assert_matches(got, (want * share[..., None], want_lse))
-    with pytest.raises(ValueError, match="window_left needs causal=True here"):
-        wrapper.plan(offsets, indptr, indices, last, 2, 1, 64, page, window_left=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +64,57 @@ def test_ragged(sizes: list[tuple[int, int]], is_causal: bool) -> None:
         seen = reference.elements_seen(plan, i)[0]
         full = torch.ones(q_len, kv_len, dtype=torch.bool)
         assert torch.equal(seen, causal_seen(q_len, kv_len) if is_causal else full)
+
+
+@few
+@given(st.lists(st.tuples(st.integers(1, 70), lengths), min_size=1, max_size=3), st.integers(1, 90))
+def test_window_of_later_keys_too(sizes: list[tuple[int, int]], window: int) -> None:
+    q_lens, kv_lens = (torch.tensor([0, *x]).cumsum(0).int() for x in zip(*sizes, strict=True))
+    plan = intervals.ragged(
+        q_lens, kv_lens, 70, 150, 2, is_causal=False, window=window, block_m=32, block_n=32
+    )
+    assert_well_formed(plan)
+    for i, (q_len, kv_len) in enumerate(sizes):
+        gap = torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)
+        assert torch.equal(reference.elements_seen(plan, i)[1], gap < window)
+
+
+@few
+@given(
+    st.lists(st.tuples(st.integers(0, 70), st.integers(0, 150)), min_size=1, max_size=3),
+    st.sampled_from([0.0, 0.02, 0.5, 0.99, 1.0]),
+    st.integers(0, 1 << 20),
+)
+def test_elements_of_sequences(sizes: list[tuple[int, int]], share: float, seed: int) -> None:
+    """Any mask of elements, and the same plan in longer tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    q_lens, kv_lens = (torch.tensor(x) for x in zip(*sizes, strict=True))
+    shape = (len(sizes), max(int(q_lens.max()), 1), max(int(kv_lens.max()), 1))
+    wanted = torch.rand(shape, generator=generator) < share
+    zero = torch.zeros_like(q_lens)
+    columns = [zero, q_lens.cumsum(0) - q_lens, q_lens, zero, kv_lens, kv_lens - q_lens]
+    plan = bsr.from_elements(
+        lambda s, h, m, n: wanted[s, m, n], torch.stack(columns, 1).int(), 2, block_m=32, block_n=32
+    )
+    longer = block_plan.padded(plan, work=24, rows=12, cols=70, slots=60)
+    assert [len(x) for x in (longer.work, longer.rows, longer.cols)] == [24, 12, 70]
+    assert longer.mask_aux is not None and len(longer.mask_aux) == 60
+    for made in (plan, longer):
+        assert_well_formed(made)
+        for i, (q_len, kv_len) in enumerate(sizes):
+            assert torch.equal(reference.elements_seen(made, i)[1], wanted[i, :q_len, :kv_len])
+
+
+def test_a_plan_that_needs_more_than_a_length_is_refused() -> None:
+    plan = intervals.causal(100, 200, 2, block_m=32, block_n=32, device=CPU)
+    lengths = {"work": 8, "rows": 4, "cols": 7}
+    again = block_plan.padded(plan, **lengths)
+    assert torch.equal(reference.elements_seen(again), reference.elements_seen(plan))
+    for name in lengths:
+        less = lengths | {name: lengths[name] - 1}
+        message = f"{name} of the plan must have at most {less[name]} entries, got {lengths[name]}"
+        with pytest.raises(ValueError, match=message):
+            block_plan.padded(plan, **less)
 
 
 @few

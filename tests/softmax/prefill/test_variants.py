@@ -87,6 +87,35 @@ def test_keys_rotated_on_load(path: str, seed: int, device: torch.device) -> Non
     assert_matches(call(variants.rotated_keys(table.to(device)), path, seed, device), want)
 
 
+@PATHS
+def test_a_sink_and_rotated_keys_of_other_variants(
+    path: str, seed: int, device: torch.device
+) -> None:
+    cap = variants.soft_cap(2.0)
+    out, lse = expected(seed, FORMULAS["soft_cap"][1])
+    share = torch.sigmoid(lse - SINKS[:, None].double())
+    got = call(variants.sink(SINKS.to(device), cap), path, seed, device)
+    assert_matches(got, (out * share[..., None], lse))
+    still = torch.stack([torch.ones(96, D // 2), torch.zeros(96, D // 2)], 1).to(device)
+    assert_matches(call(variants.rotated_keys(still, cap), path, seed, device), (out, lse))
+
+
+def test_variants_that_do_not_go_together_are_refused() -> None:
+    table = torch.zeros(4, 2, 32)
+    for make, message in (
+        (lambda: variants.sink(SINKS, variants.alibi(SLOPES)), "base of sink must have no tensor"),
+        (
+            lambda: variants.rotated_keys(table, variants.sink(SINKS)),
+            "base of rotated_keys must have no tensor of its own, got sink",
+        ),
+        (lambda: variants.sink(SINKS, variants.sigmoid()), "base must have softmax weights"),
+        (lambda: variants.rotated_keys(table[..., :24]), "with D a power of 2, got"),
+        (lambda: variants.rotated_keys(table[:, :1]), r"table must have shape \[N, 2, D / 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
 @triton.jit
 def doubled(s, scale, q_pos, k_pos, head, aux_ptr, value):  # type: ignore[no-untyped-def]
     return s.to(tl.float32) * scale * value * 1.4426950408889634
