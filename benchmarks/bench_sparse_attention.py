@@ -48,7 +48,8 @@ from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.launch_params_prefill import Int8PrefillParams
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.plan.predicted import Choice, predict, recall
+from softmax_backend.plan.choice import Choice
+from softmax_backend.plan.predicted import predict, recall
 from softmax_backend.plan.sliding_tile import sliding_tile
 from softmax_backend.plan.token_order import tile_order
 from softmax_backend.run import block_sparse_int8

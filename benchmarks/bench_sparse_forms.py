@@ -36,7 +36,7 @@ from softmax_backend import reference_block_sparse as reference
 from softmax_backend.launch_params_prefill import Int8PrefillParams, PredictionParams
 from softmax_backend.plan import intervals, predicted
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.plan.predicted import Choice
+from softmax_backend.plan.choice import Choice
 from softmax_backend.run import block_sparse_int8
 from softmax_backend.variants import sage
 from softmax_backend.variants.column_stats import mean_of_sums

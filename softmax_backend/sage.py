@@ -16,7 +16,7 @@ from softmax_backend.contract.block_sparse import (
 )
 from softmax_backend.plan import predicted
 from softmax_backend.plan.block_plan import BlockPlan
-from softmax_backend.plan.predicted import Choice
+from softmax_backend.plan.choice import Choice
 from softmax_backend.run import block_sparse_torch
 from softmax_backend.selection_prefill import paths_of, plan_blocks
 from softmax_backend.variants import sage
@@ -103,6 +103,7 @@ def predicted_attention(
         LookupError: no path of the device's table serves the mode.
     """
     check_tensors(q, k, v, out, None)
+    choice.check_heads(q.shape[1])
     block_m, block_n = default_blocks(q.device) if blocks is None else blocks
     check_quantised(q, v, block_n)
     predicted.check_size(q, k, block_m, block_n)

@@ -7,7 +7,7 @@ natural and always complete.
 What is kept differs in two places. Of a sum ``cdfthreshd`` the original leaves out the block that
 reaches it, so that less is kept than asked; here it is kept. A share ``topk`` is rounded down
 there, and of all blocks under a causal mask too; here it is rounded up, and of the blocks that a
-tile may see. Thresholds are numbers, where the original also takes one for each head.
+tile may see. Of grouped heads, which the original does not have, thresholds are the query heads'.
 
 ``pvthreshd`` is taken and no product is left out for it: the branch was measured to cost a quarter
 of the speed until well over half of the blocks skip, and not skipping is the more accurate.
@@ -15,15 +15,20 @@ of the speed until well over half of the blocks skip, and not skipping is the mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from softmax_backend.plan.block_plan import FULL, PARTIAL, BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.plan.predicted import Choice
+from softmax_backend.plan.choice import Choice, PerHead
 from softmax_backend.sage import predicted_attention, quantised_attention
 from softmax_backend.sageattention import heads_first
 
 Result = Tensor | tuple[Tensor, float] | tuple[Tensor, Tensor]
+Threshold = float | Sequence[float] | Tensor
+"""A number for all heads, or a list or tensor with one for each query head. Within a CUDA graph's
+capture a tensor has to be on the device."""
 
 
 def spas_sage2_attn_meansim_cuda(
@@ -35,9 +40,9 @@ def spas_sage2_attn_meansim_cuda(
     is_causal: bool = False,
     scale: float | None = None,
     smooth_k: bool = True,
-    simthreshd1: float = 0.6,
-    cdfthreshd: float = 0.98,
-    pvthreshd: float = 50,
+    simthreshd1: Threshold = 0.6,
+    cdfthreshd: Threshold = 0.98,
+    pvthreshd: Threshold = 50,
     attention_sink: bool = False,
     tensor_layout: str = "HND",
     output_dtype: torch.dtype | None = None,
@@ -49,7 +54,7 @@ def spas_sage2_attn_meansim_cuda(
     Args:
         q, k, v: [B, H, L, D] ("HND") or [B, L, H, D] ("NHD"), bf16 or fp16, D of 64 or 128.
         simthreshd1: least mean cosine of a block that is pooled; others are kept.
-        cdfthreshd: the sum of pooled weights to keep.
+        cdfthreshd: the sum of pooled weights to keep. Both are a number, or one for each head.
         attention_sink: keep the first block of keys.
 
     Returns:
@@ -59,11 +64,11 @@ def spas_sage2_attn_meansim_cuda(
     Raises:
         ValueError: an argument is not as described or not served.
     """
-    _refuse(attn_mask, dropout_p, smooth_k, simthreshd1=simthreshd1, cdfthreshd=cdfthreshd)
+    _refuse(attn_mask, dropout_p, smooth_k)
     q, k, v = heads_first(tensor_layout, q, k, v)
     choice = Choice(
-        cdf=cdfthreshd,
-        min_likeness=simthreshd1,
+        cdf=_of_heads("cdfthreshd", cdfthreshd, q.shape[1]),
+        min_likeness=_of_heads("simthreshd1", simthreshd1, q.shape[1]),
         is_causal=is_causal,
         keep_first=attention_sink,
     )
@@ -80,24 +85,25 @@ def spas_sage2_attn_meansim_topk_cuda(
     is_causal: bool = False,
     scale: float | None = None,
     smooth_k: bool = True,
-    simthreshd1: float = -0.1,
+    simthreshd1: Threshold = -0.1,
     cdfthreshd: None = None,
-    topk: float = 0.5,
-    pvthreshd: float = 50,
+    topk: Threshold = 0.5,
+    pvthreshd: Threshold = 50,
     attention_sink: bool = False,
     tensor_layout: str = "HND",
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
     return_lse: bool = False,
 ) -> Result:
-    """As ``spas_sage2_attn_meansim_cuda``, with a share ``topk`` of the blocks kept."""
-    _refuse(attn_mask, dropout_p, smooth_k, simthreshd1=simthreshd1, topk=topk)
+    """As ``spas_sage2_attn_meansim_cuda``, with a share ``topk`` of the blocks kept; it
+    too is a number, or one for each head."""
+    _refuse(attn_mask, dropout_p, smooth_k)
     if cdfthreshd is not None:
         raise ValueError(f"cdfthreshd must be None where topk chooses, got {cdfthreshd}")
     q, k, v = heads_first(tensor_layout, q, k, v)
     choice = Choice(
-        topk=topk,
-        min_likeness=simthreshd1,
+        topk=_of_heads("topk", topk, q.shape[1]),
+        min_likeness=_of_heads("simthreshd1", simthreshd1, q.shape[1]),
         is_causal=is_causal,
         keep_first=attention_sink,
     )
@@ -113,7 +119,7 @@ def block_sparse_sage2_attn_cuda(
     dropout_p: float = 0.0,
     scale: float | None = None,
     smooth_k: bool = True,
-    pvthreshd: float = 50,
+    pvthreshd: Threshold = 50,
     attention_sink: bool = False,
     tensor_layout: str = "HND",
     output_dtype: torch.dtype | None = None,
@@ -141,16 +147,35 @@ def block_sparse_sage2_attn_cuda(
     return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
-def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool, **thresholds: object) -> None:
+def _of_heads(name: str, given: Threshold, heads: int) -> PerHead:
+    """A number for all heads, or a tensor [heads].
+
+    Raises:
+        ValueError: it is neither, nor can be made one.
+    """
+    if isinstance(given, float | int):
+        return float(given)
+    is_list = isinstance(given, list | tuple) and all(isinstance(x, float | int) for x in given)
+    found = torch.tensor(given, dtype=torch.float32) if is_list else given
+    if not isinstance(found, Tensor):
+        raise ValueError(
+            f"{name} must be a number, or a list or tensor of one for each head, got "
+            f"{type(given).__name__}"
+        )
+    if found.dim() == 0:
+        return found.expand(heads)
+    if found.shape != (heads,):
+        raise ValueError(f"{name} must have shape [{heads}], got {list(found.shape)}")
+    return found
+
+
+def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool) -> None:
     if attn_mask is not None:
         raise ValueError("attn_mask must be None: masks are plans (softmax_backend.plan)")
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p must be 0, got {dropout_p}")
     if not smooth_k:
         raise ValueError("smooth_k must be True: 8-bit keys are always smoothed")
-    for name, given in thresholds.items():
-        if not isinstance(given, float | int):
-            raise ValueError(f"{name} must be one number for all heads, got {type(given).__name__}")
 
 
 def _returned(

@@ -13,7 +13,8 @@ from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.block_sparse import default_blocks as exact_blocks
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan
-from softmax_backend.plan.predicted import Choice, predict
+from softmax_backend.plan.choice import Choice
+from softmax_backend.plan.predicted import predict
 from softmax_backend.plan.sliding_tile import EvenWindows, sliding_tile
 from softmax_backend.plan.token_order import Box, TileOrder, tile_order
 from softmax_backend.sage import default_blocks as quantised_blocks

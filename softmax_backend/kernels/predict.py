@@ -178,6 +178,7 @@ def select_blocks_kernel(
     scores_ptr,
     q_likeness_ptr,
     k_likeness_ptr,
+    of_heads_ptr,
     rows_ptr,
     cols_ptr,
     tiles,
@@ -197,6 +198,7 @@ def select_blocks_kernel(
     HAS_SINK: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
     IN_LOGITS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
 ):
     """One row of a plan: the blocks to keep, found by bisecting a threshold on P, no sort.
 
@@ -204,10 +206,14 @@ def select_blocks_kernel(
     sum of ``amount`` (or a share ``amount`` of all blocks), and every block of a tile or of keys
     that do not resemble themselves or have no score (NaN), and what the causal mask cuts. Without
     HAS_LIKENESS all resemble themselves. IN_LOGITS: the threshold is on log2 P, which parts what
-    P rounds together. Grid: (tiles, B * H).
+    P rounds together. PER_HEAD: ``min_likeness`` and ``amount`` are those of ``of_heads`` [2, H].
+    Grid: (tiles, B * H).
     """
     i_m, i_bh = tl.program_id(0), tl.program_id(1)
     row = i_bh.to(tl.int64) * tiles + i_m
+    if PER_HEAD:
+        min_likeness = tl.load(of_heads_ptr + i_bh % HEADS)
+        amount = tl.load(of_heads_ptr + HEADS + i_bh % HEADS)
     # columns 32 by 32, whose running count takes a fifth of the shuffles of one long row's
     o_c = tl.arange(0, WIDTH // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     end, whole_end = blocks, kv_len // BLOCK_N

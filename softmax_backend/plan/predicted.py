@@ -7,7 +7,6 @@ a pooled sum of 0.95 was seen to keep 0.68 to 0.88 of it. ``recall`` measures wh
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,6 +24,7 @@ from softmax_backend.plan.block_plan import (
     uniform_sequences,
     work_list,
 )
+from softmax_backend.plan.choice import Choice, PerHead
 from softmax_backend.selection_prefill import paths_of
 from softmax_backend.variants import masks
 from softmax_backend.variants.column_stats import has_kernels
@@ -35,61 +35,13 @@ SCORE_STEP = 32
 """Channels that a program of ``score_kernel`` multiplies at a time."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which blocks a prediction keeps.
-
-    Attributes:
-        cdf: blocks, largest first, until their pooled softmax sums to this; or
-        topk: this share of the blocks that a tile may see, at least one.
-        min_likeness: a block whose tokens' mean cosine is not above this is kept, whole rows and
-            columns of the map. A cosine's mean is never below 0, so a negative one asks nothing
-            and spares reading the keys once.
-        is_causal: aligned to the bottom right; blocks that the diagonal cuts are kept.
-        keep_first: keep the first block of keys (the attention sink).
-
-    Raises:
-        ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1].
-    """
-
-    cdf: float | None = None
-    topk: float | None = None
-    min_likeness: float = -0.1
-    is_causal: bool = False
-    keep_first: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.cdf is None) == (self.topk is None):
-            raise ValueError(
-                f"exactly one of cdf and topk must be given, got {self.cdf} and {self.topk}"
-            )
-        if not 0.0 < self.amount <= 1.0:
-            raise ValueError(f"cdf and topk must be above 0 and at most 1, got {self.amount}")
-
-    @property
-    def amount(self) -> float:
-        """``cdf`` or ``topk``."""
-        amount = self.topk if self.cdf is None else self.cdf
-        assert amount is not None
-        return amount
-
-    @property
-    def goal(self) -> float:
-        """``amount``; but a sum of 1 is all blocks, whatever their rounding."""
-        return 2.0 if self.cdf == 1.0 else self.amount
-
-    @property
-    def has_likeness(self) -> bool:
-        return self.min_likeness >= 0.0
-
-
 def predict(
     q: Tensor,
     k: Tensor,
     *,
-    cdf: float | None = None,
-    topk: float | None = None,
-    min_likeness: float = -0.1,
+    cdf: PerHead | None = None,
+    topk: PerHead | None = None,
+    min_likeness: PerHead = -0.1,
     is_causal: bool = False,
     keep_first: bool = False,
     smooth_k: bool = True,
@@ -112,10 +64,12 @@ def predict(
         params: how Triton predicts; by default as the device's table says.
 
     Raises:
-        ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1]; or the
-            plan would have 2^31 blocks or more, or the path is another one.
+        ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1], or has
+            another number of heads; or the plan would have 2^31 blocks or more, or the path is
+            another one.
     """
     choice = Choice(cdf, topk, min_likeness, is_causal, keep_first)
+    choice.check_heads(q.shape[1])
     check_size(q, k, block_m, block_n)
     chosen = path_of(q, path)
     params = params_of(q.device) if params is None else params
@@ -233,6 +187,8 @@ def _with_kernels(
     hk, blocks = x.k_sums.shape[1:3]
     m, n = x.lengths
     found = scores(x, choice.is_causal, scale_log2, params)
+    of_heads = choice.of_heads(h, found.device)
+    min_likeness, goal = (0.0, 0.0) if of_heads is not None else (choice.min_likeness, choice.goal)
     new = functools.partial(torch.empty, dtype=torch.int32, device=x.q_sums.device)
     rows, cols = new(b * h * tiles, 4), new(b * h * tiles * blocks)
     work, sequences = new(b * h * tiles, 4), new(b, 6)
@@ -242,6 +198,7 @@ def _with_kernels(
         scores_ptr=found,
         q_likeness_ptr=x.q_likeness if has_likeness else found,
         k_likeness_ptr=x.k_likeness if has_likeness else found,
+        of_heads_ptr=found if of_heads is None else of_heads,
         rows_ptr=rows,
         cols_ptr=cols,
         tiles=tiles,
@@ -249,8 +206,8 @@ def _with_kernels(
         pitch=found.shape[3],
         kv_len=n,
         q_position=n - m,
-        min_likeness=choice.min_likeness,
-        amount=choice.goal,
+        min_likeness=min_likeness,
+        amount=goal,
         HEADS=h,
         GROUP=h // hk,
         BLOCK_M=x.block_m,
@@ -261,6 +218,7 @@ def _with_kernels(
         HAS_SINK=choice.keep_first,
         HAS_LIKENESS=has_likeness,
         IN_LOGITS=params.search == "logits",
+        PER_HEAD=of_heads is not None,
         num_warps=max(1, width // 1024),  # within one warp a reduction has no barrier
     )
     kernels.order_rows_kernel[(-(-tiles // 64), b * h)](
@@ -291,13 +249,17 @@ def _with_torch(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, .
 
     q_mean = mean(x.q_sums, x.lengths[0], x.block_m)
     k_mean = mean(x.k_sums, x.lengths[1], x.block_n).repeat_interleave(group, 1)
+    of_heads = choice.of_heads(h, device)
+    min_likeness, goal = choice.min_likeness, choice.goal
+    if of_heads is not None:
+        min_likeness, goal = of_heads[0, :, None], of_heads[1, :, None, None]
     kinds = select_kinds(
         q_mean @ k_mean.mT * (scale_log2 / LOG2_E),
-        x.q_likeness > choice.min_likeness,
-        (x.k_likeness > choice.min_likeness).repeat_interleave(group, 1),
+        x.q_likeness > min_likeness,
+        x.k_likeness.repeat_interleave(group, 1) > min_likeness,
         x.lengths,
         (x.block_m, x.block_n),
-        choice.goal,
+        goal,
         is_cdf=choice.cdf is not None,
         is_causal=choice.is_causal,
         keep_first=choice.keep_first,
@@ -321,7 +283,7 @@ def select_kinds(
     k_trusted: Tensor,
     lengths: tuple[int, int],
     sizes: tuple[int, int],
-    goal: float,
+    goal: PerHead,
     *,
     is_cdf: bool,
     is_causal: bool,
@@ -333,6 +295,7 @@ def select_kinds(
         logits: pooled, [B, H, tiles, blocks].
         q_trusted, k_trusted: bool [B, H, tiles] and [B, H, blocks].
         lengths, sizes: of queries and keys, and of their blocks.
+        goal: ``Choice.goal``, or the same [H, 1, 1].
     """
     (m, n), (block_m, block_n) = lengths, sizes
     device = logits.device
@@ -349,8 +312,8 @@ def select_kinds(
     if is_cdf:
         held = ordered.cumsum(-1) - ordered < goal
     else:
-        count = (goal * exists.sum(-1)).clamp(min=1.0)
-        held = torch.arange(p.shape[3], device=device) < count[:, None].ceil()
+        count = (goal * exists.sum(-1, keepdim=True)).clamp(min=1.0)
+        held = torch.arange(p.shape[3], device=device) < count.ceil()
     keep = torch.zeros_like(trusted).scatter(-1, place, held & (ordered > 0))
     keep = keep | ~trusted | ~q_trusted[..., None] | cut
     if keep_first:

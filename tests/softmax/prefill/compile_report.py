@@ -205,9 +205,10 @@ def _small_kernels(block_n: int, is_fp8: bool) -> Iterator[Case]:
         ("topk", False),
         ("cdf in logits", True),
         ("topk in logits", False),
+        ("cdf of each head", True),
     ):
         flags = {"WIDTH": 1024, "IS_CDF": is_cdf, "HAS_SINK": False, "HAS_LIKENESS": is_cdf}
-        flags["IN_LOGITS"] = name.endswith("logits")
+        flags |= {"IN_LOGITS": name.endswith("logits"), "PER_HEAD": name.endswith("head")}
         select = predict.select_blocks_kernel
         yield f"select_blocks {name}", select, {"amount": "fp32"}, blocks | flags, {"num_warps": 1}
     sizes = {"HEADS": 24, "BLOCK": 64, "STEP": 64}

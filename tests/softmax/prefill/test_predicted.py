@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from softmax_backend.plan.block_plan import (
     uniform_sequences,
     work_list,
 )
+from softmax_backend.plan.choice import Choice
 from softmax_backend.sage import predicted_attention, quantised_attention
 from softmax_backend.testing.prefill_cases import (
     BLOCKS,
@@ -37,6 +38,7 @@ from softmax_backend.testing.prefill_cases import (
 from softmax_backend.variants import sage
 from softmax_backend.variants.pooled import Pooled, pool
 from softmax_backend.variants.sage import SageMode
+from tests.engines.kda.sglang.device_graph import DeviceGraph
 
 M, N = 80, 200
 LOOSE = (6e-2, 0.25)
@@ -82,6 +84,93 @@ def test_kernels_are_as_in_torch(
     assert all(0 in cols for cols in kept(got) if cols)
 
 
+def of_head(plan: BlockPlan, head: int) -> list[list[int]]:
+    """The sorted columns of each tile of one head."""
+    work = [entry for entry in sorted(plan.work.tolist()) if entry[1] == head]
+    rows, cols = plan.rows.tolist(), plan.cols.tolist()
+    return [sorted(cols[rows[r][0] : rows[r][2]]) for *_, r in work]
+
+
+EACH = {
+    "cdf": {"cdf": torch.tensor([0.3, 1.0, 0.8, 0.5])},
+    "topk": {"topk": torch.tensor([0.1, 1.0, 0.5, 0.31])},
+    "cdf and likeness": {"cdf": 0.6, "min_likeness": torch.tensor([-0.1, 0.9, 0.3, 0.99])},
+    "topk and likeness": {
+        "topk": torch.tensor([0.1, 0.2, 0.5, 0.8]),
+        "min_likeness": torch.tensor([0.97, -1.0, 0.3, 0.0]),
+    },
+}
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("name", list(EACH))
+def test_each_head_has_a_threshold_of_its_own(
+    name: str, path: str, seed: int, device: torch.device
+) -> None:
+    """A head keeps what it keeps where all heads have its numbers; with its neighbour's it keeps
+    other blocks, so that a threshold of the wrong head is seen."""
+    q, k, _ = (torch.cat([x, x.flip(2)], 1) for x in smooth_inputs(seed, device))
+    q = torch.cat([q, q.roll(1, 1)])  # two entries of the batch, whose heads are not each other's
+    k = torch.cat([k, k.flip(1)])
+    given = EACH[name]
+    fixed: dict[str, Any] = {"is_causal": "likeness" in name, "path": path, **BLOCKS}
+    on_device = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in given.items()}
+    got = predicted.predict(q, k, **on_device, **fixed)
+    of_all = [
+        predicted.predict(
+            q, k, **{key: float(x[i]) if isinstance(x, Tensor) else x for key, x in given.items()},
+            **fixed,
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    assert all(of_head(got, i) == of_head(of_all[i], i) for i in range(4))
+    assert sum(of_head(got, i) != of_head(of_all[i - 1], i) for i in range(4)) >= 2
+
+
+def test_thresholds_of_heads_in_a_recorded_graph(seed: int, device: torch.device) -> None:
+    """On the device they are read by the kernels alone: a replay has the numbers of then."""
+    q, k, v = smooth_inputs(seed, device)
+    cdf, likeness = (torch.full((2,), x, device=device) for x in (0.3, 0.5))
+    graph, blocks = DeviceGraph(), (BLOCKS["block_m"], BLOCKS["block_n"])
+
+    def call() -> tuple[Tensor, Tensor, BlockPlan]:
+        choice = Choice(cdf=cdf, min_likeness=likeness)
+        return predicted_attention(q, k, v, choice, blocks=blocks, path="triton")
+
+    out, _, plan = graph.record(call)
+    before = kept(plan)
+    cdf.copy_(torch.tensor([0.9, 0.2]))
+    likeness.copy_(torch.tensor([0.0, 0.99]))
+    graph.replay()
+    want, _, fresh = call()
+    assert kept(plan) == kept(fresh) != before
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+def test_thresholds_of_heads_that_are_refused(seed: int, device: torch.device) -> None:
+    q, k, v = smooth_inputs(seed, device)
+    out = torch.full_like(q, torch.nan)
+    three = torch.full((3,), 0.5)
+    for given, message in (
+        ({"cdf": three}, "cdf must have one number for each of 2 heads, got 3"),
+        (
+            {"topk": 0.5, "min_likeness": three},
+            "min_likeness must have one number for each of 2 heads, got 3",
+        ),
+        ({"topk": three[None]}, r"topk must have shape \[heads\], got \[1, 3\]"),
+        (
+            {"cdf": torch.tensor([0.5, 0.0])},
+            r"cdf and topk must be above 0 and at most 1, got \[0.5, 0.0\]",
+        ),
+        ({"cdf": 0.5, "topk": three[:2]}, "exactly one of cdf and topk must be given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            predicted_attention(q, k, v, Choice(**given), out=out)
+        with pytest.raises(ValueError, match=message):
+            predicted.predict(q, k, **given)  # type: ignore[arg-type]
+    assert bool(out.isnan().all())
+
+
 @pytest.mark.parametrize("min_likeness", [-0.1, 0.3])
 @pytest.mark.parametrize("amount", [{"cdf": 0.7}, {"topk": 0.3}])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -93,7 +182,7 @@ def test_prediction_while_quantising(
     options = {**amount, "is_causal": is_causal, "min_likeness": min_likeness}
     want_plan = predicted.predict(q, k, **options, **BLOCKS, path="triton")
     want = quantised_attention(q, k, v, want_plan, path="triton")
-    choice = predicted.Choice(**options)
+    choice = Choice(**options)
     out = torch.full_like(q, torch.nan)
     blocks = (BLOCKS["block_m"], BLOCKS["block_n"])
     *got, plan = predicted_attention(q, k, v, choice, blocks=blocks, path="triton", out=out)
@@ -378,9 +467,9 @@ def test_bad_input_is_one_sentence() -> None:
     with pytest.raises(ValueError, match='path must be "torch" or "triton", got \'gluon\''):
         predicted.predict(q, q, topk=0.5, path="gluon")
     with pytest.raises(ValueError, match=r"v must have shape \[1, 1, 64, DV\]"):
-        predicted_attention(q.half(), q.half(), q.half()[:, :, :3], predicted.Choice(topk=0.5))
+        predicted_attention(q.half(), q.half(), q.half()[:, :, :3], Choice(topk=0.5))
     with pytest.raises(ValueError, match="head size must be 64 or 128"):
-        predicted_attention(*[q.half()[..., :32]] * 3, predicted.Choice(topk=0.5))
+        predicted_attention(*[q.half()[..., :32]] * 3, Choice(topk=0.5))
     with pytest.raises(ValueError, match="exactly one of cdf and topk"):
         predicted.predict(q, q)
     with pytest.raises(ValueError, match=r"above 0 and at most 1, got 1\.5"):

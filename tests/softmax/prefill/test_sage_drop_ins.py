@@ -72,15 +72,45 @@ def test_a_share_of_blocks_is_rounded_up(topk: float, seed: int, device: torch.d
     assert result[1] == pytest.approx(1.0 - math.ceil(topk * blocks) / blocks)
 
 
-def test_thresholds_of_each_head_are_refused(device: torch.device) -> None:
+def test_thresholds_of_each_head(seed: int, device: torch.device) -> None:
+    """A list, a tensor and one number are the same where all heads have that number; and a head's
+    output is that of its own."""
+    q, k, v = inputs((2, 300, 64), (2, 300, 64), seed=seed, device=device)
+    sum_of, share_of = (
+        spargeattn.spas_sage2_attn_meansim_cuda,
+        spargeattn.spas_sage2_attn_meansim_topk_cuda,
+    )
+    for call, name, low, high in ((sum_of, "cdfthreshd", 0.2, 1.0), (share_of, "topk", 0.2, 1.0)):
+        options = {"simthreshd1": -0.1, "is_causal": True}
+        few, all_of = (call(q, k, v, **{name: x}, **options) for x in (low, high))  # type: ignore[arg-type]
+        assert isinstance(few, torch.Tensor) and isinstance(all_of, torch.Tensor)
+        assert not torch.equal(few[:, 0], all_of[:, 0])
+        for each in ([low, high], (low, high), torch.tensor([low, high]).to(device)):
+            got = call(q, k, v, **{name: each}, **options, pvthreshd=[50, 50])  # type: ignore[arg-type]
+            assert isinstance(got, torch.Tensor)
+            assert torch.equal(got[:, 0], few[:, 0]) and torch.equal(got[:, 1], all_of[:, 1])
+        scalar = call(q, k, v, **{name: torch.tensor(low)}, **options)  # type: ignore[arg-type]
+        assert isinstance(scalar, torch.Tensor) and torch.equal(scalar, few)
+    whole, own = (
+        sum_of(q, k, v, simthreshd1=x, cdfthreshd=0.1) for x in (1.0, torch.tensor([1.0, -0.1]))
+    )
+    assert isinstance(whole, torch.Tensor) and isinstance(own, torch.Tensor)
+    assert torch.equal(own[:, 0], whole[:, 0]) and not torch.equal(own[:, 1], whole[:, 1])
+    dense = scaled_dot_product_attention(q, k, v)
+    assert relative_error(own[:, 0], dense[:, 0]) < ERROR < relative_error(own[:, 1], dense[:, 1])
+
+
+def test_thresholds_that_are_refused(device: torch.device) -> None:
     q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=0, device=device)
-    each = torch.tensor([0.5, 0.9])
-    for call, options in (
-        (spargeattn.spas_sage2_attn_meansim_cuda, {"cdfthreshd": each}),
-        (spargeattn.spas_sage2_attn_meansim_topk_cuda, {"topk": each}),
-        (spargeattn.spas_sage2_attn_meansim_topk_cuda, {"simthreshd1": each}),
+    for name, given, message in (
+        ("topk", torch.tensor([0.5, 0.9, 0.9]), r"topk must have shape \[2\], got \[3\]"),
+        ("topk", [0.5], r"topk must have shape \[2\], got \[1\]"),
+        ("simthreshd1", torch.zeros(1, 2), r"simthreshd1 must have shape \[2\], got \[1, 2\]"),
+        ("simthreshd1", "0.5", "simthreshd1 must be a number, or a list or tensor .* got str"),
+        ("topk", [0.5, 1.5], "cdf and topk must be above 0 and at most 1"),
     ):
-        with pytest.raises(ValueError, match="must be one number for all heads, got Tensor"):
-            call(q, k, v, **options)  # type: ignore[operator]
+        with pytest.raises(ValueError, match=message) as error:
+            spargeattn.spas_sage2_attn_meansim_topk_cuda(q, k, v, **{name: given})  # type: ignore[arg-type]
+        assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="cdfthreshd must be None where topk chooses"):
         spargeattn.spas_sage2_attn_meansim_topk_cuda(q, k, v, cdfthreshd=0.9)  # type: ignore[arg-type]
