@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -24,7 +25,7 @@ from softmax_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan.predicted import SCORE_STEP
 from softmax_backend.variants import masks
-from softmax_backend.variants.variant import SOFTMAX, Variant, soft_cap
+from softmax_backend.variants.variant import SOFTMAX, Variant, rotated_keys, soft_cap
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
 
 REPORT = Path(__file__).with_name("compile_report.json")
@@ -48,6 +49,11 @@ def cases(arch: str) -> Iterator[Case]:
         yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
         yield _attention("block_sparse soft_cap", tile, masks.causal, variant=soft_cap(30.0))
         yield _attention("block_sparse element_bits", tile, masks.element_bits)
+        paged = (tile[0], 64, *tile[2:])
+        yield _attention("block_sparse paged, masked", paged, masks.element_bits, is_paged=True)
+        turned = rotated_keys(torch.zeros(1, 2, 64), soft_cap(30.0))
+        name = "block_sparse paged, masked, keys turned"
+        yield _attention(name, paged, masks.element_bits, variant=turned, is_paged=True)
     for groups in ("per_warp", "per_thread"):
         if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
