@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from softmax_backend.block_sparse import block_sparse_attention, default_blocks
+from softmax_backend.flashinfer.packed_mask import bsr_mask
 from softmax_backend.plan import bsr
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.variants import variant as variants
@@ -113,14 +114,17 @@ class BlockSparseAttentionWrapper(_Wrapper):
         block_mask: Tensor | None = None,
     ) -> None:
         """As FlashInfer's. ``indptr`` [MB + 1] and ``indices`` [nnz], or ``block_mask``
-        [H or Hkv, MB, NB]; ``mask`` [nnz, R, C].
+        [H or Hkv, MB, NB]; ``mask`` [nnz, R, C], or ``packed_mask``, which goes before it: bits,
+        lowest first, of [queries, blocks, C] of each block row, from a byte of its own.
 
         Raises:
-            ValueError: an argument is malformed or not served (``packed_mask``: give ``mask``;
-                ``causal``: its meaning over gathered blocks is FlashInfer's own, give ``mask``).
+            ValueError: an argument is malformed or not served (``causal``: its meaning over
+                gathered blocks is FlashInfer's own, give ``mask``).
         """
         block_m, block_n = default_blocks(self.device, head_dim)
         if block_mask is not None:
+            if mask is not None or packed_mask is not None:
+                raise ValueError("mask and packed_mask must be None with block_mask")
             heads = block_mask.shape[0]
             if heads not in (num_qo_heads, num_kv_heads):
                 raise ValueError(
@@ -138,6 +142,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
         elif indptr is None or indices is None:
             raise ValueError("indptr and indices must be given where block_mask is not")
         else:
+            if packed_mask is not None and indices.numel():
+                mask = bsr_mask(packed_mask, indptr, M, R, C)
             plan = bsr.from_bsr(
                 indptr.to(self.device),
                 indices.to(self.device),
@@ -155,7 +161,6 @@ class BlockSparseAttentionWrapper(_Wrapper):
             logits_soft_cap,
             sm_scale,
             q_data_type,
-            packed_mask=(packed_mask, None),
             causal=(causal, False),
             pos_encoding_mode=(pos_encoding_mode, "NONE"),
             kv_data_type=(as_dtype(kv_data_type or q_data_type), as_dtype(q_data_type)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,16 @@ def test_block_sparse(R: int, C: int, has_mask: bool, seed: int, device: torch.d
     out, lse = wrapper.run(q, k, v, return_lse=True)
     want = reference.attention(*(x.cpu().transpose(0, 1) for x in (q, k, v)), seen, 0.125)
     assert_matches((out.transpose(0, 1), lse.t() * math.log(2)), want)
+    if has_mask:  # each block row's [queries, blocks, C], as FlashInfer lays them out
+        parts = mask.split(chosen.sum(1).tolist())
+        segments = [x.transpose(0, 1)[: m - i * R].flatten() for i, x in enumerate(parts)]
+        packed = [np.packbits(x.numpy(), bitorder="little") for x in segments]
+        bits = torch.from_numpy(np.concatenate(packed)).to(device)
+        other = BlockSparseAttentionWrapper(torch.empty(1, device=device))
+        other.plan(indptr, indices, m, n, R, C, heads, kv_heads, 64, packed_mask=bits)
+        assert torch.equal(other.run(q, k, v), out)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"packed_mask must be uint8 \[\d+\]"):
+            other.plan(indptr, indices, m, n, R, C, heads, kv_heads, 64, packed_mask=bits[1:])
     given, given_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
     wrapper.run(q, k, v, out=given, lse=given_lse, return_lse=True)
     assert torch.equal(given, out) and torch.equal(given_lse, lse)
@@ -79,10 +90,20 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
         ({"causal": True}, "causal must be False here, got True"),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode must be 'NONE' here"),
         ({"q_data_type": "float32"}, "data type must be float16 or bfloat16"),
+        (
+            {"block_mask": torch.ones(1, 1, 1), "packed_mask": torch.zeros(2, dtype=torch.uint8)},
+            "mask and packed_mask must be None with block_mask",
+        ),
+        (
+            {"packed_mask": torch.zeros(2, dtype=torch.uint8), "indptr": torch.tensor([1, 0])},
+            r"indptr must have shape \[2\], begin at 0 and not fall, got \[1, 0\]",
+        ),
         ({"mask": torch.ones(2, 4, 4)}, r"mask must have shape \[1, 4, 4\], got \[2, 4, 4\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            wrapper.plan(*lists, 4, 4, 4, 4, 1, 1, 64, **wrong)  # type: ignore[arg-type]
+            given = {"indptr": lists[0], "indices": lists[1], **wrong}
+            sizes = {"M": 4, "N": 4, "R": 4, "C": 4, "num_qo_heads": 1, "num_kv_heads": 1}
+            wrapper.plan(**given, **sizes, head_dim=64)  # type: ignore[arg-type]
 
 
 def test_signatures_are_upstreams() -> None:
