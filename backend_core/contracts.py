@@ -190,6 +190,14 @@ def expect_stride(name: str, tensor: torch.Tensor, dim: int, value: int) -> None
     raise ValueError(f"{name} must have stride {value} in dimension {dim}, got {got}")
 
 
+def expect_near(name: str, tensor: torch.Tensor, dim: int) -> None:
+    """Require a dimension to span fewer than 2^31 elements: kernels count along it in int32."""
+    span = (tensor.shape[dim] - 1) * tensor.stride()[dim]
+    if span < 2**31:
+        return
+    raise ValueError(f"{name} must span fewer than 2**31 elements in dimension {dim}, got {span}")
+
+
 def _extents(extents: Sequence[Extent]) -> str:
     return "[" + ", ".join("any" if e is None else str(e) for e in extents) + "]"
 

@@ -40,7 +40,9 @@ def combine_triton(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.T
     """One launch of the Triton kernel; a program per output row."""
     prefix = x.plan.prefix
     rows = x.spec.query_rows
-    _triton_kernel(LATENT_DIM)(
+    # those of the request's own tile, and of its prefix's
+    splits = x.plan.num_ctas + (prefix is not None)
+    _triton_kernel(LATENT_DIM, max(256, 1 << (splits - 1).bit_length()))(
         (x.plan.requests * rows, 1, 1),
         x.out,
         x.lse,
@@ -80,12 +82,12 @@ def combine_sm90(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Ten
 
 
 @functools.cache
-def _triton_kernel(dim: int) -> KernelLaunch:
+def _triton_kernel(dim: int, max_splits: int = 256) -> KernelLaunch:
     from backend_core.launch.triton import KernelLaunch
     from softmax_backend.kernels.combine import combine_kernel
 
-    constexprs = {"DIM": dim, "MAX_SPLITS": 256, "BLOCK_SPLITS": 8}
-    assert constexprs["MAX_SPLITS"] >= MAX_SPLITS
+    assert max_splits >= MAX_SPLITS
+    constexprs = {"DIM": dim, "MAX_SPLITS": max_splits, "BLOCK_SPLITS": 8}
     return KernelLaunch(combine_kernel, constexprs, {"num_warps": 4})
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from backend_core.contracts import expect_device
 from softmax_backend.api import mla_decode
 from softmax_backend.contract.mla_decode import split_cache
 from softmax_backend.plan.flash_mla import RELEASES, Release, from_columns_of, in_columns_of
@@ -206,6 +207,10 @@ def _schedule(
                 f"num_splits must have shape [{cache_seqlens.shape[0] + 1}] and dtype int32, got"
                 f" {list(num_splits.shape)} and {num_splits.dtype}"
             )
+        for name, tensor in (("tile_scheduler_metadata", given), ("num_splits", num_splits)):
+            expect_device(name, tensor, cache_seqlens.device)
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
         return from_columns_of(release, given), num_splits
     if num_splits is not None:
         raise ValueError("num_splits must be None with a FlashMLASchedMeta")

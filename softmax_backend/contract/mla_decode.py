@@ -104,6 +104,7 @@ def check_mla_decode(
         )
     expect_dtype("lengths", plan.lengths, torch.int32)
     expect_shape("lengths", plan.lengths, ("requests",))
+    expect_stride("lengths", plan.lengths, 0, 1)
     for name, tensor, dim in (("q_latent", q_latent, LATENT_DIM), ("q_rope", q_rope, ROPE_DIM)):
         expect_shape(name, tensor, (*rows, dim))
         expect_dtype(name, tensor, spec.dtype)

@@ -249,7 +249,7 @@ class MultiLevelCascadeAttentionWrapper:
         settings = self._settings
         assert settings is not None
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = torch.full(q.shape[:2], -math.inf, device=q.device)
+        lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
         if not is_available(q.device):
             _level_in_torch(settings, level, q, k, v, out, lse)
             return out, lse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,9 +52,10 @@ class Given:
     def tiles(self, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Group and first token of each tile of ``block_tokens`` query tokens."""
         tiles = -(-self.counts // block_tokens)
-        request = torch.repeat_interleave(torch.arange(self.groups), tiles)
+        count = functools.partial(torch.arange, device=tiles.device)
+        request = torch.repeat_interleave(count(self.groups), tiles)
         first = (tiles.cumsum(0) - tiles)[request]
-        return request, (torch.arange(len(request)) - first) * block_tokens
+        return request, (count(len(request)) - first) * block_tokens
 
 
 def check_given(arrays: Sequence[list[torch.Tensor]], levels: int) -> list[Given]:

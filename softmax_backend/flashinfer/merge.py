@@ -82,6 +82,8 @@ def merge_state_in_place(
 
 
 def _merge_in_torch(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if not s.shape[1]:  # no state, hence no key
+        return torch.zeros_like(v[:, :0].sum(1)), torch.full_like(s[:, :0].sum(1), -math.inf)
     top = s.amax(1, keepdim=True)
     shift = torch.where(top == -math.inf, 0.0, top)
     weight = torch.exp2(s - shift)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from backend_core.contracts import expect_shape
+from backend_core.contracts import expect_dtype, expect_shape
 from softmax_backend.api import mla_decode
 from softmax_backend.contract.mla_decode import by_request
 from softmax_backend.plan.planner import MlaPlanner
@@ -97,6 +97,8 @@ class BatchMLAPagedAttentionWrapper:
                 f"kv_data_type must be {q_data_type} or float8_e4m3fn, got {kv_data_type}"
             )
         batch = kv_len_arr.shape[0]
+        if not batch:
+            raise ValueError("kv_len_arr must have at least one request, got none")
         expect_shape("qo_indptr", qo_indptr, (batch + 1,))
         expect_shape("kv_indptr", kv_indptr, (batch + 1,))
         counts = qo_indptr.cpu().diff().tolist()
@@ -147,14 +149,19 @@ class BatchMLAPagedAttentionWrapper:
         indptr = kv_indptr.to(self.device).long()
         pages = kv_indices.to(self.device, torch.int32)
         widest = int(kv_indptr.cpu().diff().max())
+        if self._graph and widest > self._most_pages:
+            raise ValueError(
+                f"kv_indptr must give a request at most the {self._most_pages} pages of the buffer"
+                f" kv_indices, got {widest}"
+            )
         width = max(self._most_pages if self._graph else widest, 1)
         at = indptr[:-1, None] + torch.arange(width, device=self.device)
         table = pages[at.clamp(max=pages.numel() - 1)] if pages.numel() else at.int() * 0
         lengths = kv_len_arr.to(self.device, torch.int32)
         if set(counts) == {tokens}:
             return lengths.clone(), table
-        request = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        request = request.to(self.device)
+        each = torch.tensor(counts, device=self.device)
+        request = torch.arange(len(counts), device=self.device).repeat_interleave(each)
         lengths = lengths[request]
         if causal:
             after = qo_indptr.to(self.device)[1:][request] - 1
@@ -219,6 +226,11 @@ class BatchMLAPagedAttentionWrapper:
         tokens = rows[0] * rows[1]
         expect_shape("q_nope", q_nope, (tokens, rows[2], LATENT_DIM))
         expect_shape("q_pe", q_pe, (tokens, rows[2], ROPE_DIM))
+        if out is not None:
+            expect_shape("out", out, (tokens, rows[2], LATENT_DIM))
+        if lse is not None:
+            expect_shape("lse", lse, (tokens, rows[2]))
+            expect_dtype("lse", lse, torch.float32)
         result, natural = mla_decode(
             by_request(q_nope, rows[0]),
             by_request(q_pe, rows[0]),

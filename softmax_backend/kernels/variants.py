@@ -29,7 +29,8 @@ def full_mask(key_position, query_position, a, b):
 @triton.jit
 def window_mask(key_position, query_position, a, b):
     """The last ``a`` keys up to the query's own position are seen."""
-    return key_position.to(tl.float32) > query_position.to(tl.float32) - a
+    # the distance is exact in fp32 where it matters, positions beyond 2^24 are not
+    return (query_position - key_position).to(tl.float32) < a
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from backend_core.autocast import without_autocast
 from backend_core.target import detect_target
 from softmax_backend.kernels import predict as kernels
 from softmax_backend.launch_params_prefill import PredictionParams
@@ -236,6 +237,7 @@ def _with_kernels(
     return rows, cols, work, sequences
 
 
+@without_autocast
 def _with_torch(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, ...]:
     b, h, tiles, _ = x.q_sums.shape
     hk, blocks = x.k_sums.shape[1:3]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backend_core.autocast import without_autocast
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.variants.variant import SOFTMAX, Variant
 
 
+@without_autocast
 def run(
     q: Tensor,
     k: Tensor,

@@ -12,6 +12,7 @@ from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
 from softmax_backend import combine
 from softmax_backend.contract.mla_decode import MlaInputs
+from softmax_backend.contract.sparse_mla import token_stride
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec import LATENT_DIM
 
@@ -65,7 +66,17 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
     """Two launches: partial outputs or, where a tile has one split, the output; then the merge.
 
     Both are placed while the kernel before runs, and wait for it.
+
+    Raises:
+        ValueError: queries, output or cache do not lie where the kernel's copies ask for them.
     """
+    for name, tensor in (("q_latent", x.q_latent), ("q_rope", x.q_rope), ("out", x.out)):
+        strides = (token_stride(tensor), tensor.stride(2))
+        if tensor.data_ptr() % 16 or any(stride % 8 for stride in strides):
+            raise ValueError(
+                f"{name} must have rows that start at multiples of 16 bytes, got strides"
+                f" {list(tensor.stride())} at address {tensor.data_ptr():#x}"
+            )
     prefix = x.plan.prefix
     rows = 64 if prefix is not None else x.spec.query_rows
     partial_out, partial_lse = scratch.reserve(x.plan.num_slots, rows, LATENT_DIM)
@@ -90,9 +101,9 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
         tiles=0 if prefix is None else prefix.tiles.data_ptr(),
         members=0 if prefix is None else prefix.members.data_ptr(),
         sinks=0 if x.sinks is None else x.sinks.data_ptr(),
-        stride_q_latent_t=x.q_latent.stride(1),
+        stride_q_latent_t=token_stride(x.q_latent),
         stride_q_latent_h=x.q_latent.stride(2),
-        stride_q_rope_t=x.q_rope.stride(1),
+        stride_q_rope_t=token_stride(x.q_rope),
         stride_q_rope_h=x.q_rope.stride(2),
         scale=x.scale,
         table_stride=x.block_table.stride(0),

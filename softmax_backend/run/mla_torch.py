@@ -6,12 +6,14 @@ import math
 
 import torch
 
+from backend_core.autocast import without_autocast
 from backend_core.tables.schema import KernelPath
 from softmax_backend.contract.mla_decode import MlaInputs
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec import LATENT_DIM
 
 
+@without_autocast
 def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: bool) -> None:
     """Float32 arithmetic over each request's keys, gathered from its pages.
 
@@ -19,11 +21,13 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
     """
     variant = x.spec.variant
     tokens, heads = x.spec.query_tokens, x.spec.num_heads
-    for i, length in enumerate(x.plan.lengths.tolist()):
+    lengths = x.plan.lengths.tolist()
+    tables = [_pages(x, i, length) for i, length in enumerate(lengths)]
+    for i, length in enumerate(lengths):
         if length <= 0:
             x.out[i], x.lse[i] = 0, math.inf
             continue
-        latent, rope = _keys(x, i, length)
+        latent, rope = _keys(x, tables[i], length)
         position = torch.arange(length, device=latent.device)
         if variant.keys is not None:
             latent = variant.keys(latent, position, variant.a, variant.b)
@@ -48,10 +52,29 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
         x.lse[i] = lse.masked_fill(none, math.inf).view(tokens, heads)
 
 
-def _keys(x: MlaInputs, request: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pages(x: MlaInputs, request: int, length: int) -> torch.Tensor:
+    """A request's pages, int64.
+
+    Raises:
+        ValueError: the block table or the cache has fewer.
+    """
+    count, width = -(-max(length, 0) // x.spec.page_size), x.block_table.shape[1]
+    if count > width:
+        raise ValueError(
+            f"block_table must have {count} pages for the {length} tokens of request {request},"
+            f" got {width}"
+        )
+    pages = x.block_table[request, :count].long()
+    last = x.kv_latent.shape[0] - 1
+    if count and not 0 <= int(pages.min()) <= int(pages.max()) <= last:
+        raise ValueError(
+            f"block_table must have pages 0 to {last} for request {request}, got {pages.tolist()}"
+        )
+    return pages
+
+
+def _keys(x: MlaInputs, pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A request's keys, float32: latent ``[length, 512]`` and RoPE ``[length, 64]``."""
-    size = x.spec.page_size
-    pages = x.block_table[request, : -(-length // size)].long()
 
     def rows(cache: torch.Tensor) -> torch.Tensor:
         return cache[pages].flatten(0, 1)[:length]

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backend_core.contracts import expect_near
 from backend_core.tables.schema import KernelPath
 from softmax_backend import combine
 from softmax_backend.contract.mla_decode import MlaInputs
+from softmax_backend.contract.sparse_mla import token_stride
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec import LATENT_DIM, MlaSpec
 from softmax_backend.variants import Variant
@@ -22,6 +24,8 @@ _CACHES = {"16-bit": 0, "fp8": 1, "fp8_ds_mla": 2}
 
 def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: bool) -> None:
     """Two launches: partial outputs or, where a tile has one split, the output; then the merge."""
+    expect_near("q_latent", x.q_latent, 2)
+    expect_near("q_rope", x.q_rope, 2)
     prefix = x.plan.prefix
     rows = 64 if prefix is not None else x.spec.query_rows
     partial_out, partial_lse = scratch.reserve(x.plan.num_slots, rows, LATENT_DIM)
@@ -48,9 +52,9 @@ def decode(path: KernelPath, x: MlaInputs, scratch: Scratch, pdl_prefetch_safe: 
         "kv_scale": x.kv_scale,
         "variant_a": x.spec.variant.a,
         "variant_b": x.spec.variant.b,
-        "stride_q_latent_t": x.q_latent.stride(1),
+        "stride_q_latent_t": token_stride(x.q_latent),
         "stride_q_latent_h": x.q_latent.stride(2),
-        "stride_q_rope_t": x.q_rope.stride(1),
+        "stride_q_rope_t": token_stride(x.q_rope),
         "stride_q_rope_h": x.q_rope.stride(2),
         "stride_latent_p": x.kv_latent.stride(0),
         "stride_latent_t": x.kv_latent.stride(1),

@@ -6,11 +6,13 @@ import math
 
 import torch
 
+from backend_core.autocast import without_autocast
 from backend_core.tables.schema import KernelPath
 from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from softmax_backend.scratch import Scratch
 
 
+@without_autocast
 def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | None) -> None:
     """Float32 arithmetic over each token's rows."""
     lists = [given for given in (x.rows, x.extra) if given is not None]

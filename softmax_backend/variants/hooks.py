@@ -74,6 +74,6 @@ def sliding_window(window: int) -> Variant:
     return Variant(
         "sliding_window",
         a=float(window),
-        mask=lambda key, query, a, b: key > query - a,
+        mask=lambda key, query, a, b: query - key < a,
         kernel=("same_logits", "window_mask", "same_key"),
     )

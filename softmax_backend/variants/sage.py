@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from backend_core.autocast import without_autocast
 from softmax_backend.kernels import quantise as kernels
 from softmax_backend.variants.column_stats import (
     E4M3_MAX,
@@ -253,6 +254,7 @@ def _value_scale(low: Tensor, high: Tensor) -> Tensor:
     return torch.maximum(high, -low).clamp_min(1e-12) / E4M3_MAX
 
 
+@without_autocast
 def _with_torch(
     q: Tensor, k: Tensor, v: Tensor, mode: SageMode, scale: float, block_n: int
 ) -> Quantised:
@@ -320,7 +322,7 @@ def permuted_tokens(length: int, device: torch.device) -> Tensor:
 
 
 def _to_levels(x: Tensor, group: Tensor, groups: int, levels: int) -> tuple[Tensor, Tensor]:
-    top = torch.zeros(*x.shape[:2], groups, device=x.device)
+    top = x.new_zeros(*x.shape[:2], groups)
     index = group.expand(*x.shape[:2], -1)
     top.scatter_reduce_(2, index, x.abs().amax(3), "amax")
     scale = top / levels + 1e-7

@@ -1,0 +1,297 @@
+"""Inputs that are as described, and unlike what an engine hands in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from softmax_backend.api import mla_decode
+from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from softmax_backend.flashinfer import (
+    BatchMLAPagedAttentionWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    merge,
+    merge_states,
+)
+from softmax_backend.plan import MlaPlanner
+from softmax_backend.run import mla_sm90
+from softmax_backend.scratch import Scratch
+from softmax_backend.spec import MlaSpec
+from softmax_backend.testing.cases import (
+    SCALE,
+    MlaCase,
+    assert_close,
+    expected,
+    forced,
+    make_case,
+    run_case,
+)
+from softmax_backend.variants import sliding_window
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the CPU's paths")
+
+
+def run(case: MlaCase, path: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    planner = MlaPlanner(forced(case.spec, path))
+    plan = dataclasses.replace(planner.plan(case.lengths), **changes)
+    return run_case(case, planner, plan=plan)
+
+
+def test_more_splits_than_256(path: str, path_device: torch.device, seed: int) -> None:
+    """An MI300X has 304 compute units, which one long request of few heads takes all of."""
+    if path == "sm90":
+        pytest.skip("Hopper has 132 SMs")
+    case = make_case(MlaSpec(1, 64), [64 * 304], seed=seed, device=path_device)
+    planner = MlaPlanner(forced(case.spec, path, **({} if path == "torch" else {"num_sms": 304})))
+    plan = planner.plan(case.lengths)
+    assert path == "torch" or int(plan.num_splits[-1]) == 304
+    assert_close(run_case(case, planner, plan=plan), expected(case))
+
+
+def test_a_token_dimension_of_one_with_any_stride(
+    path: str, path_device: torch.device, seed: int
+) -> None:
+    """Some of a tensor's heads, then ``unsqueeze``: the stride of the new dimension is theirs."""
+    case = make_case(MlaSpec(8, 64), [70, 130, 5], seed=seed, device=path_device)
+    wide = torch.full((3, 24, 576), float("nan"), dtype=torch.bfloat16, device=path_device)
+    mine = wide[:, 8:16]
+    mine.copy_(torch.cat([case.q_latent, case.q_rope], -1)[:, 0])
+    q = mine.unsqueeze(1)
+    assert q.stride(1) != q.stride(0)
+    case.q_latent, case.q_rope = q[..., :512], q[..., 512:]
+    assert_close(run(case, path), expected(case))
+
+
+def test_lengths_with_gaps_are_refused(path: str, path_device: torch.device) -> None:
+    case = make_case(MlaSpec(2, 64), [70, 200], device=path_device)
+    gaps = case.lengths.repeat_interleave(2)[::2]
+    with pytest.raises(ValueError, match="lengths must have stride 1 in dimension 0, got 2"):
+        run(case, path, lengths=gaps)
+
+
+@pytest.mark.parametrize("name", ["tile_scheduler_metadata", "num_splits"])
+def test_a_schedule_with_gaps_is_refused(device: torch.device, name: str) -> None:
+    case = make_case(MlaSpec(2, 64), [70, 200], device=device)
+    work, splits = get_mla_metadata(case.lengths, 2, 1)
+    assert isinstance(work, torch.Tensor) and isinstance(splits, torch.Tensor)
+    schedule = {"tile_scheduler_metadata": work.repeat(2, 1), "num_splits": splits}
+    schedule[name] = schedule[name].repeat_interleave(2, 0)[::2]
+    q = torch.cat([case.q_latent, case.q_rope], -1)
+    cache = torch.cat([case.kv_latent, case.kv_rope], -1)[:, :, None]
+    with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
+        flash_mla_with_kvcache(q, cache, case.block_table, case.lengths, 512, **schedule)
+
+
+@pytest.mark.parametrize(
+    ("page", "width", "message"),
+    [
+        (None, 3, r"block_table must have 5 pages for the 300 tokens of request 1, got 3"),
+        (-1, 5, r"block_table must have pages 0 to \d+ for request 1, got"),
+        (10000, 5, r"block_table must have pages 0 to \d+ for request 1, got"),
+    ],
+)
+def test_what_a_cpu_finds_wrong_in_a_table(page: int | None, width: int, message: str) -> None:
+    """A GPU's values are trusted; the torch path reads them anyway, before it writes."""
+    case = make_case(MlaSpec(2, 64), [70, 300])
+    case.block_table = case.block_table[:, :width]
+    if page is not None:
+        case.block_table[1, 2] = page
+    with pytest.raises(ValueError, match=message):
+        run(case, "torch")
+    assert all(x.isnan().all() for x in case.result)
+
+
+@interpreted
+def test_heads_far_apart_are_refused() -> None:
+    """Triton's kernels count from head to head in int32. The memory is never touched."""
+    case = make_case(MlaSpec(3, 64), [70])
+    memory = torch.empty(2**31 + 64, dtype=torch.bfloat16)
+    case.q_rope = memory.as_strided(case.q_rope.shape, (0, 0, 2**30, 1))
+    with pytest.raises(ValueError, match=r"q_rope must span fewer than 2\*\*31 elements"):
+        run(case, "triton")
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["q_latent", "q_rope", "out"])
+def test_hopper_refuses_rows_that_its_copies_cannot_fetch(name: str) -> None:
+    """An address between multiples of 16 bytes would end the process's CUDA context."""
+    case = make_case(MlaSpec(2, 64), [70, 200])
+    selection = forced(case.spec, "sm90")
+    plan = MlaPlanner(forced(case.spec, "triton")).plan(case.lengths)
+    tensors = {
+        "q_latent": case.q_latent,
+        "q_rope": case.q_rope,
+        "out": torch.empty(2, 1, 2, 512, dtype=torch.bfloat16),
+    }
+    x = tensors[name]
+    odd = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    tensors[name] = odd.copy_(x)
+    with pytest.raises(ValueError, match=f"{name} must have rows that start at multiples of 16"):
+        mla_decode(
+            kv_latent=case.kv_latent,
+            kv_rope=case.kv_rope,
+            block_table=case.block_table,
+            plan=plan,
+            selection=selection,
+            scale=SCALE,
+            scratch=Scratch(torch.device("cpu")),
+            **tensors,
+        )
+
+
+def test_alignment_is_asked_before_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_sm90, "_maps", lambda cache: pytest.fail("the driver was asked"))
+    test_hopper_refuses_rows_that_its_copies_cannot_fetch("q_rope")
+
+
+def test_a_window_beyond_2_to_the_24() -> None:
+    """fp32 has no odd numbers there: the distance of key and query has to be made in integers."""
+    import triton.language as tl
+    from triton.runtime import JITFunction
+
+    variant = sliding_window(3)
+    query = torch.tensor([2**24 + 5])
+    key = query - torch.arange(6)
+    assert variant.mask is not None
+    want = torch.tensor([True, True, True, False, False, False])
+    assert torch.equal(variant.mask(key, query, variant.a, variant.b), want)
+    mask = variant.jit()[1]
+    if isinstance(mask, JITFunction):
+        pytest.skip("calls the hook in the interpreter")
+    import triton
+
+    @triton.jit
+    def kernel(out_ptr, a, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+        position = 16777221 - tl.arange(0, 8)
+        query = tl.zeros([8], tl.int32) + 16777221
+        tl.store(out_ptr + tl.arange(0, 8), MASK(position, query, a, 0.0).to(tl.int32))
+
+    seen = torch.zeros(8, dtype=torch.int32)
+    kernel[(1,)](seen, variant.a, mask)
+    assert torch.equal(seen.bool()[:6], want)
+
+
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
+def test_autocast_leaves_fp32_products(path: str, path_device: torch.device, seed: int) -> None:
+    case = make_case(MlaSpec(2, 64, dtype=torch.float32), [70, 200], seed=seed)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(case, path)
+    assert_close(got, expected(case), tolerance=1e-5)
+
+
+def indices(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
+
+
+def plan_mla(
+    wrapper: BatchMLAPagedAttentionWrapper, qo: list[int], pages: list[int], lengths: list[int]
+) -> None:
+    wrapper.plan(
+        indices(*qo),
+        indices(*pages),
+        torch.arange(pages[-1], dtype=torch.int32, device="cpu"),
+        indices(*lengths),
+        2,
+        512,
+        64,
+        4,
+        True,
+        0.1,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+
+
+def test_a_graphs_table_holds_every_page() -> None:
+    buffer = torch.zeros(3, dtype=torch.int32)
+    wrapper = BatchMLAPagedAttentionWrapper(torch.zeros(1), True, kv_indices=buffer)
+    plan_mla(wrapper, [0, 1], [0, 3], [12])
+    with pytest.raises(ValueError, match="at most the 3 pages of the buffer kv_indices, got 5"):
+        plan_mla(wrapper, [0, 1], [0, 5], [20])
+
+
+def test_no_request_is_refused_in_words() -> None:
+    wrapper = BatchMLAPagedAttentionWrapper(torch.zeros(1))
+    with pytest.raises(ValueError, match="kv_len_arr must have at least one request, got none"):
+        plan_mla(wrapper, [0], [0], [])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"out": torch.zeros(3, 512).bfloat16()}, r"out must have shape \[1, 2, 512\]"),
+        ({"lse": torch.zeros(5, 7)}, r"lse must have shape \[1, 2\], got \[5, 7\]"),
+        ({"lse": torch.zeros(1, 2).half()}, "lse must have dtype float32, got float16"),
+    ],
+)  # fmt: skip
+def test_mla_outputs_are_checked_before_one_is_written(
+    outputs: dict[str, torch.Tensor], message: str
+) -> None:
+    wrapper = BatchMLAPagedAttentionWrapper(torch.zeros(1))
+    plan_mla(wrapper, [0, 1], [0, 3], [12])
+    q, cache = torch.randn(1, 2, 576).bfloat16(), torch.randn(3, 4, 576).bfloat16()
+    out = torch.full((1, 2, 512), 9.0, dtype=torch.bfloat16)
+    arguments = (q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:])
+    with pytest.raises(ValueError, match=message):
+        wrapper.run(*arguments, **{"out": out, **outputs}, return_lse=True)
+    assert (out == 9).all()
+
+
+def test_no_state_is_no_key(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_available in (merge.is_available, lambda device: False):
+        monkeypatch.setattr(merge, "is_available", is_available)
+        v, s = torch.ones(3, 0, 2, 8, device=device), torch.ones(3, 0, 2, device=device)
+        out, lse = merge_states(v, s)
+        assert out.shape == (3, 2, 8) and not out.any()
+        assert lse.shape == (3, 2) and (lse == -float("inf")).all()
+
+
+def cascade(device: torch.device, seed: int) -> torch.Tensor:
+    """Two levels of three requests, large logits."""
+    generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    q = (torch.randn(3, 4, 64, **options) * 4).to(device)
+    cache = torch.randn(8, 2, 4, 2, 64, **options).to(device)
+    wrapper = MultiLevelCascadeAttentionWrapper(2, q)
+    wrapper.plan(
+        [indices(0, 3), indices(0, 1, 2, 3)],
+        [indices(0, 3), indices(0, 1, 2, 3)],
+        [indices(0, 1, 2), indices(3, 4, 5)],
+        [indices(4), indices(1, 2, 4)],
+        4,
+        2,
+        64,
+        4,
+        causal=True,
+        q_data_type=torch.float32,
+    )
+    return wrapper.run(q, cache)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_a_cascade_takes_no_default_dtype(
+    device: torch.device, seed: int, default: torch.dtype
+) -> None:
+    want = cascade(device, seed)
+    torch.set_default_dtype(default)
+    try:
+        got = cascade(device, seed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, want)
+
+
+def test_flashinfers_wrappers_take_no_default_device(device: torch.device, seed: int) -> None:
+    want = cascade(device, seed)
+    torch.set_default_device("meta")
+    try:
+        got = cascade(device, seed)
+        wrapper = BatchMLAPagedAttentionWrapper(torch.zeros(1, device=device))
+        plan_mla(wrapper, [0, 1, 3], [0, 1, 3], [3, 8])
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(got, want)
+    assert wrapper._lengths is not None and wrapper._lengths.tolist() == [3, 7, 8]
