@@ -192,7 +192,7 @@ def quantise(x: torch.Tensor, spec: CompressorSpec) -> tuple[torch.Tensor, torch
         if rounding != "sglang":
             scale = torch.exp2(ceil_log2(scale).to(x.dtype))
         return encode_e4m3((x / scale).clamp(-top, top), fp8), scale.float().view(torch.uint8)
-    groups = x.view(n, -1, 32)
+    groups = x.view(n, d // 32, 32)
     floor = 1e-4 if rounding == "sglang" else 6 * 2.0**-126
     k = ceil_log2(groups.abs().amax(-1).clamp(min=floor) / 6)
     code = encode_e2m1(groups * torch.exp2(-k.to(x.dtype))[..., None], rounding != "sglang")

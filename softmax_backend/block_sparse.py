@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from softmax_backend.contract.block_sparse import check_block_sparse, check_kernel
+from softmax_backend.contract.block_sparse import (
+    check_block_sparse,
+    check_kernel,
+    check_scale,
+)
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.run import block_sparse_torch
 from softmax_backend.selection_prefill import plan_blocks, select_path
@@ -35,7 +39,7 @@ def block_sparse_attention(
             ``intervals.paged``) [pages, page_size, Hkv, D].
         plan: which blocks each tile of queries attends; see ``plan.intervals``, ``plan.bsr``,
             ``plan.sliding_tile`` and ``plan.predicted``.
-        scale: default 1 / sqrt(D).
+        scale: positive; default 1 / sqrt(D).
         variant: what is done with logits and output.
         path: ``"torch"``, ``"triton"``, ``"gluon"`` or ``"gluon_packed"`` (Hopper); by default the
             one for the device and the call.
@@ -56,9 +60,10 @@ def block_sparse_attention(
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
     row = select_path(q, v, plan, variant, path)
     chosen = path or ("torch" if row is None else row.name)
-    if chosen != "torch":
+    if chosen != "torch" and q.numel():
         check_kernel(q, k, v, plan)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    check_scale(scale)
     if out is None:
         out = empty_output(q, v.shape[3])
     if lse is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from softmax_backend.contract.block_sparse import (
     check_block_sparse,
     check_quantised,
     check_quantised_plan,
+    check_scale,
     check_tensors,
 )
 from softmax_backend.plan import predicted
@@ -49,7 +52,7 @@ def quantised_attention(
         q, k, v: [B, H, M, D], [B, Hkv, N, D] twice; bf16 or fp16, D of 64 or 128.
         plan: of one batch of equal sequences, without pages.
         q_position: position of query 0, for the plan's mask; default N - M.
-        scale: default 1 / sqrt(D).
+        scale: positive; default 1 / sqrt(D).
         mode: how the inputs are quantised.
         path: ``"torch"`` (the products of the quantised inputs in fp32) or ``"triton"``; by
             default the one for the device.
@@ -66,8 +69,12 @@ def quantised_attention(
     check_block_sparse(q, k, v, plan, SOFTMAX, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
+    check_scale(q.shape[3] ** -0.5 if scale is None else scale)
     row = _row(q, mode, len(plan.work), path)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not q.numel():
+        out = empty_output(q, q.shape[3]) if out is None else out
+        return out, q.new_empty(q.shape[:3], dtype=torch.float32)
     x = sage.quantise(q, k, v, mode, scale, plan.block_n, path or row.name)
     out = empty_output(q, q.shape[3]) if out is None else out
     return out, _attend(x, plan, scale, q_position, out, row, path or row.name)
@@ -107,6 +114,7 @@ def predicted_attention(
     block_m, block_n = default_blocks(q.device) if blocks is None else blocks
     check_quantised(q, v, block_n)
     predicted.check_size(q, k, block_m, block_n)
+    check_scale(q.shape[3] ** -0.5 if scale is None else scale)
     b, h, m, d = q.shape
     row = _row(q, mode, b * h * -(-m // block_m), path)
     chosen = path or row.name
@@ -143,6 +151,9 @@ def _attend(
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
     position = x.k.shape[2] - x.q.shape[2] if q_position is None else q_position
     if path == "torch":
+        sequences = plan.sequences.clone()
+        sequences[:, 5] = position
+        plan = dataclasses.replace(plan, sequences=sequences)
         block_sparse_torch.run(*sage.dequantised(x), plan, SOFTMAX, scale, out, lse)
     else:
         from softmax_backend.run import block_sparse_int8

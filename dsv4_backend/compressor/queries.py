@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from backend_core.contracts import expect_near
 from backend_core.tables.select import KernelPath, PathSelection
 from backend_core.target import Target
 from dsv4_backend import reference
@@ -77,6 +78,7 @@ class InRegisters:
         softmax_scale: float,
         head_scale: float,
     ) -> Queries:
+        expect_near("q", q, 1)
         tokens, heads, dim = q.shape
         width = dim // 2 if self._is_fp4 else dim
         codes = q.new_empty(tokens, heads, width, dtype=torch.uint8)
@@ -123,9 +125,9 @@ def in_torch(
     if spec.rotate:
         rows = reference.hadamard(rows)
     data, scales = reference.quantise(rows, spec)
-    codes = data.view(tokens, heads, -1)
+    codes = data.view(tokens, heads, data.shape[1])
     out = weights.double() * softmax_scale * head_scale
     if spec.record.encoding == "indexer_mxfp4":
-        return codes, scales.view(tokens, heads, -1), out.float()
+        return codes, scales.view(tokens, heads, scales.shape[1]), out.float()
     scale = scales.contiguous().view(torch.float32).view(tokens, heads)
     return codes, None, (out * scale).float()

@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import (
+    expect_device,
+    expect_dtype,
+    expect_near,
+    expect_shape,
+    expect_stride,
+)
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.variants.variant import Variant
 
+MAX_ROWS = 65535
+"""Batch entries times heads: the second axis of the grids of quantisation and prediction."""
 HEAD_DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
 """(D, DV) of the Triton and Gluon kernels."""
 
@@ -30,6 +38,11 @@ def check_block_sparse(
     check_tensors(q, k, v, out, lse, None if plan.pages is None else plan.pages.size)
     if q.shape[1] != plan.num_heads:
         raise ValueError(f"q must have the plan's {plan.num_heads} heads, got {q.shape[1]}")
+    if not plan.is_packed and plan.sequences.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"plan must have a sequence for each of the {q.shape[0]} entries of q's batch, got"
+            f" {plan.sequences.shape[0]}"
+        )
     expect_device("plan", plan.rows, q.device)
     if variant.aux is not None:
         expect_device(f"aux of the variant {variant.name}", variant.aux, q.device)
@@ -78,7 +91,18 @@ def check_tensors(
     if lse is not None:
         expect_shape("lse", lse, (batch, heads, q_rows))
         expect_dtype("lse", lse, torch.float32)
+        expect_stride("lse", lse, 2, 1)
         expect_device("lse", lse, q.device)
+
+
+def check_scale(scale: float) -> None:
+    """The kernels scale after they have found a row's largest product.
+
+    Raises:
+        ValueError: the scale is not positive and finite.
+    """
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
 
 
 def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
@@ -101,6 +125,9 @@ def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
                 f"{name} must have its address and strides in multiples of 16 bytes, got strides "
                 f"{x.stride()}"
             )
+    if plan.pages is not None:
+        expect_near("k", k, 2)
+        expect_near("v", v, 2)
     for name, size in (("block_m", plan.block_m), ("block_n", plan.block_n)):
         if size not in (16, 32, 64, 128):
             raise ValueError(f"{name} of the plan must be 16, 32, 64 or 128, got {size}")
@@ -116,6 +143,13 @@ def check_quantised(q: Tensor, v: Tensor, block_n: int) -> None:
     d, dv = q.shape[3], v.shape[3]
     if d not in (64, 128) or dv != d:
         raise ValueError(f"head size must be 64 or 128 in q, k and v, got {d} and {dv}")
+    if not v.shape[2]:
+        raise ValueError(f"k must have at least one token, got shape {list(v.shape)}")
+    if q.shape[0] * q.shape[1] > MAX_ROWS:
+        raise ValueError(
+            f"q must have at most {MAX_ROWS} heads over its whole batch, got"
+            f" {q.shape[0] * q.shape[1]}"
+        )
     if block_n < 16:
         raise ValueError(f"block_n of the plan must be at least 16, got {block_n}")
 

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import (
+    expect_device,
+    expect_dtype,
+    expect_near,
+    expect_shape,
+    expect_stride,
+)
 from softmax_backend import reference
 from softmax_backend.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
 from softmax_backend.flashinfer.merge import _kernel as merge_kernel
@@ -220,6 +226,9 @@ class MultiLevelCascadeAttentionWrapper:
         if q.shape[0] < self._rows:
             raise ValueError(f"q must have at least {self._rows} tokens, got {q.shape[0]}")
         k, v = self._keys_and_values(paged_kv_cache)
+        for name, tensor, dims in (("q", q, (1,)), ("keys", k, (1, 2)), ("values", v, (1, 2))):
+            for dim in dims:
+                expect_near(name, tensor, dim)
         states = [self._run_level(level, q, k, v) for level in self._levels]
         if len(states) == 1:
             return states[0][0]

@@ -82,10 +82,13 @@ class BlockPlan:
         Raises:
             ValueError: the plans differ in anything but the tensors' values.
         """
-        for name in ("num_heads", "block_m", "block_n", "has_partial", "mask"):
+        for name in ("num_heads", "block_m", "block_n", "has_partial", "mask", "is_packed"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ValueError(f"plan's {name} must be {mine} as captured, got {theirs}")
+        sizes = [pages and pages.size for pages in (self.pages, other.pages)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"plan's page size must be {sizes[0]} as captured, got {sizes[1]}")
         mine_tensors, their_tensors = self._tensors(), other._tensors()
         for name, mine in mine_tensors.items():
             theirs = their_tensors.get(name)
@@ -236,7 +239,9 @@ def from_kinds(
     s, h, tiles, blocks = kinds.shape
     if num_heads % h:
         raise ValueError(f"heads of kinds must divide {num_heads}, got {h}")
-    rows, cols = compact(kinds.reshape(-1, blocks))
+    if kinds.numel() >= 1 << 31:  # columns are numbered in int32
+        raise ValueError(f"kinds must be fewer than 2^31, got {kinds.numel()}")
+    rows, cols = compact(kinds.reshape(s * h * tiles, blocks))
     row_of = torch.arange(s * h * tiles, device=kinds.device).view(s, h, tiles)
     row_of = row_of.repeat_interleave(num_heads // h, 1).expand(len(sequences), -1, -1)
     live = torch.arange(tiles, device=kinds.device) * block_m < sequences[:, 2, None]

@@ -65,6 +65,8 @@ def from_bsr(
     Raises:
         ValueError: sizes do not fit together, or an index is out of range.
     """
+    if q_len < 1:
+        raise ValueError(f"q_len must be at least 1, got {q_len}")
     if kv_len % col_size:
         raise ValueError(f"col_size must divide the {kv_len} keys, got {col_size}")
     mb, nb = -(-q_len // row_size), kv_len // col_size
@@ -141,6 +143,8 @@ def from_block_map(
         inside = mask.bits[number, m - starts_m[i_h, i_r], n - starts_n[i_h, i_c]]
         return inside & (number >= 0)
 
+    if block_n % 32:
+        raise ValueError(f"block_n must be a multiple of 32, got {block_n}")
     starts_m, starts_n = (
         (x.cumsum(1) - x).expand(heads, -1).to(device) for x in (row_sizes, col_sizes)
     )
@@ -196,6 +200,8 @@ def from_block_mask(
     """
     size_m, size_n = block_mask.BLOCK_SIZE
     q_len, kv_len = block_mask.seq_lengths
+    if block_n % 32:
+        raise ValueError(f"block_n must be a multiple of 32, got {block_n}")
     if size_m % block_m or size_n % block_n:
         raise ValueError(
             f"BLOCK_SIZE must be multiples of {block_m} and {block_n}, got {size_m} and {size_n}"

@@ -156,7 +156,7 @@ def _interval_plan(
         end = torch.minimum(-(-(last + 1).clamp(min=0) // block_n), end)
     full, end = (torch.broadcast_to(x, first.shape) for x in (torch.minimum(full, end), end))
     live = tile * block_m < q_len
-    row_of = torch.arange(len(sequences) * tiles, device=device).view(-1, 1, tiles)
+    row_of = torch.arange(len(sequences) * tiles, device=device).view(len(sequences), 1, tiles)
     row_of = row_of.expand(-1, num_heads, -1)
     if window is None:
         zero = torch.zeros_like(full)

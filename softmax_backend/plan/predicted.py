@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backend_core.autocast import without_autocast
 from backend_core.target import detect_target
+from softmax_backend.contract.block_sparse import MAX_ROWS
 from softmax_backend.kernels import predict as kernels
 from softmax_backend.launch_params_prefill import PredictionParams
 from softmax_backend.plan import intervals
@@ -105,9 +106,15 @@ def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
     """Columns of a predicted plan are numbered in int32.
 
     Raises:
-        ValueError: there would be 2^31 or more.
+        ValueError: there would be 2^31 or more, there is no token, or there are more heads than
+            a grid takes.
     """
+    for name, x in (("q", q), ("k", k)):
+        if not x.numel():
+            raise ValueError(f"{name} must have at least one token, got shape {list(x.shape)}")
     b, h, m, _ = q.shape
+    if b * h > MAX_ROWS:
+        raise ValueError(f"q must have at most {MAX_ROWS} heads over its whole batch, got {b * h}")
     total = b * h * -(-m // block_m) * -(-k.shape[2] // block_n)
     if total >= 1 << 31:
         raise ValueError(

@@ -53,7 +53,7 @@ def run(
             s = variant.torch_logits(s, *at, variant.aux, variant.value)
         if variant.torch_weights == "sigmoid":
             p = torch.sigmoid(s) * seen
-            b_lse = torch.zeros_like(s[:, 0]) if len(k_pos) else torch.zeros(len(o_m))
+            b_lse = s.new_zeros(len(o_m))
         else:
             s = torch.where(seen, s, -torch.inf)
             b_lse = torch.logsumexp(s, -1)
@@ -74,8 +74,8 @@ def _keys_of(
     keys, attended = [], []
     for j in range(begin, end):
         col = int(cols[j])
-        n = torch.arange(col * plan.block_n, min((col + 1) * plan.block_n, kv_len))
-        n = n.to(q_pos.device)
+        ends = col * plan.block_n, min((col + 1) * plan.block_n, kv_len)
+        n = torch.arange(*ends, device=q_pos.device)
         seen = torch.ones(len(q_pos), len(n), dtype=torch.bool, device=q_pos.device)
         if j >= full_end:
             at = (q_pos[:, None], n[None, :], col, slot + j - full_end, head)

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from backend_core.contracts import expect_near
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target, detect_target
@@ -22,6 +23,7 @@ BLOCK = 64
 
 def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | None) -> None:
     """One launch of at most a CTA per SM, or two where CTAs share a token's rows."""
+    expect_near("q", x.q, 2)
     params: GluonSparseMlaParams = path.params
     sms = detect_target(x.q.device).num_sms
     tiles = row_tiles(params, x.spec.num_heads)

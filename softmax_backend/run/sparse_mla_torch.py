@@ -10,6 +10,7 @@ from backend_core.autocast import without_autocast
 from backend_core.tables.schema import KernelPath
 from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from softmax_backend.scratch import Scratch
+from softmax_backend.spec_sparse_mla import HEAD_DIM
 
 
 @without_autocast
@@ -38,6 +39,8 @@ def _rows(given: NamedRows, request: int, token: int) -> torch.Tensor:
     count = given.topk if given.lengths is None else int(given.lengths[request])
     index = given.indices[request, token, : max(count, 0)].long()
     index = index[(index >= 0) & (index < given.num_rows)]
+    if not len(index):
+        return torch.empty(0, HEAD_DIM, dtype=torch.float32, device=index.device)
     if given.cache.dim() == 2:
         return given.cache[index].float()
     size, stride = given.cache.shape[1], given.cache.stride(0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backend_core.contracts import expect_near
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target, detect_target
 from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs, token_stride
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def run(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | None) -> None:
     """One launch, or two where several programs share a token's rows."""
+    expect_near("q", x.q, 2)
     params: TritonSparseMlaParams = path.params
     operand = operand_dtype(x.q)
     if x.spec.cache_format == "bf16_rows":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from dsv4_backend import compress_decode_, compress_prefill_, window_ends
 from dsv4_backend.compressor.torch_step import step
+from tests.bounds import checked
 from tests.dsv4.cases import (
     DEVICE,
     TARGET,
@@ -135,3 +137,23 @@ def test_any_cuts_give_the_same_bytes(cuts: set[int], layout: str) -> None:
     serve(layer, whole, histories, [[(0, 0, 21)]])
     serve(layer, cut, histories, [[(0, a, b)] for a, b in itertools.pairwise(edges)])
     assert torch.equal(cut.cache, whole.cache)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="looks at what the interpreter reads")
+@pytest.mark.parametrize("position", [-1, -3, 2**40])
+def test_padding_has_any_position(position: int) -> None:
+    """A token without a state row has no APE to be read either."""
+    layer, engine, (history,) = make("indexer_fp8", 4, "paged", [8], 5)
+    plan = engine.prefill_plan([(0, 0, 8)])
+    padded = {
+        name: torch.cat([getattr(plan, name), getattr(plan, name).new_full((2,), value)])
+        for name, value in (("positions", position), ("state_slots", -1), ("requests", 0),
+                            ("slots", -1))
+    }  # fmt: skip
+    plan = dataclasses.replace(plan, **padded)
+    kv_score = torch.cat([history, history[:2]])
+    tensors = (layer.ape, layer.norm_weight, layer.rope_table, kv_score, engine.state, engine.cache)
+    of_plan = (value for value in vars(plan).values() if isinstance(value, torch.Tensor))
+    with checked(*tensors, *of_plan):
+        compress_prefill_(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
+    assert_records(engine, layer, wanted(layer, engine, [history], [8]))

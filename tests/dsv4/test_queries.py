@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from backend_core.tables.select import PathSelection
+from backend_core.target import KNOWN_TARGETS, Target
 from dsv4_backend import quantise_indexer_queries, reference
 from dsv4_backend.selection import select_paths
 from tests.dsv4.cases import DEVICE, TARGET, make_spec, rope_table
+
+CPU = KNOWN_TARGETS["cpu"]
 
 
 def draw(tokens: int = 5, heads: int = 3, dtype: torch.dtype = torch.bfloat16, seed: int = 0):
@@ -20,6 +23,26 @@ def draw(tokens: int = 5, heads: int = 3, dtype: torch.dtype = torch.bfloat16, s
     positions = torch.randint(0, 1000, (tokens,), generator=g).to(DEVICE)
     weights = torch.randn(tokens, heads, generator=g).to(DEVICE)
     return q, positions, weights
+
+
+@pytest.mark.parametrize("target", [CPU, TARGET], ids=["torch", "triton"])
+@pytest.mark.parametrize("cache_format", ["indexer_fp8", "indexer_mxfp4"])
+def test_no_token(cache_format: str, target: Target) -> None:
+    spec, (q, positions, weights) = make_spec(cache_format), draw(0)
+    arguments = (q, positions, rope_table(), weights, 128**-0.5, 64**-0.5)
+    codes, scales, out = quantise_indexer_queries(spec, *arguments, target=target)
+    assert codes.shape == (0, 3, 128 if scales is None else 64) and out.shape == (0, 3)
+    assert scales is None or scales.shape == (0, 3, 4)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="asks for memory that is never touched")
+def test_heads_far_apart_are_refused() -> None:
+    """The kernel counts from head to head in int32."""
+    q, positions, weights = draw()
+    far = torch.empty(2**31 + 128, dtype=torch.bfloat16).as_strided(q.shape, (0, 2**30, 1))
+    arguments = (far, positions, rope_table(), weights, 128**-0.5, 64**-0.5)
+    with pytest.raises(ValueError, match=r"q must span fewer than 2\*\*31 elements"):
+        quantise_indexer_queries(make_spec("indexer_fp8"), *arguments, target=TARGET)
 
 
 @pytest.mark.parametrize("rotate", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from softmax_backend.api import mla_decode
+from softmax_backend.contract.sparse_mla import NamedRows
 from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from softmax_backend.flashinfer import (
     BatchMLAPagedAttentionWrapper,
@@ -20,6 +21,7 @@ from softmax_backend.plan import MlaPlanner
 from softmax_backend.run import mla_sm90
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec import MlaSpec
+from softmax_backend.testing import sparse_mla_cases as sparse
 from softmax_backend.testing.cases import (
     SCALE,
     MlaCase,
@@ -112,6 +114,27 @@ def test_heads_far_apart_are_refused() -> None:
     case.q_rope = memory.as_strided(case.q_rope.shape, (0, 0, 2**30, 1))
     with pytest.raises(ValueError, match=r"q_rope must span fewer than 2\*\*31 elements"):
         run(case, "triton")
+
+
+@interpreted
+def test_heads_of_sparse_mla_far_apart_are_refused() -> None:
+    case = sparse.make_case(3, [(64, 40, [40])], requests=1)
+    memory = torch.empty(2**31 + 512, dtype=torch.bfloat16)
+    case.q = memory.as_strided(case.q.shape, (0, 0, 2**30, 1))
+    with pytest.raises(ValueError, match=r"q must span fewer than 2\*\*31 elements"):
+        sparse.run_case(case, sparse.forced(case.spec, "triton"))
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"], indirect=True)
+def test_a_cache_without_pages(path: str, path_device: torch.device, seed: int) -> None:
+    """What a second cache is before the first compressed token: its indices name nothing."""
+    lists = [(64, 40, [40, 7]), (2, 8, None)]
+    case = sparse.make_case(8, lists, requests=2, seed=seed, device=path_device)  # type: ignore[arg-type]
+    assert case.extra is not None
+    case.extra = NamedRows(case.extra.cache[:0], case.extra.indices)
+    case.plain[1] = case.plain[1][:0]
+    got = sparse.run_case(case, sparse.forced(case.spec, path))
+    sparse.assert_close(got, sparse.expected(case))
 
 
 @interpreted
