@@ -361,8 +361,8 @@ def window_ends(
         compress_ratio: 4 or 128.
 
     Returns:
-        [T // compress_ratio + num_requests] int32, -1 after the last: each request has at most one
-        end more than its tokens have full ratios.
+        [T // compress_ratio + num_requests] int32, or [T] if that is less, -1 after the last: each
+        request has at most one end more than its tokens have full ratios.
     """
     tokens = positions.shape[0]
     size = min(tokens, tokens // compress_ratio + num_requests)

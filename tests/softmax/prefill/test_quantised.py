@@ -160,7 +160,7 @@ def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:
     q, k, v = inputs((2, 64, 64), (1, 64, 64), seed=seed, device=device)
     plan = intervals.dense(64, 64, 2, **BLOCKS, device=device)
     twice = [x.expand(2, -1, -1, -1) for x in (q, k, v)]
-    with pytest.raises(ValueError, match="2 equal sequences, one for each batch entry, got 1"):
+    with pytest.raises(ValueError, match="each of the 2 entries of q's batch, got 1"):
         quantised_attention(*twice, plan)
     with pytest.raises(ValueError, match="head size must be 64 or 128"):
         quantised_attention(q[..., :32], k[..., :32], v[..., :32], plan)
