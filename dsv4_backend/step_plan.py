@@ -233,7 +233,7 @@ class PagedDecode(DecodeStepPlan):
     """One token per request, vLLM's metadata. State [blocks, block, row_width] with score + APE.
 
     Attributes:
-        positions: [N] int32 or int64, position of the new token.
+        positions: [N] int32 or int64, position of the new token; not negative, of padding neither.
         state_slots: [N] int32 or int64, state row to write; < 0 is padding.
         requests: [N] int32 or int64, row of the block table.
         block_table: [B, blocks] int32, state blocks of a request by position // block.

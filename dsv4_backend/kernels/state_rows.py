@@ -119,8 +119,7 @@ def write_paged_rows(
     input_ptrs = input_ptr + (o_t.to(tl.int64) * stride_input_t)[:, None] + o_s[None, :]
     b_kv = tl.load(input_ptrs, mask=m_row).to(tl.float32)
     b_score = tl.load(input_ptrs + C * D, mask=m_row).to(tl.float32)
-    # padding may have any position, and the remainder of a negative one is negative
-    o_ape = ((tl.maximum(position, 0) % RATIO) * ape.stride_r)[:, None]
+    o_ape = ((position % RATIO) * ape.stride_r)[:, None]
     o_ape += ((o_s // D) * ape.stride_c + o_s % D)[None, :]
     b_score += tl.load(ape.ptr + o_ape).to(tl.float32)
     if dtype == tl.bfloat16:
