@@ -48,7 +48,12 @@ def model_refusal(config: ModelConfig) -> str | None:
     linear = config.get("linear_attn_config")
     if isinstance(linear, dict) and linear.get("kda_layers"):
         return None
-    return "Kimi Delta Attention needs a linear_attn_config that names kda_layers"
+    if _is_glm(config) or _is_ling(config):
+        return None
+    return (
+        "Kimi Delta Attention needs a linear_attn_config that names kda_layers,"
+        " or the configuration of GLM-5.3-Flash or Ling-V3"
+    )
 
 
 def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
@@ -60,17 +65,47 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
     """
     from kda_backend.selection import KdaShape, select
 
-    linear = config["linear_attn_config"]
-    try:
-        heads, dim = int(linear["num_heads"]), int(linear["head_dim"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"linear_attn_config must have num_heads and head_dim: {error}") from error
+    heads, dim, bounded = _heads(config)
     if heads % ranks:
         raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
-    bounded = linear.get("gate_lower_bound", config.get("gate_lower_bound")) is not None
     chosen = select(target, KdaShape(heads // ranks, heads // ranks, dim, dim, bounded))
     rows = (row for operator in chosen.operators for row in operator.explain() if not row.refusal)
     return [f"{heads // ranks} heads per GPU", *map(str, rows)]
+
+
+def _is_glm(config: ModelConfig) -> bool:
+    return config.get("model_type") in ("glm5_next", "glm5_next_text")
+
+
+def _is_ling(config: ModelConfig) -> bool:
+    """Ling-V2.5's configuration has the same name; its linear attention has no convolution."""
+    named = config.get("model_type") in ("bailing_hybrid", "bailing_moe_v3_vl")
+    return named and config.get("short_conv_kernel_size") is not None
+
+
+def _heads(config: ModelConfig) -> tuple[int, int, bool]:
+    """Heads of a KDA layer, their channels, and whether its gate is bounded.
+
+    Raises:
+        ValueError: the configuration does not say.
+    """
+    linear, where = config.get("linear_attn_config"), "linear_attn_config"
+    names = ("num_heads", "head_dim")
+    if isinstance(linear, dict):
+        bound = linear.get("gate_lower_bound", config.get("gate_lower_bound"))
+    else:
+        linear, where = config, "config.json"
+        names = ("linear_num_heads", "linear_head_dim")
+        bound = config.get("linear_lower_bound")
+        if _is_ling(config):
+            bound = config.get("kda_lower_bound") if config.get("kda_safe_gate") else None
+            if names[0] not in config:  # transformers writes both kinds of names
+                names = ("num_attention_heads", "head_dim")
+    try:
+        heads, dim = (int(linear[name]) for name in names)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where} must have {' and '.join(names)}: {error}") from error
+    return heads, dim, bound is not None
 
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:

@@ -69,7 +69,11 @@ def load_model(checkpoint: str | Path, device: torch.device) -> Any:
     Raises ImportError as `enable`, and OSError where ``checkpoint`` holds no such model.
     """
     _modeling()
-    model_class = importlib.import_module("transformers").KimiLinearForCausalLM
+    transformers = importlib.import_module("transformers")
+    model_class = transformers.KimiLinearForCausalLM
+    kind = transformers.PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    if kind != "kimi_linear":  # what from_pretrained would load under another model's names
+        raise OSError(f"transformers' layers are replaced in kimi_linear models, got {kind!r}")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return model_class.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
 

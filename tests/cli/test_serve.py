@@ -14,6 +14,9 @@ import pytest
 from backend_cli import serve as serve_module
 from backend_core.engines import Engine
 from backend_core.target import KNOWN_TARGETS
+from kda_backend import selection
+from kda_backend.family import FAMILY
+from kda_backend.selection import select
 from tests.cli.program import assert_one_sentence, run
 
 KIMI = {
@@ -24,6 +27,21 @@ KIMI = {
         "head_dim": 128,
         "num_heads": 32,
     },
+}
+
+LING = {  # of the fields of Ling-3.0-Flash's config.json, those that say something of its layers
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "num_hidden_layers": 42,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "layer_group_size": 6,
+    "short_conv_kernel_size": 4,
+    "no_kda_lora": True,
+    "kda_safe_gate": True,
+    "kda_lower_bound": -5.0,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
 }
 
 
@@ -98,7 +116,74 @@ def test_heads_are_split_over_gpus(
     assert "8 GPUs" in out and "4 heads per GPU" in out
 
 
+@pytest.mark.parametrize(("engine", "flag"), [("vllm", "KDA"), ("sglang", "kda")])
+@pytest.mark.parametrize("written", ["text", "text and images", "what differs from defaults"])
+def test_glm(
+    written: str, engine: str, flag: str, engines: Callable[..., None], tmp_path: Path
+) -> None:
+    """GLM-5.3-Flash as transformers' own class describes it: 64 heads, a bounded gate."""
+    from transformers import Glm5NextConfig
+
+    config = json.loads(Glm5NextConfig().to_json_string(use_diff=False))
+    if written == "text":
+        config = config["text_config"]
+    elif written != "text and images":
+        config = json.loads(Glm5NextConfig().to_json_string())
+    arguments = (model(tmp_path, config), "--dry-run", "--tensor-parallel-size=2")
+    code, out, err = run("serve", "--engine", engine, *arguments)
+    assert (code, err) == (0, "") and f"--attention-backend {flag}" in out
+    assert "32 heads per GPU" in out and "prefill grid 1 " in out and "MLA" not in out
+
+
+@pytest.mark.parametrize(("engine", "flag"), [("vllm", "KDA"), ("sglang", "kda")])
+def test_ling(engine: str, flag: str, engines: Callable[..., None], tmp_path: Path) -> None:
+    """Ling-V3: its KDA layers give the flag, and its MLA layers are described too."""
+    from transformers import BailingHybridConfig
+
+    written = json.loads(BailingHybridConfig(no_kda_lora=True).to_json_string())
+    assert written["head_dim"] == 64  # there the width of the rotation; linear_head_dim is KDA's
+    for config in (LING, {"model_type": "bailing_moe_v3_vl", "text_config": LING}, written):
+        folder = model(tmp_path, config)
+        code, out, err = run("serve", "--engine", engine, folder, "--dry-run")
+        assert (code, err) == (0, "") and f"--attention-backend {flag}" in out
+        assert "32 heads per GPU" in out and "decode_step grid 1 " in out
+
+
+def test_a_gates_bound_decides_the_paths(tmp_path: Path, engines: Callable[..., None]) -> None:
+    """The bound is where each model's configuration has it."""
+    asked = []
+    for config in (KIMI, LING, {**LING, "kda_safe_gate": False}, _glm(-5.0), _glm(None)):
+        shape: Any = None
+
+        def record(target: Any, found: Any) -> Any:
+            nonlocal shape
+            shape = found
+            return select(target, found)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selection, "select", record)
+            FAMILY.describe_model(KNOWN_TARGETS["H200"], config, 1)
+        asked.append((shape.num_heads, shape.key_dim, shape.bounded_gate))
+    assert asked == [
+        (32, 128, False),
+        (32, 128, True),
+        (32, 128, False),
+        (64, 128, True),
+        (64, 128, False),
+    ]
+
+
+def _glm(bound: float | None) -> dict[str, Any]:
+    return {
+        "model_type": "glm5_next_text",
+        "linear_num_heads": 64,
+        "linear_head_dim": 128,
+        "linear_lower_bound": bound,
+    }
+
+
 LLAMA = {"model_type": "llama"}
+LING_2 = {key: x for key, x in LING.items() if "kda" not in key and key != "short_conv_kernel_size"}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +198,9 @@ LLAMA = {"model_type": "llama"}
         ("{", ["--engine", "vllm"], 2, "config.json must be JSON"),
         ("[]", ["--engine", "vllm"], 2, "config.json must be a JSON object, got list"),
         (KIMI | {"linear_attn_config": {"kda_layers": [1]}}, ["--engine", "vllm"], 2, "num_heads"),
+        (LING_2 | {"kv_lora_rank": None}, ["--engine", "vllm"], 2, "GLM-5.3-Flash or Ling-V3"),
+        ({"model_type": "glm5_next"}, ["--engine", "vllm"], 2, "linear_num_heads"),
+        (LING | {"head_dim": None}, ["--engine", "vllm"], 2, "num_attention_heads and head_dim"),
     ],
 )
 def test_refusals(

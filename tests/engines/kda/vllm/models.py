@@ -107,6 +107,7 @@ def _k3_config(lower_bound: float | None) -> Any:
 
 def _glm_config(lower_bound: float | None) -> Any:
     return types.SimpleNamespace(
+        model_type="glm5_next_text",
         hidden_size=HIDDEN,
         hidden_act="silu",
         rms_norm_eps=EPS,
@@ -119,6 +120,7 @@ def _glm_config(lower_bound: float | None) -> Any:
 
 def _ling_config(lower_bound: float | None) -> Any:
     return types.SimpleNamespace(
+        model_type="bailing_hybrid",
         hidden_size=HIDDEN,
         rms_norm_eps=EPS,
         head_dim=DIM,

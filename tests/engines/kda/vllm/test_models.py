@@ -19,10 +19,14 @@ from vllm.model_executor.custom_op import op_registry_oot
 from backend_core.engines import Engine
 from backend_core.engines.vllm_flag import flag_name
 from backend_core.strict import FallbackError
+from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
+from kda_backend import selection
 from kda_backend.engines import vllm_profile, vllm_run
 from kda_backend.engines.vllm import REPLACED, register, replace_layer
 from kda_backend.engines.vllm_layer import runtime_of
+from kda_backend.family import FAMILY
+from kda_backend.selection import KdaShape, select
 from tests.engines.kda.vllm.harness import (
     SLOTS,
     bind_cache,
@@ -111,6 +115,24 @@ def check(
 
 def is_ours(layer: Any) -> bool:
     return type(layer).__module__.startswith("kda_backend.engines.vllm_")
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_serve_reads_the_fields_that_the_layer_reads(
+    lower_bound: float | None, model: Model, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``kda-dsv4 serve`` describes the layer that vLLM builds of the same configuration."""
+    fields = vars(model.config(lower_bound))
+    assert FAMILY.model_refusal(fields) is None
+    asked = []
+    monkeypatch.setattr(selection, "select", lambda *args: asked.append(args) or select(*args))
+    FAMILY.describe_model(KNOWN_TARGETS["H200"], fields, 1)
+    layer = build(model, config, lower_bound)
+    assert [shape for _, shape in asked] == [
+        KdaShape(
+            layer.num_heads, layer.num_heads, layer.head_dim, layer.head_dim, bool(lower_bound)
+        )
+    ]
 
 
 def test_the_flag_replaces_the_class_and_keeps_its_parameters(model: Model, config: Any) -> None:
