@@ -69,8 +69,8 @@ of gfx942 and gfx950 on a CPU; that aiter's kernels read them on a card has not 
 `kda-dsv4 check` runs each of them.
 
 Speculative decoding: in vLLM 0.30 and newer drafts are verified by this backend (tested on the CPU
-alone), before that upstream code runs the KDA layers, which is logged once; in sglang drafts are
-verified by its own kernel."""
+alone), before that upstream code runs the KDA layers, which is logged once; in sglang drafts that
+are a chain are (tested on the CPU alone), and trees are verified by its own kernel."""
 
 
 def render() -> str:

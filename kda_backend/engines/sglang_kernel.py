@@ -45,7 +45,7 @@ class _Pass:
 
 
 class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
-    """sglang's KDA kernel on this backend. Drafts are verified by sglang's own kernel.
+    """sglang's KDA kernel on this backend; drafts are `sglang_verify`'s.
 
     A batch that the operators refuse runs on the upstream kernel and is reported: they refuse
     before they write anything.
@@ -351,3 +351,12 @@ def split_rows(
         mixed_qkv[:, keys : 2 * keys].view(number, -1, key_dim),
         mixed_qkv[:, 2 * keys :].view(number, value_heads, value_dim),
     )
+
+
+def norm_handed_over(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """Weight, raw gate and epsilon of the output's norm, which Kimi-K3's model leaves on a layer
+    for kernels that end with it; ``_k3_onorm_consumed`` tells the model that one did."""
+    # of sglang's own fused kernel; norm weight and epsilon are the last two entries
+    static = getattr(layer, "_k3_fused_decode_args", None)
+    gate = getattr(layer, "_k3_onorm_gate", None)
+    return None if static is None or gate is None else (static[-2], gate, static[-1])

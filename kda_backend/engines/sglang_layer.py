@@ -16,7 +16,8 @@ from sglang.srt.utils.common import rank0_log
 
 from backend_core.strict import fallback
 from backend_core.tables.select import unmeasured
-from kda_backend.engines.sglang_kernel import KdaKernel, split_rows
+from kda_backend.engines import sglang_verify
+from kda_backend.engines.sglang_kernel import KdaKernel, norm_handed_over, split_rows
 from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch
 from kda_backend.selection import (
     KdaSelection,
@@ -51,6 +52,8 @@ def install(backend: Any, runner: Any) -> None:
     cannot be served stays on upstream code, and is reported.
     """
     layers = _kda_layers(runner)
+    if not layers:
+        return  # a draft's model, whose layers are softmax attention
     device = torch.device(runner.device)
     pools = backend.req_to_token_pool
     states = [pools.mamba2_layer_cache(layer.layer_id).temporal for layer in layers]
@@ -60,10 +63,13 @@ def install(backend: Any, runner: Any) -> None:
     kernel = KdaKernel(selection, device, reserved_scratch(runner, selection))
     ours = exchange_kernels(backend.kernel_dispatcher, kernel)
     cache = pools.mamba2_layer_cache(layers[0].layer_id)
-    one_launch = "decode" in ours and _has_one_launch(layers[0], cache)
+    fits = _has_one_launch(layers[0], cache)
+    one_launch = "decode" in ours and fits
     if one_launch:
         upstream = backend.forward_decode
         backend.forward_decode = functools.partial(decode_layer, kernel, backend, upstream)
+    if sglang_verify.install(kernel, backend, layers[0], cache, one_launch=fits):
+        ours.append("drafts")
     compile_kernels(kernel, layers[0], cache, ours, one_launch)
     for line in describe(selection, len(layers), cache.temporal.dtype, ours, one_launch):
         rank0_log(line)
@@ -112,13 +118,7 @@ def decode_layer(
     """
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     indices = backend.forward_metadata.mamba_cache_indices
-    # what Kimi-K3's model leaves on a layer for sglang's own fused kernel; norm weight and epsilon
-    # are its last two entries
-    static = getattr(layer, "_k3_fused_decode_args", None)
-    norm_gate = getattr(layer, "_k3_onorm_gate", None)
-    norm = None
-    if static is not None and norm_gate is not None:
-        norm = (static[-2], norm_gate, static[-1])
+    norm = norm_handed_over(layer)
     try:
         if getattr(layer, "_k3_deferred_f_b", False):
             raise ValueError("the gate's projection was left to a kernel of sglang's own")
@@ -230,14 +230,24 @@ def compile_kernels(
             indices = padded[:number]
             kernel.step(selection, q, k, v, g, beta, conv=conv, cache_indices=indices, **common)
 
+    def drafts(selection: KdaSelection) -> None:
+        rows = torch.zeros_like(padded)
+        for number, extra in itertools.product((1, 2), (0, 1)):
+            bounds = torch.tensor([0, number], dtype=torch.int32, device=device)
+            sglang_verify.verify(
+                selection, layer, cache, inputs(number, extra, extra), padded[:1], rows, bounds
+            )
+
+    def steps(selection: KdaSelection) -> None:
+        if "decode" in phases:
+            decode(selection)
+        if "drafts" in phases:
+            drafts(selection)
+
     def nothing(selection: KdaSelection) -> None:
         """A phase that stays on upstream code."""
 
-    warm_up(
-        kernel.selection,
-        prefill if "prefill" in phases else nothing,
-        decode if "decode" in phases else nothing,
-    )
+    warm_up(kernel.selection, prefill if "prefill" in phases else nothing, steps)
 
 
 def describe(
@@ -254,8 +264,9 @@ def describe(
     state = str(state_dtype).removeprefix("torch.")
     step = ", convolution in the decode step" if one_launch else ""
     note = unmeasured(target, selection.operators)
+    served = " and ".join([*([", ".join(phases[:-1])] if phases[1:] else []), *phases[-1:]])
     return [
-        f"kda-dsv4: {' and '.join(phases) or 'nothing'} of {num_layers} KDA layers on {target.name}"
+        f"kda-dsv4: {served or 'nothing'} of {num_layers} KDA layers on {target.name}"
         f" ({target.arch}): {shape.num_value_heads} heads on this rank, K = {shape.key_dim},"
         f" V = {shape.value_dim}, {gate} gate, {state} states{step}",
         *(f"kda-dsv4: {row}" for row in selection.explain()),

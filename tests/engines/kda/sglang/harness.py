@@ -28,6 +28,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.kimi_linear import KimiDeltaAttention
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import prepare_server_args
+from torch.overrides import TorchFunctionMode
 
 from kda_backend import reference
 
@@ -50,6 +51,18 @@ def server_args(*options: str) -> Any:
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
     return arguments
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Some releases make the buffers of drafts on ``"cuda"``, whatever the pool's device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
 
 
 _open = contextlib.ExitStack()
@@ -87,18 +100,21 @@ class Served:
         self.layers = torch.nn.ModuleList(layers)
         # sglang copies tracked states once the last layer of its pool has run
         params = dataclasses.replace(config.mamba2_cache_params, layers=list(LAYERS))
-        self.pool = HybridReqToTokenPool(
-            size=REQUESTS,
-            mamba_size=SLOTS,
-            mamba_spec_state_size=REQUESTS,
-            max_context_len=1024,
-            device="cpu",
-            enable_memory_saver=False,
-            cache_params=params,
-            mamba_layer_ids=list(params.layers),
-            enable_mamba_extra_buffer=False,
-            enable_overlap_schedule=False,
-        )
+        with OnTheCpu():
+            self.pool = HybridReqToTokenPool(
+                size=REQUESTS,
+                mamba_size=SLOTS,
+                mamba_spec_state_size=REQUESTS,
+                max_context_len=1024,
+                device="cpu",
+                enable_memory_saver=False,
+                cache_params=params,
+                mamba_layer_ids=list(params.layers),
+                enable_mamba_extra_buffer=False,
+                enable_overlap_schedule=False,
+                speculative_num_draft_tokens=self.args.speculative_num_draft_tokens,
+                speculative_eagle_topk=self.args.speculative_eagle_topk,
+            )
         self.runner = SimpleNamespace(
             device="cpu",
             gpu_id=0,

@@ -46,7 +46,10 @@ prefill: ``out`` of zeros                      not where sglang clears padded ro
 prefill: snapshots, intermediate states,       by whether the bucket has tables for them; which rows
 ``num_state_checkpoints``                      are kept is read on the device: test_prefill_graph
 prefill: ``is_spec_decode``                    of the forward mode, which has graphs of its own
-drafts to verify                               upstream's kernel alone: here
+drafts: slots, offsets and rows of buffers     by address, from the metadata's buffers of this size
+                                               and a table of the backend: test_drafts
+drafts: number of requests, path of the table  by the size of the captured batch: test_drafts
+drafts: chain or tree, ``refusal``             of the server's arguments
 =============================================  =====================================================
 """
 
@@ -59,7 +62,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
@@ -278,20 +280,6 @@ def test_indices_of_the_capture_are_caught(
     monkeypatch.setattr(KdaKernel, "step", other)
     with pytest.raises(error, match=message):
         check_replays(served)
-
-
-def test_drafts_are_verified_by_upstreams_kernel(served: Served) -> None:
-    """What a graph of drafts to verify captures holds nothing of this package's."""
-    backend = served.backend.linear_attn_backend
-    assert type(served.dispatcher.verify_kernel) is TritonKDAKernel
-    assert "forward_extend" not in vars(backend)
-    extend = inspect.getsource(type(backend).forward_extend)
-    handed_over = extend.index("return self._forward_target_verify(")
-    assert handed_over < extend.index("kernel_dispatcher.extend(")
-    verify = inspect.getsource(type(backend)._forward_target_verify)
-    assert "kernel_dispatcher.target_verify(" in verify
-    for ours in (".extend(", ".decode(", ".packed_decode(", ".forward_decode("):
-        assert ours not in verify
 
 
 def test_a_prefill_in_one_full_graph_is_refused_by_upstream(served: Served) -> None:

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from backend_core.launch.triton import KernelLaunch
 from kda_backend.engines import sglang_layer
 from tests.engines.kda.sglang.harness import Served
+from tests.engines.kda.sglang.test_drafts import DRAFT, drafts, options, ragged
 from tests.engines.kda.sglang.test_layer import kernels_of_an_a100, tokens
 from tests.engines.launches import Variant, variant
 
@@ -25,6 +26,8 @@ PREFILLS: list[tuple[list[int], list[int], list[tuple[int, int]]]] = [
     ([17, 1, 1, 1, 100], [0, 3, 4, 5, 64], []),
 ]
 DECODES = (1, 2, 5, 8)
+# tokens of each draft; ``None`` where all have as many
+DRAFTS = ((1, None), (4, None), (2, [1, 1]), (5, [4, 4, 4, 3, 1]))
 
 
 def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +38,10 @@ def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPa
     # a part whose paths are all Triton's
     monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
     with torch.no_grad():
-        served = Served("--attention-backend", "kda")
+        served = Served(*options())
         compiled = set(launched)
-        assert {key[0] for key in compiled} >= {"scan_kernel", "decode_step_kernel"}
+        expected = {"scan_kernel", "decode_step_kernel", "verify_step_kernel"}
+        assert {key[0] for key in compiled} >= expected
         slots = [3, 1, 7, 5, 9]
         for new, prefix, tracked in PREFILLS:
             batch = served.batch(
@@ -49,6 +53,11 @@ def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPa
                 ForwardMode.DECODE, [1] * number, [9] * number, [*slots, 2, 4, 6][:number]
             )
             serve(served, batch, number, launched, compiled, f"{number} decodes")
+        for number, lengths in DRAFTS:
+            total = DRAFT * number if lengths is None else sum(lengths)
+            layout = None if lengths is None else ragged(lengths, total)
+            batch = drafts(served, slots[:number], layout)
+            serve(served, batch, total, launched, compiled, f"{number} drafts")
 
 
 def serve(

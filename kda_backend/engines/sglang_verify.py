@@ -1,0 +1,169 @@
+"""Drafts of speculative decoding in sglang's KDA layers: one launch from the projections on.
+
+sglang verifies a draft of at most ``speculative_num_draft_tokens`` tokens per request without
+touching its pools: the state and the convolution's window after token t of a batch's request n go
+to step t of row n of two buffers, and once it knows how many tokens it accepts it copies that step
+into the pools itself. Drafts that form a tree, and what else `refusal` names, stay upstream's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+
+from backend_core.strict import fallback
+from backend_core.target import Target
+from kda_backend.api_step import kda_verify_step
+from kda_backend.engines.sglang_kernel import KdaKernel, norm_handed_over, split_rows
+from kda_backend.selection import KdaSelection
+
+
+def install(kernel: KdaKernel, backend: Any, layer: Any, cache: Any, *, one_launch: bool) -> bool:
+    """Verify drafts of ``backend``, sglang's KDAAttnBackend, here; whether it does so.
+
+    Args:
+        layer, cache: one of the model's KDA layers, and its states.
+        one_launch: the convolution of such layers fits into the launch.
+    """
+    if getattr(cache, "intermediate_conv_window", None) is None:
+        return False  # there is no speculative decoding
+    target = kernel.selection.target
+    if (reason := refusal(backend, cache, target, one_launch=one_launch)) is not None:
+        fallback(f"drafts are verified by sglang's kernels: {reason}")
+        return False
+    upstream = backend._forward_target_verify
+    backend._forward_target_verify = functools.partial(verify_layer, kernel, backend, upstream)
+    return True
+
+
+def refusal(backend: Any, cache: Any, target: Target, *, one_launch: bool) -> str | None:
+    """Why the drafts of a server stay upstream's, or ``None``."""
+    dispatcher = backend.kernel_dispatcher
+    if backend.topk > 1:
+        return f"they form a tree (--speculative-eagle-topk {backend.topk}), not a chain"
+    # sglang's default for Kimi's models is nv_cutedsl, which is a kernel of its own on Blackwell
+    # and Triton's elsewhere
+    chosen = dispatcher.verify_backend
+    cutedsl = chosen.is_nv_cutedsl() and target.arch.startswith("sm10")
+    if type(dispatcher.verify_kernel) is not TritonKDAKernel or cutedsl:
+        return f"{chosen.value} was chosen: pass --linear-attn-verify-backend triton"
+    if getattr(backend, "_fused_chain_verify_fn", None) is not None:
+        return "SGLANG_OPT_FUSED_KDA_VERIFY asks for a kernel of sglang's own"
+    if cache.intermediate_ssm is None:
+        return "--enable-linear-replayssm-spec keeps records of sglang's own, not states"
+    if _rows_of_requests():
+        return "SGLANG_ENABLE_PP_SPEC gives each request a row of the buffers, not each batch's"
+    if not one_launch:
+        return "the convolution has another width, or there are fewer key than value heads"
+    return None
+
+
+def _rows_of_requests() -> bool:
+    utils = importlib.import_module("sglang.srt.layers.attention.linear.utils")
+    asked = getattr(utils, "pp_spec_stable_rows_enabled", None)  # 0.5.22 and newer
+    return asked is not None and bool(asked())
+
+
+def verify_layer(
+    kernel: KdaKernel,
+    backend: Any,
+    upstream: Callable[..., Any],
+    layer: Any,
+    forward_batch: Any,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> torch.Tensor:
+    """KDAAttnBackend._forward_target_verify: its arguments and its result.
+
+    ``mixed_qkv [T, C]`` before the convolution, raw gate ``a`` and step-size logits ``b`` of T
+    drafted tokens, those of a request after one another; T may be padded. Returns ``[1, T, HV,
+    V]``, zeros where a token belongs to no request. Kimi-K3's layers also offer their output's
+    norm, which then ends the same launch.
+    """
+    cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+    metadata = backend.forward_metadata
+    norm = norm_handed_over(layer)
+    try:
+        if metadata.retrieve_next_token is not None:
+            raise ValueError("the drafts of this batch form a tree")
+        out = verify(
+            kernel.selection,
+            layer,
+            cache,
+            (mixed_qkv, a, b),
+            metadata.mamba_cache_indices,
+            backend.verify_intermediate_state_indices,
+            metadata.query_start_loc,
+            norm,
+        )
+    except ValueError as error:
+        fallback(f"drafts: {error}")
+        result: torch.Tensor = upstream(layer, forward_batch, mixed_qkv, a, b)
+        return result
+    if norm is not None:
+        layer._k3_onorm_consumed = True
+    return out.unsqueeze(0)
+
+
+def verify(
+    selection: KdaSelection,
+    layer: Any,
+    cache: Any,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """The drafts of N requests through one layer.
+
+    Args:
+        inputs: ``mixed_qkv``, ``a`` and ``b`` of `verify_layer`.
+        slots: ``[N]`` int32 or longer, -1 or 0 for a padded request; rows: of the buffers, ``[N]``
+            int32 or longer; query_start_loc: ``[N + 1]`` int32.
+        norm: as `norm_handed_over` returns it.
+
+    Returns:
+        ``[T, HV, V]``.
+
+    Raises:
+        ValueError: the operator refuses; nothing has been written.
+    """
+    mixed_qkv, a, b = inputs
+    tokens, requests = mixed_qkv.shape[0], query_start_loc.shape[0] - 1
+    q, k, v = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+    stages: dict[str, Any] = {}
+    if norm is not None:
+        stages["norm_weight"], gate, stages["norm_eps"] = norm
+        stages["norm_gate"] = gate.view(v.shape)
+    return kda_verify_step(
+        q,
+        k,
+        v,
+        a.reshape(tokens, layer.num_v_heads, -1),
+        b.reshape(tokens, layer.num_v_heads),
+        cache.temporal,
+        slots[:requests],
+        cu_seqlens=query_start_loc,
+        intermediate_states=cache.intermediate_ssm,
+        intermediate_indices=rows[:requests],
+        intermediate_conv=cache.intermediate_conv_window[0].transpose(-1, -2),
+        null_slot=0,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=layer.lower_bound,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        conv_state=cache.conv[0].transpose(-1, -2),
+        conv_weight=layer.conv_weights,
+        conv_bias=layer.bias,
+        selection=selection,
+        **stages,
+    )
