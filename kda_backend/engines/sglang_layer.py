@@ -190,7 +190,9 @@ def compile_kernels(
         snapshot = torch.empty(shape, dtype=torch.float32, device=device)
         tracked = {"track_state": snapshot, "track_chunk_idx": padded[:1]}
 
-    def inputs(tokens: int, extra: int, beta_extra: int) -> tuple[torch.Tensor, ...]:
+    def inputs(
+        tokens: int, extra: int, beta_extra: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = [
             torch.zeros(tokens, width + more, dtype=dtype, device=device)
             for more in (extra, beta_extra)

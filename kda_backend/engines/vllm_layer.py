@@ -26,6 +26,8 @@ from kda_backend.layer import LayerWeights, Tokens
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, deterministic_prefix, select
 
+_PLANS = "_kda_dsv4_plans"  # on vLLM's ForwardContext, of which each pass has its own
+
 
 def runtime_of(
     vllm_config: VllmConfig,
@@ -144,14 +146,16 @@ def attend(
             be padded.
         out: ``[T, H, D]``, written; zeros where T is padding.
     """
-    metadata = get_forward_context().attn_metadata
+    context = get_forward_context()
+    metadata = context.attn_metadata
     metadata = metadata.get(module.prefix) if isinstance(metadata, dict) else None
     if metadata is None:
         profile(runtime, weights, module, qkv, g, beta, gate, out)
         return
     whole = Tokens(qkv, g, beta, gate, out)
     try:
-        run_step(runtime, weights, module, whole, metadata)
+        plans = vars(context).setdefault(_PLANS, {})
+        run_step(runtime, weights, module, whole, metadata, plans)
     except Exception as error:
         log_failed_step(f"KDA layer {module.prefix}", error)
         raise

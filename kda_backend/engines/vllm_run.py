@@ -19,6 +19,7 @@ from kda_backend.engines.vllm_step import Draft, Segment, build_step
 from kda_backend.layer import LayerWeights, Pools, Tokens
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
+from kda_backend.step_plan import StepPlan
 
 _STEP = "_kda_dsv4_step"
 
@@ -41,13 +42,19 @@ class Runtime:
 
 
 def run_step(
-    runtime: Runtime, weights: LayerWeights, module: Any, whole: Tokens, metadata: Any
+    runtime: Runtime,
+    weights: LayerWeights,
+    module: Any,
+    whole: Tokens,
+    metadata: Any,
+    plans: dict[Any, StepPlan],
 ) -> None:
+    """``plans``: as `build_step` takes them."""
     step = getattr(metadata, _STEP, None)
     # the layers that share metadata have caches and projections of one shape
     checked = step is not None
     if step is None:
-        step = build_step(metadata, runtime.selection)
+        step = build_step(metadata, runtime.selection, plans)
         setattr(metadata, _STEP, step)
     conv_pool, state_pool = module.kv_cache[:2]
     if not is_conv_state_dim_first():

@@ -52,8 +52,20 @@ class Step:
     draft: Draft | None = None
 
 
-def build_step(m: Any, selection: KdaSelection) -> Step:
-    """From vLLM's ``GDNAttentionMetadata`` or ``KimiK3KDAMetadata``; no device value is read."""
+def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> Step:
+    """From vLLM's ``GDNAttentionMetadata`` or ``KimiK3KDAMetadata``; no device value is read.
+
+    Args:
+        plans: those of this forward pass, to which this one's are added. Each cache group has
+            metadata of its own, with other slots: the requests and their lengths are the same.
+    """
+
+    def plan(what: str, bounds: torch.Tensor, tokens: int) -> StepPlan:
+        key = (what, bounds.shape[0], tokens, m.num_decodes, m.num_spec_decodes)
+        if key not in plans:
+            plans[key] = build_step_plan(bounds, tokens, chunk_table=tables)
+        return plans[key]
+
     decode = prefill = draft = None
     tables = selection.target.vendor != "cpu"
     begin = m.num_decode_tokens
@@ -77,8 +89,8 @@ def build_step(m: Any, selection: KdaSelection) -> Step:
         else:
             # beside prefills the engine says which rows continue: a prompt may have one token
             bounds = m.non_spec_query_start_loc[: begin + 1]
-            table = build_step_plan(bounds, begin, chunk_table=tables)
-            decode = Segment(0, begin, indices, m.has_initial_state[:begin], table)
+            initial = m.has_initial_state[:begin]
+            decode = Segment(0, begin, indices, initial, plan("decodes", bounds, begin))
     if m.num_prefills:
         bounds, slots, initial, first = _prefills(m)
         prefill = Segment(
@@ -86,7 +98,7 @@ def build_step(m: Any, selection: KdaSelection) -> Step:
             begin + m.num_prefill_tokens,
             _aligned(slots),
             _aligned(initial),
-            build_step_plan(bounds, m.num_prefill_tokens, chunk_table=tables),
+            plan("prefills", bounds, m.num_prefill_tokens),
             _checkpoints(m, first, slots.shape[0]),
         )
     tokens = begin + (m.num_prefill_tokens if m.num_prefills else 0)

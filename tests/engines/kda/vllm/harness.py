@@ -196,21 +196,37 @@ def run_layer(
     layer: Any, config: VllmConfig, hidden_states: torch.Tensor, metadata: Any | None
 ) -> torch.Tensor:
     """The layer's forward as the model calls it, under the engine's forward context."""
+    (output,) = run_layers([layer], config, hidden_states, None if metadata is None else [metadata])
+    return output
+
+
+def run_layers(
+    layers: Sequence[Any],
+    config: VllmConfig,
+    hidden_states: torch.Tensor,
+    metadata: Sequence[Any] | None,
+) -> list[torch.Tensor]:
+    """Each layer on the same input, with its own metadata, in one forward context."""
     positions = torch.zeros(hidden_states.shape[0], dtype=torch.int64)
-    attn_metadata = None if metadata is None else {layer.prefix: metadata}
+    attn_metadata = None
+    if metadata is not None:
+        attn_metadata = {layer.prefix: m for layer, m in zip(layers, metadata, strict=True)}
+    outputs = []
     with (
         torch.no_grad(),
         set_current_vllm_config(config),
         set_forward_context(attn_metadata, config, num_tokens=hidden_states.shape[0]),
     ):
-        output = torch.empty_like(hidden_states)
-        try:
-            result = layer(hidden_states=hidden_states, positions=positions, output=output)
-        except TypeError as error:
-            if "output" not in str(error):
-                raise
-            result = layer(hidden_states=hidden_states, positions=positions)
-    return output if result is None else result
+        for layer in layers:
+            output = torch.empty_like(hidden_states)
+            try:
+                result = layer(hidden_states=hidden_states, positions=positions, output=output)
+            except TypeError as error:
+                if "output" not in str(error):
+                    raise
+                result = layer(hidden_states=hidden_states, positions=positions)
+            outputs.append(output if result is None else result)
+    return outputs
 
 
 class Definition:

@@ -1,0 +1,112 @@
+"""Layers of several cache groups in one step: metadata and slots of their own, one plan.
+
+vLLM divides a model's KDA layers into groups of caches, each with a block table and metadata of
+its own over the same requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.testing.numerics import relative_error
+from kda_backend.engines import vllm_step
+from kda_backend.engines.vllm import register
+from tests.engines.kda.vllm.harness import bind_cache, engine_config, run_layers, step_metadata
+from tests.engines.kda.vllm.models import MODELS, Definition, build
+from tests.engines.kda.vllm.test_models import DRAFT, TOLERANCE, VERIFIES, check, hidden, table
+
+SLOTS = ((3, 5, 7), (2, 9, 4))  # of the three requests, in each group
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(under_the_models_dtype: None) -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+class Groups:
+    """Two layers with the same weights in two groups, and the plans that their steps make."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        model = MODELS[name]
+        if model.module is None:
+            pytest.skip("this release does not have the model")
+        register()
+        self.config = engine_config(flag=True, dtype="float32", **options)
+        self.layers = [build(model, self.config, index=index) for index in (0, 1)]
+        for layer in self.layers:
+            bind_cache(layer, self.config)
+        self.definitions = [[Definition(model) for _ in SLOTS[0]] for _ in self.layers]
+        self.built: list[list[int]] = []
+        upstream = vllm_step.build_step_plan
+
+        def counted(bounds: torch.Tensor, *args: Any, **options: Any) -> Any:
+            self.built.append(bounds.tolist())
+            return upstream(bounds, *args, **options)
+
+        monkeypatch.setattr(vllm_step, "build_step_plan", counted)
+
+    def step(
+        self,
+        lengths: Sequence[int],
+        computed: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        accepted: Sequence[int] | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The step's input, and the output of each layer, whose group has a block table."""
+        x = hidden(sum(lengths), seed=sum(computed))
+        metadata = [
+            step_metadata(layer, self.config, lengths, computed, rows, accepted)
+            for layer, rows in zip(self.layers, tables, strict=True)
+        ]
+        return x, run_layers(self.layers, self.config, x, metadata)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_step_plans_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Groups(name, monkeypatch)
+    tables = [table(*slots) for slots in SLOTS]
+    for lengths, computed, plans in (
+        ((70, 3, 20), (0, 0, 0), [[0, 70, 73, 93]]),
+        ((1, 1, 65), (70, 3, 20), [[0, 1, 2], [0, 65]]),  # two decodes beside a prefill
+        ((5, 66, 2), (71, 4, 85), [[0, 5, 71, 73]]),
+        ((66, 5, 2), (76, 70, 87), [[0, 66, 71, 73]]),  # as many requests and tokens as before
+    ):
+        groups.built.clear()
+        x, outputs = groups.step(lengths, computed, tables)
+        assert groups.built == plans
+        for layer, o, slots, definitions in zip(
+            groups.layers, outputs, SLOTS, groups.definitions, strict=True
+        ):
+            check(layer, o, x, lengths, slots, definitions)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_prefills_beside_drafts_plan_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their offsets are another tensor in each group's metadata."""
+    if not VERIFIES:
+        pytest.skip("this release is served without drafts")
+    draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
+    groups = Groups(name, monkeypatch, speculative_config=draft)
+    tables = [
+        torch.tensor([[3, 5, 7, 8], [1, 0, 0, 0]], dtype=torch.int32),
+        torch.tensor([[2, 9, 4, 6], [10, 0, 0, 0]], dtype=torch.int32),
+    ]
+    x, _ = groups.step((9,), (0,), [rows[:1] for rows in tables], (0,))
+    for definitions in groups.definitions:
+        definitions[0].run(x)
+    groups.built.clear()
+    lengths = (DRAFT, 70)
+    x, outputs = groups.step(lengths, (9, 0), tables, (1, 0))
+    assert groups.built == [[0, 70]]
+    for layer, o, rows, definitions in zip(
+        groups.layers, outputs, tables, groups.definitions, strict=True
+    ):
+        for definition, own, out, slot in zip(
+            definitions, x.split(lengths), o.split(lengths), (rows[0, -1], rows[1, 0]), strict=False
+        ):
+            assert relative_error(out, definition.run(own)) < TOLERANCE
+            assert relative_error(layer.kv_cache[1][slot], definition.state[0]) < TOLERANCE
