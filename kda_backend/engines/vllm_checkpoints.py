@@ -35,8 +35,10 @@ class ExportsCheckpoints:
 def checkpointing_spec(spec: Any, *, exports: bool) -> Any:
     """``spec``, vLLM's ``MambaSpec`` of a layer, with the checkpoints that our layer exports.
 
-    Releases without an alignment in the spec (0.29 and older) take every 16th token for granted:
-    there the layer has none, and the scheduler ends a step's prefill where it needs a state.
+    0.29 has no alignment in the spec and takes every 16th token for granted. But its scheduler lets
+    a prefill that starts within a block end with that block, so that the only place it asks for is
+    at whole blocks from a block's start. Where those are not whole chunks the layer has no
+    checkpoints, and the scheduler ends a step's prefill where it needs a state.
 
     Args:
         exports: upstream's layer of this release has checkpoints, on some platform.
@@ -44,7 +46,6 @@ def checkpointing_spec(spec: Any, *, exports: bool) -> Any:
     known = {field.name for field in dataclasses.fields(spec)}
     if _NUMBER not in known:
         return spec
-    if exports and _ALIGNMENT in known:
-        return dataclasses.replace(spec, **{_NUMBER: 1, _ALIGNMENT: CHUNK})
-    none = {_NUMBER: 0, _ALIGNMENT: None}
-    return dataclasses.replace(spec, **{name: none[name] for name in none if name in known})
+    keeps = exports and (_ALIGNMENT in known or spec.block_size % CHUNK == 0)
+    asked = {_NUMBER: int(keeps), _ALIGNMENT: CHUNK if keeps else None}
+    return dataclasses.replace(spec, **{name: asked[name] for name in asked if name in known})

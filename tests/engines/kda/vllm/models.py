@@ -167,7 +167,7 @@ MODELS = {
             ("in_proj_qkvgfab", ("q", "k", "v", "g", "f_a", "b")),
             _k3_config,
             _build,
-            checkpoints="0.30.0",
+            checkpoints="0.29.0",
             packed_conv=True,
         ),
         Model(
