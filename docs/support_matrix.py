@@ -77,7 +77,9 @@ def render() -> str:
     """The page's text."""
     return (
         HEAD
-        + "\n".join([*_hardware(), *_paths(), *_engines(), *MODELS.splitlines(), *_results()])
+        + "\n".join(
+            [*_hardware(), *_paths(), *_triton(), *_engines(), *MODELS.splitlines(), *_results()]
+        )
         + "\n"
     )
 
@@ -139,6 +141,27 @@ def _paths() -> list[str]:
                 cells = (target.name, family.name, f"`{operator}`", names, measured)
                 lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", "On a CPU every operator has the path `torch`."]
+
+
+def _triton() -> list[str]:
+    file = RESULTS / "triton_releases.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    lines = [
+        "",
+        "## Triton",
+        "",
+        "torch brings Triton, and an engine asks for one torch. GPU results and CI's tests are of",
+        "3.6.0 (torch 2.11); CI compiles the kernels for Hopper with the release of the newest",
+        f"engines too. Others ([result]({_link(file)}); no GPU has run them):",
+        "",
+        "| Triton | torch | what | right |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        total = row.get("kernels") or row["passed"] + len(row["failed"])
+        right = f"{total - len(row['failed'])} of {total}"
+        lines.append(f"| {row['triton']} | {row['torch']} | {row['what']} | {right} |")
+    return lines
 
 
 def _engines() -> list[str]:

@@ -164,14 +164,16 @@ def rows(release: str) -> Iterator[dict[str, Any]]:
             found |= compiled_under(release, family, arch)
         yield {
             "triton": release,
-            "what": f"compiled for {arch}",
+            "torch": RELEASES.get(release),
+            "what": f"kernels compiled for {arch}",
             "kernels": len(found),
             "failed": {name: line for name, line in found.items() if isinstance(line, str)},
         }
     if release == NEWEST:
         for family in FAMILIES:
             what = f"tests of {family} in the interpreter"
-            yield {"triton": release, "what": what, **interpreted_under(release, family)}
+            found = interpreted_under(release, family)
+            yield {"triton": release, "torch": RELEASES[release], "what": what, **found}
 
 
 def main(arguments: list[str]) -> int:

@@ -301,6 +301,9 @@ def test_packed_and_narrow_arithmetic() -> None:
     values = {"v3": np.full(64, 0x41000000, "u4"), "v4": np.full(64, 2, "u4")}
     wave = run(f"v_or_b32_sdwa v2, v3, v4 {parts}", **values)
     assert wave.u[2][0] == 0x4300
+    vcc = "s_mov_b64 vcc, 1"  # the first lane takes the second source
+    wave = run(vcc, f"v_cndmask_b32_sdwa v2, v3, v4, vcc {parts}", **values)
+    assert (wave.u[2][0], wave.u[2][1]) == (0x200, 0x4100)
     wave = run("v_cvt_pk_bf16_f32 v2, v3, v4", v3=f32(1.00390625), v4=f32(float("nan")))
     assert wave.u[2][0] & 0xFFFF == 0x3F80 and wave.u[2][0] >> 16 & 0x7FFF > 0x7F80
     wave = run("v_sub_u32_e64 v2, v3, 5 clamp", v3=np.full(64, 3, "u4"))

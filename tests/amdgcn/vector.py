@@ -115,6 +115,14 @@ def _selected(source: Operand, kind: str, selection: str) -> Reader:
     return lambda wave: convert(read(wave) >> shift & keep, kind)
 
 
+def _part_of_target(modifiers: dict[str, str]) -> tuple[np.uint32, np.uint32]:
+    """Where a result goes and which of its bits; the rest of the target becomes zero."""
+    shift, keep = (np.uint32(x) for x in _SELECTIONS[modifiers.pop("dst_sel", "DWORD")])
+    if modifiers.pop("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
+        raise UnmodelledError("SDWA that keeps a part of the target")
+    return shift, keep
+
+
 def _with_sdwa(
     target: Operand,
     sources: list[Operand],
@@ -127,9 +135,7 @@ def _with_sdwa(
         _selected(source, kind, modifiers.pop(f"src{n}_sel", "DWORD"))
         for n, (source, kind) in enumerate(zip(sources, kinds, strict=True))
     ]
-    shift, keep = (np.uint32(x) for x in _SELECTIONS[modifiers.pop("dst_sel", "DWORD")])
-    if modifiers.pop("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
-        raise UnmodelledError("SDWA that keeps a part of the target")
+    shift, keep = _part_of_target(modifiers)
     row = target.index
 
     def run(wave: Wave) -> None:
@@ -165,15 +171,15 @@ def _cndmask(instruction: Instruction, operands: list[Operand], modifiers: dict[
     if instruction.encoding == "sdwa":
         picks = [modifiers.pop(f"src{n}_sel", "DWORD") for n in range(2)]
         a, b = (_selected(x, "u", pick) for x, pick in zip(sources, picks, strict=True))
-        if modifiers.pop("dst_sel") != "DWORD" or modifiers.pop("dst_unused") != "UNUSED_PAD":
-            raise UnmodelledError("v_cndmask_b32 into a part of its target")
     else:
         kind = "f" if any(x.negate or x.absolute for x in sources) else "u"
         a, b = (_raw(reader(x, kind)) for x in sources)
+    shift, keep = _part_of_target(modifiers)
     row, at = target.index, condition.index
 
     def run(wave: Wave) -> None:
-        wave.put(wave.u, row, np.where(lanes_of(wave.s64(at)), b(wave), a(wave)))
+        value = np.where(lanes_of(wave.s64(at)), b(wave), a(wave))
+        wave.put(wave.u, row, (value & keep) << shift)
 
     return run
 
