@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from backend_core.autocast import without_autocast
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan
@@ -147,6 +148,7 @@ def check_gated_norm(
     expect_shape("norm weight", weight, (dim,))
 
 
+@without_autocast
 def _short_conv_torch(
     x: torch.Tensor,
     weight: torch.Tensor,

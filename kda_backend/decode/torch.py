@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from backend_core.autocast import without_autocast
 from kda_backend import reference
 from kda_backend.contract.step import DraftShape
 from kda_backend.contract.values import (
@@ -20,7 +21,6 @@ from kda_backend.contract.values import (
 )
 from kda_backend.prefill.torch import (
     activated,
-    in_fp32,
     log_decay,
     read_states,
     step_size,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
 
 
-@in_fp32
+@without_autocast
 def recurrent(
     path: KernelPath,
     tokens: TokenInputs,
@@ -52,7 +52,7 @@ def recurrent(
     out.copy_(o.view(out.shape))
 
 
-@in_fp32
+@without_autocast
 def step(
     path: KernelPath,
     tokens: TokenInputs,
@@ -81,7 +81,7 @@ def step(
     out.copy_(result)
 
 
-@in_fp32
+@without_autocast
 def verification(
     path: KernelPath,
     tokens: TokenInputs,

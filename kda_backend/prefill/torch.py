@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING
 
 import torch
 
+from backend_core.autocast import without_autocast
 from kda_backend import reference
 from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.scratch import Scratch
@@ -17,21 +16,8 @@ from kda_backend.step_plan import StepPlan
 if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
 
-Arguments = ParamSpec("Arguments")
 
-
-def in_fp32(path: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """A path whose products are in fp32 under autocast too."""
-
-    @functools.wraps(path)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        with torch.autocast("cpu", enabled=False):  # one of its own for each thread
-            path(*args, **kwargs)
-
-    return run
-
-
-@in_fp32
+@without_autocast
 def prefill(
     path: KernelPath,
     tokens: TokenInputs,

@@ -15,6 +15,7 @@ from backend_core.launch.faults import FaultRecord
 from kda_backend import api, api_step, chunk_kda, fused_recurrent_kda
 from kda_backend import scratch as scratch_module
 from kda_backend import step_plan as step_plan_module
+from kda_backend.layer_stages import short_conv
 from kda_backend.scratch import Scratch
 from kda_backend.step_plan import build_step_plan, equal_length_plan, plan_of_rows
 from kda_backend.testing.steps import StepPools, make_step
@@ -71,6 +72,14 @@ def verification(seed: int) -> Callable[[], Results]:
     return lambda: (draft.run(ON_CPU), draft.states[draft.rows[0]])
 
 
+def convolution(seed: int) -> Callable[[], Results]:
+    rng = torch.Generator().manual_seed(seed)
+    x, weight, pool = (torch.randn(*size, generator=rng) for size in ((7, 64), (64, 4), (2, 64, 3)))
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+    plan = build_step_plan(torch.tensor([0, 3, 7], dtype=torch.int32), 7, chunk_table=False)
+    return lambda: (short_conv(x, weight, pool, slots, None, plan), pool)
+
+
 @contextmanager
 def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
@@ -89,7 +98,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-@pytest.mark.parametrize("make", [prefill, recurrent, step, verification])
+@pytest.mark.parametrize("make", [prefill, recurrent, step, verification, convolution])
 def test_a_result_is_that_of_the_arguments_alone(
     make: Callable[[int], Callable[[], Results]], surroundings: str, seed: int
 ) -> None:
