@@ -293,7 +293,9 @@ def test_both_searches_make_the_same_plan(
     seed: int,
     device: torch.device,
 ) -> None:
-    """Bit for bit, from the same scores, with rows that have none and keys that are the same."""
+    """With rows that have none and keys that are the same. Of blocks whose logits differ in their
+    last bits alone, which keys that are the same may have on a CPU, weights may not tell them apart
+    while logits do: one search then keeps a block that the other leaves."""
     q, k, _ = inputs((2, 64, 64), (1, 600, 64), seed=seed, device=device)
     k[0, 0, 160:320] = k[0, 0, :160]  # ties
     q[0, 1, 40] = torch.nan
@@ -304,13 +306,20 @@ def test_both_searches_make_the_same_plan(
         )
         for params in (PredictionParams(), PredictionParams(search="logits", order_step=256))
     ]  # fmt: skip
-    for name in ("rows", "work", "sequences"):
-        first, second = (getattr(plan, name) for plan in plans)
-        assert torch.equal(first, second), name
-    rows = plans[0].rows.tolist()
-    first, second = (plan.cols.tolist() for plan in plans)
-    assert all(first[r[0] : r[2]] == second[r[0] : r[2]] for r in rows)
-    assert 0 < sum(r[2] - r[0] for r in rows) < len(rows) * 38
+    blocks = [kept(plan) for plan in plans]
+    tiles = torch.nn.functional.pad(k[0, 0].double(), (0, 0, 0, 8)).view(38, 16, 64).sum(1)
+    tiles /= torch.tensor([16.0] * 37 + [8.0], device=device)[:, None]
+    logits = (4 * q[0].double().view(2, 4, 16, 64).mean(2) @ tiles.T / 8).view(8, 38)
+    differ = [row for row in range(8) if blocks[0][row] != blocks[1][row]]
+    for row in differ:
+        for block in set(blocks[0][row]) ^ set(blocks[1][row]):
+            apart = (logits[row] - logits[row, block]).abs()
+            assert apart.sort().values[1] < 1e-5, (row, block)
+    assert len(differ) <= 4
+    if not differ:
+        for name in ("rows", "work", "sequences"):
+            assert torch.equal(*(getattr(plan, name) for plan in plans)), name
+    assert 0 < sum(map(len, blocks[0])) < len(blocks[0]) * 38
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
