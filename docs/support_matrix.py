@@ -25,6 +25,7 @@ from backend_core.target import KNOWN_TARGETS, Target
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support-matrix.md"
 RESULTS = ROOT / "benchmarks" / "results"
+TRITON = RESULTS / "triton_releases.json"
 # Those of this repository alone: what else is installed here is not documented here.
 FAMILIES: dict[str, Family] = {
     package: importlib.import_module(f"{package}.family").FAMILY for package in PACKAGES
@@ -144,15 +145,14 @@ def _paths() -> list[str]:
 
 
 def _triton() -> list[str]:
-    file = RESULTS / "triton_releases.json"
-    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(TRITON.read_text(encoding="utf-8"))["rows"]
     lines = [
         "",
         "## Triton",
         "",
         "torch brings Triton, and an engine asks for one torch. GPU results and CI's tests are of",
         "3.6.0 (torch 2.11); CI compiles the kernels for Hopper with the release of the newest",
-        f"engines too. Others ([result]({_link(file)}); no GPU has run them):",
+        f"engines too. Others ([result]({_link(TRITON)}); no GPU has run them):",
         "",
         "| Triton | torch | what | compile |",
         "|---|---|---|---|",
