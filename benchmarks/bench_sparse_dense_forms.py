@@ -11,8 +11,8 @@ once more with queries eight times as large, whose maxima move more. ``same_bits
 outputs are those of the form in use. A form that is wrong is named and not timed, and the script
 then fails.
 
-The others are timed in turn, forwards and then backwards (``ms``, ``again_ms``); dense rows by
-events, since they take a quarter of a second, the rest by replays of CUDA graphs.
+The others are timed one after another, forwards and then backwards (``ms``, ``again_ms``); dense
+rows by events, since they take a quarter of a second, the rest by replays of CUDA graphs.
 """
 
 from __future__ import annotations

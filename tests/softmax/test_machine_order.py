@@ -38,7 +38,7 @@ PLANTED = {
         ["a store does not wait for empty", "a store after full does not wait"],
     ),
     "barriers that no role uses": (
-        "block_sparse.py",
+        "block_load.py",
         "    if takes_turns_by_mbarrier(FORM):\n        turn", "    if True:\n        turn",
         "block_sparse gluon packed", ["a store over a barrier"],
     ),

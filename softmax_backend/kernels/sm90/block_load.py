@@ -1,11 +1,12 @@
-# ruff: noqa: RUF059  Gluon needs tuples taken apart whole
-"""The loading warp of block-sparse attention for Hopper in Gluon, beside ``block_walk.py``."""
+# ruff: noqa: RUF005, RUF059  Gluon needs lists added and tuples taken apart whole
+"""The ring of keys and values of block-sparse attention for Hopper in Gluon, and the warp that
+loads it, beside ``block_walk.py``."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from softmax_backend.kernels.sm90.block_forms import has
+from softmax_backend.kernels.sm90.block_forms import has, takes_turns_by_mbarrier
 from softmax_backend.kernels.sm90.gluon_names import tensor_load
 
 
@@ -27,6 +28,39 @@ def paged_keys(keys, batch, start):
     """The same in pages of whole blocks, [pages, Hkv, page_size, D]."""
     k_begin, pages_ptr, page_size = keys
     return gl.load(pages_ptr + k_begin + start // page_size), start % page_size
+
+
+@gluon.jit
+def allocate_ring(k_desc, v_desc, STAGES: gl.constexpr):
+    """Buffers of keys and of values, and for each stage full and empty barriers of both."""
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    return k_s, v_s, k_full, k_empty, v_full, v_empty
+
+
+@gluon.jit
+def allocate_turn(unused, FORM: gl.constexpr):
+    """The barriers by which warpgroups take turns, ``unused`` where they do not.
+
+    Barriers that no role uses are not allocated: the compiler would lay the roles' arguments over
+    them, and the warps that store those do not wait for the one that initialises.
+    """
+    if takes_turns_by_mbarrier(FORM):
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(turn.index(i), count=1)
+    else:
+        turn = unused
+    return turn
 
 
 @gluon.jit

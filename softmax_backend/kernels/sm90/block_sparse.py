@@ -8,8 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from softmax_backend.kernels.sm90.block_forms import takes_turns_by_mbarrier
-from softmax_backend.kernels.sm90.block_load import load_row, unpacked_keys
+from softmax_backend.kernels.sm90.block_load import (
+    allocate_ring,
+    allocate_turn,
+    load_row,
+    unpacked_keys,
+)
 from softmax_backend.kernels.sm90.block_walk import compute_row
 
 
@@ -36,27 +40,10 @@ def _run(
     q_desc, k_desc, v_desc = descs
     batch, head, tile, q_begin, q_len, kv_len, q_position, mask_aux_ptr = place
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
-    # Barriers that no role uses are not allocated: the compiler would lay the roles' arguments over
-    # them, and the warps that store those do not wait for the one that initialises.
-    if takes_turns_by_mbarrier(FORM):
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(turn.index(i), count=1)
-    else:
-        turn = q_full
+    k_s, v_s, k_full, k_empty, v_full, v_empty = allocate_ring(k_desc, v_desc, STAGES)
+    turn = allocate_turn(q_full, FORM)
     buffers = (q_s, k_s, v_s)
     barriers = (q_full, k_full, k_empty, v_full, v_empty, turn)
     first = tile * 128

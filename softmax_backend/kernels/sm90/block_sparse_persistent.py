@@ -13,12 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from softmax_backend.kernels.sm90.block_forms import (
-    close_turns,
-    open_turns,
-    takes_turns_by_mbarrier,
+from softmax_backend.kernels.sm90.block_forms import close_turns, open_turns
+from softmax_backend.kernels.sm90.block_load import (
+    allocate_ring,
+    allocate_turn,
+    load_keys_ahead,
+    load_queries,
 )
-from softmax_backend.kernels.sm90.block_load import load_keys_ahead, load_queries
 from softmax_backend.kernels.sm90.block_walk import walk_tile, write_tile
 from softmax_backend.kernels.sm90.gluon_names import thread_barrier
 
@@ -50,13 +51,7 @@ def _read_word(word_s):
 
 @gluon.jit
 def _load_tiles(
-    descs,
-    buffers,
-    barriers,
-    handed,
-    plan,
-    pages,
-    queue,
+    loads,
     at_keys: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
@@ -64,6 +59,7 @@ def _load_tiles(
     IS_PACKED: gl.constexpr,
 ):
     """The loading warp."""
+    descs, buffers, barriers, handed, plan, pages, queue = loads
     q_desc, k_desc, v_desc = descs
     q_s, k_s, v_s = buffers
     q_full, k_full, k_empty, v_full, v_empty, turn = barriers
@@ -111,12 +107,7 @@ def _load_tiles(
 
 @gluon.jit
 def _compute_tiles(
-    buffers,
-    barriers,
-    handed,
-    plan,
-    outputs,
-    factor,
+    tiles,
     update: gl.constexpr,
     mask: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -127,6 +118,7 @@ def _compute_tiles(
     FORM: gl.constexpr,
 ):
     """A computing warpgroup: its 64 queries of each tile."""
+    buffers, barriers, handed, plan, outputs, factor = tiles
     q_s, k_s, v_s = buffers
     q_full, k_full, k_empty, v_full, v_empty, turn = barriers
     tile_s, q_empty = handed
@@ -208,103 +200,29 @@ def block_sparse_persistent_sm90_kernel(
     """The arguments of both kernels of ``block_sparse.py``; entries of ``work`` that were taken
     beyond the first of each CTA, which is 0 at the start, and how many there are."""
     q_s = gl.allocate_shared_memory(q_desc.dtype, [4] + q_desc.block_type.shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    if takes_turns_by_mbarrier(FORM):  # else not allocated: block_sparse.py says why
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(turn.index(i), count=1)
-    else:
-        turn = q_full
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+    k_s, v_s, k_full, k_empty, v_full, v_empty = allocate_ring(k_desc, v_desc, STAGES)
+    turn = allocate_turn(q_full, FORM)
     descs = (q_desc, k_desc, v_desc)
     buffers = (q_s, k_s, v_s)
     barriers = (q_full, k_full, k_empty, v_full, v_empty, turn)
     plan = (rows_ptr, cols_ptr, work_ptr, sequences_ptr, mask_aux_ptr)
-    outputs = (
-        out_ptr,
-        lse_ptr,
-        stride_out_b,
-        stride_out_h,
-        stride_out_m,
-        stride_lse_b,
-        stride_lse_h,
-    )
-    pages = (pages_ptr, page_size)
+    strides = (stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h)
+    outputs = (out_ptr, lse_ptr) + strides
     handed = (tile_s, q_empty)
-    queue = (taken_ptr, items)
+    tiles = (buffers, barriers, handed, plan, outputs, factor)
+    loads = (descs, buffers, barriers, handed, plan, (pages_ptr, page_size), (taken_ptr, items))
     # constexprs must be written in the call: a variable's would become tensors
     gl.warp_specialize(
         [
-            (
-                _compute_tiles,
-                (
-                    buffers,
-                    barriers,
-                    handed,
-                    plan,
-                    outputs,
-                    factor,
-                    update,
-                    mask,
-                    BLOCK_N,
-                    D,
-                    STAGES,
-                    0,
-                    IS_PACKED,
-                    FORM,
-                ),
-            ),
-            (
-                _compute_tiles,
-                (
-                    buffers,
-                    barriers,
-                    handed,
-                    plan,
-                    outputs,
-                    factor,
-                    update,
-                    mask,
-                    BLOCK_N,
-                    D,
-                    STAGES,
-                    1,
-                    IS_PACKED,
-                    FORM,
-                ),
-            ),
-            (
-                _load_tiles,
-                (
-                    descs,
-                    buffers,
-                    barriers,
-                    handed,
-                    plan,
-                    pages,
-                    queue,
-                    at_keys,
-                    GROUP,
-                    STAGES,
-                    BLOCK_N,
-                    IS_PACKED,
-                ),
-            ),
+            (_compute_tiles, (tiles, update, mask, BLOCK_N, D, STAGES, 0, IS_PACKED, FORM)),
+            (_compute_tiles, (tiles, update, mask, BLOCK_N, D, STAGES, 1, IS_PACKED, FORM)),
+            (_load_tiles, (loads, at_keys, GROUP, STAGES, BLOCK_N, IS_PACKED)),
         ],
         [4, 1],
         [REGISTERS, 24],
