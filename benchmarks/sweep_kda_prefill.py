@@ -136,11 +136,12 @@ def measure(heads: int, lens: list[int], *, scan: bool, lean: bool) -> dict[str,
     shape = PrefillShape(
         plan.num_chunks * heads, heads * len(lens), plan.max_chunks, heads * plan.long_sequences
     )
+    schedules_of = (scan_candidates if scan else candidates)(shape, ours.num_sms)
     intra = tuple(IntraCost(ctas, 1, 1) for ctas in INTRA_CTAS)
     every = CostModel(ours.num_sms, intra, SCANS[:1], 1)
     times = []
     with mock.patch.object(CostModel, "from_table", return_value=every):
-        for schedule in (scan_candidates if scan else candidates)(shape, ours.num_sms):
+        for schedule in schedules_of:
             pipeline._kernels.cache_clear()  # compiled code is kept on disk
             with mock.patch.object(pipeline, "choose_schedule", return_value=schedule):
                 times.append((schedule, graph_time_ms(ours, replays=8)))
