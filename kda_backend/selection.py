@@ -137,11 +137,13 @@ def warm_up(
     Args:
         prefill, decode: make one small call of the operator with the selection they are given and
             otherwise just as the model will: dtypes, strides, gate, pool. A kernel is compiled
-            anew for each of these that it has not seen.
+            anew for each of these that it has not seen. Without gradients: an engine may load
+            its model where they are on, and parameters ask for them.
     """
-    for single in selection.single_paths():
-        prefill(single)
-        decode(single)
+    with torch.no_grad():
+        for single in selection.single_paths():
+            prefill(single)
+            decode(single)
 
 
 @functools.lru_cache(maxsize=256)
