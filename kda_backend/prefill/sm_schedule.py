@@ -12,14 +12,10 @@ is best on a sweep (benchmarks/sweep_kda_prefill.py); they are not times of stag
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from kda_backend.launch_params import PrefillCostModel
-
-PACE = 0.95
-"""Share of the longest scan in which its tiles are made where more SMs than that takes are free."""
 
 
 class IntraCost(NamedTuple):
@@ -216,10 +212,6 @@ def long_sequences_concurrent(
         intra_ctas = model.num_sms if shape.tiles <= others else at_once
         scan_ctas = shape.scan_ctas(scan, model.num_sms)
         yield ns, Schedule(per_sm, scan.split, scan_ctas, intra_ctas, others, cap, False)
-        # tiles that are made far ahead of the scan leave the L2 cache before it reads them
-        paced = math.ceil(shape.tiles * tile_ns / (PACE * long_ns))
-        if cap == 0 and not shape.short_tasks and shape.tiles > at_once and paced < others:
-            yield ns, Schedule(per_sm, scan.split, scan_ctas, intra_ctas, paced, cap, False)
 
 
 def sequence_major(
