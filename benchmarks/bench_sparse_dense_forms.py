@@ -79,12 +79,9 @@ FORMS = {
     "lazy, ahead, 3 stages": _form(3, **LAZY, **AHEAD),
     "turns, lazy, ahead, 3 stages": _form(3, **TURNS, **LAZY, **AHEAD),
     "named turns, lazy, ahead, 3 stages": _form(3, **NAMED, **LAZY, **AHEAD),
-    "stays, lazy": _form(**LAZY, **STAYS),
-    "stays, turns, lazy": _form(**TURNS, **LAZY, **STAYS),
-    "stays, named turns, lazy": _form(**NAMED, **LAZY, **STAYS),
 }
 """Every "lazy" one is "early" too. "no turns" is the table's row of 2026-11-22."""
-PACKED = ("no turns", "turns", "turns, lazy", "stays, lazy", "stays, turns, lazy")
+PACKED = ("no turns", "turns", "turns, lazy")
 """The forms in which packed sequences are checked and timed."""
 
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support-matrix.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TRITON = RESULTS / "triton_releases.json"
+CHECKED_TRITON = RESULTS / "check_h200_triton38.json"
 # Those of this repository alone: what else is installed here is not documented here.
 FAMILIES: dict[str, Family] = {
     package: importlib.import_module(f"{package}.family").FAMILY for package in PACKAGES
@@ -152,7 +153,8 @@ def _triton() -> list[str]:
         "",
         "torch brings Triton, and an engine asks for one torch. GPU results and CI's tests are of",
         "3.6.0 (torch 2.11); CI compiles the kernels for Hopper with the release of the newest",
-        f"engines too. Others ([result]({_link(TRITON)}); no GPU has run them):",
+        f"engines too, and {_checked_triton()}.",
+        f"Others ([result]({_link(TRITON)})):",
         "",
         "| Triton | torch | what | compile |",
         "|---|---|---|---|",
@@ -161,6 +163,18 @@ def _triton() -> list[str]:
         right = f"{row['kernels'] - len(row['failed'])} of {row['kernels']}"
         lines.append(f"| {row['triton']} | {row['torch']} | {row['what']} | {right} |")
     return lines
+
+
+def _checked_triton() -> str:
+    """What `kda-dsv4 check` said on a GPU under another Triton than the other results."""
+    report = json.loads(CHECKED_TRITON.read_text(encoding="utf-8"))
+    info = report["info"]
+    versions = f"{info['packages']['triton']} (torch {info['packages']['torch']})"
+    right = f"{report['checked'] - report['failures']} of {report['checked']}"
+    return (
+        f"`kda-dsv4 check` found [{right} calls]({_link(CHECKED_TRITON)}) right with {versions} on"
+        f" an {info['machine']['name'].removeprefix('NVIDIA ')}, {report['date']}"
+    )
 
 
 def _engines() -> list[str]:

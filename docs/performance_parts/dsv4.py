@@ -37,6 +37,31 @@ def compressor() -> list[str]:
         ),
         "",
         "Not in the file: " + "; ".join(beside["left_out"]) + ".",
+        *_split_channels(),
+    ]
+
+
+def _split_channels() -> list[str]:
+    """C128 decode by the programs that share a request's channels: the fastest of each number."""
+    name = "dsv4_sweep_h200.json"
+    report = load(name)
+    times: dict[int, list[dict[str, float]]] = {}
+    for row in report["rows"]:
+        if row["operator"] == "main_c128_decode" and row["failure"] is None:
+            times.setdefault(row["params"].get("splits", 1), []).append(row["gpu_ms"])
+    sizes = list(times[1][0])
+    cells = (
+        [str(splits), *(us(min(row[size] for row in times[splits])) for size in sizes)]
+        for splits in sorted(times)
+    )
+    return [
+        "",
+        *section("C128 decode, a request's channels split over programs", report, name),
+        "",
+        "µs where every request ends a window, with the best warps and blocks for each size. Every"
+        " form writes the bytes of the one without a split.",
+        "",
+        *table(["programs per request", *(f"{int(size):,} requests" for size in sizes)], cells),
     ]
 
 
