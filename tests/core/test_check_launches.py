@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.sanitizer import our_kernels
+from benchmarks.sanitizer import OFF, our_kernels
 
 ROOT = Path(__file__).parents[2]
 HOPPERS = {
@@ -22,8 +22,6 @@ HOPPERS = {
     ),
 }
 """In CUDA C++ and in Gluon."""
-OFF = {("softmax", "block_sparse_persistent_sm90_kernel")}
-"""What no table asks for until it has been timed; ``bench_sparse_dense_forms.py`` checks it."""
 NOT_AMDS = {
     ("dsv4", "decode_prefetch_kernel"),  # no AMD table asks for it
     ("softmax", "quantise_values_kernel"),  # e4m3 values, which no AMD table offers
