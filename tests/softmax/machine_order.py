@@ -11,9 +11,11 @@ What is asked of the ring of sparse MLA, with "before" meaning on every path:
 - a wait for ``full`` before anything is read, and again after each arrival at ``empty``;
 - a meeting of all computing warps between a read and the arrival at ``empty``.
 
-Of block-sparse attention, that a role's arguments are stored before a meeting of all warps and read
-after it; of every kernel, that nothing is stored where a barrier lies. The phase that a wait asks
-for is not looked at.
+Of every kernel, that nothing is stored where a barrier lies, and that all warps meet between the
+stores and the reads of what starts the roles, their numbers and their arguments: a store and a read
+that have the same number of such meetings before them may happen at once. Of block-sparse attention
+of packed sequences, that values are stored where they were loaded, and that a warpgroup's product
+comes after its own fence and meeting. The phase that a wait asks for is not looked at.
 """
 
 from __future__ import annotations
@@ -113,6 +115,41 @@ class Code:
             todo += self.after[i]
         return False
 
+    def passed(self, counted: set[int], most: int = 8) -> list[set[int]]:
+        """For each instruction how many of ``counted`` may have been passed before it, up to
+        ``most``. One with a predicate counts where the next branch on that predicate is taken."""
+        found: list[set[int]] = [set() for _ in self.all]
+        todo: list[tuple[int, int, str | None]] = [(0, 0, None)]  # what is known to hold
+        seen: set[tuple[int, int, str | None]] = set()
+        while todo:
+            state = todo.pop()
+            i, count, holds = state
+            if state in seen or count > most:
+                continue
+            seen.add(state)
+            found[i].add(count)
+            x, after = self.all[i], self.after[i]
+            either = [holds]
+            if i in counted and x.predicate and not _known(holds, x.predicate):
+                either = [x.predicate, _not(x.predicate)]
+            for now in either:
+                if x.predicate and x.opcode == "BRA" and _known(now, x.predicate):
+                    to = after[-1:] if now == x.predicate else after[:1]
+                    todo += [(j, count, None) for j in to]
+                    continue
+                more = i in counted and (not x.predicate or now == x.predicate)
+                written = now and re.match(rf"{now.lstrip('!')}\b", x.operands)
+                todo += [(j, count + more, None if written else now) for j in after]
+        return found
+
+
+def _not(predicate: str) -> str:
+    return predicate[1:] if predicate.startswith("!") else f"!{predicate}"
+
+
+def _known(holds: str | None, predicate: str) -> bool:
+    return holds in (predicate, _not(predicate))
+
 
 def disassembled(compiled: Any) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -145,19 +182,69 @@ def barriers_overlaid(code: Code) -> list[str]:
     return ["a store over a barrier"] if over else []
 
 
-def arguments_disorder(code: Code, folder: Path, function: str) -> list[str]:
-    """What is out of order in how block-sparse attention's roles get their arguments, which Triton
-    takes for a matter of the first line of the ``function`` that starts them."""
+def roles_disorder(code: Code, folder: Path, function: str) -> list[str]:
+    """What is out of order in how roles get their numbers and arguments, which Triton takes for a
+    matter of the first line of the ``function`` that starts them.
+
+    A number is a byte, those of the first four warps are not used, and when all roles have ended
+    the number of the end is stored over them.
+    """
     lines = lines_of(folder, f"def {function}(")
-    stored = code.where(lambda x: x.line in lines and x.opcode.startswith("STS"))
-    read = code.where(lambda x: x.line in lines and x.opcode.startswith("LDS"))
-    meeting = code.where(lambda x: x.opcode.startswith("BAR.SYNC") and x.operands == "0x1")
-    assert stored and code.reaches({-1}, read, set())
+    meetings = code.passed(
+        code.where(lambda x: x.opcode.startswith("BAR.SYNC") and x.operands == "0x1")
+    )
+
+    def times(group: set[int]) -> set[int]:
+        return {count for i in group for count in meetings[i]}
+
+    reads = code.where(lambda x: x.opcode == "LDS.U8")
+    (place,) = {code.all[i].place for i in reads}
+    numbers = code.where(lambda x: x.opcode.startswith("STS") and place + 4 <= x.place < place + 12)
+    arguments = code.where(lambda x: x.line in lines and x.opcode.startswith("STS")) - numbers
+    taken = code.where(lambda x: x.line in lines and x.opcode.startswith("LDS")) - reads
+    assert len(times(numbers)) == 2
+    assert bool(arguments) == bool(taken)  # sparse MLA's roles have those of the kernel
+    found = []
+    if times(numbers) & times(reads):
+        found.append("a role's number is stored and read at once")
+    if times(arguments) & times(taken):
+        found.append("arguments are stored and read at once")
+    return found
+
+
+def cleared_disorder(code: Code, folder: Path) -> list[str]:
+    """What is wrong in how packed sequences' values beyond the end are set to zero, which both
+    warpgroups do in no order: each has to store where it loaded, and before its own product."""
+    loads = lines_of(folder, "b_v = rows.load(layout)")
+    stores = lines_of(folder, "rows.store(gl.where((16 * i + o_n < count)")
+    loaded = code.where(lambda x: x.line in loads and x.opcode.startswith("LDS"))
+    stored = code.where(lambda x: x.line in stores and x.opcode.startswith("STS"))
+    assert stored
+
+    def widths(group: set[int]) -> set[str]:
+        return {code.all[i].opcode[3:] for i in group}
+
+    def addresses(group: set[int]) -> list[str]:
+        return [re.findall(r"\[.*?\]", code.all[i].operands)[0] for i in sorted(group)]
+
+    found = []
+    if widths(loaded) != widths(stored) or addresses(loaded) != addresses(stored):
+        found.append("values are not stored where they were loaded")
+    fences = lines_of(folder, "    fence_async_shared()")
+    fence = code.where(lambda x: x.line in fences and x.opcode.startswith("FENCE.VIEW.ASYNC"))
+    meeting = code.where(
+        lambda x: x.opcode.startswith("BAR.SYNC") and x.operands.endswith(", 0x80")
+    )
+    product = code.where(lambda x: x.opcode.startswith("HGMMA"))
+    free = code.where(lambda x: x.opcode.startswith("SYNCS.ARRIVE"))
     rules = [
-        ("arguments read before warps have met", {-1}, read, meeting),
-        ("arguments stored after warps have met", meeting, stored, set()),
+        ("a product before the fence of what it reads", stored, product, fence),
+        ("a product before the warpgroup has stored", fence, product, meeting),
+        ("a stage freed before the warpgroup has stored", stored, free, meeting),
     ]
-    return [what for what, begin, goal, without in rules if code.reaches(begin, goal, without)]
+    return found + [
+        what for what, begin, goal, without in rules if code.reaches(begin, goal, without)
+    ]
 
 
 def ring_disorder(
@@ -225,6 +312,7 @@ def report(folder: Path, word: str = "") -> dict[str, list[str]]:
         warps = constants["FETCH_WARPS"], constants["WARPS"]
         fetching, computing = (32 * count for count in warps)
         found[name] = barriers_overlaid(code)
+        found[name] += roles_disorder(code, folder, launch.kernel.__name__)
         found[name] += ring_disorder(code, folder, constants["STAGES"], fetching, computing)
     for form in block_sparse.GLUON:
         for ping_pong in (False, True):
@@ -234,7 +322,9 @@ def report(folder: Path, word: str = "") -> dict[str, list[str]]:
                 kernel = block_sparse.build_gluon(128, 2, masks.causal, form, form=turns)
                 code = disassembled(kernel)
                 starts = "_run" if "persistent" not in form else PERSISTENT
-                found[name] = barriers_overlaid(code) + arguments_disorder(code, folder, starts)
+                found[name] = barriers_overlaid(code) + roles_disorder(code, folder, starts)
+                if "packed" in form or "paged" in form:
+                    found[name] += cleared_disorder(code, folder)
     return found
 
 

@@ -12,13 +12,17 @@ import pytest
 
 from tests.cuda_on_host.planted import plant
 from tests.offline import ROOT
-from tests.softmax.machine_order import SOURCES, Code
+from tests.softmax.machine_order import SOURCES, Code, roles_disorder
 
 WAIT_FULL = "            mbarrier.wait(full.index(stage), (read // STAGES) & 1)\n"
 SEEN = '            seen_s.index(stage).store(gl.where(m_key, 0.0, -float("inf")))\n'
 FULL = "            thread_barrier()\n            mbarrier.arrive(full.index(stage), count=1)\n"
 VALUES = "            b_o = warpgroup_mma(k.permute((1, 0)), p_s, b_o)\n"
 EMPTY = "            thread_barrier()\n            mbarrier.arrive(empty.index(stage), count=1)\n"
+CLEARED = "            b_v = rows.load(layout)\n"
+BEHIND = """gl.zeros_like(b_v)))
+    fence_async_shared()
+"""
 ROWS = "sparse_mla_sm90 64 heads, rows"
 PLANTED = {
     "a read that does not wait": (
@@ -41,6 +45,14 @@ PLANTED = {
         "block_load.py",
         "    if takes_turns_by_mbarrier(FORM):\n        turn", "    if True:\n        turn",
         "block_sparse gluon packed", ["a store over a barrier"],
+    ),
+    "rows cleared where others were read": (
+        "block_walk.py", CLEARED, CLEARED + "            rows = v.slice(112 - 16 * i, 16, dim=0)\n",
+        "block_sparse gluon packed", ["values are not stored where they were loaded"],
+    ),
+    "rows cleared behind no fence": (
+        "block_walk.py", BEHIND, BEHIND.splitlines(keepends=True)[0], "block_sparse gluon paged",
+        ["a product before the fence of what it reads"],
     ),
 }  # fmt: skip
 
@@ -86,6 +98,46 @@ LOOP = """\
 .L_x_1:
         /*0070*/                   EXIT ;
 """
+
+
+ROLES = """\
+        /*0000*/               @P0 BRA `(.L_x_1) ;
+        //## File "f.py", line 1
+        /*0010*/                   STS.64 [UR4+0x108], R2 ;
+        /*0020*/                   STS [UR4+0x90], R2 ;
+        /*0030*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0040*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0060*/                   STS.64 [UR4+0x108], R4 ;
+        /*0070*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0080*/                   EXIT ;
+.L_x_1:
+        /*0090*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*00a0*/                   LDS.U8 R4, [R4+0x104] ;
+        /*00b0*/                   ISETP.NE.AND P1, PT, R4, 0x2, PT ;
+        /*00c0*/               @P1 BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*00d0*/               @P1 BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*00e0*/               @P1 BRA `(.L_x_1) ;
+        /*00f0*/                   LDS R5, [UR4+0x90] ;
+        /*0100*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0110*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0120*/                   BRA `(.L_x_1) ;
+"""
+MEETING = "        /*0110*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;\n"
+
+
+def test_roles_and_their_warps_count_the_same_meetings(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("def start(\n")
+    assert roles_disorder(Code(ROLES), tmp_path, "start") == []
+    late = ROLES.replace(MEETING, "")  # a role ends without a meeting
+    assert roles_disorder(Code(late), tmp_path, "start") == [
+        "a role's number is stored and read at once"
+    ]
+    store, meeting = ROLES.splitlines(keepends=True)[3:5]
+    late = ROLES.replace(store + meeting, meeting + store)
+    assert roles_disorder(Code(late), tmp_path, "start") == [
+        "arguments are stored and read at once"
+    ]
 
 
 def test_paths() -> None:
