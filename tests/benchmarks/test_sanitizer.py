@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import sanitizer
-from benchmarks.sanitizer_explained import ROOT, is_explained, listing_of, table
+from benchmarks.sanitizer_explained import (
+    MEETING,
+    ROOT,
+    Listing,
+    is_explained,
+    is_followed,
+    table,
+)
+from tests.cuda_on_host.planted import plant
 
 LOG = """\
 ========= COMPUTE-SANITIZER
@@ -118,6 +127,10 @@ def test_arguments_of_roles_may_be_read_but_not_overwritten() -> None:
     write, read, over = ("Write", 0x40, place), ("Read", 0x10, place), ("Write", 0x30, place)
     assert is_explained("racecheck", kernel, race(kernel, write, read), nothing)
     assert not is_explained("racecheck", kernel, race(kernel, write, read, over), nothing)
+    number = f" in block_sparse.py:{number_of('block_sparse.py', f'def {kernel}(')}"
+    read, over = ("Read", 0x10, number), ("Write", 0x30, number)
+    assert is_explained("racecheck", kernel, race(kernel, read, write), nothing)
+    assert not is_explained("racecheck", kernel, race(kernel, read, over), nothing)
 
 
 STEP = {0x470: "SYNCS.EXCH.64 URZ, [UR6], UR4", 0x480: "SYNCS.ARRIVE.TRANS64 RZ, [UR6], R6"}
@@ -134,6 +147,26 @@ def test_a_pair_of_cuda_is_known_by_its_instructions() -> None:
     assert not explained()
     assert not explained({0x470: STEP[0x470]}, {0x480: STEP[0x480]})  # of one variant
     assert not explained({0x470: STEP[0x480], 0x480: STEP[0x470]})
+
+
+SCAN = {
+    0x10: "LDSM.16.MT88.4 R8, [R4]",
+    0x20: f"NOP {MEETING}",
+    0x30: "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2+URZ], RZ",
+    0x40: "LDGSTS.E.BYPASS.128 [R9], desc[UR4][R6.64], !P0",
+}
+
+
+def test_a_pair_that_has_to_meet_is_known_by_what_follows() -> None:
+    def explained(listing: Listing, first: int = 0x10) -> bool:
+        report = race("scan", ("Read", first, ""), ("Write", 0x40, ""))
+        return is_explained("racecheck", "scan", report, lambda: [listing])
+
+    assert explained(SCAN)
+    assert not explained(SCAN | {0x20: "NOP"})
+    assert not explained({0x18 if at == 0x30 else at: text for at, text in SCAN.items()})
+    assert not explained({at: text for at, text in SCAN.items() if at != 0x30})
+    assert not explained(SCAN | {0x8: "LDS R4, [R4]"}, 0x8)
 
 
 @pytest.mark.parametrize(("at", "right"), [(0x4DD0, True), (0x40, False)])
@@ -157,13 +190,68 @@ def test_every_explanation_is_of_a_kernel_and_a_line_that_there_are() -> None:
             assert all(text.partition(" ")[2] in sources for text in row["at"])
 
 
-def test_a_listing_has_the_instructions_of_a_cubin(tmp_path: Path) -> None:
-    from tests.core import test_nvrtc
+def machine_code(kernel: str, folder: Path | None = None) -> Listing:
+    """Of a kernel's first variant, from another folder's sources if there is one."""
+    pytest.importorskip("tests.core.test_nvrtc")
+    from tests.benchmarks import replay_sanitizer as replay
 
-    source, params, defines = test_nvrtc.kernels()["kda_backend/kernels/sm90/one_launch.cu"]
-    image = test_nvrtc.compiled(source, source.read_bytes(), params, dict(defines))
-    (tmp_path / "one_launch-0.cubin").write_bytes(image)
-    found = listing_of(tmp_path / "one_launch-0.cubin")
+    source, *of = next(replay.sources(kernel))
+    source = folder / source.name if folder else source
+    return replay.listing(source, source.read_bytes(), *of)
+
+
+def test_a_listing_has_the_instructions_of_a_cubin() -> None:
+    found = machine_code("one_launch")
     (meeting,) = table()[-1]["at"]
     assert any(text.startswith(meeting) for text in found.values())
     assert any(text.startswith("HGMMA") for text in found.values())
+
+
+KDA = ROOT / "kda_backend" / "kernels" / "sm90"
+MUST_MEET = [row for row in table() if "then" in row]
+LANES_PART = {
+    "scan": (
+        KDA, "scan_buffers.cuh",
+        "        __syncwarp();\n        if (at.lane == 0) values_empty",
+    ),
+    "scan_split": (
+        KDA, "scan_split.cu",
+        """            warpgroup_fence_operand(state);
+            __syncwarp();
+            if (lane == 0) s.empty[stage].arrive();""",
+    ),
+    "segment_ends": (
+        KDA, "segment_ends.cu", "        __syncwarp();\n        if (at.lane == 0) s.empty",
+    ),
+    "mla_decode": (
+        KERNELS, "mla_decode.cu",
+        "                    __syncwarp();\n                    if (at.lane == 0) s.p_ready",
+    ),
+}  # fmt: skip
+"""Folder, file and text of the meeting that each kernel's row asks for."""
+
+
+@pytest.mark.parametrize("kernel", LANES_PART)
+def test_lanes_meet_before_one_arrives_for_them(kernel: str, tmp_path: Path) -> None:
+    """In the machine code as it is. Without ``__syncwarp`` no row explains all of the reads any
+    more; scan_split's before the loop still meet at its other one, in front of the handoff."""
+    folder, file, text = LANES_PART[kernel]
+    rows = [row for row in MUST_MEET if row["kernel"] == kernel]
+    assert rows
+
+    def followed(listing: Listing) -> list[int]:
+        counts = []
+        for row in rows:
+            pattern = row["at"][0].partition(" ")[2]
+            found = [at for at, text in listing.items() if re.search(pattern, text)]
+            counts.append(sum(is_followed(at, row["then"], listing) for at in found))
+        return counts
+
+    met = followed(machine_code(kernel))
+    folder = plant(folder, tmp_path, file, text, text.replace("__syncwarp();", ""))
+    parted = followed(machine_code(kernel, folder))
+    assert all(less < count for less, count in zip(parted, met, strict=True)), (parted, met)
+
+
+def test_every_row_that_asks_for_a_meeting_is_tried() -> None:
+    assert {row["kernel"] for row in MUST_MEET} == LANES_PART.keys()
