@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Listing = dict[int, str]
 """Instructions of a kernel by their offset, with ``MEETING`` behind those where all lanes meet."""
 MEETING = "// all lanes meet"
-_ACCESS = r"(?:(Read|Write) access )?at (?:\S.*?)?\b{}\b[^+\n]*\+(0x[0-9a-f]+)(?: in (\S+?):(\d+))?"
+_ACCESS = r"(Read|Write) access at (?:\S.*?)?\b{}\b[^+\n]*\+(0x[0-9a-f]+)(?: in (\S+?):(\d+))?"
 _INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z].*?)\s*;", re.MULTILINE
 )
@@ -39,7 +39,7 @@ _ALL_LANES = 0xFFFFFFFF
 
 
 class Access(NamedTuple):
-    """``kind``: Read, Write, or nothing, of a barrier. Without a source line ``file`` is empty."""
+    """``kind``: Read or Write. Without a source line ``file`` is empty."""
 
     kind: str
     offset: int
@@ -115,10 +115,9 @@ def _lines(file: str, number: int) -> tuple[str, ...]:
 
 def _stands(wanted: str, access: Access, listing: Listing) -> bool:
     """Is the access what a row's ``at`` says?"""
-    if access.kind:
-        kind, _, wanted = wanted.partition(" ")
-        if kind != access.kind:
-            return False
+    kind, _, wanted = wanted.partition(" ")
+    if kind != access.kind:
+        return False
     if access.file:
         return any(wanted in text for text in _lines(access.file, access.line))
     return bool(re.search(wanted, listing.get(access.offset, "")))
@@ -161,13 +160,10 @@ def is_explained(
         listings: of the variants of a CUDA C++ kernel that ran; asked for where no line is named.
     """
     rows = [row for row in table() if (row["tool"], row["kernel"]) == (tool, kernel)]
-    rows = [row for row in rows if row.get("error", "") in report]
     found = accesses(kernel, report)
     if not found or not rows:
         return False
     variants = [{}] if all(access.file for access in found) else list(listings())
-    if not found[0].kind:
-        return any(_stands(row["at"][0], found[0], x) for row in rows for x in variants)
     pairs = [(found[0], other) for other in found[1:]]
     return bool(pairs) and any(
         all(any(_is_pair(row, one, other, x) for row in rows) for one, other in pairs)

@@ -134,7 +134,6 @@ def test_arguments_of_roles_may_be_read_but_not_overwritten() -> None:
 
 
 STEP = {0x470: "SYNCS.EXCH.64 URZ, [UR6], UR4", 0x480: "SYNCS.ARRIVE.TRANS64 RZ, [UR6], R6"}
-MEET = {0x4DD0: "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", 0x40: "BAR.SYNC.DEFER_BLOCKING 0x0"}
 
 
 def test_a_pair_of_cuda_is_known_by_its_instructions() -> None:
@@ -169,17 +168,6 @@ def test_a_pair_that_has_to_meet_is_known_by_what_follows() -> None:
     assert not explained(SCAN | {0x8: "LDS R4, [R4]"}, 0x8)
 
 
-@pytest.mark.parametrize(("at", "right"), [(0x4DD0, True), (0x40, False)])
-def test_a_meeting_is_known_by_its_number(at: int, right: bool) -> None:
-    report = (
-        " Barrier error detected. {} in block.\n     at one_launch+{:#x}\n     by thread (32,0,0)"
-    )
-    divergent = report.format("Divergent thread(s)", at)
-    assert is_explained("synccheck", "one_launch", divergent, lambda: [MEET]) is right
-    missing = report.format("Missing wait", at)
-    assert not is_explained("synccheck", "one_launch", missing, lambda: [MEET])
-
-
 def test_every_explanation_is_of_a_kernel_and_a_line_that_there_are() -> None:
     kernels = {name for _, name in sanitizer.our_kernels()}
     sources = "".join(file.read_text() for file in KERNELS.glob("*.py"))
@@ -202,8 +190,7 @@ def machine_code(kernel: str, folder: Path | None = None) -> Listing:
 
 def test_a_listing_has_the_instructions_of_a_cubin() -> None:
     found = machine_code("one_launch")
-    (meeting,) = table()[-1]["at"]
-    assert any(text.startswith(meeting) for text in found.values())
+    assert any(text.startswith(("NOP", "WARPSYNC")) and MEETING in text for text in found.values())
     assert any(text.startswith("HGMMA") for text in found.values())
 
 
