@@ -179,6 +179,31 @@ def expect_device(name: str, tensor: torch.Tensor, device: torch.device) -> None
     raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
+def expect_kernel_device(name: str, tensor: torch.Tensor) -> None:
+    """Require the tensor to live where a kernel can read it: on a GPU, or on a CPU that Triton's
+    interpreter runs on.
+
+    Kernels are launched on addresses. A GPU kernel that gets one of the host's memory ends the
+    process's CUDA context, so each operator and planner asks this of one of its tensors before it
+    launches anything, and requires the others to be on that one's device.
+    """
+    if tensor.is_cuda or interprets():
+        return
+    raise ValueError(
+        f"{name} must be on a GPU for kernels to read (on a CPU: with TRITON_INTERPRET=1), got"
+        f" {tensor.device}"
+    )
+
+
+def interprets() -> bool:
+    """Whether Triton's interpreter runs kernels on CPU tensors."""
+    try:
+        from triton import knobs
+    except ModuleNotFoundError:
+        return False
+    return bool(knobs.runtime.interpret)
+
+
 def expect_stride(name: str, tensor: torch.Tensor, dim: int, value: int) -> None:
     """Require ``tensor.stride(dim) == value``, in elements.
 

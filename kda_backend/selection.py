@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from backend_core.contracts import interprets
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import PathSelection, load_table
 from backend_core.tables.select import select as select_paths
@@ -172,15 +173,6 @@ def selection_of_call(
     )
     if selection.shape != chosen:
         raise ValueError(f"selection must be for {shape}, got one for {selection.shape}")
-    if device.type == "cpu" and selection.target.vendor != "cpu" and not _interprets():
+    if device.type == "cpu" and selection.target.vendor != "cpu" and not interprets():
         raise ValueError(f"selection must be for a CPU, got one for {selection.target.name}")
     return selection
-
-
-def _interprets() -> bool:
-    """Whether Triton's interpreter runs kernels on CPU tensors."""
-    try:
-        from triton import knobs
-    except ModuleNotFoundError:
-        return False
-    return bool(knobs.runtime.interpret)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from backend_core.contracts import expect_stride
+from backend_core.contracts import expect_kernel_device, expect_stride
 from backend_core.launch.streams import is_capturing
 from kda_backend.spec import CHUNK
 
@@ -142,12 +142,15 @@ def build_step_plan(
         num_tokens: the packed length ``T``.
         cu_seqlens_cpu: the same values on the CPU; gives the exact number of chunks, which makes
             the grid measure and the launches exact.
-        chunk_table: build the device tables that the Triton kernels read.
+        chunk_table: build the device tables that the Triton kernels read; must be ``False`` for
+            tensors on a CPU, whose path reads none, unless Triton's interpreter is on.
 
     Raises:
-        ValueError: wrong rank, dtype or values.
+        ValueError: wrong rank, dtype, device or values.
     """
     check_cu_seqlens("cu_seqlens", cu_seqlens)
+    if chunk_table:
+        expect_kernel_device("cu_seqlens of a plan with a chunk table", cu_seqlens)
     host = cu_seqlens if cu_seqlens.device.type == "cpu" else cu_seqlens_cpu
     lengths: tuple[int, ...] | None = None
     if host is not None:

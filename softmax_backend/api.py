@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backend_core.contracts import expect_kernel_device
 from softmax_backend import selection as selections
 from softmax_backend.contract.mla_decode import MlaInputs, check_mla_decode, split_cache
 from softmax_backend.run import mla_sm90, mla_torch, mla_triton
-from softmax_backend.scratch import Scratch, shared_scratch
+from softmax_backend.scratch import Scratch, scratch_of_call
 from softmax_backend.selection import MlaSelection
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
@@ -98,7 +99,10 @@ def mla_decode(
         lse=lse,
     )
     path = selection.path(plan.requests)
-    RUNS[path.name](path, x, scratch or shared_scratch(plan.device), pdl_prefetch_safe)
+    if path.name != "torch":
+        expect_kernel_device("q_latent", q_latent)
+    scratch = scratch_of_call(scratch, plan.device)
+    RUNS[path.name](path, x, scratch, pdl_prefetch_safe)
     return x.out, x.lse
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_kernel_device
 from softmax_backend.contract.block_sparse import (
     check_block_sparse,
     check_kernel,
@@ -62,6 +63,8 @@ def block_sparse_attention(
     chosen = path or ("torch" if row is None else row.name)
     if chosen != "torch" and q.numel():
         check_kernel(q, k, v, plan)
+        if chosen == "triton":  # the others have a row on Hopper alone
+            expect_kernel_device("q", q)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     check_scale(scale)
     if out is None:

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_kernel_device
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
 from softmax_backend.block_sparse import empty_output
@@ -134,6 +135,8 @@ def _row(q: Tensor, mode: SageMode, programs: int, path: str | None) -> KernelPa
     """The table's row for a call; ``path`` is the caller's choice."""
     if path not in (None, "torch", "triton"):
         raise ValueError(f'path must be "torch" or "triton", got {path!r}')
+    if path == "triton":
+        expect_kernel_device("q", q)
     needs = frozenset({"e4m3_values"}) if mode.fp8_values else frozenset()
     return paths_of(detect_target(q.device), "block_sparse_int8", needs).lookup(programs)
 

@@ -37,6 +37,11 @@ class Scratch:
             self._lse[: slots * rows].view(slots, rows),
         )
 
+    def expect_device(self, device: torch.device) -> None:
+        """Raise ``ValueError`` unless the memory is where a call's tensors are."""
+        if self._out.device != device:
+            raise ValueError(f"scratch must be on {device}, got {self._out.device}")
+
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self._out, self._lse, *self._outgrown))
@@ -48,3 +53,15 @@ _shared: dict[torch.device, Scratch] = {}
 def shared_scratch(device: torch.device) -> Scratch:
     """The device's own, for calls that bring none."""
     return _shared.setdefault(device, Scratch(device))
+
+
+def scratch_of_call(given: Scratch | None, device: torch.device) -> Scratch:
+    """The scratch that a call brings, which must be on the device of its tensors, or the device's.
+
+    Raises:
+        ValueError: the scratch is on another device.
+    """
+    if given is None:
+        return shared_scratch(device)
+    given.expect_device(device)
+    return given

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from backend_core.contracts import expect_kernel_device
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import PathSelection, load_table, select
 from backend_core.target import Target, detect_target
 from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs, check_sparse_mla
 from softmax_backend.launch_params import TABLES
 from softmax_backend.run import sparse_mla_torch, sparse_mla_triton
-from softmax_backend.scratch import Scratch, shared_scratch
+from softmax_backend.scratch import Scratch, scratch_of_call
 from softmax_backend.spec_sparse_mla import SparseMlaSpec
 
 Run = Callable[[KernelPath, SparseMlaInputs, Scratch, "int | None"], None]
@@ -142,5 +143,7 @@ def sparse_mla(
         raise ValueError(f"splits must be 1 to 160, got {splits}")
     if x.tokens:
         path = selection.path(x.tokens)
-        RUNS[path.name](path, x, scratch or shared_scratch(q.device), splits)
+        if path.name != "torch":
+            expect_kernel_device("q", q)
+        RUNS[path.name](path, x, scratch_of_call(scratch, q.device), splits)
     return x.out, x.lse

@@ -57,7 +57,8 @@ class KernelLaunch:
     of the kernel, or it compiles up to three variants.
 
     Tensors are passed to the launcher as addresses, which saves it a driver query for each pointer
-    and its refusal of CPU tensors: check devices beforehand (``contracts.expect_device``).
+    and its refusal of CPU tensors: check devices beforehand (``contracts.expect_kernel_device`` of
+    one tensor, ``contracts.expect_device`` of the others).
     """
 
     def __init__(

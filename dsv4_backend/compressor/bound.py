@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
+from backend_core.contracts import expect_kernel_device
 from backend_core.tables.select import KernelPath, PathSelection
 from backend_core.target import Target
 from dsv4_backend.spec import CompressorLayer
@@ -123,7 +124,12 @@ class BoundLaunch:
         step_plan: CompressorStepPlan,
         own: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """``own``: tensors of the path itself, by the kernel's names for them."""
+        """``own``: tensors of the path itself, by the kernel's names for them.
+
+        Raises:
+            ValueError: the call's tensors are on a CPU, and no interpreter runs the kernel there.
+        """
+        expect_kernel_device("kv_score", call.kv_score)
         self._own = dict(own or {})
         plan_names = tuple(step_plan.kernel_arguments())
         others = {*_POOLED_INPUT, *plan_names, *variant.constexprs}

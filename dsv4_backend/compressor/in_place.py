@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from backend_core.contracts import expect_kernel_device
 from backend_core.tables.select import KernelPath, PathSelection
 from backend_core.target import Target
 from dsv4_backend import reference
@@ -67,6 +68,7 @@ class InRegisters:
         rope_table: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
+        expect_kernel_device("kv", kv)
         self._launch.launch(
             (seq_lens.shape[0], 1, 1),
             kv_ptr=kv,

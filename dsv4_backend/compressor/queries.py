@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from backend_core.contracts import expect_near
+from backend_core.contracts import expect_kernel_device, expect_near
 from backend_core.tables.select import KernelPath, PathSelection
 from backend_core.target import Target
 from dsv4_backend import reference
@@ -78,6 +78,7 @@ class InRegisters:
         softmax_scale: float,
         head_scale: float,
     ) -> Queries:
+        expect_kernel_device("q", q)
         expect_near("q", q, 1)
         tokens, heads, dim = q.shape
         width = dim // 2 if self._is_fp4 else dim

@@ -72,6 +72,23 @@ class BlockPlan:
     pages: Pages | None = None
     is_packed: bool = False
 
+    def __post_init__(self) -> None:
+        """All tensors are on one device, which is what operators look at.
+
+        Raises:
+            ValueError: one is on another device than the rows.
+        """
+        device = self.rows.device
+        for name, x in (
+            ("cols", self.cols),
+            ("work", self.work),
+            ("sequences", self.sequences),
+            ("mask_aux", self.mask_aux),
+            ("page indices", None if self.pages is None else self.pages.indices),
+        ):
+            if x is not None and x.device != device:
+                raise ValueError(f"the plan's {name} must be on {device}, got {x.device}")
+
     @property
     def device(self) -> torch.device:
         return self.rows.device

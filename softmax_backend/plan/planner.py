@@ -141,12 +141,15 @@ class MlaPlanner:
             contracts.expect_dtype("block_table", block_table, torch.int32)
             contracts.expect_shape("block_table", block_table, (requests, "pages"))
             contracts.expect_stride("block_table", block_table, 1, 1)
+            contracts.expect_device("block_table", block_table, lengths.device)
             if requests > _MAX_PREFIX_REQUESTS:
                 raise ValueError(
                     f"lengths must have at most {_MAX_PREFIX_REQUESTS} requests where prefixes are"
                     f" shared, got {requests}"
                 )
         path = self.selection.path(requests)
+        if path.name != "torch":
+            contracts.expect_kernel_device("lengths", lengths)
         plan = self._allocate(lengths, path) if out is None else out
         if out is not None and (
             out.lengths.data_ptr() != lengths.data_ptr() or out.requests != requests

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from backend_core.autocast import without_autocast
+from backend_core.contracts import expect_kernel_device
 from backend_core.target import detect_target
 from softmax_backend.contract.block_sparse import MAX_ROWS
 from softmax_backend.kernels import predict as kernels
@@ -95,10 +96,13 @@ def path_of(x: Tensor, path: str | None) -> str:
     """The path of a prediction.
 
     Raises:
-        ValueError: the caller names another one than ``"torch"`` and ``"triton"``.
+        ValueError: the caller names another one than ``"torch"`` and ``"triton"``, or Triton's for
+            a tensor on a CPU.
     """
     if path not in (None, "torch", "triton"):
         raise ValueError(f'path must be "torch" or "triton", got {path!r}')
+    if path == "triton":
+        expect_kernel_device("q", x)
     return path or ("triton" if has_kernels(x) else "torch")
 
 

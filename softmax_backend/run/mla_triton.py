@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backend_core.contracts import expect_near
+from backend_core.contracts import expect_near, interprets
 from backend_core.tables.schema import KernelPath
 from softmax_backend import combine
 from softmax_backend.contract.mla_decode import MlaInputs
@@ -143,6 +143,4 @@ def operand_dtype(x: torch.Tensor) -> torch.dtype:
 
 def is_available(device: torch.device) -> bool:
     """Whether Triton's kernels run on the device: a GPU, or any under Triton's interpreter."""
-    from triton import knobs
-
-    return device.type == "cuda" or bool(knobs.runtime.interpret)
+    return device.type == "cuda" or interprets()
