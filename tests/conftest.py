@@ -1,15 +1,21 @@
-"""Without a GPU the kernels run under Triton's interpreter, which must be on when they are read."""
+"""Kernels run natively on a GPU, and without one under Triton's interpreter, which must be on when
+they are read. Tests marked ``interpreter`` run on CPU tensors, and are skipped on a GPU machine.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import zlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+from tests.gpu_context import end_if_broken
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter import spare_repeated_work
@@ -27,6 +33,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    how = "runs on CPU tensors in Triton's interpreter: TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES="
+    for item in items:
+        if item.get_closest_marker("interpreter") is not None:
+            item.add_marker(pytest.mark.skip(reason=how))
+
+
+@pytest.fixture(autouse=True)
+def whole_context(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a GPU, a test that breaks the context ends its worker: it is named, and not the tests
+    after it."""
+    yield
+    if ON_GPU and torch.cuda.is_initialized():
+        end_if_broken(request, torch.cuda.synchronize)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Workers of pytest-xdist share the cores; more threads only wait for one another."""
@@ -36,7 +60,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where the kernels run: the GPU, or the CPU under the interpreter."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
 
 @pytest.fixture
@@ -46,7 +70,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     given = os.environ.get("KDA_TEST_SEED")
     if given:
         value = int(given)
-    elif torch.cuda.is_available():
+    elif ON_GPU:
         value = random.SystemRandom().getrandbits(31)
     else:
         value = zlib.crc32(request.node.name.encode()) >> 1
