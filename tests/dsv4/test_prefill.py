@@ -139,7 +139,7 @@ def test_any_cuts_give_the_same_bytes(cuts: set[int], layout: str) -> None:
     assert torch.equal(cut.cache, whole.cache)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="looks at what the interpreter reads")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("position", [0, 2**31 - 1, 2**40])
 def test_padding_has_any_position_from_0(position: int) -> None:
     """No byte outside of the tensors is read for a token without a state row."""

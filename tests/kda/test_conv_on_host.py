@@ -26,7 +26,10 @@ from tests.kda.cases import Backend, assert_close, assert_same_bits
 from tests.kda.prefill_on_host import LEAN, ROW, segmented_row, use_two_stages
 from tests.kda.test_layer import Model, check
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+pytestmark = [
+    pytest.mark.skipif(GXX is None, reason="g++ is not installed"),
+    pytest.mark.interpreter,
+]
 CPU = Backend("kernels", torch.device("cpu"))
 ON = dataclasses.replace(ROW, params=dataclasses.replace(ROW.params, fused_conv_tiles=1))
 # an empty sequence before another, one without a slot, windows that keep old rows

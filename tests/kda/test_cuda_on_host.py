@@ -20,7 +20,10 @@ from tests.kda.cases import assert_causal, assert_result
 from tests.kda.one_launch_on_host import CPU, case_of
 from tests.kda.prefill_on_host import ROW, run_prefill, use_two_stages
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+pytestmark = [
+    pytest.mark.skipif(GXX is None, reason="g++ is not installed"),
+    pytest.mark.interpreter,
+]
 Run = Callable[..., None]
 
 

@@ -95,6 +95,7 @@ def sentence() -> str:
     return found
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("split", [False, True], ids=["scan", "scan_split"])
 def test_a_scan_without_the_intra_stage_gives_up(call: Callable[..., None], split: bool) -> None:
     with pytest.raises(RuntimeError, match="a kernel has trapped"):
@@ -103,6 +104,7 @@ def test_a_scan_without_the_intra_stage_gives_up(call: Callable[..., None], spli
     assert "of launch 1, whose flag holds 0" in sentence()
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("left_over", [1, 3, 1000])
 def test_tiles_that_were_counted_before_are_missed(
     call: Callable[..., None], left_over: int
@@ -120,6 +122,7 @@ def test_tiles_that_were_counted_before_are_missed(
     assert pipeline.fault_record().sentence() is None
 
 
+@pytest.mark.interpreter
 def test_an_intra_stage_whose_ctas_cannot_all_start_gives_up(call: Callable[..., None]) -> None:
     """A counter left over, with which one CTA too few is counted (the low half is 0xffff + 3)."""
     scratch = Scratch(torch.device("cpu"))
@@ -130,6 +133,7 @@ def test_an_intra_stage_whose_ctas_cannot_all_start_gives_up(call: Callable[...,
     assert "waited in vain for its 3 CTAs to start, of which 2 did" in sentence()
 
 
+@pytest.mark.interpreter
 def test_a_scan_that_cannot_be_launched_leaves_the_scratch_usable(
     call: Callable[..., None], seed: int
 ) -> None:
@@ -157,6 +161,7 @@ class Later:
         self._waiting.append(lambda: self._kernel(*args, **kwargs))
 
 
+@pytest.mark.interpreter
 def test_two_calls_at_once_on_one_scratch_give_up(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -183,6 +188,7 @@ def test_two_calls_at_once_on_one_scratch_give_up(
     assert "another call used its scratch memory meanwhile" in sentence()
 
 
+@pytest.mark.interpreter
 def test_a_scratch_is_used_again_and_again(call: Callable[..., None]) -> None:
     scratch = Scratch(torch.device("cpu"))
     for _ in range(3):

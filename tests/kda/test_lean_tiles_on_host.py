@@ -29,17 +29,20 @@ def run_case(case: Case, **overrides: Any) -> tuple[torch.Tensor, ...]:
     return CPU.chunk(case, selection=CPU.selection(case.shape).with_path(LEAN_ROW), **overrides)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("gate", GATES)
 def test_against_float64(monkeypatch: pytest.MonkeyPatch, seed: int, gate: str) -> None:
     """Whole chunks and parts of one, tiles one after the other in a CTA, a tile after the last."""
     run_prefill(monkeypatch, seed, (67, 5, 130), params=LEAN, gate=gate)
 
 
+@pytest.mark.interpreter
 def test_grouped_heads_and_the_split_scan(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     heads = {"heads": 1, "value_heads": 2}
     run_prefill(monkeypatch, seed, (100, 64), params=LEAN, split=True, gate="bounded", **heads)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("gate", GATES)
 def test_keys_and_queries_that_are_not_normalised(
     monkeypatch: pytest.MonkeyPatch, seed: int, gate: str
@@ -47,6 +50,7 @@ def test_keys_and_queries_that_are_not_normalised(
     run_prefill(monkeypatch, seed, (70,), params=LEAN, gate=gate, l2norm=False)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 def test_errors_beside_those_of_the_tiles_in_use(
@@ -66,6 +70,7 @@ def test_errors_beside_those_of_the_tiles_in_use(
         assert lean <= 1.1 * in_use + 1e-5, name
 
 
+@pytest.mark.interpreter
 def test_a_bounded_gate_at_its_bound(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Every token of half the channels decays by e^-5, the others by nearly 1."""
     case = case_of(seed, (67, 16), gate="bounded", heads=1, regime="random")
@@ -76,6 +81,7 @@ def test_a_bounded_gate_at_its_bound(monkeypatch: pytest.MonkeyPatch, seed: int)
     assert_result(case, *run_case(case))
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 def test_no_row_looks_ahead(monkeypatch: pytest.MonkeyPatch, seed: int, gate: str) -> None:
     use_two_stages(monkeypatch, seed, gate=gate, params=LEAN)
@@ -83,6 +89,7 @@ def test_no_row_looks_ahead(monkeypatch: pytest.MonkeyPatch, seed: int, gate: st
     assert_causal(case, run_case, (4, 27, 46))
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("lengths", [(9, 3), (27, 3), (64,)], ids=["16 rows", "32", "64"])
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 def test_one_launch_has_the_bits_of_the_two_stages(
@@ -99,6 +106,7 @@ def test_one_launch_has_the_bits_of_the_two_stages(
         assert_same_bits(name, one, two_stages)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -118,6 +126,7 @@ def test_mistakes_are_seen(
         run_prefill(monkeypatch, seed, (64,), sources=sources, params=LEAN, heads=1, regime="long")
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("barrier", [0, 1], ids=["sums", "decays"])
 def test_missing_barriers_are_races(
     monkeypatch: pytest.MonkeyPatch, seed: int, tmp_path: Path, barrier: int

@@ -129,6 +129,7 @@ def test_all_kernels_that_a_step_can_choose_are_loaded(
     assert sorted(kernels) == sorted((r, c) for r in rows for c in (1, CTAS_PER_SM[r]))
 
 
+@pytest.mark.interpreter
 def test_a_call_takes_the_form_of_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the operator, with what is launched replaced."""
     made: list[str] = []

@@ -16,7 +16,10 @@ from tests.kda.cases import Pool, assert_close, assert_result, assert_same_bits
 from tests.kda.one_launch_on_host import CPU, ON, case_of, use_one_launch
 from tests.kda.prefill_on_host import ROW, use_two_stages
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+pytestmark = [
+    pytest.mark.skipif(GXX is None, reason="g++ is not installed"),
+    pytest.mark.interpreter,
+]
 
 
 def run_case(case: Any, **overrides: Any) -> tuple[torch.Tensor, ...]:

@@ -286,6 +286,7 @@ for _split in (False, True):
     )
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, mistake: str
@@ -300,6 +301,7 @@ def test_a_planted_mistake_is_named(
     pipeline.fault_record().words.zero_()
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("split", [False, True], ids=["scan", "scan_split"])
 def test_what_mistakes_are_planted_in_is_right(
     monkeypatch: pytest.MonkeyPatch, seed: int, split: bool
@@ -308,6 +310,7 @@ def test_what_mistakes_are_planted_in_is_right(
     run_prefill(monkeypatch, seed, (0, 70), split=split, regime="weak")
 
 
+@pytest.mark.interpreter
 def test_what_mistakes_of_segments_are_planted_in_is_right(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -317,6 +320,7 @@ def test_what_mistakes_of_segments_are_planted_in_is_right(
     run_prefill(monkeypatch, seed, (700,), regime="weak", segment_chunks=5)
 
 
+@pytest.mark.interpreter
 def test_a_swapped_pointer_is_named(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The kernel finds two of its arguments in each other's place."""
     params = copy.copy(pipeline.SCAN_PARAMS)
@@ -331,6 +335,7 @@ def test_a_swapped_pointer_is_named(monkeypatch: pytest.MonkeyPatch, seed: int) 
         run_prefill(monkeypatch, seed, (67, 130), scan_params=params)
 
 
+@pytest.mark.interpreter
 def test_a_forgotten_reset_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
 ) -> None:

@@ -25,7 +25,10 @@ ROWS = {
     for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows
     if row.name == "fused_sm90"
 }
-pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+pytestmark = [
+    pytest.mark.skipif(GXX is None, reason="g++ is not installed"),
+    pytest.mark.interpreter,
+]
 
 
 def use_host(

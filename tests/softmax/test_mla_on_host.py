@@ -84,6 +84,7 @@ def test_more_rows_than_a_tile(use: Use, seed: int) -> None:
     check(MlaSpec(66, 64), [130], seed, sms=4)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("overhead", [1, 4])
 def test_a_shared_prefix_and_sinks(use: Use, seed: int, overhead: int) -> None:
     """Two levels: the rows of all requests meet the prefix in tiles of their own."""

@@ -29,9 +29,6 @@ from softmax_backend.testing.sparse_mla_cases import (
 )
 
 LISTS: list[tuple[int, int, list[int] | None]] = [(64, 40, [40, 7]), (2, 30, [30, 0])]
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="compiled kernels keep the constants they were built with"
-)
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
@@ -148,15 +145,16 @@ def test_the_number_of_splits_is_one_that_can_be_merged(tiles: int, blocks: int)
 
 
 @pytest.fixture
-def case(seed: int) -> SparseCase:
-    return make_case(8, [(64, 70, None), (64, 40, None)], seed=seed, has_sinks=True)
+def case(device: torch.device, seed: int) -> SparseCase:
+    lists = [(64, 70, None), (64, 40, None)]
+    return make_case(8, lists, seed=seed, has_sinks=True, device=device)
 
 
 def check(case: SparseCase) -> None:
     assert_close(run_case(case, forced(case.spec, "triton"), 2), expected(case))
 
 
-@interpreted
+@pytest.mark.interpreter  # compiled kernels keep the constants they were built with
 @pytest.mark.parametrize(
     ("module", "name", "value"),
     [
@@ -194,7 +192,7 @@ def test_a_wrong_reading_shows(case: SparseCase, what: str) -> None:
         case.rows = NamedRows(cache, torch.cat([case.rows.indices, case.rows.indices[..., :1]], 2))
     else:
         assert case.extra is not None
-        nothing = torch.zeros(3, dtype=torch.int32)
+        nothing = torch.zeros(3, dtype=torch.int32, device=cache.device)
         case.extra = NamedRows(case.extra.cache, case.extra.indices, nothing)
     got = run_case(case, forced(case.spec, "triton"), 2)
     with pytest.raises(AssertionError):

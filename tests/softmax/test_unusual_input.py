@@ -33,8 +33,6 @@ from softmax_backend.testing.cases import (
 )
 from softmax_backend.variants import sliding_window
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the CPU's paths")
-
 
 def run(case: MlaCase, path: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     planner = MlaPlanner(forced(case.spec, path))
@@ -106,7 +104,7 @@ def test_what_a_cpu_finds_wrong_in_a_table(page: int | None, width: int, message
     assert all(x.isnan().all() for x in case.result)
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_heads_far_apart_are_refused() -> None:
     """Triton's kernels count from head to head in int32. The memory is never touched."""
     case = make_case(MlaSpec(3, 64), [70])
@@ -116,7 +114,7 @@ def test_heads_far_apart_are_refused() -> None:
         run(case, "triton")
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_heads_of_sparse_mla_far_apart_are_refused() -> None:
     case = sparse.make_case(3, [(64, 40, [40])], requests=1)
     memory = torch.empty(2**31 + 512, dtype=torch.bfloat16)
@@ -137,7 +135,7 @@ def test_a_cache_without_pages(path: str, path_device: torch.device, seed: int) 
     sparse.assert_close(got, sparse.expected(case))
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["q_latent", "q_rope", "out"])
 def test_hopper_refuses_rows_that_its_copies_cannot_fetch(name: str) -> None:
     """An address between multiples of 16 bytes would end the process's CUDA context."""
@@ -165,6 +163,7 @@ def test_hopper_refuses_rows_that_its_copies_cannot_fetch(name: str) -> None:
         )
 
 
+@pytest.mark.interpreter
 def test_alignment_is_asked_before_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla_sm90, "_maps", lambda cache: pytest.fail("the driver was asked"))
     test_hopper_refuses_rows_that_its_copies_cannot_fetch("q_rope")

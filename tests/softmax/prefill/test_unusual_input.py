@@ -103,7 +103,7 @@ def test_columns_are_numbered_in_int32() -> None:
         from_kinds(kinds, 8, uniform_sequences(1, 2**20, 2**20, kinds.device), 64, 64)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at what the interpreter reads")
+@pytest.mark.interpreter
 def test_rotated_keys_have_a_table_for_the_last_block(device: torch.device) -> None:
     """A block of 128 keys asks for the angles of all its places."""
     q, k, v = (x.half() for x in inputs(device, m=70, n=70))
