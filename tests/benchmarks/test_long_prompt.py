@@ -38,7 +38,8 @@ def steps(pool: torch.Tensor, after: Any = None) -> None:
         q, k, v, g = (torch.randn(1, count, heads, dim).bfloat16() for _ in range(4))
         beta = torch.randn(1, count, heads).bfloat16()
         tokens = TokenInputs.of((q, k, v, g, beta), None, True, Beta.SIGMOID)
-        plan = build_step_plan(torch.tensor([0, count], dtype=torch.int32), count)
+        offsets = torch.tensor([0, count], dtype=torch.int32)
+        plan = build_step_plan(offsets, count, chunk_table=False)
         state = StateRef.pool(pool, slot, torch.tensor([number > 0]))
         layer.run_prefill(selection, tokens, gate, plan, state, torch.empty_like(v))
         if after is not None:

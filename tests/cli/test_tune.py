@@ -236,7 +236,8 @@ def test_bad_arguments(tuned: SimpleNamespace, args: list[str], code: int, messa
     assert not tuned.questions
 
 
-def test_without_a_gpu() -> None:
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_module, "detect_target", lambda: KNOWN_TARGETS["cpu"])
     code, _, err = run("tune")
     assert (code, err) == (1, "kda-dsv4: tune measures a GPU, and there is none here\n")
 

@@ -141,7 +141,7 @@ def test_bad_options_are_one_sentence(options: dict[str, object], message: str) 
 
 @pytest.mark.parametrize(("given", "used"), [(0, [1, 1]), (3, [1, 3])])
 def test_shared_prefixes_have_an_overhead_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, given: int, used: list[int]
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, given: int, used: list[int]
 ) -> None:
     """On Hopper; where it is 0, they have the others'."""
     seen: list[int] = []
@@ -151,7 +151,7 @@ def test_shared_prefixes_have_an_overhead_of_their_own(
         "_sm90_kernel",
         lambda: lambda grid, block, fields, pdl: seen.append(fields["overhead"]),
     )
-    case = make_case(MlaSpec(4, 64), [100, 130], shared_tokens=64)
+    case = make_case(MlaSpec(4, 64), [100, 130], shared_tokens=64, device=device)
     for tokens in (0, 64):
         selection = forced(case.spec, "sm90", 4, prefix_overhead=given)
         MlaPlanner(selection, shared_prefix_tokens=tokens).plan(case.lengths, case.block_table)

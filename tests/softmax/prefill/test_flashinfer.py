@@ -56,8 +56,9 @@ def test_block_sparse(R: int, C: int, has_mask: bool, seed: int, device: torch.d
         other = BlockSparseAttentionWrapper(torch.empty(1, device=device))
         other.plan(indptr, indices, m, n, R, C, heads, kv_heads, 64, packed_mask=bits)
         assert torch.equal(other.run(q, k, v), out)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"packed_mask must be uint8 \[\d+\]"):
-            other.plan(indptr, indices, m, n, R, C, heads, kv_heads, 64, packed_mask=bits[1:])
+        if len(bits):  # of a few large blocks it may be that none is chosen
+            with pytest.raises(ValueError, match=r"packed_mask must be uint8 \[\d+\]"):
+                other.plan(indptr, indices, m, n, R, C, heads, kv_heads, 64, packed_mask=bits[1:])
     given, given_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
     wrapper.run(q, k, v, out=given, lse=given_lse, return_lse=True)
     assert torch.equal(given, out) and torch.equal(given_lse, lse)

@@ -4,6 +4,7 @@ that the calls which prove it on a GPU see faults."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -161,14 +162,19 @@ def test_parameters_that_do_not_go_together_are_refused(
 
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_the_calls_that_prove_it_see_faults(
-    is_paged: bool, monkeypatch: pytest.MonkeyPatch
+    is_paged: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the Triton kernel: right, then with a key too many, then with tiles begun too late."""
     rows = load_table(TABLES, KNOWN_TARGETS["MI300X"]).rows
     row = next(r for r in rows if (r.operator, r.name) == ("block_sparse", "triton"))
 
     def error() -> float:
-        return prefill_checks._packed(row, 64, is_paged, H200, CPU)[0]
+        try:
+            return prefill_checks._packed(row, 64, is_paged, H200, device)[0]
+        except RuntimeError as found:  # a row of another sequence, which two tiles have written
+            if "a query that sees no key" not in str(found):
+                raise
+            return math.inf
 
     assert error() < prefill_checks.OUT_ERROR
     for column, size in ((4, 1), (1, 1)):
