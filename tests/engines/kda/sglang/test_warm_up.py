@@ -37,7 +37,8 @@ def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPa
     )
     # a part whose paths are all Triton's
     monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
-    served = Served(*options())  # sglang loads a model with gradients on, and serves with them off
+    with torch.enable_grad():  # sglang loads a model with gradients on, and serves with them off
+        served = Served(*options())
     with torch.no_grad():
         compiled = set(launched)
         expected = {"scan_kernel", "decode_step_kernel", "verify_step_kernel"}
