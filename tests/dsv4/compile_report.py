@@ -25,6 +25,7 @@ from dsv4_backend.compressor.variants import (
     in_place_variant,
     prefill_variants,
     queries_variant,
+    splits_of,
 )
 from dsv4_backend.selection import decode_selection, prefill_selection, select_paths
 from dsv4_backend.step_plan import StateLayout
@@ -118,12 +119,17 @@ def _step_cases(
 
     selection = decode_selection(target, spec)
     yield f"decode {name}", selection, decode, types
-    if ratio == 128:  # which no table chooses yet
+    if ratio == 128:  # the other of its two kernels, whatever the table chooses for one request
         path = selection.lookup(1)
-        warps = 1 if target.vendor == "amd" else 4
-        params = {"splits": 8, "num_warps": warps, "block_w": 32, "max_registers": 0}
-        split = dataclasses.replace(path, params=dataclasses.replace(path.params, **params))
-        yield f"decode split {name}", PathSelection.of(split), decode, types
+        if splits_of(path) == 1:
+            warps = 1 if target.vendor == "amd" else 4
+            params = {"splits": 8, "num_warps": warps, "block_w": 32, "max_registers": 0}
+            other, form = dataclasses.replace(path.params, **params), "split"
+        else:
+            whole = next(one for one in selection.paths if splits_of(one) == 1)
+            other, form = whole.params, "whole"
+        chosen = dataclasses.replace(path, params=other)
+        yield f"decode {form} {name}", PathSelection.of(chosen), decode, types
     is_amd = (cache_format, ratio, layout, rounding) in _AMD_STEPS
     if cache_format not in ("indexer_fp8", "fp8_ds_mla") and not is_amd:
         return  # they differ in the store alone
