@@ -66,7 +66,6 @@ NAMED = TURNS | {"named_turns": True}
 EARLY = {"early_softmax": True}
 LAZY = EARLY | {"lazy_rescale": True}
 AHEAD = {"keys_ahead": True}
-STAYS = AHEAD | {"persistent": True}
 FORMS = {
     "no turns": _form(),
     "turns": _form(**TURNS),

@@ -45,8 +45,6 @@ class GluonPrefillParams:
             block before it are awaited.
         lazy_rescale: warps whose rows all keep their maxima leave their output as it is.
         keys_ahead: keys of a block are loaded before the values of the block before it.
-        persistent: as many CTAs as SMs, which take tiles one after another; with ``keys_ahead``,
-            and with room for no more than 2 stages of 128 keys of 128 channels.
     """
 
     block_n: int
@@ -57,18 +55,12 @@ class GluonPrefillParams:
     early_softmax: bool = False
     lazy_rescale: bool = False
     keys_ahead: bool = False
-    persistent: bool = False
 
     def __post_init__(self) -> None:
         if self.block_n not in (64, 128):
             raise ValueError(f"block_n must be 64 or 128, got {self.block_n}")
         if self.named_turns and not self.ping_pong:
             raise ValueError("named_turns must come with ping_pong, whose turns they are")
-        if self.persistent and not (self.keys_ahead and self.num_stages <= 2):
-            raise ValueError(
-                "persistent must come with keys_ahead and at most 2 stages, got "
-                f"keys_ahead={self.keys_ahead} and num_stages={self.num_stages}"
-            )
 
     @property
     def form(self) -> str:

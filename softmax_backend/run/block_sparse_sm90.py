@@ -12,14 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.target import detect_target
-from softmax_backend.kernels.sm90.block_load import packed_keys, paged_keys, unpacked_keys
+from softmax_backend.kernels.sm90.block_load import packed_keys, paged_keys
 from softmax_backend.kernels.sm90.block_sparse import (
     block_sparse_packed_sm90_kernel,
     block_sparse_sm90_kernel,
-)
-from softmax_backend.kernels.sm90.block_sparse_persistent import (
-    block_sparse_persistent_sm90_kernel,
 )
 from softmax_backend.launch_params_prefill import GluonPrefillParams
 from softmax_backend.plan.block_plan import BlockPlan
@@ -40,11 +36,7 @@ def run(
 ) -> None:
     """Fill ``out`` and ``lse`` for sequences that end where the tensors do; the arguments were
     checked and need nothing that the path lacks."""
-    fitting = _fitting(params, plan, q.shape[3])
-    if params.persistent:
-        keys = (unpacked_keys, plan.cols, 1)
-        return _run_persistent(q, k, v, plan, keys, scale, out, lse, fitting, is_packed=False)
-    launch = _launch(*_shape_of(q, k.shape[1], plan), fitting, None)
+    launch = _launch(*_shape_of(q, k.shape[1], plan), _fitting(params, plan, q.shape[3]), None)
     tensors = (*_descriptors(q, k, v, plan), out, lse, *_plan_tensors(plan), _aux(plan))
     strides = (*out.stride()[:3], *lse.stride()[:2])
     launch((len(plan.work), 1, 1), *tensors, SOFTMAX.factor(scale), *strides)
@@ -67,39 +59,10 @@ def run_packed(
     else:  # [pages, page_size, Hkv, D], of which a descriptor takes the head before the token
         k, v = (x.transpose(1, 2) for x in (k, v))
         at_keys, indices, page_size = paged_keys, pages.indices, pages.size
-    fitting = _fitting(params, plan, q.shape[3])
-    if params.persistent:
-        keys = (at_keys, indices, page_size)
-        return _run_persistent(q, k, v, plan, keys, scale, out, lse, fitting, is_packed=True)
-    launch = _launch(*_shape_of(q, k.shape[1], plan), fitting, at_keys)
+    launch = _launch(*_shape_of(q, k.shape[1], plan), _fitting(params, plan, q.shape[3]), at_keys)
     tensors = (*_descriptors(q, k, v, plan), out, lse, *_plan_tensors(plan), indices, _aux(plan))
     strides = (*out.stride()[:3], *lse.stride()[:2])
     launch((len(plan.work), 1, 1), *tensors, SOFTMAX.factor(scale), page_size, *strides)
-
-
-def _run_persistent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: BlockPlan,
-    keys: tuple[Any, Tensor, int],
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    params: GluonPrefillParams,
-    *,
-    is_packed: bool,
-) -> None:
-    """Either by CTAs that stay. ``keys``: how to find a block of keys, pages, a page's size."""
-    at_keys, indices, page_size = keys
-    shape = _shape_of(q, k.shape[1], plan)
-    launch = _launch_persistent(*shape, params, at_keys, is_packed)
-    tensors = (*_descriptors(q, k, v, plan), out, lse, *_plan_tensors(plan), indices, _aux(plan))
-    items = len(plan.work)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    strides = (*out.stride()[:3], *lse.stride()[:2])
-    grid = (min(items, detect_target(q.device).num_sms), 1, 1)
-    launch(grid, *tensors, SOFTMAX.factor(scale), page_size, taken, items, *strides)
 
 
 def _shape_of(q: Tensor, kv_heads: int, plan: BlockPlan) -> tuple[int, int, int, Any]:
@@ -143,33 +106,7 @@ def _launch(
     group: int, d: int, block_n: int, mask: Any, params: GluonPrefillParams, at_keys: Any
 ) -> KernelLaunch:
     """The packed kernel where ``at_keys`` says how to find a block of keys, else the other."""
-    constexprs = _constexprs(group, d, block_n, mask, params)
-    if at_keys is None:
-        return KernelLaunch(block_sparse_sm90_kernel, constexprs, {"num_warps": 4})
-    constexprs["at_keys"] = at_keys
-    return KernelLaunch(block_sparse_packed_sm90_kernel, constexprs, {"num_warps": 4})
-
-
-@functools.lru_cache(maxsize=1024)
-def _launch_persistent(
-    group: int,
-    d: int,
-    block_n: int,
-    mask: Any,
-    params: GluonPrefillParams,
-    at_keys: Any,
-    is_packed: bool,
-) -> KernelLaunch:
-    """The kernel of CTAs that stay."""
-    constexprs = _constexprs(group, d, block_n, mask, params)
-    constexprs |= {"at_keys": at_keys, "IS_PACKED": is_packed}
-    return KernelLaunch(block_sparse_persistent_sm90_kernel, constexprs, {"num_warps": 4})
-
-
-def _constexprs(
-    group: int, d: int, block_n: int, mask: Any, params: GluonPrefillParams
-) -> dict[str, Any]:
-    return {
+    constexprs = {
         "GROUP": group,
         "BLOCK_N": block_n,
         "D": d,
@@ -179,3 +116,7 @@ def _constexprs(
         "update": SOFTMAX.update,
         "mask": mask,
     }
+    if at_keys is None:
+        return KernelLaunch(block_sparse_sm90_kernel, constexprs, {"num_warps": 4})
+    constexprs["at_keys"] = at_keys
+    return KernelLaunch(block_sparse_packed_sm90_kernel, constexprs, {"num_warps": 4})

@@ -44,9 +44,9 @@ def launched(target: str) -> set[tuple[str, str]]:
 
 def test_the_calls_launch_every_kernel() -> None:
     ours = our_kernels()
-    assert ours > HOPPERS | OFF
-    assert ours - launched("H200") == OFF
+    assert ours > HOPPERS
+    assert ours - launched("H200") == set()
 
 
 def test_amds_tables_launch_every_kernel_that_they_can_choose() -> None:
-    assert our_kernels() - launched("MI355X") == HOPPERS | OFF | NOT_AMDS
+    assert our_kernels() - launched("MI355X") == HOPPERS | NOT_AMDS

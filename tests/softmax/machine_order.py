@@ -33,7 +33,6 @@ import triton
 
 SOURCES = Path(__file__).parents[2] / "softmax_backend" / "kernels" / "sm90"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-PERSISTENT = "block_sparse_persistent_sm90_kernel"
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r'^\s*//## File ".*", line (\d+)')
 _INSTRUCTION = re.compile(
@@ -321,8 +320,7 @@ def report(folder: Path, word: str = "") -> dict[str, list[str]]:
                 turns = "ping_pong" if ping_pong else ""
                 kernel = block_sparse.build_gluon(128, 2, masks.causal, form, form=turns)
                 code = disassembled(kernel)
-                starts = "_run" if "persistent" not in form else PERSISTENT
-                found[name] = barriers_overlaid(code) + roles_disorder(code, folder, starts)
+                found[name] = barriers_overlaid(code) + roles_disorder(code, folder, "_run")
                 if "packed" in form or "paged" in form:
                     found[name] += cleared_disorder(code, folder)
     return found

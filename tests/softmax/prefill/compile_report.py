@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
 from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
-from softmax_backend.kernels.sm90 import block_load, block_sparse_persistent
+from softmax_backend.kernels.sm90 import block_load
 from softmax_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan.predicted import SCORE_STEP
@@ -33,8 +33,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
-_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr",
-         "taken_ptr")  # fmt: skip
+_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr")
 _FLOATS = ("value", "scale", "factor", "softmax_scale", "levels", "scale_log2", "min_likeness")
 
 
@@ -250,23 +249,15 @@ GLUON = {
     "gluon paged": (
         block_sparse_sm90.block_sparse_packed_sm90_kernel, block_load.paged_keys,
     ),
-    "gluon persistent": (
-        block_sparse_persistent.block_sparse_persistent_sm90_kernel, block_load.unpacked_keys,
-    ),
-    "gluon persistent paged": (
-        block_sparse_persistent.block_sparse_persistent_sm90_kernel, block_load.paged_keys,
-    ),
 }  # fmt: skip
 """The kernels for Hopper, and where they find a block of keys."""
 
 _LAZY = "early_softmax lazy_rescale keys_ahead"
 FORMS = (
-    ("gluon causal, 3 stages", "gluon", 3, f"ping_pong {_LAZY}"),
-    ("gluon causal, named turns", "gluon", 3, f"ping_pong named_turns {_LAZY}"),
-    ("gluon persistent causal", "gluon persistent", 2, f"ping_pong {_LAZY}"),
-    ("gluon persistent paged causal", "gluon persistent paged", 2, _LAZY),
+    ("gluon causal, 3 stages", 3, f"ping_pong {_LAZY}"),
+    ("gluon causal, named turns", 3, f"ping_pong named_turns {_LAZY}"),
 )
-"""Name, kernel, stages and FORM of forms that are not in use."""
+"""Name, stages and FORM of forms that are not in use."""
 
 
 def build_gluon(
@@ -297,8 +288,6 @@ def build_gluon(
     }
     if at_keys is not None:
         constexprs["at_keys"] = at_keys
-    if "persistent" in name:
-        constexprs["IS_PACKED"] = "paged" in name
     given = {"q_desc": descriptor(64), "k_desc": descriptor(block_n), "v_desc": descriptor(block_n)}
     given["out_ptr"] = "*bf16"
     signature, attrs = {}, {}
@@ -321,8 +310,8 @@ def report(arch: str) -> Report:
             lines[f"{form} causal"] = measure(build_gluon(128, 2, masks.causal, form))
         kernel = build_gluon(64, 4, masks.causal, "gluon paged", 64)
         lines["gluon paged causal, D 64"] = measure(kernel)
-        for name, kind, stages, form in FORMS:
-            lines[name] = measure(build_gluon(128, stages, masks.causal, kind, form=form))
+        for name, stages, form in FORMS:
+            lines[name] = measure(build_gluon(128, stages, masks.causal, form=form))
     return lines
 
 

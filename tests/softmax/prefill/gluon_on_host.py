@@ -96,7 +96,6 @@ class Machine:
         self.roles: list[Role] = []
         self.copies: list[Callable[[], None]] = []
         self.failure: BaseException | None = None
-        self.programs = 0
         self.speed_of_copies, self.speed_of_products = self.random.choices(SPEEDS, k=2)
         self.hardware: dict[tuple[int, int], list[int]] = {}
 
@@ -253,9 +252,6 @@ class Language:
     def program_id(self, axis: int) -> Scalar:
         return Scalar(self.role.program)
 
-    def num_programs(self, axis: int) -> int:
-        return self.machine.programs
-
     def arange(self, start: int, end: int, layout: Any) -> Tensor:
         return tensor(np.arange(start, end))
 
@@ -274,14 +270,8 @@ class Language:
     def log2(self, x: Any) -> Tensor:
         return tensor(np.log2(x))
 
-    def max(self, x: Any, axis: int) -> Any:
-        return Scalar(x.max(axis)) if x.ndim == 1 else tensor(x.max(axis))
-
     def minimum(self, x: int, y: int) -> int:
         return min(x, y)
-
-    def maximum(self, x: int, y: int) -> int:
-        return max(x, y)
 
     def load(self, at: Pointer) -> Scalar:
         return Scalar(at.data[int(at.offset)])
@@ -291,18 +281,10 @@ class Language:
         assert np.isnan(at.data[offset[mask]]).all(), "an output is written twice"
         at.data[offset[mask]] = value[mask]
 
-    def atomic_add(self, at: Pointer, value: int) -> Scalar:
-        self.role.pause()
-        before = Scalar(at.data[at.offset])
-        at.data[at.offset] += value
-        return before
-
     def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
         if dtype is np.int64:
             return Barrier(shape[0])
-        if np.issubdtype(dtype, np.floating):
-            return Memory(np.full(shape, np.nan, dtype), dtype)
-        return Memory(np.full(shape, -(2**31), dtype), dtype)
+        return Memory(np.full(shape, np.nan, dtype), dtype)
 
     def init(self, barrier: Barrier, count: int) -> None:
         barrier.expected = barrier.pending = count
@@ -423,7 +405,6 @@ def load(
 
 def launch(machine: Machine, kernel: Any, programs: int, arguments: Mapping[str, Any]) -> None:
     """Run a kernel's CTAs to their end."""
-    machine.programs = programs
     for program in range(programs):
         machine.start(program, lambda: kernel(**arguments))
     machine.run()

@@ -66,15 +66,9 @@ def test_without_hopper_it_is_refused() -> None:
 
 
 PARAMS = GluonPrefillParams(128, 2, 240, False)
-STAYS = dataclasses.replace(PARAMS, lazy_rescale=True, keys_ahead=True, persistent=True)
 
 
-def handed(
-    monkeypatch: pytest.MonkeyPatch,
-    plan: BlockPlan,
-    *x: torch.Tensor,
-    params: GluonPrefillParams = PARAMS,
-) -> dict[str, Any]:
+def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -> dict[str, Any]:
     """The kernel's arguments by name."""
     found: dict[str, Any] = {}
 
@@ -87,15 +81,12 @@ def handed(
             found.update(dict(zip(self.names, arguments, strict=True)), grid=grid)
 
     monkeypatch.setattr(block_sparse_sm90, "KernelLaunch", Launch)
-    launches = block_sparse_sm90._launch, block_sparse_sm90._launch_persistent
-    for launch in launches:
-        launch.cache_clear()
+    block_sparse_sm90._launch.cache_clear()
     q, k, v = x
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     run = block_sparse_sm90.run_packed if plan.is_packed else block_sparse_sm90.run
-    run(q, k, v, plan, 0.1, out, lse, params)
-    for launch in launches:
-        launch.cache_clear()
+    run(q, k, v, plan, 0.1, out, lse, PARAMS)
+    block_sparse_sm90._launch.cache_clear()
     return found
 
 
@@ -125,31 +116,10 @@ def test_packed_sequences_are_handed_as_they_lie(monkeypatch: pytest.MonkeyPatch
     assert got["at_keys"] is block_sparse_sm90.packed_keys
 
 
-def test_ctas_that_stay_are_handed_the_work_and_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = paged_plan(256)
-    q = torch.randn(1, 4, 131, 128).bfloat16()
-    k, v = (torch.randn(4, 256, 2, 128).bfloat16() for _ in range(2))
-    monkeypatch.setattr(block_sparse_sm90, "detect_target", lambda device: H200)
-    got = handed(monkeypatch, plan, q, k, v, params=STAYS)
-    assert got["at_keys"] is block_sparse_sm90.paged_keys and got["IS_PACKED"] is True
-    assert got["items"] == len(plan.work) and got["grid"] == (len(plan.work), 1, 1)
-    assert got["taken_ptr"].tolist() == [0] and got["taken_ptr"].dtype == torch.int32
-    assert got["FORM"] == "lazy_rescale keys_ahead"
-    assert got["page_size"] == 256 and got["k_desc"].shape == [4, 2, 256, 128]
-    plan = intervals.causal(128 * 100, 128 * 100, 2, device=CPU)
-    q, k, v = inputs((2, 12800, 128), (1, 12800, 128), seed=0, device=CPU)
-    got = handed(monkeypatch, plan, q, k, v, params=STAYS)
-    assert got["at_keys"] is block_sparse_sm90.unpacked_keys and got["IS_PACKED"] is False
-    assert got["items"] == 200 and got["grid"] == (H200.num_sms, 1, 1)
-    assert got["k_desc"].shape == [1, 1, 12800, 128] and got["stride_out_m"] == 256
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"named_turns": True}, "named_turns must come with ping_pong"),
-        ({"persistent": True}, "persistent must come with keys_ahead and at most 2 stages"),
-        ({"persistent": True, "keys_ahead": True, "num_stages": 3}, "num_stages=3"),
         ({"block_n": 96}, "block_n must be 64 or 128, got 96"),
     ],
 )

@@ -16,10 +16,7 @@ from softmax_backend.variants import masks
 from tests.softmax.prefill.gluon_on_host import Descriptor, Machine, Pointer, launch, load
 
 D, BLOCK_N, SCALE = 16, 32, 0.25
-FILES = (
-    *("gluon_names", "block_forms", "block_load", "block_walk"),
-    *("block_sparse", "block_sparse_persistent"),
-)
+FILES = ("gluon_names", "block_forms", "block_load", "block_walk", "block_sparse")
 FORMS = (
     "",
     "ping_pong",
@@ -27,10 +24,6 @@ FORMS = (
     "ping_pong named_turns early_softmax lazy_rescale",
     "ping_pong named_turns keys_ahead",
     "early_softmax lazy_rescale keys_ahead",
-)
-PERSISTENT = (
-    "keys_ahead",
-    "ping_pong keys_ahead",
     "ping_pong named_turns early_softmax lazy_rescale keys_ahead",
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -92,9 +85,13 @@ def packed_plan(is_paged: bool) -> BlockPlan:
 
 
 def attend(
-    plan: BlockPlan, x: Inputs, form: str, persistent: bool, seed: int, stages: int = 2,
-    programs: int = 2, changes: Mapping[str, str] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    plan: BlockPlan,
+    x: Inputs,
+    form: str,
+    seed: int,
+    stages: int = 2,
+    changes: Mapping[str, str] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE; keys and values [pages, Hkv, page_size, D] where the plan has pages."""
     machine = Machine(seed)
     kernels = load(FILES, machine, changes)
@@ -103,7 +100,7 @@ def attend(
     pages = plan.cols if plan.pages is None else plan.pages.indices
     flat = {"out_ptr": out, "lse_ptr": lse, "rows_ptr": plan.rows, "cols_ptr": plan.cols,
             "work_ptr": plan.work, "sequences_ptr": plan.sequences, "mask_aux_ptr": plan.cols,
-            "pages_ptr": pages, "taken_ptr": np.zeros(1, np.int32)}  # fmt: skip
+            "pages_ptr": pages}  # fmt: skip
     arguments: dict[str, Any] = {
         name: Pointer(np.asarray(array).reshape(-1)) for name, array in flat.items()
     }
@@ -115,20 +112,15 @@ def attend(
     arguments |= {"factor": SCALE / np.log(2.0), "GROUP": plan.num_heads // k.shape[1]}
     arguments |= {"BLOCK_N": BLOCK_N, "D": D, "STAGES": stages, "REGISTERS": 240, "FORM": form}
     arguments |= {"update": softmax, "mask": causal if plan.mask is masks.causal else everything}
-    at_keys = "unpacked_keys"
-    if plan.is_packed:
-        at_keys = "packed_keys" if plan.pages is None else "paged_keys"
     name = "block_sparse_sm90_kernel"
-    if persistent or plan.is_packed:
+    if plan.is_packed:
         name = "block_sparse_packed_sm90_kernel"
+        at_keys = "packed_keys" if plan.pages is None else "paged_keys"
         arguments |= {"at_keys": kernels[at_keys]}
         arguments |= {"page_size": 1 if plan.pages is None else plan.pages.size}
-    if persistent:
-        name = "block_sparse_persistent_sm90_kernel"
-        arguments |= {"IS_PACKED": plan.is_packed, "items": len(plan.work)}
     wanted = kernels[name].__code__
     given = {key: arguments[key] for key in wanted.co_varnames[: wanted.co_argcount]}
-    launch(machine, kernels[name], programs if persistent else len(plan.work), given)
+    launch(machine, kernels[name], len(plan.work), given)
     return torch.from_numpy(out), torch.from_numpy(lse)
 
 
@@ -143,33 +135,27 @@ def error(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, ...]
     return worst
 
 
-def unpacked_error(name: str, form: str, persistent: bool, **more: Any) -> float:
+def unpacked_error(name: str, form: str, **more: Any) -> float:
     plan, (heads, kv_heads, m, n) = plans()[name]
     x = random(heads, m, 1), random(kv_heads, n, 2), random(kv_heads, n, 3)
     seen = reference.elements_seen(plan)
     want, want_lse = reference.attention(*x, seen, SCALE)
     want = want.masked_fill(want_lse.isneginf()[..., None], 0.0)
-    return error(attend(plan, x, form, persistent, **more), (want, want_lse))
+    return error(attend(plan, x, form, **more), (want, want_lse))
 
 
 @pytest.mark.parametrize("name", list(plans()))
-@pytest.mark.parametrize(
-    ("form", "persistent"), [*((f, False) for f in FORMS), *((f, True) for f in PERSISTENT)]
-)
-def test_forms_are_right_in_any_order(name: str, form: str, persistent: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_are_right_in_any_order(name: str, form: str) -> None:
     for seed in range(3):
         for stages in (2, 3):
-            got = unpacked_error(name, form, persistent, seed=seed, stages=stages)
+            got = unpacked_error(name, form, seed=seed, stages=stages)
             assert got < 1e-5, (seed, stages, got)
 
 
 @pytest.mark.parametrize("is_paged", [False, True])
-@pytest.mark.parametrize(
-    ("form", "persistent"), [(FORMS[1], False), (FORMS[4], False), (PERSISTENT[2], True)]
-)
-def test_packed_sequences_are_right_in_any_order(
-    is_paged: bool, form: str, persistent: bool
-) -> None:
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[6]])
+def test_packed_sequences_are_right_in_any_order(is_paged: bool, form: str) -> None:
     plan = packed_plan(is_paged)
     q = random(2, 290, 1)
     lengths, begins = plan.sequences[:, 4].tolist(), plan.sequences[:, 3].tolist()
@@ -194,7 +180,7 @@ def test_packed_sequences_are_right_in_any_order(
             want[:, :, first : first + count] = one
             want_lse[:, :, first : first + count] = one_lse
     for seed in range(3):
-        got = attend(plan, (q, *stored), form, persistent, seed)
+        got = attend(plan, (q, *stored), form, seed)
         assert error(got, (want, want_lse)) < 1e-5, seed
 
 
@@ -211,11 +197,6 @@ FAULTS = {
     "stages that are not waited for": (
         "    mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)\n", "",
     ),
-    "the ring begun anew in every tile": ("filled += row[3] - row[1]", "filled += 0"),
-    "queries kept for one tile too few": (
-        "mbarrier.wait(q_empty.index(buffer), ((count >> 1) & 1) ^ 1)\n"
-        "            _write_word", "_write_word",
-    ),
     "no turn to begin with": ('_hardware_barrier("arrive", 0)', "pass"),
 }  # fmt: skip
 
@@ -226,11 +207,10 @@ def test_faults_are_seen(fault: str) -> None:
     old, new = FAULTS[fault]
     form = "ping_pong keys_ahead"
     if "turn to begin" in fault:
-        form = PERSISTENT[2]
+        form = FORMS[6]
     for seed in range(20):
         try:
-            more = {"seed": seed, "programs": 1, "changes": {old: new}}
-            if not unpacked_error("uneven", form, True, **more) < 1e-5:
+            if not unpacked_error("uneven", form, seed=seed, changes={old: new}) < 1e-5:
                 return
         except AssertionError:
             return
