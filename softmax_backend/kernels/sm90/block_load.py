@@ -80,25 +80,18 @@ def load_row(
     q_desc, k_desc, v_desc = descs
     q_s, k_s, v_s = buffers
     q_full, k_full, k_empty, v_full, v_empty, turn = barriers
-    load_queries(q_desc, q_s, q_full, place, 0)
+    batch, head, kv_head, first = place
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        tensor_load(q_desc, [batch, head, first + 64 * half, 0], q_full, q_s.index(half))
     if has(FORM, "keys_ahead"):
-        load_keys_ahead(
-            descs, buffers, barriers, row, place, keys, 0, at_keys, STAGES=STAGES, BLOCK_N=BLOCK_N
+        _load_keys_ahead(
+            descs, buffers, barriers, row, place, keys, at_keys, STAGES=STAGES, BLOCK_N=BLOCK_N
         )
     else:
         _load_keys(
             descs, buffers, barriers, row, place, keys, at_keys, STAGES=STAGES, BLOCK_N=BLOCK_N
         )
-
-
-@gluon.jit
-def load_queries(q_desc, q_s, q_full, place, first_buffer):
-    """The tile's queries into two buffers from ``first_buffer`` on."""
-    batch, head, kv_head, first = place
-    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
-    for half in gl.static_range(2):
-        at = [batch, head, first + 64 * half, 0]
-        tensor_load(q_desc, at, q_full, q_s.index(first_buffer + half))
 
 
 @gluon.jit
@@ -135,7 +128,7 @@ def _load_keys(
 
 @gluon.jit
 def _load_block(desc, buffers, full, empty, at, i, STAGES: gl.constexpr):
-    """Block i of those that the CTA takes, when its stage is empty."""
+    """Block i of the row, when its stage is empty."""
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
@@ -143,14 +136,13 @@ def _load_block(desc, buffers, full, empty, at, i, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_keys_ahead(
+def _load_keys_ahead(
     descs,
     buffers,
     barriers,
     row,
     place,
     keys,
-    filled,
     at_keys: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -166,9 +158,9 @@ def load_keys_ahead(
         outer, key = at_keys(keys, batch, gl.load(cols_ptr + begin) * BLOCK_N)
         second = gl.load(cols_ptr + gl.minimum(begin + 1, end - 1))
         next_outer, next_key = at_keys(keys, batch, second * BLOCK_N)
-        _load_block(k_desc, k_s, k_full, k_empty, [outer, kv_head, key, 0], filled, STAGES)
+        _load_block(k_desc, k_s, k_full, k_empty, [outer, kv_head, key, 0], 0, STAGES)
         for j in range(begin, end):
-            i = filled + (j - begin)
+            i = j - begin
             third = gl.load(cols_ptr + gl.minimum(j + 2, end - 1))
             third_outer, third_key = at_keys(keys, batch, third * BLOCK_N)
             if j + 1 < end:

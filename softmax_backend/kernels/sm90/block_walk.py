@@ -14,8 +14,7 @@ lie in pages. There a block may hold what is beyond its sequence's end. Its logi
 any other; its values are set to zero, for 0 times NaN is NaN.
 
 Barriers: ``full`` of a stage completes when TMA has filled it, ``empty`` when both warpgroups have
-read it. ``filled`` counts the blocks of earlier tiles of a CTA, ``taken`` the turns taken in them;
-a CTA of one tile has 0.
+read it. Blocks and turns are counted from the row's first block, which is 0.
 """
 
 from triton.experimental import gluon
@@ -102,8 +101,6 @@ def _full_blocks(
     buffers,
     barriers,
     row,
-    filled,
-    taken,
     factor,
     update: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -121,18 +118,17 @@ def _full_blocks(
     p_layout: gl.constexpr = _left_operand(D)
     if full_end > begin:
         s = gl.zeros([64, BLOCK_N], gl.float32, layout=_accumulator(BLOCK_N))
-        first = filled % STAGES
-        mbarrier.wait(k_full.index(first), (filled // STAGES) & 1)
-        s = warpgroup_mma(q, _keys(k_s, first), s, use_acc=False)
-        mbarrier.arrive(k_empty.index(first), count=1)
+        mbarrier.wait(k_full.index(0), 0)
+        s = warpgroup_mma(q, _keys(k_s, 0), s, use_acc=False)
+        mbarrier.arrive(k_empty.index(0), count=1)
         p, alpha, high, total = update(s, high, total, factor, False)
         p = gl.convert_layout(p.to(v_s.dtype), p_layout)
         for j in range(begin + 1, full_end):
-            i = filled + (j - begin)
+            i = j - begin
             stage = i % STAGES
             before = (i - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-            take_turn(turn, taken + (j - begin), WARPGROUP, FORM)
+            take_turn(turn, i, WARPGROUP, FORM)
             s = warpgroup_mma(q, _keys(k_s, stage), s, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
             acc = warpgroup_mma(p, _values(v_s, before), acc, is_async=True)
@@ -149,7 +145,7 @@ def _full_blocks(
             else:
                 acc = _rescaled(acc, alpha, o_layout)
             p = gl.convert_layout(next_p.to(v_s.dtype), p_layout)
-        i = filled + (full_end - 1 - begin)
+        i = full_end - 1 - begin
         mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
         acc = warpgroup_mma(p, _values(v_s, i % STAGES), acc)
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
@@ -164,7 +160,6 @@ def _partial_blocks(
     barriers,
     row,
     place,
-    filled,
     factor,
     update: gl.constexpr,
     mask: gl.constexpr,
@@ -184,7 +179,7 @@ def _partial_blocks(
     p_layout: gl.constexpr = _left_operand(D)
     o_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
     for j in range(full_end, end):
-        i = filled + (j - begin)
+        i = j - begin
         stage = i % STAGES
         phase = (i // STAGES) & 1
         col = gl.load(cols_ptr + j)
@@ -227,56 +222,15 @@ def compute_row(
     """One computing warpgroup: its 64 queries over the whole row, then output and LSE."""
     q_s, k_s, v_s = buffers
     q_full, k_full, k_empty, v_full, v_empty, turn = barriers
-    open_turns(WARPGROUP, FORM)
-    mbarrier.wait(q_full, 0)
-    state = walk_tile(
-        q_s.index(WARPGROUP),
-        buffers,
-        barriers,
-        row,
-        place,
-        0,
-        0,
-        factor,
-        update=update,
-        mask=mask,
-        BLOCK_N=BLOCK_N,
-        D=D,
-        STAGES=STAGES,
-        WARPGROUP=WARPGROUP,
-        IS_PACKED=IS_PACKED,
-        FORM=FORM,
-    )
-    write_tile(state, place, outputs, factor, BLOCK_N, D, WARPGROUP, IS_PACKED)
-    close_turns(WARPGROUP, FORM)
-
-
-@gluon.jit
-def walk_tile(
-    q,
-    buffers,
-    barriers,
-    row,
-    place,
-    filled,
-    taken,
-    factor,
-    update: gl.constexpr,
-    mask: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    IS_PACKED: gl.constexpr,
-    FORM: gl.constexpr,
-):
-    """(acc, high, total) of a warpgroup's 64 queries in a buffer over the whole row."""
     batch, head, first, q_begin, q_len, kv_len, q_position, mask_aux_ptr = place
     s_layout: gl.constexpr = _accumulator(BLOCK_N)
+    open_turns(WARPGROUP, FORM)
+    mbarrier.wait(q_full, 0)
     o_m = first + 64 * WARPGROUP + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
     acc = gl.zeros([64, D], gl.float32, layout=_accumulator(D))
     high = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, s_layout))
+    q = q_s.index(WARPGROUP)
     q = q.reshape([64, q.shape[3]])
     state = _full_blocks(
         (acc, high, total),
@@ -284,8 +238,6 @@ def walk_tile(
         buffers,
         barriers,
         row,
-        filled,
-        taken,
         factor,
         update=update,
         BLOCK_N=BLOCK_N,
@@ -294,14 +246,13 @@ def walk_tile(
         WARPGROUP=WARPGROUP,
         FORM=FORM,
     )
-    return _partial_blocks(
+    state = _partial_blocks(
         state,
         q,
         buffers,
         barriers,
         row,
         (head, (o_m + q_position)[:, None], kv_len, mask_aux_ptr),
-        filled,
         factor,
         update=update,
         mask=mask,
@@ -310,10 +261,12 @@ def walk_tile(
         STAGES=STAGES,
         IS_PACKED=IS_PACKED,
     )
+    _write_tile(state, place, outputs, factor, BLOCK_N, D, WARPGROUP, IS_PACKED)
+    close_turns(WARPGROUP, FORM)
 
 
 @gluon.jit
-def write_tile(
+def _write_tile(
     state,
     place,
     outputs,
