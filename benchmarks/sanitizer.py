@@ -7,8 +7,7 @@ run plainly, so that kernels are compiled and kept; then under memcheck, raceche
 synccheck, shared among processes, with PyTorch's caching allocator off, so that every tensor is an
 allocation of its own. A report is counted for the kernel that it names, in each family that has one
 of that name; what it says of torch's own kernels is counted for none of ours. A failure is a report
-that ``sanitizer_explained.toml`` does not have, and a kernel of ours that no call launched and that
-is not ``OFF``.
+that ``sanitizer_explained.toml`` does not have, and a kernel of ours that no call launched.
 """
 
 from __future__ import annotations
@@ -43,9 +42,6 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SLOWEST = "racecheck"  # by far: its calls are shared among as many processes as there may be
 Kernel = tuple[str, str]
 """(family, name)."""
-OFF: frozenset[Kernel] = frozenset({("softmax", "block_sparse_persistent_sm90_kernel")})
-"""What no table asks for until it has been timed, so that no call of ``check`` launches it;
-``bench_sparse_dense_forms.py`` compares it with float64."""
 _OPTIONS = ("--print-limit", "1000", "--show-backtrace", "no")
 _OUTPUT = 1500  # characters that are kept of a process that did not end
 _HOW_OFTEN = re.compile(r" \[\d+ hazards\]|\n +by thread .*")  # what differs from run to run
@@ -320,7 +316,7 @@ def measure(calls: list[Any], args: argparse.Namespace, images: Path) -> None:
             for call in said
             if call["wrong"]
         ]
-    result["not_run"] = [f"{family} {name}" for family, name in sorted(ours - seen - OFF)]
+    result["not_run"] = [f"{family} {name}" for family, name in sorted(ours - seen)]
     result["seconds"] = round(time.perf_counter() - begin, 1)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.sanitizer import OFF, our_kernels
+from benchmarks.sanitizer import our_kernels
 
 ROOT = Path(__file__).parents[2]
 HOPPERS = {
