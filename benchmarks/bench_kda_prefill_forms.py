@@ -1,47 +1,37 @@
-"""The forms of KDA prefill on Hopper beside the two stages: one launch, segments and lean tiles.
+"""The forms of KDA prefill on Hopper beside the two stages: one launch and segments.
 
     python benchmarks/bench_kda_prefill_forms.py \
         --short benchmarks/results/kda_prefill_short_h200.json \
-        --segments benchmarks/results/kda_prefill_segments_h200.json \
-        --intra benchmarks/results/kda_prefill_intra_h200.json
+        --segments benchmarks/results/kda_prefill_segments_h200.json
 
 Short sequences: ``parts_us`` has the two stages, ``fused_us`` the one launch, ``floor_us`` all
 inputs read and all outputs written once at the copy bandwidth of the run. Long ones over few heads:
 ``two_stage_us`` and, by the tokens of a segment, ``segments_us``. Each form is compared with
 float64 first (``error``, the relative L2 difference of outputs and states; ``two_stage_error``), on
-sequences of at most 8,192 tokens. ``--intra``: by form (`intra_forms`), ``us`` and a second time
-``again``, in turns; up to 8,192 tokens their ``error``, and beyond their ``difference``, the same
-from the form in use. Inputs as an engine passes them; states in a pool, in place.
+sequences of at most 8,192 tokens. Inputs as an engine passes them; states in a pool, in place.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import json
-import multiprocessing
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from backend_core.launch.cuda import CudaKernel
 from backend_core.tables.select import load_table
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
 from kda_backend import chunk_kda, reference
 from kda_backend.launch_params import TABLES
-from kda_backend.prefill import segmented_sm90, two_stage_sm90
-from kda_backend.prefill.arguments_sm90 import Variant, intra_defines
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, select
-from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import build_step_plan
 from kda_backend.testing.cases import make_case
 
@@ -51,12 +41,6 @@ SHORT += [[1 + 37 * i % 64 for i in range(128)], [128] * 64]
 LONG = [(4, n) for n in (2048, 4096, 8192, 16384, 32768, 131072)]
 LONG += [(8, n) for n in (4096, 8192, 32768, 131072)] + [(16, 8192)]
 SEGMENT_CHUNKS = (8, 16, 32, 64)
-# heads, lengths, gate
-INTRA = [(h, [1024] * 8, gate) for h in (32, 64) for gate in ("bounded", "softplus")]
-INTRA += [(32, [128] * 64, "softplus"), (32, [8192], "softplus"), (32, [32768], "softplus")]
-INTRA += [(h, [8192], "softplus") for h in (16, 8, 4)] + [(32, [512], "softplus")]
-LEAN = {"lean_tiles": True}
-SHORTER = LEAN | {"intra_4_tile_ns": 4400, "intra_2_tile_ns": 6800}
 LARGEST_CHECKED = 8192  # tokens
 
 
@@ -88,35 +72,11 @@ def selections(heads: int) -> dict[str, KdaSelection]:
     return found
 
 
-def intra_forms(heads: int, lengths: list[int], gate: str) -> dict[str, KdaSelection]:
-    """By form: the shipped row of the two stages (``in use``), with lean tiles, and with these and
-    a schedule that counts on shorter tiles; the first two by segments, where the table has them."""
-    target = detect_target()
-    bounded = gate == "bounded"
-    chosen = select(target, KdaShape(heads, heads, DIM, DIM, bounded_gate=bounded))
-    rows: Any = {row.name: row for row in load_table(TABLES, target).rows}
-    whole, segments = rows["two_stage_sm90"], rows["segmented_sm90"]
-    made = {
-        name: dataclasses.replace(whole.params, one_launch_max_tokens=0, **params)
-        for name, params in {"in use": {}, "lean": LEAN, "lean, shorter": SHORTER}.items()
-    }
-    found = {
-        name: chosen.with_path(dataclasses.replace(whole, params=params))
-        for name, params in made.items()
-    }
-    if heads <= segments.params.max_tasks and max(lengths) >= LARGEST_CHECKED:
-        for name in ("in use", "lean"):
-            params = dataclasses.replace(segments.params, cost_model=made[name])
-            row = dataclasses.replace(segments, params=params)
-            found[f"segments, {name}"] = chosen.with_path(row)
-    return found
-
-
 class Call:
     """One batch, which can be called in each form."""
 
-    def __init__(self, heads: int, lengths: list[int], gate: str = "softplus") -> None:
-        model: dict[str, Any] = {"heads": heads, "key_dim": DIM, "value_dim": DIM, "gate": gate}
+    def __init__(self, heads: int, lengths: list[int]) -> None:
+        model: dict[str, Any] = {"heads": heads, "key_dim": DIM, "value_dim": DIM}
         self.case = make_case(1, lengths, regime="init", device="cuda", **model)
         offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         self.plan = build_step_plan(offsets.cuda(), sum(lengths), cu_seqlens_cpu=offsets)
@@ -161,18 +121,6 @@ class Call:
             cu_seqlens=case.offsets,
         )
         return found, states
-
-    def results(self, selection: KdaSelection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs and states."""
-        self.pool[1:] = self.case.state
-        self.out.fill_(float("nan"))
-        self.make(selection)()
-        return self.out.clone(), self.pool[1:].clone()
-
-    def difference(self, selection: KdaSelection, other: KdaSelection) -> float:
-        """Of outputs and states from another form's; the larger."""
-        pairs = zip(self.results(selection), self.results(other), strict=True)
-        return max(relative_error(got, want) for got, want in pairs)
 
     def us(self, selection: KdaSelection) -> float:
         self.pool[1:] = self.case.state
@@ -221,93 +169,18 @@ def long_rows() -> list[dict[str, Any]]:
     return rows
 
 
-Source = tuple[str, dict[str, int]]
-
-
-def intra_sources() -> list[Source]:
-    """(file, definitions) of what the forms of `intra_forms` launch."""
-    rows: Any = {row.name: row for row in load_table(TABLES, detect_target()).rows}
-    base = rows["two_stage_sm90"].params
-    found: list[Source] = []
-    for gate in (Gate.SOFTPLUS, Gate.BOUNDED):
-        variant = Variant(gate, Beta.SIGMOID, True, torch.bfloat16, False, False, False)
-        for ctas, form in itertools.product((2, 4), ({}, LEAN)):
-            params = dataclasses.replace(base, **form)
-            found.append(("intra_chunk", intra_defines(variant, ctas, params)))
-    found += [(name, two_stage_sm90.scan_defines(variant)) for name in ("scan", "scan_split")]
-    of_segments = segmented_sm90.segment_defines(False, False)
-    names = ("segment_ends", "merge_segments", "scan", "scan_split")
-    return found + [(name, of_segments) for name in names]
-
-
-def compile_source(source: Source) -> None:
-    """Compiled code is kept on disk."""
-    name, defines = source
-    params = two_stage_sm90.SCAN_PARAMS
-    if name == "intra_chunk":
-        params = two_stage_sm90.INTRA_PARAMS
-    elif "SEGMENTS" in defines:
-        params = segmented_sm90.SEGMENT_PARAMS
-    CudaKernel(two_stage_sm90.KERNELS / f"{name}.cu", name, params, defines)
-
-
-def compile_intra_forms() -> None:
-    """Several kernels at once: NVRTC compiles one after the other in a process."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(12, os.cpu_count() or 1), spawn) as workers:
-        list(workers.map(compile_source, intra_sources()))
-
-
-def intra_rows() -> list[dict[str, Any]]:
-    compile_intra_forms()
-    rows = []
-    for heads, lengths, gate in INTRA:
-        forms, call = intra_forms(heads, lengths, gate), Call(heads, lengths, gate)
-        row: dict[str, Any] = {"H": heads, "seq_lens": lengths, "gate": gate}
-        if max(lengths) <= LARGEST_CHECKED:
-            row["error"] = {name: call.error(form) for name, form in forms.items()}
-        else:
-            in_use = forms["in use"]
-            row["difference"] = {name: call.difference(forms[name], in_use) for name in forms}
-        for times in ("us", "again"):
-            row[times] = {name: call.us(form) for name, form in forms.items()}
-        rows.append(row)
-    print_intra(rows)
-    return rows
-
-
-def print_intra(rows: list[dict[str, Any]]) -> None:
-    """The shorter of both times by form, and the largest error, of which 1e-3 is the unit."""
-    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
-    print(f"{'us (error)':30}" + "".join(f"{name:>20}" for name in names))
-    for row in rows:
-        what = f"{row['H']} heads, {len(row['seq_lens'])} x {row['seq_lens'][0]}, {row['gate']}"
-        errors = row.get("error") or row["difference"]
-        cells = (
-            f"{min(row['us'][name], row['again'][name]):.1f} ({1e3 * errors[name]:.2f})"
-            if name in row["us"]
-            else ""
-            for name in names
-        )
-        print(f"{what:30}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", type=Path)
     parser.add_argument("--segments", type=Path)
-    parser.add_argument("--intra", type=Path)
     args = parser.parse_args()
-    if not (args.short or args.segments or args.intra):
-        parser.error("expected a file for --short, --segments or --intra")
+    if not (args.short or args.segments):
+        parser.error("expected a file for --short, --segments or both")
     head: dict[str, Any] = {**environment(), "script": "benchmarks/bench_kda_prefill_forms.py"}
     with torch.inference_mode():
         if args.segments:
             rows = long_rows()
             args.segments.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-        if args.intra:
-            rows = intra_rows()
-            args.intra.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
         if args.short:
             bandwidth = copy_bandwidth_gbs()
             head["copy_gbs"] = round(bandwidth)

@@ -16,7 +16,7 @@ each shape what the shipped cost model chooses, and the best there is. --thresho
 best table of thresholds, which would need no model. --scan: only shapes that scan.cu may serve, and
 schedules near those that the shipped cost model comes to, which takes under a minute; --fit then
 leaves all constants but scan.cu's as they are, and prints how long a step takes by the times of one
-sequence of two lengths. --lean times tiles in fewer instructions (`PrefillCostModel.lean_tiles`).
+sequence of two lengths.
 """
 
 from __future__ import annotations
@@ -116,22 +116,22 @@ def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
     return sorted(found)
 
 
-def two_stages(selection: KdaSelection, lean: bool) -> KdaSelection:
+def two_stages(selection: KdaSelection) -> KdaSelection:
     """The selection with the two stages for every step, of which none is made in one launch."""
     rows = load_table(TABLES, selection.target).rows
     row: Any = next(row for row in rows if row.name == "two_stage_sm90")
-    params = dataclasses.replace(row.params, one_launch_max_tokens=0, lean_tiles=lean)
+    params = dataclasses.replace(row.params, one_launch_max_tokens=0)
     return selection.with_path(dataclasses.replace(row, params=params))
 
 
-def measure(heads: int, lens: list[int], *, scan: bool, lean: bool) -> dict[str, Any]:
+def measure(heads: int, lens: list[int], *, scan: bool) -> dict[str, Any]:
     """One shape, and (schedule, ms) of every candidate."""
     from backend_core.testing.timing import graph_time_ms
     from benchmarks.bench_kda_prefill import Ours, draw
     from kda_backend.prefill import two_stage_sm90 as pipeline
 
     ours = Ours(draw(lens, heads, "init", None, seed=7))
-    ours.arguments["selection"] = two_stages(ours.arguments["selection"], lean)
+    ours.arguments["selection"] = two_stages(ours.arguments["selection"])
     plan = ours.step_plan
     shape = PrefillShape(
         plan.num_chunks * heads, heads * len(lens), plan.max_chunks, heads * plan.long_sequences
@@ -303,7 +303,6 @@ def main() -> None:
     parser.add_argument("--thresholds", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--seconds", type=float, default=60.0, help="of --fit, on all processors")
     parser.add_argument("--scan", action="store_true", help="the constants of scan.cu alone")
-    parser.add_argument("--lean", action="store_true", help="tiles in fewer instructions")
     args = parser.parse_args()
     if file := args.fit or args.table or args.thresholds:
         rows = json.loads(file.read_text())["rows"]
@@ -332,9 +331,9 @@ def main() -> None:
     from benchmarks.bench_kda_prefill import UNBOUNDED
 
     rows = []
-    head = environment() | {"lean_tiles": args.lean}
+    head = environment()
     for heads, lens in SCAN_SHAPES if args.scan else (*UNBOUNDED, *MORE_SHAPES):
-        rows.append(measure(heads, lens, scan=args.scan, lean=args.lean))
+        rows.append(measure(heads, lens, scan=args.scan))
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
     report(rows)

@@ -145,7 +145,6 @@ class PrefillCostModel:
         fused_conv_tiles: a step of at least so many tiles makes a layer's short convolution of q
             and k where the tiles are (`kda_backend.prefill.conv_sm90`), not by a launch of its own;
             0: no step does.
-        lean_tiles: tiles are made in fewer instructions (``lean_rows.cuh``), with other roundings.
     """
 
     fitted: bool
@@ -161,7 +160,6 @@ class PrefillCostModel:
     fetch_ns: int
     one_launch_max_tokens: int = 0
     fused_conv_tiles: int = 0
-    lean_tiles: bool = False
 
     def __post_init__(self) -> None:
         if not self.fitted:

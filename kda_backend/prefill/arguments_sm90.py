@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from kda_backend.launch_params import PrefillCostModel
 
 KERNELS = Path(__file__).parents[1] / "kernels" / "sm90"
 DIM = 128
@@ -78,20 +75,19 @@ class Variant(NamedTuple):
     track: bool
 
 
-def tile_defines(variant: Variant, params: PrefillCostModel) -> dict[str, int]:
+def tile_defines(variant: Variant) -> dict[str, int]:
     """Preprocessor constants of the kernels that make tiles."""
     return {
         "GATE": variant.gate,
         "BETA": variant.beta,
         "L2NORM": int(variant.l2norm),
         "BETA_FP32": int(variant.beta_dtype == torch.float32),
-        "LEAN_TILES": int(params.lean_tiles),
     }
 
 
-def intra_defines(variant: Variant, ctas_per_sm: int, params: PrefillCostModel) -> dict[str, int]:
+def intra_defines(variant: Variant, ctas_per_sm: int) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
-    return tile_defines(variant, params) | {"MIN_BLOCKS": ctas_per_sm}
+    return tile_defines(variant) | {"MIN_BLOCKS": ctas_per_sm}
 
 
 class Layout(NamedTuple):

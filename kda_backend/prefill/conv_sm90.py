@@ -63,23 +63,21 @@ def serves(
 
 @functools.cache
 def load_kernels(
-    params: PrefillCostModel, device: torch.device, variant: Variant, taps: torch.dtype
+    device: torch.device, variant: Variant, taps: torch.dtype
 ) -> Mapping[int, CudaKernel]:
     """The kernels by CTAs per SM, compiled and loaded."""
     made = {}
     for ctas in (2, 4):
-        defines = conv_defines(variant, ctas, params, taps)
+        defines = conv_defines(variant, ctas, taps)
         made[ctas] = CudaKernel(KERNELS / "intra_chunk.cu", "intra_chunk", CONV_PARAMS, defines)
         made[ctas].load()
     return made
 
 
-def conv_defines(
-    variant: Variant, ctas_per_sm: int, params: PrefillCostModel, taps: torch.dtype
-) -> dict[str, int]:
+def conv_defines(variant: Variant, ctas_per_sm: int, taps: torch.dtype) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu that convolves."""
     return {
-        **intra_defines(variant, ctas_per_sm, params),
+        **intra_defines(variant, ctas_per_sm),
         "CONV": 1,
         "TAPS_FP32": int(taps == torch.float32),
         "CU_INT64": int(variant.int64_offsets),

@@ -189,19 +189,17 @@ def load_kernels(
                 KERNELS / "one_launch.cu",
                 "one_launch",
                 PARAMS,
-                defines(rows, ctas_per_sm, variant, path.params),
+                defines(rows, ctas_per_sm, variant),
             )
             made.load()
             kernels[rows, ctas_per_sm] = made
     return kernels
 
 
-def defines(
-    rows: int, ctas_per_sm: int, variant: Variant, params: PrefillCostModel
-) -> dict[str, int]:
+def defines(rows: int, ctas_per_sm: int, variant: Variant) -> dict[str, int]:
     """Preprocessor constants of one variant of one_launch.cu."""
     return {
-        **tile_defines(variant, params),
+        **tile_defines(variant),
         "ROWS": rows,
         "MIN_BLOCKS": ctas_per_sm,
         "CU_INT64": int(variant.int64_offsets),

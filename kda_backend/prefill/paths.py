@@ -85,7 +85,7 @@ def convolves(
     if not params.fused_conv_tiles:
         return False
     variant = variant_of(tokens, gate, step_plan, state, None)
-    conv_sm90.load_kernels(params, tokens.q.device, variant, conv.weight.dtype)
+    conv_sm90.load_kernels(tokens.q.device, variant, conv.weight.dtype)
     return conv_sm90.serves(params, conv, tokens, step_plan)
 
 

@@ -192,7 +192,7 @@ def two_stage_sm90(
     )
     intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
     if conv is not None:
-        convolving = conv_sm90.load_kernels(path.params, device, variant, conv.weight.dtype)
+        convolving = conv_sm90.load_kernels(device, variant, conv.weight.dtype)
         intra = convolving[schedule.intra_ctas_per_sm]
         intra_params += conv_sm90.pack(conv, state, step_plan, tokens.q.shape[2])
     intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
@@ -272,7 +272,7 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
             KERNELS / "intra_chunk.cu",
             "intra_chunk",
             INTRA_PARAMS,
-            intra_defines(variant, choice.ctas_per_sm, path.params),
+            intra_defines(variant, choice.ctas_per_sm),
         )
         for choice in cost_model.intra
     }

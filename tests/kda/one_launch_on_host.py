@@ -43,7 +43,7 @@ class Sources:
             self.folder / "one_launch.cu",
             "one_launch",
             in_one.PARAMS,
-            in_one.defines(rows, ctas, variant, path.params),
+            in_one.defines(rows, ctas, variant),
             run_seed=self.seed,
         )
         return made

@@ -13,7 +13,7 @@ from backend_core.launch.cuda import CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.launch_params import TABLES, PrefillCostModel, SegmentedParams
+from kda_backend.launch_params import TABLES, SegmentedParams
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Variant
@@ -27,8 +27,6 @@ ROWS = {row.name: row for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows}
 _SHIPPED = ROWS["two_stage_sm90"]
 ROW = replace(_SHIPPED, params=replace(_SHIPPED.params, one_launch_max_tokens=0))
 """The two stages for every step, short sequences too."""
-LEAN = replace(ROW.params, lean_tiles=True)
-"""The parameters with tiles in fewer instructions."""
 
 
 def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Schedule:
@@ -53,7 +51,6 @@ def use_two_stages(
     sources: Path = pipeline.KERNELS,
     scan_params: CudaParams = pipeline.SCAN_PARAMS,
     max_polls: int = 1 << 26,
-    params: PrefillCostModel = ROW.params,
     gate: str = "softplus",
     beta: str = "sigmoid",
     l2norm: bool = True,
@@ -63,7 +60,6 @@ def use_two_stages(
     """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s.
 
     Args:
-        params: of the table's row, which choose among the kernels' variants.
         track: for calls that ask for states inside of their sequences.
     """
     variant = Variant(
@@ -79,7 +75,7 @@ def use_two_stages(
         sources / "intra_chunk.cu",
         "intra_chunk",
         pipeline.INTRA_PARAMS,
-        pipeline.intra_defines(variant, 2, params) | polls,
+        pipeline.intra_defines(variant, 2) | polls,
     )
     scan = HostKernel(
         sources / f"{name}.cu",
@@ -124,7 +120,6 @@ def run_prefill(
     sources: Path = pipeline.KERNELS,
     scan_params: CudaParams = pipeline.SCAN_PARAMS,
     max_polls: int = 1 << 26,
-    params: PrefillCostModel = ROW.params,
     scratch: Scratch | None = None,
     segment_chunks: int = 0,
     in_pool: bool = False,
@@ -138,7 +133,6 @@ def run_prefill(
         sources: of the kernels.
         scan_params: by which the scan finds its arguments.
         max_polls: looks before a kernel gives up.
-        params: of the table's row.
     """
     of_kernels = {name: model[name] for name in ("gate", "beta", "l2norm") if name in model}
     use_two_stages(
@@ -149,7 +143,6 @@ def run_prefill(
         sources=sources,
         scan_params=scan_params,
         max_polls=max_polls,
-        params=params,
         segment_chunks=segment_chunks,
         **of_kernels,
     )

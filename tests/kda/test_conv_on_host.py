@@ -12,7 +12,6 @@ import torch
 
 from kda_backend import layer
 from kda_backend.contract.values import ConvInputs
-from kda_backend.launch_params import PrefillCostModel
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import two_stage_sm90 as pipeline
@@ -23,7 +22,7 @@ from kda_backend.testing.cases import cu_tensor
 from tests.cuda_on_host.driver import GXX, HostKernel
 from tests.cuda_on_host.planted import plant
 from tests.kda.cases import Backend, assert_close, assert_same_bits
-from tests.kda.prefill_on_host import LEAN, ROW, segmented_row, use_two_stages
+from tests.kda.prefill_on_host import ROW, segmented_row, use_two_stages
 from tests.kda.test_layer import Model, check
 
 pytestmark = [
@@ -47,14 +46,12 @@ class Loaded:
     def __init__(self, sources: Path) -> None:
         self.sources, self.launches = sources, 0
 
-    def __call__(
-        self, params: PrefillCostModel, device: object, variant: Variant, taps: torch.dtype
-    ) -> dict[int, Loaded]:
+    def __call__(self, device: object, variant: Variant, taps: torch.dtype) -> dict[int, Loaded]:
         self.kernel = HostKernel(
             self.sources / "intra_chunk.cu",
             "intra_chunk",
             conv_sm90.CONV_PARAMS,
-            conv_sm90.conv_defines(variant, 2, params, taps) | {"MAX_POLLS": 3000},
+            conv_sm90.conv_defines(variant, 2, taps) | {"MAX_POLLS": 3000},
         )
         return {2: self._Launch(self)}  # type: ignore[dict-item]
 
@@ -241,12 +238,3 @@ def test_which_sequence_begins_with_a_chunk() -> None:
     lengths = (0, 130, 0, 0, 64, 1, 0)
     plan = build_step_plan(cu_tensor(lengths, torch.device("cpu")), sum(lengths))
     assert plan.chunk_begins[: plan.num_chunks].tolist() == [1, -1, -1, 4, 5]
-
-
-def test_a_convolved_layer_of_lean_tiles(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    loaded = use_conv(monkeypatch, seed, params=LEAN)
-    model = model_of(seed, LENGTHS, heads=2)
-    params = dataclasses.replace(ON.params, lean_tiles=True)
-    model.selection = model.selection.with_path(dataclasses.replace(ON, params=params))
-    check(model, layer.prefill, INDICES, INITIAL)
-    assert loaded.launches == 1

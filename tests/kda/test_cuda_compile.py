@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from kda_backend.prefill import two_stage_sm90 as prefill
 from kda_backend.prefill.arguments_sm90 import Variant
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
-from tests.kda.prefill_on_host import LEAN, ROW
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 REPORT = Path(__file__).parent / "cuda_report.json"
@@ -40,7 +38,6 @@ STEPS = {
     "bare": (Gate.LOG, Beta.GIVEN, False, FP32, *BARE),
     "other types": (Gate.SOFTPLUS, Beta.SIGMOID, True, BF16, *MIXED),
 }
-TILES = {"": ROW.params, ", lean": LEAN}
 
 Source = tuple[Path, CudaParams, dict[str, int]]
 
@@ -51,16 +48,15 @@ def variant_of(gate: Gate = Gate.SOFTPLUS, *, track: bool = False) -> Variant:
 
 def prefill_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what configs/kda/nvidia_sm90.toml can choose."""
-    for ctas, (form, params) in itertools.product((2, 4), TILES.items()):
+    for ctas in (2, 4):
         for gate in Gate:
-            defines = prefill.intra_defines(variant_of(gate), ctas, params)
+            defines = prefill.intra_defines(variant_of(gate), ctas)
             source = prefill.KERNELS / "intra_chunk.cu"
-            name = f"intra_chunk {gate.name.lower()}{form}, {ctas} CTAs per SM"
+            name = f"intra_chunk {gate.name.lower()}, {ctas} CTAs per SM"
             yield name, (source, prefill.INTRA_PARAMS, defines)
         for taps in (FP32, BF16):
-            defines = conv_sm90.conv_defines(variant_of(), ctas, params, taps)
-            of = f"softplus{form}, convolution, {str(taps)[6:]} taps"
-            name = f"intra_chunk {of}, {ctas} CTAs per SM"
+            defines = conv_sm90.conv_defines(variant_of(), ctas, taps)
+            name = f"intra_chunk softplus, convolution, {str(taps)[6:]} taps, {ctas} CTAs per SM"
             yield name, (prefill.KERNELS / "intra_chunk.cu", conv_sm90.CONV_PARAMS, defines)
     for name in ("scan", "scan_split"):
         for track in (False, True):
@@ -77,16 +73,14 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
 def one_launch_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what prefill/one_launch_sm90.py can choose."""
     for rows, many in in_one.CTAS_PER_SM.items():
-        for ctas, gate, track, form in (
-            (1, Gate.SOFTPLUS, False, ""),
-            (many, Gate.SOFTPLUS, False, ""),
-            (many, Gate.BOUNDED, False, ""),
-            (many, Gate.SOFTPLUS, True, ""),
-            (many, Gate.SOFTPLUS, False, ", lean"),
-            (many, Gate.BOUNDED, False, ", lean"),
+        for ctas, gate, track in (
+            (1, Gate.SOFTPLUS, False),
+            (many, Gate.SOFTPLUS, False),
+            (many, Gate.BOUNDED, False),
+            (many, Gate.SOFTPLUS, True),
         ):
-            defines = in_one.defines(rows, ctas, variant_of(gate, track=track), TILES[form])
-            name = f"one_launch {gate.name.lower()}{form}, {rows} rows, {ctas} CTAs per SM"
+            defines = in_one.defines(rows, ctas, variant_of(gate, track=track))
+            name = f"one_launch {gate.name.lower()}, {rows} rows, {ctas} CTAs per SM"
             source = in_one.KERNELS / "one_launch.cu"
             yield name + ", tracking" * track, (source, in_one.PARAMS, defines)
 

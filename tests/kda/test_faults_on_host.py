@@ -43,7 +43,7 @@ def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._Kernels
         pipeline.KERNELS / "intra_chunk.cu",
         "intra_chunk",
         pipeline.INTRA_PARAMS,
-        pipeline.intra_defines(VARIANT, 2, ROW.params) | FEW,
+        pipeline.intra_defines(VARIANT, 2) | FEW,
     )
     name = "scan_split" if split else "scan"
     scan = HostKernel(

@@ -159,7 +159,7 @@ PLANTED = {
         (20,),
     ),
     "a row block without tokens that decays": Mistake(
-        "slice_rows.cuh",
+        "one_launch.cu",
         "[at.lane % 4] = make_float4(1.f, 1.f, 1.f, 1.f);\n",
         "[at.lane % 4] = make_float4(1.f, 0.5f, 1.f, 1.f);\n",
         WRONG_RESULT,

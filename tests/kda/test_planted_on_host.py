@@ -49,7 +49,7 @@ PLANTED: dict[str, Mistake] = {
     ),
     "a wrong sign": Mistake(
         "solve.cuh",
-        "pack_negative_scores(y, scores.k_cross_block[0]);",
+        "pack_scores(y, scores.k_cross_block[0], -1.0f);",
         "pack_scores(y, scores.k_cross_block[0], 1.0f);",
         WRONG_RESULT,
     ),

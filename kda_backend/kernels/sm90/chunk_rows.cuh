@@ -19,9 +19,7 @@ struct RowLane : Lane {
     // ldmatrix's matrices are (tokens 0-7, channels 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     __device__ __forceinline__ explicit RowLane(int thread)
         // the shuffle tells the compiler that the warp's number is uniform
-        // as does the mask that it is not negative
-        : Lane(__shfl_sync(~0u, (LEAN_TILES ? thread & 127 : thread) / 32, 0),
-               (LEAN_TILES ? thread & 127 : thread) % 32),
+        : Lane(__shfl_sync(~0u, thread / 32, 0), thread % 32),
           own_row((8 * (matrix % 2) + in_matrix) * 128 + ((matrix / 2 ^ in_matrix) << 4)) {}
 
     // The address this lane gives for channels 16 j on of a row block.
@@ -78,13 +76,11 @@ __device__ __forceinline__ void load_beta(const Params& p, Shared& s, const Tile
             b = activate_beta<BETA>(b);
         }
         s.beta[threadIdx.x] = b;
-#if !LEAN_TILES
     } else if (threadIdx.x < C + 8) {
         const int j = (threadIdx.x - C) / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 3; ++i)
             s.block_decays[i][j][t] = s.block_decays[7 + i][j][t] =
                 make_float4(1.f, 1.f, 1.f, 1.f);
-#endif
     }
 }

@@ -45,20 +45,11 @@ __device__ __forceinline__ u32 at_least_2_to_minus_22(u32 log_pair) {
 // (0x1c00): over all tokens, and over those through the row's own.
 struct SumMatrices {
     static_assert(LOG_SCALE == 256.0f, "0x1c00 is 2^-8");
-#if LEAN_TILES
-    u32 all, through;
-#else
     static constexpr u32 all = 0x1c001c00u;
     u32 through;
-#endif
 
     __device__ __forceinline__ explicit SumMatrices(const RowLane& at)
-        : through((2 * at.t <= at.r ? 0x1c00u : 0u) | (2 * at.t + 1 <= at.r ? 0x1c000000u : 0u)) {
-#if LEAN_TILES
-        // row 7's; a constant would be moved beside ``through`` anew for each product
-        all = __shfl_sync(~0u, through, 31);
-#endif
-    }
+        : through((2 * at.t <= at.r ? 0x1c00u : 0u) | (2 * at.t + 1 <= at.r ? 0x1c000000u : 0u)) {}
 };
 
 // Masks of the lane's pairs of tokens: those that the chunk has.

@@ -77,7 +77,6 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     Scores scores = {};
     const auto meet = [] { __syncthreads(); };
     float* const chunk_decays = p.chunk_decays + tile * D;
-    begin_slices(p, s, at, matrix, rate, inside, chunk_decays, meet);
 #pragma unroll 1
     for (int slice = 0; slice < 4; ++slice) {
         make_slice(scores, p, s, at, slice, norms, matrix, rate, inside, chunk_decays, meet);
@@ -117,7 +116,6 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) intra_chunk(const 
     const bool on_reserved_sm = sm_index() >= p.first_scan_sm;
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
     const bool is_leader = threadIdx.x == LEADER_THREAD;
-    begin_tiles(s);
     if (is_leader) {
         atomicAdd(&p.progress->started_intra_ctas, on_reserved_sm ? 1 : 0x10001);
         s.tiles_left = on_reserved_sm ? p.reserved_sm_tile_cap : p.num_tiles;

@@ -23,30 +23,15 @@ struct Shared {
         // [half][lane]
         uint4 exchange[5][2][32];
         float diagonal[4][16][16];  // L's diagonal blocks
-#if LEAN_TILES
-        // sums of log2 decays over the row blocks: of 16 channels the 2 t, 2 t + 1 of each 8 together
-        float block_sums[4][D];
-#endif
 #if CONV
         u16 halo[2][HALO][D];  // rows before the keys and the queries
 #endif
     };
-#if !LEAN_TILES
     // Decays over the row blocks, of 16 channels the 2 t, 2 t + 1 of each 8 together; three blocks
     // of ones before and after.
     float4 block_decays[3 + 4 + 3][2][4];
-#endif
     float beta[C];
-#if LEAN_TILES
-    union {
-        float bias[D];  // dt_bias of the head
-        // Products of decays over row blocks, fp16: [BlockDecay][slice of 32 channels][lane t, whose
-        // are channels 2 t, 2 t + 1 of each 8]
-        uint4 decays[10][4][4];
-    };
-#else
     float bias[D];         // dt_bias of the head
-#endif
     TileSource source[2];  // of this tile and of the next
     int next;              // the CTA's next tile, as a place in the order
     int tiles_left;        // that it may still make

@@ -45,26 +45,12 @@ struct __align__(1024) Shared {
     union {
         uint4 exchange[5][2][32];
         float diagonal[4][16][16];
-#if LEAN_TILES
-        float block_sums[4][D];
-#endif
     };
     unsigned char v[VALUES_APART ? ROWS * PITCH : 16];  // then the output
-#if !LEAN_TILES
     float4 block_decays[3 + 4 + 3][2][4];
-#endif
     float chunk_decays[D];
     float beta[C];
-#if LEAN_TILES
-    union {
-        float bias[D];  // dt_bias of the head
-        // Products of decays over row blocks, fp16: [BlockDecay][slice of 32 channels][lane t, whose
-        // are channels 2 t, 2 t + 1 of each 8]
-        uint4 decays[10][4][4];
-    };
-#else
     float bias[D];
-#endif
     int next_sequence;
     alignas(8) u32 next_tokens[CU_INT64 ? 4 : 2];  // its first, and the one after its last
 };
@@ -171,7 +157,6 @@ __device__ __forceinline__ void make_row_block(const Params& p, Shared& s, const
     tokens_inside(inside, at, length);
     const Norms norms = compute_norms(s, at);
     Scores scores = {};
-    begin_slices(p, s, at, matrix, rate, inside, s.chunk_decays, meet);
 #pragma unroll 1
     for (int slice = 0; slice < 4; ++slice) {
         make_slice(scores, p, s, at, slice, norms, matrix, rate, inside, s.chunk_decays, meet);
@@ -184,7 +169,8 @@ __device__ __forceinline__ void make_row_block(const Params& p, Shared& s, const
 }
 // A warp whose row block has no tokens: it decays nothing, and meets the others.
 __device__ __forceinline__ void pass_row_block(Shared& s, const RowLane& at) {
-    pass_beginning(s, at, s.chunk_decays, meet);
+    if (at.lane < 8)
+        s.block_decays[3 + at.warp][at.lane / 4][at.lane % 4] = make_float4(1.f, 1.f, 1.f, 1.f);
 #pragma unroll 1
     for (int slice = 0; slice < 4; ++slice) {
         meet();
@@ -345,7 +331,6 @@ __device__ __forceinline__ void run_task(const Params& p, Shared& s, Task& task,
 
 extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) one_launch(const Params p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
-    begin_tiles(s);
     Task task(p, blockIdx.x >> p.split, 0);
     if (task.chunks) fetch_chunk(p, s, source_of(p, task, 0));
 #pragma unroll 1

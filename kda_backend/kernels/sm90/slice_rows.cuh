@@ -1,5 +1,5 @@
 // A tile's decays and rows, 32 channels at a time: log decays, rows and decays over row blocks of the
-// same channels follow one another. (lean_rows.cuh has the other form.)
+// same channels follow one another.
 #pragma once
 
 #include "scores.cuh"
@@ -243,12 +243,6 @@ __device__ __forceinline__ void add_cross_block_scores(Scores& scores, DecayedRo
     }
 }
 
-// What comes before any tile, and before the first slice: nothing.
-__device__ __forceinline__ void begin_tiles(Shared&) {}
-template <class Meet>
-__device__ __forceinline__ void begin_slices(const Params&, Shared&, const RowLane&,
-                                             const SumMatrices&, float, const u32 (&)[2], float*,
-                                             Meet) {}
 // Rows and scores of 32 channels, all warps; ``meet`` is their barrier. Their other barrier follows.
 template <class Meet>
 __device__ __forceinline__ void make_slice(Scores& scores, const Params& p, Shared& s,
@@ -263,10 +257,4 @@ __device__ __forceinline__ void make_slice(Scores& scores, const Params& p, Shar
     meet();
     write_decayed_rows(reach, chunk_decays, s, rows, at, slice);
     add_cross_block_scores(scores, rows, s, at, reach);
-}
-// The same of a warp whose row block has no tokens: it decays nothing, and meets the others.
-template <class Meet>
-__device__ __forceinline__ void pass_beginning(Shared& s, const RowLane& at, float*, Meet) {
-    if (at.lane < 8)
-        s.block_decays[3 + at.warp][at.lane / 4][at.lane % 4] = make_float4(1.f, 1.f, 1.f, 1.f);
 }

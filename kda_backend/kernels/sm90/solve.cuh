@@ -4,11 +4,7 @@
 // block substitution on the tensor cores.
 #pragma once
 
-#if LEAN_TILES
-#include "lean_rows.cuh"
-#else
 #include "slice_rows.cuh"
-#endif
 
 // tf32 cuts 2^-11 / (2 ln 2) off each of two factors on average.
 static constexpr float TF32_CUT = 1.0f + 0x1p-10f * 0.72134752f;
@@ -69,16 +65,6 @@ __device__ __forceinline__ void pack_scores(u32 (&x)[4], const float (&c)[2][4],
         x[2 * n + 1] = pack_fp16(c[n][2] * f, c[n][3] * f);
     }
 }
-// The same with the other sign.
-__device__ __forceinline__ void pack_negative_scores(u32 (&x)[4], const float (&c)[2][4]) {
-#if LEAN_TILES
-    pack_scores(x, c, 1.0f);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] ^= 0x80008000u;
-#else
-    pack_scores(x, c, -1.0f);
-#endif
-}
 // The solve's operands to shared memory: ``low`` with -L below its diagonal blocks and their T on
 // the diagonal (columns ``inverse``), and all of A_qk.
 __device__ __forceinline__ void write_solve_operands(Shared& s, const Scores& scores,
@@ -106,25 +92,16 @@ __device__ __forceinline__ void write_solve_operands(Shared& s, const Scores& sc
     u32 y[4];
     pack_scores(y, scores.q_cross_block[0], 1.0f);
     stmatrix(at.address(s.a_qk, rows, columns), y);
-    pack_negative_scores(y, scores.k_cross_block[0]);
+    pack_scores(y, scores.k_cross_block[0], -1.0f);
     stmatrix(at.address(s.low, rows, columns), y);
     if (warp >= 2) {
         pack_scores(y, scores.q_cross_block[1], 1.0f);
         stmatrix(at.address(s.a_qk, rows, 0), y);
-        pack_negative_scores(y, scores.k_cross_block[1]);
+        pack_scores(y, scores.k_cross_block[1], -1.0f);
         stmatrix(at.address(s.low, rows, 0), y);
     }
 }
 
-// Two matrices of fp16, [16 rows, 8 columns], as accumulators.
-__device__ __forceinline__ void accumulators(float (&to)[4], u32 upper, u32 lower, u32 identity) {
-#if LEAN_TILES
-    mma_m16n8k8_f16_from(to, 0.0f, upper, lower, identity);
-#else
-    to[0] = low_fp16(upper), to[1] = high_fp16(upper);
-    to[2] = low_fp16(lower), to[3] = high_fp16(lower);
-#endif
-}
 // Applies T by block backward substitution to 16 rows x over the chunk's tokens, in place:
 //     y_i = (x_i - sum over j > i of y_j L_ji) T_ii,
 // where y and T have beta in them and L has not. KEYS: the rows are channels, ``rows`` is which 16,
@@ -136,8 +113,6 @@ __device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, in
                                       int blocks = ROW_BLOCKS) {
     const u32 low_base = cast_smem_ptr_to_uint(s.low), x_base = cast_smem_ptr_to_uint(x_rows);
     const int in_matrix = lane % 8, first = 8 * (lane / 8 % 2), second = lane / 16;
-    const int r = lane / 4, t = lane % 4;
-    const u32 identity = (2 * t == r ? 0x3c00u : 0u) | (2 * t + 1 == r ? 0x3c000000u : 0u);
     u32 solved[ROW_BLOCKS][4] = {};
 #pragma unroll
     for (int i = ROW_BLOCKS - 1; i >= 0; --i) {
@@ -154,7 +129,12 @@ __device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, in
             ldmatrix(x, x_address);
         float acc[2][4];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) accumulators(acc[n], x[2 * n], x[2 * n + 1], identity);
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                acc[n][2 * h] = low_fp16(x[2 * n + h]);
+                acc[n][2 * h + 1] = high_fp16(x[2 * n + h]);
+            }
         auto add_product = [&](const u32 (&y)[4], int j) {  // acc += y low_ji
             u32 l[4];
             ldmatrix_trans(l, low_base + swizzled(16 * j + first + in_matrix, 2 * i + second));
@@ -165,12 +145,7 @@ __device__ __forceinline__ void solve(u16* x_rows, int rows, const Shared& s, in
         for (int j = i + 1; j < ROW_BLOCKS; ++j)
             if (j < blocks && (KEYS || j <= rows)) add_product(solved[j], j);
         u32 z[4];
-        if (LEAN_TILES && i == ROW_BLOCKS - 1) {  // nothing was subtracted
-#pragma unroll
-            for (int e = 0; e < 4; ++e) z[e] = x[e];
-        } else {
-            pack_scores(z, acc, 1.0f);
-        }
+        pack_scores(z, acc, 1.0f);
 #pragma unroll
         for (int n = 0; n < 2; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
         add_product(z, i);

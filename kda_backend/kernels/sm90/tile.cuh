@@ -18,11 +18,6 @@ static constexpr int BLOCK_BYTES = ROWS * 128;
 static constexpr int TILE_BYTES = 7 * BLOCK_BYTES;
 static constexpr int K_IN = 0, Q_IN = 2, K_OUT = 4, A_QK = 6;  // first block of each
 
-// LEAN_TILES: the form of lean_rows.cuh, not of slice_rows.cuh.
-#ifndef LEAN_TILES
-#define LEAN_TILES 0
-#endif
-
 // CONV: keys and queries come from the projection, before their convolution (conv_rows.cuh).
 #ifndef CONV
 #define CONV 0
