@@ -18,7 +18,10 @@ from softmax_backend.testing.cases import assert_close, expected, forced, make_c
 from tests.cuda_on_host.driver import GXX, MAP_MAGIC, HostKernel
 from tests.cuda_on_host.planted import plant
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+pytestmark = [
+    pytest.mark.skipif(GXX is None, reason="g++ is not installed"),
+    pytest.mark.interpreter,
+]
 INSTRUCTIONS = Path(__file__).parent / "on_host"
 KERNELS = mla_sm90.SOURCE.parent
 Use = Callable[..., None]
@@ -84,7 +87,6 @@ def test_more_rows_than_a_tile(use: Use, seed: int) -> None:
     check(MlaSpec(66, 64), [130], seed, sms=4)
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize("overhead", [1, 4])
 def test_a_shared_prefix_and_sinks(use: Use, seed: int, overhead: int) -> None:
     """Two levels: the rows of all requests meet the prefix in tiles of their own."""
