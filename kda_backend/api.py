@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from backend_core.launch.streams import is_elsewhere
+from backend_core.launch.streams import is_elsewhere, run_there
 from kda_backend.contract.sequences import (
     check_packed_row,
     check_sequences,
@@ -111,9 +111,7 @@ def chunk_kda(
         LookupError: no path serves this shape on this device.
     """
     if is_elsewhere(q):
-        arguments = locals().copy()
-        with torch.cuda.device(q.device):
-            return chunk_kda(**arguments)
+        return run_there(q, chunk_kda, locals())
     if cp_context is not None:
         raise ValueError("cp_context must be None (context parallelism is for training)")
     _check_chunk_size(chunk_size, return_intermediate_states)
@@ -224,9 +222,7 @@ def fused_recurrent_kda(
         LookupError: no path serves this shape on this device.
     """
     if is_elsewhere(q):
-        arguments = locals().copy()
-        with torch.cuda.device(q.device):
-            return fused_recurrent_kda(**arguments)
+        return run_there(q, fused_recurrent_kda, locals())
     beta_kind = beta_kind_of(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     tokens = TokenInputs.of((q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, beta_kind)
     gate = GateSpec.of(use_gate_in_kernel, A_log, dt_bias, lower_bound)

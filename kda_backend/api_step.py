@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from backend_core.launch.streams import is_elsewhere
+from backend_core.launch.streams import is_elsewhere, run_there
 from kda_backend.contract.states import check_rows
 from kda_backend.contract.step import (
     check_draft_offsets,
@@ -134,9 +134,7 @@ def decode_step(
 ) -> torch.Tensor:
     """:func:`kda_decode_step` on the typed values of its arguments: check them and run them."""
     if is_elsewhere(tokens.q):
-        arguments = locals().copy()
-        with torch.cuda.device(tokens.q.device):
-            return decode_step(**arguments)
+        return run_there(tokens.q, decode_step, locals())
     chosen, kept = check_step(tokens, gate, state, conv, norm, out, selection)
     refuse_gradients(tokens, gate, state, conv, norm)
     assert state.indices is not None and state.read is not None
@@ -247,9 +245,7 @@ def verify_step(
 ) -> torch.Tensor:
     """:func:`kda_verify_step` on the typed values of its arguments: check them and run them."""
     if is_elsewhere(tokens.q):
-        arguments = locals().copy()
-        with torch.cuda.device(tokens.q.device):
-            return verify_step(**arguments)
+        return run_there(tokens.q, verify_step, locals())
     selection, shape = check_verification(tokens, gate, state, draft, conv, norm, out, selection)
     refuse_gradients(tokens, gate, state, draft, conv, norm)
     check_draft_offsets(draft.cu_seqlens, tokens.q.shape[0])

@@ -1,10 +1,13 @@
-"""Memory that one call writes and the next one overwrites, used from more than one stream."""
+"""Which GPU and which stream a call runs on, and the order of calls that share a memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 """The handle of a device's current stream. A torch without GPUs has none, and no caller here."""
@@ -17,6 +20,21 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a GPU that is not the current one, where kernels are launched."""
     index = tensor.get_device()
     return index >= 0 and index != _current_device()
+
+
+def run_there(
+    tensor: torch.Tensor, function: Callable[..., Result], arguments: Mapping[str, Any]
+) -> Result:
+    """``function(**arguments)`` with a tensor's GPU as the current one, hence on the stream that is
+    current there.
+
+    An operator whose tensors may be elsewhere begins with ::
+
+        if is_elsewhere(q):
+            return run_there(q, operator, locals())
+    """
+    with torch.cuda.device(tensor.device):
+        return function(**arguments)
 
 
 def is_capturing(device: torch.device) -> bool:
