@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.contracts import expect_kernel_device
+from backend_core.launch.streams import is_elsewhere, run_there
 from softmax_backend import selection as selections
 from softmax_backend.contract.mla_decode import MlaInputs, check_mla_decode, split_cache
 from softmax_backend.run import mla_sm90, mla_torch, mla_triton
@@ -82,6 +83,8 @@ def mla_decode(
     Raises:
         ValueError: an input is not as described; nothing has been written then.
     """
+    if is_elsewhere(plan.lengths):
+        return run_there(plan.lengths, mla_decode, locals())
     x = check_mla_decode(
         selection.spec,
         plan,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_kernel_device
+from backend_core.launch.streams import is_elsewhere, run_there
 from softmax_backend.contract.block_sparse import (
     check_block_sparse,
     check_kernel,
@@ -56,6 +57,8 @@ def block_sparse_attention(
         ValueError: an argument is not as described; nothing was written.
         LookupError: no path of the device's table serves the call.
     """
+    if is_elsewhere(q):
+        return run_there(q, block_sparse_attention, locals())
     check_block_sparse(q, k, v, plan, variant, out, lse)
     if path not in (None, *PATHS):
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")

@@ -223,6 +223,7 @@ def _schedule(
         )
         given.work, given.num_splits = plan.work, plan.num_splits
         given.config = config
+    expect_device("tile_scheduler_metadata", given.work, cache_seqlens.device)
     if given.config != config:
         raise ValueError(
             "tile_scheduler_metadata must be used with the shapes (batch, seq_len_q, heads, page"

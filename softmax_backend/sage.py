@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_kernel_device
+from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
 from softmax_backend.block_sparse import empty_output
@@ -67,6 +68,8 @@ def quantised_attention(
         ValueError: an argument is not as described; nothing was written.
         LookupError: no path of the device's table serves the mode.
     """
+    if is_elsewhere(q):
+        return run_there(q, quantised_attention, locals())
     check_block_sparse(q, k, v, plan, SOFTMAX, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
@@ -110,6 +113,8 @@ def predicted_attention(
         ValueError: an argument is not as described; nothing was written.
         LookupError: no path of the device's table serves the mode.
     """
+    if is_elsewhere(q):
+        return run_there(q, predicted_attention, locals())
     check_tensors(q, k, v, out, None)
     choice.check_heads(q.shape[1])
     block_m, block_n = default_blocks(q.device) if blocks is None else blocks

@@ -20,7 +20,7 @@ class Scratch:
         self._out = torch.empty(0, dtype=torch.float32, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
         self._outgrown: list[torch.Tensor] = []
-        self._order = StreamOrder(device)
+        self._order = StreamOrder(self._out.device)  # with its number, where the caller gave none
 
     def reserve(self, slots: int, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(partial outputs ``[slots, rows, dim]``, base-2 LSEs ``[slots, rows]``), float32, for a

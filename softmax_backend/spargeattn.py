@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_device
 from softmax_backend.plan.block_plan import FULL, PARTIAL, BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.plan.choice import Choice, PerHead
 from softmax_backend.sage import predicted_attention, quantised_attention
@@ -135,6 +136,7 @@ def block_sparse_sage2_attn_cuda(
     got = None if mask_id is None else tuple(mask_id.shape)
     if mask_id is None or got not in shapes:
         raise ValueError(f"mask_id must have one of the shapes {list(shapes)}, got {got}")
+    expect_device("mask_id", mask_id, q.device)
     block_m, block_n = shapes[got]
     kinds = torch.where(mask_id != 0, FULL, 0).to(torch.int8)
     if n % block_n:

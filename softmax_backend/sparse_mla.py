@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from backend_core.contracts import expect_kernel_device
+from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import PathSelection, load_table, select
 from backend_core.target import Target, detect_target
@@ -126,6 +127,8 @@ def sparse_mla(
     Raises:
         ValueError: an input is not as described; nothing has been written then.
     """
+    if is_elsewhere(q):
+        return run_there(q, sparse_mla, locals())
     x = check_sparse_mla(
         selection.spec,
         q,

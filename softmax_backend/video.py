@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_device
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.block_sparse import default_blocks as exact_blocks
 from softmax_backend.plan import intervals
@@ -61,6 +62,8 @@ class VideoAttention:
         Raises:
             ValueError: the tensors do not fit the settings.
         """
+        expect_device("k", k, q.device)
+        expect_device("v", v, q.device)
         if self.kind == "sliding_tile":
             return self._tiles(q, k, v, scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -17,6 +17,7 @@ from backend_core.contracts import (
     expect_shape,
     expect_stride,
 )
+from backend_core.launch.streams import is_elsewhere, run_there
 from softmax_backend import reference
 from softmax_backend.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
 from softmax_backend.flashinfer.merge import _kernel as merge_kernel
@@ -216,6 +217,8 @@ class MultiLevelCascadeAttentionWrapper:
         Raises:
             ValueError: an argument is not as described; nothing has been written then.
         """
+        if is_elsewhere(q):
+            return run_there(q, MultiLevelCascadeAttentionWrapper.run, locals())
         settings = self._settings
         if settings is None:
             raise ValueError("plan must be called before run")

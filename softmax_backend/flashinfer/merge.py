@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape
+from backend_core.launch.streams import is_elsewhere, run_there
 from softmax_backend.run.mla_triton import is_available
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Raises:
         ValueError: an input is not as described.
     """
+    if is_elsewhere(v):
+        return run_there(v, merge_states, locals())
     expect_shape("v", v, ("seq_len", "num_states", "num_heads", "head_dim"))
     expect_dtype("v", v, *_DTYPES)
     expect_shape("s", s, tuple(v.shape[:3]))
@@ -52,8 +55,10 @@ def merge_state(
     """`merge_states` of two: ``[seq_len, num_heads, head_dim]`` and ``[seq_len, num_heads]`` each.
 
     Raises:
-        ValueError: the states do not have the same shapes.
+        ValueError: the states do not have the same shapes, or are on different devices.
     """
+    for name, x in (("s_a", s_a), ("v_b", v_b), ("s_b", s_b)):
+        expect_device(name, x, v_a.device)
     expect_shape("v_b", v_b, tuple(v_a.shape))
     expect_shape("s_b", s_b, tuple(s_a.shape))
     return merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
@@ -69,12 +74,15 @@ def merge_state_in_place(
     """`merge_state` into ``v`` and ``s`` (float32), for the rows where ``mask [seq_len]`` is true.
 
     Raises:
-        ValueError: the states do not have the same shapes, or s is not float32.
+        ValueError: the states do not have the same shapes, or s is not float32, or the tensors are
+            on different devices; nothing has been written then.
     """
     expect_dtype("s", s, torch.float32)
-    out, lse = merge_state(v, s, v_other, s_other)
     if mask is not None:
         expect_shape("mask", mask, (v.shape[0],))
+        expect_device("mask", mask, v.device)
+    out, lse = merge_state(v, s, v_other, s_other)
+    if mask is not None:
         out = torch.where(mask[:, None, None], out, v)
         lse = torch.where(mask[:, None], lse, s)
     v.copy_(out)

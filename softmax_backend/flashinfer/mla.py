@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from backend_core.contracts import expect_dtype, expect_shape
+from backend_core.contracts import expect_device, expect_dtype, expect_shape
 from softmax_backend.api import mla_decode
 from softmax_backend.contract.mla_decode import by_request
 from softmax_backend.plan.planner import MlaPlanner
@@ -231,6 +231,7 @@ class BatchMLAPagedAttentionWrapper:
         if lse is not None:
             expect_shape("lse", lse, (tokens, rows[2]))
             expect_dtype("lse", lse, torch.float32)
+            expect_device("lse", lse, self.device)
         result, natural = mla_decode(
             by_request(q_nope, rows[0]),
             by_request(q_pe, rows[0]),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_shape
+from backend_core.contracts import expect_device, expect_shape
 from softmax_backend.block_sparse import block_sparse_attention, default_blocks
 from softmax_backend.flashinfer import encoding
 from softmax_backend.flashinfer.encoding import Encoding
@@ -244,6 +244,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if plan is None or settings is None or self._placed is None:
             raise ValueError("plan must be called before run")
         expect_shape("q", q, ("tokens", settings.num_qo_heads, settings.head_dims[0]))
+        expect_device("q", q, self.device)
         if q.dtype != settings.dtype:
             raise ValueError(f"q must have the planned dtype {settings.dtype}, got {q.dtype}")
         most = self._tokens if self._graph is None else self._graph.tokens
@@ -261,6 +262,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if lse is not None:
             tokens_heads = (q.shape[0], q.shape[1])
             expect_shape("lse", lse, tokens_heads if lse_layout == "NH" else tokens_heads[::-1])
+            expect_device("lse", lse, self.device)
         scale = settings.scale
         for name, factor in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(factor, float | int | None):

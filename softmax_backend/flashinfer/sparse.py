@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_device
 from softmax_backend.block_sparse import block_sparse_attention, default_blocks
 from softmax_backend.flashinfer.packed_mask import bsr_mask
 from softmax_backend.plan import bsr
@@ -74,6 +75,8 @@ class _Wrapper:
             raise ValueError("plan must be called before run")
         if q.dtype != self._dtype:
             raise ValueError(f"q must have the planned dtype {self._dtype}, got {q.dtype}")
+        if lse is not None:
+            expect_device("lse", lse, q.device)
         got, natural = block_sparse_attention(
             q, k, v, self._plan, scale=self._scale, variant=self._variant, out=out
         )

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_device
 from softmax_backend.plan.block_plan import BlockPlan, Pages, uniform_sequences, work_list
 from softmax_backend.variants import masks
 
@@ -72,6 +73,7 @@ def ragged(
             "cu_seqlens_q and cu_seqlens_k must be of equally many sequences, got "
             f"{len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
         )
+    expect_device("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.device)
     q_len, kv_len = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     batch = torch.zeros_like(q_len)
     columns = [batch, cu_seqlens_q[:-1], q_len, cu_seqlens_k[:-1], kv_len, kv_len - q_len]
@@ -128,6 +130,8 @@ def paged_sequences(cu_seqlens_q: Tensor, kv_lens: Tensor, page_indptr: Tensor) 
         raise ValueError(
             f"page_indptr must have shape [{count}] or [{count + 1}], got {list(page_indptr.shape)}"
         )
+    expect_device("kv_lens", kv_lens, cu_seqlens_q.device)
+    expect_device("page_indptr", page_indptr, cu_seqlens_q.device)
     q_len = cu_seqlens_q.diff()
     columns = [torch.zeros_like(q_len), cu_seqlens_q[:-1], q_len, page_indptr[:count], kv_lens]
     return torch.stack([*columns, kv_lens - q_len], 1).int()

@@ -10,6 +10,7 @@ import torch
 
 from backend_core import contracts
 from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.tables.schema import KernelPath
 from softmax_backend.launch_params import Sm90MlaParams, TritonMlaParams
 from softmax_backend.plan.flash_mla import (
@@ -129,6 +130,8 @@ class MlaPlanner:
         Raises:
             ValueError: an input is not as described; nothing has been written then.
         """
+        if is_elsewhere(lengths):
+            return run_there(lengths, MlaPlanner.plan, locals())
         contracts.expect_dtype("lengths", lengths, torch.int32)
         contracts.expect_shape("lengths", lengths, ("requests",))
         contracts.expect_stride("lengths", lengths, 0, 1)
@@ -155,6 +158,7 @@ class MlaPlanner:
             out.lengths.data_ptr() != lengths.data_ptr() or out.requests != requests
         ):
             raise ValueError("out must be a plan of the same lengths tensor, got one of another")
+        contracts.expect_device("out", plan.work, lengths.device)
         if plan.prefix is not None and block_table is not None:
             _find_prefixes(
                 plan,

@@ -13,7 +13,8 @@ import triton
 from torch import Tensor
 
 from backend_core.autocast import without_autocast
-from backend_core.contracts import expect_kernel_device
+from backend_core.contracts import expect_device, expect_kernel_device
+from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.target import detect_target
 from softmax_backend.contract.block_sparse import MAX_ROWS
 from softmax_backend.kernels import predict as kernels
@@ -69,8 +70,11 @@ def predict(
     Raises:
         ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1], or has
             another number of heads; or the plan would have 2^31 blocks or more, or the path is
-            another one.
+            another one, or q and k are on different devices.
     """
+    if is_elsewhere(q):
+        return run_there(q, predict, locals())
+    expect_device("k", k, q.device)
     choice = Choice(cdf, topk, min_likeness, is_causal, keep_first)
     choice.check_heads(q.shape[1])
     check_size(q, k, block_m, block_n)

@@ -1,0 +1,535 @@
+"""Calls whose tensors are on another GPU than the current one, and on two GPUs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from softmax_backend import flashinfer
+from softmax_backend.api import mla_decode
+from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.contract.sparse_mla import NamedRows
+from softmax_backend.engine_choice import Lead
+from softmax_backend.engines import mla_decoder
+from softmax_backend.engines.sparse_layer import Form, SparseLayer
+from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from softmax_backend.flash_mla_sparse import flash_mla_sparse_fwd
+from softmax_backend.flash_mla_sparse import flash_mla_with_kvcache as flash_mla_sparse
+from softmax_backend.plan import MlaPlanner, intervals, predicted
+from softmax_backend.plan.block_plan import BlockPlan
+from softmax_backend.plan.choice import Choice
+from softmax_backend.sage import predicted_attention, quantised_attention
+from softmax_backend.sageattention import sageattn
+from softmax_backend.scratch import Scratch
+from softmax_backend.selection import MlaSelection, select_for
+from softmax_backend.spargeattn import (
+    block_sparse_sage2_attn_cuda,
+    spas_sage2_attn_meansim_cuda,
+    spas_sage2_attn_meansim_topk_cuda,
+)
+from softmax_backend.sparse_mla import SparseMlaSelection, selection_for, sparse_mla
+from softmax_backend.spec import MlaSpec
+from softmax_backend.spec_sparse_mla import SparseMlaSpec
+from softmax_backend.testing import cases, sparse_mla_cases
+from softmax_backend.testing.prefill_cases import inputs
+from softmax_backend.video import VideoAttention
+from tests.current_device import (
+    Call,
+    Make,
+    Results,
+    assert_alike,
+    check_on_second_gpu,
+    needs_two_gpus,
+    run_elsewhere,
+)
+
+SPEC = MlaSpec(4, 64)
+CPU, OTHER = torch.device("cpu"), torch.device("meta")
+
+
+def i32(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> MlaSelection:
+    """That of the device; on a CPU Triton's, which the interpreter runs."""
+    return select_for(device, spec) if device.type == "cuda" else cases.forced(spec, "triton")
+
+
+def sparse_selection(device: torch.device, spec: SparseMlaSpec) -> SparseMlaSelection:
+    is_gpu = device.type == "cuda"
+    return selection_for(device, spec) if is_gpu else sparse_mla_cases.forced(spec, "triton")
+
+
+def path_on(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "triton"
+
+
+def planned(device: torch.device, **options: Any) -> Call:
+    case = cases.make_case(SPEC, [200, 0, 130], shared_tokens=64, device=device)
+    planner = MlaPlanner(mla_selection(device), **options)
+
+    def call() -> Results:
+        plan = planner.plan(case.lengths, case.block_table)
+        again = planner.plan(case.lengths, case.block_table, out=plan)
+        prefix = () if again.prefix is None else (again.prefix.tiles, again.prefix.tile_lengths)
+        return again.work, again.num_splits, *prefix
+
+    return call
+
+
+def mla(device: torch.device) -> Call:
+    case = cases.make_case(SPEC, [200, 0, 130], device=device)
+    planner = MlaPlanner(mla_selection(device))
+    plan = planner.plan(case.lengths)
+    tensors = (case.q_latent, case.q_rope, case.kv_latent, case.kv_rope, case.block_table)
+    return lambda: mla_decode(*tensors, plan, planner.selection, scale=cases.SCALE)
+
+
+def decoder(device: torch.device) -> Call:
+    """An engine's decoder: its planning, and a layer's attention."""
+    case = cases.make_case(SPEC, [200, 1, 130], device=device)
+    served = mla_decoder.MlaDecoder.__new__(mla_decoder.MlaDecoder)
+    served.device = device
+    served._forms = {1: (MlaPlanner(mla_selection(device)), 3)}
+    served._plans, served._scratch = {}, Scratch(device)
+    cache = torch.cat([case.kv_latent, case.kv_rope], -1)
+
+    def call() -> Results:
+        served.warm_up()
+        step = served.step(case.lengths, case.block_table, 1)
+        q = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1)
+        return step.attend(*q, cache, cases.SCALE)
+
+    return call
+
+
+def sparse_case(device: torch.device) -> sparse_mla_cases.SparseCase:
+    lists = [(4, 20, [20, 3, 0]), (2, 70, None)]
+    return sparse_mla_cases.make_case(4, lists, has_sinks=True, device=device)
+
+
+def sparse(device: torch.device) -> Call:
+    case = sparse_case(device)
+    options: dict[str, Any] = {"extra": case.extra, "sinks": case.sinks}
+    selection = sparse_selection(device, case.spec)
+    return lambda: sparse_mla(case.q, case.rows, selection, scale=0.1, **options)
+
+
+def sparse_layer(device: torch.device) -> Call:
+    case = sparse_case(device)
+    assert case.extra is not None and case.sinks is not None
+    form = Form(4, case.spec.page_size, case.spec.extra_page_size, (20, 70), 3)
+    lead = Lead(None, "a test")
+    selection = sparse_selection(device, case.spec)
+    served = SparseLayer(selection.target, form, {"decode": lead}, Scratch(device))
+    served._selections[case.spec] = selection
+    q, extra, sinks = case.q, case.extra, case.sinks
+    return lambda: (served.decode(q, case.rows, extra, scale=0.1, sinks=sinks, out=None),)
+
+
+def flash_mla(device: torch.device, form: str) -> Call:
+    case = cases.make_case(SPEC, [200, 0, 130], device=device)
+    q = torch.cat([case.q_latent, case.q_rope], -1)
+    cache = torch.cat([case.kv_latent, case.kv_rope], -1).unsqueeze(2)
+
+    def call() -> Results:
+        given = (case.lengths, 4, 1) if form == "tensors" else ()
+        schedule = get_mla_metadata(*given)
+        return flash_mla_with_kvcache(q, cache, case.block_table, case.lengths, 512, *schedule)
+
+    return call
+
+
+def flash_mla_of_named_rows(device: torch.device) -> Call:
+    case = sparse_case(device)
+    assert case.extra is not None
+    cache, extra = case.rows.cache.unsqueeze(2), case.extra.cache.unsqueeze(2)
+    return lambda: flash_mla_sparse(
+        case.q, cache, None, None, 512, is_fp8_kvcache=True, indices=case.rows.indices,
+        topk_length=case.rows.lengths, extra_k_cache=extra,
+        extra_indices_in_kvcache=case.extra.indices,
+    )  # fmt: skip
+
+
+def flash_mla_prefill(device: torch.device) -> Call:
+    generator = torch.Generator().manual_seed(5)
+    q, kv = (torch.randn(n, h, 512, generator=generator) for n, h in ((3, 4), (40, 1)))
+    indices = torch.randint(-1, 40, (3, 1, 64), generator=generator, dtype=torch.int32)
+    q, kv, indices = q.bfloat16().to(device), kv.bfloat16().to(device), indices.to(device)
+    return lambda: flash_mla_sparse_fwd(q, kv, indices, 0.04)
+
+
+def tokens(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return inputs((4, 150, 64), (2, 150, 64), seed=3, device=device)
+
+
+def causal_plan(device: torch.device) -> BlockPlan:
+    return intervals.causal(150, 150, 4, block_m=64, block_n=64, device=device)
+
+
+def block_sparse(device: torch.device) -> Call:
+    q, k, v = tokens(device)
+    plan, path = causal_plan(device), path_on(device)
+    return lambda: block_sparse_attention(q, k, v, plan, path=path)
+
+
+def quantised(device: torch.device) -> Call:
+    q, k, v = tokens(device)
+    plan, path = causal_plan(device), path_on(device)
+    return lambda: quantised_attention(q, k, v, plan, path=path)
+
+
+def of_predicted_blocks(device: torch.device) -> Call:
+    q, k, v = tokens(device)
+    choice, path = Choice(topk=0.5, min_likeness=0.1), path_on(device)
+    return lambda: predicted_attention(q, k, v, choice, blocks=(64, 64), path=path)[:2]
+
+
+def prediction(device: torch.device) -> Call:
+    q, k, _ = tokens(device)
+
+    def call() -> Results:
+        plan = predicted.predict(q, k, topk=0.5, min_likeness=0.1, path=path_on(device))
+        return plan.rows, plan.work
+
+    return call
+
+
+def recall(device: torch.device) -> Call:
+    q, k, _ = tokens(device)
+    plan = causal_plan(device)
+    return lambda: (predicted.recall(plan, q, k),)
+
+
+def drop_in(function: Callable[..., Any], device: torch.device) -> Call:
+    q, k, v = tokens(device)
+    return lambda: (function(q, k, v),)
+
+
+def block_map(device: torch.device) -> Call:
+    q, k, v = tokens(device)
+    kept = torch.ones(1, 4, 2, 3, dtype=torch.bool, device=device)
+    return lambda: (block_sparse_sage2_attn_cuda(q, k, v, kept),)
+
+
+def video(device: torch.device, **settings: Any) -> Call:
+    q, k, v = (x.transpose(1, 2) for x in inputs((2, 110, 64), (2, 110, 64), seed=4, device=device))
+    attention = VideoAttention(**settings)
+    return lambda: (attention(q, k, v),)
+
+
+def merged(device: torch.device) -> Call:
+    generator = torch.Generator().manual_seed(6)
+    v_a, v_b = torch.randn(2, 5, 3, 32, generator=generator).to(device).unbind()
+    s_a, s_b = torch.randn(2, 5, 3, generator=generator).to(device).unbind()
+    mask = torch.arange(5, device=device) < 3
+
+    def call() -> Results:
+        first = flashinfer.merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
+        second = flashinfer.merge_state(v_a, s_a, v_b, s_b)
+        v, s = v_a.clone(), s_a.clone()
+        flashinfer.merge_state_in_place(v, s, v_b, s_b, mask)
+        return *first, *second, v, s
+
+    return call
+
+
+def cascade(device: torch.device) -> Call:
+    generator = torch.Generator().manual_seed(7)
+    cache = torch.randn(8, 2, 4, 2, 64, generator=generator).bfloat16().to(device)
+    q = torch.randn(3, 4, 64, generator=generator).bfloat16().to(device)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1, device=device))
+
+    def call() -> Results:
+        wrapper.plan(
+            [i32([0, 3], device), i32([0, 1, 3], device)],
+            [i32([0, 2], device), i32([0, 1, 3], device)],
+            [i32([3, 5], device), i32([0, 1, 2], device)],
+            [i32([4], device), i32([2, 3], device)],
+            4, 2, 64, 4, causal=True, q_data_type=torch.bfloat16,
+        )  # fmt: skip
+        return (wrapper.run(q, cache),)
+
+    return call
+
+
+def mla_wrapper(device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    case = cases.make_case(MlaSpec(4, 16), [40, 100], device=device)
+    need = [3, 7]
+    pages = torch.cat([case.block_table[i, :n] for i, n in enumerate(need)])
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
+    wrapper.plan(i32([0, 1, 2], device), i32([0, 3, 10], device), pages, case.lengths, 4, 512, 64,
+                 16, True, 0.1, torch.bfloat16, torch.bfloat16)  # fmt: skip
+    q = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1)
+    return wrapper, (*q, case.kv_latent, case.kv_rope)
+
+
+def flashinfer_mla(device: torch.device) -> Call:
+    def call() -> Results:
+        wrapper, tensors = mla_wrapper(device)
+        return wrapper.run(*tensors, return_lse=True)
+
+    return call
+
+
+def paged_wrapper(device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(8)
+    cache = torch.randn(6, 2, 16, 2, 64, generator=generator).half().to(device)
+    q = torch.randn(30, 4, 64, generator=generator).half().to(device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, device=device))
+    arrays = ([0, 20, 30], [0, 2, 5], [3, 1, 0, 2, 5], [7, 16])
+    wrapper.plan(*(i32(x, device) for x in arrays), 4, 2, 64, 16, causal=True)
+    return wrapper, (q, cache)
+
+
+def flashinfer_prefill(device: torch.device) -> Call:
+    def call() -> Results:
+        wrapper, tensors = paged_wrapper(device)
+        return wrapper.run(*tensors, return_lse=True)
+
+    return call
+
+
+def bsr_wrapper(device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    drawn = inputs((4, 96, 64), (2, 96, 64), seed=9, device=device)
+    q, k, v = (x[0].transpose(0, 1) for x in drawn)
+    wrapper = flashinfer.BlockSparseAttentionWrapper(torch.empty(1, device=device))
+    indptr, indices = i32([0, 1, 3, 4], device), i32([0, 0, 2, 1], device)
+    wrapper.plan(indptr, indices, 96, 96, 32, 32, 4, 2, 64)
+    return wrapper, (q, k, v)
+
+
+def flashinfer_bsr(device: torch.device) -> Call:
+    def call() -> Results:
+        wrapper, tensors = bsr_wrapper(device)
+        return wrapper.run(*tensors, return_lse=True)
+
+    return call
+
+
+def flashinfer_variable(device: torch.device) -> Call:
+    q, k, v = (x[0] for x in inputs((4, 96, 64), (2, 96, 64), seed=9, device=device))
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(1, device=device))
+
+    def call() -> Results:
+        rows, cols = (i32([40, 56] * 2, device).view(2, 2) for _ in range(2))
+        kept = torch.tensor([[[True, False], [True, True]]] * 2, device=device)
+        wrapper.plan(kept, rows, cols, 4, 2, 64)
+        return wrapper.run(q, k, v, return_lse=True)
+
+    return call
+
+
+KERNELS: dict[str, Make] = {
+    "plan": planned,
+    "plan, shared prefixes": lambda device: planned(device, shared_prefix_tokens=64),
+    "plan, FlashMLA's schedule": lambda device: planned(device, schedule="flash_mla"),
+    "mla_decode": mla,
+    "MlaDecoder": decoder,
+    "sparse_mla": sparse,
+    "SparseLayer": sparse_layer,
+    "block_sparse_attention": block_sparse,
+    "quantised_attention": quantised,
+    "predicted_attention": of_predicted_blocks,
+    "predict": prediction,
+    "merge_state and its forms": merged,
+    "MultiLevelCascadeAttentionWrapper": cascade,
+}
+"""What launches kernels in the interpreter too."""
+
+OTHERS: dict[str, Make] = {
+    "flash_mla, tensors": lambda device: flash_mla(device, "tensors"),
+    "flash_mla, FlashMLASchedMeta": lambda device: flash_mla(device, "object"),
+    "flash_mla_sparse": flash_mla_of_named_rows,
+    "flash_mla_sparse_fwd": flash_mla_prefill,
+    "recall": recall,
+    "sageattn": lambda device: drop_in(sageattn, device),
+    "spas_sage2_attn_meansim_cuda": lambda device: drop_in(spas_sage2_attn_meansim_cuda, device),
+    "spas_sage2_attn_meansim_topk_cuda": lambda device: drop_in(
+        spas_sage2_attn_meansim_topk_cuda, device
+    ),
+    "block_sparse_sage2_attn_cuda": block_map,
+    "VideoAttention, dense": lambda device: video(device, eight_bit=False),
+    "VideoAttention, predicted": lambda device: video(device, kind="predicted"),
+    "VideoAttention, 16-bit, predicted": lambda device: video(
+        device, kind="predicted", eight_bit=False
+    ),
+    "VideoAttention, tiles": lambda device: video(
+        device, kind="sliding_tile", canvas=(4, 5, 5), tile=(2, 5, 5), windows=((1, 1, 1),)
+    ),
+    "BatchMLAPagedAttentionWrapper": flashinfer_mla,
+    "BatchPrefillWithPagedKVCacheWrapper": flashinfer_prefill,
+    "BlockSparseAttentionWrapper": flashinfer_bsr,
+    "VariableBlockSparseAttentionWrapper": flashinfer_variable,
+}
+"""What reaches the operators through their public functions, on a CPU their paths in torch."""
+
+CALLS = KERNELS | OTHERS
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_on_another_device_than_the_current_one_runs_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, call = CALLS[name](CPU)(), CALLS[name](CPU)
+    got, seen = run_elsewhere(call, monkeypatch)
+    assert_alike(got, want)
+    assert seen.entered and set(seen.entered) == {CPU}
+    assert set(seen.launched) <= {CPU}
+    assert seen.launched or name in OTHERS
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_runs_on_the_gpu_of_its_tensors(name: str) -> None:
+    check_on_second_gpu(CALLS[name])
+
+
+def away(x: torch.Tensor) -> torch.Tensor:
+    """The same on another device."""
+    return x.to(OTHER)
+
+
+def refused(name: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """A call with one tensor on another device, and what it must not write."""
+    if name.startswith("plan"):
+        case = cases.make_case(SPEC, [200, 130], shared_tokens=64)
+        planner = MlaPlanner(mla_selection(CPU), shared_prefix_tokens=64)
+        plan = planner.plan(case.lengths, case.block_table)
+        table, out = case.block_table, plan
+        if name == "plan block_table":
+            table = away(table)
+        else:
+            out = replace(plan, work=away(plan.work))
+        return lambda: planner.plan(case.lengths, table, out=out), (plan.num_splits,)
+    if name == "mla_decode scratch":
+        case = cases.make_case(SPEC, [200, 130])
+        planner = MlaPlanner(mla_selection(CPU))
+        plan, out = planner.plan(case.lengths), torch.zeros(2, 1, 4, 512, dtype=torch.bfloat16)
+        tensors = (case.q_latent, case.q_rope, case.kv_latent, case.kv_rope, case.block_table)
+        options: dict[str, Any] = {"scale": 0.1, "out": out, "scratch": Scratch(OTHER)}
+        return lambda: mla_decode(*tensors, plan, planner.selection, **options), (out,)
+    if name == "flash_mla's kept schedule":
+        case = cases.make_case(SPEC, [200, 130])
+        q = torch.cat([case.q_latent, case.q_rope], -1)
+        cache = torch.cat([case.kv_latent, case.kv_rope], -1).unsqueeze(2)
+        meta: Any = get_mla_metadata()[0]
+        given = (q, cache, case.block_table, case.lengths, 512, meta)
+        flash_mla_with_kvcache(*given)
+        meta.work, meta.num_splits = away(meta.work), away(meta.num_splits)
+        return lambda: flash_mla_with_kvcache(*given), ()
+    if name.startswith("sparse_mla"):
+        sparse = sparse_case(CPU)
+        out, rows, scratch = torch.zeros_like(sparse.q), sparse.rows, None
+        if name == "sparse_mla scratch":
+            scratch = Scratch(OTHER)
+        else:
+            rows = NamedRows(rows.cache, away(rows.indices), rows.lengths)
+        selection = sparse_selection(CPU, sparse.spec)
+        options = {"scale": 0.1, "extra": sparse.extra, "out": out, "scratch": scratch}
+        return lambda: sparse_mla(sparse.q, rows, selection, **options), (out,)
+    q, k, v = tokens(CPU)
+    out = torch.zeros_like(q)
+    plan_of_blocks = causal_plan(CPU)
+    choice = Choice(topk=0.5)
+    attend: dict[str, Call] = {
+        "block_sparse_attention": lambda: block_sparse_attention(
+            q, away(k), v, plan_of_blocks, out=out, path="triton"
+        ),
+        "quantised_attention": lambda: quantised_attention(
+            q, k, away(v), plan_of_blocks, out=out, path="triton"
+        ),
+        "predicted_attention": lambda: predicted_attention(  # type: ignore[dict-item]
+            q, away(k), v, choice, out=out, path="triton"
+        ),
+        "predict": lambda: predicted.predict(q, away(k), topk=0.5),  # type: ignore[dict-item]
+        "a block plan": lambda: replace(  # type: ignore[dict-item]
+            plan_of_blocks, cols=away(plan_of_blocks.cols)
+        ),
+        "sageattn": lambda: sageattn(q, k, away(v)),  # type: ignore[dict-item]
+        "block_sparse_sage2_attn_cuda": lambda: block_sparse_sage2_attn_cuda(  # type: ignore[dict-item]
+            q, k, v, torch.ones(1, 4, 2, 3, dtype=torch.bool, device=OTHER)
+        ),
+        "ragged": lambda: intervals.ragged(  # type: ignore[dict-item]
+            i32([0, 4], CPU), i32([0, 4], OTHER), 4, 4, 1
+        ),
+        "paged": lambda: intervals.paged(  # type: ignore[dict-item]
+            i32([0, 4], CPU), i32([4], CPU), i32([0], CPU), i32([0], OTHER), 16, 4, 4, 1
+        ),
+    }
+    return attend[name], (out,)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plan block_table", "block_table must be on cpu, got meta"),
+        ("plan out", "out must be on cpu, got meta"),
+        ("mla_decode scratch", "scratch must be on cpu, got meta"),
+        ("flash_mla's kept schedule", "tile_scheduler_metadata must be on cpu, got meta"),
+        ("sparse_mla scratch", "scratch must be on cpu, got meta"),
+        ("sparse_mla indices", "rows.indices must be on cpu, got meta"),
+        ("block_sparse_attention", "k must be on cpu, got meta"),
+        ("quantised_attention", "v must be on cpu, got meta"),
+        ("predicted_attention", "k must be on cpu, got meta"),
+        ("predict", "k must be on cpu, got meta"),
+        ("a block plan", "cols must be on cpu, got meta"),
+        ("sageattn", "v must be on cpu, got meta"),
+        ("block_sparse_sage2_attn_cuda", "mask_id must be on cpu, got meta"),
+        ("ragged", "cu_seqlens_k must be on cpu, got meta"),
+        ("paged", "page indices must be on cpu, got meta"),
+    ],
+)
+def test_tensors_on_two_devices_are_refused(name: str, message: str) -> None:
+    call, untouched = refused(name)
+    before = [x.clone() for x in untouched]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert_alike(untouched, tuple(before))
+
+
+def test_states_on_two_devices_are_not_merged() -> None:
+    v, s = torch.zeros(5, 3, 32), torch.zeros(5, 3)
+    ones, mask = torch.ones(5, 3, 32), torch.ones(5, dtype=torch.bool)
+    with pytest.raises(ValueError, match="s must be on cpu, got meta"):
+        flashinfer.merge_states(v[:, None], away(s)[:, None])
+    with pytest.raises(ValueError, match="v_b must be on cpu, got meta"):
+        flashinfer.merge_state(v, s, away(ones), s)
+    with pytest.raises(ValueError, match="s_b must be on cpu, got meta"):
+        flashinfer.merge_state_in_place(v, s, ones, away(s))
+    with pytest.raises(ValueError, match="mask must be on cpu, got meta"):
+        flashinfer.merge_state_in_place(v, s, ones, s, away(mask))
+    assert not v.any() and not s.any()
+
+
+@pytest.mark.parametrize("make", [mla_wrapper, paged_wrapper, bsr_wrapper])
+def test_wrappers_refuse_tensors_on_another_device(make: Callable[[torch.device], Any]) -> None:
+    wrapper, tensors = make(CPU)
+    out = torch.zeros_like(tensors[0])
+    lse = torch.zeros(out.shape[:2], device=OTHER)
+    with pytest.raises(ValueError, match="lse must be on cpu, got meta"):
+        wrapper.run(*tensors, out=out, lse=lse, return_lse=True)
+    with pytest.raises(ValueError, match=r"must be on (cpu, got meta|meta.*, got cpu)"):
+        wrapper.run(away(tensors[0]), *tensors[1:], out=out)
+    assert not out.any()
+
+
+def test_video_attention_refuses_tensors_on_another_device() -> None:
+    """On two GPUs where there are: torch orders tokens of ``meta`` by an index of the CPU."""
+    here, there = CPU, OTHER
+    if torch.cuda.device_count() > 1:
+        here, there = (torch.device("cuda", n) for n in range(2))
+    q = torch.zeros(1, 110, 2, 64, dtype=torch.bfloat16, device=here)
+    tiles = VideoAttention("sliding_tile", canvas=(4, 5, 5), tile=(2, 5, 5), windows=((1, 1, 1),))
+    for attention in (tiles, VideoAttention()):
+        with pytest.raises(ValueError, match=f"k must be on {here}, got {there}"):
+            attention(q, q.to(there), q)
+        with pytest.raises(ValueError, match=f"v must be on {here}, got {there}"):
+            attention(q, q, q.to(there))
