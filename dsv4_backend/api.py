@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.tables.select import PathSelection
 from backend_core.target import Target, detect_target
 from dsv4_backend.compressor import decode, in_place, prefill, queries
@@ -61,6 +62,8 @@ def compress_norm_rope_hadamard_(
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
+    if is_elsewhere(kv):
+        return run_there(kv, compress_norm_rope_hadamard_, locals())
     table = real_rope_table(freqs_cis)
     contract.check_in_place(kv, weight, eps, table, step_plan, head_dim, compress_ratio, rotate)
     if selection is None:
@@ -105,6 +108,8 @@ def compress_decode_(
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
+    if is_elsewhere(kv_score):
+        return run_there(kv_score, compress_decode_, locals())
     contract.check_step_plan(step_plan, DecodeStepPlan)
     call = CompressorCall(layer, kv_score, state, cache, second_cache)
     paths = _pipelines(decode.bind, call, step_plan, target, selection, launches)
@@ -138,6 +143,8 @@ def compress_prefill_(
         ValueError: an argument breaks this contract; nothing was written.
         LookupError: there are no kernel paths for the target.
     """
+    if is_elsewhere(kv_score):
+        return run_there(kv_score, compress_prefill_, locals())
     contract.check_step_plan(step_plan, PrefillStepPlan)
     call = CompressorCall(layer, kv_score, state, cache, second_cache)
     paths = _pipelines(prefill.bind, call, step_plan, target, selection, launches)
@@ -169,6 +176,8 @@ def warm_up(
         ValueError: an argument breaks the operator's contract.
         LookupError: there are no kernel paths for the target.
     """
+    if is_elsewhere(kv_score):
+        return run_there(kv_score, warm_up, locals())
     contract.check_step_plan(step_plan, CompressorStepPlan)
     bind: Bind = decode.bind if isinstance(step_plan, DecodeStepPlan) else prefill.bind
     call = CompressorCall(layer, kv_score, state, cache, second_cache)
@@ -213,6 +222,8 @@ def quantise_indexer_queries(
         ValueError: an argument breaks this contract.
         LookupError: there are no kernel paths for the target.
     """
+    if is_elsewhere(q):
+        return run_there(q, quantise_indexer_queries, locals())
     contract.check_queries(spec, q, positions, rope_table, weights)
     if selection is None:
         paths = queries.pipelines(target or detect_target(q.device), spec)

@@ -364,6 +364,7 @@ def window_ends(
         [T // compress_ratio + num_requests] int32, or [T] if that is less, -1 after the last: each
         request has at most one end more than its tokens have full ratios.
     """
+    expect_device("state_slots", state_slots, positions.device)
     tokens = positions.shape[0]
     size = min(tokens, tokens // compress_ratio + num_requests)
     is_end = ((positions + 1) % compress_ratio == 0) & (positions >= 0) & (state_slots >= 0)
