@@ -21,6 +21,8 @@ class SharedPrefix:
         num_prefix_tiles: capacity of tiles for prefixes, after the requests' own.
         leader, shared: ``[requests]`` int32: the first request with the same first page, and the
             tokens shared with it.
+        num_heads: query heads that the tiles were made for: their rows are query tokens times
+            heads.
     """
 
     tiles: torch.Tensor
@@ -31,6 +33,7 @@ class SharedPrefix:
     num_prefix_tiles: int
     leader: torch.Tensor
     shared: torch.Tensor
+    num_heads: int
 
 
 @dataclass(frozen=True)

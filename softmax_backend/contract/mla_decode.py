@@ -74,6 +74,15 @@ def by_request(q: torch.Tensor, requests: int) -> torch.Tensor:
     return q.as_strided((requests, tokens, *q.shape[1:]), strides)
 
 
+def expect_heads(name: str, plan: StepPlan, spec: MlaSpec) -> None:
+    """Require a plan with shared prefixes, whose tiles are of heads, to be for the spec's."""
+    if plan.prefix is not None and plan.prefix.num_heads != spec.num_heads:
+        raise ValueError(
+            f"{name} with shared prefixes must be for {spec.num_heads} heads, got one for"
+            f" {plan.prefix.num_heads}"
+        )
+
+
 def check_mla_decode(
     spec: MlaSpec,
     plan: StepPlan,
@@ -102,6 +111,7 @@ def check_mla_decode(
         raise ValueError(
             f"plan must be for {spec.query_tokens} query tokens, got one for {plan.query_tokens}"
         )
+    expect_heads("plan", plan, spec)
     expect_dtype("lengths", plan.lengths, torch.int32)
     expect_shape("lengths", plan.lengths, ("requests",))
     expect_stride("lengths", plan.lengths, 0, 1)

@@ -12,6 +12,7 @@ from backend_core import contracts
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.tables.schema import KernelPath
+from softmax_backend.contract.mla_decode import expect_heads
 from softmax_backend.launch_params import Sm90MlaParams, TritonMlaParams
 from softmax_backend.plan.flash_mla import (
     OVERHEAD,
@@ -159,6 +160,7 @@ class MlaPlanner:
         ):
             raise ValueError("out must be a plan of the same lengths tensor, got one of another")
         contracts.expect_device("out", plan.work, lengths.device)
+        expect_heads("out", plan, self.spec)
         if plan.prefix is not None and block_table is not None:
             _find_prefixes(
                 plan,
@@ -190,6 +192,7 @@ class MlaPlanner:
                 prefix_tiles,
                 zeros(requests),
                 zeros(requests),
+                self.spec.num_heads,
             )
         slots = requests * self._max_splits if self._max_splits else tiles + ctas
         return StepPlan(

@@ -120,6 +120,29 @@ def test_shared_prefixes_need_the_block_table() -> None:
         MlaPlanner(forced(MlaSpec(128, 64), "triton"), shared_prefix_tokens=64)
 
 
+def test_a_plan_with_shared_prefixes_is_for_its_heads() -> None:
+    """Its tiles are rows of heads; a plan without them is for any."""
+    case, other = make_case(SPEC, [100, 130], shared_tokens=64), MlaSpec(8, 64)
+    planners = [MlaPlanner(forced(x, "triton"), shared_prefix_tokens=64) for x in (SPEC, other)]
+    plan = planners[0].plan(case.lengths, case.block_table)
+    assert plan.prefix is not None and plan.prefix.num_heads == 4
+    before = plan.prefix.tiles.clone()
+    message = "with shared prefixes must be for 8 heads, got one for 4"
+    with pytest.raises(ValueError, match=f"out {message}"):
+        planners[1].plan(case.lengths, case.block_table, out=plan)
+    assert torch.equal(plan.prefix.tiles, before)
+    more = make_case(other, [100, 130], shared_tokens=64)
+    cache, out = (more.kv_latent, more.kv_rope), torch.full((2, 1, 8, 512), 7.0).bfloat16()
+    options: dict[str, Any] = {"scale": SCALE, "out": out}
+    arguments = (more.q_latent, more.q_rope, *cache, more.block_table)
+    with pytest.raises(ValueError, match=f"plan {message}"):
+        mla_decode(*arguments, plan, planners[1].selection, **options)
+    assert (out == 7).all()
+    plain = MlaPlanner(forced(SPEC, "triton")).plan(more.lengths)
+    got, _ = mla_decode(*arguments, plain, planners[1].selection, **options)
+    assert not got.isnan().any() and not (got == 7).all()
+
+
 def test_caches_in_one_tensor() -> None:
     latent, rope, scales = split_cache(torch.zeros(3, 64, 576), SPEC)
     assert (latent.shape, rope.shape, scales) == ((3, 64, 512), (3, 64, 64), None)
