@@ -22,6 +22,7 @@ from softmax_backend import reference
 from softmax_backend.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
 from softmax_backend.flashinfer.merge import _kernel as merge_kernel
 from softmax_backend.flashinfer.merge import merge_states
+from softmax_backend.flashinfer.workspace import check_workspaces
 from softmax_backend.run.mla_triton import is_available, operand_dtype
 
 if TYPE_CHECKING:
@@ -113,6 +114,23 @@ class MultiLevelCascadeAttentionWrapper:
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return bool(self._buffers)
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: list[torch.Tensor]
+    ) -> None:
+        """Take FlashInfer's workspaces, one of integers per level, which are neither kept nor used:
+        the plan stays.
+
+        Raises:
+            ValueError: a buffer is on another device than the wrapper, or the levels have not one
+                each.
+        """
+        if len(int_workspace_buffers) != self._num_levels:
+            raise ValueError(
+                f"int_workspace_buffers must be {self._num_levels}, one for each level, got"
+                f" {len(int_workspace_buffers)}"
+            )
+        check_workspaces(self.device, float_workspace_buffer, *int_workspace_buffers)
 
     def plan(
         self,

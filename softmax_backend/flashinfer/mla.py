@@ -9,6 +9,7 @@ import torch
 from backend_core.contracts import expect_device, expect_dtype, expect_shape
 from softmax_backend.api import mla_decode
 from softmax_backend.contract.mla_decode import by_request
+from softmax_backend.flashinfer.workspace import check_workspaces
 from softmax_backend.plan.planner import MlaPlanner
 from softmax_backend.scratch import Scratch
 from softmax_backend.selection import select_for
@@ -56,6 +57,17 @@ class BatchMLAPagedAttentionWrapper:
         self._lengths: torch.Tensor | None = None
         self._table: torch.Tensor | None = None
         self._plan: StepPlan | None = None
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Take the workspaces of FlashInfer's other wrappers, which are neither kept nor used: the
+        plan stays.
+
+        Raises:
+            ValueError: a buffer is on another device than the wrapper.
+        """
+        check_workspaces(self.device, float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,

@@ -24,6 +24,7 @@ from softmax_backend.flashinfer.prefill_plan import (
     planned,
 )
 from softmax_backend.flashinfer.sparse import DataType, as_dtype
+from softmax_backend.flashinfer.workspace import check_workspaces
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.variants import variant as variants
 from softmax_backend.variants.variant import SOFTMAX, Variant
@@ -102,7 +103,12 @@ class BatchPrefillWithPagedKVCacheWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
     ) -> None:
-        """There is no workspace."""
+        """Take FlashInfer's workspaces, which are neither kept nor used: the plan stays.
+
+        Raises:
+            ValueError: a buffer is on another device than the wrapper.
+        """
+        check_workspaces(self.device, float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 from backend_core.contracts import expect_device
 from softmax_backend.block_sparse import block_sparse_attention, default_blocks
 from softmax_backend.flashinfer.packed_mask import bsr_mask
+from softmax_backend.flashinfer.workspace import check_workspaces
 from softmax_backend.plan import bsr
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.variants import variant as variants
@@ -38,7 +39,12 @@ class _Wrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None
     ) -> None:
-        """There is no workspace."""
+        """Take FlashInfer's workspaces, which are neither kept nor used: the plan stays.
+
+        Raises:
+            ValueError: a buffer is on another device than the wrapper.
+        """
+        check_workspaces(self.device, float_workspace_buffer, int_workspace_buffer)
 
     def end_forward(self) -> None:
         """There is nothing to end."""

@@ -401,3 +401,47 @@ def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         wrapper.plan(**{**arguments, **changes})
+
+
+WRAPPERS = {
+    "mla": flashinfer.BatchMLAPagedAttentionWrapper,
+    "paged prefill": flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+    "block-sparse": flashinfer.BlockSparseAttentionWrapper,
+    "variable block-sparse": flashinfer.VariableBlockSparseAttentionWrapper,
+}
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, "cascade"])
+def test_workspaces_are_taken_and_not_kept(name: str) -> None:
+    """Positions and names are FlashInfer's; a workspace on another device is refused."""
+    cpu, away = torch.empty(8, dtype=torch.uint8), torch.empty(8, device="meta")
+    integers: Any = cpu
+    if name == "cascade":
+        wrapper: Any = flashinfer.MultiLevelCascadeAttentionWrapper(2, cpu)
+        integers, others, integer_name = [cpu, cpu], [cpu, away], "int_workspace_buffers"
+        with pytest.raises(ValueError, match="int_workspace_buffers must be 2, one for each level"):
+            wrapper.reset_workspace_buffer(cpu, [cpu])
+    else:
+        wrapper = WRAPPERS[name](cpu)
+        others, integer_name = away, "int_workspace_buffer"  # type: ignore[assignment]
+    before = dict(vars(wrapper))
+    wrapper.reset_workspace_buffer(cpu, integers)
+    wrapper.reset_workspace_buffer(**{"float_workspace_buffer": cpu, integer_name: integers})
+    with pytest.raises(ValueError, match="float_workspace_buffer must be on cpu, got meta"):
+        wrapper.reset_workspace_buffer(away, integers)
+    with pytest.raises(ValueError, match="int_workspace_buffer must be on cpu, got meta"):
+        wrapper.reset_workspace_buffer(cpu, others)
+    assert vars(wrapper) == before
+
+
+def test_a_plan_outlives_its_workspaces(device: torch.device, seed: int) -> None:
+    case = make_case(MlaSpec(4, 16), [40, 100], seed=seed, device=device)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
+    wrapper.plan(i32([0, 1, 2], device), *csr(case), case.lengths, 4, 512, 64, 16, True, SCALE,
+                 torch.bfloat16, torch.bfloat16)  # fmt: skip
+    q = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1)
+    want = wrapper.run(*q, case.kv_latent, case.kv_rope)
+    wrapper.reset_workspace_buffer(*torch.empty(2, 64, device=device).unbind())
+    got = wrapper.run(*q, case.kv_latent, case.kv_rope)
+    assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
+    assert torch.equal(got, want)
