@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backend_core.contracts import expect_kernel_device, expect_stride
-from backend_core.launch.streams import is_capturing
+from backend_core.launch.streams import is_capturing, is_elsewhere, run_there
 from kda_backend.spec import CHUNK
 
 if TYPE_CHECKING:
@@ -222,6 +222,8 @@ def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
 
     Each tensor begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
     """
+    if is_elsewhere(cu_seqlens):
+        return run_there(cu_seqlens, build_chunk_table, locals())
     n = cu_seqlens.shape[0] - 1
     sizes = (capacity, capacity, capacity, capacity, n + 1, n)
     ends = [0]

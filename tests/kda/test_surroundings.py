@@ -6,19 +6,25 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from backend_core.launch.faults import FaultRecord
-from kda_backend import api, api_step, chunk_kda, fused_recurrent_kda
+from kda_backend import chunk_kda, fused_recurrent_kda
 from kda_backend import scratch as scratch_module
 from kda_backend import step_plan as step_plan_module
 from kda_backend.layer_stages import short_conv
 from kda_backend.scratch import Scratch
 from kda_backend.step_plan import build_step_plan, equal_length_plan, plan_of_rows
 from kda_backend.testing.steps import StepPools, make_step
+from tests.current_device import (
+    assert_alike,
+    check_on_second_gpu,
+    needs_two_gpus,
+    run_elsewhere,
+)
 from tests.kda.cases import Backend, run_step
 from tests.kda.test_contract import Arguments
 from tests.kda.test_verify import Draft
@@ -206,36 +212,18 @@ def test_what_a_capture_has_seen_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert scratch.nbytes == bytes_seen + sum(tensor.nbytes for tensor in memory)
 
 
-class Current:
-    """The device of a ``with`` statement, as `torch.cuda.device` sets it."""
-
-    now: ClassVar[list[object]] = [None]
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        self.now.append(self.device)
-
-    def __exit__(self, *_: object) -> None:
-        self.now.pop()
-
-
 @pytest.mark.parametrize("make", [prefill, recurrent, step, verification])
 def test_a_call_on_another_device_than_the_current_one_runs_there(
     make: Callable[[int], Callable[[], Results]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every launch is on the current device; what would be elsewhere is a matter of a stub here."""
     want, call = make(seed)(), make(seed)
-    for module in (api, api_step):
-        monkeypatch.setattr(module, "is_elsewhere", lambda x: Current.now[-1] != x.device)
-    monkeypatch.setattr(torch.cuda, "device", Current)
-    for x, y in zip(call(), want, strict=True):
-        assert torch.equal(x, y)
-    assert Current.now == [None]
+    got, seen = run_elsewhere(call, monkeypatch)
+    assert_alike(got, want)
+    assert seen.entered == [CPU]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two_gpus
 @pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
 def test_a_call_runs_on_the_gpu_of_its_tensors(operator: Callable[..., Results], seed: int) -> None:
     first, second = (torch.device("cuda", n) for n in range(2))
@@ -246,3 +234,26 @@ def test_a_call_runs_on_the_gpu_of_its_tensors(operator: Callable[..., Results],
     assert torch.cuda.current_device() == 0
     for x, y in zip(got, want, strict=True):
         assert x.device == second and torch.equal(x.to(first), y)
+
+
+def chunk_table_of(device: torch.device) -> Callable[[], Results]:
+    cu_seqlens = torch.tensor([0, 70, 70, 200], dtype=torch.int32, device=device)
+
+    def call() -> Results:
+        table = build_step_plan(cu_seqlens, 200).chunk_table
+        assert table is not None
+        return tuple(table)
+
+    return call
+
+
+@pytest.mark.interpreter
+def test_a_step_plan_is_made_on_the_device_of_its_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    got, seen = run_elsewhere(chunk_table_of(CPU), monkeypatch)
+    assert_alike(got, chunk_table_of(CPU)())
+    assert seen.entered == [CPU] and seen.launched and set(seen.launched) == {CPU}
+
+
+@needs_two_gpus
+def test_a_step_plan_is_made_on_the_gpu_of_its_offsets() -> None:
+    check_on_second_gpu(chunk_table_of)
