@@ -98,7 +98,7 @@ CALLS: dict[str, Make] = {
 }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's launches are recorded")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_on_another_device_than_the_current_one_runs_there(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +110,7 @@ def test_a_call_on_another_device_than_the_current_one_runs_there(
     assert seen.launched and set(seen.launched) == {CPU}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a stub")
+@pytest.mark.interpreter
 def test_kernels_are_compiled_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec("fp8_ds_mla", 4)
     layer, engine = make_layer(spec, device=CPU), Engine("paged", spec, LENGTHS, device=CPU)
@@ -147,6 +147,7 @@ def test_one_launch_cache_serves_layers_on_two_gpus() -> None:
     assert all(torch.equal(cache, caches[0]) for cache in caches)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["kv_score", "state", "cache"])
 def test_a_step_on_two_devices_is_refused(name: str) -> None:
     spec = make_spec("fp8_ds_mla", 4)

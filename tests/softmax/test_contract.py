@@ -120,6 +120,7 @@ def test_shared_prefixes_need_the_block_table() -> None:
         MlaPlanner(forced(MlaSpec(128, 64), "triton"), shared_prefix_tokens=64)
 
 
+@pytest.mark.interpreter
 def test_a_plan_with_shared_prefixes_is_for_its_heads() -> None:
     """Its tiles are rows of heads; a plan without them is for any."""
     case, other = make_case(SPEC, [100, 130], shared_tokens=64), MlaSpec(8, 64)
