@@ -159,6 +159,9 @@ class MlaPlanner:
             out.lengths.data_ptr() != lengths.data_ptr() or out.requests != requests
         ):
             raise ValueError("out must be a plan of the same lengths tensor, got one of another")
+        if out is not None and (out.prefix is None) == self._shares_prefixes(path):
+            wanted, got = ("with", "without") if out.prefix is None else ("without", "with")
+            raise ValueError(f"out must be a plan {wanted} shared prefixes, got one {got}")
         contracts.expect_device("out", plan.work, lengths.device)
         expect_heads("out", plan, self.spec)
         if plan.prefix is not None and block_table is not None:
@@ -179,7 +182,7 @@ class MlaPlanner:
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=lengths.device)
         prefix = None
         tiles = requests
-        if self._prefix_tokens and path.name != "torch":
+        if self._shares_prefixes(path):
             # a group of n requests has ceil(n rows / 64) tiles, and n is at least 2
             prefix_tiles = requests // 2 + -(-requests * rows // 64)
             tiles += prefix_tiles
@@ -206,6 +209,9 @@ class MlaPlanner:
             zeros(1 + requests) if self._lists_merges(path) else None,
             zeros(2, tiles),
         )
+
+    def _shares_prefixes(self, path: KernelPath) -> bool:
+        return self._prefix_tokens > 0 and path.name != "torch"
 
     def _lists_merges(self, path: KernelPath) -> bool:
         return isinstance(path.params, Sm90MlaParams) and self._schedule == "balanced"

@@ -121,6 +121,18 @@ def test_shared_prefixes_need_the_block_table() -> None:
 
 
 @pytest.mark.interpreter
+def test_a_plan_is_written_again_by_a_planner_that_shares_prefixes_as_it_does() -> None:
+    """Another one would leave the prefixes of the step before, or find none."""
+    case = make_case(SPEC, [100, 130], shared_tokens=64)
+    planners = [MlaPlanner(forced(SPEC, "triton"), shared_prefix_tokens=x) for x in (64, 0)]
+    plans = [planner.plan(case.lengths, case.block_table) for planner in planners]
+    with pytest.raises(ValueError, match="a plan without shared prefixes, got one with"):
+        planners[1].plan(case.lengths, case.block_table, out=plans[0])
+    with pytest.raises(ValueError, match="a plan with shared prefixes, got one without"):
+        planners[0].plan(case.lengths, case.block_table, out=plans[1])
+
+
+@pytest.mark.interpreter
 def test_a_plan_with_shared_prefixes_is_for_its_heads() -> None:
     """Its tiles are rows of heads; a plan without them is for any."""
     case, other = make_case(SPEC, [100, 130], shared_tokens=64), MlaSpec(8, 64)
