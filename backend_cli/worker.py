@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 START_SECONDS = 120.0
+END_SECONDS = 20.0
+"""For a process whose input or output is closed to end; a driver may keep it longer."""
 
 
 class WorkerDiedError(Exception):
@@ -55,10 +57,19 @@ class Worker:
         return found
 
     def close(self) -> None:
-        """Let the process end, and wait for it."""
+        """Let the process end, and wait for it; one that does not is killed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        self._end()
+
+    def _end(self) -> str:
+        """How the process ended."""
+        try:
+            return f"the process ended with {self._process.wait(END_SECONDS)}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return f"the process closed its output and was killed after {END_SECONDS:g} s more"
 
     def _read(self, timeout: float) -> str:
         assert self._process.stdout is not None
@@ -79,10 +90,10 @@ class Worker:
         return line
 
     def _dead(self, timeout: float, *, timed_out: bool) -> None:
-        code = self._process.wait()
+        ended = self._end()
         self._errors.seek(0)
         last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        why = f"no answer within {timeout:g} s" if timed_out else f"the process ended with {code}"
+        why = f"no answer within {timeout:g} s" if timed_out else ended
         raise WorkerDiedError(f"{why}{': ' + last[0][:300] if last else ''}")
 
 
