@@ -166,7 +166,7 @@ def _triton() -> list[str]:
 
 
 def _checked_triton() -> str:
-    """What `kda-dsv4 check` said on a GPU under another Triton than the other results."""
+    """The result of `kda-dsv4 check` on a GPU under another Triton than the other results."""
     report = json.loads(CHECKED_TRITON.read_text(encoding="utf-8"))
     info = report["info"]
     versions = f"{info['packages']['triton']} (torch {info['packages']['torch']})"

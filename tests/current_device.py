@@ -81,6 +81,14 @@ def assert_alike(got: Results, want: Results) -> None:
             assert x == y
 
 
+def check_elsewhere(make: Make, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """`run_elsewhere`, with the results of the same call where it is."""
+    want, call = make(torch.device("cpu"))(), make(torch.device("cpu"))
+    got, seen = run_elsewhere(call, monkeypatch)
+    assert_alike(got, want)
+    return seen
+
+
 def check_on_second_gpu(make: Make) -> None:
     """The same call on two GPUs, of which the first is the current one."""
     first, second = (torch.device("cuda", n) for n in range(2))

@@ -45,6 +45,25 @@ def store_windows(p_window, channels, masks, strides, w_q, w_k, w_v):
 
 
 @triton.jit
+def store_inputs_before(p_column, strides, channels, masks, w_q, w_k, w_v):
+    """The two inputs before a draft into the pool's first columns, from ``p_column`` on, once every
+    thread has read the window."""
+    tl.debug_barrier()
+    for i in tl.static_range(1, 3):
+        m_k, m_v = masks[1], masks[2]
+        c_q, c_k, c_v = channels[0], channels[1], channels[2]
+        store_column(p_column, strides[0], c_q, c_k, c_v, w_q[i], w_k[i], w_v[i], m_k, m_v)
+        p_column += strides[1]
+
+
+@triton.jit
+def normalised(b_o, b_weight, p_gate, m_v, eps, V: tl.constexpr, FAST_MATH: tl.constexpr):
+    """The gated norm of a token's output."""
+    b_gate = tl.load(p_gate, mask=m_v, other=0.0).to(tl.float32)
+    return gated_norm(b_o, b_weight, b_gate, eps, V, FAST_MATH)
+
+
+@triton.jit
 def tokens_of(cu_seqlens_ptr, i_n, tokens_per_sequence, max_tokens):
     """(first token, number of tokens) of a sequence."""
     if cu_seqlens_ptr is not None:
@@ -173,10 +192,10 @@ def verify_step_kernel(
         v0, v1, v2 = windows[2]
         t_q, t_k, t_v = taps
         if windows_ptr is None:
-            tl.debug_barrier()  # every thread has read the window
-            store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, q1, k1, v1, m_k, m_v)
+            store_inputs_before(
+                conv_state_ptr, strides, channels, masks, windows[0], windows[1], windows[2]
+            )
             conv_state_ptr += stride_conv_w
-            store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, q2, k2, v2, m_k, m_v)
 
     p_q = q_ptr + bos * stride_q_t + i_h * K + o_k
     p_k = k_ptr + bos * stride_k_t + i_h * K + o_k
@@ -213,8 +232,7 @@ def verify_step_kernel(
         b_o *= scale
         if norm_weight_ptr is not None:
             p_gate = norm_gate_ptr + (bos + i_t) * stride_gate_t + i_hv * V + o_v
-            b_gate = tl.load(p_gate, mask=m_v, other=0.0).to(tl.float32)
-            b_o = gated_norm(b_o, b_weight, b_gate, eps, V, FAST_MATH)
+            b_o = normalised(b_o, b_weight, p_gate, m_v, eps, V, FAST_MATH)
         tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_v)
         p_q += stride_q_t
         p_k += stride_k_t

@@ -111,6 +111,32 @@ def load_queries(latent_ptr, rope_ptr, q_token, head, strides, m_row, OPERAND: t
 
 
 @triton.jit
+def masked_logits(
+    keys,
+    queries,
+    position,
+    m_token,
+    query_position,
+    limit,
+    scale,
+    variant_a,
+    variant_b,
+    LOGITS: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Logits ``[BLOCK_KV, BLOCK_ROWS]`` of a block in base 2, -inf where a row does not see a key.
+
+    ``keys`` and ``queries``: latents, then RoPE channels.
+    """
+    b_s = tl.dot(keys[0], queries[0], input_precision="ieee")
+    b_s = tl.dot(keys[1], queries[1], b_s, input_precision="ieee")
+    b_s = LOGITS(b_s * scale, variant_a, variant_b) * LOG2E
+    seen = m_token[:, None] & (position[:, None] < limit[None, :])
+    seen = seen & MASK(position[:, None], query_position[None, :], variant_a, variant_b)
+    return tl.where(seen, b_s, float("-inf"))
+
+
+@triton.jit
 def log_sum(b_top, b_sum):
     """(rows without a key, their largest logit, their log-sum-exp in base 2) after all keys."""
     none = b_sum == 0.0
@@ -279,12 +305,19 @@ def mla_decode_kernel(
                     OPERAND,
                 )
                 b_k = KEY(b_k, position, variant_a, variant_b)
-                b_s = tl.dot(b_k, b_q, input_precision="ieee")
-                b_s = tl.dot(b_kr, b_qr, b_s, input_precision="ieee")
-                b_s = LOGITS(b_s * scale, variant_a, variant_b) * LOG2E
-                seen = m_token[:, None] & (position[:, None] < limit[None, :])
-                seen = seen & MASK(position[:, None], query_position[None, :], variant_a, variant_b)
-                b_s = tl.where(seen, b_s, float("-inf"))
+                b_s = masked_logits(
+                    (b_k, b_kr),
+                    (b_q, b_qr),
+                    position,
+                    m_token,
+                    query_position,
+                    limit,
+                    scale,
+                    variant_a,
+                    variant_b,
+                    LOGITS,
+                    MASK,
+                )
                 b_o, b_top, b_sum = accumulate(b_o, b_top, b_sum, b_s, b_k, OPERAND)
 
             none, top, l2 = log_sum(b_top, b_sum)

@@ -20,10 +20,9 @@ from kda_backend.scratch import Scratch
 from kda_backend.step_plan import build_step_plan, equal_length_plan, plan_of_rows
 from kda_backend.testing.steps import StepPools, make_step
 from tests.current_device import (
-    assert_alike,
+    check_elsewhere,
     check_on_second_gpu,
     needs_two_gpus,
-    run_elsewhere,
 )
 from tests.kda.cases import Backend, run_step
 from tests.kda.test_contract import Arguments
@@ -217,9 +216,7 @@ def test_a_call_on_another_device_than_the_current_one_runs_there(
     make: Callable[[int], Callable[[], Results]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every launch is on the current device; what would be elsewhere is a matter of a stub here."""
-    want, call = make(seed)(), make(seed)
-    got, seen = run_elsewhere(call, monkeypatch)
-    assert_alike(got, want)
+    seen = check_elsewhere(lambda _: make(seed), monkeypatch)
     assert seen.entered == [CPU]
 
 
@@ -249,8 +246,7 @@ def chunk_table_of(device: torch.device) -> Callable[[], Results]:
 
 @pytest.mark.interpreter
 def test_a_step_plan_is_made_on_the_device_of_its_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    got, seen = run_elsewhere(chunk_table_of(CPU), monkeypatch)
-    assert_alike(got, chunk_table_of(CPU)())
+    seen = check_elsewhere(chunk_table_of, monkeypatch)
     assert seen.entered == [CPU] and seen.launched and set(seen.launched) == {CPU}
 
 
