@@ -21,10 +21,11 @@ HEADLINE = ("<!-- headline: written by docs/performance.py -->", "<!-- end of he
 
 HEAD = """# Performance
 
-Written by `docs/performance.py` from the files under `benchmarks/results/`; CI fails where it is
-stale. GPU times are medians of CUDA-graph replays with the peers in the same run, after a gate on
-accuracy. *host* is what one Python call costs the host. What was tried and what failed is in
-[studies](studies/README.md).
+This page is written by `docs/performance.py` from the files under `benchmarks/results/`; CI fails
+where it is out of date. A GPU time is the median over replays of a CUDA graph. The peers, which are the
+other implementations of the same operator, were timed in the same run, and only results that passed
+a check of their accuracy were timed. *host* is the time that one Python call takes on the host. What was
+tried and what did not help is in the [studies](studies/README.md).
 """
 
 BOUNDS = """
@@ -32,15 +33,15 @@ BOUNDS = """
 
 | operator | bound by |
 |---|---|
-| prefill, few heads | the chain of chunks: each step of the scan waits for the one before |
-| prefill, many heads | bytes; the scan runs beside the intra-chunk stage and the longer counts |
-| prefill, many short sequences | both stages, and the ends, where most SMs wait |
-| decode step | the launch for few sequences times heads, then the bytes of the state |
-| compressor, decode | the launch for few requests, then the bytes of the pooled windows |
-| an engine's call | at short prompts the host; at long ones the experts' matrix products |
+| KDA prefill, few heads | the chain of chunks: each step of the scan waits for the one before it |
+| KDA prefill, many heads | memory traffic; the scan and the intra-chunk stage run at the same time, and the longer of the two decides |
+| KDA prefill, many short sequences | both stages, and the beginning and end of the call, when most SMs are idle |
+| KDA decode step | the launch where sequences times heads are few, otherwise reading and writing the states |
+| compressor, decode | the launch where requests are few, otherwise reading the windows that are pooled |
+| a call of an engine | the host at short prompts, the matrix products of the experts at long ones |
 
-The tables above have each time beside its bytes at the copy bandwidth, or beside an empty launch.
-Profiles are in [studies](studies/README.md).
+The tables above compare each time with the time of copying the same number of bytes, or with that of
+an empty launch. Profiles are in the [studies](studies/README.md).
 """
 
 
@@ -56,7 +57,7 @@ def render() -> str:
 
 
 def headline() -> str:
-    """README with its table of speed: how much longer the best peer takes, in words and figures."""
+    """README with its table of speed-ups over the fastest peer."""
     text = README.read_text(encoding="utf-8")
     start, end = (text.index(mark) for mark in HEADLINE)
     return text[: start + len(HEADLINE[0])] + "\n" + _headline() + text[end:]
@@ -69,7 +70,7 @@ def _headline() -> str:
     compressor = load("dsv4_compressor_cutedsl_h200.json")["rows"]
     rows = [
         (
-            f"KDA prefill, gate without bound, {len(unbounded)} shapes",
+            f"KDA prefill, unbounded gate, {len(unbounded)} shapes",
             "FLA",
             [best(row, ("fla",)) / row["ours_gpu_ms"] for row in unbounded],
         ),
@@ -93,11 +94,14 @@ def _headline() -> str:
     cells = [
         [what, peer, f"{mean(x):.2f}×", f"{min(x):.2f}× to {max(x):.2f}×"] for what, peer, x in rows
     ]
-    lines = table(["operator", "time of the best of", "over ours, geometric mean", "range"], cells)
+    lines = table(["operator", "compared with the faster of", "speed-up, geometric mean", "range"], cells)
     dates = sorted({prefill["date"], decode["date"], load(engines.NEWEST)["date"]})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    gpu = f"One {prefill['gpu']}, bf16, each pair in one run, {days}."
-    return "\n".join([gpu, "", *lines]) + "\n"
+    intro = [
+        f"Measured on one {prefill['gpu']} in bf16, {days}. A speed-up is the other side's time",
+        "divided by this package's; both were timed in the same run. Below 1 this package is slower.",
+    ]
+    return "\n".join([*intro, "", *lines]) + "\n"
 
 
 def _headline_of_engine() -> tuple[str, str, list[float]]:
@@ -106,7 +110,7 @@ def _headline_of_engine() -> tuple[str, str, list[float]]:
     ratios = [row["upstream_ms"] / row["flag_ms"] for row in engines.both(report, "call")]
     what = (
         f"Kimi-Linear-48B's configuration in {report['engine'].replace('vllm', 'vLLM')}, default"
-        " mode, a prompt in and a token out"
+        " mode, calls that return one token"
     )
     return what, "vLLM without the flag", ratios
 
