@@ -34,22 +34,23 @@ FAMILIES: dict[str, Family] = {
 
 HEAD = """# Support matrix
 
-Written by `docs/support_matrix.py` from `configs/`, the compile reports under `tests/` and the
-files under `benchmarks/results/`; CI fails where it is stale.
+This page is written by `docs/support_matrix.py` from `configs/`, the compile reports under `tests/`
+and the files under `benchmarks/results/`; CI fails where it is out of date.
 
 ## Hardware
 
-- *checked*: `kda-dsv4 check` ran on that part; right calls of all calls, with the file.
+- *checked*: `kda-dsv4 check` ran on that GPU. The numbers are right calls of all calls, with a link
+  to the result.
 - *compiled*: the table's Triton kernels were built offline for that architecture.
 - *interpreted*: CI runs the Triton kernels in Triton's interpreter.
-- *upstream*: the family has no table for the part; the engine's own code runs.
+- *upstream*: the family has no table for the GPU, so the engine's own code runs.
 
 """
 
-_DRAWN = "the kernel of the layers; tested with drawn inputs only"
-_MLA = "MLA decode where measured ahead"
+_DRAWN = "the kernel of the KDA layers; tested with random inputs only"
+_MLA = "MLA decode where it was measured to be faster"
 _MLA_SGLANG = f"{_MLA}, with `--page-size 64`; CPU"
-_ATTENTION = "[attention](families/softmax.md) where measured ahead"
+_ATTENTION = "[attention](families/softmax.md) where it was measured to be faster"
 _SGLANG_V4 = f"compressor, from 0.5.17 on (plans v2); {_ATTENTION}, 0.5.23; CPU"
 MODELS = f"""
 ## Models
@@ -63,16 +64,19 @@ MODELS = f"""
 | DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}, 0.26 to 0.33; CPU | {_MLA_SGLANG} |
 | DeepSeek-V4 | [compressor](families/dsv4.md); {_ATTENTION}, CPU | {_SGLANG_V4} |
 
-*CPU*: contract tests in the releases' own wheels; no GPU has served that model with this backend.
+*CPU*: contract tests run with the releases' own wheels on a CPU; no GPU has served the whole model
+with this package.
 
-DeepSeek-V4's record formats of AMD alone ([list](families/dsv4.md#on-amd)) are written after the
-sources of the kernels that read them. They are interpreted, compiled, and executed as machine code
-of gfx942 and gfx950 on a CPU; that aiter's kernels read them on a card has not been shown.
-`kda-dsv4 check` runs each of them.
+Some of DeepSeek-V4's record formats exist only on AMD ([list](families/dsv4.md#on-amd)). They were
+written after the sources of the kernels that read them. They are interpreted, compiled, and executed
+as machine code of gfx942 and gfx950 on a CPU. It has not been shown on a GPU that aiter's kernels
+read them. `kda-dsv4 check` runs each of them.
 
-Speculative decoding: in vLLM 0.30 and newer drafts are verified by this backend (tested on the CPU
-alone), before that upstream code runs the KDA layers, which is logged once; in sglang drafts that
-are a chain are (tested on the CPU alone), and trees are verified by its own kernel."""
+Speculative decoding of KDA layers: with vLLM 0.30 and newer this package verifies the drafts; with
+older releases upstream's code runs the KDA layers, which is logged once. With sglang this package
+verifies drafts that form a chain, and sglang's own kernel verifies trees. Both were tested with the
+wheels on the CPU. vLLM 0.33 also answered the small checkpoint's questions with n-gram drafts on an
+H200 ([result](../benchmarks/results/recall_vllm033.json)); in sglang drafts have not run on a GPU."""
 
 
 def render() -> str:
@@ -126,7 +130,8 @@ def _paths() -> list[str]:
         "",
         "## Paths",
         "",
-        "In order of preference; `kda-dsv4 info --target all` prints each row and its parameters.",
+        "Paths are listed in order of preference; `kda-dsv4 info --target all` prints each row and its\n"
+        "parameters.",
         "",
         "| part | family | operator | paths | rows with measured parameters |",
         "|---|---|---|---|---|",
@@ -151,10 +156,10 @@ def _triton() -> list[str]:
         "",
         "## Triton",
         "",
-        "torch brings Triton, and an engine asks for one torch. GPU results and CI's tests are of",
-        "3.6.0 (torch 2.11); CI compiles the kernels for Hopper with the release of the newest",
-        f"engines too, and {_checked_triton()}.",
-        f"Others ([result]({_link(TRITON)})):",
+        "torch brings Triton along, and an engine requires one release of torch. GPU results and CI's",
+        "tests are of Triton 3.6.0 (torch 2.11). CI also compiles the kernels for Hopper with the",
+        f"release that the newest engines use, and {_checked_triton()}.",
+        f"Other releases compile them as follows ([result]({_link(TRITON)})):",
         "",
         "| Triton | torch | what | compile |",
         "|---|---|---|---|",
@@ -191,7 +196,7 @@ def _engines() -> list[str]:
         files = [f"[{file.name}]({_link(file)})" for file in _files_of(engine.name)]
         shown = ", ".join(files)
         if not files:
-            shown = "none: not run on a GPU" if engine.name in SERVERS else "CI, on a CPU"
+            shown = "none: not run on a GPU" if engine.name in SERVERS else "run in CI, on a CPU"
         lines.append(f"| {engine.name} | {engine.supported} | {' | '.join(adapters)} | {shown} |")
     return lines
 
@@ -221,7 +226,7 @@ def _results() -> list[str]:
         "",
         "## Result files",
         "",
-        "Those that a page cites, each with what writes it.",
+        "These are the files that a page cites, each with the script that writes it.",
         "",
         "| file | written by | GPU | date | torch, Triton |",
         "|---|---|---|---|---|",

@@ -58,15 +58,15 @@ def attention(report: dict[str, Any]) -> list[str]:
     return [
         *section("Block-sparse and 8-bit attention", report, RESULT),
         "",
-        "D 128, ms. A whole call counts quantisation and prediction too. Random blocks differ by"
-        " head. Peers were given the same blocks; those without block plans ran dense works alone."
-        " In turns one warpgroup multiplies while the other makes its softmax; the path table says"
-        " which order is in use.",
+        "D = 128, times in ms. A *whole call* includes quantisation and prediction. Random blocks"
+        " differ from head to head. Peers computed the same blocks; peers without block plans ran"
+        " only dense work. *In turns* means that one warpgroup multiplies while the other computes"
+        " its softmax, *in step* that both do the same; the path table says which is in use.",
         "",
         *table(titles, cells),
         *(
-            f"\nOn random inputs, the worst there are for it, the prediction at density"
-            f" {row['density']:.2f} keeps {row['mass_kept']:.2f} of the attention."
+            f"\nOn random inputs, which are the worst case for a prediction, it keeps"
+            f" {row['mass_kept']:.2f} of the attention at density {row['density']:.2f}."
             for row in kept
         ),
         *(["", "Not built: " + " ".join(absent)] if absent else []),
@@ -95,11 +95,11 @@ def orders(report: dict[str, Any]) -> list[str]:
         "",
         "## Orders of a video's tokens",
         "",
-        f"Synthetic fields over {box} tokens, blocks of {report['block']}, on a CPU,"
-        f" {report['date']}: {link}. Share of the attention that a prediction keeps at a density,"
-        " and that the best choice of as many blocks would keep; and the density that the best"
-        f" choice needs to keep {report['mass']:.1f}. `benchmarks/token_orders.py` describes the"
-        " fields.",
+        f"Synthetic fields over {box} tokens, in blocks of {report['block']}, on a CPU,"
+        f" {report['date']}: {link}. For each density the table has the share of the attention that"
+        " a prediction keeps, and the share that the best choice of as many blocks would keep. The"
+        f" last column is the density that the best choice needs to keep {report['mass']:.1f}."
+        " `benchmarks/token_orders.py` describes the fields.",
         "",
         *table([*titles, f"density for {report['mass']:.1f}"], cells),
     ]
@@ -119,9 +119,10 @@ def forms() -> list[str]:
     return [
         *section("Forms of prediction and of 8-bit attention", report, name),
         "",
-        f"{report['shape']}, D 128, ms, timed twice; every form compared with"
-        " float64 first. *in use*: what the table had until then; what the names mean:"
-        " [families/softmax.md](families/softmax.md#forms-of-prediction-and-of-the-exponent).",
+        f"{report['shape']}, D = 128, times in ms. Every form was compared with float64 and then"
+        " timed twice. *in use* is the form that the path table had until then."
+        " [families/softmax.md](families/softmax.md#forms-of-prediction-and-of-the-exponent)"
+        " explains the names.",
         "",
         *table(["", "form", "ms", "again"], cells),
     ]

@@ -32,8 +32,9 @@ def compressor() -> list[str]:
         "",
         *_compressor_table(
             beside,
-            f"vLLM {beside['vllm']}: its step in Triton, and its own dispatch on CUDA, which takes"
-            f" CuTe DSL ({beside['cutedsl']}) for the main compressor and Triton for the indexer.",
+            f"two forms of vLLM {beside['vllm']}: its Triton kernels, and what it chooses on CUDA,"
+            f" which is CuTe DSL ({beside['cutedsl']}) for the main compressor and Triton for the"
+            " indexer's.",
         ),
         "",
         "Not in the file: " + "; ".join(beside["left_out"]) + ".",
@@ -58,8 +59,8 @@ def _split_channels() -> list[str]:
         "",
         *section("C128 decode, a request's channels split over programs", report, name),
         "",
-        "µs where every request ends a window, with the best warps and blocks for each size. Every"
-        " form writes the bytes of the one without a split.",
+        "Times in µs if every request ends a window, with the best number of warps and size of"
+        " blocks for each. Every form writes the same bytes as the one without a split.",
         "",
         *table(["programs per request", *(f"{int(size):,} requests" for size in sizes)], cells),
     ]
@@ -86,8 +87,9 @@ def _compressor_table(report: dict[str, Any], peers: str) -> list[str]:
     titles = ["phase", "part", "tokens", "window ends", "ours"]
     titles += [_COMPRESSOR_PEERS[peer] for peer in shown]
     return [
-        f"µs. {peers} Over the fastest: geometric mean {mean(ratios):.2f}×, least"
-        f" {min(ratios):.2f}×. An empty launch: {report['empty_launch_ms'] * 1e3:.2f} µs.",
+        f"Times in µs, compared with {peers} × is the time of the fastest peer over ours; its"
+        f" geometric mean is {mean(ratios):.2f}×, its least value {min(ratios):.2f}×. An empty"
+        f" launch takes {report['empty_launch_ms'] * 1e3:.2f} µs.",
         "",
         *table([*titles, "×", "host"], cells),
     ]
@@ -102,7 +104,7 @@ def _in_place(rows: list[dict[str, Any]]) -> list[str]:
         if row["part"] == "indexer_rows"
     )
     titles = ["rows", "ours", "one launch through memory", "two launches", "host"]
-    return ["", "Norm, RoPE and rotation of pooled rows in place, µs:", "", *table(titles, cells)]
+    return ["", "Norm, RoPE and rotation of pooled rows in place, in µs:", "", *table(titles, cells)]
 
 
 def _alone(rows: list[dict[str, Any]]) -> list[str]:
@@ -124,8 +126,8 @@ def _alone(rows: list[dict[str, Any]]) -> list[str]:
     titles = ["phase", "part", "tokens", "ours", "bytes at copy bandwidth", "host"]
     return [
         "",
-        "Without a peer, µs (vLLM rotates no queries and has no ring; its fp4 queries do not build"
-        " for sm_90):",
+        "These have no peer, since vLLM rotates no queries and has no ring, and its kernel for fp4"
+        " queries does not build for sm_90. Times in µs:",
         "",
         *table(titles, cells),
     ]

@@ -10,7 +10,7 @@ from docs.performance_parts.page import is_measured, load, section, table
 # a heading adds to engine and mode
 DEFAULT_MODES = {
     "vllm033_kimi48b.json": "",
-    "vllm033_kimi48b_without_checkpoints.json": ", prompts split at their last cache block",
+    "vllm033_kimi48b_without_checkpoints.json": ", prompts cut at their last cache block",
     "sglang_kimi48b.json": "",
     "vllm026_kimi48b.json": "",
 }
@@ -33,8 +33,8 @@ _LOADS = {
 
 _WITHOUT_CUTE = [
     "",
-    "CuTe DSL was not installed, on either side: vLLM's router product of few tokens and its skinny"
-    " products then run in cuBLAS.",
+    "CuTe DSL was not installed on either side. vLLM's router and other narrow matrix products of"
+    " few tokens then run in cuBLAS.",
 ]
 
 
@@ -69,9 +69,10 @@ def default_modes() -> list[str]:
         lines += [
             *section(f"Kimi-Linear-48B in {named}, default mode{form}", report, name),
             "",
-            "The configuration with random weights, each side a process with empty compile caches,"
-            " ms. Prompts × tokens in, one token out; the time by which the engine advances in a"
-            " decode step; requests of the mixed load arrive at once.",
+            "The model's configuration with random weights; each side is a process with empty"
+            " compile caches. Times in ms. A row prompts × tokens is a call that returns one token"
+            " for each prompt. The time of a decode step is the time by which the engine advances."
+            " All requests of the mixed load arrive at once.",
             "",
             *table(["", "upstream", "with the flag", "×"], cells),
             "",
@@ -99,16 +100,17 @@ def _where_time_goes(report: dict[str, Any]) -> list[str]:
         titles = ["call", "tokens per step", "upstream", "with the flag"]
         lines = [
             "",
-            "Time of the GPU's kernels, from a profile, of the time of a call without one, ms. The"
-            " rest the GPU waits for the host. A prompt is cut where the engine keeps a state for"
-            " its prefix cache, and each step reads the experts that it needs again.",
+            "The table compares the time of the GPU's kernels, from a profile, with the time of a"
+            " call without a profile, in ms. In the rest of the time the GPU waits for the host. The"
+            " engine cuts a prompt where it keeps a state for its prefix cache, and each step reads"
+            " the experts that it needs again.",
             "",
             *table(titles, cells),
         ]
     distinct = flag.get("router", {}).get("distinct", {})
     means = [f"{sum(n) / len(n):.0f} by {what}" for what, n in distinct.items()]
     if means:
-        lines += ["", f"Distinct experts per layer, mean: {', '.join(means)}."]
+        lines += ["", f"Distinct experts chosen per layer, on average: {', '.join(means)}."]
     return lines
 
 
@@ -131,16 +133,16 @@ def bounded_gates() -> list[str]:
     return [
         *section(f"Kimi-K3's layers in {engine}, default mode", report, name),
         "",
-        "The widths of Kimi-K3 in four layers, three of them KDA with a bounded gate, random"
-        " weights, ms. *KDA layers* and *KDA cores* are times of the GPU's kernels in a profile:"
-        " with the projections of a layer, and between them. Upstream's core is FlashKDA.",
+        "Four layers with the widths of Kimi-K3, three of them KDA with a bounded gate, with random"
+        " weights. Times in ms. *KDA layers* and *KDA cores* are times of the GPU's kernels in a"
+        " profile, with the projections of a layer and without them. Upstream's core is FlashKDA.",
         "",
         *table(["", "upstream", "with the flag", "×"], cells),
         "",
-        "Small models of Kimi-K3's and GLM-5.3-Flash's classes: where greedy tokens of upstream and"
-        f" flag part, rounding explains it in {len(agreed)} of {len(report['verdicts'])}"
-        f" comparisons ({sum(row['partings'] for row in report['verdicts'])} partings of"
-        f" {sum(row['prompts'] for row in report['verdicts'])} prompts with random weights).",
+        "Small models of Kimi-K3's and GLM-5.3-Flash's classes, with random weights, gave other"
+        f" greedy tokens than upstream for {sum(row['partings'] for row in report['verdicts'])} of"
+        f" {sum(row['prompts'] for row in report['verdicts'])} prompts. Rounding explains the"
+        f" differences in {len(agreed)} of {len(report['verdicts'])} comparisons.",
     ]
 
 
@@ -165,9 +167,9 @@ def load_test() -> list[str]:
                 name,
             ),
             "",
-            f"The small checkpoint with the flag, {report['minutes']:g} minutes of mixed traffic,"
-            f" {preempted:,.0f} preemptions; memory of GPU and host in the last minute against the"
-            f" first: {', '.join(grown)}.",
+            f"A server of the small checkpoint with the flag had {report['minutes']:g} minutes of"
+            f" mixed traffic, with {preempted:,.0f} preemptions. From the first minute to the last"
+            f" the memory of GPU and host grew by {', '.join(grown)}.",
             "",
             *table(["requests", "asked", "wrong"], kinds),
         ]
@@ -207,12 +209,12 @@ def eager_engine() -> list[str]:
         "## Kimi-Linear-48B in vLLM",
         "",
         f"vLLM {where['vllm']}, {where['layers']} layers with random weights, one {where['gpu']},"
-        f" {where['date']} ({links}). A prompt in, one token out, eager, ms:",
+        f" {where['date']} ({links}). Calls in eager mode that return one token, in ms:",
         "",
         *table(["prompts", "upstream", "with the flag", "×"], calls),
         "",
-        "A decode step in CUDA graphs, ms, and its KDA layers between their projections, µs in"
-        " launches:",
+        "A decode step in CUDA graphs in ms, and the time of its KDA layers without projections,"
+        " in µs and the number of launches:",
         "",
         *table(titles, steps),
     ]
@@ -248,8 +250,8 @@ def recall() -> list[str]:
         "",
         "## Answers of a small model",
         "",
-        "The checkpoint that repeats answers from its context ([evaluating.md](evaluating.md)):"
-        " right answers, the fewest of all rounds.",
+        "The checkpoint repeats answers from its context ([evaluating.md](evaluating.md)). The"
+        " table has the number of right answers, in the worst of all rounds.",
         "",
         *table(["engine", "served", "right", "date"], cells),
     ]

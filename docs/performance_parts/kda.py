@@ -23,8 +23,9 @@ def prefill() -> list[str]:
         titles = {"fla": "FLA 0.6.0", "flashkda": "FlashKDA"}
         lines += [
             "",
-            f"{gate.capitalize()} gate, bf16, K = V = 128, µs. Over the fastest peer: geometric"
-            f" mean {mean(ratios):.2f}×, least {min(ratios):.2f}×.",
+            f"{gate.capitalize()} gate, bf16, K = V = 128, times in µs. × is the time of the"
+            f" fastest peer over ours; its geometric mean is {mean(ratios):.2f}×, its least value"
+            f" {min(ratios):.2f}×. *Triton* is the time of this package's Triton path.",
             "",
             *table(
                 [
@@ -56,9 +57,9 @@ def prefill() -> list[str]:
     return [
         *lines,
         "",
-        f"Host time of a call: {us(host[0])} to {us(host[-1])} µs, median"
-        f" {us(median(host))}; FLA's whole call takes {calls[0]:.1f} to {calls[-1]:.1f} ms. All"
-        " inputs read and all outputs written once, at the copy bandwidth of the run"
+        f"A call takes {us(host[0])} to {us(host[-1])} µs on the host, {us(median(host))} in the"
+        f" median. FLA's whole call takes {calls[0]:.1f} to {calls[-1]:.1f} ms. To read all inputs"
+        " and write all outputs once, at the copy bandwidth of the run"
         f" ({report['copy_gbs']:,.0f} GB/s), would take {min(share):.0%} to {max(share):.0%} of"
         " our time.",
     ]
@@ -78,8 +79,9 @@ def accuracy() -> list[str]:
     return [
         *section("Accuracy of KDA prefill", report, "kda_prefill_h200.json"),
         "",
-        "Relative L2 error of output / final state against float64, in thousandths, by gate regime"
-        " ([families/kda.md](families/kda.md) describes them); bf16 inputs.",
+        "The table has the relative L2 errors of output / final state against float64, in"
+        " thousandths, with bf16 inputs. [families/kda.md](families/kda.md#accuracy) describes the"
+        " gate regimes.",
         "",
         *table(["", *regimes], cells),
     ]
@@ -125,9 +127,10 @@ def short() -> list[str]:
     return [
         *section("KDA prefill of short sequences", report, name),
         "",
-        "µs; the state of each sequence and head is read and written. *bytes*: all inputs and"
-        f" outputs at the copy bandwidth ({report['copy_gbs']:,} GB/s). The path table takes the"
-        f" one launch where the host knows that no sequence is longer than {limit} tokens.",
+        "Times in µs. The state of each sequence and head is read and written. *bytes* is the time"
+        " of reading all inputs and writing all outputs at the copy bandwidth"
+        f" ({report['copy_gbs']:,} GB/s). The path table uses the single launch if the host knows"
+        f" that no sequence is longer than {limit} tokens.",
         "",
         *table(["heads", "tokens", "two stages", "one launch", "×", "bytes"], cells),
     ]
@@ -160,9 +163,10 @@ def segments() -> list[str]:
     return [
         *section("KDA prefill by segments", report, name),
         "",
-        f"µs, by the tokens of a segment. The path table takes segments of {length:,} tokens from"
-        f" {shortest:,} tokens on, for at most {row.max_tasks} value heads times long sequences,"
-        " where `deterministic_prefix` is off ([families/kda.md](families/kda.md)).",
+        "Times in µs, by the number of tokens in a segment. The path table uses segments of"
+        f" {length:,} tokens for sequences of at least {shortest:,} tokens, if value heads times"
+        f" long sequences are at most {row.max_tasks} and `deterministic_prefix` is off"
+        " ([families/kda.md](families/kda.md#segments-of-a-long-sequence)).",
         "",
         *table(["heads", "tokens", "two stages", *(f"{n:,}" for n in kinds)], cells),
     ]
@@ -186,13 +190,15 @@ def layer() -> list[str]:
         ]
         for row in report["rows"]
     )
-    titles = ["heads", "tokens", "convolution", "prefill", "norm", "apart", "inside", "×", "floor"]
+    titles = ["heads", "tokens", "convolution", "prefill", "norm", "separate", "inside", "×"]
+    titles.append("bytes")
     return [
         *section("KDA layer between its projections", report, name),
         "",
-        "µs, first of each launch by itself. *apart*: the three one after the other. *inside*: q"
-        f" and k are convolved where the tiles are made, which steps of {tiles:,} tiles and more do"
-        " (chunks times heads). *floor*: all read and written once at the copy bandwidth.",
+        "Times in µs. The first three columns are launches by themselves, and *separate* is the"
+        " three one after another. With *inside*, the intra-chunk kernel also convolves q and k;"
+        f" steps of at least {tiles:,} tiles (chunks times heads) do so. *bytes* is the time of"
+        " reading and writing everything once at the copy bandwidth.",
         "",
         *table(titles, cells),
     ]
@@ -217,11 +223,12 @@ def decode() -> list[str]:
     return [
         *section("KDA decode step", report, "kda_decode_h200.json"),
         "",
-        "From the packed projections to the gated norm, µs; peers' launches counted together. Over"
-        f" the best peer: geometric mean {mean(ratios):.2f}×, least {min(ratios):.2f}×. *floor*:"
-        " the fp32 state read and written once at the copy bandwidth"
-        f" ({report['copy_gbs']:,.0f} GB/s), {min(share):.0%} to {max(share):.0%} of our time."
-        " What memory forbids: [studies/kda-decode.md](studies/kda-decode.md).",
+        "A step from the packed projections to the gated norm, times in µs; the launches of a peer"
+        " are added. × is the time of the best peer over ours; its geometric mean is"
+        f" {mean(ratios):.2f}×, its least value {min(ratios):.2f}×. *bytes* is the time of reading"
+        " and writing the fp32 state once at the copy bandwidth"
+        f" ({report['copy_gbs']:,.0f} GB/s), which is {min(share):.0%} to {max(share):.0%} of our"
+        " time. [studies/kda-decode.md](studies/kda-decode.md) says what memory permits.",
         "",
-        *table(["heads", "sequences", "ours", "best peer", "×", "floor", "host"], rows),
+        *table(["heads", "sequences", "ours", "best peer", "×", "bytes", "host"], rows),
     ]

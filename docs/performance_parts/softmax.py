@@ -33,8 +33,9 @@ def mla_decode() -> list[str]:
         )
         lines += [
             "",
-            f"{heads} heads, bf16, µs, without the plan, which is made once per step. Over the"
-            f" fastest peer: geometric mean {mean(ratios):.2f}×, least {min(ratios):.2f}×.",
+            f"{heads} heads, bf16, times in µs without the plan, which is made once per step. × is"
+            f" the time of the fastest peer over ours; its geometric mean is {mean(ratios):.2f}×,"
+            f" its least value {min(ratios):.2f}×. *bytes* is the time of reading the keys.",
             "",
             *table(["case", "ours", *peers.values(), "×", "bytes"], cells),
         ]
@@ -46,7 +47,7 @@ def mla_decode() -> list[str]:
     return [
         *lines,
         "",
-        "The plan of a step, µs:",
+        "The time of making the plan of a step, in µs:",
         "",
         *table(["requests", "ours", "FlashMLA"], plans),
     ]
@@ -72,14 +73,15 @@ def mla_ceiling(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> list[str]
     needed = math.exp((len(rows) * math.log(wanted) - sum(map(math.log, of_bytes))) / len(others))
     return [
         "",
-        f"All {len(rows)} points, over the fastest peer: geometric mean {mean(now):.2f}× today. The"
-        f" most that the bytes of the keys permit is {mean(bound):.2f}×, which no kernel reaches:"
-        " it counts neither a launch nor the time until the first bytes come. On"
+        f"All {len(rows)} points together have a geometric mean of {mean(now):.2f}× today. The"
+        f" most that the bytes of the keys permit is {mean(bound):.2f}×, which no kernel reaches,"
+        " because it counts neither a launch nor the time until the first bytes arrive. On"
         f" {len(of_bytes)} points the bytes permit less than {wanted}×, {mean(of_bytes):.2f}× on"
-        f" average; with those at the bytes' time and the other {len(others)} as they are, the mean"
-        f" would be {mean(of_bytes + others):.2f}×. For {wanted}× the others, now"
-        f" {mean(others):.2f}×, would have to be {needed:.2f}×. If every case took the least of its"
-        f" head counts' times at all of them, the mean would be {mean(like_fewest):.2f}×.",
+        " average. If a kernel reached the bytes' time on those points and left"
+        f" the other {len(others)} as they are, the mean would be {mean(of_bytes + others):.2f}×."
+        f" For a mean of {wanted}× the others, now {mean(others):.2f}×, would have to be"
+        f" {needed:.2f}×. If every case took as long as it takes with the fastest of its head"
+        f" counts, for all of them, the mean would be {mean(like_fewest):.2f}×.",
     ]
 
 
@@ -101,9 +103,9 @@ def mla_in_engine() -> list[str]:
     return [
         *section(f"A decode step at long contexts in {engine}, default mode", report, name),
         "",
-        "Kimi-Linear-48B's configuration with random weights, ms: the time by which the engine"
-        " advances in a step. With the flag its KDA layers and, where the table says that it is"
-        " ahead, its MLA layers are this package's. A step of one request waits for the host.",
+        "Kimi-Linear-48B's configuration with random weights. The time in ms is that by which the"
+        " engine advances in a step. With the flag this package runs the KDA layers, and the MLA"
+        " layers where it was measured to be faster. With one request a step waits for the host.",
         "",
         *table(["requests × context", "upstream", "with the flag", "×"], cells),
     ]
@@ -150,14 +152,15 @@ def named_rows() -> list[str]:
     return [
         *lines,
         "",
-        "Decode over records: 128 rows of a window and the top-k others, µs; FlashMLA with its"
-        " queries padded to 64 heads, as vLLM pads them. A variant has heads to a tile, warps that"
-        f" fetch and rows that each fetches. FlashMLA's time over ours, geometric mean: {means}.",
+        "Decode over records: each request attends to the 128 rows of a window and to top-k others."
+        " Times in µs. FlashMLA's queries are padded to 64 heads, as vLLM pads them. A variant is"
+        " named by the heads of a tile, the warps that fetch, and the rows that each of them"
+        f" fetches. × is FlashMLA's time over ours; its geometric mean is {means}.",
         "",
         *table([*titles, "×", "bytes"], cells),
         "",
-        "Prefill by the path table of that run, over gathered rows of bf16 and over the records"
-        " themselves, which FlashMLA does not read in prefill, µs:",
+        "Prefill by the path table of that run, in µs, over gathered rows of bf16 and over the"
+        " records themselves. FlashMLA does not read records in prefill.",
         "",
         *table(["heads", "tokens", "ours", "ours, records", "FlashMLA", "×"], prefills),
     ]
