@@ -22,10 +22,10 @@ HEADLINE = ("<!-- headline: written by docs/performance.py -->", "<!-- end of he
 HEAD = """# Performance
 
 This page is written by `docs/performance.py` from the files under `benchmarks/results/`; CI fails
-where it is out of date. A GPU time is the median over replays of a CUDA graph. The peers, which are the
-other implementations of the same operator, were timed in the same run, and only results that passed
-a check of their accuracy were timed. *host* is the time that one Python call takes on the host. What was
-tried and what did not help is in the [studies](studies/README.md).
+where it is out of date. A GPU time is the median over replays of a CUDA graph. The peers, which are
+the other implementations of the same operator, were timed in the same run. Each side was timed only
+after its results had passed a check of their accuracy. *host* is the time that one Python call takes
+on the host. The [studies](studies/README.md) have what was tried and what did not help.
 """
 
 BOUNDS = """
@@ -34,14 +34,14 @@ BOUNDS = """
 | operator | bound by |
 |---|---|
 | KDA prefill, few heads | the chain of chunks: each step of the scan waits for the one before it |
-| KDA prefill, many heads | memory traffic; the scan and the intra-chunk stage run at the same time, and the longer of the two decides |
-| KDA prefill, many short sequences | both stages, and the beginning and end of the call, when most SMs are idle |
-| KDA decode step | the launch where sequences times heads are few, otherwise reading and writing the states |
-| compressor, decode | the launch where requests are few, otherwise reading the windows that are pooled |
-| a call of an engine | the host at short prompts, the matrix products of the experts at long ones |
+| KDA prefill, many heads | memory traffic of the scan or of the intra-chunk stage, which overlap |
+| KDA prefill, many short sequences | both stages, and start and end of the call, with idle SMs |
+| KDA decode step | the launch for few sequences times heads, else the bytes of the states |
+| compressor, decode | the launch for few requests, else the bytes of the windows that are pooled |
+| a call of an engine | the host at short prompts, the experts' matrix products at long ones |
 
-The tables above compare each time with the time of copying the same number of bytes, or with that of
-an empty launch. Profiles are in the [studies](studies/README.md).
+The tables above compare each time with the time of copying the same number of bytes, or with that
+of an empty launch. Profiles are in the [studies](studies/README.md).
 """
 
 
@@ -94,12 +94,14 @@ def _headline() -> str:
     cells = [
         [what, peer, f"{mean(x):.2f}×", f"{min(x):.2f}× to {max(x):.2f}×"] for what, peer, x in rows
     ]
-    lines = table(["operator", "compared with the faster of", "speed-up, geometric mean", "range"], cells)
+    titles = ["operator", "compared with the fastest of", "speed-up, geometric mean", "range"]
+    lines = table(titles, cells)
     dates = sorted({prefill["date"], decode["date"], load(engines.NEWEST)["date"]})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     intro = [
         f"Measured on one {prefill['gpu']} in bf16, {days}. A speed-up is the other side's time",
-        "divided by this package's; both were timed in the same run. Below 1 this package is slower.",
+        "divided by this package's; both were timed in the same run. Below 1 this package is",
+        "slower.",
     ]
     return "\n".join([*intro, "", *lines]) + "\n"
 

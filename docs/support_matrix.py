@@ -67,16 +67,17 @@ MODELS = f"""
 *CPU*: contract tests run with the releases' own wheels on a CPU; no GPU has served the whole model
 with this package.
 
-Some of DeepSeek-V4's record formats exist only on AMD ([list](families/dsv4.md#on-amd)). They were
-written after the sources of the kernels that read them. They are interpreted, compiled, and executed
-as machine code of gfx942 and gfx950 on a CPU. It has not been shown on a GPU that aiter's kernels
-read them. `kda-dsv4 check` runs each of them.
+Some of DeepSeek-V4's record formats exist only on AMD ([list](families/dsv4.md#on-amd)). They
+follow the sources of the kernels that read them. They are interpreted, compiled, and executed as
+machine code of gfx942 and gfx950 on a CPU. It has not been shown on a GPU that aiter's kernels read
+them. `kda-dsv4 check` runs each of them.
 
 Speculative decoding of KDA layers: with vLLM 0.30 and newer this package verifies the drafts; with
 older releases upstream's code runs the KDA layers, which is logged once. With sglang this package
-verifies drafts that form a chain, and sglang's own kernel verifies trees. Both were tested with the
-wheels on the CPU. vLLM 0.33 also answered the small checkpoint's questions with n-gram drafts on an
-H200 ([result](../benchmarks/results/recall_vllm033.json)); in sglang drafts have not run on a GPU."""
+verifies drafts that form a chain, and sglang's own kernel verifies trees. Both were tested with
+the wheels on the CPU. vLLM 0.33 also answered the small checkpoint's questions with n-gram drafts
+on an H200 ([result](../benchmarks/results/recall_vllm033.json)). In sglang drafts have not run on a
+GPU."""
 
 
 def render() -> str:
@@ -130,8 +131,7 @@ def _paths() -> list[str]:
         "",
         "## Paths",
         "",
-        "Paths are listed in order of preference; `kda-dsv4 info --target all` prints each row and its\n"
-        "parameters.",
+        "Paths stand in order of preference; `kda-dsv4 info --target all` prints each row.",
         "",
         "| part | family | operator | paths | rows with measured parameters |",
         "|---|---|---|---|---|",
@@ -156,8 +156,8 @@ def _triton() -> list[str]:
         "",
         "## Triton",
         "",
-        "torch brings Triton along, and an engine requires one release of torch. GPU results and CI's",
-        "tests are of Triton 3.6.0 (torch 2.11). CI also compiles the kernels for Hopper with the",
+        "torch brings Triton along, and an engine requires one release of torch. GPU results and",
+        "CI's tests are of Triton 3.6.0 (torch 2.11). CI also compiles the kernels for Hopper with the",
         f"release that the newest engines use, and {_checked_triton()}.",
         f"Other releases compile them as follows ([result]({_link(TRITON)})):",
         "",

@@ -104,7 +104,8 @@ def _in_place(rows: list[dict[str, Any]]) -> list[str]:
         if row["part"] == "indexer_rows"
     )
     titles = ["rows", "ours", "one launch through memory", "two launches", "host"]
-    return ["", "Norm, RoPE and rotation of pooled rows in place, in µs:", "", *table(titles, cells)]
+    what = "Norm, RoPE and rotation of pooled rows in place, in µs:"
+    return ["", what, "", *table(titles, cells)]
 
 
 def _alone(rows: list[dict[str, Any]]) -> list[str]:

@@ -101,9 +101,9 @@ def _where_time_goes(report: dict[str, Any]) -> list[str]:
         lines = [
             "",
             "The table compares the time of the GPU's kernels, from a profile, with the time of a"
-            " call without a profile, in ms. In the rest of the time the GPU waits for the host. The"
-            " engine cuts a prompt where it keeps a state for its prefix cache, and each step reads"
-            " the experts that it needs again.",
+            " call without a profile, in ms. In the rest of the time the GPU waits for the host."
+            " The engine cuts a prompt where it keeps a state for its prefix cache, and each step"
+            " reads the experts that it needs again.",
             "",
             *table(titles, cells),
         ]
