@@ -24,8 +24,8 @@ HEAD = """# Performance
 This page is written by `docs/performance.py` from the files under `benchmarks/results/`; CI fails
 where it is out of date. A GPU time is the median over replays of a CUDA graph. The peers, which are
 the other implementations of the same operator, were timed in the same run. Each side was timed only
-after its results had passed a check of their accuracy. *host* is the time that one Python call takes
-on the host. The [studies](studies/README.md) have what was tried and what did not help.
+after its results had passed a check of their accuracy. *host* is the time that one Python call
+takes on the host. The [studies](studies/README.md) have what was tried and what did not help.
 """
 
 BOUNDS = """
