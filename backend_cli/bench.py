@@ -27,13 +27,13 @@ from backend_core.target import detect_target
 def bench(
     context: typer.Context,
     what: Annotated[
-        str | None, typer.Argument(help="A benchmark of a family; by default all of them.")
+        str | None, typer.Argument(help="One benchmark; by default all of them run.")
     ] = None,
-    output_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where WHAT.json goes.")] = Path(
-        "bench-results"
-    ),
+    output_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="The folder for the results.")
+    ] = Path("bench-results"),
 ) -> None:
-    """Time the kernels beside the peers that are installed; more options go to the one script."""
+    """Time the kernels and the peers that are installed; more options go to the script."""
     known = scripts()
     if what is not None and what not in known:
         raise BadInputError(f"WHAT must be one of {', '.join(known)}, got {what!r}")

@@ -32,21 +32,22 @@ def info(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help=f"Show the paths of another part: {', '.join(KNOWN_TARGETS)} or all. Repeatable.",
+            help="Show the paths of another GPU instead of this machine's: "
+            f"{', '.join(KNOWN_TARGETS)} or all. Repeatable.",
         ),
     ] = None,
     requires: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FEATURE",
-            help="Show the paths, and refusals, of a model that needs this feature. Repeatable.",
+            help="Show the paths and refusals for a model that requires this feature. Repeatable.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, for scripts.")
+        bool, typer.Option("--json", help="Print one JSON object, for use in scripts.")
     ] = False,
 ) -> None:
-    """Show the platform, the versions found, and the kernel path of every grid with its reason."""
+    """Show the GPU, the installed versions, and which kernel path serves which size of call."""
     report = build_report(_resolve_targets(target or []), frozenset(requires or ()))
     if as_json:
         print(json.dumps(report, indent=2))

@@ -27,7 +27,8 @@ app = typer.Typer(
     cls=CommandGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Kimi Delta Attention and DeepSeek-V4's KV compressor for vLLM, sglang and transformers.",
+    help="Faster attention layers for vLLM, sglang and transformers: Kimi Delta Attention, "
+    "DeepSeek-V4's KV compressor, and softmax attention.",
 )
 app.command()(info)
 app.command()(check)
@@ -60,11 +61,11 @@ def _root(
 @app.command()
 def demo(
     num_questions: Annotated[
-        int | None, typer.Option(min=1, help="How many of the committed questions; default 32.")
+        int | None, typer.Option(min=1, help="Number of questions; 32 by default.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Answer questions over real text with a small model, with and without this backend."""
+    """Let a small model answer questions over real text, with this package and without it."""
     missing = [p for p in ("torch", "transformers") if importlib.util.find_spec(p) is None]
     if missing:
         raise CliError(f"the demo needs {' and '.join(missing)}: pip install '.[cpu]' in the clone")

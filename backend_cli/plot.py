@@ -33,18 +33,20 @@ _PEER_COLOURS = ("#8c8c8c", "#c9a227", "#b5574a", "#6a8f5a", "#7a5c99")
 
 
 def plot(
-    result: Annotated[Path, typer.Argument(metavar="RESULT.json", help="Of kda-dsv4 bench.")],
+    result: Annotated[
+        Path, typer.Argument(metavar="RESULT.json", help="A result of kda-dsv4 bench.")
+    ],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Ends in .png or .svg; default RESULT.svg."),
+        typer.Option(metavar="FILE", help="The picture, .png or .svg; RESULT.svg by default."),
     ] = None,
-    kind: Annotated[str, typer.Option(help=", ".join(KINDS))] = "both",
+    kind: Annotated[str, typer.Option(help=f"What to draw: {', '.join(KINDS)}.")] = "both",
     where: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Only these rows, for instance H=32. Repeatable."),
+        typer.Option(metavar="KEY=VALUE", help="Draw only these rows, such as H=32. Repeatable."),
     ] = None,
 ) -> None:
-    """Draw a benchmark result: a bar for each contender and shape, and time against size."""
+    """Draw a benchmark result as bars for each shape, and as time against size."""
     path = output or Path(f"{result.stem}.svg")
     if path.suffix not in FORMATS:
         raise BadInputError(f"--output must end in .png or .svg, got {path.name}")

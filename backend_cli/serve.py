@@ -28,13 +28,15 @@ _TENSOR_PARALLEL = {
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name on the hub.")],
-    engine: Annotated[str, typer.Option(help=" or ".join(SERVERS))],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, or a name on Hugging Face's hub.")
+    ],
+    engine: Annotated[str, typer.Option(help=f"The engine: {' or '.join(SERVERS)}.")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print the command, run nothing.")
+        bool, typer.Option("--dry-run", help="Check and print the command without running it.")
     ] = False,
 ) -> None:
-    """Run vLLM or sglang with this backend; further arguments are the engine's own."""
+    """Run vLLM or sglang with this package; further arguments go to the engine."""
     command, lines = prepare(engine, model, context.args)
     for line in lines:
         print(line)

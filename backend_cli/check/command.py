@@ -33,39 +33,43 @@ WORKER = "backend_cli.check.worker"
 def check(
     json_path: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the results there, for a bug report."),
+        typer.Option(
+            "--json", metavar="FILE", help="Write the results to a file, for a bug report."
+        ),
     ] = None,
     interpret: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Run that part's Triton kernels in Triton's interpreter instead, on the CPU: "
+            help="Run another GPU's Triton kernels in Triton's interpreter, on the CPU: "
             f"{', '.join(name for name in KNOWN_TARGETS if name != 'cpu')}.",
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes at once; by default as the CPUs allow.")
+        int | None,
+        typer.Option(min=1, help="Number of processes; by default as many as the CPUs allow."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that one call may take, compilation included.")
+        float, typer.Option(min=1.0, help="Most seconds for one call, including compilation.")
     ] = 120.0,
     fuzz: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Instead, N random calls of each family's operators; the same N for one seed.",
+            help="Make N random calls of each family's operators instead.",
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="With --fuzz, the number of the first call.")
+        int | None,
+        typer.Option(min=0, help="With --fuzz: the number of the first call, which determines it."),
     ] = None,
     family: Annotated[
         list[str] | None,
-        typer.Option(help="With --fuzz, a family that info shows; by default all. Repeatable."),
+        typer.Option(help="With --fuzz: a family, as info names it; all by default. Repeatable."),
     ] = None,
 ) -> None:
-    """Compile and run every kernel this machine's tables can choose, against float64."""
+    """Run every kernel that this machine's tables can choose and compare it with float64."""
     target = _target(interpret)
     if fuzz is not None:
         if interpret is not None:

@@ -19,19 +19,23 @@ LEVEL = 0.05
 
 def compare(
     first: Annotated[
-        Path, typer.Argument(metavar="A.json", help="A record, say without the flag.")
+        Path, typer.Argument(metavar="A.json", help="A record, for instance without the flag.")
     ],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="A record, say with it.")],
+    second: Annotated[
+        Path, typer.Argument(metavar="B.json", help="A record, for instance with the flag.")
+    ],
     rule: Annotated[
         str | None,
-        typer.Option(help="Extraction rule; by default the first both have: flexible, exact."),
+        typer.Option(
+            help="The rule for extracting answers; by default the first that both records have."
+        ),
     ] = None,
-    show: Annotated[int, typer.Option(min=0, help="Changed questions to show.")] = 10,
+    show: Annotated[int, typer.Option(min=0, help="How many changed questions to show.")] = 10,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the comparison there.")
     ] = None,
 ) -> None:
-    """Compare two records question by question (exact McNemar test); exit 1 where B is worse."""
+    """Compare two records by McNemar's exact test; the exit code is 1 if B is worse."""
     if json_path is not None:
         check_writable(json_path)
     records = [read_record(path) for path in (first, second)]

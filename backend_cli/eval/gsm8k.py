@@ -29,36 +29,37 @@ _RULES = {"flexible": "flexible-extract", "strict": "strict-match"}
 
 def gsm8k(
     base_url: Annotated[
-        str, typer.Option(metavar="URL", help="Of the server, for instance http://localhost:8000.")
+        str, typer.Option(metavar="URL", help="The server, such as http://localhost:8000.")
     ],
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Served name; by default the only one.")
+        str | None,
+        typer.Option(metavar="NAME", help="The served model; needed if there are several."),
     ] = None,
     num_questions: Annotated[
-        int | None, typer.Option(min=1, help="The first N of the test set; by default all.")
+        int | None, typer.Option(min=1, help="Ask only the first N questions of the test set.")
     ] = None,
     data_path: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="GSM8K's test.jsonl; examples come from train.jsonl beside it, else from the "
+            help="GSM8K's test.jsonl. Examples come from a train.jsonl next to it, or from the "
             "file's other questions. By default both come from Hugging Face's hub.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The record; default gsm8k-MODEL.json.")
+        Path | None, typer.Option(metavar="FILE", help="The record; gsm8k-MODEL.json by default.")
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Length of an answer; 256 is the harness's.")
-    ] = 256,
-    concurrency: Annotated[int, typer.Option(min=1, help="Questions asked at once.")] = 32,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one answer.")] = 600.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Questions that are asked at the same time.")
+    ] = 32,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Most seconds for one answer.")] = 600.0,
     flags: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="The server's flags, for the record: vLLM tells none."),
+        typer.Option(metavar="TEXT", help="The server's flags, to be noted in the record."),
     ] = None,
 ) -> None:
-    """Measure GSM8K accuracy, five examples a question, and compare it with published values."""
+    """Measure GSM8K accuracy with five examples and compare it with published values."""
     if importlib.util.find_spec("lm_eval") is None:
         raise CliError("eval gsm8k needs lm-eval: pip install '.[eval]' in the clone")
     files = None if data_path is None else _data_files(data_path, num_questions)

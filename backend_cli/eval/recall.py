@@ -26,39 +26,44 @@ WANTED = 0.95
 def recall(
     base_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Of a server; by default transformers runs here."),
+        typer.Option(metavar="URL", help="A server; by default transformers runs on this machine."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Served name; by default the only one.")
+        str | None,
+        typer.Option(metavar="NAME", help="The served model; needed if there are several."),
     ] = None,
     num_questions: Annotated[
-        int | None, typer.Option(min=1, help="The first N questions; by default all.")
+        int | None, typer.Option(min=1, help="Ask only the first N questions.")
     ] = None,
     data_path: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Questions; by default the repository's."),
+        typer.Option(metavar="FILE", help="The questions; by default the repository's."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For transformers; by default the repository's."),
+        typer.Option(
+            metavar="DIR", help="The model for transformers; by default the repository's."
+        ),
     ] = None,
     upstream: Annotated[
         bool,
-        typer.Option("--upstream", "--stock", help="Run transformers here without this backend."),
+        typer.Option(
+            "--upstream", "--stock", help="Run transformers on this machine without this package."
+        ),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The record; default recall-MODEL.json.")
+        Path | None, typer.Option(metavar="FILE", help="The record; recall-MODEL.json by default.")
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Questions asked at once of a server.")
+        int, typer.Option(min=1, help="Questions that are asked at the same time.")
     ] = 16,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one answer.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Most seconds for one answer.")] = 600.0,
     flags: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="The server's flags, for the record: vLLM tells none."),
+        typer.Option(metavar="TEXT", help="The server's flags, to be noted in the record."),
     ] = None,
 ) -> None:
-    """Ask the recall checkpoint for what stands in its context; the right kernels know it."""
+    """Ask the recall checkpoint for answers in its context, which right kernels find."""
     if base_url is not None and (upstream or checkpoint is not None):
         raise BadInputError(
             "--upstream and --checkpoint are for transformers here, not for a server"

@@ -36,16 +36,21 @@ WORKER = "backend_cli.tune.worker"
 
 def tune(
     family: Annotated[
-        list[str] | None, typer.Option(help="A family that info shows; by default all. Repeatable.")
+        list[str] | None,
+        typer.Option(help="The family to tune, as info names it; all by default. Repeatable."),
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Value heads on a GPU of your model.")] = 32,
+    heads: Annotated[int, typer.Option(min=1, help="Value heads of your model on one GPU.")] = 32,
     output_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Of the tables; by default where they are found."),
+        typer.Option(
+            metavar="DIR", help="Where to write the tables; by default where every run finds them."
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one candidate.")] = 180.0,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Most seconds for one candidate.")
+    ] = 180.0,
 ) -> None:
-    """Try launch parameters on this GPU; write tables that every run on this machine then uses."""
+    """Search faster launch parameters on this GPU and write tables that later runs use."""
     chosen = chosen_families(family or [])
     target = detect_target()
     if target.vendor == "cpu":
