@@ -1,4 +1,4 @@
-"""What both backends share: hardware target, kernel path table, contracts and kernel launch.
+"""What all families share: hardware target, path tables, contracts and the launch of kernels.
 
 Nothing here knows a model or an engine.
 """

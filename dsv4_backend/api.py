@@ -40,18 +40,18 @@ def compress_norm_rope_hadamard_(
 ) -> None:
     """RMSNorm, RoPE and Walsh-Hadamard rotation of pooled rows, in place, in one launch.
 
-    Computed in fp32 and rounded once, to the dtype of ``kv``. It is for compressors that pool by
-    themselves, as transformers' do. It has the contract of the decode form of sglang's
-    ``hip_compress_fused_norm_rope_hadamard_inplace``, which no supported release calls any more:
-    what took its place also stores, as ``compress_decode_`` does.
+    Rows are computed in fp32 and rounded once, to the dtype of ``kv``. The operator is for
+    compressors that pool by themselves, as transformers' do. Its contract is that of the decode
+    form of sglang's ``hip_compress_fused_norm_rope_hadamard_inplace``, which no supported release
+    calls any more.
 
     Args:
         kv: [rows, head_dim] fp32 or bf16, last dimension contiguous, any row stride; rewritten.
         weight: [head_dim] fp32 or bf16, of the RMSNorm.
         eps: added to the mean square.
         freqs_cis: complex64 [positions, 32], or real [positions, 64] interleaved (cos, sin).
-        step_plan: where the rows' sequences stand. Only rows that end a window are touched; their
-            position is that of the window's first token.
+        step_plan: the lengths of the rows' sequences. Only rows that end a window are changed;
+            their position is that of the window's first new token.
         head_dim: 128 or 512.
         compress_ratio: 4 or 128.
         rotate: multiply by H / sqrt(head_dim) at the end.
@@ -86,23 +86,23 @@ def compress_decode_(
     selection: PathSelection | None = None,
     launches: LaunchCache | None = None,
 ) -> None:
-    """One new token per request: its state row and, where a window ends, its cached row.
+    """Store the state row of one new token per request, and the cached row of windows that end.
 
     Args:
         layer: the compressor.
-        kv_score: [N, 2·C·d] fp32 or bf16, rows [kv | score] without APE; any row stride, and more
-            rows than the step plan has are left alone.
+        kv_score: [N, 2·C·d] fp32 or bf16, rows [kv | score] without APE, with any row stride. Rows
+            beyond those of the step plan are ignored.
         state: [pages, rows, 2·C·d] fp32 or bf16; the step plan's class says how many rows a page
-            has. Written at the step plan's rows.
-        cache: [pages, page bytes] uint8, pages a multiple of 4 bytes apart. Written at the step
-            plan's slots in ``layer.spec.cache_format``.
+            has. The rows that the step plan names are written.
+        cache: [pages, page bytes] uint8; the distance of pages is a multiple of 4 bytes. The slots
+            that the step plan names are written in ``layer.spec.cache_format``.
         step_plan: ``RingDecode`` or ``PagedDecode``.
         second_cache: [pages, second page bytes] uint8, pages a multiple of 4 bytes apart, for
             formats that keep a part of each record in a second tensor; ``None`` for all others.
         target: the processor to choose kernels for, by default that of ``kv_score``.
         selection: the kernel paths to use, by default those of the target's table.
-        launches: keeps what this call checks and binds for later calls that agree with it, which
-            then take a third of the host time; without it every call starts anew.
+        launches: keeps the checks and packed arguments of this call for later calls that agree with
+            it, which then take a third of the host time. Without it every call checks and packs.
 
     Raises:
         ValueError: an argument breaks this contract; nothing was written.
@@ -128,10 +128,10 @@ def compress_prefill_(
     selection: PathSelection | None = None,
     launches: LaunchCache | None = None,
 ) -> None:
-    """Chunks of requests: the cached row of every window that ends in them, then the state rows.
+    """Store the cached row of every window that ends in chunks of requests, and the state rows.
 
-    A window's rows come from ``kv_score`` where they are in the chunk and from ``state`` before
-    it, so that chunks may be cut anywhere.
+    The rows of a window come from ``kv_score`` if they are in the chunk, and from ``state`` if they
+    are before it, so a prompt may be cut into chunks anywhere.
 
     Args:
         layer, state, cache, second_cache, target, selection, launches: as in
@@ -163,10 +163,10 @@ def warm_up(
     selection: PathSelection | None = None,
     launches: LaunchCache | None = None,
 ) -> None:
-    """Compile, at model load, what ``compress_decode_`` or ``compress_prefill_`` may launch.
+    """Compile at model load the kernels that ``compress_decode_`` or ``compress_prefill_`` may use.
 
-    Nothing is launched. Later calls find their kernels if their tensors agree with these in dtype,
-    in strides and in 16-byte alignment; the number of tokens does not matter.
+    Nothing is launched. Later calls find their kernels if their tensors have the same dtypes,
+    strides and 16-byte alignment as these; the number of tokens does not matter.
 
     Args:
         layer, kv_score, state, cache, step_plan, second_cache, target, selection, launches: as in
@@ -197,12 +197,12 @@ def quantise_indexer_queries(
     target: Target | None = None,
     selection: PathSelection | None = None,
 ) -> Queries:
-    """RoPE, the spec's rotation and its quantisation, and the weights of the heads' scores.
+    """Apply RoPE and the spec's rotation to an indexer's queries and quantise them.
 
-    Keys and queries meet in one product, so what is done to the one must be done to the other: both
-    take their rotation, format and rounding from one ``CompressorSpec``. A token's score of a key
-    is sum_h weight_h · relu(q_h · k); the two scales, and of fp8 the scale of the head's row too,
-    are multiplied into weight_h, as vLLM's logits kernels expect.
+    Keys and queries are multiplied with each other, so both must be rotated and quantised in the
+    same way: both take rotation, format and rounding from one ``CompressorSpec``. A token's score
+    of a key is sum_h weight_h · relu(q_h · k). The two scales, and for fp8 also the scale of the
+    head's row, are multiplied into weight_h, as vLLM's logits kernels expect.
 
     Args:
         spec: of the indexer's keys.

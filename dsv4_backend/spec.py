@@ -40,19 +40,19 @@ RopeLayout = Literal["interleaved", "split"]
 
 @dataclass(frozen=True)
 class CompressorSpec:
-    """What kind of compressor this is and what its engine reads back.
+    """The kind of a compressor, and the format in which its engine reads the rows back.
 
     Attributes:
         head_dim: 512 (main) or 128 (indexer).
         compress_ratio: tokens a window advances by, 4 (windows of 8, overlapping) or 128.
         cache_format: record format of a cached token, a key of ``RECORD_FORMATS``.
-        page_tokens: compressed tokens in a cache page.
+        page_tokens: the number of compressed tokens in a cache page.
         rounding: the engine whose rounding points and scale rules to follow (see
             ``docs/families/dsv4.md``); ``"aiter"`` is sglang's MXFP4 indexer on AMD.
         rotate: apply the Walsh-Hadamard rotation; then queries must be rotated too.
         fp8: e4m3 as ``"ocp"`` (largest code 448) or ``"fnuz"`` (bias 8, scaled to 224).
         rope_layout: a row of the table is 32 (cos, sin) pairs or 32 cosines and then 32 sines.
-        eps: of the RMSNorm.
+        eps: the constant of the RMSNorm.
 
     Raises:
         ValueError: a value outside these, or a format that does not go with the head dimension.

@@ -143,10 +143,10 @@ class RingDecode(DecodeStepPlan):
         entries: [N, 4] int32 {seq_len, write_loc, read_page_0, read_page_1} or [N, 16] uint8;
             seq_len -1 or write_loc < 0 is padding.
         slots: [N] int32 or int64, cache slot of the compressed token; < 0 stores nothing.
-        pdl_prefetch_safe: a promise that at least one ordinary launch, one that waits for all
-            before it, lies on the stream between the last write of the plan's tensors or of earlier
-            tokens' state rows and the call, as an engine's projections do. Kernels may then read
-            those while the kernel in front of theirs still runs.
+        pdl_prefetch_safe: a promise that the stream has at least one ordinary launch, which waits
+            for all before it, between the last write of the plan's tensors or of earlier tokens'
+            state rows and the call. An engine's projections are such launches. Kernels may then
+            read these tensors while the previous kernel still runs.
     """
 
     state_layout: ClassVar[StateLayout] = "ring"

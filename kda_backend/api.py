@@ -81,30 +81,34 @@ def chunk_kda(
     For each token, with ``S`` the state of one value head:
     ``S = S diag(decay); S += beta (v - S k) k^T; o = scale S q``.
 
-    Nothing on a GPU is read back by the host, so the call can be captured in a CUDA graph. Tokens,
-    gate and states are those of :func:`fused_recurrent_kda`; beside them:
+    Nothing on a GPU is read back by the host, so the call can be captured in a CUDA graph.
+    :func:`fused_recurrent_kda` describes the arguments that both functions have: tokens, gate and
+    states. The others are:
 
     Args:
         safe_gate: accepted; requires ``lower_bound`` together with ``use_gate_in_kernel``. The
             kernels are exact for any gate.
-        disable_recompute, use_graph: accepted; training memory and graph capture need nothing here.
+        disable_recompute, use_graph: accepted for compatibility. Training is not supported, and
+            graph capture needs no preparation.
         return_intermediate_states: also return the state before each chunk,
-            ``[B, chunks, HV, K, V]`` in k's dtype (1 and all chunks with ``cu_seqlens`` or a plan).
-            Where the host does not know the lengths, there are spare chunks with arbitrary values
-            at the end, up to the bound on any lengths' chunks; give ``cu_seqlens_cpu`` to have
-            none.
+            ``[B, chunks, HV, K, V]`` in k's dtype; with ``cu_seqlens`` or a plan ``B`` is 1 and
+            the chunks of all sequences follow one another. If the host does not know the lengths,
+            the tensor has room for the chunks of any lengths, and the unused ones at its end hold
+            arbitrary values; with ``cu_seqlens_cpu`` there are none.
         cu_seqlens_cpu: ``cu_seqlens`` in host memory, which makes launch sizes exact.
         cp_context: must be ``None``; context parallelism is for training.
         max_num_seqs: with ``use_graph``, the number of sequences ``cu_seqlens`` is padded to.
         chunk_size: 64, or 32 without ``return_intermediate_states``; the result is the same.
-        snapshot_chunks: ``[N, S]`` int32: write the state after so many chunks of the sequence to
-            ``snapshots [N, S, HV, V, K]`` fp32; -1, or more than it has, writes nothing.
-        step_plan: of this step (``build_step_plan``), instead of ``cu_seqlens``.
+        snapshot_chunks: ``[N, S]`` int32: numbers of chunks. The state of sequence n after
+            ``snapshot_chunks[n, s]`` chunks is written to ``snapshots[n, s]``; for -1, or more
+            chunks than the sequence has, nothing is written.
+        snapshots: ``[N, S, HV, V, K]`` fp32, for ``snapshot_chunks``.
+        step_plan: the plan of this step (``build_step_plan``), instead of ``cu_seqlens``.
         scratch: scratch memory to reuse; by default the call allocates its own.
 
     Returns:
-        ``(o, final_state)``: ``o [B, T, HV, V]`` in q's dtype, ``final_state`` fp32 or ``None``;
-        with ``return_intermediate_states`` also these.
+        ``(o, final_state)``: ``o [B, T, HV, V]`` in q's dtype, ``final_state`` fp32 or ``None``.
+        With ``return_intermediate_states`` these states are the third value.
 
     Raises:
         ValueError: an input is not as described; nothing has been written then.
@@ -184,8 +188,8 @@ def fused_recurrent_kda(
     Args:
         q, k: ``[B, T, H, K]`` bf16, fp16 or fp32; ``K`` up to 256.
         v: ``[B, T, HV, V]``, q's dtype; ``HV`` a multiple of ``H``, ``V`` up to 256.
-            16-bit inputs are multiplied in fp16 by :func:`chunk_kda`, so values and states beyond
-            65,504 in magnitude overflow there.
+            :func:`chunk_kda` multiplies 16-bit inputs in fp16, so values and states beyond 65,504
+            in magnitude overflow there.
         g: ``[B, T, HV, K]`` bf16, fp16 or fp32: natural log of the decay (<= 0), or the raw gate
             with ``use_gate_in_kernel``.
         beta: ``[B, T, HV]`` bf16, fp16 or fp32: step size, or its logit with
@@ -212,7 +216,8 @@ def fused_recurrent_kda(
         has_initial_state: ``[N]`` bool; where false, a row starts from zero whatever its slot
             holds.
         out: ``[B, T, HV, V]``, where to write the output; may alias v.
-        selection: paths chosen at model load (``kda_backend.select``).
+        selection: the paths that were chosen at model load (``kda_backend.select``); by default
+            those for this device and shape.
 
     Returns:
         ``(o, final_state)``: ``o [B, T, HV, V]`` in v's dtype, ``final_state`` fp32 or ``None``.

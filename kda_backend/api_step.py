@@ -82,8 +82,8 @@ def kda_decode_step(
         state_indices: ``[N]`` int32. A negative one marks a padded row, which gets zeros in the
             output and touches no state. Slots of the other rows must differ.
         null_slot: a slot that marks a padded row too (vLLM: 0).
-        scale: factor of the output, by default ``K ** -0.5``; without effect on a normed output
-            but for ``norm_eps``.
+        scale: factor of the output, by default ``K ** -0.5``. On a normed output it has an effect
+            only through ``norm_eps``.
         use_qk_l2norm_in_kernel: normalise q and k over K first.
         use_gate_in_kernel: decay is ``exp(-exp(A_log) softplus(g + dt_bias))``, or with
             ``lower_bound`` ``exp(lower_bound sigmoid(exp(A_log) (g + dt_bias)))``.
@@ -95,16 +95,17 @@ def kda_decode_step(
             channels of q, k and v, oldest first in columns 0 to 2; shifted in place at
             ``state_indices``. A pool that is laid out ``[slots, W, C]`` (vLLM's SD, sglang's) is
             passed as ``pool.transpose(1, 2)``. Without it q, k and v are convolved already.
-        conv_weight: ``[C, 4]``; the last tap meets the new token. conv_bias: ``[C]``.
+        conv_weight: ``[C, 4]``; the last tap is for the new token. conv_bias: ``[C]``.
         norm_weight: ``[V]``; norm_gate: ``[N, HV, V]``, the raw gate.
         out: where to write the output, ``[N, HV, V]`` in q's dtype; may alias v.
-        pdl_prefetch_safe: a promise that no kernel still in flight writes the pools at these slots,
-            ``state_indices`` or a weight, so that they may be read before the launch before is
-            over. True after a projection, never after another step of the same sequences. On
-            Hopper each step lets the next kernel start early, so several steps in a row are all in
-            flight.
-        selection: paths chosen at model load (``kda_backend.select``). One that was not made for
-            ``aligned_state=False`` needs a pool and a ``conv_weight`` on 16 bytes on Hopper.
+        pdl_prefetch_safe: a promise that no kernel which is still running writes the pools at
+            these slots, ``state_indices`` or a weight, so that they may be read before the previous
+            launch has ended. It holds after a projection, and never after another step of the same
+            sequences. On Hopper each step lets the next kernel start early, so several steps in a
+            row may run at the same time.
+        selection: the paths that were chosen at model load (``kda_backend.select``). Unless it was
+            made for ``aligned_state=False``, the slots of the pool and ``conv_weight`` must start
+            at multiples of 16 bytes on Hopper.
 
     Returns:
         ``out``.
@@ -179,11 +180,11 @@ def kda_verify_step(
     out: torch.Tensor | None = None,
     selection: KdaSelection | None = None,
 ) -> torch.Tensor:
-    """The drafted tokens of each sequence, one after the other, keeping the state after each.
+    """Compute the drafted tokens of each sequence one after another and keep the state after each.
 
-    As :func:`kda_decode_step` on every token in turn, but no accepted state is lost before the
-    engine knows how many tokens it accepts. A draft is a chain of tokens. There are two variants of
-    keeping states:
+    The outputs are those of :func:`kda_decode_step` on every token, one after another. But the last
+    accepted state is kept until the engine knows how many tokens of the draft it accepts. A draft
+    is a chain of tokens. States are kept in one of two ways:
 
     With ``intermediate_states`` (sglang) the state is read at ``state_indices [N]`` and neither
     pool is written: the state after token t of sequence n goes to
@@ -197,18 +198,18 @@ def kda_verify_step(
     the last two inputs before the draft, then the draft.
 
     Args:
-        q, k, v, g, beta, norm_gate, out: as for :func:`kda_decode_step`, a row per token; the
-            tokens of a sequence follow one another.
+        q, k, v, g, beta, norm_gate, out: as for :func:`kda_decode_step`, with a row per token;
+            the tokens of a sequence are consecutive.
         cu_seqlens: ``[N + 1]`` int32 or int64 token offsets; by default all sequences are equally
-            long. A sequence has at most ``T`` tokens; later ones are left out. Values in host
+            long. A sequence has at most ``T`` tokens; later tokens are not computed. Values in host
             memory are checked; values on a GPU are trusted.
-        num_accepted_tokens: ``[N]`` int32; values are brought into 1 to ``T``.
+        num_accepted_tokens: ``[N]`` int32; values outside of 1 to ``T`` are clamped.
         intermediate_states: ``[rows, T, HV, V, K]`` fp32 or bf16; intermediate_indices: ``[N]``
-            int32, a negative one keeps nothing; intermediate_conv: ``[rows, T, C, 3]``, any
+            int32, where a negative index keeps nothing; intermediate_conv: ``[rows, T, C, 3]``, any
             strides.
-        state_indices: a padded sequence (negative, or ``null_slot``) gets zeros in the output and
-            touches no state; where the slot of a single token is negative or null, the state after
-            that token is not kept.
+        state_indices: a padded sequence (a negative slot, or ``null_slot``) gets zeros in the
+            output and touches no state. If the slot of a single token is negative or null, the
+            state after that token is not kept.
         conv_state: has at least ``T + 2`` columns with ``num_accepted_tokens``.
 
     Returns:

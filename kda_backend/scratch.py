@@ -12,12 +12,13 @@ _COUNTERS = 5
 
 
 class Scratch:
-    """What the intra-chunk stage leaves for the scan; grown to the largest step and kept.
+    """The memory through which the intra-chunk stage passes its results to the scan.
 
-    One instance serves all layers of a model, which run one after another on one stream; calls on
-    two streams take turns (`backend_core.launch.streams`). Grow it (``reserve``) before a CUDA
-    graph is captured: a graph keeps the addresses it has seen, so what a capture has used is kept
-    when it is outgrown.
+    It grows to the largest step and is kept. One instance serves all layers of a model, which run
+    one after another on one stream; calls on two streams take turns
+    (`backend_core.launch.streams`). Let it grow (``reserve``) before a CUDA graph is captured. A
+    graph keeps the addresses that it has seen, so memory that a capture has used is kept when a
+    larger one replaces it.
     """
 
     def __init__(self, device: torch.device) -> None:

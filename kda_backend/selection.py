@@ -24,19 +24,19 @@ from kda_backend.spec import tile_width
 
 @dataclass(frozen=True)
 class KdaShape:
-    """What of a model decides which paths can serve it.
+    """The properties of a model that decide which paths can serve it.
 
     Attributes:
         num_heads: query and key heads on this rank, ``H``.
         num_value_heads: value heads on this rank, ``HV``.
         key_dim, value_dim: ``K`` and ``V``.
         bounded_gate: the model's gate has a lower bound.
-        dtype: of q, k and v; gate_dtype: of g.
+        dtype: the dtype of q, k and v; gate_dtype: the dtype of g.
         aligned_state: slots of the state pool, and the convolution's weight, start at multiples of
             16 bytes.
         deterministic_prefix: a token's results have the same bits wherever the tokens before it
-            were cut into calls, which engines that cache prefixes rely on
-            (docs/families/kda.md). Else prefill may scan segments of long sequences.
+            were cut into calls, on which engines that cache prefixes rely
+            (docs/families/kda.md). If false, prefill may scan segments of long sequences.
     """
 
     num_heads: int
@@ -69,9 +69,9 @@ class KdaShape:
 
 @dataclass(frozen=True, eq=False)
 class KdaSelection:
-    """The paths chosen for one model on one target, one selection for each operator.
+    """The paths that were chosen for one model on one target, for each operator.
 
-    Compared by identity, since every call looks it up.
+    Selections are compared by identity, since every call looks its selection up.
     """
 
     target: Target
@@ -116,7 +116,14 @@ def deterministic_prefix(caches_prefixes: bool) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def select(target: Target, shape: KdaShape) -> KdaSelection:
-    """Choose the paths of a model; call it at load.
+    """Choose the paths of a model from the path table of a target. Call it at model load.
+
+    Args:
+        target: the GPU or CPU (``backend_core.target.detect_target``).
+        shape: what of the model decides which paths can serve it.
+
+    Returns:
+        For each operator the path of every size of call; ``explain()`` gives it in words.
 
     Raises:
         LookupError: no table for the target, or no row that can serve the shape.

@@ -74,15 +74,16 @@ class StepPlan:
         cu_seqlens: ``[N + 1]`` int32 or int64 token offsets, on the inputs' device.
         cu_seqlens_cpu: the same as a tuple where the host knows them, else ``None``.
         num_tokens: ``T``, the number of packed tokens.
-        num_chunks: 64-token chunks, each sequence's counted on its own; exact where the host knows
-            the lengths, else the bound that any lengths with this ``T`` and ``N`` respect.
-        max_chunks: chunks of the longest sequence; where the host does not know the lengths, as if
-            all were equal. The prefill's schedule is estimated from it.
-        long_sequences: sequences with more than half as many chunks as the longest; all where the
-            host does not know the lengths.
-        chunk_table: which tokens each chunk covers, on the device; for the GPU paths alone.
-        segments: by the chunks of a segment, how the batch divides into segments; filled by
-            `segmented_sm90`.
+        num_chunks: the number of 64-token chunks, where each sequence starts a new chunk. It is
+            exact if the host knows the lengths, and otherwise an upper bound for any lengths with
+            this ``T`` and ``N``.
+        max_chunks: the chunks of the longest sequence; if the host does not know the lengths, as if
+            all were equal. The schedule of prefill is estimated from it.
+        long_sequences: the number of sequences with more than half as many chunks as the longest;
+            if the host does not know the lengths, all of them.
+        chunk_table: on the device, which tokens each chunk covers; only the GPU paths need it.
+        segments: how the batch divides into segments, by the number of chunks in a segment;
+            `segmented_sm90` fills it.
     """
 
     cu_seqlens: torch.Tensor
@@ -133,16 +134,16 @@ def build_step_plan(
 ) -> StepPlan:
     """Describe a packed batch without reading the device from the host.
 
-    The values are checked where they are in host memory (``cu_seqlens_cpu``, or ``cu_seqlens``
-    itself on a CPU). A GPU tensor alone is trusted: it must start at 0, not decrease and end at
+    Offsets in host memory (``cu_seqlens_cpu``, or ``cu_seqlens`` itself on a CPU) are checked.
+    Offsets that are only on a GPU are trusted: they must start at 0, not decrease and end at
     ``num_tokens``.
 
     Args:
         cu_seqlens: ``[N + 1]`` int32 or int64.
         num_tokens: the packed length ``T``.
-        cu_seqlens_cpu: the same values on the CPU; gives the exact number of chunks, which makes
-            the grid measure and the launches exact.
-        chunk_table: build the device tables that the Triton kernels read; must be ``False`` for
+        cu_seqlens_cpu: the same values on the CPU. They give the exact number of chunks, so that
+            the choice of the path and the sizes of launches are exact.
+        chunk_table: build the device tables that the Triton kernels read. It must be ``False`` for
             tensors on a CPU, whose path reads none, unless Triton's interpreter is on.
 
     Raises:

@@ -53,7 +53,8 @@ def mla_decode(
 
         s = scale (q_latent . k_latent + q_rope . k_rope);  out = sum_k softmax(s)_k v_k
 
-    No host sync; with a plan of its own each, every call can be captured in a CUDA graph.
+    The host never waits for the GPU. A call can be captured in a CUDA graph if the graph has a plan
+    of its own.
 
     Args:
         q_latent: ``[requests, query tokens, heads, 512]`` in the spec's dtype, any stride between
@@ -61,20 +62,21 @@ def mla_decode(
         kv_latent: ``[pages, page size, 512]``; kv_rope: ``[pages, page size, 64]``. Two tensors or
             two views of one (``split_cache``). Rows that no request owns may hold anything.
         block_table: ``[requests, pages]`` int32; entries beyond a request's pages are not read.
-        plan: of this step (``MlaPlanner.plan``), which holds the lengths.
+        plan: the plan of this step (``MlaPlanner.plan``), which holds the lengths.
         selection: the layer's paths (``selection.select``).
-        scale: of the logits.
-        causal: a query token sees the keys up to its own; the last query token is the last key.
-        kv_scale: what the values of an fp8 cache are multiplied with.
+        scale: the factor of the logits.
+        causal: a query token attends to the keys up to its own; the last query token is the last
+            key.
+        kv_scale: the factor by which the values of an fp8 cache are multiplied.
         kv_scales: ``[pages, page size, 4]`` float32 of an fp8_ds_mla cache.
         sinks: ``[heads]`` float32 natural logits that take a share of the weights and no part in
             the LSE.
         out: ``[requests, query tokens, heads, 512]``; lse: ``[requests, query tokens, heads]``
             float32; where to write the results, contiguous.
-        scratch: for the splits; by default the device's own.
-        pdl_prefetch_safe: a promise that no kernel that may still run writes the plan, its lengths
-            or the block table; on Hopper they are then read before that kernel is over. True in
-            every layer but the first after planning.
+        scratch: the memory for splits; by default the device's own.
+        pdl_prefetch_safe: a promise that no kernel which may still run writes the plan, its lengths
+            or the block table. On Hopper they are then read before the previous kernel has ended.
+            The promise holds in every layer except the first after planning.
 
     Returns:
         (out, lse); lse is the natural log-sum-exp of the logits. A row that sees no key has output

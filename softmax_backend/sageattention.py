@@ -34,9 +34,9 @@ def sageattn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in 8 bits.
 
-    It may stand in the place of ``torch.nn.functional.scaled_dot_product_attention``, as the
-    original's README shows, whose other arguments it takes by name. The original leaves them out
-    without a word, a mask and a scale among them; here a mask is refused and a scale is used.
+    It can replace ``torch.nn.functional.scaled_dot_product_attention``, as the original's README
+    shows, and takes the other arguments of that function by name. The original silently ignores
+    them, including a mask and a scale. Here a mask is refused and a scale is used.
 
     Args:
         q: [B, H, M, D] ("HND") or [B, M, H, D] ("NHD"), bf16 or fp16, D at most 128.

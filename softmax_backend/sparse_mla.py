@@ -104,21 +104,21 @@ def sparse_mla(
 
         s = scale (q . k);  out = sum_k softmax(s)_k k
 
-    No host sync: which rows there are, and how many, is read on the device.
+    The host never waits for the GPU: the lists and their lengths are read on the device.
 
     Args:
         q: ``[requests, query tokens, heads, 512]`` bf16, any stride between heads and tokens.
         rows: the cache and its index lists: in DeepSeek-V4 the last 128 tokens.
         selection: the layer's paths (``select_sparse_mla``).
-        scale: of the logits.
+        scale: the factor of the logits.
         extra: a second cache with lists of its own: in DeepSeek-V4 the compressed tokens.
         sinks: ``[heads]`` float32 natural logits that take a share of the weights and no part in
             the LSE; -inf has no effect, +inf gives output 0.
         out: ``[requests, query tokens, heads, 512]`` bf16; lse, max_logits: ``[requests, query
             tokens, heads]`` float32; where to write the results, contiguous. The largest scaled
-            logits are written where there is memory for them, and only for ``bf16_rows``.
-        splits: programs that share a token's rows, instead of the number that fills the GPU.
-        scratch: for the splits; by default the device's own.
+            logits are written only if ``max_logits`` is given, and only for ``bf16_rows``.
+        splits: how many programs share a token's rows; by default as many as fill the GPU.
+        scratch: the memory for splits; by default the device's own.
 
     Returns:
         (out, lse); lse is the natural log-sum-exp of the logits. A token whose lists name nothing

@@ -196,12 +196,12 @@ Bind = Callable[
 
 
 class LaunchCache:
-    """What calls of compressors found right and bound, for later calls that agree with them.
+    """The checks and packed arguments of earlier calls, for later calls that agree with them.
 
-    It belongs to whoever makes the calls, for instance an engine's adapter of one layer, and lives
-    as long as that layer does. Calls agree where the layer, the kind of step plan, and the shapes,
-    strides, dtypes, devices and addresses of weights, state and cache are the same. It keeps no
-    state and no cache alive.
+    The caller of the operators makes one, for instance an engine's adapter of one layer, and keeps
+    it as long as that layer lives. Two calls agree if they have the same layer and kind of step
+    plan, and if shapes, strides, dtypes, devices and addresses of weights, state and cache are the
+    same. A `LaunchCache` keeps no state and no cache alive.
     """
 
     def __init__(self) -> None:

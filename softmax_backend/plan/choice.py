@@ -22,9 +22,9 @@ class Choice:
     Attributes:
         cdf: blocks, largest first, until their pooled softmax sums to this; or
         topk: this share of the blocks that a tile may see, at least one.
-        min_likeness: a block whose tokens' mean cosine is not above this is kept, whole rows and
-            columns of the map. A cosine's mean is never below 0, so a negative one asks nothing
-            and spares reading the keys once.
+        min_likeness: a block is kept, with its whole row or column of the map, if the mean cosine
+            between its tokens is not above this. The mean is never below 0, so a negative value
+            keeps no block for this reason and saves reading the keys once.
         is_causal: aligned to the bottom right; blocks that the diagonal cuts are kept.
         keep_first: keep the first block of keys (the attention sink).
 

@@ -62,10 +62,10 @@ def predict(
     Args:
         q, k: [B, H, M, D] and [B, Hkv, N, D].
         cdf, topk, min_likeness, is_causal, keep_first: as in ``Choice``.
-        smooth_k: pool the keys without their mean, which no softmax over keys sees.
+        smooth_k: subtract the mean of all keys before pooling; no softmax over keys changes by it.
         scale: default 1 / sqrt(D).
         path: ``"torch"`` or ``"triton"``; by default Triton wherever it runs.
-        params: how Triton predicts; by default as the device's table says.
+        params: the parameters of the Triton kernels; by default those of the device's table.
 
     Raises:
         ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1], or has
@@ -347,7 +347,7 @@ def recall(plan: BlockPlan, q: Tensor, k: Tensor, *, scale: float | None = None)
     runs of the operator. The cost is that of dense attention.
 
     Args:
-        plan: dense or causal but for the blocks it leaves out.
+        plan: a plan of dense or causal attention that leaves blocks out.
         q, k: [B, H, M, D] and [B, Hkv, N, D].
     """
     from softmax_backend.block_sparse import block_sparse_attention
