@@ -2,14 +2,16 @@
 
     python benchmarks/bench_kda_decode.py --output benchmarks/results/kda_decode_h200.json
 
-From the packed projections to the gated norm: convolution update, gate, l2norm, beta, the state in
-place, output, RMSNorm; bf16 tokens, fp32 state, K = V = 128, unbounded gate. A CUDA graph holds
-several steps, each on states that no step touched within 150 MB (three times an H200's L2), as the
-other layers and the weights see to in an engine; its time is divided by their number. Peers make
-the launches that their engines make; all are counted. ``floor_ms`` is the state read and written
-once at the copy bandwidth of the same run, ``empty_ms`` a kernel without work in the same graph.
+A step goes from the packed projections to the gated norm: convolution update, gate, l2norm, beta,
+the state in place, output, RMSNorm, with bf16 tokens, fp32 states, K = V = 128 and an unbounded
+gate. A CUDA graph holds several steps, and its time is divided by their number. Each step works on
+states that no step touched within the last 150 MB (three times an H200's L2), since in an engine
+the other layers and the weights pass through the cache in between. Peers make the launches that
+their engines make, and all of these are counted. ``floor_ms`` is the time of reading and writing
+the states once at the copy bandwidth of the same run, ``empty_ms`` that of a kernel without work in
+the same graph.
 
-Compiling takes longer than measuring: ``--warm`` does nothing else, for several processes at once.
+Compiling takes longer than measuring; ``--warm`` only compiles, in several processes at once.
 """
 
 from __future__ import annotations

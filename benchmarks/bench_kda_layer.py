@@ -1,4 +1,4 @@
-"""A KDA layer between its projections: the convolution apart and inside the prefill's kernel.
+"""A KDA layer between its projections: with a separate convolution and with one inside the prefill.
 
     python benchmarks/bench_kda_layer.py --output benchmarks/results/kda_layer_h200.json
 

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_kda_prefill.py --output benchmarks/results/kda_prefill_h200.json
 
-Inputs as an engine passes them: packed sequences with cu_seqlens, raw gate and raw beta in bf16,
-l2norm in the kernel, K = V = 128, a non-zero fp32 state. Ours works in place on a state pool with
-the step's metadata built and the path selected; a peer gets what its own call asks for. Peers that
-are not installed are left out.
+The inputs are those that an engine passes: packed sequences with cu_seqlens, raw gate and raw beta
+in bf16, l2norm in the kernel, K = V = 128, and a non-zero fp32 state. This package works in place on
+a state pool; its step plan and selection are made before. A peer gets the arguments of its own call.
+Peers that are not installed are left out.
 """
 
 from __future__ import annotations

@@ -7,21 +7,23 @@ Each server prefills at most 512 tokens a step (prompts have up to 2,000), so th
 the middle of their prompts, and keeps prefixes with the states of their KDA layers. The items are
 asked with 1, 16 and 64 requests at a time, then once more from the cache. Accuracy is exact match.
 The full-attention layers run on sglang's triton backend, which needs no library of FlashAttention.
-Besides upstream and the flag alone, one server each:
+Besides upstream and the flag alone there is one server for each of these:
 
 - short: the only captured graph is of 64 requests, so that every step of fewer is padded. sglang
   captures no prefills of models with MLA.
 - fp8: the cache of the MLA layers in fp8.
-- sleep: asked, its memory released with the weights kept on the host, resumed and asked, its
-  weights read again and asked. Needs torch_memory_saver.
-- sleep_empty: the same with nothing kept: released, resumed, its weights read again and asked.
-- tp2: two GPUs; by name alone.
-- upstream_mla, mla: by name alone, since they need FlashAttention 3 of sglang-kernel: pages of 64
-  tokens, MLA on that library, and decodes of ``mla`` on this package where it is ahead.
+- sleep: the server is asked; its memory is released, with the weights kept on the host; it resumes
+  and is asked again; its weights are read again and it is asked a third time. This needs
+  torch_memory_saver.
+- sleep_empty: the same, but nothing is kept: memory is released, the server resumes, its weights
+  are read again and it is asked.
+- tp2: two GPUs. It runs only if it is named.
+- upstream_mla, mla: pages of 64 tokens and MLA on FlashAttention 3 of sglang-kernel; ``mla`` runs
+  decodes on this package where it is ahead. They run only if they are named.
 
-``--beside N`` runs N servers at a time on the GPU: times then say nothing. ``--budget`` is of the
-whole command: a server that would not end in time is left out, and what the others answered is in
-the file, which is written after each.
+``--beside N`` runs N servers at the same time on the GPU; their times then mean nothing.
+``--budget`` is the time for the whole command: a server that would not end in time is left out. The
+file is written after each server, so it has what the others answered.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The second checkpoint has Kimi-K3's gates, and vLLM serves it with Kimi-K3's own
 Each server runs in vLLM's default mode, with chunked prefill (512 tokens per step, prompts have up
 to 2,000) and prefix caching, so that its steps mix decodes with pieces of prefills. The items are
 asked with 1, 16 and 64 requests at a time, then once more from the cache. Accuracy is exact match.
-Besides upstream and the flag alone, one server each:
+Besides upstream and the flag alone there is one server for each of these:
 
 - short: the only captured graphs have 512 tokens, so that every piece of a prompt and every step of
   decodes is shorter than each of them and is padded.

@@ -1,16 +1,15 @@
 """Which reports of compute-sanitizer are explained: those of ``sanitizer_explained.toml``.
 
-A report names instructions by their offset, which any change moves, and in Triton's kernels by a
-line of the source. Here an access is known by what stands there: the text of that line, or of CUDA
-C++ the instruction in the disassembly, as a pattern. A report is explained if every pair that it
-names is.
+A report names instructions by their offset, which changes with any edit, and in Triton's kernels by
+a line of the source. Here an access is identified by the text of that line, or for CUDA C++ by the
+instruction in the disassembly, as a pattern. A report is explained if every pair that it names is.
 
-A row of CUDA C++ may say what has to follow its first access (``then``): patterns, each found at
-the first instruction that has it behind the one before. The last is an arrival at a barrier, and
-none may stand in front of the one before it, the meeting of the warp's lanes for which the arriving
-lane speaks. So the pair is explained only as long as the kernel that ran has that meeting. Where
-lanes cannot have parted ptxas leaves a ``NOP`` for ``__syncwarp``, and the cubin says which
-(``MEETING``).
+A row for CUDA C++ may say what has to follow its first access (``then``). These are patterns; each
+is searched from the instruction that matched the previous one. The last is an arrival at a barrier,
+and the one before it is the ``__syncwarp`` at which the lanes meet for which the arriving lane
+arrives; no other arrival may come before that. So the pair is explained only as long as the kernel
+that ran has this ``__syncwarp``. If lanes cannot have diverged, ptxas leaves a ``NOP`` for it, and
+the cubin says which (``MEETING``).
 """
 
 from __future__ import annotations

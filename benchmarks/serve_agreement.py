@@ -1,8 +1,8 @@
 """Greedy tokens of two runs of one model: where they part, and how close the two best tokens were.
 
-The same is done for one run's own two ways to batch, which differ by rounding alone. A parting is
-explained where the margin of upstream's two best tokens is no larger than what rounding moved
-between those two batchings of upstream.
+The same comparison is made between two ways to batch the prompts in one run, which differ only by
+rounding. A difference between upstream and flag is explained if upstream's two best tokens are no
+further apart than rounding moved them between those two batchings of upstream.
 """
 
 from __future__ import annotations

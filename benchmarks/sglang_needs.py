@@ -1,7 +1,7 @@
-"""What sglang and its benchmarks need on a machine, asked before any minute is spent.
+"""What sglang and its benchmarks need on a machine, checked before any time is spent.
 
-Nothing of sglang is imported for it: its wheels may have come without the libraries and sources
-that a measurement at hand does not need.
+The check imports nothing of sglang, since its wheels may have been installed without libraries and
+sources that a measurement does not need.
 """
 
 from __future__ import annotations
