@@ -3,9 +3,9 @@
     python benchmarks/bench_kda_prefill.py --output benchmarks/results/kda_prefill_h200.json
 
 The inputs are those that an engine passes: packed sequences with cu_seqlens, raw gate and raw beta
-in bf16, l2norm in the kernel, K = V = 128, and a non-zero fp32 state. This package works in place on
-a state pool; its step plan and selection are made before. A peer gets the arguments of its own call.
-Peers that are not installed are left out.
+in bf16, l2norm in the kernel, K = V = 128, and a non-zero fp32 state. This package works in place
+on a state pool; its step plan and selection are made before. A peer gets the arguments of its own
+call. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
