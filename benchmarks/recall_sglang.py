@@ -39,14 +39,14 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks import sglang_needs
+from benchmarks.engines import sglang_needs
+from benchmarks.engines.sglang_server import FLAGS, SglangServer
+from benchmarks.engines.vllm_server import RECALL, versions
 from benchmarks.recall_vllm import Variant, rounds_of
-from benchmarks.sglang_server import FLAGS, SglangServer
-from benchmarks.vllm_server import HERE, versions
 
 SERVER_S = 150.0  # a start with kernels to compile, and the rounds
 SERVED = "KDA layers on"  # of the line that this package writes at model load
-MODEL = HERE / "checkpoint"
+MODEL = RECALL / "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def main() -> int:
     args = parser.parse_args()
     args.until = math.inf if args.budget is None else time.monotonic() + args.budget - 10.0
     sglang_needs.require(modules=("xgrammar",))
-    questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
+    questions = recall.read_questions(RECALL / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
         "script": "benchmarks/recall_sglang.py",
         "environment": versions("sglang"),

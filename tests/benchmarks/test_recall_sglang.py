@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import recall_sglang, sglang_needs, sglang_server
+from benchmarks import recall_sglang
+from benchmarks.engines import sglang_needs, sglang_server
 from tests.benchmarks.fake_vllm import free_port
 
 

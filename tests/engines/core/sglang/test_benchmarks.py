@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from backend_core.engines import ENGINES
-from benchmarks import dsv4_engine_sglang_side, recall_sglang, serve_sglang
-from benchmarks.dsv4_engine_side import BATCHED_TOKENS, MTP_SIDES, SIDES
+from benchmarks import recall_sglang, serve_sglang
+from benchmarks.engines import dsv4_sglang_side
+from benchmarks.engines.dsv4_vllm_side import BATCHED_TOKENS, MTP_SIDES, SIDES
 
 
 def test_weights_are_drawn_where_sglang_draws_its_dummies(
@@ -52,9 +53,9 @@ def test_sglang_takes_the_small_deepseek(side: str, monkeypatch: pytest.MonkeyPa
     """Its arguments resolve to the same engine on both sides, but for what a side is."""
     from sglang.srt.server_args import ServerArgs
 
-    for name, value in dsv4_engine_sglang_side.switches("upstream").items():
+    for name, value in dsv4_sglang_side.switches("upstream").items():
         monkeypatch.setenv(name, value)
-    arguments = dsv4_engine_sglang_side.engine_arguments(side)
+    arguments = dsv4_sglang_side.engine_arguments(side)
     assert set(arguments) <= set(inspect.signature(ServerArgs).parameters)
     if ENGINES["sglang"].installed() != "0.5.17":
         pytest.skip("later releases keep what they resolve apart from the arguments")
@@ -70,7 +71,7 @@ def test_sglang_takes_the_small_deepseek(side: str, monkeypatch: pytest.MonkeyPa
 def test_the_kernels_compiled_ahead_are_sglangs() -> None:
     if ENGINES["sglang"].installed() != "0.5.17":
         pytest.skip("of other releases sglang compiles them as it meets them")
-    for make, *of in dsv4_engine_sglang_side.kernels():
+    for make, *of in dsv4_sglang_side.kernels():
         inspect.signature(make).bind(*of)
 
 
