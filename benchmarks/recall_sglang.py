@@ -11,6 +11,8 @@ Besides upstream and the flag alone, one server each:
 
 - short: the only captured graph is of 64 requests, so that every step of fewer is padded. sglang
   captures no prefills of models with MLA.
+- drafts: three tokens looked up in the prompt and in earlier answers, as a chain, which this
+  package verifies. The log must show that some were accepted.
 - fp8: the cache of the MLA layers in fp8.
 - sleep: asked, its memory released with the weights kept on the host, resumed and asked, its
   weights read again and asked. Needs torch_memory_saver.
@@ -29,6 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import threading
 import time
 import traceback
@@ -51,11 +54,15 @@ MODEL = RECALL / "checkpoint"
 
 @dataclass(frozen=True)
 class SglangVariant(Variant):
-    """As `Variant`, and what the server needs (`sglang_needs.require`)."""
+    """As `Variant`, and what the server needs (`sglang_needs.require`).
+
+    ``drafts``: its log must show accepted ones.
+    """
 
     libraries: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     gpus: int = 1
+    drafts: bool = False
 
 
 _SLEEP = (("/release_memory_occupation", {}), ("/resume_memory_occupation", {}))
@@ -66,6 +73,14 @@ VARIANTS = {
     "flag": SglangVariant("flag", tuple(FLAGS["flag"])),
     "short": SglangVariant(
         "flag, a graph of 64 requests alone", (*FLAGS["flag"], "--cuda-graph-bs-decode", "64")
+    ),
+    "drafts": SglangVariant(
+        "flag, ngram drafts",
+        (
+            *(*FLAGS["flag"], "--speculative-algorithm", "NGRAM"),
+            *("--speculative-ngram-max-bfs-breadth", "1", "--speculative-num-draft-tokens", "4"),
+        ),
+        drafts=True,
     ),
     "fp8": SglangVariant("flag, fp8 KV cache", (*FLAGS["flag"], "--kv-cache-dtype", "fp8_e4m3")),
     "sleep": SglangVariant(
@@ -213,17 +228,29 @@ def measure(
         finally:
             clock.cancel()
         start_s, command = server.start_s, server.shown()
-    said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
+    text = log.read_text(errors="replace")
+    said = [line for line in text.splitlines() if "kda-dsv4" in line]
     if variant.flagged and not any(SERVED in line for line in said):
         raise RuntimeError(f"expected a line with {SERVED!r} in the log, got {said[:5]}")
+    accepted = accepted_tokens(text)
+    if variant.drafts and accepted is None:
+        raise RuntimeError("expected lines with an accept len above 1 in the log, got none")
     mla = [line.partition("kda-dsv4: ")[2] for line in said if "MLA layers" in line]
     return {
         "command": command,
         "start_s": start_s,
         "rounds": rows,
         "mla": mla[0] if mla else None,
+        "most_tokens_per_verification": accepted,
         "log": said,
     }
+
+
+def accepted_tokens(log: str) -> float | None:
+    """The most tokens per request and verification that a line of the log tells of, the one that
+    needs no draft included; ``None`` where no draft was accepted."""
+    most = max((float(found) for found in re.findall(r"accept len: ([\d.]+)", log)), default=1.0)
+    return most if most > 1.0 else None
 
 
 if __name__ == "__main__":

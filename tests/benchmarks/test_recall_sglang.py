@@ -65,6 +65,15 @@ def test_a_server_without_our_layers_is_a_failure(
     assert "expected a line with 'KDA layers on'" in json.loads(out.read_text())["failed"]["flag"]
 
 
+def test_drafts_that_are_never_accepted_are_a_failure(
+    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    assert run(out, monkeypatch, "--only", "drafts") == 1
+    (why,) = json.loads(out.read_text())["failed"].values()
+    assert "expected lines with an accept len above 1" in why
+
+
 def test_without_time_servers_are_left_out(
     fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
