@@ -42,8 +42,8 @@ from backend_core.testing.timing import (
     installed_version,
 )
 from benchmarks import dsv4_records as records
-from benchmarks import dsv4_sglang_peer, dsv4_vllm_peer
-from benchmarks.dsv4_peers import empty_kernel, rows_calls
+from benchmarks.peers import dsv4_sglang, dsv4_vllm
+from benchmarks.peers.dsv4_in_place import empty_kernel, rows_calls
 from dsv4_backend import quantise_indexer_queries
 from dsv4_backend.compressor.queries import Queries
 from dsv4_backend.testing.engine import default_device, make_spec
@@ -98,19 +98,19 @@ def load_peers(vllm: Path | None, sglang: Path | None) -> Peers:
     try:
         if vllm is None:
             raise ImportError("--vllm-source was not given")
-        loaded = dsv4_vllm_peer.load(vllm.resolve())
-        found.make["vllm"] = lambda part: dsv4_vllm_peer.triton_step(loaded, part)
+        loaded = dsv4_vllm.load(vllm.resolve())
+        found.make["vllm"] = lambda part: dsv4_vllm.triton_step(loaded, part)
         found.queries = loaded.queries
-        dsv4_vllm_peer.load_cutedsl(loaded)
-        found.make["vllm_cutedsl"] = lambda part: dsv4_vllm_peer.upstream_step(loaded, part)
+        dsv4_vllm.load_cutedsl(loaded)
+        found.make["vllm_cutedsl"] = lambda part: dsv4_vllm.upstream_step(loaded, part)
     except Exception as error:
         for name in {"vllm", "vllm_cutedsl"} - set(found.make):
             found.refused[name] = described(error)
     try:
         if sglang is None:
             raise ImportError("--sglang-source was not given")
-        compress = dsv4_sglang_peer.load(sglang.resolve())
-        found.make["sglang_jit"] = lambda part: dsv4_sglang_peer.upstream_step(compress, part)
+        compress = dsv4_sglang.load(sglang.resolve())
+        found.make["sglang_jit"] = lambda part: dsv4_sglang.upstream_step(compress, part)
     except Exception as error:
         found.refused["sglang_jit"] = described(error)
     # vLLM's own dispatch takes Triton for the indexer
@@ -127,7 +127,7 @@ def make_parts(layout: str, case: Case) -> list[TimedStep]:
     kinds = [kind_of(name, ratio) for name in (("main", "indexer") if part == "both" else (part,))]
     if layout == "paged":
         return [make_step(kind, *tokens_of(phase, n, ratio, ends)) for kind in kinds]
-    return [dsv4_sglang_peer.ring_step(k, phase, n, ends, default_device()) for k in kinds]
+    return [dsv4_sglang.ring_step(k, phase, n, ends, default_device()) for k in kinds]
 
 
 def new_row(case: Case, **more: object) -> dict[str, Any]:
@@ -298,9 +298,9 @@ def work(args: argparse.Namespace) -> None:
         peers.refused[(name, task) if task is not None else name] = reason
     bandwidth = copy_bandwidth_gbs()
     result: dict[str, object] = environment() | {
-        "vllm": dsv4_vllm_peer.RELEASE if "vllm" in peers.make else None,
+        "vllm": dsv4_vllm.RELEASE if "vllm" in peers.make else None,
         "cutedsl": installed_version("nvidia-cutlass-dsl"),
-        "sglang": dsv4_sglang_peer.RELEASE if "sglang_jit" in peers.make else None,
+        "sglang": dsv4_sglang.RELEASE if "sglang_jit" in peers.make else None,
         "copy_gbs": bandwidth,
         "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](rope_table(CUDA)), calls=20),
     }

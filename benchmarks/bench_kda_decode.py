@@ -40,7 +40,7 @@ from backend_core.testing.timing import (
     host_time_ms,
     installed_version,
 )
-from benchmarks.kda_decode_peers import (
+from benchmarks.peers.kda_decode import (
     DIM,
     EPS,
     Layer,

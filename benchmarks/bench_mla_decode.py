@@ -15,7 +15,7 @@ Times are medians of CUDA-graph replays. A graph holds one call for each of seve
 together touch more than 192 MB, since in an engine the other layers evict the L2 cache; its time is
 divided by their number. Plans are made outside, once per step, as engines make them, and timed on
 their own; a call is the main kernel and its combine. ``floor_us`` is the bytes of the keys over the
-fastest rate at which any kernel of the run read them. What a peer needs: ``mla_decode_peers.py``.
+fastest rate at which any kernel of the run read them. What a peer needs: ``peers/mla_decode.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_core.tables.select import PathSelection
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment, graph_us
-from benchmarks import mla_decode_peers
+from benchmarks.peers import mla_decode as mla_decode_peers
 from softmax_backend import reference
 from softmax_backend.api import mla_decode
 from softmax_backend.plan import MlaPlanner

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from backend_core.testing.timing import environment, graph_time_ms, stream_time_ms
-from benchmarks import sparse_attention_built_calls as built_calls
-from benchmarks import sparse_attention_peers as peers
-from benchmarks.sparse_attention_built import build
-from benchmarks.sparse_attention_built_calls import Built
+from benchmarks.peers import sparse_attention as peers
+from benchmarks.peers import sparse_attention_built_calls as built_calls
+from benchmarks.peers.sparse_attention_built import build
+from benchmarks.peers.sparse_attention_built_calls import Built
 from benchmarks.sparse_attention_modes import (
     MODES,
     SCALE,

@@ -38,7 +38,7 @@ from torch import Tensor
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.timing import environment, graph_time_ms
-from benchmarks import sparse_attention_peers as peers
+from benchmarks.peers import sparse_attention as peers
 from benchmarks.sparse_attention_modes import SCALE, D, Tensors, inputs, random_kinds
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.launch_params import TABLES

@@ -33,8 +33,9 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
 
-from benchmarks import decode_vllm, serve_agreement, serve_vllm, serve_work
-from benchmarks.serve_work import SideFile, call_name, prompt_of, row, say
+from benchmarks import serve_vllm
+from benchmarks.engines import decode_vllm, serve_agreement, serve_work
+from benchmarks.engines.serve_work import SideFile, call_name, prompt_of, row, say
 
 CALLS = ((1, 2048), (1, 8192), (8, 1024))
 WARM_UP, REPEATS, PROFILED = 2, 15, 3

@@ -4,13 +4,13 @@
 
 The twin of `benchmarks.dsv4_engine_vllm`, whose rows of the same file it leaves. Four processes
 beside each other: upstream and flag, each in the default mode (graphs of decodes, prompts without)
-and eager; `benchmarks.dsv4_engine_sglang_side` says what the model is. Checked:
+and eager; `benchmarks.engines.dsv4_sglang_side` says what the model is. Checked:
 
 - greedy tokens of 64 prompts of 1 to 5,000 tokens, with chunks, and of the same prompts continued
   from the prefix cache: flag beside upstream, in each mode. They may part where upstream's two best
   are no further apart than rounding moves them, which is seen in upstream's own two modes;
 - with the flag, all bytes of states and records after each step, beside eager calls of the
-  compressors on the same input (`benchmarks.dsv4_sglang_watch`), by kind of batch and size;
+  compressors on the same input (`benchmarks.engines.dsv4_sglang_watch`), by kind of batch and size;
 - that the checks can fail: a planted error is seen, and the tokens depend on compressed rows;
 - with ``--mtp`` the same with two drafts per token from an MTP layer, in two processes more, where
   graphs verify several tokens of a request.
@@ -30,9 +30,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sglang_needs
-from benchmarks.dsv4_engine_side import DRAFTS, MTP_SIDES, SIDES
 from benchmarks.dsv4_engine_vllm import RESULT, ROOT, conclude, partings, rounding
+from benchmarks.engines import sglang_needs
+from benchmarks.engines.dsv4_vllm_side import DRAFTS, MTP_SIDES, SIDES
 
 COMPRESSORS = 5  # of four layers with ratios 0, 4, 128 and 4: three main ones, two of indexers
 MODEL = "64 heads, bf16 weights, fp32 head of 16 tokens, mHC in torch"
@@ -87,7 +87,7 @@ def begin(
     arguments: list[str], name: str, logs: Path, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     log = (logs / f"{name}.log").open("w")
-    command = [sys.executable, "-m", "benchmarks.dsv4_engine_sglang_side", *arguments]
+    command = [sys.executable, "-m", "benchmarks.engines.dsv4_sglang_side", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
     )

@@ -3,16 +3,17 @@
     python -m benchmarks.dsv4_engine_vllm [OUT.json] [--logs DIR] [--mtp] [--heads {8,16,32,64}]
 
 Four processes beside each other: upstream and flag, each in the default mode (Model Runner V2,
-PIECEWISE and FULL graphs) and eager; `benchmarks.dsv4_engine_side` says what the model is. Checked:
+PIECEWISE and FULL graphs) and eager. `benchmarks.engines.dsv4_vllm_side` describes the model.
+Checked:
 
 - greedy tokens of 64 prompts of 1 to 5,000 tokens, with chunks, and of the same prompts continued
   from the prefix cache: flag beside upstream, in each mode. They may part where upstream's two best
   are no further apart than rounding moves them, which is seen in upstream's own two modes;
 - with the flag, all bytes of the caches after each step with a graph, beside eager calls of the
-  compressors on the same input (`benchmarks.dsv4_engine_watch`), by kind of batch and size;
+  compressors on the same input (`benchmarks.engines.dsv4_vllm_watch`), by kind of batch and size;
 - with the flag, which attention ran: layers, calls by kernel, the sizes whose graphs hold ours; and
   in eager calls the rows of its outputs beside FlashMLA's on the same input
-  (`benchmarks.dsv4_engine_attention`);
+  (`benchmarks.engines.dsv4_attention`);
 - that the checks can fail: a planted error is seen, and the tokens depend on compressed rows;
 - with ``--mtp`` the same with two drafts per token from an MTP layer, in two processes more.
 
@@ -34,7 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dsv4_engine_side import DRAFTS, HEADS, MTP_SIDES, SIDES
+from benchmarks.engines.dsv4_vllm_side import DRAFTS, HEADS, MTP_SIDES, SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dsv4_engines_h200.json"
@@ -86,7 +87,7 @@ def run(names: list[str], logs: Path, heads: int) -> dict[str, Any]:
         out = logs / f"{name}.json"
         out.unlink(missing_ok=True)
         log = (logs / f"{name}.log").open("w")
-        command = [sys.executable, "-m", "benchmarks.dsv4_engine_side", name, str(out)]
+        command = [sys.executable, "-m", "benchmarks.engines.dsv4_vllm_side", name, str(out)]
         command += ["--heads", str(heads)]
         running[name] = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT

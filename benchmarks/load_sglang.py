@@ -3,9 +3,9 @@
     python -m benchmarks.load_sglang load_sglang.json --minutes 8 --budget 570
 
 The recall checkpoint with prefix caching, and the traffic, the measurements and the demands of
-``load_vllm`` (`benchmarks.load_run`). The cache has room for 40 of the 256 requests, and little is
-held back for tokens that they will generate, so that requests are retracted and computed again,
-which is sglang's preemption. ``benchmarks.plot_load`` draws the file.
+``load_vllm`` (`benchmarks.engines.load_run`). The cache has room for 40 of the 256 requests, and
+little is held back for tokens that they will generate, so that requests are retracted and computed
+again, which is sglang's preemption. ``benchmarks.plot_load`` draws the file.
 
 The exit status is 1 where an answer was wrong, memory grew, nothing was retracted, or the server
 did not come to rest.
@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import load_run, sglang_needs
-from benchmarks.sglang_server import FLAGS, SglangServer
+from benchmarks.engines import load_run, sglang_needs
+from benchmarks.engines.sglang_server import FLAGS, SglangServer
 
 COUNTERS = load_run.Counters(
     preemptions="sglang:num_retracted_requests_total",

@@ -3,9 +3,10 @@
     python -m benchmarks.load_vllm load_vllm033.json --flag KDA --minutes 8 --budget 570
 
 The recall checkpoint in vLLM's default mode, with prefix caching and a cache so small that
-requests are preempted (`Cache`). Traffic is `benchmarks.load_traffic`'s: 1 to 256 requests at a
-time, prompts of 1 to 2,000 tokens, prefix hits, clients that leave in mid-stream.
-`benchmarks.load_run` says what is measured and asked. ``benchmarks.plot_load`` draws the file.
+requests are preempted (`Cache`). Traffic is `benchmarks.engines.load_traffic`'s: 1 to 256 requests
+at a time, prompts of 1 to 2,000 tokens, prefix hits, clients that leave in mid-stream.
+`benchmarks.engines.load_run` says what is measured and asked; ``benchmarks.plot_load`` draws the
+file.
 
 The exit status is 1 where an answer was wrong, memory grew, nothing was preempted, or the server
 did not come to rest.
@@ -18,8 +19,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import load_run
-from benchmarks.vllm_server import HERE, Server
+from benchmarks.engines import load_run
+from benchmarks.engines.vllm_server import RECALL, Server
 
 COUNTERS = load_run.Counters(
     preemptions="vllm:num_preemptions_total",
@@ -77,7 +78,7 @@ def main() -> int:
     parser.add_argument("--kv-cache-gib", type=float, default=0.12)  # 0.5 preempted nothing
     args = parser.parse_args()
     memory = int(args.kv_cache_gib * 2**30)
-    cache = Cache.of(json.loads((HERE / "checkpoint" / "config.json").read_text()), memory)
+    cache = Cache.of(json.loads((RECALL / "checkpoint" / "config.json").read_text()), memory)
     print(f"{cache}, so {cache.requests_of(1350)} requests of 1,350 tokens at a time", flush=True)
     options = [
         *("--max-model-len", "4096", "--max-num-batched-tokens", "2048", "--max-num-seqs", "256"),

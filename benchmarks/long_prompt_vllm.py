@@ -28,8 +28,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import serve_vllm, serve_work
-from benchmarks.serve_work import SideFile, prompt_of, say
+from benchmarks import serve_vllm
+from benchmarks.engines import serve_work
+from benchmarks.engines.serve_work import SideFile, prompt_of, say
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

@@ -8,9 +8,10 @@ after the other on one GPU, in vLLM's default graphs, and joins the sides' files
 both KDA and MLA layers are this package's where it is ahead. A third side, ``--sides kda_alone``,
 has the flag with MLA left to vLLM: its difference to ``flag`` is what MLA contributes.
 
-A step is timed as in `benchmarks.decode_vllm`: between two calls of the scheduler that both
+A step is timed as in `benchmarks.engines.decode_vllm`: between two calls of the scheduler that both
 schedule one token of each sequence. Its time depends on lengths, not on values, so contexts are
-made without a prefill (`benchmarks.context_connector`); ``--prefill`` reads real prompts instead.
+made without a prefill (`benchmarks.engines.context_connector`); ``--prefill`` reads real prompts
+instead.
 Of every point the kernels of some steps follow, by CUPTI, after the time.
 
 Before anything is timed, the flagged side checks in float64 one layer's decode of the batch sizes
@@ -28,8 +29,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode_vllm, serve_profile, serve_vllm, serve_work
-from benchmarks.serve_work import SideFile, prompt_of, row, say
+from benchmarks import serve_vllm
+from benchmarks.engines import decode_vllm, serve_profile, serve_work
+from benchmarks.engines.serve_work import SideFile, prompt_of, row, say
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -136,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         "layers": llm.apply_model(serve_vllm.layer_classes)[0],
         "mla": llm.apply_model(mla_classes)[0],
         "load_s": load_s,
-        "context_by": "prefill" if args.prefill else "benchmarks/context_connector.py",
+        "context_by": "prefill" if args.prefill else "benchmarks/engines/context_connector.py",
     }
     side = SideFile(args.out, args.until, head)
     say(f"loaded in {load_s:.0f} s: {head['engine']}")
@@ -171,7 +173,7 @@ def load(args: argparse.Namespace) -> Any:
     if not args.prefill:
         arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector="ContextConnector",
-            kv_connector_module_path="benchmarks.context_connector",
+            kv_connector_module_path="benchmarks.engines.context_connector",
             kv_role="kv_both",
         )
     return LLM(

@@ -11,6 +11,8 @@ Besides upstream and the flag alone there is one server for each of these:
 
 - short: the only captured graph is of 64 requests, so that every step of fewer is padded. sglang
   captures no prefills of models with MLA.
+- drafts: three tokens looked up in the prompt and in earlier answers, as a chain, which this
+  package verifies. The log must show that some were accepted.
 - fp8: the cache of the MLA layers in fp8.
 - sleep: the server is asked; its memory is released, with the weights kept on the host; it resumes
   and is asked again; its weights are read again and it is asked a third time. This needs
@@ -31,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import threading
 import time
 import traceback
@@ -41,23 +44,27 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks import sglang_needs
+from benchmarks.engines import sglang_needs
+from benchmarks.engines.sglang_server import FLAGS, SglangServer
+from benchmarks.engines.vllm_server import RECALL, versions
 from benchmarks.recall_vllm import Variant, rounds_of
-from benchmarks.sglang_server import FLAGS, SglangServer
-from benchmarks.vllm_server import HERE, versions
 
 SERVER_S = 150.0  # a start with kernels to compile, and the rounds
 SERVED = "KDA layers on"  # of the line that this package writes at model load
-MODEL = HERE / "checkpoint"
+MODEL = RECALL / "checkpoint"
 
 
 @dataclass(frozen=True)
 class SglangVariant(Variant):
-    """As `Variant`, and what the server needs (`sglang_needs.require`)."""
+    """As `Variant`, and what the server needs (`sglang_needs.require`).
+
+    ``drafts``: its log must show accepted ones.
+    """
 
     libraries: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     gpus: int = 1
+    drafts: bool = False
 
 
 _SLEEP = (("/release_memory_occupation", {}), ("/resume_memory_occupation", {}))
@@ -68,6 +75,14 @@ VARIANTS = {
     "flag": SglangVariant("flag", tuple(FLAGS["flag"])),
     "short": SglangVariant(
         "flag, a graph of 64 requests alone", (*FLAGS["flag"], "--cuda-graph-bs-decode", "64")
+    ),
+    "drafts": SglangVariant(
+        "flag, ngram drafts",
+        (
+            *(*FLAGS["flag"], "--speculative-algorithm", "NGRAM"),
+            *("--speculative-ngram-max-bfs-breadth", "1", "--speculative-num-draft-tokens", "4"),
+        ),
+        drafts=True,
     ),
     "fp8": SglangVariant("flag, fp8 KV cache", (*FLAGS["flag"], "--kv-cache-dtype", "fp8_e4m3")),
     "sleep": SglangVariant(
@@ -115,7 +130,7 @@ def main() -> int:
     args = parser.parse_args()
     args.until = math.inf if args.budget is None else time.monotonic() + args.budget - 10.0
     sglang_needs.require(modules=("xgrammar",))
-    questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
+    questions = recall.read_questions(RECALL / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
         "script": "benchmarks/recall_sglang.py",
         "environment": versions("sglang"),
@@ -215,17 +230,29 @@ def measure(
         finally:
             clock.cancel()
         start_s, command = server.start_s, server.shown()
-    said = [line for line in log.read_text(errors="replace").splitlines() if "kda-dsv4" in line]
+    text = log.read_text(errors="replace")
+    said = [line for line in text.splitlines() if "kda-dsv4" in line]
     if variant.flagged and not any(SERVED in line for line in said):
         raise RuntimeError(f"expected a line with {SERVED!r} in the log, got {said[:5]}")
+    accepted = accepted_tokens(text)
+    if variant.drafts and accepted is None:
+        raise RuntimeError("expected lines with an accept len above 1 in the log, got none")
     mla = [line.partition("kda-dsv4: ")[2] for line in said if "MLA layers" in line]
     return {
         "command": command,
         "start_s": start_s,
         "rounds": rows,
         "mla": mla[0] if mla else None,
+        "most_tokens_per_verification": accepted,
         "log": said,
     }
+
+
+def accepted_tokens(log: str) -> float | None:
+    """The most tokens per request and verification that a line of the log tells of, the one that
+    needs no draft included; ``None`` where no draft was accepted."""
+    most = max((float(found) for found in re.findall(r"accept len: ([\d.]+)", log)), default=1.0)
+    return most if most > 1.0 else None
 
 
 if __name__ == "__main__":

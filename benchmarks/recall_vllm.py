@@ -39,7 +39,7 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks.vllm_server import HERE, Server, completion, versions
+from benchmarks.engines.vllm_server import RECALL, Server, completion, versions
 
 CONCURRENCY = (1, 16, 64)
 ROUNDS = (*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64))  # one salt, one cache
@@ -110,7 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
-    parser.add_argument("--checkpoint", type=Path, default=HERE / "checkpoint")
+    parser.add_argument("--checkpoint", type=Path, default=RECALL / "checkpoint")
     parser.add_argument("--items", type=int, default=320)
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument(
@@ -126,7 +126,7 @@ def main() -> int:
         "--serve-option", action="append", default=[], help="one more argument of vllm serve"
     )
     args = parser.parse_args()
-    questions = recall.read_questions(HERE / "questions.jsonl").head(args.items)
+    questions = recall.read_questions(RECALL / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
         "script": "benchmarks/recall_vllm.py",
         "environment": versions("vllm"),
@@ -186,7 +186,7 @@ def plant(place: Path, function: str) -> str:
     entry = f"[vllm.general_plugins]\n{CANARY} = benchmarks.recall_vllm:{function}\n"
     (info / "entry_points.txt").write_text(entry)
     old = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(place), str(HERE.parents[1]), *([old] if old else [])])
+    return os.pathsep.join([str(place), str(RECALL.parents[1]), *([old] if old else [])])
 
 
 def transpose_states() -> None:

@@ -29,9 +29,17 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks import serve_agreement, serve_profile, serve_work, sglang_needs
+from benchmarks.engines import serve_agreement, serve_profile, serve_work, sglang_needs
+from benchmarks.engines.serve_work import (
+    SideFile,
+    call_name,
+    decode_name,
+    mixed,
+    prompt_of,
+    row,
+    say,
+)
 from benchmarks.serve_vllm import BUDGET, draw_weights, environment, model_directory
-from benchmarks.serve_work import SideFile, call_name, decode_name, mixed, prompt_of, row, say
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

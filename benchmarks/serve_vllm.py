@@ -39,8 +39,8 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks import decode_vllm, serve_agreement, serve_profile, serve_work
-from benchmarks.serve_work import SideFile, call_name, prompt_of, row, say
+from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
+from benchmarks.engines.serve_work import SideFile, call_name, prompt_of, row, say
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

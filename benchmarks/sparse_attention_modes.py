@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import sparse_attention_peers as peers
+from benchmarks.peers import sparse_attention as peers
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.launch_params_prefill import GluonPrefillParams

@@ -27,7 +27,7 @@ from backend_core.tables.select import PathSelection, load_table, shipped_direct
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.bench_dsv4_compressor import CUDA, tokens_of
-from benchmarks.dsv4_peers import EPS, empty_kernel
+from benchmarks.peers.dsv4_in_place import EPS, empty_kernel
 from dsv4_backend import SeqLens, compress_norm_rope_hadamard_
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.testing.steps import TimedStep, make_step, rope_table

@@ -15,7 +15,7 @@ from benchmarks.bounded_gate_vllm import (
     copy_decode_weights,
     joined,
 )
-from benchmarks.serve_agreement import APART, NEW_TOKENS, PROMPTS
+from benchmarks.engines.serve_agreement import APART, NEW_TOKENS, PROMPTS
 
 
 def test_kernels_belong_to_the_range_that_launched_them() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.dsv4_engine_side import MTP_SIDES, SIDES, continued, prompts
 from benchmarks.dsv4_engine_vllm import judge, write
+from benchmarks.engines.dsv4_vllm_side import MTP_SIDES, SIDES, continued, prompts
 
 PROMPTS = 64
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import dsv4_engine_sglang, dsv4_engine_sglang_side, sglang_needs
+from benchmarks import dsv4_engine_sglang
 from benchmarks.dsv4_engine_sglang import judge
-from benchmarks.dsv4_engine_side import MTP_SIDES, SIDES
 from benchmarks.dsv4_engine_vllm import write
+from benchmarks.engines import dsv4_sglang_side, sglang_needs
+from benchmarks.engines.dsv4_vllm_side import MTP_SIDES, SIDES
 
 PROMPTS = 64
 
@@ -169,8 +170,8 @@ def test_the_processes_of_a_run(
 
 def test_a_side_has_its_switches_and_arguments() -> None:
     switches, arguments = (
-        dsv4_engine_sglang_side.switches,
-        dsv4_engine_sglang_side.engine_arguments,
+        dsv4_sglang_side.switches,
+        dsv4_sglang_side.engine_arguments,
     )
     assert switches("flag")["KDA_DSV4_STRICT"] == switches("flag-mtp")["DSV4_WATCH"] == "1"
     assert "KDA_DSV4_STRICT" not in switches("upstream-mtp")

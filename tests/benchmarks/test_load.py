@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from backend_cli.eval import recall_task as recall
-from benchmarks import load_run, load_sglang, load_traffic, load_vllm, sglang_needs, vllm_server
+from benchmarks import load_sglang, load_vllm
+from benchmarks.engines import load_run, load_traffic, sglang_needs, vllm_server
 from tests.benchmarks.fake_vllm import free_port
 
 SCRIPTS = {"vllm": load_vllm, "sglang": load_sglang}
@@ -79,7 +80,7 @@ def test_a_wrong_answer_fails_the_run(
 
 
 def test_the_same_seed_draws_the_same_requests() -> None:
-    questions = recall.read_questions(vllm_server.HERE / "questions.jsonl").head(20)
+    questions = recall.read_questions(vllm_server.RECALL / "questions.jsonl").head(20)
     shorts = [load_traffic.Short([1, 2, 3], "x")]
     a, b = (load_traffic.Traffic(questions, shorts, 3) for _ in range(2))
     drawn = [a.next() for _ in range(300)]
@@ -137,7 +138,7 @@ def test_the_load_is_shortened_to_what_a_budget_leaves() -> None:
 
 def test_the_cache_of_vllm_is_too_small_for_the_load() -> None:
     """So that requests wait for blocks while others grow; and every request fits alone."""
-    config = json.loads((vllm_server.HERE / "checkpoint" / "config.json").read_text())
+    config = json.loads((vllm_server.RECALL / "checkpoint" / "config.json").read_text())
     cache = load_vllm.Cache.of(config, int(0.12 * 2**30))
     # two fp32 states of 128 x 128 and 768 channels' windows of 3; latents of 576 channels in bf16
     assert (cache.block_tokens, cache.block_bytes) == (128, 128 * 1152)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import recall_vllm, vllm_server
+from benchmarks import recall_vllm
+from benchmarks.engines import vllm_server
 from tests.benchmarks.fake_vllm import free_port
 
 

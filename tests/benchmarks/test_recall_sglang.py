@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import recall_sglang, sglang_needs, sglang_server
+from benchmarks import recall_sglang
+from benchmarks.engines import sglang_needs, sglang_server
 from tests.benchmarks.fake_vllm import free_port
 
 
@@ -62,6 +63,15 @@ def test_a_server_without_our_layers_is_a_failure(
     out = tmp_path / "out.json"
     assert run(out, monkeypatch, "--only", "flag", served="KDA layers on") == 1
     assert "expected a line with 'KDA layers on'" in json.loads(out.read_text())["failed"]["flag"]
+
+
+def test_drafts_that_are_never_accepted_are_a_failure(
+    fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    assert run(out, monkeypatch, "--only", "drafts") == 1
+    (why,) = json.loads(out.read_text())["failed"].values()
+    assert "expected lines with an accept len above 1" in why
 
 
 def test_without_time_servers_are_left_out(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import decode_vllm, serve_agreement, serve_profile, serve_vllm, serve_work
+from benchmarks import serve_vllm
+from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
 
 BUDGET = 512
 

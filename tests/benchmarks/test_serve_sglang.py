@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import serve_sglang, serve_work
+from benchmarks import serve_sglang
+from benchmarks.engines import serve_work
 
 
 class Engine:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from backend_core.engines import Engine
-from benchmarks import sglang_needs
+from benchmarks.engines import sglang_needs
 
 FILES = (
     "sgl_kernel/sm90/common_ops.abi3.so",

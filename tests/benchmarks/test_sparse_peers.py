@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import sparse_attention_built as built
-from benchmarks import sparse_attention_built_calls as calls
+from benchmarks.peers import sparse_attention_built as built
+from benchmarks.peers import sparse_attention_built_calls as calls
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan import bsr, intervals
 from softmax_backend.plan.sliding_tile import sliding_tile

@@ -18,6 +18,7 @@ from backend_core.family import PACKAGES
 ROOT = Path(__file__).parents[2]
 OURS = ("backend_cli", "backend_core", *PACKAGES)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+BENCHMARKS = [Path("benchmarks", *folder) for folder in ((), ("engines",), ("peers",))]
 
 # Run in an installed copy; prints where the package and its tables come from.
 PROBE = """
@@ -45,8 +46,9 @@ def test_every_folder_with_modules_is_packaged() -> None:
         for package in OURS
         for file in (ROOT / package).rglob("*.py")
     }
+    scripts = {".".join(("kda_dsv4_benchmarks", *folder.parts)) for folder in BENCHMARKS}
     packages = set(PROJECT["tool"]["setuptools"]["packages"])
-    assert packages == folders | {"backend_core.configs", "kda_dsv4_benchmarks.benchmarks"}
+    assert packages == folders | {"backend_core.configs"} | scripts
     assert set(PROJECT["tool"]["mypy"]["packages"]) == set(OURS)
 
 
@@ -100,7 +102,9 @@ def test_the_wheel_holds_every_table_marker_and_licence(wheel: Path) -> None:
     assert {f"{package}/py.typed" for package in OURS} <= names
     assert modules <= names
     scripts = {
-        f"kda_dsv4_benchmarks/{file.relative_to(ROOT)}" for file in ROOT.glob("benchmarks/*.py")
+        f"kda_dsv4_benchmarks/{file.relative_to(ROOT)}"
+        for folder in BENCHMARKS
+        for file in (ROOT / folder).glob("*.py")
     }
     assert scripts and scripts <= names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)

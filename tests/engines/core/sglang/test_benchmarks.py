@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from backend_core.engines import ENGINES
-from benchmarks import dsv4_engine_sglang_side, recall_sglang, serve_sglang
-from benchmarks.dsv4_engine_side import BATCHED_TOKENS, MTP_SIDES, SIDES
+from benchmarks import recall_sglang, serve_sglang
+from benchmarks.engines import dsv4_sglang_side
+from benchmarks.engines.dsv4_vllm_side import BATCHED_TOKENS, MTP_SIDES, SIDES
 
 
 def test_weights_are_drawn_where_sglang_draws_its_dummies(
@@ -52,9 +53,9 @@ def test_sglang_takes_the_small_deepseek(side: str, monkeypatch: pytest.MonkeyPa
     """Its arguments resolve to the same engine on both sides, but for what a side is."""
     from sglang.srt.server_args import ServerArgs
 
-    for name, value in dsv4_engine_sglang_side.switches("upstream").items():
+    for name, value in dsv4_sglang_side.switches("upstream").items():
         monkeypatch.setenv(name, value)
-    arguments = dsv4_engine_sglang_side.engine_arguments(side)
+    arguments = dsv4_sglang_side.engine_arguments(side)
     assert set(arguments) <= set(inspect.signature(ServerArgs).parameters)
     if ENGINES["sglang"].installed() != "0.5.17":
         pytest.skip("later releases keep what they resolve apart from the arguments")
@@ -70,7 +71,7 @@ def test_sglang_takes_the_small_deepseek(side: str, monkeypatch: pytest.MonkeyPa
 def test_the_kernels_compiled_ahead_are_sglangs() -> None:
     if ENGINES["sglang"].installed() != "0.5.17":
         pytest.skip("of other releases sglang compiles them as it meets them")
-    for make, *of in dsv4_engine_sglang_side.kernels():
+    for make, *of in dsv4_sglang_side.kernels():
         inspect.signature(make).bind(*of)
 
 
@@ -86,6 +87,34 @@ def test_sglang_takes_every_servers_options(name: str, tmp_path: Path) -> None:
     assert (found.attention_backend == "kda") == variant.flagged
     assert found.page_size == (64 if name.endswith("mla") else None)
     assert found.tp_size == variant.gpus
+
+
+@pytest.mark.parametrize("name", [n for n, v in recall_sglang.VARIANTS.items() if v.drafts])
+def test_drafts_are_a_chain_that_is_verified_here(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sglang resolves the options to chains, which `kda_backend` takes, with the prefix cache."""
+    from sglang.srt import server_args
+
+    if ENGINES["sglang"].installed() != "0.5.17":
+        pytest.skip("later releases keep what they resolve apart from the arguments")
+    monkeypatch.setattr(server_args, "is_cuda", lambda: True)  # drafts beside prefixes ask for it
+    server = recall_sglang.server_of(name, 8000, tmp_path / "log", 1.0, [])
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    options = [*server.command[server.command.index("--model-path") :], "--device", "cpu"]
+    found = server_args.ServerArgs.from_cli_args(parser.parse_args(options))
+    assert found.speculative_algorithm == "NGRAM" and found.speculative_eagle_topk == 1
+    assert found.speculative_num_draft_tokens == 4 and not found.disable_radix_cache
+
+
+def test_accepted_drafts_are_read_off_the_log() -> None:
+    """As sglang writes them."""
+    package = Path(inspect.getfile(importlib.import_module("sglang"))).parent / "srt"
+    reporter = package / "managers" / "scheduler_components" / "metrics_reporter.py"
+    assert 'f"accept len: {spec_accept_length:.2f}, ' in reporter.read_text()
+    assert recall_sglang.accepted_tokens("#token: 3, accept len: 1.00, accept rate: 0.0") is None
+    assert recall_sglang.accepted_tokens("accept len: 2.50, \naccept len: 1.00, ") == 2.5
 
 
 def test_what_the_servers_are_told_is_a_route_of_sglangs() -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from benchmarks import dsv4_sglang_watch
-from benchmarks.dsv4_sglang_watch import Watch
+from benchmarks.engines import dsv4_sglang_watch
+from benchmarks.engines.dsv4_sglang_watch import Watch
 from dsv4_backend.engines import sglang_compressor
 from dsv4_backend.engines.sglang_compressor import FusedStep
 from tests.dsv4.cases import make_history

@@ -34,7 +34,7 @@ def test_a_batch_of_long_prompts_is_a_decode_step_at_once() -> None:
     config = engine_config(
         kv_transfer_config=KVTransferConfig(
             kv_connector="ContextConnector",
-            kv_connector_module_path="benchmarks.context_connector",
+            kv_connector_module_path="benchmarks.engines.context_connector",
             kv_role="kv_both",
         ),
         max_num_batched_tokens=64,

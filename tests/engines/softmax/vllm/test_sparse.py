@@ -364,10 +364,10 @@ def test_unknown_arguments_are_refused_with_their_name(
 def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, spoiled: float
 ) -> None:
-    """`benchmarks.dsv4_engine_attention`, with this package's drop-ins in FlashMLA's place."""
+    """`benchmarks.engines.dsv4_attention`, with this package's drop-ins in FlashMLA's place."""
     from vllm.models.deepseek_v4.nvidia import flashmla
 
-    from benchmarks import dsv4_engine_attention
+    from benchmarks.engines import dsv4_attention
     from softmax_backend import flash_mla_sparse
 
     layer = sparse_layer.SparseLayer
@@ -380,9 +380,9 @@ def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
         return decode(self, *args, **options).mul_(spoiled)
 
     monkeypatch.setattr(layer, "decode", wrong)
-    monkeypatch.setattr(dsv4_engine_attention, "flashmla_schedule", lambda: None)
+    monkeypatch.setattr(dsv4_attention, "flashmla_schedule", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    watch = dsv4_engine_attention.AttentionWatch()
+    watch = dsv4_attention.AttentionWatch()
     batches = serve("torch", 8, 4)
     check_run = batches.run([(131, 132), (0, 1), (0, 3)])
     assert not check_run.isnan().any()

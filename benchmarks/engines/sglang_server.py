@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm_server import HERE, Server
+from benchmarks.engines.vllm_server import RECALL, Server
 
 IDLE_S = 2.0
 FLAGS = {  # the full-attention layers run on sglang's triton backend on both sides
@@ -36,7 +36,7 @@ class SglangServer(Server):
         log: Path,
         timeout: float = 300.0,
         environment: dict[str, str] | None = None,
-        model: Path = HERE / "checkpoint",
+        model: Path = RECALL / "checkpoint",
     ) -> None:
         super().__init__([], port, log, timeout, environment, model)
         self.command = [

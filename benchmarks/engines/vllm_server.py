@@ -17,7 +17,7 @@ from typing import Any
 
 from backend_cli.eval import recall_task as recall
 
-HERE = Path(__file__).parent / "recall"
+RECALL = Path(__file__).parents[1] / "recall"
 # what a result keeps of a server's log: what this package said, and which of its modes vLLM chose
 KEPT = ("kda-dsv4", "BREAKABLE_CUDAGRAPH", "Model Runner V", "model runner", "attention backend")
 COUNTERS = (
@@ -50,7 +50,7 @@ class Server:
         log: Path,
         timeout: float = 300.0,
         environment: dict[str, str] | None = None,
-        model: Path = HERE / "checkpoint",
+        model: Path = RECALL / "checkpoint",
     ) -> None:
         self.port, self.log, self.timeout = port, log, timeout
         self.command = [
@@ -155,7 +155,7 @@ def errors_in(log: str) -> str:
 
 def shown(command: list[str]) -> list[str]:
     """An engine's arguments, paths from the repository's root."""
-    root = HERE.parents[1]
+    root = RECALL.parents[1]
     return [
         str(Path(part).relative_to(root)) if part.startswith(str(root)) else part
         for part in command

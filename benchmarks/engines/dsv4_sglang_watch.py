@@ -1,4 +1,4 @@
-"""What `benchmarks.dsv4_engine_sglang_side` changes and watches in sglang's scheduler process.
+"""What `benchmarks.engines.dsv4_sglang_side` changes and watches in sglang's scheduler process.
 
 `install` is the entry point of a plug-in. Weights are drawn as sglang initialises its dummies, and
 what the machine may lack is replaced by torch on every side alike:
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from backend_core.engines.after_import import after_import
-from benchmarks import dsv4_pages
+from benchmarks.engines import dsv4_pages
 
 WATCH = "DSV4_WATCH"
 LEAST_PLANTED = 16  # tokens of the steps that a planted error is shown in
@@ -48,7 +48,7 @@ def install() -> None:
 
 
 def _draw(loader: ModuleType) -> None:
-    from benchmarks.dsv4_engine_side import draw_weights
+    from benchmarks.engines.dsv4_vllm_side import draw_weights
 
     loader.initialize_dummy_weights = draw_weights  # type: ignore[attr-defined]
 

@@ -19,7 +19,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.v1.worker.gpu import model_runner
 
-from benchmarks import dsv4_pages
+from benchmarks.engines import dsv4_pages
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
 
 Input = tuple[Any, torch.Tensor, torch.Tensor, Any]

@@ -1,12 +1,13 @@
 """One process of `benchmarks.dsv4_engine_sglang`: a small DeepSeek-V4 of random weights in sglang.
 
-    python -m benchmarks.dsv4_engine_sglang_side {upstream,flag}[-eager|-mtp] OUT.json
-    python -m benchmarks.dsv4_engine_sglang_side compile    # sglang's own kernels, all at a time
+    python -m benchmarks.engines.dsv4_sglang_side {upstream,flag}[-eager|-mtp] OUT.json
+    python -m benchmarks.engines.dsv4_sglang_side compile    # sglang's own kernels, all at a time
 
-The model, its weights and its prompts are those of `benchmarks.dsv4_engine_side`, with 64 heads,
-which sglang's FlashMLA takes on one GPU. On every side alike mHC runs in torch, since TileLang need
-not be there, and without DeepGEMM the indexer's logits too; `benchmarks.dsv4_sglang_watch` does so
-in the engine's scheduler, which is another process.
+The model, its weights and its prompts are those of `benchmarks.engines.dsv4_vllm_side`, with 64
+heads, which sglang's FlashMLA takes on one GPU. On both sides mHC runs in torch, since TileLang may
+be absent, and so do the indexer's logits where DeepGEMM is absent;
+`benchmarks.engines.dsv4_sglang_watch` makes these changes in the engine's scheduler, which is
+another process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dsv4_engine_side import (
+from benchmarks.engines.dsv4_sglang_watch import WATCH
+from benchmarks.engines.dsv4_vllm_side import (
     BATCHED_TOKENS,
     DRAFTS,
     MAX_LENGTH,
@@ -36,7 +38,6 @@ from benchmarks.dsv4_engine_side import (
     continued,
     prompts,
 )
-from benchmarks.dsv4_sglang_watch import WATCH
 
 PLUGIN = "kda_dsv4_dsv4_watch"
 CACHE_TOKENS = 131072
@@ -135,13 +136,13 @@ def say(line: str) -> None:
 
 
 def plant(place: Path) -> None:
-    """A plug-in on the search path, `benchmarks.dsv4_sglang_watch`, for the engine's processes."""
+    """Put `benchmarks.engines.dsv4_sglang_watch` on the search path as a plug-in of the engine."""
     info = place / f"{PLUGIN}-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    entry = f"[sglang.srt.plugins]\n{PLUGIN} = benchmarks.dsv4_sglang_watch:install\n"
+    entry = f"[sglang.srt.plugins]\n{PLUGIN} = benchmarks.engines.dsv4_sglang_watch:install\n"
     (info / "entry_points.txt").write_text(entry)
-    paths = [str(place), str(Path(__file__).resolve().parent.parent)]
+    paths = [str(place), str(Path(__file__).resolve().parents[2])]
     old = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([old] if old else [])])
     sys.path[:0] = paths

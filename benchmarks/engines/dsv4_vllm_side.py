@@ -1,6 +1,6 @@
 """One process of `benchmarks.dsv4_engine_vllm`: a small DeepSeek-V4 with random weights in vLLM.
 
-    python -m benchmarks.dsv4_engine_side {upstream,flag}[-eager|-mtp] OUT.json [--heads N]
+    python -m benchmarks.engines.dsv4_vllm_side {upstream,flag}[-eager|-mtp] OUT.json [--heads N]
 
 The model is vLLM's own DeepSeek-V4 for CUDA in bf16, with its shapes where kernels fix them: 64
 heads of 512 channels, or as few as a rank has under tensor parallelism, an indexer of 64 heads that
@@ -118,11 +118,11 @@ def main() -> None:
     }
     watch = attention = None
     if flag:
-        from benchmarks.dsv4_engine_attention import AttentionWatch
+        from benchmarks.engines.dsv4_attention import AttentionWatch
 
         attention = AttentionWatch()
     if flag and not eager:
-        from benchmarks.dsv4_engine_watch import Watch
+        from benchmarks.engines.dsv4_vllm_watch import Watch
 
         watch = Watch()
     say("building the engine")

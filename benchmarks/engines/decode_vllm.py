@@ -13,8 +13,8 @@ from itertools import pairwise
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks import serve_profile
-from benchmarks.serve_work import decode_name, row
+from benchmarks.engines import serve_profile
+from benchmarks.engines.serve_work import decode_name, row
 
 STEPS, PROFILED = 32, 8
 # what of a step's kernels is a KDA layer between its projections, by parts of their names

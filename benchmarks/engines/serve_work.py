@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import serve_agreement
+from benchmarks.engines import serve_agreement
 
 CALLS = ((1, 128), (1, 512), (1, 2048), (1, 8192), (8, 1024), (1, 32768))
 DECODE_SHORT = ((1, 128), (16, 128), (64, 128))

@@ -1,9 +1,9 @@
 """A loaded server of any engine: what is measured of it, and what is asked of the result.
 
 ``load_vllm`` and ``load_sglang`` start their server and call `run`. Traffic is
-`benchmarks.load_traffic`'s. Every answer is judged. Memory of the GPU and of the server's processes
-is read every two seconds; a minute that is like every other is compared, first against last. After
-the load the server must be idle, with an empty cache, and answer all questions again.
+`benchmarks.engines.load_traffic`'s. Every answer is judged. Memory of the GPU and of the server's
+processes is read every two seconds, and its first minute under load is compared with its last.
+After the load the server must be idle, with an empty cache, and answer all questions again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks import load_traffic
+from benchmarks.engines import load_traffic
+from benchmarks.engines.vllm_server import RECALL, Server, versions
 from benchmarks.recall_vllm import ask_all
-from benchmarks.vllm_server import HERE, Server, versions
 
 SAMPLE_S = 2.0
 GPU_GROWTH, HOST_GROWTH = 0.01, 0.05  # what counts as flat, of the first minute's mean
@@ -119,7 +119,7 @@ def measure(
 ) -> dict[str, Any]:
     """Ask the idle server, load it, ask it again. ``begin``: time.monotonic() of the command's
     start."""
-    questions = recall.read_questions(HERE / "questions.jsonl")
+    questions = recall.read_questions(RECALL / "questions.jsonl")
     shorts = asyncio.run(load_traffic.idle_answers(server.url, questions, args.seed))
     print(f"{len(shorts)} short prompts whose continuation is sure", flush=True)
     traffic = load_traffic.Traffic(questions, shorts, args.seed)
