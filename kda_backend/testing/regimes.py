@@ -6,7 +6,7 @@ init       A_log = log U(1, 16), dt_bias = softplus^-1 of log-uniform [1e-3, 1e-
 weak       A_log 0, dt_bias -5.5, raw gate 0.3 N(0, 1)
 long       A_log N(1.3, 1.3) up to 5.3, dt_bias N(-3, 2), raw gate N(0, 3): a long tail of decays
 extreme    exp(A_log) = 201, the largest of Kimi-Linear's checkpoint; two channels of three decay by
-           up to e^2661 per token and e^-6e4 per chunk, the third keeps its state
+           up to e^-2661 per token and e^-6e4 per chunk, the third keeps its state
 collinear  keys 1 % apart, beta ~ 1, decay ~ 1
 """
 
