@@ -196,13 +196,15 @@ def agreement(left: list[list[int]], right: list[list[int]]) -> float:
 def path_row(target: Target, family: Family) -> dict[str, Any]:
     """The paths of a family on a part for large grids, or why there are none.
 
-    ``measured`` is whether all of their parameters were chosen by measuring on that part.
+    ``measured`` is whether all of their parameters were chosen by measuring on that part,
+    ``measured_paths`` how many operators have such a path.
     """
     row: dict[str, Any] = {
         "target": asdict(target),
         "family": family.name,
         "paths": {},
         "measured": False,
+        "measured_paths": 0,
         "error": None,
     }
     try:
@@ -210,9 +212,11 @@ def path_row(target: Target, family: Family) -> dict[str, Any]:
     except LookupError as error:
         return row | {"error": str(error)}
     chosen = {name: select(table, name).paths[-1] for name in family.tables.operator_names}
+    measured = [path.measured for path in chosen.values()]
     return row | {
         "paths": {name: path.name for name, path in chosen.items()},
-        "measured": all(path.measured for path in chosen.values()),
+        "measured": all(measured),
+        "measured_paths": sum(measured),
     }
 
 
@@ -248,7 +252,8 @@ def _print_report(report: dict[str, Any], questions: recall.QuestionSet, backend
         if row["error"]:
             table.add_row(*names, "upstream code", row["error"])
             continue
-        measured = "measured" if row["measured"] else "not all measured"
+        some = "some measured" if row["measured_paths"] else "not measured"
+        measured = "measured" if row["measured"] else some
         table.add_row(*names, ", ".join(dict.fromkeys(row["paths"].values())), measured)
     console.print(table)
     console.print("\nServe the real model:")
