@@ -149,11 +149,14 @@ def decode(
     pools: Pools,
     state_indices: torch.Tensor,
     null_slot: int | None,
+    *,
+    pdl_prefetch_safe: bool = True,
 ) -> None:
     """One token of each sequence, all in one launch; every valid slot is read.
 
     Called after the layer's projections: the launch before it must not write the pools or
-    ``state_indices``, which may be read while that launch still runs.
+    ``state_indices``, which may be read while that launch still runs, unless
+    ``pdl_prefetch_safe`` is false.
 
     Arguments as :func:`prefill`, with ``N = T``; rows at ``null_slot`` are padding too.
     """
@@ -165,7 +168,7 @@ def decode(
         NormInputs(weights.norm, tokens.gate, weights.norm_eps),
         tokens.out,
         selection,
-        pdl_prefetch_safe=True,
+        pdl_prefetch_safe=pdl_prefetch_safe,
     )
 
 

@@ -65,7 +65,8 @@ def run_step(
         return
     window = Pools(window_of(conv_pool), state_pool)
     if step.decode is not None:
-        decode(runtime, weights, _rows(whole, step.decode), window, step.decode)
+        tokens = _rows(whole, step.decode)
+        decode(runtime, weights, tokens, window, step.decode, is_first=not checked)
     if step.prefill is not None:
         tokens = _rows(whole, step.prefill)
         prefill(runtime, weights, tokens, window, step.prefill, checked=checked)
@@ -106,11 +107,19 @@ def prefill(
 
 
 def decode(
-    runtime: Runtime, weights: LayerWeights, tokens: Tokens, pools: Pools, segment: Segment
+    runtime: Runtime,
+    weights: LayerWeights,
+    tokens: Tokens,
+    pools: Pools,
+    segment: Segment,
+    *,
+    is_first: bool = False,
 ) -> None:
+    """``is_first``: the step's slots were made just before, and not a projection's launches ago."""
     args = (weights, runtime.selection, tokens, pools, segment.state_indices)
     if segment.step_plan is None:
-        layer.decode(*args, null_slot=NULL_BLOCK_ID)
+        safe = not (is_first and segment.copied)
+        layer.decode(*args, null_slot=NULL_BLOCK_ID, pdl_prefetch_safe=safe)
     else:
         layer.decode_or_start(*args, segment.has_initial_state, segment.step_plan)
 

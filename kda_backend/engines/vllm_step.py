@@ -15,7 +15,11 @@ from kda_backend.step_plan import StepPlan, build_step_plan
 
 @dataclass(frozen=True)
 class Segment:
-    """The decodes or the prefills of one step; ``begin`` and ``end`` are token offsets."""
+    """The decodes or the prefills of one step; ``begin`` and ``end`` are token offsets.
+
+    Attributes:
+        copied: the launch before the first layer's writes ``state_indices``.
+    """
 
     begin: int
     end: int
@@ -23,6 +27,7 @@ class Segment:
     has_initial_state: torch.Tensor | None
     step_plan: StepPlan | None  # of decodes only where some may start a new sequence
     checkpoints: Checkpoints | None = None  # of prefills
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,11 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> S
         # single tokens beside drafts are counted with the prefills, if there are prefills
         assert not (m.num_prefills and begin)
     if begin:
-        indices = m.non_spec_state_indices_tensor[:begin].contiguous()
+        given = m.non_spec_state_indices_tensor[:begin]
+        indices = given.contiguous()
         if m.has_initial_state is None:
-            decode = Segment(0, begin, indices, None, None)
+            copied = not given.is_contiguous()
+            decode = Segment(0, begin, indices, None, None, copied=copied)
         else:
             # beside prefills the engine says which rows continue: a prompt may have one token
             bounds = m.non_spec_query_start_loc[: begin + 1]

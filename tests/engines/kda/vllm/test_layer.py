@@ -221,6 +221,27 @@ def test_decode_for_a_cuda_graph_skips_padded_requests(layer: Any, config: Any) 
         assert torch.equal(pool[others], kept[others])
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_slots_that_were_copied_just_before_are_not_fetched_early(
+    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """A column of a wider block table, as with drafts, is copied by the first layer of a step."""
+    early = []
+    step = operators.decode_step
+
+    def recorded(*args: Any, pdl_prefetch_safe: bool) -> Any:
+        early.append(pdl_prefetch_safe)
+        return step(*args, pdl_prefetch_safe=pdl_prefetch_safe)
+
+    monkeypatch.setattr(operators, "decode_step", recorded)
+    blocks = table(3, 7) if apart else table(3, 7)[:, :1].contiguous()
+    metadata = step_metadata(layer, config, (1, 1), (30, 30), blocks)
+    assert metadata.num_decodes == 2
+    for _ in range(2):
+        run_layer(layer, config, hidden(2), metadata)
+    assert early == [not apart, True]
+
+
 def test_prefix_caching_reads_the_state_of_the_aligned_block(config: Any) -> None:
     """``mamba_cache_mode="align"``: one state a block, of which the step's last one is written.
 
