@@ -17,7 +17,7 @@ from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection, warm_up
 from kda_backend.step_plan import build_step_plan
 
-_warm: set[Runtime] = set()
+_warm: dict[Runtime, int] = {}  # tokens of its largest profile run
 
 
 def profile(
@@ -33,9 +33,11 @@ def profile(
     """The profile run at model load, which has no cache yet: compile and load every kernel that the
     selection can choose, and take the memory of the largest step, so that the engine counts it."""
     out.zero_()
-    if runtime in _warm:
+    if _warm.get(runtime, -1) >= qkv.shape[0]:
         return
-    _warm.add(runtime)
+    # an engine that the same process makes after another may have longer steps, and shares what
+    # was chosen for the first one
+    _warm[runtime] = qkv.shape[0]
     pools = _scratch_pools(module, qkv.device)
     window = Pools(window_of(pools.conv), pools.state)
     tables = runtime.selection.target.vendor != "cpu"

@@ -304,6 +304,24 @@ def test_the_profile_run_warms_up_and_returns_zeros(layer: Any, config: Any) -> 
     assert layer.kda_runtime in vllm_profile._warm
 
 
+def test_a_second_engine_of_a_process_profiles_its_longer_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They share a runtime, whose memory the first engine's profile run has not grown enough."""
+    vllm_profile._warm.clear()
+    tokens: list[int] = []
+    monkeypatch.setattr(vllm_profile, "prefill", lambda *args: tokens.append(args[2].out.shape[0]))
+    runtimes = []
+    for longest in (100, 60, 300):
+        config = engine_config(flag=True)
+        for index in range(2):
+            layer = build_layer(config, index=index)
+            runtimes.append(layer.kda_runtime)
+            run_layer(layer, config, hidden(longest), None)
+    assert len(set(runtimes)) == 1
+    assert [n for n in tokens if n > 16] == [100, 300]
+
+
 def test_both_layers_come_from_one_plan_that_is_logged_once(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
