@@ -103,6 +103,8 @@ def verification(
         offsets = draft.cu_seqlens.tolist()
     for n in range(shape.num_sequences):
         own = range(offsets[n], offsets[n + 1])[: shape.max_tokens]
+        if not own:
+            continue
         accepted = 0 if draft.num_accepted is None else int(draft.num_accepted[n]) - 1
         accepted = max(0, min(accepted, shape.max_tokens - 1))
         table = indices[n].reshape(-1).tolist()

@@ -192,8 +192,10 @@ def verify_step_kernel(
         v0, v1, v2 = windows[2]
         t_q, t_k, t_v = taps
         if windows_ptr is None:
+            rolls = num_tokens > 0  # not that of an empty draft
+            own = (m_k & rolls, m_k & rolls, m_v & rolls)
             store_inputs_before(
-                conv_state_ptr, strides, channels, masks, windows[0], windows[1], windows[2]
+                conv_state_ptr, strides, channels, own, windows[0], windows[1], windows[2]
             )
             conv_state_ptr += stride_conv_w
 

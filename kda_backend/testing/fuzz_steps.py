@@ -334,6 +334,8 @@ class _Draft(_Rows):
         elif self.case.has_conv:
             for n in live:
                 slot, begin, length = self.table[n][0], self.begins[n], self.lengths[n]
+                if not length:
+                    continue  # the window rolls by what is drafted
                 window = self.before.windows[slot, :, first[n] + 1 : first[n] + 3].clone()
                 self.before.windows[slot, :, :2] = window
                 drafted = self.case.packed[begin : begin + length].T

@@ -175,6 +175,27 @@ def test_a_slot_for_each_token(backend: Backend, seed: int, accepted: int, layou
     assert_same_bits("windows elsewhere", pools.window_memory, before.window_memory)
 
 
+@pytest.mark.parametrize("accepted", [1, 3])
+def test_an_empty_draft_touches_nothing(backend: Backend, seed: int, accepted: int) -> None:
+    """A window that rolled without a token would have lost the oldest of its inputs."""
+    case = make_step(seed, 2, device=backend.device, heads=1)
+    pools = StepPools(case, 7, width=5)
+    pools.fill(seed + 1, [1, 2, 3, 4, 5, 6])
+    before = pools.copy()
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32, device=backend.device)
+    run_verify(
+        backend,
+        case,
+        pools,
+        table,
+        num_accepted_tokens=torch.full((2,), accepted, dtype=torch.int32, device=backend.device),
+        cu_seqlens=torch.tensor([0, 0, 2], dtype=torch.int32, device=backend.device),
+    )
+    assert_same_bits("states", pools.states[1:4], before.states[1:4])
+    assert_same_bits("window", pools.windows[1].contiguous(), before.windows[1].contiguous())
+    assert not torch.equal(pools.windows[4], before.windows[4])
+
+
 def test_a_token_without_a_slot_keeps_nothing(backend: Backend, seed: int) -> None:
     case = make_step(seed, 3, device=backend.device, heads=1, has_conv=False)
     pools = StepPools(case, 3)
