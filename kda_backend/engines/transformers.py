@@ -93,7 +93,9 @@ def _modeling() -> ModuleType:
 
 
 def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for transformers' operator ``name``: it takes what the layer passes.
+    """What stands in for transformers' operator ``name``: it takes what the layer passes. A model
+    that is compiled calls it as it is, as FLA's: torch would trace checks and launches piece by
+    piece.
 
     q, k, v, g ``[B, T, H, D]``, beta ``[B, T, H]``, state ``[B, H, K, V]`` fp32.
     ``model_arguments`` are those of the model's forward, which transformers hands to every
@@ -123,7 +125,8 @@ def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         )
 
-    return operator
+    opaque: Callable[..., Any] = torch.compiler.disable(operator)  # type: ignore[no-untyped-call]
+    return opaque
 
 
 def _has_path(query: torch.Tensor, value: torch.Tensor, g: torch.Tensor) -> bool:

@@ -141,6 +141,34 @@ def test_bf16_agrees_as_far_as_bf16_goes(model: Any) -> None:
     assert (ours - exact).norm() < 1.2 * (upstream - exact).norm()
 
 
+def test_a_compiled_model_calls_the_operators_as_they_are(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``generate`` compiles by itself where a cache of fixed size lies on a GPU."""
+    ids = tokens(model, 2, 40)
+    upstream = logits(model, ids)
+    traced: list[bool] = []
+    select = kda.selection_for
+
+    def noted(*args: Any) -> Any:
+        traced.append(torch.compiler.is_compiling())
+        return select(*args)
+
+    kda.enable()
+    monkeypatch.setattr(kda, "selection_for", noted)
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(model.forward, backend="eager")
+        cache = DynamicCache(config=model.config)
+        parts = [ids[:, :39], ids[:, 39:]]
+        with torch.no_grad():
+            ours = [compiled(part, past_key_values=cache).logits.cpu() for part in parts]
+    finally:
+        torch._dynamo.reset()
+    torch.testing.assert_close(torch.cat(ours, 1), upstream, **TOLERANCE)
+    assert traced == [False] * 6  # three layers, two calls
+
+
 def test_undo_restores_the_same_objects() -> None:
     upstream = [getattr(modeling, name) for name in OPERATORS]
     kda.disable()
