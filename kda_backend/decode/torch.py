@@ -178,7 +178,7 @@ class _Layer:
             y = F.silu(y)
             q, k = y[:, :keys].reshape(q.shape), y[:, keys : 2 * keys].reshape(k.shape)
             v = y[:, 2 * keys :].reshape(v.shape)
-            window = columns[:, :, 1:]
+            window = columns[:, :, 1:].to(conv.state.dtype).float()  # as the next token reads it
         if x.l2norm:
             q, k = reference.l2norm(q), reference.l2norm(k)
         decay, beta = log_decay(g, self._gate).exp(), step_size(beta, x.beta_kind)

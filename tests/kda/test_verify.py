@@ -244,6 +244,22 @@ def test_accepting_is_having_stepped(backend: Backend, seed: int) -> None:
         assert_same_bits(f"window {t}", draft.windows[row, t], window.contiguous())
 
 
+def test_a_draft_reads_its_own_tokens_as_the_pool_holds_them(backend: Backend, seed: int) -> None:
+    """fp32 tokens beside windows in bf16: a step reads the rounded inputs of those before it."""
+    case = make_step(seed, 4, device=backend.device, heads=1, dtype=torch.float32)
+    pools = StepPools(case, 6, width=6)
+    pools.fill(seed + 1, [1, 2, 3, 4])
+    pools.windows = pools.windows.to(torch.bfloat16)
+    states, windows = pools.states.clone(), pools.windows.clone()
+    table = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32, device=backend.device)
+    one = torch.ones(1, dtype=torch.int32, device=backend.device)
+    out = run_verify(backend, case, pools, table, num_accepted_tokens=one)
+    pools.states, pools.windows = states, windows
+    for t in range(4):
+        stepped = run_step(backend, case.part(slice(t, t + 1)), pools, [1])
+        assert_close(f"output {t}", out[t : t + 1], stepped, 1e-5)
+
+
 def test_overlapping_windows_of_steps(backend: Backend, seed: int) -> None:
     """sglang keeps the inputs of a draft once: windows of its tokens are views that overlap."""
     draft = Draft(backend, seed, (4, 4), heads=1)
