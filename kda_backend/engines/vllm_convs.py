@@ -75,14 +75,10 @@ def check_views(name: str, views: Sequence[tuple[Any, torch.Tensor]]) -> None:
             )
 
 
-def offloads(vllm_config: VllmConfig) -> bool:
-    """Whether weights are kept in host memory, and so are not where they were made."""
-    offload = vllm_config.offload_config
-    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
-
-
 def refusal_of_offload(vllm_config: VllmConfig) -> str | None:
-    """Why a layer with packed convolutions is not served where weights are offloaded."""
-    if offloads(vllm_config):
+    """Why a layer with packed convolutions is not served where weights are offloaded: they are
+    then not where they were made."""
+    offload = vllm_config.offload_config
+    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
         return "weights are kept in host memory, and those of convolutions are packed"
     return None

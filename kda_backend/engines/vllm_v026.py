@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 
-from kda_backend.engines.vllm_convs import check_views, offloads, pack
+from kda_backend.engines.vllm_convs import check_views, pack, refusal_of_offload
 from kda_backend.engines.vllm_layer import runtime_of
 from kda_backend.engines.vllm_op import split_graph_at_core
 from kda_backend.layer import LayerWeights
@@ -23,15 +23,15 @@ class KdaLayer(KimiGatedDeltaNetAttention):  # type: ignore[misc]
     def __init__(self, config: KimiLinearConfig, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(config, vllm_config, prefix)
         heads, dim = self.local_num_heads, self.head_dim
-        runtime = runtime_of(vllm_config, self, None)
+        runtime = runtime_of(vllm_config, self, None, refusal=refusal_of_offload(vllm_config))
         if runtime is None:
             self.__class__ = KimiGatedDeltaNetAttention
             return
         self.kda_runtime = runtime
         self._weights: LayerWeights | None = None
         self._conv = pack(self.q_conv1d, self.k_conv1d, self.v_conv1d)[: 3 * heads * dim]
-        # Quantised weights and offloaded ones are not where they were made.
-        self._packed = self.quant_config is None and not offloads(vllm_config)
+        # Quantised weights are not where they were made.
+        self._packed = self.quant_config is None
         # Outside of a compiled graph, which plans its own buffers, the product needs no copy.
         self._writes_output = self._packed and self.o_proj.tp_size == 1
         if self._packed:

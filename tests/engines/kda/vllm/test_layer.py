@@ -342,6 +342,8 @@ def test_both_layers_come_from_one_plan_that_is_logged_once(
 
 
 VERIFIES = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
+PACKS = not Engine("vllm", "0.27.0", None).supports(vllm.__version__)
+"""The layer's weights are packed here, and not by vLLM."""
 DRAFT = 4  # the token sampled last, and three that are proposed
 
 
@@ -448,6 +450,7 @@ REFUSALS = {
     "another convolution": "the short convolution must have 4 taps, got 3",
     "batch invariance": "VLLM_BATCH_INVARIANT is set",
     "wide heads": "KDA heads must have at most 128 channels, got 192",
+    "offloaded weights": "weights are kept in host memory, and those of convolutions are packed",
 }
 
 
@@ -462,6 +465,10 @@ def refuse(case: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(config, "speculative_config", Draft())
     elif case == "batch invariance":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    elif case == "offloaded weights":
+        if not PACKS:
+            pytest.skip("this form of the layer keeps upstream's packed weights")
+        config.offload_config.uva.cpu_offload_gb = 1
     elif case == "another convolution":
         config.model_config.hf_config.linear_attn_config["short_conv_kernel_size"] = 3
     else:
