@@ -140,12 +140,17 @@ class FusedStep:
         plan: RingDecode | RingPrefill
         if theirs.is_decode:
             slots = out_loc[: theirs.plan_d.shape[0]]
-            # written before the forward pass, whose projections lie between
-            plan = RingDecode(theirs.plan_d, slots, pdl_prefetch_safe=True)
+            safe = self._is_written(compress_ratio, out_loc)
+            plan = RingDecode(theirs.plan_d, slots, pdl_prefetch_safe=safe)
         else:
             plan = RingPrefill(theirs.plan_c, theirs.plan_w, out_loc)
         self._plans[key] = (theirs, out_loc, plan)
         return plan
+
+    def _is_written(self, compress_ratio: int, out_loc: torch.Tensor) -> bool:
+        """Whether slots were written before the forward pass, whose projections lie between. The
+        pool of HiSparse translates them in each layer, just before this step."""
+        return out_loc is self._backend._get_out_loc(compress_ratio)
 
     def _bind(self, call: dict[str, Any]) -> _Bound:
         """At a compressor's first step, which is sglang's own warm-up: check its tensors, and
@@ -164,7 +169,8 @@ class FusedStep:
                 state = state.view(-1, spec.compress_ratio, spec.row_width)
                 plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
                 tensors = (call["kv_score_input"], state, pages)
-                for other in _decode_and_prefill(plan):
+                safe = self._is_written(call["compress_ratio"], call["out_loc"])
+                for other in _decode_and_prefill(plan, safe):
                     warm_up(layer, *tensors, other, second_cache=second, launches=launches)
                 return _Bound(norm, layer, state, pages, second, memory, launches)
             except (LookupError, ValueError) as error:
@@ -259,11 +265,16 @@ def _layer(spec: CompressorSpec, call: dict[str, Any]) -> CompressorLayer:
     return CompressorLayer(spec, ape.transpose(0, 1), weight, call["freqs_cis_cache"])
 
 
-def _decode_and_prefill(plan: RingDecode | RingPrefill) -> tuple[RingDecode, RingPrefill]:
-    """A step plan, and one of the other kind in tensors of the same dtypes, for compiling alone."""
+def _decode_and_prefill(
+    plan: RingDecode | RingPrefill, safe: bool
+) -> tuple[RingDecode, RingPrefill]:
+    """A step plan, and one of the other kind in tensors of the same dtypes, for compiling alone.
+
+    A prompt shorter than the ratio ends no window, and its plan has no entry for one."""
     if isinstance(plan, RingDecode):
         return plan, RingPrefill(plan.entries, plan.entries.view(-1, 2), plan.slots)
-    return RingDecode(plan.windows[:1], plan.slots[:1], pdl_prefetch_safe=True), plan
+    entries, slots = plan.windows.new_full((1, 4), -1), plan.slots.new_full((1,), -1)
+    return RingDecode(entries, slots, pdl_prefetch_safe=safe), plan
 
 
 @functools.cache

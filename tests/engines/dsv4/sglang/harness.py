@@ -146,15 +146,16 @@ class Served:
             return [payload, pool.get_index_k_fp4_scale_buffer(layer)], states
         return [pool.get_index_k_with_scale_buffer(layer)], states
 
-    def run(self, histories: list[torch.Tensor], chunks: list[Chunk]) -> None:
-        """One step: decode where every chunk is one token, else prefill."""
+    def run(self, histories: list[torch.Tensor], chunks: list[Chunk], padding: int = 2) -> None:
+        """One step: decode where every chunk is one token, else prefill, whose plan has so many
+        padded entries: in eager steps none."""
         ratio = self.engine.spec.compress_ratio
         is_decode = all(end - start == 1 for _, start, end in chunks)
         if is_decode:
             plan = self.engine.decode_plan([(r, end) for r, _, end in chunks])
             theirs = CompressorDecodePlan(ratio, plan.entries.view(torch.uint8))
         else:
-            plan = self.engine.prefill_plan(chunks)
+            plan = self.engine.prefill_plan(chunks, padding)
             windows, writes = (x.view(torch.uint8) for x in (plan.windows, plan.writes))
             theirs = CompressorPrefillPlan(ratio, windows, writes)
         assert isinstance(plan, RingDecode) is is_decode

@@ -12,6 +12,7 @@ from sglang.kernels.ops.attention.dsv4 import CompressorDecodePlan, CompressorPr
 from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 
 from backend_core.strict import FallbackError
+from dsv4_backend import RingDecode
 from dsv4_backend.engines import sglang_compressor
 from dsv4_backend.engines.sglang_compressor import FusedStep
 from tests.dsv4.cases import assert_records, expected_rows, make_history
@@ -82,6 +83,54 @@ def check_steps(served: Served) -> None:
     assert_records(engine, layer, want)
 
 
+@pytest.mark.parametrize(
+    ("cache_format", "ratio"), [("indexer_fp8", 4), ("fp8_ds_mla", 4), ("fp8_ds_mla", 128)]
+)
+def test_a_first_prompt_that_ends_no_window(no_stock: None, cache_format: str, ratio: int) -> None:
+    """Without CUDA graphs sglang's first step may be such a prompt; its plan has no entry then."""
+    length = 2 * ratio + 3
+    served = Served(cache_format, ratio, [length])
+    history = make_history(served.layer.spec, length, 0)
+    for chunk in ((0, ratio - 2), (ratio - 2, ratio - 1), (ratio - 1, ratio), (ratio, length)):
+        served.run([history], [(0, *chunk)], padding=0)
+    rows = expected_rows(served.layer, history)
+    want = {served.engine.slot(0, (n + 1) * ratio): row for n, row in enumerate(rows)}
+    assert_records(served.engine, served.layer, want)
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_slots_that_a_layer_translates_are_not_read_early(
+    no_stock: None, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiSparse's pool writes the main records' slots in front of each step, where a kernel that
+    reads them before its PDL wait would race; elsewhere they are the step's own."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        sglang_compressor, "warm_up", lambda *tensors, **kept: compiled.append(tensors[-1])
+    )
+    for translates in (False, True):
+        served = Served("fp8_ds_mla")
+        if translates:
+            served.backend.token_to_kv_pool.layer_mapping = {0: (4, 0, HiSparse())}
+        history = make_history(served.layer.spec, 4, 0)
+        compiled.clear()
+        served.run([history], [(0, 0, 1)] if first == "decode" else [(0, 0, 2)])
+        served.run([history], [(0, 1, 2)])
+        taken = getattr(served.backend, STEP)._plans[4, False][2]
+        plans = [plan for plan in (*compiled, taken) if isinstance(plan, RingDecode)]
+        assert len(plans) == 2
+        assert [plan.pdl_prefetch_safe for plan in plans] == 2 * [not translates]
+
+
+class HiSparse:
+    """What sglang asks of HiSparse's pool; slots stay what they are."""
+
+    def translate_loc_to_hisparse_device(self, loc: torch.Tensor) -> torch.Tensor:
+        return loc.clone()
+
+    _translate_loc_to_hisparse_device = translate_loc_to_hisparse_device
+
+
 def test_main_records_in_bf16(no_stock: None) -> None:
     """sglang's unified pool: rows of bf16, a page each, which it says in the call."""
     served = Served("bf16_rows")
@@ -89,7 +138,9 @@ def test_main_records_in_bf16(no_stock: None) -> None:
     histories = [make_history(engine.spec, 8, 0)]
     plan = engine.prefill_plan([(0, 0, 8)])
     theirs = CompressorPrefillPlan(4, plan.windows.view(torch.uint8), plan.writes.view(torch.uint8))
-    served.backend.forward_metadata = SimpleNamespace(c4_compress_metadata=theirs)
+    served.backend.forward_metadata = SimpleNamespace(
+        c4_compress_metadata=theirs, core_metadata=SimpleNamespace(c4_out_loc=None)
+    )
     getattr(served.backend, STEP)(
         **call_of(served, compressor, histories[0], plan.slots), bf16_store=True
     )
@@ -156,7 +207,8 @@ def test_what_is_not_served_stays_upstreams(
     backend = Backend(served.engine)
     plan = served.engine.decode_plan([(0, 4)])
     backend.forward_metadata = SimpleNamespace(
-        c4_compress_metadata=CompressorDecodePlan(4, plan.entries.view(torch.uint8))
+        c4_compress_metadata=CompressorDecodePlan(4, plan.entries.view(torch.uint8)),
+        core_metadata=SimpleNamespace(c4_out_loc=plan.slots),
     )
     step = FusedStep(backend, lambda **call: calls.append(call))
     x = make_history(served.layer.spec, 1, 0)
