@@ -201,11 +201,13 @@ class LaunchCache:
     The caller of the operators makes one, for instance an engine's adapter of one layer, and keeps
     it as long as that layer lives. Two calls agree if they have the same layer and kind of step
     plan, and if shapes, strides, dtypes, devices and addresses of weights, state and cache are the
-    same. A `LaunchCache` keeps no state and no cache alive.
+    same. A `LaunchCache` keeps no state and no cache alive. It keeps the memory of paths that split
+    channels as long as it lives itself, since a CUDA graph may hold that memory.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], ByGrid[Pipeline[Any]]] = {}
+        self._outlived: list[Pipeline[Any]] = []
 
     def find(
         self,
@@ -256,6 +258,8 @@ class LaunchCache:
         if found is None or rows < step_plan.num_tokens:
             found = bind(call, step_plan, target, selection)
             if len(self._found) >= _KEPT:
+                pipelines = (p for kind in self._found.values() for p in kind.values)
+                self._outlived += [p for p in pipelines if getattr(p, "has_memory", False)]
                 self._found.clear()
             self._found[key] = found
         return found

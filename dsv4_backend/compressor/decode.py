@@ -39,6 +39,8 @@ class SplitChannels:
     it grows, and what was grown out of is kept, since a CUDA graph may hold it.
     """
 
+    has_memory = True  # see LaunchCache
+
     def __init__(self, path: KernelPath, call: CompressorCall, step_plan: DecodeStepPlan) -> None:
         if torch.version.hip is not None and path.params.num_warps > 1:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import PathSelection, load_table
 from dsv4_backend import compress_decode_, warm_up
-from dsv4_backend.compressor.bound import LaunchCache
+from dsv4_backend.compressor.bound import ByGrid, LaunchCache
+from dsv4_backend.compressor.decode import bind
 from dsv4_backend.compressor.torch_step import step
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.testing.check_cases import check_cases
@@ -217,6 +220,20 @@ def test_split_channels_write_the_same_bytes(splits: int, layout: str) -> None:
             assert torch.equal(cache, want)
         torch.testing.assert_close(engine.state, state, rtol=0, atol=0, equal_nan=True)
     check(layer, engine, histories, entries, before)
+
+
+def test_split_channels_outlive_other_layers() -> None:
+    """With one launch cache for many layers a CUDA graph of the first still holds its memory."""
+    layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=16)
+    row = next(row for row in ROWS if row.operator == "main_c128_decode")
+    chosen = PathSelection.of(replace(row, params=replace(row.params, splits=8)))
+    call, plan, kept = engine.call(layer, kv_score), engine.decode_plan(entries), LaunchCache()
+    pipeline = weakref.ref(kept.find(bind, call, plan, TARGET, chosen).at(len(entries)))
+    for _ in range(65):
+        other = replace(call, layer=replace(layer))
+        kept.find(lambda *_: ByGrid(chosen, lambda path: None), other, plan, TARGET, chosen)
+    gc.collect()
+    assert pipeline() is not None
 
 
 def test_split_channels_need_one_warp_on_hip(monkeypatch: pytest.MonkeyPatch) -> None:
