@@ -224,7 +224,13 @@ and the columns [n] of [data | scales] that lie there."""
 
 @functools.cache
 def places(spec: CompressorSpec) -> tuple[Places, ...]:
-    """Where each byte of the records of a page lies, for each tensor that the format has."""
+    """Where each byte of the records of a page lies, for each tensor that the format has; on the
+    CPU, whatever torch's default device."""
+    with torch.device("cpu"):
+        return _places(spec)
+
+
+def _places(spec: CompressorSpec) -> tuple[Places, ...]:
     record, cache_format, page_tokens = spec.record, spec.cache_format, spec.page_tokens
     d, s, tile = record.data_bytes, record.scale_bytes, record.tile_tokens
     i = torch.arange(page_tokens)[:, None]

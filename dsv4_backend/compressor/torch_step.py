@@ -60,10 +60,10 @@ def step(
     todo = [w for w in windows(step_plan, spec, state.shape[1]) if w.slot >= 0]
     if todo:
         pooled = torch.stack([_pool(w, call, step_plan.state_layout, dtype) for w in todo])
-        positions = torch.tensor([w.seq_len - spec.compress_ratio for w in todo])
-        done = reference.finish_rows(pooled, positions.to(pooled.device), layer)
-        data, scales = reference.quantise(done, spec)
-        slots = torch.tensor([w.slot for w in todo])
+        firsts = [w.seq_len - spec.compress_ratio for w in todo]
+        positions = torch.tensor(firsts, device=pooled.device)
+        data, scales = reference.quantise(reference.finish_rows(pooled, positions, layer), spec)
+        slots = torch.tensor([w.slot for w in todo], device=pooled.device)
         reference.store(call.caches, slots, spec, data, scales)
     half = spec.row_width // 2
     for token, position, row in step_plan.state_writes():

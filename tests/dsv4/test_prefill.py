@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_backend import compress_decode_, compress_prefill_, window_ends
+from dsv4_backend import compress_decode_, compress_prefill_, reference, window_ends
 from dsv4_backend.compressor.torch_step import step
 from tests.bounds import checked
 from tests.dsv4.cases import (
@@ -88,6 +88,17 @@ def test_the_torch_path_is_the_definition(ratio: int, layout: str) -> None:
     calls.append([(0, ratio + 2, 2 * ratio + 3)])
     serve(layer, engine, histories, calls, torch_path=True)
     assert_records(engine, layer, wanted(layer, engine, histories, lengths))
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "indexer_fp8"])
+def test_the_torch_path_asks_for_no_default_device(cache_format: str) -> None:
+    """Nor does it keep what it made on one."""
+    layer, engine, histories = make(cache_format, 4, "paged", [9], 41)
+    reference.places.cache_clear()
+    with torch.device("meta"):
+        serve(layer, engine, histories, [[(0, 0, 5)]], torch_path=True)
+    serve(layer, engine, histories, [[(0, 5, 9)]], torch_path=True)
+    assert_records(engine, layer, wanted(layer, engine, histories, [9]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
