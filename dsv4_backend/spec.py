@@ -157,7 +157,8 @@ class CompressorLayer:
     def __post_init__(self) -> None:
         spec, device = self.spec, self.ape.device
         if self.rope_table.is_complex():
-            object.__setattr__(self, "rope_table", real_rope_table(self.rope_table))
+            table = real_rope_table(self.rope_table, spec.rope_layout)
+            object.__setattr__(self, "rope_table", table)
         expect_shape("ape", self.ape, (spec.compress_ratio, spec.halves, spec.head_dim))
         expect_dtype("ape", self.ape, *ROW_DTYPES)
         expect_stride("ape", self.ape, 2, 1)
@@ -165,8 +166,10 @@ class CompressorLayer:
         check_rope_table("rope_table", self.rope_table, device)
 
 
-def real_rope_table(freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Complex [positions, 32] as real interleaved [positions, 64]; a real table as it is."""
+def real_rope_table(freqs_cis: torch.Tensor, layout: RopeLayout = "interleaved") -> torch.Tensor:
+    """Complex [positions, 32] as real [positions, 64] in a layout; a real table as it is."""
     if not freqs_cis.is_complex():
         return freqs_cis
+    if layout == "split":
+        return torch.cat((freqs_cis.real, freqs_cis.imag), -1)
     return torch.view_as_real(freqs_cis).flatten(-2)

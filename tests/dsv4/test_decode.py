@@ -121,6 +121,15 @@ def test_rope_layouts_and_rotation(rope_layout: str, rotate: bool) -> None:
     run(spec, "paged", seed=3)
 
 
+@pytest.mark.parametrize("rope_layout", ["interleaved", "split"])
+def test_a_complex_table_is_laid_out_as_the_spec_says(rope_layout: str) -> None:
+    layer = make_layer(make_spec("indexer_fp8", rope_layout=rope_layout))
+    table = layer.rope_table
+    parts = table.view(-1, 32, 2).unbind(2) if rope_layout == "interleaved" else table.chunk(2, 1)
+    freqs_cis = torch.complex(*(part.contiguous() for part in parts))
+    assert torch.equal(replace(layer, rope_table=freqs_cis).rope_table, table)
+
+
 @pytest.mark.parametrize("layout", ["ring", "paged"])
 def test_bf16_input(layout: str) -> None:
     run(make_spec("indexer_fp8"), layout, input_dtype=torch.bfloat16, seed=4)
