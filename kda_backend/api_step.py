@@ -202,8 +202,8 @@ def kda_verify_step(
             the tokens of a sequence are consecutive.
         cu_seqlens: ``[N + 1]`` int32 or int64 token offsets; by default all sequences are equally
             long. A sequence has at most ``T`` tokens; later tokens are not computed. A sequence
-            without tokens keeps its states and its window. Values in host memory are checked; values
-            on a GPU are trusted.
+            without tokens keeps its states and its window. Values in host memory are checked;
+            values on a GPU are trusted.
         num_accepted_tokens: ``[N]`` int32; values outside of 1 to ``T`` are clamped.
         intermediate_states: ``[rows, T, HV, V, K]`` fp32 or bf16; intermediate_indices: ``[N]``
             int32, where a negative index keeps nothing; intermediate_conv: ``[rows, T, C, 3]``, any

@@ -270,10 +270,12 @@ def _decode_and_prefill(
 ) -> tuple[RingDecode, RingPrefill]:
     """A step plan, and one of the other kind in tensors of the same dtypes, for compiling alone.
 
-    A prompt shorter than the ratio ends no window, and its plan has no entry for one."""
+    A prompt shorter than the ratio ends no window, and its plan has no entry for one; a micro-batch
+    may even have no tokens."""
     if isinstance(plan, RingDecode):
         return plan, RingPrefill(plan.entries, plan.entries.view(-1, 2), plan.slots)
-    entries, slots = plan.windows.new_full((1, 4), -1), plan.slots.new_full((1,), -1)
+    slots = plan.slots[:1]
+    entries = plan.windows.new_full((slots.shape[0], 4), -1)
     return RingDecode(entries, slots, pdl_prefetch_safe=safe), plan
 
 

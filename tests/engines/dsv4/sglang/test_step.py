@@ -98,6 +98,24 @@ def test_a_first_prompt_that_ends_no_window(no_stock: None, cache_format: str, r
     assert_records(served.engine, served.layer, want)
 
 
+def test_a_first_micro_batch_without_tokens(no_stock: None) -> None:
+    """sglang gives such a one an empty plan on HIP."""
+    served = Served("fp8_ds_mla", 128, [129])
+    engine, history = served.engine, make_history(served.layer.spec, 129, 0)
+    entries = torch.empty(0, 16, dtype=torch.uint8)
+    slots = SimpleNamespace(c128_out_loc=torch.empty(0, dtype=torch.int64))
+    served.backend.forward_metadata = SimpleNamespace(
+        core_metadata=slots,
+        c128_compress_metadata=CompressorPrefillPlan(128, entries, entries[:, :8].contiguous()),
+    )
+    step = getattr(served.backend, STEP)
+    step(**call_of(served, served.compressor, history[:0], slots.c128_out_loc))
+    served.run([history], [(0, 0, 129)])
+    assert_records(
+        engine, served.layer, {engine.slot(0, 128): expected_rows(served.layer, history)[0]}
+    )
+
+
 @pytest.mark.parametrize("first", ["decode", "prefill"])
 def test_slots_that_a_layer_translates_are_not_read_early(
     no_stock: None, first: str, monkeypatch: pytest.MonkeyPatch
