@@ -283,5 +283,7 @@ def test_the_seams_are_what_they_were() -> None:
     assert f"self.{STEP}(" in source
     metadata = inspect.signature(CompressorBackendMixin._get_paged_compress_metadata).parameters
     assert list(metadata) == ["self", "compress_ratio"]
+    out_loc = inspect.signature(CompressorBackendMixin._get_out_loc).parameters
+    assert list(out_loc) == ["self", "compress_ratio"]
     assert CompressorDecodePlan._fields == ("compress_ratio", "plan_d")
     assert CompressorPrefillPlan._fields[:3] == ("compress_ratio", "plan_c", "plan_w")
