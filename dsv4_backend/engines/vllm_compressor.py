@@ -35,6 +35,7 @@ from vllm.utils.import_utils import has_cutedsl
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import ENGINES, Engine, vllm_flag
+from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import flag_name, logger
 from backend_core.strict import fallback
 from backend_core.tables.select import unmeasured
@@ -78,8 +79,8 @@ def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
 
 
 def _page_tokens(compressor: Any, vllm_config: VllmConfig) -> int:
-    block_size, ratio = vllm_config.cache_config.block_size, compressor.compress_ratio
-    return max(1, int(block_size // ratio))
+    block_size = block_tokens(_record_cache(compressor), vllm_config)
+    return max(1, block_size // int(compressor.compress_ratio))
 
 
 def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:

@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.models.deepseek_v4.nvidia import flashmla
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
+from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger
 from backend_core.target import Target, detect_target
 from softmax_backend.engine_choice import Lead, sparse_leads_over
@@ -107,7 +108,7 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
     form = Form(
         heads=heads,
         page_size=layer.swa_cache_layer.block_size,
-        extra_page_size=max(1, vllm_config.cache_config.block_size // ratio),
+        extra_page_size=max(1, block_tokens(layer, vllm_config) // ratio),
         topks=(layer.window_size, topk),
         max_tokens=min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens),
     )

@@ -46,6 +46,7 @@ def build(
     """A compressor as the attention layer or the indexer builds it, with random weights."""
     from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
     from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+    from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 
     registered = config.compilation_config.static_forward_context
     registered.clear()
@@ -60,6 +61,7 @@ def build(
                     kv_cache_dtype=cache_dtype
                     or ("bfloat16" if cache_format == "bf16_rows" else "fp8_ds_mla"),
                     kv_cache_torch_dtype=torch.float8_e4m3fn if cache_dtype == "fp8" else dtype,
+                    get_attn_backend=lambda: DeepseekV4FlashMLABackend,
                 )
             else:
                 DeepseekV4IndexerCache(132, torch.uint8, "layer", config.cache_config, 4)

@@ -75,7 +75,6 @@ def engine_config(heads: int, *, flag: bool = True, drafts: int = 0, **options: 
         **options,
     ).create_engine_config()
     config.quant_config = None  # fp8 products need a GPU
-    config.cache_config.block_size = BLOCK
     return config
 
 
@@ -85,6 +84,8 @@ def build_layer(config: Any, ratio: int) -> Any:
 
     config.compilation_config.static_forward_context.clear()
     chosen = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
+    # on a GPU vLLM chooses the size of blocks once the model is built
+    config.cache_config.block_size = 16
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(config):
@@ -95,6 +96,7 @@ def build_layer(config: Any, ratio: int) -> Any:
             )
     finally:
         torch.set_default_dtype(torch.float32)
+        config.cache_config.block_size = BLOCK
     assert layer.compress_ratio == ratio
     generator = torch.Generator().manual_seed(ratio)
     layer.attn_sink.data[: layer.n_local_heads] = 2 * torch.randn(

@@ -112,6 +112,17 @@ def test_decodes_and_prefills_beside_each_other(
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
+def test_kernels_are_made_for_the_pages_that_vllm_will_choose(serve: Serve, ratio: int) -> None:
+    batches = serve("torch", 8, ratio)
+    served = batches.layer.served
+    sizes = batches.swa_cache.shape[1], batches.cache.shape[1]
+    assert (served.form.page_size, served.form.extra_page_size) == sizes
+    selections = dict(served._selections)
+    check(batches, batches.run(MIXED))
+    assert served._selections == selections
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
 def test_drafts_have_lists_of_their_own(serve: Serve, kernel: FlashMla, ratio: int) -> None:
     batches = serve("torch", 8, ratio, drafts=2)
     tokens = batches.write(DRAFTED, seed=1)
