@@ -26,6 +26,7 @@ BACKENDS = {
     "SLIDING_TILE_ATTN": f"{__package__}.sglang_diffusion_backends.SlidingTileBackend",
     "SAGE_ATTN": f"{__package__}.sglang_diffusion_backends.DenseBackend",
 }
+MAX_HEAD_SIZE = 128
 
 
 def register() -> None:
@@ -39,8 +40,18 @@ def register() -> None:
 def choose(
     original: Callable[..., str], cls: Any, selected_backend: Any, head_size: int, dtype: Any
 ) -> str:
-    """The dotted path of the class for a backend: ours under our names, else sglang's choice."""
+    """The dotted path of the class for a backend: ours under our names, else sglang's choice.
+
+    Raises:
+        ValueError: no backend of ours has heads of this size. sglang then gives a text encoder or
+            another part beside the transformer the backend that it has without the flag.
+    """
     name = getattr(selected_backend, "name", "")
+    if name in BACKENDS and head_size > MAX_HEAD_SIZE:
+        raise ValueError(
+            f"heads must have at most {MAX_HEAD_SIZE} channels under {name.lower()}, got"
+            f" {head_size}"
+        )
     if name == "SLIDING_TILE_ATTN":
         serve_windows()
     if name in BACKENDS:

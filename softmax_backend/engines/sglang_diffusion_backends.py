@@ -19,12 +19,13 @@ from sglang.multimodal_gen.runtime.layers.attention.backends.attention_backend i
 )
 from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
+from softmax_backend.engines.sglang_diffusion import MAX_HEAD_SIZE
 from softmax_backend.plan.token_order import Box
 from softmax_backend.video import VideoAttention
 
-HEAD_SIZES = [64, 128]
+HEAD_SIZES = list(range(1, MAX_HEAD_SIZE + 1))
 TILE = (6, 8, 8)
 
 
@@ -74,7 +75,7 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         **extra_impl_args: Any,
     ) -> None:
         if head_size not in HEAD_SIZES:
-            raise ValueError(f"head_size must be one of {HEAD_SIZES}, got {head_size}")
+            raise ValueError(f"head_size must be 1 to {MAX_HEAD_SIZE}, got {head_size}")
         self.softmax_scale = softmax_scale
         self.causal = causal
         self.prefix = prefix
@@ -101,9 +102,13 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
             if query.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"query must be bfloat16 or float16, got {query.dtype}")
             attend = self.attention(query.shape[2], attn_metadata)
-            return attend(query, key, value, self.softmax_scale).contiguous()
+            size = query.shape[3]
+            if size not in (64, 128):  # zeros add nothing to a product
+                pad = (0, (64 if size < 64 else 128) - size)
+                query, key, value = (functional.pad(x, pad) for x in (query, key, value))
+            return attend(query, key, value, self.softmax_scale)[..., :size].contiguous()
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = scaled_dot_product_attention(
+        out = functional.scaled_dot_product_attention(
             q, k, v, is_causal=self.causal, scale=self.softmax_scale, enable_gqa=True
         )
         return out.transpose(1, 2).contiguous()

@@ -126,8 +126,35 @@ def test_forward(name: Backends, hooks: dict[str, Any], seed: int, device: torch
         impl.forward(q.float(), k.float(), v.float(), None)
     cross = impl.forward(q, text, text, None)
     assert relative_error(cross, exact(q, text, text)) < 2e-3
-    with pytest.raises(ValueError, match="head_size must be one of"):
-        backend.get_impl_cls()(num_heads=2, head_size=72, softmax_scale=1.0)
+    with pytest.raises(ValueError, match="head_size must be 1 to 128, got 256"):
+        backend.get_impl_cls()(num_heads=2, head_size=256, softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("size", [40, 80, 112])
+def test_heads_between_the_sizes_of_the_kernels(
+    size: int, hooks: dict[str, Any], seed: int, device: torch.device
+) -> None:
+    """As SageAttention serves them under sglang's own ``sage_attn``."""
+    backend = load(sglang_diffusion.choose(lambda *a: "", "cls", Backends.SAGE_ATTN, size, None))
+    assert size in backend.get_supported_head_sizes()
+    impl = backend.get_impl_cls()(num_heads=2, head_size=size, softmax_scale=size**-0.5)
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, 2, 50, 2, size, generator=generator).half().to(device)
+    got = impl.forward(q, k, v, None)
+    assert got.is_contiguous() and got.shape == q.shape
+    double = [x.cpu().double().transpose(1, 2) for x in (q, k, v)]
+    assert relative_error(got, scaled_dot_product_attention(*double).transpose(1, 2)) < 6e-2
+
+
+@pytest.mark.parametrize(
+    "name", [Backends.SAGE_ATTN, Backends.SPARGE_ATTN, Backends.SLIDING_TILE_ATTN]
+)
+def test_heads_that_no_kernel_has_are_refused_where_sglang_chooses(
+    name: Backends, hooks: dict[str, Any]
+) -> None:
+    """sglang takes another backend for parts beside the transformer where its choice raises."""
+    with pytest.raises(ValueError, match=f"at most 128 channels under {name.name.lower()}, got 256"):
+        sglang_diffusion.choose(lambda *a: "", "cls", name, 256, torch.bfloat16)
 
 
 def test_windows_come_from_the_configuration_or_from_sglang(hooks: dict[str, Any]) -> None:

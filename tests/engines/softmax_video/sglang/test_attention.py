@@ -201,9 +201,25 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
         with server(tmp_path, name, config), pytest.raises(ValueError, match=message):
             LocalAttention(2, 64, compute_dtype=torch.bfloat16)
     with server(tmp_path, "sage_attn"):
-        with pytest.raises(ValueError, match="head_size must be one of"):
-            LocalAttention(2, 80, compute_dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="heads must have at most 128 channels under sage_attn"):
+            LocalAttention(2, 256, compute_dtype=torch.bfloat16)
         layer = LocalAttention(2, 64, compute_dtype=torch.bfloat16)
         x = torch.zeros(1, 16, 2, 64)
         with set_forward_context(0, None), pytest.raises(ValueError, match="query must be"):
             layer(x, x, x)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_text_encoder_with_larger_heads_keeps_its_own_attention(
+    name: str, tmp_path: Path
+) -> None:
+    """As sglang's own choice under ``sage_attn`` lets it: the flag is strict for transformers."""
+    heads = {"num_heads": 2, "head_size": 256, "causal": True, "compute_dtype": torch.bfloat16}
+    with server(tmp_path, name):
+        with selector.component_attn_backend_context_manager(
+            None, component_name="text_encoder", allow_global_backend_fallback=True
+        ):
+            layer = LocalAttention(**heads)
+        assert layer.backend is AttentionBackendEnum.TORCH_SDPA
+        with pytest.raises(ValueError, match="at most 128 channels"):
+            LocalAttention(**heads)
