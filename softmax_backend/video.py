@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_device
+from backend_core.launch.streams import is_capturing
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.block_sparse import default_blocks as exact_blocks
 from softmax_backend.plan import intervals
@@ -22,11 +24,22 @@ from softmax_backend.sage import default_blocks as quantised_blocks
 from softmax_backend.sage import predicted_attention, quantised_attention
 
 Kind = Literal["dense", "predicted", "sliding_tile"]
+Plan = TypeVar("Plan")
+Function = TypeVar("Function", bound=Callable[..., Any])
+_KEPT = 64
+
+
+def _untraced(function: Function) -> Function:
+    """The function, which ``torch.compile`` calls as it is."""
+    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 @dataclass(frozen=True)
 class VideoAttention:
-    """Attention of [B, L, H, D] tensors; plans are made once for each shape.
+    """Attention of [B, L, H, D] tensors; plans are made once for each shape, and serve all streams.
+
+    It can be captured in a CUDA graph; sliding tiles after a call of the same shape.
 
     Attributes:
         kind: ``"dense"``; ``"predicted"``, the blocks that SpargeAttn's prediction keeps; or
@@ -56,8 +69,10 @@ class VideoAttention:
         if (self.kind == "sliding_tile") != (self.canvas is not None):
             raise ValueError(f"canvas must be given for sliding tiles alone, got {self.canvas}")
 
+    @_untraced
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        """Attention of q, k and v [B, L, H, D] in the same layout.
+        """Attention of q, k and v [B, L, H, D] in the same layout. ``torch.compile`` leaves it as
+        it is, so that plans are kept there too.
 
         Raises:
             ValueError: the tensors do not fit the settings.
@@ -75,7 +90,7 @@ class VideoAttention:
             plan = predict(q, k, topk=self.topk, scale=scale, block_m=block_m, block_n=block_n)
         else:
             b, h, m, _ = q.shape
-            plan = _dense_plan(m, k.shape[2], h, b, block_m, block_n, q.device)
+            plan = _dense_plans.of(q.device, m, k.shape[2], h, b, block_m, block_n)
         return self._attend(q, k, v, plan, scale).transpose(1, 2)
 
     def _tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -88,7 +103,7 @@ class VideoAttention:
                 f"{list(q.shape)} and keys {list(k.shape)}"
             )
         block_m, block_n = self._blocks(q.transpose(1, 2))
-        order, plan = _tile_plan(self, length - tokens, h, b, block_m, block_n, q.device)
+        order, plan = _tile_plans.of(q.device, self, length - tokens, h, b, block_m, block_n)
         q, k, v = (order.gather(x, 1).transpose(1, 2) for x in (q, k, v))
         return order.scatter(self._attend(q, k, v, plan, scale).transpose(1, 2), 1)
 
@@ -104,26 +119,63 @@ class VideoAttention:
         return attend(q, k, v, plan, scale=scale)[0]
 
 
-@functools.lru_cache(maxsize=64)
+class Plans(Generic[Plan]):
+    """Plans that are kept for the calls that follow, on any stream: the last 64, and for good those
+    that a CUDA graph has seen.
+
+    Args:
+        make: makes a plan on a device, from values that say which.
+    """
+
+    def __init__(self, make: Callable[..., Plan]) -> None:
+        self._make = make
+        self._kept: dict[tuple[Any, ...], Plan] = {}
+        self._in_graphs: dict[tuple[Any, ...], Plan] = {}
+        self._lock = threading.Lock()
+
+    def of(self, device: torch.device, *key: Any) -> Plan:
+        """The plan for a device and values. One that is first needed in a capture belongs to the
+        graph, whose replay makes it, and is not kept."""
+        at = (device, *key)
+        plan = self._in_graphs.get(at) or self._kept.get(at)
+        if is_capturing(device):
+            if plan is None:
+                return self._make(device, *key)
+            self._in_graphs[at] = plan
+        elif plan is None:
+            plan = self._make(device, *key)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            with self._lock:
+                while len(self._kept) >= _KEPT:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[at] = plan
+        return plan
+
+
 def _dense_plan(
-    m: int, n: int, heads: int, batch: int, block_m: int, block_n: int, device: torch.device
+    device: torch.device, m: int, n: int, heads: int, batch: int, block_m: int, block_n: int
 ) -> BlockPlan:
     return intervals.dense(
         m, n, heads, batch=batch, block_m=block_m, block_n=block_n, device=device
     )
 
 
-@functools.lru_cache(maxsize=64)
 def _tile_plan(
+    device: torch.device,
     settings: VideoAttention,
     text: int,
     heads: int,
     batch: int,
     block_m: int,
     block_n: int,
-    device: torch.device,
 ) -> tuple[TileOrder, BlockPlan]:
     assert settings.canvas is not None
+    if is_capturing(device):
+        raise ValueError(
+            f"sliding tiles over {settings.canvas} tokens must be called once before a CUDA graph"
+            " captures them: their plan reads sizes on the host"
+        )
     block = max(block_m, block_n)
     order = tile_order(settings.canvas, settings.tile, text=text, block=block, device=device)
     plan = sliding_tile(
@@ -136,3 +188,7 @@ def _tile_plan(
         block_n=block_n,
     )
     return order, plan
+
+
+_dense_plans = Plans(_dense_plan)
+_tile_plans = Plans(_tile_plan)

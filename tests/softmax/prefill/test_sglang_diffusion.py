@@ -153,7 +153,9 @@ def test_heads_that_no_kernel_has_are_refused_where_sglang_chooses(
     name: Backends, hooks: dict[str, Any]
 ) -> None:
     """sglang takes another backend for parts beside the transformer where its choice raises."""
-    with pytest.raises(ValueError, match=f"at most 128 channels under {name.name.lower()}, got 256"):
+    with pytest.raises(
+        ValueError, match=f"at most 128 channels under {name.name.lower()}, got 256"
+    ):
         sglang_diffusion.choose(lambda *a: "", "cls", name, 256, torch.bfloat16)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from softmax_backend import video
 from softmax_backend.testing.prefill_cases import relative_error
 from softmax_backend.video import VideoAttention
 from tests.softmax.prefill.test_sliding_tile import seen_of
@@ -50,6 +56,76 @@ def test_settings_are_checked() -> None:
     x = torch.zeros(1, 5, 1, 64)
     with pytest.raises(ValueError, match="over at least 8 tokens"):
         VideoAttention("sliding_tile", canvas=(2, 2, 2))(x, x, x)
+
+
+class Made:
+    """Stands for a plan."""
+
+
+@pytest.fixture
+def plans() -> video.Plans[Made]:
+    return video.Plans(lambda device, *key: Made())
+
+
+def test_a_plan_is_complete_before_another_stream_reads_it(
+    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Any] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(device))
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: stream if of == device else None)
+    monkeypatch.setattr(video, "is_capturing", lambda device: False)
+    assert plans.of(device, 5) is plans.of(device, 5) is not plans.of(device, 6)
+    assert waited == [device, device]
+
+
+def test_a_plan_that_a_graph_has_seen_is_kept(
+    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay reads at the addresses of the capture, however many shapes come in between."""
+    capturing, cpu = [False], torch.device("cpu")
+    monkeypatch.setattr(video, "is_capturing", lambda device: capturing[0])
+    seen, unseen = weakref.ref(plans.of(cpu, 0)), weakref.ref(plans.of(cpu, 1))
+    capturing[0] = True
+    assert plans.of(cpu, 0) is seen()
+    capturing[0] = False
+    for number in range(2, 70):
+        plans.of(cpu, number)
+    gc.collect()
+    assert seen() is not None and unseen() is None
+    assert plans.of(cpu, 0) is seen()
+
+
+def test_a_plan_that_a_capture_makes_serves_no_other_call(
+    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors hold nothing until the graph is replayed."""
+    capturing, cpu = [True], torch.device("cpu")
+    monkeypatch.setattr(video, "is_capturing", lambda device: capturing[0])
+    of_graph = plans.of(cpu, 0)
+    capturing[0] = False
+    assert plans.of(cpu, 0) is not of_graph
+    x = torch.zeros(1, 60, 1, 64)
+    capturing[0] = True
+    tiles = VideoAttention("sliding_tile", eight_bit=False, canvas=(3, 4, 5))
+    with pytest.raises(
+        ValueError, match=r"tiles over \(3, 4, 5\) tokens must be called once before"
+    ):
+        tiles(x, x, x)
+
+
+def test_compiled_code_keeps_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces through what keeps a function's results, and would make every plan anew."""
+    made = []
+    plans = video.Plans(lambda device, *key: made.append(key) or video._tile_plan(device, *key))
+    monkeypatch.setattr(video, "_tile_plans", plans)
+    q, k, v = make(seed, torch.device("cpu"))
+    settings = VideoAttention("sliding_tile", eight_bit=False, canvas=CANVAS, tile=(2, 3, 4))
+    compiled = torch.compile(lambda q: settings(q + 1.0, k, v), backend="eager")
+    want = settings(q + 1.0, k, v)
+    torch.testing.assert_close(compiled(q), want, rtol=0, atol=0)
+    torch.testing.assert_close(compiled(q), want, rtol=0, atol=0)
+    assert len(made) == 1
 
 
 def test_tiny_wan_transformer() -> None:
