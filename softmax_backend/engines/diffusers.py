@@ -2,7 +2,7 @@
 
 diffusers (0.42.1) keeps its attention backends in a closed ``str`` enumeration and a dictionary,
 without an entry point: ``enable`` adds a member of its own, and nothing that was there changes.
-Cross-attention and calls with a mask stay with torch.
+Cross-attention and calls with a mask stay with diffusers' ``native`` backend, which is torch's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from softmax_backend.video import VideoAttention
 
@@ -18,19 +17,20 @@ _registered: dict[VideoAttention, str] = {}
 
 
 def enable(transformer: Any, attention: VideoAttention) -> str:
-    """Run the self-attention of a diffusers transformer through ``attention``.
+    """Run the self-attention of a diffusers transformer, and of no other model, through
+    ``attention``.
 
     ``transformer.reset_attention_backend()`` undoes it.
 
     Args:
-        transformer: a diffusers model whose blocks use ``dispatch_attention_fn``.
+        transformer: a diffusers model whose attention processors have a backend of their own.
 
     Returns:
         The name of the backend, which ``set_attention_backend`` and the context manager
         ``attention_backend`` of diffusers take from now on.
 
     Raises:
-        ValueError: the model has no ``set_attention_backend``.
+        ValueError: the model has no ``set_attention_backend``, or no processor with a backend.
     """
     if not hasattr(transformer, "set_attention_backend"):
         raise ValueError(
@@ -40,8 +40,20 @@ def enable(transformer: Any, attention: VideoAttention) -> str:
         name = f"kda_dsv4_{attention.kind}_{len(_registered)}"
         _register(name, attention)
         _registered[attention] = name
-    transformer.set_attention_backend(_registered[attention])
-    return _registered[attention]
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    name = _registered[attention]
+    active = registry._active_backend
+    transformer.set_attention_backend(name)
+    # which is also made the one of every model in the process that was given none
+    registry.set_active_backend(active)
+    processors = (getattr(module, "processor", None) for module in transformer.modules())
+    if not any(getattr(x, "_attention_backend", None) == name for x in processors):
+        raise ValueError(
+            "transformer must have attention processors with a backend of their own, got"
+            f" {type(transformer).__name__}, which may be called within attention_backend({name!r})"
+        )
+    return name
 
 
 def _register(name: str, attention: VideoAttention) -> None:
@@ -68,10 +80,17 @@ def _register(name: str, attention: VideoAttention) -> None:
         is_self = query.shape[:2] == key.shape[:2]
         if is_self and attn_mask is None and not is_causal and dropout_p == 0.0:
             return attention(query, key, value, scale)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        out: Tensor = native(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
-        return out.transpose(1, 2)
+        return out
 
+    native = dispatch._AttentionBackendRegistry._backends[names.NATIVE]
     dispatch._AttentionBackendRegistry.register(member)(attend)

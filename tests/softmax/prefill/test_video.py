@@ -1,4 +1,4 @@
-"""Video transformers: the settings on their own, and through diffusers' tiny Wan on a CPU."""
+"""Video transformers: the settings on their own, and the plans that calls share."""
 
 from __future__ import annotations
 
@@ -126,37 +126,3 @@ def test_compiled_code_keeps_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(compiled(q), want, rtol=0, atol=0)
     torch.testing.assert_close(compiled(q), want, rtol=0, atol=0)
     assert len(made) == 1
-
-
-def test_tiny_wan_transformer() -> None:
-    diffusers = pytest.importorskip("diffusers")
-    from softmax_backend.engines.diffusers import enable
-
-    torch.manual_seed(0)
-    model = diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=16,
-        freq_dim=16, ffn_dim=64, num_layers=2, cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
-    ).eval()  # fmt: skip
-    call = {
-        "hidden_states": torch.randn(1, 4, 2, 16, 16),
-        "timestep": torch.tensor([10]),
-        "encoder_hidden_states": torch.randn(1, 7, 16),
-        "return_dict": False,
-    }
-    with torch.no_grad():
-        want = model(**call)[0]
-        name = enable(model, VideoAttention("dense", eight_bit=False))
-        assert relative_error(model(**call)[0], want) < 1e-5
-        tiles = VideoAttention(
-            "sliding_tile", eight_bit=False, canvas=(2, 8, 8), tile=(2, 4, 4), windows=((1, 1, 1),)
-        )
-        assert enable(model, tiles) != name
-        assert relative_error(model(**call)[0], want) > 1e-4  # the window is felt
-        whole = VideoAttention(
-            "sliding_tile", eight_bit=False, canvas=(2, 8, 8), tile=(2, 4, 4), windows=((3, 3, 3),)
-        )
-        enable(model, whole)
-        assert relative_error(model(**call)[0], want) < 1e-5
-    with pytest.raises(ValueError, match="transformer must have set_attention_backend"):
-        enable(object(), tiles)

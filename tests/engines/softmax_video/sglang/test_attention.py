@@ -201,7 +201,9 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
         with server(tmp_path, name, config), pytest.raises(ValueError, match=message):
             LocalAttention(2, 64, compute_dtype=torch.bfloat16)
     with server(tmp_path, "sage_attn"):
-        with pytest.raises(ValueError, match="heads must have at most 128 channels under sage_attn"):
+        with pytest.raises(
+            ValueError, match="heads must have at most 128 channels under sage_attn"
+        ):
             LocalAttention(2, 256, compute_dtype=torch.bfloat16)
         layer = LocalAttention(2, 64, compute_dtype=torch.bfloat16)
         x = torch.zeros(1, 16, 2, 64)
