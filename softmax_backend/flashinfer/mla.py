@@ -17,6 +17,8 @@ from softmax_backend.spec import LATENT_DIM, MAX_QUERY_TOKENS, ROPE_DIM, MlaSpec
 from softmax_backend.step_plan import StepPlan
 
 _LOG2E = 1 / math.log(2)
+_BACKENDS = ("auto", "fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa", "cute-dsl",
+             "cute-dsl-monolithic", "cute-dsl-modular")  # fmt: skip
 
 
 class BatchMLAPagedAttentionWrapper:
@@ -30,7 +32,8 @@ class BatchMLAPagedAttentionWrapper:
     Args:
         float_workspace_buffer: tells the device.
         use_cuda_graph: ``plan`` copies into buffers that stay, so that a captured ``run`` may be
-            replayed. The batch and the query tokens must then stay as at the first ``plan``.
+            replayed. The batch and all that ``plan`` is given beside pages and lengths must then
+            stay as at the first ``plan``.
         qo_indptr, kv_indptr, kv_indices, kv_len_arr: those buffers of FlashInfer; here
             ``kv_indices`` tells how many pages a request may have at most.
         backend: accepted and without effect.
@@ -46,8 +49,8 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        if backend not in ("auto", "fa2", "fa3", "cutlass"):
-            raise ValueError(f"backend must be auto, fa2, fa3 or cutlass, got {backend!r}")
+        if backend not in _BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
         if use_cuda_graph and kv_indices is None:
             raise ValueError("kv_indices must be given with use_cuda_graph, got None")
         self.device = float_workspace_buffer.device
@@ -57,6 +60,7 @@ class BatchMLAPagedAttentionWrapper:
         self._lengths: torch.Tensor | None = None
         self._table: torch.Tensor | None = None
         self._plan: StepPlan | None = None
+        self._settings: tuple[MlaSpec, float, bool] | None = None
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -84,6 +88,16 @@ class BatchMLAPagedAttentionWrapper:
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
         use_profiler: bool = False,
+        *,
+        query_layout: str = "split",
+        kv_cache_layout: str = "split",
+        lse_mode: str = "none",
+        output_dtype: torch.dtype | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
     ) -> None:
         """Plan a step.
 
@@ -92,7 +106,10 @@ class BatchMLAPagedAttentionWrapper:
             kv_indices: ``[kv_indptr[-1]]`` or more pages; kv_len_arr: ``[batch]`` tokens.
             head_dim_ckv, head_dim_kpe: 512 and 64.
             kv_data_type: ``q_data_type``, or ``torch.float8_e4m3fn``.
-            use_profiler: must be false.
+            use_profiler, skip_softmax: must be false; query_layout, kv_cache_layout: "split";
+                output_dtype: ``q_data_type`` or ``None``; output_scale: "none"; scale_mode:
+                "default" or "kv-per-tensor".
+            lse_mode, enable_pdl, use_sinks: without effect; ``run`` says what it is asked for.
 
         Raises:
             ValueError: an argument is not as described.
@@ -102,8 +119,19 @@ class BatchMLAPagedAttentionWrapper:
                 f"head_dim_ckv and head_dim_kpe must be 512 and 64, got {head_dim_ckv} and"
                 f" {head_dim_kpe}"
             )
-        if use_profiler:
-            raise ValueError("use_profiler must be false")
+        served: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+            ("use_profiler", use_profiler, (False,)),
+            ("query_layout", query_layout, ("split",)),
+            ("kv_cache_layout", kv_cache_layout, ("split",)),
+            ("output_dtype", output_dtype, (None, q_data_type)),
+            ("output_scale", output_scale, ("none",)),
+            ("scale_mode", scale_mode, ("default", "kv-per-tensor")),
+            ("skip_softmax", skip_softmax, (False,)),
+        )
+        for name, given, values in served:
+            if given not in values:
+                wanted = " or ".join(str(value) for value in values)
+                raise ValueError(f"{name} must be {wanted}, got {given}")
         if kv_data_type not in (q_data_type, torch.float8_e4m3fn):
             raise ValueError(
                 f"kv_data_type must be {q_data_type} or float8_e4m3fn, got {kv_data_type}"
@@ -127,12 +155,18 @@ class BatchMLAPagedAttentionWrapper:
         lengths, table = self._requests(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, counts, tokens, causal
         )
+        settings = (spec, sm_scale, causal)
         if self._graph and self._plan is not None:
+            if settings != self._settings:
+                raise ValueError(
+                    "with use_cuda_graph every plan must have the settings of the first,"
+                    f" {self._settings}, got {settings}"
+                )
             self._copy(lengths, table)
         else:
             self._lengths, self._table, self._plan = lengths, table, None
         assert self._lengths is not None
-        self._spec, self._scale, self._causal = spec, sm_scale, causal
+        self._settings = settings
         planner = MlaPlanner(select_for(self.device, spec))
         self._plan = planner.plan(self._lengths, out=self._plan)
         self._selection = planner.selection
@@ -217,8 +251,9 @@ class BatchMLAPagedAttentionWrapper:
         Raises:
             ValueError: an argument is not as described; nothing has been written then.
         """
-        if self._plan is None or self._table is None:
+        if self._plan is None or self._table is None or self._settings is None:
             raise ValueError("plan must be called before run")
+        spec, scale, causal = self._settings
         given = {
             "profiler_buffer": profiler_buffer,
             "kv_len": kv_len,
@@ -228,13 +263,13 @@ class BatchMLAPagedAttentionWrapper:
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"{name} must be None")
-        fp8 = self._spec.cache_format == "fp8"
+        fp8 = spec.cache_format == "fp8"
         if (ckv_scale is None) == fp8 or ckv_scale != kpe_scale:
             wanted = "given and the same" if fp8 else "None"
             raise ValueError(
                 f"ckv_scale and kpe_scale must be {wanted}, got {ckv_scale} and {kpe_scale}"
             )
-        rows = (self._plan.requests, self._spec.query_tokens, self._spec.num_heads)
+        rows = (self._plan.requests, spec.query_tokens, spec.num_heads)
         tokens = rows[0] * rows[1]
         expect_shape("q_nope", q_nope, (tokens, rows[2], LATENT_DIM))
         expect_shape("q_pe", q_pe, (tokens, rows[2], ROPE_DIM))
@@ -252,21 +287,20 @@ class BatchMLAPagedAttentionWrapper:
             self._table,
             self._plan,
             self._selection,
-            scale=self._scale,
-            causal=self._causal,
+            scale=scale,
+            causal=causal,
             kv_scale=1.0 if ckv_scale is None else ckv_scale,
             sinks=sinks,
             out=None if out is None else out.view(*rows, LATENT_DIM),
             scratch=self._scratch,
         )
         result = result.flatten(0, 1)
-        if not return_lse:
+        if not return_lse and lse is None:
             return result
         values = natural.flatten(0, 1)
         values = torch.where(values == math.inf, -math.inf, values)
         values = values if return_lse_base_on_e else values * _LOG2E
-        if lse is None:
-            return result, values
-        return result, lse.copy_(values)
+        values = values if lse is None else lse.copy_(values)
+        return (result, values) if return_lse else result
 
     forward = run

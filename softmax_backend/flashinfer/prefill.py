@@ -6,7 +6,7 @@ not served is refused in one sentence; arguments that steer FlashInfer's own ker
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 from typing import Any
 
 import torch
@@ -146,6 +146,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
     ) -> None:
         """As FlashInfer's: ``qo_indptr`` [S + 1], the cache's CSR ``paged_kv_indptr`` [S + 1],
         ``paged_kv_indices`` and ``paged_kv_last_page_len`` [S]. Reads the lengths on the host.
@@ -229,15 +230,21 @@ class BatchPrefillWithPagedKVCacheWrapper:
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Tensor | None = None,
+        kv_cache_sf: None = None,
+        skip_softmax_threshold_scale_factor: None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of q [T, H, D] to the cache, a pair of tensors or one [pages, 2, ...].
 
         Args:
             q_scale, k_scale: multiply the logits, ``v_scale`` the output.
-            lse: written, and returned, in the layout that is asked for.
+            lse: written, and with ``return_lse`` returned, in the layout that is asked for.
             lse_base: "log2" or "ln"; lse_layout: "NH" or "HN", LSE [T, H] or [H, T].
             window_left: as planned, or ``None``.
             sinks: float32 [H], one more logit for each head, with value 0.
+            kv_cache_sf, skip_softmax_threshold_scale_factor: must be ``None``; use_fp16_softmax and
+                uses_spcompress steer kernels of FlashInfer's.
 
         Returns:
             Output [T, H, DV]; with ``return_lse`` also LSE, float32, without sinks. Under ALIBI the
@@ -265,6 +272,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 'lse_base must be "log2" or "ln" and lse_layout "NH" or "HN", got '
                 f"{lse_base!r} and {lse_layout!r}"
             )
+        if (kv_cache_sf, skip_softmax_threshold_scale_factor) != (None, None):
+            raise ValueError("kv_cache_sf and skip_softmax_threshold_scale_factor must be None")
         if lse is not None:
             tokens_heads = (q.shape[0], q.shape[1])
             expect_shape("lse", lse, tokens_heads if lse_layout == "NH" else tokens_heads[::-1])
@@ -304,7 +313,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if v_scale not in (None, 1.0):
             got.mul_(v_scale)
         result = got[0].transpose(0, 1) if out is None else out
-        if not return_lse:
+        if not return_lse and lse is None:
             return result
         found = natural[0]
         if settings.encoding.mode == "ALIBI":
@@ -313,7 +322,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if lse_base == "log2":
             found = found * variants.LOG2_E
         found = found.t() if lse_layout == "NH" else found
-        return result, found if lse is None else lse.copy_(found)
+        found = found if lse is None else lse.copy_(found)
+        return (result, found) if return_lse else result
 
     def _encode(self, wanted: Encoding, length: int) -> None:
         """Have what the encoding reads: slopes, or the table of RoPE for ``length`` positions. What
@@ -358,7 +368,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         out, lse = self.run(q, paged_kv_cache, return_lse=True, **options)
         return out, lse
 
-    def forward(
+    def forward_return_lse(
         self,
         q: Tensor,
         paged_kv_cache: Tensor | tuple[Tensor, Tensor],
@@ -372,31 +382,20 @@ class BatchPrefillWithPagedKVCacheWrapper:
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """FlashInfer's older ``run``, whose soft cap, scale and RoPE's numbers replace the planned.
 
         Raises:
             ValueError: ``causal``, ``window_left`` or ``pos_encoding_mode`` is not as planned.
         """
-        settings = self._settings
-        if settings is None:
+        if self._settings is None:
             raise ValueError("plan must be called before run")
-        for name, got, served in (
-            ("causal", causal, settings.causal),
-            ("window_left", window_left, settings.window_left),
-            ("pos_encoding_mode", pos_encoding_mode, settings.encoding.mode),
-        ):
-            if got != served:
-                raise ValueError(f"{name} must be {served!r} as planned, got {got!r}")
-        head_dim = settings.head_dims[0]
-        self._settings = replace(
-            settings,
-            encoding=encoding.checked(
-                pos_encoding_mode, rope_scale, rope_theta, head_dim, logits_soft_cap
-            ),
-            soft_cap=variants.soft_cap(logits_soft_cap).value if logits_soft_cap else 0.0,
-            scale=head_dim**-0.5 if sm_scale is None else sm_scale,
-        )
+        planned, rope = (causal, window_left, pos_encoding_mode), (rope_scale, rope_theta)
+        self._settings = self._settings.replaced(planned, logits_soft_cap, sm_scale, rope)
         if self._table is not None:
             self._encode(self._settings.encoding, self._table[1].shape[0])
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        return self.run_return_lse(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+
+    @functools.wraps(forward_return_lse)
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        return self.forward_return_lse(*args, **named)[0]

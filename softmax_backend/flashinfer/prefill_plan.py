@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
-from softmax_backend.flashinfer.encoding import Encoding
+from softmax_backend.flashinfer.encoding import Encoding, checked
 from softmax_backend.flashinfer.packed_mask import unpacked
 from softmax_backend.plan import bsr, intervals
 from softmax_backend.plan.block_plan import BlockPlan, Pages, padded
+from softmax_backend.variants import variant as variants
 
 Buffers = tuple[Tensor, Tensor, Tensor, Tensor]
 _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -41,6 +42,35 @@ class Settings:
     soft_cap: float
     scale: float
     dtype: torch.dtype
+
+    def replaced(
+        self,
+        planned: tuple[bool, int, str],
+        soft_cap: float | None,
+        scale: float | None,
+        rope: tuple[float | None, float | None],
+    ) -> Settings:
+        """The settings of FlashInfer's older ``forward``.
+
+        Args:
+            planned: ``causal``, ``window_left`` and ``pos_encoding_mode``, as planned.
+            soft_cap, scale: instead of the planned; rope: ``rope_scale`` and ``rope_theta``.
+
+        Raises:
+            ValueError: something is not as planned, or is not served.
+        """
+        names = ("causal", "window_left", "pos_encoding_mode")
+        served = (self.causal, self.window_left, self.encoding.mode)
+        for name, got, wanted in zip(names, planned, served, strict=True):
+            if got != wanted:
+                raise ValueError(f"{name} must be {wanted!r} as planned, got {got!r}")
+        head_dim = self.head_dims[0]
+        return replace(
+            self,
+            encoding=checked(planned[2], *rope, head_dim, soft_cap),
+            soft_cap=variants.soft_cap(soft_cap).value if soft_cap else 0.0,
+            scale=head_dim**-0.5 if scale is None else scale,
+        )
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Outputs are as FlashInfer's: [M, H, D], LSE [M, H] in base 2. What these wrappers do not serve they
 refuse when planning, in one sentence; arguments that only steer FlashInfer's own kernels
-(workspaces, ``backend``, ``non_blocking``, ``use_fp16_qk_reduction``, ``enable_pdl``) are taken and
-change nothing.
+(workspaces, ``backend``, ``non_blocking``, ``use_fp16_qk_reduction``, ``enable_pdl``,
+``kv_splits``, ``use_clc``) are taken and change nothing.
 """
 
 from __future__ import annotations
@@ -121,10 +121,19 @@ class BlockSparseAttentionWrapper(_Wrapper):
         o_data_type: DataType | None = None,
         non_blocking: bool = True,
         block_mask: Tensor | None = None,
+        kv_block_lens: None = None,
+        q2k_indices: None = None,
+        q2k_num: None = None,
+        kv_splits: int | str | None = None,
+        use_clc: bool | None = None,
+        q_scale: None = None,
+        k_scale: None = None,
+        v_scale: None = None,
     ) -> None:
         """As FlashInfer's. ``indptr`` [MB + 1] and ``indices`` [nnz], or ``block_mask``
         [H or Hkv, MB, NB]; ``mask`` [nnz, R, C], or ``packed_mask``, which goes before it: bits,
-        lowest first, of [queries, blocks, C] of each block row, from a byte of its own.
+        lowest first, of [queries, blocks, C] of each block row, from a byte of its own. The output
+        is in q's dtype, by default too, where FlashInfer's is float16.
 
         Raises:
             ValueError: an argument is malformed or not served (``causal``: its meaning over
@@ -174,6 +183,17 @@ class BlockSparseAttentionWrapper(_Wrapper):
             pos_encoding_mode=(pos_encoding_mode, "NONE"),
             kv_data_type=(as_dtype(kv_data_type or q_data_type), as_dtype(q_data_type)),
             o_data_type=(as_dtype(o_data_type or q_data_type), as_dtype(q_data_type)),
+            **{
+                name: (given, None)
+                for name, given in (
+                    ("kv_block_lens", kv_block_lens),
+                    ("q2k_indices", q2k_indices),
+                    ("q2k_num", q2k_num),
+                    ("q_scale", q_scale),
+                    ("k_scale", k_scale),
+                    ("v_scale", v_scale),
+                )
+            },
         )
 
     begin_forward = plan

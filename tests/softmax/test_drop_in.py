@@ -11,7 +11,14 @@ import torch
 from softmax_backend import flashinfer, reference
 from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from softmax_backend.spec import MlaSpec
-from softmax_backend.testing.cases import SCALE, MlaCase, assert_close, expected, make_case
+from softmax_backend.testing.cases import (
+    SCALE,
+    MlaCase,
+    assert_close,
+    expected,
+    forced,
+    make_case,
+)
 from tests.engines.kda.sglang.device_graph import DeviceGraph
 
 
@@ -92,6 +99,117 @@ def csr(case: MlaCase) -> tuple[torch.Tensor, torch.Tensor]:
     need = [-(-n // size) for n in case.lengths.tolist()]
     pages = [case.block_table[i, :n] for i, n in enumerate(need)]
     return i32([0, *need], case.lengths.device).cumsum(0).int(), torch.cat(pages)
+
+
+def mla_wrapper(device: torch.device, pages: int = 0) -> flashinfer.BatchMLAPagedAttentionWrapper:
+    """One for CUDA graphs where it has a buffer of pages."""
+    graph = {"use_cuda_graph": True, "kv_indices": i32([0] * pages, device)} if pages else {}
+    return flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device), **graph)  # type: ignore[arg-type]
+
+
+def plan_mla(
+    wrapper: flashinfer.BatchMLAPagedAttentionWrapper, case: MlaCase, **changes: Any
+) -> None:
+    """One query token for each request."""
+    device = case.lengths.device
+    arguments: dict[str, Any] = {
+        "qo_indptr": torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device),
+        "num_heads": 4, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 16, "causal": True,
+        "sm_scale": SCALE, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16,
+    }  # fmt: skip
+    kv_indptr, kv_indices = csr(case)
+    wrapper.plan(
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        kv_len_arr=case.lengths,
+        **{**arguments, **changes},
+    )
+
+
+def test_a_captured_mla_wrapper_serves_the_last_plan(
+    device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cpu":  # the CPU's path reads the plan on the host
+        select: Any = lambda _, spec: forced(spec, "triton")  # noqa: E731
+        monkeypatch.setattr(flashinfer.mla, "select_for", select)
+    wrapper, graph = mla_wrapper(device, pages=64), DeviceGraph()
+    shapes = {"q_nope": (3, 4, 512), "q_pe": (3, 4, 64), "ckv_cache": (64, 16, 512),
+              "kpe_cache": (64, 16, 64)}  # fmt: skip
+    memory = {
+        name: torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        for name, shape in shapes.items()
+    }
+
+    def run() -> Any:
+        return wrapper.run(**memory, return_lse=True)
+
+    for number, lengths in enumerate([[40, 0, 100], [300, 17, 1], [64, 64, 200]]):
+        case = make_case(MlaSpec(4, 16), lengths, seed=seed, device=device)
+        plan_mla(wrapper, case)
+        given = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1), case.kv_latent, case.kv_rope
+        for tensor, x in zip(memory.values(), given, strict=True):
+            tensor[: len(x)] = x
+        if number == 0:
+            out, lse = graph.record(run)
+        else:
+            graph.replay()
+        natural = torch.where(lse == -math.inf, math.inf, lse * math.log(2))
+        want = expected(case)
+        assert_close((out.view(want[0].shape), natural.view(want[1].shape)), want)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sm_scale": 0.1}, {"causal": False}, {"page_size": 8}, {"num_heads": 8}],
+)
+def test_a_graphs_mla_plan_keeps_what_the_graph_holds(changes: dict[str, Any]) -> None:
+    """A replay has the scale, the mask, the heads and the pages of its capture."""
+    case = make_case(MlaSpec(4, 16), [40, 100])
+    wrapper = mla_wrapper(torch.device("cpu"), pages=20)
+    plan_mla(wrapper, case)
+    before = {name: x.clone() for name, x in vars(wrapper).items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(ValueError, match="every plan must have the settings of the first"):
+        plan_mla(wrapper, make_case(MlaSpec(4, 16), [20, 30]), **changes)
+    assert before and all(torch.equal(x, vars(wrapper)[name]) for name, x in before.items())
+    plan_mla(mla_wrapper(torch.device("cpu")), case, **changes)  # without graphs it is served
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"use_sinks": True, "lse_mode": "base2", "enable_pdl": True}, None),
+        ({"output_dtype": torch.bfloat16, "scale_mode": "kv-per-tensor"}, None),
+        ({"query_layout": "packed"}, "query_layout must be split, got packed"),
+        ({"kv_cache_layout": "packed"}, "kv_cache_layout must be split, got packed"),
+        ({"output_dtype": torch.half}, r"output_dtype must be None or torch.bfloat16, got torch.f"),
+        ({"output_scale": "per-tensor"}, "output_scale must be none, got per-tensor"),
+        ({"scale_mode": "bmm-scalar"}, "scale_mode must be default or kv-per-tensor, got bmm-sc"),
+        ({"skip_softmax": True}, "skip_softmax must be False, got True"),
+    ],
+)
+def test_what_flashinfers_mla_plan_declares_for_run(
+    changes: dict[str, Any], message: str | None
+) -> None:
+    case, wrapper = make_case(MlaSpec(4, 16), [40, 100]), mla_wrapper(torch.device("cpu"))
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            plan_mla(wrapper, case, **changes)
+        return
+    plan_mla(wrapper, case, **changes)
+    tensors = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1), case.kv_latent, case.kv_rope
+    written = torch.full((2, 4), math.nan)
+    out = wrapper.run(*tensors, lse=written, sinks=torch.zeros(4))
+    assert isinstance(out, torch.Tensor)  # the LSE is written, and not returned
+    want_out, want_lse = wrapper.run(*tensors, return_lse=True, sinks=torch.zeros(4))
+    assert torch.equal(out, want_out) and torch.equal(written, want_lse)
+
+
+def test_every_backend_of_flashinfers_mla_wrapper_is_taken() -> None:
+    for name in ["auto", "fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa", "cute-dsl"]:
+        flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1), backend=name)
+    with pytest.raises(ValueError, match=r"backend must be one of auto, fa2, .*, got 'fa4'"):
+        flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1), backend="fa4")
 
 
 @pytest.mark.parametrize("fp8", [False, True])

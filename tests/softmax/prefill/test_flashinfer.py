@@ -11,6 +11,7 @@ import torch
 
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.flashinfer import (
+    BatchMLAPagedAttentionWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
@@ -99,22 +100,13 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
             {"packed_mask": torch.zeros(2, dtype=torch.uint8), "indptr": torch.tensor([1, 0])},
             r"indptr must have shape \[2\], begin at 0 and not fall, got \[1, 0\]",
         ),
+        ({"q2k_num": torch.ones(1, 1)}, "q2k_num must be None here, got tensor"),
         ({"mask": torch.ones(2, 4, 4)}, r"mask must have shape \[1, 4, 4\], got \[2, 4, 4\]"),
     ):
         with pytest.raises(ValueError, match=message):
             given = {"indptr": lists[0], "indices": lists[1], **wrong}
             sizes = {"M": 4, "N": 4, "R": 4, "C": 4, "num_qo_heads": 1, "num_kv_heads": 1}
             wrapper.plan(**given, **sizes, head_dim=64)  # type: ignore[arg-type]
-
-
-def test_signatures_are_upstreams() -> None:
-    """FlashInfer 0.7.2's parameters in its order; it may add keywords at the end."""
-    plan = list(inspect.signature(BlockSparseAttentionWrapper.plan).parameters)
-    assert plan[1:10] == [
-        "indptr", "indices", "M", "N", "R", "C", "num_qo_heads", "num_kv_heads", "head_dim"
-    ]  # fmt: skip
-    run = list(inspect.signature(VariableBlockSparseAttentionWrapper.run).parameters)
-    assert run == ["self", "q", "k", "v", "out", "lse", "return_lse", "enable_pdl"]
 
 
 @pytest.mark.parametrize(
@@ -136,19 +128,50 @@ def test_signatures_are_upstreams() -> None:
             " rope_scale rope_theta q_data_type kv_data_type o_data_type non_blocking"
             " prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr"
             " seq_lens seq_lens_q block_tables max_token_per_sequence max_sequence_kv"
-            " fixed_split_size disable_split_kv",
+            " fixed_split_size disable_split_kv uniform_q_len",  # the last since 0.7.2.post1
+        ),
+        *(
+            (
+                BatchPrefillWithPagedKVCacheWrapper,
+                name,
+                "q paged_kv_cache causal pos_encoding_mode use_fp16_qk_reduction k_scale v_scale"
+                " window_left logits_soft_cap sm_scale rope_scale rope_theta",
+            )
+            for name in ("forward", "forward_return_lse")
         ),
         (
             BatchPrefillWithPagedKVCacheWrapper,
-            "forward",
-            "q paged_kv_cache causal pos_encoding_mode use_fp16_qk_reduction k_scale v_scale"
-            " window_left logits_soft_cap sm_scale rope_scale rope_theta",
+            "run",  # whose further positions are of variants
+            "q paged_kv_cache q_scale k_scale v_scale out lse return_lse lse_base lse_layout"
+            " enable_pdl window_left sinks kv_cache_sf skip_softmax_threshold_scale_factor"
+            " use_fp16_softmax uses_spcompress",
+        ),
+        (
+            BlockSparseAttentionWrapper,
+            "plan",
+            "indptr indices M N R C num_qo_heads num_kv_heads head_dim mask packed_mask causal"
+            " pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale"
+            " rope_theta q_data_type kv_data_type o_data_type non_blocking block_mask"
+            " kv_block_lens q2k_indices q2k_num kv_splits use_clc q_scale k_scale v_scale",
+        ),
+        (
+            BatchMLAPagedAttentionWrapper,
+            "plan",
+            "qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe"
+            " page_size causal sm_scale q_data_type kv_data_type use_profiler query_layout"
+            " kv_cache_layout lse_mode output_dtype output_scale scale_mode skip_softmax enable_pdl"
+            " use_sinks",
         ),
         (
             BlockSparseAttentionWrapper,
             "forward",
             "q k v scale_q scale_k scale_v pos_encoding_mode use_fp16_qk_reduction"
             " logits_soft_cap sm_scale rope_scale rope_theta",
+        ),
+        (
+            VariableBlockSparseAttentionWrapper,
+            "run",
+            "q k v out lse return_lse enable_pdl",
         ),
         (
             VariableBlockSparseAttentionWrapper,
@@ -159,6 +182,7 @@ def test_signatures_are_upstreams() -> None:
     ],
 )
 def test_positions_of_arguments_are_flashinfers(wrapper: type, method: str, names: str) -> None:
+    """FlashInfer 0.7.2's parameters in its order."""
     found = inspect.signature(getattr(wrapper, method)).parameters
     assert list(found)[1:] == names.split()
 
@@ -184,12 +208,17 @@ def test_scales_and_the_older_forward(seed: int, device: torch.device) -> None:
     assert_matches(
         (scaled.transpose(0, 1)[None] / 2, lse.t()[None] * math.log(2)), (want, want_lse)
     )
-    given = torch.full_like(scaled, torch.nan)
-    wrapper.run(q, cache, q_scale=0.5, k_scale=3.0, v_scale=2.0, out=given)
-    assert torch.equal(given, scaled)
+    given, given_lse = torch.full_like(scaled, torch.nan), torch.full_like(lse, torch.nan)
+    scales = {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 2.0}
+    assert wrapper.run(q, cache, **scales, out=given, lse=given_lse) is given
+    assert torch.equal(given, scaled) and torch.equal(given_lse, lse)
     capped = wrapper.forward(q, cache, True, logits_soft_cap=2.0, sm_scale=0.3)
     want = reference.attention(q4, k, v, seen, 0.3, lambda s: 2.0 * torch.tanh(s / 2.0))[0]
     assert isinstance(capped, torch.Tensor)
+    older = wrapper.forward_return_lse(q, cache, True, logits_soft_cap=2.0, sm_scale=0.3)
+    assert torch.equal(older[0], capped) and torch.equal(
+        older[1], wrapper.run_return_lse(q, cache)[1]
+    )
     assert_close = torch.testing.assert_close
     assert_close(capped.cpu().double(), want[0].transpose(0, 1), atol=2e-3, rtol=2e-3)
     again = paged_wrapper(device, sm_scale=0.3, logits_soft_cap=2.0).run(q, cache, window_left=-1)
@@ -211,6 +240,10 @@ def test_what_the_paged_wrapper_does_not_serve(device: torch.device) -> None:
         wrapper.run(q, cache, window_left=5)
     with pytest.raises(ValueError, match="k_scale must be a float or None here, got Tensor"):
         wrapper.run(q, cache, k_scale=workspace)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="kv_cache_sf and skip_softmax_threshold_scale_factor must"
+    ):
+        wrapper.run(q, cache, kv_cache_sf=workspace)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prefix_len_ptr and the positions in items must be None"):
         paged_wrapper(device, prefix_len_ptr=workspace)
 
