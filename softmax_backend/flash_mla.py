@@ -26,6 +26,7 @@ from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 from softmax_backend.step_plan import StepPlan
 
 HEAD_DIM = LATENT_DIM + ROPE_DIM
+_NO_LISTS = (None, None, None, None)
 
 
 @dataclass
@@ -123,6 +124,10 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
+    extra_k_cache: None = None,
+    extra_indices_in_kvcache: None = None,
+    topk_length: None = None,
+    extra_topk_length: None = None,
     *,
     release: Release = "2025-09",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +142,8 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata, num_splits: of `get_mla_metadata`.
         softmax_scale: by default ``576 ** -0.5``.
         causal: query token i of s sees all keys but the last s - 1 - i.
-        indices: must be ``None``: sparse attention is not served here.
+        indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length: must be
+            ``None``: sparse attention is not served here.
         attn_sink: ``[heads]`` float32 natural logits; without effect on the LSE.
         release: that ``tile_scheduler_metadata`` was made for, where it is a tensor.
 
@@ -149,6 +155,11 @@ def flash_mla_with_kvcache(
     """
     if indices is not None:
         raise ValueError("indices must be None: sparse attention is not served here")
+    if (extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length) != _NO_LISTS:
+        raise ValueError(
+            "extra_k_cache, extra_indices_in_kvcache, topk_length and extra_topk_length must be"
+            " None: sparse attention is not served here"
+        )
     if head_dim_v != LATENT_DIM:
         raise ValueError(f"head_dim_v must be {LATENT_DIM}, got {head_dim_v}")
     if q.dim() != 4 or q.shape[-1] != HEAD_DIM:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from softmax_backend import flashinfer, reference
+from softmax_backend import flash_mla_sparse, flashinfer, reference
 from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from softmax_backend.spec import MlaSpec
 from softmax_backend.testing.cases import (
@@ -74,6 +75,7 @@ def test_flash_mlas_scale_is_that_of_the_head_dimension(device: torch.device, se
     ("changes", "message"),
     [
         ({"indices": torch.zeros(1)}, "indices must be None"),
+        ({"topk_length": torch.zeros(1)}, "topk_length and extra_topk_length must be None: sparse"),
         ({"head_dim_v": 256}, "head_dim_v must be 512, got 256"),
         ({"num_splits": None}, "num_splits must come with tile_scheduler_metadata"),
         ({"q": torch.zeros(1, 1, 4, 512)}, r"q must have shape \[batch, seq_len_q, heads, 576\]"),
@@ -91,6 +93,20 @@ def test_flash_mla_refuses(changes: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         flash_mla_with_kvcache(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    "function", [flash_mla_with_kvcache, flash_mla_sparse.flash_mla_with_kvcache]
+)
+def test_positions_of_arguments_are_flash_mlas(function: Any) -> None:
+    """Those of January 2026, which has the arguments of 2025 before its own."""
+    names = (
+        "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits"
+        " softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache"
+        " extra_indices_in_kvcache topk_length extra_topk_length"
+    )
+    found = list(inspect.signature(function).parameters)
+    assert " ".join(found).startswith(names)
 
 
 def csr(case: MlaCase) -> tuple[torch.Tensor, torch.Tensor]:
