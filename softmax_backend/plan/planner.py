@@ -126,7 +126,8 @@ class MlaPlanner:
             lengths: ``[requests]`` int32 tokens in the cache, those of the queries included; 0 is
                 an empty request. Read by the kernels that use the plan, so keep it as it is.
             block_table: ``[requests, pages]`` int32; needed where prefixes are shared.
-            out: an earlier plan of as many requests, to be written again in place (CUDA graphs).
+            out: an earlier plan of as many requests, by a planner of the same query tokens, splits
+                and schedule, to be written again in place (CUDA graphs).
 
         Raises:
             ValueError: an input is not as described; nothing has been written then.
@@ -162,6 +163,8 @@ class MlaPlanner:
         if out is not None and (out.prefix is None) == self._shares_prefixes(path):
             wanted, got = ("with", "without") if out.prefix is None else ("without", "with")
             raise ValueError(f"out must be a plan {wanted} shared prefixes, got one {got}")
+        if out is not None:
+            self._expect_own(out, path)
         contracts.expect_device("out", plan.work, lengths.device)
         expect_heads("out", plan, self.spec)
         if plan.prefix is not None and block_table is not None:
@@ -175,6 +178,19 @@ class MlaPlanner:
             )
         self._fill(plan, path)
         return plan
+
+    def _expect_own(self, out: StepPlan, path: KernelPath) -> None:
+        """Require a plan as this planner makes them: its scratch memory is counted for its splits,
+        and runs go by what it says of them."""
+        fixed = out.requests * self._max_splits
+        wanted = (self.spec.query_tokens, self._chunk_blocks, fixed, self._lists_merges(path))
+        slots = out.num_slots if out.chunk_blocks else 0
+        got = (out.query_tokens, out.chunk_blocks, slots, out.merges is not None)
+        if got != wanted:
+            raise ValueError(
+                "out must be a plan with the query tokens, blocks in a fixed split, fixed splits,"
+                f" and list of merges {wanted}, got {got}"
+            )
 
     def _allocate(self, lengths: torch.Tensor, path: KernelPath) -> StepPlan:
         requests, rows = lengths.shape[0], self.spec.query_rows

@@ -112,6 +112,31 @@ def test_a_plan_is_written_again_for_its_own_lengths_only() -> None:
         planner.plan(torch.ones(2, dtype=torch.int32), out=plan)
 
 
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        (SPEC, {}),
+        (SPEC, {"fixed_split_tokens": 128, "max_tokens": 1024}),
+        (SPEC, {"fixed_split_tokens": 64, "max_tokens": 2048}),
+        (MlaSpec(4, 64, query_tokens=2), {"fixed_split_tokens": 64, "max_tokens": 1024}),
+    ],
+)
+def test_a_plan_is_written_again_by_a_planner_of_the_same_splits(
+    spec: MlaSpec, options: dict[str, Any]
+) -> None:
+    """Another planner's splits have no room in its scratch memory, or are read with other ends."""
+    lengths = torch.full((2,), 1000, dtype=torch.int32)
+    own = MlaPlanner(forced(SPEC, "torch"), fixed_split_tokens=64, max_tokens=1024)
+    other = MlaPlanner(forced(spec, "torch"), **options)
+    for planner, plan in ((own, other.plan(lengths)), (other, own.plan(lengths))):
+        before = plan.work.clone()
+        with pytest.raises(ValueError, match="out must be a plan with the query tokens, blocks in"):
+            planner.plan(lengths, out=plan)
+        assert torch.equal(plan.work, before)
+    plan = own.plan(lengths)
+    assert own.plan(lengths, out=plan) is plan
+
+
 def test_shared_prefixes_need_the_block_table() -> None:
     planner = MlaPlanner(forced(SPEC, "triton"), shared_prefix_tokens=64)
     with pytest.raises(ValueError, match="block_table must be given where prefixes are shared"):
