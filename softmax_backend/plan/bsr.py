@@ -191,12 +191,22 @@ def from_elements(
 
 
 def from_block_mask(
-    block_mask: BlockMask, num_heads: int, *, block_m: int = 128, block_n: int = 128
+    block_mask: BlockMask,
+    num_heads: int,
+    *,
+    batch: int | None = None,
+    block_m: int = 128,
+    block_n: int = 128,
 ) -> BlockPlan:
     """A plan from a FlexAttention ``BlockMask``, whose ``mask_mod`` is evaluated once.
 
     Args:
         block_mask: its block sizes must be multiples of the kernel's, ``block_m`` and ``block_n``.
+        batch: entries of the queries' batch, where the mask is one for all; default as many as the
+            mask has.
+
+    Raises:
+        ValueError: block sizes, heads or batch do not fit together.
     """
     size_m, size_n = block_mask.BLOCK_SIZE
     q_len, kv_len = block_mask.seq_lengths
@@ -211,12 +221,14 @@ def from_block_mask(
         (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL),
     )
     device = block_mask.kv_indices.device
-    batch, heads, rows, _ = block_mask.kv_indices.shape
+    entries, heads, rows, _ = block_mask.kv_indices.shape
+    if entries not in (1, batch or entries):
+        raise ValueError(f"block_mask must have 1 or {batch} batch entries, got {entries}")
     if heads not in (1, num_heads):
         raise ValueError(f"block_mask must have 1 or {num_heads} heads, got {heads}")
     cols = -(-kv_len // size_n)
     # column ``cols`` takes the entries beyond a row's count
-    kinds = torch.zeros(batch, heads, rows, cols + 1, dtype=torch.int8, device=device)
+    kinds = torch.zeros(entries, heads, rows, cols + 1, dtype=torch.int8, device=device)
     for count, index, kind in lists:
         if count is None or index is None:
             continue
@@ -229,7 +241,7 @@ def from_block_mask(
     if kv_len % block_n:  # a FULL block is one without keys beyond the end
         last = kinds[..., -1:]
         kinds = torch.cat([kinds[..., :-1], torch.where(last == FULL, PARTIAL, last)], -1)
-    sequences = uniform_sequences(batch, q_len, kv_len, device)
+    sequences = uniform_sequences(batch or entries, q_len, kv_len, device)
     return _with_bits(kinds, block_mask.mask_mod, num_heads, sequences, block_m, block_n)
 
 

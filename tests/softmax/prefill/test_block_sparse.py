@@ -239,6 +239,13 @@ def test_flex_attention_masks(seed: int, device: torch.device) -> None:
     assert torch.equal(reference.elements_seen(plan), seen)
     q, k, v = inputs((2, 120, 64), (1, 120, 64), seed=seed, device=device)
     run_and_check(q, k, v, plan, seen)
+    # FlexAttention takes a mask of one batch entry for every entry
+    q, k, v = (torch.cat([x, x.flip(2)]) for x in (q, k, v))
+    plan = bsr.from_block_mask(block_mask, 2, batch=2, **BLOCKS)
+    run_and_check(q, k, v, plan, seen)
+    two = create_block_mask(mask_mod, 2, 2, 120, 120, device=device.type, BLOCK_SIZE=32)
+    with pytest.raises(ValueError, match="block_mask must have 1 or 3 batch entries, got 2"):
+        bsr.from_block_mask(two, 2, batch=3, **BLOCKS)
 
 
 def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:
