@@ -73,7 +73,8 @@ def _torch_rotated(k: Tensor, k_pos: Tensor, aux: Tensor | None) -> Tensor:
 
 def _torch_sink(out: Tensor, lse: Tensor, head: int, aux: Tensor | None) -> Tensor:
     assert aux is not None
-    return out * torch.sigmoid(lse - aux[head].to(lse.dtype))[:, None]
+    share = torch.sigmoid(lse - aux[head].to(lse.dtype))
+    return out * torch.where(lse == -torch.inf, 0.0, share)[:, None]  # also without a sink, -inf
 
 
 def _torch_alibi(s: Tensor, q: Tensor, k: Tensor, head: int, aux: Tensor, value: float) -> Tensor:

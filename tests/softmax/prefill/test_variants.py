@@ -56,6 +56,18 @@ def test_logits(name: str, path: str, seed: int, device: torch.device) -> None:
 
 
 @PATHS
+def test_sinks_without_bounds(path: str, seed: int, device: torch.device) -> None:
+    """-inf is no sink, +inf takes all; a query that sees nothing has output 0 under both."""
+    q, k, v = inputs((H, 40, D), (1, 20, D), seed=seed, device=device)
+    plan = intervals.causal(40, 20, H, **BLOCKS, device=device)
+    sinks = torch.tensor([-torch.inf, torch.inf], device=device)
+    plain, plain_lse = block_sparse_attention(q, k, v, plan, path=path)
+    out, lse = block_sparse_attention(q, k, v, plan, variant=variants.sink(sinks), path=path)
+    assert torch.equal(out[:, 0], plain[:, 0]) and bool((out[:, 1] == 0).all())
+    assert torch.equal(lse, plain_lse) and bool((lse[..., 0] == -torch.inf).all())
+
+
+@PATHS
 def test_sink(path: str, seed: int, device: torch.device) -> None:
     out, lse = expected(seed)
     share = torch.sigmoid(lse - SINKS[:, None].double())
