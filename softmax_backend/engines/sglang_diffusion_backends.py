@@ -6,6 +6,7 @@ Imported by sglang alone, by the dotted paths of ``sglang_diffusion.BACKENDS``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from sglang.multimodal_gen.runtime.layers.attention.backends.attention_backend i
     AttentionMetadataBuilder,
 )
 from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum
+from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,8 +33,6 @@ TILE = (6, 8, 8)
 
 def configuration() -> dict[str, Any]:
     """``--attention-backend-config``, without what sglang's dictionary answers to absent keys."""
-    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
-
     return dict(get_global_server_args().attention_backend_config or {})
 
 
@@ -62,7 +62,8 @@ def windows_of(value: Any) -> tuple[Box, ...]:
 
 
 class _Impl(AttentionImpl):  # type: ignore[misc]
-    """Self-attention through ``VideoAttention``; cross-attention and causal calls through torch."""
+    """Self-attention through ``VideoAttention``; cross-attention, causal calls and what is known to
+    be of text alone through torch."""
 
     def __init__(
         self,
@@ -90,6 +91,10 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         """What a self-attention of so many heads does."""
         raise NotImplementedError
 
+    def is_of_text(self, length: int, metadata: AttentionMetadata | None) -> bool:
+        """Whether a self-attention over so many tokens is known to be of text alone."""
+        return False
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata
     ) -> Tensor:
@@ -98,7 +103,8 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         Raises:
             ValueError: self-attention in another dtype than bf16 and fp16.
         """
-        if query.shape == key.shape and not self.causal:
+        is_self = query.shape == key.shape and not self.causal
+        if is_self and not self.is_of_text(query.shape[1], attn_metadata):
             if query.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"query must be bfloat16 or float16, got {query.dtype}")
             attend = self.attention(query.shape[2], attn_metadata)
@@ -154,11 +160,28 @@ class SlidingTileMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc
         self,
         current_timestep: int,
         raw_latent_shape: Sequence[int],
-        patch_size: Sequence[int],
+        patch_size: Sequence[int] | int,
         STA_param: Sequence[Any] | None = None,
         **unused: Any,
     ) -> SlidingTileMetadata:
-        """See ``SlidingTileMetadata``; a token is a patch of the latent."""
+        """See ``SlidingTileMetadata``; a token is a patch of the latent.
+
+        Args:
+            patch_size: along time, height and width, or one number, beside which a model has
+                another along time (HunyuanVideo).
+
+        Raises:
+            ValueError: the latent is not a video's.
+        """
+        if isinstance(patch_size, int):
+            model = get_global_server_args().pipeline_config.dit_config
+            along_time = getattr(model, "patch_size_t", None)
+            patch_size = (along_time or patch_size, patch_size, patch_size)
+        if len(raw_latent_shape) != 3 or len(patch_size) != 3:
+            raise ValueError(
+                "sliding_tile_attn needs latents and patches along time, height and width, got"
+                f" {tuple(raw_latent_shape)} and {tuple(patch_size)}"
+            )
         canvas = [n // p for n, p in zip(raw_latent_shape, patch_size, strict=True)]
         windows = STA_param[current_timestep] if STA_param else None
         return SlidingTileMetadata(current_timestep, box("the canvas", canvas), windows)
@@ -172,6 +195,9 @@ class SlidingTileImpl(_Impl):
     def prepare(self) -> None:
         self.windows = windows_of(self.config.get("windows", (3, 3, 3)))
         self.tile = box("tile", self.config.get("tile", TILE))
+
+    def is_of_text(self, length: int, metadata: AttentionMetadata | None) -> bool:
+        return isinstance(metadata, SlidingTileMetadata) and length < math.prod(metadata.canvas)
 
     def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
         if not isinstance(metadata, SlidingTileMetadata):

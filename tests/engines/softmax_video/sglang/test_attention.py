@@ -75,9 +75,11 @@ def one_process(upstream: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def server(folder: Path, name: str, config: str | None = None) -> Iterator[None]:
+def server(
+    folder: Path, name: str, config: str | None = None, pipeline: str = "WanPipeline"
+) -> Iterator[ServerArgs]:
     """sglang's arguments as its command line makes them, of a model without weights."""
-    model = {"_class_name": "WanPipeline", "_diffusers_version": "0.33.0"}
+    model = {"_class_name": pipeline, "_diffusers_version": "0.33.0"}
     for part in ("transformer", "vae"):
         (folder / part).mkdir(exist_ok=True)
         model[part] = ["diffusers", part]  # type: ignore[assignment]
@@ -87,7 +89,7 @@ def server(folder: Path, name: str, config: str | None = None) -> Iterator[None]
     )
     set_global_server_args(arguments)
     selector._cached_get_attn_backend.cache_clear()
-    yield
+    yield arguments
     set_global_server_args(None)
 
 
@@ -225,3 +227,29 @@ def test_a_text_encoder_with_larger_heads_keeps_its_own_attention(
         assert layer.backend is AttentionBackendEnum.TORCH_SDPA
         with pytest.raises(ValueError, match="at most 128 channels"):
             LocalAttention(**heads)
+
+
+def test_hunyuan_video_under_sliding_tiles(seed: int, tmp_path: Path) -> None:
+    """Its patches are one number and another along time; the layer that refines its text attends
+    to fewer tokens than the video has, all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    text, every = 20, TOKENS + 20
+    q, k, v = (torch.randn(1, every, 2, 64, generator=generator).bfloat16() for _ in range(3))
+    config = json.dumps({"windows": [1, 1, 1], "tile": [2, 4, 4], "eight_bit": False})
+    with server(tmp_path, "sliding_tile_attn", config, "HunyuanVideoPipeline") as arguments:
+        model = arguments.pipeline_config.dit_config
+        assert model.patch_size == 2 and model.patch_size_t == 1
+        build = selector.get_attn_backend(64, torch.bfloat16).get_builder_cls()().build
+        options = {"current_timestep": 0, "STA_param": None, "patch_size": model.patch_size}
+        metadata = build(raw_latent_shape=(CANVAS[0], 2 * CANVAS[1], 2 * CANVAS[2]), **options)
+        assert metadata.canvas == CANVAS
+        with pytest.raises(ValueError, match=r"along time, height and width, got \(64, 64\) and"):
+            build(raw_latent_shape=(64, 64), **options)
+        layer = LocalAttention(2, 64, compute_dtype=torch.bfloat16)
+        with set_forward_context(0, metadata):
+            refined = layer(*(x[:, :text] for x in (q, k, v)))
+            whole = layer(q, k, v)
+    assert relative_error(refined, exact(*(x[:, :text] for x in (q, k, v)), None)) < 1e-2
+    want = exact(q, k, v, None)
+    assert relative_error(whole[:, TOKENS:], want[:, TOKENS:]) < 1e-2  # text sees everything
+    assert relative_error(whole[:, :TOKENS], want[:, :TOKENS]) > 1e-1  # the windows are felt
