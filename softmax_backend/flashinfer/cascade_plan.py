@@ -134,11 +134,14 @@ class LevelBuffers:
             tiles = max(self.groups + self.rows // block_tokens, 1)
             request, start = self._buffers[0].new_empty(2, tiles).unbind(0)
             self._level = Level(*self._buffers, request, start, causal)
-        level = self._level
+        self._copy(self._level, given, block_tokens)
+        return self._level
+
+    @torch.inference_mode()  # in which the memory may have been made
+    def _copy(self, level: Level, given: Given, block_tokens: int) -> None:
         for buffer, array in zip(self._buffers, given.arrays, strict=True):
             buffer[: array.shape[0]].copy_(array)
         request, start = given.tiles(block_tokens)
         spare = level.tile_request.shape[0] - request.shape[0]
         level.tile_request.copy_(torch.cat([request, request.new_zeros(spare)]))
         level.tile_start.copy_(torch.cat([start, start.new_full((spare,), self.rows)]))
-        return level

@@ -171,6 +171,7 @@ class BatchMLAPagedAttentionWrapper:
         self._plan = planner.plan(self._lengths, out=self._plan)
         self._selection = planner.selection
 
+    @torch.inference_mode()  # the first plan may have been made in it
     def _copy(self, lengths: torch.Tensor, table: torch.Tensor) -> None:
         assert self._lengths is not None and self._table is not None
         if lengths.shape != self._lengths.shape:

@@ -298,8 +298,9 @@ class GraphBuffers:
         """A plan that ``check`` allows, in the same memory as the plans before."""
         if self._settings is None:
             self._settings, self.tokens = settings, requests.tokens
-        for buffer, array in zip(self._buffers, requests.arrays, strict=True):
-            buffer[: len(array)].copy_(array)
+        with torch.inference_mode():  # in which buffers and plans may have been made
+            for buffer, array in zip(self._buffers, requests.arrays, strict=True):
+                buffer[: len(array)].copy_(array)
         pages = Pages(self._buffers[2], settings.page_size)
         plan = replace(padded(plan, **self._room(plan)), pages=pages, has_partial=True)
         placed = torch.nn.functional.pad(requests.placed(), (0, self.tokens - requests.tokens))
@@ -307,7 +308,8 @@ class GraphBuffers:
             self._plan, self.placed = plan, placed.to(plan.device)
         else:
             self._plan.copy_(plan)
-            self.placed.copy_(placed)
+            with torch.inference_mode():
+                self.placed.copy_(placed)
         return self._plan
 
     def _room(self, plan: BlockPlan) -> dict[str, int]:

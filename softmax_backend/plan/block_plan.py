@@ -93,6 +93,7 @@ class BlockPlan:
     def device(self) -> torch.device:
         return self.rows.device
 
+    @torch.inference_mode()  # which this plan may have been made in
     def copy_(self, other: BlockPlan) -> None:
         """Put another plan into this one's tensors, for a captured graph that reads them.
 

@@ -253,8 +253,9 @@ class MlaPlanner:
                 work, num_splits = split_kv(
                     tokens, plan.num_ctas, overhead, min_blocks, self._chunk_blocks
                 )
-            plan.work.copy_(work)
-            plan.num_splits.copy_(num_splits)
+            with torch.inference_mode():  # which the plan may have been made in
+                plan.work.copy_(work)
+                plan.num_splits.copy_(num_splits)
         elif self._schedule == "flash_mla":
             plan_flash_mla(tokens, plan.work, plan.num_splits, self._release)
         elif isinstance(path.params, Sm90MlaParams):

@@ -137,6 +137,14 @@ def test_a_plan_is_written_again_by_a_planner_of_the_same_splits(
     assert own.plan(lengths, out=plan) is plan
 
 
+def test_a_plan_of_inference_mode_is_written_again_outside_of_it() -> None:
+    planner, lengths = MlaPlanner(forced(SPEC, "torch")), torch.tensor([300, 20], dtype=torch.int32)
+    with torch.inference_mode():
+        plan = planner.plan(lengths)
+    lengths.copy_(torch.tensor([1, 4000]))
+    assert torch.equal(planner.plan(lengths, out=plan).work, planner.plan(lengths).work)
+
+
 def test_shared_prefixes_need_the_block_table() -> None:
     planner = MlaPlanner(forced(SPEC, "triton"), shared_prefix_tokens=64)
     with pytest.raises(ValueError, match="block_table must be given where prefixes are shared"):

@@ -579,3 +579,50 @@ def test_a_plan_outlives_its_workspaces(device: torch.device, seed: int) -> None
     got = wrapper.run(*q, case.kv_latent, case.kv_rope)
     assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
     assert torch.equal(got, want)
+
+
+def planned_in_a_graphs_memory(name: str) -> Any:
+    """A function that plans a request of so many keys, and says what ``run`` then gives."""
+    cpu = torch.device("cpu")
+    workspace, one = torch.empty(1), i32([0, 1], cpu)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 2, 576, generator=generator).bfloat16()
+    cache = torch.randn(1, 16, 576, generator=generator).bfloat16()
+    pair = torch.randn(2, 1, 16, 2, 64, generator=generator).bfloat16().unbind()
+    if name == "mla":
+        wrapper: Any = flashinfer.BatchMLAPagedAttentionWrapper(workspace, True, kv_indices=one)
+        last: tuple[Any, ...] = (512, 64, 16, True, 0.1, torch.bfloat16, torch.bfloat16)
+        tensors: tuple[Any, ...] = (*q.split([512, 64], -1), *cache.split([512, 64], -1))
+    else:
+        buffers = [torch.zeros(n, dtype=torch.int32) for n in (2, 2, 1, 1)]
+        last, tensors = (2, 64, 16), (q[..., :64], pair)
+        if name == "cascade":
+            wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+                1, workspace, "NHD", True, *([x] for x in buffers)
+            )
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "NHD", True, *buffers
+            )
+
+    def plan(keys: int) -> torch.Tensor:
+        arrays = [one, one, i32([0], cpu), i32([keys], cpu)]
+        given = [[x] for x in arrays] if name == "cascade" else arrays
+        kinds = {} if name == "mla" else {"q_data_type": torch.bfloat16}
+        wrapper.plan(*given, 2, *last, **kinds)
+        out: torch.Tensor = wrapper.run(*tensors)
+        return out
+
+    return plan
+
+
+@pytest.mark.parametrize("name", ["mla", "cascade", "paged prefill"])
+@pytest.mark.parametrize("first", [False, True])
+def test_graphs_are_planned_in_inference_mode_and_outside_of_it(name: str, first: bool) -> None:
+    """The mode belongs to a thread: one may warm up, and another plan."""
+    plan, fresh = planned_in_a_graphs_memory(name), planned_in_a_graphs_memory(name)
+    with torch.inference_mode(first):
+        plan(3)
+    with torch.inference_mode(not first):
+        got = plan(7)
+    assert torch.equal(got, fresh(7)) and not torch.equal(got, fresh(3))
