@@ -80,6 +80,7 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         self.softmax_scale = softmax_scale
         self.causal = causal
         self.prefix = prefix
+        self.is_cross = bool(extra_impl_args.get("is_cross_attention", False))
         self.config = configuration()
         self.eight_bit = bool(self.config.get("eight_bit", True))
         self.prepare()
@@ -91,9 +92,9 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         """What a self-attention of so many heads does."""
         raise NotImplementedError
 
-    def is_of_text(self, length: int, metadata: AttentionMetadata | None) -> bool:
-        """Whether a self-attention over so many tokens is known to be of text alone."""
-        return False
+    def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
+        """Whether a call that is neither causal nor a cross-attention by its layer runs here."""
+        return query.shape == key.shape
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata
@@ -103,8 +104,8 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         Raises:
             ValueError: self-attention in another dtype than bf16 and fp16.
         """
-        is_self = query.shape == key.shape and not self.causal
-        if is_self and not self.is_of_text(query.shape[1], attn_metadata):
+        is_self = not (self.causal or self.is_cross)
+        if is_self and self.serves(query, key, attn_metadata):
             if query.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"query must be bfloat16 or float16, got {query.dtype}")
             attend = self.attention(query.shape[2], attn_metadata)
@@ -135,6 +136,10 @@ class PredictedImpl(_Impl):
 
 class DenseImpl(_Impl):
     """All blocks, in 8 bits."""
+
+    def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
+        """Two GPUs by default have half of the queries each, and all keys (``kv_gather_degree``)."""
+        return key.shape[1] >= query.shape[1] and query.shape[2:] == key.shape[2:]
 
     def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
         return VideoAttention("dense", eight_bit=self.eight_bit)
@@ -196,8 +201,12 @@ class SlidingTileImpl(_Impl):
         self.windows = windows_of(self.config.get("windows", (3, 3, 3)))
         self.tile = box("tile", self.config.get("tile", TILE))
 
-    def is_of_text(self, length: int, metadata: AttentionMetadata | None) -> bool:
-        return isinstance(metadata, SlidingTileMetadata) and length < math.prod(metadata.canvas)
+    def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
+        """Fewer tokens than the video has are text's alone."""
+        is_text = isinstance(metadata, SlidingTileMetadata) and query.shape[1] < math.prod(
+            metadata.canvas
+        )
+        return query.shape == key.shape and not is_text
 
     def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
         if not isinstance(metadata, SlidingTileMetadata):

@@ -126,6 +126,12 @@ def test_forward(name: Backends, hooks: dict[str, Any], seed: int, device: torch
         impl.forward(q.float(), k.float(), v.float(), None)
     cross = impl.forward(q, text, text, None)
     assert relative_error(cross, exact(q, text, text)) < 2e-3
+    # the queries of one of two GPUs, under sage_attn beside the keys of both
+    half = relative_error(impl.forward(q[:, :25], k, v, None), exact(q[:, :25], k, v))
+    assert (5e-3 if name is Backends.SAGE_ATTN else 0) < half < 6e-2
+    layer = backend.get_impl_cls()(2, 64, 0.125, is_cross_attention=True)
+    for queries in (q, q[:, :25]):
+        assert relative_error(layer.forward(queries, k, v, None), exact(queries, k, v)) < 2e-3
     with pytest.raises(ValueError, match="head_size must be 1 to 128, got 256"):
         backend.get_impl_cls()(num_heads=2, head_size=256, softmax_scale=1.0)
 
