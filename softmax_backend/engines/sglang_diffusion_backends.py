@@ -138,7 +138,7 @@ class DenseImpl(_Impl):
     """All blocks, in 8 bits."""
 
     def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
-        """Two GPUs by default have half of the queries each, and all keys (``kv_gather_degree``)."""
+        """By default each of two GPUs has half of the queries and all keys."""
         return key.shape[1] >= query.shape[1] and query.shape[2:] == key.shape[2:]
 
     def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
