@@ -8,11 +8,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import queue
+import re
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,10 +24,23 @@ from backend_core.bounded import ANSWER_BYTES, parse_json, read_answer
 
 RETRY_WAITS = (1.0, 4.0)
 """Seconds before the second and the third try of a request that the server did not answer."""
+BUSY_WAIT = 2.0
+"""The least seconds before a request is sent again that a server refused as too many."""
+_SECRET = re.compile(r"(^|_)(key|key_b|password|secret|token)$")
 
 
 class ServerGoneError(BadInputError):
     """The server does not answer, or answers with an error of its own (5xx)."""
+
+
+class ServerBusyError(ServerGoneError):
+    """The server has too many requests (429), and may take this one after ``wait`` seconds."""
+
+    def __init__(self, sentence: str, after: str | None) -> None:
+        """``after`` is its header ``Retry-After``: seconds, or a date, which is passed over."""
+        super().__init__(sentence)
+        named = float(after) if after is not None and after.isdecimal() else 0.0
+        self.wait = max(BUSY_WAIT, named)
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,8 @@ class Server:
         model: the served name that requests give.
         engine, version: ``"vllm"``, ``"0.26.0"``; ``None`` where it does not say.
         backend: the attention backend, ``None`` where it does not say (vLLM never does).
-        flags: its settings where it tells them (sglang), else ``None``.
+        flags: its settings where it tells them (sglang), without keys and passwords; else
+            ``None``.
     """
 
     model: str
@@ -92,9 +108,8 @@ class Endpoint:
             raise BadInputError(f"--model must be one of {', '.join(served)}, got {got}")
         info = self._try_get("/server_info") or self._try_get("/get_server_info")
         if isinstance(info, dict) and "attention_backend" in info:
-            flags = {k: v for k, v in info.items() if isinstance(v, str | int | float | bool)}
             backend = info["attention_backend"]
-            return Server(model, "sglang", info.get("version"), backend, flags)
+            return Server(model, "sglang", info.get("version"), backend, _public(info))
         version = self._try_get("/version")
         if isinstance(version, dict) and isinstance(version.get("version"), str):
             engine = str(version.get("engine", "vllm"))
@@ -104,15 +119,23 @@ class Endpoint:
     def complete(self, request: dict[str, Any]) -> str:
         """The text of one completion.
 
+        A server with too many requests is asked again until `timeout` is over.
+
         Raises:
-            ServerGoneError: the server does not answer, three times.
+            ServerGoneError: the server does not answer, three times, or stays busy.
             BadInputError: it refuses the request.
         """
-        for pause in (*RETRY_WAITS, None):
+        pauses, deadline = iter(RETRY_WAITS), time.monotonic() + self.timeout
+        while True:
             try:
                 text = self._send("/v1/completions", request)["choices"][0]["text"]
                 break
+            except ServerBusyError as error:
+                if time.monotonic() + error.wait > deadline:
+                    raise
+                time.sleep(error.wait)
             except ServerGoneError:
+                pause = next(pauses, None)
                 if pause is None:
                     raise
                 time.sleep(pause)
@@ -153,8 +176,11 @@ class Endpoint:
             said = " ".join(_begin_of(error).decode(errors="replace").split())[:300]
             if error.code == 404 and body is None:
                 raise NotThereError(f"{self.base_url} has no {path}") from error
+            sentence = f"{self.base_url}{path} answered {error.code}: {said}"
+            if error.code == 429:
+                raise ServerBusyError(sentence, error.headers.get("Retry-After")) from error
             kind = ServerGoneError if error.code >= 500 else BadInputError
-            raise kind(f"{self.base_url}{path} answered {error.code}: {said}") from error
+            raise kind(sentence) from error
         except ValueError as error:
             raise BadInputError(
                 f"{self.base_url}{path} did not answer with JSON: {error}"
@@ -164,6 +190,19 @@ class Endpoint:
             raise ServerGoneError(
                 f"no answer from a server at {self.base_url}: {reason}"
             ) from error
+
+
+def _public(info: dict[str, Any]) -> dict[str, Any]:
+    """Settings for a record that others read: without secrets, in a command line neither."""
+    plain = {k: v for k, v in info.items() if isinstance(v, str | int | float | bool)}
+    secrets = [v for k, v in plain.items() if _SECRET.search(k) and isinstance(v, str) and v]
+    secrets += [key for key in [os.environ.get("OPENAI_API_KEY")] if key]
+    shown = {k: v for k, v in plain.items() if not _SECRET.search(k)}
+    for name, value in shown.items():
+        for secret in secrets:
+            if isinstance(value, str) and secret in value:
+                shown[name] = value = value.replace(secret, "...")
+    return shown
 
 
 def _begin_of(error: urllib.error.HTTPError) -> bytes:
@@ -197,27 +236,49 @@ def ask_all(
     """Ask every prompt, ``concurrency`` at once, and report (index, answer) as answers come.
 
     ``done`` is called in this thread. Where ``ask`` raises, nothing new is asked, the answers under
-    way are waited for and reported, and the first error is raised.
+    way are waited for and reported, and the first error is raised. An interrupt waits for nothing.
     """
+    if concurrency == 1:
+        for index, prompt in enumerate(prompts):
+            done(index, ask(prompt))
+        return
+    waiting: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[tuple[int, str] | BaseException | None] = queue.SimpleQueue()
+    for item in enumerate(prompts):
+        waiting.put(item)
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                index, prompt = waiting.get_nowait()
+                finished.put((index, ask(prompt)))
+        except queue.Empty:
+            pass
+        except BaseException as error:
+            stop.set()
+            finished.put(error)
+        finally:
+            finished.put(None)
+
     failure: BaseException | None = None
-    waiting = iter(enumerate(prompts))
-    running: dict[Future[str], int] = {}
-    with ThreadPoolExecutor(concurrency) as pool:
-        while True:
-            while failure is None and len(running) < concurrency:
-                index, prompt = next(waiting, (-1, ""))
-                if index < 0:
-                    break
-                running[pool.submit(ask, prompt)] = index
-            if not running:
-                break
-            finished, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                index = running.pop(future)
-                error = future.exception()
-                if error is None:
-                    done(index, future.result())
-                else:
-                    failure = failure or error
+    # an answer may take minutes: a thread that waits for one must not keep the program
+    threads = [
+        threading.Thread(target=work, daemon=True) for _ in range(min(concurrency, len(prompts)))
+    ]
+    for thread in threads:
+        thread.start()
+    running = len(threads)
+    try:
+        while running:
+            item_or_error = finished.get()
+            if item_or_error is None:
+                running -= 1
+            elif isinstance(item_or_error, BaseException):
+                failure = failure or item_or_error
+            else:
+                done(*item_or_error)
+    finally:
+        stop.set()
     if failure is not None:
         raise failure

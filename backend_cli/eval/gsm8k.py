@@ -6,6 +6,7 @@ are those of its ``local-completions`` model, sent from here so that answers out
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -121,11 +122,14 @@ def evaluate(ask: Any, files: dict[str, str] | None, limit: int | None) -> dict[
     for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")  # read at import: the bar is ours
     import lm_eval
+    import lm_eval.evaluator
     import yaml
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # it would ask git about the user's folder, and git complains where that is no repository
+    lm_eval.evaluator.get_git_commit_hash = lambda: None
 
     class Served(LM):  # type: ignore[misc]
         """The harness's view of the server: it generates, and does nothing else."""
@@ -147,7 +151,8 @@ def evaluate(ask: Any, files: dict[str, str] | None, limit: int | None) -> dict[
         config |= {
             "dataset_path": "json",
             "dataset_name": None,
-            "dataset_kwargs": {"data_files": files},
+            # the loader takes names for patterns
+            "dataset_kwargs": {"data_files": {k: glob.escape(v) for k, v in files.items()}},
         }
         if "train" not in files:
             config |= {"training_split": None, "fewshot_split": "test"}

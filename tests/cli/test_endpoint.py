@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,6 +21,7 @@ from backend_cli.eval.endpoint import Endpoint, Server, ServerGoneError, ask_all
 def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What a server answers by path; ``url`` is its address, ``seen`` the headers it got."""
     monkeypatch.setattr(endpoint, "RETRY_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(endpoint, "BUSY_WAIT", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "m"}]}, "seen": []}
 
@@ -28,7 +30,11 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             answers["seen"].append(self.headers)
             answer = answers.get(self.path)
             status, body = answer if isinstance(answer, tuple) else (200, answer)
+            if isinstance(body, Iterator):  # one answer after another
+                status, body = next(body)
             self.send_response(404 if answer is None else status)
+            if status == 429:
+                self.send_header("Retry-After", "0")
             self.end_headers()
             self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
@@ -61,6 +67,24 @@ def test_sglang(pages: dict[str, Any], page: str) -> None:
     found = Endpoint.parse(pages["url"]).server("m")
     assert (found.engine, found.version, found.backend) == ("sglang", "0.5.23", "kda")
     assert found.flags == {"version": "0.5.23", "attention_backend": "kda", "tp_size": 4}
+
+
+def test_a_record_has_no_keys_of_the_server(
+    pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sglang tells whoever may ask its keys, and the command line that it was started with."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-user")
+    command = "sglang serve --api-key sk-user --admin-api-key sk-admin --tp 4"
+    secrets = {"api_key": "sk-user", "admin_api_key": "sk-admin", "ssl_keyfile_password": "pw"}
+    pages["/server_info"] = {"attention_backend": "fa3", "tokenizer_path": "m"} | secrets
+    pages["/server_info"] |= {"launch_command": command, "ssl_keyfile": "key.pem"}
+    found = Endpoint.parse(pages["url"]).server(None)
+    assert found.flags == {
+        "attention_backend": "fa3",
+        "tokenizer_path": "m",
+        "launch_command": "sglang serve --api-key ... --admin-api-key ... --tp 4",
+        "ssl_keyfile": "key.pem",
+    }
 
 
 def test_a_server_that_says_nothing(pages: dict[str, Any]) -> None:
@@ -103,6 +127,43 @@ def test_completions(
         with pytest.raises(error, match=message):
             found.complete({"prompt": "x"})
     assert len(pages["seen"]) == tries
+
+
+def test_a_busy_server_is_asked_again(pages: dict[str, Any]) -> None:
+    """More often than one that is gone: a limit of requests a minute is no failure."""
+    answer = (200, json.dumps({"choices": [{"text": "7"}]}).encode())
+    pages["/v1/completions"] = iter([*[(429, b"slow down")] * 5, answer])
+    assert Endpoint.parse(pages["url"]).complete({"prompt": "x"}) == "7"
+    assert len(pages["seen"]) == 6
+
+
+def test_a_server_that_stays_busy(pages: dict[str, Any]) -> None:
+    pages["/v1/completions"] = (429, b"slow down")
+    begin = time.monotonic()
+    with pytest.raises(ServerGoneError, match="answered 429: slow down"):
+        Endpoint.parse(pages["url"], timeout=0.5).complete({"prompt": "x"})
+    assert time.monotonic() - begin < 5 and len(pages["seen"]) > 1
+
+
+def test_an_interrupt_does_not_wait_for_answers() -> None:
+    answered, over = threading.Event(), threading.Event()
+    timer = threading.Timer(20, over.set)
+    timer.start()
+
+    def ask(prompt: str) -> str:
+        if prompt != "first":
+            over.wait()
+        return prompt
+
+    def done(index: int, answer: str) -> None:
+        answered.set()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask_all(ask, ["first", "slow", "slow"], 3, done)
+    assert answered.is_set() and not over.is_set()
+    over.set()
+    timer.cancel()
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])

@@ -139,7 +139,7 @@ def _asked(prompt: str) -> str:
     return prompt.split("Question: ")[-1].removesuffix("\nAnswer:")
 
 
-def test_right_answers_are_scored_right() -> None:
+def test_right_answers_are_scored_right(capfd: pytest.CaptureFixture[str]) -> None:
     """The harness's scoring, with answers instead of a server."""
     pytest.importorskip("lm_eval")
     lines = [json.loads(line) for line in TEN.read_text().splitlines()]
@@ -152,11 +152,14 @@ def test_right_answers_are_scored_right() -> None:
         prompts_seen.extend(prompts)
         return [answers[_asked(prompt)] for prompt in prompts]
 
-    results = eval_gsm8k.evaluate(ask, {"test": str(TEN), "train": str(TEN)}, 9)
+    file = Path("ten [1]*.jsonl").resolve()  # a name, and no pattern
+    file.write_text(TEN.read_text())
+    results = eval_gsm8k.evaluate(ask, {"test": str(file), "train": str(file)}, 9)
     questions = eval_gsm8k._questions(results["samples"]["gsm8k"])
     assert len(prompts_seen) == len(questions) == 9
     assert [q["right"]["flexible"] for q in questions] == [True, False, *[True] * 7]
     assert [q["right"]["strict"] for q in questions] == [False, False, *[True] * 7]
+    assert "fatal: not a git repository" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
