@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from backend_core.strict import is_on
+
 # typer used to raise click's exceptions and now raises those of a copy it carries.
 _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
@@ -49,7 +51,7 @@ class CommandGroup(TyperGroup):
         except _ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except Exception as error:
-            if os.environ.get("KDA_DSV4_TRACEBACK", "0") not in ("", "0"):
+            if is_on("KDA_DSV4_TRACEBACK"):
                 raise
             _fail(f"internal error, {type(error).__name__}: {error}", 1)
         sys.exit(code or 0)

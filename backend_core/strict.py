@@ -18,9 +18,14 @@ class FallbackError(RuntimeError):
     """A fallback to upstream's code was refused because strict mode is on."""
 
 
+def is_on(variable: str) -> bool:
+    """Whether an environment variable is set, and to none of ``0``, ``false``, ``no``, ``off``."""
+    return os.environ.get(variable, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
 def strict_mode() -> bool:
-    """Whether ``KDA_DSV4_STRICT`` is set to anything but an empty string or ``0``."""
-    return os.environ.get("KDA_DSV4_STRICT", "0") not in ("", "0")
+    """Whether ``KDA_DSV4_STRICT`` is on."""
+    return is_on("KDA_DSV4_STRICT")
 
 
 def fallback(reason: str) -> None:

@@ -6,9 +6,11 @@ logged by sglang. So it is one line of ours, and an error where the flag asks fo
 
 from __future__ import annotations
 
+import functools
 import importlib
 
-from backend_core.strict import logger, strict_mode
+from backend_core.engines import ENGINES
+from backend_core.strict import FallbackError, logger, strict_mode
 
 
 def register_vllm(family: str, adapter: str) -> None:
@@ -19,9 +21,12 @@ def register_vllm(family: str, adapter: str) -> None:
     try:
         importlib.import_module(adapter).register()
     except Exception as error:
-        from backend_core.engines import vllm_flag
-
-        vllm_flag.report_broken(family, error)
+        try:
+            from backend_core.engines import vllm_flag
+        except Exception:  # a release that lacks what is imported there
+            _log_once(_reason("vllm", family, error))
+        else:
+            vllm_flag.report_broken(family, error)
 
 
 def register_sglang(family: str, adapter: str) -> None:
@@ -33,10 +38,31 @@ def register_sglang(family: str, adapter: str) -> None:
     try:
         importlib.import_module(adapter).register()
     except Exception as error:
-        reason = (
-            f"kda-dsv4-backend could not register {family} with sglang:"
-            f" {type(error).__name__}: {error}"
-        )
+        reason = _reason("sglang", family, error)
         if strict_mode():
             raise SystemExit(reason) from error
-        logger.warning("%s", reason)
+        _log_once(reason)
+
+
+def _reason(engine: str, family: str, error: Exception) -> str:
+    """Why a family's adapter could not be registered: the release, where that is not supported."""
+    supported = ENGINES[engine]
+    version = supported.installed()
+    try:
+        known = version is not None and supported.supports(version)
+    except ValueError:
+        known = True
+    if not known and not isinstance(error, FallbackError):
+        return (
+            f"kda-dsv4-backend serves {engine} {supported.supported}, got {version}: nothing is"
+            " registered"
+        )
+    return (
+        f"kda-dsv4-backend could not register {family} with {engine}:"
+        f" {type(error).__name__}: {error}"
+    )
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logger.warning("%s", line)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
+import sys
 
 import pytest
 
-from backend_core.engines import ENGINES
+from backend_core.engines import ENGINES, entry
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,48 @@ def test_installed_version_is_read_from_metadata(monkeypatch: pytest.MonkeyPatch
 def test_a_version_without_numbers_is_an_error() -> None:
     with pytest.raises(ValueError, match="must start with a release number, got 'dev'"):
         ENGINES["vllm"].supports("dev")
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("0.11.0", "serves vllm 0.26.0 to 0.33.0, got 0.11.0: nothing is registered"),
+        ("0.40.0", "serves vllm 0.26.0 to 0.33.0, got 0.40.0: nothing is registered"),
+        ("0.33.0", "could not register kda with vllm: ModuleNotFoundError: "),
+        ("dev", "could not register kda with vllm: ModuleNotFoundError: "),
+    ],
+)
+def test_a_release_without_our_imports_goes_on(
+    version: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM calls entry points in every process, with or without the flag, and ends with one."""
+    for module in ("vllm.logger", "backend_core.engines.vllm_flag", "kda_backend.engines.vllm"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    entry._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="kda_dsv4"):
+        for _ in range(2):
+            entry.register_vllm("kda", "kda_backend.engines.vllm")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"kda-dsv4-backend {message}")
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_an_sglang_without_our_imports_is_told_its_range(
+    strict: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "kda_backend.engines.sglang", None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.9")
+    monkeypatch.setenv("KDA_DSV4_STRICT", strict)
+    entry._log_once.cache_clear()
+    said = "kda-dsv4-backend serves sglang 0.5.17 to 0.5.23, got 0.4.9: nothing is registered"
+    with caplog.at_level(logging.WARNING, logger="kda_dsv4"):
+        if strict == "1":
+            with pytest.raises(SystemExit, match=said):
+                entry.register_sglang("kda", "kda_backend.engines.sglang")
+        else:
+            entry.register_sglang("kda", "kda_backend.engines.sglang")
+            assert [record.getMessage() for record in caplog.records] == [said]

@@ -9,7 +9,12 @@ from backend_core.strict import FallbackError, fallback, strict_mode
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True), ("true", True)]
+    ("value", "expected"),
+    [
+        *[(None, False), ("", False), ("0", False)],
+        *[("false", False), ("No", False), ("off", False)],
+        *[("1", True), ("true", True), ("2", True)],
+    ],
 )
 def test_strict_mode_reads_the_environment(
     monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool
