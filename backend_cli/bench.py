@@ -7,6 +7,7 @@ installed package has them as ``kda_dsv4_benchmarks``. They run as programs of t
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,11 @@ from backend_core.target import detect_target
 def bench(
     context: typer.Context,
     what: Annotated[
-        str | None, typer.Argument(help="One benchmark; by default all of them run.")
+        str | None,
+        typer.Argument(
+            help="One benchmark, such as kda-prefill (an unknown name lists them). By default all"
+            " of them run."
+        ),
     ] = None,
     output_dir: Annotated[
         Path, typer.Option(metavar="DIR", help="The folder for the results.")
@@ -43,7 +48,7 @@ def bench(
     outputs = {item: output_dir / f"{item}.json" for item in chosen}
     for path in outputs.values():
         check_writable(path)
-        if path.exists():
+        if os.path.lexists(path):
             raise BadInputError(f"{path} exists already: name another --output-dir")
     files = {item: script_file(known[item]) for item in chosen}
     if detect_target().vendor == "cpu":

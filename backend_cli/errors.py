@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from backend_cli.terminal import visible
 from backend_core.strict import is_on
 
 # typer used to raise click's exceptions and now raises those of a copy it carries.
@@ -41,8 +43,7 @@ class CommandGroup(TyperGroup):
             code = super().main(*args, **kwargs)
             sys.stdout.flush()
         except BrokenPipeError:
-            # The reader of a pipe has left; nothing more can be said to it, at exit neither.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _close_output()  # the reader of a pipe has left
             sys.exit(1)
         except (KeyboardInterrupt, typer.Abort):
             sys.exit(130)
@@ -51,12 +52,20 @@ class CommandGroup(TyperGroup):
         except _ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                _close_output()
+                _fail(f"cannot write the output: {error.strerror}", 1)
             if is_on("KDA_DSV4_TRACEBACK"):
                 raise
             _fail(f"internal error, {type(error).__name__}: {error}", 1)
         sys.exit(code or 0)
 
 
+def _close_output() -> None:
+    """Nothing more can be written to stdout, at exit neither."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str, code: int) -> None:
-    print(f"kda-dsv4: {' '.join(message.split())}", file=sys.stderr)
+    print(f"kda-dsv4: {visible(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)

@@ -14,7 +14,12 @@ from backend_core.bounded import RESULT_BYTES, parse_json, read_text
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put ``text`` in place of what ``path`` holds, at once.
+    """Put ``text`` in place of what ``path`` holds, as `write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Put ``content`` in place of what ``path`` holds, at once.
 
     Raises:
         BadInputError: it cannot be written there; the old file is as it was.
@@ -23,10 +28,10 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+            dir=path.parent, prefix=f".{path.name}.", delete=False
         ) as file:
             temporary = file.name
-            file.write(text)
+            file.write(content)
         os.chmod(file.name, 0o644)  # NamedTemporaryFile's are for the owner alone
         os.replace(file.name, path)
     except OSError as error:

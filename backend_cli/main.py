@@ -79,6 +79,9 @@ def demo(
 
 def main() -> None:
     """Entry point of the ``kda-dsv4`` script."""
+    # a stream that is closed from the start (>&-) is none
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (for the whole process)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an answer may have what a terminal has not
             stream.reconfigure(errors="replace")

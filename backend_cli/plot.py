@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.files import check_writable
+from backend_cli.files import check_writable, write_bytes
 from backend_cli.results import (
     Row,
     group,
@@ -63,9 +64,11 @@ def plot(
     if importlib.util.find_spec("matplotlib") is None:
         raise CliError("plot needs matplotlib: pip install '.[bench]' in the clone")
     figure = draw(found, rows, kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
     # the same result gives the same file
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    dated = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(drawn, format=path.suffix[1:], metadata=dated, dpi=150)
+    write_bytes(path, drawn.getvalue())
     print(path)
 
 

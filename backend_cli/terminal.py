@@ -19,6 +19,11 @@ def plain_console(*, width: int | None = None, soft_wrap: bool = True) -> Consol
     return Console(highlight=False, markup=False, emoji=False, width=width, soft_wrap=soft_wrap)
 
 
+def visible(text: str) -> str:
+    """One line of a text that others wrote: what would steer a terminal becomes U+FFFD."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 class Bar:
     """Progress on stderr, in a ``with`` statement.
 

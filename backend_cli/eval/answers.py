@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -32,6 +33,7 @@ class AnswerLog:
         self._answers: dict[str, str] = {}
         header = {"format": FORMAT, "settings": settings}
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 self._read(header)
             self._file: IO[str] = path.open("a", encoding="utf-8")
@@ -48,9 +50,18 @@ class AnswerLog:
         return self._answers.get(_key(prompt))
 
     def add(self, prompt: str, answer: str) -> None:
-        """Keep an answer, on disk at once."""
+        """Keep an answer, on disk at once.
+
+        Raises:
+            BadInputError: it cannot be written, on a full disk for instance.
+        """
         self._answers[_key(prompt)] = answer
-        self._write({"key": _key(prompt), "answer": answer})
+        try:
+            self._write({"key": _key(prompt), "answer": answer})
+        except OSError as error:
+            with contextlib.suppress(OSError):  # closing tries to write what is left
+                self._file.close()
+            raise BadInputError(f"cannot keep answers in {self.path}: {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from backend_cli.errors import BadInputError
 from backend_cli.eval.record import mcnemar, read_record
 from backend_cli.files import check_writable, write_json
-from backend_cli.terminal import plain_console
+from backend_cli.terminal import plain_console, visible
 
 SCHEMA = 1
 LEVEL = 0.05
@@ -38,6 +39,8 @@ def compare(
     """Compare two records by McNemar's exact test; the exit code is 1 if B is worse."""
     if json_path is not None:
         check_writable(json_path)
+        if any(os.path.realpath(json_path) == os.path.realpath(path) for path in (first, second)):
+            raise BadInputError(f"--json must name a file of its own, got the record {json_path}")
     records = [read_record(path) for path in (first, second)]
     report = compare_records(records[0], records[1], rule)
     if json_path is not None:
@@ -107,7 +110,8 @@ def _print(report: dict[str, Any], show: int) -> None:
         table = Table("question", "expected", "A", "B", box=None, pad_edge=False)
         for row in changed:
             answers = [_tail(row[f"answer_{x}"], row[f"right_{x}"]) for x in "ab"]
-            table.add_row(_cut(row["question"], 80), row["expected"], *answers)
+            texts = _cut(row["question"], 80), row["expected"], *answers
+            table.add_row(*(visible(text) for text in texts))
         console.print(table)
         hidden = len(report["changed"]) - len(changed)
         console.print(f"and {hidden} more changed questions (--show)" if hidden else "")

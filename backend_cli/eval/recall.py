@@ -68,6 +68,8 @@ def recall(
         raise BadInputError(
             "--upstream and --checkpoint are for transformers here, not for a server"
         )
+    if base_url is None and model is not None:
+        raise BadInputError("--model is the name at a server and must come with --base-url")
     path = data_path or RECALL / "questions.jsonl"
     questions = _questions(path, num_questions, data_path is None)
     endpoint = None if base_url is None else Endpoint.parse(base_url, timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from backend_cli.errors import BadInputError
 from backend_cli.files import read_json
 
 FORMAT = "kda-dsv4 eval 1"
+_TEXTS = ("id", "question", "expected", "answer")
 
 # Interval of 95 %: the normal distribution's quantile at 0.975.
 _Z = 1.959963984540054
@@ -120,14 +122,22 @@ def read_record(path: Path) -> dict[str, Any]:
     found = record.get("format") if isinstance(record, dict) else type(record).__name__
     if found != FORMAT:
         raise BadInputError(f"result {path} must be of format {FORMAT!r}, got {found!r}")
-    try:
-        for question in record["questions"]:
-            if not isinstance(question["id"], str) or not all(
-                isinstance(right, bool) for right in question["right"].values()
-            ):
-                raise TypeError("a question without id and right")
-        for name in ("task", "model", "accuracy"):
-            record[name]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BadInputError(f"result {path} is damaged: {error} is missing or wrong") from error
+    for name, kind in (("questions", list), ("accuracy", dict), ("task", str), ("model", str)):
+        if not isinstance(record.get(name), kind):
+            raise BadInputError(f"result {path} is damaged: {name!r} is missing or wrong")
+    for number, question in enumerate(record["questions"], start=1):
+        if not _is_question(question, record["accuracy"]):
+            raise BadInputError(
+                f"result {path} is damaged: question {number} must have the texts "
+                f"{', '.join(_TEXTS)}, and right by rule"
+            )
     return dict(record)
+
+
+def _is_question(question: Any, rules: Iterable[str]) -> bool:
+    return (
+        isinstance(question, dict)
+        and all(isinstance(question.get(name), str) for name in _TEXTS)
+        and isinstance(question.get("right"), dict)
+        and all(isinstance(question["right"].get(rule), bool) for rule in rules)
+    )

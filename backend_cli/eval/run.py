@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from backend_cli.eval.answers import AnswerLog
 from backend_cli.eval.endpoint import Server, ServerGoneError, ask_all
 from backend_cli.eval.record import FORMAT
 from backend_cli.files import check_writable, write_json
-from backend_cli.terminal import Bar, plain_console
+from backend_cli.terminal import Bar, plain_console, visible
 from backend_core import __version__
 
 
@@ -32,10 +33,9 @@ class Run:
         answers are of another run."""
         slug = re.sub(r"[^A-Za-z0-9.-]+", "-", model.rstrip("/").split("/")[-1])
         self.output = output or Path(f"{task}-{slug}.json")
-        if self.output.exists():
+        if os.path.lexists(self.output):  # Path's raises where a folder above is closed
             raise BadInputError(f"{self.output} exists already: name another --output")
         check_writable(self.output)
-        self.output.parent.mkdir(parents=True, exist_ok=True)
         self.settings = {"task": task, "model": model, **settings}
         self._begin = time.perf_counter()
         path = self.output.with_name(self.output.name + ".answers.jsonl")
@@ -129,7 +129,8 @@ def print_record(record: dict[str, Any], output: Path) -> None:
     where = " ".join(str(record[k]) for k in ("engine", "engine_version") if record[k])
     on = f" on {where}" if where else ""
     backend = f", attention backend {record['backend']}" if record["backend"] else ""
-    console.print(f"{record['model']}{on}{backend}, {len(record['questions'])} questions")
+    title = f"{record['model']}{on}{backend}, {len(record['questions'])} questions"
+    console.print(visible(title))
     for rule, found in record["accuracy"].items():
         console.print(
             f"{rule:10} {found['value']:.4f}, 95 % interval {found['low']:.4f} to "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from backend_cli import bench as bench_module
+from backend_cli import files
 from backend_cli.errors import CliError
 from backend_cli.results import group, shape, speedups, times
 from backend_core.target import KNOWN_TARGETS
@@ -163,6 +166,22 @@ def test_what_cannot_be_drawn(tmp_path: Path, rows: Any, args: list[str], messag
 def test_a_row_without_its_shape_is_one_sentence(row: dict[str, Any], tmp_path: Path) -> None:
     code, _, error = plot(tmp_path, [row | {"ours_gpu_ms": 1.0}])
     assert code == 2 and "has a row without its shape" in error
+
+
+def test_a_plot_on_a_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    path = tmp_path / "prefill.svg"
+    code, out, err = run("plot", str(PREFILL), "--where", "H=32", "--output", str(path))
+    assert (code, out) == (2, "") and "prefill.svg: No space left on device" in err
+    assert_one_sentence(err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_evaluation_is_no_benchmark(tmp_path: Path) -> None:

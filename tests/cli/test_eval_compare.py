@@ -33,6 +33,13 @@ def record(
     }
 
 
+def damaged(name: str, value: Any) -> dict[str, Any]:
+    """A record whose only question has another value."""
+    found = record("1")
+    found["questions"][0][name] = value
+    return found
+
+
 def compare(tmp_path: Path, first: Any, second: Any, *more: str) -> tuple[int, str, str]:
     for name, content in (("a", first), ("b", second)):
         text = content if isinstance(content, str) else json.dumps(content)
@@ -78,6 +85,11 @@ def test_records_in_another_order_are_the_same(tmp_path: Path) -> None:
         ({"format": "kda-dsv4 eval 0"}, record("1"), "got 'kda-dsv4 eval 0'"),
         ({"rows": []}, record("1"), f"a.json must be of format '{FORMAT}', got None"),
         ({"format": FORMAT, "task": "gsm8k"}, record("1"), "a.json is damaged: 'questions'"),
+        (record("1"), damaged("answer", None), "b.json is damaged: question 1 must have the texts"),
+        (record("1"), damaged("question", 7), "b.json is damaged: question 1 must have the texts"),
+        (record("1"), damaged("right", {}), "b.json is damaged: question 1 must have the texts"),
+        (record("1"), record("1") | {"accuracy": 5}, "b.json is damaged: 'accuracy' is missing"),
+        (record("1"), record("1") | {"questions": None}, "'questions' is missing or wrong"),
         (record("1", task="recall"), record("1"), "must be of one task, got recall and gsm8k"),
         (record("1"), record("1", rule="strict"), "--rule must be one of none, got any"),
         (record("11"), record("11", first=1), "got 2 and 2 with 1 in common"),
@@ -87,6 +99,22 @@ def test_bad_records(tmp_path: Path, first: Any, second: Any, message: str) -> N
     code, out, err = compare(tmp_path, first, second)
     assert (code, out) == (2, "") and message in err
     assert_one_sentence(err)
+
+
+def test_an_answer_steers_no_terminal(tmp_path: Path) -> None:
+    hostile = damaged("answer", "\x1b[2J\x1b]0;title\x07 7")
+    hostile["questions"][0]["right"]["flexible"] = False
+    code, out, _ = compare(tmp_path, record("1"), hostile)
+    assert code == 0 and "\x1b" not in out and "title" in out
+
+
+def test_a_comparison_does_not_replace_a_record(tmp_path: Path) -> None:
+    code, out, err = compare(
+        tmp_path, record("1"), record("1"), "--json", str(tmp_path / "." / "b.json")
+    )
+    assert (code, out) == (2, "") and "--json must name a file of its own" in err
+    assert_one_sentence(err)
+    assert json.loads((tmp_path / "b.json").read_text()) == record("1")
 
 
 def test_an_absent_record(tmp_path: Path) -> None:
