@@ -54,7 +54,7 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
     """
     if engine not in SERVERS:
         raise BadInputError(f"--engine must be {' or '.join(SERVERS)}, got {engine!r}")
-    if any(argument.split("=")[0] == "--attention-backend" for argument in arguments):
+    if any(_option(argument)[0] == "--attention-backend" for argument in arguments):
         raise BadInputError("--attention-backend is what serve adds: leave it out")
     ranks = _tensor_parallel(engine, arguments)
     version = _version(engine)
@@ -163,12 +163,18 @@ def _tensor_parallel(engine: str, arguments: list[str]) -> int:
     names = _TENSOR_PARALLEL[engine]
     found = "1"
     for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
+        name, equals, value = _option(argument)
         if name in names:
             found = value if equals else "".join(arguments[place + 1 : place + 2])
-    if not found.isdigit() or int(found) < 1:
+    if not found.isdecimal() or int(found) < 1:
         raise BadInputError(f"{names[0]} must be a positive number, got {found!r}")
     return int(found)
+
+
+def _option(argument: str) -> tuple[str, str, str]:
+    """Name, ``=`` and value; vLLM takes underscores for dashes in a name."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-"), equals, value
 
 
 def _program(engine: str) -> str:

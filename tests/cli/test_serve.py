@@ -108,7 +108,9 @@ def test_it_runs_the_engine(
     assert ran == [(program, command)]
 
 
-@pytest.mark.parametrize("tp", [["--tensor-parallel-size=8"], ["-tp", "8"]])
+@pytest.mark.parametrize(
+    "tp", [["--tensor-parallel-size=8"], ["-tp", "8"], ["--tensor_parallel_size", "8"]]
+)
 def test_heads_are_split_over_gpus(
     tp: list[str], engines: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -191,6 +193,8 @@ LING_2 = {key: x for key, x in LING.items() if "kda" not in key and key != "shor
     [
         (KIMI, ["--engine", "tgi"], 2, "--engine must be vllm or sglang, got 'tgi'"),
         (KIMI, ["--engine", "vllm", "--attention-backend", "X"], 2, "--attention-backend is what"),
+        (KIMI, ["--engine", "vllm", "--attention_backend=X"], 2, "--attention-backend is what"),
+        (KIMI, ["--engine", "vllm", "-tp", "\u00b2"], 2, "must be a positive number, got"),
         (KIMI, ["--engine", "vllm", "-tp", "many"], 2, "must be a positive number, got 'many'"),
         (KIMI, ["--engine", "vllm", "-tp"], 2, "must be a positive number, got ''"),
         (KIMI, ["--engine", "vllm", "-tp", "3"], 2, "32 heads cannot be split over 3 GPUs"),
