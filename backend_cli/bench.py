@@ -106,8 +106,10 @@ def _run(script: Path, output: Path, arguments: list[str], bar: Bar) -> None:
     """Run one script to its end; what it prints goes above the bar."""
     command = [sys.executable, str(script), "--output", str(output.absolute()), *arguments]
     lines = 0
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
+        )
         try:
             assert process.stdout is not None
             for line in process.stdout:

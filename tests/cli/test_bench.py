@@ -32,6 +32,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--output"), parser.add_argument("--heads")
 args = parser.parse_args()
 print("first row of", args.heads)
+sys.stdout.flush(), sys.stdout.buffer.write(bytes([255, 10]))  # what a driver may say
 json.dump({"gpu": "G", "rows": ROWS}, open(args.output, "w"))
 if args.heads == "7":
     sys.exit("accuracy gate failed: no times were taken")

@@ -193,7 +193,7 @@ LING_2 = {key: x for key, x in LING.items() if "kda" not in key and key != "shor
     [
         (KIMI, ["--engine", "tgi"], 2, "--engine must be vllm or sglang, got 'tgi'"),
         (KIMI, ["--engine", "vllm", "--attention-backend", "X"], 2, "--attention-backend is what"),
-        (KIMI, ["--engine", "vllm", "--attention_backend=X"], 2, "--attention-backend is what"),
+        (KIMI, ["--engine", "vllm", "--dry-run", "--attention_backend=X"], 2, "is what serve adds"),
         (KIMI, ["--engine", "vllm", "-tp", "\u00b2"], 2, "must be a positive number, got"),
         (KIMI, ["--engine", "vllm", "-tp", "many"], 2, "must be a positive number, got 'many'"),
         (KIMI, ["--engine", "vllm", "-tp"], 2, "must be a positive number, got ''"),
