@@ -326,13 +326,15 @@ def _too_old() -> str:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """The NVRTC that torch's packages brought, else the system's."""
-    for library in _LIBRARIES:
-        for candidate in (*_installed(library), library):
-            try:
-                return _open(candidate)
-            except OSError:
-                continue
+    """The NVRTC that torch's packages brought, else the system's; of torch's CUDA before others."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    libraries = sorted(_LIBRARIES, key=lambda name: not name.endswith(f".{major}"))
+    brought = [file for library in libraries for file in _installed(library)]
+    for candidate in (*brought, *libraries):
+        try:
+            return _open(candidate)
+        except OSError:
+            continue
     raise ImportError(
         f"none of {', '.join(_LIBRARIES)} is installed beside torch, and the CUDA kernels are "
         "compiled by one of them: install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for CUDA 12)"

@@ -90,6 +90,30 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert cuda_source._compiled(source, "", ()) == cuda_source._compiled(source, "", ())
     assert len(compiled) == 2
 
+@pytest.mark.parametrize(
+    ("cuda", "brought", "chosen"),
+    [
+        ("12.8", ("12",), "torch's libnvrtc.so.12"),
+        ("12.8", ("12", "13"), "torch's libnvrtc.so.12"),
+        ("13.0", ("12", "13"), "torch's libnvrtc.so.13"),
+        ("12.8", (), "libnvrtc.so.12"),
+        ("13.0", (), "libnvrtc.so.13"),
+    ],
+)
+def test_the_compiler_that_torch_brought_goes_before_the_systems(
+    cuda: str, brought: tuple[str, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer one compiles what an older driver does not load."""
+
+    def installed(library: str) -> list[str]:
+        return [f"torch's {library}"] if library.rpartition(".")[2] in brought else []
+
+    monkeypatch.setattr(cuda_source, "_installed", installed)
+    monkeypatch.setattr(cuda_source, "_open", lambda library: library)
+    monkeypatch.setattr(cuda_source.torch.version, "cuda", cuda)
+    assert cuda_source._nvrtc.__wrapped__() == chosen
+
+
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_source, "_LIBRARIES", ("libnvrtc.so.0",))
