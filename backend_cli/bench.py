@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.families import all_families
+from backend_cli.families import all_families, no_gpu
 from backend_cli.files import check_writable
 from backend_cli.results import name, read_result, speedups
 from backend_cli.terminal import Bar, plain_console
@@ -52,7 +52,7 @@ def bench(
             raise BadInputError(f"{path} exists already: name another --output-dir")
     files = {item: script_file(known[item]) for item in chosen}
     if detect_target().vendor == "cpu":
-        raise CliError("bench measures a GPU, and there is none here")
+        raise CliError(f"bench measures a GPU, and {no_gpu()}")
     output_dir.mkdir(parents=True, exist_ok=True)
     with Bar("benchmarks", len(chosen)) as bar:
         for item, path in outputs.items():

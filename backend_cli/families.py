@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,13 @@ from backend_cli.files import read_json
 from backend_core.family import Family, families
 from backend_core.tables.select import PathTable, load_table
 from backend_core.target import Target
+
+
+def no_gpu() -> str:
+    """Why no GPU was found: the end of a sentence."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch, which finds it, is not installed here"
+    return "there is none here"
 
 
 def all_families() -> Mapping[str, Family]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.families import chosen_families
+from backend_cli.families import chosen_families, no_gpu
 from backend_cli.files import check_writable, write_json, write_text
 from backend_cli.terminal import plain_console
 from backend_cli.tune.search import Ask, render, search, sweeps
@@ -54,7 +54,7 @@ def tune(
     chosen = chosen_families(family or [])
     target = detect_target()
     if target.vendor == "cpu":
-        raise CliError("tune measures a GPU, and there is none here")
+        raise CliError(f"tune measures a GPU, and {no_gpu()}")
     try:
         folder = output_dir or user_directory()
         if folder is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from backend_cli import bench as bench_module
-from backend_cli import files
+from backend_cli import families, files
 from backend_cli.errors import CliError
 from backend_cli.results import group, shape, speedups, times
 from backend_core.target import KNOWN_TARGETS
@@ -111,6 +112,20 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench_module, "detect_target", lambda: KNOWN_TARGETS["cpu"])
     code, _, err = run("bench")
     assert (code, err) == (1, "kda-dsv4: bench measures a GPU, and there is none here\n")
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_without_torch_nobody_knows_whether_there_is_a_gpu(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    find = families.importlib.util.find_spec
+    monkeypatch.setattr(
+        families.importlib.util, "find_spec", lambda n, *a: None if n == "torch" else find(n, *a)
+    )
+    code, _, err = run(command)
+    assert code == 1 and "a GPU, and torch, which finds it, is not installed here" in err
 
 
 def plot(tmp_path: Path, rows: Any, *args: str) -> tuple[int, str, str]:

@@ -90,6 +90,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert cuda_source._compiled(source, "", ()) == cuda_source._compiled(source, "", ())
     assert len(compiled) == 2
 
+
 @pytest.mark.parametrize(
     ("cuda", "brought", "chosen"),
     [
@@ -112,7 +113,6 @@ def test_the_compiler_that_torch_brought_goes_before_the_systems(
     monkeypatch.setattr(cuda_source, "_open", lambda library: library)
     monkeypatch.setattr(cuda_source.torch.version, "cuda", cuda)
     assert cuda_source._nvrtc.__wrapped__() == chosen
-
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
