@@ -5,8 +5,8 @@
 and hands them to Triton's own launcher, ``compiled.run``.
 
 Written against Triton 3.6.0 (``runtime/jit.py``, ``compiler/compiler.py`` and the two
-``driver.py``), and read against 3.8.0, for CUDA and HIP. Under ``TRITON_INTERPRET=1`` the kernel is
-an interpreted function and is called plainly.
+``driver.py``), and read against 3.8.0 and 3.9.0, for CUDA and HIP. Under ``TRITON_INTERPRET=1`` the
+kernel is an interpreted function and is called plainly.
 """
 
 from __future__ import annotations

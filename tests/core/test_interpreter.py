@@ -1,4 +1,5 @@
-"""The interpreter without its repeated work does what Triton's own does."""
+"""The interpreter without its repeated work does what Triton's own does; and it takes what the
+compiler takes."""
 
 from __future__ import annotations
 
@@ -7,15 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from tests.interpreter import spare_repeated_work
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or not triton.__version__.startswith("3.6."),
+pytestmark = pytest.mark.interpreter
+of_triton_3_6 = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."),
     reason="the interpreter of Triton 3.6 is what is changed",
 )
 
@@ -67,6 +71,7 @@ def folded(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@of_triton_3_6
 def test_reductions_are_of_each_row_in_order() -> None:
     spare_repeated_work()
     generator = torch.Generator().manual_seed(3)
@@ -81,6 +86,7 @@ def test_reductions_are_of_each_row_in_order() -> None:
     assert torch.equal(run(), torch.cat(want))
 
 
+@of_triton_3_6
 def test_upstreams_own_gives_the_same_bits() -> None:
     """In a process in which nothing is changed."""
     script = "from tests.core.test_interpreter import run; print(run().tolist())"
@@ -96,9 +102,42 @@ def test_upstreams_own_gives_the_same_bits() -> None:
     assert done.stdout.strip() == str(run().tolist())
 
 
+@of_triton_3_6
 def test_a_launch_leaves_the_language_as_it_was() -> None:
     spare_repeated_work()
     before = tl.load, tl.sum, tl.tensor.__add__
     run()
     assert (tl.load, tl.sum, tl.tensor.__add__) == before
     run()  # its device functions find the language replaced again
+
+
+FACTOR = tl.constexpr(2.0)
+
+
+@triton.jit
+def halved(x):
+    return tl.abs(x) * 0.5
+
+
+@triton.jit
+def masked_by_a_number_kernel(x_ptr, n_ptr, out_ptr):
+    at = tl.arange(0, 8)
+    reads = tl.load(n_ptr) >= 0
+    x = tl.load(x_ptr + at, mask=(at < 5) & reads, other=0.0)
+    tl.store(out_ptr + at, halved(FACTOR * x))
+
+
+def test_what_the_compiler_takes_is_interpreted() -> None:
+    """A scalar as part of a mask, and a constant times a tensor as a function's argument."""
+    x, out = torch.arange(1.0, 9.0), torch.full((8,), torch.nan)
+    masked_by_a_number_kernel[(1,)](x, torch.zeros(1, dtype=torch.int64), out)
+    assert out.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0, 0.0]
+
+
+def test_a_scalar_comparison_stays_boolean_against_a_block() -> None:
+    """The 64-bit numbers that it would become are refused as a mask by Triton 3.9."""
+    builder = interpreter.InterpreterBuilder()
+    number = interpreter.TensorHandle(np.array([3]), tl.int64)
+    compared = builder.create_icmpSGE(number, number)
+    splat = builder.create_splat(tl.block_type(tl.int1, [4]), compared)
+    assert splat.data.dtype == bool and splat.data.shape == (4,)

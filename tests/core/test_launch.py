@@ -12,6 +12,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
 from backend_core.launch.triton import KernelLaunch  # noqa: E402
@@ -96,7 +97,17 @@ def recorder(
     monkeypatch.setattr(torch.version, "hip", "7.0" if request.param is AMD else None)
     previous = driver._active
     driver.set_active(recorder)
+    loaded: list[Any] = []
+    load = CompiledKernel._init_handles
+
+    def remember(kernel: Any) -> None:
+        loaded.append(kernel)
+        load(kernel)
+
+    monkeypatch.setattr(CompiledKernel, "_init_handles", remember)
     yield recorder
+    for kernel in loaded:  # newer releases unload a freed kernel, by whatever driver there is then
+        kernel.module = None
     driver.set_active(previous)
 
 
