@@ -70,6 +70,7 @@ def chunk_kda(
     has_initial_state: torch.Tensor | None = None,
     snapshot_chunks: torch.Tensor | None = None,
     snapshots: torch.Tensor | None = None,
+    snapshot_indices: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     step_plan: StepPlan | None = None,
     scratch: Scratch | None = None,
@@ -102,7 +103,13 @@ def chunk_kda(
         snapshot_chunks: ``[N, S]`` int32: numbers of chunks. The state of sequence n after
             ``snapshot_chunks[n, s]`` chunks is written to ``snapshots[n, s]``; for -1, or more
             chunks than the sequence has, nothing is written.
-        snapshots: ``[N, S, HV, V, K]`` fp32, for ``snapshot_chunks``.
+        snapshots: ``[N, S, HV, V, K]`` fp32, for ``snapshot_chunks``. With ``snapshot_indices`` it
+            is a pool ``[slots, HV, V, K]`` fp32, which may be ``state_pool``; slots may be further
+            apart than ``HV * V * K`` elements.
+        snapshot_indices: ``[N, S]`` int32: the slot of the pool for each of these states; -1 writes
+            nothing. Slots must differ, and none may be one that another sequence of the call has
+            in ``state_indices``. If it is the sequence's own slot, the sequence's final state
+            remains there.
         step_plan: the plan of this step (``build_step_plan``), instead of ``cu_seqlens``.
         scratch: scratch memory to reuse; by default the call allocates its own.
 
@@ -128,7 +135,7 @@ def chunk_kda(
     state = StateRef.of(
         functional=(initial_state, output_final_state, v_first),
         pool=(state_pool, state_indices, has_initial_state),
-        snapshots=(snapshot_chunks, snapshots),
+        snapshots=(snapshot_chunks, snapshots, snapshot_indices),
     )
     sequences = _num_sequences(q, cu_seqlens, step_plan)
     if scratch is not None:

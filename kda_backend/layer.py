@@ -27,8 +27,8 @@ from kda_backend.decode.paths import run_recurrent
 from kda_backend.layer_checkpoints import (
     Checkpoints,
     check_checkpoints,
-    new_snapshots,
     store_checkpoints,
+    with_checkpoints,
 )
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
 from kda_backend.prefill.paths import convolves, run_prefill
@@ -109,7 +109,8 @@ def prefill(
         state_indices: ``[N]`` int32 slot of each sequence in both pools; -1 for none.
         has_initial_state: ``[N]`` bool, or ``None`` where every slot is read.
         step_plan: of these T tokens.
-        checkpoints: states inside of the sequences, which go to slots of their own.
+        checkpoints: states inside of the sequences, which go to slots of their own. Recurrent
+            states of 16 bits take memory in fp32 on their way, one for each sequence.
         checked: skip the checks, since the first layer of this step has made them on tensors of the
             same shapes; saves half of the host time.
 
@@ -118,10 +119,8 @@ def prefill(
     """
     gate = weights.gate
     state = StateRef.pool(pools.state, state_indices, has_initial_state)
-    snapshots = None
     if checkpoints is not None:
-        snapshots = new_snapshots(checkpoints, pools.state)
-        state = state._replace(snapshot_chunks=checkpoints.chunks, snapshots=snapshots)
+        state = with_checkpoints(state, checkpoints)
     if not checked:
         if checkpoints is not None:
             check_checkpoints(checkpoints, tokens.qkv, step_plan)
@@ -138,8 +137,8 @@ def prefill(
         rows = _token_inputs(tokens, mixed, selection)
         run_prefill(selection, rows, gate, step_plan, state, out, None, scratch)
     _normalise(weights, tokens, step_plan)
-    if checkpoints is not None and snapshots is not None:
-        store_checkpoints(tokens.qkv, snapshots, pools.conv, pools.state, checkpoints, step_plan)
+    if checkpoints is not None:
+        store_checkpoints(tokens.qkv, state, pools.conv, checkpoints, step_plan)
 
 
 def decode(

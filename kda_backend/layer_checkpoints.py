@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from kda_backend.contract.values import StateRef
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan
 
@@ -22,7 +23,8 @@ class Checkpoints(NamedTuple):
         offsets: ``[N]`` int32, tokens of the sequence before the state, a multiple of 64 and less
             than it has.
         chunks: ``[N, 1]`` int32, the same in chunks; -1 for none.
-        state_indices: ``[N]`` int32, the slot of both pools where the state goes; -1 for none.
+        state_indices: ``[N, 1]`` int32, the slot of both pools where the state goes, which is no
+            sequence's own; -1 for none.
     """
 
     offsets: torch.Tensor
@@ -46,39 +48,48 @@ class Checkpoints(NamedTuple):
         asked = (offsets > 0) & (state_indices != null_slot)
         offsets = offsets.to(torch.int32)
         chunks = torch.where(asked, offsets // CHUNK, -1)[:, None].contiguous()
-        slots = torch.where(asked, state_indices.to(torch.int32), -1)
+        slots = torch.where(asked, state_indices.to(torch.int32), -1)[:, None].contiguous()
         return cls(offsets.contiguous(), chunks, slots)
 
 
-def new_snapshots(checkpoints: Checkpoints, state_pool: torch.Tensor) -> torch.Tensor:
-    """Memory for the recurrent states ``[N, 1, HV, V, K]`` fp32."""
-    shape = (*checkpoints.chunks.shape, *state_pool.shape[1:])
-    return torch.empty(shape, dtype=torch.float32, device=state_pool.device)
+def with_checkpoints(state: StateRef, checkpoints: Checkpoints) -> StateRef:
+    """``state``, of a pool, with the recurrent states that the scan writes: to their slots of the
+    pool where that is fp32, as the scan's states are, else to new memory ``[N, 1, HV, V, K]``."""
+    pool, chunks = state.write, checkpoints.chunks
+    assert pool is not None
+    if pool.dtype == torch.float32:
+        return state.with_snapshots(chunks, pool, checkpoints.state_indices)
+    shape = (*chunks.shape, *pool.shape[1:])
+    staged = torch.empty(shape, dtype=torch.float32, device=pool.device)
+    return state.with_snapshots(chunks, staged, None)
 
 
 def store_checkpoints(
     x: torch.Tensor,
-    snapshots: torch.Tensor,
+    state: StateRef,
     conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
     checkpoints: Checkpoints,
     step_plan: StepPlan,
 ) -> None:
-    """Both states of each checkpoint into their slot; no other slot is touched.
+    """Both states of each checkpoint into their slot, but for recurrent states that the scan has
+    written there; no other slot is touched.
 
     Args:
         x: ``[T, C]`` before the convolution, channels adjacent.
-        snapshots: ``[N, 1, HV, V, K]`` fp32 contiguous, as the scan has written them.
-        conv_pool: ``[slots, C, 3]``, any strides; state_pool: ``[slots, HV, V, K]``.
+        state: of `with_checkpoints`, after the scan.
+        conv_pool: ``[slots, C, 3]``, any strides.
         step_plan: of these tokens; with a chunk table the kernel runs, else torch.
 
     The arguments are not checked here: :func:`check_checkpoints` does that.
     """
+    snapshots, state_pool = state.snapshots, state.write
+    assert snapshots is not None and state_pool is not None
+    is_staged = state.snapshot_indices is None
     if step_plan.chunk_table is None:
-        _store_torch(x, snapshots, conv_pool, state_pool, checkpoints, step_plan)
+        _store_torch(x, state, conv_pool, checkpoints, step_plan)
         return
     sequences, channels = step_plan.num_sequences, x.shape[1]
-    state_size = state_pool[0].numel()
+    state_size = state_pool[0].numel() if is_staged else 0
     kernel, block = _kernel(conv_pool.shape[2] + 1)
     stride_conv_n, stride_conv_c, stride_conv_w = conv_pool.stride()
     kernel.launch(
@@ -106,7 +117,7 @@ def check_checkpoints(checkpoints: Checkpoints, x: torch.Tensor, step_plan: Step
     for name, tensor, shape in (
         ("checkpoint offsets", checkpoints.offsets, (sequences,)),
         ("checkpoint chunks", checkpoints.chunks, (sequences, 1)),
-        ("checkpoint slots", checkpoints.state_indices, (sequences,)),
+        ("checkpoint slots", checkpoints.state_indices, (sequences, 1)),
     ):
         expect_shape(name, tensor, shape)
         expect_dtype(name, tensor, torch.int32)
@@ -115,7 +126,7 @@ def check_checkpoints(checkpoints: Checkpoints, x: torch.Tensor, step_plan: Step
     bounds = step_plan.cu_seqlens_cpu
     if bounds is None or checkpoints.offsets.device.type != "cpu":
         return
-    slots = checkpoints.state_indices.tolist()
+    slots = checkpoints.state_indices[:, 0].tolist()
     for n, (offset, slot) in enumerate(zip(checkpoints.offsets.tolist(), slots, strict=True)):
         length = bounds[n + 1] - bounds[n]
         if slot >= 0 and offset > length:
@@ -127,20 +138,21 @@ def check_checkpoints(checkpoints: Checkpoints, x: torch.Tensor, step_plan: Step
 
 def _store_torch(
     x: torch.Tensor,
-    snapshots: torch.Tensor,
+    state: StateRef,
     conv_pool: torch.Tensor,
-    state_pool: torch.Tensor,
     checkpoints: Checkpoints,
     step_plan: StepPlan,
 ) -> None:
     bounds, width = step_plan.cu_seqlens_cpu, conv_pool.shape[2]
     assert bounds is not None  # the CPU's plan always has them
-    offsets, slots = checkpoints.offsets.tolist(), checkpoints.state_indices.tolist()
+    assert state.write is not None and state.snapshots is not None
+    offsets, slots = checkpoints.offsets.tolist(), checkpoints.state_indices[:, 0].tolist()
     for n, (offset, slot) in enumerate(zip(offsets, slots, strict=True)):
         if slot >= 0:
             end = bounds[n] + offset
             conv_pool[slot] = x[end - width : end].T
-            state_pool[slot] = snapshots[n, 0]
+            if state.snapshot_indices is None:
+                state.write[slot] = state.snapshots[n, 0]
 
 
 @functools.cache

@@ -39,10 +39,15 @@ def check_pool(state: StateRef, tokens: TokenInputs) -> None:
     expect_device("state_indices", state.indices, device)
 
 
-def check_packed_states(name: str, states: torch.Tensor, shape: tuple[int | str, ...]) -> None:
+def check_packed_states(
+    name: str,
+    states: torch.Tensor,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
+) -> None:
     """``[..., HV, V, K]`` whose last three dimensions are packed; no two states overlap."""
     expect_shape(name, states, shape)
-    expect_dtype(name, states, torch.float32, torch.bfloat16)
+    expect_dtype(name, states, *dtypes)
     size = 1
     for dim in range(states.dim() - 1, states.dim() - 4, -1):
         expect_stride(name, states, dim, size)
@@ -65,6 +70,8 @@ def check_slots(state: StateRef) -> None:
                 f"state_indices must be -1 or a slot below {pool.shape[0]},"
                 f" got values from {low} to {high}"
             )
+    if state.snapshot_indices is not None and state.snapshots is not None:
+        check_rows("snapshot_indices", state.snapshot_indices, "slot", state.snapshots)
 
 
 def check_rows(name: str, indices: torch.Tensor, what: str, of: torch.Tensor) -> None:
@@ -76,7 +83,8 @@ def check_rows(name: str, indices: torch.Tensor, what: str, of: torch.Tensor) ->
 
 
 def _check_snapshots(state: StateRef, tokens: TokenInputs, num_sequences: int) -> None:
-    """``snapshots [N, S, HV, V, K]`` fp32 receives the state after ``snapshot_chunks [N, S]``."""
+    """``snapshots [N, S, HV, V, K]`` fp32 receives the state after ``snapshot_chunks [N, S]``, or
+    with ``snapshot_indices [N, S]`` a slot of ``snapshots [slots, HV, V, K]``."""
     chunks, snapshots = state.snapshot_chunks, state.snapshots
     if chunks is None or snapshots is None:
         return
@@ -84,8 +92,16 @@ def _check_snapshots(state: StateRef, tokens: TokenInputs, num_sequences: int) -
     expect_shape("snapshot_chunks", chunks, (num_sequences, "S"))
     expect_dtype("snapshot_chunks", chunks, torch.int32)
     expect_device("snapshot_chunks", chunks, q.device)
-    expect_shape("snapshots", snapshots, (*chunks.shape, v.shape[2], v.shape[3], q.shape[3]))
-    expect_dtype("snapshots", snapshots, torch.float32)
-    expect_device("snapshots", snapshots, q.device)
     expect_contiguous("snapshot_chunks", chunks)
-    expect_contiguous("snapshots", snapshots)
+    one, indices = (v.shape[2], v.shape[3], q.shape[3]), state.snapshot_indices
+    if indices is None:
+        expect_shape("snapshots", snapshots, (*chunks.shape, *one))
+        expect_dtype("snapshots", snapshots, torch.float32)
+        expect_contiguous("snapshots", snapshots)
+    else:
+        expect_shape("snapshot_indices", indices, tuple(chunks.shape))
+        expect_dtype("snapshot_indices", indices, torch.int32)
+        expect_device("snapshot_indices", indices, q.device)
+        expect_contiguous("snapshot_indices", indices)
+        check_packed_states("snapshots", snapshots, ("slots", *one), (torch.float32,))
+    expect_device("snapshots", snapshots, q.device)

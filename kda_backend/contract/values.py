@@ -122,6 +122,8 @@ class StateRef(NamedTuple):
             sequence n has row n.
         has_initial: ``[N]`` bool; ``None`` where every sequence reads its state.
         snapshot_chunks: ``[N, S]`` int32; snapshots: ``[N, S, HV, V, K]`` fp32; or both ``None``.
+        snapshot_indices: ``[N, S]`` int32, with which ``snapshots`` is a pool ``[slots, HV, V, K]``
+            fp32 that these are slots of, -1 for none.
         null_slot: a slot that marks padding too; -1 where there is none.
     """
 
@@ -132,6 +134,7 @@ class StateRef(NamedTuple):
     has_initial: torch.Tensor | None = None
     snapshot_chunks: torch.Tensor | None = None
     snapshots: torch.Tensor | None = None
+    snapshot_indices: torch.Tensor | None = None
     null_slot: int = -1
 
     @classmethod
@@ -145,7 +148,7 @@ class StateRef(NamedTuple):
     ) -> StateRef:
         """Slots of ``pool [slots, HV, V, K]``, read and written in place."""
         null = -1 if null_slot is None else int(null_slot)
-        return cls(pool, pool, True, indices, has_initial, None, None, null)
+        return cls(pool, pool, True, indices, has_initial, None, None, None, null)
 
     @classmethod
     def functional(cls, initial: torch.Tensor | None, *, v_first: bool) -> StateRef:
@@ -158,14 +161,18 @@ class StateRef(NamedTuple):
         *,
         functional: tuple[torch.Tensor | None, bool, bool],
         pool: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-        snapshots: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        snapshots: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (
+            None,
+            None,
+            None,
+        ),
     ) -> StateRef:
         """From the operators' arguments; memory for the final state is added by `with_final`.
 
         Args:
             functional: ``initial_state``, ``output_final_state`` and ``state_v_first``.
             pool: ``state_pool``, ``state_indices`` and ``has_initial_state``.
-            snapshots: ``snapshot_chunks`` and ``snapshots``.
+            snapshots: ``snapshot_chunks``, ``snapshots`` and ``snapshot_indices``.
 
         Raises:
             ValueError: arguments of both kinds, or half of those of one.
@@ -174,6 +181,8 @@ class StateRef(NamedTuple):
         state_pool, state_indices, has_initial_state = pool
         if (snapshots[0] is None) != (snapshots[1] is None):
             raise ValueError("snapshot_chunks and snapshots must be given together")
+        if snapshots[2] is not None and snapshots[1] is None:
+            raise ValueError("snapshot_indices must be given with snapshot_chunks and snapshots")
         if state_pool is None:
             if state_indices is not None or has_initial_state is not None:
                 raise ValueError("state_indices and has_initial_state need a state_pool")
@@ -187,8 +196,24 @@ class StateRef(NamedTuple):
         else:
             state = cls.pool(state_pool, state_indices, has_initial_state)
         if snapshots[0] is not None:
-            state = state._replace(snapshot_chunks=snapshots[0], snapshots=snapshots[1])
+            state = state.with_snapshots(*snapshots)
         return state
+
+    def with_snapshots(
+        self,
+        chunks: torch.Tensor | None,
+        snapshots: torch.Tensor | None,
+        indices: torch.Tensor | None,
+    ) -> StateRef:
+        """This reference with states inside of the sequences."""
+        return self._replace(snapshot_chunks=chunks, snapshots=snapshots, snapshot_indices=indices)
+
+    @property
+    def snapshot_stride(self) -> int | None:
+        """Elements from slot to slot of the pool that snapshots go to; ``None`` without one."""
+        if self.snapshot_indices is None or self.snapshots is None:
+            return None
+        return self.snapshots.stride(0)
 
     def with_final(self, tokens: TokenInputs, num_sequences: int) -> StateRef:
         """This reference with new memory for the state after each sequence."""

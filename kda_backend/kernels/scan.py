@@ -29,7 +29,8 @@ def scan_kernel(
     has_initial_state_ptr,  # [N] bool, or None
     chunk_states_ptr,  # [capacity, HV, V, K] by strides: the state before each chunk; or None
     snapshot_chunks_ptr,  # [N, NUM_SNAPSHOTS] int32 chunk counts, -1: none; or None
-    snapshots_ptr,  # [N, NUM_SNAPSHOTS, HV, V, K] fp32 contiguous, or None
+    snapshot_indices_ptr,  # [N, NUM_SNAPSHOTS] int32 slots, -1: none; or None
+    snapshots_ptr,  # [N, NUM_SNAPSHOTS, HV, V, K] fp32; with slots [slots, HV, V, K]; or None
     cu_seqlens_ptr,
     chunk_offsets_ptr,
     scale,
@@ -47,6 +48,7 @@ def scan_kernel(
     stride_c_h,
     stride_c_v,
     stride_c_k,
+    stride_snapshot_n,  # from slot to slot, or None
     HV,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -98,6 +100,13 @@ def scan_kernel(
     m_rk = (o_k < ROW_K)[None, :]
     m_rv = (o_v < ROW_V)[None, :]
     o_rc = o_r[:, None] * CHUNK + o_r[None, :]
+    marks, places = (), ()  # of snapshots in a pool
+    if snapshot_indices_ptr is not None:
+        for i_s in tl.static_range(NUM_SNAPSHOTS):
+            i_ns = i_n * NUM_SNAPSHOTS + i_s
+            slot_s = tl.load(snapshot_indices_ptr + i_ns).to(tl.int64)
+            marks += (tl.where(slot_s >= 0, tl.load(snapshot_chunks_ptr + i_ns), -1),)
+            places += (slot_s * stride_snapshot_n + i_hv * (V * K),)
     for i_c in tl.range(0, num_chunks, num_stages=NUM_STAGES):
         if chunk_states_ptr is not None:
             o_c = o_v[None, :] * stride_c_v + o_k[:, None] * stride_c_k
@@ -105,9 +114,13 @@ def scan_kernel(
             tl.store(c_ptr + o_c, b_state.to(chunk_states_ptr.dtype.element_ty), mask=m_kv)
         # unrolled: a loop in here would end the pipelining of this one
         for i_s in tl.static_range(NUM_SNAPSHOTS):
-            i_ns = i_n * NUM_SNAPSHOTS + i_s
-            hit = tl.load(snapshot_chunks_ptr + i_ns) == i_c
-            o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+            if snapshot_indices_ptr is None:
+                i_ns = i_n * NUM_SNAPSHOTS + i_s
+                hit = tl.load(snapshot_chunks_ptr + i_ns) == i_c
+                o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+            else:
+                hit = marks[i_s] == i_c
+                o_s = places[i_s] + o_v[None, :] * K + o_k[:, None]
             tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
         b_w = tl.load(tile_ptr + o_rk, mask=m_rk, other=0.0)
         b_q = tl.load(tile_ptr + CHUNK * ROW_K + o_rk, mask=m_rk, other=0.0)
@@ -131,9 +144,13 @@ def scan_kernel(
         o_ptr += CHUNK * stride_o_t
 
     for i_s in tl.static_range(NUM_SNAPSHOTS):
-        i_ns = i_n * NUM_SNAPSHOTS + i_s
-        hit = tl.load(snapshot_chunks_ptr + i_ns) == num_chunks
-        o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+        if snapshot_indices_ptr is None:
+            i_ns = i_n * NUM_SNAPSHOTS + i_s
+            hit = tl.load(snapshot_chunks_ptr + i_ns) == num_chunks
+            o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+        else:
+            hit = marks[i_s] == num_chunks
+            o_s = places[i_s] + o_v[None, :] * K + o_k[:, None]
         tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
     if state_out_ptr is not None:
         o_state = o_v[None, :] * stride_out_v + o_k[:, None] * stride_out_k

@@ -1,7 +1,8 @@
 """States inside of a prefill, put where a prefix cache keeps them.
 
 For each sequence with a checkpoint: the recurrent state, which the scan has left in ``snapshots``,
-and the WIDTH - 1 tokens before it, which the convolution reads when the sequence is resumed.
+and the WIDTH - 1 tokens before it, which the convolution reads when the sequence is resumed. Where
+the scan has written the pool itself, ``state_size`` is 0 and no state is copied.
 
 Grid: (N * (cdiv(state_size, BLOCK) + cdiv(C, BLOCK)),): the programs of a sequence copy its
 recurrent state first, then its channels.

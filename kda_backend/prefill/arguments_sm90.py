@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from backend_core.launch.cuda import CudaParams
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.step_plan import StepPlan
 
@@ -48,12 +50,27 @@ SEQUENCE_FIELDS = (
     ("has_initial_state", "const unsigned char*"),  # [N], or null: all have
     ("chunk_states", "States"),  # [chunks, HV, V, K] bf16: before each chunk, or null
     ("snapshot_chunks", "const int*"),  # [N, num_snapshots]: after how many chunks
-    ("snapshots", "float*"),  # [N, num_snapshots, HV, 128, 128]
+    ("snapshots", "float*"),  # [N, num_snapshots, HV, 128, 128], or a pool [slots, HV, 128, 128]
     ("cu_seqlens", "const void*"),  # [N + 1] int32, or int64 with CU_INT64
     ("chunk_offsets", "const int*"),  # [N + 1]: first chunk
     ("sequence_order", "const int*"),  # [N]: most chunks first
 )
 """Of both kernels that scan: where states are and which tokens a sequence has."""
+
+SNAPSHOT_POOL_FIELDS = (
+    ("snapshot_indices", "const int*"),  # [N, num_snapshots]: slots, negative for none
+    ("snapshot_stride", "i64"),  # elements from slot to slot
+)
+"""After all others of these kernels, in the variants that write snapshots to a pool."""
+_SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS)
+
+
+class Track(enum.IntEnum):
+    """Which states inside of the sequences a variant writes: the definition TRACK of kernels."""
+
+    NONE = 0
+    IN_ORDER = 1  # those of chunks, and snapshots one after another
+    POOL = 2  # those of chunks, and snapshots to slots of a pool
 
 
 class Variant(NamedTuple):
@@ -63,7 +80,7 @@ class Variant(NamedTuple):
         beta_dtype: of beta as the kernels read it, bf16 or fp32.
         int64_offsets: cu_seqlens are int64.
         bf16_state: states of the pool are bf16.
-        track: states inside of the sequences are written too.
+        track: states inside of the sequences that are written too.
     """
 
     gate: int
@@ -72,7 +89,7 @@ class Variant(NamedTuple):
     beta_dtype: torch.dtype
     int64_offsets: bool
     bf16_state: bool
-    track: bool
+    track: Track
 
 
 def tile_defines(variant: Variant) -> dict[str, int]:
@@ -136,7 +153,22 @@ def variant_of(
         beta_dtype=beta_of(tokens).dtype,
         int64_offsets=step_plan.cu_seqlens.dtype == torch.int64,
         bf16_state=pool is not None and pool.dtype == torch.bfloat16,
-        track=chunk_states is not None or state.snapshots is not None,
+        track=_track_of(state, chunk_states),
+    )
+
+
+def _track_of(state: StateRef, chunk_states: torch.Tensor | None) -> Track:
+    if state.snapshot_indices is not None:
+        return Track.POOL
+    asked = chunk_states is not None or state.snapshots is not None
+    return Track.IN_ORDER if asked else Track.NONE
+
+
+def pack_snapshot_pool(state: StateRef) -> bytes:
+    """The parameters that follow those of a kernel that writes no snapshots to a pool."""
+    return _SNAPSHOT_POOL_PARAMS.pack(
+        snapshot_indices=address_of(state.snapshot_indices),
+        snapshot_stride=state.snapshot_stride,
     )
 
 

@@ -20,12 +20,15 @@ from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill.arguments_sm90 import (
     KERNELS,
     SEQUENCE_FIELDS,
+    SNAPSHOT_POOL_FIELDS,
     STRUCTS,
     Layout,
+    Track,
     Variant,
     address_of,
     beta_of,
     gate_parameter,
+    pack_snapshot_pool,
     tile_defines,
 )
 from kda_backend.spec import CHUNK
@@ -34,29 +37,29 @@ from kda_backend.step_plan import StepPlan
 if TYPE_CHECKING:
     from backend_core.tables.select import KernelPath
 
-PARAMS = CudaParams(
-    (
-        ("q", "Rows"),  # [T, H, 128] bf16, like k; g, v and o [T, HV, 128] bf16
-        ("k", "Rows"),
-        ("g", "Rows"),
-        ("v", "Rows"),
-        ("o", "Rows"),
-        ("beta", "Rows"),  # [T, HV] bf16, or fp32 with BETA_FP32
-        ("a_log", "const float*"),  # [HV] or null
-        ("dt_bias", "const float*"),  # [HV, 128] or null
-        *SEQUENCE_FIELDS,
-        ("carry", "float*"),  # [CTAs with sequences of several chunks, 128, 128]
-        ("scale", "float"),
-        ("lower_bound", "float"),  # of a bounded gate
-        ("num_snapshots", "int"),
-        ("num_value_heads", "int"),
-        ("heads_per_key", "int"),  # value heads per key head
-        ("num_tasks", "int"),  # sequences times value heads, twice as many with split
-        ("split", "int"),  # 1: a task is a half of the value rows
-        ("prefetch_state", "int"),  # 1: states are asked for in the L2 cache while tiles are made
-    ),
-    STRUCTS,
+_FIELDS = (
+    ("q", "Rows"),  # [T, H, 128] bf16, like k; g, v and o [T, HV, 128] bf16
+    ("k", "Rows"),
+    ("g", "Rows"),
+    ("v", "Rows"),
+    ("o", "Rows"),
+    ("beta", "Rows"),  # [T, HV] bf16, or fp32 with BETA_FP32
+    ("a_log", "const float*"),  # [HV] or null
+    ("dt_bias", "const float*"),  # [HV, 128] or null
+    *SEQUENCE_FIELDS,
+    ("carry", "float*"),  # [CTAs with sequences of several chunks, 128, 128]
+    ("scale", "float"),
+    ("lower_bound", "float"),  # of a bounded gate
+    ("num_snapshots", "int"),
+    ("num_value_heads", "int"),
+    ("heads_per_key", "int"),  # value heads per key head
+    ("num_tasks", "int"),  # sequences times value heads, twice as many with split
+    ("split", "int"),  # 1: a task is a half of the value rows
+    ("prefetch_state", "int"),  # 1: states are asked for in the L2 cache while tiles are made
 )
+PARAMS = CudaParams(_FIELDS, STRUCTS)
+POOL_PARAMS = CudaParams((*_FIELDS, *SNAPSHOT_POOL_FIELDS), STRUCTS)
+"""Of the variants that write snapshots to a pool."""
 _THREADS = 128
 CTAS_PER_SM = {16: 3, 32: 3, 64: 2}
 """By rows of a chunk in shared memory. Where every task has an SM of its own, one."""
@@ -173,6 +176,8 @@ def one_launch_sm90(
         split=int(launch.split),
         prefetch_state=int(prefetch_state),
     )
+    if state.snapshot_indices is not None:
+        params += pack_snapshot_pool(state)
     kernels[launch.rows, launch.ctas_per_sm](launch.ctas, _THREADS, params)
 
 
@@ -188,12 +193,17 @@ def load_kernels(
             made = CudaKernel(
                 KERNELS / "one_launch.cu",
                 "one_launch",
-                PARAMS,
+                params_of(variant),
                 defines(rows, ctas_per_sm, variant),
             )
             made.load()
             kernels[rows, ctas_per_sm] = made
     return kernels
+
+
+def params_of(variant: Variant) -> CudaParams:
+    """The parameters of one variant of one_launch.cu."""
+    return POOL_PARAMS if variant.track == Track.POOL else PARAMS
 
 
 def defines(rows: int, ctas_per_sm: int, variant: Variant) -> dict[str, int]:

@@ -45,7 +45,7 @@ def prefill(
         cu_seqlens=list(offsets),
     )
     if state.snapshots is not None and state.snapshot_chunks is not None:
-        _write_snapshots(state.snapshots, state.snapshot_chunks, offsets, chunk, after)
+        _write_snapshots(state, offsets, chunk, after)
     if chunk_states is not None:
         chunk_states.copy_(chunk if state.v_first else chunk.mT)
     write_states(state, after)
@@ -104,18 +104,17 @@ def write_states(state: StateRef, after: torch.Tensor) -> None:
 
 
 def _write_snapshots(
-    snapshots: torch.Tensor,
-    snapshot_chunks: torch.Tensor,
-    offsets: tuple[int, ...],
-    chunk: torch.Tensor,
-    after: torch.Tensor,
+    state: StateRef, offsets: tuple[int, ...], chunk: torch.Tensor, after: torch.Tensor
 ) -> None:
+    snapshots, chunks = state.snapshots, state.snapshot_chunks
+    assert snapshots is not None and chunks is not None
+    slots = None if state.snapshot_indices is None else state.snapshot_indices.tolist()
     first = 0
-    for n, boundaries in enumerate(snapshot_chunks.tolist()):
+    for n, boundaries in enumerate(chunks.tolist()):
         count = (offsets[n + 1] - offsets[n] + CHUNK - 1) // CHUNK
         for s, boundary in enumerate(boundaries):
-            if 0 <= boundary < count:
-                snapshots[n, s] = chunk[first + boundary]
-            elif boundary == count:
-                snapshots[n, s] = after[n]
+            if not 0 <= boundary <= count or (slots is not None and slots[n][s] < 0):
+                continue
+            place = (n, s) if slots is None else slots[n][s]
+            snapshots[place] = after[n] if boundary == count else chunk[first + boundary]
         first += count

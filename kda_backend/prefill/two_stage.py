@@ -117,6 +117,7 @@ def two_stage(
         has_initial_state_ptr=state.has_initial,
         chunk_states_ptr=chunk_states,
         snapshot_chunks_ptr=state.snapshot_chunks,
+        snapshot_indices_ptr=state.snapshot_indices,
         snapshots_ptr=state.snapshots,
         cu_seqlens_ptr=step_plan.cu_seqlens,
         chunk_offsets_ptr=table.offsets,
@@ -135,6 +136,7 @@ def two_stage(
         stride_c_h=stride_c_h,
         stride_c_v=stride_c_v,
         stride_c_k=stride_c_k,
+        stride_snapshot_n=state.snapshot_stride,
         HV=value_heads,
     )
 

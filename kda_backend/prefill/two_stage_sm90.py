@@ -18,7 +18,9 @@ from kda_backend.prefill.arguments_sm90 import (
     INTRA_FIELDS,
     KERNELS,
     SEQUENCE_FIELDS,
+    SNAPSHOT_POOL_FIELDS,
     STRUCTS,
+    Track,
     Variant,
     address_of,
     beta_of,
@@ -26,6 +28,7 @@ from kda_backend.prefill.arguments_sm90 import (
     intra_defines,
     layout_of,
     on_16_bytes,
+    pack_snapshot_pool,
     variant_of,
 )
 from kda_backend.prefill.one_launch_sm90 import (
@@ -61,6 +64,8 @@ SCAN_FIELDS = (
     ("fault", "Fault*"),
 )
 SCAN_PARAMS = CudaParams(SCAN_FIELDS, STRUCTS)
+POOL_SCAN_PARAMS = CudaParams((*SCAN_FIELDS, *SNAPSHOT_POOL_FIELDS), STRUCTS)
+"""Of the variants that write snapshots to a pool."""
 
 
 class SegmentedScan(NamedTuple):
@@ -190,6 +195,8 @@ def two_stage_sm90(
         progress=progress,
         fault=fault,
     )
+    if state.snapshot_indices is not None:
+        scan_params += pack_snapshot_pool(state)
     intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
     if conv is not None:
         convolving = conv_sm90.load_kernels(device, variant, conv.weight.dtype)
@@ -276,8 +283,9 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
         )
         for choice in cost_model.intra
     }
+    params = scan_params_of(variant)
     scan, scan_split = (
-        CudaKernel(KERNELS / f"{name}.cu", name, SCAN_PARAMS, scan_defines(variant))
+        CudaKernel(KERNELS / f"{name}.cu", name, params, scan_defines(variant))
         for name in ("scan", "scan_split")
     )
     # all of them now: a later batch may be the first to choose one
@@ -285,6 +293,11 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
         kernel.load()
     schedule = functools.lru_cache(4096)(functools.partial(choose_schedule, cost_model))
     return _Kernels(intra, (scan, scan_split), schedule)
+
+
+def scan_params_of(variant: Variant) -> CudaParams:
+    """The parameters of one variant of scan.cu or scan_split.cu."""
+    return POOL_SCAN_PARAMS if variant.track == Track.POOL else SCAN_PARAMS
 
 
 def scan_defines(variant: Variant) -> dict[str, int]:

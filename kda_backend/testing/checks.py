@@ -52,7 +52,9 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         long = CHUNK * max(path.params.min_chunks, 3 * chunks) + 70
         found["segments of a long sequence"] = _known_lengths(path, (long, 5, CHUNK * chunks + 1))
     if path.operator == "prefill" and "deterministic_prefix" in path.features:
-        found["layer with a checkpoint"] = functools.partial(layer_checks.run, path)
+        for name, dtype in (("", torch.float32), (", bf16 states", torch.bfloat16)):
+            check = functools.partial(layer_checks.run, path, state_dtype=dtype)
+            found[f"layer with a checkpoint{name}"] = check
     return found
 
 

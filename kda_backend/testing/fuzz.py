@@ -20,6 +20,7 @@ from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.step_plan import build_step_plan
 from kda_backend.testing.cases import Case, cu_tensor, make_case, offsets_of
+from kda_backend.testing.fuzz_snapshots import Snapshots
 from kda_backend.testing.regimes import REGIMES
 from kda_backend.testing.tolerances import ONE_HEAD, STEP_TOLERANCES, TOLERANCES
 
@@ -171,14 +172,9 @@ class _Sequences:
             else poisoned(*case.v.shape[1:], dtype=case.v.dtype, device=device)
         )
         self.scratch = Scratch(device) if self.is_prefill and draw.chance("scratch", 0.7) else None
-        self.snapshot_chunks = self.snapshots = None
+        self.snapshots = None
         if self.keeps_states and draw.chance("snapshots", 0.7):
-            marks = [
-                [draw.choice(f"snapshot {n} {i}", (-1, 0, 1, 2, 3, 9)) for i in range(2)]
-                for n in range(count)
-            ]
-            self.snapshot_chunks = torch.tensor(marks, dtype=torch.int32, device=device)
-            self.snapshots = torch.empty(count, 2, *state.shape[1:], device=device)
+            self.snapshots = Snapshots(draw, count, state.shape[1:], device)
         self.result: tuple[Any, ...] = ()
 
     def batch(self) -> FuzzBatch:
@@ -208,7 +204,7 @@ class _Sequences:
         self.initial.copy_(case.state if self.v_first else case.state.mT)
         self.before = self.memory.clone()
         if self.snapshots is not None:
-            self.snapshots.fill_(_UNTOUCHED)
+            self.snapshots.fill()
         if self.out is not None:
             self.out.fill_(math.nan)
 
@@ -247,7 +243,7 @@ class _Sequences:
         if self.keeps_states:
             extra["return_intermediate_states"] = True
         if self.snapshots is not None:
-            extra |= {"snapshot_chunks": self.snapshot_chunks, "snapshots": self.snapshots}
+            extra |= self.snapshots.arguments()
         self.result = chunk_kda(**tokens, **self.options, **extra, scratch=self.scratch)
 
     def error(self) -> tuple[float, float]:
@@ -292,7 +288,8 @@ class _Sequences:
                 raise AssertionError(f"{len(chunk_states)} chunks, states of {len(states)}")
             found.append(state_error(filled, chunk_states, max(allowed[1], 4e-3)))
         if self.snapshots is not None:
-            found.append(self._snapshot_error(chunk_states, want, allowed[1]))
+            pairs = self.snapshots.compared(self.lengths, chunk_states, want)
+            found += [state_error(*pair, allowed[1]) for pair in pairs]
         return worst(*found)
 
     def _allowed(self) -> tuple[float, float]:
@@ -302,25 +299,6 @@ class _Sequences:
         if self.is_pool and self.layer.state_dtype == torch.bfloat16:
             state = STEP_TOLERANCES[torch.bfloat16][1]
         return output, state
-
-    def _snapshot_error(
-        self, chunk_states: torch.Tensor, want: torch.Tensor, allowed: float
-    ) -> tuple[float, float]:
-        assert self.snapshots is not None and self.snapshot_chunks is not None
-        found, first = [(0.0, allowed)], 0
-        for n, length in enumerate(self.lengths):
-            chunks = -(-length // 64)
-            for i, mark in enumerate(self.snapshot_chunks[n].tolist()):
-                got = self.snapshots[n, i]
-                if not 0 <= mark <= chunks:
-                    expect_untouched(
-                        f"snapshot {i} of sequence {n}", torch.full_like(got, _UNTOUCHED), got
-                    )
-                    continue
-                state = want[n] if mark == chunks else chunk_states[first + mark]
-                found.append(state_error(got[None], state[None], allowed))
-            first += chunks
-        return worst(*found)
 
 
 def laid_out(layout: str, tokens: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from kda_backend import (
     layer_checkpoints,
     layer_stages,
 )
+from kda_backend.contract.values import StateRef
 from kda_backend.prefill import two_stage
 from kda_backend.selection import select
 from kda_backend.testing.cases import Case, chunks_of, make_case
@@ -68,6 +69,7 @@ def _kda_cases(arch: str) -> Iterator[ExecutionCase]:
     prefills: dict[str, tuple[dict[str, Any], str]] = {
         "one chunk": ({"lengths": (64,)} | wide, "pool"),
         "two chunks, snapshots": ({"lengths": (70,)} | wide, "snapshots"),
+        "two chunks, snapshots in a pool": ({"lengths": (70,)} | wide, "snapshot pool"),
         "two chunks, intermediate states": ({"lengths": (70,)} | wide, "functional"),
         "many heads, one chunk": ({"lengths": (33,)} | wide, "pool, many heads"),
         "many heads, snapshots": ({"lengths": (70,)} | wide, "snapshots, many heads"),
@@ -123,7 +125,11 @@ def _kda_cases(arch: str) -> Iterator[ExecutionCase]:
             yield ExecutionCase(title, arch, verify, False, in_slots and dim == 128)
     yield ExecutionCase("kda chunk table", arch, _chunk_table, False, True)
     yield ExecutionCase("kda short convolution", arch, _short_conv, False, True)
-    yield ExecutionCase("kda checkpoints", arch, _checkpoints, False, True)
+    for dtype in (torch.float32, torch.bfloat16):
+        title = f"kda checkpoints, {str(dtype)[6:]} states"
+        yield ExecutionCase(
+            title, arch, lambda target, dtype=dtype: _checkpoints(dtype), False, True
+        )
     for dim in (128, 64):
         title = f"kda gated norm, D = {dim}"
         yield ExecutionCase(title, arch, lambda target, dim=dim: _gated_norm(dim), False, True)
@@ -166,11 +172,17 @@ def _prefill_answer(target: Target, case: Case, form: str) -> Answer:
         kept = torch.full((1, 2, *case.state.shape[1:]), torch.nan)
         boundaries = torch.tensor([[1, -1]], dtype=torch.int32)
         arguments |= {"snapshot_chunks": boundaries, "snapshots": kept}
+    elif form == "snapshot pool":
+        given = (torch.tensor([[1]], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32))
+        arguments |= {"snapshot_chunks": given[0], "snapshots": pool, "snapshot_indices": given[1]}
     o = chunk_kda(*case.tokens, **arguments)[0]
     if form == "snapshots":
         answers.append((error_of(kept[0, 0], _state_at(case, 64)[0]), tolerance_s))
         if not bool(kept[0, 1].isnan().all()):
             raise AssertionError("a snapshot that was not asked for was written")
+    if form == "snapshot pool":
+        answers.append((error_of(pool[2], _state_at(case, 64)[0]), tolerance_s))
+        pool[2] = torch.nan
     if not bool(pool[[0, 2]].isnan().all()):
         raise AssertionError("a slot outside the call was written")
     answers.append((error_of(pool[1], want_state[0]), tolerance_s))
@@ -271,26 +283,35 @@ def _short_conv(target: Target) -> Answer:
     return worse((error_of(out, torch.cat(wants)), 5e-3), *answers)
 
 
-def _checkpoints(target: Target) -> Answer:
-    """Of three sequences two have a state to keep, in their slots of two pools. Exact."""
+def _checkpoints(dtype: torch.dtype) -> Answer:
+    """Of three sequences two have a state to keep, in their slots of two pools. Exact. Recurrent
+    states are copied into a pool of 16 bits alone."""
     rng = torch.Generator().manual_seed(10)
     lengths, channels, width = (70, 65, 3), 1100, 4
     offsets = torch.tensor([0, 70, 135, 138], dtype=torch.int32)
     x = torch.randn(sum(lengths), channels, generator=rng).bfloat16()
-    snapshots = torch.randn(3, 1, 2, 24, 32, generator=rng)
     conv = torch.full((5, channels, width - 1), torch.nan, dtype=torch.bfloat16)
-    states = torch.full((5, 2, 24, 32), torch.nan)
+    states = torch.full((5, 2, 24, 32), torch.nan, dtype=dtype)
     given = torch.tensor([64, 64, 0]), torch.tensor([3, 1, 4])
     checkpoints = layer_checkpoints.Checkpoints.of(*given, 0)
     plan = build_step_plan(offsets, sum(lengths))
-    layer_checkpoints.store_checkpoints(x, snapshots, conv, states, checkpoints, plan)
+    slots = torch.full((3,), -1, dtype=torch.int32)
+    state = layer_checkpoints.with_checkpoints(StateRef.pool(states, slots), checkpoints)
+    snapshots = state.snapshots
+    assert snapshots is not None
+    is_staged = state.snapshot_indices is None
+    if is_staged:
+        snapshots.copy_(torch.randn(snapshots.shape, generator=rng).bfloat16())
+    layer_checkpoints.store_checkpoints(x, state, conv, checkpoints, plan)
     wrong = 0
     for n, slot in ((0, 3), (1, 1)):
         end = int(offsets[n]) + 64
         wrong += int((conv[slot] != x[end - width + 1 : end].T).sum())
-        wrong += int((states[slot] != snapshots[n, 0]).sum())
+        if is_staged:
+            wrong += int((states[slot] != snapshots[n, 0]).sum())
     others = [0, 2, 4]
-    if not (bool(conv[others].isnan().all()) and bool(states[others].isnan().all())):
+    rest = states[others] if is_staged else states
+    if not (bool(conv[others].isnan().all()) and bool(rest.isnan().all())):
         raise AssertionError("a slot outside the call was written")
     return float(wrong), 0.5
 

@@ -50,6 +50,7 @@ _POINTERS = {
     "has_initial_state_ptr": "*i1",
     "offsets_ptr": "*i32",
     "snapshot_chunks_ptr": "*i32",
+    "snapshot_indices_ptr": "*i32",
     "snapshots_ptr": "*fp32",
     "state_ptr": "*fp32",
     "write_ptr": "*fp32",
@@ -57,7 +58,8 @@ _POINTERS = {
     "num_accepted_ptr": "*i32",
     "conv_weight_ptr": "*fp32",
 }
-_SNAPSHOTS = ("snapshot_chunks_ptr", "snapshots_ptr")
+_SNAPSHOT_POOL = ("snapshot_indices_ptr", "stride_snapshot_n")
+_SNAPSHOTS = ("snapshot_chunks_ptr", "snapshots_ptr", *_SNAPSHOT_POOL)
 _INTERMEDIATE = ("chunk_states_ptr",)
 _POOL = ("state_indices_ptr", "has_initial_state_ptr")
 # What a call goes without: an engine's has a pool, FLA's form a state in and a state out.
@@ -69,11 +71,17 @@ VARIANTS = {
     "slots": ("conv_bias_ptr", "windows_ptr"),
     "buffers": ("conv_bias_ptr", "num_accepted_ptr"),
     "pool": (*_SNAPSHOTS, *_INTERMEDIATE),
-    "pool, snapshots": _INTERMEDIATE,
+    "pool, snapshots": (*_INTERMEDIATE, *_SNAPSHOT_POOL),
+    "pool, snapshots in a pool": _INTERMEDIATE,
     "functional, intermediate states": (*_SNAPSHOTS, *_POOL),
     "all": (),
 }
-SCANS = ("pool", "pool, snapshots", "functional, intermediate states")
+SCANS = (
+    "pool",
+    "pool, snapshots",
+    "pool, snapshots in a pool",
+    "functional, intermediate states",
+)
 _TRITON_TYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 Case = tuple[str, KernelLaunch, torch.dtype, str]

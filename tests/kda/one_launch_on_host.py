@@ -42,7 +42,7 @@ class Sources:
         made.build = lambda rows, ctas: HostKernel(
             self.folder / "one_launch.cu",
             "one_launch",
-            in_one.PARAMS,
+            in_one.params_of(variant),
             in_one.defines(rows, ctas, variant),
             run_seed=self.seed,
         )

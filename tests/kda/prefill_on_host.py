@@ -16,7 +16,7 @@ from backend_core.target import KNOWN_TARGETS
 from kda_backend.launch_params import TABLES, SegmentedParams
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.prefill.arguments_sm90 import Track, Variant
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
@@ -49,17 +49,18 @@ def use_two_stages(
     split: bool = False,
     sequence_major: bool = False,
     sources: Path = pipeline.KERNELS,
-    scan_params: CudaParams = pipeline.SCAN_PARAMS,
+    scan_params: CudaParams | None = None,
     max_polls: int = 1 << 26,
     gate: str = "softplus",
     beta: str = "sigmoid",
     l2norm: bool = True,
     segment_chunks: int = 0,
-    track: bool = False,
+    track: Track = Track.NONE,
 ) -> None:
     """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s.
 
     Args:
+        scan_params: by which the scan finds its arguments, by default its variant's.
         track: for calls that ask for states inside of their sequences.
     """
     variant = Variant(
@@ -80,7 +81,7 @@ def use_two_stages(
     scan = HostKernel(
         sources / f"{name}.cu",
         name,
-        scan_params,
+        scan_params or pipeline.scan_params_of(variant),
         defines,
         cluster_size=2 if split else 1,
         run_seed=seed,
@@ -94,7 +95,7 @@ def use_two_stages(
     if not segment_chunks:
         return
     passes = (
-        HostKernel(sources / f"{name}.cu", name, scan_params, defines)
+        HostKernel(sources / f"{name}.cu", name, segmented.SEGMENT_PARAMS, defines)
         for name in ("segment_ends", "merge_segments")
     )
     # few SMs: CTAs take several tasks
@@ -118,7 +119,7 @@ def run_prefill(
     split: bool = False,
     sequence_major: bool = False,
     sources: Path = pipeline.KERNELS,
-    scan_params: CudaParams = pipeline.SCAN_PARAMS,
+    scan_params: CudaParams | None = None,
     max_polls: int = 1 << 26,
     scratch: Scratch | None = None,
     segment_chunks: int = 0,
@@ -131,7 +132,7 @@ def run_prefill(
         segment_chunks: of the segments that sequences are scanned by; 0 scans them whole.
         in_pool: states are overwritten in a pool.
         sources: of the kernels.
-        scan_params: by which the scan finds its arguments.
+        scan_params: by which the scan finds its arguments, by default its variant's.
         max_polls: looks before a kernel gives up.
     """
     of_kernels = {name: model[name] for name in ("gate", "beta", "l2norm") if name in model}

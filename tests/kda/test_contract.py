@@ -45,7 +45,15 @@ def arguments(device: torch.device) -> Arguments:
 
 
 WRITTEN = ("state_pool", "snapshots", "out")
-PREFILL_ONLY = ("snapshot_chunks", "snapshots")
+PREFILL_ONLY = ("snapshot_chunks", "snapshots", "snapshot_indices")
+
+
+def snapshot_pool(device: torch.device) -> Arguments:
+    """The same call with snapshots in slots of a pool."""
+    return arguments(device) | {
+        "snapshots": poisoned(4, HV, V, K, dtype=torch.float32, device=device),
+        "snapshot_indices": torch.tensor([[3], [-1]], dtype=torch.int32, device=device),
+    }
 
 
 def functional(device: torch.device) -> Arguments:
@@ -462,6 +470,54 @@ PREFILL: list[tuple[str, Change, str]] = [
         f"snapshots must be contiguous, got strides [{HV * V * K}, {HV * V * K}, {V * K}, 1, {V}]",
     ),
 ]
+SNAPSHOT_POOL: list[tuple[str, Change, str]] = [
+    (
+        "snapshot_indices alone",
+        swap(snapshot_chunks=None, snapshots=None),
+        "snapshot_indices must be given with snapshot_chunks and snapshots",
+    ),
+    (
+        "snapshot_indices shape",
+        swap(snapshot_indices=flat),
+        f"snapshot_indices must have shape [{N}, 1], got [1]",
+    ),
+    (
+        "snapshot_indices dtype",
+        swap(snapshot_indices=lambda x: x.long()),
+        "snapshot_indices must have dtype int32, got int64",
+    ),
+    (
+        "snapshot_indices device",
+        swap(snapshot_indices=on_meta),
+        "snapshot_indices must be on {device}, got meta",
+    ),
+    (
+        "snapshot_indices strides",
+        swap(snapshot_indices=lambda x: torch.cat([x, x], 1)[:, :1]),
+        "snapshot_indices must be contiguous, got strides [2, 1]",
+    ),
+    (
+        "snapshots in order for a pool",
+        swap(snapshots=lambda x: x[:2, None]),
+        f"snapshots must have shape [slots, {HV}, {V}, {K}], got [{N}, 1, {HV}, {V}, {K}]",
+    ),
+    (
+        "snapshot pool dtype",
+        swap(snapshots=lambda x: x.bfloat16()),
+        "snapshots must have dtype float32, got bfloat16",
+    ),
+    ("snapshot pool device", swap(snapshots=on_meta), "snapshots must be on {device}, got meta"),
+    (
+        "snapshot pool of transposed states",
+        swap(snapshots=lambda x: x.mT.contiguous().mT),
+        f"snapshots must have stride 1 in dimension 3, got {V}",
+    ),
+    (
+        "snapshot slots over one another",
+        swap(snapshots=lambda x: x.as_strided(x.shape, (V * K, *x.stride()[1:]))),
+        f"snapshots must have states at least {HV * V * K} elements apart, got a stride of {V * K}",
+    ),
+]
 # values that are read where that costs no synchronisation: in host memory
 VALUES: list[tuple[str, Change, str]] = [
     ("offsets that start late", swap(cu_seqlens=i32(1, 3, T)), "cu_seqlens must start at 0, got 1"),
@@ -537,7 +593,13 @@ def assert_refused(
 
 @pytest.mark.parametrize(
     ("base", "change", "message"),
-    rows((arguments, TOKENS), (arguments, POOL), (functional, FUNCTIONAL), (arguments, PREFILL)),
+    rows(
+        (arguments, TOKENS),
+        (arguments, POOL),
+        (functional, FUNCTIONAL),
+        (arguments, PREFILL),
+        (snapshot_pool, SNAPSHOT_POOL),
+    ),
 )
 def test_prefill_refuses(device: torch.device, base: Any, change: Change, message: str) -> None:
     assert_refused(chunk_kda, base, change, message, device)
@@ -559,6 +621,12 @@ def test_values_in_host_memory_are_checked(
     operator: Callable[..., object], base: Any, change: Change, message: str
 ) -> None:
     assert_refused(operator, base, change, message, torch.device("cpu"))
+
+
+def test_slots_of_snapshots_in_host_memory_are_checked() -> None:
+    change = swap(snapshot_indices=lambda x: x + 1)
+    message = "snapshot_indices must be negative or a slot below 4, got 4"
+    assert_refused(chunk_kda, snapshot_pool, change, message, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("base", "change", "message"), rows((arguments, VALUES)))
@@ -586,7 +654,7 @@ def test_an_output_batch_must_be_packed(
 
 
 @pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
-@pytest.mark.parametrize("base", [arguments, functional])
+@pytest.mark.parametrize("base", [arguments, functional, snapshot_pool])
 def test_the_unchanged_calls_are_accepted(
     operator: Callable[..., object], base: Callable[[torch.device], Arguments], device: torch.device
 ) -> None:
@@ -596,7 +664,9 @@ def test_the_unchanged_calls_are_accepted(
         kwargs = {name: x for name, x in kwargs.items() if name not in PREFILL_ONLY}
     operator(**kwargs)
     assert not kwargs["out"].isnan().any()
-    assert "snapshots" not in kwargs or not kwargs["snapshots"].isnan().any()
+    if "snapshots" in kwargs:
+        written = kwargs["snapshots"][3:] if base is snapshot_pool else kwargs["snapshots"]
+        assert not written.isnan().any()
 
 
 def described(num_tokens: int, device: torch.device, *, chunk_table: bool = False) -> StepPlan:

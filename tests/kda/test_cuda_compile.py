@@ -19,7 +19,7 @@ from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as prefill
-from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.prefill.arguments_sm90 import Track, Variant
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
@@ -42,7 +42,14 @@ STEPS = {
 Source = tuple[Path, CudaParams, dict[str, int]]
 
 
-def variant_of(gate: Gate = Gate.SOFTPLUS, *, track: bool = False) -> Variant:
+TRACKING = {
+    Track.NONE: "",
+    Track.IN_ORDER: ", tracking",
+    Track.POOL: ", tracking in a pool",
+}
+
+
+def variant_of(gate: Gate = Gate.SOFTPLUS, *, track: Track = Track.NONE) -> Variant:
     return Variant(gate, Beta.SIGMOID, True, BF16, False, False, track)
 
 
@@ -59,10 +66,10 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
             name = f"intra_chunk softplus, convolution, {str(taps)[6:]} taps, {ctas} CTAs per SM"
             yield name, (prefill.KERNELS / "intra_chunk.cu", conv_sm90.CONV_PARAMS, defines)
     for name in ("scan", "scan_split"):
-        for track in (False, True):
-            defines = prefill.scan_defines(variant_of(track=track))
-            source = prefill.KERNELS / f"{name}.cu"
-            yield f"{name}{', tracking' * track}", (source, prefill.SCAN_PARAMS, defines)
+        for track, label in TRACKING.items():
+            variant = variant_of(track=track)
+            params, defines = prefill.scan_params_of(variant), prefill.scan_defines(variant)
+            yield name + label, (prefill.KERNELS / f"{name}.cu", params, defines)
     for name in ("segment_ends", "merge_segments", "scan", "scan_split"):
         label = f"{name}, segments" if name.startswith("scan") else name
         defines = segmented.segment_defines(False, False)
@@ -74,15 +81,16 @@ def one_launch_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what prefill/one_launch_sm90.py can choose."""
     for rows, many in in_one.CTAS_PER_SM.items():
         for ctas, gate, track in (
-            (1, Gate.SOFTPLUS, False),
-            (many, Gate.SOFTPLUS, False),
-            (many, Gate.BOUNDED, False),
-            (many, Gate.SOFTPLUS, True),
+            (1, Gate.SOFTPLUS, Track.NONE),
+            (many, Gate.SOFTPLUS, Track.NONE),
+            (many, Gate.BOUNDED, Track.NONE),
+            (many, Gate.SOFTPLUS, Track.IN_ORDER),
+            (many, Gate.SOFTPLUS, Track.POOL),
         ):
-            defines = in_one.defines(rows, ctas, variant_of(gate, track=track))
+            variant = variant_of(gate, track=track)
+            params, defines = in_one.params_of(variant), in_one.defines(rows, ctas, variant)
             name = f"one_launch {gate.name.lower()}, {rows} rows, {ctas} CTAs per SM"
-            source = in_one.KERNELS / "one_launch.cu"
-            yield name + ", tracking" * track, (source, in_one.PARAMS, defines)
+            yield name + TRACKING[track], (in_one.KERNELS / "one_launch.cu", params, defines)
 
 
 def step_variant(split: int, warps: int, kind: str) -> Source:

@@ -14,7 +14,7 @@ import torch
 
 from backend_core.launch import faults
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.prefill.arguments_sm90 import Track, Variant
 from kda_backend.prefill.sm_schedule import PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
@@ -25,7 +25,7 @@ from tests.kda.prefill_on_host import ROW
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 FEW = {"MAX_POLLS": 3000}
-VARIANT = Variant(Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, False, False, False)
+VARIANT = Variant(Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, False, False, Track.NONE)
 NEXT_TILE, STARTED = 1, 4  # of the counters
 CPU = Backend("kernels", torch.device("cpu"))
 Plant = Callable[[Any], Any]

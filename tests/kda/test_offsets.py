@@ -96,6 +96,21 @@ def test_slots_far_apart(kernels: Backend, allocate: Allocate, seed: int, name: 
     assert (pool[1] == 0.0).all()
 
 
+def test_slots_of_snapshots_far_apart(kernels: Backend, allocate: Allocate, seed: int) -> None:
+    case = kernels.case(seed, (70, 3), heads=2, dims="narrow")
+    memory = allocate(3 * (FAR // 2), torch.float32)
+    shape, strides = case.state.shape[1:], case.state.stride()[1:]
+    pool = memory.as_strided((3, *shape), (FAR // 2, *strides), memory.storage_offset())
+    chunks = torch.tensor([[1], [1]], dtype=torch.int32, device=kernels.device)
+    in_order = torch.zeros(2, 1, *shape, device=kernels.device)
+    kernels.chunk(case, snapshot_chunks=chunks, snapshots=in_order)
+    slots = torch.tensor([[2], [0]], dtype=torch.int32, device=kernels.device)
+    kernels.chunk(case, snapshot_chunks=chunks, snapshots=pool, snapshot_indices=slots)
+    for slot, want in ((2, in_order[0, 0]), (0, in_order[1, 0])):
+        assert_same_bits(f"slot {slot}", pool[slot], want)
+    assert (pool[1] == 0.0).all()
+
+
 @pytest.mark.skipif(not ON_GPU, reason="takes 60 GB of GPU memory")
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])
 def test_a_step_of_over_2_to_31_elements(device: torch.device, seed: int, name: str) -> None:

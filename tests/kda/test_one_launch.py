@@ -17,7 +17,7 @@ from kda_backend.contract.values import StateRef
 from kda_backend.launch_params import TABLES
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.prefill.arguments_sm90 import Track, Variant
 from kda_backend.prefill.one_launch_sm90 import CTAS_PER_SM, Launch, choose_launch, serves
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import offsets_of
@@ -123,7 +123,7 @@ def test_all_kernels_that_a_step_can_choose_are_loaded(
     path = dataclasses.replace(
         ROW, params=dataclasses.replace(ROW.params, one_launch_max_tokens=max_tokens)
     )
-    variant = Variant(1, 1, True, torch.bfloat16, False, False, False)
+    variant = Variant(1, 1, True, torch.bfloat16, False, False, Track.NONE)
     kernels = in_one.load_kernels(path, torch.device("cpu"), variant)
     assert sorted(kernels) == sorted(loaded)
     assert sorted(kernels) == sorted((r, c) for r in rows for c in (1, CTAS_PER_SM[r]))

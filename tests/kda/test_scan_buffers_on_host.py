@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kda_backend.prefill import two_stage_sm90 as pipeline
+from kda_backend.prefill.arguments_sm90 import Track
 from tests.cuda_on_host.driver import GXX
 from tests.cuda_on_host.planted import plant
 from tests.kda.cases import assert_close, assert_same_bits
@@ -52,7 +53,7 @@ def test_bits_are_those_of_the_split_scan(monkeypatch: pytest.MonkeyPatch, seed:
 
 def test_states_inside_of_sequences(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     case = case_of(seed, (200,), heads=1)
-    use_two_stages(monkeypatch, seed, track=True)
+    use_two_stages(monkeypatch, seed, track=Track.IN_ORDER)
     snapshots = torch.zeros(1, 2, 1, 128, 128)
     CPU.chunk(
         case,

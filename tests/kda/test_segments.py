@@ -53,7 +53,7 @@ def test_which_steps_are_scanned_whole() -> None:
     assert segmented.segments_of(off, plan_of(long), 1) is None
 
 
-@pytest.mark.parametrize("asked", ["chunk_states", "snapshots", "nothing"])
+@pytest.mark.parametrize("asked", ["chunk_states", "snapshots", "snapshots in a pool", "nothing"])
 def test_states_inside_of_a_sequence_are_of_the_whole_scan(
     monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
@@ -65,11 +65,11 @@ def test_states_inside_of_a_sequence_are_of_the_whole_scan(
     monkeypatch.setattr(segmented, "two_stage_sm90", lambda *args: given.append(args[-2]))
     case = Backend("kernels", torch.device("cpu")).case(1, (200,), key_dim=128, value_dim=128)
     pool = torch.zeros(1, 1, 128, 128)
-    snapshots = (
-        (torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 128, 128))
-        if asked == "snapshots"
-        else (None, None)
-    )
+    one = torch.ones(1, 1, dtype=torch.int32)
+    snapshots = {
+        "snapshots": (one, torch.zeros(1, 1, 1, 128, 128), None),
+        "snapshots in a pool": (one, torch.zeros(3, 1, 128, 128), one),
+    }.get(asked, (None, None, None))
     state = StateRef.of(
         functional=(None, False, True),
         pool=(pool, torch.zeros(1, dtype=torch.int32), None),

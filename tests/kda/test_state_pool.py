@@ -154,6 +154,59 @@ def test_snapshots_are_the_states_at_the_chosen_boundaries(
     assert_same_bits("last state", snapshots[0, 2], want_state[0])
 
 
+@pytest.mark.parametrize("is_state_pool", [False, True])
+def test_snapshots_go_to_slots_of_a_pool(backend: Backend, seed: int, is_state_pool: bool) -> None:
+    """To the bit what is written one after another; -1, and what is no boundary, writes nothing."""
+    case = backend.case(seed, (130, 0, 64), heads=2, dims="uneven", dtype=torch.float32)
+    boundaries = ((0, 2, 3, 4), (0, 1, -1, 0), (1, 1, -1, -7))
+    slots = ((7, 3, -1, 8), (10, 9, 6, -1), (-1, 5, 4, 2))
+    chunks = torch.tensor(boundaries, dtype=torch.int32, device=backend.device)
+    in_order = poisoned(3, 4, *case.state.shape[1:], dtype=torch.float32, device=backend.device)
+    pools = [Pool(12, case, torch.float32) for _ in range(2)]
+    for each in pools:
+        each.fill((0, 1, 11), case.state)
+    before, state_slots = pools[0].copy(), indices(backend, 0, 1, 11)
+    asked: dict[str, Any] = {"snapshot_chunks": chunks, "state_indices": state_slots}
+    want_o, _ = backend.chunk(case, state_pool=pools[0].view, snapshots=in_order, **asked)
+    mine = pools[1] if is_state_pool else Pool(12, case, torch.float32, gap=1)
+    unwritten = mine.copy()
+    o, _ = backend.chunk(
+        case,
+        state_pool=pools[1].view,
+        snapshots=mine.view,
+        snapshot_indices=torch.tensor(slots, dtype=torch.int32, device=backend.device),
+        **asked,
+    )
+    assert_same_bits("output", o, want_o)
+    own = (0, 1, 11)
+    assert_same_bits("states", pools[1].states(own), pools[0].states(own))
+    written = [(n, s) for n, s in ((0, 0), (0, 1), (1, 0), (2, 1))]
+    for n, s in written:
+        assert_same_bits(f"snapshot {n}, {s}", mine.view[slots[n][s]], in_order[n, s])
+    places = [slots[n][s] for n, s in written]
+    mine.assert_only_changed(unwritten, (*places, *(own if is_state_pool else ())))
+    pools[0].assert_only_changed(before, own)
+
+
+def test_in_its_own_slot_the_state_after_a_sequence_stays(backend: Backend, seed: int) -> None:
+    case = backend.case(seed, (130,), heads=2)
+    pools = [Pool(SLOTS, case, torch.float32) for _ in range(2)]
+    for pool in pools:
+        pool.fill([4], case.state)
+    slots: dict[str, Any] = {"state_indices": indices(backend, 4)}
+    want_o, _ = backend.chunk(case, state_pool=pools[0].view, **slots)
+    o, _ = backend.chunk(
+        case,
+        state_pool=pools[1].view,
+        snapshot_chunks=indices(backend, 0, 1)[None],
+        snapshots=pools[1].view,
+        snapshot_indices=indices(backend, 4, 4)[None],
+        **slots,
+    )
+    assert_same_bits("output", o, want_o)
+    assert_same_bits("pool", pools[1]._memory, pools[0]._memory)
+
+
 def test_a_snapshot_resumes_the_sequence(backend: Backend, seed: int) -> None:
     """What prefix caching does: the suffix starts from the stored state."""
     case = backend.case(seed, (140,), dtype=torch.float32)

@@ -111,8 +111,15 @@ __device__ __forceinline__ void track_state(const Params& p, const Task& task, c
     for (int i = 0; i < p.num_snapshots; ++i) {
         const i64 number = static_cast<i64>(task.n) * p.num_snapshots + i;
         if (p.snapshot_chunks[number] != done) continue;
+#if TRACK == 2
+        const i64 slot = p.snapshot_indices[number];
+        if (slot < 0) continue;
+        float* to =
+            p.snapshots + slot * p.snapshot_stride + (task.head * D + 64 * task.half) * D;
+#else
         float* to =
             p.snapshots + ((number * p.num_value_heads + task.head) * D + 64 * task.half) * D;
+#endif
         each_state(at, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
     }
     const States& x = p.chunk_states;

@@ -1,0 +1,164 @@
+"""Snapshots in slots of a pool, by the Hopper kernels' own sources on the CPU (cuda_on_host)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kda_backend.prefill import two_stage_sm90 as pipeline
+from kda_backend.prefill.arguments_sm90 import Track
+from kda_backend.testing.cases import Case
+from tests.cuda_on_host.driver import GXX
+from tests.cuda_on_host.planted import plant
+from tests.kda.cases import Pool, assert_same_bits
+from tests.kda.one_launch_on_host import CPU, ON, case_of, use_one_launch
+from tests.kda.prefill_on_host import ROW, use_two_stages
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(GXX is None, reason="needs g++"),
+]
+FORMS = ("scan", "scan_split", "one_launch")
+SLOTS = 9
+OWN = (8, 1, -1, 3)  # of the states; the third sequence is padding
+CHUNKS = ((1, 3, 0), (0, 1, 2), (1, -1, 0), (0, 0, -1))
+PLACES = ((5, 0, -1), (-1, 2, 7), (6, 4, -1), (-1, -1, 4))
+WRITTEN = {(0, 0): 5, (0, 1): 0, (1, 1): 2, (2, 0): 6}
+
+
+def i32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def case_of_four(seed: int) -> Case:
+    found: Case = case_of(seed, (130, 64, 20, 0), heads=2, regime="weak")
+    return found
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    form: str,
+    case: Case,
+    states: Pool,
+    snapshots: torch.Tensor,
+    places: torch.Tensor | None,
+    sources: Path = pipeline.KERNELS,
+) -> torch.Tensor:
+    """The output; of one form of the kernels, which take several tasks each."""
+    track = Track.IN_ORDER if places is None else Track.POOL
+    with monkeypatch.context() as patch:
+        if form == "one_launch":
+            use_one_launch(patch, seed, sources=sources, ctas=3)
+        else:
+            split = form == "scan_split"
+            use_two_stages(patch, seed, sources=sources, split=split, track=track)
+        o, _ = CPU.chunk(
+            case,
+            selection=CPU.selection(case.shape).with_path(ON if form == "one_launch" else ROW),
+            state_pool=states.view,
+            state_indices=i32(OWN),
+            snapshot_chunks=i32(CHUNKS),
+            snapshots=snapshots,
+            snapshot_indices=places,
+        )
+    return o
+
+
+def filled(case: Case) -> Pool:
+    pool = Pool(SLOTS, case, torch.float32)
+    pool.fill([slot for slot in OWN if slot >= 0], case.state[[0, 1, 3]])
+    return pool
+
+
+def assert_as_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    form: str,
+    gap: int | None,
+    sources: Path = pipeline.KERNELS,
+) -> None:
+    """Output, states and snapshots have the bits of snapshots one after another, and nothing else
+    of the pools has changed.
+
+    Args:
+        gap: elements between slots of the pool of snapshots; ``None`` for the states' own pool.
+    """
+    case = case_of_four(seed)
+    want, mine = filled(case), filled(case)
+    in_order = torch.full((4, 3, *case.state.shape[1:]), torch.nan)
+    want_o = run(monkeypatch, seed, form, case, want, in_order, None)
+    pool = mine if gap is None else Pool(SLOTS, case, torch.float32, gap)
+    states_before, before = mine.copy(), pool.copy()
+    o = run(monkeypatch, seed, form, case, mine, pool.view, i32(PLACES), sources)
+    assert_same_bits("output", o, want_o)
+    own = [slot for slot in OWN if slot >= 0]
+    assert_same_bits("states", mine.states(own), want.states(own))
+    for (n, s), slot in WRITTEN.items():
+        assert not in_order[n, s].isnan().any()
+        assert_same_bits(f"snapshot {n}, {s}", pool.view[slot], in_order[n, s])
+    pool.assert_only_changed(before, [*WRITTEN.values(), *(own if gap is None else ())])
+    if gap is not None:
+        mine.assert_only_changed(states_before, own)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gap", [None, 1], ids=["state pool", "slots that no vector store takes"])
+def test_bits_are_those_of_snapshots_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, seed: int, form: str, gap: int | None
+) -> None:
+    assert_as_in_order(monkeypatch, seed, form, gap)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_its_own_slot_the_state_after_a_sequence_stays(
+    monkeypatch: pytest.MonkeyPatch, seed: int, form: str
+) -> None:
+    case = case_of_four(seed)
+    want, mine = filled(case), filled(case)
+    nowhere = i32([[-1] * 3] * 4)
+    want_o = run(monkeypatch, seed, form, case, want, want.view, nowhere)
+    own = i32([[slot] * 3 for slot in OWN])
+    o = run(monkeypatch, seed, form, case, mine, mine.view, own)
+    assert_same_bits("output", o, want_o)
+    assert_same_bits("pool", mine._memory, want._memory)
+
+
+PLANTED = {
+    "slots as if they were packed": (
+        "slot * p.snapshot_stride +",
+        "slot * (p.num_value_heads * D * D) +",
+        "snapshot 0, 0 differs|overrun",
+    ),
+    "-1 is taken for a slot": (
+        "        if (slot < 0) continue;\n        float* to",
+        "        float* to",
+        "outside the written slots differs|overrun|race: scan_state",
+    ),
+    "the slots of another sequence": (
+        "p.snapshot_indices[number];",
+        "p.snapshot_indices[i];",
+        "snapshot 1, 1 differs|race: scan_state",
+    ),
+    "one half of the value rows": (
+        "slot * p.snapshot_stride + (task.head * D + 64 * task.half) * D",
+        "slot * p.snapshot_stride + (task.head * D) * D",
+        "snapshot 0, 0 differs|race: scan_state",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, mistake: str
+) -> None:
+    """The source is of all forms; each mistake is planted for one of them."""
+    right, wrong, report = PLANTED[mistake]
+    form = FORMS[list(PLANTED).index(mistake) % len(FORMS)]
+    sources = plant(pipeline.KERNELS, tmp_path, "scan_state.cuh", right, wrong)
+    with pytest.raises((AssertionError, RuntimeError), match=report):
+        assert_as_in_order(monkeypatch, seed, form, 48, sources)
+    pipeline.fault_record().words.zero_()
