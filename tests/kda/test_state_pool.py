@@ -162,28 +162,29 @@ def test_snapshots_go_to_slots_of_a_pool(backend: Backend, seed: int, is_state_p
     slots = ((7, 3, -1, 8), (10, 9, 6, -1), (-1, 5, 4, 2))
     chunks = torch.tensor(boundaries, dtype=torch.int32, device=backend.device)
     in_order = poisoned(3, 4, *case.state.shape[1:], dtype=torch.float32, device=backend.device)
-    pools = [Pool(12, case, torch.float32) for _ in range(2)]
+    # the operator gets all slots but the first, which would be its slot -1
+    pools = [Pool(13, case, torch.float32) for _ in range(2)]
+    own = (1, 2, 12)
     for each in pools:
-        each.fill((0, 1, 11), case.state)
+        each.fill(own, case.state)
     before, state_slots = pools[0].copy(), indices(backend, 0, 1, 11)
     asked: dict[str, Any] = {"snapshot_chunks": chunks, "state_indices": state_slots}
-    want_o, _ = backend.chunk(case, state_pool=pools[0].view, snapshots=in_order, **asked)
-    mine = pools[1] if is_state_pool else Pool(12, case, torch.float32, gap=1)
+    want_o, _ = backend.chunk(case, state_pool=pools[0].view[1:], snapshots=in_order, **asked)
+    mine = pools[1] if is_state_pool else Pool(13, case, torch.float32, gap=1)
     unwritten = mine.copy()
     o, _ = backend.chunk(
         case,
-        state_pool=pools[1].view,
-        snapshots=mine.view,
+        state_pool=pools[1].view[1:],
+        snapshots=mine.view[1:],
         snapshot_indices=torch.tensor(slots, dtype=torch.int32, device=backend.device),
         **asked,
     )
     assert_same_bits("output", o, want_o)
-    own = (0, 1, 11)
     assert_same_bits("states", pools[1].states(own), pools[0].states(own))
-    written = [(n, s) for n, s in ((0, 0), (0, 1), (1, 0), (2, 1))]
-    for n, s in written:
-        assert_same_bits(f"snapshot {n}, {s}", mine.view[slots[n][s]], in_order[n, s])
-    places = [slots[n][s] for n, s in written]
+    written = ((0, 0), (0, 1), (1, 0), (2, 1))
+    places = [1 + slots[n][s] for n, s in written]
+    for (n, s), place in zip(written, places, strict=True):
+        assert_same_bits(f"snapshot {n}, {s}", mine.view[place], in_order[n, s])
     mine.assert_only_changed(unwritten, (*places, *(own if is_state_pool else ())))
     pools[0].assert_only_changed(before, own)
 
