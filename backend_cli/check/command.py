@@ -50,7 +50,10 @@ def check(
         typer.Option(min=1, help="Number of processes; by default as many as the CPUs allow."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Most seconds for one call, including compilation.")
+        float,
+        typer.Option(
+            min=1.0, max=86_400.0, help="Most seconds for one call, including compilation."
+        ),
     ] = 120.0,
     fuzz: Annotated[
         int | None,

@@ -57,7 +57,9 @@ def recall(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Questions that are asked at the same time.")
     ] = 16,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Most seconds for one answer.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, max=86_400.0, help="Most seconds for one answer.")
+    ] = 600.0,
     flags: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="The server's flags, to be noted in the record."),
