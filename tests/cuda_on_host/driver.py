@@ -88,7 +88,7 @@ class HostKernel:
         instructions: a folder with more headers that stand in for those beside ``source``.
         """
         _runtime()
-        self._name, self._pointers = name, list(_pointers(params))
+        self._name, self._pointers, self._size = name, list(_pointers(params)), params.size
         self._cluster_size, self._run_seed = cluster_size, run_seed
         if instructions is not None:
             _MODEL.update(file.name for file in instructions.glob("*.cuh"))
@@ -104,6 +104,9 @@ class HostKernel:
 
     def __call__(self, grid: int, block: int, params: bytes, *, pdl: bool = False) -> None:
         if grid:
+            if len(params) < self._size or any(params[self._size :]):  # zeros may pad it
+                got = len(params)
+                raise RuntimeError(f"{self._name} takes parameters of {self._size} B, got {got}")
             moved = bytearray(params)
             storages = functools.cache(_storages)
             for field, offset in self._pointers:
@@ -128,8 +131,9 @@ class HostKernel:
 
 
 def _storages() -> list[torch.UntypedStorage]:
-    """Of all tensors that there are."""
-    tensors = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    """Of all tensors that have memory; those that torch.compile leaves from its tracing do not."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = (x for x in gc.get_objects() if type(x) in plain)
     return [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
 
 

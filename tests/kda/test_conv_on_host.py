@@ -15,7 +15,7 @@ from kda_backend.contract.values import ConvInputs
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.prefill.arguments_sm90 import Track, Variant
 from kda_backend.scratch import Scratch
 from kda_backend.step_plan import build_chunk_table, build_step_plan
 from kda_backend.testing.cases import cu_tensor
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_the_state_of_a_shorter_prefill(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Of the recurrent state and of the window, beside those of the sequence's end."""
-    use_conv(monkeypatch, seed, track=True)
+    use_conv(monkeypatch, seed, track=Track.POOL)
     model, plain, shorter = model_of(seed, (70,)), model_of(seed, (70,)), model_of(seed, (64,))
     for name in ("qkv", "g", "beta", "gate"):
         setattr(shorter, name, getattr(plain, name)[:64])
