@@ -144,13 +144,15 @@ def test_a_checkpoint_is_the_state_of_a_shorter_prefill(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Of the recurrent state and of the window, beside those of the sequence's end."""
-    use_conv(monkeypatch, seed, track=Track.POOL)
+    use_conv(monkeypatch, seed)
     model, plain, shorter = model_of(seed, (70,)), model_of(seed, (70,)), model_of(seed, (64,))
     for name in ("qkv", "g", "beta", "gate"):
         setattr(shorter, name, getattr(plain, name)[:64])
     shorter.weights = plain.weights
     shorter.conv_pool, shorter.state_pool = plain.conv_pool.clone(), plain.state_pool.clone()
     shorter.run(layer.prefill, (2,), (True,))
+    whole = plain.run(layer.prefill, (2,), (True,))
+    use_conv(monkeypatch, seed, track=Track.POOL)
     out = torch.empty_like(model.g)
     layer.prefill(
         model.weights,
@@ -163,7 +165,7 @@ def test_a_checkpoint_is_the_state_of_a_shorter_prefill(
         Scratch(torch.device("cpu")),
         checkpoints=Checkpoints.of(torch.tensor([64]), torch.tensor([5]), null_slot=0),
     )
-    assert_same_bits("output", out, plain.run(layer.prefill, (2,), (True,)))
+    assert_same_bits("output", out, whole)
     for name in ("conv_pool", "state_pool"):
         pool = getattr(model, name)
         assert_same_bits(f"checkpoint in {name}", pool[5], getattr(shorter, name)[2])
