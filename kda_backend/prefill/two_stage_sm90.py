@@ -148,10 +148,6 @@ def two_stage_sm90(
     plan = step_plan.addresses
     beta = beta_of(tokens)  # a copy must live until the launch
     fault = fault_record().address
-    state_out = (address_of(state.write), *layout.state_out)
-    state_in = (
-        state_out if state.read is state.write else (address_of(state.read), *layout.state_in)
-    )
     intra_params = INTRA_PARAMS.pack(
         q=(q, *layout.q),
         k=(k, *layout.k),
@@ -178,8 +174,8 @@ def two_stage_sm90(
         chunk_decays=chunk_decays,
         v=(v, *layout.v),
         o=(o, *layout.o),
-        state_in=state_in,
-        state_out=state_out,
+        state_in=(address_of(state.read), *layout.state_in),
+        state_out=(address_of(state.write), *layout.state_out),
         state_indices=address_of(state.indices),
         has_initial_state=address_of(state.has_initial),
         chunk_states=(address_of(chunk_states), *layout.chunk_states),
