@@ -123,9 +123,7 @@ def chunk_kda(
     """
     if is_elsewhere(q):
         return run_there(q, chunk_kda, locals())
-    if cp_context is not None:
-        raise ValueError("cp_context must be None (context parallelism is for training)")
-    _check_chunk_size(chunk_size, return_intermediate_states)
+    _check_options(cp_context, chunk_size, return_intermediate_states)
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError("lower_bound must be given with safe_gate=True, got None")
     beta_kind = beta_kind_of(use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -274,7 +272,10 @@ def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     return transpose_state_layout
 
 
-def _check_chunk_size(chunk_size: int, return_intermediate_states: bool) -> None:
+def _check_options(cp_context: None, chunk_size: int, return_intermediate_states: bool) -> None:
+    """FLA's options of which not every value is served."""
+    if cp_context is not None:
+        raise ValueError("cp_context must be None (context parallelism is for training)")
     if chunk_size not in (32, CHUNK):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
     if chunk_size != CHUNK and return_intermediate_states:
