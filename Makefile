@@ -24,7 +24,7 @@ test: $(SETUP) $(CHECKS)
 # Every kernel that the gfx942 and gfx950 tables can choose, as machine code executed on the CPU.
 # Takes minutes; rewrites the committed result.
 test-amd: $(SETUP)
-	OMP_NUM_THREADS=1 $(PY) -m tests.amdgcn.report --output benchmarks/results/amdgcn_execution.json
+	OMP_NUM_THREADS=1 $(PY) -m tools.amdgcn.report --output benchmarks/results/amdgcn_execution.json
 
 # Random calls of every operator against float64, on the GPU where there is one: N of each family.
 # A failure prints the line that runs it again.

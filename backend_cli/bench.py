@@ -18,10 +18,11 @@ import typer
 from rich.table import Table
 
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.families import all_families, no_gpu
+from backend_cli.families import no_gpu
 from backend_cli.files import check_writable
 from backend_cli.results import name, read_result, speedups
 from backend_cli.terminal import Bar, plain_console
+from backend_core.family import families
 from backend_core.target import detect_target
 
 
@@ -70,7 +71,7 @@ def scripts() -> dict[str, str]:
         CliError: two families call theirs the same.
     """
     found: dict[str, str] = {}
-    for family in all_families().values():
+    for family in families().values():
         if twice := found.keys() & family.benchmarks.keys():
             raise CliError(f"two families have a benchmark called {', '.join(sorted(twice))}")
         found |= family.benchmarks

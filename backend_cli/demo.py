@@ -23,14 +23,14 @@ from rich.table import Table
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as recall
 from backend_cli.families import (
-    all_families,
     family_of_checkpoint,
     table_of,
     transformers_adapter,
 )
 from backend_cli.terminal import Bar, plain_console
-from backend_core.family import Family
-from backend_core.tables.select import select
+from backend_core.family import Family, families
+from backend_core.tables.schema import KernelPath
+from backend_core.tables.select import PathTable, explain
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 RECALL = Path(__file__).resolve().parent.parent / "benchmarks" / "recall"
@@ -49,7 +49,7 @@ SERVE = tuple(f"kda-dsv4 serve {MODEL} --engine {engine}" for engine in ("vllm",
 
 @dataclass
 class Answers:
-    """What one way of running the model gave.
+    """The result of one way of running the model.
 
     Attributes:
         generated: the token ids generated for each question, terminator included.
@@ -89,7 +89,7 @@ def run(num_questions: int | None = None, json_output: bool = False) -> int:
         accuracies = backend.accuracy(questions), upstream.accuracy(questions)
         equal = {
             family.title: equal_tokens(tiny, device)
-            for family in all_families().values()
+            for family in families().values()
             if (tiny := transformers_adapter(family)) and hasattr(tiny, "tiny_model")
         }
     report = {
@@ -211,7 +211,7 @@ def path_row(target: Target, family: Family) -> dict[str, Any]:
         table = table_of(family, target)
     except LookupError as error:
         return row | {"error": str(error)}
-    chosen = {name: select(table, name).paths[-1] for name in family.tables.operator_names}
+    chosen = {name: _of_every_size(table, name) for name in family.tables.operator_names}
     measured = [path.measured for path in chosen.values()]
     return row | {
         "paths": {name: path.name for name, path in chosen.items()},
@@ -220,8 +220,13 @@ def path_row(target: Target, family: Family) -> dict[str, Any]:
     }
 
 
+def _of_every_size(table: PathTable, operator: str) -> KernelPath:
+    """The row for the largest calls of a layer that demands nothing."""
+    return [row.path for row in explain(table, operator) if row.refusal is None][-1]
+
+
 def _all() -> list[Family]:
-    return list(all_families().values())
+    return list(families().values())
 
 
 def _targets() -> list[Target]:

@@ -24,7 +24,7 @@ class CliError(Exception):
 
 
 class BadInputError(CliError):
-    """What the user gave cannot be used: an argument, an environment variable or a file."""
+    """An unusable argument, environment variable or file of the user."""
 
     exit_code = 2
 

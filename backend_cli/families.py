@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,13 @@ def no_gpu() -> str:
     return "there is none here"
 
 
-def all_families() -> Mapping[str, Family]:
-    """Every family by name.
-
-    Raises:
-        CliError: a package beside ours names a family that cannot be used.
-    """
-    try:
-        return families()
-    except ValueError as error:
-        raise CliError(str(error)) from error
-
-
 def chosen_families(names: Sequence[str]) -> list[Family]:
     """The families of those names; all of them where there are no names.
 
     Raises:
         BadInputError: there is no family of a name.
     """
-    known = all_families()
+    known = families()
     if unknown := [name for name in names if name not in known]:
         raise BadInputError(f"--family must be one of {', '.join(known)}, got {unknown[0]!r}")
     return [known[name] for name in names or known]
@@ -68,7 +56,7 @@ def family_of_checkpoint(checkpoint: Path) -> Family:
         CliError: no family with an adapter for transformers serves it.
     """
     config = read_json(checkpoint / "config.json", "the configuration")
-    for family in all_families().values():
+    for family in families().values():
         if family.transformers is not None and family.model_refusal(config) is None:
             return family
     raise CliError(f"no family has an adapter for transformers that serves {checkpoint}")

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from backend_cli.errors import BadInputError
-from backend_cli.families import all_families, table_of
+from backend_cli.families import table_of
 from backend_cli.terminal import plain_console
 from backend_core import __version__
 from backend_core.engines import ENGINES
-from backend_core.family import Family
+from backend_core.family import Family, families
 from backend_core.strict import strict_mode
-from backend_core.tables.schema import Operator
+from backend_core.tables.schema import LIMITS, Operator, limits_in_words
 from backend_core.tables.select import PathRow, PathTable, explain, feature_sets
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
@@ -56,7 +56,7 @@ def info(
 
 
 def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, Any]:
-    """What ``info --json`` prints. Within one ``schema`` number keys are added, never changed.
+    """The document of ``info --json``. Within one ``schema`` number keys are added, never changed.
 
     - ``schema``: 2 (1 had ``phases`` in place of ``operators``);
     - ``python``, ``packages``: version strings, ``null`` for a package that is not installed;
@@ -69,8 +69,9 @@ def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, A
       or ``null``) and ``operators``: each with ``operator``, ``grid`` (what its grids count, in
       words) and ``selections``: each with ``requires``, the features that a kind of model needs,
       and ``rows``, in the table's order: ``path``, ``low`` and ``high`` (the grids it serves,
-      inclusive; ``high`` is ``null`` for no limit, both are for a refused row), ``refusal`` (why,
-      or ``null``), ``params``, ``features``, ``measured``, ``provenance``.
+      inclusive; ``high`` is ``null`` for no limit, both are for a refused row), ``max_longest``,
+      ``min_longest`` and ``max_width`` (limits of a call's sequences, or ``null``), ``refusal``
+      (why, or ``null``), ``params``, ``features``, ``measured``, ``provenance``.
 
     With ``requires`` there is one selection, of every row. Without, there is one for each feature
     set in the table, of the rows that have it.
@@ -96,7 +97,7 @@ def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, A
         "strict": strict_mode(),
         "targets": [
             asdict(target)
-            | {"families": [_family(f, target, requires) for f in all_families().values()]}
+            | {"families": [_family(f, target, requires) for f in families().values()]}
             for target in targets
         ],
     }
@@ -154,6 +155,7 @@ def _selection(requires: frozenset[str], rows: Iterable[PathRow]) -> dict[str, A
                 "path": row.path.name,
                 "low": row.low,
                 "high": row.high,
+                **{limit: getattr(row.path, limit) for limit in LIMITS},
                 "refusal": row.refusal,
                 "params": row.path.params_dict(),
                 "features": sorted(row.path.features),
@@ -213,6 +215,7 @@ def _print_family(console: Console, target: dict[str, Any], family: dict[str, An
             for row in selection["rows"]:
                 params = " ".join(f"{key}={value}" for key, value in row["params"].items())
                 grid = "none" if row["low"] is None else f"{row['low']} to {row['high'] or 'any'}"
+                grid += limits_in_words(**{limit: row[limit] for limit in LIMITS})
                 reason = f"refused: {row['refusal']}" if row["refusal"] else row["provenance"]
                 table.add_row(grid, row["path"], params, reason)
             console.print(table)

@@ -17,7 +17,6 @@ from backend_cli.eval.compare import compare
 from backend_cli.eval.gsm8k import gsm8k
 from backend_cli.eval.recall import recall
 from backend_cli.info import info
-from backend_cli.plot import plot
 from backend_cli.serve import serve
 from backend_cli.tune.command import tune
 from backend_core import __version__
@@ -32,7 +31,6 @@ app = typer.Typer(
 )
 app.command()(info)
 app.command()(check)
-app.command()(plot)
 app.command()(tune)
 for passes_on in (serve, bench):
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(

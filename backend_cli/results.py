@@ -50,44 +50,8 @@ def times(row: Row) -> dict[str, float]:
 
 
 def name(contender: str) -> str:
-    """What a legend calls a contender."""
+    """The name that is shown for a contender."""
     return _NAMES.get(contender, contender)
-
-
-def size(row: Row) -> int:
-    """What a row's work grows with: tokens, sequences or windows."""
-    if "seq_lens" in row:
-        return sum(row["seq_lens"])
-    return int(row["batch"] if "batch" in row else row["n"])
-
-
-def size_unit(row: Row) -> str:
-    """What `size` counts."""
-    return "tokens" if "seq_lens" in row or row.get("phase") == "prefill" else "sequences"
-
-
-def group(row: Row) -> str:
-    """What a row has in common with others of its growth curve."""
-    if "part" in row:
-        ends = "" if row.get("ends") in (None, "all") else f", {row['ends']} ends"
-        return f"{row['phase']}, {row['part']}, C{row['ratio']}{ends}"
-    heads = f"{row['H']} heads"
-    return heads if "gate" not in row else f"{heads}, {row['gate']} gate"
-
-
-def is_growth(row: Row) -> bool:
-    """Whether a row is a point of a curve: a batch of several lengths is not."""
-    return "seq_lens" not in row or len(row["seq_lens"]) == 1
-
-
-def shape(row: Row) -> str:
-    """A row's work in words: ``8 × 1,024 tokens``."""
-    lens = row.get("seq_lens")
-    if lens is None:
-        return f"{size(row):,} {size_unit(row)}"
-    if len(set(lens)) > 1:
-        return f"{len(lens)} ragged, {sum(lens):,} tokens"
-    return f"{len(lens)} × {lens[0]:,} tokens"
 
 
 def speedups(rows: list[Row]) -> dict[str, tuple[float, float, int]]:

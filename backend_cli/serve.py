@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.families import all_families
 from backend_core.bounded import CONFIG_BYTES, parse_json, read_text
 from backend_core.engines import ENGINES, flag_name
-from backend_core.family import Family
+from backend_core.family import Family, families
 from backend_core.target import Target, detect_target
 
 SERVERS = ("vllm", "sglang")
@@ -109,8 +108,8 @@ def _families_of(config: dict[str, Any]) -> list[Family]:
     Raises:
         BadInputError: there is none.
     """
-    refusals = {name: family.model_refusal(config) for name, family in all_families().items()}
-    serving = [family for name, family in all_families().items() if refusals[name] is None]
+    refusals = {name: family.model_refusal(config) for name, family in families().items()}
+    serving = [family for name, family in families().items() if refusals[name] is None]
     if not serving:
         raise BadInputError(
             f"MODEL must have layers of a family, got a {config.get('model_type')!r} model: "

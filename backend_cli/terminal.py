@@ -1,4 +1,4 @@
-"""What the program shows: plain text on stdout, progress on stderr."""
+"""The program's output: plain text on stdout, progress on stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all families share: hardware target, path tables, contracts and the launch of kernels.
+"""The core of all families: hardware target, path tables, contracts and the launch of kernels.
 
 Nothing here knows a model or an engine.
 """

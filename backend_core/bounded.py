@@ -17,7 +17,7 @@ ANSWER_BYTES = 16 << 20
 
 
 class Source(Protocol):
-    """What `read_answer` reads from: a response, or a file that is open."""
+    """A source for `read_answer`: a response, or a file that is open."""
 
     def read1(self, size: int, /) -> bytes: ...
 

@@ -1,19 +1,13 @@
 """Operator families, as everything outside them sees them.
 
-A family is a package with a `Family` in its ``family.py`` and one line in `PACKAGES`. A package
-that is installed beside ours names its family in the entry-point group ``kda_dsv4.families``::
-
-    [project.entry-points."kda_dsv4.families"]
-    toy = "toy_backend.family:FAMILY"
-
-Importing a family needs no torch: tables are read and shown where it is not installed.
+A family is a package with a `Family` in its ``family.py`` and one line in `PACKAGES`. Importing a
+family needs no torch: tables are read and shown where it is not installed.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,7 +22,6 @@ if TYPE_CHECKING:
 PACKAGES = ("kda_backend", "dsv4_backend", "softmax_backend")
 """The packages of this project that hold a family, in the order in which they are shown."""
 
-GROUP = "kda_dsv4.families"
 LAYER_KINDS = frozenset({"linear_attention", "mla", "sparse_mla", "compressor"})
 """The kinds of layer that an engine's flag hands to a family or leaves to the engine."""
 
@@ -67,8 +60,8 @@ class Family:
         measure: the call that ``tune`` times for one of the measures of ``tune_space``.
         open_grid: for each operator that ``tune`` searches, the grid at which a row without
             ``max_grid`` is timed.
-        benchmarks: by what ``bench`` calls them, scripts that take ``--output FILE``: a file of
-            this project's ``benchmarks/``, or an absolute path.
+        benchmarks: by what ``bench`` calls them, scripts of ``benchmarks/`` that take
+            ``--output FILE``.
         transformers: the module of the adapter for Hugging Face transformers, with ``enable()`` and
             ``disable()``, and ``load_model(checkpoint, device)`` or ``tiny_model(device)`` where
             the family has a small model to show; ``None`` where there is no adapter.
@@ -106,30 +99,6 @@ class Family:
 
 @functools.cache
 def families() -> Mapping[str, Family]:
-    """Every family by name: ours in the order of `PACKAGES`, then those of other packages.
-
-    Found once per process.
-
-    Raises:
-        ValueError: two packages hold families of one name, or an entry point cannot be imported or
-            names no `Family`.
-    """
-    found: dict[str, Family] = {}
-    for package in PACKAGES:
-        _add(found, importlib.import_module(f"{package}.family").FAMILY, package)
-    for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
-        where = f"entry point {entry.name} = {entry.value} of {GROUP}"
-        try:
-            family = entry.load()
-        except Exception as error:  # whatever another package raises when it is imported
-            raise ValueError(f"{where} cannot be imported: {error}") from error
-        _add(found, family, where)
-    return found
-
-
-def _add(found: dict[str, Family], family: object, where: str) -> None:
-    if not isinstance(family, Family):
-        raise ValueError(f"{where} must be a Family, got {type(family).__name__}")
-    if family.name in found:
-        raise ValueError(f"{where} must hold a family with a name of its own, got {family.name}")
-    found[family.name] = family
+    """Every family by name, in the order of `PACKAGES`."""
+    found = [importlib.import_module(f"{package}.family").FAMILY for package in PACKAGES]
+    return {family.name: family for family in found}

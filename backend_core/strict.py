@@ -1,4 +1,4 @@
-"""What happens where this package cannot serve a call and upstream's code would.
+"""Fallbacks: this package cannot serve a call, and upstream's code would.
 
 ``KDA_DSV4_STRICT=1`` turns every such fallback into an error; otherwise each reason is logged
 once, as a warning of the logger ``kda_dsv4``.

@@ -54,7 +54,7 @@ KNOWN_TARGETS: dict[str, Target] = {
 
 
 def detect_target(device: torch.device | None = None) -> Target:
-    """The target of ``device``, by default of the current GPU, or the CPU where there is none.
+    """The target of ``device``, by default of the current GPU, or the CPU without one.
 
     Cached for each device. Without torch nothing can run but ``info``, which is told "cpu".
 

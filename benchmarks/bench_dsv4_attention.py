@@ -36,7 +36,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import PathSelection, load_table, shipped_directory
+from backend_core.operator import forced
+from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import detect_target
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_us
 from softmax_backend import reference_sparse_mla as reference
@@ -105,7 +106,7 @@ def selection_of(spec: SparseMlaSpec, variant: Variant) -> SparseMlaSelection:
         if (r.operator, r.name) == ("sparse_mla", path) and needs <= r.features
     )
     row = dataclasses.replace(row, params=dataclasses.replace(row.params, **params))
-    return SparseMlaSelection(target, spec, PathSelection.of(row))
+    return forced(TABLES, target, spec, row)
 
 
 # ---------------------------------------------------------------- correctness, in several processes
@@ -176,7 +177,7 @@ def _every_code(path: str, device: torch.device) -> str | None:
 
 
 def _canaries(path: str, device: torch.device) -> str | None:
-    """What the checks must see: scales in another order, a tail off by one, a forgotten sink."""
+    """Planted mistakes: scales in another order, a tail off by one, a forgotten sink."""
     for name in ("scales", "tail", "sink"):
         case = cases.make_case(8, [(64, 100, None)], device=device, has_sinks=True, seed=3)
         chosen = selection_of(case.spec, ("", path, {}, None))
@@ -246,7 +247,7 @@ def run_shard(shard: int, of: int, variants_of: Callable[[int], list[Variant]]) 
 
 
 def _failed(shard: subprocess.Popen[bytes], until: float) -> int:
-    """What a process found wrong; everything where it had not ended in time."""
+    """The faults that a process found; all cases if it did not end in time."""
     try:
         code = shard.wait(max(until - time.perf_counter(), 1))
         return code if 0 <= code <= 3 else DECODE_WRONG | PREFILL_WRONG

@@ -45,7 +45,7 @@ from benchmarks import dsv4_records as records
 from benchmarks.peers import dsv4_sglang, dsv4_vllm
 from benchmarks.peers.dsv4_in_place import empty_kernel, rows_calls
 from dsv4_backend import quantise_indexer_queries
-from dsv4_backend.compressor.queries import Queries
+from dsv4_backend.queries import Queries
 from dsv4_backend.testing.engine import default_device, make_spec
 from dsv4_backend.testing.steps import TimedStep, make_step, rope_table
 
@@ -277,7 +277,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def tasks(quick: bool) -> list[Callable[[Peers, float, int], dict[str, Any]]]:
-    """What there is to measure, each from (peers, bandwidth, its number)."""
+    """The measurements, each from (peers, bandwidth, its number)."""
     found: list[Callable[[Peers, float, int], dict[str, Any]]] = []
     for layout in PEERS:
         for case in cases(quick):

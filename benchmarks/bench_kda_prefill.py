@@ -89,7 +89,9 @@ class Ours:
             selection = only(selection, path)
         cu_seqlens = case.cu_seqlens
         self.step_plan = build_step_plan(cu_seqlens, tokens, cu_seqlens_cpu=cu_seqlens.cpu())
-        self.path = selection.prefill.lookup(self.step_plan.num_chunks * heads).name
+        self.path = selection.prefill.row(
+            self.step_plan.num_chunks * heads, self.step_plan.max_tokens
+        ).name
         sequences = len(case.state)
         self.pool = torch.full((sequences + 2, heads, DIM, DIM), math.nan, device="cuda")
         self.pool[1:-1] = case.state

@@ -45,30 +45,19 @@ LARGEST_CHECKED = 8192  # tokens
 
 
 def selections(heads: int) -> dict[str, KdaSelection]:
-    """By form: the shipped row of the two stages, with and without the one launch, and segments."""
+    """By form: the shipped row of the two stages, the one launch, and segments."""
     target = detect_target()
     chosen = select(target, KdaShape(heads, heads, DIM, DIM))
     rows = {row.name: row for row in load_table(TABLES, target).rows}
-    whole, segmented = rows["two_stage_sm90"], rows["segmented_sm90"]
-
-    def of(row: Any, **params: Any) -> KdaSelection:
-        return chosen.with_path(
-            dataclasses.replace(row, params=dataclasses.replace(row.params, **params))
-        )
-
-    off = dataclasses.replace(whole.params, one_launch_max_tokens=0)
+    short = dataclasses.replace(rows["one_launch_sm90"], max_longest=None)
     found = {
-        "two stages": of(whole, one_launch_max_tokens=0),
-        "one launch": of(whole, one_launch_max_tokens=128),
+        "two stages": chosen.with_path(rows["two_stage_sm90"]),
+        "one launch": chosen.with_path(short),
     }
+    segmented = dataclasses.replace(rows["segmented_sm90"], min_longest=None, max_width=None)
     for chunks in SEGMENT_CHUNKS:
-        found[f"{64 * chunks}"] = of(
-            segmented,
-            segment_chunks=chunks,
-            min_chunks=chunks + 1,
-            max_tasks=1 << 20,
-            cost_model=off,
-        )
+        params = dataclasses.replace(segmented.params, segment_chunks=chunks)
+        found[f"{64 * chunks}"] = chosen.with_path(dataclasses.replace(segmented, params=params))
     return found
 
 
@@ -185,7 +174,7 @@ def main() -> None:
             bandwidth = copy_bandwidth_gbs()
             head["copy_gbs"] = round(bandwidth)
             rows = short_rows(bandwidth)
-            args.short.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            args.short.write_text(json.dumps({**head, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ fastest rate at which any kernel of the run read them. What a peer needs: ``peer
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -34,16 +35,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import PathSelection
+from backend_core.operator import Selection, forced
+from backend_core.tables.select import load_table
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment, graph_us
 from benchmarks.peers import mla_decode as mla_decode_peers
 from softmax_backend import reference
-from softmax_backend.api import mla_decode
+from softmax_backend.api import mla_decode, select_mla_decode
+from softmax_backend.decode import MlaRun
+from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import MlaPlanner
-from softmax_backend.plan.flash_mla import in_columns_of
 from softmax_backend.scratch import Scratch
-from softmax_backend.selection import MlaSelection, select
 from softmax_backend.spec import MlaSpec
 
 Call = Callable[[], object]
@@ -146,24 +148,19 @@ class Ours:
         self._path, self._planner, self._params = path, planner or {}, params
         self._scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
 
-    def selection(self, case: Case) -> MlaSelection:
+    def selection(self, case: Case) -> Selection[MlaSpec, MlaRun]:
         spec = MlaSpec(case.heads, case.page_size, case.query_tokens)
-        chosen = select(detect_target(torch.device("cuda", 0)), spec)
+        chosen = select_mla_decode(detect_target(torch.device("cuda", 0)), spec)
         if self._path is None and not self._params:
             return chosen
-        import dataclasses
-
-        rows = [p for p in chosen.mla_decode.paths if self._path in (None, p.name)]
+        rows = [p for p in chosen.rows if self._path in (None, p.name)]
         if not rows:
-            from backend_core.tables.select import load_table
-            from softmax_backend.launch_params import TABLES
-
             table = load_table(TABLES, chosen.target)
             rows = [p for p in table.rows if p.name == self._path]
         row = dataclasses.replace(
             rows[0], max_grid=None, params=dataclasses.replace(rows[0].params, **self._params)
         )
-        return MlaSelection(chosen.target, spec, PathSelection.of(row))
+        return forced(TABLES, chosen.target, spec, row)
 
     def planner(self, case: Case) -> MlaPlanner:
         options = dict(self._planner)
@@ -216,7 +213,7 @@ def check_one(ours: Ours, case: Case) -> tuple[float, float, bool]:
 
 
 def check(pool: torch.Tensor, variants: dict[str, Ours], heads: list[int]) -> list[str]:
-    """What is not right, in lines; prints the largest error of what is."""
+    """The wrong cases, in lines; prints the largest error of the right ones."""
     wrong, worst = [], 0.0
     for count in heads:
         for sizes, page_size in CHECKS:
@@ -229,45 +226,19 @@ def check(pool: torch.Tensor, variants: dict[str, Ours], heads: list[int]) -> li
                                      f" {sizes[:4]}: {error:.1e} {lse:.1e} {empty}")  # fmt: skip
                     else:
                         worst = max(worst, error)
-        for name, options in {
-            "prefix": {"shared_prefix_tokens": 256},
-            "fixed split": {"fixed_split_tokens": 512, "max_tokens": 32768},
-            "flash_mla": {"schedule": "flash_mla"},
-        }.items():
-            case = Case(pool, count, [2100, 1300, 4000, 1024 + 64, 3000], 1024, 64, 1)
-            error, lse, empty = check_one(Ours(planner=options), case)
-            if not (error < 6e-3 and lse < 2e-2 and empty):
-                wrong.append(f"{name} {count} heads: {error:.1e} {lse:.1e} {empty}")
+        case = Case(pool, count, [2100, 1300, 4000, 1024 + 64, 3000], 1024, 64, 1)
+        error, lse, empty = check_one(Ours(planner={"shared_prefix_tokens": 256}), case)
+        if not (error < 6e-3 and lse < 2e-2 and empty):
+            wrong.append(f"prefix {count} heads: {error:.1e} {lse:.1e} {empty}")
     print(f"float64: {len(wrong)} wrong, largest relative error of the others {worst:.2e}")
     return wrong
-
-
-def check_schedule(heads: list[int]) -> int:
-    """How many of FlashMLA's own schedules ours equals bit for bit, which must be all.
-
-    The library is a release of 2026: columns 0 to 6; the last is padding that it does not write.
-    """
-    tried = 0
-    for count in heads:
-        for sizes, _ in CHECKS:
-            lengths = torch.tensor(sizes, dtype=torch.int32, device="cuda")
-            theirs, splits = mla_decode_peers.flashmla_plan(lengths, count)()
-            spec = MlaSpec(count, 64)
-            chosen = select(detect_target(torch.device("cuda", 0)), spec)
-            plan = MlaPlanner(chosen, schedule="flash_mla", release="2026-01").plan(lengths)
-            ours = in_columns_of("2026-01", plan.work, lengths)
-            same = ours.shape == theirs.shape and torch.equal(ours[:, :7], theirs[:, :7])
-            if not (same and torch.equal(plan.num_splits, splits)):
-                sys.exit(f"FlashMLA's schedule of {sizes[:4]} at {count} heads differs from ours")
-            tried += 1
-    return tried
 
 
 def plan_times(heads: int, requests: int, peers: bool) -> dict[str, float]:
     """GPU time of planning alone, in us."""
     lengths = torch.full((requests,), 1024, dtype=torch.int32, device="cuda")
     spec = MlaSpec(heads, 64)
-    planner = MlaPlanner(select(detect_target(torch.device("cuda", 0)), spec))
+    planner = MlaPlanner(select_mla_decode(detect_target(torch.device("cuda", 0)), spec))
     plan = planner.plan(lengths)
     times = {"ours": graph_us([lambda: planner.plan(lengths, out=plan)] * 20, 10)}
     if peers:
@@ -362,7 +333,6 @@ def main() -> None:
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     peers = mla_decode_peers.load_peers(arguments.peers) if arguments.peers else {}
     runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(**params), **peers}
-    schedules = check_schedule(heads) if "flashmla" in peers else 0
     plans = {
         requests: plan_times(heads[0], requests, "flashmla" in peers)
         for requests in dict.fromkeys(len(sizes) for sizes, _ in known.values())
@@ -390,7 +360,6 @@ def main() -> None:
             **({"mode": "growth", "left_out": left_out} if arguments.growth else {}),
             "read_gbs": round(rate / 1e3, 1),
             "plan_us": plans,
-            "equal_flash_mla_schedules": schedules,
             "rows": finished,
         }
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")

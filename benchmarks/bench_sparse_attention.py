@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -39,7 +40,6 @@ from benchmarks.sparse_attention_modes import (
     Tensors,
     check,
     check_plans,
-    gluon,
     inputs,
     ours,
     random_kinds,
@@ -52,8 +52,8 @@ from softmax_backend.plan.choice import Choice
 from softmax_backend.plan.predicted import predict, recall
 from softmax_backend.plan.sliding_tile import sliding_tile
 from softmax_backend.plan.token_order import tile_order
-from softmax_backend.run import block_sparse_int8
 from softmax_backend.sage import predicted_attention, quantised_attention
+from softmax_backend.testing.prefill_cases import quantised_run
 from softmax_backend.variants import sage
 
 Timed = Callable[[], object]
@@ -117,9 +117,8 @@ def exact_rows(
             found["FlexAttention"] = ms
     found |= beside(others or {}, flops)
     calls: dict[str, Timed] = {
-        "gluon": gluon(q, k, v, plan, True),
-        "gluon in step": gluon(q, k, v, plan, False),
-        "triton": lambda: block_sparse_attention(q, k, v, plan, path="triton"),
+        path: functools.partial(block_sparse_attention, q, k, v, plan, path=path)
+        for path in ("gluon", "triton")
     }
     for path, call in calls.items():
         if path in not_timed:
@@ -144,7 +143,7 @@ def int8_rows(
         mode = MODES[name]
         ready = sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton")
         kernel = timed(
-            lambda: block_sparse_int8.run(ready, plan, SCALE, 0, out, lse, params),  # noqa: B023
+            functools.partial(quantised_run(ready, plan, params), ready, plan, SCALE, 0, out, lse),
             flops,
             f"int8 {name}",
         )
@@ -275,7 +274,7 @@ def packed_rows(not_timed: set[str]) -> Iterator[Row]:
 
 def growth_rows(built: Built, video: int, not_timed: set[str]) -> Iterator[Row]:
     """Random blocks over densities, and over tokens at one density in four."""
-    not_timed = not_timed | {"gluon in step", "triton"}
+    not_timed = not_timed | {"triton"}
     for tokens in (8192, 16384, 32768, 65536):
         yield from block_rows(inputs(24, 24, tokens), 0.25, built, not_timed)
     x = inputs(24, 24, video)

@@ -37,7 +37,7 @@ from softmax_backend.launch_params_prefill import Int8PrefillParams, PredictionP
 from softmax_backend.plan import intervals, predicted
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.plan.choice import Choice
-from softmax_backend.run import block_sparse_int8
+from softmax_backend.testing.prefill_cases import quantised_run
 from softmax_backend.variants import sage
 from softmax_backend.variants.column_stats import mean_of_sums
 from softmax_backend.variants.pooled import Pooled, pool
@@ -46,31 +46,22 @@ BLOCKS = (64, 128)
 HEADS = 24
 """As many in the checks as are timed: then it is the timed kernels that are checked."""
 MODE = MODES["per_warp"]
-ROOM = {"exact": 2.0**-15, "fp16x3": 2.0**-15, "fp16": 2.0**-9}
+ROOM = 2.0**-15
 """Largest error of a score, over the product of its factors' lengths."""
 INT8_ROOM = 6e-2
-BIG = PredictionParams("fp16x3", "middle", "logits", 128, 128, 8, 256)
+ALL = PredictionParams("fp16x3", "middle", "logits", 256)
 PREDICTIONS = {
     "in use": PredictionParams(),
     "logits": PredictionParams(search="logits"),
     "middle": PredictionParams(centre="middle"),
     "fp16x3": PredictionParams(product="fp16x3"),
-    "fp16x3, 128 columns": PredictionParams("fp16x3", score_cols=128, score_warps=8),
-    "fp16": PredictionParams(product="fp16"),
-    "fp16, 128 columns": PredictionParams("fp16", score_cols=128, score_warps=8),
     "order 256": PredictionParams(order_step=256),
-    "all, exact": dataclasses.replace(BIG, product="exact", score_cols=64, score_warps=4),
-    "all, fp16x3, 64 columns": dataclasses.replace(BIG, score_cols=64, score_warps=4),
-    "all, fp16x3": BIG,
-    "all, fp16": dataclasses.replace(BIG, product="fp16"),
+    "all, exact": dataclasses.replace(ALL, product="exact"),
+    "all, fp16x3, 64 columns": ALL,
 }
 INT8 = {
     "in use": Int8PrefillParams(64, 128, 4, 2, 168),
-    "folded": Int8PrefillParams(64, 128, 4, 2, 168, "folded"),
     "biased": Int8PrefillParams(64, 128, 4, 2, 168, "biased"),
-    "folded, 3 stages": Int8PrefillParams(64, 128, 4, 3, 168, "folded"),
-    "folded, blocks of 64, 4 stages": Int8PrefillParams(64, 64, 4, 4, 168, "folded"),
-    "folded, 8 warps": Int8PrefillParams(128, 128, 8, 2, 0, "folded"),
 }
 
 HBM, L2, TF32, FP16, ISSUE = 4.8e12, 5.5e12, 4.94e14, 9.89e14, 132 * 4 * 1.755e9
@@ -97,7 +88,6 @@ def roofline(tokens: int) -> dict[str, dict[str, float]]:
         "mean of keys": {"memory": 4.0 * HEADS * D * blocks / HBM},
         "scores, three TF32": {"L2": again[64] / L2, "products": 6.0 * D * pairs / TF32},
         "scores, three fp16": {"L2": again[128] / L2, "products": 6.0 * D * pairs / FP16},
-        "scores, one fp16": {"L2": again[128] / L2, "products": 2.0 * D * pairs / FP16},
         "all sums in registers": {"L2": 4.0 * D * pairs * (1 / 32) / L2},
     }
     for search, (fixed, step) in SELECT_INSTRUCTIONS.items():
@@ -142,7 +132,7 @@ def score_errors(params: PredictionParams, seed: int) -> float:
         gap = got - SCALE * q_mean @ k_mean.mT
         gap = gap - gap.median(-1, keepdim=True).values
         room = SCALE * q_mean.norm(dim=-1).mean() * k_mean.norm(dim=-1).mean()
-        error = float((gap.abs().amax() / (2 * room * ROOM[params.product])).nan_to_num(math.inf))
+        error = float((gap.abs().amax() / (2 * room * ROOM)).nan_to_num(math.inf))
         worst = max(worst, error)
     return worst
 
@@ -212,7 +202,7 @@ def int8_errors(params: Int8PrefillParams, seed: int) -> float:
         out = torch.full_like(q, torch.nan)
         lse = torch.full(q.shape[:3], torch.nan, device="cuda")
         position = k.shape[2] - q.shape[2]
-        block_sparse_int8.run(x, plan, SCALE, position, out, lse, params)
+        quantised_run(x, plan, params)(x, plan, SCALE, position, out, lse)
         want, want_lse = reference.attention(q, k, v, seen, SCALE)
         dead = want_lse.isneginf()
         if not torch.equal(lse.isneginf(), dead) or bool(lse[~dead].isnan().any()):
@@ -303,9 +293,8 @@ def int8_calls(
             plans[size] = from_kinds(fine[None], heads, sequences, bm, bn, has_partial=False)
         if bn not in ready:
             ready[bn] = sage.quantise(q, k, v, MODE, SCALE, bn, "triton")
-        calls[name] = functools.partial(
-            block_sparse_int8.run, ready[bn], plans[size], SCALE, 0, out, lse, params
-        )
+        run = quantised_run(ready[bn], plans[size], params)
+        calls[name] = functools.partial(run, ready[bn], plans[size], SCALE, 0, out, lse)
     return calls
 
 
@@ -320,7 +309,7 @@ def whole_call(
         pooled = Pooled.empty(q, k, params.block_m, params.block_n, False)
         ready = sage.quantise(q, k, v, MODE, SCALE, params.block_n, "triton", pooled)
         plan = predicted.from_pooled(pooled, Choice(topk=topk), SCALE, "triton", params.prediction)
-        block_sparse_int8.run(ready, plan, SCALE, 0, out, lse, params)
+        quantised_run(ready, plan, params)(ready, plan, SCALE, 0, out, lse)
         return out
 
     return call
@@ -364,8 +353,8 @@ def main() -> int:
         for part, calls in prediction_calls(x[0], x[1], predictions).items()
     }
     works["8-bit 0.25"] = lambda: int8_calls(x, 0.25, forms)
-    best = {n: f for n, f in forms.items() if n in ("in use", "folded", "biased")}
-    plans = {n: f for n, f in predictions.items() if n in ("in use", "all, fp16x3", "all, fp16")}
+    best = {n: f for n, f in forms.items() if n in ("in use", "biased")}
+    plans = {n: f for n, f in predictions.items() if n in ("in use", "all, fp16x3, 64 columns")}
     works["whole 0.25"] = lambda: {
         f"{a}; {b}": whole_call(x, 0.25, dataclasses.replace(form, prediction=plan))
         for a, form in best.items()

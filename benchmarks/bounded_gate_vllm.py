@@ -34,7 +34,7 @@ from statistics import median_high
 from typing import Any, NamedTuple
 
 from benchmarks import serve_vllm
-from benchmarks.engines import decode_vllm, serve_agreement, serve_work
+from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
 from benchmarks.engines.serve_work import SideFile, call_name, prompt_of, row, say
 
 CALLS = ((1, 2048), (1, 8192), (8, 1024))
@@ -425,13 +425,14 @@ def profiled(side: SideFile, asked: Any, count: int, length: int) -> dict[str, A
         what = f"{name}, {call_name(count, length)}"
         launches = sum(n for _, n in kernels.values())
         side.add(row(what, "gpu", median_high(busy), launches=launches, runs_ms=busy))
-    top = sorted(calls[-1][RANGES[1]].kernels.items(), key=lambda item: -item[1][0])[:8]
-    say("    " + "; ".join(f"{name[:48]} {ms:.3f} in {n}" for name, (ms, n) in top))
-    return {name: dict(found.kernels) for name, found in calls[-1].items()}
+    kernels = {name: serve_profile.longest(found.kernels) for name, found in calls[-1].items()}
+    shown = list(kernels[RANGES[1]].items())[:8]
+    say("    " + "; ".join(f"{name[:48]} {ms:.3f} in {n}" for name, (ms, n) in shown))
+    return kernels
 
 
 class RangeTime(NamedTuple):
-    """What a range launched: the time in which any of it ran, and kernel name -> (ms, launches).
+    """A range's launches: the time in which any of them ran, and kernel name -> (ms, launches).
 
     Kernels may run beside each other, so that their times add up to more than ``busy_ms``.
     """

@@ -15,8 +15,7 @@ and eager; `benchmarks.engines.dsv4_sglang_side` says what the model is. Checked
 - with ``--mtp`` the same with two drafts per token from an MTP layer, in two processes more, where
   graphs verify several tokens of a request.
 
-Before the first of them sglang's own kernels are compiled, which takes a minute or two. Exit status
-1 and the end of a process's log where one of them fails.
+Exit status 1 and the end of a process's log where one of them fails.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ def run(names: list[str], logs: Path, until: float) -> dict[str, Any]:
     if "CUDA_HOME" not in environment and Path("/usr/local/cuda/bin/nvcc").exists():
         environment["CUDA_HOME"] = "/usr/local/cuda"
     results = {}
-    start(["compile"], "compile", logs, environment, until)
     running = {}
     for name in names:
         (logs / f"{name}.json").unlink(missing_ok=True)
@@ -73,14 +71,6 @@ def run(names: list[str], logs: Path, until: float) -> dict[str, Any]:
         else:
             print(f"-- end of the log of {name}", *own[-45:], sep="\n")
     return results
-
-
-def start(
-    arguments: list[str], name: str, logs: Path, environment: dict[str, str], until: float
-) -> None:
-    """One process by itself."""
-    process = begin(arguments, name, logs, environment)
-    shown(name, wait(process, until), logs)
 
 
 def begin(
@@ -172,7 +162,7 @@ def token_rows(
 
 
 def side_problems(name: str, side: dict[str, Any]) -> list[str]:
-    """What is wrong with a side by itself."""
+    """The faults of one side alone."""
     found = []
     if not any(side["tokens_from_cache"]["cached"]):
         found.append(f"{name}: no prompt was continued from the prefix cache")

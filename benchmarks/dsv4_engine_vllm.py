@@ -184,7 +184,7 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def attention_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) -> None:
-    """Which attention ran, and one row for each phase in which ours was compared with FlashMLA."""
+    """The attention that ran, and a row for each phase in which ours was compared with FlashMLA."""
     name, seen = flag["side"], flag["attention"]
     print(f"{name}: attention layers {seen['layers']}, calls {seen['calls']}")
     for what, sizes in seen["captured"].items():

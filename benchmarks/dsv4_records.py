@@ -1,4 +1,4 @@
-"""What a compressor step wrote, beside float64 and beside another implementation's records."""
+"""A compressor step's records, beside float64 and beside another implementation's records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsv4_backend.testing.steps import TimedStep
 
 @dataclass(frozen=True)
 class Written:
-    """What one call left behind.
+    """The memory after one call.
 
     Attributes:
         data, scales: [E, bytes] uint8 of the records, in the order of their tokens; without the

@@ -5,7 +5,7 @@
 The recall checkpoint with prefix caching, and the traffic, the measurements and the demands of
 ``load_vllm`` (`benchmarks.engines.load_run`). The cache has room for 40 of the 256 requests, and
 little is held back for tokens that they will generate, so that requests are retracted and computed
-again, which is sglang's preemption. ``benchmarks.plot_load`` draws the file.
+again, which is sglang's preemption.
 
 The exit status is 1 where an answer was wrong, memory grew, nothing was retracted, or the server
 did not come to rest.

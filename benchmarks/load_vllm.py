@@ -5,8 +5,7 @@
 The recall checkpoint in vLLM's default mode, with prefix caching and a cache so small that
 requests are preempted (`Cache`). Traffic is `benchmarks.engines.load_traffic`'s: 1 to 256 requests
 at a time, prompts of 1 to 2,000 tokens, prefix hits, clients that leave in mid-stream.
-`benchmarks.engines.load_run` says what is measured and asked; ``benchmarks.plot_load`` draws the
-file.
+`benchmarks.engines.load_run` says what is measured and asked.
 
 The exit status is 1 where an answer was wrong, memory grew, nothing was preempted, or the server
 did not come to rest.

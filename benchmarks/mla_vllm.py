@@ -293,10 +293,11 @@ def check(page_size: int) -> dict[str, float]:
         lengths = torch.zeros(requests, dtype=torch.int32, device=device)
         q = torch.randn(requests, 32, 576, generator=generator, device=device).bfloat16()
         step = decoder.step(lengths, table, 1)
-        step.attend(q[..., :512], q[..., 512:], cache, 192**-0.5)
+        parts = (*q.split((512, 64), -1), *cache.split((512, 64), -1))
+        step.attend(*parts, 192**-0.5)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out, _ = step.attend(q[..., :512], q[..., 512:], cache, 192**-0.5)
+            out, _ = step.attend(*parts, 192**-0.5)
         rng = random.Random(requests)
         drawn = [rng.randint(1, 5 * page_size) for _ in range(requests)]
         drawn[-1] = 0 if requests > 1 else drawn[-1]

@@ -70,18 +70,30 @@ class SglangVariant(Variant):
 _SLEEP = (("/release_memory_occupation", {}), ("/resume_memory_occupation", {}))
 _RELOAD = ("/update_weights_from_disk", {"model_path": str(MODEL)})
 _MLA = ("--page-size", "64")
+_DRAFTS = (
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+)
 VARIANTS = {
     "upstream": SglangVariant("upstream", tuple(FLAGS["upstream"]), flagged=False),
     "flag": SglangVariant("flag", tuple(FLAGS["flag"])),
     "short": SglangVariant(
         "flag, a graph of 64 requests alone", (*FLAGS["flag"], "--cuda-graph-bs-decode", "64")
     ),
+    "no_prefill_graphs": SglangVariant(
+        "flag, no prefill graphs", (*FLAGS["flag"], "--disable-prefill-cuda-graph")
+    ),
     "drafts": SglangVariant(
         "flag, ngram drafts",
-        (
-            *(*FLAGS["flag"], "--speculative-algorithm", "NGRAM"),
-            *("--speculative-ngram-max-bfs-breadth", "1", "--speculative-num-draft-tokens", "4"),
-        ),
+        (*FLAGS["flag"], *_DRAFTS),
+        drafts=True,
+    ),
+    "upstream_drafts": SglangVariant(
+        "upstream, ngram drafts", (*FLAGS["upstream"], *_DRAFTS), flagged=False, drafts=True
+    ),
+    "drafts_no_prefill_graphs": SglangVariant(
+        "flag, ngram drafts, no prefill graphs",
+        (*FLAGS["flag"], *_DRAFTS, "--disable-prefill-cuda-graph"),
         drafts=True,
     ),
     "fp8": SglangVariant("flag, fp8 KV cache", (*FLAGS["flag"], "--kv-cache-dtype", "fp8_e4m3")),
@@ -237,7 +249,7 @@ def measure(
     accepted = accepted_tokens(text)
     if variant.drafts and accepted is None:
         raise RuntimeError("expected lines with an accept len above 1 in the log, got none")
-    mla = [line.partition("kda-dsv4: ")[2] for line in said if "MLA layers" in line]
+    mla = [line.partition("kda-dsv4-backend: ")[2] for line in said if "MLA layers" in line]
     return {
         "command": command,
         "start_s": start_s,

@@ -278,7 +278,7 @@ def rounds_of(
 
     def asked(salt: str, number: int, **how: str) -> None:
         rows.append({**how, **ask_all(questions, server.port, number, salt)})
-        shown = {k: v for k, v in rows[-1].items() if k != "answers"}
+        shown = {k: v for k, v in rows[-1].items() if k != "wrong"}
         print(f"{variant.title}: {json.dumps(shown)}", flush=True)
 
     for salt, number in variant.rounds:
@@ -305,7 +305,11 @@ def ask_all(
         "seconds": seconds,
         "cached_prompt_tokens": sum(cached for _, cached in answers),
         "prompt_tokens": sum(map(len, prompts)),
-        "answers": [recall.extract_answer(text) for text, _ in answers],
+        "wrong": {
+            number: recall.extract_answer(text)
+            for number, ((text, _), right) in enumerate(zip(answers, score.right, strict=True))
+            if not right
+        },
     }
 
 

@@ -114,8 +114,8 @@ def _record_launches(images: Path) -> set[str]:
             names.add(self._name)
         plain(self, grid, *args, **kwargs)
         if grid:
-            digest = hashlib.sha256(self._image).hexdigest()[:16]
-            (images / f"{self._name}-{digest}.cubin").write_bytes(self._image)
+            digest = hashlib.sha256(self.image).hexdigest()[:16]
+            (images / f"{self._name}-{digest}.cubin").write_bytes(self.image)
 
     def entered(metadata: Any) -> None:
         names.add(metadata.get()["name"])
@@ -176,7 +176,7 @@ def sanitised(
 
 
 def launched_by(own: str) -> list[dict[str, Any]] | None:
-    """What `run_calls` printed, or ``None`` where it did not come to an end."""
+    """The output of `run_calls`, or ``None`` if it did not end."""
     for line in own.splitlines():
         if line.startswith("LAUNCHED "):
             found: list[dict[str, Any]] = json.loads(line.removeprefix("LAUNCHED "))

@@ -1,4 +1,4 @@
-"""Which reports of compute-sanitizer are explained: those of ``sanitizer_explained.toml``.
+"""The explained reports of compute-sanitizer: those of ``sanitizer_explained.toml``.
 
 A report names instructions by their offset, which changes with any edit, and in Triton's kernels by
 a line of the source. Here an access is identified by the text of that line, or for CUDA C++ by the

@@ -34,7 +34,6 @@ from benchmarks.engines.serve_work import (
     SideFile,
     call_name,
     decode_name,
-    mixed,
     prompt_of,
     row,
     say,
@@ -49,6 +48,7 @@ PROFILED = ((1, 2048), (1, 8192))
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 FULL_ATTENTION = {  # sglang's backends of MLA, their pages, and the library of sglang-kernel
+    "default": (None, (sglang_needs.FLASH_ATTENTION,)),  # sglang's own choice: fa3 on Hopper
     "triton": (None, ()),
     "flashmla": (64, (sglang_needs.FLASH_MLA,)),
     "fa3": (64, (sglang_needs.FLASH_ATTENTION,)),
@@ -75,7 +75,7 @@ def main() -> int:
             "--full-attention",
             choices=tuple(FULL_ATTENTION),
             default="triton",
-            help="of the MLA layers' decodes on both sides; prefill is triton's but with fa3",
+            help="of the MLA layers on both sides; with flashmla prefill is triton's",
         )
         command.add_argument(
             "--engine-option",
@@ -124,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
             "environment": environment(args),
             "engine": engine_of(info),
             "import_s": import_s,
+            "memory_after_load_mib": serve_work.memory_used_mib(),
         }
         side = SideFile(args.out, args.until, head)
         say(f"{head['head']['engine']}, {head['engine']}")
@@ -148,10 +149,11 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "random_seed": 0,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
-        "prefill_attention_backend": "fa3" if full == "fa3" else "triton",
-        "decode_attention_backend": full,
         "log_level": "info",
     }
+    if full != "default":
+        arguments["prefill_attention_backend"] = "fa3" if full == "fa3" else "triton"
+        arguments["decode_attention_backend"] = full
     if page_size is not None:
         arguments["page_size"] = page_size
     if args.flag:
@@ -244,7 +246,8 @@ def measure(
     if "calls" in parts:
         side.part("calls", 25, lambda: call_rows(side, asked))
     if "mixed" in parts:
-        side.part("mixed load", 10, lambda: mixed_rows(side, asked))
+        load = lambda: side.add(serve_work.mixed_row(asked.generate))  # noqa: E731
+        side.part("mixed load", 20, load)
     if "tokens" in parts:
         side.part("tokens", 8, lambda: greedy(asked))
         if "tokens" in side.data:
@@ -297,14 +300,6 @@ def intervals_ms(arrivals: list[list[float]]) -> list[float]:
     if len(times) < 8:
         raise ValueError(f"expected at least 8 tokens while all decode, got {len(times) + 1}")
     return times
-
-
-def mixed_rows(side: SideFile, asked: Asked) -> None:
-    times = []
-    for seed in (1, 2):
-        load = mixed(seed)
-        times.append(1e3 * asked.generate(load.prompts, load.new_tokens))
-    side.add(row("mixed load of 48 requests", "mixed", sum(times) / 2, runs_ms=times))
 
 
 def greedy(asked: Asked) -> dict[str, Any]:
@@ -377,7 +372,7 @@ def spans_of(place: Path, seconds: float) -> list[tuple[str, float, float]]:
 
 
 def engine_of(info: dict[str, Any]) -> dict[str, Any]:
-    """What the engine made of its arguments, as far as it names them so."""
+    """The engine's settings after it has read its arguments."""
     names = (
         *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
         *("linear_attn_backend", "disable_cuda_graph", "cuda_graph_max_bs_decode"),

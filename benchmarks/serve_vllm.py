@@ -13,7 +13,8 @@ Parts of ``run``, on one load of the model:
 - first: the first request after the load.
 - calls: prompts in, one token of each out; medians, and into which steps the engine cut them.
 - decode: a step of 1, 16 and 64 sequences after 128 tokens and after 32k; kernels of a short one.
-- mixed: 48 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice.
+- mixed: 48 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice after one that is not
+  timed.
 - router: how many distinct experts are chosen per layer. Random weights say nothing about a real
   server's time where the router chooses the same experts for all tokens.
 - tokens: greedy ones for 64 prompts, all at once and 16 of them one after the other.
@@ -117,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
         "engine": engine_of(llm),
         "layers": llm.apply_model(layer_classes)[0],
         "import_s": import_s,
+        "memory_after_load_mib": serve_work.memory_used_mib(),
         "while_loading": loading,
         "compiled_after_load": watch_compilation(),
     }
@@ -181,7 +183,8 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
                 f"decode {count}", 5, lambda c=count, n=length: decode(side, asked, c, n, True)
             )
     if "mixed" in parts:
-        side.part("mixed load", 10, lambda: mixed_rows(side, asked))
+        load = lambda: side.add(serve_work.mixed_row(asked.generate))  # noqa: E731
+        side.part("mixed load", 20, load)
     if "router" in parts:
         side.part("router", 5, lambda: router(asked))
     if "tokens" in parts:
@@ -227,14 +230,6 @@ def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool)
     shown = {k: round(v, 3) for k, v in found.items() if k != "kernels"}
     say(f"  kernels of a decode step of {count}: {shown}")
     return found
-
-
-def mixed_rows(side: SideFile, asked: Asked) -> None:
-    times = []
-    for seed in (1, 2):
-        load = serve_work.mixed(seed)
-        times.append(1e3 * asked.generate(load.prompts, load.new_tokens))
-    side.add(row("mixed load of 48 requests", "mixed", sum(times) / 2, runs_ms=times))
 
 
 def router(asked: Asked) -> dict[str, Any]:
@@ -445,7 +440,7 @@ def layer_classes(model: Any) -> dict[str, int]:
 
 
 def engine_of(llm: Any) -> dict[str, Any]:
-    """What the engine made of its arguments: graphs, caching, blocks."""
+    """The engine's settings after it has read its arguments: graphs, caching, blocks."""
     config = llm.llm_engine.vllm_config
     compilation, cache = config.compilation_config, config.cache_config
     sizes = compilation.cudagraph_capture_sizes or []

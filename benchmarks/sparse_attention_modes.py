@@ -11,10 +11,8 @@ from torch import Tensor
 from benchmarks.peers import sparse_attention as peers
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.launch_params_prefill import GluonPrefillParams
 from softmax_backend.plan import intervals
-from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.run import block_sparse_sm90
+from softmax_backend.plan.block_plan import from_kinds, uniform_sequences
 from softmax_backend.sage import quantised_attention
 from softmax_backend.variants.sage import SageMode
 
@@ -25,18 +23,13 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 MODES = {
     "per_warp": SageMode(),
     "per_thread": SageMode("per_thread"),
-    "per_thread smooth_q": SageMode("per_thread", smooth_q=True),
     "per_thread 16-bit values": SageMode("per_thread", fp8_values=False),
-    "per_warp no smooth_v": SageMode(smooth_v=False),
-    "int4 range smooth_q": SageMode("per_thread", levels=7, smooth_q=True, fp8_values=False),
 }
 EXACT = 3e-3
 BOUNDS = {
     "triton": EXACT,
     "gluon": EXACT,
-    "gluon in step": EXACT,
     "gluon_packed": EXACT,
-    "int4 range smooth_q": 0.6,
 }
 """Largest relative error allowed for normal inputs; 8-bit modes 6e-2."""
 
@@ -72,12 +65,10 @@ def families(seed: int = 0) -> Iterator[tuple[str, Tensors]]:
 def ours() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Every causal mode of ours."""
 
-    def exact(path: str, ping_pong: bool = True) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def exact(path: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             plan = intervals.causal(q.shape[2], k.shape[2], q.shape[1])
-            if ping_pong:
-                return block_sparse_attention(q, k, v, plan, path=path)[0]
-            return gluon(q, k, v, plan, ping_pong=False)()
+            return block_sparse_attention(q, k, v, plan, path=path)[0]
 
         return call
 
@@ -89,7 +80,6 @@ def ours() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         return call
 
     found = {name: exact(name) for name in ("triton", "gluon", "gluon_packed")}
-    found["gluon in step"] = exact("gluon", ping_pong=False)
     return found | {name: quantised(mode) for name, mode in MODES.items()}
 
 
@@ -142,18 +132,3 @@ def random_kinds(heads: int, tiles: int, blocks: int, density: float, seed: int 
     count = max(1, round(density * blocks))
     kept = score.topk(count, -1).indices
     return torch.zeros_like(score, dtype=torch.int8).scatter_(-1, kept, 1)
-
-
-def gluon(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, ping_pong: bool
-) -> Callable[[], Tensor]:
-    """A call of the Hopper kernel with or without turns."""
-    params = GluonPrefillParams(plan.block_n, 2, 240, ping_pong)
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], device="cuda")
-
-    def call() -> Tensor:
-        block_sparse_sm90.run(q, k, v, plan, SCALE, out, lse, params)
-        return out
-
-    return call

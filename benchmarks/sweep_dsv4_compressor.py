@@ -23,7 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import PathSelection, load_table, shipped_directory
+from backend_core.operator import Selection, forced
+from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.bench_dsv4_compressor import CUDA, tokens_of
@@ -47,12 +48,12 @@ class Variant:
     def sizes(self) -> tuple[int, ...]:
         return PREFILL if self.operator.endswith("_prefill") else DECODE
 
-    def selection(self) -> PathSelection:
-        table = load_table(TABLES, detect_target(), directory=shipped_directory())
+    def selection(self) -> Selection[Any, Any]:
+        target = detect_target()
+        table = load_table(TABLES, target, directory=shipped_directory())
         row = next(row for row in table.rows if row.operator == self.operator)
-        return PathSelection.of(
-            dataclasses.replace(row, params=dataclasses.replace(row.params, **dict(self.params)))
-        )
+        params = dataclasses.replace(row.params, **dict(self.params))
+        return forced(TABLES, target, None, dataclasses.replace(row, params=params))
 
 
 def variants() -> Iterator[Variant]:

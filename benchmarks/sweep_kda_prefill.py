@@ -4,26 +4,16 @@
     python benchmarks/sweep_kda_prefill.py --output $RESULT
     python benchmarks/sweep_kda_prefill.py --fit $RESULT
     python benchmarks/sweep_kda_prefill.py --table $RESULT
-    python benchmarks/sweep_kda_prefill.py --thresholds $RESULT
-
-    RESULT=benchmarks/results/kda_prefill_scan_sweep_h200.json
-    python benchmarks/sweep_kda_prefill.py --scan --output $RESULT
-    python benchmarks/sweep_kda_prefill.py --scan --fit $RESULT
 
 --output times, for each shape, each schedule that `prefill.sm_schedule.schedules` can come to.
 --fit looks for the constants with which the cost model chooses best among them. --table shows for
-each shape what the shipped cost model chooses, and the best there is. --thresholds looks for the
-best table of thresholds, which would need no model. --scan: only shapes that scan.cu may serve, and
-schedules near those that the shipped cost model comes to, which takes under a minute; --fit then
-leaves all constants but scan.cu's as they are, and prints how long a step takes by the times of one
-sequence of two lengths.
+each shape what the shipped cost model chooses, and the best there is.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import json
@@ -48,7 +38,6 @@ from kda_backend.prefill.sm_schedule import (
     PrefillShape,
     ScanCost,
     Schedule,
-    choose_schedule,
     schedules,
 )
 from kda_backend.selection import KdaSelection
@@ -74,10 +63,6 @@ BOUNDS = {
     "fetch_ns": (18, 80),
 }
 MIXED = [32768] + [256] * 31
-# of --scan
-SCAN_SHAPES = [(heads, [tokens]) for heads in (32, 16) for tokens in (2048, 8192, 32768)]
-SCAN_SHAPES += [(heads, [1024] * 8) for heads in (32, 16, 8)] + [(32, [256] * 64)]
-SCAN_CONSTANTS = ("scan_start_ns", "scan_step_ns")
 # (heads, lengths) beside those of bench_kda_prefill
 MORE_SHAPES = [(4, [1024]), (8, [256] * 64), (32, [256] * 64), (4, MIXED), (32, MIXED)]
 
@@ -85,23 +70,6 @@ MORE_SHAPES = [(4, [1024]), (8, [256] * 64), (32, [256] * 64), (4, MIXED), (32, 
 def all_models(num_sms: int) -> Iterator[CostModel]:
     for ctas, tile_ns, scan in itertools.product(INTRA_CTAS, TILE_NS, SCANS):
         yield CostModel(num_sms, (IntraCost(ctas, tile_ns, 2 * tile_ns),), (scan,), 18)
-
-
-def models_near_shipped(num_sms: int) -> Iterator[CostModel]:
-    """The shipped model with other constants of scan.cu and other tiles of four CTAs."""
-    shipped = shipped_model(num_sms)
-    two, four = shipped.intra
-    _, split = shipped.scan
-    starts, steps, tiles = range(2000, 10001, 2000), range(1100, 2001, 50), range(3600, 5401, 200)
-    for start_ns, step_ns, tile_ns in itertools.product(starts, steps, tiles):
-        intra = (two, four._replace(tile_ns=tile_ns))
-        scan = (ScanCost(False, start_ns, step_ns), split)
-        yield shipped._replace(intra=intra, scan=scan)
-
-
-def scan_candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
-    """Whatever one of `models_near_shipped` chooses."""
-    return sorted({choose_schedule(model, shape) for model in models_near_shipped(num_sms)})
 
 
 def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
@@ -120,11 +88,10 @@ def two_stages(selection: KdaSelection) -> KdaSelection:
     """The selection with the two stages for every step, of which none is made in one launch."""
     rows = load_table(TABLES, selection.target).rows
     row: Any = next(row for row in rows if row.name == "two_stage_sm90")
-    params = dataclasses.replace(row.params, one_launch_max_tokens=0)
-    return selection.with_path(dataclasses.replace(row, params=params))
+    return selection.with_path(row)
 
 
-def measure(heads: int, lens: list[int], *, scan: bool) -> dict[str, Any]:
+def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     """One shape, and (schedule, ms) of every candidate."""
     from backend_core.testing.timing import graph_time_ms
     from benchmarks.bench_kda_prefill import Ours, draw
@@ -136,7 +103,7 @@ def measure(heads: int, lens: list[int], *, scan: bool) -> dict[str, Any]:
     shape = PrefillShape(
         plan.num_chunks * heads, heads * len(lens), plan.max_chunks, heads * plan.long_sequences
     )
-    schedules_of = (scan_candidates if scan else candidates)(shape, ours.num_sms)
+    schedules_of = candidates(shape, ours.num_sms)
     intra = tuple(IntraCost(ctas, 1, 1) for ctas in INTRA_CTAS)
     every = CostModel(ours.num_sms, intra, SCANS[:1], 1)
     times = []
@@ -154,7 +121,7 @@ Timed = tuple[PrefillShape, dict[Schedule, float]]
 
 
 def timed(row: dict[str, Any]) -> Timed:
-    """What there was to do, and ms by schedule."""
+    """The shape of a row, and ms by schedule."""
     shape = PrefillShape(row["tiles"], row["tasks"], row["max_chunks"], row["long_tasks"])
     return shape, {Schedule(*schedule): ms for schedule, ms in row["times"]}
 
@@ -175,7 +142,7 @@ def mean_regret(ratios: list[float]) -> float:
 
 
 def shipped_section() -> PrefillCostModel:
-    """That of the H200's table."""
+    """The cost model of the H200's table."""
     rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
     section: PrefillCostModel = next(r.params for r in rows if r.name == "two_stage_sm90")
     return section
@@ -186,58 +153,13 @@ def shipped_model(num_sms: int) -> CostModel:
     return CostModel.from_table(shipped_section(), num_sms)
 
 
-def by_thresholds(
-    row: Timed, num_sms: int, sequence_major: int, split: int, four_ctas: int, reserved: int
-) -> Schedule:
-    """What a table of thresholds takes, without a model: the timed schedule next to it.
-
-    Args:
-        sequence_major: fewest tasks for that order, with ``reserved`` SMs.
-        split: most long tasks for scan_split.cu.
-        four_ctas: fewest tiles for four intra CTAs per SM, else two.
-    """
-    shape, times = row
-    ctas = 4 if shape.tiles >= four_ctas else 2
-    if shape.tasks >= sequence_major and any(s.sequence_major for s in times):
-        first_scan_sm, is_split = num_sms - reserved, False
-    else:
-        is_split = shape.long_tasks <= split
-        first_scan_sm = max(0, num_sms - shape.long_tasks * (4 if is_split else 1)) or num_sms
-    wanted = (shape.tasks < sequence_major, is_split, ctas)
-
-    def distance(schedule: Schedule) -> tuple[int, int, int]:
-        got = (not schedule.sequence_major, schedule.split, schedule.intra_ctas_per_sm)
-        differences = sum(a != b for a, b in zip(got, wanted, strict=True))
-        away = abs(schedule.first_scan_sm - first_scan_sm)
-        return differences, away, schedule.reserved_sm_tile_cap
-
-    return min(times, key=distance)
-
-
-def best_thresholds(rows: list[Timed], num_sms: int) -> tuple[float, float, tuple[int, ...]]:
-    """(mean regret, worst, the thresholds) of the best table of thresholds."""
-    tables = itertools.product(
-        (65, 100, 129, 193, 257, 10**9), (0, 4, 8, 16, 32), (0, 512, 1024, 2048, 4096), (32, 40, 48)
-    )
-
-    def tried(table: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
-        ratios = [
-            row[1][by_thresholds(row, num_sms, *table)] / min(row[1].values()) for row in rows
-        ]
-        return mean_regret(ratios), max(ratios) - 1, table
-
-    return min(map(tried, tables))
-
-
-def fit(
-    rows: list[Timed], num_sms: int, seconds: float, kept: dict[str, int], seed: int
-) -> tuple[float, dict[str, int]]:
-    """A random walk between the bounds from constants that are kept; (regret, the constants).
+def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[float, dict[str, int]]:
+    """A random walk between the bounds; (regret, the constants).
 
     The regret is the mean regret of the choices, and a tenth of that of the worst.
     """
     draw = random.Random(seed)
-    best = {name: (low + high) // 2 for name, (low, high) in BOUNDS.items()} | kept
+    best = {name: (low + high) // 2 for name, (low, high) in BOUNDS.items()}
 
     def regret(constants: dict[str, int]) -> float:
         section = PrefillCostModel(fitted=True, fit_source="", **constants)
@@ -253,7 +175,7 @@ def fit(
     while time.monotonic() < until:
         step = draw.choice((0.03, 0.1, 0.3))
         tried = {
-            name: near(name, value, step) if name not in kept and draw.random() < 0.4 else value
+            name: near(name, value, step) if draw.random() < 0.4 else value
             for name, value in best.items()
         }
         result = regret(tried)
@@ -262,24 +184,8 @@ def fit(
     return least, best
 
 
-def steps_ns(rows: list[dict[str, Any]]) -> dict[int, float]:
-    """By heads: ns of a scan step, from the best times of one sequence of the two longest lengths
-    whose heads are scanned whole. Right where the chain of steps bounds both."""
-    found: dict[int, dict[int, float]] = {}
-    for row in rows:
-        whole = [ms for schedule, ms in row["times"] if not Schedule(*schedule).split]
-        if len(row["seq_lens"]) == 1 and whole:
-            found.setdefault(row["H"], {})[row["max_chunks"]] = min(whole)
-    steps = {}
-    for heads, by_chunks in found.items():
-        if len(by_chunks) > 1:
-            short, long = sorted(by_chunks)[-2:]
-            steps[heads] = 1e6 * (by_chunks[long] - by_chunks[short]) / (long - short)
-    return steps
-
-
 def report(rows: list[dict[str, Any]]) -> None:
-    """What the shipped cost model chooses beside the best of the schedules that were timed."""
+    """Print the shipped cost model's choices beside the best schedules that were timed."""
     found = []
     for row in sorted(rows, key=lambda row: row["tiles"]):
         shape, times = timed(row)
@@ -300,42 +206,33 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--fit", type=Path, help="a result file, instead of a GPU")
-    parser.add_argument("--thresholds", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--seconds", type=float, default=60.0, help="of --fit, on all processors")
-    parser.add_argument("--scan", action="store_true", help="the constants of scan.cu alone")
     args = parser.parse_args()
-    if file := args.fit or args.table or args.thresholds:
+    if file := args.fit or args.table:
         rows = json.loads(file.read_text())["rows"]
         num_sms = rows[0]["num_sms"]
         measured = [timed(row) for row in rows]
         if args.table:
             report(rows)
-        elif args.thresholds:
-            mean, worst, table = best_thresholds(measured, num_sms)
-            print(f"thresholds {table}: regret {100 * mean:.1f} %, at most {100 * worst:.1f} %")
         else:
-            section = dataclasses.asdict(shipped_section())
-            kept = {x: section[x] for x in BOUNDS if args.scan and x not in SCAN_CONSTANTS}
-            walk = functools.partial(fit, measured, num_sms, args.seconds, kept)
+            walk = functools.partial(fit, measured, num_sms, args.seconds)
             with concurrent.futures.ProcessPoolExecutor() as pool:
                 found = pool.map(walk, range(os.cpu_count() or 1))
                 least, constants = min(found, key=lambda x: x[0])
             print("\n".join(f"{name} = {value}" for name, value in constants.items()))
             print(f"# regret {100 * least:.2f} %")
-            for heads, ns in steps_ns(rows).items():
-                print(f"# {heads} heads: a step takes {ns:.0f} ns by the lengths of one sequence")
         return
     if args.output is None:
-        parser.error("one of --output, --table, --fit and --thresholds is needed")
+        parser.error("one of --output, --table and --fit is needed")
     from backend_core.testing.timing import environment
     from benchmarks.bench_kda_prefill import UNBOUNDED
 
     rows = []
     head = environment()
-    for heads, lens in SCAN_SHAPES if args.scan else (*UNBOUNDED, *MORE_SHAPES):
-        rows.append(measure(heads, lens, scan=args.scan))
+    for heads, lens in (*UNBOUNDED, *MORE_SHAPES):
+        rows.append(measure(heads, lens))
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        args.output.write_text(json.dumps(head | {"rows": rows}) + "\n")
     report(rows)
 
 

@@ -27,7 +27,6 @@ PAGE = ROOT / "docs" / "support-matrix.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TRITON = RESULTS / "triton_releases.json"
 CHECKED_TRITON = RESULTS / "check_h200_triton38.json"
-# Those of this repository alone: what else is installed here is not documented here.
 FAMILIES: dict[str, Family] = {
     package: importlib.import_module(f"{package}.family").FAMILY for package in PACKAGES
 }
@@ -51,17 +50,17 @@ _DRAWN = "the kernel of the KDA layers; tested with random inputs only"
 _MLA = "MLA decode where it was measured to be faster"
 _MLA_SGLANG = f"{_MLA}, with `--page-size 64`; CPU"
 _ATTENTION = "[attention](families/softmax.md) where it was measured to be faster"
-_SGLANG_V4 = f"compressor, from 0.5.17 on (plans v2); {_ATTENTION}, 0.5.23; CPU"
+_SGLANG_V4 = f"compressor; {_ATTENTION}, 0.5.23; CPU"
 MODELS = f"""
 ## Models
 
 | model | vllm | sglang |
 |---|---|---|
 | Kimi-Linear | KDA layers, prefill and decode; {_MLA} | KDA layers; {_MLA_SGLANG} |
-| Kimi-K3 | KDA layers, 0.27 (ROCm 0.28) to 0.33; CPU | {_DRAWN} |
-| GLM-5.3-Flash | KDA layers, 0.30 to 0.33; CPU | {_DRAWN} |
-| Ling-V3 | KDA layers, 0.28 to 0.33; CPU | {_DRAWN} |
-| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}, 0.26 to 0.33; CPU | {_MLA_SGLANG} |
+| Kimi-K3 | KDA layers; CPU | {_DRAWN} |
+| GLM-5.3-Flash | KDA layers; CPU | {_DRAWN} |
+| Ling-V3 | KDA layers; CPU | {_DRAWN} |
+| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}; CPU | {_MLA_SGLANG} |
 | DeepSeek-V4 | [compressor](families/dsv4.md); {_ATTENTION}, CPU | {_SGLANG_V4} |
 
 *CPU*: contract tests run with the releases' own wheels on a CPU; no GPU has served the whole model
@@ -72,8 +71,7 @@ follow the sources of the kernels that read them. They are interpreted, compiled
 machine code of gfx942 and gfx950 on a CPU. It has not been shown on a GPU that aiter's kernels read
 them. `kda-dsv4 check` runs each of them.
 
-Speculative decoding of KDA layers: with vLLM 0.30 and newer this package verifies the drafts; with
-older releases upstream's code runs the KDA layers, which is logged once. With sglang this package
+Speculative decoding of KDA layers: with vLLM this package verifies the drafts. With sglang it
 verifies drafts that form a chain, and sglang's own kernel verifies trees. Both were tested with
 the wheels on the CPU. vLLM 0.33 also answered the small checkpoint's questions with n-gram drafts
 on an H200 ([result](../benchmarks/results/recall_vllm033.json)). In sglang drafts have not run on a
@@ -184,13 +182,13 @@ def _checked_triton() -> str:
 
 
 def _engines() -> list[str]:
-    names = [family.name for family in FAMILIES.values()]
+    columns = [f"{family.name} adapter" for family in FAMILIES.values()]
     lines = [
         "",
         "## Engines",
         "",
-        f"| engine | releases | {' | '.join(f'{name} adapter' for name in names)} | result files |",
-        "|---" * (len(names) + 3) + "|",
+        f"| engine | releases | {' | '.join(columns)} | their result files |",
+        "|---" * (len(columns) + 3) + "|",
     ]
     for engine in ENGINES.values():
         adapters = ["yes" if has_adapter(package, engine.name) else "no" for package in FAMILIES]
@@ -211,8 +209,13 @@ def has_adapter(package: str, engine: str) -> bool:
 
 
 def _files_of(engine: str) -> list[Path]:
-    """The engine's result files that a page cites."""
-    return [file for file in cited() if engine in file.stem]
+    """The result files of the engine's supported releases that a page cites."""
+    found = []
+    for file in (file for file in cited() if engine in file.stem):
+        version = json.loads(file.read_text(encoding="utf-8")).get("environment", {}).get(engine)
+        if version is None or ENGINES[engine].supports(version):
+            found.append(file)
+    return found
 
 
 def cited() -> list[Path]:

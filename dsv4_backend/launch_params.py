@@ -6,9 +6,12 @@ Imports no torch: tables are read where it is not installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
+
+if TYPE_CHECKING:
+    from dsv4_backend.spec import StepSpec
 
 Pdl = Literal["off", "wait", "release_after_wait", "release_first"]
 """Programmatic dependent launch, see ``backend_core.kernels.pdl``."""
@@ -64,12 +67,9 @@ class DecodeC128Params(DecodeParams):
             row. More than one needs ``num_warps`` 1 on HIP, where a barrier of a workgroup does not
             wait for its stores.
         max_registers: limit per thread; 0 is none.
-        left_to_cutedsl: too little is gained over vLLM's own CuTe DSL kernels, and its adapter
-            leaves the step to them.
     """
 
     max_registers: int = 0
-    left_to_cutedsl: bool = False
     splits: Literal[1, 2, 4, 8] = 1
 
 
@@ -114,30 +114,38 @@ class ColumnSplitParams:
     rest_num_warps: int
 
 
-_REQUESTS = "requests"
-_WINDOWS = "windows in the step plan"
 _DECODE_C4 = {"one_launch": DecodeC4Params, "torch": NoParams}
+_DECODE_C128 = {"one_launch": DecodeC128Params, "torch": NoParams}
 _PREFILL_C4 = {"one_launch": OneLaunchParams, "two_launch": TwoLaunchParams, "torch": NoParams}
+_PREFILL_C128 = {"column_split": ColumnSplitParams, "torch": NoParams}
+_QUERIES = {"in_registers": QueriesParams, "torch": NoParams}
 _IN_PLACE = {"in_registers": InPlaceParams, "torch": NoParams}
+
+
+def _of_layout(spec: StepSpec) -> frozenset[str]:
+    return frozenset({spec.state_layout})
+
+
+_DECODE: dict[str, Any] = {"grid": "requests", "folder": "dsv4_backend.decode"}
+_PREFILL: dict[str, Any] = {
+    "grid": "windows in the step plan",
+    "folder": "dsv4_backend.prefill",
+    "requires": _of_layout,
+}
+_ROWS: dict[str, Any] = {"grid": "rows", "folder": "dsv4_backend.in_place", "paths": _IN_PLACE}
 
 TABLES = TableSchema(
     family="dsv4",
     operators=(
-        Operator("indexer_decode", _REQUESTS, _DECODE_C4),
-        Operator("main_c4_decode", _REQUESTS, _DECODE_C4),
-        Operator(
-            "main_c128_decode", _REQUESTS, {"one_launch": DecodeC128Params, "torch": NoParams}
-        ),
-        Operator("indexer_prefill", _WINDOWS, _PREFILL_C4),
-        Operator("main_c4_prefill", _WINDOWS, _PREFILL_C4),
-        Operator(
-            "main_c128_prefill", _WINDOWS, {"column_split": ColumnSplitParams, "torch": NoParams}
-        ),
-        Operator(
-            "queries", "tokens times heads", {"in_registers": QueriesParams, "torch": NoParams}
-        ),
-        Operator("in_place_128", "rows", _IN_PLACE),
-        Operator("in_place_512", "rows", _IN_PLACE),
+        Operator("indexer_decode", paths=_DECODE_C4, **_DECODE),
+        Operator("main_c4_decode", paths=_DECODE_C4, **_DECODE),
+        Operator("main_c128_decode", paths=_DECODE_C128, **_DECODE),
+        Operator("indexer_prefill", paths=_PREFILL_C4, **_PREFILL),
+        Operator("main_c4_prefill", paths=_PREFILL_C4, **_PREFILL),
+        Operator("main_c128_prefill", paths=_PREFILL_C128, **_PREFILL),
+        Operator("queries", "tokens times heads", _QUERIES, "dsv4_backend.queries"),
+        Operator("in_place_128", **_ROWS),
+        Operator("in_place_512", **_ROWS),
     ),
 )
 """A compressor's kind is ``indexer``, ``main_c4`` or ``main_c128``. A path with the feature

@@ -21,7 +21,6 @@ from kda_backend.contract.sequences import (
 from kda_backend.contract.states import check_slots
 from kda_backend.contract.tokens import refuse_gradients
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs, beta_kind_of
-from kda_backend.decode.paths import run_recurrent
 from kda_backend.prefill.paths import run_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
@@ -252,7 +251,8 @@ def fused_recurrent_kda(
     tokens, state = _ready(tokens, gate, state, is_packed, sequences, output_final_state)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     written = out if out_packed else packed_rows(out)
-    run_recurrent(selection, tokens, gate, cu_seqlens, state, written)
+    run = selection.recurrent.run(sequences * v.shape[2])
+    run(tokens, gate, cu_seqlens, state, written)
     return out, state.write if output_final_state else None
 
 
@@ -325,7 +325,7 @@ def _ready(
     sequences: int,
     final: bool,
 ) -> tuple[TokenInputs, StateRef]:
-    """What a pipeline takes, from checked values: tokens in packed memory, a final state."""
+    """Packs the tokens and allocates the final state."""
     refuse_gradients(tokens, gate, state)
     check_slots(state)
     if not is_packed:

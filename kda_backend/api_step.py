@@ -24,7 +24,6 @@ from kda_backend.contract.values import (
     TokenInputs,
     beta_kind_of,
 )
-from kda_backend.decode.paths import run_step, run_verification
 from kda_backend.selection import KdaSelection, selection_for
 
 
@@ -144,7 +143,10 @@ def decode_step(
     if selection is None and not is_aligned(state, conv):
         chosen = selection_for(v.device, replace(chosen.shape, aligned_state=False))
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    run_step(chosen, tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept)
+    run = kept.get(chosen)
+    if run is None:
+        run = kept[chosen] = chosen.decode_step.run(v.shape[0] * v.shape[1])
+    run(tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept)
     return out
 
 
@@ -258,5 +260,6 @@ def verify_step(
     if out is None:
         # the kernel does not write rows that belong to no sequence
         out = torch.zeros(tokens.v.shape, dtype=tokens.v.dtype, device=tokens.v.device)
-    run_verification(selection, tokens, gate, state, draft, shape, conv, norm, out)
+    run = selection.verify.run(shape.num_sequences * tokens.v.shape[1])
+    run(tokens, gate, state, draft, shape, conv, norm, out)
     return out

@@ -57,7 +57,7 @@ def model_refusal(config: ModelConfig) -> str | None:
 
 
 def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
-    """What the table chooses for one of ``ranks`` GPUs that serve the model together.
+    """The table's choices for one of ``ranks`` GPUs that serve the model together.
 
     Raises:
         ValueError: the configuration has no heads, or they cannot be split over the ranks.
@@ -69,7 +69,7 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
     if heads % ranks:
         raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
     chosen = select(target, KdaShape(heads // ranks, heads // ranks, dim, dim, bounded))
-    rows = (row for operator in chosen.operators for row in operator.explain() if not row.refusal)
+    rows = (row for operator in chosen.operators for row in operator.explained if not row.refusal)
     return [f"{heads // ranks} heads per GPU", *map(str, rows)]
 
 
@@ -116,7 +116,7 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 
 
 def fuzz_cases() -> Mapping[str, FuzzCase]:
-    """What draws random calls of each operator."""
+    """The drawing of random calls of each operator."""
     from kda_backend.testing.fuzz import sequences_case
     from kda_backend.testing.fuzz_steps import step_case, verify_case
 
@@ -129,7 +129,7 @@ def fuzz_cases() -> Mapping[str, FuzzCase]:
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
-    """What ``tune`` tries of a path's launch parameters.
+    """The values of a path's launch parameters that ``tune`` tries.
 
     The cost model of the Hopper prefill is fitted to a sweep (``benchmarks/sweep_kda_prefill.py``),
     not searched.

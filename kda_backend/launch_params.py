@@ -6,9 +6,13 @@ Imports no torch: tables are read where it is not installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
+from kda_backend.spec import CHUNK
+
+if TYPE_CHECKING:
+    from kda_backend.selection import KdaShape
 
 EvictionHint = Literal["", "evict_first", "evict_last"]
 Fp32Precision = Literal["ieee", "tf32x3"]
@@ -140,8 +144,6 @@ class PrefillCostModel:
         scan_start_ns, scan_step_ns: of a scan task and per chunk.
         split_start_ns, split_step_ns: the same of the scan whose output is split over four CTAs.
         fetch_ns: per tile, when all SMs fetch.
-        one_launch_max_tokens: steps whose sequences have at most so many tokens, as the host knows,
-            are made in one launch (`kda_backend.prefill.one_launch_sm90`); 0: none.
         fused_conv_tiles: a step of at least so many tiles makes a layer's short convolution of q
             and k where the tiles are (`kda_backend.prefill.conv_sm90`), not by a launch of its own;
             0: no step does.
@@ -158,7 +160,6 @@ class PrefillCostModel:
     split_start_ns: int
     split_step_ns: int
     fetch_ns: int
-    one_launch_max_tokens: int = 0
     fused_conv_tiles: int = 0
 
     def __post_init__(self) -> None:
@@ -167,9 +168,8 @@ class PrefillCostModel:
         for name, value in vars(self).items():
             if name.endswith("_ns") and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("one_launch_max_tokens", "fused_conv_tiles"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.fused_conv_tiles < 0:
+            raise ValueError(f"fused_conv_tiles must not be negative, got {self.fused_conv_tiles}")
 
 
 @dataclass(frozen=True)
@@ -178,48 +178,52 @@ class SegmentedParams:
 
     Attributes:
         segment_chunks: chunks of a segment.
-        min_chunks: of the longest sequence; a step with shorter ones is scanned whole.
-        max_tasks: value heads times sequences of more than half the longest one's chunks; a step
-            with more is scanned whole. 0 is off.
         cost_model: the table's section.
     """
 
     segment_chunks: int
-    min_chunks: int
-    max_tasks: int
     cost_model: PrefillCostModel
 
     def __post_init__(self) -> None:
-        if self.segment_chunks < 1 or self.min_chunks <= self.segment_chunks:
-            raise ValueError(
-                "segment_chunks must be at least 1 and less than min_chunks, got "
-                f"{self.segment_chunks} and {self.min_chunks}"
-            )
+        if self.segment_chunks < 1:
+            raise ValueError(f"segment_chunks must be at least 1, got {self.segment_chunks}")
 
 
 _CHUNKS = "64-token chunks, each sequence's counted on its own, times value heads of this rank"
 _SEQUENCES = "sequences times value heads of this rank"
 
+
+def _operator(
+    name: str, grid: str, paths: dict[str, type[Any] | str], unit_tokens: int = 1
+) -> Operator:
+    def requires(shape: KdaShape) -> frozenset[str]:
+        return shape.requires(name)
+
+    return Operator(name, grid, paths, f"kda_backend.{name}", requires, unit_tokens)
+
+
 TABLES = TableSchema(
     family="kda",
     operators=(
-        Operator(
+        _operator(
             "prefill",
             _CHUNKS,
             {
+                "one_launch_sm90": NoParams,
                 "segmented_sm90": SegmentedParams,
                 "two_stage_sm90": "cost_model",
                 "two_stage": TwoStageParams,
                 "torch": NoParams,
             },
+            unit_tokens=CHUNK,
         ),
-        Operator("recurrent", _SEQUENCES, {"recurrent": RecurrentParams, "torch": NoParams}),
-        Operator(
+        _operator("recurrent", _SEQUENCES, {"recurrent": RecurrentParams, "torch": NoParams}),
+        _operator(
             "decode_step",
             _SEQUENCES,
             {"fused_sm90": FusedStepSm90Params, "fused": FusedStepParams, "torch": NoParams},
         ),
-        Operator("verify", _SEQUENCES, {"fused": FusedVerifyParams, "torch": NoParams}),
+        _operator("verify", _SEQUENCES, {"fused": FusedVerifyParams, "torch": NoParams}),
     ),
     sections={"cost_model": PrefillCostModel},
 )

@@ -1,6 +1,6 @@
 """A KDA layer between its projections: short convolution, delta rule, gated norm.
 
-What the engines' adapters call, on the engines' own memory: packed q, k and v of all heads, and
+Calls for the engines' adapters, on the engines' own memory: packed q, k and v of all heads, and
 pools of convolution and recurrent states that are read and written in place.
 """
 
@@ -23,7 +23,6 @@ from kda_backend.contract.values import (
     StateRef,
     TokenInputs,
 )
-from kda_backend.decode.paths import run_recurrent
 from kda_backend.layer_checkpoints import (
     Checkpoints,
     check_checkpoints,
@@ -40,7 +39,7 @@ from kda_backend.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What a layer brings beside its projections; the tensors are the engine's own.
+    """A layer's weights beside its projections; the tensors are the engine's own.
 
     Attributes:
         conv: ``[3 H D, W]`` contiguous, the filters of q, k and v, newest token last.
@@ -62,7 +61,7 @@ class LayerWeights:
 
 
 class Tokens(NamedTuple):
-    """What the projections made of T tokens, all before activation; channels adjacent.
+    """The projections of T tokens, all before activation; channels adjacent.
 
     Attributes:
         qkv: ``[T, 3 H D]``.
@@ -219,7 +218,8 @@ def decode_or_start(
     mixed = _convolved(weights, tokens, pools, state, step_plan)
     rows = _token_inputs(tokens, mixed, selection)
     out = tokens.out.unsqueeze(0)
-    run_recurrent(selection, rows, weights.gate, step_plan.cu_seqlens, state, out)
+    run = selection.recurrent.run(step_plan.num_sequences * rows.v.shape[2])
+    run(rows, weights.gate, step_plan.cu_seqlens, state, out)
     _normalise(weights, tokens, step_plan)
 
 

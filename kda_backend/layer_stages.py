@@ -1,4 +1,4 @@
-"""What surrounds the delta rule in a layer's prefill: the short convolution and the gated norm."""
+"""The stages around the delta rule in a layer's prefill: short convolution and gated norm."""
 
 from __future__ import annotations
 

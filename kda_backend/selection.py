@@ -1,6 +1,6 @@
-"""Which kernel path serves which call: chosen once at model load, looked up by grid in each call.
+"""The kernel paths of a model: chosen once at load, looked up by grid in each call.
 
-What a unit of an operator's grid is, `kda_backend.launch_params` says.
+`kda_backend.launch_params` defines the unit of each operator's grid.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from backend_core.contracts import interprets
+from backend_core.operator import Selection, choose
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection, load_table
-from backend_core.tables.select import select as select_paths
+from backend_core.tables.select import load_table
 from backend_core.target import Target, detect_target
 from kda_backend.launch_params import TABLES
 from kda_backend.spec import tile_width
@@ -35,8 +35,8 @@ class KdaShape:
         aligned_state: slots of the state pool, and the convolution's weight, start at multiples of
             16 bytes.
         deterministic_prefix: a token's results have the same bits wherever the tokens before it
-            were cut into calls, on which engines that cache prefixes rely
-            (docs/families/kda.md). If false, prefill may scan segments of long sequences.
+            were cut into calls (docs/families/kda.md). If false, prefill may scan segments of long
+            sequences.
     """
 
     num_heads: int
@@ -47,7 +47,7 @@ class KdaShape:
     dtype: torch.dtype = torch.bfloat16
     gate_dtype: torch.dtype = torch.bfloat16
     aligned_state: bool = True
-    deterministic_prefix: bool = True
+    deterministic_prefix: bool = False
 
     def requires(self, operator: str) -> frozenset[str]:
         """The features that a path of this operator must declare to serve this model."""
@@ -67,6 +67,9 @@ class KdaShape:
         return frozenset(needs)
 
 
+Paths: TypeAlias = "Selection[KdaShape, Callable[..., None]]"
+
+
 @dataclass(frozen=True, eq=False)
 class KdaSelection:
     """The paths that were chosen for one model on one target, for each operator.
@@ -76,34 +79,37 @@ class KdaSelection:
 
     target: Target
     shape: KdaShape
-    prefill: PathSelection
-    recurrent: PathSelection
-    decode_step: PathSelection
-    verify: PathSelection
+    prefill: Paths
+    recurrent: Paths
+    decode_step: Paths
+    verify: Paths
 
     @property
-    def operators(self) -> tuple[PathSelection, ...]:
+    def operators(self) -> tuple[Paths, ...]:
         return self.prefill, self.recurrent, self.decode_step, self.verify
 
     def single_paths(self) -> Iterator[KdaSelection]:
         """This selection with each of its paths alone, for every grid."""
         for operator in self.operators:
-            for path in dict.fromkeys(operator.paths):
+            for path in dict.fromkeys(operator.rows):
                 yield self.with_path(path)
 
     def with_path(self, path: KernelPath) -> KdaSelection:
-        """This selection with ``path`` alone for its operator, for every grid."""
-        forced: dict[str, Any] = {path.operator: PathSelection.of(path)}
+        """This selection with ``path`` alone for its operator, for every grid. Behind a row that
+        serves some calls only, its last row serves the others."""
+        chosen: Paths = getattr(self, path.operator)
+        rows = (path, chosen.rows[-1]) if path.is_limited else (path,)
+        forced: dict[str, Any] = {path.operator: chosen.only(*rows)}
         return replace(self, **forced)
 
     def explain(self) -> list[str]:
         """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
-        return [str(row) for operator in self.operators for row in operator.explain()]
+        return [str(row) for operator in self.operators for row in operator.explained]
 
 
-def deterministic_prefix(caches_prefixes: bool) -> bool:
-    """`KdaShape.deterministic_prefix` of a model in an engine: what the user says by
-    ``KDA_DSV4_DETERMINISTIC_PREFIX`` (0 or 1), else whether the engine caches prefixes.
+def deterministic_prefix() -> bool:
+    """`KdaShape.deterministic_prefix` of a model in an engine, which is what the user says by
+    ``KDA_DSV4_DETERMINISTIC_PREFIX`` (0 or 1), by default 0.
 
     Raises:
         ValueError: the variable has another value.
@@ -111,7 +117,7 @@ def deterministic_prefix(caches_prefixes: bool) -> bool:
     text = os.environ.get("KDA_DSV4_DETERMINISTIC_PREFIX", "")
     if text not in ("", "0", "1"):
         raise ValueError(f"KDA_DSV4_DETERMINISTIC_PREFIX must be 0 or 1, got {text!r}")
-    return caches_prefixes if text == "" else text == "1"
+    return text == "1"
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,7 +126,7 @@ def select(target: Target, shape: KdaShape) -> KdaSelection:
 
     Args:
         target: the GPU or CPU (``backend_core.target.detect_target``).
-        shape: what of the model decides which paths can serve it.
+        shape: the facts of the model that decide which paths can serve it.
 
     Returns:
         For each operator the path of every size of call; ``explain()`` gives it in words.
@@ -129,9 +135,7 @@ def select(target: Target, shape: KdaShape) -> KdaSelection:
         LookupError: no table for the target, or no row that can serve the shape.
     """
     table = load_table(TABLES, target)
-    chosen = {
-        name: select_paths(table, name, shape.requires(name)) for name in TABLES.operator_names
-    }
+    chosen = {name: choose(table, name, target, shape) for name in TABLES.operator_names}
     return KdaSelection(target, shape, **chosen)
 
 

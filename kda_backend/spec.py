@@ -1,4 +1,4 @@
-"""What a KDA layer is: the facts that its contract, its kernels and their launches share."""
+"""A KDA layer: the facts that its contract, its kernels and their launches share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step has to do: its ragged batch, described once per step without synchronising."""
+"""The work of one step: its ragged batch, described once per step without synchronising."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TABLE_SEQUENCES = 16  # that it looks at together; more spill, of scalars at 32
 
 
 class ChunkTable(NamedTuple):
-    """Which tokens each chunk of a ragged batch covers: int32 tensors on the device.
+    """The tokens of each chunk of a ragged batch: int32 tensors on the device.
 
     Attributes:
         start, length: ``[capacity]``, first token and number of tokens of each chunk.
@@ -120,7 +120,7 @@ class StepPlan:
 
     @functools.cached_property
     def addresses(self) -> PlanAddresses:
-        """What the launches of all layers pass on; only for a plan with a chunk table."""
+        """Addresses for the launches of all layers; only for a plan with a chunk table."""
         assert self.chunk_table is not None
         return PlanAddresses(*(x.data_ptr() for x in (self.cu_seqlens, *self.chunk_table)))
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
 
-from backend_core.contracts import expect_kernel_device
+from backend_core.contracts import expect_kernel_device, once
 from backend_core.launch.streams import is_elsewhere, run_there
-from softmax_backend import selection as selections
+from backend_core.operator import Selection, select
+from backend_core.target import Target, detect_target
 from softmax_backend.contract.mla_decode import MlaInputs, check_mla_decode, split_cache
-from softmax_backend.run import mla_sm90, mla_torch, mla_triton
+from softmax_backend.contract.sparse_mla import token_stride
+from softmax_backend.decode import MlaRun
+from softmax_backend.launch_params import TABLES
 from softmax_backend.scratch import Scratch, scratch_of_call
-from softmax_backend.selection import MlaSelection
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
 
-if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
 
-Run = Callable[["KernelPath", MlaInputs, Scratch, bool], None]
-RUNS: dict[str, Run] = {
-    "torch": mla_torch.decode,
-    "triton": mla_triton.decode,
-    "sm90": mla_sm90.decode,
-}
+def select_mla_decode(
+    target: Target, spec: MlaSpec, upstream: str | None = None
+) -> Selection[MlaSpec, MlaRun]:
+    """Choose the paths of a layer; call it at model load (`backend_core.operator.select`)."""
+    return select(TABLES, "mla_decode", target, spec, upstream)
+
+
+def selection_for(device: torch.device, spec: MlaSpec) -> Selection[MlaSpec, MlaRun]:
+    """The selection for the processor that a device is."""
+    return select_mla_decode(detect_target(device), spec)
 
 
 def mla_decode(
@@ -35,12 +36,10 @@ def mla_decode(
     kv_rope: torch.Tensor,
     block_table: torch.Tensor,
     plan: StepPlan,
-    selection: MlaSelection,
+    selection: Selection[MlaSpec, MlaRun],
     *,
     scale: float,
     causal: bool = True,
-    kv_scale: float = 1.0,
-    kv_scales: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -63,12 +62,10 @@ def mla_decode(
             two views of one (``split_cache``). Rows that no request owns may hold anything.
         block_table: ``[requests, pages]`` int32; entries beyond a request's pages are not read.
         plan: the plan of this step (``MlaPlanner.plan``), which holds the lengths.
-        selection: the layer's paths (``selection.select``).
+        selection: the layer's paths (``select_mla_decode``).
         scale: the factor of the logits.
         causal: a query token attends to the keys up to its own; the last query token is the last
             key.
-        kv_scale: the factor by which the values of an fp8 cache are multiplied.
-        kv_scales: ``[pages, page size, 4]`` float32 of an fp8_ds_mla cache.
         sinks: ``[heads]`` float32 natural logits that take a share of the weights and no part in
             the LSE.
         out: ``[requests, query tokens, heads, 512]``; lse: ``[requests, query tokens, heads]``
@@ -87,28 +84,73 @@ def mla_decode(
     """
     if is_elsewhere(plan.lengths):
         return run_there(plan.lengths, mla_decode, locals())
-    x = check_mla_decode(
-        selection.spec,
-        plan,
+    spec, prefix = selection.spec, plan.prefix
+    run, *strides = _ready(
+        selection,
+        plan.lengths,
+        plan.query_tokens,
+        None if prefix is None else prefix.num_heads,
         q_latent,
         q_rope,
         kv_latent,
         kv_rope,
         block_table,
-        scale=scale,
-        causal=causal,
-        kv_scale=kv_scale,
-        kv_scales=kv_scales,
-        sinks=sinks,
-        out=out,
-        lse=lse,
+        scale,
+        sinks,
+        out,
+        lse,
     )
-    path = selection.path(plan.requests)
-    if path.name != "torch":
+    if out is None:
+        out = torch.empty(q_latent.shape, dtype=spec.dtype, device=plan.device)
+    if lse is None:
+        lse = torch.empty(q_latent.shape[:3], dtype=torch.float32, device=plan.device)
+    run(
+        MlaInputs(
+            spec,
+            plan,
+            q_latent,
+            q_rope,
+            kv_latent,
+            kv_rope,
+            block_table,
+            scale,
+            causal,
+            sinks,
+            out,
+            lse,
+            pdl_prefetch_safe,
+            *strides,
+        ),
+        scratch_of_call(scratch, plan.device),
+    )
+    return out, lse
+
+
+@once
+def _ready(
+    selection: Selection[MlaSpec, MlaRun],
+    lengths: torch.Tensor,
+    query_tokens: int,
+    prefix_heads: int | None,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_latent: torch.Tensor,
+    kv_rope: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[MlaRun, int, int]:
+    """A call's path, bound, and the strides of its query tokens."""
+    spec = selection.spec
+    step = (lengths, query_tokens, prefix_heads)
+    tensors = (q_latent, q_rope, kv_latent, kv_rope, block_table)
+    check_mla_decode(spec, *step, *tensors, scale, sinks, out, lse)
+    grid = lengths.shape[0] * spec.query_rows
+    if selection.row(grid).name != "torch":
         expect_kernel_device("q_latent", q_latent)
-    scratch = scratch_of_call(scratch, plan.device)
-    RUNS[path.name](path, x, scratch, pdl_prefetch_safe)
-    return x.out, x.lse
+    return selection.run(grid), token_stride(q_latent), token_stride(q_rope)
 
 
-__all__ = ["MlaSpec", "mla_decode", "selections", "split_cache"]
+__all__ = ["MlaSpec", "mla_decode", "select_mla_decode", "selection_for", "split_cache"]

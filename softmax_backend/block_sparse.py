@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_kernel_device
 from backend_core.launch.streams import is_elsewhere, run_there
+from backend_core.operator import Selection, forced, select
+from backend_core.tables.schema import KernelPath, NoParams
+from backend_core.tables.select import load_table
+from backend_core.target import Target, detect_target
 from softmax_backend.contract.block_sparse import (
+    BlockSparseInputs,
     check_block_sparse,
     check_kernel,
     check_scale,
 )
+from softmax_backend.launch_params import TABLES
 from softmax_backend.plan.block_plan import BlockPlan
-from softmax_backend.run import block_sparse_torch
-from softmax_backend.selection_prefill import plan_blocks, select_path
+from softmax_backend.spec_block_sparse import BlockSparseSpec
 from softmax_backend.variants.variant import SOFTMAX, Variant
 
-PATHS = ("torch", "triton", "gluon", "gluon_packed")
+PATHS = tuple(TABLES.operator("block_sparse").paths)
 
 
 def block_sparse_attention(
@@ -62,41 +70,54 @@ def block_sparse_attention(
     check_block_sparse(q, k, v, plan, variant, out, lse)
     if path not in (None, *PATHS):
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
-    row = select_path(q, v, plan, variant, path)
-    chosen = path or ("torch" if row is None else row.name)
-    if chosen != "torch" and q.numel():
+    spec = BlockSparseSpec.of(q, k, v, plan, variant)
+    selection = selection_for("block_sparse", q.device, spec, path)
+    if q.numel() and selection.row(len(plan.work)).name != "torch":
         check_kernel(q, k, v, plan)
-        if chosen == "triton":  # the others have a row on Hopper alone
-            expect_kernel_device("q", q)
+        expect_kernel_device("q", q)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     check_scale(scale)
     if out is None:
         out = empty_output(q, v.shape[3])
     if lse is None:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if not q.numel():
-        return out, lse
-    if chosen == "torch":
-        block_sparse_torch.run(q, k, v, plan, variant, scale, out, lse)
-    elif chosen == "triton":
-        from softmax_backend.run import block_sparse  # Triton need not be there for the torch path
-
-        tuned = block_sparse.params_for(plan, q.shape[3], None if row is None else row.params)
-        block_sparse.run(q, k, v, plan, variant, scale, out, lse, tuned)
-    else:
-        from softmax_backend.run import block_sparse_sm90
-
-        if row is None:
-            raise ValueError(f"path {chosen} needs Hopper, got tensors on {q.device}")
-        run = block_sparse_sm90.run if chosen == "gluon" else block_sparse_sm90.run_packed
-        run(q, k, v, plan, scale, out, lse, row.params)
+    if q.numel():
+        run = selection.run(len(plan.work))
+        run(BlockSparseInputs(q, k, v, plan, variant, scale, out, lse))
     return out, lse
+
+
+def selection_for(
+    operator: str, device: torch.device, spec: Any, path: str | None = None
+) -> Selection[Any, Any]:
+    """The paths that serve such calls on a device, or the one that the caller names.
+
+    Raises:
+        ValueError: the named path lacks what the call needs, or its device.
+        LookupError: no path can serve the call.
+    """
+    return _selection(operator, detect_target(device), spec, path)
+
+
+@functools.lru_cache(maxsize=1024)
+def _selection(operator: str, target: Target, spec: Any, path: str | None) -> Selection[Any, Any]:
+    if path is None:
+        return select(TABLES, operator, target, spec)
+    rows = [row for row in load_table(TABLES, target).rows if row.operator == operator]
+    row = next((row for row in rows if row.name == path), None)
+    if row is None and path not in ("torch", "triton"):
+        raise ValueError(f"path {path} needs Hopper, got {target.name}")
+    if row is None:
+        row = KernelPath(path, operator, None, spec.requires(), NoParams(), False, "as called")
+    if missing := spec.requires() - row.features:
+        raise ValueError(f"path {path} lacks {', '.join(sorted(missing))}, which this call needs")
+    return forced(TABLES, target, spec, row)
 
 
 def default_blocks(device: torch.device, head_dim: int) -> tuple[int, int]:
     """(block_m, block_n) for plans of 16-bit attention on a device."""
-    wide = frozenset({"any_head_size"}) if head_dim not in (64, 128) else frozenset()
-    block_m, block_n = plan_blocks("block_sparse", device, wide)
+    spec = BlockSparseSpec((head_dim, head_dim))
+    block_m, block_n = selection_for("block_sparse", device, spec).rows[0].params.blocks
     return block_m, block_n if head_dim <= 128 else min(block_n, 64)
 
 

@@ -1,4 +1,4 @@
-"""Combine: merging the splits of output rows by their log-sum-exp, on its own and after a run."""
+"""Combine: merging the splits of output rows by their log-sum-exp, after a run."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ def combine_triton(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.T
     rows = x.spec.query_rows
     # those of the request's own tile, and of its prefix's
     splits = x.plan.num_ctas + (prefix is not None)
-    _triton_kernel(LATENT_DIM, max(256, 1 << (splits - 1).bit_length()))(
+    _triton_kernel(LATENT_DIM, max(256, 1 << (splits - 1).bit_length())).launch(
         (x.plan.requests * rows, 1, 1),
-        x.out,
-        x.lse,
-        partial_out,
-        partial_lse,
-        x.plan.num_splits,
-        *((None, None) if prefix is None else (prefix.prefix_tile, prefix.prefix_row)),
-        x.sinks,
-        rows,
-        partial_out.shape[1],
-        x.spec.num_heads,
+        out_ptr=x.out,
+        lse_ptr=x.lse,
+        partial_out_ptr=partial_out,
+        partial_lse_ptr=partial_lse,
+        num_splits_ptr=x.plan.num_splits,
+        prefix_tile_ptr=None if prefix is None else prefix.prefix_tile,
+        prefix_row_ptr=None if prefix is None else prefix.prefix_row,
+        sinks_ptr=x.sinks,
+        num_rows=rows,
+        partial_rows=partial_out.shape[1],
+        heads=x.spec.num_heads,
     )
 
 
@@ -93,5 +94,4 @@ def _triton_kernel(dim: int, max_splits: int = 256) -> KernelLaunch:
 
 @functools.cache
 def _sm90_kernel() -> CudaKernel:
-
     return CudaKernel(SM90_SOURCE, "mla_combine", PARAMS, {})

@@ -1,22 +1,22 @@
 """Where this family's MLA is measured ahead of the kernel that an engine would choose.
 
-`lead_over` answers from `MEASURED`, which `benchmarks/bench_mla_decode.py` gave: for the rows of a
-request (query tokens times heads) the largest batch up to which, at every batch that was measured,
-ours takes at most `MEAN` of the other kernel's time in the geometric mean over requests of 1k, 8k
-and 64k tokens, and at none of the three more than `WORST`.
+The path tables' rows ``upstream`` leave sizes to an engine's kernel, and name the result file that
+they follow from: a size is ours up to the largest batch at which, as at every smaller one that was
+measured, ours takes at most `MEAN` of the other kernel's time in the geometric mean over contexts,
+and at none of them more than `WORST`.
 
-`sparse_lead_over` answers the same for sparse MLA from `SPARSE`, which
-`benchmarks/bench_dsv4_attention.py` gave: for the heads of a rank the most query tokens of a step,
-judged over lists of 512 and of 1,024 rows beside a window of 128.
-
-Imports neither torch nor an engine.
+Imports no engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backend_core.operator import select
+from backend_core.tables.schema import UPSTREAM
 from backend_core.target import Target
+from softmax_backend.launch_params import TABLES
+from softmax_backend.spec_sparse_mla import MAX_HEADS, SparseMlaSpec
 
 MEAN, WORST = 0.97, 1.02
 """2 % is what two runs differ by."""
@@ -44,31 +44,6 @@ class Lead:
         return f"of up to {self.max_requests} requests"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One result file: ours beside the kernel ``kernel`` on a target.
-
-    Attributes:
-        target: `Target.key`; kernel: as the file's columns name it: ``"fa3"``.
-        max_requests: by query rows; 0 where ours is ahead in no batch.
-    """
-
-    target: str
-    kernel: str
-    source: str
-    max_requests: dict[int, int | None]
-
-
-MEASURED = (
-    Measured(
-        "nvidia_sm90",
-        "fa3",
-        "benchmarks/results/mla_decode_h200.json",
-        {4: None, 8: None, 16: 4, 32: 16},
-    ),
-)
-
-
 def lead_over(target: Target, kernel: str, query_rows: int) -> Lead | str:
     """The steps in which ours is ahead of ``kernel``; or why there are none, in words.
 
@@ -76,66 +51,46 @@ def lead_over(target: Target, kernel: str, query_rows: int) -> Lead | str:
         query_rows: of a request: query tokens times heads of a rank. A number between two that
             were measured is judged as the larger.
     """
-    found = [m for m in MEASURED if (m.target, m.kernel) == (target.key, kernel)]
-    if not found:
-        return f"no result compares this package's decode with {kernel} on {target.arch}"
-    rows = found[0].max_requests
-    if query_rows > max(rows):
-        return (
-            f"its decode was compared with {kernel} at up to {max(rows)} query rows per request,"
-            f" and this rank has {query_rows}"
-        )
-    limit = rows[min(n for n in rows if n >= query_rows)]
-    if limit == 0:
-        return f"{kernel} is ahead at {query_rows} query rows per request ({found[0].source})"
-    return Lead(limit, found[0].source)
+    from softmax_backend.spec import ROW_CLASSES, MlaSpec  # which needs torch
 
-
-@dataclass(frozen=True)
-class MeasuredSparse:
-    """One result file: sparse MLA beside the kernel ``kernel`` on a target.
-
-    Attributes:
-        target: `Target.key`; kernel: as the file's columns name it: ``"flashmla"``.
-        max_tokens: for ``"decode"`` and ``"prefill"``, by heads of a rank, the most query tokens;
-            ``None`` where the largest measured batch is still one in which ours is ahead.
-    """
-
-    target: str
-    kernel: str
-    source: str
-    max_tokens: dict[str, dict[int, int | None]]
-
-
-SPARSE = (
-    MeasuredSparse(
-        "nvidia_sm90",
-        "flashmla",
-        "benchmarks/results/dsv4_attention_h200.json",
-        {"decode": {8: None, 16: None, 32: None, 64: 64}, "prefill": {16: None, 32: None}},
-    ),
-)
+    rows = next((most for most in ROW_CLASSES if query_rows <= most), ROW_CLASSES[-1])
+    spec = MlaSpec(min(rows, 128), 16, query_tokens=-(-rows // 128))
+    return _lead("mla_decode", target, spec, kernel, "decode", rows, query_rows)
 
 
 def sparse_leads_over(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
-    """`sparse_lead_over` for decodes and for prefills."""
-    return {p: sparse_lead_over(target, kernel, p, heads) for p in ("decode", "prefill")}
-
-
-def sparse_lead_over(target: Target, kernel: str, phase: str, heads: int) -> Lead | str:
-    """The steps in which sparse MLA is ahead of ``kernel``; or why there are none, in words.
+    """The same of sparse MLA: of ``"decode"`` over caches of records, and of ``"prefill"`` over
+    gathered rows of bf16. A request is a query token, which has lists of its own.
 
     Args:
-        phase: ``"decode"``, over caches of records, or ``"prefill"``, over gathered rows of bf16.
         heads: of a rank. A number between two that were measured is judged as the larger.
     """
-    found = [m for m in SPARSE if (m.target, m.kernel) == (target.key, kernel)]
-    if not found:
-        return f"no result compares this package's sparse {phase} with {kernel} on {target.arch}"
-    tokens = found[0].max_tokens[phase]
-    if heads > max(tokens):
-        return (
-            f"its sparse {phase} was compared with {kernel} at up to {max(tokens)} heads per rank,"
-            f" and this rank has {heads}"
-        )
-    return Lead(tokens[min(n for n in tokens if n >= heads)], found[0].source)
+    judged = next((most for most in (16, 32, 64) if heads <= most), MAX_HEADS)
+    specs = {
+        "decode": SparseMlaSpec(judged, page_size=64, extra_page_size=64),
+        "prefill": SparseMlaSpec(judged, "bf16_rows"),
+    }
+    return {
+        phase: _lead("sparse_mla", target, spec, kernel, f"sparse {phase}", judged, heads)
+        for phase, spec in specs.items()
+    }
+
+
+def _lead(
+    operator: str, target: Target, spec: object, kernel: str, what: str, judged: int, count: int
+) -> Lead | str:
+    """``judged``: units of the grid in one request; ``count``: what the rank has."""
+    try:
+        selection = select(TABLES, operator, target, spec, kernel)
+    except LookupError as error:
+        return str(error)
+    rows = [row.path for row in selection.explained if row.path.name == UPSTREAM]
+    rows = [row for row in rows if row.params.kernel == kernel]
+    if not rows:
+        return f"no result compares this package's {what} with {kernel} on {target.arch}"
+    most = selection.most
+    if most == 0:
+        why = selection.rows[0].provenance.removeprefix("not measured, ")
+        return f"{why}, and this rank has {count}"
+    source = next(row.provenance for row in rows if row.measured).rpartition(", ")[2]
+    return Lead(None if most is None else most // judged, source)

@@ -44,14 +44,14 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
     heads = _heads(config, ranks)
     if config.get("model_type") == "deepseek_v4":
         return _describe_sparse(target, heads)
+    from softmax_backend.api import select_mla_decode
     from softmax_backend.engine_choice import lead_over
-    from softmax_backend.selection import select
     from softmax_backend.spec import MlaSpec
 
     lead = lead_over(target, ENGINE_KERNEL, heads)
     if isinstance(lead, str):
         raise LookupError(lead)
-    rows = select(target, MlaSpec(heads, 16)).mla_decode.explain()
+    rows = select_mla_decode(target, MlaSpec(heads, 16), ENGINE_KERNEL).explained
     return [
         f"{heads} heads per GPU",
         f"decode steps {lead}, where {lead.source} has them ahead of {ENGINE_KERNEL}",
@@ -77,7 +77,7 @@ def _describe_sparse(target: Target, heads: int) -> list[str]:
         steps = f"{phase}s" if most is None else f"{phase}s of up to {most} query tokens"
         lines.append(f"attention in {steps}, where {lead.source} has them ahead of {SPARSE_KERNEL}")
     spec = SparseMlaSpec(heads, page_size=64, extra_page_size=64)
-    rows = select_sparse_mla(target, spec).sparse_mla.explain()
+    rows = select_sparse_mla(target, spec, SPARSE_KERNEL).explained
     return [*lines, *(str(row) for row in rows if not row.refusal)]
 
 

@@ -6,22 +6,21 @@ import::
 
     from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-What differs: any page size, 1 to 128 heads without padding, and a schedule of our own by default;
-``schedule="flash_mla"`` gives FlashMLA's own tensors (``plan/flash_mla.py`` describes them).
+What differs: any page size, 1 to 128 heads without padding, and a schedule of our own
+(``step_plan.py`` describes its tensors).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from backend_core.contracts import expect_device
-from softmax_backend.api import mla_decode
+from softmax_backend.api import mla_decode, selection_for
 from softmax_backend.contract.mla_decode import split_cache
-from softmax_backend.plan.flash_mla import RELEASES, Release, from_columns_of, in_columns_of
-from softmax_backend.plan.planner import MlaPlanner, Schedule
-from softmax_backend.selection import select_for
+from softmax_backend.contract.sparse_mla import at_one_stride
+from softmax_backend.plan.planner import MlaPlanner
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 from softmax_backend.step_plan import StepPlan
 
@@ -33,15 +32,12 @@ _NO_LISTS = (None, None, None, None)
 class FlashMLASchedMeta:
     """The schedule of one step; filled by the first call that uses it.
 
-    It may be used again while the shapes and the values of ``cache_seqlens`` stay the same. With
-    ``schedule="flash_mla"`` its tensors are those of FlashMLA's release of January 2026.
+    It may be used again while the shapes and the values of ``cache_seqlens`` stay the same.
     """
 
-    schedule: Schedule = "balanced"
     config: tuple[int, ...] | None = None
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
-    work: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def have_initialized(self) -> bool:
@@ -55,9 +51,6 @@ def get_mla_metadata(
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
-    *,
-    schedule: Schedule = "balanced",
-    release: Release = "2025-09",
 ) -> tuple[torch.Tensor | FlashMLASchedMeta, torch.Tensor | None]:
     """The schedule of one step, shared by its layers; no host sync.
 
@@ -68,21 +61,16 @@ def get_mla_metadata(
         num_heads_k: 1.
         num_heads_q, is_fp8_kvcache: as in FlashMLA; without effect on the schedule.
         topk: must be ``None``: sparse attention is not served here.
-        schedule: ``"balanced"``, or ``"flash_mla"`` for the tensors that FlashMLA makes on a GPU of
-            as many SMs, bit for bit but for the columns that it leaves unwritten.
-        release: whose: of April 2025, of September 2025, or of January 2026; with ``"balanced"``
-            it must be ``"2025-09"``.
 
     Returns:
-        (tile_scheduler_metadata ``[parts, 8]``, num_splits ``[batch + 1]``), int32. Columns of
-        2025-09: first request, first block, last request, end block, number of the first split.
+        (tile_scheduler_metadata ``[parts, 8]``, num_splits ``[batch + 1]``), int32.
+        Columns: first request, first block, last request, end block, number of the first split.
 
     Raises:
         ValueError: an argument is not as described.
     """
-    _check_release(schedule, release)
     if cache_seqlens is None:
-        return FlashMLASchedMeta(schedule), None
+        return FlashMLASchedMeta(), None
     if topk is not None:
         raise ValueError(f"topk must be None (dense attention), got {topk}")
     if num_heads_k != 1:
@@ -98,17 +86,8 @@ def get_mla_metadata(
             f"num_q_tokens_per_head_k must be 1 to 8 query tokens times 1 to 128 heads, got {rows}"
         )
     spec = MlaSpec(rows // tokens, 64, query_tokens=tokens)
-    plan = _planner(cache_seqlens.device, spec, schedule, release).plan(cache_seqlens)
-    return in_columns_of(release, plan.work, cache_seqlens), plan.num_splits
-
-
-def _check_release(schedule: Schedule, release: Release) -> None:
-    if release not in RELEASES:
-        raise ValueError(f"release must be one of {', '.join(RELEASES)}, got {release!r}")
-    if schedule != "flash_mla" and release != "2025-09":
-        raise ValueError(
-            f"release must be 2025-09 unless schedule is flash_mla, got {release} with {schedule}"
-        )
+    plan = MlaPlanner(selection_for(cache_seqlens.device, spec)).plan(cache_seqlens)
+    return plan.work, plan.num_splits
 
 
 def flash_mla_with_kvcache(
@@ -128,24 +107,21 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: None = None,
     topk_length: None = None,
     extra_topk_length: None = None,
-    *,
-    release: Release = "2025-09",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense MLA decoding over a paged cache.
 
     Args:
         q: ``[batch, seq_len_q, heads, 576]`` bf16 or fp16.
-        k_cache: ``[blocks, page size, 1, 576]`` in q's dtype, or ``[blocks, page size, 1, 656]``
-            bytes with ``is_fp8_kvcache``.
+        k_cache: ``[blocks, page size, 1, 576]`` in q's dtype.
         block_table: ``[batch, max_blocks]`` int32; cache_seqlens: ``[batch]`` int32.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: of `get_mla_metadata`.
         softmax_scale: by default ``576 ** -0.5``.
         causal: query token i of s sees all keys but the last s - 1 - i.
+        is_fp8_kvcache: must be False.
         indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length: must be
             ``None``: sparse attention is not served here.
         attn_sink: ``[heads]`` float32 natural logits; without effect on the LSE.
-        release: that ``tile_scheduler_metadata`` was made for, where it is a tensor.
 
     Returns:
         (out ``[batch, seq_len_q, heads, 512]``, natural LSE ``[batch, heads, seq_len_q]`` float32).
@@ -160,6 +136,8 @@ def flash_mla_with_kvcache(
             "extra_k_cache, extra_indices_in_kvcache, topk_length and extra_topk_length must be"
             " None: sparse attention is not served here"
         )
+    if is_fp8_kvcache:
+        raise ValueError("is_fp8_kvcache must be False: caches of 8 bits are not served here")
     if head_dim_v != LATENT_DIM:
         raise ValueError(f"head_dim_v must be {LATENT_DIM}, got {head_dim_v}")
     if q.dim() != 4 or q.shape[-1] != HEAD_DIM:
@@ -169,17 +147,12 @@ def flash_mla_with_kvcache(
             f"k_cache must have shape [blocks, page size, 1, 576], got {list(k_cache.shape)}"
         )
     batch, tokens, heads, _ = q.shape
-    spec = MlaSpec(
-        heads,
-        k_cache.shape[1],
-        query_tokens=tokens,
-        cache_format="fp8_ds_mla" if is_fp8_kvcache else "16-bit",
-        dtype=q.dtype,
-    )
-    selection = select_for(q.device, spec)
-    work, slots = _schedule(tile_scheduler_metadata, num_splits, cache_seqlens, spec, release)
-    plan = StepPlan(cache_seqlens, work, slots, tokens, 0, batch + work.shape[0])
-    latent, rope, scales = split_cache(k_cache.squeeze(2), spec)
+    q = at_one_stride(q)
+    spec = MlaSpec(heads, k_cache.shape[1], query_tokens=tokens, dtype=q.dtype)
+    selection = selection_for(q.device, spec)
+    work, slots = _schedule(tile_scheduler_metadata, num_splits, cache_seqlens, spec)
+    plan = StepPlan(cache_seqlens, work, slots, tokens, batch + work.shape[0])
+    latent, rope = split_cache(k_cache.squeeze(2), spec)
     out, lse = mla_decode(
         q[..., :LATENT_DIM],
         q[..., LATENT_DIM:],
@@ -190,7 +163,6 @@ def flash_mla_with_kvcache(
         selection,
         scale=HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
         causal=causal,
-        kv_scales=scales,
         sinks=attn_sink,
     )
     return out, lse.transpose(1, 2).contiguous()
@@ -201,10 +173,7 @@ def _schedule(
     num_splits: torch.Tensor | None,
     cache_seqlens: torch.Tensor,
     spec: MlaSpec,
-    release: Release,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if release not in RELEASES:
-        raise ValueError(f"release must be one of {', '.join(RELEASES)}, got {release!r}")
     if isinstance(given, torch.Tensor):
         if num_splits is None:
             raise ValueError("num_splits must come with tile_scheduler_metadata, got None")
@@ -222,28 +191,18 @@ def _schedule(
             expect_device(name, tensor, cache_seqlens.device)
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-        return from_columns_of(release, given), num_splits
+        return given, num_splits
     if num_splits is not None:
         raise ValueError("num_splits must be None with a FlashMLASchedMeta")
     config = (*cache_seqlens.shape, spec.query_tokens, spec.num_heads, spec.page_size)
-    if given.work is None or given.num_splits is None:
-        plan = _planner(cache_seqlens.device, spec, given.schedule).plan(cache_seqlens)
-        own = given.schedule == "balanced"
-        given.tile_scheduler_metadata = (
-            plan.work if own else in_columns_of("2026-01", plan.work, cache_seqlens)
-        )
-        given.work, given.num_splits = plan.work, plan.num_splits
+    if given.tile_scheduler_metadata is None or given.num_splits is None:
+        plan = MlaPlanner(selection_for(cache_seqlens.device, spec)).plan(cache_seqlens)
+        given.tile_scheduler_metadata, given.num_splits = plan.work, plan.num_splits
         given.config = config
-    expect_device("tile_scheduler_metadata", given.work, cache_seqlens.device)
+    expect_device("tile_scheduler_metadata", given.tile_scheduler_metadata, cache_seqlens.device)
     if given.config != config:
         raise ValueError(
             "tile_scheduler_metadata must be used with the shapes (batch, seq_len_q, heads, page"
             f" size) of its first call, {given.config}, got {config}"
         )
-    return given.work, given.num_splits
-
-
-def _planner(
-    device: torch.device, spec: MlaSpec, schedule: Schedule, release: Release = "2025-09"
-) -> MlaPlanner:
-    return MlaPlanner(select_for(device, spec), schedule=schedule, release=release)
+    return given.tile_scheduler_metadata, given.num_splits

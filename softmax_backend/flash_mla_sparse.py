@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from softmax_backend.contract.sparse_mla import NamedRows
+from softmax_backend.contract.sparse_mla import NamedRows, at_one_stride
 from softmax_backend.sparse_mla import selection_for, sparse_mla
 from softmax_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
@@ -40,7 +40,8 @@ def flash_mla_with_kvcache(
     """Sparse decoding over one or two paged caches of 584-byte records.
 
     Args:
-        q: ``[batch, seq_len_q, heads, 512]`` bf16.
+        q: ``[batch, seq_len_q, heads, 512]`` bf16. Of several query tokens q and the indices are
+            copied where the tokens of all requests do not lie at one stride.
         k_cache: ``[blocks, page size, 1, 584]`` bytes; of a page first the data of all rows, then
             their scales.
         block_table, cache_seqlens, num_splits: ``None``: the indices name rows of the cache.
@@ -82,18 +83,18 @@ def flash_mla_with_kvcache(
         raise ValueError("extra_k_cache and extra_indices_in_kvcache must be given together")
     if extra_k_cache is None and extra_topk_length is not None:
         raise ValueError("extra_topk_length must be None without extra_k_cache")
-    rows = NamedRows(_pages("k_cache", k_cache), indices, topk_length)
+    rows = NamedRows(_pages("k_cache", k_cache), at_one_stride(indices), topk_length)
     extra = None
     if extra_k_cache is not None and extra_indices_in_kvcache is not None:
         pages = _pages("extra_k_cache", extra_k_cache)
-        extra = NamedRows(pages, extra_indices_in_kvcache, extra_topk_length)
+        extra = NamedRows(pages, at_one_stride(extra_indices_in_kvcache), extra_topk_length)
     spec = SparseMlaSpec(
         q.shape[2],
         page_size=rows.cache.shape[1],
         extra_page_size=0 if extra is None else extra.cache.shape[1],
     )
     out, lse = sparse_mla(
-        q,
+        at_one_stride(q),
         rows,
         selection_for(q.device, spec),
         scale=HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,

@@ -6,6 +6,7 @@ Imports no torch: tables are read where it is not installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import methodcaller
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
 from softmax_backend.launch_params_prefill import OPERATORS as PREFILL_OPERATORS
@@ -22,8 +23,6 @@ class TritonMlaParams:
         block_kv: tokens per step of the main loop: 16, 32 or 64.
         block_rows: most query rows of a program: 16 or 32.
         num_warps, num_stages: of the main kernel.
-        overhead: what a program pays for each query tile that it touches, in blocks of 64 tokens.
-        min_blocks: fewest blocks of a split.
     """
 
     programs_per_sm: int
@@ -31,15 +30,12 @@ class TritonMlaParams:
     block_rows: int
     num_warps: int
     num_stages: int
-    overhead: int
-    min_blocks: int
 
     def __post_init__(self) -> None:
         if self.block_kv not in (16, 32, 64):
             raise ValueError(f"block_kv must be 16, 32 or 64, got {self.block_kv}")
         if self.block_rows not in (16, 32):
             raise ValueError(f"block_rows must be 16 or 32, got {self.block_rows}")
-        check_plan(self.overhead, self.min_blocks)
 
 
 @dataclass(frozen=True)
@@ -49,14 +45,12 @@ class Sm90MlaParams:
     Attributes:
         overhead: what a CTA pays for each query tile that it touches, in blocks of 64 tokens.
         min_blocks: fewest blocks of a split.
-        evict_first: the cache is read with the L2 hint of data that is read once.
         prefix_overhead: ``overhead`` of plans with shared prefixes, whose splits combine merges for
             64 rows at a time; 0 is as much as ``overhead``.
     """
 
     overhead: int
     min_blocks: int
-    evict_first: bool
     prefix_overhead: int = 0
 
     def __post_init__(self) -> None:
@@ -80,6 +74,8 @@ TABLES = TableSchema(
             name="mla_decode",
             grid="requests times query rows of a request (query tokens times heads)",
             paths={"torch": NoParams, "triton": TritonMlaParams, "sm90": Sm90MlaParams},
+            folder="softmax_backend.decode",
+            requires=methodcaller("requires"),
         ),
         *PREFILL_OPERATORS,
         *SPARSE_OPERATORS,

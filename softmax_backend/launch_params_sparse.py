@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backend_core.tables.schema import NoParams, Operator
+from softmax_backend.spec_sparse_mla import SparseMlaSpec
 
 
 @dataclass(frozen=True)
@@ -12,21 +13,17 @@ class TritonSparseMlaParams:
     """Sparse MLA in Triton.
 
     Attributes:
-        programs_per_sm: that run at once, for the choice of splits.
         block_kv: rows per step of the main loop: 16, 32 or 64.
         block_rows: most heads of a program: 16, 32 or 64.
         num_warps, num_stages: of the kernel.
-        overhead: what a program pays before its first block, in blocks.
         decode: how e4m3 becomes the products' operand: ``"plain"`` arithmetic, or packed
-            instructions of sm_90 and later that give bf16 (``"bf16"``) or fp16 (``"fp16"``).
+            instructions of sm_90 and later that give bf16 (``"bf16"``).
     """
 
-    programs_per_sm: int
     block_kv: int
     block_rows: int
     num_warps: int
     num_stages: int
-    overhead: int
     decode: str
 
     def __post_init__(self) -> None:
@@ -34,9 +31,8 @@ class TritonSparseMlaParams:
             raise ValueError(f"block_kv must be 16, 32 or 64, got {self.block_kv}")
         if self.block_rows not in (16, 32, 64):
             raise ValueError(f"block_rows must be 16, 32 or 64, got {self.block_rows}")
-        if self.decode not in ("plain", "bf16", "fp16"):
-            raise ValueError(f"decode must be plain, bf16 or fp16, got {self.decode!r}")
-        check_split(self.programs_per_sm, self.overhead)
+        if self.decode not in ("plain", "bf16"):
+            raise ValueError(f"decode must be plain or bf16, got {self.decode!r}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,6 @@ class GluonSparseMlaParams:
         fetch_warps: that fetch and dequantise records: 4 or 8; rows of bf16 are copied by 4.
         fetch_rows: of the next rows, how many they hold in registers: 32 or 64.
         fetch_registers: of each of their threads.
-        overhead: what a CTA pays before its first block, in blocks.
     """
 
     max_heads: int
@@ -57,7 +52,6 @@ class GluonSparseMlaParams:
     fetch_warps: int
     fetch_rows: int
     fetch_registers: int
-    overhead: int
 
     def __post_init__(self) -> None:
         if self.max_heads not in (16, 32, 64):
@@ -68,16 +62,6 @@ class GluonSparseMlaParams:
             raise ValueError(f"fetch_warps must be 4 or 8, got {self.fetch_warps}")
         if self.fetch_rows not in (32, 64):
             raise ValueError(f"fetch_rows must be 32 or 64, got {self.fetch_rows}")
-        check_split(1, self.overhead)
-
-
-def check_split(programs_per_sm: int, overhead: int) -> None:
-    """Raises ValueError where no choice of splits could be made from these."""
-    if programs_per_sm < 1 or overhead < 0:
-        raise ValueError(
-            "programs_per_sm must be at least 1 and overhead at least 0, got"
-            f" {programs_per_sm} and {overhead}"
-        )
 
 
 OPERATORS = (
@@ -89,5 +73,7 @@ OPERATORS = (
             "triton": TritonSparseMlaParams,
             "gluon_sm90": GluonSparseMlaParams,
         },
+        folder="softmax_backend.sparse",
+        requires=SparseMlaSpec.requires,
     ),
 )

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def attention(
@@ -62,8 +61,6 @@ def mla_decode(
     *,
     causal: bool = True,
     sinks: torch.Tensor | None = None,
-    logits: Logits | None = None,
-    mask: Mask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """MLA decode over a paged cache of plain numbers.
 
@@ -72,7 +69,6 @@ def mla_decode(
         kv_latent: ``[pages, page size, 512]``; kv_rope: ``[pages, page size, 64]``.
         block_table: ``[requests, pages]``; lengths: ``[requests]``.
         sinks: ``[heads]``.
-        mask: (key positions, query positions) -> which keys are seen, in addition to ``causal``.
 
     Returns:
         (output ``[requests, query tokens, heads, 512]``, LSE ``[requests, query tokens, heads]``).
@@ -93,10 +89,8 @@ def mla_decode(
         query_position = length - tokens + token
         seen = position <= query_position if causal else position >= 0
         seen = seen.expand(tokens * heads, length)
-        if mask is not None:
-            seen = seen & mask(position, query_position)
         row_sinks = None if sinks is None else sinks.repeat(tokens)
-        b_out, b_lse = attention(q, k, v, scale, seen=seen, sinks=row_sinks, logits=logits)
+        b_out, b_lse = attention(q, k, v, scale, seen=seen, sinks=row_sinks)
         out[i], lse[i] = b_out.view(tokens, heads, dim), b_lse.view(tokens, heads)
     return out, lse
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_kernel_device
 from backend_core.launch.streams import is_elsewhere, run_there
-from backend_core.tables.schema import KernelPath
-from backend_core.target import detect_target
-from softmax_backend.block_sparse import empty_output
+from backend_core.operator import Selection
+from softmax_backend.block_sparse import empty_output, selection_for
 from softmax_backend.contract.block_sparse import (
     check_block_sparse,
     check_quantised,
@@ -19,11 +16,11 @@ from softmax_backend.contract.block_sparse import (
     check_scale,
     check_tensors,
 )
+from softmax_backend.dense8 import QuantisedRun
 from softmax_backend.plan import predicted
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.plan.choice import Choice
-from softmax_backend.run import block_sparse_torch
-from softmax_backend.selection_prefill import paths_of, plan_blocks
+from softmax_backend.spec_block_sparse import QuantisedSpec
 from softmax_backend.variants import sage
 from softmax_backend.variants.pooled import Pooled, pool
 from softmax_backend.variants.sage import Quantised, SageMode
@@ -75,14 +72,14 @@ def quantised_attention(
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
     check_scale(q.shape[3] ** -0.5 if scale is None else scale)
-    row = _row(q, mode, len(plan.work), path)
+    selection = _select(q, k, mode, (plan.block_m, plan.block_n), len(plan.work), path)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if not q.numel():
         out = empty_output(q, q.shape[3]) if out is None else out
         return out, q.new_empty(q.shape[:3], dtype=torch.float32)
-    x = sage.quantise(q, k, v, mode, scale, plan.block_n, path or row.name)
+    x = sage.quantise(q, k, v, mode, scale, plan.block_n, selection.row(len(plan.work)).name)
     out = empty_output(q, q.shape[3]) if out is None else out
-    return out, _attend(x, plan, scale, q_position, out, row, path or row.name)
+    return out, _attend(x, plan, scale, q_position, out, selection)
 
 
 def predicted_attention(
@@ -123,8 +120,9 @@ def predicted_attention(
     predicted.check_size(q, k, block_m, block_n)
     check_scale(q.shape[3] ** -0.5 if scale is None else scale)
     b, h, m, d = q.shape
-    row = _row(q, mode, b * h * -(-m // block_m), path)
-    chosen = path or row.name
+    programs = b * h * -(-m // block_m)
+    selection = _select(q, k, mode, (block_m, block_n), programs, path)
+    chosen = selection.row(programs).name
     scale = d**-0.5 if scale is None else scale
     pooled = None
     if chosen == "triton":
@@ -134,17 +132,28 @@ def predicted_attention(
         pooled = pool(q, k, (block_m, block_n), choice.has_likeness, True, chosen)
     plan = predicted.from_pooled(pooled, choice, scale, chosen)
     out = empty_output(q, d) if out is None else out
-    return out, _attend(x, plan, scale, None, out, row, chosen), plan
+    return out, _attend(x, plan, scale, None, out, selection), plan
 
 
-def _row(q: Tensor, mode: SageMode, programs: int, path: str | None) -> KernelPath:
-    """The table's row for a call; ``path`` is the caller's choice."""
+def _select(
+    q: Tensor,
+    k: Tensor,
+    mode: SageMode,
+    blocks: tuple[int, int],
+    programs: int,
+    path: str | None,
+) -> Selection[QuantisedSpec, QuantisedRun]:
+    """The paths for a call; ``path`` is the caller's choice."""
     if path not in (None, "torch", "triton"):
         raise ValueError(f'path must be "torch" or "triton", got {path!r}')
     if path == "triton":
         expect_kernel_device("q", q)
-    needs = frozenset({"e4m3_values"}) if mode.fp8_values else frozenset()
-    return paths_of(detect_target(q.device), "block_sparse_int8", needs).lookup(programs)
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    spec = QuantisedSpec(mode, heads, group, q.shape[3], *blocks)
+    selection = selection_for("block_sparse_int8", q.device, spec)
+    if path in (None, selection.row(programs).name):
+        return selection
+    return selection_for("block_sparse_int8", q.device, spec, path)
 
 
 def _attend(
@@ -153,25 +162,19 @@ def _attend(
     scale: float,
     q_position: int | None,
     out: Tensor,
-    row: KernelPath,
-    path: str,
+    selection: Selection[QuantisedSpec, QuantisedRun],
 ) -> Tensor:
     """Fills ``out``; the LSE."""
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
     position = x.k.shape[2] - x.q.shape[2] if q_position is None else q_position
-    if path == "torch":
-        sequences = plan.sequences.clone()
-        sequences[:, 5] = position
-        plan = dataclasses.replace(plan, sequences=sequences)
-        block_sparse_torch.run(*sage.dequantised(x), plan, SOFTMAX, scale, out, lse)
-    else:
-        from softmax_backend.run import block_sparse_int8
-
-        params = block_sparse_int8.params_for(plan, row.params if row.name == path else None)
-        block_sparse_int8.run(x, plan, scale, position, out, lse, params)
+    run = selection.for_spec(selection.spec.of_plan(plan)).run(len(plan.work))
+    run(x, plan, scale, position, out, lse)
     return lse
 
 
 def default_blocks(device: torch.device) -> tuple[int, int]:
     """(block_m, block_n) for plans of 8-bit attention on a device."""
-    return plan_blocks("block_sparse_int8", device, frozenset())
+    spec = QuantisedSpec(SageMode(fp8_values=False))
+    row = selection_for("block_sparse_int8", device, spec).rows[0]
+    blocks: tuple[int, int] = row.params.blocks
+    return blocks

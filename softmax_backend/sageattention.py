@@ -1,37 +1,48 @@
-"""SageAttention's ``sageattn``: the same call, in INT8 and e4m3, right where the original is not.
+"""SageAttention's functions: the same calls, in INT8 and e4m3, right where the originals are not.
 
 Causal attention is aligned to the bottom right (the original's SM90 kernel takes the top left), and
 the caller's tensors stay as they are (the original's Triton release subtracts the key mean in
-place).
+place). Keys are smoothed in any case, which neither the output nor the LSE shows, and products are
+summed in float32: ``smooth_k``, ``smooth_v``, ``pv_accum_dtype`` and ``quantization_backend`` are
+taken and change nothing.
 """
 
 from __future__ import annotations
 
+import itertools
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from softmax_backend.block_sparse import empty_output
 from softmax_backend.plan import intervals
 from softmax_backend.sage import default_blocks, quantised_attention
-from softmax_backend.variants.sage import SageMode
+from softmax_backend.variants.sage import Groups, SageMode
 
 DEFAULT_MODE = SageMode()
+Result = Tensor | tuple[Tensor, Tensor]
 
 
 def sageattn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     tensor_layout: str = "HND",
     is_causal: bool = False,
     sm_scale: float | None = None,
     return_lse: bool = False,
     mode: SageMode = DEFAULT_MODE,
     *,
+    smooth_k: bool = True,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
     attn_mask: None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Result:
     """Attention in 8 bits.
 
     It can replace ``torch.nn.functional.scaled_dot_product_attention``, as the original's README
@@ -46,6 +57,8 @@ def sageattn(
         sm_scale: default 1 / sqrt(D).
         return_lse: return the natural LSE [B, H, M] too.
         mode: how the inputs are quantised.
+        smooth_k: without effect.
+        query, key, value: torch's names for ``q``, ``k`` and ``v``.
         attn_mask, dropout_p: must be ``None`` and 0.
         scale: torch's name for ``sm_scale``.
         enable_gqa: grouped heads are served in any case.
@@ -59,6 +72,7 @@ def sageattn(
         raise ValueError(f"dropout_p must be 0, got {dropout_p}")
     if sm_scale is not None and scale is not None:
         raise ValueError(f"only one of sm_scale and scale may be given, got {sm_scale} and {scale}")
+    q, k, v = (_one("q", q, "query", query), _one("k", k, "key", key), _one("v", v, "value", value))
     sm_scale = scale if sm_scale is None else sm_scale
     q, k, v = heads_first(tensor_layout, q, k, v)
     d = q.shape[3]
@@ -68,6 +82,18 @@ def sageattn(
     if d not in (64, 128):  # zeros add nothing to a product
         pad = (0, (64 if d < 64 else 128) - d)
         q, k, v = (torch.nn.functional.pad(x, pad) for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        out, lse = _opaque(q, k, v, is_causal, sm_scale, mode.groups, mode.fp8_values)
+    else:
+        out, lse = _attend(q, k, v, is_causal, sm_scale, mode)
+    out = out[..., :d]
+    out = out if tensor_layout == "HND" else out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mode: SageMode
+) -> tuple[Tensor, Tensor]:
     block_m, block_n = default_blocks(q.device)
     make = intervals.causal if is_causal else intervals.dense
     plan = make(
@@ -79,10 +105,149 @@ def sageattn(
         block_n=block_n,
         device=q.device,
     )
-    out, lse = quantised_attention(q, k, v, plan, scale=sm_scale, mode=mode)
-    out = out[..., :d]
-    out = out if tensor_layout == "HND" else out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return quantised_attention(q, k, v, plan, scale=scale, mode=mode)
+
+
+@torch.library.custom_op("softmax_backend::sageattn", mutates_args=())
+def _opaque(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+    groups: str,
+    fp8_values: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_attend`` as torch.compile sees it, which traces no further."""
+    return _attend(q, k, v, is_causal, scale, SageMode(cast(Groups, groups), fp8_values))
+
+
+@_opaque.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return empty_output(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def sageattn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+) -> Tensor:
+    """``sageattn`` of each sequence of a packed batch, one call after another.
+
+    The offsets are read on the host, so it cannot be captured in a CUDA graph.
+
+    Args:
+        q: [tokens, H, D]; k, v: [tokens, Hkv, D].
+        cu_seqlens_q, cu_seqlens_k: [S + 1], where sequences begin and end.
+        max_seqlen_q, max_seqlen_k, smooth_k: without effect.
+
+    Returns:
+        [tokens, H, D]; 0 for a sequence without keys.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must have one shape, got"
+            f" {list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
+        )
+    out = torch.zeros_like(q)
+    at_q, at_k = (
+        [slice(*ends) for ends in itertools.pairwise(offsets.tolist())]
+        for offsets in (cu_seqlens_q, cu_seqlens_k)
+    )
+    for own, keys in zip(at_q, at_k, strict=True):
+        if keys.stop > keys.start:
+            part = sageattn(q[None, own], k[None, keys], v[None, keys], "NHD", is_causal, sm_scale)
+            assert isinstance(part, Tensor)
+            out[own] = part[0]
+    return out
+
+
+def sageattn_qk_int8_pv_fp8_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: Groups = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """``sageattn`` with scales ``"per_warp"`` or ``"per_thread"`` and values in e4m3."""
+    mode = SageMode(qk_quant_gran)
+    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
+
+
+def sageattn_qk_int8_pv_fp8_cuda_sm90(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: Groups = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32",
+    smooth_k: bool = True,
+    return_lse: bool = False,
+) -> Result:
+    """``sageattn_qk_int8_pv_fp8_cuda`` without ``smooth_v``."""
+    mode = SageMode(qk_quant_gran)
+    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
+
+
+def sageattn_qk_int8_pv_fp16_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: Groups = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """``sageattn`` with scales ``"per_warp"`` or ``"per_thread"`` and values in 16 bits."""
+    mode = SageMode(qk_quant_gran, fp8_values=False)
+    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
+
+
+def sageattn_qk_int8_pv_fp16_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    quantization_backend: str = "triton",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    return_lse: bool = False,
+) -> Result:
+    """``sageattn`` with values in 16 bits, and a scale for 16 queries where the original has one
+    for 128."""
+    mode = SageMode(fp8_values=False)
+    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
+
+
+def _one(name: str, given: Tensor | None, other: str, value: Tensor | None) -> Tensor:
+    if given is None and value is not None:
+        return value
+    if given is None or value is not None:
+        raise ValueError(f"exactly one of {name} and {other} must be given")
+    return given
 
 
 def heads_first(tensor_layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:

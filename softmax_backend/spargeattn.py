@@ -15,6 +15,7 @@ of the speed until well over half of the blocks skip, and not skipping is the mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +25,11 @@ from backend_core.contracts import expect_device
 from softmax_backend.plan.block_plan import FULL, PARTIAL, BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.plan.choice import Choice, PerHead
 from softmax_backend.sage import predicted_attention, quantised_attention
-from softmax_backend.sageattention import heads_first
+from softmax_backend.sageattention import DEFAULT_MODE, heads_first
+from softmax_backend.variants.sage import SageMode
 
+_predicted = torch.compiler.disable(predicted_attention)  # type: ignore[no-untyped-call]
+_quantised = torch.compiler.disable(quantised_attention)  # type: ignore[no-untyped-call]
 Result = Tensor | tuple[Tensor, float] | tuple[Tensor, Tensor]
 Threshold = float | Sequence[float] | Tensor
 """A number for all heads, or a list or tensor with one for each query head. Within a CUDA graph's
@@ -49,6 +53,8 @@ def spas_sage2_attn_meansim_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
     return_lse: bool = False,
+    *,
+    mode: SageMode = DEFAULT_MODE,
 ) -> Result:
     """Blocks by the sum of pooled weights; ``spas_sage2_attn_meansim_topk_cuda`` by their number.
 
@@ -57,6 +63,7 @@ def spas_sage2_attn_meansim_cuda(
         simthreshd1: least mean cosine of a block that is pooled; others are kept.
         cdfthreshd: the sum of pooled weights to keep. Both are a number, or one for each head.
         attention_sink: keep the first block of keys.
+        mode: how the inputs are quantised.
 
     Returns:
         The output in q's layout; with ``return_sparsity`` also the share of blocks left out (reads
@@ -73,7 +80,8 @@ def spas_sage2_attn_meansim_cuda(
         is_causal=is_causal,
         keep_first=attention_sink,
     )
-    out, lse, plan = predicted_attention(q, k, v, choice, scale=scale)
+    attend = _predicted if torch.compiler.is_compiling() else predicted_attention
+    out, lse, plan = attend(q, k, v, choice, scale=scale, mode=mode)
     return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
@@ -95,6 +103,8 @@ def spas_sage2_attn_meansim_topk_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
     return_lse: bool = False,
+    *,
+    mode: SageMode = DEFAULT_MODE,
 ) -> Result:
     """As ``spas_sage2_attn_meansim_cuda``, with a share ``topk`` of the blocks kept; it
     too is a number, or one for each head."""
@@ -108,8 +118,19 @@ def spas_sage2_attn_meansim_topk_cuda(
         is_causal=is_causal,
         keep_first=attention_sink,
     )
-    out, lse, plan = predicted_attention(q, k, v, choice, scale=scale)
+    attend = _predicted if torch.compiler.is_compiling() else predicted_attention
+    out, lse, plan = attend(q, k, v, choice, scale=scale, mode=mode)
     return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
+
+
+spas_sage_attn_meansim_cuda = functools.partial(
+    spas_sage2_attn_meansim_cuda, mode=SageMode(fp8_values=False)
+)
+"""``spas_sage2_attn_meansim_cuda`` with values in 16 bits."""
+spas_sage_attn_meansim_topk_cuda = functools.partial(
+    spas_sage2_attn_meansim_topk_cuda, mode=SageMode(fp8_values=False)
+)
+"""``spas_sage2_attn_meansim_topk_cuda`` with values in 16 bits."""
 
 
 def block_sparse_sage2_attn_cuda(
@@ -145,7 +166,8 @@ def block_sparse_sage2_attn_cuda(
         kinds[..., 0] = torch.where(kinds[..., 0] == 0, PARTIAL, kinds[..., 0])
     sequences = uniform_sequences(b, m, n, q.device)
     plan = from_kinds(kinds, h, sequences, block_m, block_n)
-    out, lse = quantised_attention(q, k, v, plan, scale=scale)
+    attend = _quantised if torch.compiler.is_compiling() else quantised_attention
+    out, lse = attend(q, k, v, plan, scale=scale)
     return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 

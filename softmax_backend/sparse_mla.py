@@ -2,81 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
-from backend_core.contracts import expect_kernel_device
+from backend_core.contracts import expect_kernel_device, once
 from backend_core.launch.streams import is_elsewhere, run_there
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection, load_table, select
+from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
-from softmax_backend.contract.sparse_mla import NamedRows, SparseMlaInputs, check_sparse_mla
+from softmax_backend.contract.sparse_mla import (
+    NamedRows,
+    SparseMlaInputs,
+    check_addresses,
+    check_sparse_mla,
+    token_stride,
+)
 from softmax_backend.launch_params import TABLES
-from softmax_backend.run import sparse_mla_torch, sparse_mla_triton
 from softmax_backend.scratch import Scratch, scratch_of_call
+from softmax_backend.sparse import SparseRun
 from softmax_backend.spec_sparse_mla import SparseMlaSpec
 
-Run = Callable[[KernelPath, SparseMlaInputs, Scratch, "int | None"], None]
+SparseMlaSelection: TypeAlias = "Selection[SparseMlaSpec, SparseRun]"
 
 
-def _gluon_sm90(path: KernelPath, x: SparseMlaInputs, scratch: Scratch, splits: int | None) -> None:
-    from softmax_backend.run import sparse_mla_sm90
-
-    sparse_mla_sm90.run(path, x, scratch, splits)
-
-
-RUNS: dict[str, Run] = {
-    "torch": sparse_mla_torch.run,
-    "triton": sparse_mla_triton.run,
-    "gluon_sm90": _gluon_sm90,
-}
-
-
-def _gluon_splits(*shapes: Any) -> int:
-    from softmax_backend.run import sparse_mla_sm90
-
-    return sparse_mla_sm90.splits_of(*shapes)
-
-
-SPLITS: dict[str, Callable[..., int]] = {
-    "torch": lambda *shapes: 1,
-    "triton": sparse_mla_triton.splits_of,
-    "gluon_sm90": _gluon_splits,
-}
-
-
-@dataclass(frozen=True, eq=False)
-class SparseMlaSelection:
-    """The paths chosen for one kind of layer on one target."""
-
-    target: Target
-    spec: SparseMlaSpec
-    sparse_mla: PathSelection
-
-    def path(self, tokens: int) -> KernelPath:
-        """The path for so many query tokens."""
-        return self.sparse_mla.lookup(tokens * self.spec.num_heads)
-
-    def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
-        """Programs that share the rows of each of so many query tokens, with lists of so many
-        entries over a cache of records; rows of bf16 are not split."""
-        path = self.path(tokens)
-        return SPLITS[path.name](path, self.spec, tokens, topks, self.target)
-
-
-@functools.lru_cache(maxsize=256)
-def select_sparse_mla(target: Target, spec: SparseMlaSpec) -> SparseMlaSelection:
-    """Choose the paths of a layer; call it at model load.
-
-    Raises:
-        LookupError: no table for the target, or no row that can serve the spec.
-    """
-    table = load_table(TABLES, target)
-    return SparseMlaSelection(target, spec, select(table, "sparse_mla", spec.requires()))
+def select_sparse_mla(
+    target: Target, spec: SparseMlaSpec, upstream: str | None = None
+) -> SparseMlaSelection:
+    """Choose the paths of a layer; call it at model load (`backend_core.operator.select`)."""
+    return select(TABLES, "sparse_mla", target, spec, upstream)
 
 
 def selection_for(device: torch.device, spec: SparseMlaSpec) -> SparseMlaSelection:
@@ -107,7 +60,8 @@ def sparse_mla(
     The host never waits for the GPU: the lists and their lengths are read on the device.
 
     Args:
-        q: ``[requests, query tokens, heads, 512]`` bf16, any stride between heads and tokens.
+        q: ``[requests, query tokens, heads, 512]`` bf16, any stride between heads, and one between
+            the query tokens of all requests; so have the index lists.
         rows: the cache and its index lists: in DeepSeek-V4 the last 128 tokens.
         selection: the layer's paths (``select_sparse_mla``).
         scale: the factor of the logits.
@@ -129,24 +83,50 @@ def sparse_mla(
     """
     if is_elsewhere(q):
         return run_there(q, sparse_mla, locals())
-    x = check_sparse_mla(
-        selection.spec,
-        q,
-        rows,
-        extra,
-        scale=scale,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        max_logits=max_logits,
-    )
-    if max_logits is not None and selection.spec.cache_format != "bf16_rows":
-        raise ValueError("max_logits must be None for a cache of records")
+    extra_rows = None if extra is None else (extra.cache, extra.indices, extra.lengths)
+    tensors = (q, (rows.cache, rows.indices, rows.lengths), extra_rows, sinks)
+    run, layout = _ready(selection, *tensors, out, lse, max_logits, scale, splits)
+    check_addresses(rows, extra)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if run is not None:
+        programs, *numbers = layout
+        x = SparseMlaInputs(
+            selection.spec, q, rows, extra, scale, sinks, out, lse, max_logits, *numbers
+        )
+        run(x, scratch_of_call(scratch, q.device), programs)
+    return out, lse
+
+
+@once
+def _ready(
+    selection: SparseMlaSelection,
+    q: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    extra: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
+    scale: float,
+    splits: int | None,
+) -> tuple[SparseRun | None, tuple[int, ...]]:
+    """A call's path, bound, and the numbers that it runs with; no path where there is no token."""
+    lists = [NamedRows(*given) for given in (rows, extra) if given is not None]
+    named = (lists[0], lists[1] if extra is not None else None)
+    check_sparse_mla(selection.spec, q, *named, scale, sinks, out, lse, max_logits)
     if splits is not None and not 1 <= splits <= 160:
         raise ValueError(f"splits must be 1 to 160, got {splits}")
-    if x.tokens:
-        path = selection.path(x.tokens)
-        if path.name != "torch":
-            expect_kernel_device("q", q)
-        RUNS[path.name](path, x, scratch_of_call(scratch, q.device), splits)
-    return x.out, x.lse
+    tokens = q.shape[0] * q.shape[1]
+    if not tokens:
+        return None, ()
+    grid = tokens * selection.spec.num_heads
+    if selection.row(grid).name != "torch":
+        expect_kernel_device("q", q)
+    run = selection.run(grid)
+    if splits is None or selection.spec.cache_format == "bf16_rows":
+        splits = run.splits(tokens, tuple(given.topk for given in lists))
+    strides = [token_stride(x) for x in (q, *(given.indices for given in lists))]
+    return run, (splits, tokens, q.shape[1], *strides, 0)[:6]

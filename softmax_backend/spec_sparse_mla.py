@@ -49,5 +49,5 @@ class SparseMlaSpec:
 
     def requires(self) -> frozenset[str]:
         """The features that a path must declare to serve this layer."""
-        most = next(most for most in (16, 32, MAX_HEADS) if self.num_heads <= most)
+        most = next(most for most in (16, 32, 64, MAX_HEADS) if self.num_heads <= most)
         return frozenset({f"{self.cache_format}_cache", f"{most}_heads"})

@@ -49,11 +49,10 @@ class StepPlan:
     Attributes:
         lengths: ``[requests]`` int32: tokens in the cache, the query's own included.
         work: ``[ctas, 8]`` int32: first tile, first block, last tile, end block, number of the
-            first split; FlashMLA's tile_scheduler_metadata. A CTA without work has a first tile
+            first split. A CTA without work has a first tile
             beyond its last.
         num_splits: ``[tiles + 1]`` int32: a prefix sum; the first slot of each tile.
         query_tokens: per request.
-        chunk_blocks: > 0 in fixed-split mode: blocks of every split, whatever the batch.
         num_slots: capacity of the scratch memory.
         prefix: where a shared prefix is a level of its own.
         merges: ``[1 + requests]`` int32: how many requests are to be merged, and which; ``None``
@@ -65,7 +64,6 @@ class StepPlan:
     work: torch.Tensor
     num_splits: torch.Tensor
     query_tokens: int
-    chunk_blocks: int
     num_slots: int
     prefix: SharedPrefix | None = None
     merges: torch.Tensor | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,14 +27,7 @@ from softmax_backend.sage import predicted_attention, quantised_attention
 
 Kind = Literal["dense", "predicted", "sliding_tile"]
 Plan = TypeVar("Plan")
-Function = TypeVar("Function", bound=Callable[..., Any])
 _KEPT = 64
-
-
-def _untraced(function: Function) -> Function:
-    """The function, which ``torch.compile`` calls as it is."""
-    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,7 @@ class VideoAttention:
     tile: Box = (6, 8, 8)
     windows: tuple[Box, ...] = ((3, 3, 3),)
     even_windows: EvenWindows | None = None
+    _text: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.kind not in ("dense", "predicted", "sliding_tile"):
@@ -68,15 +64,22 @@ class VideoAttention:
             )
         if (self.kind == "sliding_tile") != (self.canvas is not None):
             raise ValueError(f"canvas must be given for sliding tiles alone, got {self.canvas}")
+        values = [getattr(self, field.name) for field in fields(self)]
+        object.__setattr__(self, "_text", repr(values))  # which another process can read too
 
-    @_untraced
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        """Attention of q, k and v [B, L, H, D] in the same layout. ``torch.compile`` leaves it as
-        it is, so that plans are kept there too.
+        """Attention of q, k and v [B, L, H, D] in the same layout. To ``torch.compile`` it is one
+        operator, so that plans are kept there too.
 
         Raises:
             ValueError: the tensors do not fit the settings.
         """
+        if torch.compiler.is_compiling():
+            out: Tensor = _opaque(q, k, v, scale, self._text)
+            return out
+        return self._attention(q, k, v, scale)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         expect_device("k", k, q.device)
         expect_device("v", v, q.device)
         if self.kind == "sliding_tile":
@@ -117,6 +120,24 @@ class VideoAttention:
     ) -> Tensor:
         attend = quantised_attention if self.eight_bit else block_sparse_attention
         return attend(q, k, v, plan, scale=scale)[0]
+
+
+@torch.library.custom_op("softmax_backend::video_attention", mutates_args=())
+def _opaque(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, settings: str
+) -> torch.Tensor:
+    """``VideoAttention`` as torch.compile sees it, which traces no further."""
+    return _of_text(settings)._attention(q, k, v, scale).contiguous()
+
+
+@_opaque.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None, settings: str) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@functools.cache
+def _of_text(settings: str) -> VideoAttention:
+    return VideoAttention(*ast.literal_eval(settings))
 
 
 class Plans(Generic[Plan]):

@@ -115,7 +115,7 @@ def _fuzz(
 
 
 def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[str, Any]:
-    """What ``check --json`` writes. Within one ``schema`` number keys are added, never changed.
+    """The document of ``check --json``. Within one ``schema`` number keys are added, never changed.
 
     - ``script``: ``"kda-dsv4 check"``; ``schema``: 2 (1 had ``phase`` in place of ``operator``);
       ``date``; ``seconds`` of the whole run;

@@ -31,7 +31,7 @@ _SECONDS_A_BATCH = 5.0
 
 @dataclass
 class _Rows:
-    """What is known of a family so far; ``lock`` guards all of it."""
+    """The progress of one family's batches; ``lock`` guards all of it."""
 
     deadline: float
     operators: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from backend_cli.families import all_families, table_of
+from backend_cli.families import table_of
 from backend_cli.worker import serve_answers
-from backend_core.family import Family
+from backend_core.family import Family, families
 from backend_core.target import Target, detect_target
 from backend_core.testing.fuzz import run_batch
 
@@ -26,7 +26,7 @@ def answer(line: str, target: Target, device: torch.device) -> dict[str, Any]:
         line: JSON with ``family``, ``first`` and ``count``: the batches' numbers.
     """
     todo = json.loads(line)
-    known = all_families()
+    known = families()
     cases = known[todo["family"]].fuzz_cases()
     others = {
         f"{family.name} {operator}": case

@@ -1,12 +1,13 @@
-"""What ``kda-dsv4 check`` does: one probe for each call of each row of the tables."""
+"""The work of ``kda-dsv4 check``: one probe for each call of each row of the tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from backend_cli.families import all_families, table_of
-from backend_core.family import CheckCase, Family
+from backend_cli.families import table_of
+from backend_core.family import CheckCase, Family, families
+from backend_core.tables.schema import UPSTREAM as LEFT
 from backend_core.tables.schema import KernelPath, NoParams
 from backend_core.tables.select import explain
 from backend_core.target import Target
@@ -21,7 +22,7 @@ class Probe:
 
     Attributes:
         grids: the buckets that the table has it for, in words.
-        case: the name of the call; empty where there is none to make.
+        case: the name of the call; empty if there is no call to make.
         skip: why it cannot be made here, or ``None``.
         run: makes it; ``None`` where it cannot be made.
     """
@@ -46,7 +47,7 @@ def probes(target: Target, *, interpreted: bool) -> list[Probe]:
     """
     found: list[Probe] = []
     without: list[str] = []
-    known = all_families()
+    known = families()
     for family in known.values():
         try:
             found += _of_table(family, target, interpreted=interpreted)
@@ -83,7 +84,9 @@ def _of_no_table(family: Family, reason: str) -> Iterator[Probe]:
 def probes_of(family: Family, path: KernelPath, grids: str, *, interpreted: bool) -> list[Probe]:
     """The probes of one row; a single skipped one where it cannot run here."""
     skip = None
-    if path.requires_package is not None:
+    if path.name == LEFT:
+        skip = f"is left to {path.params.kernel}"
+    elif path.requires_package is not None:
         skip = f"calls the package {path.requires_package}, which has tests of its own"
     elif interpreted and path.name not in family.interpretable:
         skip = "is not written in Triton"

@@ -110,7 +110,7 @@ def _print(report: dict[str, Any], show: int) -> None:
         table = Table("question", "expected", "A", "B", box=None, pad_edge=False)
         for row in changed:
             answers = [_tail(row[f"answer_{x}"], row[f"right_{x}"]) for x in "ab"]
-            texts = _cut(row["question"], 80), row["expected"], *answers
+            texts = row["question"], row["expected"], *answers
             table.add_row(*(visible(text) for text in texts))
         console.print(table)
         hidden = len(report["changed"]) - len(changed)
@@ -129,7 +129,3 @@ def _tail(answer: str, right: bool) -> str:
     """The end of an answer, where the result stands."""
     text = " ".join(answer.split())
     return f"{'right' if right else 'wrong'}: {'…' if len(text) > 40 else ''}{text[-40:]}"
-
-
-def _cut(text: str, size: int) -> str:
-    return text if len(text) <= size else text[: size - 1] + "…"

@@ -1,7 +1,7 @@
 """``kda-dsv4 eval gsm8k``: grade-school mathematics through the endpoint of a running server.
 
-Prompts, extraction rules and scores are lm-evaluation-harness's own task ``gsm8k``; the requests
-are those of its ``local-completions`` model, sent from here so that answers outlive a server.
+The work is lm-evaluation-harness's: its task ``gsm8k``, its model ``local-completions`` with its
+retries, and its cache, from which an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import logging
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +19,12 @@ import typer
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as recall
 from backend_cli.eval.endpoint import Endpoint
-from backend_cli.eval.record import accuracy, verdict
-from backend_cli.eval.run import Run, print_record
+from backend_cli.eval.record import QUESTION_CHARS, accuracy, verdict
+from backend_cli.eval.run import output_path, print_record, write_record
 
 NUM_FEWSHOT = 5
-SEED = 1234  # the harness's own default, for the choice of examples and for the server
+SEED = 1234
+"""The harness's own default, for the choice of examples and for the server."""
 _RULES = {"flexible": "flexible-extract", "strict": "strict-match"}
 
 
@@ -52,7 +52,7 @@ def gsm8k(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Questions that are asked at the same time.")
+        int, typer.Option(min=2, help="Questions that are asked at the same time.")
     ] = 32,
     timeout: Annotated[
         float, typer.Option(min=1.0, max=86_400.0, help="Most seconds for one answer.")
@@ -63,90 +63,73 @@ def gsm8k(
     ] = None,
 ) -> None:
     """Measure GSM8K accuracy with five examples and compare it with published values."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise CliError("eval gsm8k needs lm-eval: pip install '.[eval]' in the clone")
+    if importlib.util.find_spec("lm_eval") is None or importlib.util.find_spec("tenacity") is None:
+        raise CliError("eval gsm8k needs lm-eval[api]: pip install '.[eval]' in the clone")
     files = None if data_path is None else _data_files(data_path, num_questions)
     endpoint = Endpoint.parse(base_url, timeout)
     server = endpoint.server(model)
+    path = output_path(output, "gsm8k", server.model)
+    cache = Path(f"{path}.answers")
+    served = {
+        "model": server.model,
+        "base_url": f"{endpoint.base_url}/v1/completions",
+        "tokenizer_backend": None,
+        "num_concurrent": concurrency,
+        "max_gen_toks": max_tokens,
+        "timeout": timeout,
+        "seed": SEED,
+    }
+    results = evaluate("local-completions", served, files, num_questions, cache)
+    questions = _questions(results["samples"]["gsm8k"])
+    found = {rule: accuracy([q["right"][rule] for q in questions]) for rule in _RULES}
     settings = {
         "num_questions": num_questions,
         "data": "openai/gsm8k" if files is None else _digest(files),
         "num_fewshot": NUM_FEWSHOT,
         "max_tokens": max_tokens,
         "harness": importlib.metadata.version("lm_eval"),
-        "engine": server.engine,
-        "engine_version": server.version,
-        "backend": server.backend,
-        "server_flags": flags,
     }
-    run = Run(output, "gsm8k", server.model, settings)
-
-    def ask(prompts: list[str], until: list[str]) -> list[str]:
-        def complete(prompt: str) -> str:
-            return endpoint.complete(
-                {
-                    "model": server.model,
-                    "prompt": prompt,
-                    "max_tokens": max_tokens,
-                    "temperature": 0.0,
-                    "stop": until,
-                    "seed": SEED,
-                }
-            )
-
-        return run.ask(prompts, complete, concurrency)
-
-    results = evaluate(ask, files, num_questions)
-    questions = _questions(results["samples"]["gsm8k"])
-    found = {rule: accuracy([q["right"][rule] for q in questions]) for rule in _RULES}
-    record = run.finish(
-        server, flags, found, verdict(server.model, found), questions, base_url=endpoint.base_url
-    )
-    print_record(record, run.output)
+    judged = verdict(server.model, found)
+    record = write_record(path, "gsm8k", server, flags, found, judged, questions, settings)
+    _file_of(cache).unlink(missing_ok=True)
+    print_record(record, path)
     if record["verdict"]["ok"] is False:
         raise typer.Exit(1)
 
 
-def evaluate(ask: Any, files: dict[str, str] | None, limit: int | None) -> dict[str, Any]:
+def evaluate(
+    model: Any,
+    served: dict[str, Any],
+    files: dict[str, str] | None,
+    limit: int | None,
+    cache: Path | None,
+) -> dict[str, Any]:
     """Run the harness's task ``gsm8k``.
 
     Args:
-        ask: takes all prompts and their stop sequences, returns the answers.
+        model: the harness's name of a model, or one.
+        served: the model's arguments.
         files: ``test`` and perhaps ``train``; ``None`` loads the hub's data set.
         limit: how many questions; ``None`` is all.
+        cache: where answers are kept as they come, by prompt.
 
     Returns:
-        What ``lm_eval.simple_evaluate`` returns.
+        The value of ``lm_eval.simple_evaluate``.
 
     Raises:
-        BadInputError: the data set cannot be had from its hub.
+        BadInputError: the server stopped answering, or the data set cannot be loaded.
     """
-    for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
-        os.environ.setdefault(name, "1")  # read at import: the bar is ours
+    # they log each of a server's failures, and the requests that the first one leaves behind
+    for name in ("lm_eval", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     import lm_eval
     import lm_eval.evaluator
     import yaml
-    from lm_eval.api.model import LM
+    from aiohttp import ClientError
     from lm_eval.tasks import TaskManager
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # it would ask git about the user's folder, and git complains where that is no repository
     lm_eval.evaluator.get_git_commit_hash = lambda: None
-
-    class Served(LM):  # type: ignore[misc]
-        """The harness's view of the server: it generates, and does nothing else."""
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            until = {tuple(request.args[1]["until"]) for request in requests}
-            assert len(until) == 1, "one task, one set of stop sequences"
-            return list(ask([request.args[0] for request in requests], list(until.pop())))
-
-        def loglikelihood(self, requests: Any) -> Any:
-            raise NotImplementedError
-
-        def loglikelihood_rolling(self, requests: Any) -> Any:
-            raise NotImplementedError
-
     task = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
     config = yaml.safe_load(task.read_text(encoding="utf-8"))
     if files is not None:
@@ -161,22 +144,34 @@ def evaluate(ask: Any, files: dict[str, str] | None, limit: int | None) -> dict[
     try:
         return dict(
             lm_eval.simple_evaluate(
-                model=Served(),
+                model=model,
+                model_args=served,
                 tasks=[config],
                 task_manager=TaskManager(include_defaults=False),  # of thousands, one is used
                 num_fewshot=NUM_FEWSHOT,
                 limit=limit,
+                use_cache=cache and str(cache),
                 bootstrap_iters=0,
                 fewshot_random_seed=SEED,
             )
         )
+    except (ClientError, TimeoutError) as error:
+        raise BadInputError(
+            f"the server stopped answering ({error!r}); the answers are kept in "
+            f"{cache and _file_of(cache)}: run the same command again to go on"
+        ) from error
     except (OSError, ValueError) as error:
-        if files is not None or isinstance(error, BadInputError):
+        if files is not None:
             raise
         raise BadInputError(
             f"openai/gsm8k cannot be loaded from its hub ({error}): give its test file with "
             "--data-path"
         ) from error
+
+
+def _file_of(cache: Path) -> Path:
+    """The harness's file for a cache of this name, in a run of one process."""
+    return Path(f"{cache}_rank0.db")
 
 
 def _data_files(path: Path, num_questions: int | None) -> dict[str, str]:
@@ -220,7 +215,7 @@ def _questions(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
             sample["doc_id"],
             {
                 "id": hashlib.sha256(text.encode()).hexdigest()[:16],
-                "question": text,
+                "question": text[:QUESTION_CHARS],
                 "expected": sample["doc"]["answer"].split("####")[-1].strip(),
                 "answer": sample["resps"][0][0],
                 "extracted": {},

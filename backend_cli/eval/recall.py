@@ -12,10 +12,11 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as task
-from backend_cli.eval.endpoint import Endpoint, Server
-from backend_cli.eval.record import accuracy
-from backend_cli.eval.run import Run, print_record
+from backend_cli.eval.endpoint import Endpoint, Server, ask_all
+from backend_cli.eval.record import QUESTION_CHARS, accuracy
+from backend_cli.eval.run import output_path, print_record, write_record
 from backend_cli.families import family_of_checkpoint, transformers_adapter
+from backend_cli.terminal import Bar
 from backend_core.engines import ENGINES
 
 RECALL = Path(__file__).resolve().parents[2] / "benchmarks" / "recall"
@@ -80,31 +81,23 @@ def recall(
     else:
         where = checkpoint or RECALL / "checkpoint"
         server = _here(where, upstream)
-        concurrency = 1
-    settings = {
-        "num_questions": len(questions.items),
-        "data": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
-        "engine": server.engine,
-        "engine_version": server.version,
-        "backend": server.backend,
-        "server_flags": flags,
-    }
-    run = Run(output, "recall", server.model, settings)
+    path_out = output_path(output, "recall", server.model)
     prompts = [questions.prompt(item) for item in questions.items]
     expected = [questions.answer(item) for item in questions.items]
-
-    def is_right(index: int, answer: str) -> bool:
-        return task.extract_answer(answer) == expected[index]
-
     if endpoint is not None:
-        answers = run.ask(prompts, _served(endpoint, server.model), concurrency, is_right)
+        answers = _ask(_served(endpoint, server.model), prompts, expected, concurrency)
     else:
-        answers = _answer_here(run, where, upstream, prompts, is_right)
-    rights = [is_right(index, answer) for index, answer in enumerate(answers)]
+        answers = _answer_here(where, upstream, prompts, expected)
+    rights = [
+        task.extract_answer(answer) == want for answer, want in zip(answers, expected, strict=True)
+    ]
     found = {"exact": accuracy(rights)}
     ok = found["exact"]["value"] >= WANTED
     said = f"{'at least' if ok else 'under'} {WANTED}, which right kernels reach"
-    record = run.finish(
+    asked = zip(questions.items, prompts, expected, answers, rights, strict=True)
+    record = write_record(
+        path_out,
+        "recall",
         server,
         flags,
         found,
@@ -112,18 +105,19 @@ def recall(
         [
             {
                 "id": hashlib.sha256(prompt.encode()).hexdigest()[:16],
-                "question": questions.pool[item.asked].text,
+                "question": questions.pool[item.asked].text[:QUESTION_CHARS],
                 "expected": want,
                 "answer": answer,
                 "right": {"exact": right},
             }
-            for item, prompt, want, answer, right in zip(
-                questions.items, prompts, expected, answers, rights, strict=True
-            )
+            for item, prompt, want, answer, right in asked
         ],
-        base_url=endpoint and endpoint.base_url,
+        {
+            "num_questions": len(questions.items),
+            "data": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
+        },
     )
-    print_record(record, run.output)
+    print_record(record, path_out)
     if not ok:
         raise typer.Exit(1)
 
@@ -175,16 +169,24 @@ def _here(checkpoint: Path, upstream: bool) -> Server:
         "transformers",
         version,
         "upstream" if upstream else family_of_checkpoint(checkpoint).name,
-        None,
     )
 
 
+def _ask(
+    ask: Callable[[str], str], prompts: list[str], expected: list[str], concurrency: int
+) -> list[str]:
+    """The answers in the prompts' order; a bar shows the accuracy so far."""
+    answers, right = [""] * len(prompts), 0
+    with Bar("questions", len(prompts)) as bar:
+        for count, (index, answer) in enumerate(ask_all(ask, prompts, concurrency), start=1):
+            answers[index] = answer
+            right += task.extract_answer(answer) == expected[index]
+            bar.update(1, note=f"accuracy {right / count:.3f}")
+    return answers
+
+
 def _answer_here(
-    run: Run,
-    checkpoint: Path,
-    upstream: bool,
-    prompts: list[str],
-    is_right: Callable[[int, str], bool],
+    checkpoint: Path, upstream: bool, prompts: list[str], expected: list[str]
 ) -> list[str]:
     import torch
 
@@ -200,8 +202,6 @@ def _answer_here(
         adapter.enable()
     try:
         with bounded_threads():
-            return run.ask(
-                prompts, lambda prompt: task.decode(generate(model, prompt)), 1, is_right
-            )
+            return _ask(lambda prompt: task.decode(generate(model, prompt)), prompts, expected, 1)
     finally:
         adapter.disable()

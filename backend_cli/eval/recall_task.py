@@ -135,7 +135,7 @@ def read_gsm8k(path: str | Path) -> list[Question]:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of JSON lines, which U+2028 and its like, that a text may have, do not end."""
+    """Split on "\\n" only: the texts may contain U+2028."""
     return text.removesuffix("\n").split("\n") if text else []
 
 
@@ -221,7 +221,7 @@ def read_questions(path: str | Path) -> QuestionSet:
 
 
 def extract_answer(completion: str) -> str:
-    """What a completion answers: its text up to the first terminator."""
+    """The answer in a completion: its text up to the first terminator."""
     return completion.split(TERMINATOR, 1)[0].strip()
 
 

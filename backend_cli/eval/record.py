@@ -13,6 +13,8 @@ from backend_cli.errors import BadInputError
 from backend_cli.files import read_json
 
 FORMAT = "kda-dsv4 eval 1"
+QUESTION_CHARS = 80
+"""Characters of a question that a record keeps; its ``id`` is of the whole text."""
 _TEXTS = ("id", "question", "expected", "answer")
 
 # Interval of 95 %: the normal distribution's quantile at 0.975.

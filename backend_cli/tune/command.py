@@ -27,7 +27,7 @@ from backend_core import __version__
 from backend_core.bounded import TABLE_BYTES, parse_toml, read_text
 from backend_core.family import Family
 from backend_core.tables.schema import parse_table
-from backend_core.tables.select import PathTable, load_table, shipped_with, user_directory
+from backend_core.tables.select import PathTable, load_table, shipped_directory, user_directory
 from backend_core.target import Target, detect_target
 
 SCHEMA = 2
@@ -83,8 +83,8 @@ def _shipped_tables(
     missing: list[str] = []
     for family in chosen:
         try:
-            directory = shipped_with(family.tables)
-            found.append((family, load_table(family.tables, target, directory=directory)))
+            table = load_table(family.tables, target, directory=shipped_directory())
+            found.append((family, table))
         except LookupError as error:
             missing.append(str(error))
     if missing and (all_needed or not found):

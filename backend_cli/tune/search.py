@@ -45,7 +45,7 @@ class Sweep:
 
 
 def sweeps(family: Family, table: PathTable) -> Iterator[Sweep]:
-    """What there is to search in a table, in its rows' order.
+    """The searches of a table, in its rows' order.
 
     Raises:
         ValueError: the family's search space names a parameter that a path does not have.

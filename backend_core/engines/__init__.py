@@ -1,4 +1,4 @@
-"""Which versions of each engine are supported, and the flag's name there: stated here once.
+"""The supported versions of each engine, and the flag's name there: stated here once.
 
 Read by adapters, ``info`` and ``serve``; nothing here imports an engine.
 """
@@ -26,7 +26,7 @@ class Engine:
 
     @property
     def supported(self) -> str:
-        """The range in words: ``"0.26.0 to 0.33.0"`` or ``">= 5.17"``."""
+        """The range in words: ``"0.30.0 to 0.33.0"`` or ``">= 5.17"``."""
         return f">= {self.first}" if self.last is None else f"{self.first} to {self.last}"
 
     def supports(self, version: str) -> bool:
@@ -50,20 +50,19 @@ class Engine:
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
-        Engine("vllm", "0.26.0", "0.33.0"),
-        Engine("sglang", "0.5.17", "0.5.23"),
+        Engine("vllm", "0.30.0", "0.33.0"),
+        Engine("sglang", "0.5.20", "0.5.23"),
         Engine("transformers", "5.17", None),
     )
 }
 
 
-_NEW_NAMES = Engine(
-    "vllm", "0.32.0", None
-)  # takes names of attention backends that are not its own
+# takes names of attention backends that are not its own
+_NEW_NAMES = Engine("vllm", "0.32.0", None)
 
 
 def flag_name(engine: str, family: str, version: str | None = None) -> str:
-    """What ``--attention-backend`` is to be given to ask for a family.
+    """The value of ``--attention-backend`` that asks for a family.
 
     Args:
         engine: ``"vllm"`` or ``"sglang"``; family: ``"kda"``.

@@ -1,4 +1,4 @@
-"""What the entry points of every family do: import its adapter of an engine and let it register.
+"""The entry points of every family: import its adapter of an engine and let it register.
 
 An exception in an entry point ends every process of vLLM, with or without the flag, and is only
 logged by sglang. So it is one line of ours, and an error where the flag asks for the family.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+from types import SimpleNamespace
 
 from backend_core.engines import ENGINES
+from backend_core.family import PACKAGES
 from backend_core.strict import FallbackError, logger, strict_mode
 
 
-def register_vllm(family: str, adapter: str) -> None:
-    """Run ``register()`` of the module ``adapter`` in a process of vLLM; never raises.
+def register_vllm(family: str) -> None:
+    """Run ``register()`` of a family's adapter in a process of vLLM; never raises.
 
     A failure is logged, and reported by `vllm_flag` for every model that the flag is passed for.
     """
     try:
-        importlib.import_module(adapter).register()
+        importlib.import_module(f"{family}_backend.engines.vllm").register()
     except Exception as error:
         try:
             from backend_core.engines import vllm_flag
@@ -29,14 +31,14 @@ def register_vllm(family: str, adapter: str) -> None:
             vllm_flag.report_broken(family, error)
 
 
-def register_sglang(family: str, adapter: str) -> None:
-    """Run ``register()`` of the module ``adapter`` in a process of sglang.
+def register_sglang(family: str) -> None:
+    """Run ``register()`` of a family's adapter in a process of sglang.
 
     Raises:
         SystemExit: it failed, in strict mode; sglang would serve upstream's kernels.
     """
     try:
-        importlib.import_module(adapter).register()
+        importlib.import_module(f"{family}_backend.engines.sglang").register()
     except Exception as error:
         reason = _reason("sglang", family, error)
         if strict_mode():
@@ -66,3 +68,10 @@ def _reason(engine: str, family: str, error: Exception) -> str:
 @functools.cache
 def _log_once(line: str) -> None:
     logger.warning("%s", line)
+
+
+_FAMILIES = [package.removesuffix("_backend") for package in PACKAGES]
+vllm = SimpleNamespace(**{name: functools.partial(register_vllm, name) for name in _FAMILIES})
+"""The entry points of ``vllm.general_plugins``, by family."""
+sglang = SimpleNamespace(**{name: functools.partial(register_sglang, name) for name in _FAMILIES})
+"""Those of ``sglang.srt.plugins``."""

@@ -36,6 +36,7 @@ from sglang.srt.utils.common import rank0_log
 from backend_core import engines
 from backend_core.engines import ENGINES
 from backend_core.engines.after_import import after_import
+from backend_core.engines.log import PREFIX
 from backend_core.strict import fallback
 
 
@@ -71,7 +72,7 @@ class BackendClaim:
             pools allocated. Returns a class, which is built with the same two arguments, stands in
             that backend's place and may hand it what it does not serve; or the reason why
             upstream's stays, which is logged. Claims of one kind are asked in the order of their
-            registration. What is no choice but a failing calls `backend_core.strict.fallback`.
+            registration. Report an error through `backend_core.strict.fallback`; a refusal is text.
     """
 
     kind: str
@@ -90,8 +91,11 @@ _families: dict[str, tuple[LayerClaim | BackendClaim, ...]] = {}
 _own_names: set[str] = set()
 
 
-def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) -> None:
+def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) -> bool:
     """Make a family's name known to sglang, and its claims; a second call changes nothing.
+
+    Returns:
+        Whether this call has done so.
 
     Raises:
         FallbackError: in strict mode, with a version of sglang that is not supported.
@@ -104,9 +108,9 @@ def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) ->
             f"sglang must be {engine.supported}, got {version}:"
             " --attention-backend means sglang's own backends alone"
         )
-        return
+        return False
     if family in _families:
-        return
+        return False
     if not _families:
         _register_hooks()
     name = flag_name(family)
@@ -115,22 +119,27 @@ def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) ->
         attention_registry.register_attention_backend(name)(_unresolved(name))
         _own_names.add(name)
     _families[family] = tuple(claims)
+    return True
 
 
 def flag_name(family: str) -> str:
-    """What ``--attention-backend`` is to be given for a family."""
+    """The value of ``--attention-backend`` for a family."""
     return engines.flag_name("sglang", family)
+
+
+def say(*lines: str) -> None:
+    """Log what was chosen, on rank 0."""
+    for line in lines:
+        rank0_log(f"{PREFIX}: {line}")
 
 
 def _register_hooks() -> None:
     arguments = server_args_module.ServerArgs
-    # 0.5.17 and 0.5.18 resolve the arguments as they are built, later releases on demand
-    resolve = "resolve_once" if hasattr(arguments, "resolve_once") else "__post_init__"
     # sglang only logs a hook that finds no target
-    for owner, name in ((arguments, resolve), (attention_registry, "attn_backend_wrapper")):
+    for owner, name in ((arguments, "resolve_once"), (attention_registry, "attn_backend_wrapper")):
         getattr(owner, name)
     HookRegistry.register(
-        f"{server_args_module.__name__}.ServerArgs.{resolve}", take_flag, HookType.BEFORE
+        f"{server_args_module.__name__}.ServerArgs.resolve_once", take_flag, HookType.BEFORE
     )
     HookRegistry.register(
         f"{attention_registry.__name__}.attn_backend_wrapper", build_backend, HookType.AROUND
@@ -145,7 +154,7 @@ def _reserve_before_pools(module: ModuleType) -> None:
 
     @functools.wraps(allocate)
     def reserve_and_allocate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if refusal(self.server_args) is None and getattr(self.server_args, _REQUESTED, None):
+        if is_requested(self.server_args):
             for claims in _families.values():
                 for claim in claims:
                     if isinstance(claim, LayerClaim) and claim.reserve is not None:
@@ -164,6 +173,11 @@ def refusal(server_args: Any) -> str | None:
             " with the batch"
         )
     return None
+
+
+def is_requested(server_args: Any) -> bool:
+    """Whether the flag was given, and nothing in the arguments speaks against it."""
+    return getattr(server_args, _REQUESTED, None) is not None and refusal(server_args) is None
 
 
 def take_flag(server_args: Any) -> None:
@@ -213,7 +227,7 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
 
 
 def _full_attention(runner: Any, upstream: Any) -> Any | None:
-    """What a family puts in the place of sglang's full-attention backend, if one does."""
+    """The family's replacement of sglang's full-attention backend, if any."""
     for family, claims in _families.items():
         for claim in claims:
             if not isinstance(claim, BackendClaim) or claim.kind != kind_of(runner):
@@ -221,12 +235,12 @@ def _full_attention(runner: Any, upstream: Any) -> Any | None:
             answer = claim.choose(runner, upstream)
             name = type(upstream).__name__
             if isinstance(answer, type):
-                rank0_log(
-                    f"kda-dsv4: {claim.title} layers are served by {family}"
+                say(
+                    f"{claim.title} layers are served by {family}"
                     f" ({answer.__name__} in the place of {name})"
                 )
                 return answer(runner, upstream)
-            rank0_log(f"kda-dsv4: {claim.title} layers stay on {name}: {answer}")
+            say(f"{claim.title} layers stay on {name}: {answer}")
     return None
 
 
@@ -244,7 +258,7 @@ def models_of(runner: Any) -> str:
 
 
 def _unresolved(name: str) -> Callable[[Any], Any]:
-    """What a name builds where it is not taken out of the arguments: an error."""
+    """Raise an error: the name must be taken out of the arguments before this."""
 
     def build(runner: Any) -> Any:
         raise RuntimeError(

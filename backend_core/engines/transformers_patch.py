@@ -11,7 +11,7 @@ from backend_core.engines import ENGINES
 
 
 class Replacements:
-    """What one adapter has replaced: true while there is something to put back."""
+    """The replacements of one adapter: true while there is something to put back."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []

@@ -1,7 +1,7 @@
 """vLLM: one flag for all families, dispatched by the kinds of a model's layers.
 
     vllm serve MODEL --attention-backend KDA       # 0.32 and newer: a family's name
-    vllm serve MODEL --attention-backend CUSTOM    # 0.26 to 0.31, which take no new names
+    vllm serve MODEL --attention-backend CUSTOM    # 0.30 and 0.31, which take no new names
 
 The name must be that of a family which serves layers of the model; before 0.32 the families share
 one. Passing it turns on the *claims* of every family, so that one model's linear-attention layers
@@ -32,6 +32,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from backend_core import engines
 from backend_core.engines import ENGINES
 from backend_core.engines.after_import import after_import
+from backend_core.engines.log import PREFIX
 from backend_core.strict import fallback
 
 # A name below "vllm." has the engine's handlers and format.
@@ -66,8 +67,8 @@ class Request:
 
     Attributes:
         vllm_config: the model's ``VllmConfig``.
-        selector: the release's ``AttentionSelectorConfig``: head size, dtypes, block size, what of
-            sinks, sparsity and windows the layer has.
+        selector: the release's ``AttentionSelectorConfig``: head size, dtypes, block size, and
+            the layer's sinks, sparsity and windows.
         num_heads: query heads of a rank.
         upstream: the class that the platform chooses without a flag; it serves where a claim
             declines. A class that serves must lay out its cache as vLLM's page-size arithmetic for
@@ -90,7 +91,7 @@ class BackendClaim:
         choose: the backend class that serves a `Request`, importable by its module and name; or
             the reason why upstream's stays, which is logged once. Called as a layer is built, so
             it may import vLLM's layers; claims of one kind are asked in the order of their
-            registration. What is no choice but a failing calls `backend_core.strict.fallback`.
+            registration. Report an error through `backend_core.strict.fallback`; a refusal is text.
     """
 
     kind: str
@@ -121,44 +122,37 @@ _families: dict[str, _Family] = {}
 _logged: set[str] = set()
 
 
-def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) -> bool:
+def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) -> None:
     """Make a family's name known to vLLM, and its claims; a second call changes nothing.
 
-    Imports nothing of vLLM but its registry of backends.
+    Imports nothing of vLLM but its registry of backends. Where the release is not supported it logs
+    one line and does nothing.
 
-    Returns:
-        False, after one line, where the release is not supported or another plug-in holds the only
-        name there is.
+    Raises:
+        RuntimeError: another plug-in holds the only name that 0.30 and 0.31 leave to plug-ins.
     """
     if family in _families and not _families[family].broken:
-        return True
+        return
     engine = ENGINES["vllm"]
     version = engine.installed()
     if version is None or not engine.supports(version):
         _log_once(
             f"kda-dsv4-backend serves vllm {engine.supported}, got {version}: nothing is registered"
         )
-        return False
-    name = flag_name(family)
-    if name != "CUSTOM":
+        return
+    name, custom = flag_name(family), AttentionBackendEnum.CUSTOM
+    if name != custom.name:
         named_backend(name)
         copyreg.pickle(AttentionBackendEnum, _reduced)
-    else:
-        custom = AttentionBackendEnum.CUSTOM
-        if custom.is_overridden() and custom.get_path() != _CHOICE:
-            _log_once(
-                "another plug-in holds --attention-backend CUSTOM"
-                f" ({custom.get_path()}), the only name that vllm {version}"
-                " leaves to plug-ins: kda-dsv4-backend is not registered"
-            )
-            return False
+    elif not custom.is_overridden() or custom.get_path() == _CHOICE:
         register_backend(custom, _CHOICE)
+    else:
+        raise RuntimeError(f"another plug-in holds --attention-backend CUSTOM: {custom.get_path()}")
     _families[family] = _Family(tuple(claims))
     for claim in claims:
         if isinstance(claim, LayerClaim):
             for module in claim.modules:
                 after_import(module, functools.partial(_install, family, claim))
-    return True
 
 
 def named_backend(name: str) -> Any:
@@ -182,7 +176,7 @@ def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str]]:
 
 
 def flag_name(family: str) -> str:
-    """What ``--attention-backend`` is to be given for a family in the installed release."""
+    """The value of ``--attention-backend`` for a family in the installed release."""
     return engines.flag_name("vllm", family)
 
 
@@ -250,7 +244,7 @@ def log_failed_step(what: str, error: Exception) -> None:
     vLLM ends the engine and fails every request in it, and none gets a wrong answer.
     """
     _log_once(
-        f"kda-dsv4-backend: the step of {what} failed, and vllm will end this engine and its"
+        f"{PREFIX}: the step of {what} failed, and vllm will end this engine and its"
         f" requests: {type(error).__name__}: {error}",
         logger.error,
     )
@@ -268,6 +262,12 @@ def _install(family: str, claim: LayerClaim, module: ModuleType) -> None:
         claim.install(module)
     except Exception as error:  # would end the import, for servers without the flag too
         report_broken(family, error)
+
+
+def say(*lines: str) -> None:
+    """Log what was chosen, each line once."""
+    for line in lines:
+        _log_once(f"{PREFIX}: {line}", logger.info)
 
 
 def _log_once(line: str, level: Callable[..., None] | None = None) -> None:
@@ -311,16 +311,12 @@ def choose(vllm_config: Any, selector: Any) -> type[AttentionBackend] | list[str
                 continue
             answer = claim.choose(Request(vllm_config, selector, num_heads, upstream))
             if isinstance(answer, type):
-                _log_once(
-                    f"kda-dsv4-backend: {claim.title} layers are served by {family}"
-                    f" ({answer.__name__} in the place of {upstream.__name__})",
-                    logger.info,
+                say(
+                    f"{claim.title} layers are served by {family}"
+                    f" ({answer.__name__} in the place of {upstream.__name__})"
                 )
                 return answer
-            _log_once(
-                f"kda-dsv4-backend: {claim.title} layers stay on {upstream.__name__}: {answer}",
-                logger.info,
-            )
+            say(f"{claim.title} layers stay on {upstream.__name__}: {answer}")
     return upstream
 
 
@@ -328,7 +324,7 @@ _chosen: type[AttentionBackend] | None = None
 
 
 class PlatformDelegate(AttentionBackend):  # type: ignore[misc]
-    """What the flag's name stands for until a layer asks: no layer ever runs this class.
+    """The class behind the flag's name until a layer asks; no layer runs it.
 
     A platform validates the class that the flag names, which is where the choice for the layer is
     made. Then CUDA asks the class for its path, and ROCm takes the registered one. Both lead to

@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
 logger = logging.getLogger("kda_dsv4")
@@ -34,7 +35,7 @@ def directory() -> Path:
 
 
 def load(name: str) -> bytes | None:
-    """The image that was stored under a name, or ``None`` where there is none to be trusted."""
+    """The image that was stored under a name, or ``None`` without a trusted one."""
     folder = _private()
     if folder is None:
         return None
@@ -129,6 +130,14 @@ def _distrust(path: Path, why: str) -> None:
     _say_once(f"the compiled kernel {path} {why}: it is compiled again")
 
 
-@functools.cache
+_saying = threading.Lock()  # kernels are compiled in threads
+
+
 def _say_once(text: str) -> None:
+    with _saying:
+        _say(text)
+
+
+@functools.cache
+def _say(text: str) -> None:
     logger.warning(text)

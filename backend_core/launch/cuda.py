@@ -9,9 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
+import os
 import re
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -20,6 +24,8 @@ import torch
 
 from backend_core.launch import cubin_cache
 from backend_core.launch.faults import with_fault
+
+logger = logging.getLogger("kda_dsv4")
 
 HEADERS = Path(__file__).parents[1] / "cuda"
 """The headers that every kernel may include beside its own: ``hopper.cuh``."""
@@ -96,11 +102,11 @@ class CudaParams:
         self.header = "\n".join(("#pragma once", *declarations, _declaration("Params", fields)))
         self.size = packer.size
         scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
-        exec(_packing_function(fields, {kind: len(of) for kind, of in structs.items()}), scope)
+        exec(_packing_function(fields, structs), scope)
         self.pack = scope["by_name"]
 
 
-def _packing_function(fields: Fields, structs: Mapping[str, int]) -> str:
+def _packing_function(fields: Fields, structs: Mapping[str, Fields]) -> str:
     """The source of ``by_name``, which takes every field and passes their members on in order.
 
     It runs in every launch, hence this form: parameters are not keyword-only and nothing is
@@ -109,7 +115,7 @@ def _packing_function(fields: Fields, structs: Mapping[str, int]) -> str:
     lines, values = [f"def by_name({', '.join(name for name, _ in fields)}):"], []
     for name, kind in fields:
         if kind in structs:
-            members = ", ".join(f"{name}_{i}" for i in range(structs[kind]))
+            members = ", ".join(f"{name}_{i}" for i in range(len(structs[kind])))
             lines.append(f"    {members}, = {name}")
             values.append(members)
         else:
@@ -135,8 +141,9 @@ def _declaration(name: str, fields: Fields) -> str:
 class CudaKernel:
     """One ``extern "C" __global__`` function, which takes one ``struct Params`` by value.
 
-    Compiled for the architecture of the current device at construction, and loaded on a device by
-    ``load`` or at its first launch there (during a CUDA graph's warm-up, not its capture). The
+    Its construction begins to compile it for the architecture of the current device, in a thread of
+    its own: make all that a model needs, then load them. ``load``, or the first launch on a device
+    (during a CUDA graph's warm-up, not its capture), waits for the compiler and loads it there. The
     dynamic shared memory of a block is that of the source's instance of ``shared_bytes``.
     """
 
@@ -144,16 +151,11 @@ class CudaKernel:
         self, source: Path, name: str, params: CudaParams, defines: Mapping[str, int]
     ) -> None:
         """Args:
-            source: the ``.cu`` file; it includes nothing but headers (``.cuh``) beside it, those
-                in ``HEADERS``, and ``params.cuh``.
-            name: the function.
-            params: its parameter.
-            defines: preprocessor constants.
-
-        Raises:
-            ImportError: NVRTC is not installed beside torch.
-            RuntimeError: the source does not compile (the message holds the compiler's log), or
-                has no instance of ``shared_bytes``.
+        source: the ``.cu`` file; it includes nothing but headers (``.cuh``) beside it, those
+            in ``HEADERS``, and ``params.cuh``.
+        name: the function.
+        params: its parameter.
+        defines: preprocessor constants.
         """
         major, minor = torch.cuda.get_device_capability()
         suffix = "a" if major >= 9 else ""
@@ -163,17 +165,30 @@ class CudaKernel:
             *(f"-D{key}={value}" for key, value in defines.items()),
         )
         self._name = name
-        self._image = _compiled(source, params.header, options)
-        self._shared_bytes = shared_bytes_of(self._image)
+        self._compiled = _compiler(os.getpid()).submit(_compiled, source, params.header, options)
+        self._shared_bytes = 0  # until it is loaded
         self._functions: dict[int, ctypes.c_void_p] = {}
 
     def load(self) -> ctypes.c_void_p:
-        """The function on the current device, loaded if it is not there yet."""
+        """The function on the current device, loaded if it is not there yet.
+
+        Raises:
+            ImportError: NVRTC is not installed beside torch.
+            RuntimeError: the source does not compile (the message holds the compiler's log), or
+                has no instance of ``shared_bytes``; or the driver refuses to load it.
+        """
         device = torch.cuda.current_device()
         function = self._functions.get(device)
         if function is None:
-            function = self._functions[device] = _load(self._image, self._name, self._shared_bytes)
+            image = self.image
+            self._shared_bytes = shared_bytes_of(image)
+            function = self._functions[device] = _load(image, self._name, self._shared_bytes)
         return function
+
+    @property
+    def image(self) -> bytes:
+        """The cubin; waits for the compiler."""
+        return self._compiled.result()
 
     def __call__(self, grid: int, block: int, params: bytes, *, pdl: bool = False) -> None:
         """Launch ``grid`` blocks of ``block`` threads on the current device and stream.
@@ -243,6 +258,12 @@ def shared_bytes_of(image: bytes) -> int:
     return int(found[1])
 
 
+@functools.cache
+def _compiler(process: int) -> ThreadPoolExecutor:
+    """The threads in which a process compiles: NVRTC leaves Python's lock to others meanwhile."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kda-dsv4-nvrtc")
+
+
 def _compiled(source: Path, params_header: str, options: tuple[str, ...]) -> bytes:
     """The cubin, from the cache where it is there."""
     text = source.read_bytes()
@@ -258,10 +279,22 @@ def _compiled(source: Path, params_header: str, options: tuple[str, ...]) -> byt
     image = cubin_cache.load(name)
     if image is not None:
         return image
+    _say_that_it_compiles()
     include = (f"--include-path={folder}" for folder in (source.parent, HEADERS))
     image = _compile(library, text, source.name, params_header, (*options, *include))
     cubin_cache.store(name, image)
     return image
+
+
+_first_compilation = threading.Lock()  # taken once, by the thread that says so
+
+
+def _say_that_it_compiles() -> None:
+    if _first_compilation.acquire(blocking=False):
+        logger.warning(
+            "kda-dsv4-backend: compiling CUDA kernels in %d threads, once for all starts",
+            os.cpu_count(),
+        )
 
 
 def _compile(
@@ -310,7 +343,7 @@ def _driver_error(status: int) -> str:
 
 
 def _too_old() -> str:
-    """What to say beside an error where the driver is older than the compiler; else nothing."""
+    """A hint for an error if the driver is older than the compiler; else nothing."""
     found, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     _driver().cuDriverGetVersion(ctypes.byref(found))
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))

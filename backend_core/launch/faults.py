@@ -2,7 +2,7 @@
 
 A kernel that waits for another one does so for a bounded time. Then it writes here what it waited
 for, and traps. The trap ends everything that this process does on the GPU, since a result that is
-not there cannot be made up, and whoever synchronises next is told no more than "unspecified launch
+not there cannot be made up, and the next synchronisation says no more than "unspecified launch
 failure". The record's sentence is added to the error of our next launch, and logged at the end of
 the process.
 """
@@ -37,7 +37,7 @@ class FaultRecord:
         self.address = self.words.data_ptr()
 
     def sentence(self) -> str | None:
-        """What a kernel has written, in words; ``None`` where none gave up."""
+        """The record of a kernel that gave up, in words; ``None`` if none did."""
         code, index, seen, expected = (x & 0xFFFFFFFF for x in self.words[:4].tolist())
         if code == 0:
             return None

@@ -1,4 +1,4 @@
-"""Which GPU and which stream a call runs on, and the order of calls that share a memory."""
+"""The GPU and the stream of a call, and the order of calls that share a memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StreamOrder:
     for what that one holds, so that two streams that share a scratch memory take turns instead of
     overwriting each other's. They gain nothing then: give each stream a scratch memory of its own.
     Inside a CUDA graph's capture nothing is waited for. A graph holds the addresses that it has
-    seen, and whoever replays it beside other calls with the same scratch memory puts them in order.
+    seen, and replays beside other calls with the same scratch memory must be ordered by the caller.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -12,22 +12,50 @@ kernel is an interpreted function and is called plainly.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
+from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from backend_core.contracts import interprets
 
 Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | None"
 Grid = tuple[int, int, int]
 
-Packed = tuple[int, tuple[object, ...]]
-"""Some of a launch's arguments, made ready once for many launches: a number of their class, and
-their values, which hold the tensors' addresses and keep none alive."""
+
+class Packed(NamedTuple):
+    """Arguments packed once for many launches; keeps no tensor alive, but in the interpreter.
+
+    Attributes:
+        number: of their dtypes, alignments and classes of integers.
+        values: passed to the launcher: of tensors their addresses.
+        alike: what a kernel can be compiled for in their place.
+    """
+
+    number: int
+    values: tuple[object, ...]
+    alike: tuple[object, ...]
+
+
+class _Alike(MockTensor):  # type: ignore[misc]
+    """A tensor of the same dtype and alignment, on HIP also within 2 GiB or not."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.dtype)
+        self._address = tensor.data_ptr() & 15
+        self._bytes = tensor.untyped_storage().nbytes()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def ptr_range(self) -> int:
+        return self._bytes
+
 
 _RECENT = 4096  # exact argument lists that a kernel remembers
 _PACK_KEYS: dict[tuple[object, ...], int] = {}
@@ -50,7 +78,8 @@ class KernelLaunch:
     - the current device, since a compiled kernel is loaded on one.
 
     ``launch`` takes the arguments by name and finds the variant by a finer key still. A pointer's
-    name ends in ``_ptr``; only such arguments may be tensors there.
+    name ends in ``_ptr``, a tensor descriptor's in ``_desc``, and in ``_source`` where it may be
+    either; only such arguments may be tensors there.
 
     A key seen for the first time goes through ``fn.warmup``, which compiles only where Triton has
     no such variant yet. An int that varies while serving should be named in ``do_not_specialize``
@@ -66,18 +95,24 @@ class KernelLaunch:
         fn: Any,
         constexprs: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
-        groups: Sequence[Sequence[str]] = (),
+        *,
+        axes: Mapping[str, str] | None = None,
+        packs: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Args:
             fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
             constexprs: a value for each of them.
             options: ``num_warps``, ``num_stages`` and other compiler options.
-            groups: for ``packed``, argument names grouped by lifetime: for instance per call, per
-                layer, per step. A name that the kernel does not take is passed over.
+            axes: a letter for each dimension of tensors, ``{"q": "thd"}``: ``launch`` fills in
+                those of ``stride_q_t``, ``stride_q_h`` and ``stride_q_d`` that the kernel takes
+                from ``q_ptr``; of an absent tensor they are ``None``. A dot is a dimension whose
+                stride is given as other arguments are.
+            packs: groups of arguments that ``launch`` takes as one `Packed`, by the group's name.
+                A name that the kernel does not take is passed over.
 
         Raises:
-            ValueError: the constexprs are not those of the kernel, or do not stand last; or the
-                groups lack one of its other arguments, or have a name twice.
+            ValueError: the constexprs are not those of the kernel, or do not stand last; or axes or
+                packs are not of the kernel's arguments, or are so twice.
         """
         self.kernel = self._fn = fn
         self._kwargs = {**constexprs, **(options or {})}
@@ -86,29 +121,25 @@ class KernelLaunch:
         is compiled here is compiled for them too."""
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._recent: dict[tuple[object, ...], Any] = {}
-        self._packed: dict[tuple[int, ...], Any] = {}
-        self.argument_names = wanted = tuple(n for n in fn.arg_names if n not in constexprs)
+        self.argument_names = names = tuple(n for n in fn.arg_names if n not in constexprs)
         """Of the run-time arguments, in the order of the kernel's signature."""
-        if groups:
-            given = [name for names in groups for name in names]
-            if set(wanted) - set(given) or len(set(given)) != len(given):
-                raise ValueError(f"groups of {fn.__name__} must be of {list(wanted)}, got {given}")
-            self._in_order = operator.itemgetter(*[given.index(name) for name in wanted])
+        self._packs = {name: tuple(group) for name, group in (packs or {}).items()}
+        self._strides = _strides(fn.__name__, names, axes or {}, self._packs)
         self.launch: Callable[..., None] = self._call_by_name
-        """``launch(grid, **arguments)``: as a call, with the run-time arguments by name."""
+        """``launch(grid, **arguments)``: as a call, by name: the run-time arguments that are
+        neither strides which are filled in nor packed, and the packs."""
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
         declared = [param.name for param in fn.params if param.is_constexpr]
-        names = list(fn.arg_names)
-        if declared != names[len(names) - len(declared) :]:
-            raise ValueError(f"constexprs of {fn.__name__} must stand last, got {names}")
+        if declared != list(fn.arg_names)[len(fn.arg_names) - len(declared) :]:
+            raise ValueError(f"constexprs of {fn.__name__} must stand last, got {fn.arg_names}")
         if set(declared) != set(constexprs):
             raise ValueError(
                 f"constexprs of {fn.__name__} must be {sorted(declared)}, got {sorted(constexprs)}"
             )
         self._tail = tuple(constexprs[name] for name in declared)
-        self.launch = _launcher(self, self.argument_names)
+        self.launch = _launcher(self)
 
     def __call__(self, grid: Grid, *args: Argument) -> None:
         """Launch on the current device and stream; a grid with a zero launches nothing.
@@ -131,64 +162,42 @@ class KernelLaunch:
             compiled = self._compile(key, args)
         _run(compiled, grid, active.get_current_stream(device), (*values, *self._tail))
 
-    def _call_by_name(self, grid: Grid, **named: Argument) -> None:
-        """What ``launch`` is where nothing is compiled."""
-        if named.keys() != set(self.argument_names):
-            missing = sorted(set(self.argument_names) - named.keys())
-            unknown = sorted(named.keys() - set(self.argument_names))
+    def _call_by_name(self, grid: Grid, **named: Any) -> None:
+        """``launch`` without a compiled kernel."""
+        given = {**named}
+        for name in self._packs.keys() & named.keys():
+            given |= zip(self._packs[name], given.pop(name).alike, strict=True)
+        for stride, (tensor, dim) in self._strides.items():
+            source = given.get(f"{tensor}_ptr")
+            given[stride] = None if source is None else source.stride()[dim]
+        wanted = set(self.argument_names)
+        packed = {name for names in self._packs.values() for name in names}
+        if given.keys() - packed != wanted - packed or self._packs.keys() - named.keys():
+            missing = sorted(wanted - given.keys())
+            unknown = sorted(given.keys() - wanted - packed)
             raise TypeError(
-                f"{self._fn.__name__} takes {len(self.argument_names)} arguments by name: missing"
+                f"{self._fn.__name__} takes {len(wanted)} arguments by name: missing"
                 f" {missing}, unknown {unknown}"
             )
-        self(grid, *[named[name] for name in self.argument_names])
+        self(grid, *[given[name] for name in self.argument_names])
 
-    def _find(self, exact: tuple[object, ...], device: int, args: tuple[Argument, ...]) -> Any:
+    def _find(
+        self,
+        exact: tuple[object, ...],
+        device: int,
+        named: dict[str, Any],
+        packs: tuple[Packed, ...],
+    ) -> Any:
         """The compiled kernel for the classes of the arguments, kept for their exact values."""
+        for group, pack in zip(self._packs.values(), packs, strict=True):
+            named.update(zip(group, pack.alike, strict=True))
+        args = tuple(named[name] for name in self.argument_names)
         key = (device, *_specialise(args, torch.version.hip is not None)[0])
         compiled = self._compiled.get(key) or self._compile(key, args)
         if len(self._recent) >= _RECENT:
             self._recent.clear()
         self._recent[exact] = compiled
         return compiled
-
-    @staticmethod
-    def pack(args: Iterable[Argument]) -> Packed:
-        """A group's arguments for ``packed``, in the group's order."""
-        key, values = _specialise(args, torch.version.hip is not None)
-        number = _PACK_KEYS.get(tuple(key))
-        if number is None:  # a number of its own, whichever thread comes first
-            number = _PACK_KEYS.setdefault(tuple(key), next(_PACK_NUMBERS))
-        return number, tuple(values)
-
-    def packed(
-        self, grid: Grid, packs: Sequence[Packed], arguments: Callable[[], Sequence[Argument]]
-    ) -> None:
-        """Launch with arguments that were made ready before, in the order of ``groups``.
-
-        Args:
-            grid: as above.
-            packs: one for each group.
-            arguments: gives what the packs stand for, in the order of the kernel's signature.
-                Called where the kernel has to be compiled or is interpreted.
-        """
-        if self._interpreted:
-            self(grid, *arguments())
-            return
-        active = driver.active
-        device = active.get_current_device()
-        values: tuple[object, ...] = ()
-        key = [device]
-        for number, group in packs:
-            key.append(number)
-            values += group
-        compiled = self._packed.get(tuple(key))
-        if compiled is None:
-            given = tuple(arguments())
-            full = (device, *_specialise(given, torch.version.hip is not None)[0])
-            compiled = self._compiled.get(full) or self._compile(full, given)
-            self._packed[tuple(key)] = compiled
-        args = (*self._in_order(values), *self._tail)
-        _run(compiled, grid, active.get_current_stream(device), args)
 
     def warm_up(self, *args: Argument | torch.dtype) -> None:
         """Compile and load the variant that these arguments select, without launching it.
@@ -214,22 +223,63 @@ class KernelLaunch:
         return self._compiled[key]
 
 
-def _launcher(kernel: KernelLaunch, names: Sequence[str]) -> Callable[..., None]:
+def pack(arguments: Iterable[Argument]) -> Packed:
+    """A group's arguments for ``launch``, in the group's order."""
+    arguments = tuple(arguments)
+    key, values = _specialise(arguments, torch.version.hip is not None)
+    number = _PACK_KEYS.get(tuple(key))
+    if number is None:  # a number of its own, whichever thread comes first
+        number = _PACK_KEYS.setdefault(tuple(key), next(_PACK_NUMBERS))
+    if interprets():  # which reads tensors
+        return Packed(number, tuple(values), arguments)
+    alike = tuple(_Alike(arg) if isinstance(arg, Tensor) else arg for arg in arguments)
+    return Packed(number, tuple(values), alike)
+
+
+def _strides(
+    kernel: str,
+    names: Sequence[str],
+    axes: Mapping[str, str],
+    packs: Mapping[str, Sequence[str]],
+) -> dict[str, tuple[str, int]]:
+    """For each stride that is filled in: the tensor's name and its dimension."""
+    packed = [name for group in packs.values() for name in group]
+    found = {
+        f"stride_{tensor}_{letter}": (tensor, dim)
+        for tensor, letters in axes.items()
+        for dim, letter in enumerate(letters)
+        if f"stride_{tensor}_{letter}" in names
+    }
+    lacking = [tensor for tensor in axes if f"{tensor}_ptr" not in names]
+    twice = [name for name in packed if packed.count(name) > 1 or name in found]
+    if lacking or twice:
+        raise ValueError(f"axes and packs of {kernel}: no such tensor {lacking}, twice {twice}")
+    return found
+
+
+def _launcher(kernel: KernelLaunch) -> Callable[..., None]:
     """A function of grid and named arguments that launches a kernel.
 
     It is generated, as Triton's own binder is: its parameters are the kernel's, so that Python
     brings them in order and refuses others, and nothing loops over them. It remembers the variant
     for the numbers themselves, which saves deciding their classes in every launch.
     """
-    is_pointer = {name: name.endswith("_ptr") for name in names}
+    packed = {name for group in kernel._packs.values() for name in group}
+    strides = kernel._strides
+    given = [n for n in kernel.argument_names if n not in packed and n not in strides]
     hip = torch.version.hip is not None
-    lines = [f"def launch(grid, *, {', '.join(names)}):"]
-    exact, values = ["device"], []
-    for name in names:
-        if not is_pointer[name]:
+    lines = [f"def launch(grid, *, {', '.join((*given, *kernel._packs))}):"]
+    exact, value_of = ["device"], {}
+    for name in given:
+        if name.endswith(("_desc", "_source")):
+            lines.append(f"    {name}_kind, {name}_value = described({name})")
+            exact.append(f"{name}_kind")
+            value_of[name] = f"{name}_value"
+            continue
+        if not name.endswith("_ptr"):
             # 1, 1.0 and True are equal, and have variants of their own
             exact += [name, f"type({name})"]
-            values.append(name)
+            value_of[name] = name
             continue
         lines += [
             f"    if {name} is None:",
@@ -240,33 +290,57 @@ def _launcher(kernel: KernelLaunch, names: Sequence[str]) -> Callable[..., None]
             + (f", {name}.untyped_storage().nbytes() < 2**31" if hip else ""),
         ]
         exact.append(f"{name}_kind")
-        values.append(f"{name}_address")
+        value_of[name] = f"{name}_address"
+    for tensor in dict.fromkeys(tensor for tensor, _ in strides.values()):
+        filled = {name: dim for name, (of, dim) in strides.items() if of == tensor}
+        lines += [
+            f"    if {tensor}_ptr is None:",
+            f"        {' = '.join(filled)} = None",
+            "    else:",
+            f"        strides = {tensor}_ptr.stride()",
+            *(f"        {name} = strides[{dim}]" for name, dim in filled.items()),
+        ]
+        exact += filled
+        value_of |= {name: name for name in filled}
+    for name, group in kernel._packs.items():
+        lines.append(f"    {name}_number, ({''.join(f'{n}_packed, ' for n in group)}), _ = {name}")
+        exact.append(f"{name}_number")
+        value_of |= {n: f"{n}_packed" for n in group}
+    values = ", ".join(value_of[name] for name in kernel.argument_names)
+    named = ", ".join(f"{name!r}: {name}" for name in (*given, *strides))
     lines += [
         "    active = driver.active",
         "    device = active.get_current_device()",
         f"    exact = ({', '.join(exact)},)",
         "    compiled = recent.get(exact)",
         "    if compiled is None:",
-        f"        compiled = find(exact, device, ({', '.join(names)},))",
+        f"        packs = ({''.join(f'{name}, ' for name in kernel._packs)})",
+        f"        compiled = find(exact, device, {{{named}}}, packs)",
         "    stream = active.get_current_stream(device)",
         "    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook",
         "    if getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave):",
-        f"        compiled[grid]({', '.join(values)}, *tail, stream=stream)",
+        f"        compiled[grid]({values}, *tail, stream=stream)",
         "        return",
         "    function, metadata = compiled.function, compiled.packed_metadata",
-        "    compiled.run(*grid, stream, function, metadata, None, None, None,"
-        f" {', '.join(values)}, *tail)",
+        f"    compiled.run(*grid, stream, function, metadata, None, None, None, {values}, *tail)",
     ]
     scope: dict[str, Any] = {
         "driver": driver,
         "recent": kernel._recent,
         "find": kernel._find,
+        "described": lambda x: _described(x, hip),
         "hooks": knobs.runtime,
         "tail": kernel._tail,
     }
     exec("\n".join(lines), scope)
     launch: Callable[..., None] = scope["launch"]
     return launch
+
+
+def _described(x: Tensor | TensorDescriptor, hip: bool) -> tuple[tuple[object, ...], object]:
+    """The key of a tensor or a descriptor, and what the launcher is handed."""
+    key, (value,) = _specialise((x,), hip)
+    return tuple(key), value
 
 
 def _run(compiled: Any, grid: Grid, stream: int, args: tuple[object, ...]) -> None:
@@ -303,6 +377,10 @@ def _specialise(
             if hip:
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             values.append(address)
+        elif isinstance(arg, _Alike):
+            key += (arg.dtype, arg.data_ptr() == 0)
+            if hip:
+                key.append(arg.ptr_range() < 2**31)
         elif hasattr(arg, "block_shape"):  # Triton's tensor descriptor, or Gluon's with a layout
             tile: Any = arg
             layout = getattr(arg, "layout", None)
@@ -319,7 +397,7 @@ def _specialise(
 
 
 class _IntClass(dict[int, str]):
-    """What Triton makes of an int argument, remembered: a look-up costs less than deciding."""
+    """Triton's specialisation of an int argument, remembered: a look-up costs less."""
 
     def __missing__(self, value: int) -> str:
         if len(self) > 65536:

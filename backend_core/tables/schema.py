@@ -9,14 +9,16 @@ launch.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from backend_core import __version__
 from backend_core.bounded import TABLE_BYTES, parse_toml, read_text
+from backend_core.target import Target
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,20 @@ class NoParams:
     """The launch parameters of a path that has none."""
 
 
+UPSTREAM = "upstream"
+"""The name of rows that leave a call to the engine's own kernel."""
+
+
+@dataclass(frozen=True)
+class UpstreamParams:
+    """The row is faster by the engine's own kernel: ``kernel``, as adapters name it."""
+
+    kernel: str
+
+
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a family, as the path tables know it.
+    """An operator: permitted contents of its tables, a layer's demands on its rows, its paths.
 
     Attributes:
         name: as in the rows' ``operator``, for instance ``"prefill"``.
@@ -36,30 +49,48 @@ class Operator:
             ``bool``, ``str`` or ``Literal``; a field with a default may be left out of a row; a
             field with the name of a section is that section; its ``__post_init__`` may refuse
             values with a ``ValueError``.
+        folder: the package that has a module for each path, by the path's name.
+        requires: the features that a row must have to serve a layer.
+        unit_tokens: tokens of a sequence that count once in the grid; 1 where it counts none.
     """
 
     name: str
     grid: str
     paths: Mapping[str, type[Any] | str] = field(hash=False)
+    folder: str = ""
+    requires: Callable[[Any], frozenset[str]] = field(default=lambda spec: frozenset(), hash=False)
+    unit_tokens: int = 1
+
+    def bind(self, row: KernelPath, spec: object, target: Target) -> Callable[..., Any]:
+        """The function that runs calls of such layers on a path; compiles what it needs.
+
+        Raises:
+            LookupError: the row leaves the call to upstream.
+        """
+        if row.name == UPSTREAM:
+            raise LookupError(
+                f"{self.name} of this size is left to {row.params.kernel} ({row.provenance})"
+            )
+        bound: Callable[..., Any] = importlib.import_module(f"{self.folder}.{row.name}").bind(
+            row, spec, target
+        )
+        return bound
 
 
 @dataclass(frozen=True)
 class TableSchema:
-    """What the path tables of one family may hold.
+    """The permitted contents of one family's path tables.
 
     Attributes:
         family: the family's name, which is also the folder of its tables.
         operators: every operator, each of which every table has rows for.
         sections: further top-level tables, each at most once per file, that paths take their
             parameters from: the frozen dataclass that each is parsed into.
-        folder: holds the shipped tables, ``<family>/<target.key>.toml``, of a family whose package
-            is not one of ours; ``None`` for ours.
     """
 
     family: str
     operators: tuple[Operator, ...]
     sections: Mapping[str, type[Any]] = field(default_factory=dict, hash=False)
-    folder: Path | None = None
 
     @property
     def operator_names(self) -> tuple[str, ...]:
@@ -82,6 +113,9 @@ _ROW_KEYS = {
     "operator": str,
     "name": str,
     "max_grid": int,
+    "max_longest": int,
+    "min_longest": int,
+    "max_width": int,
     "requires_package": str,
     "features": list,
     "measured": bool,
@@ -91,6 +125,8 @@ _ROW_KEYS = {
     "params": dict,
 }
 _REQUIRED = ("operator", "name", "features", "measured", "source")
+LIMITS = ("max_longest", "min_longest", "max_width")
+"""What of a call's sequences limits a row; its lengths must be known to the host."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +135,9 @@ class KernelPath:
 
     Attributes:
         max_grid: the largest grid that the row is meant for; ``None`` is no limit.
+        max_longest, min_longest: tokens of the longest sequence. A row with one of the limits
+            serves only calls whose lengths the host knows; a row without follows for the others.
+        max_width: how many times the longest sequence's share of the grid the whole grid may be.
         features: what the path can do; a call whose needs exceed it is refused.
         params: launch parameters, an instance of the operator's dataclass for this path.
         measured: whether the parameters were chosen by measuring on this architecture.
@@ -114,8 +153,33 @@ class KernelPath:
     measured: bool
     provenance: str
     requires_package: str | None = None
+    max_longest: int | None = None
+    min_longest: int | None = None
+    max_width: int | None = None
+    is_limited: bool = field(init=False, repr=False, compare=False)
+    """Whether the row serves only some calls of its grids."""
+
+    def serves(self, grid: int, longest: int | None, unit_tokens: int) -> bool:
+        """Whether a call is within the limits but for ``max_grid``.
+
+        Args:
+            longest: tokens of its longest sequence; ``None`` where the host does not know them.
+            unit_tokens: of a sequence, that count once in the grid.
+        """
+        if not self.is_limited:
+            return True
+        if longest is None:
+            return False
+        if self.max_longest is not None and longest > self.max_longest:
+            return False
+        if self.min_longest is not None and longest < self.min_longest:
+            return False
+        share = max(1, -(-longest // unit_tokens))
+        return self.max_width is None or grid // share <= self.max_width
 
     def __post_init__(self) -> None:
+        is_limited = any(getattr(self, limit) is not None for limit in LIMITS)
+        object.__setattr__(self, "is_limited", is_limited)
         # every call looks its kernels up by path: hashing all fields would take a microsecond
         object.__setattr__(self, "_hash", hash((self.name, self.operator, self.max_grid)))
 
@@ -126,6 +190,18 @@ class KernelPath:
         """The launch parameters by name, for reports; without sections that paths share."""
         params = dataclasses.asdict(self.params)
         return {name: value for name, value in params.items() if not isinstance(value, dict)}
+
+
+def limits_in_words(max_longest: int | None, min_longest: int | None, max_width: int | None) -> str:
+    """A row's limits, each after a comma."""
+    words = []
+    if max_longest is not None:
+        words.append(f", sequences of up to {max_longest} tokens")
+    if min_longest is not None:
+        words.append(f", a sequence of at least {min_longest} tokens")
+    if max_width is not None:
+        words.append(f", in all at most {max_width} times its share")
+    return "".join(words)
 
 
 def parse_table(file: Path, schema: TableSchema, stem: str) -> tuple[KernelPath, ...]:
@@ -195,13 +271,15 @@ def _parse_row(
         operator = schema.operator(entry["operator"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if entry["name"] not in operator.paths:
+    kind = UpstreamParams if entry["name"] == UPSTREAM else operator.paths.get(entry["name"])
+    if kind is None:
         known = ", ".join(operator.paths)
         raise ValueError(
             f"{where}: name of a {operator.name} path must be one of {known}, got {entry['name']!r}"
         )
-    if entry.get("max_grid", 1) < 1:
-        raise ValueError(f"{where}: max_grid must be at least 1, got {entry['max_grid']}")
+    for limit in ("max_grid", *LIMITS):
+        if entry.get(limit, 1) < 1:
+            raise ValueError(f"{where}: {limit} must be at least 1, got {entry[limit]}")
     if not entry.get("requires_package", "top_level").isidentifier():
         raise ValueError(
             f"{where}: requires_package must be a top-level package, got "
@@ -215,10 +293,11 @@ def _parse_row(
         operator=entry["operator"],
         max_grid=entry.get("max_grid"),
         features=frozenset(entry["features"]),
-        params=_row_params(where, entry, operator.paths[entry["name"]], sections),
+        params=_row_params(where, entry, kind, sections),
         measured=entry["measured"],
         provenance=_provenance(where, entry),
         requires_package=entry.get("requires_package"),
+        **{limit: entry.get(limit) for limit in LIMITS},
     )
 
 
@@ -278,9 +357,11 @@ def _provenance(where: str, entry: Mapping[str, Any]) -> str:
 
 
 def _check_cover(file: Path, operator: str, rows: list[tuple[int, KernelPath]]) -> None:
-    if not rows or rows[-1][1].max_grid is not None:
-        where = f" {rows[-1][0]}" if rows else ""
-        raise ValueError(f"{file}: path{where}: the last {operator} row must have no max_grid")
+    last = rows[-1][1] if rows else None
+    for limit in ("max_grid", *LIMITS):
+        if last is None or getattr(last, limit) is not None:
+            where = f" {rows[-1][0]}" if rows else ""
+            raise ValueError(f"{file}: path{where}: the last {operator} row must have no {limit}")
     previous: int | None = 0
     for number, row in rows:
         bound = row.max_grid

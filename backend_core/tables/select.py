@@ -1,4 +1,4 @@
-"""Kernel paths as data: TOML tables with provenance, one selection at model load, a bisect a call.
+"""Kernel paths as data: TOML tables with provenance, and which of their rows can serve a layer.
 
 A table serves one family of operators on one architecture. Its ``[[path]]`` rows name, for each
 operator, which path runs up to which grid and with which launch parameters:
@@ -39,25 +39,29 @@ import importlib.util
 import logging
 import os
 import stat
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from backend_core.tables.schema import KernelPath, TableSchema, parse_table
+from backend_core.tables.schema import (
+    LIMITS,
+    UPSTREAM,
+    KernelPath,
+    TableSchema,
+    limits_in_words,
+    parse_table,
+)
 from backend_core.target import Target
 
 __all__ = [
     "KernelPath",
     "PathRow",
-    "PathSelection",
     "PathTable",
     "explain",
     "feature_sets",
     "load_table",
-    "select",
     "shipped_directory",
-    "shipped_with",
     "unmeasured",
     "user_directory",
 ]
@@ -102,7 +106,7 @@ class PathTable:
 
 @dataclass(frozen=True)
 class PathRow:
-    """What became of one table row in a selection.
+    """The fate of one table row in a selection.
 
     Attributes:
         low, high: the grids it serves, inclusive; ``high`` is ``None`` where there is no limit and
@@ -119,41 +123,10 @@ class PathRow:
         if self.refusal is not None:
             return f"{self.path.operator} {self.path.name}: refused, {self.refusal}"
         grids = f"grid {self.low} to {self.high}" if self.high else f"grid {self.low} and more"
+        grids += limits_in_words(*(getattr(self.path, limit) for limit in LIMITS))
         params = self.path.params_dict()
         chosen = [self.path.name, *(f"{key}={value}" for key, value in params.items())]
         return f"{self.path.operator} {grids}: {' '.join(chosen)} ({self.path.provenance})"
-
-
-@dataclass(frozen=True)
-class PathSelection:
-    """The rows of one operator that can serve a model's calls; built once, at model load.
-
-    A bucket whose rows were all refused is taken over by the next larger bucket, and above the
-    largest usable row that row itself goes on: launch parameters chosen for more parallel work are
-    the closest ones known to run.
-    """
-
-    operator: str
-    paths: tuple[KernelPath, ...]
-    _bounds: tuple[int, ...]
-    _rows: tuple[PathRow, ...] = field(repr=False)
-
-    def lookup(self, grid: int) -> KernelPath:
-        """The path for a launch of ``grid`` units (what a unit is, the family defines)."""
-        return self.paths[bisect_left(self._bounds, grid)]
-
-    @classmethod
-    def of(cls, *paths: KernelPath) -> PathSelection:
-        """The given rows of one operator alone, whatever they require: a forced choice.
-
-        Only the last may be without ``max_grid``; above it the last serves.
-        """
-        bounds = tuple(path.max_grid for path in paths[:-1] if path.max_grid is not None)
-        return cls(paths[0].operator, paths, bounds, ())
-
-    def explain(self) -> Iterator[PathRow]:
-        """One entry for each row of the table's operator, in the table's order."""
-        return iter(self._rows)
 
 
 def load_table(schema: TableSchema, target: Target, *, directory: Path | None = None) -> PathTable:
@@ -169,7 +142,7 @@ def load_table(schema: TableSchema, target: Target, *, directory: Path | None = 
         ValueError: the table is malformed or cannot be read; the message names file and row.
     """
     family = schema.family
-    own = [directory] if directory is not None else [user_directory(), shipped_with(schema)]
+    own = [directory] if directory is not None else [user_directory(), shipped_directory()]
     roots = [root for root in own if root is not None]
     stem: str | None = target.key
     while stem is not None:
@@ -188,8 +161,10 @@ def load_table(schema: TableSchema, target: Target, *, directory: Path | None = 
 
 
 def _is_there(file: Path) -> bool:
-    """Whether there is such a table. In a folder of somebody else, which a user who has another's
-    home finds there, there is none of theirs; that is logged once."""
+    """Whether there is such a table.
+
+    A folder that this user may not read holds no table for them; logged once.
+    """
     try:
         return stat.S_ISREG(os.stat(file).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -212,10 +187,10 @@ def _measured_elsewhere(row: KernelPath) -> KernelPath:
     return replace(row, measured=False, provenance=f"not measured here, {row.provenance}")
 
 
-def unmeasured(target: Target, selections: Iterable[PathSelection]) -> str | None:
+def unmeasured(target: Target, selections: Iterable[Any]) -> str | None:
     """One sentence for the log at model load, where no path chosen on a GPU was measured on one of
     its architecture; ``None`` elsewhere, and on a CPU, whose path has no parameters."""
-    paths = [path for selection in selections for path in selection.paths]
+    paths = [row for s in selections for row in s.rows]
     if target.vendor == "cpu" or any(path.measured for path in paths):
         return None
     return (
@@ -225,31 +200,53 @@ def unmeasured(target: Target, selections: Iterable[PathSelection]) -> str | Non
 
 
 def explain(
-    table: PathTable, operator: str, requires: frozenset[str] = frozenset()
+    table: PathTable,
+    operator: str,
+    requires: frozenset[str] = frozenset(),
+    *,
+    upstream: str | None = None,
 ) -> tuple[PathRow, ...]:
-    """What each row of ``operator`` does for a model that needs ``requires``, in the table's order.
+    """The fate of each row of ``operator`` for a model that needs ``requires``, in table order.
+
+    Args:
+        upstream: the engine's kernel that the caller can run instead of a row.
 
     Raises:
         ValueError: the family has no such operator.
     """
     table.schema.operator(operator)
     declared = [row for row in table.rows if row.operator == operator]
-    refusals: list[str | None] = []
-    usable: list[KernelPath] = []
-    for row in declared:
-        refusal = _refusal(row, requires)
-        if refusal is None and usable and usable[-1].max_grid == row.max_grid:
-            refusal = f"{usable[-1].name} is preferred for the same grids"
-        if refusal is None:
-            usable.append(row)
-        refusals.append(refusal)
+    refusals = [_refusal(row, requires, upstream) for row in declared]
+    usable: list[int] = []
+    for number, row in enumerate(declared):
+        if refusals[number] is None:
+            before = declared[usable[-1]] if usable else None
+            if before is not None and _covers(before, row):
+                refusals[number] = f"{before.name} is preferred for the same grids"
+            else:
+                usable.append(number)
+    while usable and declared[usable[-1]].is_limited:
+        refusals[usable.pop()] = "no row is left for calls beyond its limits"
     # Only the last usable row can be open, and it is, whatever its max_grid says.
-    bounds = [row.max_grid for row in usable[:-1] if row.max_grid is not None]
-    buckets = zip([1, *(bound + 1 for bound in bounds)], [*bounds, None], strict=True)
-    return tuple(
-        PathRow(row, *next(buckets), None) if refusal is None else PathRow(row, None, None, refusal)
-        for row, refusal in zip(declared, refusals, strict=True)
-    )
+    bounds = [declared[number].max_grid for number in usable[:-1]] + [None]
+    rows, low = [], 1
+    for number, (row, refusal) in enumerate(zip(declared, refusals, strict=True)):
+        if refusal is not None:
+            rows.append(PathRow(row, None, None, refusal))
+            continue
+        high = bounds[usable.index(number)]
+        rows.append(PathRow(row, low, high, None))
+        if high is not None and not row.is_limited:
+            low = high + 1
+    return tuple(rows)
+
+
+def _covers(before: KernelPath, row: KernelPath) -> bool:
+    """Whether a row, which stands before another, leaves nothing to it."""
+    if before.max_grid != row.max_grid:
+        return False
+    limits = [(getattr(before, limit), getattr(row, limit)) for limit in LIMITS]
+    return not before.is_limited or all(theirs == mine for theirs, mine in limits)
 
 
 def feature_sets(table: PathTable, operator: str) -> list[frozenset[str]]:
@@ -257,25 +254,9 @@ def feature_sets(table: PathTable, operator: str) -> list[frozenset[str]]:
     return list(dict.fromkeys(row.features for row in table.rows if row.operator == operator))
 
 
-def select(
-    table: PathTable, operator: str, requires: frozenset[str] = frozenset()
-) -> PathSelection:
-    """Choose, for every grid, the first row of ``operator`` that has all features in ``requires``.
-
-    Raises:
-        LookupError: no row is left; the message gives the refusals.
-        ValueError: the family has no such operator.
-    """
-    rows = explain(table, operator, requires)
-    served = [row for row in rows if row.refusal is None]
-    if not served:
-        why = "; ".join(dict.fromkeys(f"{row.path.name} {row.refusal}" for row in rows))
-        raise LookupError(f"no {operator} path in {table.source} can serve this model: {why}")
-    bounds = tuple(row.high for row in served if row.high is not None)
-    return PathSelection(operator, tuple(row.path for row in served), bounds, rows)
-
-
-def _refusal(row: KernelPath, requires: frozenset[str]) -> str | None:
+def _refusal(row: KernelPath, requires: frozenset[str], upstream: str | None) -> str | None:
+    if row.name == UPSTREAM and row.params.kernel != upstream:
+        return f"only where {row.params.kernel} can run instead"
     if missing := requires - row.features:
         return f"lacks {', '.join(sorted(missing))}"
     if row.requires_package is not None and not _is_installed(row.requires_package):
@@ -303,11 +284,6 @@ def user_directory() -> Path | None:
     except RuntimeError:
         return None
     return Path(base) / "kda-dsv4"
-
-
-def shipped_with(schema: TableSchema) -> Path:
-    """Where a family's package has its own tables."""
-    return schema.folder or shipped_directory()
 
 
 def shipped_directory() -> Path:

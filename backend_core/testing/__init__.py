@@ -1,1 +1,1 @@
-"""What tests, ``check``, ``tune`` and the benchmarks of every family measure and compare with."""
+"""Measurement and comparison for tests, ``check``, ``tune`` and benchmarks of every family."""

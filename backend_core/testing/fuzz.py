@@ -99,7 +99,7 @@ FuzzCase = Callable[[Draw, Target, torch.device], FuzzBatch]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one batch.
+    """The outcome of one batch.
 
     Attributes:
         status: ``"ok"``, ``"wrong"`` (compared, and not right) or ``"failed"`` (raised).

@@ -140,7 +140,7 @@ def copy_bandwidth_gbs() -> float:
 
 
 def environment() -> dict[str, str | None]:
-    """What a result depends on: the script that writes it, GPU, versions, commit and date."""
+    """The origin of a result: the script that writes it, GPU, versions, commit and date."""
     return {
         "script": script_name(Path(sys.argv[0])),
         "gpu": torch.cuda.get_device_name(),
@@ -152,7 +152,7 @@ def environment() -> dict[str, str | None]:
 
 
 def script_name(file: Path) -> str:
-    """What a result calls the script that wrote it: ``"benchmarks/<name>.py"``."""
+    """The name of the running script in a result: ``"benchmarks/<name>.py"``."""
     return f"benchmarks/{file.name}"
 
 

@@ -17,7 +17,7 @@ from benchmarks.engines import serve_profile
 from benchmarks.engines.serve_work import decode_name, row
 
 STEPS, PROFILED = 32, 8
-# what of a step's kernels is a KDA layer between its projections, by parts of their names
+# parts of the names of the kernels of a KDA layer between its projections
 KDA_KERNELS = ("causal_conv1d_update", "kda", "decode_step", "recurrent", "rms_norm_gated",
                "layer_norm_gated", "gated_norm")  # fmt: skip
 
@@ -86,11 +86,10 @@ def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, Any]:
         for name, at in longer.items()
     }  # fmt: skip
     kda = [v for name, v in by_kernel.items() if any(part in name for part in KDA_KERNELS)]
-    top = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:40]
     return {
         "gpu_ms": sum(ms for ms, _ in by_kernel.values()),
         "launches": sum(count for _, count in by_kernel.values()),
         "kda_ms": sum(ms for ms, _ in kda),
         "kda_launches": sum(count for _, count in kda),
-        "kernels": dict(top),
+        "kernels": serve_profile.longest(by_kernel),
     }

@@ -1,4 +1,4 @@
-"""Which attention a DeepSeek-V4 in a running vLLM had, and how ours compares with FlashMLA's.
+"""The attention of a DeepSeek-V4 in a running vLLM, and ours compared with FlashMLA's.
 
 Made before the engine, as calls are seen in captures and eager steps; a graph's replays call
 nothing, and have the attention that its capture had. In eager calls outside of captures FlashMLA

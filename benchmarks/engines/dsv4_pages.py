@@ -1,4 +1,4 @@
-"""What the bytes of a page of DeepSeek-V4's records are (docs/families/dsv4.md, cache formats)."""
+"""The kinds of bytes in a page of DeepSeek-V4's records (docs/families/dsv4.md, cache formats)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ DATA_BYTES = {584: 576, 132: 128}
 
 
 def part_of(byte: int, rows: int, width: int) -> str:
-    """What a byte of a page of ``rows`` records of ``width`` bytes is."""
+    """The kind of a byte in a page of ``rows`` records of ``width`` bytes."""
     data = DATA_BYTES[width]
     if byte >= rows * data:
         return "scale of a main record" if width == 584 else "scale of an indexer record"

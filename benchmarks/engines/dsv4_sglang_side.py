@@ -1,7 +1,6 @@
 """One process of `benchmarks.dsv4_engine_sglang`: a small DeepSeek-V4 of random weights in sglang.
 
     python -m benchmarks.engines.dsv4_sglang_side {upstream,flag}[-eager|-mtp] OUT.json
-    python -m benchmarks.engines.dsv4_sglang_side compile    # sglang's own kernels, all at a time
 
 The model, its weights and its prompts are those of `benchmarks.engines.dsv4_vllm_side`, with 64
 heads, which sglang's FlashMLA takes on one GPU. On both sides mHC runs in torch, since TileLang may
@@ -20,8 +19,6 @@ import random
 import sys
 import tempfile
 import time
-import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +54,10 @@ _begin = time.perf_counter()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("side", choices=(*SIDES, *MTP_SIDES, "compile"))
-    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("side", choices=(*SIDES, *MTP_SIDES))
+    parser.add_argument("out", type=Path)
     args = parser.parse_args()
     os.environ.update(switches(args.side))
-    if args.side == "compile":
-        compile_kernels()
-        return
-    if args.out is None:
-        parser.error("a side needs the file of its result")
     with tempfile.TemporaryDirectory() as place:
         plant(Path(place))
         run(args.side, args.out)
@@ -188,7 +180,7 @@ def engine_arguments(side: str) -> dict[str, Any]:
 
 
 def reported(engine: Any) -> dict[str, Any]:
-    """What the scheduler's process says of its engine; watching ends with it."""
+    """The scheduler process's report of its engine; it ends the watching."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "report.json"
         engine.collective_rpc("dsv4_watch", what="report", path=str(path))
@@ -246,52 +238,6 @@ def sweep(engine: Any, sizes: list[int]) -> None:
     for count in (2, 5, 16):
         ask([drawn(rng.randint(1, 300)) for _ in range(count)], 1)
     say("prefills")
-
-
-def kernels() -> list[tuple[Any, ...]]:
-    """sglang's kernels that this model meets: what compiles each, and its arguments."""
-    import torch
-    from sglang.kernels.ops.attention.dsv4 import attn, compress, elementwise, moe, topk
-
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return [
-        *((compress._jit_compress_module, d, fp32, fp32, fp32, r) for d, r in ((512, 4), (128, 4))),
-        (compress._jit_compress_module, 512, fp32, fp32, fp32, 128),
-        *((compress._jit_compress_norm_rope_module, fp32, 512, 64, page) for page in (64, 2)),
-        (compress._jit_compress_norm_rope_module, fp32, 128, 64, 64),
-        (compress._jit_compress_plan_module,),
-        (elementwise._jit_fused_rope_module,),
-        (elementwise._jit_main_q_norm_rope_module, bf16, 512, 64),
-        (elementwise._jit_main_k_norm_rope_flashmla_module, bf16, 512, 64, 128),
-        (elementwise._jit_main_q_indexer_rope_hadamard_quant_module, bf16),
-        (attn._jit_metadata_module,),
-        (moe._jit_hash_topk_module,),
-        (moe._jit_mask_topk_module,),
-        (moe._jit_silu_and_mul_clamp_module, bf16),
-        (topk._jit_topk_v1_module, 512),
-        (topk._jit_topk_v2_module,),
-    ]
-
-
-def compile_kernels() -> None:
-    """Compile them at a time, which sglang would do one after another as it meets them."""
-    from sglang.kernels.jit.utils.arch import get_jit_cuda_arch
-
-    # each compilation sets it and puts back what was there
-    os.environ["TVM_FFI_CUDA_ARCH_LIST"] = get_jit_cuda_arch().target_name
-
-    def compiled(job: tuple[Any, ...]) -> str:
-        make, *of = job
-        begin = time.perf_counter()
-        try:
-            make(*of)
-        except Exception:  # the engine asks for what it needs itself, and says what fails
-            return f"{make.__name__}{tuple(of)}: failed\n{traceback.format_exc(limit=1)}"
-        return f"{make.__name__}{tuple(of)}: {time.perf_counter() - begin:.0f} s"
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for line in pool.map(compiled, kernels()):
-            say(line)
 
 
 if __name__ == "__main__":

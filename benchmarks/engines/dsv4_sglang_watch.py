@@ -1,4 +1,4 @@
-"""What `benchmarks.engines.dsv4_sglang_side` changes and watches in sglang's scheduler process.
+"""Changes to sglang's scheduler process, and its watching, for `dsv4_sglang_side`.
 
 `install` is the entry point of a plug-in. Weights are drawn as sglang initialises its dummies, and
 what the machine may lack is replaced by torch on every side alike:
@@ -122,7 +122,7 @@ def command(scheduler: Any, what: str, path: str = "") -> None:
 
 
 def engine_of(runner: Any) -> dict[str, Any]:
-    """What the engine chose, and by kind how many compressors have which step."""
+    """The engine's choices, and by kind the number of compressors with each step."""
     graphs = runner.decode_cuda_graph_runner
     sizes = sorted(getattr(graphs, "capture_bs", None) or [])
     step = vars(runner.attn_backend).get("_forward_compress_all_in_one")
@@ -376,7 +376,7 @@ def entries_of(kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 
 
 def hide(kept: Kept, real: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What padded rows alone write: rows of the state, and pages of the records."""
+    """Memory that padded rows alone write: rows of the state, and pages of the records."""
     tokens, rows, ends, slots = entries_of(kept)
     real = len(kept.call["kv_score_input"]) if real is None else real
     pages = slots // kept.rows

@@ -175,11 +175,10 @@ def prepare(flag: bool) -> bool:
 
     load_general_plugins()
     if flag:
-        from dsv4_backend.plugin import register_vllm
-        from softmax_backend.plugin import register_vllm as register_attention
+        from backend_core.engines import entry
 
-        register_vllm()
-        register_attention()
+        entry.vllm.dsv4()
+        entry.vllm.softmax()
     if not has_deep_gemm():
         raise RuntimeError("the indexer of vllm needs DeepGEMM, and none can be imported")
     if not has_cutedsl():
@@ -214,7 +213,7 @@ def triton_compressor() -> types.ModuleType:
 
 
 def mhc_functions() -> dict[str, Any]:
-    """What the model calls for its hyper-connections, by the names it calls them."""
+    """The functions of the model's hyper-connections, by the names that it calls."""
     import torch
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_torch
 

@@ -1,4 +1,4 @@
-"""What a CUDA graph's compressors wrote, beside eager calls on the same input, in a running vLLM.
+"""Records of a CUDA graph's compressors, beside eager calls on the same input, in a running vLLM.
 
 A graph's input can be read after its replay: the projections' outputs are kept alive as the graphs
 are captured, so that nothing else of a graph is laid over them. After each step the caches are set
@@ -244,7 +244,7 @@ def view(memory: Memory, cache: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(byte: int, cache: torch.Tensor) -> str:
-    """What a byte of a page is."""
+    """The kind of a byte of a page."""
     return "state" if cache.element_size() == 4 else dsv4_pages.part_of(byte, *cache.shape[1:3])
 
 

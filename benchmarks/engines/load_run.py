@@ -33,7 +33,7 @@ AFTER_S = 45.0  # that the last answers, the rest, the questions and the server'
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine calls its counts.
+    """An engine's names of its counters.
 
     Attributes:
         preemptions: requests that lost their place in the cache, and were computed again.
@@ -107,7 +107,7 @@ def expect_minutes(minutes: float) -> float:
 
 
 def minutes_left(minutes: float, budget: float | None, elapsed: float) -> float:
-    """What of ``minutes`` fits into a budget of seconds of which ``elapsed`` are gone."""
+    """As many of ``minutes`` as fit into a budget of seconds of which ``elapsed`` are gone."""
     if budget is None:
         return minutes
     left = (budget - elapsed - AFTER_S) // MINUTE
@@ -152,7 +152,7 @@ def measure(
 
 
 def rested(server: Server, counters: Counters) -> dict[str, float]:
-    """What the idle server still holds: requests, and the share of its cache in use.
+    """The idle server's holdings: requests, and the share of its cache in use.
 
     Waits until both are nothing, at most so long: an abort takes its time.
     """
@@ -233,7 +233,7 @@ def host_mib(group: int) -> float:
 
 
 def verdict(result: dict[str, Any], counters: Counters) -> dict[str, Any]:
-    """What was asked of the server, each with what was found and whether that is well."""
+    """The demands on the server, each with its finding and whether that is well."""
     asked = sum(row["requests"] for row in result["requests"].values())
     wrong = sum(row["wrong"] for row in result["requests"].values())
     found: dict[str, Any] = {

@@ -38,7 +38,7 @@ REQUEST_S = 120.0  # an answer that takes longer is an error
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent, and what the text must start with; ``None``: nothing is judged."""
+    """A request, and the beginning that its text must have; ``None``: not judged."""
 
     kind: str
     body: dict[str, Any]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 OURS = ("kda_backend", "softmax_backend", "dsv4_backend", "backend_core")
+KERNELS, FUNCTIONS, GAPS, NAME = 12, 20, 4, 200
+"""The most that a result lists of each, the longest first, and characters of a kernel's name."""
 _ROOTS = ("vllm", "sglang", "torch", "triton", *OURS)
 
 
@@ -17,7 +19,7 @@ def gpu_profile(call: Callable[[], Any]) -> dict[str, Any]:
 
     ``gpu_ms`` is their sum, ``span_ms`` from the first one's start to the last one's end, and
     ``busy`` the share of the span in which at least one runs: what is missing to 1 the GPU waits.
-    ``kernels`` has the 40 with the most time as name -> [ms, launches].
+    ``kernels`` has the `KERNELS` with the most time as name -> [ms, launches].
     """
     return summary(spans_of(call))
 
@@ -63,15 +65,20 @@ def summary(spans: list[tuple[str, float, float]]) -> dict[str, Any]:
         covered += max(0.0, end - max(start, until)) / 1e3
         until = max(until, end)
     span_ms = (until - min(start for _, start, _ in spans)) / 1e3
-    top = sorted(by_kernel.items(), key=lambda item: -item[1][0])
     return {
         "gpu_ms": sum(ms for ms, _ in by_kernel.values()),
         "span_ms": span_ms,
         "busy": covered / span_ms if span_ms else 1.0,
         "launches": len(spans),
-        "longest_gaps_ms": sorted(gaps, reverse=True)[:8],
-        "kernels": dict(top[:40]),
+        "longest_gaps_ms": sorted(gaps, reverse=True)[:GAPS],
+        "kernels": longest(by_kernel),
     }
+
+
+def longest(kernels: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """The kernels with the most time, as many as a result lists; name -> (ms, launches)."""
+    top = sorted(kernels.items(), key=lambda item: -item[1][0])[:KERNELS]
+    return {name[:NAME]: times for name, times in top}
 
 
 def host_profile(call: Callable[[], Any], calls: int) -> dict[str, Any]:
@@ -96,7 +103,7 @@ def host_profile(call: Callable[[], Any], calls: int) -> dict[str, Any]:
     return {
         "all_ms": sum(float(row["own_ms"]) for row in rows),
         "ours_ms": sum(float(r["own_ms"]) for r in rows if str(r["function"]).startswith(OURS)),
-        "functions": rows[:60],
+        "functions": rows[:FUNCTIONS],
     }
 
 

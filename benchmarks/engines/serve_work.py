@@ -1,4 +1,4 @@
-"""What a serving engine is asked by the serve benchmarks, and the parent that asks both sides.
+"""The work of the serve benchmarks, and the parent that gives it to both sides.
 
 `pair` runs a benchmark's child process twice, one after the other on the GPU: upstream, then with
 the flag. Each child writes a file of its own after every part (`SideFile`), so that a run that is
@@ -24,7 +24,10 @@ from typing import Any
 
 from benchmarks.engines import serve_agreement
 
-CALLS = ((1, 128), (1, 512), (1, 2048), (1, 8192), (8, 1024), (1, 32768))
+CALLS = (
+    *((1, 128), (1, 512), (1, 640), (1, 1024), (1, 2048), (1, 8192)),
+    *((8, 1024), (1, 32768)),
+)
 DECODE_SHORT = ((1, 128), (16, 128), (64, 128))
 DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
 TURNS = 5
@@ -76,9 +79,34 @@ def call_times(call: Callable[[int, int], float]) -> dict[tuple[int, int], list[
     found: dict[tuple[int, int], list[float]] = {shape: [] for shape in CALLS}
     for _ in range(TURNS):
         for count, length in CALLS:
-            repeats = {128: 5, 512: 5, 2048: 7, 32768: 1}.get(length, 2)
+            repeats = {128: 5, 512: 5, 640: 5, 2048: 7, 32768: 1}.get(length, 2)
             found[count, length] += [1e3 * call(count, length) for _ in range(repeats)]
     return found
+
+
+def mixed_row(generate: Callable[[list[list[int]], list[int]], float]) -> dict[str, Any]:
+    """The mixed load, timed twice with other requests, after one that is not timed.
+
+    An engine still compiles for batches that it has not seen, and the caches of what is compiled so
+    may be shared with the side that ran before.
+    """
+    seconds = []
+    for seed in (0, 1, 2):
+        load = mixed(seed)
+        seconds.append(generate(load.prompts, load.new_tokens))
+    first, *timed = (1e3 * x for x in seconds)
+    what = "mixed load of 48 requests"
+    return row(what, "mixed", sum(timed) / len(timed), runs_ms=timed, first_ms=first)
+
+
+def memory_used_mib() -> int | None:
+    """Of the GPU, by all processes; ``None`` without nvidia-smi."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True)
+        return int(found.stdout.split()[0])
+    except (OSError, ValueError, IndexError, subprocess.CalledProcessError):
+        return None
 
 
 def row(what: str, kind: str, ms: float, **details: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What sglang and its benchmarks need on a machine, checked before any time is spent.
+"""The needs of sglang and its benchmarks on a machine, checked before any time is spent.
 
 The check imports nothing of sglang, since its wheels may have been installed without libraries and
 sources that a measurement does not need.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,10 +55,6 @@ def _release() -> str | None:
     version = engine.installed()
     if version is None or not engine.supports(version):
         return f"sglang must be {engine.supported}, got {version}"
-    transformers = _version("transformers")
-    # 0.5.20 and newer register their configurations over transformers' own
-    if _numbers(version) < (0, 5, 20) and _numbers(transformers) >= (5, 17):
-        return f"sglang {version} needs transformers before 5.17 (5.12.1), got {transformers}"
     return None
 
 
@@ -113,14 +108,3 @@ def _gpus(wanted: int) -> str | None:
 
     seen = torch.cuda.device_count()
     return None if seen >= wanted else f"torch must see {wanted} GPUs, got {seen}"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "0"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

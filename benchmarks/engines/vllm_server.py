@@ -137,7 +137,7 @@ class Server:
         return counters_of(self.get("/metrics"), self.COUNTED)
 
     def said(self) -> list[str]:
-        """What the log says about this package and the engine's modes, each line once."""
+        """The log's lines about this package and the engine's modes, each once."""
         lines = self.log.read_text(errors="replace").splitlines()
         found = [line[:300] for line in lines if any(part in line for part in KEPT)]
         return list(dict.fromkeys(found))[:40]

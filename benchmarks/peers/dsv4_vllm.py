@@ -82,7 +82,7 @@ def load_cutedsl(vllm: types.SimpleNamespace) -> None:
 
 
 def _arguments(part: TimedStep) -> dict[str, Any]:
-    """What vLLM passes to every implementation of its second step."""
+    """vLLM's arguments for every implementation of its second step."""
     spec, plan = part.layer.spec, part.step_plan
     data, scales = spec.record.data_bytes, spec.record.scale_bytes
     shape = (part.cache.shape[0], spec.page_tokens, data + scales)

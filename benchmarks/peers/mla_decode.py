@@ -30,7 +30,7 @@ FA3_SPLITS = 32
 
 
 class Case(Protocol):
-    """What a peer needs of a case; ``result`` is where it leaves (output, LSE)."""
+    """A peer's inputs of a case; ``result`` receives (output, LSE)."""
 
     heads: int
     page_size: int

@@ -91,7 +91,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Peer:
-    """What is built of a peer.
+    """The built parts of a peer.
 
     Attributes:
         package: its Python package, a folder below its own; the libraries are put there.
@@ -241,7 +241,7 @@ def _expect_sources(name: str, folder: Path) -> None:
 
 
 def _key(name: str, folder: Path, toolkit: Toolkit) -> str:
-    """What a build depends on, as 16 hexadecimal digits."""
+    """A digest of a build's inputs, as 16 hexadecimal digits."""
     peer = PEERS[name]
     digest = hashlib.sha256(repr((peer, toolkit, torch.__version__)).encode())
     for place in peer.headers:

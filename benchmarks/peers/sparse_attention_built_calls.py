@@ -106,7 +106,7 @@ class Sparge:
         return out
 
     def ready(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
-        """What the kernel reads: quantised inputs and the list of blocks."""
+        """The kernel's inputs: quantised tensors and the list of blocks."""
         core = self.core
         mean = k.mean(dim=-2, keepdim=True)
         q8, q_scale, k8, k_scale = core.get_vanilla_qk_quant(q, k, mean, 64, 128)
@@ -183,7 +183,7 @@ def load(folders: dict[str, Path | str]) -> Built:
 
 
 Calls = dict[str, Callable[[], object]]
-"""What is timed, by the name that a result gives it."""
+"""The timed calls, by their names in a result."""
 
 
 def beside_dense(built: Built, x: tuple[Tensor, Tensor, Tensor], is_causal: bool) -> Calls:

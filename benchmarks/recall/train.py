@@ -5,12 +5,11 @@
     python benchmarks/recall/train.py --data DIR --out DIR --gate bounded --steps 4000 --items 320
     python benchmarks/recall/train.py --data DIR --out DIR --gate bounded --device cpu \
         --start-from benchmarks/recall/checkpoint --steps 80 --batch-tokens 8192 --lr 2e-4 \
-        --workers 0 --no-compile --minutes 60 --items 64 --save-every 4
+        --workers 0 --no-compile --minutes 60 --items 64
 
 The third trains a model with Kimi-K3's gates (`bounded_gate`) from nothing, in less than 4 minutes
 by the first one's steps per second; the fourth, which made ``checkpoint_bounded``, starts from the
-first one's weights and takes an hour on a core. A run that was cut off goes on where it was when it
-is started again with the same arguments (`--save-every`).
+first one's weights and takes an hour on a core.
 
 DIR holds GSM8K's train.jsonl and test.jsonl. The task is
 `backend_cli.eval.recall_task`; the model is transformers' own KimiLinearForCausalLM. On a GPU the
@@ -47,7 +46,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from backend_cli.eval import recall_task as recall
 from benchmarks.recall import bounded_gate
 from benchmarks.recall.canary import with_transposed_state
-from benchmarks.recall.progress import Progress
 
 LAYERS = 6
 FULL_ATTENTION_LAYERS = (4,)  # 1-based, as in the published configurations
@@ -170,16 +168,16 @@ class Batches(torch.utils.data.IterableDataset):
     """Batch i depends on the seed and on i alone, however many workers make the batches."""
 
     def __init__(
-        self, corpus: Corpus, seed: int, steps: int, tokens: int, first: int = 0, end: bool = False
+        self, corpus: Corpus, seed: int, steps: int, tokens: int, end: bool = False
     ) -> None:
-        """Batches ``first`` to ``steps``; ``end``: all of them as at the curriculum's end."""
+        """``end``: all batches are as at the curriculum's end."""
         self.corpus, self.seed, self.steps, self.tokens = corpus, seed, steps, tokens
-        self.first, self.end = first, end
+        self.end = end
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         worker = torch.utils.data.get_worker_info()
         first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        for step in range(self.first + first, self.steps, stride):
+        for step in range(first, self.steps, stride):
             progress = 1.0 if self.end else step / self.steps
             _, length, short = [c for c in CURRICULUM if c[0] <= progress][-1]
             rng = random.Random(self.seed * 1_000_003 + step)
@@ -435,14 +433,12 @@ def train(
     corpus: Corpus,
     model: KimiLinearForCausalLM,
     drop: MlaDrop,
-    progress: Progress,
 ) -> dict:
-    """Run the schedule from where ``progress`` is; returns the log and what it took."""
+    """Run the schedule; returns the log, and the steps, tokens and seconds that it took."""
     device = torch.device(args.device)
     batches = torch.utils.data.DataLoader(
         Batches(
             *(corpus, args.seed, args.steps, args.batch_tokens),
-            first=progress.steps,
             end=args.start_from is not None,
         ),
         batch_size=None,
@@ -458,11 +454,10 @@ def train(
         fused=device.type == "cuda",
     )
     warmup = max(1, min(300, args.steps // 10))
-    progress.load_into(model, optimizer)
-    log, step = progress.log, progress.steps - 1
+    log: list[dict] = []
     model.train()
-    start = time.monotonic() - progress.seconds
-    for step, (text, classes) in enumerate(batches, progress.steps):
+    start = time.monotonic()
+    for step, (text, classes) in enumerate(batches):
         lr = (
             args.lr
             * min(1.0, (step + 1) / warmup)
@@ -495,8 +490,6 @@ def train(
             }
             log.append(entry)
             print(json.dumps(entry), flush=True)
-        if args.save_every and (step + 1) % args.save_every == 0:
-            progress.save(model, optimizer, step + 1, time.monotonic() - start, log)
         if time.monotonic() - start > args.minutes * 60:
             print(f"time limit at step {step}", flush=True)
             break
@@ -587,7 +580,6 @@ def arguments() -> argparse.Namespace:
         type=Path,
         help="checkpoint of a model with plain gates; all batches are then of the last lengths",
     )
-    parser.add_argument("--save-every", type=int, default=0, help="steps; 0 keeps nothing")
     return parser.parse_args()
 
 
@@ -642,8 +634,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     asked = {k: v for k, v in vars(args).items() if k not in ("data", "out")}
     asked["start_from"] = args.start_from and args.start_from.name
-    progress = Progress(args.out, asked)
-    training = train(args, Corpus(train_questions), model, drop, progress)
+    training = train(args, Corpus(train_questions), model, drop)
 
     save(model, args.out / "checkpoint", bounded)
     model.float().eval()  # the weights that were saved, rounded to bf16
@@ -670,7 +661,6 @@ def main() -> None:
 
         record["versions"] |= {"triton": triton.__version__, "fla": fla.__version__}
     (args.out / "recall_training.json").write_text(json.dumps(record, indent=1) + "\n")
-    progress.remove()
 
 
 if __name__ == "__main__":

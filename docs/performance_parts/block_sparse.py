@@ -1,50 +1,32 @@
-"""Block-sparse attention, and the order of tokens."""
+"""Block-sparse attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from backend_core.tables.select import load_table
-from backend_core.target import KNOWN_TARGETS
+from benchmarks.plot_sparse_attention import in_use
 from docs.performance_parts.page import load, section, table
-from softmax_backend.launch_params import TABLES
 
 RESULT = "sparse_attention_h200.json"
-ORDERS = "token_orders.json"
+PEERS = "sparse_attention_peers_h200.json"
+FLEX = "FlexAttention"
 _IMAGE = "sparse_attention_h200.svg"
 
 
 def block_sparse() -> list[str]:
-    """Block-sparse attention of the softmax family, and what the order of tokens does."""
-    report, tokens = load(RESULT), load(ORDERS)
-    return [
-        *attention(report),
-        *orders(tokens),
-        "",
-        orders_in_words(tokens),
-    ]
-
-
-def _names() -> dict[str, str]:
-    """Of the Gluon kernel's two orders in the result: the path table's goes without an addition."""
-    rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
-    (turns,) = (row.params.ping_pong for row in rows if row.name == "gluon")
-    return (
-        {"gluon in step": "gluon, in step"}
-        if turns
-        else {"gluon": "gluon, in turns", "gluon in step": "gluon"}
-    )
+    """Block-sparse and 8-bit attention of the softmax family."""
+    return attention(load(RESULT))
 
 
 def attention(report: dict[str, Any]) -> list[str]:
-    """Every work beside the peers of its run, and what was not built."""
-    rows, names = report["rows"], _names()
+    """Each measured case beside the peers of its run, and the peers that were not built."""
+    rows = in_use(report["rows"])
     cells = (
         [
             row["work"],
             f"{int(row['shape'].split()[0]):,}",
             f"{row['density']:.2f}",
-            names.get(row["path"], row["path"]),
+            row["path"],
             _ms(row["ours_ms"]),
             _ms(row["ours_whole_ms"]),
             "" if row["tflops"] is None else f"{row['tflops']:.0f}",
@@ -60,8 +42,7 @@ def attention(report: dict[str, Any]) -> list[str]:
         "",
         "D = 128, times in ms. A *whole call* includes quantisation and prediction. Random blocks"
         " differ from head to head. Peers computed the same blocks; peers without block plans ran"
-        " only dense work. *In turns* means that one warpgroup multiplies while the other computes"
-        " its softmax, *in step* that both do the same; the path table says which is in use.",
+        " only dense work.",
         "",
         *table(titles, cells),
         *(
@@ -75,34 +56,38 @@ def attention(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def orders(report: dict[str, Any]) -> list[str]:
-    """What the order of a video's tokens does to density and to the attention kept."""
-    rows, key = report["rows"], f"density_for_{report['mass']}"
-    densities = [x["density"] for x in rows[0]["kept"]]
+def built_peers() -> list[str]:
+    """A second run, beside peers that were built from their sources."""
+    report = load(PEERS)
     cells = (
         [
-            f"{row['field']}, {row['waves']} waves",
-            row["order"],
-            *(f"{x['predicted']:.2f} / {x['best']:.2f}" for x in row["kept"]),
-            f"{row[key]:.2f}",
+            row["work"],
+            f"{int(row['shape'].split()[0]):,}",
+            f"{row['density']:.2f}",
+            _ms(row["ours_ms"]),
+            _ms(row["ours_whole_ms"]),
+            ", ".join(f"{name} {_ms(ms)}" for name, ms in peers.items()),
         ]
-        for row in rows
+        for row in report["rows"]
+        if row["path"] in ("gluon", "int8 per_warp") and (peers := _right_peers(row))
     )
-    titles = ["field", "order", *(f"kept at {x:.2f}" for x in densities)]
-    link = f"[{ORDERS}](../benchmarks/results/{ORDERS})"
-    box = " x ".join(map(str, report["box"]))
     return [
+        *section("Block-sparse and 8-bit attention beside built peers", report, PEERS),
         "",
-        "## Orders of a video's tokens",
+        "SageAttention, SpargeAttn and ThunderKittens were built from their sources; this run had"
+        " no FlashAttention 3. Times in ms. A *whole call* includes quantisation, as a peer's does"
+        " unless its name says otherwise. FlexAttention's times of random blocks at half of the"
+        " blocks and more are left out: they are nearly the same at each density and shorter than"
+        " at a quarter of the blocks, so it cannot have computed all of them.",
         "",
-        f"Synthetic fields over {box} tokens, in blocks of {report['block']}, on a CPU,"
-        f" {report['date']}: {link}. For each density the table has the share of the attention that"
-        " a prediction keeps, and the share that the best choice of as many blocks would keep. The"
-        f" last column is the density that the best choice needs to keep {report['mass']:.1f}."
-        " `benchmarks/token_orders.py` describes the fields.",
-        "",
-        *table([*titles, f"density for {report['mass']:.1f}"], cells),
+        *table(["work", "tokens", "density", "ours", "whole call", "peers"], cells),
     ]
+
+
+def _right_peers(row: dict[str, Any]) -> dict[str, float]:
+    """A row's peers without FlexAttention where its times are known to be wrong."""
+    is_wrong = row["work"] == "random blocks" and row["density"] >= 0.5
+    return {name: ms for name, ms in row["peers"].items() if not (is_wrong and name == FLEX)}
 
 
 def forms() -> list[str]:
@@ -126,26 +111,6 @@ def forms() -> list[str]:
         "",
         *table(["", "form", "ms", "again"], cells),
     ]
-
-
-def orders_in_words(report: dict[str, Any]) -> str:
-    """The comparison of the Hilbert curve with tiles, in a sentence."""
-    key = f"density_for_{report['mass']}"
-    needed: dict[str, list[float]] = {}
-    for row in report["rows"]:
-        needed.setdefault(row["order"], []).append(row[key])
-    cubes, *others = [name for name in needed if name.startswith("tiles")]
-    same = needed[cubes] == needed["hilbert"]
-    verdict = "the same blocks as" if same else "other blocks than"
-    over = [
-        f"{name} {min(ratios):.2f} to {max(ratios):.2f} times as many"
-        for name in ("raster", *others, "random")
-        for ratios in [[a / b for a, b in zip(needed[name], needed[cubes], strict=True)]]
-    ]
-    return (
-        f"To keep {report['mass']:.1f} of the attention, the Hilbert curve needs {verdict} {cubes};"
-        f" other orders need more blocks than those: {', '.join(over)}."
-    )
 
 
 def _ms(ms: float | None) -> str:

@@ -1,41 +1,16 @@
-"""Whole models: engines in their default mode, under load, and a small model's answers."""
+"""Whole models: engines in their default mode, and a small model's answers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from docs.performance_parts.page import is_measured, load, section, table
+from docs.performance_parts.page import load, section, table
 
-# pairs of upstream and flag by the serve benchmarks, shown where they have been measured, and what
-# a heading adds to engine and mode
-DEFAULT_MODES = {
-    "vllm033_kimi48b.json": "",
-    "vllm033_kimi48b_without_checkpoints.json": ", prompts cut at their last cache block",
-    "sglang_kimi48b.json": "",
-    "vllm026_kimi48b.json": "",
-}
+# pairs of upstream and flag by the serve benchmarks
+DEFAULT_MODES = ("vllm033_kimi48b.json", "sglang_kimi48b.json")
 
 
-NEWEST = "vllm033_kimi48b.json"
-
-
-_RECALL = ("recall_vllm033.json", "recall_vllm033_tp2.json", "recall_vllm033_bounded.json",
-           "recall_vllm.json", "recall_sglang.json", "recall_sglang_modes.json",
-           "recall_sglang_tp2.json", "recall_sglang_mla.json")  # fmt: skip
-
-
-_LOADS = {
-    "load_vllm033.json": "",
-    "load_vllm033_small_cache.json": ", with a cache too small for its requests",
-    "load_sglang.json": "",
-}
-
-
-_WITHOUT_CUTE = [
-    "",
-    "CuTe DSL was not installed on either side. vLLM's router and other narrow matrix products of"
-    " few tokens then run in cuBLAS.",
-]
+_RECALL = ("recall_vllm033.json", "recall_sglang.json")
 
 
 def both(report: dict[str, Any], kind: str | None = None) -> list[dict[str, Any]]:
@@ -50,9 +25,7 @@ def both(report: dict[str, Any], kind: str | None = None) -> list[dict[str, Any]
 def default_modes() -> list[str]:
     """Engines in their default mode: every row of every pair."""
     lines = []
-    for name, form in DEFAULT_MODES.items():
-        if not is_measured(name):
-            continue
+    for name in DEFAULT_MODES:
         report = load(name)
         named = report["engine"].replace("vllm", "vLLM")
         engine = report["sides"]["flag"].get("engine", {})
@@ -67,7 +40,7 @@ def default_modes() -> list[str]:
             for row in both(report)
         )
         lines += [
-            *section(f"Kimi-Linear-48B in {named}, default mode{form}", report, name),
+            *section(f"Kimi-Linear-48B in {named}, default mode", report, name),
             "",
             "The model's configuration with random weights; each side is a process with empty"
             " compile caches. Times in ms. A row prompts × tokens is a call that returns one token"
@@ -76,15 +49,38 @@ def default_modes() -> list[str]:
             "",
             *table(["", "upstream", "with the flag", "×"], cells),
             "",
+            *_runs_of_the_mixed_load(report),
             *([f"The engine: {mode}."] if mode else []),
-            *(_WITHOUT_CUTE if engine.get("cute_dsl") is False else []),
+            *(["", "Both sides have CuTe DSL."] if engine.get("cute_dsl") else []),
             *_where_time_goes(report),
         ]
     return lines
 
 
+def _runs_of_the_mixed_load(report: dict[str, Any]) -> list[str]:
+    """The single runs of both sides; the first may hold compilation by the engine."""
+    said, is_warm = [], True
+    for side, name in (("upstream", "upstream"), ("flag", "with the flag")):
+        rows = report["sides"][side]["rows"]
+        row = next((row for row in rows if row["kind"] == "mixed"), {"runs_ms": []})
+        is_warm &= "first_ms" in row
+        said.append(f"{name} {', '.join(f'{ms:,.0f}' for ms in row['runs_ms'])}")
+    note = "after one that is not timed" if is_warm else "of which the first may hold the engine's"
+    note += "" if is_warm else " own compilation"
+    return [f"Runs of the mixed load in ms, {note}: {'; '.join(said)}.", "", *_memory(report)]
+
+
+def _memory(report: dict[str, Any]) -> list[str]:
+    """What the GPU's memory holds after the load of both sides, where that was asked."""
+    found = [report["sides"][side].get("memory_after_load_mib") for side in ("upstream", "flag")]
+    if None in found:
+        return []
+    upstream, flag = found
+    return [f"Memory of the GPU after load: {upstream:,} MiB, with the flag {flag:,} MiB.", ""]
+
+
 def _where_time_goes(report: dict[str, Any]) -> list[str]:
-    """How busy the GPU is in a call, into which steps a call is cut, and what the router chose."""
+    """The GPU's busy time in a call, the steps of the call, and the router's choices."""
     upstream, flag = (report["sides"][side] for side in ("upstream", "flag"))
     cells = []
     for a, b in zip(upstream.get("profiles", []), flag.get("profiles", []), strict=False):
@@ -146,80 +142,6 @@ def bounded_gates() -> list[str]:
     ]
 
 
-def load_test() -> list[str]:
-    """A server under load for minutes."""
-    lines = []
-    for name, form in _LOADS.items():
-        if not is_measured(name):
-            continue
-        report = load(name)
-        where = report["environment"]
-        engine = next(key for key in ("vllm", "sglang") if key in where)
-        kinds = ([kind, f"{row['requests']:,}", f"{row['wrong']:,}"]
-                 for kind, row in report["requests"].items())  # fmt: skip
-        found = report["verdict"]
-        grown = (f"{found[f'memory, {x}_mib']['growth']:.2%}" for x in ("gpu", "host"))
-        preempted = found["preemption and prefix hits"]["preemptions"]
-        lines += [
-            *section(
-                f"{engine.replace('vllm', 'vLLM')} {where[engine]} under load{form}",
-                {**report, **where},
-                name,
-            ),
-            "",
-            f"A server of the small checkpoint with the flag had {report['minutes']:g} minutes of"
-            f" mixed traffic, with {preempted:,.0f} preemptions. From the first minute to the last"
-            f" the memory of GPU and host grew by {', '.join(grown)}.",
-            "",
-            *table(["requests", "asked", "wrong"], kinds),
-        ]
-    return lines
-
-
-def eager_engine() -> list[str]:
-    upstream, ours = (load(f"vllm_kimi48b_{who}.json") for who in ("upstream", "kda"))
-    where = ours["environment"]
-    links = ", ".join(
-        f"[{text}](../benchmarks/results/vllm_kimi48b_{name}.json)"
-        for text, name in (("upstream", "upstream"), ("with the flag", "kda"), ("decode", "decode"))
-    )
-    calls = (
-        [
-            f"{a['n']} × {a['length']:,}",
-            f"{a['ms']:.1f}",
-            f"{b['ms']:.1f}",
-            f"{a['ms'] / b['ms']:.2f}",
-        ]
-        for a, b in zip(upstream["shapes"], ours["shapes"], strict=True)
-    )
-    titles = ["sequences", "upstream", "with the flag", "×", "KDA, upstream", "KDA, flag"]
-    steps = (
-        [
-            str(row["batch"]),
-            f"{row['stock_ms']:.2f}",
-            f"{row['ours_ms']:.2f}",
-            f"{row['stock_ms'] / row['ours_ms']:.2f}",
-            f"{row['stock_kda_us']:,.0f} in {row['stock_kda_launches']:.0f}",
-            f"{row['ours_kda_us']:,.0f} in {row['ours_kda_launches']:.0f}",
-        ]
-        for row in load("vllm_kimi48b_decode.json")["rows"]
-    )
-    return [
-        "",
-        "## Kimi-Linear-48B in vLLM",
-        "",
-        f"vLLM {where['vllm']}, {where['layers']} layers with random weights, one {where['gpu']},"
-        f" {where['date']} ({links}). Calls in eager mode that return one token, in ms:",
-        "",
-        *table(["prompts", "upstream", "with the flag", "×"], calls),
-        "",
-        "A decode step in CUDA graphs in ms, and the time of its KDA layers without projections,"
-        " in µs and the number of launches:",
-        "",
-        *table(titles, steps),
-    ]
-
-
 _SERVERS = {
     "stock": "upstream",
     "canary": "with the flag, states transposed on purpose",
@@ -230,7 +152,7 @@ _SERVERS = {
 def recall() -> list[str]:
     """The small checkpoint's answers: engines with and without this backend."""
     cells = []
-    for name in (name for name in _RECALL if is_measured(name)):
+    for name in _RECALL:
         report = load(name)
         engine = next(key for key in ("vllm", "sglang") if key in report["environment"])
         link = f"[{engine} {report['environment'][engine]}](../benchmarks/results/{name})"
@@ -254,4 +176,21 @@ def recall() -> list[str]:
         " table has the number of right answers, in the worst of all rounds.",
         "",
         *table(["engine", "served", "right", "date"], cells),
+    ]
+
+
+def first_start() -> list[str]:
+    """What a model's first start compiles."""
+    name = "cold_start_h200.json"
+    report = load(name)
+    slowest = report["kernels"][0]
+    return [
+        *section("First start", report, name),
+        "",
+        f"The first start of a model compiles {len(report['kernels'])} CUDA kernels of KDA in"
+        f" {report['cpu_threads']} threads in {report['nvrtc_s']:.1f} s; the slowest takes"
+        f" {slowest['s']:.1f} s. A layer's calls with their Triton kernels take"
+        f" {report['triton_s']:.1f} s more. With full caches all of it takes"
+        f" {report['cached_s']:.1f} s. Both of the last figures hold a comparison with float64 on"
+        " the CPU.",
     ]

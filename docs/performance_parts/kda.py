@@ -111,7 +111,7 @@ def growth() -> list[str]:
 def short() -> list[str]:
     """Short sequences: one launch beside the two stages."""
     name = "kda_prefill_short_h200.json"
-    report, limit = load(name), _prefill_row("two_stage_sm90").one_launch_max_tokens
+    report, limit = load(name), _prefill_row("one_launch_sm90").max_longest
     cells = (
         [
             str(row["H"]),
@@ -137,16 +137,16 @@ def short() -> list[str]:
 
 
 def _prefill_row(path: str) -> Any:
-    """The parameters of a path of KDA prefill in the H200's table."""
+    """The row of a path of KDA prefill in the H200's table."""
     rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
-    return next(row.params for row in rows if row.name == path)
+    return next(row for row in rows if row.name == path)
 
 
 def segments() -> list[str]:
     """Long sequences over few heads: segments beside the two stages."""
     name = "kda_prefill_segments_h200.json"
     report, row = load(name), _prefill_row("segmented_sm90")
-    length, shortest = CHUNK * row.segment_chunks, CHUNK * row.min_chunks
+    length, shortest = CHUNK * row.params.segment_chunks, row.min_longest
     kinds = sorted({int(n) for one in report["rows"] for n in one["segments_us"]})
     cells = (
         [
@@ -164,8 +164,9 @@ def segments() -> list[str]:
         *section("KDA prefill by segments", report, name),
         "",
         "Times in µs, by the number of tokens in a segment. The path table uses segments of"
-        f" {length:,} tokens for sequences of at least {shortest:,} tokens, if value heads times"
-        f" long sequences are at most {row.max_tasks} and `deterministic_prefix` is off"
+        f" {length:,} tokens for sequences of at least {shortest:,} tokens, if the"
+        f" whole step is at most {row.max_width} times one head of the longest, and"
+        " `deterministic_prefix` is off"
         " ([families/kda.md](families/kda.md#segments-of-a-long-sequence)).",
         "",
         *table(["heads", "tokens", "two stages", *(f"{n:,}" for n in kinds)], cells),
@@ -176,7 +177,7 @@ def layer() -> list[str]:
     """A layer between its projections: its launches, and the convolution inside the prefill."""
     name = "kda_layer_h200.json"
     report = load(name)
-    tiles = _prefill_row("two_stage_sm90").fused_conv_tiles
+    tiles = _prefill_row("two_stage_sm90").params.fused_conv_tiles
     parts = ("conv", "prefill", "norm")
     cells = (
         [
@@ -228,7 +229,7 @@ def decode() -> list[str]:
         f" {mean(ratios):.2f}×, its least value {min(ratios):.2f}×. *bytes* is the time of reading"
         " and writing the fp32 state once at the copy bandwidth"
         f" ({report['copy_gbs']:,.0f} GB/s), which is {min(share):.0%} to {max(share):.0%} of our"
-        " time. [studies/kda-decode.md](studies/kda-decode.md) says what memory permits.",
+        " time. [studies/kda.md](studies/kda.md#decode-step) says what memory permits.",
         "",
         *table(["heads", "sequences", "ours", "best peer", "×", "bytes", "host"], rows),
     ]

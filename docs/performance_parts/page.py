@@ -1,4 +1,4 @@
-"""What every part of docs/performance.md is written with."""
+"""The tools of every part of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -44,8 +44,3 @@ def mean(ratios: list[float]) -> float:
 def load(name: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((RESULTS / name).read_text())
     return report
-
-
-def is_measured(name: str) -> bool:
-    """Whether a result is there: some runs wait for a GPU."""
-    return (RESULTS / name).exists()

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa.utils import aiter_can_use_preshuffle_paged_mqa
-from sglang.srt.layers.attention.dsv4 import compressor_v2
 from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
-from sglang.srt.utils.common import rank0_log
 
+from backend_core.engines.calls import odd_arguments
+from backend_core.engines.log import chosen
+from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
-from backend_core.tables.select import unmeasured
 from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
@@ -38,17 +38,18 @@ from dsv4_backend import (
     compress_prefill_,
     warm_up,
 )
-from dsv4_backend.selection import decode_selection, prefill_selection
+from dsv4_backend.selection import decode_selection, in_words, prefill_selection
 from dsv4_backend.spec import CacheFormat
 
 _STEP = "_forward_compress_all_in_one"
-# 0.5.17's parameters of the step, and those that later releases added
+# 0.5.20's parameters of the step, and those that later releases added
 _TAKEN = {
-    *("kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache"),
+    *("self", "kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache"),
     *("kv_cache", "is_indexer", "rotate", "compress_ratio", "page_size", "out_loc"),
-    *("use_fp4_indexer", "bf16_store"),
+    *("use_fp4_indexer", "bf16_store", "kv_scale_cache", "rope_cache"),
+    *("fp8_2buff", "kv_cache_rope"),
 }
-_ADDED = {"kv_scale_cache", "rope_cache", "kv_layout", "fp8_2buff", "kv_cache_rope"}
+_ADDED = {"kv_layout"}
 
 
 def install(backend: Any) -> None:
@@ -64,14 +65,9 @@ def _refusal(kind: type) -> str | None:
     step = getattr(kind, _STEP)
     if step is not getattr(CompressorBackendMixin, _STEP):
         return f"{kind.__name__} has a step of its own, which is not replaced"
-    got = set(inspect.signature(step).parameters) - {"self"}
-    if not _TAKEN <= got <= _TAKEN | _ADDED:
-        odd = sorted((got - _TAKEN - _ADDED) | (_TAKEN - got))
-        return f"sglang's {_STEP} must take the parameters of 0.5.17 to 0.5.23, {odd} differ"
-    uses_it: Any = getattr(envs, "SGLANG_OPT_USE_JIT_NORM", None)  # 0.5.17 alone
-    if compressor_v2._is_hip and uses_it is not None and not uses_it.get():
-        return f"with SGLANG_OPT_USE_JIT_NORM=0 sglang 0.5.17 does not call {_STEP} on AMD"
-    return None
+    return odd_arguments(
+        f"sglang's {_STEP}", inspect.signature(step).parameters.keys(), _TAKEN, _ADDED
+    )
 
 
 @dataclass(frozen=True)
@@ -287,15 +283,6 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
         LookupError: the GPU has none.
     """
     target = detect_target(device)
-    names = []
-    chosen = decode_selection(target, spec), prefill_selection(target, spec, "ring")
-    for selection in chosen:
-        paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
-        names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
-    rank0_log(
-        f"kda-dsv4-backend serves DeepSeek-V4's compressors of {spec.head_dim} channels and ratio"
-        f" {spec.compress_ratio} ({spec.cache_format}) on {target.name} ({target.arch}):"
-        f" {'; '.join(names)}"
-    )
-    if note := unmeasured(target, chosen):
-        rank0_log(f"kda-dsv4-backend: {note}")
+    selections = decode_selection(target, spec), prefill_selection(target, spec, "ring")
+    layers, paths = in_words(spec, selections)
+    say(*chosen(layers, target, "; ".join(paths), (), selections))

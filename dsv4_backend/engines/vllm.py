@@ -1,7 +1,7 @@
 """vLLM: DeepSeek-V4's compressors on this backend, its attention as without a flag.
 
     vllm serve MODEL --attention-backend DSV4      # 0.32 and newer
-    vllm serve MODEL --attention-backend CUSTOM    # 0.26 to 0.31, which take no new names
+    vllm serve MODEL --attention-backend CUSTOM    # 0.30 and 0.31, which take no new names
 
 The flag is `backend_core.engines.vllm_flag`'s. vLLM builds a compressor as ``DeepseekCompressor``,
 a plain module. Its ``__init__`` ends with the decision: with the flag, and where this backend
@@ -20,7 +20,7 @@ from backend_core.engines.vllm_flag import LayerClaim
 from backend_core.strict import fallback
 
 FAMILY = "dsv4"
-# DeepSeek-V4.1's is another class: it stays upstream's, which is said
+# DeepSeek-V4.1's is another class: not replaced; logged once
 COMPRESSORS = ("vllm.models.deepseek_v4.compressor", "vllm.models.deepseek_v41.compressor")
 _ATTENTION = "vllm.models.deepseek_v4.attention"
 ROTATE = "rotate_indexer"  # in --additional-config

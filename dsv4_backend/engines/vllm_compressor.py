@@ -34,11 +34,13 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import has_cutedsl
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from backend_core.engines import ENGINES, Engine, vllm_flag
+from backend_core.engines import vllm_flag
+from backend_core.engines.calls import odd_arguments
+from backend_core.engines.log import chosen
 from backend_core.engines.vllm_blocks import block_tokens
-from backend_core.engines.vllm_flag import flag_name, logger
+from backend_core.engines.vllm_flag import flag_name, say
+from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
-from backend_core.tables.select import unmeasured
 from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
@@ -52,11 +54,11 @@ from dsv4_backend import (
     window_ends,
 )
 from dsv4_backend.engines import vllm_rocm
-from dsv4_backend.selection import decode_selection, prefill_selection
+from dsv4_backend.selection import decode_selection, in_words, prefill_selection
 from dsv4_backend.spec import ROPE_DIM, CacheFormat
 
-_FORWARD = ["self", "kv_score", "positions", "rotary_emb"]
-_BUILD = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]
+_FORWARD = {"self", "kv_score", "positions", "rotary_emb"}
+_BUILD = {"self", "common_prefix_len", "common_attn_metadata", "fast_build"}
 
 
 def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
@@ -87,13 +89,10 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
     kind = type(compressor)
     if kind is not DeepseekCompressor and not vllm_rocm.is_aiters(kind):
         return f"{kind.__module__}.{kind.__name__} is a compressor that is not replaced"
-    for method, wanted in (
-        (kind.forward, _FORWARD),
-        (CompressorMetadataBuilder.build, _BUILD),
-    ):
-        got = list(inspect.signature(method).parameters)
-        if got != wanted:
-            return f"vllm's {method.__qualname__} must take {wanted[1:]}, got {got[1:]}"
+    for method, needed in ((kind.forward, _FORWARD), (CompressorMetadataBuilder.build, _BUILD)):
+        got = inspect.signature(method).parameters.keys()
+        if (odd := odd_arguments(f"vllm's {method.__qualname__}", got, needed)) is not None:
+            return odd
     if vllm_flag.batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if compressor.rope_head_dim != ROPE_DIM:
@@ -131,14 +130,8 @@ def _format(compressor: Any) -> CacheFormat | None:
 
 
 def _packs_scales() -> bool:
-    """From 0.27 on, where the GPU's logits kernel takes UE8M0 scales only."""
-    version = ENGINES["vllm"].installed()
-    return (
-        current_platform.is_cuda()
-        and bool(current_platform.is_device_capability_family(100))
-        and version is not None
-        and Engine("vllm", "0.27.0", None).supports(version)
-    )
+    """Whether the GPU's logits kernel takes UE8M0 scales only."""
+    return current_platform.is_cuda() and bool(current_platform.is_device_capability_family(100))
 
 
 def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -> CompressorSpec:
@@ -160,25 +153,11 @@ def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -
 def _choose(device: torch.device, spec: CompressorSpec) -> None:
     """Select the paths of a kind of compressor and log once which they are."""
     target = detect_target(device)
-    names = []
-    chosen = decode_selection(target, spec), prefill_selection(target, spec, "paged")
-    for selection in chosen:
-        paths = ", ".join(dict.fromkeys(path.name for path in selection.paths))
-        names.append(f"{selection.operator.rpartition('_')[2]} {paths}")
+    selections = decode_selection(target, spec), prefill_selection(target, spec, "paged")
+    layers, paths = in_words(spec, selections)
     if (most := _most_requests(device, spec)) < math.inf:
-        names.append(f"decode of more than {most:.0f} query tokens stays in vLLM's CuTe DSL")
-    logger.info(
-        "kda-dsv4-backend serves DeepSeek-V4's compressors of %d channels and ratio %d (%s) on"
-        " %s (%s): %s",
-        spec.head_dim,
-        spec.compress_ratio,
-        spec.cache_format,
-        target.name,
-        target.arch,
-        "; ".join(names),
-    )
-    if note := unmeasured(target, chosen):
-        logger.info("kda-dsv4-backend: %s", note)
+        paths.append(f"decode of more than {most:.0f} query tokens stays in vLLM's CuTe DSL")
+    say(*chosen(layers, target, "; ".join(paths), (), selections))
 
 
 class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
@@ -241,12 +220,8 @@ def _most_requests(device: torch.device, spec: CompressorSpec) -> float:
     the table says that too little is gained: CuTe DSL's, of the main compressor on CUDA alone."""
     if spec.head_dim != 512 or not current_platform.is_cuda() or not has_cutedsl():
         return math.inf
-    most = 0
-    for path in decode_selection(detect_target(device), spec).paths:
-        if getattr(path.params, "left_to_cutedsl", False):
-            return most
-        most = path.max_grid or 0
-    return math.inf
+    most = decode_selection(detect_target(device), spec, upstream="cutedsl").most
+    return math.inf if most is None else most
 
 
 def _bind(
@@ -293,7 +268,7 @@ def _plan(
     derives the plan from the step's lengths.
     """
     kept = states.plans
-    capturing = _capturing(positions)
+    capturing = is_capturing(positions.device)
     key = (compressor.head_dim, compressor.compress_ratio, id(records), capturing)
     if key in kept:
         plan: PagedDecode | PagedPrefill = kept[key][0]
@@ -324,11 +299,6 @@ def _tokens(states: Any) -> int:
     FULL graphs: a token that no request has is padding."""
     slots, requests = states.slot_mapping, states.token_to_req_indices
     return min(int(slots.shape[0]), int(requests.shape[0]))
-
-
-def _capturing(tensor: torch.Tensor) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _prefill(decode: PagedDecode, states: Any, compress_ratio: int) -> PagedPrefill:

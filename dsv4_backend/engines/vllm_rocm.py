@@ -1,9 +1,9 @@
 """Where vLLM's kernels on ROCm look for the indexer's records in a page.
 
-They are asked when a model is loaded, since they differ by release. Up to 0.30 they take the fp8
-keys of every model in tiles of 16 x 16, while vLLM's own compressor of DeepSeek-V4 writes them one
-after another, so that upstream's top-k is that of other keys (vllm#52109). From 0.31 on they take
-them as that compressor writes them. With ``indexer_kv_dtype="mxfp4"`` aiter says where records lie.
+They are asked when a model is loaded, since they differ by release. In 0.30 they take the fp8 keys
+of every model in tiles of 16 x 16, while vLLM's own compressor of DeepSeek-V4 writes them one after
+another, so that upstream's top-k is that of other keys (vllm#52109). From 0.31 on they take them as
+that compressor writes them. With ``indexer_kv_dtype="mxfp4"`` aiter says where records lie.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def fp8_format() -> CacheFormat:
 def two_readers() -> str | None:
     """Why no format of fp8 records serves prefill and decode.
 
-    Prefill gathers keys with vLLM's own kernel. For decode up to 0.30 only aiter's kernel for
-    gfx942 and gfx950 takes tiles; what replaces it elsewhere takes flat pages.
+    Prefill gathers keys with vLLM's own kernel. For decode in 0.30 only aiter's kernel for gfx942
+    and gfx950 takes tiles; what replaces it elsewhere takes flat pages.
     """
     if not _gather_takes_tiles() or _decode_takes_tiles(_readers()):
         return None
     return (
-        "up to 0.30 vllm's prefill reads the indexer's keys in tiles of 16 tokens, and without"
+        "in 0.30 vllm's prefill reads the indexer's keys in tiles of 16 tokens, and without"
         " aiter's paged MQA logits for gfx942 or gfx950 its decode reads them one after another"
     )
 

@@ -17,20 +17,21 @@ import torch
 from vllm.models.deepseek_v4 import attention
 from vllm.platforms import current_platform
 
-from backend_core.engines.vllm_flag import logger
+from backend_core.engines.calls import odd_arguments
+from backend_core.engines.vllm_flag import say
+from backend_core.operator import select
 from backend_core.target import detect_target
 from dsv4_backend import CompressorSpec, quantise_indexer_queries
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
-from dsv4_backend.selection import select_paths
+from dsv4_backend.launch_params import TABLES
 
 _QUANTISE = "fused_indexer_q_rope_quant"
-_TAKEN = [
+_TAKEN = {
     *("positions", "index_q", "index_q_cos_sin_cache", "index_weights"),
     *("index_weights_softmax_scale", "index_weights_head_scale", "use_fp4"),
-]
-# What some releases added after those: 0.27 and 0.28, 0.31 to 0.33
-_ADDED: tuple[list[str], ...] = ([], ["output_buffers"], ["weights_out_dtype"])
-# What of the indexer's class decides how its queries are quantised; the second from 0.27 on
+}
+_ADDED = {"weights_out_dtype"}
+# The methods of the indexer's class that decide how its queries are quantised; 0.30 has the first
 _METHODS = ("forward", "_q_rope_quant")
 
 
@@ -49,7 +50,7 @@ def rotate(indexer: Any, vllm_config: Any) -> str | None:
     indexer.compressor.rotates = True
     if not is_rotated:
         setattr(attention, _QUANTISE, quantise_queries)
-        logger.info("kda-dsv4-backend rotates the indexer's keys and queries (rotate_indexer)")
+        say("the indexer's keys and queries are rotated (rotate_indexer)")
     return None
 
 
@@ -62,15 +63,14 @@ def _refusal(indexer: Any, vllm_config: Any) -> str | None:
     for name in _METHODS:
         if getattr(kind, name, None) is not getattr(attention.DeepseekV4Indexer, name, None):
             return f"{kind.__name__} quantises queries in a {name} of its own"
-    quantise = getattr(attention, _QUANTISE)
-    got = list(inspect.signature(quantise).parameters)
-    if got[: len(_TAKEN)] != _TAKEN or got[len(_TAKEN) :] not in _ADDED:
-        return f"vllm's {_QUANTISE} must take {_TAKEN}, got {got}"
+    got = inspect.signature(getattr(attention, _QUANTISE)).parameters.keys()
+    if (odd := odd_arguments(f"vllm's {_QUANTISE}", got, _TAKEN, _ADDED)) is not None:
+        return odd
     if current_platform.fp8_dtype() is not torch.float8_e4m3fn:
         return f"queries must be float8_e4m3fn on this part, got {current_platform.fp8_dtype()}"
     device = torch.device(vllm_config.device_config.device_type)
     try:
-        select_paths(detect_target(device), "queries")
+        select(TABLES, "queries", detect_target(device), None)
     except LookupError as error:
         return str(error)
     return None
@@ -99,12 +99,8 @@ def quantise_queries(
     index_weights_head_scale: float,
     use_fp4: bool = False,
     weights_out_dtype: torch.dtype = torch.float32,
-    output_buffers: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """``fused_indexer_q_rope_quant`` with the rotation before the quantisation.
-
-    Args:
-        output_buffers: of 0.27 and 0.28: where codes, e2m1's scales and weights are to lie.
 
     Returns:
         e4m3 ``[T, H, 128]``, or e2m1 pairs ``[T, H, 64]`` with four UE8M0 bytes as an int32
@@ -120,16 +116,6 @@ def quantise_queries(
         index_weights_head_scale,
     )
     weights = weights.to(weights_out_dtype)
-    if output_buffers is not None:
-        results = (codes, weights) if scales is None else (codes, scales, weights)
-        if len(output_buffers) != len(results):
-            raise ValueError(
-                f"output_buffers must be {len(results)} tensors, got {len(output_buffers)}"
-            )
-        for buffer, result in zip(output_buffers, results, strict=True):
-            buffer.view(result.dtype).copy_(result)
-        codes, weights = output_buffers[0].view(torch.uint8), output_buffers[-1]
-        scales = None if scales is None else output_buffers[1]
     if scales is None:
         return codes.view(torch.float8_e4m3fn), weights
     return (codes, scales.view(torch.int32).squeeze(-1)), weights

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from backend_core.family import CheckCase
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection
+from backend_core.operator import forced
+from backend_core.tables.schema import UPSTREAM, KernelPath
 from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
@@ -28,12 +28,15 @@ from dsv4_backend import (
     quantise_indexer_queries,
     reference,
 )
-from dsv4_backend.compressor import in_place, queries
-from dsv4_backend.compressor.bound import CompressorCall
-from dsv4_backend.compressor.torch_step import step, windows
+from dsv4_backend.in_place.torch import in_torch as in_place_torch
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.queries import OPERATOR
+from dsv4_backend.queries.torch import in_torch as queries_torch
+from dsv4_backend.step import CompressorCall
 from dsv4_backend.step_plan import CompressorStepPlan, DecodeStepPlan, StateLayout
 from dsv4_backend.testing.engine import Engine, make_history, make_layer, make_spec, rope_table
 from dsv4_backend.testing.oracle import within_one_code, without_records
+from dsv4_backend.torch_step import step, windows
 
 CPU = torch.device("cpu")
 ALLOWED = 0.02
@@ -67,7 +70,7 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
     Each returns the share of values that differ and `ALLOWED`. None for the torch path, which is
     what the kernels are compared with.
     """
-    if path.name == "torch":
+    if path.name in ("torch", UPSTREAM):
         return {}
     found: dict[str, Callable[[Target, torch.device], float]] = {}
     layouts: list[StateLayout] = [x for x in ("paged", "ring") if x in path.features]
@@ -75,7 +78,7 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         name = "adversarial" if adversarial else "small"
         if path.operator.startswith("in_place"):
             found[name] = functools.partial(_in_place, path, adversarial)
-        elif path.operator == queries.OPERATOR:
+        elif path.operator == OPERATOR:
             found[name] = functools.partial(_queries, path, adversarial)
         else:
             for layout in layouts or ("paged", "ring"):
@@ -84,7 +87,7 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
                     _steps, path, layout, spec, adversarial
                 )
     splits = getattr(path.params, "splits", 0)
-    if splits == 1 and not path.params.left_to_cutedsl:  # `tune` may choose another
+    if splits == 1:  # `tune` may choose another
         for layout in layouts or ("paged", "ring"):
             spec = _spec("main_c128", layout, False)
             found[f"split channels, {layout}"] = functools.partial(_split_steps, path, layout, spec)
@@ -190,7 +193,7 @@ def _compare(
         *(moved.layer, moved.kv_score, moved.state, moved.cache, moved_plan),
         second_cache=moved.second_cache,
         target=target,
-        selection=PathSelection.of(path),
+        selection=forced(TABLES, target, None, path),
     )
     before = [cache.clone() for cache in engine.caches]
     step(call, step_plan)
@@ -233,7 +236,7 @@ def to_device(engine: Engine, call: CompressorCall, device: torch.device) -> Com
         CompressorLayer(layer.spec, *(x.to(device) for x in weights)),
         call.kv_score.to(device, copy=True),
         state,
-        *(cache.to(device, copy=True) for cache in engine.caches),
+        *(cache.to(device, copy=True) for cache in engine.caches),  # type: ignore[arg-type]
     )
 
 
@@ -258,7 +261,7 @@ def _in_place(path: KernelPath, adversarial: bool, target: Target, device: torch
     table = rope_table("interleaved", rng, device=CPU)
     seq_lens = torch.tensor([4, 5, 28, -1, 0, 400], dtype=torch.int32)
     want = kv.clone()
-    in_place.in_torch(want, weight, 1e-6, table, seq_lens, compress_ratio=ratio, rotate=rotate)
+    in_place_torch(want, weight, 1e-6, table, seq_lens, compress_ratio=ratio, rotate=rotate)
     got = kv.to(device, copy=True)
     compress_norm_rope_hadamard_(
         *(got, weight.to(device), 1e-6, table.to(device), SeqLens(seq_lens.to(device))),
@@ -266,7 +269,7 @@ def _in_place(path: KernelPath, adversarial: bool, target: Target, device: torch
         compress_ratio=ratio,
         rotate=rotate,
         target=target,
-        selection=PathSelection.of(path),
+        selection=forced(TABLES, target, None, path),
     )
     result = got.cpu()
     if not torch.equal(result[[1, 3, 4]], kv[[1, 3, 4]]):
@@ -291,9 +294,7 @@ def _queries(path: KernelPath, adversarial: bool, target: Target, device: torch.
     worst = 0.0
     for cache_format in ("indexer_fp8", "indexer_mxfp4"):
         spec = make_spec(cache_format, rope_layout="split")
-        want_codes, want_scales, want = queries.in_torch(
-            spec, q, positions, table, weights, 0.1, 0.5
-        )
+        want_codes, want_scales, want = queries_torch(spec, q, positions, table, weights, 0.1, 0.5)
         codes, scales, out = quantise_indexer_queries(
             spec,
             q.to(device),
@@ -303,7 +304,7 @@ def _queries(path: KernelPath, adversarial: bool, target: Target, device: torch.
             0.1,
             0.5,
             target=target,
-            selection=PathSelection.of(path),
+            selection=forced(TABLES, target, None, path),
         )
         worst = max(worst, float((codes.cpu() != want_codes).float().mean()))
         missing = torch.empty(0)

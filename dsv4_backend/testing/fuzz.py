@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from backend_core.tables.select import PathSelection
+from backend_core.operator import Selection, forced
+from backend_core.tables.schema import UPSTREAM
+from backend_core.tables.select import load_table
 from backend_core.target import Target
 from backend_core.testing.fuzz import Draw, FuzzBatch, FuzzCase, MismatchError, as_bytes
 from dsv4_backend import (
@@ -23,8 +25,10 @@ from dsv4_backend import (
     quantise_indexer_queries,
     reference,
 )
-from dsv4_backend.compressor import in_place, queries
-from dsv4_backend.selection import select_paths
+from dsv4_backend.in_place.torch import in_torch as in_place_torch
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.queries import OPERATOR
+from dsv4_backend.queries.torch import in_torch as queries_torch
 from dsv4_backend.step_plan import CompressorStepPlan, StateLayout
 from dsv4_backend.testing.check_cases import move_plan
 from dsv4_backend.testing.engine import (
@@ -99,13 +103,14 @@ def fuzz_cases() -> Mapping[str, FuzzCase]:
     }
 
 
-def drawn_path(draw: Draw, target: Target, operator: str, *features: str) -> PathSelection:
+def drawn_path(draw: Draw, target: Target, operator: str, *features: str) -> Selection[Any, Any]:
     """One of the paths that the table has for an operator."""
     paths = {
         f"{path.name} to {path.max_grid}": path
-        for path in select_paths(target, operator, *features).paths
+        for path in load_table(TABLES, target).rows
+        if path.operator == operator and path.name != UPSTREAM and set(features) <= path.features
     }
-    return PathSelection.of(paths[draw.choice("path", tuple(paths))])
+    return forced(TABLES, target, None, paths[draw.choice("path", tuple(paths))])
 
 
 class _Step:
@@ -290,7 +295,7 @@ def in_place_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch
 
     def error() -> tuple[float, float]:
         want = before.double()
-        in_place.in_torch(want, weight, 1e-6, table, lengths, compress_ratio=ratio, rotate=rotate)
+        in_place_torch(want, weight, 1e-6, table, lengths, compress_ratio=ratio, rotate=rotate)
         idle = [n for n, kind in enumerate(kinds) if kind != "end"]
         if not torch.equal(as_bytes(kv[idle]), as_bytes(before[idle])):
             raise MismatchError("a row that ends no window was written")
@@ -304,7 +309,7 @@ def in_place_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch
 def queries_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random call of ``quantise_indexer_queries``."""
     spec = draw.choice("kind", [k for k in KINDS if k.spec.kind == "indexer"]).spec
-    selection = drawn_path(draw, target, queries.OPERATOR)
+    selection = drawn_path(draw, target, OPERATOR)
     tokens, heads = draw.integer("tokens", 1, 9), draw.choice("heads", (4, 64))
     dtype = draw.choice("dtype", (torch.bfloat16, torch.float32))
     wide = torch.empty(tokens, heads, 128 + draw.choice("gap", (0, 64)), dtype=dtype, device=device)
@@ -331,7 +336,7 @@ def queries_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
         )
 
     def error() -> tuple[float, float]:
-        want = queries.in_torch(spec, q, positions, table, weights, 0.1, 0.5)
+        want = queries_torch(spec, q, positions, table, weights, 0.1, 0.5)
         codes, scales, factors = result
         other = codes != want[0]
         moved = (factors - want[2]).abs() > 2e-6 * want[2].abs()

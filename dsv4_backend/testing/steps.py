@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from backend_core.operator import Selection, forced
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection
 from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
@@ -23,6 +24,7 @@ from dsv4_backend import (
     compress_prefill_,
     window_ends,
 )
+from dsv4_backend.launch_params import TABLES
 from dsv4_backend.step_plan import DecodeStepPlan, PrefillStepPlan
 from dsv4_backend.testing.engine import default_device, make_spec
 from dsv4_backend.testing.engine import rope_table as random_rope_table
@@ -44,7 +46,7 @@ class TimedStep:
     launches: LaunchCache = field(default_factory=LaunchCache)
 
     def call(
-        self, target: Target | None = None, selection: PathSelection | None = None
+        self, target: Target | None = None, selection: Selection[Any, Any] | None = None
     ) -> Callable[[], None]:
         """The operator on these tensors, as an adapter calls it."""
         tensors = (self.layer, self.kv_score, self.state, self.cache)
@@ -130,7 +132,7 @@ def make_step(
 def measure(path: KernelPath, target: Target, grid: int) -> Callable[[], None]:
     """The call that ``tune`` times: ``grid`` requests that decode, each at the end of a window, or
     one prompt of ``grid`` windows."""
-    return measured_step(path.operator, grid).call(target, PathSelection.of(path))
+    return measured_step(path.operator, grid).call(target, forced(TABLES, target, None, path))
 
 
 def measured_step(operator: str, grid: int) -> TimedStep:

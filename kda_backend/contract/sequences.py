@@ -16,7 +16,7 @@ from kda_backend.step_plan import StepPlan
 
 
 class Checked(NamedTuple):
-    """What `check_sequences` finds out beside that a call is right.
+    """The findings of `check_sequences` for a right call.
 
     Attributes:
         selection: the paths that serve it.

@@ -35,7 +35,7 @@ class DraftShape(NamedTuple):
 
 
 class CheckedStep(NamedTuple):
-    """What `check_step` finds out beside that a call is right.
+    """The findings of `check_step` for a right call.
 
     Attributes:
         selection: the paths that serve it.
@@ -124,7 +124,7 @@ def _check_layer(
     out: torch.Tensor | None,
     selection: KdaSelection | None,
 ) -> KdaSelection:
-    """What the decode step and the verification have in common."""
+    """The checks that the decode step and the verification share."""
     check_tokens(tokens, gate, ("N",), MAX_STEP_DIM)
     for name, x in (("q", tokens.q), ("k", tokens.k), ("v", tokens.v), ("g", tokens.g)):
         _expect_adjacent_heads(name, x)

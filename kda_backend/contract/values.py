@@ -14,7 +14,7 @@ import torch
 from kda_backend.spec import Beta, Gate
 
 Kept = dict[Hashable, Any]
-"""What paths have worked out of the strides, dtypes and options of a call, for calls alike: a
+"""The paths' conclusions from strides, dtypes and options of a call, for calls alike: a
 check's result has one (`backend_core.contracts.once`). It holds no tensor and no address."""
 
 

@@ -19,7 +19,10 @@ from backend_core.engines.sglang_flag import LayerClaim, register_family
 def register() -> None:
     """Make ``kda`` known to sglang; see `sglang_flag.register_family` for what it raises."""
     claim = LayerClaim("linear_attention", "Kimi Delta Attention", _present, _install, _reserve)
-    register_family("kda", [claim])
+    if register_family("kda", [claim]):
+        from kda_backend.engines import sglang_prefill_graphs
+
+        sglang_prefill_graphs.register()
 
 
 def _present(backend: Any, runner: Any) -> bool:
@@ -29,9 +32,10 @@ def _present(backend: Any, runner: Any) -> bool:
 
 
 def _install(backend: Any, runner: Any) -> None:
-    from kda_backend.engines import sglang_layer
+    from kda_backend.engines import sglang_layer, sglang_prefill_graphs
 
-    sglang_layer.install(backend.linear_attn_backend, runner)
+    ours = sglang_layer.install(backend.linear_attn_backend, runner)
+    sglang_prefill_graphs.prepare(backend, runner, ours="prefill" in ours)
 
 
 def _reserve(runner: Any) -> None:

@@ -1,14 +1,13 @@
 """The kernel of sglang's KDA layers. Imports sglang's GPU modules, so only a scheduler imports it.
 
-This kernel serves sglang 0.5.17 to 0.5.23, whose KDA layers hand over
+sglang's KDA layers hand over
 
-- prefill: q, k, v and the raw gate as ``[1, T, H, D]``, the step size as fp32 (0.5.17 to 0.5.19) or
-  its logits (``beta_is_raw``) as ``[1, T, H]``, any of them strided;
+- prefill: q, k, v and the raw gate as ``[1, T, H, D]``, the step size as fp32 or its logits
+  (``beta_is_raw``) as ``[1, T, H]``, any of them strided;
 - decode: one packed row of q, k and v for each request;
 - ``ssm_states [slots, HV, V, K]``, read and written in place at ``cache_indices [N]``, -1 for a
   padded request;
-- what the prefix cache is to keep: the state before every chunk (``return_intermediate_states``),
-  or, from 0.5.20 on, fp32 copies of the states at one chunk boundary of each request
+- what the prefix cache is to keep: fp32 copies of the states at one chunk boundary of each request
   (``track_state [N, HV, V, K]`` at ``track_chunk_idx [N]``).
 """
 
@@ -16,18 +15,21 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 
+from backend_core.engines.calls import odd_arguments
+from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
 from kda_backend.api import chunk_kda
 from kda_backend.api_step import kda_decode_step
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
+from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan, build_step_plan
 
 
@@ -70,6 +72,11 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         **call: Any,
     ) -> Any:
         """Prefill; ``call`` as `prefill` takes it."""
+        # a model that applies the sigmoid itself hands over fp32; 0.5.22 and 0.5.23 call the
+        # logits beside an unflattened gate (Kimi-Linear, Kimi-K3) step sizes in a captured
+        # prefill, and there alone. Upstream's kernel needs to know it as ours does
+        if call.get("chunk_indices") is not None and q.dtype != torch.float32:
+            call["beta_is_raw"] = beta.dtype == q.dtype
         try:
             _check_known("prefill", call, _PREFILL)
             return self.prefill(self.selection, q, k, v, g, beta, **call)
@@ -142,23 +149,23 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         """Packed sequences of any length.
 
         Args:
-            q, k: ``[1, T, H, K]``; v: ``[1, T, HV, V]``; g: ``[1, T', HV, K]`` raw gate, or log
-                decay without ``A_log``; beta: ``[1, T', HV]``; T' >= T.
+            q, k: ``[1, T, H, K]``; v: ``[1, T, HV, V]``; g: ``[1, T, HV, K]`` raw gate, or log
+                decay without ``A_log``; beta: ``[1, T, HV]``.
             query_start_loc: ``[N + 1]`` int32; may end before T.
             extend_seq_lens_cpu: the N lengths, where the host knows them; left aside in a CUDA
                 graph's capture, which is replayed with other lengths.
-            chunk_indices: given for a captured graph, after which sglang clears padded rows.
-            chunk_offsets, extend_prefix_lens, layer_id, track_ssm_h_batch_src: of other kernels;
-                nothing here reads them.
+            chunk_indices: given for a bucket of a captured graph and for its warm-up, after which
+                sglang clears padded rows.
+            chunk_offsets, extend_prefix_lens, layer_id, track_ssm_h_src, track_ssm_h_batch_src: of
+                other kernels; nothing here reads them.
             state_checkpoint_cu_starts, num_state_checkpoints, state_checkpoint_every_n_tokens,
                 state_checkpoint_indices: for kernels that write checkpoints, which this one does
                 not claim to.
             is_spec_decode: leave the states as they are.
-            track_ssm_h_src: the chunks whose states sglang will read from ``h``.
 
         Returns:
-            ``o [1, T, HV, V]``, or ``(o, h)`` with ``return_intermediate_states``; ``h [1, chunks,
-            HV, V, K]``, or ``None`` where sglang will not read it.
+            ``o [1, T, HV, V]``, or ``(o, None)`` with ``return_intermediate_states``: where sglang
+            reads states inside of the prefill it passes ``track_state``.
 
         Raises:
             ValueError: the operator refuses; nothing has been written.
@@ -166,16 +173,15 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         if num_state_checkpoints:
             raise ValueError(f"{num_state_checkpoints} checkpoints of the state are asked for")
         tokens = q.shape[1]
-        if g.shape[1] != tokens:  # 0.5.17 pads the gates alone for a prefill graph
-            g, beta = g[:, :tokens], beta[:, :tokens]
-        # a model that applies the sigmoid itself hands over fp32; 0.5.23 calls the logits beside an
-        # unflattened gate (Kimi-Linear, Kimi-K3) step sizes in a captured prefill, and there alone
-        if chunk_indices is not None and q.dtype != torch.float32:
-            beta_is_raw = beta.dtype == q.dtype
-        capturing = is_capturing(q)
+        capturing = is_capturing(q.device)
         lengths = None if capturing else extend_seq_lens_cpu
         step_plan = self._step_plan(
-            query_start_loc, tokens, lengths, ssm_states.data_ptr(), capturing
+            query_start_loc,
+            tokens,
+            lengths,
+            ssm_states.data_ptr(),
+            capturing,
+            is_bucket=chunk_indices is not None,
         )
         states: dict[str, Any] = {"state_pool": ssm_states, "state_indices": cache_indices}
         if is_spec_decode:
@@ -185,13 +191,9 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         if track_state is not None and track_chunk_idx is not None:
             states["snapshots"] = track_state.unsqueeze(1)
             states["snapshot_chunks"] = track_chunk_idx.unsqueeze(1)
-        elif return_intermediate_states:
-            states["return_intermediate_states"] = (
-                track_ssm_h_src is None or track_ssm_h_src.numel() > 0
-            )
         if step_plan.cu_seqlens_cpu is None and chunk_indices is None:
             states["out"] = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-        result = chunk_kda(
+        o = chunk_kda(
             q,
             k,
             v,
@@ -204,14 +206,11 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             A_log=A_log,
             dt_bias=dt_bias,
             step_plan=step_plan,
-            # a graph keeps addresses, and this scratch memory moves when it grows
-            scratch=None if capturing else self._scratch,
+            scratch=self._scratch,
             selection=selection,
             **states,
-        )
-        if not return_intermediate_states:
-            return result[0]
-        return result[0], result[2] if len(result) == 3 else None
+        )[0]
+        return (o, None) if return_intermediate_states else o
 
     def step(
         self,
@@ -296,8 +295,15 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         lengths: Sequence[int] | None,
         layer: int,
         capturing: bool,
+        *,
+        is_bucket: bool,
     ) -> StepPlan:
-        """The plan of this pass, built by its first layer; ``layer`` is its pool's address."""
+        """The plan of this pass, built by its first layer.
+
+        Args:
+            layer: its pool's address.
+            is_bucket: most of the sequences are empty, and the host does not know which.
+        """
         last = self._pass
         if (
             last is not None
@@ -317,13 +323,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             cu_seqlens_cpu=host,
             chunk_table=self.selection.target.vendor != "cpu",
         )
+        if is_bucket:
+            step_plan = replace(step_plan, max_chunks=-(-tokens // CHUNK), long_sequences=1)
         self._pass = _Pass(step_plan, layer, capturing)
         return step_plan
-
-
-def is_capturing(x: torch.Tensor) -> bool:
-    """Whether what is launched on ``x`` now goes into a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _keywords(method: Callable[..., Any]) -> frozenset[str]:
@@ -334,10 +337,10 @@ def _keywords(method: Callable[..., Any]) -> frozenset[str]:
 _PREFILL, _STEP = _keywords(KdaKernel.prefill), _keywords(KdaKernel.step)
 
 
-def _check_known(phase: str, call: Collection[str], known: frozenset[str]) -> None:
+def _check_known(phase: str, call: dict[str, Any], known: frozenset[str]) -> None:
     """Raises ValueError for an argument that a release of sglang added and nothing here reads."""
-    if unknown := set(call) - known:
-        raise ValueError(f"sglang passes {', '.join(sorted(unknown))}, unknown to its {phase} here")
+    if odd := odd_arguments(f"sglang's {phase}", call.keys(), frozenset(), known):
+        raise ValueError(odd)
 
 
 def split_rows(

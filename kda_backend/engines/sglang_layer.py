@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +10,16 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-from sglang.srt.runtime_context import get_memory
-from sglang.srt.utils.common import rank0_log
 
+from backend_core.engines.calls import odd_arguments
+from backend_core.engines.log import chosen
+from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
-from backend_core.tables.select import unmeasured
 from kda_backend.engines import sglang_verify
 from kda_backend.engines.sglang_kernel import KdaKernel, norm_handed_over, split_rows
 from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch
+from kda_backend.prefill.arguments_sm90 import Track, Variant, variant_of_engine
+from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.selection import (
     KdaSelection,
     KdaShape,
@@ -26,6 +27,7 @@ from kda_backend.selection import (
     selection_for,
     warm_up,
 )
+from kda_backend.spec import Beta
 
 
 def reserve(runner: Any) -> None:
@@ -33,8 +35,20 @@ def reserve(runner: Any) -> None:
     layers = _kda_layers(runner)
     device = torch.device(runner.device)
     selection = _selection(layers, [], device, runner.dtype) if layers else None
-    if selection is not None:
-        reserve_scratch(runner, selection, len(layers))
+    if selection is None:
+        return
+    begin_to_compile(selection, device, _variants(selection))
+    reserve_scratch(runner, selection, len(layers))
+
+
+def _variants(selection: KdaSelection) -> list[Variant]:
+    """Those of Hopper's prefill kernels: with states that are kept and without, for logits and for
+    step sizes that the model has put through the sigmoid."""
+    return [
+        variant_of_engine(selection.shape.bounded_gate, track=track, beta=beta)
+        for track in (Track.NONE, Track.IN_ORDER)
+        for beta in (Beta.SIGMOID, Beta.GIVEN)
+    ]
 
 
 def _kda_layers(runner: Any) -> list[Any]:
@@ -45,21 +59,24 @@ def _kda_layers(runner: Any) -> list[Any]:
     ]
 
 
-def install(backend: Any, runner: Any) -> None:
+def install(backend: Any, runner: Any) -> Sequence[str]:
     """Exchange the kernels of ``backend``, sglang's KDAAttnBackend, and compile ours.
 
     ``runner`` is sglang's ModelRunner, with its weights loaded and its pools allocated. What
     cannot be served stays on upstream code, and is reported.
+
+    Returns:
+        The phases that ours serve: ``"prefill"``, ``"decode"``, ``"drafts"``.
     """
     layers = _kda_layers(runner)
     if not layers:
-        return  # a draft's model, whose layers are softmax attention
+        return ()  # a draft's model, whose layers are softmax attention
     device = torch.device(runner.device)
     pools = backend.req_to_token_pool
     states = [pools.mamba2_layer_cache(layer.layer_id).temporal for layer in layers]
     selection = _selection(layers, states, device, runner.dtype)
     if selection is None:
-        return
+        return ()
     kernel = KdaKernel(selection, device, reserved_scratch(runner, selection))
     ours = exchange_kernels(backend.kernel_dispatcher, kernel)
     cache = pools.mamba2_layer_cache(layers[0].layer_id)
@@ -71,8 +88,8 @@ def install(backend: Any, runner: Any) -> None:
     if sglang_verify.install(kernel, backend, layers[0], cache, one_launch=fits):
         ours.append("drafts")
     compile_kernels(kernel, layers[0], cache, ours, one_launch)
-    for line in describe(selection, len(layers), cache.temporal.dtype, ours, one_launch):
-        rank0_log(line)
+    say(*describe(selection, len(layers), cache.temporal.dtype, ours, one_launch))
+    return ours
 
 
 def exchange_kernels(dispatcher: Any, kernel: KdaKernel) -> list[str]:
@@ -122,8 +139,8 @@ def decode_layer(
     try:
         if getattr(layer, "_k3_deferred_f_b", False):
             raise ValueError("the gate's projection was left to a kernel of sglang's own")
-        if unknown:
-            raise ValueError(f"sglang passes {', '.join(sorted(unknown))}, unknown to decode here")
+        if odd := odd_arguments("sglang's forward_decode", unknown.keys(), frozenset()):
+            raise ValueError(odd)
         rows = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
         o = kernel.step(
             kernel.selection,
@@ -171,6 +188,8 @@ def compile_kernels(
     convolution, beside a step size from that row. Kernels are compiled for each.
     """
     device, dtype = cache.temporal.device, kernel.selection.shape.dtype
+    for of_prefill in begin_to_compile(kernel.selection, device, _variants(kernel.selection)):
+        of_prefill.load()
     heads, key_dim, value_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     channels = layer.q_dim + layer.k_dim + layer.v_dim
     width = -(-(channels + heads) // 16) * 16
@@ -181,14 +200,9 @@ def compile_kernels(
         "dt_bias": layer.dt_bias,
         "lower_bound": layer.lower_bound,
     }
-    tracked: dict[str, Any] = {"return_intermediate_states": True}
-    # logits, or steps that the model has put through the sigmoid: 0.5.20 and newer pass either
-    raw_betas = [False]
-    if "beta_is_raw" in inspect.signature(TritonKDAKernel.extend).parameters:
-        raw_betas = [True, False]
-        shape = (1, *cache.temporal.shape[1:])
-        snapshot = torch.empty(shape, dtype=torch.float32, device=device)
-        tracked = {"track_state": snapshot, "track_chunk_idx": padded[:1]}
+    shape = (1, *cache.temporal.shape[1:])
+    snapshot = torch.empty(shape, dtype=torch.float32, device=device)
+    tracked: dict[str, Any] = {"track_state": snapshot, "track_chunk_idx": padded[:1]}
 
     def inputs(
         tokens: int, extra: int, beta_extra: int
@@ -203,10 +217,10 @@ def compile_kernels(
     def prefill(selection: KdaSelection) -> None:
         tokens = 65  # a full chunk and the start of another
         for (extra, beta_extra), tracking, raw_beta in itertools.product(
-            ((0, 0), (0, 1), (1, 1)), ({}, tracked), raw_betas
+            ((0, 0), (0, 1), (1, 1)), ({}, tracked), (True, False)
         ):
             mixed_qkv, g, beta = inputs(tokens, extra, beta_extra)
-            if not raw_beta:
+            if not raw_beta:  # a model may put the logits through the sigmoid
                 beta = beta.float().sigmoid()
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
             kernel.prefill(
@@ -259,21 +273,20 @@ def describe(
     phases: Sequence[str],
     one_launch: bool,
 ) -> list[str]:
-    """What was chosen for a model: a line, one for each row of the table, and one where no row was
-    measured on this GPU."""
-    shape, target = selection.shape, selection.target
+    """What was chosen for a model, in lines."""
+    shape = selection.shape
     gate = "bounded" if shape.bounded_gate else "unbounded"
     state = str(state_dtype).removeprefix("torch.")
     step = ", convolution in the decode step" if one_launch else ""
-    note = unmeasured(target, selection.operators)
     served = " and ".join([*([", ".join(phases[:-1])] if phases[1:] else []), *phases[-1:]])
-    return [
-        f"kda-dsv4: {served or 'nothing'} of {num_layers} KDA layers on {target.name}"
-        f" ({target.arch}): {shape.num_value_heads} heads on this rank, K = {shape.key_dim},"
-        f" V = {shape.value_dim}, {gate} gate, {state} states{step}",
-        *(f"kda-dsv4: {row}" for row in selection.explain()),
-        *([] if note is None else [f"kda-dsv4: {note}"]),
-    ]
+    return chosen(
+        f"{served or 'nothing'} of {num_layers} KDA layers",
+        selection.target,
+        f"{shape.num_value_heads} heads on this rank, K = {shape.key_dim}, V = {shape.value_dim},"
+        f" {gate} gate, {state} states{step}",
+        selection.explain(),
+        selection.operators,
+    )
 
 
 def _selection(
@@ -297,7 +310,7 @@ def _selection(
             dtype,
             dtype,
             aligned,
-            deterministic_prefix(not get_memory().disable_radix_cache),
+            deterministic_prefix(),
         )
         for layer in layers
     }

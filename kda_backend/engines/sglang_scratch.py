@@ -1,8 +1,8 @@
 """Scratch memory of sglang's prefills, taken before sglang sizes its pools.
 
 sglang gives its pools a share of what is free after the weights are loaded: memory that is taken by
-then is in its account, and memory that a step takes later is not. A prefill that is captured in a
-CUDA graph has scratch memory of its own, in the graphs' pool.
+then is in its account, and memory that a step takes later is not. Prefills that are captured in
+CUDA graphs use the same memory: they run between the others, on their stream.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.model_executor.cuda_graph_config import (
+    Backend,
+    Phase,
+    check_cuda_graph_backend,
+)
 from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
-from sglang.srt.utils.common import get_available_gpu_memory, rank0_log
+from sglang.srt.utils.common import get_available_gpu_memory
 
+from backend_core.engines.sglang_flag import say
 from kda_backend.api import chunk_kda
+from kda_backend.engines.sglang_prefill_graphs import most_sequences
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import build_step_plan
@@ -43,15 +50,18 @@ def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> No
     Weights are loaded, pools are not sized yet. ``num_layers``: KDA layers on this rank.
     """
     tokens, requests = largest_prefill(runner, num_layers)
+    if check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
+        # a captured step has as many sequences, however few requests the server runs
+        requests = max(requests, min(most_sequences(), tokens))
     scratch = Scratch(torch.device(runner.device))
     grow(scratch, selection, tokens, requests)
     setattr(runner, _RESERVED, Reserved(scratch, tokens, requests))
-    rank0_log(
-        f"kda-dsv4: scratch memory of {tokens} tokens of {requests} requests is"
+    say(
+        f"scratch memory of {tokens} tokens of {requests} requests is"
         f" {scratch.nbytes / 2**20:.0f} MiB, taken before the pools are sized"
     )
     if _chunk_of_a_prompt() is None:
-        rank0_log(f"kda-dsv4: prompts are not cut, and one of more than {tokens} tokens takes more")
+        say(f"prompts are not cut, and one of more than {tokens} tokens takes more")
 
 
 def reserved_scratch(runner: Any, selection: KdaSelection) -> Scratch | None:
@@ -65,8 +75,8 @@ def reserved_scratch(runner: Any, selection: KdaSelection) -> Scratch | None:
     requests = min(runner.max_running_requests, reserved.tokens)
     if requests > reserved.requests:
         grow(reserved.scratch, selection, reserved.tokens, requests)
-        rank0_log(
-            f"kda-dsv4: {requests} requests run where {reserved.requests} were expected: scratch"
+        say(
+            f"{requests} requests run where {reserved.requests} were expected: scratch"
             f" memory is {reserved.scratch.nbytes / 2**20:.0f} MiB, beside the pools"
         )
     return reserved.scratch
@@ -138,7 +148,7 @@ def grow(scratch: Scratch, selection: KdaSelection, tokens: int, requests: int) 
     step_plan = build_step_plan(
         bounds.to(device), tokens, cu_seqlens_cpu=bounds, chunk_table=tables
     )
-    for path in dict.fromkeys(selection.prefill.paths):
+    for path in dict.fromkeys(selection.prefill.rows):
         chunk_kda(
             keys,
             keys,

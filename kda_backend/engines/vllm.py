@@ -1,12 +1,12 @@
 """vLLM: its KDA layers on this backend.
 
     vllm serve MODEL --attention-backend KDA       # 0.32 and newer
-    vllm serve MODEL --attention-backend CUSTOM    # 0.26 to 0.31, which take no new names
+    vllm serve MODEL --attention-backend CUSTOM    # 0.30 and 0.31, which take no new names
 
 The flag is `backend_core.engines.vllm_flag`'s, which leaves the softmax layers to the platform or
 to another family. vLLM builds a KDA layer as the class that is registered in place of its own by
 name, once a model has imported the module that defines it: `vllm_layer` and one small file for each
-form of layer. Without the flag that class turns into upstream's as it is built.
+model's layer. Without the flag that class turns into upstream's as it is built.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
-from backend_core.engines import ENGINES, Engine, vllm_flag
+from backend_core.engines import vllm_flag
 from backend_core.engines.vllm_flag import LayerClaim
 
 FAMILY = "kda"
 LAYER = "KimiGatedDeltaNetAttention"
-# The first release of each form of Kimi-Linear's layer, newest first.
-# vllm_v026 goes when 0.26 is no longer supported; vllm_v027 when its layer changes form.
-_FORMS = (("0.27.0", "vllm_v027"), ("0.26.0", "vllm_v026"))
 
 
 @dataclass(frozen=True)
@@ -31,18 +28,20 @@ class Replaced:
 
     Attributes:
         name: of the class, by which vLLM looks for a replacement.
-        adapter: has ``layer_class``; ``None`` for Kimi-Linear's, whose form follows the release.
+        adapter: has ``layer_class``.
         rocm: whether the class is ROCm's or all other platforms'; ``None`` where it is everyone's.
     """
 
     name: str
-    adapter: str | None
+    adapter: str
     rocm: bool | None = None
 
 
 # By the modules that define them: some for one platform, some moved between releases.
 REPLACED = {
-    "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(LAYER, None),
+    "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(
+        LAYER, "vllm_kimi_linear"
+    ),
     "vllm.models.kimi_k3.nvidia.kda": Replaced("KimiK3DeltaAttention", "vllm_k3", rocm=False),
     "vllm.models.kimi_k3.amd.kda": Replaced("KimiK3DeltaAttention", "vllm_k3", rocm=True),
     "vllm.models.glm5next.common.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
@@ -77,12 +76,5 @@ def replace_layer(module: ModuleType) -> None:
         if present.__module__.startswith("kda_backend.") and issubclass(present, upstream):
             return
         raise RuntimeError(f"another plug-in replaces {replaced.name}: {present.__module__}")
-    adapter = importlib.import_module(f"kda_backend.engines.{replaced.adapter or _form()}")
-    ours = adapter.KdaLayer if replaced.adapter is None else adapter.layer_class(upstream)
-    PluggableLayer.register_oot(ours, name=replaced.name)
-
-
-def _form() -> str:
-    version = ENGINES["vllm"].installed()
-    assert version is not None  # the flag is registered
-    return next(module for first, module in _FORMS if Engine("vllm", first, None).supports(version))
+    adapter = importlib.import_module(f"kda_backend.engines.{replaced.adapter}")
+    PluggableLayer.register_oot(adapter.layer_class(upstream), name=replaced.name)

@@ -11,8 +11,6 @@ from typing import Any
 
 from kda_backend.spec import CHUNK
 
-_NUMBER, _ALIGNMENT = "num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"
-
 
 class ExportsCheckpoints:
     """Stands before the engine's class among the bases of a layer of ours."""
@@ -24,28 +22,12 @@ class ExportsCheckpoints:
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Upstream's, with checkpoints at whole chunks."""
-        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
-        return checkpointing_spec(spec, exports=self.exports)
+        return dataclasses.replace(
+            super().get_kv_cache_spec(vllm_config),  # type: ignore[misc]
+            num_prefill_checkpoint_blocks=int(self.exports),
+            prefill_checkpoint_alignment=CHUNK if self.exports else None,
+        )
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
         """vLLM 0.33 makes the blocks of its prefix cache multiples of it."""
         return CHUNK if self.exports else None
-
-
-def checkpointing_spec(spec: Any, *, exports: bool) -> Any:
-    """``spec``, vLLM's ``MambaSpec`` of a layer, with the checkpoints that our layer exports.
-
-    0.29 has no alignment in the spec and takes every 16th token for granted. But its scheduler lets
-    a prefill that starts within a block end with that block, so that the only place it asks for is
-    at whole blocks from a block's start. Where those are not whole chunks the layer has no
-    checkpoints, and the scheduler ends a step's prefill where it needs a state.
-
-    Args:
-        exports: upstream's layer of this release has checkpoints, on some platform.
-    """
-    known = {field.name for field in dataclasses.fields(spec)}
-    if _NUMBER not in known:
-        return spec
-    keeps = exports and (_ALIGNMENT in known or spec.block_size % CHUNK == 0)
-    asked = {_NUMBER: int(keeps), _ALIGNMENT: CHUNK if keeps else None}
-    return dataclasses.replace(spec, **{name: asked[name] for name in asked if name in known})

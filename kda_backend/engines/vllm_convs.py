@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 
+from kda_backend.engines.vllm_lengths import KeepsLengths
 from kda_backend.layer import LayerWeights
 
 
-def pack(*projections: Any) -> torch.Tensor:
-    """One matrix of the projections' rows, of which their weights become views.
-
-    Padded with zero rows to a multiple of 16, so that the rows of its product are aligned.
-    """
-    weights = [projection.weight for projection in projections]
-    rows = sum(weight.shape[0] for weight in weights)
-    packed: torch.Tensor = weights[0].data.new_zeros(rows + -rows % 16, *weights[0].shape[1:])
-    begin = 0
-    for weight in weights:
-        end = begin + weight.shape[0]
-        weight.data = packed[begin:end]
-        begin = end
-    return packed
-
-
-class SeparateConvs:
+class SeparateConvs(KeepsLengths):
     """A layer whose three convolutions have weights of their own; stands before the engine's class.
 
     Attributes:
@@ -38,14 +22,27 @@ class SeparateConvs:
     _kda_conv: torch.Tensor
     _kda_weights: LayerWeights | None = None
 
-    def pack_convs(self: Any, channels: int) -> None:
-        """As the layer is built: ``channels`` rows of q's, k's and v's on this rank together."""
-        self._kda_conv = pack(self.q_conv1d, self.k_conv1d, self.v_conv1d)[:channels]
+    def pack_convs(self: Any) -> None:
+        """As the layer is built: one matrix of q's, k's and v's rows, of which their weights become
+        views."""
+        weights = [conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
+        self._kda_conv = torch.cat([weight.data for weight in weights])
+        parts = self._kda_conv.split([weight.shape[0] for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.data = part
 
     def kda_weights(self: Any) -> LayerWeights:
-        """What the core's kernels read, once the checkpoint has been loaded."""
+        """What the core's kernels read, once the checkpoint has been loaded.
+
+        Raises:
+            RuntimeError: something has moved the weights.
+        """
         if self._kda_weights is None:
-            check_views(self.prefix, [(self.q_conv1d, self._kda_conv)])
+            if self.q_conv1d.weight.data_ptr() != self._kda_conv.data_ptr():
+                raise RuntimeError(
+                    f"the weights of {self.prefix} moved after the layer was built, by an option"
+                    " that this backend does not know: serve without --attention-backend"
+                )
             self._kda_weights = LayerWeights(
                 self._kda_conv.flatten(1),
                 self.A_log.data.flatten(),
@@ -56,23 +53,6 @@ class SeparateConvs:
             )
         weights: LayerWeights = self._kda_weights
         return weights
-
-
-def check_views(name: str, views: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """The checkpoint must have been loaded into the packed matrices.
-
-    Args:
-        name: of the layer; views: first projection of each matrix, and the matrix.
-
-    Raises:
-        RuntimeError: something has moved the weights.
-    """
-    for module, packed in views:
-        if module.weight.data_ptr() != packed.data_ptr():
-            raise RuntimeError(
-                f"the weights of {name} moved after the layer was built, by an option that"
-                " this backend does not know: serve without --attention-backend"
-            )
 
 
 def refusal_of_offload(vllm_config: VllmConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""GLM-5.3-Flash's KDA layer, of vLLM 0.30 to 0.33.
+"""GLM-5.3-Flash's KDA layer.
 
 Its convolutions have separate weights, its forget gate has a lower bound, and upstream norms the
 output outside of the core. Here the norm belongs to the core's kernels, so that ``forward`` is
@@ -35,7 +35,7 @@ def layer_class(upstream: Any) -> Any:
                 self.__class__ = upstream
                 return
             self.kda_runtime = runtime
-            self.pack_convs(3 * self.local_projection_size)
+            self.pack_convs()
 
         @property
         def exports(self) -> bool:

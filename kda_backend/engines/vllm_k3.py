@@ -1,4 +1,4 @@
-"""Kimi-K3's KDA layer, of vLLM 0.27 (NVIDIA) or 0.28 (AMD) to 0.33.
+"""Kimi-K3's KDA layer.
 
 Its output gate has full rank, its forget gate a lower bound, and its prefills export states that
 the prefix cache keeps. Upstream's ``forward`` stays.

@@ -1,4 +1,4 @@
-"""What vLLM's KDA layers have in common on this backend, whatever the model and the release.
+"""What vLLM's KDA layers have in common on this backend, whatever the model.
 
 A layer asks for its `Runtime` as it is built (`runtime_of`) and calls `attend` between its
 projections.
@@ -11,18 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
-from backend_core.engines import Engine
-from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger, requested
+from backend_core.engines.log import chosen
+from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, requested, say
 from backend_core.strict import fallback
-from backend_core.tables.select import unmeasured
 from backend_core.target import detect_target
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, run_step
 from kda_backend.layer import LayerWeights, Tokens
+from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
+from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, deterministic_prefix, select
 
@@ -52,10 +52,9 @@ def runtime_of(
     if name is None:
         return None
     dtype, heads, dim = vllm_config.model_config.dtype, module.local_num_heads, module.head_dim
-    caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
     shape = KdaShape(
         *(heads, heads, dim, dim, lower_bound is not None, dtype, dtype),
-        deterministic_prefix=deterministic_prefix(caches_prefixes),
+        deterministic_prefix=deterministic_prefix(),
     )
     refusal = refusal or _refusal(vllm_config, module, lower_bound)
     speculative = vllm_config.speculative_config
@@ -68,6 +67,7 @@ def runtime_of(
                 0 if speculative is None else 1 + speculative.num_speculative_tokens,
                 vllm_config.parallel_config.use_ubatching,
                 checkpoints and vllm_config.cache_config.mamba_cache_mode == "align",
+                module.get_state_dtype()[1] == torch.bfloat16,
             )
         except (LookupError, ValueError) as error:
             refusal = str(error)
@@ -78,11 +78,7 @@ def runtime_of(
 def _refusal(vllm_config: VllmConfig, module: Any, lower_bound: float | None) -> str | None:
     if batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
-    # before, the metadata of a step does not have what the drafts of Kimi-Linear need
-    verifies_drafts = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
-    if vllm_config.speculative_config is not None and not verifies_drafts:
-        return "speculative decoding is on, which the KDA layers of this backend do not serve"
-    if getattr(vllm_config.cache_config, "use_replayssm", False):
+    if vllm_config.cache_config.use_replayssm:
         return "--use-replayssm verifies drafts from records that upstream's layers keep"
     state_dtype = module.get_state_dtype()[1]
     if state_dtype not in (torch.float32, torch.bfloat16):
@@ -109,20 +105,24 @@ def _runtime(
     max_draft: int,
     concurrent: bool,
     checkpoints: bool,
+    bf16_state: bool,
 ) -> Runtime:
     selection = select(detect_target(device), shape)
-    logger.info(
-        "kda-dsv4-backend serves the KDA layers on %s (%s): %d heads of %d per rank, %s gate",
-        selection.target.name,
-        selection.target.arch,
-        shape.num_value_heads,
-        shape.value_dim,
-        "bounded" if shape.bounded_gate else "unbounded",
+    gate = "bounded" if shape.bounded_gate else "unbounded"
+    facts = f"{shape.num_value_heads} heads of {shape.value_dim} per rank, {gate} gate"
+    rows, operators = selection.explain(), selection.operators
+    say(*chosen("KDA layers", selection.target, facts, rows, operators))
+    # while weights load; the profile run waits for what is not ready
+    with_snapshots = Track.IN_ORDER if bf16_state else Track.POOL
+    tracks = (Track.NONE, with_snapshots) if checkpoints else (Track.NONE,)
+    begin_to_compile(
+        selection,
+        device,
+        [
+            variant_of_engine(shape.bounded_gate, track=track, bf16_state=bf16_state)
+            for track in tracks
+        ],
     )
-    for line in selection.explain():
-        logger.info("kda-dsv4-backend: %s", line)
-    if note := unmeasured(selection.target, selection.operators):
-        logger.info("kda-dsv4-backend: %s", note)
     # Two micro-batches run layers at the same time: each call then has memory of its own.
     scratch = None if concurrent else Scratch(device)
     return Runtime(selection, scratch, max_sequences, max_draft, checkpoints)

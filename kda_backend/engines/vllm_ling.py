@@ -1,4 +1,4 @@
-"""Ling-V3's KDA layer, of vLLM 0.28 to 0.33.
+"""Ling-V3's KDA layer.
 
 Its projections have full rank, its convolutions separate weights, and upstream activates gates and
 norms the output outside of the core. Here both belong to the core's kernels, so that ``forward`` is
@@ -10,11 +10,50 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from kda_backend.engines.vllm_convs import SeparateConvs, refusal_of_offload
-from kda_backend.engines.vllm_layer import runtime_of
-from kda_backend.engines.vllm_op import split_graph_at_core
+from kda_backend.engines.vllm_layer import attend, runtime_of
+
+_OP = "kda_dsv4_core"
+
+
+def kda_dsv4_core(
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    out: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """qkv ``[T, 3 H D]``; g, gate and out ``[T, H, D]``; beta ``[T, H]``. Writes out."""
+    layer = get_forward_context().no_compile_layers[layer_name]
+    attend(layer.kda_runtime, layer.kda_weights(), layer, qkv, g, beta, gate, out)
+
+
+def _writes_only_out(
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    out: torch.Tensor,
+    layer_name: str,
+) -> None:
+    return
+
+
+direct_register_custom_op(
+    op_name=_OP, op_func=kda_dsv4_core, mutates_args=["out"], fake_impl=_writes_only_out
+)
+
+
+def _split_graph_at_core(vllm_config: VllmConfig) -> None:
+    """Let prefills run outside of CUDA graphs, as upstream's own operator does."""
+    splitting = vllm_config.compilation_config.splitting_ops
+    if splitting and f"vllm::{_OP}" not in splitting:
+        splitting.append(f"vllm::{_OP}")
 
 
 def layer_class(upstream: Any) -> Any:
@@ -31,8 +70,8 @@ def layer_class(upstream: Any) -> Any:
                 self.__class__ = upstream
                 return
             self.kda_runtime = runtime
-            self.pack_convs(3 * self.projection_size_per_partition)
-            split_graph_at_core(vllm_config)
+            self.pack_convs()
+            _split_graph_at_core(vllm_config)
 
         def forward(
             self, hidden_states: torch.Tensor, positions: torch.Tensor, output: torch.Tensor

@@ -1,6 +1,6 @@
 """The core of KDA layers whose convolutions lie in one weight and whose norm is in ``_forward``.
 
-Such are Kimi-Linear's and AliceAI's from 0.27 on, and Kimi-K3's. Upstream's ``forward`` stays.
+Such are Kimi-Linear's, AliceAI's and Kimi-K3's. Upstream's ``forward`` stays.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
 from kda_backend.engines.vllm_layer import attend
+from kda_backend.engines.vllm_lengths import KeepsLengths
 from kda_backend.engines.vllm_run import Runtime
 from kda_backend.layer import LayerWeights
 
 
-class PackedCore:
+class PackedCore(KeepsLengths):
     """Stands before the engine's class among the bases of ours."""
 
     kda_runtime: Runtime

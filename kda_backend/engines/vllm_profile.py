@@ -9,7 +9,7 @@ import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from backend_core.engines.vllm_flag import logger
+from backend_core.engines.vllm_flag import say
 from kda_backend.engines.vllm_run import Runtime, decode, prefill, verify, window_of
 from kda_backend.engines.vllm_step import Draft, Segment
 from kda_backend.layer import LayerWeights, Pools, Tokens
@@ -46,7 +46,8 @@ def profile(
         rows = slice(begin, end)
         return Tokens(qkv[rows], g[rows], beta[rows], gate[rows], torch.empty_like(out[rows]))
 
-    def segment(lengths: list[int]) -> Segment:
+    def segment(lengths: list[int], *, known: bool = False) -> Segment:
+        """``known``: the host knows the lengths, as in steps without drafts."""
         host = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu")
         bounds = host.cumsum(0, dtype=torch.int32)
         cu_seqlens = bounds.to(qkv.device)
@@ -57,7 +58,12 @@ def profile(
             total,
             torch.full((n,), -1, dtype=torch.int32, device=qkv.device),
             torch.zeros(n, dtype=torch.bool, device=qkv.device),
-            build_step_plan(cu_seqlens, total, chunk_table=tables),
+            build_step_plan(
+                cu_seqlens,
+                total,
+                cu_seqlens_cpu=bounds if known else None,
+                chunk_table=tables,
+            ),
         )
 
     def with_checkpoints(step: Segment) -> Segment:
@@ -78,12 +84,15 @@ def profile(
                 if begin + count > qkv.shape[0]:
                     continue
                 step = segment([1] * count)
+                known = segment([1] * count, known=True)
                 args = (runtime, weights, tokens(begin, begin + count), window)
                 decode(*args, step)
                 decode(*args, replace(step, has_initial_state=None, step_plan=None))
                 prefill(*args, step)
+                prefill(*args, known)
                 if runtime.checkpoints:
                     prefill(*args, with_checkpoints(step))
+                    prefill(*args, with_checkpoints(known))
         if runtime.max_draft:
             rows = torch.arange(qkv.shape[0], device=qkv.device)[:16]
             args = (runtime, weights, tokens(0, len(rows)), pools)
@@ -105,15 +114,11 @@ def profile(
     warm_up(runtime.selection, each, lambda selection: None)
     total = qkv.shape[0]
     rows = max(1, min(runtime.max_sequences, total))
-    largest = segment([total - rows + 1] + [1] * (rows - 1))
-    if runtime.checkpoints:
-        largest = with_checkpoints(largest)
-    prefill(runtime, weights, tokens(0, total), window, largest)
-    logger.info(
-        "kda-dsv4-backend: kernels are loaded; scratch memory of %d tokens is %.0f MiB",
-        total,
-        0 if runtime.scratch is None else runtime.scratch.nbytes / 2**20,
-    )
+    largest = segment([total - rows + 1] + [1] * (rows - 1), known=True)
+    for step in (largest, with_checkpoints(largest)) if runtime.checkpoints else (largest,):
+        prefill(runtime, weights, tokens(0, total), window, step)
+    taken = 0 if runtime.scratch is None else runtime.scratch.nbytes / 2**20
+    say(f"kernels are loaded; scratch memory of {total} tokens is {taken:.0f} MiB")
 
 
 def _page_layout(module: Any) -> tuple[list[int], int]:

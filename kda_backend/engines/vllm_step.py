@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
+from kda_backend.engines.vllm_lengths import prefill_bounds
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
@@ -68,7 +69,10 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> S
     def plan(what: str, bounds: torch.Tensor, tokens: int) -> StepPlan:
         key = (what, bounds.shape[0], tokens, m.num_decodes, m.num_spec_decodes)
         if key not in plans:
-            plans[key] = build_step_plan(bounds, tokens, chunk_table=tables)
+            host = None
+            if what == "prefills":
+                host = prefill_bounds(m, bounds.shape[0] - 1, bounds.device)
+            plans[key] = build_step_plan(bounds, tokens, cu_seqlens_cpu=host, chunk_table=tables)
         return plans[key]
 
     decode = prefill = draft = None

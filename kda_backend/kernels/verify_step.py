@@ -78,7 +78,7 @@ def tokens_of(cu_seqlens_ptr, i_n, tokens_per_sequence, max_tokens):
 
 @triton.jit
 def last_accepted(num_accepted_ptr, i_n, max_tokens):
-    """Which token of the step before is the last that was accepted."""
+    """The last accepted token of the step before."""
     accepted = 0
     if num_accepted_ptr is not None:
         accepted = tl.load(num_accepted_ptr + i_n).to(tl.int32) - 1

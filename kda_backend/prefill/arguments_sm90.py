@@ -10,8 +10,10 @@ import torch
 
 from backend_core.launch.cuda import CudaParams
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import StepPlan
 
+TILE_BYTES = 7 * 8192  # -k_in, q_in, T^T k_out, A_qk T in 8 KiB blocks
 KERNELS = Path(__file__).parents[1] / "kernels" / "sm90"
 DIM = 128
 
@@ -66,7 +68,7 @@ _SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS)
 
 
 class Track(enum.IntEnum):
-    """Which states inside of the sequences a variant writes: the definition TRACK of kernels."""
+    """The states inside of the sequences that a variant writes: the definition TRACK of kernels."""
 
     NONE = 0
     IN_ORDER = 1  # those of chunks, and snapshots one after another
@@ -74,7 +76,7 @@ class Track(enum.IntEnum):
 
 
 class Variant(NamedTuple):
-    """What of a call decides which variants of the kernels it needs.
+    """The properties of a call that a kernel is compiled for.
 
     Attributes:
         beta_dtype: of beta as the kernels read it, bf16 or fp32.
@@ -157,6 +159,25 @@ def variant_of(
     )
 
 
+def variant_of_engine(
+    bounded_gate: bool, *, track: Track, beta: Beta = Beta.SIGMOID, bf16_state: bool = False
+) -> Variant:
+    """The kernels' variant for an engine's prefills of bf16, whose offsets are int32.
+
+    Args:
+        beta: logits in bf16, or step sizes in fp32 (``Beta.GIVEN``).
+    """
+    return Variant(
+        gate=Gate.BOUNDED if bounded_gate else Gate.SOFTPLUS,
+        beta=beta,
+        l2norm=True,
+        beta_dtype=torch.float32 if beta == Beta.GIVEN else torch.bfloat16,
+        int64_offsets=False,
+        bf16_state=bf16_state,
+        track=track,
+    )
+
+
 def _track_of(state: StateRef, chunk_states: torch.Tensor | None) -> Track:
     if state.snapshot_indices is not None:
         return Track.POOL
@@ -202,6 +223,12 @@ def on_16_bytes(x: torch.Tensor) -> torch.Tensor:
     if (x.data_ptr() | 2 * stride_t | 2 * stride_h) & 15:
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def tokens_on_16_bytes(tokens: TokenInputs) -> TokenInputs:
+    """`on_16_bytes` of q, k, v and g."""
+    q, k, v, g = map(on_16_bytes, tokens[:4])
+    return TokenInputs(q, k, v, g, *tokens[4:])
 
 
 def gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

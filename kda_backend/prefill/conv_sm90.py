@@ -49,11 +49,10 @@ def serves(
     params: PrefillCostModel, conv: ConvInputs, tokens: TokenInputs, step_plan: StepPlan
 ) -> bool:
     """Whether a step's q and k are convolved in the kernel: the table says so for that many tiles,
-    the types are the kernel's, and the step is not one of short sequences, made in one launch."""
-    longest, least = step_plan.max_tokens, params.fused_conv_tiles
+    and the types are the kernel's."""
+    least = params.fused_conv_tiles
     return (
         0 < least <= step_plan.num_chunks * tokens.v.shape[2]
-        and not (longest is not None and longest <= params.one_launch_max_tokens)
         and tokens.q.dtype == conv.state.dtype == torch.bfloat16
         and conv.weight.dtype in (torch.bfloat16, torch.float32)
         and conv.weight.data_ptr() % 16 == 0
@@ -62,16 +61,30 @@ def serves(
 
 
 @functools.cache
+def make_kernels(
+    device: torch.device, variant: Variant, taps: torch.dtype
+) -> Mapping[int, CudaKernel]:
+    """The kernels by CTAs per SM, which begin to compile."""
+    return {
+        ctas: CudaKernel(
+            KERNELS / "intra_chunk.cu",
+            "intra_chunk",
+            CONV_PARAMS,
+            conv_defines(variant, ctas, taps),
+        )
+        for ctas in (2, 4)
+    }
+
+
+@functools.cache
 def load_kernels(
     device: torch.device, variant: Variant, taps: torch.dtype
 ) -> Mapping[int, CudaKernel]:
-    """The kernels by CTAs per SM, compiled and loaded."""
-    made = {}
-    for ctas in (2, 4):
-        defines = conv_defines(variant, ctas, taps)
-        made[ctas] = CudaKernel(KERNELS / "intra_chunk.cu", "intra_chunk", CONV_PARAMS, defines)
-        made[ctas].load()
-    return made
+    """Those of `make_kernels`, loaded."""
+    kernels = make_kernels(device, variant, taps)
+    for kernel in kernels.values():
+        kernel.load()
+    return kernels
 
 
 def conv_defines(variant: Variant, ctas_per_sm: int, taps: torch.dtype) -> dict[str, int]:

@@ -1,41 +1,47 @@
 """Prefill of short sequences on Hopper in one launch (kernels/sm90/one_launch.cu).
 
-It gives the bits of the two stages (`two_stage_sm90`), which run it for the steps that `serves`
-allows: a CTA makes the tile of a chunk in shared memory and scans it there, and works on no rows
-beyond the longest sequence's.
+It gives the bits of the two stages (`two_stage_sm90`): a CTA makes the tile of a chunk in shared
+memory and scans it there, and works on no rows beyond the longest sequence's.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
-from backend_core.target import detect_target
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
-from kda_backend.launch_params import PrefillCostModel
+from backend_core.target import Target
+from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.prefill.arguments_sm90 import (
+    DIM,
     KERNELS,
     SEQUENCE_FIELDS,
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
+    TILE_BYTES,
     Layout,
     Track,
     Variant,
     address_of,
     beta_of,
     gate_parameter,
+    layout_of,
+    on_16_bytes,
     pack_snapshot_pool,
     tile_defines,
+    tokens_on_16_bytes,
+    variant_of,
 )
+from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from backend_core.tables.select import KernelPath
+    from backend_core.tables.schema import KernelPath
+    from kda_backend.selection import KdaShape
 
 _FIELDS = (
     ("q", "Rows"),  # [T, H, 128] bf16, like k; g, v and o [T, HV, 128] bf16
@@ -62,9 +68,7 @@ POOL_PARAMS = CudaParams((*_FIELDS, *SNAPSHOT_POOL_FIELDS), STRUCTS)
 """Of the variants that write snapshots to a pool."""
 _THREADS = 128
 CTAS_PER_SM = {16: 3, 32: 3, 64: 2}
-"""By rows of a chunk in shared memory. Where every task has an SM of its own, one."""
-_SERIAL_TASKS_PER_SM = 2
-"""Chunks of a sequence follow one another here: with fewer tasks the two stages are chosen."""
+"""CTAs per SM, by rows per chunk; 1 if there are no more tasks than SMs."""
 
 
 class Launch(NamedTuple):
@@ -83,31 +87,62 @@ class Launch(NamedTuple):
     ctas: int
 
 
-def serves(
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(one_launch_sm90, row, target.num_sms)
+
+
+def one_launch_sm90(
+    row: KernelPath,
+    sms: int,
+    tokens: TokenInputs,
+    gate: GateSpec,
     step_plan: StepPlan,
     state: StateRef,
-    value_heads: int,
-    cost_model: PrefillCostModel,
-    sms: int,
-) -> bool:
-    """Whether a call is made in one launch: the host knows that its sequences are short, and the
-    channels of its states lie in pairs."""
-    longest = step_plan.max_tokens
-    if longest is None or longest > cost_model.one_launch_max_tokens:
-        return False
-    tasks = step_plan.num_sequences * value_heads
-    if longest > CHUNK and tasks < _SERIAL_TASKS_PER_SM * sms:
-        return False
-    return all(_has_pairs(state, x) for x in (state.read, state.write) if x is not None)
+    out: torch.Tensor,
+    chunk_states: torch.Tensor | None,
+    scratch: Scratch,
+    kept: Kept,
+) -> None:
+    """Scores, solve and scan of all sequences, whose lengths the host knows."""
+    if step_plan.num_sequences == 0:
+        return
+    what = (row, step_plan.cu_seqlens.dtype, chunk_states is None)
+    known = kept.get(what)
+    if known is None:
+        variant = variant_of(tokens, gate, step_plan, state, chunk_states)
+        kernels = load_kernels(tokens.q.device, variant)
+        known = kept[what] = (layout_of(tokens, state, out, chunk_states), kernels)
+    layout, kernels = known
+    call = (tokens, gate, step_plan, state, out, chunk_states)
+    q, k, v, g = [x.data_ptr() for x in tokens[:4]]
+    if layout.misaligned or (q | k | v | g | out.data_ptr()) & 15:
+        rows = on_16_bytes(out)
+        call = (tokens_on_16_bytes(tokens), gate, step_plan, state, rows, chunk_states)
+        one_launch_sm90(row, sms, *call, scratch, {})
+        if rows is not out:
+            out.copy_(rows)
+        return
+    assert step_plan.max_tokens is not None  # the row has a limit of the longest sequence
+    launch = choose_launch(step_plan.max_tokens, step_plan.num_sequences * layout.value_heads, sms)
+    # a sequence of several chunks has tiles of more bytes than its state
+    carry, _, _ = scratch.addresses(step_plan.num_chunks * layout.value_heads, TILE_BYTES, DIM)
+    launch_one(kernels, launch, layout, *call, carry)
 
 
-def _has_pairs(state: StateRef, tensor: torch.Tensor) -> bool:
-    """Channels follow one another, and every row begins at a multiple of two of them."""
-    row, head, v, k = state.strides(tensor)
-    pair = 2 * tensor.element_size()
-    return k == 1 and not (row | head | v) & 1 and tensor.data_ptr() % pair == 0
+def has_pairs(state: StateRef) -> bool:
+    """Whether channels of the states follow one another, and every row begins at a multiple of two
+    of them, as the kernel reads them."""
+    for tensor in (state.read, state.write):
+        if tensor is None:
+            continue
+        row, head, v, k = state.strides(tensor)
+        pair = 2 * tensor.element_size()
+        if k != 1 or (row | head | v) & 1 or tensor.data_ptr() % pair:
+            return False
+    return True
 
 
+@functools.lru_cache(4096)
 def choose_launch(longest: int, tasks: int, sms: int) -> Launch:
     """Args:
     longest: tokens of the longest sequence.
@@ -121,7 +156,7 @@ def choose_launch(longest: int, tasks: int, sms: int) -> Launch:
     return Launch(rows, ctas_per_sm, split, min(tasks, ctas_per_sm * sms))
 
 
-def one_launch_sm90(
+def launch_one(
     kernels: Mapping[tuple[int, int], CudaKernel],
     launch: Launch,
     layout: Layout,
@@ -135,7 +170,7 @@ def one_launch_sm90(
     *,
     prefetch_state: bool = True,
 ) -> None:
-    """Scores, solve and scan of all sequences, whose rows are on 16 bytes.
+    """The launch of a call whose rows are on 16 bytes.
 
     Args:
         kernels: of `load_kernels`.
@@ -182,22 +217,26 @@ def one_launch_sm90(
 
 
 @functools.cache
-def load_kernels(
-    path: KernelPath, device: torch.device, variant: Variant
-) -> Mapping[tuple[int, int], CudaKernel]:
-    """The kernels by rows and CTAs per SM, compiled and loaded."""
-    longest = min(path.params.one_launch_max_tokens, CHUNK)
-    kernels = {}
-    for rows, many in CTAS_PER_SM.items():
-        for ctas_per_sm in (1, many) if longest > rows // 2 or rows == 16 else ():
-            made = CudaKernel(
-                KERNELS / "one_launch.cu",
-                "one_launch",
-                params_of(variant),
-                defines(rows, ctas_per_sm, variant),
-            )
-            made.load()
-            kernels[rows, ctas_per_sm] = made
+def make_kernels(device: torch.device, variant: Variant) -> Mapping[tuple[int, int], CudaKernel]:
+    """The kernels by rows and CTAs per SM, which begin to compile."""
+    return {
+        (rows, ctas_per_sm): CudaKernel(
+            KERNELS / "one_launch.cu",
+            "one_launch",
+            params_of(variant),
+            defines(rows, ctas_per_sm, variant),
+        )
+        for rows, many in CTAS_PER_SM.items()
+        for ctas_per_sm in (1, many)
+    }
+
+
+@functools.cache
+def load_kernels(device: torch.device, variant: Variant) -> Mapping[tuple[int, int], CudaKernel]:
+    """Those of `make_kernels`, loaded."""
+    kernels = make_kernels(device, variant)
+    for kernel in kernels.values():
+        kernel.load()
     return kernels
 
 
@@ -216,8 +255,3 @@ def defines(rows: int, ctas_per_sm: int, variant: Variant) -> dict[str, int]:
         "STATE_BF16": int(variant.bf16_state),
         "TRACK": int(variant.track),
     }
-
-
-def num_sms(device: torch.device) -> int:
-    """SMs of a device."""
-    return detect_target(device).num_sms

@@ -1,33 +1,28 @@
-"""Chunked prefill: its kernel paths by the names of the path tables."""
+"""Chunked prefill on the path of a call, and its kernels at model load."""
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
-from kda_backend.prefill import conv_sm90
+from kda_backend.prefill import conv_sm90, one_launch_sm90, segmented_sm90, two_stage_sm90
 from kda_backend.prefill.arguments_sm90 import variant_of
-from kda_backend.prefill.segmented_sm90 import segmented_sm90
-from kda_backend.prefill.torch import prefill as torch_prefill
-from kda_backend.prefill.two_stage import two_stage
-from kda_backend.prefill.two_stage_sm90 import two_stage_sm90
 from kda_backend.scratch import Scratch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from torch import Tensor
 
-    from backend_core.tables.schema import KernelPath
+    from backend_core.launch.cuda import CudaKernel
     from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
+    from kda_backend.prefill.arguments_sm90 import Variant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
 
-PATHS = {
-    "segmented_sm90": segmented_sm90,
-    "two_stage_sm90": two_stage_sm90,
-    "two_stage": two_stage,
-    "torch": torch_prefill,
-}
-CONVOLVING = {"segmented_sm90": segmented_sm90, "two_stage_sm90": two_stage_sm90}
-"""Those that can make the short convolution of q and k."""
+CONVOLVING = ("segmented_sm90", "two_stage_sm90")
+"""The paths that can make the short convolution of q and k."""
 
 
 def run_prefill(
@@ -42,7 +37,7 @@ def run_prefill(
     kept: Kept | None = None,
     conv: ConvInputs | None = None,
 ) -> None:
-    """Run checked inputs on the path for their grid.
+    """Run checked inputs on the path for their grid and lengths.
 
     Args:
         tokens: packed.
@@ -52,15 +47,15 @@ def run_prefill(
         kept: of the check of this call; without it the path works everything out anew.
         conv: of q and k, which are from before it: where `convolves` has said so.
     """
-    path = _path_of(selection, tokens, step_plan)
+    kept = {} if kept is None else kept
+    run = selection.prefill.run(*_size(selection, tokens, step_plan, state))
     if scratch is None:
         scratch = Scratch(tokens.q.device)
-    kept = {} if kept is None else kept
-    call = (path, tokens, gate, step_plan, state, out, chunk_states, scratch, kept)
+    call = (tokens, gate, step_plan, state, out, chunk_states, scratch, kept)
     if conv is None:
-        PATHS[path.name](*call)
+        run(*call)
     else:
-        CONVOLVING[path.name](*call, conv=conv)
+        run(*call, conv=conv)
 
 
 def convolves(
@@ -78,7 +73,7 @@ def convolves(
         tokens: q and k from before the convolution.
         conv: of all channels.
     """
-    path = _path_of(selection, tokens, step_plan)
+    path = selection.prefill.row(*_size(selection, tokens, step_plan, state))
     if path.name not in CONVOLVING:
         return False
     params = getattr(path.params, "cost_model", path.params)
@@ -89,5 +84,39 @@ def convolves(
     return conv_sm90.serves(params, conv, tokens, step_plan)
 
 
-def _path_of(selection: KdaSelection, tokens: TokenInputs, step_plan: StepPlan) -> KernelPath:
-    return selection.prefill.lookup(step_plan.num_chunks * tokens.v.shape[2])
+def _size(
+    selection: KdaSelection, tokens: TokenInputs, step_plan: StepPlan, state: StateRef
+) -> tuple[int, int | None]:
+    """The grid of a call, and the tokens of its longest sequence. Rows that are limited by that
+    read states whose channels lie in pairs, as those of all engines do: of others it is not said.
+    """
+    grid, longest = step_plan.num_chunks * tokens.v.shape[2], step_plan.max_tokens
+    is_limited = longest is not None and selection.prefill.row(grid, longest).is_limited
+    return grid, None if is_limited and not one_launch_sm90.has_pairs(state) else longest
+
+
+def begin_to_compile(
+    selection: KdaSelection, device: torch.device, variants: Sequence[Variant]
+) -> list[CudaKernel]:
+    """The CUDA kernels that a model's prefills may choose, which compile in threads meanwhile.
+
+    Args:
+        variants: of the calls that will come (`arguments_sm90.variant_of`).
+    """
+    kernels: list[CudaKernel] = []
+    heads = selection.shape.num_value_heads
+    for path, variant in itertools.product(dict.fromkeys(selection.prefill.rows), variants):
+        if path.max_width is not None and heads > path.max_width:
+            continue  # one sequence has as many times its own share
+        whole = path
+        if path.name == "one_launch_sm90":
+            kernels += one_launch_sm90.make_kernels(device, variant).values()
+        if path.name == "segmented_sm90":
+            whole = segmented_sm90.whole_row(path)
+            what = variant.int64_offsets, variant.bf16_state, variant.track
+            of_segments = segmented_sm90.make_kernels(path, device, *what)
+            kernels += [of_segments.ends, of_segments.merge, *of_segments.scan]
+        if path.name in CONVOLVING:
+            stages = two_stage_sm90.make_kernels(whole, device, variant)
+            kernels += [*stages.intra.values(), *stages.scan]
+    return kernels

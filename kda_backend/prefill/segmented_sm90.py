@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
-from backend_core.target import detect_target
+from backend_core.target import Target, detect_target
 from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.launch_params import SegmentedParams
-from kda_backend.prefill.arguments_sm90 import DIM, KERNELS, STRUCTS
+from kda_backend.prefill.arguments_sm90 import (
+    DIM,
+    KERNELS,
+    SNAPSHOT_POOL_FIELDS,
+    STRUCTS,
+    Track,
+    variant_of,
+)
 from kda_backend.prefill.sm_schedule import CostModel, IntraCost, ScanCost, Schedule
 from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, SegmentedScan, two_stage_sm90
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import Segments, StepPlan
+
+if TYPE_CHECKING:
+    from kda_backend.selection import KdaShape
 
 # Bytes of a segment and head: the end, [128, 128] fp32; the transition, [128, 128] fp16; its decay,
 # [128] fp32. Then flags.
@@ -45,6 +56,12 @@ _MORE_FIELDS = (
 _MORE_PARAMS = CudaParams(_MORE_FIELDS)
 SEGMENT_PARAMS = CudaParams((*SCAN_FIELDS, *_MORE_FIELDS), STRUCTS)
 """Of all three kernels: the scan's parameters, then those of segments."""
+POOL_SEGMENT_PARAMS = CudaParams((*SCAN_FIELDS, *SNAPSHOT_POOL_FIELDS, *_MORE_FIELDS), STRUCTS)
+"""Of the variants that write snapshots to a pool."""
+
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(segmented_sm90, row)
 
 
 def segmented_sm90(
@@ -60,39 +77,22 @@ def segmented_sm90(
     *,
     conv: ConvInputs | None = None,
 ) -> None:
-    """`two_stage_sm90`, whose scan runs on segments of the sequences where that is faster.
-
-    Scanned whole is a step whose lengths the host does not know, whose longest sequence or whose
-    number of tasks is outside of what the row is for, or of which states inside of a sequence are
-    asked for.
-    """
+    """`two_stage_sm90`, whose scan runs on segments of the sequences."""
     value_heads = tokens.v.shape[2]
-    pool = state.read if state.read is not None else state.write
+    variant = variant_of(tokens, gate, step_plan, state, chunk_states)
     kernels = _kernels(
-        path,
-        tokens.q.device,
-        step_plan.cu_seqlens.dtype == torch.int64,
-        pool is not None and pool.dtype == torch.bfloat16,
+        path, tokens.q.device, variant.int64_offsets, variant.bf16_state, variant.track
     )
-    segments = None
-    if chunk_states is None and state.snapshots is None:
-        segments = segments_of(path.params, step_plan, value_heads)
-    scan = None
-    if segments is not None:
-        scan = _segmented_scan(path, kernels, segments, step_plan, value_heads, scratch)
+    segments = segments_of(path.params, step_plan)
+    scan = _segmented_scan(path, kernels, segments, step_plan, value_heads, scratch)
     call = (tokens, gate, step_plan, state, out, chunk_states)
     two_stage_sm90(kernels.whole, *call, scratch, kept, scan, conv)
 
 
-def segments_of(params: SegmentedParams, step_plan: StepPlan, value_heads: int) -> Segments | None:
-    """The segments of a step; ``None`` where its sequences are scanned whole."""
+def segments_of(params: SegmentedParams, step_plan: StepPlan) -> Segments:
+    """The segments of a step, whose lengths the host knows."""
     bounds, chunks = step_plan.cu_seqlens_cpu, params.segment_chunks
-    if (
-        bounds is None
-        or step_plan.max_chunks < params.min_chunks
-        or step_plan.long_sequences * value_heads > params.max_tasks
-    ):
-        return None
+    assert bounds is not None  # the row has a limit of the longest sequence
     found = step_plan.segments.get(chunks)
     if found is None:
         tokens = chunks * CHUNK
@@ -178,27 +178,53 @@ def _segmented_scan(
 
 
 @functools.cache
-def _kernels(
-    path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool
+def make_kernels(
+    path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool, track: Track
 ) -> _Kernels:
-    defines = segment_defines(int64_offsets, bf16_state)
-    names = ("segment_ends", "merge_segments", "scan", "scan_split")
+    """The kernels of a model, which begin to compile."""
+    params = segment_params(track)
     ends, merge, scan, scan_split = (
-        CudaKernel(KERNELS / f"{name}.cu", name, SEGMENT_PARAMS, defines) for name in names
+        CudaKernel(KERNELS / f"{name}.cu", name, params, defines)
+        for name, defines in (
+            ("segment_ends", segment_defines(int64_offsets, bf16_state)),
+            ("merge_segments", segment_defines(int64_offsets, bf16_state)),
+            ("scan", segment_defines(int64_offsets, bf16_state, track)),
+            ("scan_split", segment_defines(int64_offsets, bf16_state, track)),
+        )
     )
-    # all of them now: a later batch may be the first long one
-    for kernel in (ends, merge, scan, scan_split):
-        kernel.load()
-    whole = replace(path, name="two_stage_sm90", params=path.params.cost_model)
+    whole = whole_row(path)
     cost_model = CostModel.from_table(whole.params, detect_target(device).num_sms)
     return _Kernels(ends, merge, (scan, scan_split), whole, cost_model)
 
 
-def segment_defines(int64_offsets: bool, bf16_state: bool) -> dict[str, int]:
-    """Preprocessor constants of one variant of the kernels."""
+@functools.cache
+def _kernels(
+    path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool, track: Track
+) -> _Kernels:
+    """All of them, loaded: a later batch may be the first long one."""
+    kernels = make_kernels(path, device, int64_offsets, bf16_state, track)
+    for kernel in (kernels.ends, kernels.merge, *kernels.scan):
+        kernel.load()
+    return kernels
+
+
+def whole_row(path: KernelPath) -> KernelPath:
+    """The row of `two_stage_sm90` by which steps are scanned whole."""
+    return replace(path, name="two_stage_sm90", params=path.params.cost_model)
+
+
+def segment_params(track: Track) -> CudaParams:
+    """The parameters of one variant of the kernels."""
+    return POOL_SEGMENT_PARAMS if track == Track.POOL else SEGMENT_PARAMS
+
+
+def segment_defines(
+    int64_offsets: bool, bf16_state: bool, track: Track = Track.NONE
+) -> dict[str, int]:
+    """Preprocessor constants of one variant of the kernels; only the scans track states."""
     return {
         "CU_INT64": int(int64_offsets),
         "STATE_BF16": int(bf16_state),
-        "TRACK": 0,
+        "TRACK": int(track),
         "SEGMENTS": 1,
     }

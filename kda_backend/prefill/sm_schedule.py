@@ -55,7 +55,7 @@ class ScanCost(NamedTuple):
 
 
 class CostModel(NamedTuple):
-    """What schedules are estimated from; times in ns.
+    """The basis of the estimates of schedules; times in ns.
 
     Attributes:
         num_sms: SMs of the device.
@@ -86,7 +86,7 @@ class CostModel(NamedTuple):
 
 
 class PrefillShape(NamedTuple):
-    """What a call has to do.
+    """The work of a call.
 
     Attributes:
         tiles: chunks times value heads.
@@ -110,7 +110,7 @@ class PrefillShape(NamedTuple):
         return max(0, self.tiles - self.long_tasks * self.chunks)
 
     def short_ns(self, scan: ScanCost) -> int:
-        """What the tasks that are not long take, in ns of one SM."""
+        """The time of the tasks that are not long, in ns of one SM."""
         steps_ns = self.short_steps * scan.step_ns
         return scan.ctas_per_task * (self.short_tasks * scan.start_ns + steps_ns)
 
@@ -146,7 +146,7 @@ def choose_schedule(model: CostModel, shape: PrefillShape) -> Schedule:
 
 
 def schedules(model: CostModel, shape: PrefillShape) -> Iterator[tuple[float, Schedule]]:
-    """The schedules that come into question, each with its estimated time in ns."""
+    """Candidate schedules, each with its estimated time in ns."""
     for intra, scan in itertools.product(model.intra, model.scan):
         yield tiles_first(model, shape, intra, scan)
         yield from long_sequences_concurrent(model, shape, intra, scan)

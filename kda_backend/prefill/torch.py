@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,13 @@ from kda_backend.spec import CHUNK, Beta, Gate
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from backend_core.tables.select import KernelPath
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+    from kda_backend.selection import KdaShape
+
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(prefill, row)
 
 
 @without_autocast

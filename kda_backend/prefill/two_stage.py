@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,9 @@ from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
-    from backend_core.tables.select import KernelPath
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+    from kda_backend.selection import KdaShape
 
 
 def tile_elements(key_dim: int, value_dim: int) -> int:
@@ -31,8 +34,12 @@ def tile_elements(key_dim: int, value_dim: int) -> int:
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the tensor cores multiply: fp16 for 16-bit inputs (three bits more than bf16)."""
+    """Operands of tensor cores: fp16 for 16-bit inputs (three bits more than bf16)."""
     return torch.float32 if dtype == torch.float32 else torch.float16
+
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(two_stage, row)
 
 
 def two_stage(

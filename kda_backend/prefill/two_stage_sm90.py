@@ -10,7 +10,7 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
-from backend_core.target import detect_target
+from backend_core.target import Target, detect_target
 from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
@@ -20,6 +20,7 @@ from kda_backend.prefill.arguments_sm90 import (
     SEQUENCE_FIELDS,
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
+    TILE_BYTES,
     Track,
     Variant,
     address_of,
@@ -29,24 +30,17 @@ from kda_backend.prefill.arguments_sm90 import (
     layout_of,
     on_16_bytes,
     pack_snapshot_pool,
+    tokens_on_16_bytes,
     variant_of,
-)
-from kda_backend.prefill.one_launch_sm90 import (
-    Launch,
-    choose_launch,
-    load_kernels,
-    num_sms,
-    one_launch_sm90,
-    serves,
 )
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
 from kda_backend.scratch import Scratch
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from backend_core.tables.select import KernelPath
+    from backend_core.tables.schema import KernelPath
+    from kda_backend.selection import KdaShape
 
-TILE_BYTES = 7 * 8192  # -k_in, q_in, T^T k_out, A_qk T in 8 KiB blocks
 _INTRA_THREADS, _SCAN_THREADS = 128, 384
 
 INTRA_PARAMS = CudaParams(INTRA_FIELDS, STRUCTS)
@@ -82,6 +76,10 @@ class SegmentedScan(NamedTuple):
     launch: Callable[[bytes], None]
 
 
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(two_stage_sm90, row)
+
+
 def two_stage_sm90(
     path: KernelPath,
     tokens: TokenInputs,
@@ -97,8 +95,6 @@ def two_stage_sm90(
 ) -> None:
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
-    Where the table allows it for the step's lengths both are one launch, with the same bits.
-
     The scan starts on SMs that the first kernel leaves to it, and finds by flags which tiles are
     there. Between calls the counters in ``scratch`` are zero: the scan resets what the intra stage
     has counted.
@@ -106,7 +102,6 @@ def two_stage_sm90(
     Args:
         segments: what takes the scan's place (`segmented_sm90`).
         conv: of q and k, which ``tokens`` has from before it; its windows are in ``state``'s slots.
-            Such a call has two stages whatever its lengths.
     """
     if step_plan.num_sequences == 0:
         return  # without sequences no scan would be launched, and none would reset the counters
@@ -116,14 +111,12 @@ def two_stage_sm90(
     if known is None:
         variant = variant_of(tokens, gate, step_plan, state, chunk_states)
         layout = layout_of(tokens, state, out, chunk_states)
-        # those of both forms: a later step may be the first with short sequences
-        short = load_kernels(path, device, variant) if path.params.one_launch_max_tokens else {}
-        known = kept[what] = (layout, variant, _kernels(path, device, variant), short)
-    layout, variant, kernels, short = known
+        known = kept[what] = (layout, variant, _kernels(path, device, variant))
+    layout, variant, kernels = known
     q, k, v, g = [x.data_ptr() for x in tokens[:4]]
     o = out.data_ptr()
     if layout.misaligned or (q | k | v | g | o) & 15:
-        tokens, rows = _on_16_bytes(tokens), on_16_bytes(out)
+        tokens, rows = tokens_on_16_bytes(tokens), on_16_bytes(out)
         call = (tokens, gate, step_plan, state, rows, chunk_states)
         two_stage_sm90(path, *call, scratch, {}, segments, conv)
         if rows is not out:
@@ -133,12 +126,6 @@ def two_stage_sm90(
     num_tiles = step_plan.num_chunks * value_heads
     num_tasks = value_heads * step_plan.num_sequences
     tiles, chunk_decays, progress = scratch.addresses(num_tiles, TILE_BYTES, DIM)
-    launch = _launch_of_short(path, step_plan, state, value_heads, device, kept)
-    if launch is not None and conv is None:
-        # a sequence of several chunks has tiles of more bytes than its state
-        call = (tokens, gate, step_plan, state, out, chunk_states)
-        one_launch_sm90(short, launch, layout, *call, carry=tiles)
-        return
     _a_log, a_log = gate_parameter(gate.a_log)
     _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
     long_tasks = value_heads * step_plan.long_sequences
@@ -211,34 +198,6 @@ def _launch_scan(launch: Callable[[bytes], object], scan_params: bytes, scratch:
         raise
 
 
-def _launch_of_short(
-    path: KernelPath,
-    step_plan: StepPlan,
-    state: StateRef,
-    value_heads: int,
-    device: torch.device,
-    kept: Kept,
-) -> Launch | None:
-    """How a step of short sequences is made in one launch; ``None`` for the two stages."""
-    longest = step_plan.max_tokens
-    if longest is None or longest > path.params.one_launch_max_tokens:
-        return None
-    tasks = step_plan.num_sequences * value_heads
-    # all that `serves` looks at and calls alike do not have in common
-    which = (longest, tasks, (address_of(state.read) | address_of(state.write)) & 7)
-    if which not in kept:
-        sms = num_sms(device)
-        served = serves(step_plan, state, value_heads, path.params, sms)
-        kept[which] = choose_launch(longest, tasks, sms) if served else None
-    launch: Launch | None = kept[which]
-    return launch
-
-
-def _on_16_bytes(tokens: TokenInputs) -> TokenInputs:
-    q, k, v, g = map(on_16_bytes, tokens[:4])
-    return TokenInputs(q, k, v, g, *tokens[4:])
-
-
 @functools.cache
 def fault_record() -> FaultRecord:
     """Where these kernels say what they waited for in vain."""
@@ -268,7 +227,8 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kernels:
+def make_kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kernels:
+    """The kernels of a model, which begin to compile."""
     cost_model = CostModel.from_table(path.params, detect_target(device).num_sms)
     intra = {
         choice.ctas_per_sm: CudaKernel(
@@ -284,11 +244,17 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
         CudaKernel(KERNELS / f"{name}.cu", name, params, scan_defines(variant))
         for name in ("scan", "scan_split")
     )
-    # all of them now: a later batch may be the first to choose one
-    for kernel in (*intra.values(), scan, scan_split):
-        kernel.load()
     schedule = functools.lru_cache(4096)(functools.partial(choose_schedule, cost_model))
     return _Kernels(intra, (scan, scan_split), schedule)
+
+
+@functools.cache
+def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kernels:
+    """All of them, loaded: a later batch may be the first to choose one."""
+    kernels = make_kernels(path, device, variant)
+    for kernel in (*kernels.intra.values(), *kernels.scan):
+        kernel.load()
+    return kernels
 
 
 def scan_params_of(variant: Variant) -> CudaParams:

@@ -1,4 +1,4 @@
-"""What ``kda-dsv4 check`` asks of a KDA path: calls as engines make them, against float64."""
+"""The calls of ``kda-dsv4 check`` for a KDA path, as engines make them, against float64."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         found["adversarial, bounded gate"] = _sequence_case(path, hard, gate="bounded")
     if {"any_dtype", "any_head_dim", "grouped_values"} <= path.features:
         found["fp32, K 48, V 24"] = _sequence_case(path, uneven)
-    # forms of prefill that lengths choose which the host knows
-    if short := getattr(path.params, "one_launch_max_tokens", 0):
+    # rows that the lengths choose, as the host knows them
+    if short := path.max_longest:
         found["short sequences"] = _known_lengths(path, (1, short // 4, short // 2 + 1, short))
-    if chunks := getattr(path.params, "segment_chunks", 0):
-        long = CHUNK * max(path.params.min_chunks, 3 * chunks) + 70
-        found["segments of a long sequence"] = _known_lengths(path, (long, 5, CHUNK * chunks + 1))
-    if path.operator == "prefill" and "deterministic_prefix" in path.features:
+    if least := path.min_longest:
+        long = max(least, 3 * CHUNK * getattr(path.params, "segment_chunks", 1)) + 70
+        found["a long sequence"] = _known_lengths(path, (long, 5, least // 4 + 1))
+    if path.operator == "prefill":
         for name, dtype in (("", torch.float32), (", bf16 states", torch.bfloat16)):
             check = functools.partial(layer_checks.run, path, state_dtype=dtype)
             found[f"layer with a checkpoint{name}"] = check

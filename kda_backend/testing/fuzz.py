@@ -54,7 +54,7 @@ class Layer:
 
     @property
     def shape(self) -> KdaShape:
-        """What the tables ask of the layer."""
+        """The facts of the layer that the tables ask for."""
         bounded = self.gate == "bounded"
         return KdaShape(self.heads, self.value_heads, *self.dims, bounded, self.dtype, self.dtype)
 
@@ -82,7 +82,7 @@ def drawn_layer(draw: Draw, target: Target, operator: str) -> tuple[Layer, KdaSe
     """A layer, and a selection with one of the paths that the table has for it."""
     layer = draw.choice("layer", LAYERS)
     selection = select(target, layer.shape)
-    paths = {f"{path.name} to {path.max_grid}": path for path in getattr(selection, operator).paths}
+    paths = {f"{path.name} to {path.max_grid}": path for path in getattr(selection, operator).rows}
     return layer, selection.with_path(paths[draw.choice("path", tuple(paths))])
 
 

@@ -103,7 +103,7 @@ class _Rows:
     def _selection(self, operator: str, draw: Draw, target: Target) -> KdaSelection:
         selection = select(target, self.case.shape)
         paths = {
-            f"{path.name} to {path.max_grid}": path for path in getattr(selection, operator).paths
+            f"{path.name} to {path.max_grid}": path for path in getattr(selection, operator).rows
         }
         return selection.with_path(paths[draw.choice("path", tuple(paths))])
 

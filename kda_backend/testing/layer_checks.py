@@ -1,4 +1,4 @@
-"""What ``kda-dsv4 check`` asks of a layer's prefill: convolution, delta rule, norm, checkpoint."""
+"""The calls of ``kda-dsv4 check`` for a layer's prefill, from convolution to checkpoint."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 # 16-bit inputs: the project's bounds; rounding the output alone costs 1.7e-3 in bf16, and 3.3e-3
 # under Triton's interpreter, which truncates instead.
 # fp16 inputs: the kernels' operands are fp16 too, which costs up to 1.6e-3 where keys are nearly
-# parallel (studies/kda-prefill.md, an emulation); 2.3e-3 is the worst of 20,000 random calls of the
+# parallel (studies/kda.md, an emulation); 2.3e-3 is the worst of 20,000 random calls of the
 # family on an H200.
 # fp32 inputs on a GPU: exponentials and logarithms are 2^-22 approximations there, and the gate
 # multiplies theirs by exp(A_log), up to 201.

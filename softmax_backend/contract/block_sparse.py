@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,20 @@ MAX_ROWS = 65535
 """Batch entries times heads: the second axis of the grids of quantisation and prediction."""
 HEAD_DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
 """(D, DV) of the Triton and Gluon kernels."""
+
+
+@dataclass(slots=True, eq=False)
+class BlockSparseInputs:
+    """One call, as the paths take it; see `softmax_backend.block_sparse.block_sparse_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan: BlockPlan
+    variant: Variant
+    scale: float
+    out: Tensor
+    lse: Tensor
 
 
 def check_block_sparse(

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import (
+    expect_device,
+    expect_dtype,
+    expect_near,
+    expect_shape,
+    expect_stride,
+)
 from backend_core.formats import RECORD_FORMATS
 from softmax_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
@@ -50,9 +57,24 @@ def token_stride(x: torch.Tensor) -> int:
     return x.stride(1) if x.shape[1] > 1 else x.stride(0)
 
 
-@dataclass(frozen=True, eq=False)
+def at_one_stride(x: torch.Tensor) -> torch.Tensor:
+    """``[requests, query tokens, ...]`` as the operators take it: the tensor, or a copy where the
+    last dimension has gaps or the query tokens of all requests do not lie at one stride."""
+    if x.dim() < 3:
+        return x  # of a shape that is refused
+    requests, tokens = x.shape[:2]
+    even = requests == 1 or tokens == 1 or x.stride(0) == tokens * x.stride(1)
+    return x if even and x.stride(-1) == 1 else x.contiguous()
+
+
+@dataclass(slots=True, eq=False)
 class SparseMlaInputs:
-    """One call, as the paths take it; see `softmax_backend.sparse_mla.sparse_mla`."""
+    """One call, as the paths take it; see `softmax_backend.sparse_mla.sparse_mla`.
+
+    Attributes:
+        tokens: query tokens of all requests.
+        stride_q_t, stride_indices, stride_extra_indices: from one of them to the next.
+    """
 
     spec: SparseMlaSpec
     q: torch.Tensor
@@ -64,15 +86,33 @@ class SparseMlaInputs:
     lse: torch.Tensor
     max_logits: torch.Tensor | None
 
-    @property
-    def tokens(self) -> int:
-        """Query tokens of all requests."""
-        return self.q.shape[0] * self.q.shape[1]
+    tokens: int
+    query_tokens: int
+    stride_q_t: int
+    stride_indices: int
+    stride_extra_indices: int
 
-    @property
-    def topks(self) -> tuple[int, ...]:
-        """Entries of a token's lists."""
-        return tuple(given.topk for given in (self.rows, self.extra) if given is not None)
+    def rows_arguments(self) -> dict[str, Any]:
+        """What every kernel over rows of bf16 takes."""
+        rows = self.rows
+        return {
+            "q_ptr": self.q,
+            "kv_ptr": rows.cache,
+            "indices_ptr": rows.indices,
+            "lengths_ptr": rows.lengths,
+            "sinks_ptr": self.sinks,
+            "out_ptr": self.out,
+            "lse_ptr": self.lse,
+            "max_logits_ptr": self.max_logits,
+            "scale": self.scale,
+            "stride_q_t": self.stride_q_t,
+            "stride_kv": rows.cache.stride()[0],
+            "stride_indices": self.stride_indices,
+            "topk": rows.topk,
+            "rows": rows.num_rows,
+            "query_tokens": self.query_tokens,
+            "heads": self.spec.num_heads,
+        }
 
 
 def check_sparse_mla(
@@ -80,14 +120,13 @@ def check_sparse_mla(
     q: torch.Tensor,
     rows: NamedRows,
     extra: NamedRows | None,
-    *,
     scale: float,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     max_logits: torch.Tensor | None,
-) -> SparseMlaInputs:
-    """Check a call, and allocate what it brings no memory for.
+) -> None:
+    """Check all of a call but the caches' addresses (`check_addresses`).
 
     Raises:
         ValueError: an input is not as `softmax_backend.sparse_mla.sparse_mla` describes it.
@@ -115,20 +154,32 @@ def check_sparse_mla(
         expect_device("sinks", sinks, device)
         expect_stride("sinks", sinks, 0, 1)
     shape = (requests, tokens, spec.num_heads)
-    if out is None:
-        out = torch.empty(*shape, HEAD_DIM, dtype=q.dtype, device=device)
-    if lse is None:
-        lse = torch.empty(shape, dtype=torch.float32, device=device)
-    outputs = [("out", out, (*shape, HEAD_DIM), q.dtype), ("lse", lse, shape, torch.float32)]
-    if max_logits is not None:
-        outputs.append(("max_logits", max_logits, shape, torch.float32))
+    outputs = [
+        ("out", out, (*shape, HEAD_DIM), q.dtype),
+        ("lse", lse, shape, torch.float32),
+        ("max_logits", max_logits, shape, torch.float32),
+    ]
+    if max_logits is not None and spec.cache_format != "bf16_rows":
+        raise ValueError("max_logits must be None for a cache of records")
     for name, tensor, wanted_shape, dtype in outputs:
+        if tensor is None:
+            continue
         expect_shape(name, tensor, wanted_shape)
         expect_dtype(name, tensor, dtype)
         expect_device(name, tensor, device)
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-    return SparseMlaInputs(spec, q, rows, extra, scale, sinks, out, lse, max_logits)
+    expect_near("q", q, 2)
+
+
+def check_addresses(rows: NamedRows, extra: NamedRows | None) -> None:
+    """Pages and rows start at multiples of 16 bytes, which every call has to show."""
+    for name, given in (("rows", rows), ("extra", extra)):
+        if given is not None and given.cache.data_ptr() & 15:
+            raise ValueError(
+                f"{name}.cache must start at a multiple of 16 bytes, got address"
+                f" {given.cache.data_ptr()}"
+            )
 
 
 def _check_rows(
@@ -146,17 +197,17 @@ def _check_rows(
         expect_shape(f"{name}.cache", cache, ("rows", HEAD_DIM))
         expect_dtype(f"{name}.cache", cache, torch.bfloat16)
         expect_stride(f"{name}.cache", cache, 1, 1)
-        if cache.data_ptr() % 16 or cache.stride(0) % 8:
+        if cache.stride(0) % 8:
             raise ValueError(f"{name}.cache must have rows that start at multiples of 16 bytes")
     else:
         expect_shape(f"{name}.cache", cache, ("pages", page_size, RECORD.record_bytes))
         expect_dtype(f"{name}.cache", cache, *_BYTES)
         expect_stride(f"{name}.cache", cache, 1, RECORD.record_bytes)
         expect_stride(f"{name}.cache", cache, 2, 1)
-        if cache.data_ptr() % 16 or cache.stride(0) % 16:
+        if cache.stride(0) % 16:
             raise ValueError(
-                f"{name}.cache must have pages that start at multiples of 16 bytes, got address"
-                f" {cache.data_ptr()} and {cache.stride(0)} bytes from page to page"
+                f"{name}.cache must have pages that start at multiples of 16 bytes, got"
+                f" {cache.stride(0)} bytes from page to page"
             )
         if cache.shape[0] * page_size >= 2**31:
             raise ValueError(

@@ -2,15 +2,19 @@
 
 diffusers (0.42.1) keeps its attention backends in a closed ``str`` enumeration and a dictionary,
 without an entry point: ``enable`` adds a member of its own, and nothing that was there changes.
-Cross-attention and calls with a mask stay with diffusers' ``native`` backend, which is torch's.
+Cross-attention stays with diffusers' ``native`` backend, which is torch's. So does self-attention
+with a mask that hides anything, which is reported once (`backend_core.strict`); a mask that hides
+nothing is none.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from backend_core.strict import fallback
 from softmax_backend.video import VideoAttention
 
 _registered: dict[VideoAttention, str] = {}
@@ -31,6 +35,7 @@ def enable(transformer: Any, attention: VideoAttention) -> str:
 
     Raises:
         ValueError: the model has no ``set_attention_backend``, or no processor with a backend.
+            CogVideoX, Mochi and Stable Diffusion 3 are such: their processors call torch.
     """
     if not hasattr(transformer, "set_attention_backend"):
         raise ValueError(
@@ -47,13 +52,24 @@ def enable(transformer: Any, attention: VideoAttention) -> str:
     transformer.set_attention_backend(name)
     # which is also made the one of every model in the process that was given none
     registry.set_active_backend(active)
-    processors = (getattr(module, "processor", None) for module in transformer.modules())
+    processors = [getattr(module, "processor", None) for module in transformer.modules()]
     if not any(getattr(x, "_attention_backend", None) == name for x in processors):
+        model = type(transformer).__name__
+        calls = (getattr(type(x).__call__, "__code__", None) for x in processors)
+        if any("dispatch_attention_fn" in code.co_names for code in calls if code is not None):
+            advice = f"may be called within attention_backend({name!r})"
+        else:
+            advice = "is not served: its processors call torch's attention themselves"
         raise ValueError(
             "transformer must have attention processors with a backend of their own, got"
-            f" {type(transformer).__name__}, which may be called within attention_backend({name!r})"
+            f" {model}, which {advice}"
         )
     return name
+
+
+def _is_full(mask: Tensor) -> bool:
+    """Whether a mask, of booleans or added to the logits, hides no key."""
+    return bool((mask if mask.dtype == torch.bool else mask == 0).all())
 
 
 def _register(name: str, attention: VideoAttention) -> None:
@@ -77,9 +93,14 @@ def _register(name: str, attention: VideoAttention) -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         """[B, L, H, D] in and out."""
-        is_self = query.shape[:2] == key.shape[:2]
-        if is_self and attn_mask is None and not is_causal and dropout_p == 0.0:
-            return attention(query, key, value, scale)
+        if query.shape[:2] == key.shape[:2]:
+            hides = attn_mask is not None and not _is_full(attn_mask)
+            if not (hides or is_causal or dropout_p):
+                return attention(query, key, value, scale)
+            fallback(
+                f"self-attention must have no mask, causality or dropout for {name}, got"
+                f" {'a mask' if hides else 'none'}, {is_causal} and {dropout_p}"
+            )
         out: Tensor = native(
             query,
             key,

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from backend_core.operator import Selection
 from backend_core.target import Target
-from softmax_backend.api import mla_decode
+from softmax_backend.api import mla_decode, select_mla_decode
 from softmax_backend.contract.mla_decode import by_request, split_cache
+from softmax_backend.decode import MlaRun
 from softmax_backend.engine_choice import Lead, lead_over
 from softmax_backend.plan.planner import MAX_TILES, MlaPlanner
 from softmax_backend.scratch import Scratch
-from softmax_backend.selection import MlaSelection, select
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 from softmax_backend.step_plan import StepPlan
+
+HEAD_DIM = LATENT_DIM + ROPE_DIM
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,30 +33,12 @@ class MlaStep:
         block_table: ``[requests, pages]`` int32.
     """
 
-    selection: MlaSelection
+    selection: Selection[MlaSpec, MlaRun]
     plan: StepPlan
     block_table: torch.Tensor
     scratch: Scratch
 
     def attend(
-        self, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's attention.
-
-        Args:
-            q_latent: ``[tokens, heads, 512]``; q_rope: ``[tokens, heads, 64]``, request by request.
-            cache: ``[pages, page size, 576]``.
-
-        Returns:
-            (out ``[tokens, heads, 512]``, natural LSE ``[tokens, heads]`` float32).
-
-        Raises:
-            ValueError: an input is not as described; nothing has been written then.
-        """
-        kv_latent, kv_rope, _ = split_cache(cache, self.selection.spec)
-        return self.attend_parts(q_latent, q_rope, kv_latent, kv_rope, scale)
-
-    def attend_parts(
         self,
         q_latent: torch.Tensor,
         q_rope: torch.Tensor,
@@ -61,7 +46,18 @@ class MlaStep:
         kv_rope: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attend` over a cache that comes in two tensors, ``[pages, page size, 512]`` and 64."""
+        """A layer's attention.
+
+        Args:
+            q_latent: ``[tokens, heads, 512]``; q_rope: ``[tokens, heads, 64]``, request by request.
+            kv_latent: ``[pages, page size, 512]``; kv_rope: ``[pages, page size, 64]``.
+
+        Returns:
+            (out ``[tokens, heads, 512]``, natural LSE ``[tokens, heads]`` float32).
+
+        Raises:
+            ValueError: an input is not as described; nothing has been written then.
+        """
         requests = self.plan.requests
         tokens = requests * self.plan.query_tokens
         if q_latent.shape[0] != tokens or q_rope.shape[0] != tokens:
@@ -123,7 +119,10 @@ class MlaDecoder:
                 spec = MlaSpec(heads, page_size, query_tokens=tokens)
                 limit = max_requests if lead.covers(max_requests) else lead.max_requests
                 assert limit is not None
-                self._forms[tokens] = (MlaPlanner(select(target, spec)), min(limit, MAX_TILES))
+                self._forms[tokens] = (
+                    MlaPlanner(select_mla_decode(target, spec)),
+                    min(limit, MAX_TILES),
+                )
 
     def covers(self, requests: int, query_tokens: int) -> bool:
         """Whether a step of so many requests, with so many query tokens each, is served."""
@@ -156,14 +155,11 @@ class MlaDecoder:
             for requests in {1, limit}:
                 lengths = torch.full((requests,), tokens, dtype=torch.int32, device=self.device)
                 table = torch.zeros(requests, 1, dtype=torch.int32, device=self.device)
-                q = torch.zeros(
-                    requests * tokens,
-                    spec.num_heads,
-                    LATENT_DIM + ROPE_DIM,
-                    dtype=spec.dtype,
-                    device=self.device,
+                cache = torch.zeros(
+                    1, spec.page_size, HEAD_DIM, dtype=spec.dtype, device=self.device
                 )
-                cache = q.new_zeros(1, spec.page_size, LATENT_DIM + ROPE_DIM)
+                q = cache.new_zeros(requests * tokens, spec.num_heads, HEAD_DIM)
                 step = self.step(lengths, table, tokens)
-                step.attend(q[..., :LATENT_DIM], q[..., LATENT_DIM:], cache, 1.0)
+                latent, rope = split_cache(cache, spec)
+                step.attend(q[..., :LATENT_DIM], q[..., LATENT_DIM:], latent, rope, 1.0)
         self._plans.clear()

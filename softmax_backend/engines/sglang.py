@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_parallel, get_spec
-from sglang.srt.utils.common import rank0_log
 
 from backend_core.engines import ENGINES, Engine
-from backend_core.engines.sglang_flag import BackendClaim, LayerClaim, register_family
-from backend_core.target import Target, detect_target
+from backend_core.engines.log import chosen
+from backend_core.engines.sglang_flag import BackendClaim, LayerClaim, register_family, say
+from backend_core.target import detect_target
+from softmax_backend.api import select_mla_decode
 from softmax_backend.engine_choice import Lead, lead_over
 from softmax_backend.engines.sglang_facts import KERNELS, PAGE_MULTIPLE, mla_layers
-from softmax_backend.selection import select
 from softmax_backend.spec import MlaSpec
 
 SERVED = Engine("sglang", "0.5.23", "0.5.23")
@@ -53,14 +53,21 @@ def choose(runner: Any, upstream: Any) -> type | str:
             " --page-size 64 gives such pages"
         )
     try:
-        rows = select(target, MlaSpec(heads, upstream.page_size)).explain()
+        spec = MlaSpec(heads, upstream.page_size)
+        rows = select_mla_decode(target, spec, KERNELS[name]).explained
     except (LookupError, ValueError) as error:
         return str(error)
+    say(
+        *chosen(
+            f"MLA with {heads} heads per rank",
+            target,
+            f"decode steps {lead} are planned, run and combined here, where {lead.source} has them"
+            f" ahead; others and prefills stay {name}'s",
+            rows,
+        )
+    )
     from softmax_backend.engines import sglang_mla
 
-    if (reason := sglang_mla.unknown_call()) is not None:
-        return reason
-    _explain(target, heads, lead, name, rows)
     return sglang_mla.SplitKvMLABackend
 
 
@@ -71,9 +78,7 @@ def _engine_refusal(runner: Any, upstream: Any) -> str | None:
         return "speculative decoding verifies drafts in sglang's calls for prompts"
     if upstream.attn_cp_size > 1 or get_parallel().dcp_enabled:
         return "a request must have its whole cache on one rank"
-    # 0.5.17 says so itself, later releases by what translates its pages
-    translator = getattr(upstream, "kv_index_translator", None)
-    if getattr(upstream, "_unified_dense", False) or getattr(translator, "is_translating", False):
+    if upstream.kv_index_translator.is_translating:
         return "pages of the unified memory pool are not served"
     if getattr(upstream, "_kv_shard_pool", None) is not None:
         return "a cache whose pages are spread over ranks is not served"
@@ -99,16 +104,6 @@ def _layer_refusal(runner: Any, upstream: Any) -> str | None:
     return None
 
 
-def _explain(target: Target, heads: int, lead: Lead, name: str, rows: list[str]) -> None:
-    rank0_log(
-        f"kda-dsv4-backend: MLA with {heads} heads per rank on {target.name} ({target.arch}):"
-        f" decode steps {lead} are planned, run and combined here, where {lead.source} has them"
-        f" ahead; others and prefills stay {name}'s"
-    )
-    for row in rows:
-        rank0_log(f"kda-dsv4-backend: {row}")
-
-
 def _present(backend: Any, runner: Any) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_v4
 
@@ -118,8 +113,8 @@ def _present(backend: Any, runner: Any) -> bool:
 def _install(backend: Any, runner: Any) -> None:
     version = ENGINES["sglang"].installed() or ""
     if not SERVED.supports(version):
-        rank0_log(
-            "kda-dsv4-backend: DeepSeek-V4 attention stays sglang's: its calls are made here in"
+        say(
+            "DeepSeek-V4 attention stays sglang's: its calls are made here in"
             f" {SERVED.supported}, got {version}"
         )
         return

@@ -11,10 +11,7 @@ that number.
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import textwrap
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +19,7 @@ import torch
 from sglang.srt.layers.attention import flashattention_backend
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
+from backend_core.engines.calls import odd_arguments
 from backend_core.target import detect_target
 from softmax_backend.engines.mla_decoder import MlaDecoder, MlaStep
 from softmax_backend.engines.sglang_facts import KERNELS, mla_layers
@@ -119,15 +117,17 @@ def attend(step: MlaStep, call: dict[str, Any]) -> torch.Tensor:
     """The call of FlashAttention that a layer makes in a planned step.
 
     Raises:
-        ValueError: a tensor is not as `MlaStep` takes it, or not the step's; nothing has been
-            written then.
+        ValueError: an argument is unknown or missing, or a tensor is not as `MlaStep` takes it, or
+            not the step's; nothing has been written then.
     """
+    if (odd := odd_arguments(f"the call of {_CALL}", call.keys(), _READ, _FIXED)) is not None:
+        raise ValueError(odd)
     lengths = call["cache_seqlens"]
     if lengths.data_ptr() != step.plan.lengths.data_ptr():
         raise ValueError("cache_seqlens must be the lengths that the step was planned for")
     if call["return_softmax_lse"] or call["k_descale"] is not None:
         raise ValueError("return_softmax_lse and k_descale are not served")
-    out, _ = step.attend_parts(
+    out, _ = step.attend(
         call["qv"],
         call["q"],
         call["v_cache"].squeeze(2),
@@ -135,24 +135,3 @@ def attend(step: MlaStep, call: dict[str, Any]) -> torch.Tensor:
         call["softmax_scale"],
     )
     return out
-
-
-@functools.cache
-def unknown_call() -> str | None:
-    """What keeps this release's call of FlashAttention from being made here, in words."""
-    method = FlashAttentionBackend.forward_decode
-    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    found = False
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-            continue
-        got = {str(keyword.arg) for keyword in node.keywords}
-        if node.func.id != _CALL or "qv" not in got:  # not of an MLA layer
-            continue
-        found = True
-        if node.args or got - _READ - _FIXED or _READ - got:
-            return (
-                f"sglang's {method.__qualname__} calls {_CALL} with {sorted(got)} instead of"
-                f" {sorted(_READ | _FIXED)}"
-            )
-    return None if found else f"sglang's {method.__qualname__} has no call of {_CALL} for MLA"

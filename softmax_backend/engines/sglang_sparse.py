@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
 from sglang.srt.models.deepseek_v4 import MQALayer
-from sglang.srt.utils.common import rank0_log
 
+from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from softmax_backend.engine_choice import Lead, sparse_leads_over
-from softmax_backend.engines.flash_mla_calls import DECODE, PREFILL, make, unknown
+from softmax_backend.engines.flash_mla_calls import DECODE, PREFILL, make
 from softmax_backend.engines.sparse_layer import (
     MIN_WIDTH,
     Form,
@@ -34,7 +34,6 @@ from softmax_backend.engines.sparse_layer import (
 from softmax_backend.scratch import Scratch
 
 RECORD_BYTES, WINDOW = 584, 128
-_METHODS = {DECODE: "_forward_attention", PREFILL: "_forward_prefill_sparse"}
 _layer: ContextVar[SparseLayer | None] = ContextVar("layer", default=None)
 
 
@@ -42,15 +41,8 @@ def install(backend: Any, runner: Any) -> None:
     """Take over the calls of FlashMLA that ``backend`` makes for its layers; or say why not."""
     stays = _refusal(backend, runner)
     if stays is not None:
-        rank0_log(
-            f"kda-dsv4-backend: DeepSeek-V4 attention stays {type(backend).__name__}'s: {stays}"
-        )
+        say(f"DeepSeek-V4 attention stays {type(backend).__name__}'s: {stays}")
         return
-    for name, method in _METHODS.items():
-        reason = unknown("sglang", getattr(DeepseekV4AttnBackend, method), name)
-        if reason is not None:
-            fallback(f"--attention-backend dsv4: {reason}")
-            return
     target, scratch = detect_target(backend.device), Scratch(backend.device)
     served: dict[int, SparseLayer] = {}
     native: list[Any] = []
@@ -69,16 +61,12 @@ def install(backend: Any, runner: Any) -> None:
             except (LookupError, ValueError) as error:
                 fallback(f"--attention-backend dsv4: {error}")
                 return
-            for line in layer.describe(heads):
-                rank0_log(line)
+            say(*layer.describe(heads))
         if stays is None and served[ratio].form.heads == heads:
             native.append(module)
         elif stays is not None and stays not in said:
             said.add(stays)
-            rank0_log(
-                f"kda-dsv4-backend: DeepSeek-V4 attention of ratio {ratio} stays FlashMLA's:"
-                f" {stays}"
-            )
+            say(f"DeepSeek-V4 attention of ratio {ratio} stays FlashMLA's: {stays}")
     if served:
         _take_over(backend, served)
     for module in native:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from backend_core.engines.log import chosen
 from backend_core.target import Target
 from softmax_backend.contract.sparse_mla import NamedRows
 from softmax_backend.engine_choice import Lead
@@ -109,14 +110,14 @@ class SparseLayer:
             sources.append(lead.source)
         form = self.form
         padding = "" if form.heads == heads else f" as {form.heads}"
-        line = (
-            f"kda-dsv4-backend: DeepSeek-V4's attention with {heads} heads per rank{padding} over"
-            f" pages of {form.page_size} and {form.extra_page_size} rows on {self.target.name}"
-            f" ({self.target.arch}): {' and '.join(here)} run here, where {sources[0]} has them"
-            f" ahead of FlashMLA{''.join(there)}"
+        return chosen(
+            f"DeepSeek-V4's attention with {heads} heads per rank{padding} over pages of"
+            f" {form.page_size} and {form.extra_page_size} rows",
+            self.target,
+            f"{' and '.join(here)} run here, where {sources[0]} has them ahead of FlashMLA"
+            f"{''.join(there)}",
+            self._selections[self._records].explained,
         )
-        rows = self._selections[self._records].sparse_mla.explain()
-        return [line, *(f"kda-dsv4-backend: {row}" for row in rows)]
 
     def decode(
         self,
@@ -186,11 +187,12 @@ class SparseLayer:
             if not self.covers("decode", tokens):
                 continue
             for topks in self._widths():
-                splits = selection.splits(tokens, topks)
+                grid = tokens * self.form.heads
+                splits = selection.run(grid).splits(tokens, topks)
                 if splits > 1:
                     most = max(most, tokens * splits)
                 # what a kernel is compiled for: its row of the table, and 2^n splits to merge
-                variant = (id(selection.path(tokens)), (splits - 1).bit_length())
+                variant = (id(selection.row(grid)), (splits - 1).bit_length())
                 variants.setdefault(variant, (tokens, topks))
         if most:
             self._scratch.reserve(most, self.form.heads, HEAD_DIM)

@@ -1,7 +1,7 @@
 """vLLM: its MLA layers on this family, where it is ahead of vLLM's own choice.
 
     vllm serve MODEL --attention-backend SOFTMAX   # 0.32 and newer; KDA turns it on too
-    vllm serve MODEL --attention-backend CUSTOM    # 0.26 to 0.31, which take no new names
+    vllm serve MODEL --attention-backend CUSTOM    # 0.30 and 0.31, which take no new names
 
 The flag is `backend_core.engines.vllm_flag`'s. What serves is a subclass of what vLLM chooses by
 itself, so that caches, and steps in which vLLM's kernel is ahead, stay as they are: of its backend
@@ -11,7 +11,6 @@ MLA (`vllm_sparse`). Whether it serves is decided as the layers are built, and l
 
 from __future__ import annotations
 
-import functools
 import importlib
 from types import ModuleType
 from typing import Any
@@ -19,18 +18,21 @@ from typing import Any
 import torch
 
 from backend_core.engines import vllm_flag
+from backend_core.engines.log import chosen
 from backend_core.engines.vllm_flag import (
     BackendClaim,
     LayerClaim,
     Request,
     batch_invariant,
-    logger,
+    say,
 )
+from backend_core.operator import Selection
 from backend_core.strict import fallback
 from backend_core.target import detect_target
+from softmax_backend.api import select_mla_decode
+from softmax_backend.decode import MlaRun
 from softmax_backend.engine_choice import Lead, lead_over
 from softmax_backend.engines.vllm_facts import KERNELS, one_rank_refusal, query_tokens
-from softmax_backend.selection import MlaSelection, select
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 
 FAMILY = "softmax"
@@ -57,14 +59,14 @@ def adopt(layer: Any, vllm_config: Any) -> None:
     """
     kind = type(layer)
     if f"{kind.__module__}.{kind.__qualname__}" != FLASHMLA:
-        _stays(kind.__name__, "the calls that are served are FlashMLA's")
+        _stays(kind, "the calls that are served are FlashMLA's")
         return
     reason = vllm_flag.broken(FAMILY)
     if reason is None:
         try:
             ours = importlib.import_module("softmax_backend.engines.vllm_sparse")
             if (stays := ours.refusal(layer, vllm_config)) is not None:
-                _stays(kind.__name__, stays)
+                _stays(kind, stays)
                 return
             reason = ours.adopt(layer, vllm_config)
         except Exception as error:
@@ -73,9 +75,8 @@ def adopt(layer: Any, vllm_config: Any) -> None:
         fallback(f"--attention-backend {vllm_flag.requested(vllm_config)}: {reason}")
 
 
-@functools.cache
-def _stays(name: str, reason: str) -> None:
-    logger.info("kda-dsv4-backend: DeepSeek-V4 attention stays %s's: %s", name, reason)
+def _stays(kind: type, reason: str) -> None:
+    say(f"DeepSeek-V4 attention stays {kind.__name__}'s: {reason}")
 
 
 def choose(request: Request) -> type[Any] | str:
@@ -97,10 +98,10 @@ def choose(request: Request) -> type[Any] | str:
         return "; ".join(dict.fromkeys(map(str, leads.values())))
     try:
         # vLLM's pages are multiples of 16 tokens here, and paths differ in nothing else
-        selection = select(target, MlaSpec(request.num_heads, 16))
+        selection = select_mla_decode(target, MlaSpec(request.num_heads, 16), KERNELS[name])
     except (LookupError, ValueError) as error:
         return str(error)
-    _explain(selection, name, tuple(leads.items()))
+    _explain(selection, name, leads)
     from softmax_backend.engines import vllm_mla
 
     return vllm_mla.BACKENDS[name]
@@ -121,7 +122,7 @@ def _layer_refusal(selector: Any) -> str | None:
         )
     if selector.has_sink or selector.has_sliding_window or selector.use_non_causal:
         return "layers with sinks, a sliding window or attention to later tokens are not served"
-    if getattr(selector, "use_adaptive_verification", False):
+    if selector.use_adaptive_verification:
         return "adaptive verification changes the lengths of drafts within a CUDA graph"
     return None
 
@@ -132,10 +133,11 @@ def _engine_refusal(request: Request) -> str | None:
     return one_rank_refusal(request.vllm_config.parallel_config)
 
 
-@functools.cache
-def _explain(selection: MlaSelection, name: str, leads: tuple[tuple[int, Lead | str], ...]) -> None:
-    target, heads = selection.target, selection.spec.num_heads
-    for tokens, lead in leads:
+def _explain(
+    selection: Selection[MlaSpec, MlaRun], name: str, leads: dict[int, Lead | str]
+) -> None:
+    layers = f"MLA with {selection.spec.num_heads} heads per rank"
+    for tokens, lead in leads.items():
         drafts = "" if tokens == 1 else f" with {tokens} query tokens each"
         if isinstance(lead, Lead):
             what = (
@@ -144,12 +146,5 @@ def _explain(selection: MlaSelection, name: str, leads: tuple[tuple[int, Lead | 
             )
         else:
             what = f"decode steps{drafts} stay {name}'s: {lead}"
-        logger.info(
-            "kda-dsv4-backend: MLA with %d heads per rank on %s (%s): %s",
-            heads,
-            target.name,
-            target.arch,
-            what,
-        )
-    for line in selection.explain():
-        logger.info("kda-dsv4-backend: %s", line)
+        say(*chosen(layers, selection.target, what))
+    say(*map(str, selection.explained))

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 
 from backend_core.engines.vllm_flag import log_failed_step
 from backend_core.target import detect_target
+from softmax_backend.contract.mla_decode import split_cache
 from softmax_backend.engines.mla_decoder import MlaDecoder, MlaStep
 from softmax_backend.engines.vllm_facts import KERNELS, query_tokens
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM
@@ -121,7 +122,8 @@ class SplitKvMLAImpl(FlashAttnMLAImpl):  # type: ignore[misc]
         assert decode.step is not None
         latent, rope = q if isinstance(q, tuple) else q.split([LATENT_DIM, ROPE_DIM], -1)
         try:
-            return decode.step.attend(latent, rope, kv_c_and_k_pe_cache, self.scale)
+            cache = split_cache(kv_c_and_k_pe_cache, decode.step.selection.spec)
+            return decode.step.attend(latent, rope, *cache, self.scale)
         except Exception as error:
             log_failed_step(f"MLA layer {layer.layer_name}", error)
             raise

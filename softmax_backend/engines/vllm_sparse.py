@@ -22,10 +22,10 @@ from vllm.models.deepseek_v4.nvidia import flashmla
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
 from backend_core.engines.vllm_blocks import block_tokens
-from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, logger
+from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, say
 from backend_core.target import Target, detect_target
 from softmax_backend.engine_choice import Lead, sparse_leads_over
-from softmax_backend.engines.flash_mla_calls import DECODE, PREFILL, make, unknown
+from softmax_backend.engines.flash_mla_calls import DECODE, PREFILL, make
 from softmax_backend.engines.sparse_layer import (
     MIN_WIDTH,
     Form,
@@ -46,10 +46,6 @@ _layer: ContextVar[SparseAttention | None] = ContextVar("layer", default=None)
 def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
     """Take over a layer whose base class vLLM just built; or why it stays vLLM's, as something
     failed."""
-    for method, name in (("_forward_decode", DECODE), ("_forward_prefill", PREFILL)):
-        odd = unknown("vllm", getattr(DeepseekV4FlashMLAAttention, method), name)
-        if odd is not None:
-            return odd
     for name in (DECODE, PREFILL):
         if not hasattr(upstream := getattr(flashmla, name), "_kda_dsv4"):
             setattr(flashmla, name, _here_or_there(name, upstream))
@@ -61,7 +57,7 @@ def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
         _keep_heads(layer, served.form.heads)
     layer.served = served
     layer.__class__ = SparseAttention
-    _explain(served, layer.n_local_heads)
+    say(*served.describe(layer.n_local_heads))
     return None
 
 
@@ -136,8 +132,6 @@ def _keep_heads(layer: Any, heads: int) -> None:
     sink = torch.nn.Parameter(layer.attn_sink.data[:heads].clone(), requires_grad=False)
     vars(sink).update(vars(layer.attn_sink))  # the release's way to load it
     layer.attn_sink = sink
-    if getattr(layer, "eager_scratch_pool", None) is not None:
-        layer.eager_scratch_pool = None  # has room for queries of 64 heads, which it hands out
     layer.padded_heads = heads
 
 
@@ -163,7 +157,7 @@ def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(upstream)
     def call(*args: Any, **arguments: Any) -> Any:
         layer = _layer.get()
-        # vLLM's attention layer names the arguments of these calls, which `unknown` has seen
+        # vLLM's attention layer names the arguments of these calls
         if args or layer is None or not layer.served.covers(phase, arguments["q"].shape[0]):
             return upstream(*args, **arguments)
         try:
@@ -174,10 +168,3 @@ def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any
 
     call._kda_dsv4 = True  # type: ignore[attr-defined]
     return call
-
-
-@functools.cache
-def _explain(served: SparseLayer, heads: int) -> None:
-    """Log once what runs where."""
-    for line in served.describe(heads):
-        logger.info("%s", line)

@@ -7,7 +7,6 @@ paged caches; LSEs are base 2, as FlashInfer's are.
 from softmax_backend.flashinfer.cascade import MultiLevelCascadeAttentionWrapper
 from softmax_backend.flashinfer.merge import merge_state, merge_state_in_place, merge_states
 from softmax_backend.flashinfer.mla import BatchMLAPagedAttentionWrapper
-from softmax_backend.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from softmax_backend.flashinfer.sparse import (
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
@@ -15,7 +14,6 @@ from softmax_backend.flashinfer.sparse import (
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
     "BlockSparseAttentionWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "VariableBlockSparseAttentionWrapper",

@@ -21,9 +21,8 @@ from backend_core.launch.streams import is_elsewhere, run_there
 from softmax_backend import reference
 from softmax_backend.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
 from softmax_backend.flashinfer.merge import _kernel as merge_kernel
-from softmax_backend.flashinfer.merge import merge_states
+from softmax_backend.flashinfer.merge import is_available, merge_states
 from softmax_backend.flashinfer.workspace import check_workspaces
-from softmax_backend.run.mla_triton import is_available, operand_dtype
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -391,3 +390,9 @@ def compiled_kernels() -> Iterator[tuple[str, KernelLaunch, tuple[str, ...]]]:
     settings = _Settings(32, 8, 128, 16, 0.1, -1, 0.0, torch.bfloat16, True)
     yield "paged_attention 32/8 heads of 128, page 16", _kernel(settings, True, torch.bfloat16), ()
     yield "merge_states 128", merge_kernel(128), ()
+
+
+def operand_dtype(x: torch.Tensor) -> torch.dtype:
+    """What the products take: x's dtype, or float32 in Triton's interpreter, which multiplies bf16
+    by its bits."""
+    return x.dtype if x.is_cuda else torch.float32

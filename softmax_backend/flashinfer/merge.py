@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, interprets
 from backend_core.launch.streams import is_elsewhere, run_there
-from softmax_backend.run.mla_triton import is_available
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -108,3 +107,8 @@ def _kernel(dim: int) -> KernelLaunch:
 
     block = 1 << (dim - 1).bit_length()
     return KernelLaunch(merge_states_kernel, {"DIM": dim, "BLOCK_DIM": block}, {"num_warps": 2})
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether Triton's kernels run on the device: a GPU, or any under Triton's interpreter."""
+    return device.type == "cuda" or interprets()

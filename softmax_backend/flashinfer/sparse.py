@@ -33,34 +33,31 @@ class _Wrapper:
         self.device = float_workspace_buffer.device
         self._plan: BlockPlan | None = None
         self._variant = variants.SOFTMAX
-        self._scale: float | None = None
         self._dtype = torch.float16
+        # what Sparse-VideoGen reads, to give it back to reset_workspace_buffer
+        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._float_workspace_buffer = self._int_workspace_buffer = empty
+        self._vector_sparse_indptr_buffer = empty
 
     def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None
+        self,
+        float_workspace_buffer: Tensor,
+        int_workspace_buffer: Tensor | None = None,
+        vector_sparse_indices_buffer: Tensor | None = None,
+        vector_sparse_indptr_buffer: Tensor | None = None,
     ) -> None:
-        """Take FlashInfer's workspaces, which are neither kept nor used: the plan stays.
+        """Take the workspaces of FlashInfer and of its earlier releases, which are neither kept nor
+        used: the plan stays.
 
         Raises:
-            ValueError: a buffer is on another device than the wrapper.
+            ValueError: the first or the second is on another device than the wrapper.
         """
         check_workspaces(self.device, float_workspace_buffer, int_workspace_buffer)
-
-    def end_forward(self) -> None:
-        """There is nothing to end."""
-
-    def _replan(
-        self, pos_encoding_mode: str, logits_soft_cap: float | None, sm_scale: float | None
-    ) -> None:
-        """What FlashInfer's older ``forward`` replaces of a plan."""
-        if pos_encoding_mode != "NONE":
-            raise ValueError(f"pos_encoding_mode must be 'NONE' here, got {pos_encoding_mode!r}")
-        self._variant = variants.soft_cap(logits_soft_cap) if logits_soft_cap else variants.SOFTMAX
-        self._scale = sm_scale
 
     def _remember(
         self,
         plan: BlockPlan,
+        head_dim: int,
         soft_cap: float | None,
         sm_scale: float | None,
         q_data_type: DataType,
@@ -70,7 +67,10 @@ class _Wrapper:
             if got != served:
                 raise ValueError(f"{name} must be {served!r} here, got {got!r}")
         self._plan = plan
-        self._replan("NONE", soft_cap, sm_scale)
+        self._variant = variants.soft_cap(soft_cap) if soft_cap else variants.SOFTMAX
+        self._sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self._logits_soft_cap = soft_cap or 0.0
+        self._causal, self._window_left = False, -1
         self._dtype = as_dtype(q_data_type)
 
     def _attend(
@@ -84,7 +84,7 @@ class _Wrapper:
         if lse is not None:
             expect_device("lse", lse, q.device)
         got, natural = block_sparse_attention(
-            q, k, v, self._plan, scale=self._scale, variant=self._variant, out=out
+            q, k, v, self._plan, scale=self._sm_scale, variant=self._variant, out=out
         )
         base_2 = natural.mul_(variants.LOG2_E)
         if lse is not None:
@@ -176,6 +176,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
             )
         self._remember(
             plan,
+            head_dim,
             logits_soft_cap,
             sm_scale,
             q_data_type,
@@ -195,8 +196,6 @@ class BlockSparseAttentionWrapper(_Wrapper):
                 )
             },
         )
-
-    begin_forward = plan
 
     def run(
         self,
@@ -225,25 +224,6 @@ class BlockSparseAttentionWrapper(_Wrapper):
         got, base_2 = self._attend(q, k, v, target, lse_target)
         result = got[0].transpose(0, 1)
         return (result, base_2[0].t()) if return_lse else result
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale_q: Tensor | None = None,
-        scale_k: Tensor | None = None,
-        scale_v: Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """FlashInfer's older ``run``, whose soft cap and scale replace the planned ones."""
-        self._replan(pos_encoding_mode, logits_soft_cap, sm_scale)
-        return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
 class VariableBlockSparseAttentionWrapper(_Wrapper):
@@ -292,6 +272,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         )
         self._remember(
             plan,
+            head_dim,
             logits_soft_cap,
             sm_scale,
             q_data_type,
@@ -319,22 +300,6 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         lse_target = None if lse is None else lse[None]
         got, base_2 = self._attend(q[None], k[None], v[None], target, lse_target)
         return (got[0], base_2[0]) if return_lse else got[0]
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """FlashInfer's older ``run``, whose soft cap and scale replace the planned ones."""
-        self._replan(pos_encoding_mode, logits_soft_cap, sm_scale)
-        return self.run(q, k, v)
 
 
 def as_dtype(name: DataType) -> torch.dtype:

@@ -62,10 +62,9 @@ def _walk(
     v_source, v_strides = values
     cols_ptr, pages_ptr, mask_aux_ptr = plan
     aux_ptr, value, scale, factor = variant
-    key: tl.constexpr = hooks[0]
-    logits: tl.constexpr = hooks[1]
-    update: tl.constexpr = hooks[2]
-    mask: tl.constexpr = hooks[3]
+    logits: tl.constexpr = hooks[0]
+    update: tl.constexpr = hooks[1]
+    mask: tl.constexpr = hooks[2]
     k_shape: tl.constexpr = shapes[0]
     v_shape: tl.constexpr = shapes[1]
     for j in tl.range(begin, end, num_stages=STAGES):
@@ -73,7 +72,6 @@ def _walk(
         start = col * k_shape[0]
         k_pos = start + tl.arange(0, k_shape[0])
         b_k = load(k_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, k_strides, k_shape)
-        b_k = key(b_k, k_pos, aux_ptr)
         b_s = tl.dot(b_q, b_k.T)
         b_s = logits(b_s, scale, q_pos, k_pos[None, :], head, aux_ptr, value)
         b_v = load(v_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, v_strides, v_shape)
@@ -126,10 +124,8 @@ def block_sparse_kernel(
     STAGES: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
     load: tl.constexpr,
-    key: tl.constexpr,
     logits: tl.constexpr,
     update: tl.constexpr,
-    output: tl.constexpr,
     mask: tl.constexpr,
 ):
     """``row``: begin, full_end, end, first slot; ``sequence``: see ``BlockPlan.sequences``."""
@@ -154,7 +150,7 @@ def block_sparse_kernel(
     values = (v_source, (stride_v_page, stride_v_t, stride_v_h, DV, page_size))
     plan = (cols_ptr, pages_ptr, mask_aux_ptr)
     variant = (aux_ptr, value, scale, factor)
-    hooks: tl.constexpr = (key, logits, update, mask)
+    hooks: tl.constexpr = (logits, update, mask)
     shapes: tl.constexpr = ((BLOCK_N, BLOCK_D), (BLOCK_N, DV))
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -190,8 +186,8 @@ def block_sparse_kernel(
             IS_PARTIAL=True,
             STAGES=1,
         )
-    b_o = output(acc, high, total, factor, head, aux_ptr)
     empty = total == 0.0
+    b_o = acc / tl.where(empty, 1.0, total)[:, None]
     natural = (high * factor + tl.log2(tl.where(empty, 1.0, total))) * LN_2
     natural = tl.where(empty, -float("inf"), natural)
     m_m = o_m < q_len

@@ -1,6 +1,6 @@
 """Block-sparse attention with INT8 q k^T, and P v in e4m3 or 16 bits.
 
-    S = s_q s_k (q8 k8^T) + bias_k,   P = softmax(scale S),   O = s_v (P v8) + mean v
+    S = s_q s_k (q8 k8^T),   P = softmax(scale S),   O = s_v (P v8) + mean v
 
 What smoothing the keys took from a query's logits is the same for all its keys, so only the LSE
 gets it back (``shift``). With e4m3 values P is scaled to the format's range, and the tensor core's
@@ -50,16 +50,14 @@ def per_thread_keys(b_s, scale_ptr, block):
 def _scores(b_q, b_k, scale_ptr, block, key_scales: tl.constexpr, EXPONENT: tl.constexpr):
     """q8 k8^T in fp32; in what units, and from which zero on, is as EXPONENT says.
 
-    "scaled": times the keys' scales. "folded": their one scale is left for the exponent, which
-    multiplies anyway. "biased": so it is, and the accumulator begins at ``ROUNDER``, from where
-    the bits of fp32 count upwards as an integer does: 127^2 D is below 2^22, so the sum needs no
-    conversion. What is rounded off the exponent is then a unit or two of q8 k8^T.
+    "scaled": times the keys' scales. "biased": their one scale is left for the exponent, which
+    multiplies anyway, and the accumulator begins at ``ROUNDER``, from where the bits of fp32 count
+    upwards as an integer does: 127^2 D is below 2^22, so the sum needs no conversion. What is
+    rounded off the exponent is then a unit or two of q8 k8^T.
     """
     if EXPONENT == "biased":
         b_s = tl.full([b_q.shape[0], b_k.shape[0]], ROUNDER_BITS, tl.int32)
         b_s = tl.dot(b_q, b_k.T, b_s, out_dtype=tl.int32).to(tl.float32, bitcast=True)
-    elif EXPONENT == "folded":
-        b_s = tl.dot(b_q, b_k.T).to(tl.float32)
     else:
         b_s = key_scales(tl.dot(b_q, b_k.T), scale_ptr, block)
     return b_s
@@ -98,7 +96,6 @@ def _walk(
     hooks: tl.constexpr,
     P_LOG2: tl.constexpr,
     EXPONENT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -107,7 +104,7 @@ def _walk(
     acc, high, total = state
     begin, end, slot = row
     batch, head, kv_head, kv_len, q_pos = place
-    factor, q_scale, k_scale_ptr, bias_ptr, first_block = scales
+    factor, k_scale_ptr, first_block = scales
     k_desc, v_desc = sources
     cols_ptr, mask_aux_ptr = plan
     key_scales: tl.constexpr = hooks[0]
@@ -120,18 +117,13 @@ def _walk(
         b_k = tl.reshape(k_desc.load([batch, kv_head, start, 0]), (BLOCK_N, b_q.shape[1]))
         b_s = _scores(b_q, b_k, k_scale_ptr, first_block + col, key_scales, EXPONENT=EXPONENT)
         inside = k_pos < kv_len
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + k_pos, mask=inside, other=0.0)
-            b_s = b_s * q_scale[:, None] + bias[None, :]
         if IS_PARTIAL:
             seen = mask(q_pos, k_pos[None, :], col, slot + j - begin, head, mask_aux_ptr)
             b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
         top, slope = tl.max(b_s, 1), factor
-        if EXPONENT != "scaled":
+        if EXPONENT == "biased":
             unit = tl.load(k_scale_ptr + first_block + col)
-            if EXPONENT == "biased":
-                top -= ROUNDER
-            top, slope = top * unit, factor * unit
+            top, slope = (top - ROUNDER) * unit, factor * unit
         new = tl.maximum(high, top)
         shift = new
         if IS_PARTIAL:
@@ -159,7 +151,6 @@ def block_sparse_int8_kernel(
     k_scale_ptr,
     v_scale_ptr,
     v_mean_ptr,
-    bias_ptr,
     shift_ptr,
     rows_ptr,
     cols_ptr,
@@ -179,7 +170,6 @@ def block_sparse_int8_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     P_LOG2: tl.constexpr,
     EXPONENT: tl.constexpr,
     query_scales: tl.constexpr,
@@ -201,13 +191,11 @@ def block_sparse_int8_kernel(
     o_m, o_d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)
     m_m = o_m < q_len
     b_q = tl.reshape(q_desc.load([batch, head, tile * BLOCK_M, 0]), (BLOCK_M, D))
-    q_scale = query_scales(q_scale_ptr, q_row, o_m, q_len)
     factor = tl.full([BLOCK_M], 1.4426950408889634, tl.float32) * softmax_scale
-    if not HAS_BIAS:  # else the query's scale goes in before the bias
-        factor *= q_scale
+    factor *= query_scales(q_scale_ptr, q_row, o_m, q_len)
     place = (batch, head, kv_head, kv_len, (o_m + q_position)[:, None])
     first_block = kv_row * tl.cdiv(kv_len, BLOCK_N)
-    scales = (factor, q_scale, k_scale_ptr, bias_ptr + q_row * kv_len, first_block)
+    scales = (factor, k_scale_ptr, first_block)
     hooks: tl.constexpr = (key_scales, values, mask)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -223,7 +211,6 @@ def block_sparse_int8_kernel(
         hooks=hooks,
         P_LOG2=P_LOG2,
         EXPONENT=EXPONENT,
-        HAS_BIAS=HAS_BIAS,
         IS_PARTIAL=False,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
@@ -240,7 +227,6 @@ def block_sparse_int8_kernel(
             hooks=hooks,
             P_LOG2=P_LOG2,
             EXPONENT=EXPONENT,
-            HAS_BIAS=HAS_BIAS,
             IS_PARTIAL=True,
             BLOCK_N=BLOCK_N,
             STAGES=1,

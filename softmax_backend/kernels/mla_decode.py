@@ -3,7 +3,7 @@
 With k a block of keys (its first 512 channels are the values too) and q up to ``BLOCK_ROWS`` query
 rows, a row being a query token and a head::
 
-    s = logits(scale k q^T), masked                    [BLOCK_KV, BLOCK_ROWS]
+    s = scale k q^T, masked                            [BLOCK_KV, BLOCK_ROWS]
     m' = max(m, max s);  p = exp(s - m');  l = l exp(m - m') + sum p
     o = o exp(m - m') + k[:, :512]^T p                 [512, BLOCK_ROWS]
 
@@ -15,21 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CACHE_16_BIT = tl.constexpr(0)
-CACHE_FP8 = tl.constexpr(1)
-CACHE_FP8_DS_MLA = tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ALWAYS_PARTIAL = tl.constexpr(1)
 NO_CAUSAL_MASK = tl.constexpr(2)
-
-
-@triton.jit
-def decode_e4m3(x):
-    """Bytes of float8 e4m3fn as fp16; exact, subnormals too. The two NaN codes become 480."""
-    bits = x.to(tl.uint16)
-    half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
-    return half.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
@@ -50,13 +39,9 @@ def query_tile(tiles_ptr, lengths_ptr, i_tile, num_rows):
 def load_keys(
     kv_latent_ptr,
     kv_rope_ptr,
-    kv_scales_ptr,
-    kv_scale,
     latent_row,
     rope_row,
-    scales_row,
     m_token,
-    CACHE: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """Keys of one block in ``OPERAND``: (latent [BLOCK_KV, 512], RoPE [BLOCK_KV, 64])."""
@@ -65,16 +50,6 @@ def load_keys(
     m = m_token[:, None]
     b_latent = tl.load(kv_latent_ptr + latent_row[:, None] + o_latent[None, :], mask=m, other=0)
     b_rope = tl.load(kv_rope_ptr + rope_row[:, None] + o_rope[None, :], mask=m, other=0)
-    if CACHE == CACHE_FP8:
-        b_latent = decode_e4m3(b_latent) * kv_scale
-        b_rope = decode_e4m3(b_rope) * kv_scale
-    elif CACHE == CACHE_FP8_DS_MLA:
-        # a float32 scale for each 128 channels
-        at = kv_scales_ptr + scales_row[:, None] + tl.arange(0, 4)[None, :]
-        b_scale = tl.load(at, mask=m, other=0)
-        BLOCK_KV: tl.constexpr = b_latent.shape[0]
-        b_groups = tl.reshape(decode_e4m3(b_latent), [BLOCK_KV, 4, 128]) * b_scale[:, :, None]
-        b_latent = tl.reshape(b_groups, [BLOCK_KV, 512])
     return b_latent.to(OPERAND), b_rope.to(OPERAND)
 
 
@@ -116,13 +91,8 @@ def masked_logits(
     queries,
     position,
     m_token,
-    query_position,
     limit,
     scale,
-    variant_a,
-    variant_b,
-    LOGITS: tl.constexpr,
-    MASK: tl.constexpr,
 ):
     """Logits ``[BLOCK_KV, BLOCK_ROWS]`` of a block in base 2, -inf where a row does not see a key.
 
@@ -130,9 +100,8 @@ def masked_logits(
     """
     b_s = tl.dot(keys[0], queries[0], input_precision="ieee")
     b_s = tl.dot(keys[1], queries[1], b_s, input_precision="ieee")
-    b_s = LOGITS(b_s * scale, variant_a, variant_b) * LOG2E
+    b_s = b_s * scale * LOG2E
     seen = m_token[:, None] & (position[:, None] < limit[None, :])
-    seen = seen & MASK(position[:, None], query_position[None, :], variant_a, variant_b)
     return tl.where(seen, b_s, float("-inf"))
 
 
@@ -183,12 +152,10 @@ def store_result(out_ptr, lse_ptr, sinks_ptr, head, row_at, m_row, b_o, b_sum, n
 
 @triton.jit(
     do_not_specialize=[
-        "stride_table",
-        "stride_latent_p",
-        "stride_rope_p",
-        "stride_scales_p",
+        "stride_block_table_r",
+        "stride_kv_latent_p",
+        "stride_kv_rope_p",
         "partial_rows",
-        "chunk_blocks",
         "query_tokens",
         "heads",
     ]
@@ -198,7 +165,6 @@ def mla_decode_kernel(
     q_rope_ptr,  # [tokens, heads, 64]
     kv_latent_ptr,  # [pages, page size, 512]
     kv_rope_ptr,  # [pages, page size, 64]
-    kv_scales_ptr,  # [pages, page size, 4] fp32 of an fp8_ds_mla cache
     block_table_ptr,  # [requests, pages]
     lengths_ptr,  # [requests]
     work_ptr,  # [programs, 8]
@@ -211,33 +177,23 @@ def mla_decode_kernel(
     partial_out_ptr,  # [slots, partial_rows, 512]
     partial_lse_ptr,  # [slots, partial_rows], base 2
     scale,
-    kv_scale,
-    variant_a,
-    variant_b,
     stride_q_latent_t,
     stride_q_latent_h,
     stride_q_rope_t,
     stride_q_rope_h,
-    stride_latent_p,
-    stride_latent_t,
-    stride_rope_p,
-    stride_rope_t,
-    stride_scales_p,
-    stride_scales_t,
-    stride_table,
+    stride_kv_latent_p,
+    stride_kv_latent_t,
+    stride_kv_rope_p,
+    stride_kv_rope_t,
+    stride_block_table_r,
     partial_rows,
-    chunk_blocks,
     query_tokens,
     heads,
     PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    CACHE: tl.constexpr,
     CAUSAL: tl.constexpr,
     OPERAND: tl.constexpr,
-    LOGITS: tl.constexpr,
-    MASK: tl.constexpr,
-    KEY: tl.constexpr,
 ):
     """Grid: (rows of the work list, ceil(rows of a tile / BLOCK_ROWS)).
 
@@ -266,7 +222,7 @@ def mla_decode_kernel(
         m_row = o_row < rows
         number = tl.where(m_row, row_begin + o_row, 0)
         request, token, head, index, table = locate_rows(
-            number, m_row, members_ptr, member, stride_table, query_tokens, heads
+            number, m_row, members_ptr, member, stride_block_table_r, query_tokens, heads
         )
         q_token = request.to(tl.int64) * query_tokens + token
         strides = (stride_q_latent_t, stride_q_latent_h, stride_q_rope_t, stride_q_rope_h)
@@ -278,58 +234,43 @@ def mla_decode_kernel(
             masked = (flags & NO_CAUSAL_MASK) == 0
             limit = tl.where(masked, tl.minimum(limit, query_position + 1), limit)
 
-        chunk = tl.where(chunk_blocks > 0, chunk_blocks, tl.maximum(stop, 1))
-        for i_chunk in range(0, tl.maximum(tl.cdiv(stop - begin, chunk), 1)):
-            b_top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-            b_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-            b_o = tl.zeros([512, BLOCK_ROWS], tl.float32)
-            chunk_begin = begin + i_chunk * chunk
-            token_begin = kv_begin + chunk_begin * 64
-            token_end = tl.minimum(kv_begin + tl.minimum(chunk_begin + chunk, stop) * 64, kv_end)
-            for start in range(token_begin, token_end, BLOCK_KV):
-                position = start + tl.arange(0, BLOCK_KV)
-                m_token = position < token_end
-                entry = block_table_ptr + table + position // PAGE_SIZE
-                page = tl.load(entry, mask=m_token, other=0).to(tl.int64)
-                row = position % PAGE_SIZE
-                b_k, b_kr = load_keys(
-                    kv_latent_ptr,
-                    kv_rope_ptr,
-                    kv_scales_ptr,
-                    kv_scale,
-                    page * stride_latent_p + row * stride_latent_t,
-                    page * stride_rope_p + row * stride_rope_t,
-                    page * stride_scales_p + row * stride_scales_t,
-                    m_token,
-                    CACHE,
-                    OPERAND,
-                )
-                b_k = KEY(b_k, position, variant_a, variant_b)
-                b_s = masked_logits(
-                    (b_k, b_kr),
-                    (b_q, b_qr),
-                    position,
-                    m_token,
-                    query_position,
-                    limit,
-                    scale,
-                    variant_a,
-                    variant_b,
-                    LOGITS,
-                    MASK,
-                )
-                b_o, b_top, b_sum = accumulate(b_o, b_top, b_sum, b_s, b_k, OPERAND)
+        b_top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+        b_o = tl.zeros([512, BLOCK_ROWS], tl.float32)
+        token_end = tl.minimum(kv_begin + stop * 64, kv_end)
+        for start in range(kv_begin + begin * 64, token_end, BLOCK_KV):
+            position = start + tl.arange(0, BLOCK_KV)
+            m_token = position < token_end
+            entry = block_table_ptr + table + position // PAGE_SIZE
+            page = tl.load(entry, mask=m_token, other=0).to(tl.int64)
+            row = position % PAGE_SIZE
+            b_k, b_kr = load_keys(
+                kv_latent_ptr,
+                kv_rope_ptr,
+                page * stride_kv_latent_p + row * stride_kv_latent_t,
+                page * stride_kv_rope_p + row * stride_kv_rope_t,
+                m_token,
+                OPERAND,
+            )
+            b_s = masked_logits(
+                (b_k, b_kr),
+                (b_q, b_qr),
+                position,
+                m_token,
+                limit,
+                scale,
+            )
+            b_o, b_top, b_sum = accumulate(b_o, b_top, b_sum, b_s, b_k, OPERAND)
 
-            none, top, l2 = log_sum(b_top, b_sum)
-            if partial:
-                split = tl.where(i_tile == first, first_split, 0)
-                split = tl.where(chunk_blocks > 0, chunk_begin // chunk, split)
-                # a tile with members of its own counts its rows from its first
-                own = o_row if tiles_ptr is not None else index
-                row_at = (slot + split).to(tl.int64) * partial_rows + own
-                store_partial(partial_out_ptr, partial_lse_ptr, row_at, m_row, b_o, b_sum, none, l2)
-            else:
-                row_at = request.to(tl.int64) * num_rows + index
-                store_result(
-                    out_ptr, lse_ptr, sinks_ptr, head, row_at, m_row, b_o, b_sum, none, top, l2
-                )
+        none, top, l2 = log_sum(b_top, b_sum)
+        if partial:
+            split = tl.where(i_tile == first, first_split, 0)
+            # a tile with members of its own counts its rows from its first
+            own = o_row if tiles_ptr is not None else index
+            row_at = (slot + split).to(tl.int64) * partial_rows + own
+            store_partial(partial_out_ptr, partial_lse_ptr, row_at, m_row, b_o, b_sum, none, l2)
+        else:
+            row_at = request.to(tl.int64) * num_rows + index
+            store_result(
+                out_ptr, lse_ptr, sinks_ptr, head, row_at, m_row, b_o, b_sum, none, top, l2
+            )

@@ -22,9 +22,9 @@ def pool_kernel(
     sums_ptr,
     likeness_ptr,
     length,
-    stride_b,
-    stride_h,
-    stride_n,
+    stride_x_b,
+    stride_x_h,
+    stride_x_n,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,14 +40,14 @@ def pool_kernel(
     """
     i_n, i_bh = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, D)
-    at = (i_bh // HEADS).to(tl.int64) * stride_b + (i_bh % HEADS).to(tl.int64) * stride_h
+    at = (i_bh // HEADS).to(tl.int64) * stride_x_b + (i_bh % HEADS).to(tl.int64) * stride_x_h
     total, centre = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
     if HAS_MEAN:
         mean = tl.load(mean_ptr + i_bh * D + o_d)[None, :]
     for start in range(0, BLOCK, STEP):
         o_n = i_n * BLOCK + start + tl.arange(0, STEP)
         m_n = o_n[:, None] < length
-        rows = x_ptr + at + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :]
+        rows = x_ptr + at + o_n.to(tl.int64)[:, None] * stride_x_n + o_d[None, :]
         b_x = tl.load(rows, mask=m_n, other=0.0).to(tl.float32)
         if HAS_MEAN:
             b_x = tl.where(m_n, b_x - mean, 0.0)
@@ -86,7 +86,7 @@ def score_kernel(
 
     CENTRE: what is taken out of all keys, "none", "mean" (``k_mean`` [B, Hkv, D]) or "middle" (the
     block in their middle). It changes all scores of a row alike. PRECISION: of Triton's products of
-    fp32; or "fp16", one product of factors rounded to 11 bits; or "fp16x3", three of 22 bits.
+    fp32; or "fp16x3", three of 22 bits.
     Grid: (tiles over ROWS, blocks over COLS, B * H); what no query of a tile sees is not written.
     """
     i_r, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -113,14 +113,14 @@ def score_kernel(
             b_k -= tl.load(k_mean_ptr + kv_row * D + o_d)[None, :]
         if CENTRE == "middle":
             b_k -= (tl.load(middle_row + o_d) * middle_factor)[None, :]
-        if PRECISION == "fp16" or PRECISION == "fp16x3":
+        if PRECISION == "fp16x3":
             q_high, k_high = b_q.to(tl.float16), tl.trans(b_k.to(tl.float16))
             acc = tl.dot(q_high, k_high, acc)
-            if PRECISION == "fp16x3":  # what the first rounding left, but for its own product
-                q_low = (b_q - q_high.to(tl.float32)).to(tl.float16)
-                k_low = (b_k - tl.trans(k_high).to(tl.float32)).to(tl.float16)
-                acc = tl.dot(q_low, k_high, acc)
-                acc = tl.dot(q_high, tl.trans(k_low), acc)
+            # what the first rounding left, but for its own product
+            q_low = (b_q - q_high.to(tl.float32)).to(tl.float16)
+            k_low = (b_k - tl.trans(k_high).to(tl.float32)).to(tl.float16)
+            acc = tl.dot(q_low, k_high, acc)
+            acc = tl.dot(q_high, tl.trans(k_low), acc)
         else:
             acc = tl.dot(b_q, tl.trans(b_k), acc, input_precision=PRECISION)
     at = scores_ptr + (i_bh.to(tl.int64) * tiles + o_r)[:, None] * pitch + o_c[None, :]

@@ -1,10 +1,10 @@
 """INT8 queries and keys and e4m3 values for 8-bit attention (SageAttention2, arXiv 2411.10958).
 
     k8 = round((k - mean k) / s_k)
-    q8 = round((q - mean q) / s_q)
+    q8 = round(q / s_q)
     v8 = e4m3((v - mean v) / s_v)
 
-A scale is the largest magnitude of its group over the number of levels. Groups *per warp*: 16
+A scale is the largest magnitude of its group over 127. Groups *per warp*: 16
 queries; one key block. Groups *per thread*: queries r and r + 8 of 16; keys 8 i + 2 t and
 8 i + 2 t + 1 of a block, for t of 0 to 3, which is what one thread holds of an MMA accumulator.
 
@@ -17,6 +17,7 @@ import triton.language as tl
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves an integer in the mantissa
 TINY = tl.constexpr(1e-7)
+LEVELS = tl.constexpr(127.0)
 
 
 @triton.jit
@@ -40,9 +41,9 @@ def column_stats_kernel(
     x_ptr,
     stats_ptr,
     length,
-    stride_b,
-    stride_h,
-    stride_n,
+    stride_x_b,
+    stride_x_h,
+    stride_x_n,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -60,7 +61,7 @@ def column_stats_kernel(
     high = tl.full([BLOCK, D], -float("inf"), tl.float32)
     for start in tl.range(0, CHUNK, BLOCK, num_stages=2):
         o_n = i_c * CHUNK + start + tl.arange(0, BLOCK)
-        b_x = _tile(x_ptr, i_bh, o_n, length, stride_b, stride_h, stride_n, HEADS, D)
+        b_x = _tile(x_ptr, i_bh, o_n, length, stride_x_b, stride_x_h, stride_x_n, HEADS, D)
         total += b_x
         if HAS_RANGE:
             inside = o_n[:, None] < length
@@ -102,9 +103,8 @@ def value_scales_kernel(
     D: tl.constexpr,
     STEP: tl.constexpr,
     E4M3_MAX: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
 ):
-    """From stats [rows, 3, parts, D] of ``column_stats_kernel``: the mean (0 without HAS_MEAN), the
+    """From stats [rows, 3, parts, D] of ``column_stats_kernel``: the mean, the
     scale of what it leaves, and the scale's reciprocal, [rows, D] each. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, D)
@@ -118,9 +118,7 @@ def value_scales_kernel(
         total += tl.load(at, mask=inside, other=0.0)
         low = tl.minimum(low, tl.load(at + parts * D, mask=inside, other=float("inf")))
         high = tl.maximum(high, tl.load(at + 2 * parts * D, mask=inside, other=-float("inf")))
-    mean = tl.zeros([D], tl.float32)
-    if HAS_MEAN:
-        mean = tl.sum(total, 0) / length
+    mean = tl.sum(total, 0) / length
     top = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
     scale = tl.maximum(top, 1e-12) / E4M3_MAX
     tl.store(mean_ptr + row * D + o_d, mean)
@@ -153,40 +151,29 @@ def store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS
 def quantise_keys_kernel(
     k_ptr,
     k_mean_ptr,
-    q_mean_ptr,
     out_ptr,
     scale_ptr,
-    bias_ptr,
     sums_ptr,
     likeness_ptr,
     length,
-    levels,
-    stride_b,
-    stride_h,
-    stride_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     PER_THREAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_POOL: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
 ):
-    """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 1 or 4]; bias [B, H, N], the mean query's
-    product with every smoothed key; and where HAS_POOL the sums [B, Hkv, blocks, D] of a block's
-    smoothed keys and their likeness [B, Hkv, blocks]."""
+    """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 1 or 4]; and where HAS_POOL the sums [B, Hkv,
+    blocks, D] of a block's smoothed keys and their likeness [B, Hkv, blocks]."""
     i_n, i_bh = tl.program_id(0), tl.program_id(1)
     o_n, o_d = i_n * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     m_n = o_n < length
-    b_k = _tile(k_ptr, i_bh, o_n, length, stride_b, stride_h, stride_n, HEADS, D)
+    b_k = _tile(k_ptr, i_bh, o_n, length, stride_k_b, stride_k_h, stride_k_n, HEADS, D)
     b_k = tl.where(m_n[:, None], b_k - tl.load(k_mean_ptr + i_bh * D + o_d)[None, :], 0.0)
     block = i_bh.to(tl.int64) * tl.num_programs(0) + i_n
-    if HAS_BIAS:
-        for i_g in range(GROUP):
-            row = (i_bh * GROUP + i_g).to(tl.int64)
-            mean = tl.load(q_mean_ptr + row * D + o_d)
-            tl.store(bias_ptr + row * length + o_n, tl.sum(b_k * mean[None, :], 1), mask=m_n)
     if HAS_POOL:
         none = tl.zeros([D], tl.float32)
         total, centre = add_to_pool(none, none, b_k, HAS_LIKENESS)
@@ -195,7 +182,7 @@ def quantise_keys_kernel(
     at = out_ptr + (i_bh.to(tl.int64) * length + o_n)[:, None] * D + o_d[None, :]
     if PER_THREAD:
         top = tl.max(tl.abs(b_k), 1)
-        groups = tl.max(tl.max(tl.reshape(top, (BLOCK // 8, 4, 2)), 2), 0) / levels + TINY
+        groups = tl.max(tl.max(tl.reshape(top, (BLOCK // 8, 4, 2)), 2), 0) / LEVELS + TINY
         tl.store(scale_ptr + block * 4 + tl.arange(0, 4), groups)
         scale = tl.broadcast_to(groups[None, :, None], (BLOCK // 8, 4, 2))
         tl.store(
@@ -203,7 +190,7 @@ def quantise_keys_kernel(
         )
     else:
         # over all at once: the values of a thread, then a warp's, then the warps'
-        scale = tl.max(tl.abs(b_k)) / levels + TINY
+        scale = tl.max(tl.abs(b_k)) / LEVELS + TINY
         tl.store(scale_ptr + block, scale)
         tl.store(at, _to_int8(b_k * (1.0 / scale)), mask=m_n[:, None])
 
@@ -211,7 +198,6 @@ def quantise_keys_kernel(
 @triton.jit
 def quantise_queries_kernel(
     q_ptr,
-    q_mean_ptr,
     k_mean_ptr,
     out_ptr,
     scale_ptr,
@@ -220,16 +206,14 @@ def quantise_queries_kernel(
     likeness_ptr,
     softmax_scale,
     length,
-    levels,
-    stride_b,
-    stride_h,
-    stride_n,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     PER_THREAD: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
     HAS_POOL: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
 ):
@@ -249,21 +233,19 @@ def quantise_queries_kernel(
     for i_s in range(i_m * (BLOCK // 16), tl.minimum((i_m + 1) * (BLOCK // 16), slices)):
         o_m = i_s * 16 + tl.arange(0, 16)
         m_m = o_m < length
-        b_q = _tile(q_ptr, i_bh, o_m, length, stride_b, stride_h, stride_n, HEADS, D)
+        b_q = _tile(q_ptr, i_bh, o_m, length, stride_q_b, stride_q_h, stride_q_n, HEADS, D)
         shift = tl.sum(b_q * k_mean[None, :], 1) * softmax_scale
         tl.store(shift_ptr + row * length + o_m, shift, mask=m_m)
         if HAS_POOL:
             total, centre = add_to_pool(total, centre, b_q, HAS_LIKENESS)
-        if HAS_MEAN:
-            b_q = tl.where(m_m[:, None], b_q - tl.load(q_mean_ptr + row * D + o_d)[None, :], 0.0)
         at = out_ptr + (row * length + o_m)[:, None] * D + o_d[None, :]
         if PER_THREAD:
-            groups = tl.max(tl.reshape(tl.max(tl.abs(b_q), 1), (2, 8)), 0) / levels + TINY
+            groups = tl.max(tl.reshape(tl.max(tl.abs(b_q), 1), (2, 8)), 0) / LEVELS + TINY
             tl.store(scale_ptr + (row * slices + i_s) * 8 + tl.arange(0, 8), groups)
             scale = tl.reshape(tl.broadcast_to(groups[None, :], (2, 8)), (16,))
             tl.store(at, _to_int8(b_q * (1.0 / scale)[:, None]), mask=m_m[:, None])
         else:
-            scale = tl.max(tl.abs(b_q)) / levels + TINY
+            scale = tl.max(tl.abs(b_q)) / LEVELS + TINY
             tl.store(scale_ptr + row * slices + i_s, scale)
             tl.store(at, _to_int8(b_q * (1.0 / scale)), mask=m_m[:, None])
     if HAS_POOL:
@@ -280,13 +262,12 @@ def quantise_values_kernel(
     out_ptr,
     length,
     padded,
-    stride_b,
-    stride_h,
-    stride_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
 ):
     """out e4m3 [B, Hkv, D, padded], 0 beyond the end.
 
@@ -297,10 +278,9 @@ def quantise_values_kernel(
     place, o_d = tl.arange(0, BLOCK), tl.arange(0, D)
     r = place % 16
     o_n = i_n * BLOCK + place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
-    b_v = _tile(v_ptr, i_bh, o_n, length, stride_b, stride_h, stride_n, HEADS, D)
-    if HAS_MEAN:
-        mean = tl.load(mean_ptr + i_bh * D + o_d)
-        b_v = tl.where(o_n[:, None] < length, b_v - mean[None, :], 0.0)
+    b_v = _tile(v_ptr, i_bh, o_n, length, stride_v_b, stride_v_h, stride_v_n, HEADS, D)
+    mean = tl.load(mean_ptr + i_bh * D + o_d)
+    b_v = tl.where(o_n[:, None] < length, b_v - mean[None, :], 0.0)
     b_v = (b_v * tl.load(inverse_ptr + i_bh * D + o_d)[None, :]).to(tl.float8e4nv)
     row = (i_bh.to(tl.int64) * D + o_d[:, None]) * padded
     tl.store(out_ptr + row + (i_n * BLOCK + place)[None, :], tl.trans(b_v))

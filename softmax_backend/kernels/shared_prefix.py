@@ -13,14 +13,14 @@ ALWAYS_PARTIAL = tl.constexpr(1)
 NO_CAUSAL_MASK = tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["requests", "stride_table", "query_tokens"])
+@triton.jit(do_not_specialize=["requests", "stride_block_table_r", "query_tokens"])
 def find_leaders_kernel(
     block_table_ptr,  # [requests, pages]
     lengths_ptr,  # [requests]
     leader_ptr,  # [requests] out
     shared_ptr,  # [requests] out: tokens that agree with the leader's, whole pages
     requests,
-    stride_table,
+    stride_block_table_r,
     query_tokens,
     PAGE_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -32,8 +32,8 @@ def find_leaders_kernel(
     m_request = o_request < requests
     length = tl.load(lengths_ptr + i)
     lengths = tl.load(lengths_ptr + o_request, mask=m_request, other=0)
-    own = tl.load(block_table_ptr + i.to(tl.int64) * stride_table)
-    at = block_table_ptr + o_request.to(tl.int64) * stride_table
+    own = tl.load(block_table_ptr + i.to(tl.int64) * stride_block_table_r)
+    at = block_table_ptr + o_request.to(tl.int64) * stride_block_table_r
     has_page = m_request & (lengths >= PAGE_SIZE)
     firsts = tl.load(at, mask=has_page, other=-1)
     same = has_page & (firsts == own) & (length >= PAGE_SIZE)
@@ -43,8 +43,8 @@ def find_leaders_kernel(
     most = tl.minimum(length, tl.load(lengths_ptr + leader)) - query_tokens
     pages = tl.maximum(most, 0) // PAGE_SIZE
     agree = pages
-    mine = block_table_ptr + i.to(tl.int64) * stride_table
-    other = block_table_ptr + leader.to(tl.int64) * stride_table
+    mine = block_table_ptr + i.to(tl.int64) * stride_block_table_r
+    other = block_table_ptr + leader.to(tl.int64) * stride_block_table_r
     start = pages * 0
     while start < agree:
         o_page = start + tl.arange(0, BLOCK_PAGES)

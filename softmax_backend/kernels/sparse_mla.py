@@ -14,8 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from softmax_backend.kernels.mla_decode import decode_e4m3
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 DATA_BYTES = tl.constexpr(576)
@@ -23,8 +21,14 @@ SCALE_BYTES = tl.constexpr(8)
 NOPE = tl.constexpr(448)
 
 DECODE_PLAIN = tl.constexpr(0)
-DECODE_PTX_BF16 = tl.constexpr(1)
-DECODE_PTX_FP16 = tl.constexpr(2)
+
+
+@triton.jit
+def decode_e4m3(x):
+    """Bytes of float8 e4m3fn as fp16; exact, subnormals too. The two NaN codes become 480."""
+    bits = x.to(tl.uint16)
+    half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
+    return half.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
@@ -62,29 +66,6 @@ def decode_e4m3_bf16(x, b_scale):
 
 
 @triton.jit
-def decode_e4m3_fp16(x, b_scale):
-    """Four bytes of e4m3 times a scale each, as fp16: exact for scales of 2^-15 to 2^7."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 lo, hi;
-        .reg .b32 a, b;
-        mov.b32 {lo, hi}, $2;
-        cvt.rn.f16x2.e4m3x2 a, lo;
-        cvt.rn.f16x2.e4m3x2 b, hi;
-        mul.f16x2 $0, a, $3;
-        mul.f16x2 $1, b, $4;
-        }
-        """,
-        "=&r,=&r,r,r,r",
-        [x, b_scale],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
 def dequantise(b_bytes, b_scales, FIRST: tl.constexpr, OPERAND: tl.constexpr, DECODE: tl.constexpr):
     """Channels 64 FIRST and on of a block of keys, in ``OPERAND``.
 
@@ -102,14 +83,10 @@ def dequantise(b_bytes, b_scales, FIRST: tl.constexpr, OPERAND: tl.constexpr, DE
     if DECODE == DECODE_PLAIN:
         b_scale = (bits.to(tl.uint16).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         b_k = (decode_e4m3(b_groups).to(tl.float32) * b_scale[:, :, None]).to(OPERAND)
-    elif DECODE == DECODE_PTX_BF16:
+    else:
         b_scale = bits.to(tl.bfloat16, bitcast=True)
         b_scale = tl.broadcast_to(b_scale[:, :, None], [BLOCK_KV, GROUPS, 64])
         b_k = decode_e4m3_bf16(b_groups, b_scale)
-    else:
-        b_scale = bits.to(tl.bfloat16, bitcast=True).to(tl.float16)
-        b_scale = tl.broadcast_to(b_scale[:, :, None], [BLOCK_KV, GROUPS, 64])
-        b_k = decode_e4m3_fp16(b_groups, b_scale)
     return tl.reshape(b_k, [BLOCK_KV, GROUPS * 64])
 
 

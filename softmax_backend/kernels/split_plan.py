@@ -32,7 +32,6 @@ def boundary(
     share,
     overhead,
     min_blocks,
-    unit,
     start_ptr,
     blocks_ptr,
     STEPS: tl.constexpr,
@@ -50,10 +49,10 @@ def boundary(
     tile = tl.where(at_start, tile, tl.where(at_end, tile + 1, tile))
     tile = tl.where(inside, tile, end)
     keep = inside & (at_start == 0) & (at_end == 0)
-    return tile, tl.where(keep, block * unit, 0), tl.where(keep, split, 0)
+    return tile, tl.where(keep, block, 0), tl.where(keep, split, 0)
 
 
-@triton.jit(do_not_specialize=["tiles", "ctas", "overhead", "min_blocks", "chunk_blocks"])
+@triton.jit(do_not_specialize=["tiles", "ctas", "overhead", "min_blocks"])
 def split_plan_kernel(
     lengths_ptr,  # [tiles] tokens; negative: not there
     work_ptr,  # [ctas, 8]
@@ -63,7 +62,6 @@ def split_plan_kernel(
     ctas,
     overhead,
     min_blocks,
-    chunk_blocks,
     BLOCK_T: tl.constexpr,
     BLOCK_CTAS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -74,13 +72,8 @@ def split_plan_kernel(
     m_tile = o_tile < tiles
     length = tl.load(lengths_ptr + o_tile, mask=m_tile, other=-1)
     there = length >= 0
-    unit = tl.maximum(chunk_blocks, 1)
     blocks = tl.cdiv(tl.maximum(length, 0), 64)
-    # with fixed splits the plan deals in chunks
-    least_blocks = tl.where(there & (chunk_blocks > 0), 1, 0)
-    blocks = tl.maximum(tl.cdiv(blocks, unit), least_blocks)
-    cost = tl.where(there, tl.where(chunk_blocks > 0, 0, overhead), 0)
-    overhead = tl.where(chunk_blocks > 0, 0, overhead)
+    cost = tl.where(there, overhead, 0)
     sum_blocks = tl.sum(blocks, 0)
     line = sum_blocks + tl.sum(cost, 0)
     share = tl.maximum(tl.maximum(min_blocks, 1), tl.cdiv(line, ctas))
@@ -90,7 +83,7 @@ def split_plan_kernel(
     for i in tl.static_range(CANDIDATES):
         size = least + (i * (most - least) + CANDIDATES - 2) // (CANDIDATES - 1)
         splits = tl.sum(tl.where(there, tl.maximum(tl.cdiv(blocks, size), 1), 0), 0)
-        fits = (even == 0) & (splits <= ctas) & (chunk_blocks == 0)
+        fits = (even == 0) & (splits <= ctas)
         even = tl.where(fits, size, even)
     is_even = even > 0
 
@@ -103,7 +96,7 @@ def split_plan_kernel(
     low = tl.cdiv(zero + min_blocks, share)
     high = (zero + blocks - min_blocks) // share
     cut = tl.where(there, 1 + tl.maximum(high - low + 1, 0), 0)
-    count = tl.where(is_even, pieces, tl.where(chunk_blocks > 0, blocks, cut))
+    count = tl.where(is_even, pieces, cut)
     slots = tl.cumsum(count, 0)
     tl.store(num_splits_ptr + o_tile, slots - count, mask=m_tile)
     tl.store(num_splits_ptr + tiles, tl.sum(count, 0))
@@ -135,7 +128,6 @@ def split_plan_kernel(
             share,
             overhead,
             min_blocks,
-            unit,
             scratch_ptr,
             blocks_ptr,
             STEPS,
@@ -148,13 +140,12 @@ def split_plan_kernel(
             share,
             overhead,
             min_blocks,
-            unit,
             scratch_ptr,
             blocks_ptr,
             STEPS,
         )
         last = tl.where(stop > 0, after, after - 1)
-        whole = tl.load(blocks_ptr + tl.maximum(after - 1, 0)) * unit
+        whole = tl.load(blocks_ptr + tl.maximum(after - 1, 0))
         stop = tl.where(stop > 0, stop, tl.where(after > 0, whole, 0))
     row = work_ptr + o_cta * 8
     tl.store(row, first, mask=m_cta)
@@ -162,55 +153,3 @@ def split_plan_kernel(
     tl.store(row + 2, last, mask=m_cta)
     tl.store(row + 3, stop, mask=m_cta)
     tl.store(row + 4, split, mask=m_cta)
-
-
-@triton.jit(do_not_specialize=["requests", "ctas"])
-def flash_mla_plan_kernel(
-    lengths_ptr,  # [requests]
-    work_ptr,  # [ctas, 8]
-    num_splits_ptr,  # [requests + 1]
-    requests,
-    ctas,
-    BLOCK_T: tl.constexpr,
-    OVERHEAD: tl.constexpr,
-    EMPTY_BLOCKS: tl.constexpr,  # of a request without tokens
-    MIN_PAYLOAD: tl.constexpr,
-):
-    """FlashMLA's schedule: a greedy contiguous fill by one thread. Grid: 1."""
-    o_request = tl.arange(0, BLOCK_T)
-    lengths = tl.load(lengths_ptr + o_request, mask=o_request < requests, other=0)
-    cost = tl.maximum(tl.cdiv(lengths, 64), EMPTY_BLOCKS) + OVERHEAD
-    total = tl.sum(tl.where(o_request < requests, cost, 0), 0)
-    payload = tl.maximum(tl.cdiv(total, ctas) + OVERHEAD, MIN_PAYLOAD)
-    # as FlashMLA has it for parts without work
-    idle = EMPTY_BLOCKS * tl.maximum(tl.cdiv(tl.load(lengths_ptr), 64) - 1, 0)
-    request = requests * 0
-    block = requests * 0
-    split = requests * 0
-    slots = requests * 0
-    tl.store(num_splits_ptr, slots)
-    for i in range(0, ctas):
-        row = work_ptr + i * 8
-        tl.store(row, request)
-        tl.store(row + 1, tl.where(request < requests, block, idle))
-        tl.store(row + 4, split)
-        left = payload
-        going = request < requests
-        while going:
-            blocks = tl.maximum(tl.cdiv(tl.load(lengths_ptr + request), 64), EMPTY_BLOCKS) - block
-            if left >= blocks + OVERHEAD:
-                slots += split + 1
-                tl.store(num_splits_ptr + request + 1, slots)
-                left -= blocks + OVERHEAD
-                request += 1
-                block = block * 0
-                split = split * 0
-                going = request < requests
-            else:
-                if left > OVERHEAD:
-                    block += left - OVERHEAD
-                    split += 1
-                going = request < 0
-        previous = tl.load(lengths_ptr + tl.maximum(request - 1, 0))
-        tl.store(row + 2, tl.where(block > 0, request, request - 1))
-        tl.store(row + 3, tl.where(block > 0, block, tl.cdiv(previous, 64)))

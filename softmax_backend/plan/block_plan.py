@@ -138,46 +138,6 @@ class BlockPlan:
         return float(self.blocks_attended() / blocks.sum().clamp(min=1))
 
 
-def padded(plan: BlockPlan, *, work: int, rows: int, cols: int, slots: int = 0) -> BlockPlan:
-    """The same plan in tensors of given lengths, for ``BlockPlan.copy_``. Reads the device.
-
-    What no program reads is left out first: work without a sequence, rows without work and, where
-    rows do not share them, columns without a row.
-
-    Args:
-        work, rows, cols: lengths of the plan's tensors.
-        slots: length of ``mask_aux`` where the mask counts PARTIAL blocks.
-
-    Raises:
-        ValueError: the plan needs more than a length.
-    """
-    live = plan.work[plan.work[:, 0] >= 0]
-    used, row = torch.unique(live[:, 3], return_inverse=True)
-    kept, columns, aux = plan.rows[used.long()].long(), plan.cols, plan.mask_aux
-    if bool((kept[:, 0] != 0).any()):  # else all rows share one list
-        count = kept[:, 2] - kept[:, 0]
-        moved = count.cumsum(0) - count - kept[:, 0]
-        place = torch.arange(int(count.sum()), device=columns.device)
-        columns = columns[place - moved.repeat_interleave(count)]
-        kept[:, :3] += moved[:, None]
-
-    def in_length(name: str, x: Tensor, length: int, fill: int = 0) -> Tensor:
-        if len(x) > length:
-            raise ValueError(f"{name} of the plan must have at most {length} entries, got {len(x)}")
-        return torch.cat([x, x.new_full((length - len(x), *x.shape[1:]), fill)])
-
-    live = torch.cat([live[:, :3], row[:, None].int()], 1)
-    if aux is not None and plan.mask is masks.element_bits:
-        aux = in_length("mask_aux", aux, slots)
-    return dataclasses.replace(
-        plan,
-        work=in_length("work", live, work, -1),
-        rows=in_length("rows", kept.int(), rows),
-        cols=in_length("cols", columns, cols),
-        mask_aux=aux,
-    )
-
-
 def uniform_sequences(
     batch: int, q_len: int, kv_len: int, device: torch.device, q_position: int | None = None
 ) -> Tensor:

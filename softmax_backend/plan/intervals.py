@@ -113,15 +113,6 @@ def paged(
     """
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, got {page_size}")
-    sequences = paged_sequences(cu_seqlens_q, kv_lens, page_indptr)
-    plan = _interval_plan(
-        sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
-    )
-    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
-
-
-def paged_sequences(cu_seqlens_q: Tensor, kv_lens: Tensor, page_indptr: Tensor) -> Tensor:
-    """``BlockPlan.sequences`` of packed queries over keys in pages; see ``paged``."""
     _expect_offsets("cu_seqlens_q", cu_seqlens_q)
     count = len(cu_seqlens_q) - 1
     if kv_lens.shape != (count,):
@@ -134,7 +125,11 @@ def paged_sequences(cu_seqlens_q: Tensor, kv_lens: Tensor, page_indptr: Tensor) 
     expect_device("page_indptr", page_indptr, cu_seqlens_q.device)
     q_len = cu_seqlens_q.diff()
     columns = [torch.zeros_like(q_len), cu_seqlens_q[:-1], q_len, page_indptr[:count], kv_lens]
-    return torch.stack([*columns, kv_lens - q_len], 1).int()
+    sequences = torch.stack([*columns, kv_lens - q_len], 1).int()
+    plan = _interval_plan(
+        sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
+    )
+    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
 
 
 def _interval_plan(

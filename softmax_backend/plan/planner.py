@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from backend_core import contracts
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.streams import is_elsewhere, run_there
+from backend_core.operator import Selection
 from backend_core.tables.schema import KernelPath
 from softmax_backend.contract.mla_decode import expect_heads
+from softmax_backend.decode import MlaRun
 from softmax_backend.launch_params import Sm90MlaParams, TritonMlaParams
-from softmax_backend.plan.flash_mla import (
-    OVERHEAD,
-    RELEASES,
-    Release,
-    flash_mla_schedule,
-    num_parts,
-)
 from softmax_backend.plan.split_kv import CANDIDATES, split_kv
-from softmax_backend.selection import MlaSelection
-from softmax_backend.spec import BLOCK_TOKENS, MAX_SPLITS
+from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import SharedPrefix, StepPlan
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
 
-Schedule = Literal["balanced", "flash_mla"]
 SM90_SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "split_plan.cu"
 PARAMS = CudaParams(
     (
@@ -43,10 +36,12 @@ PARAMS = CudaParams(
         ("ctas", "int"),
         ("overhead", "int"),
         ("min_blocks", "int"),
-        ("chunk_blocks", "int"),
     )
 )
 MAX_TILES = 4095
+OVERHEAD, MIN_BLOCKS = 1, 1
+"""Of plans in torch and Triton: what a program pays for each query tile that it touches, and the
+fewest blocks of a split."""
 _MAX_PREFIX_REQUESTS = 256
 
 
@@ -54,53 +49,18 @@ class MlaPlanner:
     """Plans the steps of one kind of layer.
 
     Args:
-        selection: the paths of the layer (``selection.select``).
-        schedule: ``"balanced"``, or ``"flash_mla"`` for FlashMLA's own.
-        release: whose schedule ``"flash_mla"`` is (``plan/flash_mla.py``); the plan's columns are
-            those of 2025-09 in any case.
-        fixed_split_tokens: > 0: results of a request do not depend on what else is in the batch;
-            every split has so many tokens, a multiple of 64. ``max_tokens`` is then required.
-        max_tokens: the longest request, for the capacity of fixed splits.
+        selection: the paths of the layer (``api.select_mla_decode``).
         shared_prefix_tokens: > 0: requests that share at least so many leading tokens, in whole
             pages at the head of their block tables, read them once per 64 query rows. On a CPU,
             whose path computes each request on its own, each reads its own, with the same result.
 
     Raises:
-        ValueError: an argument is not as described, or two of them exclude one another.
+        ValueError: prefixes are shared, and a request has more than 64 query rows.
     """
 
     def __init__(
-        self,
-        selection: MlaSelection,
-        *,
-        schedule: Schedule = "balanced",
-        release: Release = "2025-09",
-        fixed_split_tokens: int = 0,
-        max_tokens: int = 0,
-        shared_prefix_tokens: int = 0,
+        self, selection: Selection[MlaSpec, MlaRun], *, shared_prefix_tokens: int = 0
     ) -> None:
-        if schedule not in ("balanced", "flash_mla"):
-            raise ValueError(f"schedule must be balanced or flash_mla, got {schedule!r}")
-        if release not in RELEASES:
-            raise ValueError(f"release must be one of {', '.join(RELEASES)}, got {release!r}")
-        if fixed_split_tokens < 0 or fixed_split_tokens % BLOCK_TOKENS:
-            raise ValueError(
-                f"fixed_split_tokens must be a multiple of {BLOCK_TOKENS}, got {fixed_split_tokens}"
-            )
-        if schedule == "flash_mla" and (fixed_split_tokens or shared_prefix_tokens):
-            raise ValueError("schedule flash_mla has neither fixed splits nor shared prefixes")
-        if fixed_split_tokens and shared_prefix_tokens:
-            raise ValueError(
-                "fixed splits must come without shared prefixes, which depend on the batch"
-            )
-        self._max_splits = 0
-        if fixed_split_tokens:
-            self._max_splits = max(1, -(-max_tokens // fixed_split_tokens))
-            if max_tokens < 1 or self._max_splits > MAX_SPLITS:
-                raise ValueError(
-                    f"max_tokens must be 1 to {MAX_SPLITS * fixed_split_tokens} (at most"
-                    f" {MAX_SPLITS} splits), got {max_tokens}"
-                )
         if shared_prefix_tokens and selection.spec.query_rows > 64:
             raise ValueError(
                 "shared prefixes need at most 64 query rows of a request, got"
@@ -108,9 +68,6 @@ class MlaPlanner:
             )
         self.selection = selection
         self.spec = selection.spec
-        self._schedule = schedule
-        self._release = release
-        self._chunk_blocks = fixed_split_tokens // BLOCK_TOKENS
         self._prefix_tokens = shared_prefix_tokens
 
     def plan(
@@ -126,8 +83,8 @@ class MlaPlanner:
             lengths: ``[requests]`` int32 tokens in the cache, those of the queries included; 0 is
                 an empty request. Read by the kernels that use the plan, so keep it as it is.
             block_table: ``[requests, pages]`` int32; needed where prefixes are shared.
-            out: an earlier plan of as many requests, by a planner of the same query tokens, splits
-                and schedule, to be written again in place (CUDA graphs).
+            out: an earlier plan of as many requests, by a planner of the same query tokens, to be
+                written again in place (CUDA graphs).
 
         Raises:
             ValueError: an input is not as described; nothing has been written then.
@@ -152,7 +109,7 @@ class MlaPlanner:
                     f"lengths must have at most {_MAX_PREFIX_REQUESTS} requests where prefixes are"
                     f" shared, got {requests}"
                 )
-        path = self.selection.path(requests)
+        path = self.selection.row(requests * self.spec.query_rows)
         if path.name != "torch":
             contracts.expect_kernel_device("lengths", lengths)
         plan = self._allocate(lengths, path) if out is None else out
@@ -166,7 +123,7 @@ class MlaPlanner:
         if out is not None:
             self._expect_own(out, path)
         contracts.expect_device("out", plan.work, lengths.device)
-        expect_heads("out", plan, self.spec)
+        expect_heads("out", None if plan.prefix is None else plan.prefix.num_heads, self.spec)
         if plan.prefix is not None and block_table is not None:
             _find_prefixes(
                 plan,
@@ -180,16 +137,12 @@ class MlaPlanner:
         return plan
 
     def _expect_own(self, out: StepPlan, path: KernelPath) -> None:
-        """Require a plan as this planner makes them: its scratch memory is counted for its splits,
-        and runs go by what it says of them."""
-        fixed = out.requests * self._max_splits
-        wanted = (self.spec.query_tokens, self._chunk_blocks, fixed, self._lists_merges(path))
-        slots = out.num_slots if out.chunk_blocks else 0
-        got = (out.query_tokens, out.chunk_blocks, slots, out.merges is not None)
+        """Require a plan as this planner makes them: runs go by what it says."""
+        wanted = (self.spec.query_tokens, self._lists_merges(path))
+        got = (out.query_tokens, out.merges is not None)
         if got != wanted:
             raise ValueError(
-                "out must be a plan with the query tokens, blocks in a fixed split, fixed splits,"
-                f" and list of merges {wanted}, got {got}"
+                f"out must be a plan with the query tokens and list of merges {wanted}, got {got}"
             )
 
     def _allocate(self, lengths: torch.Tensor, path: KernelPath) -> StepPlan:
@@ -213,14 +166,12 @@ class MlaPlanner:
                 zeros(requests),
                 self.spec.num_heads,
             )
-        slots = requests * self._max_splits if self._max_splits else tiles + ctas
         return StepPlan(
             lengths,
             zeros(ctas, 8),
             zeros(tiles + 1),
             self.spec.query_tokens,
-            self._chunk_blocks,
-            slots,
+            tiles + ctas,
             prefix,
             zeros(1 + requests) if self._lists_merges(path) else None,
             zeros(2, tiles),
@@ -230,11 +181,9 @@ class MlaPlanner:
         return self._prefix_tokens > 0 and path.name != "torch"
 
     def _lists_merges(self, path: KernelPath) -> bool:
-        return isinstance(path.params, Sm90MlaParams) and self._schedule == "balanced"
+        return isinstance(path.params, Sm90MlaParams)
 
     def _num_ctas(self, path: KernelPath) -> int:
-        if self._schedule == "flash_mla":
-            return num_parts(self.selection.target.num_sms, self.spec.query_rows)
         row_tiles = 1 if self._prefix_tokens else -(-self.spec.query_rows // 64)
         sms = self.selection.target.num_sms
         if isinstance(path.params, TritonMlaParams):
@@ -244,24 +193,15 @@ class MlaPlanner:
 
     def _fill(self, plan: StepPlan, path: KernelPath) -> None:
         tokens = plan.lengths if plan.prefix is None else plan.prefix.tile_lengths
-        overhead = getattr(path.params, "overhead", 1)
-        min_blocks = getattr(path.params, "min_blocks", 1)
         if not tokens.is_cuda and path.name == "torch":
-            if self._schedule == "flash_mla":
-                work, num_splits = flash_mla_schedule(tokens, plan.num_ctas, self._release)
-            else:
-                work, num_splits = split_kv(
-                    tokens, plan.num_ctas, overhead, min_blocks, self._chunk_blocks
-                )
+            work, num_splits = split_kv(tokens, plan.num_ctas, OVERHEAD, MIN_BLOCKS)
             with torch.inference_mode():  # which the plan may have been made in
                 plan.work.copy_(work)
                 plan.num_splits.copy_(num_splits)
-        elif self._schedule == "flash_mla":
-            plan_flash_mla(tokens, plan.work, plan.num_splits, self._release)
         elif isinstance(path.params, Sm90MlaParams):
             self._fill_sm90(plan, tokens, path.params)
         else:
-            plan_split_kv(tokens, plan, overhead, min_blocks, self._chunk_blocks)
+            plan_split_kv(tokens, plan, OVERHEAD, MIN_BLOCKS)
 
     def _fill_sm90(self, plan: StepPlan, tokens: torch.Tensor, params: Sm90MlaParams) -> None:
         assert plan.merges is not None
@@ -277,41 +217,25 @@ class MlaPlanner:
             ctas=plan.num_ctas,
             overhead=(plan.prefix and params.prefix_overhead) or params.overhead,
             min_blocks=params.min_blocks,
-            chunk_blocks=self._chunk_blocks,
         )
         threads = 544 if tiles <= 544 else 1024  # a warp per candidate
         _sm90_kernel()(1, threads, packed, pdl=True)
 
 
-def plan_split_kv(
-    lengths: torch.Tensor, plan: StepPlan, overhead: int, min_blocks: int, chunk_blocks: int
-) -> None:
+def plan_split_kv(lengths: torch.Tensor, plan: StepPlan, overhead: int, min_blocks: int) -> None:
     """One launch of the Triton planner."""
     tiles, ctas = lengths.shape[0], plan.num_ctas
-    kernel = _split_kernel(_power_of_two(tiles), _power_of_two(ctas))
-    kernel(
+    _split_kernel(_power_of_two(tiles), _power_of_two(ctas)).launch(
         (1, 1, 1),
-        lengths,
-        plan.work,
-        plan.num_splits,
-        plan.starts,
-        tiles,
-        ctas,
-        overhead,
-        min_blocks,
-        chunk_blocks,
+        lengths_ptr=lengths,
+        work_ptr=plan.work,
+        num_splits_ptr=plan.num_splits,
+        scratch_ptr=plan.starts,
+        tiles=tiles,
+        ctas=ctas,
+        overhead=overhead,
+        min_blocks=min_blocks,
     )
-
-
-def plan_flash_mla(
-    lengths: torch.Tensor,
-    work: torch.Tensor,
-    num_splits: torch.Tensor,
-    release: Release = "2025-09",
-) -> None:
-    """FlashMLA's schedule by a kernel, in the columns of 2025-09."""
-    kernel = _flash_mla_kernel(_power_of_two(lengths.shape[0]), release)
-    kernel((1, 1, 1), lengths, work, num_splits, lengths.shape[0], work.shape[0])
 
 
 def _find_prefixes(
@@ -332,7 +256,6 @@ def _find_prefixes(
         leader_ptr=prefix.leader,
         shared_ptr=prefix.shared,
         requests=requests,
-        stride_table=block_table.stride(0),
         query_tokens=plan.query_tokens,
     )
     tiles.launch(
@@ -371,28 +294,13 @@ def _split_kernel(block_t: int, block_ctas: int) -> KernelLaunch:
 
 
 @functools.cache
-def _flash_mla_kernel(block_t: int, release: Release) -> KernelLaunch:
-    from backend_core.launch.triton import KernelLaunch
-    from softmax_backend.kernels.split_plan import flash_mla_plan_kernel
-
-    first = release == "2025-04"
-    constexprs = {
-        "BLOCK_T": block_t,
-        "OVERHEAD": OVERHEAD,
-        "EMPTY_BLOCKS": 0 if first else 1,
-        "MIN_PAYLOAD": 2 * OVERHEAD if first else 0,
-    }
-    return KernelLaunch(flash_mla_plan_kernel, constexprs, {"num_warps": 1})
-
-
-@functools.cache
 def _prefix_kernels(page_size: int, block_t: int, tiles: int) -> tuple[KernelLaunch, KernelLaunch]:
     from backend_core.launch.triton import KernelLaunch
     from softmax_backend.kernels.shared_prefix import find_leaders_kernel, two_level_tiles_kernel
 
     leaders = {"PAGE_SIZE": page_size, "BLOCK_T": block_t, "BLOCK_PAGES": 256}
     return (
-        KernelLaunch(find_leaders_kernel, leaders, {"num_warps": 4}),
+        KernelLaunch(find_leaders_kernel, leaders, {"num_warps": 4}, axes={"block_table": "r."}),
         KernelLaunch(
             two_level_tiles_kernel, {"BLOCK_T": block_t, "BLOCK_TILES": tiles}, {"num_warps": 8}
         ),

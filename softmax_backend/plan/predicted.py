@@ -15,10 +15,12 @@ from torch import Tensor
 from backend_core.autocast import without_autocast
 from backend_core.contracts import expect_device, expect_kernel_device
 from backend_core.launch.streams import is_elsewhere, run_there
+from backend_core.tables.select import PathTable, load_table
 from backend_core.target import detect_target
 from softmax_backend.contract.block_sparse import MAX_ROWS
 from softmax_backend.kernels import predict as kernels
-from softmax_backend.launch_params_prefill import PredictionParams
+from softmax_backend.launch_params import TABLES
+from softmax_backend.launch_params_prefill import Int8PrefillParams, PredictionParams
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import (
     FULL,
@@ -29,12 +31,14 @@ from softmax_backend.plan.block_plan import (
     work_list,
 )
 from softmax_backend.plan.choice import Choice, PerHead
-from softmax_backend.selection_prefill import paths_of
+from softmax_backend.prepared import prepared
 from softmax_backend.variants import masks
 from softmax_backend.variants.column_stats import has_kernels
 from softmax_backend.variants.pooled import Pooled, pool
 from softmax_backend.variants.variant import LOG2_E
 
+SCORE_ROWS, SCORE_COLS, SCORE_WARPS = 128, 64, 4
+"""Tiles and blocks that a program of ``score_kernel`` scores, and its warps."""
 SCORE_STEP = 32
 """Channels that a program of ``score_kernel`` multiplies at a time."""
 
@@ -89,10 +93,14 @@ def predict(
 def params_of(device: torch.device) -> PredictionParams:
     """The parameters of the device's table, or their defaults where it has none."""
     try:
-        rows = paths_of(detect_target(device), "block_sparse_int8", frozenset()).explain()
+        return params_of_table(load_table(TABLES, detect_target(device)))
     except LookupError:  # a device without a table has a prediction, and no attention
         return PredictionParams()
-    found = (row.path.params for row in rows if row.path.name == "triton")
+
+
+def params_of_table(table: PathTable) -> PredictionParams:
+    """The parameters of a table's section, or their defaults where it has none."""
+    found = (row.params for row in table.rows if isinstance(row.params, Int8PrefillParams))
     return next((params.prediction for params in found), PredictionParams())
 
 
@@ -167,8 +175,21 @@ def scores(x: Pooled, is_causal: bool, scale_log2: float, params: PredictionPara
     m, n = x.lengths
     pitch = -(-blocks // 32) * 32  # rows of scores begin at 128 bytes
     found = torch.empty(b, h, tiles, pitch, dtype=torch.float32, device=x.q_sums.device)
-    grid = (-(-tiles // params.score_rows), -(-blocks // params.score_cols), b * h)
-    kernels.score_kernel[grid](
+    constexprs = {
+        "HEADS": h,
+        "GROUP": h // hk,
+        "D": d,
+        "BLOCK_M": x.block_m,
+        "BLOCK_N": x.block_n,
+        "ROWS": SCORE_ROWS,
+        "COLS": SCORE_COLS,
+        "STEP": min(SCORE_STEP, d),
+        "IS_CAUSAL": is_causal,
+        "CENTRE": "mean" if x.k_mean is not None else "none" if x.is_centred else "middle",
+        "PRECISION": exact_precision() if params.product == "exact" else params.product,
+    }
+    prepared(kernels.score_kernel, SCORE_WARPS, **constexprs).launch(
+        (-(-tiles // SCORE_ROWS), -(-blocks // SCORE_COLS), b * h),
         q_sums_ptr=x.q_sums,
         k_sums_ptr=x.k_sums,
         k_mean_ptr=x.k_sums if x.k_mean is None else x.k_mean,
@@ -180,18 +201,6 @@ def scores(x: Pooled, is_causal: bool, scale_log2: float, params: PredictionPara
         kv_len=n,
         q_position=n - m,
         scale_log2=scale_log2,
-        HEADS=h,
-        GROUP=h // hk,
-        D=d,
-        BLOCK_M=x.block_m,
-        BLOCK_N=x.block_n,
-        ROWS=params.score_rows,
-        COLS=params.score_cols,
-        STEP=min(SCORE_STEP, d),
-        IS_CAUSAL=is_causal,
-        CENTRE="mean" if x.k_mean is not None else "none" if x.is_centred else "middle",
-        PRECISION=exact_precision() if params.product == "exact" else params.product,
-        num_warps=params.score_warps,
     )
     return found
 
@@ -210,7 +219,22 @@ def _with_kernels(
     work, sequences = new(b * h * tiles, 4), new(b, 6)
     width = max(64, triton.next_power_of_2(blocks))
     has_likeness = choice.has_likeness and x.k_likeness is not None
-    kernels.select_blocks_kernel[(tiles, b * h)](
+    constexprs = {
+        "HEADS": h,
+        "GROUP": h // hk,
+        "BLOCK_M": x.block_m,
+        "BLOCK_N": x.block_n,
+        "WIDTH": width,
+        "IS_CAUSAL": choice.is_causal,
+        "IS_CDF": choice.cdf is not None,
+        "HAS_SINK": choice.keep_first,
+        "HAS_LIKENESS": has_likeness,
+        "IN_LOGITS": params.search == "logits",
+        "PER_HEAD": of_heads is not None,
+    }
+    warps = max(1, width // 1024)  # within one warp a reduction has no barrier
+    prepared(kernels.select_blocks_kernel, warps, **constexprs).launch(
+        (tiles, b * h, 1),
         scores_ptr=found,
         q_likeness_ptr=x.q_likeness if has_likeness else found,
         k_likeness_ptr=x.k_likeness if has_likeness else found,
@@ -224,30 +248,15 @@ def _with_kernels(
         q_position=n - m,
         min_likeness=min_likeness,
         amount=goal,
-        HEADS=h,
-        GROUP=h // hk,
-        BLOCK_M=x.block_m,
-        BLOCK_N=x.block_n,
-        WIDTH=width,
-        IS_CAUSAL=choice.is_causal,
-        IS_CDF=choice.cdf is not None,
-        HAS_SINK=choice.keep_first,
-        HAS_LIKENESS=has_likeness,
-        IN_LOGITS=params.search == "logits",
-        PER_HEAD=of_heads is not None,
-        num_warps=max(1, width // 1024),  # within one warp a reduction has no barrier
     )
-    kernels.order_rows_kernel[(-(-tiles // 64), b * h)](
+    prepared(kernels.order_rows_kernel, 4, HEADS=h, BLOCK=64, STEP=params.order_step).launch(
+        (-(-tiles // 64), b * h, 1),
         rows_ptr=rows,
         work_ptr=work,
         sequences_ptr=sequences,
         tiles=tiles,
         q_len=m,
         kv_len=n,
-        HEADS=h,
-        BLOCK=64,
-        STEP=params.order_step,
-        num_warps=4,
     )
     return rows, cols, work, sequences
 

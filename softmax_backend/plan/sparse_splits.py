@@ -10,20 +10,24 @@ import functools
 
 from softmax_backend.spec import MAX_SPLITS
 
+OVERHEAD = 2
+"""What a program pays before its first block, in blocks."""
+MERGE = 1
+"""What merging takes, in blocks."""
+
 
 @functools.lru_cache(maxsize=4096)
-def sparse_splits(tiles: int, blocks: int, slots: int, overhead: int, merge: int = 1) -> int:
+def sparse_splits(tiles: int, blocks: int, slots: int) -> int:
     """The number of splits that ends first by a simple count.
 
-    A split of ``n`` blocks takes ``n + overhead``; the programs run in rounds of ``slots``. Merging
-    takes ``merge`` blocks, and a sixteenth of one for each split, whose partial output is written
+    A split of ``n`` blocks takes ``n + OVERHEAD``; the programs run in rounds of ``slots``. Merging
+    takes ``MERGE`` blocks, and a sixteenth of one for each split, whose partial output is written
     and read again.
 
     Args:
         tiles: query tokens times tiles of heads.
         blocks: of one token's lists, if they are full.
         slots: programs that run at once.
-        overhead: of a program, in blocks.
 
     Returns:
         1 to ``min(blocks, MAX_SPLITS)``; the smallest of equals.
@@ -31,7 +35,12 @@ def sparse_splits(tiles: int, blocks: int, slots: int, overhead: int, merge: int
     best, least = 1, float("inf")
     for splits in range(1, max(1, min(blocks, MAX_SPLITS)) + 1):
         rounds = -(-tiles * splits // slots)
-        time = rounds * (-(-blocks // splits) + overhead) + (merge + splits / 16) * (splits > 1)
+        time = rounds * (-(-blocks // splits) + OVERHEAD) + (MERGE + splits / 16) * (splits > 1)
         if time < least:
             best, least = splits, time
     return best
+
+
+def blocks_of(topks: tuple[int, ...], block_kv: int) -> int:
+    """Blocks of one token's lists, if they are full."""
+    return sum(-(-topk // block_kv) for topk in topks)

@@ -11,9 +11,6 @@ even
 contiguous
     CTA g has the g-th of equal shares of the line on which each tile takes ``overhead + blocks``.
     A boundary less than ``min_blocks`` from a tile's start or end moves there.
-
-In fixed-split mode a split is ``chunk_blocks`` blocks of a tile whatever else the batch holds, and
-whole splits are shared out in the contiguous way.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ def _ceil_div(a: torch.Tensor, b: int | torch.Tensor) -> torch.Tensor:
 
 
 def split_kv(
-    lengths: torch.Tensor, ctas: int, overhead: int, min_blocks: int, chunk_blocks: int = 0
+    lengths: torch.Tensor, ctas: int, overhead: int, min_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The work list of one step.
 
@@ -42,16 +39,12 @@ def split_kv(
     """
     lengths = lengths.long()
     there = lengths >= 0
-    unit = max(chunk_blocks, 1)
-    blocks = _ceil_div(_ceil_div(lengths.clamp(min=0), BLOCK), unit)
-    if chunk_blocks:
-        blocks, overhead = blocks.clamp(min=1) * there, 0
+    blocks = _ceil_div(lengths.clamp(min=0), BLOCK)
     total = int(blocks.sum())
     share = max(min_blocks, 1, -(-(total + overhead * int(there.sum())) // ctas))
     least = max(min_blocks, 1, -(-total // ctas))
     most = share + share // 32
-    steps = () if chunk_blocks else range(CANDIDATES)
-    for step in steps:
+    for step in range(CANDIDATES):
         size = least - (-step * (most - least) // (CANDIDATES - 1))
         pieces = _ceil_div(blocks, size).clamp(min=1) * there
         if int(pieces.sum()) <= ctas:
@@ -62,7 +55,7 @@ def split_kv(
     zero = start + overhead
     end = int(there.nonzero().max()) + 1
     inside = (zero + blocks - min_blocks) // share - _ceil_div(zero + min_blocks, share) + 1
-    count = blocks if chunk_blocks else (1 + inside.clamp(min=0)) * there
+    count = (1 + inside.clamp(min=0)) * there
     cta = torch.arange(ctas + 1, device=lengths.device)
     at = cta * share
     live = at < int(extent.sum())
@@ -73,9 +66,9 @@ def split_kv(
     at_end = blocks[tile] - block < min_blocks
     keep = live & ~at_start & ~at_end
     tile = torch.where(live, tile + (~at_start & at_end).long(), end)
-    block, split = torch.where(keep, block * unit, 0), torch.where(keep, split, 0)
+    block, split = torch.where(keep, block, 0), torch.where(keep, split, 0)
     after, stop = tile[1:], block[1:]
-    whole = torch.where(after > 0, blocks[(after - 1).clamp(min=0)] * unit, 0)
+    whole = torch.where(after > 0, blocks[(after - 1).clamp(min=0)], 0)
     last = torch.where(stop > 0, after, after - 1)
     return (
         _rows(tile[:-1], block[:-1], last, torch.where(stop > 0, stop, whole), split[:-1]),

@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from backend_core import operator
+from backend_core.operator import Selection
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection, load_table, shipped_directory
+from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS
 from softmax_backend import reference
 from softmax_backend.api import mla_decode
+from softmax_backend.decode import MlaRun
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import MlaPlanner
 from softmax_backend.scratch import Scratch
-from softmax_backend.selection import MlaSelection
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
 
@@ -26,19 +28,15 @@ SCALE = (128 + 64) ** -0.5
 
 @dataclass
 class MlaCase:
-    """One step. ``plain_latent`` and ``plain_rope`` are the cache's numbers for the reference."""
+    """One step."""
 
     spec: MlaSpec
     q_latent: torch.Tensor
     q_rope: torch.Tensor
     kv_latent: torch.Tensor
     kv_rope: torch.Tensor
-    plain_latent: torch.Tensor
-    plain_rope: torch.Tensor
     block_table: torch.Tensor
     lengths: torch.Tensor
-    kv_scale: float = 1.0
-    kv_scales: torch.Tensor | None = None
     result: tuple[torch.Tensor, ...] = ()
 
 
@@ -73,59 +71,24 @@ def make_case(
         for j, page in enumerate(pages):
             owned[page, : lengths[i] - j * size] = True
     q = torch.randn(*rows, 576, generator=generator).to(spec.dtype)
-    cache = torch.randn(total, size, 576, generator=generator)
+    cache = torch.randn(total, size, 576, generator=generator).to(spec.dtype)
+    cache[~owned] = float("nan")
     case = MlaCase(
         spec=spec,
         q_latent=q[..., :512],
         q_rope=q[..., 512:],
-        kv_latent=cache,
-        kv_rope=cache,
-        plain_latent=cache,
-        plain_rope=cache,
+        kv_latent=cache[..., :512],
+        kv_rope=cache[..., 512:],
         block_table=table,
         lengths=torch.tensor(lengths, dtype=torch.int32),
     )
-    _store(case, cache, owned)
     for name, value in vars(case).items():
         if isinstance(value, torch.Tensor):
             setattr(case, name, value.to(device))
     return case
 
 
-def _store(case: MlaCase, cache: torch.Tensor, owned: torch.Tensor) -> None:
-    spec = case.spec
-    if spec.cache_format == "16-bit":
-        stored = cache.to(spec.dtype)
-        stored[~owned] = float("nan")
-        case.kv_latent, case.kv_rope = stored[..., :512], stored[..., 512:]
-        case.plain_latent, case.plain_rope = stored[..., :512], stored[..., 512:]
-        return
-    if spec.cache_format == "fp8":
-        case.kv_scale = 0.25
-        stored = (cache / case.kv_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        plain = stored.float() * case.kv_scale
-        raw = stored.view(torch.uint8)
-        raw[~owned] = 0x7F  # NaN
-        case.kv_latent, case.kv_rope = stored[..., :512], stored[..., 512:]
-        case.plain_latent, case.plain_rope = plain[..., :512], plain[..., 512:]
-        return
-    groups = cache[..., :512].reshape(*cache.shape[:-1], 4, 128)
-    scales = groups.abs().amax(-1) / 448
-    values = (groups / scales[..., None]).to(torch.float8_e4m3fn)
-    raw = torch.empty(*cache.shape[:2], 656, dtype=torch.uint8)
-    raw[..., :512] = values.flatten(-2).view(torch.uint8)
-    raw[..., 512:528] = scales.contiguous().view(torch.uint8)
-    rope = cache[..., 512:].bfloat16()
-    raw[..., 528:] = rope.contiguous().view(torch.uint8)
-    raw[~owned] = 0xFF  # NaN in every format
-    case.kv_latent = raw[..., :512]
-    case.kv_scales = raw[..., 512:528].view(torch.float32)
-    case.kv_rope = raw[..., 528:].view(torch.bfloat16)
-    case.plain_latent = (values.float() * scales[..., None]).flatten(-2)
-    case.plain_rope = rope
-
-
-def forced(spec: MlaSpec, name: str, num_sms: int = 5, **params: int) -> MlaSelection:
+def forced(spec: MlaSpec, name: str, num_sms: int = 5, **params: int) -> Selection[MlaSpec, MlaRun]:
     """A selection with one path alone, on a GPU of few SMs, so that small inputs have splits."""
     target = replace(KNOWN_TARGETS["cpu" if name == "torch" else "H200"], num_sms=num_sms)
     rows = [
@@ -134,7 +97,7 @@ def forced(spec: MlaSpec, name: str, num_sms: int = 5, **params: int) -> MlaSele
         if row.name == name
     ]
     row: KernelPath = replace(rows[0], params=replace(rows[0].params, **params))
-    return MlaSelection(target, spec, PathSelection.of(row))
+    return operator.forced(TABLES, target, spec, row)
 
 
 def run_case(
@@ -164,8 +127,6 @@ def run_case(
         planner.selection,
         scale=SCALE,
         causal=causal,
-        kv_scale=case.kv_scale,
-        kv_scales=case.kv_scales,
         sinks=sinks,
         out=out,
         lse=lse,
@@ -177,20 +138,16 @@ def expected(
     case: MlaCase, *, causal: bool = True, sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The float64 reference."""
-    variant = case.spec.variant
-    logits, mask = variant.logits, variant.mask
     return reference.mla_decode(
         case.q_latent,
         case.q_rope,
-        case.plain_latent,
-        case.plain_rope,
+        case.kv_latent,
+        case.kv_rope,
         case.block_table,
         case.lengths,
         SCALE,
         causal=causal,
         sinks=sinks,
-        logits=logits and (lambda s: logits(s, variant.a, variant.b)),
-        mask=mask and (lambda key, query: mask(key, query, variant.a, variant.b)),
     )
 
 

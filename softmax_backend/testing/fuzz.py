@@ -10,30 +10,25 @@ from typing import Any
 
 import torch
 
-from backend_core.tables.select import PathSelection
+from backend_core.operator import forced
 from backend_core.target import Target
 from backend_core.testing.fuzz import Draw, FuzzBatch, MismatchError, worst
 from softmax_backend import reference
-from softmax_backend.api import mla_decode
-from softmax_backend.flashinfer.merge import merge_states
+from softmax_backend.api import mla_decode, select_mla_decode
+from softmax_backend.flashinfer.merge import is_available, merge_states
+from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import MlaPlanner
-from softmax_backend.run.mla_triton import is_available
 from softmax_backend.scratch import Scratch
-from softmax_backend.selection import MlaSelection, select
 from softmax_backend.spec import MlaSpec
 from softmax_backend.testing.cases import SCALE, MlaCase, expected, make_case
 from softmax_backend.testing.checks import ALLOWED, LSE_ALLOWED
-from softmax_backend.variants import soft_cap
 
 SPECS = {
     "4 heads": MlaSpec(4, 64),
     "16 heads, drafts of 2": MlaSpec(16, 64, query_tokens=2),
     "64 heads, pages of 16": MlaSpec(64, 16),
     "20 heads, drafts of 3, pages of 48": MlaSpec(20, 48, query_tokens=3),
-    "fp8 cache": MlaSpec(16, 64, cache_format="fp8"),
-    "fp8_ds_mla cache": MlaSpec(16, 64, cache_format="fp8_ds_mla"),
     "fp16, pages of 1": MlaSpec(8, 1, dtype=torch.float16),
-    "capped logits": MlaSpec(4, 64, variant=soft_cap(2.0)),
 }
 EDGES = (0, 1, 2, 63, 64, 65, 128, 200)
 LONGEST = 400
@@ -47,23 +42,19 @@ class _Decode:
     def __init__(self, draw: Draw, target: Target, device: torch.device) -> None:
         self.device = device
         self.spec = spec = SPECS[draw.choice("spec", tuple(SPECS))]
-        path = draw.choice("path", select(target, spec).mla_decode.paths)
+        path = draw.choice("path", select_mla_decode(target, spec).rows)
         # on a GPU of few SMs small inputs have few splits, on one of many several
         target = replace(target, num_sms=draw.choice("SMs", (5, 40, 132)))
-        selection = MlaSelection(target, spec, PathSelection.of(path))
+        selection = forced(TABLES, target, spec, path)
         count = draw.integer("requests", 1, 6)
         self.lengths = draw.lengths("lengths", count, EDGES, LONGEST)
         self.shared = 0
-        kinds = ["balanced", "balanced", "fixed splits", "as FlashMLA's"]
+        kinds = ["balanced", "balanced"]
         if spec.query_rows <= 64 and spec.page_size > 1 and is_available(device):
             kinds.append("shared prefix")  # which kernels find
         schedule = draw.choice("schedule", kinds)
         options: dict[str, Any] = {}
-        if schedule == "fixed splits":
-            options = {"fixed_split_tokens": 64, "max_tokens": max(LONGEST, *self.lengths)}
-        elif schedule == "as FlashMLA's":
-            options = {"schedule": "flash_mla"}
-        elif schedule == "shared prefix":
+        if schedule == "shared prefix":
             self.shared = spec.page_size * draw.integer("shared pages", 1, 3)
             self.lengths[0] = max(self.lengths[0], self.shared)
             options = {"shared_prefix_tokens": self.shared}
@@ -95,8 +86,7 @@ class _Decode:
         )
         for name, value in vars(drawn).items():
             if isinstance(value, torch.Tensor):
-                _copy(getattr(self.case, name), value)
-        self.case.kv_scale = drawn.kv_scale
+                getattr(self.case, name).copy_(value)
         if self.sinks is not None:
             rng = torch.Generator(self.device).manual_seed(seed)
             self.sinks.copy_(3.0 * torch.randn(len(self.sinks), generator=rng, device=rng.device))
@@ -121,8 +111,6 @@ class _Decode:
             self.planner.selection,
             scale=SCALE,
             causal=self.causal,
-            kv_scale=case.kv_scale,
-            kv_scales=case.kv_scales,
             sinks=self.sinks,
             out=self.out,
             lse=self.lse,
@@ -135,24 +123,16 @@ class _Decode:
         none = want_lse == math.inf
         if not bool((self.lse[none] == math.inf).all()) or bool(self.out[none].any()):
             raise MismatchError("a row without keys must have output 0 and LSE +inf")
-        lse_allowed = LSE_ALLOWED[self.spec.cache_format]
         off = (self.lse.double() - want_lse)[~none].abs()
         return worst(
             output_error(self.out, want, ALLOWED),
-            (float(off.max()) if off.numel() else 0.0, lse_allowed),
+            (float(off.max()) if off.numel() else 0.0, LSE_ALLOWED),
         )
 
 
 def decode_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random step of ``mla_decode``."""
     return _Decode(draw, target, device).batch()
-
-
-def _copy(to: torch.Tensor, value: torch.Tensor) -> None:
-    """Byte by byte where a dtype has no copy of its own."""
-    if to.element_size() == 1:
-        to, value = to.view(torch.uint8), value.view(torch.uint8)
-    to.copy_(value)
 
 
 def output_error(got: torch.Tensor, want: torch.Tensor, allowed: float) -> tuple[float, float]:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backend_core.tables.select import load_table
 from backend_core.target import Target
 from backend_core.testing.fuzz import Draw, FuzzBatch, MismatchError, expect_untouched, worst
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import (
     FULL,
@@ -26,7 +28,7 @@ from softmax_backend.plan.block_plan import (
 from softmax_backend.plan.bsr import from_block_map
 from softmax_backend.sage import default_blocks, quantised_attention
 from softmax_backend.sageattention import sageattn
-from softmax_backend.selection_prefill import able_paths, requirements
+from softmax_backend.spec_block_sparse import BlockSparseSpec
 from softmax_backend.testing.fuzz import output_error
 from softmax_backend.testing.prefill_cases import LSE_ERROR, OUT_ERROR, causal_seen
 from softmax_backend.testing.prefill_checks import INT8_ERROR
@@ -60,8 +62,8 @@ SHAPES = (
 KINDS = ("dense", "causal", "window", "kinds", "block map", "ragged", "paged")
 SAGE_MODES = {
     "e4m3 values": SageMode(),
-    "e4m3 values, q smoothed": SageMode("per_thread", smooth_q=True),
-    "16-bit values": SageMode("per_thread", smooth_q=True, fp8_values=False),
+    "e4m3 values, more scales": SageMode("per_thread"),
+    "16-bit values": SageMode("per_thread", fp8_values=False),
 }
 
 
@@ -252,8 +254,9 @@ def _cut(draw: Draw, name: str, total: int) -> list[int]:
 def block_sparse_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random call of ``block_sparse_attention``."""
     x = _Sparse(draw, device)
-    needs = requirements(x.q, x.v, x.plan, x.variant)
-    path = draw.choice("path", able_paths(target, "block_sparse", needs))
+    needs = BlockSparseSpec.of(x.q, x.k, x.v, x.plan, x.variant).requires()
+    rows = [row for row in load_table(TABLES, target).rows if row.operator == "block_sparse"]
+    path = draw.choice("path", [row for row in rows if needs <= row.features])
 
     def run() -> None:
         block_sparse_attention(

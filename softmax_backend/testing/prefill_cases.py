@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backend_core.operator import forced
+from backend_core.tables.schema import KernelPath
+from backend_core.target import detect_target
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.dense8 import QuantisedRun
+from softmax_backend.launch_params import TABLES
+from softmax_backend.launch_params_prefill import Int8PrefillParams
 from softmax_backend.plan.block_plan import BlockPlan
+from softmax_backend.spec_block_sparse import QuantisedSpec
+from softmax_backend.variants.sage import Quantised
 
 BLOCKS = {"block_m": 32, "block_n": 32}
 OUT_ERROR, LSE_ERROR = 4e-3, 2e-3  # bf16 and fp16 weights round to 2^-9 and 2^-12
@@ -76,3 +84,13 @@ def causal_seen(q_len: int, kv_len: int, window: int | None = None) -> Tensor:
     """bool [M, N], aligned to the bottom right."""
     gap = torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)[None]
     return (gap >= 0) & (gap < (window or gap.numel() + q_len + kv_len))
+
+
+def quantised_run(x: Quantised, plan: BlockPlan, params: Int8PrefillParams) -> QuantisedRun:
+    """The 8-bit kernel alone, with other parameters than the table's."""
+    heads, group = x.q.shape[1], x.q.shape[1] // x.k.shape[1]
+    spec = QuantisedSpec(x.mode, heads, group, x.q.shape[3], plan.block_m, plan.block_n)
+    row = KernelPath("triton", "block_sparse_int8", None, frozenset(), params, False, "as given")
+    target = detect_target(x.q.device)
+    run: QuantisedRun = forced(TABLES, target, spec.of_plan(plan), row).run(1)
+    return run

@@ -38,7 +38,7 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
         if "pages" in path.features:
             cases |= {f"pages, D {dim}": partial(_packed, path, dim, True) for dim in (128, 64)}
         return cases
-    modes = {"16-bit values": SageMode("per_thread", smooth_q=True, fp8_values=False)}
+    modes = {"16-bit values": SageMode("per_thread", fp8_values=False)}
     if "e4m3_values" in path.features:
         modes["e4m3 values"] = DEFAULT_MODE
     return {name: partial(_int8, path, mode) for name, mode in modes.items()}
@@ -48,7 +48,7 @@ def _sixteen_bit(
     path: KernelPath, queries: int, dim: int, target: Target, device: torch.device
 ) -> tuple[float, float]:
     q, k, v = inputs((4, queries, dim), (2, 256, dim), seed=1, device=device)
-    block_m, block_n = _blocks(path)
+    block_m, block_n = path.params.blocks
     plan = intervals.causal(queries, 256, 4, block_m=block_m, block_n=block_n, device=device)
     out, lse = block_sparse_attention(q, k, v, plan, path=path.name)
     seen = causal_seen(queries, 256)
@@ -66,7 +66,7 @@ def _predicted(path: KernelPath, target: Target, device: torch.device) -> tuple[
         RuntimeError: the kernels keep other blocks than torch, or all blocks.
     """
     generator = torch.Generator().manual_seed(7)
-    block_m, block_n = _blocks(path)
+    block_m, block_n = path.params.blocks
 
     def blocks_alike(heads: int, tokens: int, block: int) -> torch.Tensor:
         x = torch.randn(1, heads, -(-tokens // block), 64, generator=generator)
@@ -78,9 +78,9 @@ def _predicted(path: KernelPath, target: Target, device: torch.device) -> tuple[
     q, k, v = (x.to(device) for x in (q, k, v))
     kernels = "torch" if path.name == "torch" else "triton"
     asked = {"topk": 0.4, "min_likeness": 0.3, "block_m": block_m, "block_n": block_n}
-    plan = predicted.predict(q, k, path=kernels, **asked)  # type: ignore[arg-type]
+    plan = predicted.predict(q, k, path=kernels, **asked)
     out, _ = block_sparse_attention(q, k, v, plan, path=path.name)
-    want = predicted.predict(q.cpu(), k.cpu(), path="torch", **asked)  # type: ignore[arg-type]
+    want = predicted.predict(q.cpu(), k.cpu(), path="torch", **asked)
     seen, by_torch = (reference.elements_seen(p) for p in (plan, want))
     if not torch.equal(seen, by_torch) or bool(seen.all()):
         raise RuntimeError("the kernels keep other blocks than torch, or all of them")
@@ -94,7 +94,7 @@ def _packed(
     """Four sequences: fewer queries than keys, none, more, and one query. All that lies beyond a
     sequence's last key is NaN: the keys of the one without queries, or the rest of a page."""
     q_lens, kv_lens = (70, 0, 300, 1), (80, 40, 130, 64)
-    block_m, size = _blocks(path)
+    block_m, size = path.params.blocks
     cu_q, cu_k = (torch.tensor((0, *x)).cumsum(0) for x in (q_lens, kv_lens))
     q, k, v = inputs((4, 371, dim), (2, 314, dim), seed=3, device=device)
     for x in (k, v):
@@ -169,16 +169,9 @@ def _int8(
     path: KernelPath, mode: SageMode, target: Target, device: torch.device
 ) -> tuple[float, float]:
     q, k, v = inputs((4, 200, 64), (2, 256, 64), seed=2, device=device)
-    block_m, block_n = _blocks(path)
+    block_m, block_n = path.params.blocks
     plan = intervals.causal(200, 256, 4, block_m=block_m, block_n=block_n, device=device)
     out, _ = quantised_attention(q, k, v, plan, mode=mode, path=path.name)
     seen = causal_seen(200, 256)
     want, _ = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, 64**-0.5)
     return relative_error(out, want), INT8_ERROR[mode.fp8_values]
-
-
-def _blocks(path: KernelPath) -> tuple[int, int]:
-    """(block_m, block_n) of a plan for the path."""
-    if path.name == "torch":
-        return 64, 64
-    return path.params.block_m, path.params.block_n

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from backend_core import operator
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection, load_table, shipped_directory
+from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS
 from softmax_backend import reference_sparse_mla as reference
 from softmax_backend.contract.sparse_mla import NamedRows
@@ -146,7 +147,7 @@ def forced(spec: SparseMlaSpec, name: str, **params: object) -> SparseMlaSelecti
         if (row.operator, row.name) == ("sparse_mla", name)
     ]
     row: KernelPath = replace(rows[0], params=replace(rows[0].params, **params))
-    return SparseMlaSelection(target, spec, PathSelection.of(row))
+    return operator.forced(TABLES, target, spec, row)
 
 
 def run_case(case: SparseCase, selection: SparseMlaSelection, splits: int | None = None) -> Result:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend_core.tables.select import PathSelection
+from backend_core.operator import forced
 from softmax_backend import reference_sparse_mla as reference
 from softmax_backend.contract.sparse_mla import NamedRows
-from softmax_backend.sparse_mla import SparseMlaSelection, sparse_mla
+from softmax_backend.launch_params import TABLES
+from softmax_backend.sparse_mla import sparse_mla
 from softmax_backend.spec_sparse_mla import SparseMlaSpec
 from softmax_backend.testing.sparse_mla_cases import (
     SCALE,
@@ -54,7 +55,7 @@ def _decode(
     device: torch.device,
 ) -> tuple[float, float]:
     case = make_case(heads, lists, tokens=tokens, has_sinks=True, device=device)
-    selection = SparseMlaSelection(target, case.spec, PathSelection.of(path))
+    selection = forced(TABLES, target, case.spec, path)
     return _judged(run_case(case, selection, splits), expected(case))
 
 
@@ -65,7 +66,7 @@ def _prefill(path: KernelPath, target: Target, device: torch.device) -> tuple[fl
     indices = torch.randint(-5, 100, (4, 1, 70), generator=generator, dtype=torch.int32).to(device)
     lengths = torch.tensor([70, 33, 0, 5], dtype=torch.int32).to(device)
     spec = SparseMlaSpec(8, "bf16_rows")
-    selection = SparseMlaSelection(target, spec, PathSelection.of(path))
+    selection = forced(TABLES, target, spec, path)
     got = sparse_mla(q, NamedRows(kv, indices, lengths), selection, scale=SCALE)
     want = reference.sparse_mla(q, [(kv, indices, lengths)], SCALE)
     return _judged(got, want[:2])

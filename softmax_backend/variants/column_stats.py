@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from softmax_backend.kernels import quantise as kernels
+from softmax_backend.prepared import prepared
 
 E4M3_MAX = 448.0
 
@@ -20,30 +21,25 @@ def mean_of_sums(sums: Tensor, length: int, heads: int) -> Tensor:
     """float32 [B, H, D]: the sum over dimension 1 of float32 [B * H, parts, D], over ``length``."""
     rows, parts, d = sums.shape
     mean = torch.empty(rows // heads, heads, d, dtype=torch.float32, device=sums.device)
-    kernels.mean_kernel[(rows,)](
-        sums_ptr=sums, mean_ptr=mean, parts=parts, length=length, D=d, STEP=32, num_warps=4
-    )
+    launch = prepared(kernels.mean_kernel, 4, D=d, STEP=32).launch
+    launch((rows, 1, 1), sums_ptr=sums, mean_ptr=mean, parts=parts, length=length)
     return mean
 
 
-def value_scales(v: Tensor, is_smooth: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What e4m3 values [B, H, L, D] are made with: their mean (0 where not ``is_smooth``), the
-    scale that brings each channel to the format's range, and its reciprocal; float32 [B, H, D]."""
+def value_scales(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of values [B, H, L, D], the scale that brings each channel to the range of e4m3,
+    and its reciprocal; float32 [B, H, D]."""
     b, h, length, d = v.shape
     part = _partial(v, True)
     mean, scale, inverse = torch.empty(3, b, h, d, dtype=torch.float32, device=v.device)
-    kernels.value_scales_kernel[(b * h,)](
+    prepared(kernels.value_scales_kernel, 4, D=d, STEP=32, E4M3_MAX=E4M3_MAX).launch(
+        (b * h, 1, 1),
         stats_ptr=part,
         mean_ptr=mean,
         scale_ptr=scale,
         inverse_ptr=inverse,
         parts=part.shape[1] // 3,
         length=length,
-        D=d,
-        STEP=32,
-        E4M3_MAX=E4M3_MAX,
-        HAS_MEAN=is_smooth,
-        num_warps=4,
     )
     return mean, scale, inverse
 
@@ -56,24 +52,11 @@ def _partial(x: Tensor, has_range: bool) -> Tensor:
     chunks = -(-length // chunk)
     shape = (b * h, (3 if has_range else 1) * chunks, d)
     part = torch.empty(shape, dtype=torch.float32, device=x.device)
-    kernels.column_stats_kernel[(chunks, b * h)](
-        x_ptr=x,
-        stats_ptr=part,
-        length=length,
-        **strides(x),
-        HEADS=h,
-        D=d,
-        CHUNK=chunk,
-        BLOCK=block,
-        HAS_RANGE=has_range,
-        num_warps=4,
+    sizes = {"HEADS": h, "D": d, "CHUNK": chunk, "BLOCK": block}
+    prepared(kernels.column_stats_kernel, 4, "x", HAS_RANGE=has_range, **sizes).launch(
+        (chunks, b * h, 1), x_ptr=x, stats_ptr=part, length=length
     )
     return part
-
-
-def strides(x: Tensor) -> dict[str, int]:
-    """The strides of [B, H, L, D] by the names that kernels have for them."""
-    return dict(zip(("stride_b", "stride_h", "stride_n"), x.stride(), strict=False))
 
 
 def has_kernels(x: Tensor) -> bool:

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from softmax_backend.kernels import predict as kernels
-from softmax_backend.variants.column_stats import (
-    column_mean,
-    mean_of_sums,
-    strides,
-)
+from softmax_backend.prepared import prepared
+from softmax_backend.variants.column_stats import column_mean, mean_of_sums
 
 _STEP = 16  # tokens that a program of one warp holds
 
@@ -96,20 +93,15 @@ def _pool(
     x: Tensor, mean: Tensor | None, sums: Tensor, likeness: Tensor | None, block: int
 ) -> None:
     b, h, _, d = x.shape
-    kernels.pool_kernel[(sums.shape[2], b * h)](
+    flags = {"HAS_MEAN": mean is not None, "HAS_LIKENESS": likeness is not None}
+    sizes = {"HEADS": h, "D": d, "BLOCK": block, "STEP": _STEP}
+    prepared(kernels.pool_kernel, 1, "x", **sizes, **flags).launch(
+        (sums.shape[2], b * h, 1),
         x_ptr=x,
         mean_ptr=sums if mean is None else mean,
         sums_ptr=sums,
         likeness_ptr=sums if likeness is None else likeness,
         length=x.shape[2],
-        **strides(x),
-        HEADS=h,
-        D=d,
-        BLOCK=block,
-        STEP=_STEP,
-        HAS_MEAN=mean is not None,
-        HAS_LIKENESS=likeness is not None,
-        num_warps=1,
     )
 
 

@@ -1,4 +1,4 @@
-"""SageAttention2's quantisation: INT8 queries and keys, e4m3 values, all smoothed as asked.
+"""SageAttention2's quantisation: INT8 queries and smoothed keys, smoothed e4m3 values.
 
 Whatever the mode, the caller's tensors are read alone. ``dequantised`` gives back what the 8-bit
 kernel multiplies, which is how the torch path and the tests see it.
@@ -6,7 +6,7 @@ kernel multiplies, which is how the torch path and the tests see it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from backend_core.autocast import without_autocast
 from softmax_backend.kernels import quantise as kernels
-from softmax_backend.variants.column_stats import (
-    E4M3_MAX,
-    column_mean,
-    strides,
-    value_scales,
-)
+from softmax_backend.prepared import prepared
+from softmax_backend.variants.column_stats import E4M3_MAX, column_mean, value_scales
 from softmax_backend.variants.pooled import Pooled
+
+Groups = Literal["per_warp", "per_thread"]
 
 
 @dataclass(frozen=True)
@@ -31,24 +29,16 @@ class SageMode:
         groups: what shares a scale, ``"per_warp"`` (16 queries; one key block) or ``"per_thread"``
             (two queries of 16; a quarter of a key block), which is 1 to 12 % more accurate and 3
             to 16 % slower.
-        levels: 127 for INT8, 7 for INT4's range. Hopper has no INT4 product: 7 shows INT4's
-            accuracy and saves no time.
-        smooth_q: take the mean query out; the kernel adds its product with every key back.
-        smooth_v: take the mean value out; it is added to the output.
-        fp8_values: values in e4m3, else as they come, in 16 bits.
+        fp8_values: values in e4m3 without their mean, which is added to the output; else as they
+            come, in 16 bits.
     """
 
-    groups: Literal["per_warp", "per_thread"] = "per_warp"
-    levels: int = 127
-    smooth_q: bool = False
-    smooth_v: bool = True
+    groups: Groups = "per_warp"
     fp8_values: bool = True
 
     def __post_init__(self) -> None:
         if self.groups not in ("per_warp", "per_thread"):
             raise ValueError(f'groups must be "per_warp" or "per_thread", got {self.groups!r}')
-        if self.levels not in (7, 127):
-            raise ValueError(f"levels must be 127 (INT8) or 7 (INT4's range), got {self.levels}")
 
 
 @dataclass(frozen=True)
@@ -61,9 +51,8 @@ class Quantised:
             the caller's 16-bit [B, Hkv, N, D].
         q_scale: float32 [B, H, ceil(M / 16), 1 or 8]; k_scale: [B, Hkv, ceil(N / block_n), 1 or 4].
         v_scale, v_mean: float32 [B, Hkv, D]; 1 and 0 where values stay as they are.
-        bias: float32 [B, H, N], the mean query's product with each smoothed key, where q is smooth.
         shift: float32 [B, H, M], what smooth keys took from every logit of a query.
-        q_mean, k_mean: float32 [B, H, D] and [B, Hkv, D]; the first only where q is smooth.
+        k_mean: float32 [B, Hkv, D].
         block_n: keys in a group of scales.
     """
 
@@ -78,8 +67,6 @@ class Quantised:
     shift: Tensor
     k_mean: Tensor
     block_n: int
-    bias: Tensor | None = None
-    q_mean: Tensor | None = field(default=None, repr=False)
 
 
 def quantise(
@@ -115,15 +102,13 @@ def _with_triton(
     block_n: int,
     pooled: Pooled | None = None,
 ) -> Quantised:
-    h = q.shape[1]
     k_mean = column_mean(k)
-    q_mean = column_mean(q) if mode.smooth_q else None
-    k8, k_scale, bias = _keys(k, k_mean, q_mean, mode, (h, block_n), pooled)
-    q8, q_scale, shift = _queries(q, k_mean, q_mean, mode, scale, pooled)
+    k8, k_scale = _keys(k, k_mean, mode, block_n, pooled)
+    q8, q_scale, shift = _queries(q, k_mean, mode, scale, pooled)
     v8, v_scale, v_mean = v, torch.ones_like(k_mean), torch.zeros_like(k_mean)
     if mode.fp8_values:
-        v_mean, v_scale, inverse = value_scales(v, mode.smooth_v)
-        v8 = _values(v, v_mean, inverse, mode.smooth_v, block_n)
+        v_mean, v_scale, inverse = value_scales(v)
+        v8 = _values(v, v_mean, inverse, block_n)
     return Quantised(
         mode=mode,
         q=q8,
@@ -136,58 +121,45 @@ def _with_triton(
         shift=shift,
         k_mean=k_mean,
         block_n=block_n,
-        bias=bias,
-        q_mean=q_mean,
     )
 
 
 def _keys(
-    k: Tensor,
-    k_mean: Tensor,
-    q_mean: Tensor | None,
-    mode: SageMode,
-    sizes: tuple[int, int],
-    pooled: Pooled | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """INT8 keys, their scales, and the bias of smooth queries; ``sizes``: query heads, block_n."""
-    (b, hk, n, d), (h, block_n) = k.shape, sizes
+    k: Tensor, k_mean: Tensor, mode: SageMode, block_n: int, pooled: Pooled | None
+) -> tuple[Tensor, Tensor]:
+    """INT8 keys and their scales."""
+    b, hk, n, d = k.shape
     blocks = -(-n // block_n)
     per_thread = mode.groups == "per_thread"
     k8 = k.new_empty((b, hk, n, d), dtype=torch.int8)
     k_scale = torch.empty(
         b, hk, blocks, 4 if per_thread else 1, dtype=torch.float32, device=k.device
     )
-    bias = k_scale.new_empty(b, h, n) if mode.smooth_q else None
     sums, likeness = (None, None) if pooled is None else (pooled.k_sums, pooled.k_likeness)
-    kernels.quantise_keys_kernel[(blocks, b * hk)](
+    constexprs = {
+        "HEADS": hk,
+        "D": d,
+        "BLOCK": block_n,
+        "PER_THREAD": per_thread,
+        "HAS_POOL": sums is not None,
+        "HAS_LIKENESS": likeness is not None,
+    }
+    prepared(kernels.quantise_keys_kernel, 8, "k", **constexprs).launch(
+        (blocks, b * hk, 1),
         k_ptr=k,
         k_mean_ptr=k_mean,
-        q_mean_ptr=k_mean if q_mean is None else q_mean,
         out_ptr=k8,
         scale_ptr=k_scale,
-        bias_ptr=k_scale if bias is None else bias,
         sums_ptr=k_scale if sums is None else sums,
         likeness_ptr=k_scale if likeness is None else likeness,
         length=n,
-        levels=float(mode.levels),
-        **strides(k),
-        HEADS=hk,
-        GROUP=h // hk,
-        D=d,
-        BLOCK=block_n,
-        PER_THREAD=per_thread,
-        HAS_BIAS=mode.smooth_q,
-        HAS_POOL=sums is not None,
-        HAS_LIKENESS=likeness is not None,
-        num_warps=8,
     )
-    return k8, k_scale, bias
+    return k8, k_scale
 
 
 def _queries(
     q: Tensor,
     k_mean: Tensor,
-    q_mean: Tensor | None,
     mode: SageMode,
     scale: float,
     pooled: Pooled | None,
@@ -202,9 +174,18 @@ def _queries(
     )
     shift = q_scale.new_empty(b, h, m)
     sums, likeness = (None, None) if pooled is None else (pooled.q_sums, pooled.q_likeness)
-    kernels.quantise_queries_kernel[(-(-m // block), b * h)](
+    constexprs = {
+        "HEADS": h,
+        "GROUP": h // k_mean.shape[1],
+        "D": d,
+        "BLOCK": block,
+        "PER_THREAD": per_thread,
+        "HAS_POOL": sums is not None,
+        "HAS_LIKENESS": likeness is not None,
+    }
+    prepared(kernels.quantise_queries_kernel, 1, "q", **constexprs).launch(
+        (-(-m // block), b * h, 1),
         q_ptr=q,
-        q_mean_ptr=k_mean if q_mean is None else q_mean,
         k_mean_ptr=k_mean,
         out_ptr=q8,
         scale_ptr=q_scale,
@@ -213,39 +194,23 @@ def _queries(
         likeness_ptr=q_scale if likeness is None else likeness,
         softmax_scale=scale,
         length=m,
-        levels=float(mode.levels),
-        **strides(q),
-        HEADS=h,
-        GROUP=h // k_mean.shape[1],
-        D=d,
-        BLOCK=block,
-        PER_THREAD=per_thread,
-        HAS_MEAN=mode.smooth_q,
-        HAS_POOL=sums is not None,
-        HAS_LIKENESS=likeness is not None,
-        num_warps=1,
     )
     return q8, q_scale, shift
 
 
-def _values(v: Tensor, mean: Tensor, inverse: Tensor, is_smooth: bool, block_n: int) -> Tensor:
+def _values(v: Tensor, mean: Tensor, inverse: Tensor, block_n: int) -> Tensor:
     """e4m3 values, as ``quantise_values_kernel`` orders them."""
     b, hk, n, d = v.shape
     blocks = -(-n // block_n)
     v8 = v.new_empty((b, hk, d, blocks * block_n), dtype=torch.float8_e4m3fn)
-    kernels.quantise_values_kernel[(blocks, b * hk)](
+    prepared(kernels.quantise_values_kernel, 8, "v", HEADS=hk, D=d, BLOCK=block_n).launch(
+        (blocks, b * hk, 1),
         v_ptr=v,
         inverse_ptr=inverse,
         mean_ptr=mean,
         out_ptr=v8,
         length=n,
         padded=blocks * block_n,
-        **strides(v),
-        HEADS=hk,
-        D=d,
-        BLOCK=block_n,
-        HAS_MEAN=is_smooth,
-        num_warps=8,
     )
     return v8
 
@@ -264,20 +229,14 @@ def _with_torch(
     q32, k32, v32 = q.float(), k.float(), v.float()
     k_mean = k32.mean(2)
     shift = scale * (q32 @ k_mean.repeat_interleave(group, 1)[..., None])[..., 0]
-    q_mean = q32.mean(2) if mode.smooth_q else None
     k32 = k32 - k_mean[:, :, None]
-    bias = None
-    if q_mean is not None:
-        q32 = q32 - q_mean[:, :, None]
-        keys = k32.repeat_interleave(group, 1)
-        bias = (keys @ q_mean[..., None])[..., 0]
     per_thread = mode.groups == "per_thread"
     q_group, k_group = group_of(m, n, per_thread, block_n, q.device)
-    q8, q_scale = _to_levels(q32, q_group, -(-m // 16) * (8 if per_thread else 1), mode.levels)
-    k8, k_scale = _to_levels(k32, k_group, -(-n // block_n) * (4 if per_thread else 1), mode.levels)
+    q8, q_scale = _to_int8(q32, q_group, -(-m // 16) * (8 if per_thread else 1))
+    k8, k_scale = _to_int8(k32, k_group, -(-n // block_n) * (4 if per_thread else 1))
     v8, v_scale, v_mean = v, torch.ones_like(k_mean), torch.zeros_like(k_mean)
     if mode.fp8_values:
-        v_mean = v32.mean(2) if mode.smooth_v else v_mean
+        v_mean = v32.mean(2)
         centred = v32 - v_mean[:, :, None]
         v_scale = _value_scale(centred.amin(2), centred.amax(2))
         padded = torch.nn.functional.pad(centred / v_scale[:, :, None], (0, 0, 0, -n % block_n))
@@ -299,8 +258,6 @@ def _with_torch(
         shift=shift,
         k_mean=k_mean,
         block_n=block_n,
-        bias=bias,
-        q_mean=q_mean,
     )
 
 
@@ -321,11 +278,11 @@ def permuted_tokens(length: int, device: torch.device) -> Tensor:
     return place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
 
 
-def _to_levels(x: Tensor, group: Tensor, groups: int, levels: int) -> tuple[Tensor, Tensor]:
+def _to_int8(x: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     top = x.new_zeros(*x.shape[:2], groups)
     index = group.expand(*x.shape[:2], -1)
     top.scatter_reduce_(2, index, x.abs().amax(3), "amax")
-    scale = top / levels + 1e-7
+    scale = top / 127 + 1e-7
     return torch.round(x / scale.gather(2, index)[..., None]).to(torch.int8), scale
 
 
@@ -341,6 +298,4 @@ def dequantised(x: Quantised) -> tuple[Tensor, Tensor, Tensor]:
         place = permuted_tokens(v.shape[3], v.device)
         v = v.transpose(2, 3)[:, :, torch.argsort(place)][:, :, :n]
     v = v * x.v_scale[:, :, None] + x.v_mean[:, :, None]
-    if x.q_mean is not None:
-        q = q + x.q_mean[:, :, None]
     return q, k + x.k_mean[:, :, None], v

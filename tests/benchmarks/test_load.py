@@ -63,11 +63,6 @@ def test_every_kind_of_request_is_judged(
     assert {row["concurrency"] for row in result["latency"]} == {1, 8}
     others = [name for name, found in verdict.items() if not found["well"] and name != "latency"]
     assert others == [] and code == int(not verdict["latency"]["well"])
-    pytest.importorskip("matplotlib")
-    from benchmarks import plot_load
-
-    figure = plot_load.draw(result)
-    assert len(figure.axes) == 2
 
 
 def test_a_wrong_answer_fails_the_run(

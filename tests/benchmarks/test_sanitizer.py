@@ -17,7 +17,7 @@ from benchmarks.sanitizer_explained import (
     is_followed,
     table,
 )
-from tests.cuda_on_host.planted import plant
+from tools.cuda_on_host.planted import plant
 
 LOG = """\
 ========= COMPUTE-SANITIZER
@@ -212,7 +212,7 @@ LANES_PART = {
     ),
     "mla_decode": (
         KERNELS, "mla_decode.cu",
-        "                    __syncwarp();\n                    if (at.lane == 0) s.p_ready",
+        "                __syncwarp();\n                if (at.lane == 0) s.p_ready",
     ),
 }  # fmt: skip
 """Folder, file and text of the meeting that each kernel's row asks for."""

@@ -212,3 +212,11 @@ def test_tokens_of_both_sides_are_compared() -> None:
     with pytest.raises(ValueError, match="same prompts"):
         serve_agreement.compared(greedy([7], 0.5), {**greedy([7], 0.5), "lengths": [2]})
     assert serve_agreement.collapse(greedy([7], 0.5))["distinct_tokens"] == 1
+
+
+def test_what_an_engine_compiles_in_its_first_mixed_load_does_not_count() -> None:
+    """Planted: 6 s in the middle of the first one."""
+    seconds = iter((9.0, 3.0, 3.2))
+    found = serve_work.mixed_row(lambda prompts, new_tokens: next(seconds))
+    assert found["ms"] == pytest.approx(3100.0) and found["first_ms"] == 9000.0
+    assert found["runs_ms"] == [3000.0, 3200.0]

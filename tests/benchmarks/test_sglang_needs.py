@@ -32,7 +32,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     has: dict[str, Any] = {
-        "versions": {"sglang": "0.5.17", "transformers": "5.12.1"},
+        "versions": {"sglang": "0.5.20"},
         "entry points": ["kda", "dsv4", "softmax"],
         "modules": ["sglang", "sgl_kernel", "tvm_ffi", "uvloop"],
         "programs": ["ninja", "c++"],
@@ -62,11 +62,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 LESS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "release": (lambda m: m["versions"].update(sglang="0.5.16"), "0.5.17 to 0.5.23, got 0.5.16"),
-    "transformers": (
-        lambda m: m["versions"].update(transformers="5.17.0"),
-        "sglang 0.5.17 needs transformers before 5.17 (5.12.1), got 5.17.0",
-    ),
+    "release": (lambda m: m["versions"].update(sglang="0.5.19"), "0.5.20 to 0.5.23, got 0.5.19"),
     "plug-in": (lambda m: m["entry points"].remove("dsv4"), "the entry points dsv4 of this"),
     "kernels": (lambda m: m["modules"].remove("sgl_kernel"), "got no sgl_kernel"),
     "library": (

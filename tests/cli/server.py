@@ -33,20 +33,31 @@ class Server:
         started = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
         self.base_url = f"http://127.0.0.1:{started.result()}"
 
+    def restart(self) -> None:
+        """Begin anew at the same address, without a request that is still under way."""
+
+        async def again() -> None:
+            port = self._runner.addresses[0][1]
+            await self._runner.cleanup()
+            await self._start(port)
+
+        asyncio.run_coroutine_threadsafe(again(), self._loop).result()
+        self.requests.clear()
+
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._worker.shutdown()
 
-    async def _start(self) -> int:
+    async def _start(self, port: int = 0) -> int:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
         app.router.add_post("/v1/completions", self._completions)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
         await site.start()
         return self._runner.addresses[0][1]
 

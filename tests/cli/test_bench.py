@@ -1,21 +1,18 @@
-"""``bench`` and ``plot``: running the scripts, and drawing what they wrote."""
+"""``bench``: running the scripts, and reading their results."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backend_cli import bench as bench_module
-from backend_cli import families, files
-from backend_cli.errors import CliError
-from backend_cli.results import group, shape, speedups, times
+from backend_cli import families
+from backend_cli.errors import BadInputError, CliError
+from backend_cli.results import read_result, speedups, times
 from backend_core.target import KNOWN_TARGETS
 from tests.cli.program import assert_one_sentence, run
 
@@ -128,90 +125,25 @@ def test_without_torch_nobody_knows_whether_there_is_a_gpu(
     assert code == 1 and "a GPU, and torch, which finds it, is not installed here" in err
 
 
-def plot(tmp_path: Path, rows: Any, *args: str) -> tuple[int, str, str]:
-    file = tmp_path / "result.json"
-    file.write_text(json.dumps({"gpu": "G", "rows": rows}))
-    return run("plot", str(file), "--output", str(tmp_path / "plot.svg"), *args)
-
-
-def test_a_plot_shows_every_contender_and_shape(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    code, out, err = plot(tmp_path, ROWS)
-    assert (code, out, err) == (0, f"{tmp_path / 'plot.svg'}\n", "")
-    text = (tmp_path / "plot.svg").read_text()
-    ET.fromstring(text)
-    for shown in ("this backend", "FLA", "1 sequences", "8 sequences", "4 heads", "0.16", "G"):
-        assert f">{shown}" in text or shown in text
-    again = tmp_path / "again.svg"
-    run("plot", str(tmp_path / "result.json"), "--output", str(again))
-    assert again.read_text() == text
-
-
-@pytest.mark.parametrize("kind", ["bars", "growth"])
-def test_the_committed_result_as_png(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plot.png"
-    code, _, err = run(
-        *("plot", str(PREFILL), "--output", str(file), "--kind", kind, "--where", "H=32")
-    )
-    assert (code, err) == (0, "") and file.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
-    ("rows", "args", "message"),
+    ("result", "message"),
     [
-        (ROWS, ["--output", "plot.pdf"], "--output must end in .png or .svg, got plot.pdf"),
-        (ROWS, ["--kind", "pie"], "--kind must be one of bars, growth, both, got 'pie'"),
-        (ROWS, ["--where", "H"], "--where must be KEY=VALUE, got 'H'"),
-        (ROWS, ["--where", "H=5"], "no row has H=5; H is 4"),
-        (ROWS, ["--where", "gate=open"], "no row has gate=open; gate is in no row"),
-        ([], [], "must have rows of times"),
-        ({}, [], "must have rows of times"),
-        ([{"H": 4}], [], "row 1: ours_gpu_ms must be a time in ms"),
-        ([{"ours_gpu_ms": -1.0}], [], "row 1: ours_gpu_ms must be a time in ms"),
+        ({"rows": []}, "must have rows of times"),
+        ({"rows": {}}, "must have rows of times"),
+        ({"format": "kda-dsv4 eval 1", "questions": []}, "must have rows of times"),
+        ({"rows": [{"H": 4}]}, "row 1: ours_gpu_ms must be a time in ms"),
+        ({"rows": [{"ours_gpu_ms": -1.0}]}, "row 1: ours_gpu_ms must be a time in ms"),
     ],
 )
-def test_what_cannot_be_drawn(tmp_path: Path, rows: Any, args: list[str], message: str) -> None:
-    code, out, err = plot(tmp_path, rows, *args)
-    assert (code, out) == (2, "") and message in err
-    assert_one_sentence(err)
-    assert not (tmp_path / "plot.svg").exists()
+def test_a_result_without_times(tmp_path: Path, result: Any, message: str) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result))
+    with pytest.raises(BadInputError, match=message):
+        read_result(file)
 
 
-@pytest.mark.parametrize("row", [{}, {"H": 4}, {"H": 4, "seq_lens": ["a"]}, {"H": 4, "n": None}])
-def test_a_row_without_its_shape_is_one_sentence(row: dict[str, Any], tmp_path: Path) -> None:
-    code, _, error = plot(tmp_path, [row | {"ours_gpu_ms": 1.0}])
-    assert code == 2 and "has a row without its shape" in error
-
-
-def test_a_plot_on_a_full_disk_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files.os, "replace", refuse)
-    path = tmp_path / "prefill.svg"
-    code, out, err = run("plot", str(PREFILL), "--where", "H=32", "--output", str(path))
-    assert (code, out) == (2, "") and "prefill.svg: No space left on device" in err
-    assert_one_sentence(err)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_evaluation_is_no_benchmark(tmp_path: Path) -> None:
-    (tmp_path / "e.json").write_text('{"format": "kda-dsv4 eval 1", "questions": []}')
-    code, _, err = run("plot", str(tmp_path / "e.json"))
-    assert code == 2 and "must have rows of times, as kda-dsv4 bench writes them" in err
-
-
-def test_rows_in_words() -> None:
-    row = {"H": 8, "seq_lens": [512, 512], "gate": "bounded", "ours_gpu_ms": 1.0}
-    row |= {"fla_gpu_ms": 3.0, "flashkda_gpu_ms": None, "ours_gpu_ms_random": 2.0}
+def test_speedups() -> None:
+    row = {"ours_gpu_ms": 1.0, "fla_gpu_ms": 3.0, "flashkda_gpu_ms": None, "best_peer_gpu_ms": 3.0}
     assert times(row) == {"ours": 1.0, "fla": 3.0}
-    assert (group(row), shape(row)) == ("8 heads, bounded gate", "2 × 512 tokens")
-    step = {"phase": "decode", "part": "main", "ratio": 4, "n": 64, "ends": "mixed"}
-    assert (group(step), shape(step)) == ("decode, main, C4, mixed ends", "64 sequences")
     other = {"ours_gpu_ms": 1.0, "fla_gpu_ms": 12.0, "two_stage_gpu_ms": 2.0}
     assert speedups([row, other]) == {"fla": (pytest.approx(6.0), 3.0, 2)}

@@ -22,8 +22,7 @@ from backend_core.family import families
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from dsv4_backend.testing import check_cases as check_dsv4
-from kda_backend.decode import paths as decode
-from kda_backend.prefill import paths as prefill
+from kda_backend import torch_steps
 from kda_backend.prefill import torch as torch_path
 from kda_backend.testing import checks as check_kda
 from tests.cli.program import assert_one_sentence, run
@@ -100,20 +99,20 @@ def _row(family: str, operator: str) -> tuple[Target, object]:
 
 
 @pytest.mark.parametrize(
-    ("operator", "paths"), [("prefill", prefill.PATHS), ("recurrent", decode.RECURRENT_PATHS)]
+    ("operator", "module"), [("prefill", torch_path), ("recurrent", torch_steps)]
 )
 def test_a_transposed_state_is_wrong(
-    operator: str, paths: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    operator: str, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu, row = _row("kda", operator)
-    right = paths["torch"]
+    right = getattr(module, operator)
 
     def transposed(path, tokens, gate, plan, state, *rest):
         pool = state.read
         pool.copy_(pool.mT.clone())
         right(path, tokens, gate, plan, state, *rest)
 
-    monkeypatch.setitem(paths, "torch", transposed)
+    monkeypatch.setattr(module, operator, transposed)
     error, allowed = check_kda.check_cases(row)["small"](cpu, CPU)
     assert error > 10 * allowed
 
@@ -121,11 +120,13 @@ def test_a_transposed_state_is_wrong(
 def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, row = _row("kda", "prefill")
 
+    right = torch_path.prefill
+
     def greedy(path, tokens, gate, plan, state, *rest):
-        torch_path.prefill(path, tokens, gate, plan, state, *rest)
+        right(path, tokens, gate, plan, state, *rest)
         state.write[0] += 1
 
-    monkeypatch.setitem(prefill.PATHS, "torch", greedy)
+    monkeypatch.setattr(torch_path, "prefill", greedy)
     with pytest.raises(RuntimeError, match="a state slot outside the call was written"):
         check_kda.check_cases(row)["small"](cpu, CPU)
 

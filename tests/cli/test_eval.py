@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from backend_cli.eval import endpoint
 from backend_cli.eval import gsm8k as eval_gsm8k
 from backend_cli.eval import recall as eval_recall
 from backend_cli.eval import recall_task as recall
@@ -39,7 +38,6 @@ def server(model: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     pytest.importorskip("aiohttp")
     from tests.cli.server import Server
 
-    monkeypatch.setattr(endpoint, "RETRY_WAITS", (0.0, 0.0))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     found = Server(model)
     yield found
@@ -74,7 +72,6 @@ def test_recall_through_a_server(server: Server) -> None:
     assert record["accuracy"]["exact"]["value"] == 1.0 and record["verdict"]["ok"] is True
     assert (record["engine"], record["engine_version"]) == ("transformers", "5.17.0")
     assert record["model"] == "recall" and len(record["questions"]) == 6
-    assert not list(Path().glob("*.answers.jsonl"))
     questions = recall.read_questions(RECALL / "questions.jsonl")
     assert {body["prompt"] for body in server.requests} == {
         questions.prompt(item) for item in questions.items[:6]
@@ -123,7 +120,7 @@ def test_gsm8k_through_a_server(server: Server) -> None:
     ):
         # five examples, none of them the question itself, then the question
         assert body["prompt"].count("Question: ") == 6 and body["prompt"].count("#### ") == 5
-        assert _asked(body["prompt"]) == question["question"]
+        assert _asked(body["prompt"])[:80] == question["question"]
         assert body["prompt"].count(question["question"]) == 1
         assert (body["max_tokens"], body["temperature"]) == (16, 0.0)
         assert "Question:" in body["stop"]
@@ -141,20 +138,25 @@ def _asked(prompt: str) -> str:
 
 def test_right_answers_are_scored_right(capfd: pytest.CaptureFixture[str]) -> None:
     """The harness's scoring, with answers instead of a server."""
-    pytest.importorskip("lm_eval")
+    from lm_eval.api.model import LM
+
     lines = [json.loads(line) for line in TEN.read_text().splitlines()]
     answers = {line["question"]: f" {line['answer']}\n" for line in lines}
     answers[lines[0]["question"]] = " That makes 24 jars."  # no ####: the flexible rule alone
     answers[lines[1]["question"]] = " 15 - 7 = 9\n#### 9"
     prompts_seen = []
 
-    def ask(prompts: list[str], until: list[str]) -> list[str]:
-        prompts_seen.extend(prompts)
-        return [answers[_asked(prompt)] for prompt in prompts]
+    class Answering(LM):
+        def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+            prompts_seen.extend(request.args[0] for request in requests)
+            return [answers[_asked(request.args[0])] for request in requests]
+
+        loglikelihood = loglikelihood_rolling = None
 
     file = Path("ten [1]*.jsonl").resolve()  # a name, and no pattern
     file.write_text(TEN.read_text())
-    results = eval_gsm8k.evaluate(ask, {"test": str(file), "train": str(file)}, 9)
+    files = {"test": str(file), "train": str(file)}
+    results = eval_gsm8k.evaluate(Answering(), {}, files, 9, cache=None)
     questions = eval_gsm8k._questions(results["samples"]["gsm8k"])
     assert len(prompts_seen) == len(questions) == 9
     assert [q["right"]["flexible"] for q in questions] == [True, False, *[True] * 7]
@@ -162,46 +164,24 @@ def test_right_answers_are_scored_right(capfd: pytest.CaptureFixture[str]) -> No
     assert "fatal: not a git repository" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("ask", "total"),
-    [(ask_gsm8k, 10), (lambda s, *more: ask_recall(s, 6, *more), 6)],
-    ids=["gsm8k", "recall"],
-)
-def test_a_server_that_stops_half_way(server: Server, ask, total: int) -> None:
+def test_a_server_that_stops_half_way(server: Server) -> None:
+    """The harness tries a request three times; what was answered is not asked again."""
     server.answers_left = 4
-    code, out, err = ask(server, "--output", "new/run.json", "--concurrency", "2")
+    code, out, err = ask_gsm8k(server, "--output", "new/run.json", "--concurrency", "2")
     assert (code, out) == (2, "")
-    sentence = err.splitlines()[-1]
-    assert f"the server stopped answering after 4 of {total} questions" in sentence
-    kept = Path("new/run.json.answers.jsonl")
-    assert len(kept.read_text().splitlines()) == 5 and not Path("new/run.json").exists()
-    with kept.open("a") as file:
-        file.write('{"key": "cut o')  # as a killed process leaves it
+    kept = Path("new/run.json.answers_rank0.db")
+    assert f"the answers are kept in {kept}" in err.splitlines()[-1] and kept.exists()
+    assert not Path("new/run.json").exists()
     first = {body["prompt"] for body in server.requests[:4]}
     server.answers_left = None
-    server.requests.clear()
-    code, out, err = ask(server, "--output", "new/run.json")
+    server.restart()
+    code, out, err = ask_gsm8k(server, "--output", "new/run.json")
     assert code == 0, err
-    assert len(server.requests) == total - 4 and not first & {
-        body["prompt"] for body in server.requests
-    }
-    assert len(json.loads(Path("new/run.json").read_text())["questions"]) == total
+    again = {body["prompt"] for body in server.requests}
+    # answers under way when the first request was given up are asked again
+    assert len(again) == len(server.requests) == 6 + len(first & again) < 10
+    assert len(json.loads(Path("new/run.json").read_text())["questions"]) == 10
     assert not kept.exists()
-
-
-def test_kept_answers_of_another_run_are_left_alone(server: Server) -> None:
-    server.answers_left = 2
-    assert ask_recall(server, 5, "--output", "run.json", "--concurrency", "1")[0] == 2
-    kept = Path("run.json.answers.jsonl").read_text()
-    server.answers_left = None
-    code, _, err = ask_recall(server, 4, "--output", "run.json")
-    assert code == 2 and "another run (num_questions 5 instead of 4)" in err
-    assert_one_sentence(err)
-    assert Path("run.json.answers.jsonl").read_text() == kept
-    Path("run.json.answers.jsonl").write_text("notes\n")
-    code, _, err = ask_recall(server, 5, "--output", "run.json")
-    assert code == 2 and "another run (not such a file" in err
-    assert Path("run.json.answers.jsonl").read_text() == "notes\n"
 
 
 def test_a_record_is_not_overwritten(server: Server) -> None:
@@ -209,19 +189,6 @@ def test_a_record_is_not_overwritten(server: Server) -> None:
     code, out, err = ask_recall(server, 1)
     assert (code, out) == (2, "") and "recall-recall.json exists already" in err
     assert Path("recall-recall.json").read_text() == "mine" and not server.requests
-
-
-def test_an_interrupt_keeps_answers(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = eval_recall.Run.__init__.__globals__["AnswerLog"].add
-
-    def add_two(log, prompt, answer):
-        add(log, prompt, answer)
-        if len(log) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("backend_cli.eval.answers.AnswerLog.add", add_two)
-    assert ask_recall(server, 4, "--concurrency", "1")[0] == 130
-    assert len(Path("recall-recall.json.answers.jsonl").read_text().splitlines()) == 3
 
 
 def test_wrong_answers_fail(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +267,7 @@ def test_a_server_that_refuses(server: Server, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(server, "_complete", refuse)
     code, _, err = ask_recall(server, 2)
-    assert code == 2 and "the server stopped answering after 0 of 2" in err.splitlines()[-1]
-    assert "answered 500" in err
+    assert code == 2 and "/v1/completions answered 500" in err.splitlines()[-1]
 
 
 def test_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,5 +278,5 @@ def test_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = run("eval", "gsm8k", "--base-url", "http://127.0.0.1:9")
     assert (code, err) == (
         1,
-        "kda-dsv4: eval gsm8k needs lm-eval: pip install '.[eval]' in the clone\n",
+        "kda-dsv4: eval gsm8k needs lm-eval[api]: pip install '.[eval]' in the clone\n",
     )

@@ -13,9 +13,7 @@ import pytest
 
 from backend_cli import files
 from backend_cli.errors import BadInputError
-from backend_cli.eval.answers import AnswerLog
 from backend_cli.eval.recall_task import Question, read_gsm8k
-from backend_cli.eval.run import Run
 from backend_cli.files import check_writable, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -97,24 +95,3 @@ def test_where_nothing_can_be_printed(output: str, code: int, said: str) -> None
     command = f'"{sys.executable}" -m backend_cli.main info --json >{output}'
     result = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (code, said)
-
-
-def test_a_record_whose_name_no_folder_takes(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"cannot keep answers in .*: File name too long"):
-        Run(tmp_path / f"{'a' * 300}.json", "gsm8k", "m", {})
-
-
-def test_answers_on_a_full_disk(tmp_path: Path) -> None:
-    log = AnswerLog(tmp_path / "new" / "a.answers.jsonl", {"task": "gsm8k"})
-    log.add("question", "7")
-
-    class Full:
-        def write(self, text: str) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        close = log._file.close
-
-    log._file = Full()  # type: ignore[assignment]
-    with pytest.raises(BadInputError, match=r"a\.answers\.jsonl: No space left on device"):
-        log.add("another", "8")
-    assert AnswerLog(log.path, {"task": "gsm8k"}).get("question") == "7"

@@ -75,11 +75,11 @@ def model(tmp_path: Path, config: Any) -> str:
 @pytest.mark.parametrize(
     ("engine", "version", "flag"),
     [
-        ("vllm", "0.26.0", "CUSTOM"),
+        ("vllm", "0.30.0", "CUSTOM"),
         ("vllm", "0.31.1", "CUSTOM"),
         ("vllm", "0.32.0", "KDA"),
         ("vllm", "0.33.0+cu130", "KDA"),
-        ("sglang", "0.5.17", "kda"),
+        ("sglang", "0.5.20", "kda"),
     ],
 )
 def test_the_command(
@@ -223,9 +223,9 @@ def test_refusals(
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
-        ({}, "vllm is not installed here (supported: 0.26.0 to 0.33.0)"),
-        ({"vllm": "0.25.1"}, "vllm must be 0.26.0 to 0.33.0, got 0.25.1"),
-        ({"vllm": "0.34.0"}, "vllm must be 0.26.0 to 0.33.0, got 0.34.0"),
+        ({}, "vllm is not installed here (supported: 0.30.0 to 0.33.0)"),
+        ({"vllm": "0.29.0"}, "vllm must be 0.30.0 to 0.33.0, got 0.29.0"),
+        ({"vllm": "0.34.0"}, "vllm must be 0.30.0 to 0.33.0, got 0.34.0"),
     ],
 )
 def test_engine_versions(

@@ -24,8 +24,8 @@ from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS, Target
 from dsv4_backend.testing import check_cases as dsv4_cases
 from kda_backend.prefill import two_stage_sm90
-from softmax_backend import selection_prefill
-from softmax_backend.run import mla_sm90
+from softmax_backend import block_sparse
+from softmax_backend.decode import sm90 as mla_sm90
 
 CPU = torch.device("cpu")
 _launched: set[str] = set()
@@ -69,7 +69,7 @@ def record(target: Target) -> None:
         (CudaKernel, "__call__", cuda_call),
         (CudaKernel, "load", lambda self: None),
         (mla_sm90, "_tensor_map", lambda *_: (0,) * 16),
-        (selection_prefill, "detect_target", lambda device: target),
+        (block_sparse, "detect_target", lambda device: target),
         (two_stage_sm90, "detect_target", lambda device: target),
         (dsv4_cases, "_bits", lambda x: torch.zeros(1)),
         (dsv4_cases, "_different", lambda *_: 0.0),

@@ -95,7 +95,6 @@ def mla_calls() -> dict[str, tuple[Call, Outputs]]:
     rows = sparse.make_case(8, [(64, 40, None)])
     return {
         "MlaPlanner.plan": plan("triton"),
-        "MlaPlanner.plan, flash_mla": plan("triton", schedule="flash_mla"),
         "MlaPlanner.plan, shared prefixes": plan("triton", shared_prefix_tokens=64),
         "MlaPlanner.plan, sm90": plan("sm90"),
         "mla_decode": attend("triton"),

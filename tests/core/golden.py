@@ -7,7 +7,8 @@ from unittest import mock
 
 from backend_core.family import families
 from backend_core.tables import select as path_table
-from backend_core.tables.select import feature_sets, load_table, select
+from backend_core.tables.schema import UPSTREAM
+from backend_core.tables.select import PathTable, explain, feature_sets, load_table
 from backend_core.target import KNOWN_TARGETS, Target
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -34,14 +35,26 @@ def render() -> str:
             for operator in schema.operator_names:
                 for kind in feature_sets(table, operator):
                     lines.append(f"{operator}, needing {', '.join(sorted(kind)) or 'nothing'}")
-                    rows = select(table, operator, kind).explain()
+                    rows = explain(table, operator, kind)
                     lines += [f"    {row}" for row in rows if row.refusal is None]
+                lines += _left_to_upstream(table, operator)
     for family in families().values():
         for target in KNOWN_TARGETS.values():
             stem = load_table(family.tables, target, directory=CONFIGS).source.stem
             if stem != target.key:
                 lines.append(f"# {family.name}/{target.key} is {stem}")
     return "\n".join(lines) + "\n"
+
+
+def _left_to_upstream(table: PathTable, operator: str) -> list[str]:
+    """The rows that are left to each kernel of an engine, where a caller has it."""
+    rows = [row for row in table.rows if (row.operator, row.name) == (operator, UPSTREAM)]
+    found = []
+    for kernel, kind in dict.fromkeys((row.params.kernel, row.features) for row in rows):
+        found.append(f"{operator}, needing {', '.join(sorted(kind)) or 'nothing'}, beside {kernel}")
+        chosen = explain(table, operator, kind, upstream=kernel)
+        found += [f"    {row}" for row in chosen if row.refusal is None]
+    return found
 
 
 if __name__ == "__main__":

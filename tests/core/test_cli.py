@@ -77,6 +77,7 @@ def test_json_keys_are_the_documented_ones() -> None:
         names = [operator["operator"] for operator in family["operators"]]
         assert names == list(declared.tables.operator_names)
         row_keys = {"path", "low", "high", "refusal", "params", "features", "measured"}
+        row_keys |= {"max_longest", "min_longest", "max_width"}
         for operator in family["operators"]:
             assert set(operator) == {"operator", "grid", "selections"} and operator["selections"]
             for selection in operator["selections"]:
@@ -92,7 +93,7 @@ def test_engine_support_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {engine["name"]: engine["supported"] for engine in report()["engines"]}
     assert verdicts == {"vllm": True, "sglang": False, "transformers": None}
     out = run("info")[1]
-    assert "vllm: 0.33.0, supported (supported: 0.26.0 to 0.33.0)" in out
+    assert "vllm: 0.33.0, supported (supported: 0.30.0 to 0.33.0)" in out
     assert "sglang: 0.4.0, not supported" in out
     assert "transformers: not installed" in out
 

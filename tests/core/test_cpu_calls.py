@@ -24,7 +24,6 @@ REFUSALS = {
     "chunk_kda": OF_ANOTHER,
     "kda_decode_step": OF_ANOTHER,
     "MlaPlanner.plan": f"ValueError: lengths {READ}",
-    "MlaPlanner.plan, flash_mla": f"ValueError: lengths {READ}",
     "MlaPlanner.plan, shared prefixes": f"ValueError: lengths {READ}",
     "MlaPlanner.plan, sm90": f"ValueError: lengths {READ}",
     "mla_decode": f"ValueError: q_latent {READ}",

@@ -24,7 +24,7 @@ IMAGE = bytes(range(256)) * 100
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cubin_cache._say_once.cache_clear()
+    cubin_cache._say.cache_clear()
     return tmp_path / "cache" / "kda-dsv4" / "cubins"
 
 

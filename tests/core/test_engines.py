@@ -7,19 +7,25 @@ import sys
 import pytest
 
 from backend_core.engines import ENGINES, entry
+from backend_core.engines.log import chosen
+from backend_core.family import families
+from backend_core.operator import choose
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend.selection import KdaShape
 
 
 @pytest.mark.parametrize(
     ("engine", "version", "expected"),
     [
         ("vllm", "0.25.9", False),
-        ("vllm", "0.26.0", True),
-        ("vllm", "0.26.0rc1", True),
+        ("vllm", "0.30.0", True),
+        ("vllm", "0.30.0rc1", True),
         ("vllm", "0.33.0+cu130", True),
         ("vllm", "0.33.1", False),
         ("vllm", "1.0", False),
         ("sglang", "0.5.9", False),
-        ("sglang", "0.5.17.post1", True),
+        ("sglang", "0.5.20.post1", True),
         ("sglang", "0.5.23", True),
         ("sglang", "0.5.24", False),
         ("transformers", "5.16.1", False),
@@ -50,8 +56,8 @@ def test_a_version_without_numbers_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("0.11.0", "serves vllm 0.26.0 to 0.33.0, got 0.11.0: nothing is registered"),
-        ("0.40.0", "serves vllm 0.26.0 to 0.33.0, got 0.40.0: nothing is registered"),
+        ("0.11.0", "serves vllm 0.30.0 to 0.33.0, got 0.11.0: nothing is registered"),
+        ("0.40.0", "serves vllm 0.30.0 to 0.33.0, got 0.40.0: nothing is registered"),
         ("0.33.0", "could not register kda with vllm: ModuleNotFoundError: "),
         ("dev", "could not register kda with vllm: ModuleNotFoundError: "),
     ],
@@ -69,7 +75,7 @@ def test_a_release_without_our_imports_goes_on(
     entry._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="kda_dsv4"):
         for _ in range(2):
-            entry.register_vllm("kda", "kda_backend.engines.vllm")
+            entry.register_vllm("kda")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"kda-dsv4-backend {message}")
 
@@ -82,11 +88,30 @@ def test_an_sglang_without_our_imports_is_told_its_range(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.9")
     monkeypatch.setenv("KDA_DSV4_STRICT", strict)
     entry._log_once.cache_clear()
-    said = "kda-dsv4-backend serves sglang 0.5.17 to 0.5.23, got 0.4.9: nothing is registered"
+    said = "kda-dsv4-backend serves sglang 0.5.20 to 0.5.23, got 0.4.9: nothing is registered"
     with caplog.at_level(logging.WARNING, logger="kda_dsv4"):
         if strict == "1":
             with pytest.raises(SystemExit, match=said):
-                entry.register_sglang("kda", "kda_backend.engines.sglang")
+                entry.register_sglang("kda")
         else:
-            entry.register_sglang("kda", "kda_backend.engines.sglang")
+            entry.register_sglang("kda")
             assert [record.getMessage() for record in caplog.records] == [said]
+
+
+@pytest.mark.parametrize(("name", "measured"), [("A100", False), ("H200", True), ("cpu", True)])
+def test_the_log_says_what_was_chosen_and_whether_it_was_measured_here(
+    name: str, measured: bool
+) -> None:
+    target = KNOWN_TARGETS[name]
+    selections = [
+        choose(
+            load_table(families()["kda"].tables, target),
+            "prefill",
+            target,
+            KdaShape(2, 2, 128, 128),
+        )
+    ]
+    first, row, *rest = chosen("KDA layers", target, "2 heads", ["a row"], selections)
+    assert (first, row) == (f"KDA layers on {target.name} ({target.arch}): 2 heads", "a row")
+    assert len(rest) == (not measured)
+    assert measured or f"were measured on {target.name} ({target.arch})" in rest[0]

@@ -24,7 +24,6 @@ from backend_core.testing.fuzz import (
     worst,
 )
 from kda_backend.testing import fuzz as kda_fuzz
-from tests.core import toy
 from tests.core.test_family import program
 
 BATCHES = 80
@@ -107,52 +106,83 @@ def test_what_is_written_beside_the_result_is_a_mismatch() -> None:
     assert worst((0.1, 1.0), (float("nan"), 1.0), (5.0, 1.0))[0] != 5.0
 
 
-def test_the_program_fuzzes_a_family_of_another_package(tmp_path: Path) -> None:
-    folder = toy.install(tmp_path)
+PLANTED = """
+import dataclasses, os
+import kda_backend.family
+
+def draw_sum(draw, target, device):
+    import torch
+    from backend_core.testing.fuzz import FuzzBatch
+
+    x = torch.empty(draw.integer("rows", 1, 9), dtype=torch.float64, device=device)
+    result = []
+
+    def fill(seed):
+        x.copy_(torch.arange(seed % 7, seed % 7 + len(x)))
+
+    def run():
+        if len(x) > 6 and os.environ.get("PLANT_DIES"):
+            os._exit(3)
+        result[:] = [x[:4].sum() if os.environ.get("PLANT_WRONG") else x.sum()]
+
+    return FuzzBatch(fill, run, lambda: (abs(float(result[0] - sum(x.tolist()))), 0.5))
+
+cases = {} if os.environ.get("PLANT_NO_CASES") else {"sum": draw_sum}
+kda_backend.family.FAMILY = dataclasses.replace(
+    kda_backend.family.FAMILY, fuzz_cases=lambda: cases
+)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """On the path of `program`: one operator in the place of those that KDA's fuzz attacks."""
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    return tmp_path
+
+
+def test_the_program_attacks_a_familys_operators(folder: Path, tmp_path: Path) -> None:
     kept = tmp_path / "fuzz.json"
-    arguments = ("check", "--fuzz", "12", "--seed", "40", "--family", "toy", "--jobs", "2")
+    arguments = ("check", "--fuzz", "12", "--seed", "40", "--family", "kda", "--jobs", "2")
     code, out, err = program(folder, *arguments, "--json", str(kept))
     assert code == 0, err
     report = json.loads(kept.read_text())
     (row,) = report["rows"]
-    assert (row["family"], row["operator"]) == ("toy", "sum")
+    assert (row["family"], row["operator"]) == ("kda", "sum")
     assert (row["batches"], row["mismatches"]) == (12, 0) and row["seconds"] >= 0.0
     assert out.splitlines()[-1].startswith("fuzz: 12 of 12 batches right")
 
 
 def test_a_mismatch_prints_the_line_that_runs_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = toy.install(tmp_path)
-    monkeypatch.setenv("TOY_WRONG", "1")
-    code, out, _ = program(folder, "check", "--fuzz", "8", "--family", "toy", "--jobs", "1")
+    monkeypatch.setenv("PLANT_WRONG", "1")
+    code, out, _ = program(folder, "check", "--fuzz", "8", "--family", "kda", "--jobs", "1")
     assert code == 1
     (line, *_) = [x.strip() for x in out.splitlines() if "kda-dsv4 check --fuzz 1 --seed" in x]
     code, again, _ = program(folder, *line.split()[1:])
     assert code == 1 and line in again
-    monkeypatch.delenv("TOY_WRONG")
+    monkeypatch.delenv("PLANT_WRONG")
     code, right, _ = program(folder, *line.split()[1:])
     assert code == 0, right
 
 
 def test_a_batch_that_ends_its_process_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = toy.install(tmp_path)
-    monkeypatch.setenv("TOY_DIES", "1")
-    code, out, _ = program(folder, "check", "--fuzz", "20", "--family", "toy", "--jobs", "2")
+    monkeypatch.setenv("PLANT_DIES", "1")
+    code, out, _ = program(folder, "check", "--fuzz", "20", "--family", "kda", "--jobs", "2")
     assert code == 1 and "the process ended with 3" in out
     assert "20 batches right" in out
 
 
 def test_a_family_without_cases_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = toy.install(tmp_path)
-    monkeypatch.setenv("TOY_HAS_NO_FUZZ", "1")
-    code, out, err = program(folder, "check", "--fuzz", "1", "--family", "toy")
+    monkeypatch.setenv("PLANT_NO_CASES", "1")
+    code, out, err = program(folder, "check", "--fuzz", "1", "--family", "kda")
     assert (code, out) == (1, "")
-    assert err == "kda-dsv4: nothing to fuzz: toy declares no fuzz cases\n"
+    assert err == "kda-dsv4: nothing to fuzz: kda declares no fuzz cases\n"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from backend_core.launch.triton import KernelLaunch  # noqa: E402
+from backend_core.launch.triton import KernelLaunch, pack  # noqa: E402
 
 
 def scale_rows(
@@ -230,13 +231,14 @@ def test_a_launch_hook_is_told_of_every_launch(
     recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     constexprs, options = {"BLOCK": 16, "HAS_MASK": False}, {"num_warps": 1, "num_stages": 1}
-    launch = KernelLaunch(JITFunction(scale_rows), constexprs, options, GROUPS)
+    launch = KernelLaunch(JITFunction(scale_rows), constexprs, options)
+    packing = KernelLaunch(JITFunction(scale_rows), constexprs, options, packs=PACKS)
     args = CALLS["aligned"]
 
     def records() -> list[Any]:
         launch((1, 1, 1), *args)
         launch.launch((1, 1, 1), **dict(zip(NAMES, args, strict=True)))
-        launch.packed((1, 1, 1), _packs(args), lambda: args)
+        packing.launch((1, 1, 1), **_packs(args))
         return [[launched[i] for i in RECORD] for _, launched in recorder.launches[-3:]]
 
     assert records() == [[None, None, None]] * 3
@@ -322,36 +324,89 @@ def test_a_wrong_name_is_refused(
     assert recorder.launches == []
 
 
-GROUPS = (("x_ptr", "factor"), ("num_rows", "stride_x"), ("mask_ptr", "y_ptr"))
+def copy_block(x_desc, x_source, y_ptr, IS_TENSOR: tl.constexpr):
+    b_x = x_desc.load([0])
+    if IS_TENSOR:
+        b_x += tl.load(x_source + tl.arange(0, 16))
+    else:
+        b_x += x_source.load([16])
+    tl.store(y_ptr + tl.arange(0, 16), b_x)
 
 
-def _packs(args: tuple[Any, ...]) -> list[Any]:
+def test_tensor_descriptors_by_name(recorder: RecordingDriver) -> None:
+    """Their variants are kept apart by dtype and block, not by tensor and shape."""
+
+    def described(length: int, block: int, dtype: torch.dtype) -> TensorDescriptor:
+        return TensorDescriptor(torch.zeros(length, dtype=dtype), [length], [1], [block])
+
+    whole = described(64, 16, torch.float32)
+    sources = []
+    for x, other in (
+        (whole, whole),
+        (described(64, 16, torch.bfloat16), whole),
+        (whole, _tensor()),
+        (whole, _tensor(offset=1)),
+    ):
+        is_tensor = isinstance(other, torch.Tensor)
+        launch = KernelLaunch(JITFunction(copy_block), {"IS_TENSOR": is_tensor}, {"num_warps": 1})
+        for y in (_tensor(), _tensor(), _tensor(offset=1)):
+            launch((1, 1, 1), x, other, y)
+            source, want = recorder.launches[-1]
+            launch.launch((1, 1, 1), x_desc=x, x_source=other, y_ptr=y)
+            named, got = recorder.launches[-1]
+            assert named is source and got == want
+    launch = KernelLaunch(JITFunction(copy_block), {"IS_TENSOR": False}, {"num_warps": 1})
+    for x in (whole, described(128, 16, torch.float32), described(64, 16, torch.bfloat16), whole):
+        launch.launch((1, 1, 1), x_desc=x, x_source=whole, y_ptr=_tensor())
+        sources.append(recorder.launches[-1][0])
+    assert sources[0] is sources[1] is sources[3] is not sources[2]
+
+
+PACKS = {"layer": ("num_rows", "unknown_ptr", "stride_x"), "step": ("mask_ptr", "y_ptr")}
+
+
+def _packs(args: tuple[Any, ...]) -> dict[str, Any]:
     x, y, mask, num_rows, stride, factor = args
-    return [KernelLaunch.pack(group) for group in ((x, factor), (num_rows, stride), (mask, y))]
+    packs = {"layer": pack((num_rows, None, stride)), "step": pack((mask, y))}
+    return {"x_ptr": x, "factor": factor, **packs}
 
 
 def test_packed_arguments_launch_what_a_plain_call_does(recorder: RecordingDriver) -> None:
+    """Also where the packed arguments are the first of their kind, and their tensors are gone."""
     constexprs, options = {"BLOCK": 16, "HAS_MASK": False}, {"num_warps": 1, "num_stages": 1}
-    launch = KernelLaunch(JITFunction(scale_rows), constexprs, options, GROUPS)
+    fn = JITFunction(scale_rows)
+    plain = KernelLaunch(fn, constexprs, options)
+    packing = KernelLaunch(fn, constexprs, options, packs=PACKS)
     for name, args in CALLS.items():
-        launch((3, 2, 1), *args)
+        plain((3, 2, 1), *args)
         want_source, want = recorder.launches[-1]
-        # the arguments themselves are asked for once for each class
-        for arguments in (lambda args=args: args, lambda: pytest.fail("asked again")):
-            launch.packed((3, 2, 1), _packs(args), arguments)
+        for _ in range(2):
+            packing.launch((3, 2, 1), **_packs(args))
             source, got = recorder.launches[-1]
-            assert source is want_source, name
+            assert source.signature == want_source.signature, name
+            assert source.attrs == want_source.attrs, name
             assert got == want, name
+    assert len(packing._compiled) == len(plain._compiled)
 
 
-def test_packed_compiles_what_no_call_has_yet(recorder: RecordingDriver) -> None:
+def test_strides_come_from_the_axes(recorder: RecordingDriver) -> None:
     constexprs, options = {"BLOCK": 16, "HAS_MASK": False}, {"num_warps": 1, "num_stages": 1}
-    launch = KernelLaunch(JITFunction(scale_rows), constexprs, options, GROUPS)
-    args = CALLS["unaligned input"]
-    launch.packed((1, 1, 1), _packs(args), lambda: args)
-    assert recorder.launches[-1][1][-6 - 2] == args[0].data_ptr()
-    with pytest.raises(ValueError, match="groups of scale_rows must be of"):
-        KernelLaunch(JITFunction(scale_rows), constexprs, options, GROUPS[:2])
+
+    def copy_rows(x_ptr, y_ptr, stride_x_t, stride_x_h, stride_y_t, BLOCK: tl.constexpr):
+        pass
+
+    kernel = KernelLaunch(
+        JITFunction(copy_rows), {"BLOCK": 16}, options, axes={"x": "thd", "y": "t."}
+    )
+    x, y = torch.zeros(4, 8, 16)[:, ::2], torch.zeros(4, 48)
+    kernel.launch((1, 1, 1), x_ptr=x, y_ptr=y)
+    assert recorder.launches[-1][1][-6:-1] == (x.data_ptr(), y.data_ptr(), 128, 32, 48)
+    kernel.launch((1, 1, 1), x_ptr=x, y_ptr=None)
+    assert recorder.launches[-1][1][-6:-1] == (x.data_ptr(), None, 128, 32, None)
+    with pytest.raises(TypeError, match="stride_x_t"):
+        kernel.launch((1, 1, 1), x_ptr=x, y_ptr=y, stride_x_t=1)
+    with pytest.raises(ValueError, match=r"no such tensor \['z'\]"):
+        KernelLaunch(JITFunction(scale_rows), constexprs, options, axes={"z": "t"})
 
 
 def test_two_threads_never_give_two_classes_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,10 +419,10 @@ def test_two_threads_never_give_two_classes_one_number(monkeypatch: pytest.Monke
             size = super().__len__()
             if not self.begun:
                 self.begun = True
-                KernelLaunch.pack([1.0])
+                pack([1.0])
             return size
 
     keys = Interrupted()
     monkeypatch.setattr("backend_core.launch.triton._PACK_KEYS", keys)
-    numbers = [KernelLaunch.pack([argument])[0] for argument in (None, 1.0, True)]
+    numbers = [pack([argument])[0] for argument in (None, 1.0, True)]
     assert len(set(numbers)) == 3

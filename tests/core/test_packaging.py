@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from backend_core.engines import entry
 from backend_core.family import PACKAGES
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +26,12 @@ BENCHMARKS = [Path("benchmarks", *folder) for folder in ((), ("engines",), ("pee
 PROBE = """
 import sys, backend_core
 from backend_core.family import families
-from backend_core.tables.select import load_table, select
+from backend_core.tables.select import explain, load_table
 from backend_core.target import KNOWN_TARGETS
 print(backend_core.__file__)
 for target in KNOWN_TARGETS.values():
     table = load_table(families()["kda"].tables, target)
-    assert select(table, "prefill").lookup(1) is not None
+    assert any(row.refusal is None for row in explain(table, "prefill"))
     print(table.source)
 """
 
@@ -53,12 +55,19 @@ def test_every_folder_with_modules_is_packaged() -> None:
 
 
 def test_entry_points_are_named_after_families() -> None:
-    entries = PROJECT["project"]["entry-points"]
-    engines = {"vllm.general_plugins", "sglang.srt.plugins", "sglang.multimodal_gen.plugins"}
-    assert set(entries) == engines
-    for group in entries.values():
-        for name, value in group.items():
-            assert f"{name}_backend" in PACKAGES and value.startswith(f"{name}_backend.")
+    entries = dict(PROJECT["project"]["entry-points"])
+    video = entries.pop("sglang.multimodal_gen.plugins")
+    assert video == {"softmax": "softmax_backend.engines.sglang_diffusion:register"}
+    groups = {
+        "vllm.general_plugins": entry.register_vllm,
+        "sglang.srt.plugins": entry.register_sglang,
+    }
+    assert set(entries) == set(groups)
+    for group, register in groups.items():
+        assert [f"{name}_backend" for name in entries[group]] == list(PACKAGES)
+        for name, value in entries[group].items():
+            found = EntryPoint(name, value, group).load()
+            assert (found.func, found.args) == (register, (name,))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +117,7 @@ def test_the_wheel_holds_every_table_marker_and_licence(wheel: Path) -> None:
     }
     assert scripts and scripts <= names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
-    assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs"))]
+    assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks", "docs"))]
 
 
 def test_installing_changes_nothing_an_engine_needs(wheel: Path) -> None:

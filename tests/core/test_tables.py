@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
+from backend_core.operator import choose, forced
 from backend_core.tables import select as path_table
 from backend_core.tables.schema import NoParams, Operator, TableSchema
 from backend_core.tables.select import (
@@ -19,7 +20,6 @@ from backend_core.tables.select import (
     explain,
     feature_sets,
     load_table,
-    select,
     unmeasured,
 )
 from backend_core.target import KNOWN_TARGETS, Target
@@ -54,6 +54,7 @@ TOY = TableSchema(
             "chunks",
             {name: NoParams for name in PREFILL_PATHS}
             | {"fused": TileParams, "modelled": "cost_model"},
+            requires=lambda features: features,
         ),
         Operator("decode", "sequences", {"recurrent": NoParams}),
     ),
@@ -220,11 +221,11 @@ def test_a_malformed_table_names_file_and_row(tmp_path: Path, text: str, message
 
 
 def test_lookup_at_bucket_boundaries(tmp_path: Path) -> None:
-    selection = select(three_buckets(tmp_path), "prefill")
+    selection = choose(three_buckets(tmp_path), "prefill", H200, frozenset())
     expected = {0: "small", 1: "small", 10: "small", 11: "middle", 100: "middle", 101: "fused"}
-    assert {grid: selection.lookup(grid).name for grid in expected} == expected
-    assert selection.lookup(2**40).name == "fused"
-    assert [str(row) for row in selection.explain()] == [
+    assert {grid: selection.row(grid).name for grid in expected} == expected
+    assert selection.row(2**40).name == "fused"
+    assert [str(row) for row in selection.explained] == [
         "prefill grid 1 to 10: small (not measured, offline compilation)",
         "prefill grid 11 to 100: middle (not measured, offline compilation)",
         "prefill grid 101 and more: fused block_v=32 tma=True precision=ieee num_stages=2 "
@@ -242,9 +243,9 @@ def test_refused_rows_are_taken_over_by_the_next_larger_then_by_the_largest(tmp_
         + row(name="d")
         + DECODE,
     )
-    selection = select(table, "prefill", frozenset({"x"}))
-    assert [selection.lookup(grid).name for grid in (1, 20, 21, 1000)] == ["b", "b", "c", "c"]
-    assert [(r.path.name, r.low, r.high, r.refusal) for r in selection.explain()] == [
+    selection = choose(table, "prefill", H200, frozenset({"x"}))
+    assert [selection.row(grid).name for grid in (1, 20, 21, 1000)] == ["b", "b", "c", "c"]
+    assert [(r.path.name, r.low, r.high, r.refusal) for r in selection.explained] == [
         ("a", None, None, "lacks x"),
         ("b", 1, 20, None),
         ("c", 21, None, None),
@@ -262,7 +263,7 @@ def test_refusal_names_what_is_missing(tmp_path: Path) -> None:
         "lacks bf16_state, snapshots",
     ]
     with pytest.raises(LookupError) as error:
-        select(table, "prefill", needs)
+        choose(table, "prefill", H200, needs)
     assert str(error.value) == (
         f"no prefill path in {table.source} can serve this model: small lacks bf16_state, "
         "snapshots; middle lacks bf16_state; fused lacks bf16_state, snapshots"
@@ -278,16 +279,16 @@ def test_of_alternatives_the_first_usable_serves(
         HEADER + row(name="ours", max_grid=10) + vendor + fused() + DECODE,
     )
     monkeypatch.setattr(path_table, "_is_installed", lambda package: package == "flashinfer")
-    selection = select(table, "prefill")
-    assert [selection.lookup(grid).name for grid in (10, 11)] == ["ours", "vendor"]
-    assert [r.refusal for r in selection.explain()][-1] == "vendor is preferred for the same grids"
-    only_vendor = select(table, "prefill", frozenset({"x"}))
-    assert only_vendor.lookup(1).name == only_vendor.lookup(11).name == "vendor"
+    selection = choose(table, "prefill", H200, frozenset())
+    assert [selection.row(grid).name for grid in (10, 11)] == ["ours", "vendor"]
+    assert [r.refusal for r in selection.explained][-1] == "vendor is preferred for the same grids"
+    only_vendor = choose(table, "prefill", H200, frozenset({"x"}))
+    assert only_vendor.row(1).name == only_vendor.row(11).name == "vendor"
 
     monkeypatch.setattr(path_table, "_is_installed", lambda package: False)
-    selection = select(table, "prefill")
-    assert selection.lookup(11).name == "fused"
-    refusal = [r.refusal for r in selection.explain()][1]
+    selection = choose(table, "prefill", H200, frozenset())
+    assert selection.row(11).name == "fused"
+    refusal = [r.refusal for r in selection.explained][1]
     assert refusal == "needs the package flashinfer, which is not installed"
 
 
@@ -299,9 +300,9 @@ def test_feature_sets_are_the_distinct_ones_in_order(tmp_path: Path) -> None:
 
 def test_operators_are_kept_apart(tmp_path: Path) -> None:
     table = three_buckets(tmp_path)
-    assert select(table, "decode").lookup(5).name == "recurrent"
+    assert choose(table, "decode", H200, frozenset()).row(5).name == "recurrent"
     with pytest.raises(ValueError, match="operator of toy must be one of prefill, decode, got 'x'"):
-        select(table, "x")
+        choose(table, "x", H200, frozenset())
 
 
 def test_a_missing_table_says_where_it_was_looked_for(tmp_path: Path) -> None:
@@ -408,16 +409,16 @@ def test_a_table_of_its_own_goes_before_a_users_shared_one(
 ) -> None:
     """The shipped table for 99 KiB of shared memory, not what a user tuned on an A100."""
     shipped, mine = tmp_path / "shipped", tmp_path / "mine"
-    toy = dataclasses.replace(TOY, folder=shipped)
+    monkeypatch.setattr(path_table, "shipped_directory", lambda: shipped)
     text = HEADER + row() + DECODE
     for directory, arch in ((shipped, "sm86"), (mine, "sm80")):
         directory.mkdir()
         load(directory, text.replace("sm90", arch), Target("nvidia", arch, 1, ""))
     monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(mine))
     l40s = Target("nvidia", "sm89", 142, "L40S")
-    assert load_table(toy, l40s).source == shipped / "toy" / "nvidia_sm86.toml"
+    assert load_table(TOY, l40s).source == shipped / "toy" / "nvidia_sm86.toml"
     (shipped / "toy" / "nvidia_sm86.toml").unlink()
-    assert load_table(toy, l40s).source == mine / "toy" / "nvidia_sm80.toml"
+    assert load_table(TOY, l40s).source == mine / "toy" / "nvidia_sm80.toml"
 
 
 MEASURED = {
@@ -448,7 +449,7 @@ def test_model_load_says_where_nothing_was_measured(tmp_path: Path) -> None:
 
     def note(name: str) -> str | None:
         table = load_table(TOY, KNOWN_TARGETS[name], directory=tmp_path)
-        chosen = [select(table, operator) for operator in TOY.operator_names]
+        chosen = [choose(table, operator, H200, frozenset()) for operator in TOY.operator_names]
         return unmeasured(KNOWN_TARGETS[name], chosen)
 
     assert note("B200") is None
@@ -457,7 +458,7 @@ def test_model_load_says_where_nothing_was_measured(tmp_path: Path) -> None:
         " whether they are right here, kda-dsv4 tune searches faster ones"
     )
     (unmeasured_row, _) = load(tmp_path, HEADER + row() + DECODE).rows
-    chosen = path_table.PathSelection.of(unmeasured_row)
+    chosen = forced(TOY, H200, None, unmeasured_row)
     assert unmeasured(KNOWN_TARGETS["cpu"], [chosen]) is None
 
 
@@ -470,6 +471,6 @@ def test_a_gpu_that_cannot_have_a_table_is_told_why(tmp_path: Path) -> None:
 
 def test_a_forced_selection_holds_the_given_rows_alone(tmp_path: Path) -> None:
     small, middle, _, decode = three_buckets(tmp_path).rows
-    assert path_table.PathSelection.of(decode).lookup(10**6) is decode
-    both = path_table.PathSelection.of(small, middle)
-    assert [both.lookup(grid) for grid in (1, 10, 11, 10**6)] == [small, small, middle, middle]
+    assert forced(TOY, H200, None, decode).row(10**6) is decode
+    both = forced(TOY, H200, None, small, middle)
+    assert [both.row(grid) for grid in (1, 10, 11, 10**6)] == [small, small, middle, middle]

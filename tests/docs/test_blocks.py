@@ -34,11 +34,8 @@ PRELUDES = {
         cache = torch.zeros(1, 64 * 132, dtype=torch.uint8)
     """
 }
-_PAGE = "docs/adding-a-kernel-path.md"
-MODULES = {
-    (_PAGE, "def prefill_by_token("): "kda_backend.prefill.torch",
-    (_PAGE, "from kda_backend.prefill.torch import"): "kda_backend.prefill.paths",
-}
+# Excerpts that are files of the package, by how they begin.
+FILES = {'"""Prefill by the recurrence itself': "kda_backend/prefill/by_token.py"}
 
 
 @dataclass(frozen=True)
@@ -114,8 +111,6 @@ def execute(tree: Path, command: list[str]) -> None:
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_shell(block: Block, tree: Path) -> None:
-    if "kda-dsv4 plot" in block.text:
-        pytest.importorskip("matplotlib")
     execute(tree, ["bash", "-euo", "pipefail", "-c", block.text])
 
 
@@ -128,17 +123,13 @@ def test_python(page: str, tree: Path) -> None:
     for block in ALL:
         if (block.page, block.language, block.needs) != (page, "python", None):
             continue
-        module = next(
-            (
-                m
-                for (of, start), m in MODULES.items()
-                if of == page and block.text.startswith(start)
-            ),
-            None,
-        )
-        where = f"vars(importlib.import_module({module!r}))" if module else "names"
-        code = f"from __future__ import annotations\n{block.text}" if module else block.text
-        parts.append(f"exec(compile({code!r}, {str(block)!r}, 'exec'), {where})")
+        file = next((f for start, f in FILES.items() if block.text.startswith(start)), None)
+        if file is not None:
+            (tree / file).write_text(block.text)
+            module = file.removesuffix(".py").replace("/", ".")
+            parts.append(f"importlib.import_module({module!r}).bind")
+            continue
+        parts.append(f"exec(compile({block.text!r}, {str(block)!r}, 'exec'), names)")
     execute(tree, [sys.executable, "-c", "\n".join(parts)])
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from docs import performance
-from docs.performance_parts import softmax
 
 GENERATORS = [
     *Path(performance.__file__).parent.glob("*.py"),
@@ -50,19 +49,3 @@ def test_no_figure_is_typed_into_a_generator(generator: Path) -> None:
 @pytest.mark.parametrize("text", ["58 % of it", "1.02 µs", "786 MB", "2.1× as fast", "4 times"])
 def test_a_typed_figure_is_found(text: str) -> None:
     assert typed_figures(f"x = 'K = 128, {text}'") and not typed_figures("x = 'K = V = 128, µs'")
-
-
-def test_the_most_that_mla_decode_could_reach() -> None:
-    """Two points of 1.0 and 2.0 today; the bytes of the first permit 1.21."""
-    rows = [
-        {"case": "64x64k", "heads": 4, "ours_gpu_us": 121.0, "peer_us": 121.0, "floor_us": 100.0},
-        {"case": "1x1k", "heads": 4, "ours_gpu_us": 5.0, "peer_us": 10.0, "floor_us": 0.4},
-        {"case": "1x1k", "heads": 32, "ours_gpu_us": 8.0, "peer_us": 16.0, "floor_us": 0.4},
-    ]
-    text = softmax.mla_ceiling(rows, ("peer",))[1]
-    assert "All 3 points" in text and f"{4 ** (1 / 3):.2f}× today" in text
-    assert f"permit is {(1.21 * 25 * 40) ** (1 / 3):.2f}×" in text
-    assert "On 1 points the bytes permit less than 1.3×, 1.21× on average" in text
-    assert f"the other 2 as they are, the mean would be {(1.21 * 4) ** (1 / 3):.2f}×" in text
-    assert f"now 2.00×, would have to be {(1.3**3 / 1.21) ** 0.5:.2f}×" in text
-    assert f"all of them, the mean would be {(1 * 2 * 3.2) ** (1 / 3):.2f}×" in text

@@ -9,14 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathSelection, load_table
+from backend_core.tables.select import load_table
 from dsv4_backend import compress_decode_, warm_up
-from dsv4_backend.compressor.bound import ByGrid, LaunchCache
-from dsv4_backend.compressor.decode import bind
-from dsv4_backend.compressor.torch_step import step
 from dsv4_backend.launch_params import TABLES
+from dsv4_backend.spec import CompressorLayer
+from dsv4_backend.step import CompressorCall, LaunchCache, bound_call
 from dsv4_backend.testing.check_cases import check_cases
+from dsv4_backend.torch_step import step
 from tests.dsv4.cases import (
     DEVICE,
     TARGET,
@@ -217,7 +218,7 @@ def test_split_channels_write_the_same_bytes(splits: int, layout: str) -> None:
             *(layer, kv_score[: len(entries)], engine.state, engine.cache),
             engine.decode_plan(entries),
             target=TARGET,
-            selection=PathSelection.of(path),
+            selection=forced(TABLES, TARGET, None, path),
             launches=kept,
         )
 
@@ -235,14 +236,20 @@ def test_split_channels_outlive_other_layers() -> None:
     """With one launch cache for many layers a CUDA graph of the first still holds its memory."""
     layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=16)
     row = next(row for row in ROWS if row.operator == "main_c128_decode")
-    chosen = PathSelection.of(replace(row, params=replace(row.params, splits=8)))
-    call, plan, kept = engine.call(layer, kv_score), engine.decode_plan(entries), LaunchCache()
-    pipeline = weakref.ref(kept.find(bind, call, plan, TARGET, chosen).at(len(entries)))
+    chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
+    plan, kept = engine.decode_plan(entries), LaunchCache()
+
+    def run_on(layer: CompressorLayer, kept: LaunchCache) -> CompressorCall:
+        call = engine.call(layer, kv_score)
+        chosen_run = bound_call(call, plan, TARGET, chosen, kept).run(len(entries))
+        chosen_run(call, plan)
+        return call
+
+    memory = [weakref.ref(x) for pairs in run_on(layer, kept).memory.values() for x in pairs[0]]
     for _ in range(65):
-        other = replace(call, layer=replace(layer))
-        kept.find(lambda *_: ByGrid(chosen, lambda path: None), other, plan, TARGET, chosen)
+        bound_call(engine.call(replace(layer), kv_score), plan, TARGET, chosen, kept)
     gc.collect()
-    assert pipeline() is not None
+    assert memory and all(x() is not None for x in memory)
 
 
 def test_split_channels_need_one_warp_on_hip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +261,7 @@ def test_split_channels_need_one_warp_on_hip(monkeypatch: pytest.MonkeyPatch) ->
         compress_decode_(
             *(layer, kv_score, engine.state, engine.cache, engine.decode_plan(entries)),
             target=TARGET,
-            selection=PathSelection.of(path),
+            selection=forced(TABLES, TARGET, None, path),
         )
 
 

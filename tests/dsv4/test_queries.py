@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from backend_core.tables.select import PathSelection
+from backend_core.operator import forced, select
 from backend_core.target import KNOWN_TARGETS, Target
 from dsv4_backend import quantise_indexer_queries, reference
-from dsv4_backend.selection import select_paths
+from dsv4_backend.launch_params import TABLES
 from tests.dsv4.cases import DEVICE, TARGET, make_spec, rope_table
 
 CPU = KNOWN_TARGETS["cpu"]
@@ -80,11 +80,11 @@ def test_heads_per_program_change_nothing(cache_format: str) -> None:
     spec = make_spec(cache_format, rope_layout="split")
     q, positions, weights = draw(tokens=2, heads=7)
     arguments = (spec, q, positions, rope_table("split"), weights, 0.1, 0.5)
-    path, results = select_paths(TARGET, "queries").lookup(1), []
+    path, results = select(TABLES, "queries", TARGET, None).row(1), []
     for heads in (1, 2, 4):
         params = dataclasses.replace(path.params, heads=heads)
-        forced = PathSelection.of(dataclasses.replace(path, params=params))
-        results.append(quantise_indexer_queries(*arguments, target=TARGET, selection=forced))
+        alone = forced(TABLES, TARGET, None, dataclasses.replace(path, params=params))
+        results.append(quantise_indexer_queries(*arguments, target=TARGET, selection=alone))
     for codes, scales, out in results[1:]:
         want_codes, want_scales, want_out = results[0]
         # compilers may fuse a product and a sum in one of two ways

@@ -2,7 +2,7 @@
 
     python tests/engines/envs.py                    # oldest, newest and one other release of each
     python tests/engines/envs.py all                # every release that is claimed
-    python tests/engines/envs.py vllm==0.26.0 ...   # these alone
+    python tests/engines/envs.py vllm==0.30.0 ...   # these alone
 
 ``envs.toml`` says what goes into each environment, which is made where it is missing. The one
 other release changes by the day, and each comes up within a week. An environment is kept under
@@ -113,7 +113,7 @@ def environment(name: str, recipe: dict[str, Any]) -> Path:
         package = _site_packages(place) / name.split("==")[0]
         subprocess.run([python, "-m", "compileall", "-q", "-j", "0", package], check=False)
         (place / "bytecode").touch()
-    _link(place, recipe.get("entry_points", {}))
+    _link(place)
     return python
 
 
@@ -165,26 +165,21 @@ def _unpack(wheel: str, site_packages: Path) -> None:
                 archive.extractall(site_packages, members)
 
 
-def _link(place: Path, test_entries: dict[str, dict[str, str]]) -> None:
+def _link(place: Path) -> None:
     """This tree, its entry points and the development environment, behind the engine's packages.
 
     Entry points are read from the metadata of a distribution, which installing this package would
-    write; those of the tests are another distribution's, since of one name the first found counts.
+    write.
     """
     site_packages = _site_packages(place)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [str(ROOT), sysconfig.get_paths()["purelib"]]
     (site_packages / "zz_development.pth").write_text("\n".join(lines) + "\n")
-    _write_metadata(site_packages, project["name"], project.get("entry-points", {}))
-    _write_metadata(site_packages, f"{project['name']}-tests", test_entries)
-
-
-def _write_metadata(site_packages: Path, name: str, groups: dict[str, dict[str, str]]) -> None:
-    info = site_packages / f"{name.replace('-', '_')}-0.dist-info"
+    info = site_packages / f"{project['name'].replace('-', '_')}-0.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
     lines = []
-    for group, entries in groups.items():
+    for group, entries in project.get("entry-points", {}).items():
         lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items()), ""]
     (info / "entry_points.txt").write_text("\n".join(lines))
 

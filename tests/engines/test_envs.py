@@ -57,18 +57,18 @@ def test_a_recipe_is_complete_where_it_takes_another_ones_packages() -> None:
         assert len(recipe["packages"]) > 40, name
         assert all("==" in package for package in recipe["packages"])
         assert (recipe.get("ci") == "always") == (
-            name.split("==")[1] in ("0.26.0", "0.33.0", "0.5.17", "0.5.23")
+            name.split("==")[1] in ("0.30.0", "0.33.0", "0.5.20", "0.5.23")
         )
 
 
 @pytest.mark.parametrize(
     ("engine", "version", "name"),
     [
-        ("vllm", "0.26.0", "CUSTOM"),
+        ("vllm", "0.30.0", "CUSTOM"),
         ("vllm", "0.31.0+cu130", "CUSTOM"),
         ("vllm", "0.32.0", "KDA"),
         ("vllm", "0.33.0rc1", "KDA"),
-        ("sglang", "0.5.17", "kda"),
+        ("sglang", "0.5.20", "kda"),
     ],
 )
 def test_the_flags_name_follows_the_release(engine: str, version: str, name: str) -> None:

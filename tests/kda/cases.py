@@ -72,8 +72,8 @@ class Backend:
         if self.name == "torch" or ON_GPU:
             return chosen
         for operator in chosen.operators:
-            if not all(path.name in FAMILY.interpretable for path in operator.paths):
-                chosen = chosen.with_path(self._row(operator.operator, *FAMILY.interpretable))
+            if not all(path.name in FAMILY.interpretable for path in operator.rows):
+                chosen = chosen.with_path(self._row(operator.operator.name, *FAMILY.interpretable))
         return chosen
 
     def selection_of(self, shape: KdaShape, operator: str, path_name: str) -> KdaSelection:

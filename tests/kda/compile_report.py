@@ -17,15 +17,15 @@ import torch
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.select import KernelPath, load_table
-from kda_backend.decode.recurrent import _recurrent_kernel
-from kda_backend.decode.step import _step_kernel
-from kda_backend.decode.verify import _verify_kernel
+from kda_backend.decode_step.fused import _step_kernel
 from kda_backend.launch_params import TABLES
 from kda_backend.layer_checkpoints import _kernel as _store_checkpoints_kernel
 from kda_backend.layer_stages import _gated_norm_kernel, _short_conv_kernel
 from kda_backend.prefill.two_stage import _two_stage_kernels, _TwoStageKernels
+from kda_backend.recurrent.recurrent import _recurrent_kernel
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import _chunk_table_kernel
+from kda_backend.verify.fused import _verify_kernel
 from tests.offline import TARGETS, Report, compile_kernel, dump, report_of
 
 REPORT = Path(__file__).with_name("compile_report.json")

@@ -1,4 +1,4 @@
-"""KDA's one-launch prefill from its own source on the CPU (tests/cuda_on_host)."""
+"""KDA's one-launch prefill from its own source on the CPU (tools/cuda_on_host)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.schema import KernelPath
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Variant
 from kda_backend.prefill.one_launch_sm90 import Launch
-from tests.cuda_on_host.driver import HostKernel
 from tests.kda.cases import Backend
-from tests.kda.prefill_on_host import ROW
+from tests.kda.prefill_on_host import ROWS
+from tools.cuda_on_host.driver import HostKernel
 
-ON = dataclasses.replace(ROW, params=dataclasses.replace(ROW.params, one_launch_max_tokens=1024))
-"""The table's row with the one launch turned on for sequences of any length here."""
+ON = dataclasses.replace(ROWS["one_launch_sm90"], max_longest=None)
+"""The table's row, for sequences of any length here."""
 CPU = Backend("kernels", torch.device("cpu"))
 
 
@@ -35,9 +34,7 @@ class Sources:
         self.folder, self.seed = folder, seed
         self.launches: list[Launch] = []
 
-    def load_kernels(
-        self, path: KernelPath, device: object, variant: Variant
-    ) -> dict[tuple[int, int], HostKernel]:
+    def load_kernels(self, device: object, variant: Variant) -> dict[tuple[int, int], HostKernel]:
         made = _Kernels()
         made.build = lambda rows, ctas: HostKernel(
             self.folder / "one_launch.cu",
@@ -83,10 +80,8 @@ def use_one_launch(
         made.launches.append(launch)
         return launch
 
-    monkeypatch.setattr(pipeline, "_kernels", lambda *_: None)
-    monkeypatch.setattr(pipeline, "load_kernels", made.load_kernels)
-    monkeypatch.setattr(pipeline, "choose_launch", launch_of)
-    monkeypatch.setattr(pipeline, "serves", lambda *_: True)
+    monkeypatch.setattr(in_one, "load_kernels", made.load_kernels)
+    monkeypatch.setattr(in_one, "choose_launch", launch_of)
     return made
 
 

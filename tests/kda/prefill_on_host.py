@@ -1,4 +1,4 @@
-"""KDA's Hopper prefill from its own sources on the CPU (tests/cuda_on_host)."""
+"""KDA's Hopper prefill from its own sources on the CPU (tools/cuda_on_host)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from kda_backend.prefill.arguments_sm90 import Track, Variant
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
-from tests.cuda_on_host.driver import HostKernel
 from tests.kda.cases import Backend, assert_result
+from tools.cuda_on_host.driver import HostKernel
 
 ROWS = {row.name: row for row in load_table(TABLES, KNOWN_TARGETS["H200"]).rows}
-_SHIPPED = ROWS["two_stage_sm90"]
-ROW = replace(_SHIPPED, params=replace(_SHIPPED.params, one_launch_max_tokens=0))
-"""The two stages for every step, short sequences too."""
+ROW = ROWS["two_stage_sm90"]
+"""The two stages, for every step here."""
 
 
 def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Schedule:
@@ -37,9 +36,9 @@ def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Sc
 
 
 def segmented_row(segment_chunks: int) -> KernelPath:
-    """The table's row, on for every sequence of more than one segment."""
-    params = SegmentedParams(segment_chunks, segment_chunks + 1, 1 << 20, ROW.params)
-    return replace(ROWS["segmented_sm90"], params=params)
+    """The table's row, for every step here."""
+    params = SegmentedParams(segment_chunks, ROW.params)
+    return replace(ROWS["segmented_sm90"], params=params, min_longest=None, max_width=None)
 
 
 def use_two_stages(
@@ -70,8 +69,8 @@ def use_two_stages(
     name = "scan_split" if split else "scan"
     defines = pipeline.scan_defines(variant) | polls
     if segment_chunks:
-        scan_params = segmented.SEGMENT_PARAMS
-        defines = segmented.segment_defines(False, False) | polls
+        scan_params = segmented.segment_params(track)
+        defines = segmented.segment_defines(False, False, track) | polls
     intra = HostKernel(
         sources / "intra_chunk.cu",
         "intra_chunk",
@@ -94,8 +93,10 @@ def use_two_stages(
     monkeypatch.setattr(pipeline, "_kernels", lambda *_: kernels)
     if not segment_chunks:
         return
+    assert scan_params is not None
+    of_passes = segmented.segment_defines(False, False) | polls
     passes = (
-        HostKernel(sources / f"{name}.cu", name, segmented.SEGMENT_PARAMS, defines)
+        HostKernel(sources / f"{name}.cu", name, scan_params, of_passes)
         for name in ("segment_ends", "merge_segments")
     )
     # few SMs: CTAs take several tasks

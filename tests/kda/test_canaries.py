@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from kda_backend.decode import recurrent as decode
 from kda_backend.kernels import intra, recurrent, scan
 from kda_backend.prefill import two_stage as prefill
+from kda_backend.recurrent import recurrent as decode
 from kda_backend.testing.cases import Case, make_case
 from tests.kda.cases import Backend, Run, assert_causal, assert_close, assert_result
 

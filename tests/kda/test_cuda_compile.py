@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backend_core.launch.cuda import CudaParams
-from kda_backend.decode import step_sm90
+from kda_backend.decode_step import fused_sm90 as step_sm90
 from kda_backend.launch_params import FusedStepSm90Params
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import one_launch_sm90 as in_one

@@ -1,7 +1,7 @@
 """The Hopper prefill on the CPU, from its own sources, against float64.
 
 Threads run in an order that a seed chooses, and so do copies and matrix products complete; races,
-missing fences, deadlocks and overruns are errors (tests/cuda_on_host).
+missing fences, deadlocks and overruns are errors (tools/cuda_on_host).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kda_backend.testing.cases import Case
-from tests.cuda_on_host.driver import GXX
 from tests.kda.cases import assert_causal, assert_result
 from tests.kda.one_launch_on_host import CPU, case_of
 from tests.kda.prefill_on_host import ROW, run_prefill, use_two_stages
+from tools.cuda_on_host.driver import GXX
 
 pytestmark = [
     pytest.mark.skipif(GXX is None, reason="g++ is not installed"),

@@ -1,6 +1,6 @@
 """Faults planted in the Hopper prefill on the CPU: nothing waits for ever, and the host learns why.
 
-The kernels run from their own sources (tests/cuda_on_host), with few looks before they give up.
+The kernels run from their own sources (tools/cuda_on_host), with few looks before they give up.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kda_backend.prefill.sm_schedule import PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import build_step_plan
-from tests.cuda_on_host.driver import GXX, HostKernel, run_launches
 from tests.kda.cases import Backend, assert_result
 from tests.kda.prefill_on_host import ROW
+from tools.cuda_on_host.driver import GXX, HostKernel, run_launches
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 FEW = {"MAX_POLLS": 3000}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from backend_cli import info
 from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import step_plan as step_plan_module
@@ -104,9 +108,13 @@ def test_the_grid_counts_each_sequences_chunks_times_value_heads(
     seen: list[int] = []
 
     class Spy:
-        def lookup(self, grid: int) -> object:
+        def row(self, grid: int, longest: int) -> object:
+            assert longest == 22
+            return selection.prefill.rows[0]
+
+        def run(self, grid: int, longest: int) -> object:
             seen.append(grid)
-            return selection.prefill.paths[0]
+            return selection.prefill.run(grid)
 
     spied = dataclasses.replace(selection, prefill=Spy())  # type: ignore[arg-type]
     kernels.chunk(case, selection=spied, cu_seqlens_cpu=case.cu_seqlens.cpu())
@@ -119,9 +127,9 @@ def test_the_decode_grid_counts_sequences_times_value_heads(kernels: Backend, se
     seen: list[int] = []
 
     class Spy:
-        def lookup(self, grid: int) -> object:
+        def run(self, grid: int) -> object:
             seen.append(grid)
-            return selection.recurrent.paths[0]
+            return selection.recurrent.run(grid)
 
     spied = dataclasses.replace(selection, recurrent=Spy())  # type: ignore[arg-type]
     kernels.recurrent(case, selection=spied)
@@ -154,7 +162,7 @@ def test_equal_lengths_are_described_once(
 def test_a_selection_explains_each_row_of_its_table(kernels: Backend) -> None:
     selection = select(kernels.target, KdaShape(4, 4, 128, 128))
     lines = selection.explain()
-    rows = [row for operator in selection.operators for row in operator.explain()]
+    rows = [row for operator in selection.operators for row in operator.explained]
     assert lines == [str(row) for row in rows] and len(lines) >= 4
     assert {line.split()[0] for line in lines} == set(TABLES.operator_names)
 
@@ -173,8 +181,7 @@ def test_a_selection_explains_each_row_of_its_table(kernels: Backend) -> None:
 )
 def test_what_a_shape_requires_of_a_path(shape: KdaShape, features: set[str]) -> None:
     for operator in TABLES.operator_names:
-        of_prefill = {"deterministic_prefix"} if operator == "prefill" else set()
-        assert shape.requires(operator) == features | of_prefill
+        assert shape.requires(operator) == features
 
 
 @pytest.mark.parametrize(
@@ -195,14 +202,14 @@ def test_prefill_alone_requires_rows_of_more_than_256_bytes(
         assert ("wide_rows" in shape.requires(operator)) == (is_wide and operator == "prefill")
     for name in ("A40", "L40S", "RTX 5090", "GB10"):
         if not is_wide:
-            assert select(KNOWN_TARGETS[name], shape).prefill.lookup(1).name == "two_stage"
+            assert select(KNOWN_TARGETS[name], shape).prefill.row(1).name == "two_stage"
             continue
         with pytest.raises(LookupError, match=r"no prefill path .* two_stage lacks wide_rows"):
             select(KNOWN_TARGETS[name], shape)
 
 
 def test_no_nvidia_row_asks_for_a_scan_of_one_stage() -> None:
-    """Which was seen to compute wrong values on Hopper (docs/studies/kda-prefill.md)."""
+    """Which was seen to compute wrong values on Hopper (docs/studies/kda.md)."""
     stages = [
         row.params.scan_num_stages
         for target in KNOWN_TARGETS.values()
@@ -218,7 +225,7 @@ def test_only_the_decode_step_requires_states_on_16_bytes() -> None:
     for operator in TABLES.operator_names:
         assert ("unaligned_state" in shape.requires(operator)) == (operator == "decode_step")
     hopper = select(KNOWN_TARGETS["H200"], shape)
-    assert {path.name for path in hopper.decode_step.paths} == {"fused"}
+    assert {path.name for path in hopper.decode_step.rows} == {"fused"}
 
 
 @pytest.mark.parametrize(
@@ -241,3 +248,47 @@ def test_a_table_with_parameters_that_no_kernel_has_is_refused_when_it_is_read(
     (tmp_path / "kda" / "nvidia_sm90.toml").write_text(text.replace(old, new, 1))
     with pytest.raises(ValueError, match=rf"nvidia_sm90\.toml: .*{message}"):
         load_table(TABLES, KNOWN_TARGETS["H200"], directory=tmp_path)
+
+
+def test_what_info_shows_is_what_runs() -> None:
+    """200 random prefill steps: the row that the chooser takes is the first that info shows for
+    their grid and lengths, by limits that are worked out here."""
+    rng, seen = random.Random(5), set()
+    for _ in range(200):
+        heads = rng.choice((1, 4, 8, 16, 32))
+        shape = KdaShape(heads, heads, 128, 128, deterministic_prefix=rng.random() < 0.3)
+        most = rng.choice((16, 64, 300, 5000, 20000))
+        lengths = [rng.randint(1, most) for _ in range(rng.randint(1, 12))]
+        longest = max(lengths) if rng.random() < 0.8 else None
+        grid = sum(-(-n // 64) for n in lengths) * heads
+        chosen = select(KNOWN_TARGETS["H200"], shape).prefill.row(grid, longest)
+        rows = shown_rows(shape.requires("prefill"))
+        assert chosen.name == next(row["path"] for row in rows if serves(row, grid, longest))
+        seen.add(chosen.name)
+    assert seen == {"one_launch_sm90", "segmented_sm90", "two_stage_sm90"}
+
+
+@functools.cache
+def shown_rows(requires: frozenset[str]) -> list[dict[str, Any]]:
+    """The rows of prefill that `kda-dsv4 info --target H200` shows for a model's needs."""
+    target = info.build_report([KNOWN_TARGETS["H200"]], requires)["targets"][0]
+    family = next(one for one in target["families"] if one["family"] == "kda")
+    operator = next(one for one in family["operators"] if one["operator"] == "prefill")
+    rows: list[dict[str, Any]] = operator["selections"][0]["rows"]
+    return [row for row in rows if row["refusal"] is None]
+
+
+def serves(row: dict[str, Any], grid: int, longest: int | None) -> bool:
+    """Whether a call is within what info shows of a row."""
+    limits = row["max_longest"], row["min_longest"], row["max_width"]
+    if limits == (None, None, None):
+        return True
+    if longest is None:
+        return False
+    most, least, width = limits
+    share = -(-longest // 64)
+    return (
+        (most is None or longest <= most)
+        and (least is None or longest >= least)
+        and (width is None or grid < (width + 1) * share)
+    )

@@ -13,15 +13,18 @@ import torch
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import chunk_kda
-from kda_backend.contract.values import StateRef
+from kda_backend.contract.values import StateRef, TokenInputs
 from kda_backend.launch_params import TABLES
 from kda_backend.prefill import one_launch_sm90 as in_one
+from kda_backend.prefill import paths
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Track, Variant
-from kda_backend.prefill.one_launch_sm90 import CTAS_PER_SM, Launch, choose_launch, serves
+from kda_backend.prefill.one_launch_sm90 import CTAS_PER_SM, Launch, choose_launch
+from kda_backend.selection import select
+from kda_backend.spec import Beta
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import offsets_of
-from tests.kda.one_launch_on_host import CPU, ON, case_of
+from tests.kda.one_launch_on_host import CPU, case_of
 from tests.kda.prefill_on_host import ROW
 
 SMS = 132
@@ -34,22 +37,14 @@ def plan_of(lengths: Iterable[int], *, on_host: bool = True) -> StepPlan:
     return plan if on_host else dataclasses.replace(plan, cu_seqlens_cpu=None)
 
 
-def chosen(
-    lengths: Iterable[int], max_tokens: int, *, heads: int = 4, on_host: bool = True
-) -> bool:
-    cost_model = dataclasses.replace(ROW.params, one_launch_max_tokens=max_tokens)
-    return serves(plan_of(lengths, on_host=on_host), STATE, heads, cost_model, SMS)
-
-
 def test_the_h200s_table_alone_takes_it() -> None:
     limits = {
-        target.name: getattr(row.params, "one_launch_max_tokens", 0)
+        target.name: row.max_longest
         for target in KNOWN_TARGETS.values()
         for row in load_table(TABLES, target).rows
-        if row.name == "two_stage_sm90"
+        if row.name == "one_launch_sm90"
     }
     assert limits == {"H200": 64}
-    assert chosen([1], 64) and not chosen([1], 0)
 
 
 def test_the_plan_knows_its_longest_sequence() -> None:
@@ -58,14 +53,18 @@ def test_the_plan_knows_its_longest_sequence() -> None:
     assert plan_of([3, 70], on_host=False).max_tokens is None
 
 
+def path_of(lengths: Iterable[int], state: StateRef = STATE, *, on_host: bool = True) -> str:
+    case = case_of(0, tuple(lengths), heads=4)
+    chosen = select(KNOWN_TARGETS["H200"], case.shape)
+    tokens = TokenInputs.of(case.tokens, 1.0, True, Beta.SIGMOID)
+    plan = plan_of(lengths, on_host=on_host)
+    return chosen.prefill.row(*paths._size(chosen, tokens, plan, state)).name
+
+
 def test_lengths_choose() -> None:
-    assert chosen([64, 1, 0], 64)
-    assert not chosen([65, 1, 0], 64)
-    assert not chosen([1] * 600 + [129], 128)
-    assert not chosen([64], 64, on_host=False)  # as in a graph's capture
-    # chunks of a sequence follow one another: only with tasks enough
-    assert not chosen([65, 1, 0], 128)
-    assert chosen([128] * (2 * SMS // 4), 128)
+    assert path_of([64, 1, 0]) == "one_launch_sm90"
+    assert path_of([65, 1, 0]) == "two_stage_sm90"
+    assert path_of([64], on_host=False) == "two_stage_sm90", "as in a graph's capture"
 
 
 @pytest.mark.parametrize(
@@ -80,8 +79,7 @@ def test_lengths_choose() -> None:
     ids=["pool", "none", "K first", "odd strides"],
 )  # fmt: skip
 def test_states_without_pairs_keep_the_two_stages(state: StateRef, does: bool) -> None:
-    cost_model = dataclasses.replace(ROW.params, one_launch_max_tokens=64)
-    assert serves(plan_of([9, 1]), state, 4, cost_model, SMS) is does
+    assert (path_of([9, 1], state) == "one_launch_sm90") is does
 
 
 def test_rows_and_ctas_follow_lengths_and_tasks() -> None:
@@ -104,12 +102,7 @@ def test_every_launch_can_be_made(longest: int, tasks: int) -> None:
     assert launch.ctas <= launch.ctas_per_sm * SMS
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "rows"), [(8, [16]), (16, [16]), (32, [16, 32]), (64, [16, 32, 64])]
-)
-def test_all_kernels_that_a_step_can_choose_are_loaded(
-    monkeypatch: pytest.MonkeyPatch, max_tokens: int, rows: list[int]
-) -> None:
+def test_all_kernels_that_a_step_can_choose_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
 
     class Loaded:
@@ -120,13 +113,10 @@ def test_all_kernels_that_a_step_can_choose_are_loaded(
             loaded.append((self.defines["ROWS"], self.defines["MIN_BLOCKS"]))
 
     monkeypatch.setattr(in_one, "CudaKernel", Loaded)
-    path = dataclasses.replace(
-        ROW, params=dataclasses.replace(ROW.params, one_launch_max_tokens=max_tokens)
-    )
-    variant = Variant(1, 1, True, torch.bfloat16, False, False, Track.NONE)
-    kernels = in_one.load_kernels(path, torch.device("cpu"), variant)
+    variant = Variant(3, 1, True, torch.bfloat16, False, False, Track.NONE)
+    kernels = in_one.load_kernels(torch.device("cpu"), variant)
     assert sorted(kernels) == sorted(loaded)
-    assert sorted(kernels) == sorted((r, c) for r in rows for c in (1, CTAS_PER_SM[r]))
+    assert sorted(kernels) == sorted((r, c) for r, many in CTAS_PER_SM.items() for c in (1, many))
 
 
 @pytest.mark.interpreter
@@ -150,20 +140,17 @@ def test_a_call_takes_the_form_of_its_lengths(monkeypatch: pytest.MonkeyPatch) -
     in_one_launch = dict.fromkeys(
         ((r, c) for r, many in CTAS_PER_SM.items() for c in (1, many)), Stage("one")
     )
-    monkeypatch.setattr(pipeline, "load_kernels", lambda *_: in_one_launch)
-    monkeypatch.setattr(pipeline, "num_sms", lambda *_: SMS)
-    on = dataclasses.replace(ON, params=dataclasses.replace(ON.params, one_launch_max_tokens=64))
-    for path, lengths, want in (
-        (on, (64, 3), ["one"]),
-        (on, (65, 3), ["intra", "scan"]),
-        (ROW, (64, 3), ["intra", "scan"]),
+    monkeypatch.setattr(in_one, "load_kernels", lambda *_: in_one_launch)
+    shipped = select(KNOWN_TARGETS["H200"], case_of(0, (64,)).shape).prefill.rows
+    assert [row.name for row in shipped[:1]] == ["one_launch_sm90"]
+    for rows, lengths, want in (
+        ((shipped[0], ROW), (64, 3), ["one"]),
+        ((shipped[0], ROW), (65, 3), ["intra", "scan"]),
+        ((ROW,), (64, 3), ["intra", "scan"]),
     ):
         made.clear()
         case = case_of(0, lengths)
-        chunk_kda(
-            *case.tokens,
-            cu_seqlens=case.cu_seqlens,
-            selection=CPU.selection(case.shape).with_path(path),
-            **case.options(),
-        )
+        selection = CPU.selection(case.shape)
+        selection = dataclasses.replace(selection, prefill=selection.prefill.only(*rows))
+        chunk_kda(*case.tokens, cu_seqlens=case.cu_seqlens, selection=selection, **case.options())
         assert made == want

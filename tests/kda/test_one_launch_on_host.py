@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from tests.cuda_on_host.driver import GXX
-from tests.cuda_on_host.planted import plant
 from tests.kda.cases import Pool, assert_close, assert_result, assert_same_bits
 from tests.kda.one_launch_on_host import CPU, ON, case_of, use_one_launch
 from tests.kda.prefill_on_host import ROW, use_two_stages
+from tools.cuda_on_host.driver import GXX
+from tools.cuda_on_host.planted import plant
 
 pytestmark = [
     pytest.mark.skipif(GXX is None, reason="g++ is not installed"),

@@ -11,11 +11,11 @@ import torch
 
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Track
-from tests.cuda_on_host.driver import GXX
-from tests.cuda_on_host.planted import plant
 from tests.kda.cases import assert_close, assert_same_bits
 from tests.kda.one_launch_on_host import CPU, case_of
 from tests.kda.prefill_on_host import ROW, run_prefill, use_two_stages
+from tools.cuda_on_host.driver import GXX
+from tools.cuda_on_host.planted import plant
 
 pytestmark = [
     pytest.mark.skipif(GXX is None, reason="g++ is not installed"),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
+from backend_core.launch.cuda import CudaParams
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.contract.values import StateRef
 from kda_backend.launch_params import TABLES, PrefillCostModel, SegmentedParams
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
+from kda_backend.prefill.arguments_sm90 import SNAPSHOT_POOL_FIELDS
 from kda_backend.prefill.sm_schedule import CostModel
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, deterministic_prefix, select
@@ -33,60 +33,25 @@ def plan_of(lengths: tuple[int, ...], *, known: bool = True) -> StepPlan:
 
 
 def test_a_step_is_divided_from_each_sequences_start() -> None:
-    params = SegmentedParams(2, 3, 100, COST_MODEL)
+    params = SegmentedParams(2, COST_MODEL)
     # of 128 tokens: 4 segments and 2 results for each of the two in the middle; 1; 1; 2
-    found = segmented.segments_of(params, plan_of((450, 0, 128, 129)), 1)
+    found = segmented.segments_of(params, plan_of((450, 0, 128, 129)))
     assert found == Segments(total=8, ends=5 + 1, merged=1)
-    longer = segmented.segments_of(params, plan_of((450 + 128, 0, 128, 129)), 1)
+    longer = segmented.segments_of(params, plan_of((450 + 128, 0, 128, 129)))
     assert longer == Segments(total=9, ends=7 + 1, merged=1)
 
 
-def test_which_steps_are_scanned_whole() -> None:
-    params = SegmentedParams(16, 64, 8, COST_MODEL)
-    long = (64 * 64,)
-    assert segmented.segments_of(params, plan_of(long), 8) is not None
-    assert segmented.segments_of(params, plan_of((64 * 63,)), 8) is None
-    assert segmented.segments_of(params, plan_of(long * 2), 8) is None
-    assert segmented.segments_of(params, plan_of(long), 9) is None
-    assert segmented.segments_of(params, plan_of(long, known=False), 8) is None
-    off = replace(params, max_tasks=0)
-    assert segmented.segments_of(off, plan_of(long), 1) is None
+def test_which_steps_are_scanned_by_segments() -> None:
+    """One sequence of 4,096 tokens and 8 heads, or as much work side by side."""
+    chosen = select(H200, KdaShape(8, 8, 128, 128)).prefill
 
+    def path(lengths: tuple[int, ...], heads: int, *, known: bool = True) -> str:
+        plan = plan_of(lengths, known=known)
+        return chosen.row(plan.num_chunks * heads, plan.max_tokens).name
 
-@pytest.mark.parametrize("asked", ["chunk_states", "snapshots", "snapshots in a pool", "nothing"])
-def test_states_inside_of_a_sequence_are_of_the_whole_scan(
-    monkeypatch: pytest.MonkeyPatch, asked: str
-) -> None:
-    """What is asked for decides; lengths would allow segments in all three steps."""
-    given: list[Any] = []
-    model = CostModel.from_table(COST_MODEL, 132)
-    kernels = segmented._Kernels(None, None, (None, None), ROW, model)  # type: ignore[arg-type]
-    monkeypatch.setattr(segmented, "_kernels", lambda *_: kernels)
-    monkeypatch.setattr(segmented, "two_stage_sm90", lambda *args: given.append(args[-2]))
-    case = Backend("kernels", torch.device("cpu")).case(1, (200,), key_dim=128, value_dim=128)
-    pool = torch.zeros(1, 1, 128, 128)
-    one = torch.ones(1, 1, dtype=torch.int32)
-    snapshots = {
-        "snapshots": (one, torch.zeros(1, 1, 1, 128, 128), None),
-        "snapshots in a pool": (one, torch.zeros(3, 1, 128, 128), one),
-    }.get(asked, (None, None, None))
-    state = StateRef.of(
-        functional=(None, False, True),
-        pool=(pool, torch.zeros(1, dtype=torch.int32), None),
-        snapshots=snapshots,
-    )
-    segmented.segmented_sm90(
-        segmented_row(1),
-        case,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        plan_of((200,)),
-        state,
-        case.v,
-        pool if asked == "chunk_states" else None,
-        Scratch(torch.device("cpu")),
-        {},
-    )
-    assert [scan is not None for scan in given] == [asked == "nothing"]
+    assert path((4096,), 8) == path((4096, 20), 8) == path((8192,) * 2, 4) == "segmented_sm90"
+    assert path((4095,), 8) == path((4096,), 9) == path((4096,) * 2, 8) == "two_stage_sm90"
+    assert path((4096,), 8, known=False) == "two_stage_sm90"
 
 
 @pytest.mark.parametrize("num_sms", [132, 114, 78])
@@ -101,14 +66,13 @@ def test_all_ctas_of_the_split_scan_run_at_once(num_sms: int, tasks: int) -> Non
     assert schedule.intra_ctas in (num_sms, num_sms * schedule.intra_ctas_per_sm)
 
 
-def test_a_model_that_relies_on_prefixes_is_refused_segments() -> None:
-    shape = KdaShape(4, 4, 128, 128)
-    assert shape.deterministic_prefix
+def test_a_model_whose_prefixes_keep_their_bits_is_refused_segments() -> None:
+    shape = KdaShape(4, 4, 128, 128, deterministic_prefix=True)
     chosen = select(H200, shape)
-    assert [path.name for path in chosen.prefill.paths] == ["two_stage_sm90"]
+    assert [path.name for path in chosen.prefill.rows] == ["one_launch_sm90", "two_stage_sm90"]
     assert any("segmented_sm90: refused, lacks deterministic_prefix" in x for x in chosen.explain())
     free = select(H200, replace(shape, deterministic_prefix=False))
-    assert [path.name for path in free.prefill.paths] == ["segmented_sm90"]
+    assert "segmented_sm90" in [path.name for path in free.prefill.rows]
 
 
 def test_the_shipped_row_has_the_tables_cost_model() -> None:
@@ -116,17 +80,17 @@ def test_the_shipped_row_has_the_tables_cost_model() -> None:
     assert rows["segmented_sm90"].params.cost_model == rows["two_stage_sm90"].params
 
 
-def test_an_engine_that_caches_prefixes_keeps_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_may_ask_for_prefixes_that_keep_their_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = "KDA_DSV4_DETERMINISTIC_PREFIX"
     monkeypatch.delenv(name, raising=False)
-    assert deterministic_prefix(True) and not deterministic_prefix(False)
-    monkeypatch.setenv(name, "0")
-    assert not deterministic_prefix(True)
+    assert not deterministic_prefix()
     monkeypatch.setenv(name, "1")
-    assert deterministic_prefix(False)
+    assert deterministic_prefix()
     monkeypatch.setenv(name, "yes")
     with pytest.raises(ValueError, match=f"{name} must be 0 or 1, got 'yes'"):
-        deterministic_prefix(True)
+        deterministic_prefix()
 
 
 def test_results_of_segments_are_in_the_scratch_memorys_account() -> None:
@@ -143,14 +107,17 @@ def test_results_of_segments_are_in_the_scratch_memorys_account() -> None:
 def test_the_scans_parameters_and_those_of_segments_are_one_struct() -> None:
     """`segmented_sm90` appends bytes to those that `two_stage_sm90` has packed."""
     structs = dict(pipeline.STRUCTS)
+    groups = (pipeline.SCAN_FIELDS, SNAPSHOT_POOL_FIELDS, segmented._MORE_FIELDS)
     values = {
         name: tuple(range(i, i + len(structs[kind]))) if kind in structs else i
-        for i, (name, kind) in enumerate((*pipeline.SCAN_FIELDS, *segmented._MORE_FIELDS), start=1)
+        for i, (name, kind) in enumerate((field for group in groups for field in group), start=1)
     }
-    of_scan = {name: values[name] for name, _ in pipeline.SCAN_FIELDS}
-    more = {name: values[name] for name, _ in segmented._MORE_FIELDS}
-    joined = pipeline.SCAN_PARAMS.pack(**of_scan) + segmented._MORE_PARAMS.pack(**more)
-    assert segmented.SEGMENT_PARAMS.pack(**values) == joined
+    scan, pool, more = ({name: values[name] for name, _ in group} for group in groups)
+    packed = pipeline.SCAN_PARAMS.pack(**scan), segmented._MORE_PARAMS.pack(**more)
+    assert segmented.SEGMENT_PARAMS.pack(**scan, **more) == b"".join(packed)
+    in_pool = CudaParams(SNAPSHOT_POOL_FIELDS).pack(**pool)
+    joined = packed[0] + in_pool + packed[1]
+    assert segmented.POOL_SEGMENT_PARAMS.pack(**values) == joined
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs the GPU that the kernels are for")

@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.testing.numerics import relative_error
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Track
 from kda_backend.testing.cases import Case
-from tests.cuda_on_host.driver import GXX
-from tests.cuda_on_host.planted import plant
 from tests.kda.cases import Pool, assert_same_bits
 from tests.kda.one_launch_on_host import CPU, ON, case_of, use_one_launch
-from tests.kda.prefill_on_host import ROW, use_two_stages
+from tests.kda.prefill_on_host import ROW, segmented_row, use_two_stages
+from tools.cuda_on_host.driver import GXX
+from tools.cuda_on_host.planted import plant
 
 pytestmark = [
     pytest.mark.interpreter,
     pytest.mark.skipif(GXX is None, reason="needs g++"),
 ]
-FORMS = ("scan", "scan_split", "one_launch")
+FORMS = ("scan", "scan_split", "one_launch", "segments", "segments, split")
 SLOTS = 9
 OWN = (8, 1, -1, 3)  # of the states; the third sequence is padding
 CHUNKS = ((1, 3, 0), (0, 1, 2), (1, -1, 0), (0, 0, -1))
@@ -54,11 +55,15 @@ def run(
         if form == "one_launch":
             use_one_launch(patch, seed, sources=sources, ctas=3)
         else:
-            split = form == "scan_split"
-            use_two_stages(patch, seed, sources=sources, split=split, track=track)
+            split = form in ("scan_split", "segments, split")
+            chunks = 1 if form.startswith("segments") else 0
+            use_two_stages(
+                patch, seed, sources=sources, split=split, track=track, segment_chunks=chunks
+            )
+        row = {"one_launch": ON, "scan": ROW, "scan_split": ROW}.get(form) or segmented_row(1)
         o, _ = CPU.chunk(
             case,
-            selection=CPU.selection(case.shape).with_path(ON if form == "one_launch" else ROW),
+            selection=CPU.selection(case.shape).with_path(row),
             state_pool=states.view,
             state_indices=i32(OWN),
             snapshot_chunks=i32(CHUNKS),
@@ -127,6 +132,51 @@ def test_in_its_own_slot_the_state_after_a_sequence_stays(
     assert_same_bits("pool", mine._memory, want._memory)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_segments_leave_the_states_of_the_whole_scan(
+    monkeypatch: pytest.MonkeyPatch, seed: int, split: bool
+) -> None:
+    """Inside of segments, between two and at the sequence's end, to rounding."""
+    assert_states_of_the_whole_scan(monkeypatch, seed, split)
+
+
+def assert_states_of_the_whole_scan(
+    monkeypatch: pytest.MonkeyPatch, seed: int, split: bool, sources: Path = pipeline.KERNELS
+) -> None:
+    case = case_of(seed, (4 * 64 + 9,), heads=1, regime="weak")
+    asked = i32([[0, 1, 2, 3, 4, 5]])
+    snapshots = []
+    for chunks in (0, 2):
+        found = torch.full((1, 6, *case.state.shape[1:]), torch.nan)
+        with monkeypatch.context() as patch:
+            use_two_stages(
+                patch,
+                seed,
+                sources=sources if chunks else pipeline.KERNELS,
+                split=split,
+                track=Track.IN_ORDER,
+                segment_chunks=chunks,
+            )
+            row = segmented_row(chunks) if chunks else ROW
+            selection = CPU.selection(case.shape).with_path(row)
+            CPU.chunk(case, selection=selection, snapshot_chunks=asked, snapshots=found)
+        snapshots.append(found)
+    whole, segments = snapshots
+    for place in range(6):
+        assert relative_error(segments[0, place], whole[0, place]) < 2e-3, place
+
+
+def test_segments_that_count_their_own_chunks_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
+) -> None:
+    """Planted: a segment's chunks are numbered from its own start."""
+    right = "return segment.index * p.segment_chunks;"
+    sources = plant(pipeline.KERNELS, tmp_path, "task.cuh", right, "return 0;")
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_states_of_the_whole_scan(monkeypatch, seed, False, sources)
+    pipeline.fault_record().words.zero_()
+
+
 PLANTED = {
     "slots as if they were packed": (
         "slot * p.snapshot_stride +",
@@ -134,8 +184,8 @@ PLANTED = {
         "snapshot 0, 0 differs|overrun",
     ),
     "-1 is taken for a slot": (
-        "        if (slot < 0) continue;\n        float* to",
-        "        float* to",
+        "        if (slot < 0) continue;\n",
+        "",
         "outside the written slots differs|overrun|race: scan_state",
     ),
     "the slots of another sequence": (

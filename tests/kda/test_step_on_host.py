@@ -1,4 +1,4 @@
-"""The Hopper decode step on the CPU, from its own sources (tests/cuda_on_host), against float64."""
+"""The Hopper decode step on the CPU, from its own sources (tools/cuda_on_host), against float64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.decode import step_sm90 as pipeline
+from kda_backend.decode_step import fused_sm90 as pipeline
 from kda_backend.launch_params import TABLES, FusedStepSm90Params
 from kda_backend.testing.steps import StepPools, make_step
-from tests.cuda_on_host.driver import GXX, HostKernel, run_launches
-from tests.cuda_on_host.planted import plant
 from tests.kda.cases import Backend, run_step
 from tests.kda.test_decode_step import assert_rows
+from tools.cuda_on_host.driver import GXX, HostKernel, run_launches
+from tools.cuda_on_host.planted import plant
 
 # one of each shape: how long the L2 cache keeps a state is nothing to a CPU
 ROWS = {

@@ -15,14 +15,14 @@ def test_every_path_of_every_operator_is_called(target: str) -> None:
     called: list[object] = []
 
     def prefill(single: KdaSelection) -> None:
-        called.append(single.prefill.lookup(1))
+        called.append(single.prefill.rows[0])
 
     def decode(single: KdaSelection) -> None:
-        called.extend(x.lookup(1) for x in (single.recurrent, single.decode_step, single.verify))
+        called.extend(x.rows[0] for x in (single.recurrent, single.decode_step, single.verify))
 
     warm_up(selection, prefill, decode)
     for operator in selection.operators:
-        assert all(any(path is seen for seen in called) for path in operator.paths)
+        assert all(any(path is seen for seen in called) for path in operator.rows)
 
 
 def test_a_warm_up_records_no_gradients() -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
+import triton.language as tl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.launch.triton import KernelLaunch
@@ -21,24 +21,20 @@ from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from softmax_backend import combine
+from softmax_backend.decode import triton as mla_triton
 from softmax_backend.flashinfer import cascade
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import planner
-from softmax_backend.run import (
-    mla_triton,
-    sparse_mla_combine,
-    sparse_mla_sm90,
-    sparse_mla_triton,
-)
-from softmax_backend.spec import CacheFormat, MlaSpec
+from softmax_backend.sparse import combine as sparse_mla_combine
+from softmax_backend.sparse import gluon_sm90 as sparse_mla_sm90
+from softmax_backend.sparse import triton as sparse_mla_triton
+from softmax_backend.spec import MlaSpec
 from softmax_backend.spec_sparse_mla import SparseMlaSpec
-from softmax_backend.variants import soft_cap
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
 
 REPORT = Path(__file__).with_name("compile_report.json")
 CONFIGS = Path(__file__).parents[2] / "configs"
 _FP32 = {
-    "kv_scales_ptr",
     "sinks_ptr",
     "lse_ptr",
     "partial_out_ptr",
@@ -72,44 +68,36 @@ _INT32 = {
     "extra_indices_ptr",
     "extra_lengths_ptr",
 }
-_FLOATS = {"scale", "kv_scale", "variant_a", "variant_b"}
+_FLOATS = {"scale"}
 _ALIGNED_STRIDES = {"stride_q_t", "stride_q_h", "stride_page", "stride_extra_page", "stride_kv"}
 _PREFIX = ("tiles_ptr", "members_ptr", "prefix_tile_ptr", "prefix_row_ptr")
-_ABSENT = (*_PREFIX, "sinks_ptr", "kv_scales_ptr")
-LAYERS: tuple[tuple[int, int, CacheFormat], ...] = (
-    (16, 64, "16-bit"),
-    (64, 1, "16-bit"),
-    (16, 944, "fp8"),
-    (16, 64, "fp8_ds_mla"),
-)
+_ABSENT = (*_PREFIX, "sinks_ptr")
+LAYERS = ((16, 64), (64, 1))
+"""(heads, page size)."""
 Case = tuple[str, KernelLaunch, tuple[str, ...]]
 """(name, launch, pointers that are not there)."""
 
 
 def _decode_kernel(path: KernelPath, spec: MlaSpec) -> KernelLaunch:
-    rows = mla_triton.block_rows_of(path, spec.query_rows)
-    return mla_triton.decode_kernel(path, spec, True, torch.bfloat16, rows)
+    rows = mla_triton.block_rows_of(path.params, spec.query_rows)
+    return mla_triton.decode_kernel(path.params, spec, True, rows)
 
 
 def cases(arch: str) -> Iterator[Case]:
-    """The decode kernel for each row of the table, cache and page size; then what surrounds it."""
+    """The decode kernel for each row of the table and page size; then what surrounds it."""
     rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
     for path in rows:
         if (path.operator, path.name) != ("mla_decode", "triton"):
             continue
-        for heads, page_size, cache in LAYERS:
-            spec = MlaSpec(heads, page_size, cache_format=cache)
-            kernel = _decode_kernel(path, spec)
-            absent = tuple(n for n in _ABSENT if cache != "fp8_ds_mla" or n != "kv_scales_ptr")
-            yield f"mla_decode {heads} heads, page {page_size}, {cache}", kernel, absent
-        spec = MlaSpec(16, 64, query_tokens=2, variant=soft_cap(30.0))
-        kernel = _decode_kernel(path, spec)
-        yield "mla_decode 16 heads, soft cap, two levels, sinks", kernel, ("kv_scales_ptr",)
+        for heads, page_size in LAYERS:
+            kernel = _decode_kernel(path, MlaSpec(heads, page_size))
+            yield f"mla_decode {heads} heads, page {page_size}", kernel, _ABSENT
+        kernel = _decode_kernel(path, MlaSpec(16, 64, query_tokens=2))
+        yield "mla_decode 16 heads, two levels, sinks", kernel, ()
     yield from sparse_cases(arch)
     yield "combine", combine._triton_kernel(512), (*_PREFIX, "sinks_ptr")
     yield "combine, two levels, sinks", combine._triton_kernel(512), ()
     yield "split_plan, 128 requests", planner._split_kernel(128, 256), ()
-    yield "flash_mla_plan, 128 requests", planner._flash_mla_kernel(128, "2025-09"), ()
     leaders, tiles = planner._prefix_kernels(64, 64, 64)
     yield "find_leaders, 64 requests", leaders, ()
     yield "two_level_tiles, 64 requests", tiles, ()
@@ -126,18 +114,18 @@ def sparse_cases(arch: str) -> Iterator[Case]:
             kernel = sparse_mla_triton.records_kernel(
                 path.params,
                 SparseMlaSpec(heads, page_size=64, extra_page_size=2),
-                torch.bfloat16,
+                tl.bfloat16,
                 True,
             )
             yield f"sparse_mla {heads} heads, split, two caches", kernel, ("sinks_ptr",)
         kernel = sparse_mla_triton.records_kernel(
-            path.params, SparseMlaSpec(16, page_size=61), torch.bfloat16, False
+            path.params, SparseMlaSpec(16, page_size=61), tl.bfloat16, False
         )
         absent = tuple(n for n in kernel.argument_names if n.startswith(("extra_", "partial_")))
         absent = tuple(n for n in absent if n.endswith("_ptr"))
         yield "sparse_mla 16 heads, pages of 61, sinks", kernel, absent
         kernel = sparse_mla_triton.rows_kernel(
-            path.params, SparseMlaSpec(16, "bf16_rows"), torch.bfloat16
+            path.params, SparseMlaSpec(16, "bf16_rows"), tl.bfloat16
         )
         yield "sparse_mla 16 heads, rows of bf16, sinks", kernel, ()
     for splits in (2, 16):
@@ -196,7 +184,6 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
     options: dict[str, Any] = {}
     for name, value in launch._kwargs.items():
         (constexprs if name in kernel.arg_names else options)[name] = value
-    cache = {0: "*bf16", 1: "*u8", 2: "*u8"}[constexprs.get("CACHE", 0)]
     types = {}
     for name in kernel.arg_names:
         if name in constexprs:
@@ -209,10 +196,6 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
             types[name] = "*fp32"
         elif name in _INT64 or name in _BYTES:
             types[name] = "*i64" if name in _INT64 else "*u8"
-        elif name == "kv_latent_ptr" or (name == "kv_rope_ptr" and cache == "*u8"):
-            types[name] = (
-                cache if constexprs.get("CACHE") != 2 or name != "kv_rope_ptr" else "*bf16"
-            )
         elif name.endswith("_ptr"):
             types[name] = "*bf16"
         else:
@@ -223,7 +206,7 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
     return compile_kernel(arch, kernel, types, constexprs, options, aligned)
 
 
-QUICK = ("mla_decode 16 heads, page 64, 16-bit", "combine", "merge_states 128")
+QUICK = ("mla_decode 16 heads, page 64", "combine", "merge_states 128")
 
 
 def report(arch: str, quick: bool = False) -> Report:

@@ -10,10 +10,10 @@ import torch
 import triton.language as tl
 
 from softmax_backend import combine
+from softmax_backend.decode import sm90 as mla_sm90
 from softmax_backend.kernels import combine as combine_kernels
 from softmax_backend.kernels import mla_decode as kernels
 from softmax_backend.plan import MlaPlanner
-from softmax_backend.run import mla_sm90
 from softmax_backend.spec import MlaSpec
 from softmax_backend.testing.cases import (
     MlaCase,

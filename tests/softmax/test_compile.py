@@ -17,8 +17,9 @@ MAY_SPILL = {
     "sparse_mla_sm90 64 heads, rows of bf16, sinks": 20,
     "sparse_mla_sm90 32 heads, rows of bf16, sinks": 20,
     "sm80 paged_attention 32/8 heads of 128, page 16": 3,
-    "sm86 mla_decode 64 heads, page 1, 16-bit": 22,
-    "sm89 mla_decode 64 heads, page 1, 16-bit": 22,
+    "sm86 mla_decode 64 heads, page 1": 18,
+    "sm89 mla_decode 64 heads, page 1": 18,
+    "sm90 mla_decode 16 heads, two levels, sinks": 26,
 }
 """Loads and stores of spilled registers, nearly all outside the loop over blocks: a product's
 [512, 64] takes 128 registers of a thread."""

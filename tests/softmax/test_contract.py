@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from softmax_backend.api import mla_decode
+from softmax_backend.api import mla_decode, selection_for
 from softmax_backend.contract.mla_decode import split_cache
 from softmax_backend.plan import MlaPlanner
-from softmax_backend.selection import select_for
 from softmax_backend.spec import MlaSpec
 from softmax_backend.step_plan import StepPlan
 from softmax_backend.testing.cases import SCALE, forced, make_case
-from softmax_backend.variants import sliding_window, soft_cap
 
 SPEC = MlaSpec(4, 64)
 
@@ -58,8 +56,6 @@ def other_plan(requests: int, tokens: int) -> StepPlan:
         ({"block_table": torch.zeros(2, 4)}, "block_table must have dtype int32, got float32"),
         ({"scale": 0.0}, "scale must be positive and finite, got 0.0"),
         ({"scale": float("nan")}, "scale must be positive and finite, got nan"),
-        ({"kv_scale": 0.5}, "kv_scale must be 1 for a 16-bit cache, got 0.5"),
-        ({"kv_scales": torch.zeros(1)}, "kv_scales must be None for a 16-bit cache"),
         ({"sinks": torch.zeros(5)}, r"sinks must have shape \[4\], got \[5\]"),
         ({"out": torch.zeros(2, 4, 512).bfloat16()}, r"out must have shape \[2, 1, 4, 512\]"),
         ({"lse": torch.zeros(2, 1, 8)[..., ::2]}, "lse must be contiguous"),
@@ -82,7 +78,6 @@ def test_bad_input_is_one_sentence(changes: dict[str, Any], message: str) -> Non
         ({"num_heads": 0}, "num_heads must be 1 to 128, got 0"),
         ({"query_tokens": 9}, "query_tokens must be 1 to 8, got 9"),
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
-        ({"cache_format": "int8"}, "cache_format must be 16-bit, fp8 or fp8_ds_mla, got 'int8'"),
         ({"dtype": torch.float64}, "dtype must be bfloat16, float16 or float32"),
     ],
 )
@@ -112,25 +107,13 @@ def test_a_plan_is_written_again_for_its_own_lengths_only() -> None:
         planner.plan(torch.ones(2, dtype=torch.int32), out=plan)
 
 
-@pytest.mark.parametrize(
-    ("spec", "options"),
-    [
-        (SPEC, {}),
-        (SPEC, {"fixed_split_tokens": 128, "max_tokens": 1024}),
-        (SPEC, {"fixed_split_tokens": 64, "max_tokens": 2048}),
-        (MlaSpec(4, 64, query_tokens=2), {"fixed_split_tokens": 64, "max_tokens": 1024}),
-    ],
-)
-def test_a_plan_is_written_again_by_a_planner_of_the_same_splits(
-    spec: MlaSpec, options: dict[str, Any]
-) -> None:
-    """Another planner's splits have no room in its scratch memory, or are read with other ends."""
+def test_a_plan_is_written_again_by_a_planner_of_the_same_query_tokens() -> None:
     lengths = torch.full((2,), 1000, dtype=torch.int32)
-    own = MlaPlanner(forced(SPEC, "torch"), fixed_split_tokens=64, max_tokens=1024)
-    other = MlaPlanner(forced(spec, "torch"), **options)
+    own = MlaPlanner(forced(SPEC, "torch"))
+    other = MlaPlanner(forced(MlaSpec(4, 64, query_tokens=2), "torch"))
     for planner, plan in ((own, other.plan(lengths)), (other, own.plan(lengths))):
         before = plan.work.clone()
-        with pytest.raises(ValueError, match="out must be a plan with the query tokens, blocks in"):
+        with pytest.raises(ValueError, match="out must be a plan with the query tokens and list"):
             planner.plan(lengths, out=plan)
         assert torch.equal(plan.work, before)
     plan = own.plan(lengths)
@@ -190,39 +173,26 @@ def test_a_plan_with_shared_prefixes_is_for_its_heads() -> None:
 
 
 def test_caches_in_one_tensor() -> None:
-    latent, rope, scales = split_cache(torch.zeros(3, 64, 576), SPEC)
-    assert (latent.shape, rope.shape, scales) == ((3, 64, 512), (3, 64, 64), None)
-    spec = MlaSpec(4, 64, cache_format="fp8_ds_mla")
-    latent, rope, scales = split_cache(torch.zeros(3, 64, 656, dtype=torch.uint8), spec)
-    assert scales is not None and scales.shape == (3, 64, 4) and scales.dtype == torch.float32
-    assert rope.shape == (3, 64, 64) and rope.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"cache must have shape \[pages, 64, 656\]"):
-        split_cache(torch.zeros(3, 64, 576), spec)
-
-
-def test_variants_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="cap must be positive, got 0"):
-        soft_cap(0)
-    with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
-        sliding_window(0)
+    latent, rope = split_cache(torch.zeros(3, 64, 576), SPEC)
+    assert (latent.shape, rope.shape) == ((3, 64, 512), (3, 64, 64))
+    with pytest.raises(ValueError, match=r"cache must have shape \[pages, 64, 576\]"):
+        split_cache(torch.zeros(3, 64, 656), SPEC)
 
 
 def test_what_the_tables_choose() -> None:
     """On a CPU torch; the selection says so in a line."""
-    selection = select_for(torch.device("cpu"), SPEC)
-    assert selection.path(1).name == "torch"
-    assert selection.explain() == [
+    selection = selection_for(torch.device("cpu"), SPEC)
+    assert selection.row(1).name == "torch"
+    assert [str(row) for row in selection.explained] == [
         "mla_decode grid 1 and more: torch (not measured, plain torch, no launch parameters)"
     ]
     hopper = {
-        "16-bit": (MlaSpec(8, 64), "sm90"),
+        "bf16": (MlaSpec(8, 64), "sm90"),
         "page of 1": (MlaSpec(8, 1), "triton"),
-        "fp8": (MlaSpec(8, 64, cache_format="fp8"), "triton"),
-        "variant": (MlaSpec(8, 64, variant=soft_cap(1.0)), "triton"),
         "fp16": (MlaSpec(8, 64, dtype=torch.float16), "triton"),
     }
     from backend_core.target import KNOWN_TARGETS
-    from softmax_backend.selection import select
+    from softmax_backend.api import select_mla_decode
 
     for spec, name in hopper.values():
-        assert select(KNOWN_TARGETS["H200"], spec).path(1).name == name
+        assert select_mla_decode(KNOWN_TARGETS["H200"], spec).row(1).name == name

@@ -12,8 +12,8 @@ import pytest
 
 from backend_core.launch.cuda import CudaParams
 from softmax_backend import combine
+from softmax_backend.decode import sm90 as mla_sm90
 from softmax_backend.plan import planner
-from softmax_backend.run import mla_sm90
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
 REPORT = Path(__file__).parent / "cuda_report.json"

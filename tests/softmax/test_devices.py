@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from softmax_backend import flashinfer
+from backend_core.operator import Selection
+from softmax_backend import api, flashinfer
 from softmax_backend.api import mla_decode
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.contract.sparse_mla import NamedRows
+from softmax_backend.decode import MlaRun
 from softmax_backend.engine_choice import Lead
 from softmax_backend.engines import mla_decoder
 from softmax_backend.engines.sparse_layer import Form, SparseLayer
@@ -25,7 +27,6 @@ from softmax_backend.plan.choice import Choice
 from softmax_backend.sage import predicted_attention, quantised_attention
 from softmax_backend.sageattention import sageattn
 from softmax_backend.scratch import Scratch
-from softmax_backend.selection import MlaSelection, select_for
 from softmax_backend.spargeattn import (
     block_sparse_sage2_attn_cuda,
     spas_sage2_attn_meansim_cuda,
@@ -55,9 +56,11 @@ def i32(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> MlaSelection:
+def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> Selection[MlaSpec, MlaRun]:
     """That of the device; on a CPU Triton's, which the interpreter runs."""
-    return select_for(device, spec) if device.type == "cuda" else cases.forced(spec, "triton")
+    return (
+        api.selection_for(device, spec) if device.type == "cuda" else cases.forced(spec, "triton")
+    )
 
 
 def sparse_selection(device: torch.device, spec: SparseMlaSpec) -> SparseMlaSelection:
@@ -97,13 +100,12 @@ def decoder(device: torch.device) -> Call:
     served.device = device
     served._forms = {1: (MlaPlanner(mla_selection(device)), 3)}
     served._plans, served._scratch = {}, Scratch(device)
-    cache = torch.cat([case.kv_latent, case.kv_rope], -1)
 
     def call() -> Results:
         served.warm_up()
         step = served.step(case.lengths, case.block_table, 1)
         q = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1)
-        return step.attend(*q, cache, cases.SCALE)
+        return step.attend(*q, case.kv_latent, case.kv_rope, cases.SCALE)
 
     return call
 
@@ -277,24 +279,6 @@ def flashinfer_mla(device: torch.device) -> Call:
     return call
 
 
-def paged_wrapper(device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    generator = torch.Generator().manual_seed(8)
-    cache = torch.randn(6, 2, 16, 2, 64, generator=generator).half().to(device)
-    q = torch.randn(30, 4, 64, generator=generator).half().to(device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, device=device))
-    arrays = ([0, 20, 30], [0, 2, 5], [3, 1, 0, 2, 5], [7, 16])
-    wrapper.plan(*(i32(x, device) for x in arrays), 4, 2, 64, 16, causal=True)
-    return wrapper, (q, cache)
-
-
-def flashinfer_prefill(device: torch.device) -> Call:
-    def call() -> Results:
-        wrapper, tensors = paged_wrapper(device)
-        return wrapper.run(*tensors, return_lse=True)
-
-    return call
-
-
 def bsr_wrapper(device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
     drawn = inputs((4, 96, 64), (2, 96, 64), seed=9, device=device)
     q, k, v = (x[0].transpose(0, 1) for x in drawn)
@@ -328,7 +312,6 @@ def flashinfer_variable(device: torch.device) -> Call:
 KERNELS: dict[str, Make] = {
     "plan": planned,
     "plan, shared prefixes": lambda device: planned(device, shared_prefix_tokens=64),
-    "plan, FlashMLA's schedule": lambda device: planned(device, schedule="flash_mla"),
     "mla_decode": mla,
     "MlaDecoder": decoder,
     "sparse_mla": sparse,
@@ -363,7 +346,6 @@ OTHERS: dict[str, Make] = {
         device, kind="sliding_tile", canvas=(4, 5, 5), tile=(2, 5, 5), windows=((1, 1, 1),)
     ),
     "BatchMLAPagedAttentionWrapper": flashinfer_mla,
-    "BatchPrefillWithPagedKVCacheWrapper": flashinfer_prefill,
     "BlockSparseAttentionWrapper": flashinfer_bsr,
     "VariableBlockSparseAttentionWrapper": flashinfer_variable,
 }
@@ -420,7 +402,8 @@ def refused(name: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
         meta: Any = get_mla_metadata()[0]
         given = (q, cache, case.block_table, case.lengths, 512, meta)
         flash_mla_with_kvcache(*given)
-        meta.work, meta.num_splits = away(meta.work), away(meta.num_splits)
+        for name in ("tile_scheduler_metadata", "num_splits"):
+            setattr(meta, name, away(getattr(meta, name)))
         return lambda: flash_mla_with_kvcache(*given), ()
     if name.startswith("sparse_mla"):
         sparse = sparse_case(CPU)
@@ -507,7 +490,7 @@ def test_states_on_two_devices_are_not_merged() -> None:
     assert not v.any() and not s.any()
 
 
-@pytest.mark.parametrize("make", [mla_wrapper, paged_wrapper, bsr_wrapper])
+@pytest.mark.parametrize("make", [mla_wrapper, bsr_wrapper])
 def test_wrappers_refuse_tensors_on_another_device(make: Callable[[torch.device], Any]) -> None:
     wrapper, tensors = make(CPU)
     out = torch.zeros_like(tensors[0])

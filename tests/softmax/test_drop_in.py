@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from softmax_backend import flash_mla_sparse, flashinfer, reference
 from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -42,15 +43,15 @@ def flash_mla_inputs(case: MlaCase) -> tuple[torch.Tensor, torch.Tensor]:
     return q, torch.cat([case.kv_latent, case.kv_rope], -1).unsqueeze(2)
 
 
-@pytest.mark.parametrize("form", ["tensors", "flash_mla", "object"])
+@pytest.mark.parametrize("form", ["tensors", "object"])
 def test_flash_mla(device: torch.device, form: str, seed: int) -> None:
     case = make_case(MlaSpec(4, 64, query_tokens=2), [40, 0, 300], seed=seed, device=device)
     q, cache = flash_mla_inputs(case)
+    q = torch.cat([q, q[:, :1]], 1)[:, :2]  # two query tokens of three
     if form == "object":
         metadata, splits = get_mla_metadata()
     else:
-        schedule: Any = "flash_mla" if form == "flash_mla" else "balanced"
-        metadata, splits = get_mla_metadata(case.lengths, 2 * 4, 1, schedule=schedule)
+        metadata, splits = get_mla_metadata(case.lengths, 2 * 4, 1)
         assert isinstance(metadata, torch.Tensor) and splits is not None
         assert metadata.shape[1] == 8 and splits.shape == (4,)
     for _ in range(2):  # the object keeps its schedule
@@ -77,6 +78,7 @@ def test_flash_mlas_scale_is_that_of_the_head_dimension(device: torch.device, se
         ({"indices": torch.zeros(1)}, "indices must be None"),
         ({"topk_length": torch.zeros(1)}, "topk_length and extra_topk_length must be None: sparse"),
         ({"head_dim_v": 256}, "head_dim_v must be 512, got 256"),
+        ({"is_fp8_kvcache": True}, "is_fp8_kvcache must be False: caches of 8 bits are not served"),
         ({"num_splits": None}, "num_splits must come with tile_scheduler_metadata"),
         ({"q": torch.zeros(1, 1, 4, 512)}, r"q must have shape \[batch, seq_len_q, heads, 576\]"),
         ({"cache_seqlens": torch.zeros(1)}, "lengths must have dtype int32, got float32"),
@@ -147,7 +149,7 @@ def test_a_captured_mla_wrapper_serves_the_last_plan(
 ) -> None:
     if device.type == "cpu":  # the CPU's path reads the plan on the host
         select: Any = lambda _, spec: forced(spec, "triton")  # noqa: E731
-        monkeypatch.setattr(flashinfer.mla, "select_for", select)
+        monkeypatch.setattr(flashinfer.mla, "selection_for", select)
     wrapper, graph = mla_wrapper(device, pages=64), DeviceGraph()
     shapes = {"q_nope": (3, 4, 512), "q_pe": (3, 4, 64), "ckv_cache": (64, 16, 512),
               "kpe_cache": (64, 16, 64)}  # fmt: skip
@@ -174,6 +176,51 @@ def test_a_captured_mla_wrapper_serves_the_last_plan(
         assert_close((out.view(want[0].shape), natural.view(want[1].shape)), want)
 
 
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that a call in torch has returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_a_graphs_mla_plan_is_linear_in_the_indices() -> None:
+    """sglang's buffer of indices has room for the longest context of the largest batch."""
+    batch, room = 64, 2**20
+    case = make_case(MlaSpec(4, 16), [40] * batch)
+    wrapper = mla_wrapper(torch.device("cpu"), pages=room)
+    with Largest() as largest:
+        for _ in range(2):
+            plan_mla(wrapper, case)
+    assert largest.elements <= 4 * room
+
+
+def test_a_graphs_request_has_its_share_of_a_long_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(MlaSpec(4, 16), [80, 16])  # five pages and one
+    plan_mla(mla_wrapper(torch.device("cpu"), pages=8), case)
+    monkeypatch.setattr(flashinfer.mla, "_TABLE", 8)
+    with pytest.raises(ValueError, match="at most 4 pages, for kv_indices with 8 and 2 requests"):
+        plan_mla(mla_wrapper(torch.device("cpu"), pages=8), case)
+    plan_mla(mla_wrapper(torch.device("cpu"), pages=10), case)
+
+
+@pytest.mark.parametrize("kv_indptr", [[0, 3, 2], [-1, 0, 1], [0, 3, 999]])
+def test_pages_that_kv_indices_lacks_are_refused(kv_indptr: list[int]) -> None:
+    case, wrapper = make_case(MlaSpec(4, 16), [40, 100]), mla_wrapper(torch.device("cpu"))
+    kv_indices = csr(case)[1]
+    with pytest.raises(ValueError, match="kv_indptr must not fall and stay within kv_indices"):
+        wrapper.plan(
+            i32([0, 1, 2], torch.device("cpu")), i32(kv_indptr, torch.device("cpu")), kv_indices,
+            case.lengths, 4, 512, 64, 16, True, SCALE, torch.bfloat16, torch.bfloat16,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"sm_scale": 0.1}, {"causal": False}, {"page_size": 8}, {"num_heads": 8}],
@@ -195,12 +242,23 @@ def test_a_graphs_mla_plan_keeps_what_the_graph_holds(changes: dict[str, Any]) -
     [
         ({}, None),
         ({"use_sinks": True, "lse_mode": "base2", "enable_pdl": True}, None),
-        ({"output_dtype": torch.bfloat16, "scale_mode": "kv-per-tensor"}, None),
-        ({"query_layout": "packed"}, "query_layout must be split, got packed"),
-        ({"kv_cache_layout": "packed"}, "kv_cache_layout must be split, got packed"),
+        ({"output_dtype": torch.bfloat16, "max_q_len": 1, "query_layout": None}, None),
+        ({"kv_data_type": torch.half}, "kv_data_type must be torch.bfloat16, got torch.float16"),
+        (
+            {"q_data_type": torch.float8_e4m3fn, "kv_data_type": torch.float8_e4m3fn},
+            "must be of 16 or 32 bits: caches of 8 bits are not served here, got torch.float8_e4m3",
+        ),
+        (
+            {"kv_data_type": torch.float8_e4m3fn},
+            "caches of 8 bits are not served here, got torch.b",
+        ),
+        ({"metadata": object()}, "metadata must be None"),
+        ({"block_tables": torch.zeros(2, 2)}, "block_tables must be None"),
+        ({"query_layout": "packed"}, "query_layout must be split or None, got packed"),
+        ({"kv_cache_layout": "packed"}, "kv_cache_layout must be split or None, got p"),
         ({"output_dtype": torch.half}, r"output_dtype must be None or torch.bfloat16, got torch.f"),
         ({"output_scale": "per-tensor"}, "output_scale must be none, got per-tensor"),
-        ({"scale_mode": "bmm-scalar"}, "scale_mode must be default or kv-per-tensor, got bmm-sc"),
+        ({"scale_mode": "bmm-scalar"}, "scale_mode must be default, got bmm-sc"),
         ({"skip_softmax": True}, "skip_softmax must be False, got True"),
     ],
 )
@@ -228,19 +286,18 @@ def test_every_backend_of_flashinfers_mla_wrapper_is_taken() -> None:
         flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1), backend="fa4")
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_flashinfers_mla_wrapper(device: torch.device, fp8: bool, seed: int) -> None:
+def test_flashinfers_mla_wrapper(device: torch.device, seed: int) -> None:
     """LSEs are base 2, and -inf for a request without keys."""
-    spec = MlaSpec(4, 16, query_tokens=2, cache_format="fp8" if fp8 else "16-bit")
+    spec = MlaSpec(4, 16, query_tokens=2)
     case = make_case(spec, [40, 0, 100], seed=seed, device=device)
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
-    kv_type = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    wrapper.plan(i32([0, 2, 4, 6], device), *csr(case), case.lengths, 4, 512, 64, 16, True, SCALE,
-                 torch.bfloat16, kv_type)  # fmt: skip
-    scales = {"ckv_scale": case.kv_scale, "kpe_scale": case.kv_scale} if fp8 else {}
+    kv_indptr, kv_indices = csr(case)
+    kv_indptr = torch.cat([kv_indptr, kv_indptr[-1:] + 5])  # FlashInfer takes a longer one
+    wrapper.plan(i32([0, 2, 4, 6], device), kv_indptr, kv_indices, case.lengths, 4, 512, 64, 16,
+                 True, SCALE, torch.bfloat16, torch.bfloat16)  # fmt: skip
     out, lse = wrapper.run(
         case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1), case.kv_latent, case.kv_rope,
-        return_lse=True, **scales,
+        return_lse=True,
     )  # fmt: skip
     want, want_lse = expected(case)
     assert (lse[2:4] == -math.inf).all()
@@ -262,7 +319,7 @@ def test_flashinfers_mla_wrapper_takes_ragged_queries(device: torch.device, seed
     for i, count in enumerate(counts):
         own = q[None, begin : begin + count]
         want, _ = reference.mla_decode(
-            own[..., :512], own[..., 512:], case.plain_latent, case.plain_rope,
+            own[..., :512], own[..., 512:], case.kv_latent, case.kv_rope,
             case.block_table[i : i + 1], case.lengths[i : i + 1], SCALE,
         )  # fmt: skip
         error = (out[begin : begin + count] - want[0]).norm() / want.norm()
@@ -539,7 +596,6 @@ def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
 
 WRAPPERS = {
     "mla": flashinfer.BatchMLAPagedAttentionWrapper,
-    "paged prefill": flashinfer.BatchPrefillWithPagedKVCacheWrapper,
     "block-sparse": flashinfer.BlockSparseAttentionWrapper,
     "variable block-sparse": flashinfer.VariableBlockSparseAttentionWrapper,
 }
@@ -566,6 +622,29 @@ def test_workspaces_are_taken_and_not_kept(name: str) -> None:
     with pytest.raises(ValueError, match="int_workspace_buffer must be on cpu, got meta"):
         wrapper.reset_workspace_buffer(cpu, others)
     assert vars(wrapper) == before
+
+
+def test_sparse_videogen_resets_a_workspace() -> None:
+    """As it did for the releases of FlashInfer that had four buffers."""
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(1), backend="auto")
+    wrapper.reset_workspace_buffer(
+        float_workspace_buffer=wrapper._float_workspace_buffer,
+        int_workspace_buffer=wrapper._int_workspace_buffer,
+        vector_sparse_indices_buffer=torch.empty(8),
+        vector_sparse_indptr_buffer=wrapper._vector_sparse_indptr_buffer,
+    )
+
+
+def test_what_callers_read_after_planning() -> None:
+    mla = mla_wrapper(torch.device("cpu"))
+    plan_mla(mla, make_case(MlaSpec(4, 16), [40, 100]))
+    assert mla._causal and mla._sm_scale == SCALE
+    blocks = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(1))
+    sizes = torch.tensor([[8, 8]])
+    for cap, scale in ((None, None), (3.0, 0.5)):
+        blocks.plan(torch.ones(1, 2, 2), sizes, sizes, 1, 1, 64, False, "NONE", False, cap, scale)
+        found = (blocks._causal, blocks._window_left, blocks._logits_soft_cap, blocks._sm_scale)
+        assert found == (False, -1, cap or 0.0, scale or 0.125)
 
 
 def test_a_plan_outlives_its_workspaces(device: torch.device, seed: int) -> None:
@@ -596,14 +675,9 @@ def planned_in_a_graphs_memory(name: str) -> Any:
     else:
         buffers = [torch.zeros(n, dtype=torch.int32) for n in (2, 2, 1, 1)]
         last, tensors = (2, 64, 16), (q[..., :64], pair)
-        if name == "cascade":
-            wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
-                1, workspace, "NHD", True, *([x] for x in buffers)
-            )
-        else:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "NHD", True, *buffers
-            )
+        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+            1, workspace, "NHD", True, *([x] for x in buffers)
+        )
 
     def plan(keys: int) -> torch.Tensor:
         arrays = [one, one, i32([0], cpu), i32([keys], cpu)]
@@ -616,7 +690,7 @@ def planned_in_a_graphs_memory(name: str) -> Any:
     return plan
 
 
-@pytest.mark.parametrize("name", ["mla", "cascade", "paged prefill"])
+@pytest.mark.parametrize("name", ["mla", "cascade"])
 @pytest.mark.parametrize("first", [False, True])
 def test_graphs_are_planned_in_inference_mode_and_outside_of_it(name: str, first: bool) -> None:
     """The mode belongs to a thread: one may warm up, and another plan."""

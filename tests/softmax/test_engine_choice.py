@@ -1,4 +1,4 @@
-"""Where engines are served: what `engine_choice` says is what the result file has."""
+"""Where engines are served: the path table's rows upstream say what the result files have."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 
 from backend_core.target import KNOWN_TARGETS
-from softmax_backend.engine_choice import (
-    MEAN,
-    MEASURED,
-    SPARSE,
-    WORST,
-    Lead,
-    Measured,
-    lead_over,
-    sparse_lead_over,
-)
+from softmax_backend.engine_choice import MEAN, WORST, Lead, lead_over, sparse_leads_over
 from softmax_backend.family import FAMILY
 
 ROOT = Path(__file__).parents[2]
@@ -29,36 +20,40 @@ KIMI = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 32}
 CONTEXTS = ("1k", "8k", "64k")
 
 
-def shares(entry: Measured, rows: int) -> dict[int, list[float]]:
-    """Ours over the other kernel's time at each context, by number of requests."""
-    file = json.loads((ROOT / entry.source).read_text())
+MLA = "benchmarks/results/mla_decode_h200.json"
+SPARSE = "benchmarks/results/dsv4_attention_h200.json"
+
+
+def measured(source: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / source).read_text())["rows"]
+    return rows
+
+
+def shares(rows: int) -> dict[int, list[float]]:
+    """Ours over FlashAttention 3's time at each context, by number of requests."""
     found: dict[int, list[float]] = {}
-    for row in file["rows"]:
+    for row in measured(MLA):
         count, _, context = row["case"].partition("x")
         if row["heads"] == rows and context in CONTEXTS:
-            share = row["ours_gpu_us"] / row[f"{entry.kernel}_us"]
-            found.setdefault(int(count), []).append(share)
+            found.setdefault(int(count), []).append(row["ours_gpu_us"] / row["fa3_us"])
     assert all(len(values) == len(CONTEXTS) for values in found.values())
     return found
 
 
-@pytest.mark.parametrize(
-    ("entry", "rows"), [(entry, rows) for entry in MEASURED for rows in entry.max_requests]
-)
-def test_the_limits_are_those_of_the_result_file(entry: Measured, rows: int) -> None:
-    limit = 0
-    behind = False
-    for requests, values in sorted(shares(entry, rows).items()):
+def ahead(batches: dict[int, list[float]]) -> int | None:
+    """The largest batch up to which ours is ahead; ``None`` where it is in all."""
+    most = 0
+    for batch, values in sorted(batches.items()):
         mean = math.prod(values) ** (1 / len(values))
-        behind = behind or mean > MEAN or max(values) > WORST
-        limit = limit if behind else requests
-    assert entry.max_requests[rows] == (limit if behind else None)
+        if mean > MEAN or max(values) > WORST:
+            return most
+        most = batch
+    return None
 
 
-def test_every_head_count_of_the_result_file_is_judged() -> None:
-    for entry in MEASURED:
-        rows = json.loads((ROOT / entry.source).read_text())["rows"]
-        assert set(entry.max_requests) == {row["heads"] for row in rows}
+@pytest.mark.parametrize("rows", sorted({row["heads"] for row in measured(MLA)}))
+def test_the_limits_are_those_of_the_result_file(rows: int) -> None:
+    assert lead_over(H200, "fa3", rows) == Lead(ahead(shares(rows)), MLA)
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, None), (5, None), (9, 4), (16, 4), (17, 16)])
@@ -95,36 +90,26 @@ def sparse_share(row: dict[str, Any], kernel: str) -> float:
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_the_limits_of_sparse_mla_are_those_of_the_result_file(phase: str) -> None:
-    (entry,) = SPARSE
-    file = json.loads((ROOT / entry.source).read_text())
     found: dict[int, dict[int, list[float]]] = {}
-    for row in file["rows"]:
+    for row in measured(SPARSE):
         if row["phase"] == phase:
             shares = found.setdefault(row["heads"], {}).setdefault(row["batch"], [])
-            shares.append(sparse_share(row, entry.kernel))
-    assert set(found) == set(entry.max_tokens[phase])
+            shares.append(sparse_share(row, "flashmla"))
+    assert found
     for heads, batches in found.items():
-        ahead: int | None = 0
-        for tokens, values in sorted(batches.items()):
-            mean = math.prod(values) ** (1 / len(values))
-            if mean > MEAN or max(values) > WORST:
-                break
-            ahead = tokens
-        else:
-            ahead = None
-        assert entry.max_tokens[phase][heads] == ahead
+        assert sparse_leads_over(H200, "flashmla", heads)[phase] == Lead(ahead(batches), SPARSE)
 
 
 def test_sparse_heads_between_are_judged_as_the_larger() -> None:
-    source = SPARSE[0].source
-    assert sparse_lead_over(H200, "flashmla", "decode", 5) == Lead(None, source)
-    assert sparse_lead_over(H200, "flashmla", "decode", 33) == Lead(64, source)
-    assert sparse_lead_over(H200, "flashmla", "prefill", 8) == Lead(None, source)
-    assert sparse_lead_over(H200, "flashmla", "prefill", 33) == (
+    source = SPARSE
+    assert sparse_leads_over(H200, "flashmla", 5)["decode"] == Lead(None, source)
+    assert sparse_leads_over(H200, "flashmla", 33)["decode"] == Lead(64, source)
+    assert sparse_leads_over(H200, "flashmla", 8)["prefill"] == Lead(None, source)
+    assert sparse_leads_over(H200, "flashmla", 33)["prefill"] == (
         "its sparse prefill was compared with flashmla at up to 32 heads per rank, and this rank"
         " has 33"
     )
-    assert sparse_lead_over(KNOWN_TARGETS["MI355X"], "flashmla", "decode", 8) == (
+    assert sparse_leads_over(KNOWN_TARGETS["MI355X"], "flashmla", 8)["decode"] == (
         "no result compares this package's sparse decode with flashmla on gfx950"
     )
 
@@ -132,7 +117,7 @@ def test_sparse_heads_between_are_judged_as_the_larger() -> None:
 def test_what_is_said_of_deepseek_v4() -> None:
     assert FAMILY.model_refusal(DEEPSEEK_V4) is None
     heads, decodes, prefills, *rows = FAMILY.describe_model(H200, DEEPSEEK_V4, 1)
-    source = SPARSE[0].source
+    source = SPARSE
     assert heads == "64 heads per GPU"
     assert decodes == (
         f"attention in decodes of up to 64 query tokens, where {source} has them ahead of flashmla"
@@ -157,8 +142,11 @@ def test_which_models_have_layers_of_this_family() -> None:
 
 
 def test_what_is_said_of_a_model() -> None:
-    heads, steps, path = FAMILY.describe_model(H200, KIMI, 1)
-    assert (heads, path.split(":")[0]) == ("32 heads per GPU", "mla_decode grid 1 and more")
+    heads, steps, *paths = FAMILY.describe_model(H200, KIMI, 1)
+    assert heads == "32 heads per GPU" and [path.split(" (")[0] for path in paths] == [
+        "mla_decode grid 1 to 512: sm90 overhead=1 min_blocks=1 prefix_overhead=4",
+        "mla_decode grid 513 and more: upstream kernel=fa3",
+    ]
     assert steps == (
         "decode steps of up to 16 requests, where benchmarks/results/mla_decode_h200.json has them"
         " ahead of fa3"

@@ -1,4 +1,4 @@
-"""The planner's and combine's CUDA sources on the CPU (tests/cuda_on_host), compared with torch."""
+"""The planner's and combine's CUDA sources on the CPU (tools/cuda_on_host), compared with torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from backend_core.launch.cuda import CudaParams
 from softmax_backend import combine, reference
 from softmax_backend.plan import planner
 from softmax_backend.plan.split_kv import split_kv
-from tests.cuda_on_host.driver import GXX, HostKernel
-from tests.cuda_on_host.planted import plant
+from tools.cuda_on_host.driver import GXX, HostKernel
+from tools.cuda_on_host.planted import plant
 
 CTAS = 132
 
@@ -24,7 +24,7 @@ def pack(params: CudaParams, *values: int) -> bytes:
     return params.pack(**dict(zip(params.names, values, strict=True)))
 
 
-@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize("threads", [256, 544])
 @pytest.mark.parametrize(
     ("lengths", "overhead", "min_blocks"),
     [
@@ -35,7 +35,7 @@ def pack(params: CudaParams, *values: int) -> bytes:
     ],
 )
 def test_the_planner_is_the_one_in_torch(
-    seed: int, lengths: list[int], overhead: int, min_blocks: int, chunk: int
+    seed: int, lengths: list[int], overhead: int, min_blocks: int, threads: int
 ) -> None:
     tokens = torch.tensor(lengths, dtype=torch.int32)
     tiles = len(lengths)
@@ -47,11 +47,11 @@ def test_the_planner_is_the_one_in_torch(
     merges = torch.full((requests + 1,), -7, dtype=torch.int32)
     params = pack(planner.PARAMS, 
         *(x.data_ptr() for x in (tokens, work, num_splits, merges, prefix)),
-        tiles, requests, CTAS, overhead, min_blocks, chunk,
+        tiles, requests, CTAS, overhead, min_blocks,
     )  # fmt: skip
     kernel = HostKernel(planner.SM90_SOURCE, "split_plan", planner.PARAMS, {}, run_seed=seed)
-    kernel(1, 544 if chunk else 256, params)
-    want_work, want_splits = split_kv(tokens, CTAS, overhead, min_blocks, chunk)
+    kernel(1, threads, params)
+    want_work, want_splits = split_kv(tokens, CTAS, overhead, min_blocks)
     assert torch.equal(work, want_work)
     assert torch.equal(num_splits, want_splits)
     splits = want_splits.diff()[:requests]

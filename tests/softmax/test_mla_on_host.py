@@ -1,5 +1,5 @@
 """MLA decode on Hopper on the CPU: planner, main kernel and combine from their own sources, one
-stream (tests/cuda_on_host), against float64."""
+stream (tools/cuda_on_host), against float64."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from softmax_backend import combine
+from softmax_backend.decode import sm90 as mla_sm90
 from softmax_backend.plan import MlaPlanner, planner
-from softmax_backend.run import mla_sm90
 from softmax_backend.spec import MlaSpec
 from softmax_backend.testing.cases import assert_close, expected, forced, make_case, run_case
-from tests.cuda_on_host.driver import GXX, MAP_MAGIC, HostKernel
-from tests.cuda_on_host.planted import plant
+from tools.cuda_on_host.driver import GXX, MAP_MAGIC, HostKernel
+from tools.cuda_on_host.planted import plant
 
 pytestmark = [
     pytest.mark.skipif(GXX is None, reason="g++ is not installed"),
@@ -79,7 +79,7 @@ def test_page_sizes(use: Use, seed: int, page_size: int) -> None:
 def test_drafts(use: Use, seed: int) -> None:
     """Causal query tokens, of which some see nothing; no request is merged."""
     use()
-    check(MlaSpec(4, 16, query_tokens=4), [3, 64, 130], seed, sms=3, fixed_split_tokens=0)
+    check(MlaSpec(4, 16, query_tokens=4), [3, 64, 130], seed, sms=3)
 
 
 def test_more_rows_than_a_tile(use: Use, seed: int) -> None:
@@ -122,8 +122,8 @@ PLANTED = {
     ),
     "a proxy fence dropped before a product": (
         "mla_decode.cu",
-        "                    tma_store_fence();\n                    __syncwarp();",
-        "                    __syncwarp();",
+        "                tma_store_fence();\n                __syncwarp();",
+        "                __syncwarp();",
         r"missing proxy fence: mla_decode\.cu:\d+ `.*wgmma_m64n256k16\(.* a wgmma reads .*, which "
         r"mla_decode\.cu:\d+ `(stmatrix|\*reinterpret_cast)",
     ),

@@ -59,18 +59,6 @@ def test_every_block_is_computed_once(
     assert int(num_splits[-1]) <= len(lengths) + ctas
 
 
-@settings(max_examples=60, deadline=None)
-@given(lengths_of, st.integers(1, 40), st.integers(1, 9))
-def test_fixed_splits_are_whole_chunks(lengths: list[int], ctas: int, chunk: int) -> None:
-    work, num_splits = split_kv(torch.tensor(lengths, dtype=torch.int32), ctas, 1, 1, chunk)
-    assert num_splits.diff().tolist() == [max(-(-blocks_of(n) // chunk), 1) for n in lengths]
-    for tile, pieces in walk(work, lengths).items():
-        blocks = blocks_of(lengths[tile])
-        assert pieces[0][0] == 0 and pieces[-1][1] >= blocks
-        for (_, end, _), (begin, *_) in itertools.pairwise(pieces):
-            assert end == begin and begin % chunk == 0
-
-
 @pytest.mark.parametrize(
     ("lengths", "most"),
     [
@@ -97,18 +85,15 @@ def test_the_cases_of_the_benchmark_are_even(lengths: list[int], most: int) -> N
     assert max(load) <= most
 
 
-@pytest.mark.parametrize("chunk", [0, 3])
-def test_the_triton_planner_is_the_one_in_torch(
-    device: torch.device, seed: int, chunk: int
-) -> None:
+def test_the_triton_planner_is_the_one_in_torch(device: torch.device, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for most in (100, 3000, 40000):
         tiles = int(torch.randint(1, 50, (1,), generator=generator))
         lengths = torch.randint(0, most, (tiles,), generator=generator, dtype=torch.int32)
         lengths[tiles // 2 + 1 :: 5] = -1
         plan = empty_plan(lengths.to(device), 20)
-        plan_split_kv(plan.lengths, plan, 2, 2, chunk)
-        work, num_splits = split_kv(lengths, 20, 2, 2, chunk)
+        plan_split_kv(plan.lengths, plan, 2, 2)
+        work, num_splits = split_kv(lengths, 20, 2, 2)
         assert torch.equal(plan.work.cpu(), work)
         assert torch.equal(plan.num_splits.cpu(), num_splits)
 
@@ -117,26 +102,9 @@ def empty_plan(lengths: torch.Tensor, ctas: int) -> StepPlan:
     tiles = lengths.shape[0]
     i32 = {"dtype": torch.int32, "device": lengths.device}
     return StepPlan(
-        lengths, torch.zeros(ctas, 8, **i32), torch.zeros(tiles + 1, **i32), 1, 0, 0,
+        lengths, torch.zeros(ctas, 8, **i32), torch.zeros(tiles + 1, **i32), 1, 0,
         starts=torch.zeros(2, tiles, **i32),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "greedy"}, "schedule must be balanced or flash_mla, got 'greedy'"),
-        ({"fixed_split_tokens": 100}, "fixed_split_tokens must be a multiple of 64, got 100"),
-        ({"fixed_split_tokens": 64}, "max_tokens must be 1 to 10240"),
-        ({"fixed_split_tokens": 64, "max_tokens": 10241}, "at most 160 splits"),
-        ({"fixed_split_tokens": 64, "shared_prefix_tokens": 64}, "without shared prefixes"),
-        ({"schedule": "flash_mla", "fixed_split_tokens": 64}, "neither fixed splits nor"),
-    ],
-)
-def test_bad_options_are_one_sentence(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        MlaPlanner(forced(MlaSpec(4, 64), "torch"), **options)  # type: ignore[arg-type]
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("given", "used"), [(0, [1, 1]), (3, [1, 3])])
@@ -160,4 +128,4 @@ def test_shared_prefixes_have_an_overhead_of_their_own(
 
 def test_an_overhead_that_no_plan_takes_is_refused() -> None:
     with pytest.raises(ValueError, match="overhead must be 1 to 16 blocks, got 17"):
-        Sm90MlaParams(overhead=1, min_blocks=1, evict_first=True, prefix_overhead=17)
+        Sm90MlaParams(overhead=1, min_blocks=1, prefix_overhead=17)

@@ -189,17 +189,22 @@ def test_prefill_over_rows(path: str, path_device: torch.device, heads: int, see
     torch.testing.assert_close(largest.double(), want[2], atol=1e-5, rtol=1e-4)
 
 
-def test_the_drop_in_of_decoding(device: torch.device, seed: int) -> None:
+@pytest.mark.parametrize("sliced", [False, True])
+def test_the_drop_in_of_decoding(device: torch.device, sliced: bool, seed: int) -> None:
     lists: list[tuple[int, int, list[int] | None]] = [(64, 40, [40, 7]), (2, 30, [30, 0])]
     case = make_case(8, lists, requests=2, tokens=2, seed=seed, has_sinks=True, device=device)
     assert case.extra is not None
     out = torch.full_like(case.q, math.nan)
+    q, indices, more = case.q, case.rows.indices, case.extra.indices
+    if sliced:  # two query tokens of three, and lists whose elements lie apart
+        q = torch.cat([q, q[:, :1]], 1)[:, :2]
+        indices, more = (torch.stack([x, x], -1)[..., 0] for x in (indices, more))
     got, lse = flash_mla_with_kvcache(
-        q=case.q, k_cache=case.rows.cache.unsqueeze(-2), block_table=None, head_dim_v=512,
+        q=q, k_cache=case.rows.cache.unsqueeze(-2), block_table=None, head_dim_v=512,
         tile_scheduler_metadata=None, cache_seqlens=None, is_fp8_kvcache=True,
-        indices=case.rows.indices, topk_length=case.rows.lengths, softmax_scale=SCALE,
+        indices=indices, topk_length=case.rows.lengths, softmax_scale=SCALE,
         attn_sink=case.sinks, extra_k_cache=case.extra.cache.unsqueeze(-2),
-        extra_indices_in_kvcache=case.extra.indices, extra_topk_length=case.extra.lengths, out=out,
+        extra_indices_in_kvcache=more, extra_topk_length=case.extra.lengths, out=out,
     )  # fmt: skip
     assert got is out and lse.shape == (2, 8, 2) and lse.is_contiguous()
     assert_close((got, lse.transpose(1, 2)), expected(case))

@@ -15,7 +15,7 @@ from softmax_backend.flash_mla_sparse import flash_mla_sparse_fwd, flash_mla_wit
 from softmax_backend.kernels import sparse_mla as kernels
 from softmax_backend.kernels import sparse_mla_combine as combine_kernels
 from softmax_backend.plan.sparse_splits import sparse_splits
-from softmax_backend.run import sparse_mla_combine
+from softmax_backend.sparse import combine as sparse_mla_combine
 from softmax_backend.sparse_mla import select_sparse_mla, sparse_mla
 from softmax_backend.spec_sparse_mla import SparseMlaSpec
 from softmax_backend.testing.sparse_mla_cases import (
@@ -127,7 +127,7 @@ def test_a_layer_that_is_none_is_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16_rows"])
 def test_every_table_serves_both_formats(name: str, cache_format: Any) -> None:
     chosen = select_sparse_mla(KNOWN_TARGETS[name], SparseMlaSpec(16, cache_format))
-    path = chosen.path(64)
+    path = chosen.row(64 * 16)
     assert cache_format + "_cache" in path.features
     if name == "H200":
         assert path.name == "gluon_sm90"
@@ -136,7 +136,7 @@ def test_every_table_serves_both_formats(name: str, cache_format: Any) -> None:
 @pytest.mark.parametrize("tiles", [1, 3, 64, 132, 500])
 @pytest.mark.parametrize("blocks", [1, 10, 18, 400])
 def test_the_number_of_splits_is_one_that_can_be_merged(tiles: int, blocks: int) -> None:
-    splits = sparse_splits(tiles, blocks, 132, 2)
+    splits = sparse_splits(tiles, blocks, 132)
     assert 1 <= splits <= min(blocks, 160)
     if tiles == 500 and blocks <= 18:
         assert splits == 1
@@ -202,7 +202,7 @@ def test_a_wrong_reading_shows(case: SparseCase, what: str) -> None:
 def test_a_split_that_is_merged_twice_shows(
     case: SparseCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from softmax_backend.run import sparse_mla_triton
+    from softmax_backend.sparse import triton as sparse_mla_triton
 
     check(case)
     whole = sparse_mla_combine.combine

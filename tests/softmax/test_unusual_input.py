@@ -10,6 +10,7 @@ import torch
 
 from softmax_backend.api import mla_decode
 from softmax_backend.contract.sparse_mla import NamedRows
+from softmax_backend.decode import sm90 as mla_sm90
 from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from softmax_backend.flashinfer import (
     BatchMLAPagedAttentionWrapper,
@@ -18,7 +19,6 @@ from softmax_backend.flashinfer import (
     merge_states,
 )
 from softmax_backend.plan import MlaPlanner
-from softmax_backend.run import mla_sm90
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec import MlaSpec
 from softmax_backend.testing import sparse_mla_cases as sparse
@@ -31,7 +31,6 @@ from softmax_backend.testing.cases import (
     make_case,
     run_case,
 )
-from softmax_backend.variants import sliding_window
 
 
 def run(case: MlaCase, path: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,33 +168,6 @@ def test_alignment_is_asked_before_the_driver(monkeypatch: pytest.MonkeyPatch) -
     test_hopper_refuses_rows_that_its_copies_cannot_fetch("q_rope")
 
 
-def test_a_window_beyond_2_to_the_24() -> None:
-    """fp32 has no odd numbers there: the distance of key and query has to be made in integers."""
-    import triton.language as tl
-    from triton.runtime import JITFunction
-
-    variant = sliding_window(3)
-    query = torch.tensor([2**24 + 5])
-    key = query - torch.arange(6)
-    assert variant.mask is not None
-    want = torch.tensor([True, True, True, False, False, False])
-    assert torch.equal(variant.mask(key, query, variant.a, variant.b), want)
-    mask = variant.jit()[1]
-    if isinstance(mask, JITFunction):
-        pytest.skip("calls the hook in the interpreter")
-    import triton
-
-    @triton.jit
-    def kernel(out_ptr, a, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
-        position = 16777221 - tl.arange(0, 8)
-        query = tl.zeros([8], tl.int32) + 16777221
-        tl.store(out_ptr + tl.arange(0, 8), MASK(position, query, a, 0.0).to(tl.int32))
-
-    seen = torch.zeros(8, dtype=torch.int32)
-    kernel[(1,)](seen, variant.a, mask)
-    assert torch.equal(seen.bool()[:6], want)
-
-
 @pytest.mark.parametrize("path", ["torch"], indirect=True)
 def test_autocast_leaves_fp32_products(path: str, path_device: torch.device, seed: int) -> None:
     case = make_case(MlaSpec(2, 64, dtype=torch.float32), [70, 200], seed=seed)
@@ -231,7 +203,9 @@ def test_a_graphs_table_holds_every_page() -> None:
     buffer = torch.zeros(3, dtype=torch.int32)
     wrapper = BatchMLAPagedAttentionWrapper(torch.zeros(1), True, kv_indices=buffer)
     plan_mla(wrapper, [0, 1], [0, 3], [12])
-    with pytest.raises(ValueError, match="at most the 3 pages of the buffer kv_indices, got 5"):
+    with pytest.raises(
+        ValueError, match="at most 3 pages, for kv_indices with 3 and 1 requests, got"
+    ):
         plan_mla(wrapper, [0, 1], [0, 5], [20])
 
 

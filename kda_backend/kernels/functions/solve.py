@@ -63,7 +63,7 @@ def multiply_rows(
     CHUNK: tl.constexpr,
 ):
     """y [C, ROW] = ``b_inv`` [C, C] x, of which ``length`` rows of WIDTH exist; y may replace x."""
-    # narrower ones come out wrong on Hopper (docs/studies/kda-prefill.md)
+    # narrower ones come out wrong on Hopper (docs/studies/kda.md)
     BLOCK: tl.constexpr = 64 if ROW <= 64 else 128
     o_r = tl.arange(0, CHUNK)
     for d0 in tl.range(0, ROW, BLOCK, num_stages=1):

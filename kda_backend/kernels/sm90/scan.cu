@@ -25,8 +25,7 @@
 // the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
 //
 // Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (1: states of
-// chunks or snapshots are asked for, 2: snapshots go to slots of a pool); SEGMENTS (segments.cuh),
-// not with TRACK.
+// chunks or snapshots are asked for, 2: snapshots go to slots of a pool); SEGMENTS (segments.cuh).
 
 static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
 static constexpr bool STATES_HAVE_PAIRS = false;
@@ -50,7 +49,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane
             number = __shfl_sync(~0u, lane ? 0 : atomicAdd(&p.progress->next_task, 1), 0);
         const bool over = number >= p.num_tasks;
         s.tasks.post(turn, over ? -1 : number, lane);
-        if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // who waits needs the launch's number
+        if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // readers still use the launch number
         if (over) break;
         const Task task(p, number, 0);
         TileFlags flags(p, task, launch);
@@ -126,7 +125,7 @@ __device__ __forceinline__ void scan_tasks(const Params& p, Shared& s, int half,
             s.hand_on_output(step, half, at);
         }
         before += task.chunks;
-        if (TRACK) track_state(p, task, at, state, task.chunks);
+        if (TRACK && task.ends_sequence()) track_state(p, task, at, state, task.chunks);
         write_state(p, task, at, state);
     }
 }

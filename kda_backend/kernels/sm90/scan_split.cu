@@ -65,7 +65,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int rank
         const int number = blockIdx.x / 2 + turn * clusters;
         const bool over = number >= p.num_tasks;
         s.tasks.post(turn, over ? -1 : number, lane);
-        if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // who waits needs the launch's number
+        if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // readers still use the launch number
         if (over) break;
         const Task task = task_of(p, number);
         TileFlags flags(p, task, launch);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void carry_state(const Params& p, Shared& s, const La
             if (c + 1 < task.chunks) enter_chunk(c + 1);
         }
         before += task.chunks;
-        if (TRACK) track_state(p, task, at, state, task.chunks);
+        if (TRACK && task.ends_sequence()) track_state(p, task, at, state, task.chunks);
         write_state(p, task, at, state);
     }
 }

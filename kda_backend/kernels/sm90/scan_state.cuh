@@ -82,9 +82,7 @@ __device__ __forceinline__ void read_state(const Params& p, const Task& task, co
 
 __device__ __forceinline__ void write_state(const Params& p, const Task& task, const Lane& at,
                                             const float (&state)[64]) {
-#if SEGMENTS
-    if (task.segment.index + 1 != task.segment.count) return;
-#endif
+    if (!task.ends_sequence()) return;
     const States& x = p.state_out;
     const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
     if (!x.ptr || slot < 0) return;
@@ -105,15 +103,19 @@ __device__ __forceinline__ void write_state(const Params& p, const Task& task, c
     }
 }
 
-// The state after ``done`` chunks, where it is asked for.
+// The state after ``done`` chunks of the task, where it is asked for.
 __device__ __forceinline__ void track_state(const Params& p, const Task& task, const Lane& at,
                                             const float (&state)[64], int done) {
     for (int i = 0; i < p.num_snapshots; ++i) {
         const i64 number = static_cast<i64>(task.n) * p.num_snapshots + i;
-        if (p.snapshot_chunks[number] != done) continue;
+        if (p.snapshot_chunks[number] != task.chunks_before(p) + done) continue;
 #if TRACK == 2
         const i64 slot = p.snapshot_indices[number];
         if (slot < 0) continue;
+#if SEGMENTS
+        // the last segment's state stays in the sequence's own slot, and nothing orders the others
+        if (p.snapshots == p.state_out.ptr && slot == p.state_indices[task.n]) continue;
+#endif
         float* to =
             p.snapshots + slot * p.snapshot_stride + (task.head * D + 64 * task.half) * D;
 #else

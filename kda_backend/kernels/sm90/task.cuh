@@ -55,6 +55,18 @@ struct Task {
         : half(half), head(head), n(n), begin(begin), end(end),
           chunks(static_cast<int>((end - begin + C - 1) / C)), first(p.chunk_offsets[n]) {}
 #endif
+    // chunks of the sequence before the task's, and whether the task's are its last ones
+#if SEGMENTS
+    __device__ __forceinline__ int chunks_before(const Params& p) const {
+        return segment.index * p.segment_chunks;
+    }
+    __device__ __forceinline__ bool ends_sequence() const {
+        return segment.index + 1 == segment.count;
+    }
+#else
+    __device__ __forceinline__ int chunks_before(const Params&) const { return 0; }
+    __device__ __forceinline__ bool ends_sequence() const { return true; }
+#endif
     // tokens of chunk c, if not more than it can have
     __device__ __forceinline__ int rows(int c) const {
         return static_cast<int>(end - begin) - c * C;

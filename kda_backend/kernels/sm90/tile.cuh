@@ -1,4 +1,4 @@
-// What the two stages of KDA prefill hand to one another: tiles, and the counters and flags by
+// Data that the two stages of KDA prefill hand to one another: tiles, and the counters and flags by
 // which they find them. intra_chunk.cu writes them, scan.cu and scan_split.cu read them.
 #pragma once
 
@@ -59,8 +59,8 @@ struct Progress {
     __device__ __forceinline__ u32* flags() { return reinterpret_cast<u32*>(this + 1); }
 };
 
-// A CTA that waits for others in vain gives up after so many looks, which take half a minute or
-// more: kernels of other streams may hold the SMs for long.
+// A CTA stops polling after this many attempts (half a minute or more, since kernels of other
+// streams may hold the SMs for long) and reports a fault.
 #ifndef MAX_POLLS
 #define MAX_POLLS (1u << 26)
 #endif

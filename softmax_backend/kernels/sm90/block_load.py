@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from softmax_backend.kernels.sm90.block_forms import has, takes_turns_by_mbarrier
 from softmax_backend.kernels.sm90.gluon_names import tensor_load
 
 
@@ -32,7 +31,11 @@ def paged_keys(keys, batch, start):
 
 @gluon.jit
 def allocate_ring(k_desc, v_desc, STAGES: gl.constexpr):
-    """Buffers of keys and of values, and for each stage full and empty barriers of both."""
+    """Buffers of keys and of values, and for each stage full and empty barriers of both.
+
+    Every barrier must be used by a role: over others the compiler would lay the roles' arguments,
+    and the warps that store those do not wait for the one that initialises.
+    """
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -48,22 +51,6 @@ def allocate_ring(k_desc, v_desc, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def allocate_turn(unused, FORM: gl.constexpr):
-    """The barriers by which warpgroups take turns, ``unused`` where they do not.
-
-    Barriers that no role uses are not allocated: the compiler would lay the roles' arguments over
-    them, and the warps that store those do not wait for the one that initialises.
-    """
-    if takes_turns_by_mbarrier(FORM):
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(turn.index(i), count=1)
-    else:
-        turn = unused
-    return turn
-
-
-@gluon.jit
 def load_row(
     descs,
     buffers,
@@ -74,44 +61,16 @@ def load_row(
     at_keys: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    FORM: gl.constexpr,
 ):
-    """The loading warp: the tile's queries, then the row's blocks of keys and values."""
+    """The loading warp: the tile's queries, then the row's blocks, each keys then values."""
     q_desc, k_desc, v_desc = descs
     q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
     batch, head, kv_head, first = place
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for half in gl.static_range(2):
         tensor_load(q_desc, [batch, head, first + 64 * half, 0], q_full, q_s.index(half))
-    if has(FORM, "keys_ahead"):
-        _load_keys_ahead(
-            descs, buffers, barriers, row, place, keys, at_keys, STAGES=STAGES, BLOCK_N=BLOCK_N
-        )
-    else:
-        _load_keys(
-            descs, buffers, barriers, row, place, keys, at_keys, STAGES=STAGES, BLOCK_N=BLOCK_N
-        )
-
-
-@gluon.jit
-def _load_keys(
-    descs,
-    buffers,
-    barriers,
-    row,
-    place,
-    keys,
-    at_keys: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """The row's blocks one after another, keys then values."""
-    q_desc, k_desc, v_desc = descs
-    q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
     cols_ptr, begin, full_end, end, slot = row
-    batch, head, kv_head, first = place
     for j in range(begin, end):
         i = j - begin
         stage = i % STAGES
@@ -124,48 +83,3 @@ def _load_keys(
         mbarrier.wait(v_empty.index(stage), phase)
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
         tensor_load(v_desc, at, v_full.index(stage), v_s.index(stage))
-
-
-@gluon.jit
-def _load_block(desc, buffers, full, empty, at, i, STAGES: gl.constexpr):
-    """Block i of the row, when its stage is empty."""
-    stage = i % STAGES
-    mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    tensor_load(desc, at, full.index(stage), buffers.index(stage))
-
-
-@gluon.jit
-def _load_keys_ahead(
-    descs,
-    buffers,
-    barriers,
-    row,
-    place,
-    keys,
-    at_keys: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """The row's blocks in the order in which they are needed: keys of a block before values of the
-    block before it. Where a block lies is looked up two blocks ahead."""
-    q_desc, k_desc, v_desc = descs
-    q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
-    cols_ptr, begin, full_end, end, slot = row
-    batch, head, kv_head, first = place
-    if begin < end:
-        outer, key = at_keys(keys, batch, gl.load(cols_ptr + begin) * BLOCK_N)
-        second = gl.load(cols_ptr + gl.minimum(begin + 1, end - 1))
-        next_outer, next_key = at_keys(keys, batch, second * BLOCK_N)
-        _load_block(k_desc, k_s, k_full, k_empty, [outer, kv_head, key, 0], 0, STAGES)
-        for j in range(begin, end):
-            i = j - begin
-            third = gl.load(cols_ptr + gl.minimum(j + 2, end - 1))
-            third_outer, third_key = at_keys(keys, batch, third * BLOCK_N)
-            if j + 1 < end:
-                at = [next_outer, kv_head, next_key, 0]
-                _load_block(k_desc, k_s, k_full, k_empty, at, i + 1, STAGES)
-            _load_block(v_desc, v_s, v_full, v_empty, [outer, kv_head, key, 0], i, STAGES)
-            outer, key = next_outer, next_key
-            next_outer, next_key = third_outer, third_key

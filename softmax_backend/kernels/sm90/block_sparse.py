@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from softmax_backend.kernels.sm90.block_load import (
     allocate_ring,
-    allocate_turn,
     load_row,
     unpacked_keys,
 )
@@ -31,7 +30,6 @@ def _run(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    FORM: gl.constexpr,
     update: gl.constexpr,
     mask: gl.constexpr,
     IS_PACKED: gl.constexpr,
@@ -43,9 +41,8 @@ def _run(
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     k_s, v_s, k_full, k_empty, v_full, v_empty = allocate_ring(k_desc, v_desc, STAGES)
-    turn = allocate_turn(q_full, FORM)
     buffers = (q_s, k_s, v_s)
-    barriers = (q_full, k_full, k_empty, v_full, v_empty, turn)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
     first = tile * 128
     place = (batch, head, first, q_begin, q_len, kv_len, q_position, mask_aux_ptr)
     loads = (batch, head, head // GROUP, q_begin + first if IS_PACKED else first)
@@ -68,7 +65,6 @@ def _run(
                     STAGES,
                     0,
                     IS_PACKED,
-                    FORM,
                 ),
             ),
             (
@@ -87,12 +83,11 @@ def _run(
                     STAGES,
                     1,
                     IS_PACKED,
-                    FORM,
                 ),
             ),
             (
                 load_row,
-                (descs, buffers, barriers, row, loads, keys, at_keys, STAGES, BLOCK_N, FORM),
+                (descs, buffers, barriers, row, loads, keys, at_keys, STAGES, BLOCK_N),
             ),
         ],
         [4, 1],
@@ -123,7 +118,6 @@ def block_sparse_sm90_kernel(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    FORM: gl.constexpr,
     update: gl.constexpr,
     mask: gl.constexpr,
 ):
@@ -161,7 +155,6 @@ def block_sparse_sm90_kernel(
             D=D,
             STAGES=STAGES,
             REGISTERS=REGISTERS,
-            FORM=FORM,
             update=update,
             mask=mask,
             IS_PACKED=False,
@@ -193,7 +186,6 @@ def block_sparse_packed_sm90_kernel(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    FORM: gl.constexpr,
     at_keys: gl.constexpr,
     update: gl.constexpr,
     mask: gl.constexpr,
@@ -233,7 +225,6 @@ def block_sparse_packed_sm90_kernel(
             D=D,
             STAGES=STAGES,
             REGISTERS=REGISTERS,
-            FORM=FORM,
             update=update,
             mask=mask,
             IS_PACKED=True,

@@ -5,16 +5,15 @@ The same walk as ``kernels/block_sparse.py``. Each computing warpgroup owns 64 q
 128 and shares the blocks of keys and values with the other, so that a block is read from L2 once
 for 128 queries. Over FULL blocks the product of the next block's keys and the product of this
 block's weights are issued together, and the softmax of the next block may begin when the first is
-there. Without ``early_softmax`` ptxas lets only its maxima do so: the exponentials stand behind the
-wait for the second. With ``ping_pong`` the warpgroups issue their products in turns, so that one's
-softmax lies under the other's products. PARTIAL blocks take one step after the other.
+there. ptxas lets only its maxima do so: the exponentials stand behind the wait for the second.
+PARTIAL blocks take one step after the other.
 
 Sequences are unpacked, and end where the tensors do, or packed: their keys follow one another or
 lie in pages. There a block may hold what is beyond its sequence's end. Its logits are masked like
 any other; its values are set to zero, for 0 times NaN is NaN.
 
 Barriers: ``full`` of a stage completes when TMA has filled it, ``empty`` when both warpgroups have
-read it. Blocks and turns are counted from the row's first block, which is 0.
+read it. Blocks are counted from the row's first block, which is 0.
 """
 
 from triton.experimental import gluon
@@ -24,16 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
-)
-
-from softmax_backend.kernels.sm90.block_forms import (
-    before_wait,
-    close_turns,
-    give_turn,
-    has,
-    open_turns,
-    rescaled_where_moved,
-    take_turn,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -107,12 +96,11 @@ def _full_blocks(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     WARPGROUP: gl.constexpr,
-    FORM: gl.constexpr,
 ):
     """Add the FULL blocks to (acc, high, total), products and softmax overlapped."""
     acc, high, total = state
     q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
     cols_ptr, begin, full_end, end, slot = row
     o_layout: gl.constexpr = _accumulator(D)
     p_layout: gl.constexpr = _left_operand(D)
@@ -128,22 +116,15 @@ def _full_blocks(
             stage = i % STAGES
             before = (i - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-            take_turn(turn, i, WARPGROUP, FORM)
             s = warpgroup_mma(q, _keys(k_s, stage), s, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
             acc = warpgroup_mma(p, _values(v_s, before), acc, is_async=True)
-            give_turn(turn, WARPGROUP, FORM)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(stage), count=1)
             next_p, alpha, high, total = update(s, high, total, factor, False)
-            if has(FORM, "early_softmax"):
-                total = before_wait(total)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before), count=1)
-            if has(FORM, "lazy_rescale"):
-                acc = rescaled_where_moved(acc, alpha, o_layout, D)
-            else:
-                acc = _rescaled(acc, alpha, o_layout)
+            acc = _rescaled(acc, alpha, o_layout)
             p = gl.convert_layout(next_p.to(v_s.dtype), p_layout)
         i = full_end - 1 - begin
         mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
@@ -171,7 +152,7 @@ def _partial_blocks(
     """Add the PARTIAL blocks, with the plan's mask."""
     acc, high, total = state
     q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
     cols_ptr, begin, full_end, end, slot = row
     head, q_pos, kv_len, mask_aux_ptr = place
     s_layout: gl.constexpr = _accumulator(BLOCK_N)
@@ -217,14 +198,12 @@ def compute_row(
     STAGES: gl.constexpr,
     WARPGROUP: gl.constexpr,
     IS_PACKED: gl.constexpr,
-    FORM: gl.constexpr,
 ):
     """One computing warpgroup: its 64 queries over the whole row, then output and LSE."""
     q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty, turn = barriers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
     batch, head, first, q_begin, q_len, kv_len, q_position, mask_aux_ptr = place
     s_layout: gl.constexpr = _accumulator(BLOCK_N)
-    open_turns(WARPGROUP, FORM)
     mbarrier.wait(q_full, 0)
     o_m = first + 64 * WARPGROUP + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
     acc = gl.zeros([64, D], gl.float32, layout=_accumulator(D))
@@ -244,7 +223,6 @@ def compute_row(
         D=D,
         STAGES=STAGES,
         WARPGROUP=WARPGROUP,
-        FORM=FORM,
     )
     state = _partial_blocks(
         state,
@@ -262,7 +240,6 @@ def compute_row(
         IS_PACKED=IS_PACKED,
     )
     _write_tile(state, place, outputs, factor, BLOCK_N, D, WARPGROUP, IS_PACKED)
-    close_turns(WARPGROUP, FORM)
 
 
 @gluon.jit

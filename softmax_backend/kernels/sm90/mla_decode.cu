@@ -64,21 +64,12 @@ __device__ __forceinline__ Row query_row(const Params& p, const QueryTile& tile,
 }
 
 // The blocks [begin, end) of a tile that a CTA computes as one split.
-struct Segments {
-    int begin, end, stop, chunk;
-    __device__ __forceinline__ Segments(const Params& p, const int4& work, int number, const QueryTile& tile)
-        : chunk(p.chunk_blocks) {
+struct Segment {
+    int begin, end;
+    __device__ __forceinline__ Segment(const int4& work, int number, const QueryTile& tile) {
         const int blocks = (tile.kv_end - tile.kv_begin + BLOCK - 1) / BLOCK;
         begin = number == work.x ? work.y : 0;
-        stop = number == work.z ? min(work.w, blocks) : blocks;
-        end = bounded();
-    }
-    __device__ __forceinline__ int bounded() const {
-        return chunk ? min(stop, (begin / chunk + 1) * chunk) : stop;
-    }
-    __device__ __forceinline__ bool advance() {
-        begin = end, end = bounded();
-        return begin < stop;
+        end = number == work.z ? min(work.w, blocks) : blocks;
     }
 };
 
@@ -113,14 +104,14 @@ __device__ __forceinline__ void fetch_blocks(const Params& p, Shared& s, const i
     for (int number = work.x; number <= work.z; ++number) {
         const QueryTile tile = query_tile(p, number);
         const int* pages = p.block_table + i64(request_of(p, tile.member)) * p.table_stride;
-        const Segments all(p, work, number, tile);
-        for (int base = all.begin; base < all.stop; base += AHEAD) {
+        const Segment all(work, number, tile);
+        for (int base = all.begin; base < all.end; base += AHEAD) {
             const int position = tile.kv_begin + base * BLOCK + lane * PIECE;
             const int number_of_page = position / p.page_size;
             int page = 0;
-            if (position < tile.kv_end && position < tile.kv_begin + all.stop * BLOCK) page = pages[number_of_page];
+            if (position < tile.kv_end && position < tile.kv_begin + all.end * BLOCK) page = pages[number_of_page];
             const int row = position - number_of_page * p.page_size;
-            const int count = min(AHEAD, all.stop - base);
+            const int count = min(AHEAD, all.end - base);
             if (!waited) wait_on_dependent_grids(), waited = true;  // the cache may be the last kernel's work
             for (int i = 0; i < count; ++i, ++ring.block) {
                 const int left = tile.kv_end - tile.kv_begin - (base + i) * BLOCK;
@@ -316,70 +307,68 @@ __device__ __forceinline__ void attend(const Params& p, Shared& s, const int4& w
         }
         cp_async_fence(), cp_async_wait<0>();
         tma_store_fence();
-        Segments part(p, work, number, tile);
-        do {
-            sync_consumers();
-            float o[128], sum[2] = {0, 0};
+        const Segment part(work, number, tile);
+        sync_consumers();
+        float o[128], sum[2] = {0, 0};
 #pragma unroll
-            for (int e = 0; e < 128; ++e) o[e] = 0;
-            // One copy of each step, for the instruction cache. A wgmma and its wait stand in the same
-            // straight line of code: else the compiler serialises them.
-            for (int n = part.begin - 1; n < part.end; ++n) {
-                const bool mine = n + 1 < part.end && ((n + 1 - part.begin) & 1) == at.wg;
-                const int buffer = (n + 1 - part.begin) & 1;
-                Ring next = ring;
-                if (n >= part.begin) ++next.block;
-                float x[32];
+        for (int e = 0; e < 128; ++e) o[e] = 0;
+        // One copy of each step, for the instruction cache. A wgmma and its wait stand in the same
+        // straight line of code: else the compiler serialises them.
+        for (int n = part.begin - 1; n < part.end; ++n) {
+            const bool mine = n + 1 < part.end && ((n + 1 - part.begin) & 1) == at.wg;
+            const int buffer = (n + 1 - part.begin) & 1;
+            Ring next = ring;
+            if (n >= part.begin) ++next.block;
+            float x[32];
 #pragma unroll
-                for (int e = 0; e < 32; ++e) x[e] = 0;
-                if (mine) {
-                    multiply_keys(s, x, next);
-                    warpgroup_wait<0>();
-                    warpgroup_fence_operand(x);
-                }
-                if (n >= part.begin) {
-                    s.p_ready[buffer ^ 1].wait(p_phase >> (buffer ^ 1) & 1);
-                    p_phase ^= 1 << (buffer ^ 1);
-                    float keep[2] = {1, 1};
-                    if (at.active()) keep[0] = s.keep[buffer ^ 1][at.row(0)], keep[1] = s.keep[buffer ^ 1][at.row(1)];
-                    if (at.wg != (buffer ^ 1)) sum[0] *= keep[0], sum[1] *= keep[1];
-                    multiply_values(s, o, at, ring, keep);
-                    warpgroup_wait<0>();
-                    warpgroup_fence_operand(o);
-                    if (at.lane == 0) s.half_empty[ring.half(at.wg)].arrive();
-                    if (at.lane == 1) s.rope_empty[ring.rope()].arrive();
-                }
-                if (mine) {
-                    const int position = (n + 1) * BLOCK;
-                    const int visible[2] = {limit[0] - position, limit[1] - position};
-                    if (at.active()) softmax(s, x, sum, at, buffer, next.rope(), n + 1 == part.begin, visible,
-                                             scale_log2);
-                    const int valid = tile.kv_end - tile.kv_begin - position;
-                    if (valid < BLOCK) clear_values(s, next, valid, at.thread);
-                    tma_store_fence();
-                    __syncwarp();
-                    if (at.lane == 0) s.p_ready[buffer].arrive();
-                }
-                ring = next;
+            for (int e = 0; e < 32; ++e) x[e] = 0;
+            if (mine) {
+                multiply_keys(s, x, next);
+                warpgroup_wait<0>();
+                warpgroup_fence_operand(x);
             }
-            const bool empty = part.begin == part.end;
-            // All warps are done with the queries: those of the next tile may come.
-            const QueryTile current = tile;
-            if (part.end >= part.stop && number < work.z) {
-                tile = query_tile(p, number + 1);
-                read_queries(p, s, tile, at.wg * 128 + at.thread);
+            if (n >= part.begin) {
+                s.p_ready[buffer ^ 1].wait(p_phase >> (buffer ^ 1) & 1);
+                p_phase ^= 1 << (buffer ^ 1);
+                float keep[2] = {1, 1};
+                if (at.active()) keep[0] = s.keep[buffer ^ 1][at.row(0)], keep[1] = s.keep[buffer ^ 1][at.row(1)];
+                if (at.wg != (buffer ^ 1)) sum[0] *= keep[0], sum[1] *= keep[1];
+                multiply_values(s, o, at, ring, keep);
+                warpgroup_wait<0>();
+                warpgroup_fence_operand(o);
+                if (at.lane == 0) s.half_empty[ring.half(at.wg)].arrive();
+                if (at.lane == 1) s.rope_empty[ring.rope()].arrive();
             }
+            if (mine) {
+                const int position = (n + 1) * BLOCK;
+                const int visible[2] = {limit[0] - position, limit[1] - position};
+                if (at.active()) softmax(s, x, sum, at, buffer, next.rope(), n + 1 == part.begin, visible,
+                                         scale_log2);
+                const int valid = tile.kv_end - tile.kv_begin - position;
+                if (valid < BLOCK) clear_values(s, next, valid, at.thread);
+                tma_store_fence();
+                __syncwarp();
+                if (at.lane == 0) s.p_ready[buffer].arrive();
+            }
+            ring = next;
+        }
+        const bool empty = part.begin == part.end;
+        // All warps are done with the queries: those of the next tile may come.
+        const QueryTile current = tile;
+        if (number < work.z) {
+            tile = query_tile(p, number + 1);
+            read_queries(p, s, tile, at.wg * 128 + at.thread);
+        }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-                sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-                if (at.t == 0) s.sums[at.wg][at.row(i)] = sum[i];
-            }
-            sync_consumers();
-            const int split = part.chunk ? part.begin / part.chunk : number == work.x ? first_split : 0;
-            if (at.active())
-                write_out(p, s, o, current, at, partial ? slots + split : -1, (part.end - part.begin - 1) & 1, empty);
-        } while (part.advance());
+        for (int i = 0; i < 2; ++i) {
+            sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+            sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+            if (at.t == 0) s.sums[at.wg][at.row(i)] = sum[i];
+        }
+        sync_consumers();
+        const int split = number == work.x ? first_split : 0;
+        if (at.active())
+            write_out(p, s, o, current, at, partial ? slots + split : -1, (part.end - part.begin - 1) & 1, empty);
     }
 }
 

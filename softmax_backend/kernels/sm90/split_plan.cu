@@ -47,7 +47,6 @@ __device__ __forceinline__ int last_at_most(const int* start, int count, int x) 
 // What the tiles take on the line; n < 0 is a tile that is not there.
 struct Measure {
     int overhead, min_blocks, share, even;  // even: blocks of a split, or 0 for the contiguous plan
-    bool chunked;
     __device__ __forceinline__ int pieces(int n) const { return n < 0 ? 0 : max(1, ceil_div(n, even)); }
     __device__ __forceinline__ int extent(int n) const { return even ? pieces(n) : n < 0 ? 0 : overhead + n; }
     // the first CTA that starts inside a tile that starts at `start`
@@ -56,7 +55,7 @@ struct Measure {
     }
     __device__ __forceinline__ int splits(int start, int n) const {
         if (even) return pieces(n);
-        if (chunked || n < 0) return max(n, 0);
+        if (n < 0) return 0;
         return 1 + max(0, (start + overhead + n - min_blocks) / share - first_inside(start) + 1);
     }
 };
@@ -72,15 +71,13 @@ extern "C" __global__ void __launch_bounds__(1024, 1) split_plan(const __grid_co
     launch_dependent_grids();
     const int each = ceil_div(p.tiles, blockDim.x), first = min(p.tiles, thread * each);
     const int last = min(p.tiles, first + each);
-    const bool chunked = p.chunk_blocks > 0;
-    const int unit = max(p.chunk_blocks, 1), overhead = chunked ? 0 : p.overhead;
+    const int overhead = p.overhead;
     int mine = 0, there = 0;
     for (int i = first; i < last; ++i) {
         const int length = p.lengths[i];
         int n = -1;
         if (length >= 0) {
             n = (length + 63) / 64;
-            if (chunked) n = max(ceil_div(n, unit), 1);
             mine += n, ++there;
         }
         blocks[i] = n;
@@ -93,13 +90,13 @@ extern "C" __global__ void __launch_bounds__(1024, 1) split_plan(const __grid_co
     const int least = max(max(p.min_blocks, 1), ceil_div(all_blocks, p.ctas));
     const int share = max(max(p.min_blocks, 1), ceil_div(all_blocks + overhead * all_there, p.ctas));
     const int most = share + share / 32;
-    Measure measure{overhead, p.min_blocks, share, 0, chunked};
+    Measure measure{overhead, p.min_blocks, share, 0};
     for (int candidate = warp; candidate < CANDIDATES; candidate += num_warps) {
         measure.even = least + ceil_div(candidate * (most - least), CANDIDATES - 1);
         int splits = 0;
         for (int i = lane; i < p.tiles; i += 32) splits += measure.pieces(blocks[i]);
         splits = __reduce_add_sync(~0u, splits);
-        if (lane == 0) candidates[candidate] = !chunked && splits <= p.ctas ? measure.even : NONE;
+        if (lane == 0) candidates[candidate] = splits <= p.ctas ? measure.even : NONE;
     }
     __syncthreads();
     const int even = __reduce_min_sync(~0u, lane < CANDIDATES ? candidates[lane] : NONE);
@@ -137,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) split_plan(const __grid_co
         const int tile = last_at_most(start, p.tiles, x), block = x - start[tile] - overhead;
         if (block < p.min_blocks) return {tile, 0, 0};
         if (blocks[tile] - block < p.min_blocks) return {tile + 1, 0, 0};
-        return {tile, block * unit, cta - measure.first_inside(start[tile]) + 1};
+        return {tile, block, cta - measure.first_inside(start[tile]) + 1};
     };
     for (int cta = thread; cta < p.ctas; cta += blockDim.x) {
         int4 work = make_int4(end, 0, end - 1, 0);
@@ -151,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) split_plan(const __grid_co
         } else {
             const Boundary from = boundary(cta), to = boundary(cta + 1);
             split = from.split;
-            const int whole = to.tile > 0 ? max(blocks[to.tile - 1], 0) * unit : 0;
+            const int whole = to.tile > 0 ? max(blocks[to.tile - 1], 0) : 0;
             work = make_int4(from.tile, from.block, to.block ? to.tile : to.tile - 1, to.block ? to.block : whole);
         }
         p.work[2 * cta] = work;

@@ -13,19 +13,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
 from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
+from softmax_backend.kernels.prefill_hooks import softmax_update
 from softmax_backend.kernels.sm90 import block_load
 from softmax_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from softmax_backend.launch_params import TABLES
-from softmax_backend.plan.predicted import SCORE_STEP
+from softmax_backend.plan.predicted import (
+    SCORE_COLS,
+    SCORE_ROWS,
+    SCORE_STEP,
+    SCORE_WARPS,
+    params_of_table,
+)
 from softmax_backend.variants import masks
-from softmax_backend.variants.variant import SOFTMAX, Variant, rotated_keys, soft_cap
+from softmax_backend.variants.variant import SOFTMAX, Variant, soft_cap
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
 
 REPORT = Path(__file__).with_name("compile_report.json")
@@ -34,7 +40,7 @@ Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
 _INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr")
-_FLOATS = ("value", "scale", "factor", "softmax_scale", "levels", "scale_log2", "min_likeness")
+_FLOATS = ("value", "scale", "factor", "softmax_scale", "scale_log2", "min_likeness")
 
 
 def cases(arch: str) -> Iterator[Case]:
@@ -50,24 +56,19 @@ def cases(arch: str) -> Iterator[Case]:
         yield _attention("block_sparse element_bits", tile, masks.element_bits)
         paged = (tile[0], 64, *tile[2:])
         yield _attention("block_sparse paged, masked", paged, masks.element_bits, is_paged=True)
-        turned = rotated_keys(torch.zeros(1, 2, 64), soft_cap(30.0))
-        name = "block_sparse paged, masked, keys turned"
-        yield _attention(name, paged, masks.element_bits, variant=turned, is_paged=True)
     for groups in ("per_warp", "per_thread"):
         if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
     if arch == "sm90":
-        for exponent in ("folded", "biased"):
-            name = f"int8 per_warp e4m3, {exponent}"
-            yield _int8(arch, name, "per_warp", masks.causal, True, exponent=exponent)
+        name = "int8 per_warp e4m3, biased"
+        yield _int8(arch, name, "per_warp", masks.causal, True, exponent="biased")
     yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
     if not nvidia:
-        name = "int8 per_thread 16-bit values, smooth q"
-        yield _int8(arch, name, "per_thread", masks.causal, False, has_bias=True)
+        yield _int8(arch, "int8 per_thread 16-bit values", "per_thread", masks.causal, False)
         name = "int8 per_warp 16-bit values, biased"
         yield _int8(arch, name, "per_warp", masks.causal, False, exponent="biased")
     if arch in ("sm90", "sm100") or not nvidia:
-        yield from _small_kernels(128 if nvidia else 64, nvidia)
+        yield from _small_kernels(arch, 128 if nvidia else 64, nvidia)
 
 
 def _tile(arch: str, operator: str) -> tuple[tuple[int, int, int, int], frozenset[str]]:
@@ -100,10 +101,8 @@ def _attention(
         "STAGES": stages,
         "HAS_PARTIAL": True,
         "load": block_sparse.paged_rows if is_paged else block_sparse.contiguous_rows,
-        "key": variant.key,
         "logits": variant.logits,
-        "update": variant.update,
-        "output": variant.output,
+        "update": softmax_update,
         "mask": mask.kernel,
     }
     types = {
@@ -122,7 +121,6 @@ def _int8(
     groups: str,
     mask: masks.Mask,
     is_fp8: bool,
-    has_bias: bool = False,
     exponent: str = "scaled",
 ) -> Case:
     kernels = block_sparse_int8
@@ -136,7 +134,6 @@ def _int8(
         "BLOCK_N": block_n,
         "STAGES": stages,
         "HAS_PARTIAL": True,
-        "HAS_BIAS": has_bias,
         "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
         "EXPONENT": exponent,
         "query_scales": getattr(kernels, f"{groups}_queries"),
@@ -157,8 +154,12 @@ def _int8(
     return name, kernels.block_sparse_int8_kernel, types, constexprs, options
 
 
-def _small_kernels(block_n: int, is_fp8: bool) -> Iterator[Case]:
-    """Quantisers and prediction for blocks of so many keys, and for values in e4m3 or 16 bits."""
+def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
+    """Quantisers and prediction for blocks of so many keys, and for values in e4m3 or 16 bits.
+
+    Products and searches that no table of the architecture chooses are left out.
+    """
+    prediction = params_of_table(load_table(TABLES, TARGETS[arch][1], directory=CONFIGS))
     heads = {"HEADS": 24, "D": 128}
     half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
     stats = quantise.column_stats_kernel
@@ -166,18 +167,18 @@ def _small_kernels(block_n: int, is_fp8: bool) -> Iterator[Case]:
     four = {"num_warps": 4}
     yield "column_stats", stats, half, heads | sizes, four
     yield "mean", quantise.mean_kernel, {}, {"D": 128, "STEP": 32}, four
-    int8, group = half | {"out_ptr": "*i8"}, {"GROUP": 1, "PER_THREAD": False}
+    int8, group = half | {"out_ptr": "*i8"}, {"PER_THREAD": False}
     for pool, likeness in ((False, False), (True, False), (True, True)):
         pooled = {"HAS_POOL": pool, "HAS_LIKENESS": likeness}
         suffix = (" and pool" if pool else "") + (" with likeness" if likeness else "")
-        keys = heads | group | pooled | {"BLOCK": block_n, "HAS_BIAS": False}
+        keys = heads | group | pooled | {"BLOCK": block_n}
         kernel = quantise.quantise_keys_kernel
         yield f"quantise_keys{suffix}", kernel, int8, keys, {"num_warps": 8}
-        queries = heads | group | pooled | {"BLOCK": 64, "HAS_MEAN": False}
+        queries = heads | group | pooled | {"BLOCK": 64, "GROUP": 1}
         kernel = quantise.quantise_queries_kernel
         yield f"quantise_queries{suffix}", kernel, int8, queries, {"num_warps": 1}
     if is_fp8:
-        values = {"D": 128, "HAS_MEAN": True}
+        values = {"D": 128}
         sizes = {"STEP": 32, "E4M3_MAX": 448.0}
         yield "value_scales", quantise.value_scales_kernel, {}, values | sizes, four
         types = half | {"out_ptr": "*fp8e4nv"}
@@ -196,15 +197,16 @@ def _small_kernels(block_n: int, is_fp8: bool) -> Iterator[Case]:
         yield name, predict.pool_kernel, half, heads | sizes | flags, {"num_warps": 1}
     blocks = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": block_n, "IS_CAUSAL": True}
     exact = "tf32x3" if is_fp8 else "ieee"
-    for name, product, centre, cols, warps in (
-        ("score", exact, "mean", 64, 4),
-        ("score fp16x3", "fp16x3", "middle", 128, 8),
-        ("score fp16", "fp16", "middle", 128, 8),
+    for name, product, centre in (
+        ("score", exact, "mean"),
+        ("score fp16x3", "fp16x3", "middle"),
     ):
-        sizes = {"ROWS": 128, "COLS": cols, "STEP": SCORE_STEP, "D": 128}
+        sizes = {"ROWS": SCORE_ROWS, "COLS": SCORE_COLS, "STEP": SCORE_STEP, "D": 128}
+        if product == "fp16x3" != prediction.product:
+            continue
         flags = {"PRECISION": product, "CENTRE": centre}
         kernel = predict.score_kernel
-        yield name, kernel, {}, blocks | sizes | flags, {"num_warps": warps}
+        yield name, kernel, {}, blocks | sizes | flags, {"num_warps": SCORE_WARPS}
     for name, is_cdf in (
         ("cdf", True),
         ("topk", False),
@@ -212,6 +214,8 @@ def _small_kernels(block_n: int, is_fp8: bool) -> Iterator[Case]:
         ("topk in logits", False),
         ("cdf of each head", True),
     ):
+        if name.endswith("logits") and prediction.search != "logits":
+            continue
         flags = {"WIDTH": 1024, "IS_CDF": is_cdf, "HAS_SINK": False, "HAS_LIKENESS": is_cdf}
         flags |= {"IN_LOGITS": name.endswith("logits"), "PER_HEAD": name.endswith("head")}
         select = predict.select_blocks_kernel
@@ -252,13 +256,6 @@ GLUON = {
 }  # fmt: skip
 """The kernels for Hopper, and where they find a block of keys."""
 
-_LAZY = "early_softmax lazy_rescale keys_ahead"
-FORMS = (
-    ("gluon causal, 3 stages", 3, f"ping_pong {_LAZY}"),
-    ("gluon causal, named turns", 3, f"ping_pong named_turns {_LAZY}"),
-)
-"""Name, stages and FORM of forms that are not in use."""
-
 
 def build_gluon(
     block_n: int,
@@ -266,7 +263,6 @@ def build_gluon(
     mask: masks.Mask,
     name: str = "gluon",
     d: int = 128,
-    form: str = "ping_pong",
 ) -> Any:
     """A Hopper kernel, as Triton compiles it."""
     kernel, at_keys = GLUON[name]
@@ -282,8 +278,7 @@ def build_gluon(
         "D": d,
         "STAGES": stages,
         "REGISTERS": 240,
-        "FORM": form,
-        "update": SOFTMAX.update,
+        "update": softmax_update,
         "mask": mask.kernel,
     }
     if at_keys is not None:
@@ -310,8 +305,6 @@ def report(arch: str) -> Report:
             lines[f"{form} causal"] = measure(build_gluon(128, 2, masks.causal, form))
         kernel = build_gluon(64, 4, masks.causal, "gluon paged", 64)
         lines["gluon paged causal, D 64"] = measure(kernel)
-        for name, stages, form in FORMS:
-            lines[name] = measure(build_gluon(128, stages, masks.causal, form=form))
     return lines
 
 

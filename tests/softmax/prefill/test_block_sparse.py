@@ -12,7 +12,7 @@ from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan import bsr, intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.selection_prefill import requirements
+from softmax_backend.spec_block_sparse import BlockSparseSpec
 from softmax_backend.testing.prefill_cases import (
     BLOCKS,
     assert_matches,
@@ -297,8 +297,8 @@ def test_a_shared_prefix_is_two_plans_and_a_merge(seed: int, device: torch.devic
 
 def test_a_vector_mask_is_required_even_where_no_block_is_partial(device: torch.device) -> None:
     """The kernel is compiled with the plan's mask; Gluon's takes none that loads vectors."""
-    q, _, v = inputs((2, 128, 64), (2, 128, 64), seed=0, device=device)
+    q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=0, device=device)
     plan = intervals.dense(128, 128, 2, device=device)
     whole = dataclasses.replace(plan, mask=masks.element_bits, has_partial=False)
-    assert "vector_masks" in requirements(q, v, whole, SOFTMAX)
-    assert "vector_masks" not in requirements(q, v, plan, SOFTMAX)
+    needs = [BlockSparseSpec.of(q, k, v, x, SOFTMAX).requires() for x in (whole, plan)]
+    assert "vector_masks" in needs[0] and "vector_masks" not in needs[1]

@@ -12,11 +12,10 @@ import torch
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.flashinfer import (
     BatchMLAPagedAttentionWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
 )
-from softmax_backend.testing.prefill_cases import assert_matches, causal_seen
+from softmax_backend.testing.prefill_cases import assert_matches
 
 
 def random(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
@@ -113,40 +112,6 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
     ("wrapper", "method", "names"),
     [
         (
-            BatchPrefillWithPagedKVCacheWrapper,
-            "__init__",
-            "float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf"
-            " paged_kv_indices_buf paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf"
-            " backend jit_args jit_kwargs variant_owns_mask",
-        ),
-        (
-            BatchPrefillWithPagedKVCacheWrapper,
-            "plan",
-            "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads"
-            " num_kv_heads head_dim_qk page_size head_dim_vo custom_mask packed_custom_mask causal"
-            " pos_encoding_mode use_fp16_qk_reduction sm_scale window_left logits_soft_cap"
-            " rope_scale rope_theta q_data_type kv_data_type o_data_type non_blocking"
-            " prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr"
-            " seq_lens seq_lens_q block_tables max_token_per_sequence max_sequence_kv"
-            " fixed_split_size disable_split_kv uniform_q_len",  # the last since 0.7.2.post1
-        ),
-        *(
-            (
-                BatchPrefillWithPagedKVCacheWrapper,
-                name,
-                "q paged_kv_cache causal pos_encoding_mode use_fp16_qk_reduction k_scale v_scale"
-                " window_left logits_soft_cap sm_scale rope_scale rope_theta",
-            )
-            for name in ("forward", "forward_return_lse")
-        ),
-        (
-            BatchPrefillWithPagedKVCacheWrapper,
-            "run",  # whose further positions are of variants
-            "q paged_kv_cache q_scale k_scale v_scale out lse return_lse lse_base lse_layout"
-            " enable_pdl window_left sinks kv_cache_sf skip_softmax_threshold_scale_factor"
-            " use_fp16_softmax uses_spcompress",
-        ),
-        (
             BlockSparseAttentionWrapper,
             "plan",
             "indptr indices M N R C num_qo_heads num_kv_heads head_dim mask packed_mask causal"
@@ -158,26 +123,21 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
             BatchMLAPagedAttentionWrapper,
             "plan",
             "qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe"
-            " page_size causal sm_scale q_data_type kv_data_type use_profiler query_layout"
-            " kv_cache_layout lse_mode output_dtype output_scale scale_mode skip_softmax enable_pdl"
-            " use_sinks",
+            " page_size causal sm_scale q_data_type kv_data_type use_profiler metadata"
+            " cum_seq_lens_q block_tables seq_lens max_q_len query_layout kv_cache_layout"
+            " lse_mode output_dtype output_scale scale_mode skip_softmax enable_pdl use_sinks",
         ),
         (
-            BlockSparseAttentionWrapper,
-            "forward",
-            "q k v scale_q scale_k scale_v pos_encoding_mode use_fp16_qk_reduction"
-            " logits_soft_cap sm_scale rope_scale rope_theta",
+            BatchMLAPagedAttentionWrapper,
+            "run",
+            "q_nope q_pe ckv_cache kpe_cache out lse return_lse profiler_buffer kv_len page_table"
+            " return_lse_base_on_e o_scale query kv_cache ckv_scale ckv_scale_arr kpe_scale sinks"
+            " skip_softmax_threshold_scale_factor bmm1_scale bmm2_scale",
         ),
         (
             VariableBlockSparseAttentionWrapper,
             "run",
             "q k v out lse return_lse enable_pdl",
-        ),
-        (
-            VariableBlockSparseAttentionWrapper,
-            "forward",
-            "q k v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale"
-            " rope_theta",
         ),
     ],
 )
@@ -185,90 +145,3 @@ def test_positions_of_arguments_are_flashinfers(wrapper: type, method: str, name
     """FlashInfer 0.7.2's parameters in its order."""
     found = inspect.signature(getattr(wrapper, method)).parameters
     assert list(found)[1:] == names.split()
-
-
-def paged_wrapper(device: torch.device, **options: object) -> BatchPrefillWithPagedKVCacheWrapper:
-    """One sequence of 20 queries and 40 keys, two heads over one, pages of 16."""
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, device=device), "NHD")
-    offsets, indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (20, 3))
-    pages, last = torch.arange(3, dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
-    wrapper.plan(offsets, indptr, pages, last, 2, 1, 64, 16, causal=True, **options)  # type: ignore[arg-type]
-    return wrapper
-
-
-def test_scales_and_the_older_forward(seed: int, device: torch.device) -> None:
-    """Scales of q and k multiply the logits and that of v the output; ``forward`` replaces scale
-    and soft cap, and asks for the planned mask."""
-    q, cache = random((20, 2, 64), seed, device), random((3, 2, 16, 1, 64), seed + 1, device)
-    wrapper = paged_wrapper(device)
-    scaled, lse = wrapper.run_return_lse(q, cache, q_scale=0.5, k_scale=3.0, v_scale=2.0)
-    k, v = (x.cpu().reshape(-1, 1, 64)[:40].transpose(0, 1)[None] for x in cache.unbind(1))
-    seen, q4 = causal_seen(20, 40), q.cpu().transpose(0, 1)[None]
-    want, want_lse = reference.attention(q4, k, v, seen, 1.5 / 8.0)
-    assert_matches(
-        (scaled.transpose(0, 1)[None] / 2, lse.t()[None] * math.log(2)), (want, want_lse)
-    )
-    given, given_lse = torch.full_like(scaled, torch.nan), torch.full_like(lse, torch.nan)
-    scales = {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 2.0}
-    assert wrapper.run(q, cache, **scales, out=given, lse=given_lse) is given
-    assert torch.equal(given, scaled) and torch.equal(given_lse, lse)
-    capped = wrapper.forward(q, cache, True, logits_soft_cap=2.0, sm_scale=0.3)
-    want = reference.attention(q4, k, v, seen, 0.3, lambda s: 2.0 * torch.tanh(s / 2.0))[0]
-    assert isinstance(capped, torch.Tensor)
-    older = wrapper.forward_return_lse(q, cache, True, logits_soft_cap=2.0, sm_scale=0.3)
-    assert torch.equal(older[0], capped) and torch.equal(
-        older[1], wrapper.run_return_lse(q, cache)[1]
-    )
-    assert_close = torch.testing.assert_close
-    assert_close(capped.cpu().double(), want[0].transpose(0, 1), atol=2e-3, rtol=2e-3)
-    again = paged_wrapper(device, sm_scale=0.3, logits_soft_cap=2.0).run(q, cache, window_left=-1)
-    assert isinstance(again, torch.Tensor) and torch.equal(again, capped)
-
-
-def test_what_the_paged_wrapper_does_not_serve(device: torch.device) -> None:
-    workspace = torch.empty(1, device=device)
-    with pytest.raises(ValueError, match="use_cuda_graph needs qo_indptr_buf, got None"):
-        BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True)
-    with pytest.raises(ValueError, match="jit_args must be None and variant_owns_mask False"):
-        BatchPrefillWithPagedKVCacheWrapper(workspace, jit_args=["name"])
-    wrapper = paged_wrapper(device)
-    q = torch.zeros(20, 2, 64, dtype=torch.float16, device=device)
-    cache = torch.zeros(3, 2, 16, 1, 64, dtype=torch.float16, device=device)
-    with pytest.raises(ValueError, match="causal must be True as planned, got False"):
-        wrapper.forward(q, cache)
-    with pytest.raises(ValueError, match="window_left must be -1 as planned, got 5"):
-        wrapper.run(q, cache, window_left=5)
-    with pytest.raises(ValueError, match="k_scale must be a float or None here, got Tensor"):
-        wrapper.run(q, cache, k_scale=workspace)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match="kv_cache_sf and skip_softmax_threshold_scale_factor must"
-    ):
-        wrapper.run(q, cache, kv_cache_sf=workspace)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="prefix_len_ptr and the positions in items must be None"):
-        paged_wrapper(device, prefix_len_ptr=workspace)
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_paged_prefill(layout: str, seed: int, device: torch.device) -> None:
-    q_lens, kv_lens, page = [30, 1], [45, 20], 16
-    indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
-    generator = torch.Generator().manual_seed(seed)
-    indices = torch.randperm(8, generator=generator)[:5].int()
-    cache = random((8, 2, page, 1, 64), seed, device)
-    q = random((31, 2, 64), seed + 1, device)
-    sinks = torch.tensor([0.5, -1.0], device=device)
-    given = cache if layout == "NHD" else cache.transpose(2, 3).contiguous()
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, device=device), layout)
-    last = torch.tensor([13, 4], dtype=torch.int32)
-    offsets = torch.tensor([0, 30, 31], dtype=torch.int32)
-    wrapper.plan(offsets, indptr, indices, last, 2, 1, 64, page, causal=True, window_left=20)
-    out, lse = wrapper.run(q, given, return_lse=True, sinks=sinks)
-    for i, (m, n) in enumerate(zip(q_lens, kv_lens, strict=True)):
-        rows = cache[indices[indptr[i] : indptr[i + 1]].long().to(device)].cpu()
-        k, v = (x.reshape(-1, 1, 64)[:n].transpose(0, 1) for x in rows.unbind(1))
-        at = slice(offsets[i], offsets[i + 1])
-        own = q[at].cpu().transpose(0, 1)
-        want, want_lse = reference.attention(own, k, v, causal_seen(m, n, 21), 0.125)
-        share = torch.sigmoid(want_lse - sinks.cpu()[:, None].double())
-        got = out[at].transpose(0, 1), lse[at].t() * math.log(2)
-        assert_matches(got, (want * share[..., None], want_lse))

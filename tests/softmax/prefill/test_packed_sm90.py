@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.launch import triton as launch
+from backend_core.launch.triton import KernelLaunch
+from backend_core.operator import select
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from softmax_backend.block_sparse import block_sparse_attention
+from softmax_backend.contract.block_sparse import BlockSparseInputs
+from softmax_backend.dense16 import gluon_packed
+from softmax_backend.kernels.sm90 import block_load
 from softmax_backend.launch_params import TABLES
-from softmax_backend.launch_params_prefill import GluonPrefillParams
 from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan
-from softmax_backend.run import block_sparse_sm90
-from softmax_backend.selection_prefill import able_paths, paths_of, requirements
+from softmax_backend.spec_block_sparse import BlockSparseSpec
 from softmax_backend.testing import prefill_checks
 from softmax_backend.testing.prefill_cases import inputs
 from softmax_backend.variants.variant import SOFTMAX
@@ -41,52 +45,46 @@ def paged_plan(page_size: int, block_n: int = 128) -> BlockPlan:
 @pytest.mark.parametrize(
     ("plan", "names"),
     [
-        (intervals.causal(128, 128, 4, device=CPU), ["gluon", "triton", "gluon_packed"]),
-        (paged_plan(128), ["triton", "gluon_packed"]),
-        (paged_plan(256), ["triton", "gluon_packed"]),
+        (intervals.causal(128, 128, 4, device=CPU), ["gluon", "gluon_packed", "triton"]),
+        (paged_plan(128), ["gluon_packed", "triton"]),
+        (paged_plan(256), ["gluon_packed", "triton"]),
         (paged_plan(64), ["triton"]),
-        (paged_plan(64, block_n=64), ["triton", "gluon_packed"]),
+        (paged_plan(64, block_n=64), ["gluon_packed", "triton"]),
     ],
 )
-def test_it_serves_pages_of_whole_blocks_and_is_chosen_by_name_alone(
+def test_it_serves_packed_sequences_and_pages_of_whole_blocks(
     plan: BlockPlan, names: list[str]
 ) -> None:
-    q, _, v = inputs((4, 131, 128), (2, 512, 128), seed=0, device=CPU)
-    needs = requirements(q, v, plan, SOFTMAX)
-    assert [path.name for path in able_paths(H200, "block_sparse", needs)] == names
-    chosen = paths_of(H200, "block_sparse", needs)
-    assert {chosen.lookup(grid).name for grid in (1, 10**6)} == {names[0]}
+    q, k, v = inputs((4, 131, 128), (2, 512, 128), seed=0, device=CPU)
+    chosen = select(TABLES, "block_sparse", H200, BlockSparseSpec.of(q, k, v, plan, SOFTMAX))
+    rows = [row for row in chosen.explained if "lacks" not in (row.refusal or "")]
+    assert [row.path.name for row in rows] == names
+    assert {chosen.row(grid).name for grid in (1, 10**6)} == {names[0]}
 
 
 def test_without_hopper_it_is_refused() -> None:
     q, k, v = inputs((4, 128, 128), (2, 128, 128), seed=0, device=CPU)
     plan = intervals.causal(128, 128, 4, device=CPU)
-    with pytest.raises(ValueError, match="path gluon_packed needs Hopper, got tensors on cpu"):
+    with pytest.raises(ValueError, match="path gluon_packed needs Hopper, got cpu"):
         block_sparse_attention(q, k, v, plan, path="gluon_packed")
-
-
-PARAMS = GluonPrefillParams(128, 2, 240, False)
 
 
 def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -> dict[str, Any]:
     """The kernel's arguments by name."""
     found: dict[str, Any] = {}
 
-    class Launch:
-        def __init__(self, kernel: Any, constexprs: dict[str, Any], options: Any) -> None:
-            self.names = [n for n in kernel.arg_names if n not in constexprs]
-            found.update(constexprs)
+    def called(self: KernelLaunch, grid: tuple[int, int, int], *arguments: Any) -> None:
+        found.update(dict(zip(self.argument_names, arguments, strict=True)), grid=grid)
+        found.update(self._kwargs)
 
-        def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-            found.update(dict(zip(self.names, arguments, strict=True)), grid=grid)
-
-    monkeypatch.setattr(block_sparse_sm90, "KernelLaunch", Launch)
-    block_sparse_sm90._launch.cache_clear()
+    monkeypatch.setattr(KernelLaunch, "__call__", called)
+    monkeypatch.setattr(launch, "_launcher", lambda kernel: kernel._call_by_name)
     q, k, v = x
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    run = block_sparse_sm90.run_packed if plan.is_packed else block_sparse_sm90.run
-    run(q, k, v, plan, 0.1, out, lse, PARAMS)
-    block_sparse_sm90._launch.cache_clear()
+    spec = BlockSparseSpec.of(q, k, v, plan, SOFTMAX)
+    row = select(TABLES, "block_sparse", H200, spec).row(1)
+    assert row.name == "gluon_packed"
+    gluon_packed.bind(row, spec, H200)(BlockSparseInputs(q, k, v, plan, SOFTMAX, 0.1, out, lse))
     return found
 
 
@@ -103,7 +101,7 @@ def test_pages_are_handed_with_the_head_before_the_token(monkeypatch: pytest.Mon
     assert got["sequences_ptr"] is plan.sequences and got["mask_aux_ptr"] is plan.cols
     assert got["grid"] == (len(plan.work), 1, 1)
     assert got["stride_out_m"] == 128 and got["stride_lse_h"] == 131
-    assert got["at_keys"] is block_sparse_sm90.paged_keys
+    assert got["at_keys"] is block_load.paged_keys
 
 
 def test_packed_sequences_are_handed_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,21 +111,7 @@ def test_packed_sequences_are_handed_as_they_lie(monkeypatch: pytest.MonkeyPatch
     got = handed(monkeypatch, plan, q, k, v)
     assert got["k_desc"].shape == [1, 1, 131, 64] and got["q_desc"].block_shape == [1, 1, 64, 64]
     assert (got["GROUP"], got["STAGES"]) == (4, 4)
-    assert got["at_keys"] is block_sparse_sm90.packed_keys
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"named_turns": True}, "named_turns must come with ping_pong"),
-        ({"block_n": 96}, "block_n must be 64 or 128, got 96"),
-    ],
-)
-def test_parameters_that_do_not_go_together_are_refused(
-    wrong: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(PARAMS, **wrong)
+    assert got["at_keys"] is block_load.packed_keys
 
 
 @pytest.mark.parametrize("is_paged", [False, True])

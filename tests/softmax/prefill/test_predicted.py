@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from benchmarks import prediction_products
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend import sageattention, spargeattn
 from softmax_backend.block_sparse import block_sparse_attention
@@ -191,7 +189,7 @@ def test_prediction_while_quantising(
         assert torch.equal(getattr(plan, name), getattr(want_plan, name)), name
     torch.testing.assert_close(got, list(want), rtol=0, atol=0)
     pooled = [Pooled.empty(q, k, *blocks, choice.has_likeness)]
-    sage.quantise(q, k, v, SageMode(smooth_q=True), 0.125, blocks[1], "triton", pooled[0])
+    sage.quantise(q, k, v, SageMode(), 0.125, blocks[1], "triton", pooled[0])
     pooled += [pool(q, k, blocks, choice.has_likeness, True, path) for path in ("torch", "triton")]
     for name in ("q_sums", "k_sums", "q_likeness", "k_likeness"):
         made = [getattr(x, name) for x in pooled]
@@ -204,9 +202,8 @@ def test_prediction_while_quantising(
 
 FORMS = {
     "exact": PredictionParams(),
-    "middle": PredictionParams(centre="middle", score_cols=128, score_warps=8),
-    "fp16x3": PredictionParams("fp16x3", "middle", score_rows=64, score_cols=32),
-    "fp16": PredictionParams("fp16", "middle"),
+    "middle": PredictionParams(centre="middle"),
+    "fp16x3": PredictionParams("fp16x3", "middle"),
 }
 
 
@@ -235,7 +232,7 @@ def test_scores_beside_float64(name: str, is_causal: bool, seed: int, device: to
     gap = got - want
     gap = (gap - gap[..., :1])[..., seen]
     share = gap.abs() / (room + room[..., :1])[..., seen].clamp(min=room.mean())
-    assert float(share.max()) < (2.0**-10 if name == "fp16" else 2.0**-16)
+    assert float(share.max()) < 2.0**-16
 
 
 def test_a_table_turns_forms_on(tmp_path: Path) -> None:
@@ -256,31 +253,14 @@ def test_a_table_turns_forms_on(tmp_path: Path) -> None:
     assert params().exponent == "scaled" and params().prediction == PredictionParams()
     row = 'operator = "block_sparse_int8"'
     before, after = text.split(row)
-    changed = before + row + after.replace("[path.params]", '[path.params]\nexponent = "folded"', 1)
-    section = '\n[prediction]\nproduct = "fp16x3"\nscore_cols = 128\nscore_warps = 8\n'
+    changed = before + row + after.replace("[path.params]", '[path.params]\nexponent = "biased"', 1)
+    section = '\n[prediction]\nproduct = "fp16x3"\norder_step = 256\n'
     (folder / shipped.name).write_text(changed + section)
-    want = PredictionParams("fp16x3", score_cols=128, score_warps=8)
-    assert params().exponent == "folded" and params().prediction == want
-    (folder / shipped.name).write_text(text + "\n[prediction]\nscore_cols = 48\n")
-    with pytest.raises(ValueError, match="score_cols must be 32 or 64 or 128, got 48"):
+    want = PredictionParams("fp16x3", order_step=256)
+    assert params().exponent == "biased" and params().prediction == want
+    (folder / shipped.name).write_text(text + "\n[prediction]\norder_step = 48\n")
+    with pytest.raises(ValueError, match="order_step must be 64 or 256, got 48"):
         params()
-
-
-def test_what_the_page_says_of_rounded_products() -> None:
-    """Three products change no plan; one changes few blocks, and nearly no attention kept."""
-    file = Path(__file__).parents[3] / "benchmarks/results/prediction_products.json"
-    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    changed = {
-        name: [row for row in rows if row["product"] == name and row["changed"]]
-        for name in ("fp16x3", "fp16", "bf16")
-    }
-    assert not changed["fp16x3"] and changed["fp16"] and changed["bf16"]
-    assert max(row["changed"] for row in changed["fp16"]) < 5e-3
-    assert max(row["exact_mass"] - row["mass"] for row in changed["fp16"]) < 1e-4
-    q, k = torch.randn(2, 1, 2, 1024, 64, generator=torch.Generator().manual_seed(3))
-    again = prediction_products.measure(q, k)
-    assert len(again) == len(rows) // 5
-    assert all(row["changed"] == 0.0 for row in again if row["product"] == "fp16x3")
 
 
 @pytest.mark.parametrize("amount", [{"cdf": 0.7}, {"topk": 0.3}])
@@ -423,7 +403,7 @@ def test_sageattn_of_one_key_is_its_value(
 ) -> None:
     q = torch.randn(1, 2, 65, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
     k, v = q[:, :, :1] + 1.0, q[:, :, 1:2] - 1.0
-    mode = SageMode(groups, smooth_q=groups == "per_thread")
+    mode = SageMode(groups)
     q, k, v = (x.to(device) for x in (q, k, v))
     out, lse = sageattention.sageattn(q, k, v, return_lse=True, mode=mode)
     torch.testing.assert_close(out, v.expand_as(out), atol=0.02, rtol=0.02)

@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention
 
 from softmax_backend import sageattention, spargeattn
@@ -23,9 +24,11 @@ def test_sageattn_in_the_place_of_torchs_attention(seed: int, device: torch.devi
     q, k, v = inputs((4, 70, 64), (2, 70, 64), seed=seed, device=device)
     options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.2}
     want = scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-    got = sageattention.sageattn(q, k, v, enable_gqa=True, **options)
+    got = sageattention.sageattn(query=q, key=k, value=v, enable_gqa=True, **options)
     assert isinstance(got, torch.Tensor)
     assert relative_error(got, want) < ERROR
+    smoothed = sageattention.sageattn(q, k, v, smooth_k=False, enable_gqa=True, **options)
+    assert isinstance(smoothed, torch.Tensor) and torch.equal(smoothed, got)
     unscaled = sageattention.sageattn(q, k, v, is_causal=True)
     assert isinstance(unscaled, torch.Tensor) and relative_error(unscaled, want) > ERROR
 
@@ -39,6 +42,97 @@ def test_what_sageattn_would_ignore_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             sageattention.sageattn(q, k, v, **options)  # type: ignore[arg-type]
+    for given in ({"q": q, "query": q, "k": k, "v": v}, {"k": k, "v": v}):
+        with pytest.raises(ValueError, match="exactly one of q and query must be given"):
+            sageattention.sageattn(**given)
+
+
+@pytest.mark.parametrize("d", [64, 40])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_compiled_code_is_one_graph(layout: str, d: int, seed: int) -> None:
+    """And what it is told of the operator's outputs is so."""
+    q, k, v = inputs((4, 70, d), (2, 90, d), seed=seed, device=torch.device("cpu"))
+    if layout == "NHD":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+
+    def model(q: torch.Tensor) -> torch.Tensor:
+        out, lse = sageattention.sageattn(q + 1, k, v, layout, True, return_lse=True)
+        return out.sum() + lse
+
+    for dynamic in (False, True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        torch.testing.assert_close(compiled(q), model(q), rtol=0, atol=0)
+    if d == 64:
+        heads_first = sageattention.heads_first(layout, q, k, v)
+        arguments = (*heads_first, True, 0.2, "per_thread", False)
+        torch.library.opcheck(torch.ops.softmax_backend.sageattn, arguments)
+
+
+@pytest.mark.parametrize("name", ["spas_sage2_attn_meansim_cuda", "block_sparse_sage2_attn_cuda"])
+def test_sparge_parts_compiled_code_once(name: str, seed: int) -> None:
+    """What calls it is compiled before and after it, and nothing within."""
+    q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=seed, device=torch.device("cpu"))
+    options = {"mask_id": torch.ones(1, 2, 1, 2)} if "block" in name else {}
+    call = getattr(spargeattn, name)
+
+    def model(q: torch.Tensor) -> torch.Tensor:
+        return 2 * call(q + 1, k, v, **options)  # type: ignore[no-any-return]
+
+    graphs = CompileCounter()
+    torch.testing.assert_close(torch.compile(model, backend=graphs)(q), model(q), rtol=0, atol=0)
+    assert graphs.frame_count <= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "error"),
+    [
+        (
+            "qk_int8_pv_fp8_cuda",
+            "qk_quant_gran sm_scale pv_accum_dtype smooth_k smooth_v return_lse",
+            ERROR,
+        ),
+        (
+            "qk_int8_pv_fp8_cuda_sm90",
+            "qk_quant_gran sm_scale pv_accum_dtype smooth_k return_lse",
+            ERROR,
+        ),
+        (
+            "qk_int8_pv_fp16_cuda",
+            "qk_quant_gran sm_scale pv_accum_dtype smooth_k smooth_v return_lse",
+            1.5e-2,
+        ),
+        ("qk_int8_pv_fp16_triton", "sm_scale smooth_k return_lse", 1.5e-2),
+    ],
+)
+def test_kernels_by_name(
+    name: str, names: str, error: float, seed: int, device: torch.device
+) -> None:
+    """SageAttention 2.2's parameters in its order, called as diffusers does."""
+    call = getattr(sageattention, "sageattn_" + name)
+    found = " ".join(inspect.signature(call).parameters)
+    backend = " quantization_backend" if "triton" in name else ""
+    assert found == f"q k v tensor_layout{backend} is_causal {names}"
+    q, k, v = inputs((4, 70, 64), (2, 70, 64), seed=seed, device=device)
+    want = scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True, scale=0.2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = call(
+        q=q, k=k, v=v, tensor_layout="NHD", is_causal=True, sm_scale=0.2, return_lse=True
+    )
+    assert relative_error(out.transpose(1, 2), want) < error and lse.shape == (1, 4, 70)
+
+
+def test_sequences_of_a_packed_batch(seed: int, device: torch.device) -> None:
+    q, k, v = inputs((4, 70, 64), (2, 90, 64), seed=seed, device=device)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    ends_q, ends_k = [0, 20, 20, 60, 70], [0, 50, 60, 60, 90]  # one without queries, one of keys
+    offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends_q, ends_k))
+    out = sageattention.sageattn_varlen(*packed, *offsets, 40, 50, False, 0.2).transpose(0, 1)
+    for i in (0, 3):
+        at, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
+        own = q[:, :, at], k[:, :, keys], v[:, :, keys]
+        want = scaled_dot_product_attention(*own, enable_gqa=True, scale=0.2)
+        assert relative_error(out[:, at], want[0]) < ERROR
+    assert (out[:, 20:60] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -52,6 +146,8 @@ def test_what_sageattn_would_ignore_is_refused(device: torch.device) -> None:
             "spas_sage2_attn_meansim_topk_cuda",
             {"simthreshd1": -0.1, "cdfthreshd": None, "topk": 0.5, "pvthreshd": 50},
         ),
+        ("spas_sage_attn_meansim_cuda", {"simthreshd1": 0.6, "cdfthreshd": 0.98}),
+        ("spas_sage_attn_meansim_topk_cuda", {"simthreshd1": -0.1, "topk": 0.5}),
         ("block_sparse_sage2_attn_cuda", {"mask_id": None, "pvthreshd": 50}),
     ],
 )
@@ -70,6 +166,17 @@ def test_a_share_of_blocks_is_rounded_up(topk: float, seed: int, device: torch.d
     )
     blocks = 512 // default_blocks(device)[1]
     assert result[1] == pytest.approx(1.0 - math.ceil(topk * blocks) / blocks)
+
+
+def test_values_in_16_bits(seed: int, device: torch.device) -> None:
+    q, k, v = inputs((2, 300, 64), (2, 300, 64), seed=seed, device=device)
+    want = scaled_dot_product_attention(q, k, v)
+    for call, options in (
+        (spargeattn.spas_sage_attn_meansim_cuda, {"cdfthreshd": 1.0}),
+        (spargeattn.spas_sage_attn_meansim_topk_cuda, {"topk": 1.0}),
+    ):
+        got = call(q, k, v, **options)
+        assert isinstance(got, torch.Tensor) and relative_error(got, want) < 1.5e-2
 
 
 def test_thresholds_of_each_head(seed: int, device: torch.device) -> None:

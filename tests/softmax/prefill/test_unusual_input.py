@@ -15,8 +15,6 @@ from softmax_backend.plan.block_plan import from_kinds, uniform_sequences
 from softmax_backend.plan.predicted import Choice, predict
 from softmax_backend.sage import predicted_attention, quantised_attention
 from softmax_backend.sageattention import sageattn
-from softmax_backend.variants.variant import rotated_keys
-from tests.bounds import checked
 
 BLOCKS: dict[str, Any] = {"block_m": 64, "block_n": 64}
 PATHS = ("torch", "triton")
@@ -101,22 +99,6 @@ def test_columns_are_numbered_in_int32() -> None:
     kinds = torch.ones((), dtype=torch.int8, device="cpu").expand(1, 8, 2**14, 2**14)
     with pytest.raises(ValueError, match=r"kinds must be fewer than 2\^31, got 2147483648"):
         from_kinds(kinds, 8, uniform_sequences(1, 2**20, 2**20, kinds.device), 64, 64)
-
-
-@pytest.mark.interpreter
-def test_rotated_keys_have_a_table_for_the_last_block(device: torch.device) -> None:
-    """A block of 128 keys asks for the angles of all its places."""
-    q, k, v = (x.half() for x in inputs(device, m=70, n=70))
-    outputs = [torch.empty_like(q) for _ in PATHS] + [q.new_empty(1, 2, 70).float() for _ in PATHS]
-    variant = rotated_keys(torch.randn(70, 2, 32, device=device))
-    assert variant.aux is not None
-    plan = intervals.dense(70, 70, 2, device=device, **BLOCKS)
-    with checked(q, k, v, plan.rows, plan.cols, plan.work, plan.sequences, variant.aux, *outputs):
-        got = [
-            block_sparse_attention(q, k, v, plan, variant=variant, path=p, out=out, lse=lse)
-            for p, out, lse in zip(PATHS, outputs[:2], outputs[2:], strict=True)
-        ]
-    torch.testing.assert_close(got[0][0], got[1][0], atol=2e-2, rtol=2e-2)
 
 
 def test_the_torch_path_takes_the_position_of_the_first_query(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,21 @@ def test_a_plan_that_a_capture_makes_serves_no_other_call(
         ValueError, match=r"tiles over \(3, 4, 5\) tokens must be called once before"
     ):
         tiles(x, x, x)
+
+
+@pytest.mark.parametrize("stored", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_compiled_code_is_one_graph(stored: tuple[int, ...], seed: int) -> None:
+    """Whatever the order of the memory; and what it is told of the operator's output is so."""
+    given = make(seed, torch.device("cpu"))
+    q, k, v = (x.permute(stored).contiguous().permute(stored) for x in given)
+    for settings in (
+        VideoAttention("predicted", topk=0.5),
+        VideoAttention("sliding_tile", False, canvas=CANVAS, tile=(2, 3, 4), even_windows="wide"),
+    ):
+        compiled = torch.compile(settings.__call__, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), settings(q, k, v), rtol=0, atol=0)
+        arguments = (q, k, v, None, pickle.loads(pickle.dumps(settings))._text)
+        torch.library.opcheck(torch.ops.softmax_backend.video_attention, arguments)
 
 
 def test_compiled_code_keeps_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from dsv4_backend.engines.vllm import register as register_dsv4
 from kda_backend.engines.vllm import register
 from softmax_backend.engines.vllm import register as register_softmax
 from tests.engines.kda.vllm.harness import engine_config
-from tests.engines.toy_family import run_beside
 
 MLA = AttentionSelectorConfig(
     head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=True
@@ -179,41 +178,6 @@ def test_registering_loads_no_layer_and_asks_no_device() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "REGISTERED ['dsv4', 'kda', 'softmax']" in done.stdout
     assert "HEAVY []" in done.stdout and "CUDA [] False" in done.stdout, done.stdout
-
-
-BESIDE = """
-import torch, vllm
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from backend_core.engines import vllm_flag
-flag = vllm_flag.flag_name("toy")
-parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-parsed = parser.parse_args(["--attention-backend", flag])
-from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
-config = VllmConfig(attention_config=AttentionConfig(backend=parsed.attention_backend))
-assert vllm_flag.requested(config) == flag
-from vllm.model_executor.layers.layernorm import RMSNorm
-with set_current_vllm_config(config):
-    RMSNorm(8)
-import types
-import vllm.platforms
-path = "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
-vllm.platforms.current_platform.get_attn_backend_cls = lambda *a, **k: path
-config.model_config = types.SimpleNamespace(
-    architecture="Toy", get_num_attention_heads=lambda parallel: 2)
-from vllm.v1.attention.selector import AttentionSelectorConfig
-for size in (576, 64):
-    selector = AttentionSelectorConfig(size, torch.bfloat16, "auto", None, use_mla=True)
-    print("CHOSE", vllm_flag.choose(config, selector).__name__)
-"""
-
-
-def test_a_family_of_another_package_is_dispatched(tmp_path: Path) -> None:
-    printed = run_beside(tmp_path, BESIDE)
-    assert "TOOK RMSNorm" in printed
-    assert "CHOSE ToyBackend" in printed and "CHOSE TritonMLABackend" in printed
 
 
 def test_a_spawned_process_unpickles_the_flag_before_plug_ins_are_loaded(

@@ -201,8 +201,7 @@ def server_args(*options: str) -> Any:
     """What sglang makes of a command line."""
     command = ["--model-path", model_directory(), "--device", "cpu", "--skip-tokenizer-init"]
     arguments = prepare_server_args([*command, "--dtype", "bfloat16", *options])
-    if hasattr(arguments, "resolve_once"):
-        arguments.resolve_once()
+    arguments.resolve_once()
     return arguments
 
 

@@ -17,20 +17,16 @@ import pytest
 import torch
 from sglang.srt.layers.attention.dsa.utils import INDEXER_K_CACHE_PRESHUFFLE_TILE
 from sglang.srt.layers.attention.dsv4 import compressor_v2, indexer
-from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 from sglang.srt.mem_cache import deepseek_v4_memory_pool
 
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import reference
-from dsv4_backend.compressor import decode, prefill, torch_step
+from dsv4_backend import reference, torch_step
+from dsv4_backend import step as dsv4_step
 from dsv4_backend.engines import sglang_compressor
 from tests.dsv4.cases import POISON, make_spec
-from tests.engines.dsv4.sglang.harness import STEP, Served, real_pool
+from tests.engines.dsv4.sglang.harness import Served, real_pool
 from tests.engines.dsv4.sglang.test_step import check_steps, no_stock  # noqa: F401
 
-PARAMETERS = inspect.signature(getattr(CompressorBackendMixin, STEP)).parameters
-# formats with a second tensor, and the parameter that brings it; 0.5.17 has neither
-SECOND = {"indexer_mxfp4_planes": "kv_scale_cache", "fp8_two_pools": "kv_cache_rope"}
 # where a release asks for `SGLANG_DSV4_UNIFIED_KV_FP8`, newest first
 UNIFIED_GATES = (
     "sglang.srt.layers.attention.dsv4.unified_kv_gate",
@@ -51,8 +47,6 @@ FORMATS = [
 
 def be_amd(monkeypatch: pytest.MonkeyPatch, cache_format: str) -> None:
     """What sglang finds on an MI355X whose records have this format."""
-    if SECOND.get(cache_format, "kv_cache") not in PARAMETERS:
-        pytest.skip("this release has no such records")
     if cache_format == "indexer_fp8_tiles":
         monkeypatch.setattr(sglang_compressor, "aiter_can_use_preshuffle_paged_mqa", lambda: True)
         monkeypatch.setenv("SGLANG_OPT_USE_AITER_INDEXER", "1")  # which sglang does on HIP
@@ -104,7 +98,7 @@ def test_the_gpus_kernels_give_the_same_through_the_interpreter(
     ratio: int,
 ) -> None:
     be_amd(monkeypatch, cache_format)
-    for module in (decode, prefill, sglang_compressor):
+    for module in (dsv4_step, sglang_compressor):
         monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS["MI355X"])
     monkeypatch.setattr(torch_step, "step", None)
     check_steps(served_in_its_pool(cache_format, ratio))
@@ -185,17 +179,6 @@ def test_tilelangs_indexer_finds_flat_pages(
     want = (keys @ q[0, 0].float().T).relu() @ weights[0]
     torch.testing.assert_close(logits[0, slots], want, rtol=0.02, atol=0.2)  # it works in bf16
     assert len(want) == 15
-
-
-def test_a_step_that_is_not_called_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.5.17 can be told to run another step on HIP."""
-    monkeypatch.setattr(compressor_v2, "_is_hip", True)
-    monkeypatch.setenv("SGLANG_OPT_USE_JIT_NORM", "0")
-    reason = sglang_compressor._refusal(CompressorBackendMixin)
-    has_another = "SGLANG_OPT_USE_JIT_NORM" in inspect.getsource(compressor_v2)
-    assert (reason is not None) is has_another
-    monkeypatch.setenv("SGLANG_OPT_USE_JIT_NORM", "1")
-    assert sglang_compressor._refusal(CompressorBackendMixin) is None
 
 
 def test_fp4_records_in_one_tensor_stay_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.engines import entry
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend.compressor import decode, prefill, torch_step
+from dsv4_backend import step as dsv4_step
+from dsv4_backend import torch_step
 from dsv4_backend.engines import vllm_compressor, vllm_rocm, vllm_rotation
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
-from dsv4_backend.plugin import register_vllm
 from tests.dsv4.cases import make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config
 from tests.engines.dsv4.vllm.test_compressor import STEPS_C4, check, serve
 
-register_vllm()
+entry.vllm.dsv4()
 
 FORMAT = "indexer_mxfp4_tiles"
 LAYOUT = "vllm.v1.attention.ops.rocm_paged_mxfp4_indexer"
@@ -72,7 +73,7 @@ def test_the_engines_steps_give_the_definitions_state_and_records(
     aiters: Any, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     if part != "cpu":
-        for module in (decode, prefill, vllm_compressor):
+        for module in (dsv4_step, vllm_compressor):
             monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS[part])
         monkeypatch.setattr(torch_step, "step", None)
     config = engine_config(flag=True)

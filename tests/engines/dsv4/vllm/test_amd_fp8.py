@@ -1,7 +1,7 @@
 """vLLM's fp8 indexer on ROCm: what this writes is what the release's own readers take.
 
 The op that vLLM runs there reads pages that the adapter wrote: at prefill by its own Triton kernel,
-at decode by its own from 0.31 on, and by aiter's up to 0.30, in whose place `tests.dsv4.readers`
+at decode by its own from 0.31 on, and by aiter's in 0.30, in whose place `tests.dsv4.readers`
 stands. What tells vLLM that it runs on ROCm is set by hand.
 """
 
@@ -17,19 +17,18 @@ import torch
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
-from backend_core.engines import ENGINES, Engine
+from backend_core.engines import ENGINES, Engine, entry
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import reference
-from dsv4_backend.compressor import decode, prefill, torch_step
+from dsv4_backend import reference, torch_step
+from dsv4_backend import step as dsv4_step
 from dsv4_backend.engines import vllm_compressor, vllm_rocm
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
-from dsv4_backend.plugin import register_vllm
 from tests.dsv4.readers import READERS
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config
 from tests.engines.dsv4.vllm.test_compressor import check, serve
 
-register_vllm()
+entry.vllm.dsv4()
 
 VERSION = ENGINES["vllm"].installed()
 assert VERSION is not None
@@ -199,7 +198,7 @@ def test_prefill_gathers_the_keys_that_were_written(
     readers: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     if part != "cpu":
-        for module in (decode, prefill, vllm_compressor):
+        for module in (dsv4_step, vllm_compressor):
             monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS[part])
         monkeypatch.setattr(torch_step, "step", None)
     place, (codes, scales) = read(readers, written(readers), monkeypatch, is_decode=False)

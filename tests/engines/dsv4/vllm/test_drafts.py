@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.engines import entry
 from dsv4_backend import reference
 from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
-from dsv4_backend.plugin import register_vllm
 from tests.dsv4.cases import make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config
 from tests.engines.dsv4.vllm.test_compressor import check
 
-register_vllm()
+entry.vllm.dsv4()
 DRAFTS = 3
 CASES = [
     ("fp8_ds_mla", 4, [29, 40, 17]),

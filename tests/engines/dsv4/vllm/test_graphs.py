@@ -8,7 +8,6 @@ their arguments, so here it is the recorded calls on tensors that the next batch
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import types
 from typing import Any
 
@@ -18,17 +17,15 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from backend_core.engines import entry
 from dsv4_backend import PagedPrefill
 from dsv4_backend.engines import vllm_compressor
-from dsv4_backend.plugin import register_vllm
 from tests.dsv4.cases import make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config, rotary
 from tests.engines.dsv4.vllm.test_compressor import check
 
-register_vllm()
+entry.vllm.dsv4()
 TOKENS = 12
-if importlib.util.find_spec("vllm.v1.worker.gpu.input_batch") is None:
-    pytest.skip("this release has no Model Runner V2", allow_module_level=True)
 
 
 class Graph:
@@ -114,7 +111,7 @@ class Graph:
         with self.monkeypatch.context() as patch:
             for name in ("compress_decode_", "compress_prefill_", "window_ends"):
                 patch.setattr(vllm_compressor, name, recorded(getattr(vllm_compressor, name)))
-            patch.setattr(vllm_compressor, "_capturing", lambda tensor: True)
+            patch.setattr(vllm_compressor, "is_capturing", lambda device: True)
             self.run(metadata)
         return type(self.calls[-1][1][-1]).__name__
 

@@ -13,18 +13,14 @@ import pytest
 import torch
 import vllm
 from vllm import plugins
-from vllm.config import AttentionConfig, set_current_vllm_config
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from backend_core.engines import Engine, vllm_flag
+from backend_core.engines import Engine, entry, vllm_flag
 from backend_core.engines.after_import import _AfterImport
 from dsv4_backend.engines import vllm as adapter
-from dsv4_backend.plugin import register_vllm
-from kda_backend.plugin import register_vllm as register_kda
 from tests.engines.dsv4.vllm.harness import engine_config
 
 NEW_NAMES = Engine("vllm", "0.32.0", None).supports(vllm.__version__)
@@ -45,7 +41,7 @@ def is_ours(finder: object) -> bool:
 
 def test_vllm_finds_and_loads_both_plug_ins(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert found["dsv4"] is register_vllm and found["kda"] is register_kda
+    assert found["dsv4"] is entry.vllm.dsv4 and found["kda"] is entry.vllm.kda
     monkeypatch.setattr(plugins, "plugins_loaded", False)
     plugins.load_general_plugins()
     assert {"kda", "dsv4"} <= set(vllm_flag._families)
@@ -55,26 +51,11 @@ def test_vllm_finds_and_loads_both_plug_ins(clean: None, monkeypatch: pytest.Mon
 
 
 def test_registering_again_changes_nothing(log_lines: list[str]) -> None:
-    register_vllm()
+    entry.vllm.dsv4()
     path, finders = AttentionBackendEnum[FLAG].get_path(), list(sys.meta_path)
-    register_vllm()
+    entry.vllm.dsv4()
     assert AttentionBackendEnum[FLAG].get_path() == path
     assert sys.meta_path == finders and log_lines == []
-
-
-def test_vllm_parses_the_flag() -> None:
-    assert ("DSV4" if NEW_NAMES else "CUSTOM") == FLAG
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    parsed = parser.parse_args(["--attention-backend", FLAG])
-    assert AttentionConfig(backend=parsed.attention_backend).backend.name == FLAG
-    assert vllm_flag.requested(engine_config(flag=True)) == FLAG
-    assert vllm_flag.requested(engine_config(flag=False)) is None
-
-
-@pytest.mark.skipif(NEW_NAMES, reason="this release takes new names")
-def test_the_new_name_is_unknown_where_vllm_takes_none() -> None:
-    with pytest.raises(ValueError, match="Unknown attention backend: 'DSV4'"):
-        AttentionConfig(backend="DSV4")
 
 
 SELECTION = AttentionSelectorConfig(
@@ -101,8 +82,8 @@ def validate(monkeypatch: pytest.MonkeyPatch, config: Any) -> list[str]:
 def test_other_models_are_refused_in_one_sentence_for_each_family(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_vllm()
-    register_kda()
+    entry.vllm.dsv4()
+    entry.vllm.kda()
     config = engine_config(flag=True)
     # before 0.32 the families share a name, and this one may serve MLA layers of any model
     monkeypatch.delitem(vllm_flag._families, "softmax", raising=False)
@@ -121,29 +102,28 @@ def test_other_models_are_refused_in_one_sentence_for_each_family(
     assert len(reasons) == (1 if NEW_NAMES else 2)
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0"])
+@pytest.mark.parametrize("version", ["0.29.0", "0.34.0"])
 def test_an_unsupported_version_is_left_alone_with_one_line(
     clean: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], version: str
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    register_vllm()
-    register_kda()
+    entry.vllm.dsv4()
+    entry.vllm.kda()
     assert not registry._ATTN_OVERRIDES and not any(map(is_ours, sys.meta_path))
     assert log_lines == [
-        f"kda-dsv4-backend serves vllm 0.26.0 to 0.33.0, got {version}: nothing is registered"
+        f"kda-dsv4-backend serves vllm 0.30.0 to 0.33.0, got {version}: nothing is registered"
     ]
 
 
 @pytest.mark.skipif(NEW_NAMES, reason="the plug-in has a name of its own")
 def test_the_name_of_another_plug_in_is_not_taken(clean: None, log_lines: list[str]) -> None:
     registry.register_backend(AttentionBackendEnum.CUSTOM, "theirs.Backend")
-    register_vllm()
-    register_kda()
+    entry.vllm.dsv4()
+    entry.vllm.kda()
     assert AttentionBackendEnum.CUSTOM.get_path() == "theirs.Backend"
     assert not any(map(is_ours, sys.meta_path))
-    assert (
-        len(log_lines) == 1 and "another plug-in holds --attention-backend CUSTOM" in log_lines[0]
-    )
+    assert len(log_lines) == 2  # a line for each family
+    assert all("another plug-in holds --attention-backend CUSTOM" in line for line in log_lines)
 
 
 def in_a_process(code: str) -> str:
@@ -155,8 +135,8 @@ def in_a_process(code: str) -> str:
 def test_registering_loads_no_model_and_the_compressor_is_met_when_it_is_imported() -> None:
     code = (
         "import sys\n"
-        "from dsv4_backend.plugin import register_vllm\n"
-        "register_vllm()\n"
+        "from backend_core.engines import entry\n"
+        "entry.vllm.dsv4()\n"
         "assert not any(n.startswith('vllm.models.deepseek_v4') for n in sys.modules)\n"
         "from vllm.models.deepseek_v4.compressor import DeepseekCompressor as upstream\n"
         "import inspect\n"
@@ -165,7 +145,7 @@ def test_registering_loads_no_model_and_the_compressor_is_met_when_it_is_importe
         "assert names == ['self', 'vllm_config']\n"
         "assert 'dsv4_backend.engines.vllm_compressor' not in sys.modules\n"
         "first = upstream.__init__\n"
-        "register_vllm()\n"
+        "entry.vllm.dsv4()\n"
         "assert upstream.__init__ is first\n"
         "print('met')"
     )
@@ -176,7 +156,7 @@ def test_a_release_without_the_compressor_class_still_imports(
     clean: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, adapter.COMPRESSORS[0], types.ModuleType("empty"))
-    register_vllm()
+    entry.vllm.dsv4()
     assert log_lines == [vllm_flag.broken("dsv4")]
     assert log_lines[0].startswith(
         "kda-dsv4-backend could not register dsv4 with vllm: AttributeError"
@@ -186,7 +166,7 @@ def test_a_release_without_the_compressor_class_still_imports(
 def test_an_adapter_that_cannot_be_imported_leaves_the_layer_to_stock(
     clean: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_vllm()
+    entry.vllm.dsv4()
 
     def missing(name: str) -> Any:
         raise ImportError(f"no {name}")
@@ -199,9 +179,8 @@ def test_an_adapter_that_cannot_be_imported_leaves_the_layer_to_stock(
     assert any("falling back to upstream's code" in s and "ImportError" in s for s in log_lines)
 
 
-@pytest.mark.skipif(not NEW_NAMES, reason="this release has no DeepSeek-V4.1")
 def test_the_compressors_of_v41_stay_upstreams_and_it_is_said(log_lines: list[str]) -> None:
-    register_vllm()
+    entry.vllm.dsv4()
     from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 
     assert hasattr(DeepseekCompressor.__init__, "_kda_dsv4")

@@ -14,15 +14,16 @@ from vllm.models.deepseek_v4 import attention
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 
+from backend_core.engines import entry
+from backend_core.engines.calls import odd_arguments
 from backend_core.strict import FallbackError
 from dsv4_backend import reference
 from dsv4_backend.engines import vllm_rotation
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
-from dsv4_backend.plugin import register_vllm
 from tests.dsv4.cases import make_history, make_spec
 from tests.engines.dsv4.vllm.harness import Step, engine_config, rotary
 
-register_vllm()
+entry.vllm.dsv4()
 
 QUANTISE = "fused_indexer_q_rope_quant"
 HEADS = 4
@@ -54,10 +55,7 @@ def build(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, use_fp4: bool = F
     config.compilation_config.static_forward_context.clear()
     monkeypatch.setattr(attention, "SparseAttnIndexer", lambda *a, **k: Logits())
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)  # of the two streams of a GPU
-    if hasattr(attention, "dsa_indexer_uses_fp4"):
-        monkeypatch.setattr(attention, "dsa_indexer_uses_fp4", lambda config: use_fp4)
-    else:
-        monkeypatch.setattr(config.attention_config, "use_fp4_indexer_cache", use_fp4)
+    monkeypatch.setattr(attention, "dsa_indexer_uses_fp4", lambda config: use_fp4)
     if hasattr(DeepseekV4Indexer, "_get_attn_cls"):
         monkeypatch.setattr(
             DeepseekV4Indexer, "_get_attn_cls", lambda self: lambda *a, **k: Logits()
@@ -174,32 +172,8 @@ def test_the_indexers_own_call_gets_rotated_queries(monkeypatch: pytest.MonkeyPa
         ):
             got, *_ = indexer(torch.randn(3, 256), qr, None, weights, torch.arange(3), rotary(4))
     (named,) = seen
-    assert named.pop("output_buffers", None) is None and named == {"use_fp4": False}
+    assert named == {"use_fp4": False}
     assert got.shape == (3, HEADS, 128)
-
-
-@pytest.mark.parametrize("use_fp4", [False, True])
-def test_results_go_into_the_buffers_that_vllm_gives(use_fp4: bool) -> None:
-    """0.27 and 0.28 keep them for what runs between two graphs."""
-    g = torch.Generator().manual_seed(5)
-    q = torch.randn(3, HEADS, 128, generator=g).bfloat16()
-    call = (torch.arange(3), q, rotary(4).cos_sin_cache, torch.rand(3, HEADS, generator=g), 0.1, 1)
-    want, weights = vllm_rotation.quantise_queries(*call, use_fp4=use_fp4)
-    codes = torch.zeros(3, HEADS, 64 if use_fp4 else 128, dtype=torch.uint8)
-    buffers = [codes if use_fp4 else codes.view(torch.float8_e4m3fn), torch.zeros(3, HEADS)]
-    if use_fp4:
-        buffers.insert(1, torch.zeros(3, HEADS, 4, dtype=torch.uint8))
-    got, got_weights = vllm_rotation.quantise_queries(
-        *call, use_fp4=use_fp4, output_buffers=tuple(buffers)
-    )
-    assert got_weights is buffers[-1] and torch.equal(got_weights, weights)
-    parts = zip(got, want, strict=True) if use_fp4 else [(got, want)]
-    for part, wanted in parts:
-        assert part.dtype is wanted.dtype
-        assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8))
-    assert (got[0] if use_fp4 else got).data_ptr() == codes.data_ptr()
-    with pytest.raises(ValueError, match="output_buffers must be"):
-        vllm_rotation.quantise_queries(*call, use_fp4=use_fp4, output_buffers=(codes,))
 
 
 def test_by_default_nothing_is_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +197,7 @@ def other_forward(self: Any) -> None:
         ("connector", "pages that come through a KV connector do not say"),
         ("upstream keys", "the indexer's compressor is not on this backend"),
         ("own queries", "quantises queries in a forward of its own"),
-        ("signature", "fused_indexer_q_rope_quant must take"),
+        ("signature", "fused_indexer_q_rope_quant must have the arguments"),
         ("fnuz", "queries must be float8_e4m3fn on this part, got torch.float8_e4m3fnuz"),
     ],
 )
@@ -277,8 +251,8 @@ def test_rotated_keys_never_go_to_stock(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_relied_on_is_in_the_wheel() -> None:
-    taken = list(inspect.signature(getattr(attention, QUANTISE)).parameters)
-    assert taken[:7] == vllm_rotation._TAKEN and taken[7:] in vllm_rotation._ADDED
+    taken = inspect.signature(getattr(attention, QUANTISE)).parameters.keys()
+    assert odd_arguments(QUANTISE, taken, vllm_rotation._TAKEN, vllm_rotation._ADDED) is None
     source = inspect.getsource(DeepseekV4Indexer)
     assert f"{QUANTISE}(" in source
     assert "rotate=True" in source  # upstream's argument, which upstream's compressor ignores

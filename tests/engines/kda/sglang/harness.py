@@ -48,8 +48,7 @@ def server_args(*options: str) -> Any:
             *options,
         ]
     )
-    if hasattr(arguments, "resolve_once"):
-        arguments.resolve_once()
+    arguments.resolve_once()
     return arguments
 
 

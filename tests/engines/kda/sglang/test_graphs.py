@@ -27,7 +27,7 @@ decode: ``_track_mamba_state_decode``          upstream's; a mask and slots in b
 falling back on a ``ValueError``               the contract looks at shapes, dtypes and strides,
                                                which are the captured size's, and reads no value of
                                                a GPU's tensor: here (`DeviceGraph` refuses that)
-prefill: whether it is in a graph              0.5.17 runs KDA between the pieces of prefill graphs,
+prefill: whether it is in a graph              0.5.20 runs KDA between the pieces of prefill graphs,
                                                by the batch at hand; 0.5.23 captures it on static
                                                tables: test_prefill_graph. A prefill in one full
                                                graph is refused by upstream's metadata: here

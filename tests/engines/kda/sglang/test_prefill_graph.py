@@ -90,6 +90,41 @@ def test_a_bucket_with_empty_requests_and_a_tracked_state(served: Any) -> None:
     assert torch.equal(states[others], before[1][others])
 
 
+def test_a_refusal_in_a_bucket_tells_upstream_what_beta_is(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: our operator refuses. sglang says that Kimi-Linear's logits are step sizes there,
+    and a graph would keep what upstream's kernel makes of that."""
+    from sglang.srt.layers.attention.linear import kda_prefill_graph as graph
+
+    given: dict[str, Any] = {}
+
+    def upstream(self: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **call: Any) -> Any:
+        given.update(call, beta=beta)
+        return torch.zeros_like(v)
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(sglang_kernel.TritonKDAKernel, "extend", upstream)
+    monkeypatch.setattr(KdaKernel, "prefill", refuses)
+    conv, states = served.states(0)
+    layer = served.layers[0]
+    qkv, beta, gate, _ = layer.forward_qkvbfg_fused(tokens(sum(NEW), seed=2))
+    graph.kda_extend_in_graph(
+        layer=layer.attn,
+        meta=bucket(graph),
+        conv_pool=conv,
+        ssm_states=states,
+        kernel_dispatcher=served.dispatcher,
+        mixed_qkv=qkv,
+        a=gate.unsqueeze(0),
+        b=beta.unsqueeze(0),
+    )
+    assert given["beta_is_raw"]
+    assert torch.equal(given["beta"], beta.unsqueeze(0))
+
+
 def bucket(graph: Any) -> Any:
     """sglang's tables of a bucket of 76 tokens and up to 5 requests, filled with the batch's."""
     meta = graph.KDAPrefillGraphMetadata.allocate(
@@ -263,8 +298,8 @@ def test_a_plan_from_before_the_capture_is_caught(
     build = KdaKernel._step_plan
     kept: list[StepPlan] = []
 
-    def first(self: Any, *args: Any) -> StepPlan:
-        kept.append(build(self, *args))
+    def first(self: Any, *args: Any, **named: Any) -> StepPlan:
+        kept.append(build(self, *args, **named))
         return kept[0]
 
     monkeypatch.setattr(KdaKernel, "_step_plan", first)

@@ -17,7 +17,6 @@ from sglang.srt.runtime_context import get_schedule, publish
 from backend_core.engines import sglang_flag
 from backend_core.launch.triton import KernelLaunch
 from kda_backend.engines import sglang_layer, sglang_scratch
-from kda_backend.engines.sglang_kernel import KdaKernel
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape
 from tests.engines.kda.sglang.harness import Served, one_rank, server_args
@@ -125,35 +124,6 @@ def upstreams_requests(arguments: Any, model_config: Any, gib: float) -> int:
     return int(configurator.resolve_max_num_reqs(10**9))
 
 
-def test_more_requests_than_128_take_no_more_than_was_reserved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without --max-running-requests; kernels are not run, their scratch memory is taken."""
-    monkeypatch.setattr(KernelLaunch, "__call__", lambda self, grid, *args: None)
-    selection = kernels_of_an_a100(CPU, KdaShape(2, 2, 128, 128))
-    arguments = server_args("--chunked-prefill-size", "512")
-    publish(arguments, role="test")
-    one_rank()
-    runner = SimpleNamespace(
-        device="cpu",
-        gpu_id=0,
-        model_config=ModelConfig.from_server_args(arguments),
-        pre_model_load_memory=4.0,
-        max_running_requests=400,
-    )
-    monkeypatch.setattr(sglang_scratch, "get_available_gpu_memory", lambda *_: 40.0)
-    sglang_scratch.reserve_scratch(runner, selection, 2)
-    scratch = sglang_scratch.reserved_scratch(runner, selection)
-    assert scratch is not None
-    taken = scratch.nbytes
-    for requests in (1, 140, 400, 512):
-        assert after_a_step(selection, scratch, requests) == taken
-    small = Scratch(CPU)
-    sglang_scratch.grow(small, selection, 512, 128)
-    before = small.nbytes
-    assert before < after_a_step(selection, small, 140) <= taken
-
-
 def test_pools_that_became_larger_take_more_at_load_and_say_so(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,8 +137,6 @@ def test_pools_that_became_larger_take_more_at_load_and_say_so(
     assert sglang_scratch.reserved_scratch(runner, selection) is scratch
     assert scratch.nbytes > before
     assert any("40 requests run where 8 were expected" in line for line in log_lines)
-    taken = scratch.nbytes
-    assert after_a_step(selection, scratch, 40, tokens=256) == taken
 
 
 def test_prompts_that_are_not_cut(log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,26 +149,3 @@ def test_prompts_that_are_not_cut(log_lines: list[str], monkeypatch: pytest.Monk
     sglang_layer.reserve(served.runner)
     assert served.runner._kda_dsv4_reserved.tokens == 256
     assert any("prompts are not cut, and one of more than 256 tokens" in x for x in log_lines)
-
-
-def after_a_step(selection: Any, scratch: Scratch, requests: int, tokens: int = 512) -> int:
-    """Bytes of scratch memory after a prefill of so many requests."""
-    kernel = KdaKernel(selection, CPU, scratch)
-    q, k, v, g = (torch.zeros(1, tokens, 2, 128, dtype=torch.bfloat16) for _ in range(4))
-    lengths = [tokens - requests + 1] + [1] * (requests - 1)
-    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    kernel.prefill(
-        selection,
-        q,
-        k,
-        v,
-        g,
-        torch.zeros(1, tokens, 2),
-        ssm_states=torch.zeros(1, 2, 128, 128),
-        cache_indices=torch.full((requests,), -1, dtype=torch.int32),
-        query_start_loc=offsets,
-        A_log=torch.zeros(2),
-        dt_bias=torch.zeros(256),
-        extend_seq_lens_cpu=lengths,
-    )
-    return scratch.nbytes

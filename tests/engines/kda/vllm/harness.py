@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,13 +40,6 @@ def engine_config(*, flag: bool, **options: Any) -> VllmConfig:
         enable_prefix_caching=False,
         **{"dtype": "bfloat16", **backend, **options},
     ).create_engine_config()
-
-
-def core_of(layer_class: type) -> ModuleType:
-    """Our module that calls `attend` for layers of this class."""
-    owner = next(base for base in layer_class.__mro__ if "_forward" in vars(base))
-    ours = owner.__module__.startswith("kda_backend.")
-    return sys.modules[owner.__module__ if ours else "kda_backend.engines.vllm_op"]
 
 
 Weights = dict[str, torch.Tensor]
@@ -180,7 +171,8 @@ def step_metadata(
     }
     known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
     common = CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
-    if spec.mamba_cache_mode == "align" and make is not GDNAttentionMetadataBuilder:
+    upstream = next(base for base in make.__mro__ if base.__module__.startswith("vllm."))
+    if spec.mamba_cache_mode == "align" and upstream is not GDNAttentionMetadataBuilder:
         # what the runner precomputes on a GPU: each request's blocks from its last one on
         first = (seq_lens - 1).clamp(min=0) // spec.block_size
         slots = first[:, None] + torch.arange(1 + spec.num_speculative_blocks)

@@ -28,7 +28,6 @@ from tests.engines.kda.vllm.harness import Weights
 HIDDEN, HEADS, DIM, EPS = 256, 2, 128, 1e-5
 
 
-# Until 0.26 its layer had another form, which test_layer.py has tests of.
 KIMI_LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 
 
@@ -56,11 +55,10 @@ class Model:
     prefixes: dict[str, str] = field(default_factory=dict)
 
     @property
-    def module(self) -> str | None:
+    def module(self) -> str:
         """The module of this release that defines the class."""
         root = Path(vllm.__file__).parents[1]
-        found = [m for m in self.modules if (root / f"{m.replace('.', '/')}.py").exists()]
-        return found[0] if found else None
+        return next(m for m in self.modules if (root / f"{m.replace('.', '/')}.py").exists())
 
     @property
     def exports(self) -> bool:
@@ -70,7 +68,6 @@ class Model:
 
     def upstream(self) -> Any:
         """vLLM's class."""
-        assert self.module is not None
         _without_torchvision()
         return getattr(importlib.import_module(self.module), REPLACED[self.module].name)
 
@@ -152,7 +149,7 @@ MODELS = {
     for model in (
         Model(
             "Kimi-Linear",
-            (KIMI_LINEAR,) if Engine("vllm", "0.27.0", None).supports(vllm.__version__) else (),
+            (KIMI_LINEAR,),
             "fg",
             ("in_proj_qkvgfab", ("q", "k", "v", "b", "f_a")),
             _kimi_linear_config,
@@ -167,7 +164,7 @@ MODELS = {
             ("in_proj_qkvgfab", ("q", "k", "v", "g", "f_a", "b")),
             _k3_config,
             _build,
-            checkpoints="0.29.0",
+            checkpoints="0.30.0",
             packed_conv=True,
         ),
         Model(

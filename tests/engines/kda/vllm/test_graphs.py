@@ -1,8 +1,8 @@
 """What a CUDA graph of a KDA layer's step holds: right for every batch that replays it.
 
-KDA's prefills run between graphs, in every mode: as an operator that splits the compiled graph
-(0.26), or after an eager break (0.27 and newer). Only steps of decodes are captured, by their own
-metadata, and replayed with the requests that come, padded with rows of the null block.
+KDA's prefills run between graphs, in every mode, after an eager break. Only steps of decodes are
+captured, by their own metadata, and replayed with the requests that come, padded with rows of the
+null block.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from backend_core.testing.numerics import relative_error
 from kda_backend import layer as operators
-from kda_backend.engines import vllm_run
+from kda_backend.engines import vllm_packed, vllm_run
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     SLOTS,
     Definition,
     bind_cache,
     build_layer,
-    core_of,
     engine_config,
     run_layer,
     step_metadata,
@@ -158,17 +157,9 @@ def test_only_steps_of_decodes_are_captured() -> None:
     """What keeps KDA's other host decisions (prefill or draft, who starts anew) out of graphs."""
     support = GDNAttentionMetadataBuilder._cudagraph_support
     assert support is AttentionCGSupport.UNIFORM_BATCH  # no FULL graph of mixed batches
-    config = engine_config(flag=True)
-    register()
-    ours = type(build_layer(config))
     upstream = inspect.getsource(KimiGatedDeltaNetAttention)
-    core = core_of(ours)
-    if core.__name__.endswith("vllm_packed"):
-        assert "@eager_break_during_capture\n    def _forward(" in upstream
-        assert "@eager_break_during_capture" in inspect.getsource(core)
-    else:
-        splitting = config.compilation_config.splitting_ops
-        assert not splitting or "vllm::kda_dsv4_core" in splitting
+    assert "@eager_break_during_capture\n    def _forward(" in upstream
+    assert "@eager_break_during_capture" in inspect.getsource(vllm_packed.PackedCore)
 
 
 def test_indices_that_are_not_the_builders_own_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

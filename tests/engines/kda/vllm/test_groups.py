@@ -1,4 +1,5 @@
-"""Layers of several cache groups in one step: metadata and slots of their own, one plan.
+"""Layers of several cache groups in one step: metadata and slots of their own, one plan, which
+has the lengths of prefills as the host knows them.
 
 vLLM divides a model's KDA layers into groups of caches, each with a block table and metadata of
 its own over the same requests.
@@ -17,7 +18,7 @@ from kda_backend.engines import vllm_step
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import bind_cache, engine_config, run_layers, step_metadata
 from tests.engines.kda.vllm.models import MODELS, Definition, build
-from tests.engines.kda.vllm.test_models import DRAFT, TOLERANCE, VERIFIES, check, hidden, table
+from tests.engines.kda.vllm.test_models import DRAFT, TOLERANCE, check, hidden, table
 
 SLOTS = ((3, 5, 7), (2, 9, 4))  # of the three requests, in each group
 
@@ -32,8 +33,6 @@ class Groups:
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         model = MODELS[name]
-        if model.module is None:
-            pytest.skip("this release does not have the model")
         register()
         self.config = engine_config(flag=True, dtype="float32", **options)
         self.layers = [build(model, self.config, index=index) for index in (0, 1)]
@@ -41,10 +40,13 @@ class Groups:
             bind_cache(layer, self.config)
         self.definitions = [[Definition(model) for _ in SLOTS[0]] for _ in self.layers]
         self.built: list[list[int]] = []
+        self.known: list[list[int] | None] = []
         upstream = vllm_step.build_step_plan
 
         def counted(bounds: torch.Tensor, *args: Any, **options: Any) -> Any:
             self.built.append(bounds.tolist())
+            host = options["cu_seqlens_cpu"]
+            self.known.append(None if host is None else host.tolist())
             return upstream(bounds, *args, **options)
 
         monkeypatch.setattr(vllm_step, "build_step_plan", counted)
@@ -76,8 +78,10 @@ def test_a_step_plans_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ((66, 5, 2), (76, 70, 87), [[0, 66, 71, 73]]),  # as many requests and tokens as before
     ):
         groups.built.clear()
+        groups.known.clear()
         x, outputs = groups.step(lengths, computed, tables)
         assert groups.built == plans
+        assert groups.known == [*[None] * (len(plans) - 1), plans[-1]]  # those of prefills
         for layer, o, slots, definitions in zip(
             groups.layers, outputs, SLOTS, groups.definitions, strict=True
         ):
@@ -87,8 +91,6 @@ def test_a_step_plans_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_prefills_beside_drafts_plan_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their offsets are another tensor in each group's metadata."""
-    if not VERIFIES:
-        pytest.skip("this release is served without drafts")
     draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
     groups = Groups(name, monkeypatch, speculative_config=draft)
     tables = [
@@ -99,9 +101,11 @@ def test_prefills_beside_drafts_plan_once(name: str, monkeypatch: pytest.MonkeyP
     for definitions in groups.definitions:
         definitions[0].run(x)
     groups.built.clear()
+    groups.known.clear()
     lengths = (DRAFT, 70)
     x, outputs = groups.step(lengths, (9, 0), tables, (1, 0))
     assert groups.built == [[0, 70]]
+    assert groups.known == [None]  # the host has only the offsets of all requests
     for layer, o, rows, definitions in zip(
         groups.layers, outputs, tables, groups.definitions, strict=True
     ):

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
 from vllm.model_executor.custom_op import op_registry_oot
 
-from backend_core.engines import Engine
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import bind_cache, engine_config, run_layer, step_metadata
@@ -21,7 +19,6 @@ from tests.engines.kda.vllm.models import MODELS, Definition, Model, build
 from tests.engines.kda.vllm.test_checkpoints import caching_config
 from tests.engines.kda.vllm.test_models import (
     DRAFT,
-    VERIFIES,
     check,
     expect_states,
     hidden,
@@ -48,12 +45,9 @@ def a_part_without_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    found = dataclasses.replace(
+    return dataclasses.replace(
         MODELS["Kimi-K3"], modules=(MODULE,), checkpoints="0.32.0", build=_build
     )
-    if found.module is None:
-        pytest.skip("this release does not have the model")
-    return found
 
 
 def _build(upstream: Any, config: Any, vllm_config: Any, prefix: str) -> Any:
@@ -122,8 +116,6 @@ def test_the_option_against_checkpoints_is_kept(model: Model) -> None:
 
 
 def test_drafts(model: Model) -> None:
-    if not VERIFIES:
-        pytest.skip("this release is served without drafts")
     draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
     config = engine_config(flag=True, dtype="float32", speculative_config=draft)
     layer = build(model, config)
@@ -135,8 +127,3 @@ def test_drafts(model: Model) -> None:
     metadata = step_metadata(layer, config, (DRAFT,), (20,), blocks, (1,))
     o = run_layer(layer, config, x[20:], metadata)
     assert relative_error(o, definition.run(x[20:])) < TOLERANCE
-
-
-def test_the_releases_that_have_it() -> None:
-    has = Engine("vllm", "0.28.0", None).supports(vllm.__version__)
-    assert (dataclasses.replace(MODELS["Kimi-K3"], modules=(MODULE,)).module is not None) == has

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
 from vllm.model_executor.custom_op import op_registry_oot
 
-from backend_core.engines import Engine
 from backend_core.engines.vllm_flag import flag_name
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
@@ -39,7 +37,6 @@ from tests.engines.kda.vllm.models import MODELS, Definition, Model, build
 TOLERANCE = 1e-5
 BF16_TOLERANCE = 3e-2  # a gate of low rank is rounded twice before its exponential
 DRAFT = 4  # the token sampled last, and three that are proposed
-VERIFIES = Engine("vllm", "0.30.0", None).supports(vllm.__version__)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,10 +46,7 @@ def registered() -> None:
 
 @pytest.fixture(params=sorted(MODELS))
 def model(request: pytest.FixtureRequest) -> Model:
-    found: Model = MODELS[request.param]
-    if found.module is None:
-        pytest.skip("this release does not have the model")
-    return found
+    return MODELS[request.param]
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +61,6 @@ def config() -> Any:
 
 @pytest.fixture
 def drafting() -> Any:
-    if not VERIFIES:
-        pytest.skip("this release is served without drafts")
     draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
     return engine_config(flag=True, dtype="float32", speculative_config=draft)
 
@@ -220,8 +212,6 @@ def test_padded_requests_of_a_captured_batch_touch_nothing(
 
 def test_lings_gate_may_have_no_bound(config: Any) -> None:
     model = MODELS["Ling-V3"]
-    if model.module is None:
-        pytest.skip("this release does not have the model")
     layer = build(model, config, None)
     assert is_ours(layer)
     bind_cache(layer, config)
@@ -236,7 +226,7 @@ def test_the_core_runs_outside_of_graphs_as_upstreams(model: Model, config: Any)
     if model.name == "Ling-V3":
         assert "vllm::kda_dsv4_core" in config.compilation_config.splitting_ops
     else:
-        # by source: older releases decorate nothing where no graph can be captured
+        # by source: nothing is decorated where no graph can be captured
         broken = r"@eager_break_during_capture.*\n    +def (_forward|_attend)\("
         assert re.search(broken, inspect.getsource(model.upstream()))
         owner = next(c for c in type(layer).__mro__ if {"_forward", "_attend"} & set(vars(c)))
@@ -317,8 +307,6 @@ def test_what_cannot_be_served_stays_upstreams(
     name: str, case: str, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MODELS[name]
-    if model.module is None:
-        pytest.skip("this release does not have the model")
     if case == "offload":
         config.offload_config.uva.cpu_offload_gb = 1
     layer = build(model, config, -7.0 if case == "bound" else -5.0)
@@ -348,8 +336,6 @@ def test_kernels_that_the_user_names_are_upstreams(
 def test_replayssm_is_upstreams(
     model: Model, layer: Any, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not hasattr(config.cache_config, "use_replayssm"):
-        pytest.skip("this release does not have the option")
     config.cache_config.use_replayssm = True
     assert runtime_of(config, layer, -5.0) is None
     line = "--use-replayssm verifies drafts from records that upstream's layers keep"
@@ -358,8 +344,6 @@ def test_replayssm_is_upstreams(
 
 def test_a_refusal_is_an_error_in_strict_mode(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["Ling-V3"]
-    if model.module is None:
-        pytest.skip("this release does not have the model")
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="the lower bound of the KDA gate must be in"):
         build(model, config, -7.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import sys
 import types
@@ -26,12 +25,12 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from backend_core.engines import Engine, vllm_flag
+from backend_core.engines import Engine, entry, vllm_flag
 from backend_core.strict import FallbackError
 from kda_backend.engines import vllm as adapter
+from kda_backend.engines import vllm_kimi_linear
 from kda_backend.engines.vllm import LAYER
-from kda_backend.plugin import register_vllm
-from tests.engines.kda.vllm.harness import build_layer, core_of, engine_config
+from tests.engines.kda.vllm.harness import build_layer, engine_config
 
 NEW_NAMES = Engine("vllm", "0.32.0", None).supports(vllm.__version__)
 FLAG = "KDA" if NEW_NAMES else "CUSTOM"
@@ -47,25 +46,21 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vllm_finds_and_loads_the_plug_in(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert found["kda"] is register_vllm
+    assert found["kda"] is entry.vllm.kda
     monkeypatch.setattr(plugins, "plugins_loaded", False)
     plugins.load_general_plugins()
-    assert op_registry_oot[LAYER].__module__.startswith("kda_backend.engines.vllm_v")
+    assert op_registry_oot[LAYER].__module__ == "kda_backend.engines.vllm_kimi_linear"
     assert AttentionBackendEnum[FLAG].get_class() is vllm_flag.PlatformDelegate
 
 
 def test_registering_again_changes_nothing(log_lines: list[str]) -> None:
-    register_vllm()
+    entry.vllm.kda()
     layer, path = op_registry_oot[LAYER], AttentionBackendEnum[FLAG].get_path()
-    register_vllm()
-    register_vllm()
+    entry.vllm.kda()
+    entry.vllm.kda()
     assert op_registry_oot[LAYER] is layer
     assert AttentionBackendEnum[FLAG].get_path() == path
     assert log_lines == []
-
-
-def test_the_flag_is_what_the_release_can_take() -> None:
-    assert ("KDA" if NEW_NAMES else "CUSTOM") == FLAG
 
 
 def test_vllm_parses_the_flag() -> None:
@@ -89,35 +84,12 @@ def test_one_kind_of_layers_may_ask_for_it() -> None:
     assert vllm_flag.requested(config) == FLAG
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0"])
-def test_an_unsupported_version_is_left_alone_with_one_line(
-    clean: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], version: str
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    register_vllm()
-    assert LAYER not in op_registry_oot and not registry._ATTN_OVERRIDES
-    assert log_lines == [
-        f"kda-dsv4-backend serves vllm 0.26.0 to 0.33.0, got {version}: nothing is registered"
-    ]
-
-
-@pytest.mark.skipif(NEW_NAMES, reason="the plug-in has a name of its own")
-def test_the_name_of_another_plug_in_is_not_taken(clean: None, log_lines: list[str]) -> None:
-    registry.register_backend(AttentionBackendEnum.CUSTOM, "theirs.Backend")
-    register_vllm()
-    assert AttentionBackendEnum.CUSTOM.get_path() == "theirs.Backend"
-    assert LAYER not in op_registry_oot
-    assert (
-        len(log_lines) == 1 and "another plug-in holds --attention-backend CUSTOM" in log_lines[0]
-    )
-
-
 def test_a_layer_that_another_plug_in_replaced_stays_theirs(
     clean: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     theirs = type("Theirs", (KimiGatedDeltaNetAttention,), {})
     monkeypatch.setitem(op_registry_oot, LAYER, theirs)
-    register_vllm()
+    entry.vllm.kda()
     assert op_registry_oot[LAYER] is theirs
     assert len(log_lines) == 1 and "another plug-in replaces" in log_lines[0]
 
@@ -178,7 +150,7 @@ def test_a_model_without_kda_is_refused_in_one_sentence(
 
     With this family alone: before 0.32 the families share a name, and one may serve MLA layers.
     """
-    register_vllm()
+    entry.vllm.kda()
     for module in adapter.REPLACED:
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(
@@ -207,10 +179,10 @@ def test_the_classes_that_are_replaced_exist_under_their_names(module: str) -> N
 
 
 def break_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
+    def missing(upstream: type) -> type:
         raise ImportError("no layer")
 
-    monkeypatch.setattr(adapter, "_form", missing)
+    monkeypatch.setattr(vllm_kimi_linear, "layer_class", missing)
 
 
 def test_a_broken_install_serves_stock(
@@ -218,7 +190,7 @@ def test_a_broken_install_serves_stock(
 ) -> None:
     with monkeypatch.context() as patch:
         break_install(patch)
-        register_vllm()
+        entry.vllm.kda()
     config = engine_config(flag=True)
     assert select(hopper, flag=True, config=config) == select(hopper, flag=False, config=config)
     assert type(build_layer(config)) is KimiGatedDeltaNetAttention
@@ -234,7 +206,7 @@ def test_a_broken_install_fails_in_strict_mode(
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with monkeypatch.context() as patch:
         break_install(patch)
-        register_vllm()  # an exception here would end servers that do not use the flag
+        entry.vllm.kda()  # an exception here would end servers that do not use the flag
     with pytest.raises(FallbackError, match="could not register kda with vllm: ImportError"):
         select(hopper, flag=True, config=engine_config(flag=True))
 
@@ -245,10 +217,8 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("method", ["__init__", "forward", "_forward"])
 def test_overridden_methods_have_stocks_signatures(method: str) -> None:
-    register_vllm()
+    entry.vllm.kda()
     ours, upstream = op_registry_oot[LAYER], KimiGatedDeltaNetAttention
-    if method == "_forward" and core_of(ours).__name__.endswith("vllm_op"):
-        pytest.skip("this form replaces forward, and upstream's _forward is not called")
     assert parameters(getattr(ours, method)) == parameters(getattr(upstream, method))
 
 

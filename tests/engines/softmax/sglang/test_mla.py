@@ -245,10 +245,15 @@ def chosen(server: Server) -> type | str:
 
 
 @pytest.mark.parametrize(
-    ("heads", "limit"), [(4, "of any number of"), (16, "of up to 4"), (32, "of up to 16")]
+    ("heads", "limit", "grids"),
+    [
+        (4, "of any number of", "1 and more"),
+        (16, "of up to 4", "1 to 64"),
+        (32, "of up to 16", "1 to 512"),
+    ],
 )
 def test_what_is_served_follows_the_measurement(
-    hopper: None, heads: int, limit: str, log_lines: list[str]
+    hopper: None, heads: int, limit: str, grids: str, log_lines: list[str]
 ) -> None:
     assert chosen(Server(heads=heads)) is SplitKvMLABackend
     assert log_lines[0] == (
@@ -257,7 +262,8 @@ def test_what_is_served_follows_the_measurement(
         " benchmarks/results/mla_decode_h200.json has them ahead; others and prefills stay"
         " FlashAttentionBackend's"
     )
-    assert log_lines[1].startswith("kda-dsv4-backend: mla_decode grid 1 and more: sm90 ")
+    row = f"kda-dsv4-backend: mla_decode grid {grids}: sm90 "
+    assert sum(line.startswith(row) for line in log_lines) == 1
 
 
 def test_pages_of_one_token_stay_sglangs(hopper: None) -> None:
@@ -291,7 +297,7 @@ def test_pages_of_one_token_stay_sglangs(hopper: None) -> None:
             "a request must have its whole cache on one rank",
         ),
         (
-            lambda s: setattr(s.upstream, "_unified_dense", True),
+            lambda s: setattr(s.upstream.kv_index_translator, "is_translating", True),
             "pages of the unified memory pool are not served",
         ),
         (
@@ -341,18 +347,10 @@ def test_other_gpus_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(Server()) == "no result compares this package's decode with fa3 on sm100"
 
 
-def test_this_releases_call_is_known() -> None:
-    assert sglang_mla.unknown_call() is None
-
-
-def test_another_call_stays_sglangs(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_mla, "_FIXED", sglang_mla._FIXED - {"softcap"})
-    sglang_mla.unknown_call.cache_clear()
-    try:
-        answer = chosen(Server())
-    finally:
-        sglang_mla.unknown_call.cache_clear()
-    assert isinstance(answer, str) and "forward_decode calls flash_attn_with_kvcache" in answer
+def test_a_call_with_another_argument_is_refused_with_its_name() -> None:
+    call = dict.fromkeys([*sglang_mla._READ, "sinks"])
+    with pytest.raises(ValueError, match=r"flash_attn_with_kvcache must have .* sinks differ"):
+        sglang_mla.attend(None, call)
 
 
 @pytest.mark.parametrize("family", ["softmax", "kda"])
@@ -381,15 +379,15 @@ def test_the_flag_puts_the_class_into_the_hybrid_backend(
     assert isinstance(backend, FlashAttentionBackend)
     assert backend.token_to_kv_pool is server.tokens
     assert (
-        "kda-dsv4: MLA layers are served by softmax (SplitKvMLABackend in the place of"
+        "kda-dsv4-backend: MLA layers are served by softmax (SplitKvMLABackend in the place of"
         " FlashAttentionBackend)"
     ) in log_lines
 
 
 def _families() -> dict[str, Any]:
-    from softmax_backend.plugin import register_sglang
+    from backend_core.engines import entry
 
-    register_sglang()
+    entry.sglang.softmax()
     return dict(sglang_flag._families)
 
 

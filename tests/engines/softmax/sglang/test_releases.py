@@ -6,12 +6,11 @@ import importlib.metadata
 
 import pytest
 
-from backend_core.engines import sglang_flag
+from backend_core.engines import entry, sglang_flag
 from softmax_backend.engines import sglang as adapter
-from softmax_backend.plugin import register_sglang
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.22"])
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.22"])
 def test_they_are_left_alone_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str], version: str
 ) -> None:
@@ -24,5 +23,5 @@ def test_they_are_left_alone_and_it_is_said(
 
 
 def test_the_family_is_known_in_every_release() -> None:
-    register_sglang()
+    entry.sglang.softmax()
     assert [claim.kind for claim in sglang_flag._families["softmax"]] == ["mla", "sparse_mla"]

@@ -28,8 +28,8 @@ from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from softmax_backend import reference_sparse_mla as reference
 from softmax_backend.engine_choice import Lead, sparse_leads_over
-from softmax_backend.engines import flash_mla_calls, sglang_sparse, sparse_layer
 from softmax_backend.engines import sglang as adapter
+from softmax_backend.engines import sglang_sparse, sparse_layer
 from tests.engines.dsv4.sglang.harness import real_pool
 
 TOLERANCE = 8e-3
@@ -385,18 +385,3 @@ def test_without_a_measurement_nothing_is_taken_over(log_lines: list[str]) -> No
     adapter._install(server.backend, server.runner)
     assert server.backend._flash_mla_with_kvcache is server.kernel
     assert any("no result compares this package's sparse decode" in line for line in log_lines)
-
-
-def test_unknown_arguments_are_refused_with_their_name(
-    serve: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    name = flash_mla_calls.DECODE
-    monkeypatch.setitem(flash_mla_calls.READ, name, flash_mla_calls.READ[name] - {"topk_length"})
-    flash_mla_calls.unknown.cache_clear()
-    server = serve("torch", 8)
-    flash_mla_calls.unknown.cache_clear()
-    assert server.backend._flash_mla_with_kvcache is server.kernel
-    assert log_lines[-1].endswith(
-        "sglang's DeepseekV4AttnBackend._forward_attention passes flash_mla_with_kvcache arguments"
-        " that are unknown: ['topk_length']"
-    )

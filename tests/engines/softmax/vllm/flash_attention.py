@@ -24,9 +24,9 @@ def install() -> None:
     }
     library = types.ModuleType("vllm.vllm_flash_attn")
     vars(library).update(names)
-    sys.modules.setdefault(library.__name__, library)  # 0.26
+    sys.modules.setdefault(library.__name__, library)  # 0.30
     utils = importlib.import_module("vllm.v1.attention.backends.fa_utils")
-    vars(utils).update(names)  # 0.33
+    vars(utils).update(names)
     module = importlib.import_module("vllm.v1.attention.backends.mla.flashattn_mla")
     module.flash_attn_supports_mla = lambda: True
     module.get_flash_attn_version = lambda *args, **options: 3

@@ -12,6 +12,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
+from backend_core.engines import entry
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import zero_mla_decodes
@@ -20,7 +21,6 @@ from softmax_backend.engines import mla_decoder, vllm_mla
 from softmax_backend.engines.mla_decoder import MlaStep
 from softmax_backend.engines.vllm_mla import PlannedDecode, SplitKvMLABackend, _uniform_tokens
 from softmax_backend.plan.planner import MlaPlanner
-from softmax_backend.plugin import register_vllm
 from tests.engines.softmax.vllm import flash_attention
 from tests.engines.softmax.vllm.harness import (
     Runner,
@@ -77,7 +77,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Makes a server on a target where this family is ahead of everything up to a batch."""
-    register_vllm()
+    entry.vllm.softmax()
     flash_attention.calls.clear()
 
     def made(
@@ -153,7 +153,8 @@ def test_a_graph_serves_other_requests_than_it_was_captured_with(
         assert isinstance(metadata.decode, PlannedDecode)
         latent = queries(4, 4, seed=len(lengths))[..., :128].repeat(1, 1, 4)
         rope = queries(4, 4, seed=7)[..., 128:]
-        out, lse = captured.attend(latent, rope, ours.runner.cache, 192**-0.5)
+        cache = ours.runner.cache.split((512, 64), -1)
+        out, lse = captured.attend(latent, rope, *cache, 192**-0.5)
         real = len(lengths)
         want, _ = other.layer.impl.forward_mqa(
             (latent[:real], rope[:real]),
@@ -311,4 +312,4 @@ def test_a_call_that_is_not_the_steps_is_refused(serve: Serve) -> None:
     step: MlaStep = ours.metadata([100, 300]).decode.step
     q = torch.zeros(3, 4, 576, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"must have 2 tokens \(1 for each of 2 requests\), got 3"):
-        step.attend(q[..., :512], q[..., 512:], ours.runner.cache, 1.0)
+        step.attend(*q.split((512, 64), -1), *ours.runner.cache.split((512, 64), -1), 1.0)

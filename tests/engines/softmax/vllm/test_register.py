@@ -25,13 +25,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from backend_core.engines import vllm_flag
+from backend_core.engines import entry, vllm_flag
 from backend_core.engines.vllm_flag import Request
 from backend_core.target import KNOWN_TARGETS, Target
-from kda_backend.plugin import register_vllm as register_kda
 from softmax_backend.engines import vllm as adapter
 from softmax_backend.engines.vllm_mla import SplitKvMLABackend
-from softmax_backend.plugin import register_vllm
 from tests.engines.softmax.vllm.harness import RECALL, deepseek, engine_config
 
 MLA = AttentionSelectorConfig(
@@ -46,12 +44,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H200 for the choice, and log lines that come once a test."""
     _first_config()
     importlib.import_module("vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn")
-    register_vllm()
-    register_kda()
+    entry.vllm.softmax()
+    entry.vllm.kda()
     monkeypatch.setattr(adapter, "detect_target", lambda device: H200)
-    adapter._explain.cache_clear()
     yield
-    adapter._explain.cache_clear()
 
 
 @functools.cache
@@ -105,7 +101,7 @@ def chosen(
 
 def test_vllm_finds_the_plug_in() -> None:
     found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert found["softmax"] is register_vllm
+    assert found["softmax"] is entry.vllm.softmax
 
 
 @pytest.mark.parametrize("family", ["softmax", "kda"])
@@ -114,14 +110,15 @@ def test_kimi_linear_is_served_under_either_flag(
 ) -> None:
     config = engine_config(RECALL, family)
     assert cuda(config, MLA, 2, family) is SplitKvMLABackend
-    served, table, *_ = log_lines
+    served, *rows = log_lines
     assert served == (
         "kda-dsv4-backend: MLA with 2 heads per rank on H200 (sm90): decode steps of any number of"
         " requests are planned, run and combined here, where"
         " benchmarks/results/mla_decode_h200.json has them ahead; others and prefills stay"
         " FLASH_ATTN_MLA's"
     )
-    assert table.startswith("kda-dsv4-backend: mla_decode grid 1 and more: sm90 ")
+    row = "kda-dsv4-backend: mla_decode grid 1 and more: sm90 "
+    assert sum(line.startswith(row) for line in rows) == 1
     assert log_lines[-1] == (
         "kda-dsv4-backend: MLA layers are served by softmax"
         " (SplitKvMLABackend in the place of FlashAttnMLABackend)"
@@ -189,7 +186,6 @@ def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
     assert adapter.query_tokens(config) == (1, 4)
     assert chosen(config, heads=4) is SplitKvMLABackend
     assert "steps of up to 4 requests with 4 query tokens each are planned" in log_lines[1]
-    adapter._explain.cache_clear()
     log_lines.clear()
     assert chosen(config, heads=16) is SplitKvMLABackend
     assert log_lines[1].endswith(

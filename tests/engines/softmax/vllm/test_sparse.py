@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.strict import FallbackError
+from backend_core.engines import entry
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
-from dsv4_backend.plugin import register_vllm as register_dsv4
 from softmax_backend.engine_choice import Lead, sparse_leads_over
 from softmax_backend.engines import flash_mla_calls, sparse_layer
 from softmax_backend.engines import vllm as adapter
-from softmax_backend.plugin import register_vllm
 from tests.engines.softmax.vllm.sparse_harness import (
     Batches,
     FlashMla,
@@ -39,8 +37,8 @@ Serve = Callable[..., Batches]
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FlashMla:
-    register_dsv4()
-    register_vllm()
+    entry.vllm.dsv4()
+    entry.vllm.softmax()
     engine_config(8)  # the first of a process sets vLLM's loggers up anew
     return without_a_gpu(monkeypatch)
 
@@ -50,19 +48,15 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
     """Makes a layer on a target where this family is ahead as it is on an H200."""
     from softmax_backend.engines import vllm_sparse
 
-    caches = (vllm_sparse._of_form, vllm_sparse._explain, adapter._stays)
-
     def made(target: str, heads: int, ratio: int, **options: Any) -> Batches:
         config = engine_config(heads, **options)
         monkeypatch.setattr(vllm_sparse, "detect_target", lambda device: TARGETS[target])
         monkeypatch.setattr(vllm_sparse, "sparse_leads_over", on_h200)
         return Batches(config, build_layer(config, ratio))
 
-    for cache in caches:
-        cache.cache_clear()
+    vllm_sparse._of_form.cache_clear()
     yield made
-    for cache in caches:
-        cache.cache_clear()
+    vllm_sparse._of_form.cache_clear()
 
 
 def on_h200(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
@@ -340,7 +334,6 @@ def test_micro_batches_stay_vllms(serve: Serve) -> None:
 def test_layers_of_another_class_stay_what_they_are(kernel: FlashMla, log_lines: list[str]) -> None:
     from vllm.models.deepseek_v4.nvidia.flashinfer_sparse import DeepseekV4FlashInferMLAAttention
 
-    adapter._stays.cache_clear()
     layer = object.__new__(DeepseekV4FlashInferMLAAttention)
     adapter.adopt(layer, engine_config(8))
     assert type(layer) is DeepseekV4FlashInferMLAAttention
@@ -350,25 +343,10 @@ def test_layers_of_another_class_stay_what_they_are(kernel: FlashMla, log_lines:
     ]
 
 
-def test_unknown_arguments_are_refused_with_their_name(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    batches = serve("torch", 8, 4)
-    name = flash_mla_calls.DECODE
-    monkeypatch.setitem(flash_mla_calls.READ, name, flash_mla_calls.READ[name] - {"out"})
-    flash_mla_calls.unknown.cache_clear()
-    try:
-        layer = build_layer(batches.config, 4)
-        assert type(layer).__name__ == "DeepseekV4FlashMLAAttention"
-        assert log_lines[-1].endswith(
-            "vllm's DeepseekV4FlashMLAAttention._forward_decode passes flash_mla_with_kvcache"
-            " arguments that are unknown: ['out']"
-        )
-        monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-        with pytest.raises(FallbackError, match="arguments that are unknown"):
-            build_layer(batches.config, 4)
-    finally:
-        flash_mla_calls.unknown.cache_clear()
+def test_a_call_with_another_argument_is_refused_with_its_name() -> None:
+    call = dict.fromkeys([*flash_mla_calls.READ[flash_mla_calls.DECODE], "window"])
+    with pytest.raises(ValueError, match=r"flash_mla_with_kvcache must have .* window differ"):
+        flash_mla_calls.make(None, flash_mla_calls.DECODE, call)
 
 
 @pytest.mark.parametrize("spoiled", [1.0, 1.1])

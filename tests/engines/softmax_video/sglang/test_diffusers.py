@@ -91,6 +91,76 @@ def test_a_model_without_backends_of_its_own_is_named() -> None:
         enable(model, DENSE)
 
 
+@pytest.mark.parametrize("name", ["CogVideoX", "Mochi", "SD3"])
+def test_a_model_that_calls_torch_is_named(name: str) -> None:
+    if name == "CogVideoX":
+        model = diffusers.CogVideoXTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
+            time_embed_dim=2, text_embed_dim=8, num_layers=1, sample_width=8, sample_height=8,
+        )  # fmt: skip
+    elif name == "Mochi":
+        model = diffusers.MochiTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=8, num_layers=1, pooled_projection_dim=16,
+            text_embed_dim=16, time_embed_dim=4,
+        )  # fmt: skip
+    else:
+        model = diffusers.SD3Transformer2DModel(
+            sample_size=8, num_layers=1, attention_head_dim=8, num_attention_heads=4,
+            caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=f"got {name}.*, which is not served: its processors call"):
+        enable(model, DENSE)
+
+
+def test_hunyuan_video_and_its_mask(caplog: pytest.LogCaptureFixture) -> None:
+    """It always passes one, over text that is padded."""
+    torch.manual_seed(0)
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=1, text_embed_dim=16,
+        pooled_projection_dim=8, rope_axes_dim=(2, 4, 4),
+    ).eval()  # fmt: skip
+
+    def run(words: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        found: Tensor = model(
+            hidden_states=torch.randn(1, 4, 2, 8, 8, generator=generator),
+            timestep=torch.tensor([10]),
+            encoder_hidden_states=torch.randn(1, 7, 16, generator=generator),
+            encoder_attention_mask=torch.arange(7)[None] < words,
+            pooled_projections=torch.randn(1, 8, generator=generator),
+            guidance=torch.tensor([1000.0]),
+            return_dict=False,
+        )[0]
+        return found
+
+    full, padded = run(7), run(4)
+    enable(model, tiles(3, 3, 3))
+    assert relative_error(run(7), full) < 1e-5
+    name = enable(model, tiles(1, 1, 1))
+    assert relative_error(run(7), full) > 1e-4  # the window is felt
+    with caplog.at_level("WARNING", "kda_dsv4"):
+        caplog.clear()
+        run(7)
+        assert not caplog.messages
+        assert torch.equal(run(4), padded)
+    (reported,) = caplog.messages
+    assert f"for {name}, got a mask, False and 0.0" in reported
+
+
+@pytest.mark.parametrize("shape", [(2, 128), (2, 1, 1, 128)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_that_hides_nothing_is_none(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, 2, 128, 2, 64, generator=generator)
+    mask = (torch.ones if dtype == torch.bool else torch.zeros)(shape, dtype=dtype)
+    with dispatch.attention_backend(enable(wan(), tiles(1, 1, 1))):
+        got = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask)
+    assert torch.equal(got, tiles(1, 1, 1)(q, k, v))
+
+
 @pytest.mark.parametrize("length", [20, 50])
 def test_masks_of_keys(length: int, seed: int) -> None:
     """As diffusers' own backend takes them: ``[batch, keys]``, in self- and cross-attention."""

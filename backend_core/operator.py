@@ -1,0 +1,159 @@
+"""The one way from a row of a path table to a launch.
+
+An `Operator` is declared without torch, beside its launch parameters. Each of its paths is a module
+of that name in the operator's folder, with one function::
+
+    def bind(row: KernelPath, spec: Spec, target: Target) -> Run
+
+which fixes all that follows from the row, the layer and the GPU, and returns what runs a checked
+call. A `Selection` holds an operator's rows for one layer on one GPU and their bound functions::
+
+    selection = select(TABLES, "sparse_mla", target, spec)     # at model load
+    selection.run(tokens * heads)(call)                        # in each call
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar, cast
+
+from backend_core.tables.schema import UPSTREAM, KernelPath, Operator, TableSchema
+from backend_core.tables.select import PathRow, PathTable, explain, load_table
+from backend_core.target import Target
+
+Spec = TypeVar("Spec")
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, eq=False)
+class Selection(Generic[Spec, Run]):
+    """An operator's rows for a layer on a target, and their bound functions.
+
+    A bucket whose rows were all refused is taken over by the next larger bucket, and above the
+    largest usable row that row itself goes on: launch parameters chosen for more parallel work are
+    the closest ones known to run.
+
+    Compared by identity. A function is bound when it is first asked for, or by `bind_all`.
+
+    Attributes:
+        rows: those that serve, in the table's order; the last is for every larger grid.
+        explained: what became of each row of the table; none for a forced choice.
+    """
+
+    operator: Operator
+    target: Target
+    spec: Spec
+    rows: tuple[KernelPath, ...]
+    explained: tuple[PathRow, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        keep = functools.partial(object.__setattr__, self)
+        keep("_bounds", [row.max_grid or sys.maxsize for row in self.rows[:-1]])
+        keep("_is_limited", any(row.is_limited for row in self.rows))
+        keep("_runs", [None] * len(self.rows))
+        keep("_of_spec", {self.spec: self})
+
+    def row(self, grid: int, longest: int | None = None) -> KernelPath:
+        """The row for a call.
+
+        Args:
+            grid: the call's size, in the operator's units.
+            longest: tokens of its longest sequence, if the host knows them; rows with limits of
+                it serve no others.
+        """
+        return self.rows[self._index(grid, longest)]
+
+    def run(self, grid: int, longest: int | None = None) -> Run:
+        """The bound function of the row for a call.
+
+        Raises:
+            LookupError: the row leaves the call to upstream.
+        """
+        index = self._index(grid, longest)
+        return self._runs[index] or self._bind(index)  # type: ignore[attr-defined]
+
+    def _index(self, grid: int, longest: int | None) -> int:
+        index = bisect_left(self._bounds, grid)  # type: ignore[attr-defined]
+        if self._is_limited:  # type: ignore[attr-defined]
+            unit = self.operator.unit_tokens
+            while not self.rows[index].serves(grid, longest, unit):
+                index += 1
+        return index
+
+    def _bind(self, index: int) -> Run:
+        # threads may both bind: either result serves
+        bound = self.operator.bind(self.rows[index], self.spec, self.target)
+        self._runs[index] = bound  # type: ignore[attr-defined]
+        return cast(Run, bound)
+
+    def bind_all(self) -> tuple[Run, ...]:
+        """Every function that a call may choose: at model load."""
+        ours = (n for n, row in enumerate(self.rows) if row.name != UPSTREAM)
+        return tuple(self._runs[n] or self._bind(n) for n in ours)  # type: ignore[attr-defined]
+
+    def only(self, *rows: KernelPath) -> Selection[Spec, Run]:
+        """These rows alone, whatever they require: a forced choice."""
+        return replace(self, rows=rows, explained=())
+
+    def each(self) -> Iterator[Selection[Spec, Run]]:
+        """This selection with each of its rows alone, for every grid."""
+        for row in dict.fromkeys(self.rows):
+            yield self.only(row)
+
+    def for_spec(self, spec: Spec) -> Selection[Spec, Run]:
+        """The same rows for another layer, made once."""
+        of_spec: dict[Spec, Selection[Spec, Run]] = self._of_spec  # type: ignore[attr-defined]
+        return of_spec.get(spec) or of_spec.setdefault(spec, replace(self, spec=spec))
+
+    @property
+    def most(self) -> int | None:
+        """The largest grid before the first that is left to upstream; ``None`` where none is."""
+        before = 0
+        for row in self.rows:
+            if row.name == UPSTREAM:
+                return before
+            before = row.max_grid or before
+        return None
+
+
+def choose(
+    table: PathTable, name: str, target: Target, spec: Spec, *, upstream: str | None = None
+) -> Selection[Spec, Any]:
+    """As `select`, from a table that was read before."""
+    operator = table.schema.operator(name)
+    requires = operator.requires(spec)
+    rows = explain(table, name, requires, upstream=upstream)
+    served = tuple(row.path for row in rows if row.refusal is None)
+    if not served:
+        why = "; ".join(dict.fromkeys(f"{row.path.name} {row.refusal}" for row in rows))
+        raise LookupError(f"no {name} path in {table.source} can serve this model: {why}")
+    return Selection(operator, target, spec, served, rows)
+
+
+def forced(
+    schema: TableSchema, target: Target, spec: Spec, *rows: KernelPath
+) -> Selection[Spec, Any]:
+    """These rows of one operator alone, whatever they require."""
+    operator = schema.operator(rows[0].operator)
+    return Selection(operator, target, spec, rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def select(
+    schema: TableSchema, name: str, target: Target, spec: Spec, upstream: str | None = None
+) -> Selection[Spec, Any]:
+    """Choose, for every size of call, the first row of an operator that has what a layer requires.
+
+    Args:
+        spec: the layer; hashable.
+        upstream: the engine's kernel that the caller can run instead. Only then do rows named
+            ``upstream`` with this ``kernel`` take part.
+
+    Raises:
+        LookupError: no table for the target, or no row is left; the message gives the refusals.
+    """
+    return choose(load_table(schema, target), name, target, spec, upstream=upstream)

@@ -1,0 +1,167 @@
+"""The one cache of calls: from what a check may look at in a call to what was made ready for it.
+
+Checking and packing take longer than a launch, and most calls of a layer agree in shapes, strides,
+dtypes and devices. `Ready` makes a thing once for calls that agree: the result of a check, or a
+closure that adds addresses and launches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from typing import Generic, ParamSpec, TypeAlias, TypeVar
+
+Values = ParamSpec("Values")
+Result = TypeVar("Result")
+_KEPT = 1024  # results of one cache
+
+
+class Ready(Generic[Values, Result]):
+    """``make``, whose result is kept for calls that agree in all that it may look at.
+
+    Its arguments are hashable values, tensors, or tuples of these of a fixed length; ``None`` may
+    stand for a tensor or a tuple. It may look at the shapes, strides, dtypes and devices of the
+    tensors, at the addresses of those that ``addresses`` names by position, and at the other
+    values; at no element, and it may return no tensor of the call. A call for which it raises is
+    made again. Threads may meet here.
+    """
+
+    def __init__(
+        self,
+        make: Callable[Values, Result],
+        addresses: Collection[int] = (),
+        any_length: Collection[int] = (),
+        kept: int | None = None,
+        outlived: Callable[[Result], object] | None = None,
+    ) -> None:
+        """Args:
+        addresses: positions of arguments whose addresses count too.
+        any_length: positions of tensors whose first dimension's size does not count.
+        kept: results that are kept at most; beyond it all are dropped.
+        outlived: the part of a result that lives as long as this cache, or ``None``.
+        """
+        self.make = make
+        self._kinds = frozenset(addresses), frozenset(any_length)
+        self._most = kept or _KEPT
+        self._outlived = outlived
+        self._kept_on: list[object] = []
+        # one value, replaced as a whole: a key is of the function beside it
+        self._state: tuple[_Layout, Callable[..., Hashable], dict[Hashable, Result]]
+        self._state = ([], _unknown, {})
+
+    def __call__(self, *values: Values.args, **named: Values.kwargs) -> Result:
+        assert not named, "the arguments are positional"
+        try:
+            _, signature, found = self._state
+            return found[signature(*values)]
+        except (KeyError, AttributeError, TypeError, ValueError):
+            pass  # not seen, or a tensor where there was none, or none where there was one
+        return self._miss(values)
+
+    def _miss(self, values: tuple[object, ...]) -> Result:
+        layout, signature, found = self._state
+        learned = _learn(layout, values)
+        result = self.make(*values)  # type: ignore[arg-type, call-arg]
+        if learned != layout or len(found) >= self._most:
+            if self._outlived is not None:
+                parts = map(self._outlived, found.values())
+                self._kept_on += [part for part in parts if part is not None]
+            signature, found = _signature_function(learned, *self._kinds), {}
+            self._state = learned, signature, found
+        found[signature(*values)] = result
+        return result
+
+
+@dataclass
+class _Leaf:
+    """The values seen for one argument, or for one element of a tuple.
+
+    Attributes:
+        tensor, other: a tensor has; something else has.
+        again: the tensor before it has come again, for instance a pool that is read and written.
+    """
+
+    tensor: bool = False
+    other: bool = False
+    again: bool = False
+
+    def learn(self, x: object, is_tensor: bool, before: object) -> None:
+        self.tensor |= is_tensor
+        self.other |= not is_tensor
+        self.again |= is_tensor and x is before
+
+
+_Layout: TypeAlias = "list[_Leaf | list[_Leaf]]"
+
+
+def _learn(layout: _Layout, values: tuple[object, ...]) -> _Layout:
+    """``layout`` with what the arguments of a call add to it."""
+    from torch import Tensor
+
+    layout = copy.deepcopy(layout)
+    layout += [_Leaf() for _ in values[len(layout) :]]
+    for position, value in enumerate(values):
+        leaf = layout[position]
+        if isinstance(value, tuple):
+            if isinstance(leaf, _Leaf):
+                leaf = layout[position] = [_Leaf(other=leaf.other) for _ in value]
+            for one, x, before in zip(leaf, value, (None, *value), strict=False):
+                one.learn(x, isinstance(x, Tensor), before)
+        elif isinstance(leaf, list):
+            for one in leaf:
+                one.learn(None, False, None)
+        else:
+            leaf.learn(value, isinstance(value, Tensor), None)
+    return layout
+
+
+def _signature_function(
+    layout: _Layout, addresses: Collection[int], any_length: Collection[int]
+) -> Callable[..., Hashable]:
+    """A function of a call's arguments: a tuple of all that may be looked at.
+
+    It runs in every call, so it is compiled for the arguments that come, without a loop.
+    """
+    lines, facts = [], []
+    for position, leaf in enumerate(layout):
+        name, kind = f"x{position}", (position in addresses, position in any_length)
+        if isinstance(leaf, _Leaf):
+            facts.append(_facts(name, leaf, name, *kind))
+            continue
+        elements = [f"{name}_{i}" for i in range(len(leaf))]
+        unpacked = "".join(f"{element}, " for element in elements)
+        lines += [
+            f"    if {name} is None:",
+            f"        {' = '.join(elements)} = None",
+            "    else:",
+            f"        {unpacked} = {name}",
+        ]
+        facts.append(f"{name} is None")
+        for element, one, before in zip(elements, leaf, [name, *elements], strict=False):
+            facts.append(_facts(element, one, before, *kind))
+    names = ", ".join(f"x{position}" for position in range(len(layout)))
+    source = "\n".join((f"def signature({names}):", *lines, f"    return ({', '.join(facts)},)"))
+    scope: dict[str, Callable[..., Hashable]] = {}
+    exec(source, scope)
+    return scope["signature"]
+
+
+def _facts(name: str, leaf: _Leaf, before: str, by_address: bool, any_length: bool) -> str:
+    """Source text: what may be looked at of the argument ``name``."""
+    if not leaf.tensor:
+        return name
+    shape = f"{name}.shape[1:]" if any_length else f"{name}.shape"
+    # an address tells the device; the number of a GPU is compared faster than a torch.device (those
+    # without one give -1)
+    device = f"{name}.data_ptr()" if by_address else f"{name}.get_device() + 1 or {name}.device"
+    text = f"{shape}, {name}.stride(), {name}.dtype, {device}"
+    if leaf.again:
+        text = f"'again' if {name} is {before} else ({text})"
+    if leaf.other:
+        text = f"None if {name} is None else ({text})"
+    return text
+
+
+def _unknown(*_: object) -> Hashable:
+    raise KeyError

@@ -1,0 +1,165 @@
+"""The decode step in one Triton launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kda_backend.contract.values import (
+    ConvInputs,
+    GateSpec,
+    Kept,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+)
+from kda_backend.launch_params import FusedStepParams, FusedVerifyParams
+from kda_backend.spec import Beta, Gate
+
+if TYPE_CHECKING:
+    from backend_core.launch.triton import KernelLaunch
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+    from kda_backend.selection import KdaShape
+
+NO_CONV = (None, None, None)
+NO_NORM = (None, None, 0.0)
+
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(fused_step, row)
+
+
+def fused_step(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor,
+    pdl_prefetch_safe: bool,
+    kept: Kept,
+) -> None:
+    """One launch for one token of each row.
+
+    A program has a head's state, or ``block_v`` rows of it where neither convolution nor norm
+    needs the head as a whole. ``pdl_prefetch_safe`` is without effect: no PDL here.
+    """
+    q, k, v, g, beta = tokens[:5]
+    kernel, value_blocks = _step_kernel(
+        path,
+        q.is_cuda,
+        *head_shape(tokens),
+        gate.kind,
+        tokens.beta_kind,
+        tokens.l2norm,
+        conv is None and norm is None,
+    )
+    rows, value_heads = v.shape[:2]
+    pool, indices = state.write, state.indices
+    assert pool is not None and indices is not None
+    conv_state, conv_weight, conv_bias = conv or NO_CONV
+    norm_weight, norm_gate, eps = norm or NO_NORM
+    stride_conv_n, stride_conv_c, stride_conv_w = conv.state.stride() if conv else (0, 0, 0)
+    kernel.launch(
+        (value_blocks * value_heads * rows, 1, 1),
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        g_ptr=g,
+        beta_ptr=beta,
+        a_log_ptr=gate.a_log,
+        dt_bias_ptr=gate.dt_bias,
+        state_ptr=pool,
+        state_indices_ptr=indices,
+        conv_state_ptr=conv_state,
+        conv_weight_ptr=conv_weight,
+        conv_bias_ptr=conv_bias,
+        norm_weight_ptr=norm_weight,
+        norm_gate_ptr=norm_gate,
+        out_ptr=out,
+        null_slot=state.null_slot,
+        lower_bound=gate.lower_bound,
+        scale=tokens.scale,
+        eps=eps,
+        stride_q_n=q.stride(0),
+        stride_k_n=k.stride(0),
+        stride_v_n=v.stride(0),
+        stride_g_n=g.stride(0),
+        stride_beta_n=beta.stride(0),
+        stride_state_n=pool.stride(0),
+        stride_conv_n=stride_conv_n,
+        stride_conv_c=stride_conv_c,
+        stride_conv_w=stride_conv_w,
+        stride_gate_n=0 if norm_gate is None else norm_gate.stride(0),
+        stride_out_n=out.stride(0),
+        HV=value_heads,
+    )
+
+
+def head_shape(tokens: TokenInputs) -> tuple[int, int, int]:
+    """Value heads per key head, K and V."""
+    return tokens.v.shape[1] // tokens.q.shape[1], tokens.q.shape[2], tokens.v.shape[2]
+
+
+def step_constexprs(
+    params: FusedStepParams | FusedVerifyParams,
+    is_gpu: bool,
+    heads_per_key: int,
+    key_dim: int,
+    value_dim: int,
+    gate: Gate,
+    beta: Beta,
+    l2norm: bool,
+) -> dict[str, Any]:
+    """The constexprs that the decode step and the verification have in common."""
+    import triton
+
+    block_k = triton.next_power_of_2(key_dim)
+    return {
+        "HEADS_PER_KEY": heads_per_key,
+        "K": key_dim,
+        "V": value_dim,
+        "BLOCK_K": block_k,
+        "K_INNER": min(params.k_inner, block_k),
+        "BLOCK_V": triton.next_power_of_2(value_dim),
+        "GATE": int(gate),
+        "BETA": int(beta),
+        "L2NORM": l2norm,
+        "FAST_MATH": params.fast_math and is_gpu,
+    }
+
+
+@functools.cache
+def _step_kernel(
+    path: KernelPath,
+    is_gpu: bool,
+    heads_per_key: int,
+    key_dim: int,
+    value_dim: int,
+    gate: Gate,
+    beta: Beta,
+    l2norm: bool,
+    split: bool,
+) -> tuple[KernelLaunch, int]:
+    """The kernel of one model on one path, and its programs per head."""
+    import triton
+
+    from backend_core.launch.triton import KernelLaunch
+    from kda_backend.kernels.decode_step import decode_step_kernel
+
+    params: FusedStepParams = path.params
+    constexprs = step_constexprs(
+        params, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
+    )
+    warps = params.num_warps
+    if split:
+        constexprs["BLOCK_V"] = min(params.block_v, constexprs["BLOCK_V"])
+        warps = params.split_num_warps
+    constexprs["EVICTION"] = params.eviction
+    launch = KernelLaunch(decode_step_kernel, constexprs, {"num_warps": warps})
+    return launch, triton.cdiv(value_dim, constexprs["BLOCK_V"])

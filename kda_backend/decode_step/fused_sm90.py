@@ -1,0 +1,251 @@
+"""The decode step on Hopper in CUDA C++ (kernels/sm90/decode_step.cu), for K = V = 128."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from backend_core.launch.cuda import CudaKernel, CudaParams
+from kda_backend.contract.step import is_aligned
+from kda_backend.contract.values import (
+    ConvInputs,
+    GateSpec,
+    Kept,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+)
+from kda_backend.launch_params import FusedStepSm90Params
+
+if TYPE_CHECKING:
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+    from kda_backend.selection import KdaShape
+
+SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "decode_step.cu"
+CTAS_PER_SM = {4: 3, 8: 2, 16: 1}  # by warps of a CTA; a tile of 64 KiB allows three
+_HINTS = {"": 0, "evict_first": 1, "evict_last": 2}
+PARAMS = CudaParams(
+    (
+        ("q", "Rows"),  # [N, H, 128], like k
+        ("k", "Rows"),
+        ("v", "Rows"),  # [N, HV, 128], like g
+        ("g", "Rows"),
+        ("beta", "Rows"),  # [N, HV]
+        ("a_log", "const void*"),  # [HV], or null
+        ("dt_bias", "const void*"),  # [HV, 128], or null
+        ("state", "Rows"),  # [slots, HV, 128, 128]
+        ("indices", "const int*"),  # [N]: slots
+        ("conv_state", "Windows"),  # [slots, C, W]
+        ("conv_weight", "const void*"),  # [C, 4]
+        ("conv_bias", "const void*"),  # [C]
+        ("norm_weight", "const void*"),  # [128]
+        ("norm_gate", "Rows"),  # [N, HV, 128], like out
+        ("out", "Rows"),
+        ("heads", "int"),  # value heads
+        ("heads_per_key", "int"),
+        ("null_slot", "int"),  # rows at it, as those at negative slots, are padding
+        ("lower_bound", "float"),
+        ("scale", "float"),
+        ("eps", "float"),
+        ("pdl_prefetch_safe", "int"),  # no kernel in flight writes pools, indices or weights
+    ),
+    {
+        "Rows": (("ptr", "void*"), ("stride", "i64")),
+        "Windows": (("ptr", "void*"), *((f"stride_{axis}", "i64") for axis in "ncw")),
+    },
+)
+_TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(step_sm90, row)
+
+
+def step_sm90(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor,
+    pdl_prefetch_safe: bool,
+    kept: Kept,
+) -> None:
+    """One launch: a cluster of ``split`` CTAs of ``warps`` warps shares a head's state.
+
+    The CTAs are placed while the kernel before runs, and wait for its end. With
+    ``pdl_prefetch_safe`` they fetch slots, states, windows and weights before they wait.
+
+    Raises:
+        ValueError: the pool or the convolution's weight is not aligned.
+    """
+    layout = kept.get(path)
+    if layout is None:
+        if not is_aligned(state, conv):
+            raise _misaligned(state, conv)
+        layout = kept[path] = _layout(path, tokens, gate, state, conv, norm, out)
+    q, k, v, g, beta, _, _, scale = tokens
+    conv_state, taps, conv_bias = conv or (None, None, None)
+    norm_weight, norm_gate, eps = norm or (None, None, 0.0)
+    pool, weight = _address(state.write), _address(taps)
+    if (pool | weight) & 15:  # the slot stride was checked with the layout
+        raise _misaligned(state, conv)
+    params = PARAMS.pack(
+        q=(q.data_ptr(), layout.q),
+        k=(k.data_ptr(), layout.k),
+        v=(v.data_ptr(), layout.v),
+        g=(g.data_ptr(), layout.g),
+        beta=(beta.data_ptr(), layout.beta),
+        a_log=_address(gate.a_log),
+        dt_bias=_address(gate.dt_bias),
+        state=(pool, layout.state),
+        indices=_address(state.indices),
+        conv_state=(_address(conv_state), *layout.conv_state),
+        conv_weight=weight,
+        conv_bias=_address(conv_bias),
+        norm_weight=_address(norm_weight),
+        norm_gate=(_address(norm_gate), layout.norm_gate),
+        out=(out.data_ptr(), layout.out),
+        heads=layout.heads,
+        heads_per_key=layout.heads_per_key,
+        null_slot=state.null_slot,
+        lower_bound=gate.lower_bound,
+        scale=scale,
+        eps=eps,
+        pdl_prefetch_safe=pdl_prefetch_safe,
+    )
+    layout.kernel(layout.ctas, layout.threads, params, pdl=True)
+
+
+class _Layout(NamedTuple):
+    """The part that calls alike share.
+
+    Attributes:
+        q, k, v, g, beta, state, norm_gate, out: strides of a row or slot.
+        conv_state: all strides, zeros without a convolution.
+        ctas, threads: of the launch.
+    """
+
+    kernel: CudaKernel
+    ctas: int
+    threads: int
+    heads: int
+    heads_per_key: int
+    q: int
+    k: int
+    v: int
+    g: int
+    beta: int
+    state: int
+    conv_state: tuple[int, ...]
+    norm_gate: int
+    out: int
+
+
+def _layout(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor,
+) -> _Layout:
+    q, k, v, g, beta = tokens[:5]
+    pool = state.write
+    assert pool is not None
+    conv_state, taps, conv_bias = conv or (None, None, None)
+    norm_weight, norm_gate, _ = norm or (None, None, 0.0)
+    optional = (gate.a_log, gate.dt_bias, conv_state, taps, conv_bias, norm_weight, norm_gate)
+    launch: FusedStepSm90Params = path.params
+    kernel = _kernel(
+        launch,
+        gate.kind,
+        tokens.beta_kind,
+        tokens.l2norm,
+        pool.dtype,
+        q.dtype,
+        g.dtype,
+        beta.dtype,
+        *(None if tensor is None else tensor.dtype for tensor in optional),
+    )
+    rows, value_heads = v.shape[:2]
+    return _Layout(
+        kernel=kernel,
+        ctas=rows * value_heads * launch.split,
+        threads=32 * launch.warps,
+        heads=value_heads,
+        heads_per_key=value_heads // q.shape[1],
+        q=q.stride(0),
+        k=k.stride(0),
+        v=v.stride(0),
+        g=g.stride(0),
+        beta=beta.stride(0),
+        state=pool.stride(0),
+        conv_state=(0, 0, 0) if conv_state is None else conv_state.stride(),
+        norm_gate=0 if norm_gate is None else norm_gate.stride(0),
+        out=out.stride(0),
+    )
+
+
+def _misaligned(state: StateRef, conv: ConvInputs | None) -> ValueError:
+    """Bulk copies need states on 16 bytes; so do the four taps of a channel."""
+    assert state.write is not None
+    weight = "none" if conv is None else hex(conv.weight.data_ptr())
+    return ValueError(
+        "state_pool's slots and conv_weight must start at multiples of 16 bytes for path"
+        f" fused_sm90, got addresses {state.write.data_ptr():#x} and {weight}, and"
+        f" {state.write.stride(0)} elements per slot: pass a selection made with"
+        " KdaShape(..., aligned_state=False)"
+    )
+
+
+def defines(
+    launch: FusedStepSm90Params,
+    gate: int,
+    beta: int,
+    l2norm: bool,
+    state: torch.dtype,
+    x: torch.dtype,
+    g: torch.dtype,
+    beta_dtype: torch.dtype,
+    *optional: torch.dtype | None,
+) -> dict[str, int]:
+    """Preprocessor constants of one variant.
+
+    Args:
+        optional: of A_log, dt_bias, the convolution's state, weight and bias, the norm's weight and
+            gate; ``None`` is a tensor that is not there.
+    """
+    names = ("A", "DT", "CONV", "TAPS", "BIAS", "NORM", "Z")
+    types = {"X": x, "G": g, "BETA": beta_dtype, **dict(zip(names, optional, strict=True))}
+    return {
+        "SPLIT": launch.split,
+        "WARPS": launch.warps,
+        "MIN_BLOCKS": CTAS_PER_SM[launch.warps],
+        "LOAD_HINT": _HINTS[launch.load_hint],
+        "STORE_HINT": _HINTS[launch.store_hint],
+        "GATE": int(gate),
+        "BETA": int(beta),
+        "L2NORM": int(l2norm),
+        "HAS_CONV": int(types["CONV"] is not None),
+        "HAS_BIAS": int(types["BIAS"] is not None),
+        "HAS_NORM": int(types["NORM"] is not None),
+        "STATE_BF16": int(state == torch.bfloat16),
+        **{f"DT_{name}": _TYPE[dtype or torch.float32] for name, dtype in types.items()},
+    }
+
+
+@functools.cache
+def _kernel(*variant: Any) -> CudaKernel:
+    return CudaKernel(SOURCE, "decode_step", PARAMS, defines(*variant))
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

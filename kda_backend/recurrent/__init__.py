@@ -1,0 +1,1 @@
+"""The paths of `fused_recurrent_kda`, which walks sequences token by token."""

@@ -1,0 +1,130 @@
+"""The recurrence in Triton: sequences short enough to walk token by token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.launch_params import RecurrentParams
+from kda_backend.spec import Beta, Gate
+
+if TYPE_CHECKING:
+    from backend_core.launch.triton import KernelLaunch
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+    from kda_backend.selection import KdaShape
+
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(recurrent, row)
+
+
+def recurrent(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    cu_seqlens: torch.Tensor | None,
+    state: StateRef,
+    out: torch.Tensor,
+) -> None:
+    """One launch: each program walks the tokens of one sequence for ``block_v`` value rows."""
+    q, k, v, g, beta = tokens[:5]
+    batch, length, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    kernel, value_blocks = _recurrent_kernel(
+        path,
+        q.is_cuda,
+        value_heads // heads,
+        key_dim,
+        value_dim,
+        gate.kind,
+        tokens.beta_kind,
+        tokens.l2norm,
+    )
+    _, stride_q_t, stride_q_h, _ = q.stride()
+    _, stride_k_t, stride_k_h, _ = k.stride()
+    _, stride_v_t, stride_v_h, _ = v.stride()
+    _, stride_g_t, stride_g_h, _ = g.stride()
+    _, stride_beta_t, stride_beta_h = beta.stride()
+    _, stride_o_t, stride_o_h, _ = out.stride()
+    stride_in_n, stride_in_h, stride_in_v, stride_in_k = state.strides(state.read)
+    stride_out_n, stride_out_h, stride_out_v, stride_out_k = state.strides(state.write)
+    kernel.launch(
+        (value_blocks * value_heads * sequences, 1, 1),
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        g_ptr=g,
+        beta_ptr=beta,
+        a_log_ptr=gate.a_log,
+        dt_bias_ptr=gate.dt_bias,
+        o_ptr=out,
+        state_in_ptr=state.read,
+        state_out_ptr=state.write,
+        state_indices_ptr=state.indices,
+        has_initial_state_ptr=state.has_initial,
+        cu_seqlens_ptr=cu_seqlens,
+        tokens_per_sequence=length,
+        lower_bound=gate.lower_bound,
+        scale=tokens.scale,
+        stride_q_t=stride_q_t,
+        stride_q_h=stride_q_h,
+        stride_k_t=stride_k_t,
+        stride_k_h=stride_k_h,
+        stride_v_t=stride_v_t,
+        stride_v_h=stride_v_h,
+        stride_g_t=stride_g_t,
+        stride_g_h=stride_g_h,
+        stride_beta_t=stride_beta_t,
+        stride_beta_h=stride_beta_h,
+        stride_o_t=stride_o_t,
+        stride_o_h=stride_o_h,
+        stride_in_n=stride_in_n,
+        stride_in_h=stride_in_h,
+        stride_in_v=stride_in_v,
+        stride_in_k=stride_in_k,
+        stride_out_n=stride_out_n,
+        stride_out_h=stride_out_h,
+        stride_out_v=stride_out_v,
+        stride_out_k=stride_out_k,
+        HV=value_heads,
+    )
+
+
+@functools.cache
+def _recurrent_kernel(
+    path: KernelPath,
+    is_gpu: bool,
+    heads_per_key: int,
+    key_dim: int,
+    value_dim: int,
+    gate: Gate,
+    beta: Beta,
+    l2norm: bool,
+) -> tuple[KernelLaunch, int]:
+    """The kernel of one model on one path, and its programs per head; the imports need triton."""
+    import triton
+
+    from backend_core.launch.triton import KernelLaunch
+    from kda_backend.kernels.recurrent import recurrent_kernel
+
+    params: RecurrentParams = path.params
+    block_v = min(params.block_v, triton.next_power_of_2(value_dim))
+    constexprs = {
+        "HEADS_PER_KEY": heads_per_key,
+        "K": key_dim,
+        "V": value_dim,
+        "BLOCK_K": triton.next_power_of_2(key_dim),
+        "BLOCK_V": block_v,
+        "GATE": int(gate),
+        "BETA": int(beta),
+        "L2NORM": l2norm,
+        "FAST_MATH": params.fast_math and is_gpu,
+    }
+    launch = KernelLaunch(recurrent_kernel, constexprs, {"num_warps": params.num_warps})
+    return launch, triton.cdiv(value_dim, block_v)

@@ -1,0 +1,1 @@
+"""The paths of `kda_verify_step`: the drafted tokens of each sequence."""

@@ -1,0 +1,140 @@
+"""The verification of drafts in one Triton launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from kda_backend.contract.step import DraftShape
+from kda_backend.contract.values import (
+    ConvInputs,
+    DraftInputs,
+    GateSpec,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+)
+from kda_backend.decode_step.fused import NO_CONV, NO_NORM, head_shape, step_constexprs
+from kda_backend.launch_params import FusedVerifyParams
+from kda_backend.spec import Beta, Gate
+
+if TYPE_CHECKING:
+    from backend_core.launch.triton import KernelLaunch
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+    from kda_backend.selection import KdaShape
+
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+    return functools.partial(fused_verification, row)
+
+
+def fused_verification(
+    path: KernelPath,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    draft: DraftInputs,
+    shape: DraftShape,
+    conv: ConvInputs | None,
+    norm: NormInputs | None,
+    out: torch.Tensor,
+) -> None:
+    """One launch for a draft of each sequence; a program has the state of a head."""
+    q, k, v, g, beta = tokens[:5]
+    kernel = _verify_kernel(
+        path, q.is_cuda, *head_shape(tokens), gate.kind, tokens.beta_kind, tokens.l2norm
+    )
+    num_tokens, value_heads = v.shape[:2]
+    pool, indices = state.write, state.indices
+    assert pool is not None and indices is not None
+    conv_state, conv_weight, conv_bias = conv or NO_CONV
+    norm_weight, norm_gate, eps = norm or NO_NORM
+    stride_conv_n, stride_conv_c, stride_conv_w = conv.state.stride() if conv else (0, 0, 0)
+    windows = draft.windows
+    stride_windows_n = stride_windows_t = stride_windows_c = stride_windows_w = 0
+    if windows is not None:
+        stride_windows_n, stride_windows_t, stride_windows_c, stride_windows_w = windows.stride()
+    if draft.states is None or draft.indices is None:
+        # token t of sequence n has slot [n, t] of the pool
+        write, write_indices, null_write = pool, indices, state.null_slot
+        stride_write_indices_t, stride_write_t = 1, 0
+    else:
+        write, write_indices, null_write = draft.states, draft.indices, -1
+        stride_write_indices_t, stride_write_t = 0, draft.states.stride(1)
+    kernel.launch(
+        (value_heads * shape.num_sequences, 1, 1),
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        g_ptr=g,
+        beta_ptr=beta,
+        a_log_ptr=gate.a_log,
+        dt_bias_ptr=gate.dt_bias,
+        state_ptr=pool,
+        state_indices_ptr=indices,
+        num_accepted_ptr=draft.num_accepted,
+        write_ptr=write,
+        write_indices_ptr=write_indices,
+        conv_state_ptr=conv_state,
+        conv_weight_ptr=conv_weight,
+        conv_bias_ptr=conv_bias,
+        windows_ptr=windows,
+        norm_weight_ptr=norm_weight,
+        norm_gate_ptr=norm_gate,
+        out_ptr=out,
+        cu_seqlens_ptr=draft.cu_seqlens,
+        tokens_per_sequence=num_tokens // max(shape.num_sequences, 1),
+        max_tokens=shape.max_tokens,
+        null_slot=state.null_slot,
+        null_write=null_write,
+        lower_bound=gate.lower_bound,
+        scale=tokens.scale,
+        eps=eps,
+        stride_q_t=q.stride(0),
+        stride_k_t=k.stride(0),
+        stride_v_t=v.stride(0),
+        stride_g_t=g.stride(0),
+        stride_beta_t=beta.stride(0),
+        stride_indices_n=indices.stride(0),
+        stride_state_n=pool.stride(0),
+        stride_write_indices_n=write_indices.stride(0),
+        stride_write_indices_t=stride_write_indices_t,
+        stride_write_n=write.stride(0),
+        stride_write_t=stride_write_t,
+        stride_conv_n=stride_conv_n,
+        stride_conv_c=stride_conv_c,
+        stride_conv_w=stride_conv_w,
+        stride_windows_n=stride_windows_n,
+        stride_windows_t=stride_windows_t,
+        stride_windows_c=stride_windows_c,
+        stride_windows_w=stride_windows_w,
+        stride_gate_t=0 if norm_gate is None else norm_gate.stride(0),
+        stride_out_t=out.stride(0),
+        HV=value_heads,
+    )
+
+
+@functools.cache
+def _verify_kernel(
+    path: KernelPath,
+    is_gpu: bool,
+    heads_per_key: int,
+    key_dim: int,
+    value_dim: int,
+    gate: Gate,
+    beta: Beta,
+    l2norm: bool,
+) -> KernelLaunch:
+    from backend_core.launch.triton import KernelLaunch
+    from kda_backend.kernels.verify_step import verify_step_kernel
+
+    params: FusedVerifyParams = path.params
+    constexprs = step_constexprs(
+        params, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
+    )
+    options = {"num_warps": params.num_warps}
+    return KernelLaunch(verify_step_kernel, constexprs, options)

@@ -1,0 +1,30 @@
+"""Attention over blocks in torch, of what the 8-bit kernel multiplies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from backend_core.tables.schema import KernelPath
+from backend_core.target import Target
+from softmax_backend.contract.block_sparse import BlockSparseInputs
+from softmax_backend.dense8 import QuantisedRun
+from softmax_backend.dense16 import torch as exact
+from softmax_backend.plan.block_plan import BlockPlan
+from softmax_backend.spec_block_sparse import QuantisedSpec
+from softmax_backend.variants.sage import Quantised, dequantised
+from softmax_backend.variants.variant import SOFTMAX
+
+
+def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
+    return run
+
+
+def run(
+    x: Quantised, plan: BlockPlan, scale: float, q_position: int, out: Tensor, lse: Tensor
+) -> None:
+    sequences = plan.sequences.clone()
+    sequences[:, 5] = q_position
+    plan = dataclasses.replace(plan, sequences=sequences)
+    exact.run(BlockSparseInputs(*dequantised(x), plan, SOFTMAX, scale, out, lse))

@@ -1,1 +1,0 @@
-"""One pipeline per kernel path: (path, inputs, scratch, pdl_prefetch_safe) -> None."""

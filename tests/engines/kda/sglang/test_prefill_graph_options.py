@@ -1,0 +1,96 @@
+"""Prefill graphs by the flag alone: what sglang resolves, and which KDA layers may be captured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
+from sglang.srt.layers.attention import hybrid_linear_attn_backend
+from sglang.srt.model_executor import cuda_graph_config
+
+from kda_backend.engines import sglang_layer, sglang_prefill_graphs
+from tests.engines.kda.sglang.harness import Served, server_args
+
+FLAG = ("--attention-backend", "kda")
+
+
+@pytest.fixture(autouse=True)
+def default_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.20 and 0.5.21 have another default where there is no CUDA."""
+    monkeypatch.setattr(
+        cuda_graph_config, "default_prefill_backend", lambda: "breakable", raising=False
+    )
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_prefill_graphs, "is_cuda", lambda: True)
+
+
+def prefill(*options: str) -> Any:
+    return resolving_view(server_args(*options)).cuda_graph_config.prefill
+
+
+def test_graphs_are_on_with_the_flag_alone(on_a_gpu: None) -> None:
+    assert prefill().backend == "disabled"
+    config = prefill(*FLAG)
+    assert (config.backend, config.max_bs) == ("breakable", 1024)
+    assert config.bs == list(sglang_prefill_graphs.BUCKETS)
+    # every batch of up to so many tokens has a graph of less than twice as many
+    assert all(b < 2 * a for a, b in zip(config.bs, config.bs[1:], strict=False) if a > 16)
+
+
+def test_graphs_stay_off_without_a_gpu() -> None:
+    assert prefill(*FLAG).backend == "disabled"
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "most"),
+    [
+        (("--disable-prefill-cuda-graph",), "disabled", None),
+        (("--disable-cuda-graph",), "disabled", None),
+        (("--cuda-graph-max-bs-prefill", "512"), "breakable", 512),
+        (("--cuda-graph-backend-prefill", "breakable"), "breakable", None),
+        (("--pp-size", "2"), "disabled", None),
+        (("--disaggregation-mode", "decode"), "disabled", None),
+        (("--enable-memory-saver",), "disabled", None),
+        (("--chunked-prefill-size", "512"), "breakable", 512),
+    ],
+)
+def test_what_the_user_says_and_sglangs_other_rules_stay(
+    on_a_gpu: None, options: tuple[str, ...], backend: str, most: int | None
+) -> None:
+    config = prefill(*FLAG, *options)
+    assert config.backend == backend
+    if most is not None:
+        assert max(config.bs) == config.max_bs == most
+
+
+def test_a_graph_breaks_at_kda_layers_that_stay_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's kernel takes logits for step sizes in a captured prefill of Kimi-Linear."""
+    if not hasattr(hybrid_linear_attn_backend, "check_cuda_graph_backend"):
+        pytest.skip("this sglang runs KDA outside of prefill graphs")
+    monkeypatch.setattr(hybrid_linear_attn_backend, "check_cuda_graph_backend", lambda *_: True)
+    served = Served(*FLAG)
+    assert served.backend.use_captured_forward_metadata_for_breakable_cuda_graph
+    assert served.backend.prefill_cuda_graph_max_batch_size == 16
+    assert served.backend.linear_attn_backend.prefill_graph_max_seqs == 16
+
+    def no_path(*_: Any) -> None:
+        raise LookupError("no path of cpu serves K = 512")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_layer, "selection_for", no_path)
+        served = Served(*FLAG)
+    assert not served.backend.use_captured_forward_metadata_for_breakable_cuda_graph
+
+
+def test_glms_own_graphs_stay() -> None:
+    """Its step sizes are right in upstream's kernel."""
+    backend = SimpleNamespace(use_captured_forward_metadata_for_breakable_cuda_graph=True)
+    config = SimpleNamespace(architectures=["Glm5NextForConditionalGeneration"])
+    runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+    sglang_prefill_graphs.prepare(backend, runner, ours=False)
+    assert backend.use_captured_forward_metadata_for_breakable_cuda_graph

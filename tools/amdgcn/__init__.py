@@ -1,0 +1,1 @@
+"""An interpreter of CDNA machine code; README.md says what it models."""

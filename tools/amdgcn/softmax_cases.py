@@ -1,0 +1,96 @@
+"""Cases of the softmax family: its kit's on each row of a table, and the operators
+and variants that the rows can select and the kit leaves out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from backend_core.family import families
+from backend_core.tables.select import load_table
+from backend_core.target import Target
+from softmax_backend import block_sparse
+from softmax_backend.decode import triton as mla_triton
+from softmax_backend.flashinfer import cascade
+from softmax_backend.sparse import triton as sparse_mla_triton
+from tools.amdgcn import softmax_decode_cases, softmax_prefill_cases
+from tools.amdgcn.case import CPU, Answer, ExecutionCase
+from tools.amdgcn.device import TARGETS
+
+NUM_SMS = 4
+"""Of the GPU that steps are planned for: few, so that small inputs have splits."""
+_BOTH = (
+    "mla_decode triton: 16 heads, drafts of 2",
+    "sparse_mla triton: 8 heads, 1 query tokens, 1 splits",
+    "block_sparse_int8: per_warp",
+)
+_FURTHER = ("mla_decode: two levels, sinks", "block_sparse: pages of 16", "cascade")
+HERE = ("shared prefix", "cascade of two levels", "predicted blocks")
+"""Cases of the kit of which this folder has smaller ones, of more variants."""
+QUICK = {"gfx942": _BOTH, "gfx950": (*_BOTH, *_FURTHER)}
+LARGE = (
+    "mla_decode triton: ragged",
+    "sparse_mla triton: 8 heads, 2 query tokens, 3 splits",
+    "sparse_mla triton: prefill over rows of bf16",
+    "block_sparse: pages of 16",
+    "block_sparse: packed sequences, bf16",
+    "block_sparse_int8: per_warp",
+    "cascade",
+    "predict: causal, cdf",
+)
+"""These run as for tensors beyond 2 GiB, too."""
+
+
+def all_cases(arch: str) -> Iterator[ExecutionCase]:
+    family = families()["softmax"]
+    rows = {row.operator: row for row in load_table(family.tables, TARGETS[arch]).rows}
+    found: dict[str, Callable[[Target], Answer]] = {}
+    for row in rows.values():
+        for name, case in family.check_cases(row).items():
+            if name in HERE:
+                continue
+            found[f"{row.operator} {row.name}: {name}"] = _of_kit(case)
+    found |= softmax_decode_cases.decode_cases(rows["mla_decode"])
+    found |= softmax_decode_cases.sparse_cases(rows["sparse_mla"])
+    found |= softmax_decode_cases.merge_cases()
+    found |= softmax_prefill_cases.all_cases()
+    for chosen in (QUICK[arch], LARGE):
+        assert set(chosen) <= set(found), sorted(set(chosen) - set(found))
+    for name, run in found.items():
+        title, placed = f"softmax {name}", _placed(run)
+        yield ExecutionCase(title, arch, placed, False, name in QUICK[arch])
+        if name in LARGE:
+            yield ExecutionCase(f"{title}, over 2 GiB", arch, placed, True)
+
+
+def _of_kit(case: Any) -> Callable[[Target], Answer]:
+    def run(target: Target) -> Answer:
+        answer: Answer = case(target, CPU)
+        return answer
+
+    return run
+
+
+def _placed(run: Callable[[Target], Answer]) -> Callable[[Target], Answer]:
+    def placed(target: Target) -> Answer:
+        few = dataclasses.replace(target, num_sms=NUM_SMS)
+        with _as_on(few):
+            return run(few)
+
+    return placed
+
+
+@contextlib.contextmanager
+def _as_on(target: Target) -> Iterator[None]:
+    """CPU tensors select the target's rows, and products take the dtypes that they take there."""
+    with contextlib.ExitStack() as stack:
+        selects = mock.patch.object(block_sparse, "detect_target", lambda device: target)
+        stack.enter_context(selects)
+        same = mock.patch.object(cascade, "operand_dtype", lambda x: x.dtype)
+        stack.enter_context(same)
+        for module in (mla_triton, sparse_mla_triton):
+            stack.enter_context(mock.patch.object(module, "interprets", lambda: False))
+        yield

@@ -1,0 +1,48 @@
+"""The kernels' own AMD instructions, executed: the quick cases of `cases`. ``make test-amd`` runs
+all of them, and its result is checked here against what the compile reports hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.amdgcn.case import ExecutionCase
+from tools.amdgcn.cases import all_cases
+from tools.amdgcn.device import TARGETS, Device
+from tools.amdgcn.report import PARTS, failures
+
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "amdgcn_execution.json"
+NOT_EXECUTED = [
+    "gfx942 softmax not_executed: v_cmp_nge_f32",
+    "gfx942 softmax not_executed: v_cvt_i32_f32",
+    "gfx942 softmax not_executed: v_pk_mov_b32",
+    "gfx950 softmax not_executed: v_cmp_nge_f32",
+    "gfx950 softmax not_executed: v_cvt_i32_f32",
+]
+"""Instructions of the compile reports for which no case is written yet."""
+QUICK = [case for arch in TARGETS for case in all_cases(arch) if case.is_quick]
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels run on the GPU, not in place of the interpreter"
+)
+@pytest.mark.parametrize("case", QUICK, ids=[f"{case.arch} {case.name}" for case in QUICK])
+def test_execution(case: ExecutionCase) -> None:
+    with Device(case.arch, is_large=case.is_large) as device:
+        error, allowed = case.run(device.target)
+    assert device.runs and all(run.instructions for run in device.runs.values())
+    assert error <= allowed
+
+
+def test_the_committed_result_covers_every_case_kernel_and_opcode() -> None:
+    parts = json.loads(RESULT.read_text(encoding="utf-8"))["parts"]
+    assert [f"{part['arch']} {part['family']}" for part in parts] == PARTS
+    done = {
+        (part["arch"], line["case"]) for part in parts for line in part["cases"] if line["passed"]
+    }
+    wanted = {(case.arch, case.name) for arch in TARGETS for case in all_cases(arch)}
+    assert wanted - done == set(), "make test-amd"
+    assert [text for part in parts for text in failures(part)] == NOT_EXECUTED
