@@ -137,7 +137,11 @@ def test_the_flag_replaces_the_class_and_keeps_its_parameters(model: Model, conf
         assert torch.equal(mine, parameter), name
     assert ours.get_state_shape() == upstream.get_state_shape()
     assert ours.get_state_dtype() == upstream.get_state_dtype()
-    assert ours.get_attn_backend() is upstream.get_attn_backend()
+    # one class for all layers, by which vLLM groups them; upstream's but for the builder
+    backend, kept = ours.get_attn_backend(), upstream.get_attn_backend()
+    assert backend is build(model, config).get_attn_backend()
+    assert backend.__bases__ == (kept,) and backend.get_name() == kept.get_name()
+    assert issubclass(backend.get_builder_cls(), kept.get_builder_cls())
 
 
 def test_prefills_match_the_definition(model: Model, layer: Any, config: Any) -> None:
