@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 NO_CONV = (None, None, None)
 NO_NORM = (None, None, 0.0)
+AXES = {
+    **dict.fromkeys(("q", "k", "v", "g", "beta", "state", "norm_gate", "out"), "n"),
+    "conv_state": "ncw",
+}
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
@@ -64,7 +68,6 @@ def fused_step(
     assert pool is not None and indices is not None
     conv_state, conv_weight, conv_bias = conv or NO_CONV
     norm_weight, norm_gate, eps = norm or NO_NORM
-    stride_conv_n, stride_conv_c, stride_conv_w = conv.state.stride() if conv else (0, 0, 0)
     kernel.launch(
         (value_blocks * value_heads * rows, 1, 1),
         q_ptr=q,
@@ -86,17 +89,6 @@ def fused_step(
         lower_bound=gate.lower_bound,
         scale=tokens.scale,
         eps=eps,
-        stride_q_n=q.stride(0),
-        stride_k_n=k.stride(0),
-        stride_v_n=v.stride(0),
-        stride_g_n=g.stride(0),
-        stride_beta_n=beta.stride(0),
-        stride_state_n=pool.stride(0),
-        stride_conv_n=stride_conv_n,
-        stride_conv_c=stride_conv_c,
-        stride_conv_w=stride_conv_w,
-        stride_gate_n=0 if norm_gate is None else norm_gate.stride(0),
-        stride_out_n=out.stride(0),
         HV=value_heads,
     )
 
@@ -161,5 +153,5 @@ def _step_kernel(
         constexprs["BLOCK_V"] = min(params.block_v, constexprs["BLOCK_V"])
         warps = params.split_num_warps
     constexprs["EVICTION"] = params.eviction
-    launch = KernelLaunch(decode_step_kernel, constexprs, {"num_warps": warps})
+    launch = KernelLaunch(decode_step_kernel, constexprs, {"num_warps": warps}, axes=AXES)
     return launch, triton.cdiv(value_dim, constexprs["BLOCK_V"])

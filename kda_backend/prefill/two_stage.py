@@ -69,6 +69,7 @@ def two_stage(
         tokens.beta_kind,
         tokens.l2norm,
         0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
+        state.v_first,
     )
     table = step_plan.chunk_table
     assert table is not None
@@ -76,11 +77,6 @@ def two_stage(
     tile_bytes = tile_elements(key_dim, value_dim) * dtype.itemsize
     tiles, totals = scratch.buffers(num_tiles, tile_bytes, key_dim)
     tiles = tiles.view(dtype)
-    _, stride_q_t, stride_q_h, _ = q.stride()
-    _, stride_k_t, stride_k_h, _ = k.stride()
-    _, stride_v_t, stride_v_h, _ = v.stride()
-    _, stride_g_t, stride_g_h, _ = g.stride()
-    _, stride_beta_t, stride_beta_h = beta.stride()
     kernels.intra.launch(
         (num_tiles, 1, 1),
         q_ptr=q,
@@ -95,24 +91,10 @@ def two_stage(
         chunk_start_ptr=table.start,
         chunk_len_ptr=table.length,
         lower_bound=gate.lower_bound,
-        stride_q_t=stride_q_t,
-        stride_q_h=stride_q_h,
-        stride_k_t=stride_k_t,
-        stride_k_h=stride_k_h,
-        stride_v_t=stride_v_t,
-        stride_v_h=stride_v_h,
-        stride_g_t=stride_g_t,
-        stride_g_h=stride_g_h,
-        stride_beta_t=stride_beta_t,
-        stride_beta_h=stride_beta_h,
         HV=value_heads,
     )
     num_tasks = value_heads * step_plan.num_sequences
     block_v = kernels.value_rows(num_tasks, detect_target(q.device).num_sms)
-    _, stride_o_t, stride_o_h, _ = out.stride()
-    stride_in_n, stride_in_h, stride_in_v, stride_in_k = state.strides(state.read)
-    stride_out_n, stride_out_h, stride_out_v, stride_out_k = state.strides(state.write)
-    stride_c_n, stride_c_h, stride_c_v, stride_c_k = state.strides(chunk_states)
     kernels.scans[block_v].launch(
         (-(-value_dim // block_v) * num_tasks, 1, 1),
         tile_ptr=tiles,
@@ -129,20 +111,6 @@ def two_stage(
         cu_seqlens_ptr=step_plan.cu_seqlens,
         chunk_offsets_ptr=table.offsets,
         scale=tokens.scale,
-        stride_o_t=stride_o_t,
-        stride_o_h=stride_o_h,
-        stride_in_n=stride_in_n,
-        stride_in_h=stride_in_h,
-        stride_in_v=stride_in_v,
-        stride_in_k=stride_in_k,
-        stride_out_n=stride_out_n,
-        stride_out_h=stride_out_h,
-        stride_out_v=stride_out_v,
-        stride_out_k=stride_out_k,
-        stride_c_n=stride_c_n,
-        stride_c_h=stride_c_h,
-        stride_c_v=stride_c_v,
-        stride_c_k=stride_c_k,
         stride_snapshot_n=state.snapshot_stride,
         HV=value_heads,
     )
@@ -176,6 +144,7 @@ def _two_stage_kernels(
     beta: Beta,
     l2norm: bool,
     num_snapshots: int,
+    v_first: bool,
 ) -> _TwoStageKernels:
     """The kernels of one model on one path; the imports need triton."""
     import triton
@@ -216,7 +185,10 @@ def _two_stage_kernels(
             "CHUNK": CHUNK,
         },
         intra_options,
+        axes=dict.fromkeys(("q", "k", "v", "g", "beta"), ".th"),
     )
+    states = ("state_in", "state_out", "chunk_states")
+    axes = {"o": ".th", **dict.fromkeys(states, "nhvk" if v_first else "nhkv")}
     scan_options: dict[str, int | bool] = {"num_warps": params.scan_num_warps}
     if pdl:
         scan_options["launch_pdl"] = True
@@ -235,6 +207,7 @@ def _two_stage_kernels(
                 "CHUNK": CHUNK,
             },
             scan_options,
+            axes=axes,
         )
         for rows in (16, 32, 64, 128)
         if least <= rows <= most
