@@ -21,7 +21,7 @@ from kda_backend.contract.sequences import (
 from kda_backend.contract.states import check_slots
 from kda_backend.contract.tokens import refuse_gradients
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs, beta_kind_of
-from kda_backend.prefill.paths import run_prefill
+from kda_backend.prefill.paths import path_of
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import CHUNK
@@ -150,7 +150,9 @@ def chunk_kda(
     if return_intermediate_states:
         chunk_states = k.new_empty(state.shape(tokens, step_plan.num_chunks))
     written = out if out_packed else packed_rows(out)
-    run_prefill(selection, tokens, gate, step_plan, state, written, chunk_states, scratch, kept)
+    scratch = Scratch(q.device) if scratch is None else scratch
+    run = path_of(selection, tokens, step_plan, state)
+    run(tokens, gate, step_plan, state, written, chunk_states, scratch, kept)
     final_state = state.write if output_final_state else None
     if chunk_states is None:
         return out, final_state

@@ -182,7 +182,10 @@ def two_stage_sm90(
         scan_params += pack_snapshot_pool(state)
     intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
     if conv is not None:
-        convolving = conv_sm90.load_kernels(device, variant, conv.weight.dtype)
+        convolving = kept.get(conv.weight.dtype)
+        if convolving is None:
+            convolving = conv_sm90.load_kernels(device, variant, conv.weight.dtype)
+            kept[conv.weight.dtype] = convolving
         intra = convolving[schedule.intra_ctas_per_sm]
         intra_params += conv_sm90.pack(conv, state, step_plan, tokens.q.shape[2])
     intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
