@@ -144,6 +144,7 @@ def prefill(
         *[x.stride() for x in (*tokens, *pools)],
         pools.state.data_ptr() & 15,
         weights.conv.data_ptr() & 15,
+        checkpoints is None,
     )
     ready = None if known is None else known.get(layout)
     if ready is None:
