@@ -30,7 +30,7 @@ from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
 from kda_backend import layer, reference
-from kda_backend.contract.values import StateRef
+from kda_backend.contract.values import PrefillCall, StateRef
 from kda_backend.launch_params import TABLES
 from kda_backend.layer_stages import gated_norm, short_conv
 from kda_backend.prefill.paths import path_of
@@ -180,13 +180,14 @@ class Layer:
         state = StateRef.pool(pools.state, self.slots, self.has_initial)
         out = torch.empty_like(tokens.out)
         of_values = (tokens.qkv[:, first:], weights.conv[first:], pools.conv[:, first:])
-        call = (rows, weights.gate, plan, state, out.unsqueeze(0), None, self.scratch, {})
+        one = out.unsqueeze(0)
+        call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, {})
         prefill = path_of(selection, rows, plan, state)
         norm = (tokens.out, tokens.gate, weights.norm, weights.norm_eps, out)
         return {
             "conv": lambda: short_conv(tokens.qkv, weights.conv, pools.conv, *where),
             "conv_of_v": lambda: short_conv(*of_values, *where),
-            "prefill": lambda: prefill(*call),
+            "prefill": lambda: prefill(call),
             "norm": lambda: gated_norm(*norm, kernels=plan.chunk_table is not None),
         }
 

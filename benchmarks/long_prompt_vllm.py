@@ -198,12 +198,12 @@ class Follower:
     def _followed(self, *call: Any) -> Any:
         run = self._path_of(*call)
 
-        def prefill(tokens: Any, gate: Any, plan: Any, state: Any, out: Any, *rest: Any) -> None:
-            run(tokens, gate, plan, state, out, *rest)
+        def prefill(call: Any) -> None:
+            run(call)
             if self._layer is None:
-                self._layer = gate.a_log.data_ptr()
-            if gate.a_log.data_ptr() == self._layer:
-                self._compare(tokens, gate, state, out)
+                self._layer = call.gate.a_log.data_ptr()
+            if call.gate.a_log.data_ptr() == self._layer:
+                self._compare(call.tokens, call.gate, call.state, call.out)
 
         return prefill
 

@@ -20,7 +20,14 @@ from kda_backend.contract.sequences import (
 )
 from kda_backend.contract.states import check_slots
 from kda_backend.contract.tokens import refuse_gradients
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs, beta_kind_of
+from kda_backend.contract.values import (
+    GateSpec,
+    PrefillCall,
+    RecurrentCall,
+    StateRef,
+    TokenInputs,
+    beta_kind_of,
+)
 from kda_backend.prefill.paths import path_of
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
@@ -152,7 +159,7 @@ def chunk_kda(
     written = out if out_packed else packed_rows(out)
     scratch = Scratch(q.device) if scratch is None else scratch
     run = path_of(selection, tokens, step_plan, state)
-    run(tokens, gate, step_plan, state, written, chunk_states, scratch, kept)
+    run(PrefillCall(tokens, gate, step_plan, state, written, chunk_states, scratch, kept))
     final_state = state.write if output_final_state else None
     if chunk_states is None:
         return out, final_state
@@ -254,7 +261,7 @@ def fused_recurrent_kda(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     written = out if out_packed else packed_rows(out)
     run = selection.recurrent.run(sequences * v.shape[2])
-    run(tokens, gate, cu_seqlens, state, written)
+    run(RecurrentCall(tokens, gate, cu_seqlens, state, written))
     return out, state.write if output_final_state else None
 
 

@@ -23,6 +23,8 @@ from kda_backend.contract.values import (
     GateSpec,
     Kept,
     NormInputs,
+    PrefillCall,
+    RecurrentCall,
     StateRef,
     TokenInputs,
 )
@@ -101,7 +103,7 @@ class ReadyPrefill(NamedTuple):
         kept: the path's own.
     """
 
-    run: Callable[..., None]
+    run: Callable[[PrefillCall], None]
     convolves: bool
     kept: Kept
 
@@ -154,16 +156,20 @@ def prefill(
         ready = _ready_prefill(weights, selection, tokens, pools, state, step_plan)
         if known is not None:
             known[layout] = ready
-    rows = _token_inputs(tokens, tokens.qkv, selection)
-    call = (gate, step_plan, state, tokens.out.unsqueeze(0), None, scratch, ready.kept)
+    conv = None
     if ready.convolves:
+        rows, conv = (
+            _token_inputs(tokens, tokens.qkv, selection),
+            ConvInputs(pools.conv, weights.conv),
+        )
         first = rows.q.shape[2] * rows.q.shape[3] * 2  # of v's channels
         values = _convolved(weights, tokens, pools, state, step_plan, first)
         rows = rows._replace(v=values.view(rows.v.shape))
-        ready.run(rows, *call, conv=ConvInputs(pools.conv, weights.conv))
     else:
         mixed = _convolved(weights, tokens, pools, state, step_plan)
-        ready.run(_token_inputs(tokens, mixed, selection), *call)
+        rows = _token_inputs(tokens, mixed, selection)
+    out, kept = tokens.out.unsqueeze(0), ready.kept
+    ready.run(PrefillCall(rows, gate, step_plan, state, out, None, scratch, kept, conv))
     _normalise(weights, tokens, step_plan)
     if checkpoints is not None:
         store_checkpoints(tokens.qkv, state, pools.conv, checkpoints, step_plan)
@@ -264,7 +270,7 @@ def decode_or_start(
     rows = _token_inputs(tokens, mixed, selection)
     out = tokens.out.unsqueeze(0)
     run = selection.recurrent.run(step_plan.num_sequences * rows.v.shape[2])
-    run(rows, weights.gate, step_plan.cu_seqlens, state, out)
+    run(RecurrentCall(rows, weights.gate, step_plan.cu_seqlens, state, out))
     _normalise(weights, tokens, step_plan)
 
 

@@ -6,16 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kda_backend.contract.values import (
-    ConvInputs,
-    GateSpec,
-    Kept,
-    NormInputs,
-    StateRef,
-    TokenInputs,
-)
+from kda_backend.contract.values import DecodeCall, TokenInputs
 from kda_backend.launch_params import FusedStepParams, FusedVerifyParams
 from kda_backend.spec import Beta, Gate
 
@@ -33,26 +24,20 @@ AXES = {
 }
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[DecodeCall], None]:
     return functools.partial(fused_step, row)
 
 
 def fused_step(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
-    pdl_prefetch_safe: bool,
-    kept: Kept,
+    call: DecodeCall,
 ) -> None:
     """One launch for one token of each row.
 
     A program has a head's state, or ``block_v`` rows of it where neither convolution nor norm
     needs the head as a whole. ``pdl_prefetch_safe`` is without effect: no PDL here.
     """
+    tokens, gate, state, conv, norm, out, _, _ = call
     q, k, v, g, beta = tokens[:5]
     kernel, value_blocks = _step_kernel(
         path,

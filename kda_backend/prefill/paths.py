@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from backend_core.launch.cuda import CudaKernel
-    from kda_backend.contract.values import ConvInputs, GateSpec, StateRef, TokenInputs
+    from kda_backend.contract.values import ConvInputs, GateSpec, PrefillCall, StateRef, TokenInputs
     from kda_backend.prefill.arguments_sm90 import Variant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
@@ -25,14 +25,8 @@ CONVOLVING = ("segmented_sm90", "two_stage_sm90")
 
 def path_of(
     selection: KdaSelection, tokens: TokenInputs, step_plan: StepPlan, state: StateRef
-) -> Callable[..., None]:
-    """The bound path for the grid and the lengths of a call with these packed tokens.
-
-    It takes ``(tokens, gate, step_plan, state, out, chunk_states, scratch, kept)``, all checked:
-    ``chunk_states [chunks, HV, V, K]``, laid out like ``state``, receives the state before each
-    chunk, or is ``None``; ``kept`` is that of the check, or of calls that are laid out alike. With
-    ``conv=`` q and k are from before their convolution, where `convolves` has said so.
-    """
+) -> Callable[[PrefillCall], None]:
+    """The bound path for the grid and the lengths of a call with these packed tokens."""
     return selection.prefill.run(*_size(selection, tokens, step_plan, state))
 
 

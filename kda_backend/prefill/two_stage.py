@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.target import detect_target
-from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.contract.values import PrefillCall
 from kda_backend.launch_params import TwoStageParams
-from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK, Beta, Gate, tile_width
-from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -38,22 +36,16 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
     return functools.partial(two_stage, row)
 
 
 def two_stage(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    step_plan: StepPlan,
-    state: StateRef,
-    out: torch.Tensor,
-    chunk_states: torch.Tensor | None,
-    scratch: Scratch,
-    kept: Kept,
+    call: PrefillCall,
 ) -> None:
     """One kernel over all chunks at once, then a scan over chunks, split over value rows."""
+    tokens, gate, step_plan, state, out, chunk_states, scratch, *_ = call
     q, k, v, g, beta = tokens[:5]
     value_heads, value_dim = v.shape[2:]
     key_dim = q.shape[3]

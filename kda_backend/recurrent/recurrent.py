@@ -6,9 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import RecurrentCall
 from kda_backend.launch_params import RecurrentParams
 from kda_backend.spec import Beta, Gate
 
@@ -19,19 +17,16 @@ if TYPE_CHECKING:
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[RecurrentCall], None]:
     return functools.partial(recurrent, row)
 
 
 def recurrent(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    cu_seqlens: torch.Tensor | None,
-    state: StateRef,
-    out: torch.Tensor,
+    call: RecurrentCall,
 ) -> None:
     """One launch: each program walks the tokens of one sequence for ``block_v`` value rows."""
+    tokens, gate, cu_seqlens, state, out = call
     q, k, v, g, beta = tokens[:5]
     batch, length, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]

@@ -6,17 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
-from kda_backend.contract.step import DraftShape
-from kda_backend.contract.values import (
-    ConvInputs,
-    DraftInputs,
-    GateSpec,
-    NormInputs,
-    StateRef,
-    TokenInputs,
-)
+from kda_backend.contract.values import VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, head_shape, step_constexprs
 from kda_backend.launch_params import FusedVerifyParams
 from kda_backend.spec import Beta, Gate
@@ -35,22 +25,16 @@ AXES = {
 }
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[VerifyCall], None]:
     return functools.partial(fused_verification, row)
 
 
 def fused_verification(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    draft: DraftInputs,
-    shape: DraftShape,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
+    call: VerifyCall,
 ) -> None:
     """One launch for a draft of each sequence; a program has the state of a head."""
+    tokens, gate, state, draft, shape, conv, norm, out = call
     q, k, v, g, beta = tokens[:5]
     kernel = _verify_kernel(
         path, q.is_cuda, *head_shape(tokens), gate.kind, tokens.beta_kind, tokens.l2norm

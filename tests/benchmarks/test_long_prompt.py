@@ -12,7 +12,7 @@ from backend_core.target import KNOWN_TARGETS
 from benchmarks import long_prompt_vllm
 from benchmarks.long_prompt_vllm import HEADS, Follower
 from kda_backend import layer
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, select
 from kda_backend.spec import Beta
@@ -44,7 +44,7 @@ def steps(pool: torch.Tensor, after: Any = None) -> None:
         state = StateRef.pool(pool, slot, torch.tensor([number > 0]))
         run = layer.path_of(selection, tokens, plan, state)
         scratch = Scratch(torch.device("cpu"))
-        run(tokens, gate, plan, state, torch.empty_like(v), None, scratch, {})
+        run(PrefillCall(tokens, gate, plan, state, torch.empty_like(v), None, scratch, {}))
         if after is not None:
             after(pool)
 
