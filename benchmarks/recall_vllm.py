@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 import traceback
@@ -39,7 +38,7 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks.engines.vllm_server import RECALL, Server, completion, versions
+from benchmarks.engines.vllm_server import RECALL, Server, completion, plug_in, versions
 
 CONCURRENCY = (1, 16, 64)
 ROUNDS = (*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64))  # one salt, one cache
@@ -178,17 +177,6 @@ def table(result: dict[str, Any]) -> list[str]:
     return lines + [f"{title}: FAILED, {why[:300]}" for title, why in result["failed"].items()]
 
 
-def plant(place: Path, function: str) -> str:
-    """A search path with a plug-in that calls a function of this module in each process."""
-    info = place / f"{CANARY}-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {CANARY}\nVersion: 0\n")
-    entry = f"[vllm.general_plugins]\n{CANARY} = benchmarks.recall_vllm:{function}\n"
-    (info / "entry_points.txt").write_text(entry)
-    old = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(place), str(RECALL.parents[1]), *([old] if old else [])])
-
-
 def transpose_states() -> None:
     """Have every prefill of this process leave its states as ``[K, V]``."""
     from kda_backend import layer
@@ -246,7 +234,8 @@ def measure(
     log = args.out.with_name(f"{args.out.stem}_{name}.log")
     with tempfile.TemporaryDirectory() as place:
         if name in PLANTED:
-            variables["PYTHONPATH"] = plant(Path(place), PLANTED[name])
+            function = f"benchmarks.recall_vllm:{PLANTED[name]}"
+            variables["PYTHONPATH"] = plug_in(Path(place), CANARY, "vllm.general_plugins", function)
         with Server(options, port, log, args.timeout, variables, args.checkpoint) as server:
             print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
             rows: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@
 The model, its weights and its prompts are those of `benchmarks.engines.dsv4_vllm_side`, with 64
 heads, which sglang's FlashMLA takes on one GPU. On both sides mHC runs in torch, since TileLang may
 be absent, and so do the indexer's logits where DeepGEMM is absent;
-`benchmarks.engines.dsv4_sglang_watch` makes these changes in the engine's scheduler, which is
+`benchmarks.engines.dsv4_sglang_plugin` makes these changes in the engine's scheduler, which is
 another process.
 """
 
@@ -15,14 +15,11 @@ import argparse
 import importlib.util
 import json
 import os
-import random
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.dsv4_sglang_watch import WATCH
 from benchmarks.engines.dsv4_vllm_side import (
     BATCHED_TOKENS,
     DRAFTS,
@@ -31,12 +28,12 @@ from benchmarks.engines.dsv4_vllm_side import (
     MTP_SIDES,
     REQUESTS,
     SIDES,
-    VOCABULARY,
     continued,
     prompts,
 )
+from benchmarks.engines.sglang_server import plant
 
-PLUGIN = "kda_dsv4_dsv4_watch"
+PLUGIN = "kda_dsv4_dsv4_benchmark"
 CACHE_TOKENS = 131072
 SWITCHES = {  # mHC and the output projection in torch, weights in bf16
     "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
@@ -59,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update(switches(args.side))
     with tempfile.TemporaryDirectory() as place:
-        plant(Path(place))
+        plant(Path(place), PLUGIN, "benchmarks.engines.dsv4_sglang_plugin:install")
         run(args.side, args.out)
 
 
@@ -70,8 +67,6 @@ def switches(side: str) -> dict[str, str]:
         found["SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"] = "1"
     if side.startswith("flag"):
         found["KDA_DSV4_STRICT"] = "1"
-        if not side.endswith("eager"):
-            found[WATCH] = "1"
     return found
 
 
@@ -90,19 +85,14 @@ def run(side: str, out: Path) -> None:
     engine = sglang.Engine(**engine_arguments(side))
     try:
         say("engine is ready")
-        result["engine"] = reported(engine)
-        say(f"{result['engine']}")
-        engine.collective_rpc("dsv4_watch", what="watch")
         result["tokens"] = generate(engine, prompts(), "tokens")
         result["tokens_from_cache"] = generate(
             engine, continued(prompts()), "tokens from the cache"
         )
-        if side.startswith("flag"):
-            sweep(engine, result["engine"]["capture_sizes"])
         result["engine"] = reported(engine)
-        result["records"] = result["engine"].pop("records", None)
+        say(f"{result['engine']}")
         flush(engine)
-        engine.collective_rpc("dsv4_watch", what="halve")
+        engine.collective_rpc("dsv4_benchmark", what="halve")
         result["other_weights"] = generate(engine, prompts(), "tokens with other weights")["tokens"]
         out.write_text(json.dumps(result) + "\n")
         say("done")
@@ -125,19 +115,6 @@ def flush(engine: Any) -> None:
 
 def say(line: str) -> None:
     print(f"[{time.perf_counter() - _begin:6.1f} s] {line}", flush=True)
-
-
-def plant(place: Path) -> None:
-    """Put `benchmarks.engines.dsv4_sglang_watch` on the search path as a plug-in of the engine."""
-    info = place / f"{PLUGIN}-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    entry = f"[sglang.srt.plugins]\n{PLUGIN} = benchmarks.engines.dsv4_sglang_watch:install\n"
-    (info / "entry_points.txt").write_text(entry)
-    paths = [str(place), str(Path(__file__).resolve().parents[2])]
-    old = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([old] if old else [])])
-    sys.path[:0] = paths
 
 
 def engine_arguments(side: str) -> dict[str, Any]:
@@ -180,10 +157,10 @@ def engine_arguments(side: str) -> dict[str, Any]:
 
 
 def reported(engine: Any) -> dict[str, Any]:
-    """The scheduler process's report of its engine; it ends the watching."""
+    """The scheduler process's report of its engine."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "report.json"
-        engine.collective_rpc("dsv4_watch", what="report", path=str(path))
+        engine.collective_rpc("dsv4_benchmark", what="report", path=str(path))
         found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -212,32 +189,6 @@ def generate(engine: Any, batch: list[dict[str, Any]], what: str) -> dict[str, A
 
 def sampling(new: int) -> dict[str, Any]:
     return {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
-
-
-def sweep(engine: Any, sizes: list[int]) -> None:
-    """Decodes of each captured size and of one request less, which is padded; prompts alone,
-    several together, after a chunk, and after a prefix from the cache."""
-    rng = random.Random(2)
-
-    def drawn(count: int) -> list[int]:
-        return [rng.randrange(1, VOCABULARY) for _ in range(count)]
-
-    def ask(batch: list[list[int]], new: int) -> None:
-        engine.generate(input_ids=batch, sampling_params=[sampling(new) for _ in batch])
-
-    for size in (size for size in sizes if size <= REQUESTS):
-        for count in {size, max(1, size - 1)}:
-            ask([drawn(1 + i % 7) for i in range(count)], 6)
-    say("decodes")
-    prefix = drawn(768)
-    ask([prefix], 1)
-    for length in (1, 3, 4, 64, 127, 128, 129, 700, BATCHED_TOKENS, BATCHED_TOKENS + 1, 4100):
-        ask([drawn(length)], 1)
-        if length <= BATCHED_TOKENS:
-            ask([prefix + drawn(length)], 1)
-    for count in (2, 5, 16):
-        ask([drawn(rng.randint(1, 300)) for _ in range(count)], 1)
-    say("prefills")
 
 
 if __name__ == "__main__":

@@ -173,6 +173,16 @@ def counters_of(metrics: str, counted: tuple[str, ...] = COUNTERS) -> dict[str, 
     return found
 
 
+def plug_in(place: Path, name: str, group: str, function: str) -> str:
+    """A search path with a distribution in ``place``, whose entry point is ``function``."""
+    info = place / f"{name}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {function}\n")
+    old = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(place), str(RECALL.parents[1]), *([old] if old else [])])
+
+
 def completion(prompt: list[int], salt: str) -> dict[str, Any]:
     """The body of a request for a recall prompt's answer. Prompts of one salt share the cache."""
     return {

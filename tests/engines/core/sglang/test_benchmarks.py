@@ -16,6 +16,7 @@ import pytest
 from benchmarks import recall_sglang, serve_sglang
 from benchmarks.engines import dsv4_sglang_side
 from benchmarks.engines.dsv4_vllm_side import BATCHED_TOKENS, MTP_SIDES, SIDES
+from benchmarks.engines.sglang_server import plant
 
 
 def test_weights_are_drawn_where_sglang_draws_its_dummies(
@@ -23,7 +24,7 @@ def test_weights_are_drawn_where_sglang_draws_its_dummies(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    serve_sglang.plant(tmp_path)
+    plant(tmp_path, serve_sglang.PLUGIN, "benchmarks.serve_sglang:draw_at_load")
     found = [one for one in entry_points(group="sglang.srt.plugins")]
     planted = next(one for one in found if one.name == serve_sglang.PLUGIN)
     loader = pytest.importorskip("sglang.srt.model_loader.loader")
@@ -40,9 +41,7 @@ def test_every_argument_of_the_engine_exists(flag: bool, full: str, tmp_path: Pa
     config = tmp_path / "config.json"
     config.write_text('{"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]}}')
     option = ["disable_cuda_graph=true"]
-    args = argparse.Namespace(
-        config=tmp_path, layers=2, flag=flag, full_attention=full, engine_option=option
-    )
+    args = argparse.Namespace(config=tmp_path, flag=flag, full_attention=full, engine_option=option)
     arguments = serve_sglang.engine_arguments(args)
     known = set(inspect.signature(ServerArgs).parameters)
     assert set(arguments) <= known and arguments["disable_cuda_graph"] is True
