@@ -9,7 +9,7 @@ One query token per request, bf16, one latent head of 512 + 64 channels (1,152 b
 page 64 in random order; output bf16 and natural-log LSE. "AxBk" is A requests of B * 1024 tokens;
 "skew" one of 64k and 63 of 1k; "prefix" 64 requests of 16.5k that share the first 16k, for which
 ours finds the prefix from the block table. ``--growth`` measures batches of 1 to 256 requests of 1k
-to 256k tokens instead, as far as their cache fits into memory. ``plot_mla_decode.py`` draws either.
+to 256k tokens instead, as far as their cache fits into memory.
 
 Times are medians of CUDA-graph replays. A graph holds one call for each of several page tables that
 together touch more than 192 MB, since in an engine the other layers evict the L2 cache; its time is

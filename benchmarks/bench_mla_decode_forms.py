@@ -70,20 +70,6 @@ def measure_row(
     return row
 
 
-def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """A table: by head count the time in use, and it over each form's."""
-    names = list(rows[0]["forms_us"])
-    lines = [" ".join(["heads", "used_us", "again", *(f"{name:>10s}" for name in names)])]
-    for row in rows:
-        gains = [row["used_us"] / row["forms_us"][name] for name in names]
-        again = row["used_us"] / row["again_us"]
-        texts = [f"{gain:10.3f}" for gain in gains]
-        lines.append(
-            " ".join([f"{row['heads']:5d}", f"{row['used_us']:7.2f}", f"{again:.3f}", *texts])
-        )
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", type=Path)
@@ -101,7 +87,7 @@ def main() -> None:
     rows = [measure_row(pool, "prefix", n, runners, arguments.replays) for n in HEADS]
     document = {**environment(), "forms": FORMS, "rows": rows}
     arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-    print("\n".join(summary(rows)))
+    print(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.plot_sparse_attention import in_use
+from benchmarks.plots import in_use
 from docs.performance_parts.page import load, section, table
 
 RESULT = "sparse_attention_h200.json"
