@@ -40,7 +40,6 @@ from kda_backend.prefill.sm_schedule import (
     Schedule,
     schedules,
 )
-from kda_backend.selection import KdaSelection
 
 INTRA_CTAS = (2, 3, 4)  # per SM
 TILE_NS = range(4000, 9001, 500)
@@ -84,21 +83,13 @@ def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
     return sorted(found)
 
 
-def two_stages(selection: KdaSelection) -> KdaSelection:
-    """The selection with the two stages for every step, of which none is made in one launch."""
-    rows = load_table(TABLES, selection.target).rows
-    row: Any = next(row for row in rows if row.name == "two_stage_sm90")
-    return selection.with_path(row)
-
-
 def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     """One shape, and (schedule, ms) of every candidate."""
     from backend_core.testing.timing import graph_time_ms
     from benchmarks.bench_kda_prefill import Ours, draw
     from kda_backend.prefill import two_stage_sm90 as pipeline
 
-    ours = Ours(draw(lens, heads, "init", None, seed=7))
-    ours.arguments["selection"] = two_stages(ours.arguments["selection"])
+    ours = Ours(draw(lens, heads, "init", None, seed=7), "two_stage_sm90")
     plan = ours.step_plan
     shape = PrefillShape(
         plan.num_chunks * heads, heads * len(lens), plan.max_chunks, heads * plan.long_sequences

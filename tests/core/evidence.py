@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +21,15 @@ def assert_made_by_a_script(root: Path, source: str, where: str) -> None:
     assert isinstance(script, str), f"{where}: {source} does not name the script that writes it"
     file = root / script
     assert file.is_file(), f"{where}: {source} was written by {script}, which is not here"
-    text = file.read_text(encoding="utf-8")
+    text = "\n".join(one.read_text(encoding="utf-8") for one in [file, *_shared(root, file)])
     writes = ("write_text", "write_json(", "json.dump(")
     assert any(word in text for word in writes), f"{where}: {script} writes no file"
+
+
+def _shared(root: Path, file: Path) -> Iterator[Path]:
+    """The benchmarks' modules that a script imports, which may write for it."""
+    imported = re.compile(r"^from (benchmarks[\w.]*) import \(?([\w\s,]+)", re.MULTILINE)
+    for package, names in imported.findall(file.read_text(encoding="utf-8")):
+        place = root / package.replace(".", "/")
+        found = [place.with_suffix(".py"), *(place / f"{n}.py" for n in re.findall(r"\w+", names))]
+        yield from (module for module in found if module.is_file())
