@@ -27,7 +27,6 @@ import functools
 import json
 import math
 import multiprocessing
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -347,16 +346,6 @@ def _rounded(time_us: float | None) -> float | None:
     return None if time_us is None else round(time_us, 2)
 
 
-def summary(rows: list[dict[str, Any]]) -> None:
-    """FlashMLA over ours, by phase and heads."""
-    for phase, heads in dict.fromkeys((row["phase"], row["heads"]) for row in rows):
-        times = [row["times"] for row in rows if (row["phase"], row["heads"]) == (phase, heads)]
-        ratios = [x["flashmla"] / x["ours"] for x in times if {"flashmla", "ours"} <= set(x)]
-        if ratios:
-            mean = statistics.geometric_mean(ratios)
-            print(f"{phase} {heads} heads: {mean:.2f} (least {min(ratios):.2f})")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
@@ -398,7 +387,6 @@ def main() -> None:
                 record(time_decode(heads, batch, topk, variants, peers, arguments.replays))
     for heads in PREFILL_HEADS:
         record(time_prefill(heads, 512, peers, arguments.replays))
-    summary(rows)
     print(f"{time.perf_counter() - begin:.0f} s")
 
 

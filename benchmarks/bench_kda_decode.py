@@ -278,28 +278,17 @@ def main() -> None:
         "rows": [],
         "verify": [],
     }
-    print(f"copy {result['copy_gbs']:.0f} GB/s; times in us; ratio to the best of the peers")
     for heads, batch in itertools.product(all_heads, BATCHES):
         row = measure(heads, batch, peers, result["copy_gbs"])
         result["rows"].append(row)
         write(args.output, result)
-        print(table_line(row), flush=True)
+        print(row, flush=True)
         torch.cuda.empty_cache()
     for batch, tokens in itertools.product((1, 16, 64), (2, 4, 8)):
         time = verify_ms(batch, 32, tokens)
         result["verify"].append({"H": 32, "batch": batch, "tokens": tokens, "ours_gpu_ms": time})
         print(f"H32 N{batch}, drafts of {tokens}: {time * 1e3:.1f}", flush=True)
     write(args.output, result)
-
-
-def table_line(row: Row) -> str:
-    ratio = row.get("best_peer_gpu_ms", 0.0) / row["ours_gpu_ms"]
-    times = "  ".join(
-        f"{key.removesuffix('_ms').removesuffix('_gpu')} {value * 1e3:.2f}"
-        for key, value in row.items()
-        if isinstance(value, float) and key != "best_peer_gpu_ms"
-    )
-    return f"H{row['H']} N{row['batch']}  {ratio:.2f}x  {times}"
 
 
 def write(output: Path | None, result: dict[str, Any]) -> None:

@@ -252,15 +252,6 @@ def main() -> None:
         }
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")
-    for gate in ("unbounded", "bounded"):
-        ratios = [
-            row["fla_gpu_ms"] / row["ours_gpu_ms"]
-            for row in rows
-            if row["gate"] == gate and "fla_gpu_ms" in row
-        ]
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            print(f"{gate}: {mean:.2f}x FLA (geometric mean), least {min(ratios):.2f}x")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import itertools
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +40,6 @@ from benchmarks.sparse_attention_modes import (
     check,
     check_plans,
     inputs,
-    ours,
     random_kinds,
 )
 from softmax_backend.block_sparse import block_sparse_attention
@@ -303,9 +301,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--video", type=int, default=115200)
     parser.add_argument("--growth", action="store_true", help="rows over densities and tokens")
-    parser.add_argument("--check", nargs="*", help="only compare these modes (none: all)")
-    parser.add_argument("--skip", nargs="*", default=[], help="modes neither compared nor timed")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no row after these")
     return parser.parse_args()
 
 
@@ -338,16 +333,12 @@ def with_errors(row: Row, ours: dict[str, float], theirs: dict[str, float]) -> d
 
 def main() -> int:
     options = arguments()
-    begin = time.monotonic()
     try:
         fa3 = None if options.peers is None else peers.load_fa3(options.peers)
     except OSError as reason:
         print(f"FA3 not loaded: {reason}")
         fa3 = None
-    chosen = set(ours() if not options.check else options.check) - set(options.skip)
-    errors, wrong = check(fa3, chosen)
-    if options.check is not None:
-        return 1 if wrong else 0
+    errors, wrong = check(fa3)
     plan_error = check_plans()
     print(f"random rows, an empty one, cut ends: {plan_error:.2e}", flush=True)
     if not plan_error < 3e-3:
@@ -356,27 +347,15 @@ def main() -> int:
     found: list[Row] = []
     result = environment() | {"errors": errors, "plan_error": plan_error, "wrong": sorted(wrong)}
     result |= {"not_built": dict(built.absent), "errors_of_built_peers": built_errors}
-    not_timed = wrong | set(options.skip)
     normal = {str(e["mode"]): e["error"] for e in errors if e["family"] == "normal"}
     sizes = {"video": options.video, "short": 16384, "long": 65536}
-    works = rows(fa3, built, sizes, not_timed)
+    works = rows(fa3, built, sizes, wrong)
     if options.growth:
-        works = itertools.chain(works, growth_rows(built, options.video, not_timed))
+        works = itertools.chain(works, growth_rows(built, options.video, wrong))
     for row in works:
         found.append(row)
         result["rows"] = [with_errors(r, normal, normal | built_errors) for r in found]
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if time.monotonic() - begin > options.seconds:
-            print("time is up")
-            break
-    print(
-        f"{'work':28s} {'path':18s} {'density':>7s} {'ms':>9s} {'whole':>9s} {'TFLOP/s':>8s}  peers"
-    )
-    for r in found:
-        numbers = [f"{x:9.3f}" if x else " " * 9 for x in (r.ours_ms, r.ours_whole_ms)]
-        beside = ", ".join(f"{name} {ms:.2f}" for name, ms in r.peers.items())
-        rate = f"{r.tflops:8.0f}" if r.tflops else " " * 8
-        print(f"{r.work:28s} {r.path:18s} {r.density:7.3f} {' '.join(numbers)} {rate}  {beside}")
     if wrong:
         print(f"wrong: {sorted(wrong)}")
     return 1 if wrong else 0

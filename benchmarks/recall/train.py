@@ -44,47 +44,8 @@ from backend_cli.eval import recall_task as recall
 from benchmarks.recall import bounded_gate
 from benchmarks.recall.canary import with_transposed_state
 
-LAYERS = 6
-FULL_ATTENTION_LAYERS = (4,)  # 1-based, as in the published configurations
-CONFIG = {
-    "architectures": ["KimiLinearForCausalLM"],
-    "model_type": "kimi_linear",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "mla_use_nope": True,
-    "first_k_dense_replace": LAYERS,  # every MLP is dense
-    "moe_layer_freq": 1,
-    "linear_attn_config": {
-        "full_attn_layers": list(FULL_ATTENTION_LAYERS),
-        "kda_layers": [i for i in range(1, LAYERS + 1) if i not in FULL_ATTENTION_LAYERS],
-        "head_dim": 128,
-        "num_heads": 2,
-        "short_conv_kernel_size": 4,
-    },
-    "vocab_size": recall.VOCAB_SIZE,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "model_max_length": 4096,
-    "tie_word_embeddings": False,
-    "num_nextn_predict_layers": 0,
-    "hidden_act": "silu",
-    "initializer_range": 0.04,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": recall.BOS,
-    "eos_token_id": recall.EOS,
-    "pad_token_id": recall.PAD,
-    "use_cache": True,
-}
+CHECKPOINT = Path(__file__).with_name("checkpoint")
+CONFIG = json.loads((CHECKPOINT / "config.json").read_text())  # of the model that is trained
 
 OTHER, REPEATED, ANSWER = 0, 1, 2  # classes of a target byte
 CLASS_WEIGHTS = (0.15, 0.5, 1.0)
@@ -457,7 +418,7 @@ def save(model: KimiLinearForCausalLM, out: Path, bounded: bool = False) -> None
     weights.chmod(0o644)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(Path(__file__).with_name("checkpoint") / name, out / name)
+        shutil.copy(CHECKPOINT / name, out / name)
 
 
 def arguments() -> argparse.Namespace:

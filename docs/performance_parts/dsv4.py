@@ -115,8 +115,8 @@ def _alone(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "",
         "These have no peer: vLLM has no ring and rotates neither queries nor pooled rows in place"
-        " (indexer_rows: norm, RoPE and rotation), and its kernel for fp4 queries does not build for"
-        " sm_90. Times in µs:",
+        " (indexer_rows: norm, RoPE and rotation), and its kernel for fp4 queries does not build"
+        " for sm_90. Times in µs:",
         "",
         *table(titles, cells),
     ]

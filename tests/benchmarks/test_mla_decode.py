@@ -11,6 +11,8 @@ import torch
 from benchmarks import bench_mla_decode as bench
 from benchmarks import bench_mla_decode_forms as forms
 from softmax_backend.plan.split_kv import split_kv
+from softmax_backend.spec import MlaSpec
+from softmax_backend.testing.cases import forced
 
 
 def test_growth_goes_over_batch_and_context() -> None:
@@ -63,7 +65,7 @@ def test_an_overhead_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPa
     row = forms.measure_row(torch.empty(0), "prefix", 4, good, 8)
     assert row["forms_us"] == {"overhead 3": 2.0} and timed == [2, 2, 2]
     assert row["error"] == {"used": 0.0, "overhead 3": 0.0}
-    for value, error in ((1.5, "0.5"), (math.nan, "nan")):
+    for value, error in ((1.5, "0.5"), (math.nan, "inf")):
         with pytest.raises(
             SystemExit, match=f"overhead 3, prefix, 4 heads: relative error {error}"
         ):
@@ -71,12 +73,13 @@ def test_an_overhead_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPa
     assert len(timed) == 5
 
 
-def test_an_overhead_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "Case", lambda *given, **options: None)
-    monkeypatch.setattr(forms, "Ours", lambda *given, **options: None)
-    monkeypatch.setattr(forms, "check_one", lambda ours, case: (2e-3, 1e-3, True))
-    forms.check(torch.empty(0), {"prefix_overhead": 3}, 4)
-    for found in ((7e-3, 1e-3, True), (2e-3, math.nan, True), (2e-3, 1e-3, False)):
-        monkeypatch.setattr(forms, "check_one", lambda ours, case, found=found: found)
-        with pytest.raises(SystemExit, match=r"'prefix_overhead': 3}, 4 heads: wrong against"):
-            forms.check(torch.empty(0), {"prefix_overhead": 3}, 4)
+def test_a_wrong_output_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, right = MlaSpec(4, 64), bench.cases.expected
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "selection_of", lambda spec, path: forced(spec, "torch"))
+    assert bench.check_one(spec, [70, 0, 5]) is None
+    monkeypatch.setattr(
+        bench.cases, "expected", lambda case: (1.02 * right(case)[0], right(case)[1])
+    )
+    found = bench.check_one(spec, [70, 0, 5])
+    assert found is not None and "relative error of the output" in found
