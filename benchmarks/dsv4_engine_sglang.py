@@ -9,6 +9,8 @@ there, and which compressors this package served; with ``--mtp`` the same with t
 from an MTP layer, in two processes more, where graphs verify several tokens of a request. Records
 are compared with those of sglang's kernels by ``bench_dsv4_compressor.py``.
 
+It needs FlashMLA of sglang-kernel, and nvcc and ninja for what sglang compiles.
+
 Exit status 1 and the end of a process's log where one of them fails.
 """
 
@@ -18,7 +20,6 @@ import argparse
 from typing import Any
 
 from benchmarks.dsv4_engine_vllm import Verdict, add_arguments, compare_tokens, conclude
-from benchmarks.engines import sglang_needs
 from benchmarks.engines.dsv4_vllm_side import DRAFTS, MTP_SIDES
 
 COMPRESSORS = 5  # of four layers with ratios 0, 4, 128 and 4: three main ones, two of indexers
@@ -30,7 +31,6 @@ def main() -> None:
     add_arguments(parser, "sglang")
     parser.add_argument("--budget", type=float, default=590.0, help="seconds, of the whole command")
     args = parser.parse_args()
-    sglang_needs.require((sglang_needs.FLASH_MLA,))
     conclude(args, "benchmarks.engines.dsv4_sglang_side", args.budget - 10.0, judge)
 
 

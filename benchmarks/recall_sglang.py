@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks.engines import sglang_needs
 from benchmarks.engines.sglang_server import FLAGS, SglangServer
 from benchmarks.engines.vllm_server import RECALL, versions
 from benchmarks.recall_vllm import Variant, add_arguments, mla_of, rounds_of, serve_all
@@ -51,15 +50,15 @@ MODEL = RECALL / "checkpoint"
 
 @dataclass(frozen=True)
 class SglangVariant(Variant):
-    """As `Variant`, and what the server needs (`sglang_needs.require`).
+    """As `Variant`.
 
-    ``drafts``: its log must show accepted ones.
+    Attributes:
+        drafts: its log must show accepted ones.
+        by_name: it needs what not every machine has, and runs only if it is named.
     """
 
-    libraries: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    gpus: int = 1
     drafts: bool = False
+    by_name: bool = False
 
 
 _SLEEP = (("/release_memory_occupation", {}), ("/resume_memory_occupation", {}))
@@ -97,29 +96,27 @@ VARIANTS = {
         (*FLAGS["flag"], "--enable-memory-saver", "--enable-weights-cpu-backup"),
         rounds=(("salt 64", 64),),
         then=(("sleep and wake", _SLEEP), ("reload of weights", (_RELOAD,))),
-        modules=("torch_memory_saver",),
     ),
     "sleep_empty": SglangVariant(
         "flag, after sleep without weights",
         (*FLAGS["flag"], "--enable-memory-saver"),
         rounds=(("salt 64", 64),),
         then=(("sleep without weights, wake, reload", (*_SLEEP, _RELOAD)),),
-        modules=("torch_memory_saver",),
     ),
-    "tp2": SglangVariant("flag, two GPUs", (*FLAGS["flag"], "--tp-size", "2"), gpus=2),
+    "tp2": SglangVariant("flag, two GPUs", (*FLAGS["flag"], "--tp-size", "2"), by_name=True),
     "upstream_mla": SglangVariant(
         "upstream, pages of 64",
         _MLA,
         flagged=False,
-        libraries=(sglang_needs.FLASH_ATTENTION,),
+        by_name=True,
     ),
     "mla": SglangVariant(
         "flag, pages of 64",
         ("--attention-backend", "kda", *_MLA),
-        libraries=(sglang_needs.FLASH_ATTENTION,),
+        by_name=True,
     ),
 }
-DEFAULT = [n for n, one in VARIANTS.items() if one.gpus == 1 and not one.libraries]
+DEFAULT = [n for n, one in VARIANTS.items() if not one.by_name]
 
 
 def main() -> int:
@@ -128,7 +125,6 @@ def main() -> int:
     parser.add_argument("--budget", type=float, help="seconds, of the whole command")
     args = parser.parse_args()
     args.until = math.inf if args.budget is None else time.monotonic() + args.budget - 10.0
-    sglang_needs.require(modules=("xgrammar",))
     head = {"script": "benchmarks/recall_sglang.py", "environment": versions("sglang")}
     return serve_all(head, VARIANTS, args, measure, args.until)
 
@@ -155,8 +151,6 @@ def measure(
         RuntimeError: it did not start, did not answer, was not served here, or time was up.
     """
     variant = VARIANTS[name]
-    if why := sglang_needs.missing(variant.libraries, variant.modules, variant.gpus):
-        raise RuntimeError(why)
     log = args.out.with_name(f"{args.out.stem}_{name}.log")
     left = args.until - time.monotonic()
     print(f"== {name}: starting a server, its log is {log.name}", flush=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks.engines import serve_agreement, serve_profile, serve_work, sglang_needs
+from benchmarks.engines import serve_agreement, serve_profile, serve_work
 from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row, say
 from benchmarks.engines.sglang_server import plant
 from benchmarks.serve_vllm import (
@@ -46,10 +46,7 @@ INTERVALS = 32
 PROFILED = ((1, 2048), (1, 8192))
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
-FULL_ATTENTION = {  # sglang's backends of MLA, and the library of sglang-kernel that they need
-    "default": (sglang_needs.FLASH_ATTENTION,),  # sglang's own choice: fa3 on Hopper
-    "triton": (),
-}
+FULL_ATTENTION = ("default", "triton")  # sglang's own choice of MLA, which is fa3 on Hopper
 PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile")
 
 
@@ -67,7 +64,7 @@ def main() -> int:
         command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
         command.add_argument(
             "--full-attention",
-            choices=tuple(FULL_ATTENTION),
+            choices=FULL_ATTENTION,
             default="triton",
             help="of the MLA layers on both sides",
         )
@@ -80,7 +77,6 @@ def main() -> int:
         )
     args = parser.parse_args()
     serve_work.expect_config(parser, args.config)
-    sglang_needs.require(FULL_ATTENTION[args.full_attention])
     return pair(args) if args.command == "pair" else run(args)
 
 

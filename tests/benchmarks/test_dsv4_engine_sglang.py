@@ -13,7 +13,7 @@ import pytest
 from benchmarks import dsv4_engine_sglang, dsv4_engine_vllm
 from benchmarks.dsv4_engine_sglang import judge
 from benchmarks.dsv4_engine_vllm import write
-from benchmarks.engines import dsv4_sglang_side, sglang_needs
+from benchmarks.engines import dsv4_sglang_side
 from benchmarks.engines.dsv4_vllm_side import MTP_SIDES, SIDES
 
 PROMPTS = 64
@@ -107,7 +107,6 @@ if sys.argv[1] == "flag-mtp":
 def test_the_processes_of_a_run(
     mtp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sglang_needs, "missing", lambda *args, **kwargs: None)
     out = tmp_path / "out.json"
     script = tmp_path / "fake_side.py"
     script.write_text(FAKE)

@@ -13,7 +13,7 @@ import pytest
 
 from backend_cli.eval import recall_task as recall
 from benchmarks import load_sglang, load_vllm
-from benchmarks.engines import load_run, load_traffic, sglang_needs, vllm_server
+from benchmarks.engines import load_run, load_traffic, vllm_server
 from tests.benchmarks.fake_vllm import free_port
 
 SCRIPTS = {"vllm": load_vllm, "sglang": load_sglang}
@@ -27,7 +27,6 @@ def run(
     where = {engine: "1.2.3", "gpu": "none", "torch": "-", "triton": "-"}
     monkeypatch.setattr(load_run, "versions", lambda engine: where)
     monkeypatch.setattr(load_run, "gpu_mib", lambda group, whole: 1000.0)
-    monkeypatch.setattr(sglang_needs, "missing", lambda *args, **kwargs: None)
     monkeypatch.setattr(load_run, "SAMPLE_S", 0.2)
     monkeypatch.setattr(load_run, "MINUTE", 2.0)
     monkeypatch.setattr(load_run, "HOST_GROWTH", 9.0)
