@@ -91,43 +91,39 @@ def selection_of(heads: int, path: str | None = None) -> KdaSelection:
     return select(detect_target(), shape) if path is None else only(shape, path, "decode_step")
 
 
-def ours(x: Layer, selection: KdaSelection | None = None, *, fused: bool = True) -> Step:
-    """Our step; bare of convolution and norm without ``fused``."""
-    selection = selection or selection_of(x.heads)
+def call_of(x: Layer) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """The tensors of a layer's call up to its states, and the options that all calls have."""
     keys = x.heads * DIM
     q, k, v = (y.unflatten(1, (x.heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
-    extra: dict[str, Any] = {}
-    if fused:
-        extra = {
-            "conv_state": x.windows.transpose(1, 2),
-            "conv_weight": x.conv_weight,
-            "norm_weight": x.norm_weight,
-            "norm_gate": x.z,
-            "norm_eps": EPS,
-        }
-    out = torch.empty_like(x.z)
+    options = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "A_log": x.a_log,
+        "dt_bias": x.dt_bias,
+        "out": torch.empty_like(x.z),
+    }
+    return (q, k, v, x.g, x.beta, x.states), options
 
-    def step(i: int) -> torch.Tensor:
-        return kda_decode_step(
-            q,
-            k,
-            v,
-            x.g,
-            x.beta,
-            x.states,
-            x.indices[i],
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            A_log=x.a_log,
-            dt_bias=x.dt_bias,
-            out=out,
-            pdl_prefetch_safe=True,  # the call before has other slots
-            selection=selection,
-            **extra,
-        )
 
-    return step
+def around(x: Layer, windows: torch.Tensor) -> dict[str, Any]:
+    """Convolution and norm."""
+    return {
+        "conv_state": windows.transpose(1, 2),
+        "conv_weight": x.conv_weight,
+        "norm_weight": x.norm_weight,
+        "norm_gate": x.z,
+        "norm_eps": EPS,
+    }
+
+
+def ours(x: Layer, selection: KdaSelection | None = None, *, fused: bool = True) -> Step:
+    """Our step; bare of convolution and norm without ``fused``."""
+    tensors, options = call_of(x)
+    options |= around(x, x.windows) if fused else {}
+    options["selection"] = selection or selection_of(x.heads)
+    # pdl_prefetch_safe: the call before has other slots
+    return lambda i: kda_decode_step(*tensors, x.indices[i], pdl_prefetch_safe=True, **options)
 
 
 def expected(x: Layer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,37 +163,14 @@ def gpu_ms(step: Step, x: Layer) -> float:
 def verify_ms(rows: int, heads: int, tokens: int) -> float:
     """A draft of ``tokens`` for each of ``rows`` sequences, with a slot per token (as vLLM)."""
     x = make_layer(rows * tokens, heads)
-    calls = len(x.indices)
     windows = torch.zeros(len(x.states), tokens + 2, x.qkv.shape[1], device="cuda").bfloat16()
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
-    selection, keys = selection_of(heads), heads * DIM
-    q, k, v = (y.unflatten(1, (heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
-    tables = x.indices.view(calls, rows, tokens)
-
-    def step(i: int) -> torch.Tensor:
-        return kda_verify_step(
-            q,
-            k,
-            v,
-            x.g,
-            x.beta,
-            x.states,
-            tables[i],
-            num_accepted_tokens=accepted,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            A_log=x.a_log,
-            dt_bias=x.dt_bias,
-            conv_state=windows.transpose(1, 2),
-            conv_weight=x.conv_weight,
-            norm_weight=x.norm_weight,
-            norm_gate=x.z,
-            out=x.z.new_empty(x.z.shape),
-            selection=selection,
-        )
-
-    return gpu_ms(step, x)
+    tables = x.indices.view(len(x.indices), rows, tokens)
+    tensors, options = call_of(x)
+    options |= around(x, windows) | {"selection": selection_of(heads)}
+    return gpu_ms(
+        lambda i: kda_verify_step(*tensors, tables[i], num_accepted_tokens=accepted, **options), x
+    )
 
 
 def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) -> Row:
