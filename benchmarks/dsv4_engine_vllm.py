@@ -31,7 +31,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,56 +39,36 @@ from benchmarks.engines.dsv4_vllm_side import DRAFTS, HEADS, MTP_SIDES, SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dsv4_engines_h200.json"
+SIDE = "benchmarks.engines.dsv4_vllm_side"
 LIMIT_S = 540.0
 
 
 class Verdict:
     """Rows for the result file, and what is wrong in sentences."""
 
-    def __init__(self, engine: str, release: str) -> None:
-        self.engine, self.release = engine, release
+    def __init__(self, release: str) -> None:
+        self.release = release
         self.rows: list[dict[str, Any]] = []
         self.problems: list[str] = []
 
     def row(self, mode: str, check: str, equal: int, of: int, must: bool = True) -> None:
         """``must``: fewer than all are a problem."""
-        where = {"engine": self.engine, "release": self.release, "mode": mode}
+        where = {"engine": "vllm", "release": self.release, "mode": mode}
         self.rows.append({**where, "check": check, "equal": equal, "of": of})
         if must and (equal != of or not of):
             self.problems.append(f"{mode.split(';')[0]}: {check}: {equal} of {of}")
 
 
-Judge = Callable[[dict[str, Any]], Verdict]
-"""From the sides' results."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add_arguments(parser, "vllm")
+    parser.add_argument("out", type=Path, nargs="?", default=RESULT)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/dsv4_engine_vllm"))
+    parser.add_argument("--mtp", action="store_true", help="two drafts per token besides")
     parser.add_argument("--heads", type=int, choices=HEADS, default=64, help="of the attention")
     args = parser.parse_args()
-    module = "benchmarks.engines.dsv4_vllm_side"
-    conclude(args, module, LIMIT_S, judge, "--heads", str(args.heads))
-
-
-def add_arguments(parser: argparse.ArgumentParser, engine: str) -> None:
-    """The arguments that both engines' scripts have."""
-    parser.add_argument("out", type=Path, nargs="?", default=RESULT)
-    parser.add_argument("--logs", type=Path, default=Path(f"/tmp/dsv4_engine_{engine}"))
-    parser.add_argument("--mtp", action="store_true", help="two drafts per token besides")
-
-
-def conclude(
-    args: argparse.Namespace, module: str, limit_s: float, judge: Judge, *options: str
-) -> None:
-    """Run the sides of an engine; print and write what they amount to.
-
-    Raises:
-        SystemExit: always; 1 where a side is missing or a check failed.
-    """
     args.logs.mkdir(parents=True, exist_ok=True)
     wanted = SIDES + MTP_SIDES if args.mtp else SIDES
-    sides = run(module, wanted, args.logs, limit_s, *options)
+    sides = run(wanted, args.logs, args.heads)
     missing = [side for side in wanted if side not in sides]
     if set(missing) & set(SIDES):
         print(f"no result file: {', '.join(missing)} did not run to the end")
@@ -103,20 +83,18 @@ def conclude(
     raise SystemExit(1 if problems else 0)
 
 
-def run(
-    module: str, names: Sequence[str], logs: Path, limit_s: float, *options: str
-) -> dict[str, Any]:
+def run(names: Sequence[str], logs: Path, heads: int) -> dict[str, Any]:
     """The sides' results, of those that came to their end; of others the end of the log."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     if "CUDA_HOME" not in environment and Path("/usr/local/cuda/bin/nvcc").exists():
         environment["CUDA_HOME"] = "/usr/local/cuda"  # DeepGEMM compiles with its nvcc
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     running = {}
     for name in names:
         out = logs / f"{name}.json"
         out.unlink(missing_ok=True)
         log = (logs / f"{name}.log").open("w")
-        command = [sys.executable, "-m", module, name, str(out), *options]
+        command = [sys.executable, "-m", SIDE, name, str(out), "--heads", str(heads)]
         running[name] = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
@@ -126,7 +104,7 @@ def run(
             status: Any = process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            status = f"more than {limit_s:.0f} s"
+            status = f"more than {LIMIT_S:.0f} s"
         log_text = (logs / f"{name}.log").read_text(errors="replace")
         own = [line for line in log_text.splitlines() if line.startswith("[") and " s] " in line]
         print(f"== {name}: status {status}", *own, sep="\n", flush=True)
@@ -148,7 +126,7 @@ def judge(sides: dict[str, Any]) -> Verdict:
     modes = {"": f"default ({runner}, {graphs}); {model}", "-eager": f"eager; {model}"}
     if all(side in sides for side in MTP_SIDES):
         modes["-mtp"] = f"default with MTP, {DRAFTS} drafts ({runner}, {graphs}); {model}"
-    verdict = Verdict("vllm", upstream["release"])
+    verdict = Verdict(upstream["release"])
     compare_tokens(verdict, sides, modes)
     for name, side in sides.items():
         wanted = "FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"
@@ -320,7 +298,6 @@ def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
         "gpu": gpu,
         "date": datetime.date.today().isoformat(),
         "script": "benchmarks/dsv4_engine_vllm.py",
-        "script_sglang": "benchmarks/dsv4_engine_sglang.py",
         "rows": kept + rows,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

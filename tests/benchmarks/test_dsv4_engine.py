@@ -192,11 +192,8 @@ def test_rows_of_other_numbers_of_heads_stay(tmp_path: Path) -> None:
 
 
 def test_prompts_are_of_mixed_length_and_the_same_each_time() -> None:
-    lengths = sorted(len(one["tokens"]) for one in prompts())
+    lengths = sorted(len(one) for one in prompts())
     assert prompts() == prompts() and len(lengths) == PROMPTS
     assert lengths[0] < 64 and lengths[-1] > 2048
     longer = continued(prompts())
-    assert all(
-        b["tokens"][: len(a["tokens"])] == a["tokens"]
-        for a, b in zip(prompts(), longer, strict=True)
-    )
+    assert all(b[: len(a)] == a for a, b in zip(prompts(), longer, strict=True))

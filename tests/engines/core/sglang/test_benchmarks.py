@@ -14,8 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import recall_sglang, serve_sglang
-from benchmarks.engines import dsv4_sglang_side
-from benchmarks.engines.dsv4_vllm_side import BATCHED_TOKENS, MTP_SIDES, SIDES
 from benchmarks.engines.sglang_server import plant
 
 
@@ -45,26 +43,6 @@ def test_every_argument_of_the_engine_exists(flag: bool, full: str, tmp_path: Pa
     arguments = serve_sglang.engine_arguments(args)
     known = set(inspect.signature(ServerArgs).parameters)
     assert set(arguments) <= known and arguments["disable_cuda_graph"] is True
-
-
-@pytest.mark.parametrize("side", [*SIDES, *MTP_SIDES])
-def test_sglang_takes_the_small_deepseek(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its arguments resolve to the same engine on both sides, but for what a side is."""
-    from sglang.srt.server_args import ServerArgs
-
-    for name, value in dsv4_sglang_side.switches("upstream").items():
-        monkeypatch.setenv(name, value)
-    arguments = dsv4_sglang_side.engine_arguments(side)
-    assert set(arguments) <= set(inspect.signature(ServerArgs).parameters)
-    args = ServerArgs(**arguments, device="cpu")
-    args.resolve_once()
-    found = SimpleNamespace(**args.resolved_dict())
-    assert found.attention_backend == "dsv4" and found.page_size == 256
-    assert getattr(args, "_kda_dsv4_requested", None) == ("dsv4" if "flag" in side else None)
-    decode = found.cuda_graph_config["decode"]
-    assert (decode["backend"] == "disabled") == side.endswith("eager")
-    assert found.speculative_algorithm == ("EAGLE" if side in MTP_SIDES else None)
-    assert found.chunked_prefill_size == BATCHED_TOKENS and not found.disable_radix_cache
 
 
 @pytest.mark.parametrize("name", recall_sglang.VARIANTS)
