@@ -1,11 +1,8 @@
-"""The long-context decode benchmark without an engine: how sides are joined, what is checked."""
+"""The long-context decode benchmark without an engine: how sides are joined."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import torch
 
 from benchmarks import mla_vllm
 
@@ -29,17 +26,3 @@ def test_sides_are_joined_by_batch_and_context() -> None:
     assert points == [(1, 65536), (16, 65536)]
     times = [(row["upstream_ms"], row.get("flag_ms")) for row in result["rows"]]
     assert times == [(4.0, 3.2), (13.0, None)]
-
-
-def test_the_check_sees_wrong_outputs() -> None:
-    generator = torch.Generator().manual_seed(0)
-    want = torch.randn(2, 4, 512, generator=generator).double()
-    want[1] = 0.0
-    out = want.float()
-    assert mla_vllm.worst(out, want) < 1e-4
-    out[0] *= 1.02
-    assert 0.01 < mla_vllm.worst(out, want) < 0.03
-    out[1, 0, 0] = 1.0
-    assert mla_vllm.worst(out, want) == math.inf
-    out[:] = math.nan
-    assert mla_vllm.worst(out, want) == math.inf
