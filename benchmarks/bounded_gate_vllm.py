@@ -226,11 +226,9 @@ def run(args: argparse.Namespace) -> int:
     log = decode_vllm.StepLog(llm)
     compilation = serve_vllm.Compilation()
     head = {
-        "head": serve_vllm.versions(),
+        **serve_vllm.head_of(llm),
         "model": args.model,
         "attention_backend": args.attention_backend,
-        "engine": serve_vllm.engine_of(llm),
-        "layers": llm.apply_model(serve_vllm.layer_classes)[0],
         "prefill_backend": llm.apply_model(prefill_backend)[0],
         "compiled_after_load": compilation.kernels,
     }
@@ -272,30 +270,23 @@ def timed(side: SideFile, asked: Any) -> None:
 
 def load(args: argparse.Namespace) -> Any:
     """The engine, in this process."""
-    from vllm import LLM
-
-    serve_vllm.register_loader(copy_all_decode_weights)
     model = Path(tempfile.mkdtemp())
     (model / "config.json").write_text(json.dumps(CONFIGS[args.model]))
     small = args.model in SMALL
-    arguments: dict[str, Any] = {}
-    if args.attention_backend:
-        arguments["attention_backend"] = args.attention_backend
+    options: dict[str, Any] = {}
     if args.model == "glm_small":
-        arguments["hf_overrides"] = with_dense_attention
+        options["hf_overrides"] = with_dense_attention
     if small:  # four engines share the GPU
-        arguments["kv_cache_memory_bytes"] = 4 * 2**30
-        arguments["gpu_memory_utilization"] = 0.2
-    return LLM(
-        model=str(model),
-        load_format="drawn",
-        skip_tokenizer_init=True,
+        options |= {"kv_cache_memory_bytes": 4 * 2**30, "gpu_memory_utilization": 0.2}
+    return serve_vllm.drawn_engine(
+        args.attention_backend,
+        str(model),
+        copy_all_decode_weights,
         max_model_len=16384,
         max_num_batched_tokens=BUDGET,
         max_num_seqs=64 if small else 256,
         enable_prefix_caching=True,
-        seed=0,
-        **arguments,
+        **options,
     )
 
 

@@ -21,7 +21,6 @@ import argparse
 import functools
 import json
 import math
-import os
 import random
 import time
 from pathlib import Path
@@ -30,11 +29,6 @@ from typing import Any
 from benchmarks import serve_vllm
 from benchmarks.engines import decode_vllm, serve_work
 from benchmarks.engines.serve_work import SideFile, prompt_of, say
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TOKENS, NEW_TOKENS, LAYERS = 262_144, 8, 4
 BUDGETS = {"steps of 8,192 tokens": 8192, "one step": TOKENS}
@@ -91,26 +85,10 @@ def pair(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    llm = load(args)
-    head = {"head": serve_vllm.versions(), "engine": serve_vllm.engine_of(llm)}
-    head["layers"] = llm.apply_model(serve_vllm.layer_classes)[0]
-    side = SideFile(args.out, args.until, head)
-    say(f"{args.mode}: {head['engine']}")
-    serve_vllm.expect_layers(head["layers"], bool(args.attention_backend), 3)
-    side.part("prompt", 30, lambda: ask(llm, side, args))
-    return bool(side.data["failed"] or not all(row["well"] for row in side.data["rows"]))
-
-
-def load(args: argparse.Namespace) -> Any:
-    """The engine, in this process."""
-    from vllm import LLM
-
-    serve_vllm.register_loader(set_rates)
-    options = {"attention_backend": args.attention_backend} if args.attention_backend else {}
-    return LLM(
-        model=serve_vllm.model_directory(args.config, LAYERS, dense=True),
-        load_format="drawn",
-        skip_tokenizer_init=True,
+    llm = serve_vllm.drawn_engine(
+        args.attention_backend,
+        serve_vllm.model_directory(args.config, LAYERS, dense=True),
+        set_rates,
         trust_remote_code=True,
         max_model_len=TOKENS + 64,
         max_num_batched_tokens=BUDGETS[args.mode],
@@ -118,9 +96,13 @@ def load(args: argparse.Namespace) -> Any:
         enable_prefix_caching=True,
         kv_cache_memory_bytes=6 * 2**30,
         gpu_memory_utilization=0.2,  # only what must be free at the start, beside the others
-        seed=0,
-        **options,
     )
+    head = serve_vllm.head_of(llm)
+    side = SideFile(args.out, args.until, head)
+    say(f"{args.mode}: {head['engine']}")
+    serve_vllm.expect_layers(head["layers"], bool(args.attention_backend), 3)
+    side.part("prompt", 30, lambda: ask(llm, side, args))
+    return bool(side.data["failed"] or not all(row["well"] for row in side.data["rows"]))
 
 
 def set_rates(model: Any) -> None:

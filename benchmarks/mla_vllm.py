@@ -18,7 +18,6 @@ Before anything is timed, the flagged side checks MLA decode as ``kda-dsv4 check
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import time
 from pathlib import Path
@@ -29,11 +28,6 @@ import torch
 from benchmarks import serve_vllm
 from benchmarks.engines import decode_vllm, serve_work
 from benchmarks.engines.serve_work import SideFile, prompt_of, row, say
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 POINTS = ((1, 65536), (1, 8192), (16, 65536), (16, 8192), (64, 8192), (64, 65536))
 SEQUENCES, BUDGET = 64, 2048
@@ -80,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
     load_s = time.perf_counter() - begin
     log = decode_vllm.StepLog(llm)
     head = {
-        "head": serve_vllm.versions(),
-        "engine": serve_vllm.engine_of(llm),
-        "layers": llm.apply_model(serve_vllm.layer_classes)[0],
+        **serve_vllm.head_of(llm),
         "mla": llm.apply_model(mla_classes)[0],
         "load_s": load_s,
         "context_by": CONTEXT_BY,
@@ -108,15 +100,11 @@ def run(args: argparse.Namespace) -> int:
 
 def load(args: argparse.Namespace) -> Any:
     """The engine, in this process."""
-    from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    serve_vllm.register_loader()
-    arguments = {"attention_backend": args.attention_backend} if args.attention_backend else {}
-    return LLM(
-        model=serve_vllm.model_directory(args.config, serve_vllm.LAYERS),
-        load_format="drawn",
-        skip_tokenizer_init=True,
+    return serve_vllm.drawn_engine(
+        args.attention_backend,
+        serve_vllm.model_directory(args.config, serve_vllm.LAYERS),
         max_model_len=66000,
         max_num_batched_tokens=BUDGET,
         max_num_seqs=SEQUENCES,
@@ -127,8 +115,6 @@ def load(args: argparse.Namespace) -> Any:
             kv_connector_module_path="benchmarks.engines.context_connector",
             kv_role="kv_both",
         ),
-        seed=0,
-        **arguments,
     )
 
 

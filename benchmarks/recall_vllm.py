@@ -338,7 +338,7 @@ def ask(prompt: list[int], port: int, salt: str) -> tuple[str, int]:
     """The greedy completion of a prompt, and how many of its tokens came from the cache."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(completion(prompt, salt)).encode(),
+        json.dumps(completion(prompt, salt, stop=[recall.TERMINATOR])).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=300) as response:

@@ -83,16 +83,20 @@ def run(args: argparse.Namespace) -> int:
     import_s = time.perf_counter() - begin
     compilation = Compilation()
     begin = time.perf_counter()
-    llm = load(args)
+    llm = drawn_engine(
+        args.attention_backend,
+        model_directory(args.config, LAYERS),
+        max_model_len=70000,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=SEQUENCES,
+    )
     load_s = time.perf_counter() - begin
     loading = {key: round(value, 2) for key, value in compilation.spent.items()}
     compilation.kernels.clear()
     log = decode_vllm.StepLog(llm)
     head = {
-        "head": versions(),
+        **head_of(llm),
         "environment": environment(args.attention_backend),
-        "engine": engine_of(llm),
-        "layers": llm.apply_model(layer_classes)[0],
         "import_s": import_s,
         "memory_after_load_mib": serve_work.memory_used_mib(),
         "while_loading": loading,
@@ -221,22 +225,25 @@ def host(asked: Asked) -> dict[str, Any]:
     return found
 
 
-def load(args: argparse.Namespace) -> Any:
-    """The engine, in this process."""
+def drawn_engine(
+    attention_backend: str | None,
+    model: str,
+    then: Callable[[Any], None] = lambda model: None,
+    **options: Any,
+) -> Any:
+    """An engine in this process with drawn weights, which ``then`` changes."""
     from vllm import LLM
 
-    register_loader()
-    arguments = {"attention_backend": args.attention_backend} if args.attention_backend else {}
-    return LLM(
-        model=model_directory(args.config, LAYERS),
-        load_format="drawn",
-        skip_tokenizer_init=True,
-        max_model_len=70000,
-        max_num_batched_tokens=BUDGET,
-        max_num_seqs=SEQUENCES,
-        seed=0,
-        **arguments,
-    )
+    register_loader(then)
+    if attention_backend:
+        options["attention_backend"] = attention_backend
+    return LLM(model=model, load_format="drawn", skip_tokenizer_init=True, seed=0, **options)
+
+
+def head_of(llm: Any) -> dict[str, Any]:
+    """The head of a side's file."""
+    layers = llm.apply_model(layer_classes)[0]
+    return {"head": versions(), "engine": engine_of(llm), "layers": layers}
 
 
 def register_loader(then: Callable[[Any], None] = lambda model: None) -> None:

@@ -183,15 +183,17 @@ def plug_in(place: Path, name: str, group: str, function: str) -> str:
     return os.pathsep.join([str(place), str(RECALL.parents[1]), *([old] if old else [])])
 
 
-def completion(prompt: list[int], salt: str) -> dict[str, Any]:
-    """The body of a request for a recall prompt's answer. Prompts of one salt share the cache."""
+def completion(
+    prompt: list[int], salt: str, new_tokens: int = recall.MAX_ANSWER_TOKENS, **more: Any
+) -> dict[str, Any]:
+    """The body of a request of greedy tokens. Prompts of one salt share the cache."""
     return {
         "model": "recall",
         "prompt": prompt,
-        "max_tokens": recall.MAX_ANSWER_TOKENS,
+        "max_tokens": new_tokens,
         "temperature": 0.0,
-        "stop": [recall.TERMINATOR],
         "cache_salt": salt,
+        **more,
     }
 
 
