@@ -129,17 +129,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("pair", help="both sides of all models")
-    two.add_argument("out", type=Path)
-    two.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    parser, two, one = serve_work.commands(__doc__, config=False)
     two.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
-    one = serve_work.side_command(commands, "one side of one model")
     one.add_argument("--model", choices=CONFIGS, required=True)
-    one.add_argument("--attention-backend")
-    args = parser.parse_args()
-    return pair(args) if args.command == "pair" else run(args)
+    return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:

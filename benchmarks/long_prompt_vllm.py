@@ -23,7 +23,6 @@ import json
 import math
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks import serve_vllm
@@ -39,20 +38,10 @@ PIECE = 4096  # tokens that the reference takes at a time
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("pair", help="both sides, each in both modes, beside each other")
-    two.add_argument("config", type=Path)
-    two.add_argument("out", type=Path)
-    two.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    parser, two, one = serve_work.commands(__doc__)
     two.add_argument("--limit", type=float, default=400.0, help="seconds")
-    one = serve_work.side_command(commands, "one engine")
-    one.add_argument("--config", type=Path, required=True)
-    one.add_argument("--attention-backend")
     one.add_argument("--mode", choices=BUDGETS, default="steps of 8,192 tokens")
-    args = parser.parse_args()
-    serve_work.expect_config(parser, args.config)
-    return pair(args) if args.command == "pair" else run(args)
+    return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:

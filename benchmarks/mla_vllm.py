@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,19 +37,9 @@ CONTEXT_BY = "benchmarks/engines/context_connector.py"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("pair", help="both sides")
-    two.add_argument("config", type=Path)
-    two.add_argument("out", type=Path)
-    two.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
-    two.add_argument("--limit", type=float, default=560.0, help="for all sides, seconds")
-    one = serve_work.side_command(commands)
-    one.add_argument("--config", type=Path, required=True)
-    one.add_argument("--attention-backend")
-    args = parser.parse_args()
-    serve_work.expect_config(parser, args.config)
-    return pair(args) if args.command == "pair" else run(args)
+    parser, two, _ = serve_work.commands(__doc__)
+    two.add_argument("--limit", type=float, default=560.0, help="for both sides, seconds")
+    return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:

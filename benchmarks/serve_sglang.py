@@ -51,14 +51,8 @@ PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("pair", help="both sides")
-    two.add_argument("config", type=Path)
-    two.add_argument("out", type=Path)
+    parser, two, one = serve_work.commands(__doc__, vllm=False)
     two.add_argument("--budget", type=float, default=585.0, help="seconds, of the whole command")
-    one = serve_work.side_command(commands)
-    one.add_argument("--config", type=Path, required=True)
     one.add_argument("--flag", action="store_true")
     for command in (two, one):
         command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -68,16 +62,7 @@ def main() -> int:
             default="triton",
             help="of the MLA layers on both sides",
         )
-        command.add_argument(
-            "--engine-option",
-            action="append",
-            default=[],
-            metavar="NAME=JSON",
-            help="one more argument of sglang.Engine, for instance disable_cuda_graph=true",
-        )
-    args = parser.parse_args()
-    serve_work.expect_config(parser, args.config)
-    return pair(args) if args.command == "pair" else run(args)
+    return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
@@ -86,7 +71,6 @@ def pair(args: argparse.Namespace) -> int:
         raise SystemExit(f"--budget must be at least 165 s for two loads, got {args.budget:g}")
     common = ["--config", str(args.config), "--parts", *args.parts]
     common += ["--full-attention", args.full_attention]
-    common += [f"--engine-option={option}" for option in args.engine_option]
     sides = {"flag": [*common, "--flag"], "upstream": common}
     return serve_work.pair("benchmarks.serve_sglang", sides, args.out, limit, SERVED)
 
@@ -124,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``sglang.Engine``. A malformed ``--engine-option`` is a ValueError."""
+    """Arguments of ``sglang.Engine``."""
     arguments: dict[str, Any] = {
         "model_path": model_directory(args.config, LAYERS),
         "load_format": "dummy",
@@ -141,11 +125,6 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["decode_attention_backend"] = args.full_attention
     if args.flag:
         arguments["attention_backend"] = "kda"
-    for option in args.engine_option:
-        name, found, value = option.partition("=")
-        if not found:
-            raise ValueError(f"--engine-option must be NAME=JSON, got {option!r}")
-        arguments[name] = json.loads(value)
     return arguments
 
 

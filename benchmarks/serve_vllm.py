@@ -52,21 +52,11 @@ PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("pair", help="both sides")
-    two.add_argument("config", type=Path)
-    two.add_argument("out", type=Path)
-    two.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    parser, two, one = serve_work.commands(__doc__)
     two.add_argument("--limit", type=float, default=540.0, help="for both sides, seconds")
-    one = serve_work.side_command(commands)
-    one.add_argument("--config", type=Path, required=True)
-    one.add_argument("--attention-backend")
     for command in (two, one):
         command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    args = parser.parse_args()
-    serve_work.expect_config(parser, args.config)
-    return pair(args) if args.command == "pair" else run(args)
+    return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:

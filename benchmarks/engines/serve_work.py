@@ -218,18 +218,43 @@ def say(text: str) -> None:
     print(SAID + text, flush=True)
 
 
-def side_command(commands: Any, help: str = "one side") -> argparse.ArgumentParser:
-    """The parser of ``run``, with the arguments that `run_side` gives."""
-    one: argparse.ArgumentParser = commands.add_parser("run", help=help)
-    one.add_argument("out", type=Path)
+Command = Callable[[argparse.Namespace], int]
+
+
+def commands(
+    doc: str, *, config: bool = True, vllm: bool = True
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parsers of a script, of ``pair``, which is both sides, and of ``run``, which is one, with
+    the arguments that `run_side` gives.
+
+    Args:
+        config: a folder with the model's config.json.
+        vllm: the flag is vLLM's.
+    """
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    found = parser.add_subparsers(dest="command", required=True)
+    two, one = found.add_parser("pair", help="both sides"), found.add_parser("run", help="one side")
+    if config:
+        two.add_argument("config", type=Path)
+        one.add_argument("--config", type=Path, required=True)
+    for command in (two, one):
+        command.add_argument("out", type=Path)
     one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
-    return one
+    if vllm:
+        two.add_argument(
+            "--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)"
+        )
+        one.add_argument("--attention-backend")
+    return parser, two, one
 
 
-def expect_config(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """End the program with a message unless a folder holds a model's configuration."""
-    if not (folder / "config.json").is_file():
+def started(parser: argparse.ArgumentParser, pair: Command, run: Command) -> int:
+    """Run the command that was asked for; its exit status."""
+    args = parser.parse_args()
+    folder = getattr(args, "config", None)
+    if folder is not None and not (folder / "config.json").is_file():
         parser.error(f"expected a folder with a config.json, got {folder}")
+    return pair(args) if args.command == "pair" else run(args)
 
 
 def run_side(
