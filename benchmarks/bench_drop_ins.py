@@ -3,16 +3,15 @@
     python benchmarks/bench_drop_ins.py --originals FOLDER \
         --output benchmarks/results/dropins_h200.json
 
-``CASES`` has two callers of each function, with the shapes of the models that they serve. A case
+`cases` has two callers of each function, with the shapes of the models that they serve. A case
 makes its inputs once and calls the function of the same name in both packages: ours first or the
 original first by turns. Every output is compared with float64 before anything is timed, and an
 original that cannot be imported or refuses a call leaves its columns empty, with the reason.
 
 ``us`` is the median time of a call between events on the default stream while the GPU is kept busy
 before it, which is the kernels' time; ``host_us`` the host's time in a call; ``plan_us`` the whole
-time of a plan, which a step makes once. ``FOLDER`` holds the originals' packages, as
-``peers/sparse_attention_built.py`` builds SageAttention's and SpargeAttn's; FlashInfer and FlashMLA
-are imported from there or from the environment.
+time of a plan, which a step makes once. ``FOLDER`` holds the originals' packages, where they are
+not installed.
 """
 
 from __future__ import annotations

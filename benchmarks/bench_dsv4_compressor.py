@@ -6,8 +6,7 @@
 Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's two compressors, one call after
 the other), on tensors as vLLM lays them out (fp32 projections, a paged fp32 state, a block table)
 and as sglang does (``layout`` ``ring``, where the indexer rotates); and ``indexer_rows``, the
-in-place operator on pooled rows, whose peers are the same operation in two launches and in the
-style of the seed kernel, through memory.
+in-place operator on pooled rows, which has no peer.
 
 ``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
 ``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
@@ -42,9 +41,9 @@ from backend_core.testing.timing import (
     installed_version,
 )
 from benchmarks import dsv4_records as records
+from benchmarks.empty_launch import empty_launch_ms
 from benchmarks.peers import dsv4_sglang, dsv4_vllm
-from benchmarks.peers.dsv4_in_place import empty_kernel, rows_calls
-from dsv4_backend import quantise_indexer_queries
+from dsv4_backend import SeqLens, compress_norm_rope_hadamard_, quantise_indexer_queries
 from dsv4_backend.queries import Queries
 from dsv4_backend.testing.engine import default_device, make_spec
 from dsv4_backend.testing.steps import TimedStep, make_step, rope_table
@@ -135,7 +134,7 @@ def new_row(case: Case, **more: object) -> dict[str, Any]:
     row: dict[str, Any] = {"phase": phase, "part": part} | more
     row |= {"ratio": ratio, "n": n, "ends": ends, "ours_gpu_ms": None}
     row |= {f"{name}_gpu_ms": None for names in PEERS.values() for name in names}
-    return row | {"seed_style_gpu_ms": None, "two_launch_gpu_ms": None, "floor_ms": None}
+    return row | {"floor_ms": None}
 
 
 def take_times(row: dict[str, Any], name: str, call: Step) -> None:
@@ -259,28 +258,32 @@ def measure_queries(
     return row
 
 
+def in_place_call(n: int, **options: Any) -> Step:
+    """The in-place operator on n pooled rows of the indexer."""
+    x, weight = torch.randn(n, 128, device=CUDA), torch.ones(128, device=CUDA)
+    table = torch.stack(rope_table(CUDA).chunk(2, 1), -1).flatten(1).contiguous()
+    plan = SeqLens((torch.randint(1, 4096, (n,), device=CUDA) * 4).int())
+    options |= {"head_dim": 128, "compress_ratio": 4, "rotate": True}
+    return lambda: compress_norm_rope_hadamard_(x, weight, 1e-6, table, plan, **options)
+
+
 def measure_rows(n: int, bandwidth: float) -> dict[str, Any]:
-    calls = rows_calls(n, rope_table(CUDA))
     row = new_row(("decode", "indexer_rows", 4, n, "all"))
-    take_times(row, "ours", calls["ours"])
-    for name in ("seed_style", "two_launch"):
-        row[f"{name}_gpu_ms"] = graph_time_ms(calls[name])
+    take_times(row, "ours", in_place_call(n))
     return row | {"floor_ms": 2 * n * 128 * 4 / (bandwidth * 1e6)}
 
 
-def cases(quick: bool) -> list[Case]:
-    decode = (1, 64, 512) if quick else DECODE
-    prefill = (1024, 16384) if quick else PREFILL
-    found: list[Case] = [("decode", p, r, n, "all") for p, r in PARTS for n in decode]
+def cases() -> list[Case]:
+    found: list[Case] = [("decode", p, r, n, "all") for p, r in PARTS for n in DECODE]
     found += [("decode", p, r, n, "mixed") for p, r in PARTS for n in (1, 64, 512)]
-    return found + [("prefill", p, r, n, "all") for p, r in PARTS for n in prefill]
+    return found + [("prefill", p, r, n, "all") for p, r in PARTS for n in PREFILL]
 
 
-def tasks(quick: bool) -> list[Callable[[Peers, float, int], dict[str, Any]]]:
+def tasks() -> list[Callable[[Peers, float, int], dict[str, Any]]]:
     """The measurements, each from (peers, bandwidth, its number)."""
     found: list[Callable[[Peers, float, int], dict[str, Any]]] = []
     for layout in PEERS:
-        for case in cases(quick):
+        for case in cases():
             found.append(functools.partial(measure, layout, case))
     for n in DECODE:
         found.append(lambda peers, bandwidth, task, n=n: measure_rows(n, bandwidth))
@@ -302,10 +305,10 @@ def work(args: argparse.Namespace) -> None:
         "cutedsl": installed_version("nvidia-cutlass-dsl"),
         "sglang": dsv4_sglang.RELEASE if "sglang_jit" in peers.make else None,
         "copy_gbs": bandwidth,
-        "empty_launch_ms": graph_time_ms(lambda: empty_kernel[(1,)](rope_table(CUDA)), calls=20),
+        "empty_launch_ms": empty_launch_ms(),
     }
     tell("head", result)
-    for task, measured in enumerate(tasks(args.quick)):
+    for task, measured in enumerate(tasks()):
         if task >= args.start:
             tell("at", [task, "ours"])
             tell("row", measured(peers, bandwidth, task))
@@ -353,7 +356,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--vllm-source", type=Path, help="vLLM 0.33.0's site-packages, or a copy")
     parser.add_argument("--sglang-source", type=Path, help="sglang 0.5.23's, with its headers")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -10,36 +10,34 @@ the other layers and the weights pass through the cache in between. Peers make t
 their engines make, and all of these are counted. ``floor_ms`` is the time of reading and writing
 the states once at the copy bandwidth of the same run, ``empty_ms`` that of a kernel without work in
 the same graph.
-
-Compiling takes longer than measuring; ``--warm`` only compiles, in several processes at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import itertools
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import load_table
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
     environment,
+    graph_us,
     host_time_ms,
     installed_version,
 )
+from benchmarks.empty_launch import empty_launch_ms
+from benchmarks.kda_paths import only
 from benchmarks.peers.kda_decode import (
     DIM,
     EPS,
@@ -51,44 +49,12 @@ from benchmarks.peers.kda_decode import (
     load_vllm,
 )
 from kda_backend import kda_decode_step, kda_verify_step, reference
-from kda_backend.launch_params import TABLES
 from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.testing.regimes import gate_parameters
 
 BATCHES = (1, 8, 32, 64, 256, 512)
 COLD_BYTES = 150e6
 Row = dict[str, Any]
-Space = dict[str, tuple[int | str, ...]]
-# (path, whether convolution and norm take part, parameters to try)
-SWEEPS: dict[str, tuple[str, bool, Space]] = {
-    "sm90": (
-        "fused_sm90",
-        True,
-        {
-            "split": (1, 2, 4, 8),
-            "warps": (4, 8),
-            "load_hint": ("evict_first", "evict_last"),
-        },
-    ),
-    "triton": (
-        "fused",
-        True,
-        {
-            "num_warps": (4, 8),
-            "k_inner": (16, 32, 64),
-            "eviction": ("", "evict_first"),
-        },
-    ),
-    "bare": (
-        "fused",
-        False,
-        {
-            "split_num_warps": (1, 2, 4),
-            "block_v": (8, 16, 32, 64, 128),
-            "k_inner": (32, 64, 128),
-        },
-    ),
-}
 
 
 def make_layer(rows: int, heads: int, seed: int = 1, calls: int | None = None) -> Layer:
@@ -119,55 +85,45 @@ def make_layer(rows: int, heads: int, seed: int = 1, calls: int | None = None) -
     )
 
 
-def selection_of(heads: int, path: str | None = None, **params: int | str) -> KdaSelection:
-    """The table's selection, or the last row of one path with other parameters."""
-    selection = select(detect_target(), KdaShape(heads, heads, DIM, DIM))
-    if path is None:
-        return selection
-    rows = load_table(TABLES, selection.target).rows
-    row = [r for r in rows if (r.operator, r.name) == ("decode_step", path)][-1]
-    return selection.with_path(
-        dataclasses.replace(row, params=dataclasses.replace(row.params, **params))
-    )
+def selection_of(heads: int, path: str | None = None) -> KdaSelection:
+    """The table's selection, or the last row of one path."""
+    shape = KdaShape(heads, heads, DIM, DIM)
+    return select(detect_target(), shape) if path is None else only(shape, path, "decode_step")
+
+
+def call_of(x: Layer) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """The tensors of a layer's call up to its states, and the options that all calls have."""
+    keys = x.heads * DIM
+    q, k, v = (y.unflatten(1, (x.heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
+    options = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "A_log": x.a_log,
+        "dt_bias": x.dt_bias,
+        "out": torch.empty_like(x.z),
+    }
+    return (q, k, v, x.g, x.beta, x.states), options
+
+
+def around(x: Layer, windows: torch.Tensor) -> dict[str, Any]:
+    """Convolution and norm."""
+    return {
+        "conv_state": windows.transpose(1, 2),
+        "conv_weight": x.conv_weight,
+        "norm_weight": x.norm_weight,
+        "norm_gate": x.z,
+        "norm_eps": EPS,
+    }
 
 
 def ours(x: Layer, selection: KdaSelection | None = None, *, fused: bool = True) -> Step:
     """Our step; bare of convolution and norm without ``fused``."""
-    selection = selection or selection_of(x.heads)
-    keys = x.heads * DIM
-    q, k, v = (y.unflatten(1, (x.heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
-    extra: dict[str, Any] = {}
-    if fused:
-        extra = {
-            "conv_state": x.windows.transpose(1, 2),
-            "conv_weight": x.conv_weight,
-            "norm_weight": x.norm_weight,
-            "norm_gate": x.z,
-            "norm_eps": EPS,
-        }
-    out = torch.empty_like(x.z)
-
-    def step(i: int) -> torch.Tensor:
-        return kda_decode_step(
-            q,
-            k,
-            v,
-            x.g,
-            x.beta,
-            x.states,
-            x.indices[i],
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            A_log=x.a_log,
-            dt_bias=x.dt_bias,
-            out=out,
-            pdl_prefetch_safe=True,  # the call before has other slots
-            selection=selection,
-            **extra,
-        )
-
-    return step
+    tensors, options = call_of(x)
+    options |= around(x, x.windows) if fused else {}
+    options["selection"] = selection or selection_of(x.heads)
+    # pdl_prefetch_safe: the call before has other slots
+    return lambda i: kda_decode_step(*tensors, x.indices[i], pdl_prefetch_safe=True, **options)
 
 
 def expected(x: Layer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,80 +155,22 @@ def check_accuracy(make: Peer, *, in_place: bool = True) -> list[float | None]:
     return [relative_error(got, want_o), error]
 
 
-def gpu_ms(step: Step, x: Layer, replays: int = 9) -> float:
-    """Time of one call: median over replays of a graph of all calls, divided by their number."""
-
-    def run() -> None:
-        for i in range(len(x.indices)):
-            step(i)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    times = []
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step(0)
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(2 + replays):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(times[2:]) / len(x.indices)
-
-
-@triton.jit
-def empty_kernel(x_ptr):
-    pass
-
-
-def empty_ms(x: Layer) -> float:
-    def step(i: int) -> torch.Tensor:
-        empty_kernel[(1,)](x.beta)
-        return x.beta
-
-    return gpu_ms(step, x)
+def gpu_ms(step: Step, x: Layer) -> float:
+    """Time of one call, by a graph of all calls."""
+    return graph_us([functools.partial(step, i) for i in range(len(x.indices))], 9) / 1e3
 
 
 def verify_ms(rows: int, heads: int, tokens: int) -> float:
     """A draft of ``tokens`` for each of ``rows`` sequences, with a slot per token (as vLLM)."""
     x = make_layer(rows * tokens, heads)
-    calls = len(x.indices)
     windows = torch.zeros(len(x.states), tokens + 2, x.qkv.shape[1], device="cuda").bfloat16()
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
-    selection, keys = selection_of(heads), heads * DIM
-    q, k, v = (y.unflatten(1, (heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
-    tables = x.indices.view(calls, rows, tokens)
-
-    def step(i: int) -> torch.Tensor:
-        return kda_verify_step(
-            q,
-            k,
-            v,
-            x.g,
-            x.beta,
-            x.states,
-            tables[i],
-            num_accepted_tokens=accepted,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            A_log=x.a_log,
-            dt_bias=x.dt_bias,
-            conv_state=windows.transpose(1, 2),
-            conv_weight=x.conv_weight,
-            norm_weight=x.norm_weight,
-            norm_gate=x.z,
-            out=x.z.new_empty(x.z.shape),
-            selection=selection,
-        )
-
-    return gpu_ms(step, x)
+    tables = x.indices.view(len(x.indices), rows, tokens)
+    tensors, options = call_of(x)
+    options |= around(x, windows) | {"selection": selection_of(heads)}
+    return gpu_ms(
+        lambda i: kda_verify_step(*tensors, tables[i], num_accepted_tokens=accepted, **options), x
+    )
 
 
 def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) -> Row:
@@ -297,7 +195,7 @@ def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) ->
         row["best_peer"] = min(times, key=times.__getitem__)
         row["best_peer_gpu_ms"] = times[row["best_peer"]]
     row["floor_ms"] = 2 * batch * heads * DIM * DIM * 4 / bandwidth / 1e6
-    row["empty_ms"] = empty_ms(x)
+    row["empty_ms"] = empty_launch_ms(len(x.indices))
     return row
 
 
@@ -307,22 +205,7 @@ def faults(peer: str, heads: int, batch: int) -> bool:
 
 
 def has_hopper_kernel() -> bool:
-    return any(path.name == "fused_sm90" for path in selection_of(4).decode_step.paths)
-
-
-def sweep(name: str, all_heads: list[int]) -> None:
-    """The best parameters of each point, best first."""
-    path, fused, space = SWEEPS[name]
-    for heads, rows in itertools.product(all_heads, BATCHES):
-        x = make_layer(rows, heads)
-        times = []
-        for values in itertools.product(*space.values()):
-            selection = selection_of(heads, path, **dict(zip(space, values, strict=True)))
-            times.append((gpu_ms(ours(x, selection, fused=fused), x) * 1e3, values))
-        times.sort()
-        print(f"H{heads} N{rows}:", *(f"{t:.2f} {p}" for t, p in times[:6]), sep="  ", flush=True)
-        del x
-        torch.cuda.empty_cache()
+    return any(path.name == "fused_sm90" for path in selection_of(4).decode_step.rows)
 
 
 def accurate(name: str, make: Peer, *, in_place: bool = True, strict: bool = False) -> bool:
@@ -338,18 +221,6 @@ def accurate(name: str, make: Peer, *, in_place: bool = True, strict: bool = Fal
     return error_o <= limit_o and (error_s is None or error_s <= limit_s)
 
 
-def warm(all_heads: list[int], peers: dict[str, Peer]) -> None:
-    """Compile, by one call of everything."""
-    for heads, batch in itertools.product(all_heads, BATCHES):
-        x = make_layer(batch, heads, calls=1)
-        steps = [ours(x), ours(x, selection_of(heads, "fused")), ours(x, fused=False)]
-        steps += [make(x) for name, make in peers.items() if not faults(name, heads, batch)]
-        for step in steps:
-            step(0)
-        torch.cuda.empty_cache()
-    torch.cuda.synchronize()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
@@ -357,13 +228,8 @@ def main() -> None:
     parser.add_argument("--sglang-source", type=Path, help="an unpacked sglang 0.5.23 wheel")
     parser.add_argument("--peers", default="fla,vllm,sglang", help="FLA as it is installed")
     parser.add_argument("--heads", default="32,4,16,8")
-    parser.add_argument("--sweep", choices=tuple(SWEEPS), help="try parameters and stop")
-    parser.add_argument("--warm", action="store_true", help="compile everything and stop")
     args = parser.parse_args()
     all_heads = [int(h) for h in args.heads.split(",")]
-    if args.sweep:
-        sweep(args.sweep, all_heads)
-        return
     wanted = args.peers.split(",")
     loaded = {
         "fla": load_fla() if "fla" in wanted else None,
@@ -373,10 +239,6 @@ def main() -> None:
         else None,
     }
     peers = {name: make for name, make in loaded.items() if make is not None}
-    if args.warm:
-        warm(all_heads, peers)
-        return
-
     triton_step: Peer = lambda x: ours(x, selection_of(x.heads, "fused"))  # noqa: E731
     if not (accurate("ours", ours, strict=True) and accurate("triton", triton_step, strict=True)):
         sys.exit("no times were taken")
@@ -389,28 +251,17 @@ def main() -> None:
         "rows": [],
         "verify": [],
     }
-    print(f"copy {result['copy_gbs']:.0f} GB/s; times in us; ratio to the best of the peers")
     for heads, batch in itertools.product(all_heads, BATCHES):
         row = measure(heads, batch, peers, result["copy_gbs"])
         result["rows"].append(row)
         write(args.output, result)
-        print(table_line(row), flush=True)
+        print(row, flush=True)
         torch.cuda.empty_cache()
     for batch, tokens in itertools.product((1, 16, 64), (2, 4, 8)):
         time = verify_ms(batch, 32, tokens)
         result["verify"].append({"H": 32, "batch": batch, "tokens": tokens, "ours_gpu_ms": time})
         print(f"H32 N{batch}, drafts of {tokens}: {time * 1e3:.1f}", flush=True)
     write(args.output, result)
-
-
-def table_line(row: Row) -> str:
-    ratio = row.get("best_peer_gpu_ms", 0.0) / row["ours_gpu_ms"]
-    times = "  ".join(
-        f"{key.removesuffix('_ms').removesuffix('_gpu')} {value * 1e3:.2f}"
-        for key, value in row.items()
-        if isinstance(value, float) and key != "best_peer_gpu_ms"
-    )
-    return f"H{row['H']} N{row['batch']}  {ratio:.2f}x  {times}"
 
 
 def write(output: Path | None, result: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """A KDA layer between its projections: with a separate convolution and with one inside the prefill.
 
-    python benchmarks/bench_kda_layer.py --output benchmarks/results/kda_layer_h200.json
+    python -m benchmarks.bench_kda_layer --output benchmarks/results/kda_layer_h200.json
 
 `kda_backend.layer.prefill` on the packed projection and an engine's pools, half of the sequences
 with a state and a window from before. ``apart_us``: with the convolution of all channels in a
@@ -14,7 +14,6 @@ windows to the bit.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
@@ -25,17 +24,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from backend_core.tables.select import load_table
-from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
+from benchmarks.kda_paths import only
 from kda_backend import layer, reference
 from kda_backend.contract.values import PrefillCall, StateRef
-from kda_backend.launch_params import TABLES
 from kda_backend.layer_stages import gated_norm, short_conv
 from kda_backend.prefill.paths import path_of
 from kda_backend.scratch import Scratch
-from kda_backend.selection import KdaSelection, KdaShape, select
+from kda_backend.selection import KdaSelection, KdaShape
 from kda_backend.step_plan import build_step_plan
 from kda_backend.testing.regimes import gate_parameters
 
@@ -194,18 +191,7 @@ class Layer:
 
 def forms(shape: KdaShape) -> tuple[KdaSelection, KdaSelection]:
     """The shipped row of the two stages with the convolution apart, and inside."""
-    target = detect_target()
-    chosen = select(target, shape)
-    rows = load_table(TABLES, target).rows
-    row: Any = next(row for row in rows if row.name == "two_stage_sm90")
-    apart, fused = (
-        chosen.with_path(
-            dataclasses.replace(
-                row, params=dataclasses.replace(row.params, fused_conv_tiles=int(fused))
-            )
-        )
-        for fused in (False, True)
-    )
+    apart, fused = (only(shape, "two_stage_sm90", fused_conv_tiles=int(f)) for f in (False, True))
     return apart, fused
 
 
@@ -230,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    head: dict[str, Any] = {**environment(), "script": "benchmarks/bench_kda_layer.py"}
+    head: dict[str, Any] = dict(environment())
     rows = []
     with torch.inference_mode():
         bandwidth = copy_bandwidth_gbs()

@@ -23,7 +23,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import load_table
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import (
@@ -34,10 +33,10 @@ from backend_core.testing.timing import (
     host_time_ms,
     installed_version,
 )
+from benchmarks.kda_paths import only
 from kda_backend import chunk_kda
-from kda_backend.launch_params import TABLES
 from kda_backend.scratch import Scratch
-from kda_backend.selection import KdaSelection, select
+from kda_backend.selection import select
 from kda_backend.step_plan import build_step_plan
 from kda_backend.testing.cases import LOWER_BOUND, Case, make_case
 from kda_backend.testing.regimes import MEASURED_REGIMES
@@ -71,12 +70,6 @@ def draw(lens: list[int], heads: int, regime: str, lower_bound: float | None, se
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
-def only(selection: KdaSelection, path: str) -> KdaSelection:
-    """The selection with the last row of one named path for every grid."""
-    rows = load_table(TABLES, selection.target).rows
-    return selection.with_path([r for r in rows if (r.operator, r.name) == ("prefill", path)][-1])
-
-
 class Ours:
     """The call of an engine's layer: all buffers exist, the plan is the step's."""
 
@@ -84,9 +77,7 @@ class Ours:
         tokens, heads = case.q.shape[1:3]
         target = detect_target()
         self.num_sms = target.num_sms
-        selection = select(target, case.shape)
-        if path is not None:
-            selection = only(selection, path)
+        selection = select(target, case.shape) if path is None else only(case.shape, path)
         cu_seqlens = case.cu_seqlens
         self.step_plan = build_step_plan(cu_seqlens, tokens, cu_seqlens_cpu=cu_seqlens.cpu())
         self.path = selection.prefill.row(
@@ -261,15 +252,6 @@ def main() -> None:
         }
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")
-    for gate in ("unbounded", "bounded"):
-        ratios = [
-            row["fla_gpu_ms"] / row["ours_gpu_ms"]
-            for row in rows
-            if row["gate"] == gate and "fla_gpu_ms" in row
-        ]
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            print(f"{gate}: {mean:.2f}x FLA (geometric mean), least {min(ratios):.2f}x")
 
 
 if __name__ == "__main__":

@@ -14,28 +14,24 @@ sequences of at most 8,192 tokens. Inputs as an engine passes them; states in a 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from backend_core.tables.select import load_table
-from backend_core.target import detect_target
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
-from kda_backend import chunk_kda, reference
-from kda_backend.launch_params import TABLES
-from kda_backend.scratch import Scratch
-from kda_backend.selection import KdaSelection, KdaShape, select
-from kda_backend.step_plan import build_step_plan
-from kda_backend.testing.cases import make_case
+from benchmarks.bench_kda_prefill import DIM, Ours, draw
+from benchmarks.kda_paths import only
+from kda_backend import reference
+from kda_backend.selection import KdaSelection, KdaShape
 
-DIM = 128
 SHORT = [[n] for n in (1, 16, 32, 64)] + [[8] * 512, [16] * 256, [32] * 256, [64] * 64, [64] * 16]
 SHORT += [[1 + 37 * i % 64 for i in range(128)], [128] * 64]
 LONG = [(4, n) for n in (2048, 4096, 8192, 16384, 32768, 131072)]
@@ -46,59 +42,35 @@ LARGEST_CHECKED = 8192  # tokens
 
 def selections(heads: int) -> dict[str, KdaSelection]:
     """By form: the shipped row of the two stages, the one launch, and segments."""
-    target = detect_target()
-    chosen = select(target, KdaShape(heads, heads, DIM, DIM))
-    rows = {row.name: row for row in load_table(TABLES, target).rows}
-    short = dataclasses.replace(rows["one_launch_sm90"], max_longest=None)
+    shape = KdaShape(heads, heads, DIM, DIM)
     found = {
-        "two stages": chosen.with_path(rows["two_stage_sm90"]),
-        "one launch": chosen.with_path(short),
+        "two stages": only(shape, "two_stage_sm90"),
+        "one launch": only(shape, "one_launch_sm90"),
     }
-    segmented = dataclasses.replace(rows["segmented_sm90"], min_longest=None, max_width=None)
     for chunks in SEGMENT_CHUNKS:
-        params = dataclasses.replace(segmented.params, segment_chunks=chunks)
-        found[f"{64 * chunks}"] = chosen.with_path(dataclasses.replace(segmented, params=params))
+        found[f"{64 * chunks}"] = only(shape, "segmented_sm90", segment_chunks=chunks)
     return found
 
 
-class Call:
+class Call(Ours):
     """One batch, which can be called in each form."""
 
     def __init__(self, heads: int, lengths: list[int]) -> None:
-        model: dict[str, Any] = {"heads": heads, "key_dim": DIM, "value_dim": DIM}
-        self.case = make_case(1, lengths, regime="init", device="cuda", **model)
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        self.plan = build_step_plan(offsets.cuda(), sum(lengths), cu_seqlens_cpu=offsets)
-        self.pool = torch.zeros(len(lengths) + 1, heads, DIM, DIM, device="cuda")
-        self.slots = torch.arange(len(lengths), dtype=torch.int32, device="cuda") + 1
-        self.out = torch.full_like(self.case.v, float("nan"))
-        self.scratch = Scratch(self.pool.device)
+        self.case = draw(lengths, heads, "init", None, seed=1)
+        super().__init__(self.case)
 
-    def make(self, selection: KdaSelection) -> Callable[[], object]:
-        q, k, v, g, beta = self.case.tokens
-        return functools.partial(
-            chunk_kda,
-            q,
-            k,
-            v,
-            g,
-            beta,
-            **self.case.options(),
-            state_pool=self.pool,
-            state_indices=self.slots,
-            step_plan=self.plan,
-            scratch=self.scratch,
-            out=self.out,
-            selection=selection,
-        )
+    def use(self, selection: KdaSelection) -> None:
+        """Take a form, with states as they were and no output."""
+        self.arguments["selection"] = selection
+        self.pool[1:-1] = self.case.state
+        self.out.fill_(float("nan"))
 
     def error(self, selection: KdaSelection) -> float:
         """Of outputs and states, against float64; the larger."""
-        self.pool[1:] = self.case.state
-        self.out.fill_(float("nan"))
-        self.make(selection)()
-        want, states = self.expected
-        return max(relative_error(self.out[0], want), relative_error(self.pool[1:], states))
+        self.use(selection)
+        out, states = self()
+        want, want_states = self.expected
+        return max(relative_error(out[0], want), relative_error(states, want_states))
 
     @functools.cached_property
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,11 +84,11 @@ class Call:
         return found, states
 
     def us(self, selection: KdaSelection) -> float:
-        self.pool[1:] = self.case.state
-        return round(1e3 * graph_time_ms(self.make(selection), replays=11), 1)
+        self.use(selection)
+        return round(1e3 * graph_time_ms(self, replays=11), 1)
 
     def floor_us(self, bandwidth_gbs: float) -> float:
-        values = self.case.q.numel() * 5 * 2 + 2 * self.pool[1:].nbytes
+        values = self.case.q.numel() * 5 * 2 + 2 * self.case.state.nbytes
         return round(values / bandwidth_gbs / 1e3, 1)
 
 

@@ -9,7 +9,7 @@ One query token per request, bf16, one latent head of 512 + 64 channels (1,152 b
 page 64 in random order; output bf16 and natural-log LSE. "AxBk" is A requests of B * 1024 tokens;
 "skew" one of 64k and 63 of 1k; "prefix" 64 requests of 16.5k that share the first 16k, for which
 ours finds the prefix from the block table. ``--growth`` measures batches of 1 to 256 requests of 1k
-to 256k tokens instead, as far as their cache fits into memory. ``plot_mla_decode.py`` draws either.
+to 256k tokens instead, as far as their cache fits into memory.
 
 Times are medians of CUDA-graph replays. A graph holds one call for each of several page tables that
 together touch more than 192 MB, since in an engine the other layers evict the L2 cache; its time is
@@ -24,7 +24,6 @@ import argparse
 import dataclasses
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -38,18 +37,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_core.operator import Selection, forced
 from backend_core.tables.select import load_table
 from backend_core.target import detect_target
+from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import environment, graph_us
 from benchmarks.peers import mla_decode as mla_decode_peers
-from softmax_backend import reference
 from softmax_backend.api import mla_decode, select_mla_decode
 from softmax_backend.decode import MlaRun
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import MlaPlanner
 from softmax_backend.scratch import Scratch
 from softmax_backend.spec import MlaSpec
+from softmax_backend.testing import cases
 
 Call = Callable[[], object]
 SCALE = (128 + 64) ** -0.5
+DEVICE = torch.device("cuda", 0)
+PAGE = 64
 COLD_BYTES = 192e6
 MAX_TABLES = 64
 HEADS = (4, 8, 16, 32)
@@ -68,6 +70,7 @@ GROWTH: dict[str, tuple[list[int], int]] = {
     for batch in (1, 4, 16, 64, 256)
 }
 CACHE_SHARE = 0.7  # of the free memory
+CHECKED_PREFIX = [2100, 1300, 4000, 1024 + 64, 3000], 1024  # tokens, how many are shared
 CHECKS: list[tuple[list[int], int]] = [
     ([1, 63, 64, 65, 1000, 0, 2049, 4096, 0, 17], 64),
     ([1, 63, 64, 65, 1000, 0, 2049, 4096, 0, 17], 1888),
@@ -90,22 +93,17 @@ class Case:
         heads: int,
         sizes: list[int],
         shared: int = 0,
-        page_size: int = 64,
-        max_tables: int = MAX_TABLES,
-        query_tokens: int = 1,
     ) -> None:
-        self.heads, self.sizes, self.shared, self.page_size = heads, sizes, shared, page_size
-        self.query_tokens, self.scale = query_tokens, SCALE
+        self.heads, self.sizes, self.shared, self.page_size = heads, sizes, shared, PAGE
+        self.scale = SCALE
         self.lengths = torch.tensor(sizes, dtype=torch.int32, device="cuda")
-        rows = len(sizes) * query_tokens
-        self.q = torch.randn(rows, heads, 576, dtype=torch.bfloat16, device="cuda")
-        usable = pool.shape[0] // page_size * page_size
-        self.cache = pool[:usable].view(-1, page_size, 576)
-        need = [-(-n // page_size) for n in sizes]
+        self.q = torch.randn(len(sizes), heads, 576, dtype=torch.bfloat16, device="cuda")
+        self.cache = pool.view(-1, PAGE, 576)
+        need = [-(-n // PAGE) for n in sizes]
         self.bytes = 1152 * (sum(sizes) - shared * (len(sizes) - 1 if shared else 0))
         pages = self.cache.shape[0]
         wanted = 1 + int(COLD_BYTES / max(self.bytes, 1))
-        count = max(1, min(max_tables, wanted, pages // max(sum(need), 1)))
+        count = max(1, min(MAX_TABLES, wanted, pages // max(sum(need), 1)))
         order = torch.randperm(pages, device="cuda").int()
         width = (max(*need, 1) + 3) // 4 * 4
         owned = (
@@ -116,64 +114,43 @@ class Case:
             table = torch.full((len(sizes), width), 2147480000, dtype=torch.int32, device="cuda")
             table[owned] = order[i * sum(need) : (i + 1) * sum(need)]
             if shared:
-                table[:, : shared // page_size] = table[0, : shared // page_size].clone()
+                table[:, : shared // PAGE] = table[0, : shared // PAGE].clone()
             self.tables.append(table)
         self.pages = [table[owned].contiguous() for table in self.tables]
         self.result: tuple[torch.Tensor, ...] = ()
         self.plan_us: dict[str, float] = {}
 
-    def poison(self) -> None:
-        """NaN in every cache row that no request of the first table owns."""
-        clean, self.cache = self.cache, torch.full_like(self.cache, math.nan)
-        for i, n in enumerate(self.sizes):
-            for j in range(-(-n // self.page_size)):
-                page = self.tables[0][i, j]
-                rows = min(self.page_size, n - j * self.page_size)
-                self.cache[page, :rows] = clean[page, :rows]
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        q = self.q.view(len(self.sizes), self.query_tokens, self.heads, 576)
-        return reference.mla_decode(
-            q[..., :512], q[..., 512:], self.cache[..., :512], self.cache[..., 512:],
-            self.tables[0], self.lengths, SCALE,
-        )  # fmt: skip
+def selection_of(
+    spec: MlaSpec, path: str | None = None, **params: Any
+) -> Selection[MlaSpec, MlaRun]:
+    """The table's selection, or a row of one path with other parameters than the table's."""
+    chosen = select_mla_decode(detect_target(DEVICE), spec)
+    if path is None and not params:
+        return chosen
+    rows = [p for p in chosen.rows if path in (None, p.name)]
+    if not rows:
+        rows = [p for p in load_table(TABLES, chosen.target).rows if p.name == path]
+    row = dataclasses.replace(
+        rows[0], max_grid=None, params=dataclasses.replace(rows[0].params, **params)
+    )
+    return forced(TABLES, chosen.target, spec, row)
 
 
 class Ours:
     """Our operator on a case, with other parameters than the table's where given."""
 
-    def __init__(
-        self, path: str | None = None, planner: dict[str, Any] | None = None, **params: Any
-    ) -> None:
-        self._path, self._planner, self._params = path, planner or {}, params
+    def __init__(self, path: str | None = None, **params: Any) -> None:
+        self._path, self._params = path, params
         self._scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
 
-    def selection(self, case: Case) -> Selection[MlaSpec, MlaRun]:
-        spec = MlaSpec(case.heads, case.page_size, case.query_tokens)
-        chosen = select_mla_decode(detect_target(torch.device("cuda", 0)), spec)
-        if self._path is None and not self._params:
-            return chosen
-        rows = [p for p in chosen.rows if self._path in (None, p.name)]
-        if not rows:
-            table = load_table(TABLES, chosen.target)
-            rows = [p for p in table.rows if p.name == self._path]
-        row = dataclasses.replace(
-            rows[0], max_grid=None, params=dataclasses.replace(rows[0].params, **self._params)
-        )
-        return forced(TABLES, chosen.target, spec, row)
-
-    def planner(self, case: Case) -> MlaPlanner:
-        options = dict(self._planner)
-        if case.shared and not options:
-            options["shared_prefix_tokens"] = 1024
-        return MlaPlanner(self.selection(case), **options)
-
     def __call__(self, case: Case) -> list[Call]:
-        planner = self.planner(case)
+        selection = selection_of(MlaSpec(case.heads, PAGE), self._path, **self._params)
+        planner = MlaPlanner(selection, **({"shared_prefix_tokens": 1024} if case.shared else {}))
         plans = [planner.plan(case.lengths, case.tables[0])]
         if plans[0].prefix is not None:  # a plan belongs to its block table
             plans += [planner.plan(case.lengths, table) for table in case.tables[1:]]
-        q = case.q.view(len(case.sizes), case.query_tokens, case.heads, 576)
+        q = case.q.unsqueeze(1)
         out = torch.full((*q.shape[:3], 512), math.nan, dtype=torch.bfloat16, device="cuda")
         lse = torch.full(q.shape[:3], math.nan, device="cuda")
         rows = max(planner.spec.query_rows, 64)
@@ -192,53 +169,37 @@ class Ours:
         return [lambda i=i: call(i) for i in range(len(case.tables))]
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    difference = got.double().reshape(want.shape) - want
-    return (
-        float(difference.norm() / want.double().norm()) if want.norm() else float(got.abs().max())
+def check_one(
+    spec: MlaSpec, lengths: list[int], shared: int = 0, path: str | None = None, **params: Any
+) -> str | None:
+    """What is not float64's on poisoned memory, in a sentence; or ``None``."""
+    case = cases.make_case(spec, lengths, shared_tokens=shared, device=DEVICE)
+    planner = MlaPlanner(
+        selection_of(spec, path, **params), **({"shared_prefix_tokens": 256} if shared else {})
     )
+    try:
+        cases.assert_close(cases.run_case(case, planner), cases.expected(case))
+    except AssertionError as error:
+        return f"{spec}, {lengths[:4]}, {params}: {error}"
+    return None
 
 
-def check_one(ours: Ours, case: Case) -> tuple[float, float, bool]:
-    """(relative error of the output, largest error of the LSE, whether empty rows are as said)."""
-    case.poison()
-    want, want_lse = case.expected()
-    ours(case)[0]()
-    torch.cuda.synchronize()
-    out, lse = case.result
-    none = want_lse == math.inf
-    error = 0.0 if none.all() else float((lse.double() - want_lse)[~none].abs().max())
-    empty = bool((lse[none] == math.inf).all() and (out[none] == 0).all())
-    return relative_error(out, want), error, empty
-
-
-def check(pool: torch.Tensor, variants: dict[str, Ours], heads: list[int]) -> list[str]:
-    """The wrong cases, in lines; prints the largest error of the right ones."""
-    wrong, worst = [], 0.0
+def check(heads: list[int], params: dict[str, Any]) -> list[str]:
+    """The wrong cases, in sentences."""
+    found = []
     for count in heads:
         for sizes, page_size in CHECKS:
             for tokens in (1, 2):
-                for name, ours in variants.items():
-                    case = Case(pool, count, sizes, 0, page_size, 1, tokens)
-                    error, lse, empty = check_one(ours, case)
-                    if not (error < 6e-3 and lse < 2e-2 and empty):
-                        wrong.append(f"{name} {count} heads, {tokens} tokens, page {page_size},"
-                                     f" {sizes[:4]}: {error:.1e} {lse:.1e} {empty}")  # fmt: skip
-                    else:
-                        worst = max(worst, error)
-        case = Case(pool, count, [2100, 1300, 4000, 1024 + 64, 3000], 1024, 64, 1)
-        error, lse, empty = check_one(Ours(planner={"shared_prefix_tokens": 256}), case)
-        if not (error < 6e-3 and lse < 2e-2 and empty):
-            wrong.append(f"prefix {count} heads: {error:.1e} {lse:.1e} {empty}")
-    print(f"float64: {len(wrong)} wrong, largest relative error of the others {worst:.2e}")
-    return wrong
+                found.append(check_one(MlaSpec(count, page_size, tokens), sizes, **params))
+        found.append(check_one(MlaSpec(count, PAGE), *CHECKED_PREFIX))
+    return [line for line in found if line is not None]
 
 
 def plan_times(heads: int, requests: int, peers: bool) -> dict[str, float]:
     """GPU time of planning alone, in us."""
     lengths = torch.full((requests,), 1024, dtype=torch.int32, device="cuda")
     spec = MlaSpec(heads, 64)
-    planner = MlaPlanner(select_mla_decode(detect_target(torch.device("cuda", 0)), spec))
+    planner = MlaPlanner(select_mla_decode(detect_target(DEVICE), spec))
     plan = planner.plan(lengths)
     times = {"ours": graph_us([lambda: planner.plan(lengths, out=plan)] * 20, 10)}
     if peers:
@@ -247,25 +208,25 @@ def plan_times(heads: int, requests: int, peers: bool) -> dict[str, float]:
 
 
 def fitting(
-    cases: dict[str, tuple[list[int], int]], free_bytes: int
+    points: dict[str, tuple[list[int], int]], free_bytes: int
 ) -> tuple[dict[str, tuple[list[int], int]], list[str]]:
     """The cases whose cache fits into the memory, and the names of the others."""
     most = int(CACHE_SHARE * free_bytes) // 1152
-    fits = {name: case for name, case in cases.items() if sum(case[0]) <= most}
-    return fits, [name for name in cases if name not in fits]
+    fits = {name: case for name, case in points.items() if sum(case[0]) <= most}
+    return fits, [name for name in points if name not in fits]
 
 
 def measure(
     pool: torch.Tensor,
     runners: dict[str, Callable[[Any], list[Call]]],
     heads: list[int],
-    cases: dict[str, tuple[list[int], int]],
+    points: dict[str, tuple[list[int], int]],
     replays: int,
     save: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for count in heads:
-        for name, (sizes, shared) in cases.items():
+        for name, (sizes, shared) in points.items():
             case = Case(pool, count, sizes, shared)
             row: dict[str, Any] = {"case": name, "heads": count, "bytes": case.bytes}
             results: dict[str, torch.Tensor] = {}
@@ -287,19 +248,6 @@ def measure(
     return rows
 
 
-def summary(rows: list[dict[str, Any]], peers: list[str]) -> None:
-    """Best peer over ours: geometric mean and the least, for each head count."""
-    for heads in dict.fromkeys(row["heads"] for row in rows):
-        ratios = {
-            row["case"]: min(row[f"{peer}_us"] for peer in peers) / row["ours_us"]
-            for row in rows
-            if row["heads"] == heads
-        }
-        mean = math.exp(statistics.fmean(math.log(x) for x in ratios.values()))
-        worst = min(ratios, key=lambda name: ratios[name])
-        print(f"{heads} heads: best peer / ours {mean:.3f} (least {ratios[worst]:.2f}, {worst})")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
@@ -308,7 +256,6 @@ def main() -> None:
     parser.add_argument("--cases", help="names, by default all")
     parser.add_argument("--growth", action="store_true", help="batch by context")
     parser.add_argument("--replays", type=int, default=8)
-    parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--params", nargs="*", default=[], help="overhead=3: not the table's")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -318,18 +265,14 @@ def main() -> None:
     names = arguments.cases.split(",") if arguments.cases else list(known)
     if unknown := [name for name in names if name not in known]:
         parser.error(f"--cases must be of {', '.join(known)}, got {', '.join(unknown)}")
-    small = torch.randn(4096 * 64, 576, dtype=torch.bfloat16, device="cuda")
     params = {name: int(value) for name, value in (x.split("=") for x in arguments.params)}
-    wrong = check(small, {"ours": Ours(**params)}, heads)
+    wrong = check(heads, params)
     if wrong:
         sys.exit("\n".join(["wrong against float64:", *wrong]))
-    if arguments.check_only:
-        return
-    del small
-    cases, left_out = fitting({name: known[name] for name in names}, torch.cuda.mem_get_info()[0])
-    if not cases:
+    points, left_out = fitting({name: known[name] for name in names}, torch.cuda.mem_get_info()[0])
+    if not points:
         sys.exit(f"no case fits into the memory of this GPU: {', '.join(left_out)}")
-    tokens = max(sum(sizes) for sizes, _ in cases.values()) + (1 << 18)
+    tokens = max(sum(sizes) for sizes, _ in points.values()) + (1 << 18)
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     peers = mla_decode_peers.load_peers(arguments.peers) if arguments.peers else {}
     runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(**params), **peers}
@@ -364,10 +307,8 @@ def main() -> None:
         }
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
-    rows = measure(pool, runners, heads, cases, arguments.replays, save)
+    measure(pool, runners, heads, points, arguments.replays, save)
     print("plans, us:", json.dumps(plans))
-    if peers:
-        summary(rows, list(peers))
     print(f"{time.perf_counter() - begin:.0f} s")
 
 

@@ -22,23 +22,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import environment, graph_us
-from benchmarks.bench_mla_decode import HEADS, SIZES, Case, Ours, check_one, relative_error
+from benchmarks.bench_mla_decode import CHECKED_PREFIX, HEADS, PAGE, SIZES, Case, Ours, check_one
+from softmax_backend.spec import MlaSpec
 
 FORMS: dict[str, dict[str, Any]] = {
     f"overhead {n}": {"prefix_overhead": n} for n in (1, 2, 3, 4, 5, 8)
 }
-CHECKED = [2100, 1300, 4000, 1024 + 64, 3000], 1024  # tokens, and how many of them are shared
 MOST_ERROR = 6e-3  # relative L2 of the output; bf16's rounding is 2e-3
-MOST_LSE = 2e-2
-
-
-def check(pool: torch.Tensor, params: dict[str, Any], heads: int) -> None:
-    """Exits where a form's output is not float64's."""
-    ours = Ours("sm90", {"shared_prefix_tokens": 256}, **params)
-    error, lse, empty = check_one(ours, Case(pool, heads, *CHECKED, max_tables=1))
-    if not (error < MOST_ERROR and lse < MOST_LSE and empty):
-        sys.exit(f"{params}, {heads} heads: wrong against float64: {error:.1e} {lse:.1e} {empty}")
 
 
 def measure_row(
@@ -70,38 +62,23 @@ def measure_row(
     return row
 
 
-def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """A table: by head count the time in use, and it over each form's."""
-    names = list(rows[0]["forms_us"])
-    lines = [" ".join(["heads", "used_us", "again", *(f"{name:>10s}" for name in names)])]
-    for row in rows:
-        gains = [row["used_us"] / row["forms_us"][name] for name in names]
-        again = row["used_us"] / row["again_us"]
-        texts = [f"{gain:10.3f}" for gain in gains]
-        lines.append(
-            " ".join([f"{row['heads']:5d}", f"{row['used_us']:7.2f}", f"{again:.3f}", *texts])
-        )
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--replays", type=int, default=8)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    small = torch.randn(4096 * 64, 576, dtype=torch.bfloat16, device="cuda")
     for heads in HEADS:
         for params in ({}, *FORMS.values()):
-            check(small, params, heads)
-    del small
+            if wrong := check_one(MlaSpec(heads, PAGE), *CHECKED_PREFIX, path="sm90", **params):
+                sys.exit(f"wrong against float64: {wrong}")
     runners = {"used": Ours("sm90"), **{form: Ours("sm90", **FORMS[form]) for form in FORMS}}
     tokens = sum(SIZES["prefix"][0]) + (1 << 18)
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     rows = [measure_row(pool, "prefix", n, runners, arguments.replays) for n in HEADS]
     document = {**environment(), "forms": FORMS, "rows": rows}
     arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-    print("\n".join(summary(rows)))
+    print(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

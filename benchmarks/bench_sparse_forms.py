@@ -2,15 +2,10 @@
 
 Run as ``python -m benchmarks.bench_sparse_forms --out FILE``. A form is a set of the table's
 parameters (`PredictionParams`, `Int8PrefillParams`). Each is first compared with float64 on inputs
-whose seed is new in every run, with memory poisoned before it: scores on keys with a common part,
-the plan against the largest of those scores, attention over a causal plan and over rows that differ
-by head. Then the forms are timed by replays of a CUDA graph, in two rounds (``ms``, ``again_ms``).
-A form that is wrong is named and not timed, and the script then fails.
-
-Prediction is timed whole (``predict``) and in its parts, so that they add up; 8-bit attention with
-quantisation, ``whole``, over the plan that it predicts. ``--roofline`` prints the least time of
-each part of a prediction, which the result has as ``roofline_ms``; "all sums in registers" is of a
-kernel that is not there, which would score 32 tiles with all blocks and select from there.
+whose seed is new in every run, with memory poisoned before it: the blocks that a prediction keeps
+by the attention that they have, attention over a causal plan and over rows that differ by head.
+Then the forms are timed by replays of a CUDA graph, in two rounds (``ms``, ``again_ms``). A form
+that is wrong is named and not timed, and the script then fails.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +31,16 @@ from softmax_backend import reference_block_sparse as reference
 from softmax_backend.launch_params_prefill import Int8PrefillParams, PredictionParams
 from softmax_backend.plan import intervals, predicted
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.plan.choice import Choice
 from softmax_backend.testing.prefill_cases import quantised_run
 from softmax_backend.variants import sage
-from softmax_backend.variants.column_stats import mean_of_sums
-from softmax_backend.variants.pooled import Pooled, pool
 
 BLOCKS = (64, 128)
 HEADS = 24
 """As many in the checks as are timed: then it is the timed kernels that are checked."""
 MODE = MODES["per_warp"]
-ROOM = 2.0**-15
-"""Largest error of a score, over the product of its factors' lengths."""
+KEPT_ROOM = 2.0**-15
+"""Largest share of the attention that the kept blocks may have less than the best ones."""
+TOPK = 0.25
 INT8_ROOM = 6e-2
 ALL = PredictionParams("fp16x3", "middle", "logits", 256)
 PREDICTIONS = {
@@ -64,45 +57,6 @@ INT8 = {
     "biased": Int8PrefillParams(64, 128, 4, 2, 168, "biased"),
 }
 
-HBM, L2, TF32, FP16, ISSUE = 4.8e12, 5.5e12, 4.94e14, 9.89e14, 132 * 4 * 1.755e9
-"""Of an H200: bytes per second from memory (data sheet) and from L2 (assumed), dense products, and
-instructions of warps."""
-SELECT_INSTRUCTIONS = {"weights": (1600, 123), "logits": (1600, 89)}
-"""Of ``select_blocks_kernel`` for 1,024 blocks and a share of them, by ``search``: outside of the
-bisection and in each of its steps, counted in the machine code for sm_90; and STEPS of them, the
-mean over rows of 900 normal scores."""
-STEPS = 11
-
-
-def roofline(tokens: int) -> dict[str, dict[str, float]]:
-    """The least time of each part of a prediction, in ms, by what bounds it."""
-    tiles, blocks = -(-tokens // BLOCKS[0]), -(-tokens // BLOCKS[1])
-    pairs = HEADS * tiles * blocks
-    sums = 4.0 * HEADS * D * (tiles + blocks)
-    # what programs of 128 tiles by so many blocks read of the sums, each for itself
-    again = {cols: 4.0 * D * pairs * (1 / cols + 1 / 128) for cols in (64, 128)}
-    kept = 4.0 * pairs / 4 + 32.0 * HEADS * tiles
-    rows = HEADS * tiles / ISSUE
-    found = {
-        "pool": {"memory": (2.0 * 2 * HEADS * tokens * D + sums) / HBM},
-        "mean of keys": {"memory": 4.0 * HEADS * D * blocks / HBM},
-        "scores, three TF32": {"L2": again[64] / L2, "products": 6.0 * D * pairs / TF32},
-        "scores, three fp16": {"L2": again[128] / L2, "products": 6.0 * D * pairs / FP16},
-        "all sums in registers": {"L2": 4.0 * D * pairs * (1 / 32) / L2},
-    }
-    for search, (fixed, step) in SELECT_INSTRUCTIONS.items():
-        found[f"selection on {search}"] = {
-            "memory": (4.0 * pairs + kept) / HBM,
-            "issue": rows * (fixed + STEPS * step),
-        }
-    for name, bounds in found.items():
-        if name.startswith("scores"):
-            bounds["memory"] = 4.0 * pairs / HBM
-    return {
-        name: {by: round(1e3 * seconds, 4) for by, seconds in bounds.items()}
-        for name, bounds in found.items()
-    }
-
 
 class Poisoned:
     """Memory from ``torch.empty`` holds NaN, or the largest integer, inside."""
@@ -115,59 +69,29 @@ class Poisoned:
         torch.use_deterministic_algorithms(False)
 
 
-def score_errors(params: PredictionParams, seed: int) -> float:
-    """Of scores beside float64, the largest over what is allowed: above 1 is wrong. Keys have a
-    common part ten times what tells them apart, which a number of each row may stand for."""
+def plan_errors(params: PredictionParams, seed: int) -> float:
+    """Of predicted attention in float64, the share by which the kept blocks have less than the
+    largest would. Keys have a common part ten times what tells them apart, which no softmax sees.
+    """
     worst = 0.0
     for m, n in ((2000, 16000), (130, 1000)):
         q, k, _ = inputs(HEADS, HEADS, m, n, seed=seed)
         k = k + 10 * torch.randn(1, HEADS, 1, D, device="cuda").to(k)
-        x = pool(q, k, BLOCKS, False, True, "triton", params.centre)
-        got = predicted.scores(x, False, SCALE, params)[..., : x.k_sums.shape[2]].double()
         q_mean, k_mean = (
             torch.stack([part.double().mean(2) for part in t.split(block, 2)], 2)
             for t, block in zip((q, k), BLOCKS, strict=True)
         )
-        k_mean = k_mean - k_mean[:, :, k_mean.shape[2] // 2, None]
-        gap = got - SCALE * q_mean @ k_mean.mT
-        gap = gap - gap.median(-1, keepdim=True).values
-        room = SCALE * q_mean.norm(dim=-1).mean() * k_mean.norm(dim=-1).mean()
-        error = float((gap.abs().amax() / (2 * room * ROOM)).nan_to_num(math.inf))
-        worst = max(worst, error)
+        k_mean = k_mean - k_mean.mean(2, keepdim=True)
+        weight = (SCALE * q_mean @ k_mean.mT).softmax(-1)[0]
+        tiles, blocks = weight.shape[1:]
+        plan = predicted.predict(q, k, topk=TOPK, params=params)
+        kept = kept_blocks(plan, HEADS * tiles, blocks).view(weight.shape)
+        count = math.ceil(TOPK * blocks)
+        if not bool((kept.sum(-1) == count).all()):
+            return math.inf
+        best = weight.topk(count, -1).values.sum(-1)
+        worst = max(worst, float((1 - (weight * kept).sum(-1) / best).max()))
     return worst
-
-
-def plan_errors(params: PredictionParams, seed: int) -> float:
-    """The share of rows whose plan is not the largest of the scores that it was made from."""
-    q, k, _ = inputs(HEADS, HEADS, 2000, 16000, seed=seed)
-    x = pool(q, k, BLOCKS, False, True, "triton", params.centre)
-    tiles, blocks = x.q_sums.shape[2], x.k_sums.shape[2]
-    found = predicted.scores(x, False, SCALE * math.log2(math.e), params)[..., :blocks]
-    found = found - found.amax(-1, keepdim=True)
-    weight = found if params.search == "logits" else torch.exp2(found)
-    wrong = []
-    for choice in (Choice(topk=0.25), Choice(cdf=0.6)):
-        plan = predicted.from_pooled(x, choice, SCALE, "triton", params)
-        kept = kept_blocks(plan, tiles * q.shape[1], blocks).view(found.shape)
-        ordered = weight.sort(-1, descending=True).values
-        if choice.topk is not None:
-            count = torch.full(found.shape[:3], math.ceil(choice.topk * blocks), device="cuda")
-        else:
-            p = torch.exp2(found).double().sort(-1, descending=True).values
-            count = (p.cumsum(-1) < 0.6 * p.sum(-1, keepdim=True)).sum(-1) + 1
-        least = ordered.gather(-1, count[..., None] - 1)
-        same = kept == (weight >= least)
-        if choice.topk is None:  # where sums of fp32 and float64 part, one block may
-            same |= ((~same).sum(-1, keepdim=True) <= 1).expand_as(same)
-        elif params.search == "weights":  # exp2 of a GPU and torch's may part two near ones
-            same |= ((~same).sum(-1, keepdim=True) <= 2).expand_as(same)
-        wrong.append(float((~same.all(-1)).float().mean()))
-        lengths = (plan.rows[:, 2] - plan.rows[:, 0])[plan.work[:, 3].long()].view(HEADS, tiles)
-        is_order = (
-            bool((lengths.diff() <= 0).all()) and len(plan.work[:, 3].unique()) == HEADS * tiles
-        )
-        wrong.append(0.0 if is_order else 1.0)
-    return max(wrong)
 
 
 def kept_blocks(plan: BlockPlan, rows: int, blocks: int) -> Tensor:
@@ -234,7 +158,7 @@ def checked(
     return is_right
 
 
-def timed(part: str, calls: dict[str, Callable[[], object]], result: dict[str, Any]) -> None:
+def timed(part: str, calls: Mapping[str, Callable[[], object]], result: dict[str, Any]) -> None:
     """Every call in two rounds."""
     rounds: list[dict[str, float]] = []
     for _ in range(2):
@@ -243,34 +167,6 @@ def timed(part: str, calls: dict[str, Callable[[], object]], result: dict[str, A
         row = {"part": part, "form": name, "ms": rounds[0][name], "again_ms": rounds[1][name]}
         result["rows"].append(row)
         print(f"    {part:12s} {name:32s} {row['ms']:9.4f} {row['again_ms']:9.4f} ms", flush=True)
-
-
-def prediction_calls(
-    q: Tensor, k: Tensor, forms: dict[str, PredictionParams]
-) -> dict[str, dict[str, Callable[[], object]]]:
-    """By part: the pooling, its mean, the scores of each form, and the whole."""
-    pooled = {
-        centre: pool(q, k, BLOCKS, False, True, "triton", centre) for centre in ("mean", "middle")
-    }
-    sums = pooled["mean"].k_sums
-
-    def score(params: PredictionParams) -> Callable[[], object]:
-        return lambda: predicted.scores(pooled[params.centre], False, SCALE, params)
-
-    def plan(params: PredictionParams) -> Callable[[], object]:
-        x = pooled[params.centre]
-        return lambda: predicted.from_pooled(x, Choice(topk=0.25), SCALE, "triton", params)
-
-    def whole(params: PredictionParams) -> Callable[[], object]:
-        return functools.partial(predicted.predict, q, k, topk=0.25, params=params)
-
-    return {
-        "pool": {"q and k": lambda: pool(q, k, BLOCKS, False, True, "triton", "middle")},
-        "mean": {"of keys": lambda: mean_of_sums(sums.flatten(0, 1), k.shape[2], k.shape[1])},
-        "scores": {name: score(params) for name, params in forms.items()},
-        "from pooled": {name: plan(params) for name, params in forms.items()},
-        "prediction": {name: whole(params) for name, params in forms.items()},
-    }
 
 
 def int8_calls(
@@ -298,40 +194,16 @@ def int8_calls(
     return calls
 
 
-def whole_call(
-    x: tuple[Tensor, Tensor, Tensor], topk: float, params: Int8PrefillParams
-) -> Callable[[], object]:
-    """Quantisation, prediction and attention, as ``sage.predicted_attention`` does them."""
-    q, k, v = x
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
-
-    def call() -> Tensor:
-        pooled = Pooled.empty(q, k, params.block_m, params.block_n, False)
-        ready = sage.quantise(q, k, v, MODE, SCALE, params.block_n, "triton", pooled)
-        plan = predicted.from_pooled(pooled, Choice(topk=topk), SCALE, "triton", params.prediction)
-        quantised_run(ready, plan, params)(ready, plan, SCALE, 0, out, lse)
-        return out
-
-    return call
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--roofline", action="store_true", help="print it alone; needs no GPU")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=115200)
-    parser.add_argument("--seconds", type=float, default=80.0, help="start no part after these")
     options = parser.parse_args()
-    if options.roofline:
-        print(json.dumps(roofline(options.tokens), indent=1))
-        return 0
-    if options.out is None:
-        parser.error("expected --out FILE or --roofline")
     begin = time.monotonic()
     seed = int.from_bytes(os.urandom(3), "big")
     shape = f"{options.tokens} tokens, {HEADS} heads"
-    result: dict[str, Any] = environment() | {"shape": shape, "topk": 0.25, "seed": seed}
-    result |= {"errors": [], "wrong": [], "rows": [], "roofline_ms": roofline(options.tokens)}
+    result: dict[str, Any] = environment() | {"shape": shape, "topk": TOPK, "seed": seed}
+    result |= {"errors": [], "wrong": [], "rows": []}
     result["forms"] = {
         "prediction": {name: dataclasses.asdict(form) for name, form in PREDICTIONS.items()},
         "8-bit": {name: dataclasses.asdict(form) for name, form in INT8.items()},
@@ -339,8 +211,7 @@ def main() -> int:
     predictions = {
         name: form
         for name, form in PREDICTIONS.items()
-        if checked(name, "scores", functools.partial(score_errors, form, seed), 1.0, result)
-        and checked(name, "plan", functools.partial(plan_errors, form, seed), 0.0, result)
+        if checked(name, "plan", functools.partial(plan_errors, form, seed), KEPT_ROOM, result)
     }
     forms = {
         name: form
@@ -348,34 +219,16 @@ def main() -> int:
         if checked(name, "8-bit", functools.partial(int8_errors, form, seed), INT8_ROOM, result)
     }
     x = inputs(HEADS, HEADS, options.tokens, seed=seed)
-    works: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {
-        part: lambda calls=calls: calls  # type: ignore[misc]
-        for part, calls in prediction_calls(x[0], x[1], predictions).items()
+    whole = {
+        name: functools.partial(predicted.predict, *x[:2], topk=TOPK, params=form)
+        for name, form in predictions.items()
     }
-    works["8-bit 0.25"] = lambda: int8_calls(x, 0.25, forms)
-    best = {n: f for n, f in forms.items() if n in ("in use", "biased")}
-    plans = {n: f for n, f in predictions.items() if n in ("in use", "all, fp16x3, 64 columns")}
-    works["whole 0.25"] = lambda: {
-        f"{a}; {b}": whole_call(x, 0.25, dataclasses.replace(form, prediction=plan))
-        for a, form in best.items()
-        for b, plan in plans.items()
-        if a == "in use" or b != "in use"
-    }
-    works["8-bit dense"] = lambda: int8_calls(x, 1.0, best)
-    for part, make in works.items():
-        if time.monotonic() - begin > options.seconds:
-            print(f"time is up before {part}", flush=True)
-            break
-        timed(part, make(), result)
+    timed("prediction", whole, result)
+    for part, density in (("8-bit 0.25", 0.25), ("8-bit dense", 1.0)):
+        timed(part, int8_calls(x, density, forms), result)
         torch.cuda.empty_cache()
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"{shape}, {time.monotonic() - begin:.0f} s; ms, ms again, over the form in use")
-    first = {row["part"]: row["ms"] for row in reversed(result["rows"])}
-    for row in result["rows"]:
-        share = row["ms"] / first[row["part"]]
-        times = f"{row['ms']:9.4f} {row['again_ms']:9.4f} {share:6.3f}"
-        print(f"{row['part']:12s} {row['form']:34s} {times}")
+    print(f"{shape}, {time.monotonic() - begin:.0f} s")
     if result["wrong"]:
         print(f"wrong: {', '.join(result['wrong'])}")
     return 1 if result["wrong"] else 0

@@ -21,12 +21,10 @@ indexer need packages that not every machine has and are left out: its attention
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import math
 import random
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,19 +129,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("pair", help="both sides of all models")
-    two.add_argument("out", type=Path)
-    two.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    parser, two, one = serve_work.commands(__doc__, config=False)
     two.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
-    one = commands.add_parser("run", help="one side of one model")
-    one.add_argument("out", type=Path)
     one.add_argument("--model", choices=CONFIGS, required=True)
-    one.add_argument("--attention-backend")
-    one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
-    args = parser.parse_args()
-    return pair(args) if args.command == "pair" else run(args)
+    return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
@@ -152,28 +141,20 @@ def pair(args: argparse.Namespace) -> int:
     failed: list[str] = []
 
     def side(model: str, name: str, seconds: float) -> None:
-        file = args.out.with_name(f"{args.out.stem}_{model}_{name}.json")
-        file.unlink(missing_ok=True)
+        label, options = f"{model}_{name}", ["--model", model, *sides[name]]
         until = time.time() + seconds
-        command = [sys.executable, "-u", "-m", "benchmarks.bounded_gate_vllm", "run", str(file)]
-        command += ["--model", model, "--until", str(until), *sides[name]]
-        label = f"{model}_{name}"
-        code = serve_work.child(command, label, args.out, until + serve_work.GRACE_S)
-        if file.exists():
-            found[model, name] = json.loads(file.read_text())
-        if code or not file.exists() or found[model, name]["failed"]:
+        data = serve_work.run_side("benchmarks.bounded_gate_vllm", label, options, args.out, until)
+        if data is not None:
+            found[model, name] = data
+        if data is None or data["failed"]:
             failed.append(label)
 
-    beside = [
-        threading.Thread(target=side, args=(model, name, PARTS_S["small"]))
+    serve_work.beside(
+        functools.partial(side, model, name, PARTS_S["small"])
         for model in SMALL
         if model in args.models
         for name in sides
-    ]
-    for thread in beside:
-        thread.start()
-    for thread in beside:
-        thread.join()
+    )
     if "k3" in args.models:
         for name in sides:
             side("k3", name, PARTS_S["k3"])
@@ -224,52 +205,35 @@ def joined(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Tokens first, then the table."""
+    """Each model's tokens and table."""
     for model, data in result["models"].items():
-        for line in serve_agreement.said(data.get("agreement", {})):
-            print(f"{model}: {line}")
+        print(f"== {model}")
         for name, side in data["sides"].items():
-            print(f"{model}, {name}: {side['layers']}, cached {side.get('cached_tokens')}")
-            for what in ("left_out", "failed"):
-                if side[what]:
-                    print(f"{model}, {name}, {what.replace('_', ' ')}: {side[what]}")
-    print(f"{'':40}{'upstream':>12}{'flag':>12}{'ratio':>8}   (ms)")
-    for r in result["rows"]:
-        a, b = (r.get(f"{side}_ms") for side in ("upstream", "flag"))
-        cells = "".join(f"{x:12.3f}" if x is not None else f"{'-':>12}" for x in (a, b))
-        ratio = f"{a / b:8.2f}" if a is not None and b is not None else ""
-        print(f"{r['model'] + ': ' + r['what']:40}{cells}{ratio}")
+            print(f"{name}: {side['layers']}, cached {side.get('cached_tokens')}")
+        serve_work.show({**data, "rows": [r for r in result["rows"] if r["model"] == model]})
 
 
 def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     llm = load(args)
     log = decode_vllm.StepLog(llm)
+    compilation = serve_vllm.Compilation()
     head = {
-        "head": serve_vllm.versions(),
+        **serve_vllm.head_of(llm),
         "model": args.model,
         "attention_backend": args.attention_backend,
-        "engine": serve_vllm.engine_of(llm),
-        "layers": llm.apply_model(serve_vllm.layer_classes)[0],
         "prefill_backend": llm.apply_model(prefill_backend)[0],
-        "compiled_after_load": serve_vllm.watch_compilation(),
+        "compiled_after_load": compilation.kernels,
     }
     side = SideFile(args.out, args.until, head)
     say(f"{args.model}: {head['head']['engine']}, {head['engine']}")
-    say(f"layers: {head['layers']}, upstream's prefill would be {head['prefill_backend']}")
-    ours = sum(n for kind, n in head["layers"].items() if kind.startswith("kda_backend"))
-    if ours != (3 if args.attention_backend else 0):
-        raise SystemExit(
-            f"expected {3 if args.attention_backend else 0} KDA layers of kda_backend,"
-            f" got {head['layers']}"
-        )
+    say(f"upstream's prefill would be {head['prefill_backend']}")
+    serve_vllm.expect_layers(head["layers"], bool(args.attention_backend), 3)
     side.add(row("model load", "load", 1e3 * (time.perf_counter() - begin)))
     asked = serve_vllm.Asked(llm, log)
     if args.model in SMALL:
-        side.part("tokens", 20, lambda: serve_vllm.greedy(asked))
+        serve_work.tokens_part(side, asked)
         side.part("resumed", 10, lambda: resumed(asked, side))
-        if "tokens" in side.data:
-            say(f"tokens: {serve_agreement.collapse(side.data['tokens'])}")
     else:
         side.part("calls", 30, lambda: timed(side, asked))
         llm.apply_model(mark_ranges)
@@ -280,9 +244,7 @@ def run(args: argparse.Namespace) -> int:
                 lambda c=count, n=length: profiled(side, asked, c, n),
             )
     side.save()
-    late = [name for name in side.data["compiled_after_load"] if "kda_backend" in name]
-    say(f"{len(side.data['compiled_after_load'])} kernels compiled or tuned after load,")
-    say(f"{len(late)} of them ours: {late}")
+    say(f"compiled or tuned after load: {compilation.kernels}")
     return bool(side.data["failed"])
 
 
@@ -301,45 +263,31 @@ def timed(side: SideFile, asked: Any) -> None:
 
 def load(args: argparse.Namespace) -> Any:
     """The engine, in this process."""
-    from vllm import LLM
-
-    register_loader()
     model = Path(tempfile.mkdtemp())
     (model / "config.json").write_text(json.dumps(CONFIGS[args.model]))
     small = args.model in SMALL
-    arguments: dict[str, Any] = {}
-    if args.attention_backend:
-        arguments["attention_backend"] = args.attention_backend
+    options: dict[str, Any] = {}
     if args.model == "glm_small":
-        arguments["hf_overrides"] = with_dense_attention
+        options["hf_overrides"] = with_dense_attention
     if small:  # four engines share the GPU
-        arguments["kv_cache_memory_bytes"] = 4 * 2**30
-        arguments["gpu_memory_utilization"] = 0.2
-    return LLM(
-        model=str(model),
-        load_format="drawn_with_copies",
-        skip_tokenizer_init=True,
+        options |= {"kv_cache_memory_bytes": 4 * 2**30, "gpu_memory_utilization": 0.2}
+    return serve_vllm.drawn_engine(
+        args.attention_backend,
+        str(model),
+        copy_all_decode_weights,
         max_model_len=16384,
         max_num_batched_tokens=BUDGET,
         max_num_seqs=64 if small else 256,
         enable_prefix_caching=True,
-        seed=0,
-        **arguments,
+        **options,
     )
 
 
-def register_loader() -> None:
-    """A load format that draws weights as `serve_vllm`, and makes the copies of them that
-    upstream's loaders would: Kimi-K3's decode kernel reads a transposed filter and an fp32 norm."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader("drawn_with_copies")
-    class DrawnModelLoader(DummyModelLoader):  # type: ignore[misc]
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            serve_vllm.draw_weights(model)
-            for layer in model.modules():
-                copy_decode_weights(layer)
+def copy_all_decode_weights(model: Any) -> None:
+    """Make the copies of drawn weights that upstream's loaders would: Kimi-K3's decode kernel reads
+    a transposed filter and an fp32 norm."""
+    for layer in model.modules():
+        copy_decode_weights(layer)
 
 
 def copy_decode_weights(layer: Any) -> None:
@@ -373,25 +321,14 @@ def resumed(asked: Any, side: SideFile) -> dict[str, Any]:
     The first ask leaves a state at the last block's end inside of its prefill; the second has the
     same beginning and another end.
     """
-    from vllm import SamplingParams
-
     block = asked.llm.llm_engine.engine_core.engine_core.scheduler.block_size
     rng = random.Random(11)
     begun = [prompt_of(rng, 2 * block + rng.randint(70, block - 1)) for _ in range(RESUMED)]
-    sampling = SamplingParams(
-        max_tokens=serve_agreement.NEW_TOKENS,
-        temperature=0.0,
-        logprobs=2,
-        ignore_eos=True,
-        detokenize=False,
-    )
-    first = [{"prompt_token_ids": prompt} for prompt in begun]
-    asked.llm.generate(first, sampling, use_tqdm=False)
-    again = [
-        {"prompt_token_ids": prompt[: 2 * block] + prompt_of(rng, rng.randint(5, 150))}
-        for prompt in begun
-    ]
-    outputs = asked.llm.generate(again, sampling, use_tqdm=False)
+    again = [prompt[: 2 * block] + prompt_of(rng, rng.randint(5, 150)) for prompt in begun]
+    new = [serve_agreement.NEW_TOKENS] * RESUMED
+    for prompts in (begun, again):
+        requests = asked.requests(prompts, new, logprobs=2)
+        outputs = asked.llm.generate(*requests, use_tqdm=False)
     side.data["cached_tokens"] = [output.num_cached_tokens for output in outputs]
     if not any(side.data["cached_tokens"]):
         raise ValueError("expected prompts that resume from the prefix cache, got none")

@@ -31,7 +31,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,24 @@ from benchmarks.engines.dsv4_vllm_side import DRAFTS, HEADS, MTP_SIDES, SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dsv4_engines_h200.json"
-LIMIT_S = 540
-Judge = Callable[[dict[str, Any]], tuple[list[dict[str, Any]], list[str]]]
-"""From the sides' results to rows for the result file, and what is wrong in sentences."""
+SIDE = "benchmarks.engines.dsv4_vllm_side"
+LIMIT_S = 540.0
+
+
+class Verdict:
+    """Rows for the result file, and what is wrong in sentences."""
+
+    def __init__(self, release: str) -> None:
+        self.release = release
+        self.rows: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+
+    def row(self, mode: str, check: str, equal: int, of: int, must: bool = True) -> None:
+        """``must``: fewer than all are a problem."""
+        where = {"engine": "vllm", "release": self.release, "mode": mode}
+        self.rows.append({**where, "check": check, "equal": equal, "of": of})
+        if must and (equal != of or not of):
+            self.problems.append(f"{mode.split(';')[0]}: {check}: {equal} of {of}")
 
 
 def main() -> None:
@@ -53,56 +68,46 @@ def main() -> None:
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     wanted = SIDES + MTP_SIDES if args.mtp else SIDES
-    sides = run(list(wanted), args.logs, args.heads)
-    conclude(wanted, sides, judge, args.out)
-
-
-def conclude(wanted: Sequence[str], sides: dict[str, Any], judge: Judge, out: Path) -> None:
-    """Print and write what the sides of any engine amount to.
-
-    Raises:
-        SystemExit: always; 1 where a side is missing or a check failed.
-    """
+    sides = run(wanted, args.logs, args.heads)
     missing = [side for side in wanted if side not in sides]
     if set(missing) & set(SIDES):
         print(f"no result file: {', '.join(missing)} did not run to the end")
         raise SystemExit(1)
-    rows, problems = judge(sides)
-    problems += [f"{side} did not run to the end" for side in missing]
-    for row in rows:
+    verdict = judge(sides)
+    problems = verdict.problems + [f"{side} did not run to the end" for side in missing]
+    for row in verdict.rows:
         print(f"{row['equal']:>10} of {row['of']:>10}  {row['mode']}: {row['check']}")
-    write(out, sides["upstream"]["gpu"], rows)
+    write(args.out, sides["upstream"]["gpu"], verdict.rows)
     for problem in problems:
         print("FAILED:", problem)
     raise SystemExit(1 if problems else 0)
 
 
-def run(names: list[str], logs: Path, heads: int) -> dict[str, Any]:
+def run(names: Sequence[str], logs: Path, heads: int) -> dict[str, Any]:
     """The sides' results, of those that came to their end; of others the end of the log."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     if "CUDA_HOME" not in environment and Path("/usr/local/cuda/bin/nvcc").exists():
         environment["CUDA_HOME"] = "/usr/local/cuda"  # DeepGEMM compiles with its nvcc
+    deadline = time.monotonic() + LIMIT_S
     running = {}
     for name in names:
         out = logs / f"{name}.json"
         out.unlink(missing_ok=True)
         log = (logs / f"{name}.log").open("w")
-        command = [sys.executable, "-m", "benchmarks.engines.dsv4_vllm_side", name, str(out)]
-        command += ["--heads", str(heads)]
+        command = [sys.executable, "-m", SIDE, name, str(out), "--heads", str(heads)]
         running[name] = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
-    deadline = time.monotonic() + LIMIT_S
     results = {}
     for name, process in running.items():
         try:
             status: Any = process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            status = f"more than {LIMIT_S} s"
+            status = f"more than {LIMIT_S:.0f} s"
         log_text = (logs / f"{name}.log").read_text(errors="replace")
         own = [line for line in log_text.splitlines() if line.startswith("[") and " s] " in line]
-        print(f"== {name}: status {status}", *own, sep="\n")
+        print(f"== {name}: status {status}", *own, sep="\n", flush=True)
         if status == 0 and (logs / f"{name}.json").exists():
             results[name] = json.loads((logs / f"{name}.json").read_text())
         else:
@@ -110,10 +115,9 @@ def run(names: list[str], logs: Path, heads: int) -> dict[str, Any]:
     return results
 
 
-def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows for the result file, and what is wrong in sentences."""
+def judge(sides: dict[str, Any]) -> Verdict:
+    """Tokens, attention and records of the sides."""
     upstream, flag = sides["upstream"], sides["flag"]
-    release, problems = upstream["release"], []
     main = "CuTe DSL" if upstream["cutedsl"] else "vLLM's Triton kernel for CuTe DSL"
     runner = "Model Runner V2" if flag["engine"]["model_runner_v2"] else "Model Runner V1"
     graphs = flag["engine"]["cudagraph_mode"].replace("_", " ")
@@ -122,38 +126,39 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     modes = {"": f"default ({runner}, {graphs}); {model}", "-eager": f"eager; {model}"}
     if all(side in sides for side in MTP_SIDES):
         modes["-mtp"] = f"default with MTP, {DRAFTS} drafts ({runner}, {graphs}); {model}"
-    rows = []
+    verdict = Verdict(upstream["release"])
+    compare_tokens(verdict, sides, modes)
+    for name, side in sides.items():
+        wanted = "FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"
+        if side["compressors"] != [wanted]:
+            verdict.problems.append(
+                f"{name}: compressors must be {wanted}, got {side['compressors']}"
+            )
+    for suffix, mode in modes.items():
+        attention_rows(sides["flag" + suffix], mode, verdict)
+    record_rows(flag, modes[""], verdict)
+    if "-mtp" in modes:
+        record_rows(sides["flag-mtp"], modes["-mtp"], verdict)
+    return verdict
 
-    def row(mode: str, check: str, equal: int, of: int, must: bool = True) -> None:
-        rows.append(
-            {
-                "engine": "vllm",
-                "release": release,
-                "mode": mode,
-                "check": check,
-                "equal": equal,
-                "of": of,
-            }
-        )
-        if must and (equal != of or not of):
-            problems.append(f"{mode.split(';')[0]}: {check}: {equal} of {of}")
 
-    moved = rounding(upstream["tokens"], sides["upstream-eager"]["tokens"])
+def compare_tokens(verdict: Verdict, sides: dict[str, Any], modes: dict[str, str]) -> None:
+    """Tokens of upstream beside the flag's, plainly and where rounding may decide; and whether
+    they can show anything. ``modes``: by the suffix of the sides' names."""
+    moved = rounding(sides["upstream"]["tokens"], sides["upstream-eager"]["tokens"])
     for suffix, mode in modes.items():
         one, other = sides["upstream" + suffix], sides["flag" + suffix]
         for part, what in (
             ("tokens", "greedy tokens of 64 prompts, upstream and flag"),
             ("tokens_from_cache", "the same continued from the prefix cache, upstream and flag"),
         ):
-            same = sum(
-                x == y for x, y in zip(one[part]["tokens"], other[part]["tokens"], strict=True)
-            )
-            of = len(one[part]["tokens"])
-            row(mode, what, same, of, False)
+            pairs = zip(one[part]["tokens"], other[part]["tokens"], strict=True)
+            same, of = sum(x == y for x, y in pairs), len(one[part]["tokens"])
+            verdict.row(mode, what, same, of, False)
             parted = partings(one[part], other[part])
             close = sum(gap <= moved for *_, gap in parted)
             limit = f"{moved:.3f} (what padded batches move in upstream)"
-            row(mode, f"{what}, or parted at a gap up to {limit}", same + close, of)
+            verdict.row(mode, f"{what}, or parted at a gap up to {limit}", same + close, of)
             for i, at, gap in parted:
                 length = one[part]["lengths"][i]
                 print(f"{what}: prompt {i} of {length} parts at {at}, upstream's gap {gap:.5f}")
@@ -163,27 +168,19 @@ def judge(sides: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         check = (
             f"greedy tokens of 64 prompts, {name} default and {name} eager (padded batches round"
         )
-        row(modes[""], check + " otherwise; not required)", equal, len(pair[0]), False)
+        check += " otherwise; not required)"
+        verdict.row(modes[""], check, equal, len(pair[0]), False)
     for name, side in sides.items():
         if not any(side["tokens_from_cache"]["cached"]):
-            problems.append(f"{name}: no prompt was continued from the prefix cache")
+            verdict.problems.append(f"{name}: no prompt was continued from the prefix cache")
         pairs = zip(side["other_weights"], side["tokens"]["tokens"], strict=True)
         changed = sum(x != y for x, y in pairs)
         print(f"{name}: with compressed rows of half the size {changed} prompts get other tokens")
         if changed < 16:
-            problems.append(f"{name}: tokens hardly depend on compressed rows")
-        wanted = "FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"
-        if side["compressors"] != [wanted]:
-            problems.append(f"{name}: compressors must be {wanted}, got {side['compressors']}")
-    for suffix in modes:
-        attention_rows(sides["flag" + suffix], modes[suffix], row, problems)
-    record_rows(flag, modes[""], row, problems)
-    if "-mtp" in modes:
-        record_rows(sides["flag-mtp"], modes["-mtp"], row, problems)
-    return rows, problems
+            verdict.problems.append(f"{name}: tokens hardly depend on compressed rows")
 
 
-def attention_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) -> None:
+def attention_rows(flag: dict[str, Any], mode: str, verdict: Verdict) -> None:
     """The attention that ran, and a row for each phase in which ours was compared with FlashMLA."""
     name, seen = flag["side"], flag["attention"]
     print(f"{name}: attention layers {seen['layers']}, calls {seen['calls']}")
@@ -192,18 +189,20 @@ def attention_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str
     for phase, (close, of) in seen["rows"].items():
         if of:
             what = f"rows of our sparse attention beside FlashMLA's on the same input, {phase}s"
-            row(mode, f"{what}, worst {seen['worst'][phase]:.4f} of a row's largest", close, of)
+            verdict.row(
+                mode, f"{what}, worst {seen['worst'][phase]:.4f} of a row's largest", close, of
+            )
     ours = {phase for phase, calls in seen["calls"].items() if calls.get("ours", 0)}
     wanted = {"decode"} if flag["heads"] == 64 else {"decode", "prefill"}
     if missing := wanted - ours:
-        problems.append(
+        verdict.problems.append(
             f"{name}: no {' and no '.join(sorted(missing))} ran on our sparse attention"
         )
     if not any(what.startswith("decode ours") for what in seen["captured"]) and "eager" not in name:
-        problems.append(f"{name}: no graph holds our sparse attention")
+        verdict.problems.append(f"{name}: no graph holds our sparse attention")
 
 
-def record_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) -> None:
+def record_rows(flag: dict[str, Any], mode: str, verdict: Verdict) -> None:
     """One row for each kind of batch and graph, and one that counts bytes beside upstream's."""
     records, sizes = flag["records"], set(flag["engine"]["capture_sizes"])
     steps = records["steps"]
@@ -215,7 +214,7 @@ def record_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) 
         place = "" if step["kind"] == "decode" else f", {start}"
         groups.setdefault((step["mode"], step["kind"], place), []).append(step)
     for (graph, kind, place), of in sorted(groups.items()):
-        row(
+        verdict.row(
             mode,
             f"all bytes of states and records, {graph} graph beside eager, {kind} batches{place},"
             f" {len({step['size'] for step in of})} sizes",
@@ -226,7 +225,9 @@ def record_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) 
     planted = records["planted_errors_seen"]
     if flag["side"] in MTP_SIDES:
         if not records["drafts"] or not decoded or not planted.get("decode", False):
-            problems.append(f"no drafts in a graph, or a decode plan for them not seen: {planted}")
+            verdict.problems.append(
+                f"no drafts in a graph, or a decode plan for them not seen: {planted}"
+            )
     else:
         missing = {size for size in sizes if size <= max(decoded, default=0)} - decoded
         for kind in ("prefill", "mixed"):
@@ -234,19 +235,23 @@ def record_rows(flag: dict[str, Any], mode: str, row: Any, problems: list[str]) 
             # a batch of one token cannot be mixed
             missing |= {size for size in sizes if size > (kind == "mixed")} - seen
         if missing or not decoded:
-            problems.append(f"no step was seen with graphs of {sorted(missing)} tokens, of {sizes}")
+            verdict.problems.append(
+                f"no step was seen with graphs of {sorted(missing)} tokens, of {sizes}"
+            )
         if set(planted) != {"prefill", "mixed"} or not all(planted.values()):
-            problems.append(f"a decode plan for prefills must be seen as an error, got {planted}")
-    problems += records["failures"]
+            verdict.problems.append(
+                f"a decode plan for prefills must be seen as an error, got {planted}"
+            )
+    verdict.problems += records["failures"]
     written = records["bytes_written"]
-    row(
+    verdict.row(
         mode,
         "bytes of states and records beside upstream's kernels on the same input",
         written - records["bytes_unlike_upstream"],
         written,
         False,
     )
-    row(
+    verdict.row(
         mode,
         "whole records beside upstream's kernels on the same input",
         records["records_written"] - records["records_unlike_upstream"],
@@ -293,7 +298,6 @@ def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
         "gpu": gpu,
         "date": datetime.date.today().isoformat(),
         "script": "benchmarks/dsv4_engine_vllm.py",
-        "script_sglang": "benchmarks/dsv4_engine_sglang.py",
         "rows": kept + rows,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

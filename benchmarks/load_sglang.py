@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks.engines import load_run, sglang_needs
+from benchmarks.engines import load_run
 from benchmarks.engines.sglang_server import FLAGS, SglangServer
 
 COUNTERS = load_run.Counters(
@@ -34,7 +34,6 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=56000, help="of the full-attention cache")
     parser.add_argument("--states", type=int, default=768, help="of KDA layers, prefixes' included")
     args = parser.parse_args()
-    sglang_needs.require(modules=("xgrammar",))
     options = [
         *("--chunked-prefill-size", "2048", "--max-running-requests", "256"),
         *("--max-total-tokens", str(args.tokens), "--max-mamba-cache-size", str(args.states)),

@@ -18,24 +18,16 @@ next tokens alone. The exit status is not 0 where something is not finite, or fu
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
-import os
 import random
-import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks import serve_vllm
-from benchmarks.engines import serve_work
+from benchmarks.engines import decode_vllm, serve_work
 from benchmarks.engines.serve_work import SideFile, prompt_of, say
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TOKENS, NEW_TOKENS, LAYERS = 262_144, 8, 4
 BUDGETS = {"steps of 8,192 tokens": 8192, "one step": TOKENS}
@@ -46,48 +38,29 @@ PIECE = 4096  # tokens that the reference takes at a time
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("pair", help="both sides, each in both modes, beside each other")
-    two.add_argument("config", type=Path)
-    two.add_argument("out", type=Path)
-    two.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    parser, two, one = serve_work.commands(__doc__)
     two.add_argument("--limit", type=float, default=400.0, help="seconds")
-    one = commands.add_parser("run", help="one engine")
-    one.add_argument("out", type=Path)
-    one.add_argument("--config", type=Path, required=True)
-    one.add_argument("--attention-backend")
     one.add_argument("--mode", choices=BUDGETS, default="steps of 8,192 tokens")
-    one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
-    args = parser.parse_args()
-    if not (args.config / "config.json").is_file():
-        parser.error(f"{args.config} must hold config.json")
-    return pair(args) if args.command == "pair" else run(args)
+    return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
     sides: dict[str, list[str]] = {"flag": ["--attention-backend", args.flag], "upstream": []}
     found: dict[tuple[str, str], dict[str, Any]] = {}
     failed: list[str] = []
-    until = time.time() + args.limit
+    until = time.time() + args.limit - serve_work.GRACE_S
 
     def engine(side: str, mode: str) -> None:
         label = f"{side}_{BUDGETS[mode]}"
-        file = args.out.with_name(f"{args.out.stem}_{label}.json")
-        file.unlink(missing_ok=True)
-        command = [sys.executable, "-u", "-m", "benchmarks.long_prompt_vllm", "run", str(file)]
-        command += ["--config", str(args.config), "--mode", mode, "--until", str(until)]
-        code = serve_work.child([*command, *sides[side]], label, args.out, until)
-        if file.exists():
-            found[side, mode] = json.loads(file.read_text())
-        if code or not file.exists() or found[side, mode]["failed"]:
+        options = ["--config", str(args.config), "--mode", mode, *sides[side]]
+        module = "benchmarks.long_prompt_vllm"
+        data = serve_work.run_side(module, label, options, args.out, until)
+        if data is not None:
+            found[side, mode] = data
+        if data is None or data["failed"]:
             failed.append(label)
 
-    threads = [threading.Thread(target=engine, args=(s, m)) for s in sides for m in BUDGETS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    serve_work.beside(functools.partial(engine, s, m) for s in sides for m in BUDGETS)
     head: dict[str, Any] = next((data["head"] for data in found.values()), {})
     rows = [row for data in found.values() for row in data["rows"]]
     result = {**head, "script": "benchmarks/long_prompt_vllm.py", "mode": "default"}
@@ -101,35 +74,10 @@ def pair(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    llm = load(args)
-    head = {"head": serve_vllm.versions(), "engine": serve_vllm.engine_of(llm)}
-    head["layers"] = llm.apply_model(serve_vllm.layer_classes)[0]
-    side = SideFile(args.out, args.until, head)
-    say(f"{args.mode}: {head['layers']}, {head['engine']}")
-    ours = sum(n for kind, n in head["layers"].items() if kind.startswith("kda_backend"))
-    if ours != (3 if args.attention_backend else 0):
-        raise SystemExit(f"expected the KDA layers of one side, got {head['layers']}")
-    side.part("prompt", 30, lambda: ask(llm, side, args))
-    return bool(side.data["failed"] or not all(row["well"] for row in side.data["rows"]))
-
-
-def load(args: argparse.Namespace) -> Any:
-    """The engine, in this process."""
-    from vllm import LLM
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader("drawn_with_rates")
-    class DrawnModelLoader(DummyModelLoader):  # type: ignore[misc]
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            serve_vllm.draw_weights(model)
-            set_rates(model)
-
-    options = {"attention_backend": args.attention_backend} if args.attention_backend else {}
-    return LLM(
-        model=serve_vllm.model_directory(args.config, LAYERS, dense=True),
-        load_format="drawn_with_rates",
-        skip_tokenizer_init=True,
+    llm = serve_vllm.drawn_engine(
+        args.attention_backend,
+        serve_vllm.model_directory(args.config, LAYERS, dense=True),
+        set_rates,
         trust_remote_code=True,
         max_model_len=TOKENS + 64,
         max_num_batched_tokens=BUDGETS[args.mode],
@@ -137,9 +85,13 @@ def load(args: argparse.Namespace) -> Any:
         enable_prefix_caching=True,
         kv_cache_memory_bytes=6 * 2**30,
         gpu_memory_utilization=0.2,  # only what must be free at the start, beside the others
-        seed=0,
-        **options,
     )
+    head = serve_vllm.head_of(llm)
+    side = SideFile(args.out, args.until, head)
+    say(f"{args.mode}: {head['engine']}")
+    serve_vllm.expect_layers(head["layers"], bool(args.attention_backend), 3)
+    side.part("prompt", 30, lambda: ask(llm, side, args))
+    return bool(side.data["failed"] or not all(row["well"] for row in side.data["rows"]))
 
 
 def set_rates(model: Any) -> None:
@@ -155,15 +107,11 @@ def set_rates(model: Any) -> None:
 
 def ask(llm: Any, side: SideFile, args: argparse.Namespace) -> None:
     """The prompt, and a few tokens after it."""
-    from vllm import SamplingParams
-
     follower = Follower() if args.attention_backend else None
-    sampling = SamplingParams(
-        max_tokens=NEW_TOKENS, temperature=0.0, logprobs=1, ignore_eos=True, detokenize=False
-    )
-    prompt = {"prompt_token_ids": prompt_of(random.Random(3), TOKENS)}
+    asked = serve_vllm.Asked(llm, decode_vllm.StepLog(llm))
+    requests = asked.requests([prompt_of(random.Random(3), TOKENS)], [NEW_TOKENS], logprobs=1)
     name = "flag" if args.attention_backend else "upstream"
-    answer = llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
+    answer = llm.generate(*requests, use_tqdm=False)[0].outputs[0]
     logprobs = [next(iter(step.values())).logprob for step in answer.logprobs]
     tokens = {"what": f"{name}, {args.mode}: next tokens", "tokens": list(answer.token_ids)}
     side.data["rows"].append({**tokens, "well": all(map(math.isfinite, logprobs))})

@@ -31,40 +31,34 @@ file is written after each server, so it has what the others answered.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import threading
 import time
-import traceback
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks.engines import sglang_needs
 from benchmarks.engines.sglang_server import FLAGS, SglangServer
 from benchmarks.engines.vllm_server import RECALL, versions
-from benchmarks.recall_vllm import Variant, rounds_of
+from benchmarks.recall_vllm import Variant, add_arguments, mla_of, rounds_of, serve_all
 
-SERVER_S = 150.0  # a start with kernels to compile, and the rounds
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 MODEL = RECALL / "checkpoint"
 
 
 @dataclass(frozen=True)
 class SglangVariant(Variant):
-    """As `Variant`, and what the server needs (`sglang_needs.require`).
+    """As `Variant`.
 
-    ``drafts``: its log must show accepted ones.
+    Attributes:
+        drafts: its log must show accepted ones.
+        by_name: it needs what not every machine has, and runs only if it is named.
     """
 
-    libraries: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    gpus: int = 1
     drafts: bool = False
+    by_name: bool = False
 
 
 _SLEEP = (("/release_memory_occupation", {}), ("/resume_memory_occupation", {}))
@@ -102,101 +96,37 @@ VARIANTS = {
         (*FLAGS["flag"], "--enable-memory-saver", "--enable-weights-cpu-backup"),
         rounds=(("salt 64", 64),),
         then=(("sleep and wake", _SLEEP), ("reload of weights", (_RELOAD,))),
-        modules=("torch_memory_saver",),
     ),
     "sleep_empty": SglangVariant(
         "flag, after sleep without weights",
         (*FLAGS["flag"], "--enable-memory-saver"),
         rounds=(("salt 64", 64),),
         then=(("sleep without weights, wake, reload", (*_SLEEP, _RELOAD)),),
-        modules=("torch_memory_saver",),
     ),
-    "tp2": SglangVariant("flag, two GPUs", (*FLAGS["flag"], "--tp-size", "2"), gpus=2),
+    "tp2": SglangVariant("flag, two GPUs", (*FLAGS["flag"], "--tp-size", "2"), by_name=True),
     "upstream_mla": SglangVariant(
         "upstream, pages of 64",
         _MLA,
         flagged=False,
-        libraries=(sglang_needs.FLASH_ATTENTION,),
+        by_name=True,
     ),
     "mla": SglangVariant(
         "flag, pages of 64",
         ("--attention-backend", "kda", *_MLA),
-        libraries=(sglang_needs.FLASH_ATTENTION,),
+        by_name=True,
     ),
 }
-DEFAULT = [n for n, one in VARIANTS.items() if one.gpus == 1 and not one.libraries]
+DEFAULT = [n for n, one in VARIANTS.items() if not one.by_name]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--items", type=int, default=320)
-    parser.add_argument("--port", type=int, default=8124)
-    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=DEFAULT)
-    parser.add_argument("--beside", type=int, default=1, help="servers at a time")
+    add_arguments(parser, VARIANTS, DEFAULT, port=8124)
     parser.add_argument("--budget", type=float, help="seconds, of the whole command")
-    parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
-    parser.add_argument(
-        "--serve-option", action="append", default=[], help="one more argument of the servers"
-    )
     args = parser.parse_args()
     args.until = math.inf if args.budget is None else time.monotonic() + args.budget - 10.0
-    sglang_needs.require(modules=("xgrammar",))
-    questions = recall.read_questions(RECALL / "questions.jsonl").head(args.items)
-    result: dict[str, Any] = {
-        "script": "benchmarks/recall_sglang.py",
-        "environment": versions("sglang"),
-        "items": args.items,
-        "serve_options": args.serve_option,
-        "date": time.strftime("%Y-%m-%d"),
-        "servers": {},
-        "failed": {},
-        "left_out": [],
-    }
-    lock = Lock()
-
-    def one(numbered: tuple[int, str]) -> None:
-        number, name = numbered
-        title, left = VARIANTS[name].title, args.until - time.monotonic()
-        found, why = None, ""
-        if left >= SERVER_S:
-            try:
-                # each port of a server's own, and those that it opens beside it
-                found = measure(questions, name, args, args.port + 20 * number)
-            except Exception as error:  # the others go on
-                print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
-                why = f"{type(error).__name__}: {error}"[:4000]
-        with lock:
-            if found is not None:
-                result["servers"][title] = found
-                order = [one.title for one in VARIANTS.values() if one.title in result["servers"]]
-                result["servers"] = {t: result["servers"][t] for t in order}
-            elif why:
-                result["failed"][title] = why
-            else:
-                print(f"{name}: left out, {left:.0f} s are left of {SERVER_S:.0f}", flush=True)
-                result["left_out"].append(title)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-    with ThreadPoolExecutor(args.beside) as pool:
-        list(pool.map(one, enumerate(args.only)))
-    for line in table(result):
-        print(line)
-    return bool(result["failed"] or result["left_out"])
-
-
-def table(result: dict[str, Any]) -> list[str]:
-    """A line per round; what is left out and failures last."""
-    lines = []
-    for title, server in result["servers"].items():
-        for asked in server["rounds"]:
-            after = f", after {asked['after']}" if "after" in asked else ""
-            lines.append(
-                f"{title}{after}: {asked['right']} of {result['items']} at"
-                f" {asked['concurrency']}, {asked['cached_prompt_tokens']:,} tokens from the cache"
-            )
-    lines += [f"{title}: left out" for title in result["left_out"]]
-    return lines + [f"{title}: FAILED, {why[:300]}" for title, why in result["failed"].items()]
+    head = {"script": "benchmarks/recall_sglang.py", "environment": versions("sglang")}
+    return serve_all(head, VARIANTS, args, measure, args.until)
 
 
 def server_of(name: str, port: int, log: Path, timeout: float, more: list[str]) -> SglangServer:
@@ -221,8 +151,6 @@ def measure(
         RuntimeError: it did not start, did not answer, was not served here, or time was up.
     """
     variant = VARIANTS[name]
-    if why := sglang_needs.missing(variant.libraries, variant.modules, variant.gpus):
-        raise RuntimeError(why)
     log = args.out.with_name(f"{args.out.stem}_{name}.log")
     left = args.until - time.monotonic()
     print(f"== {name}: starting a server, its log is {log.name}", flush=True)
@@ -230,15 +158,8 @@ def measure(
         print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
         clock = threading.Timer(min(args.until - time.monotonic(), 3600.0), server.__exit__)
         clock.start()
-        rows: list[dict[str, Any]] = []
         try:
-            rounds_of(variant, questions, server, rows)
-        except (OSError, ValueError) as error:
-            ended = "time was up" if time.monotonic() >= args.until else str(error)
-            raise RuntimeError(
-                f"{ended} after {len(rows)} rounds; the server's last lines:\n"
-                f"{server.last_lines(40)}"
-            ) from error
+            rows = rounds_of(variant, questions, server, args.until)
         finally:
             clock.cancel()
         start_s, command = server.start_s, server.shown()
@@ -249,12 +170,11 @@ def measure(
     accepted = accepted_tokens(text)
     if variant.drafts and accepted is None:
         raise RuntimeError("expected lines with an accept len above 1 in the log, got none")
-    mla = [line.partition("kda-dsv4-backend: ")[2] for line in said if "MLA layers" in line]
     return {
         "command": command,
         "start_s": start_s,
         "rounds": rows,
-        "mla": mla[0] if mla else None,
+        "mla": mla_of(said),
         "most_tokens_per_verification": accepted,
         "log": said,
     }

@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import tempfile
 import time
 import traceback
 import urllib.request
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,11 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from benchmarks.engines.vllm_server import RECALL, Server, completion, versions
+from benchmarks.engines.vllm_server import RECALL, Server, completion, plug_in, versions
 
 CONCURRENCY = (1, 16, 64)
 ROUNDS = (*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64))  # one salt, one cache
+SERVER_S = 150.0  # a start with kernels to compile, and the rounds
 CANARY = "kda_dsv4_canary"
 PLANTED = {"canary": "transpose_states", "mla_canary": "zero_mla_decodes"}
 
@@ -108,63 +110,89 @@ VARIANTS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("out", type=Path)
+    add_arguments(parser, VARIANTS, [name for name in VARIANTS if name != "tp2"], port=8123)
     parser.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
     parser.add_argument("--checkpoint", type=Path, default=RECALL / "checkpoint")
-    parser.add_argument("--items", type=int, default=320)
-    parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=tuple(VARIANTS),
-        default=[name for name in VARIANTS if name != "tp2"],
-    )
-    parser.add_argument("--beside", type=int, default=1, help="servers at a time")
     parser.add_argument("--kv-cache-gib", type=float, default=6.0, help="of each server")
-    parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
-    parser.add_argument(
-        "--serve-option", action="append", default=[], help="one more argument of vllm serve"
-    )
     args = parser.parse_args()
-    questions = recall.read_questions(RECALL / "questions.jsonl").head(args.items)
-    result: dict[str, Any] = {
+    head = {
         "script": "benchmarks/recall_vllm.py",
         "environment": versions("vllm"),
-        "items": args.items,
         "checkpoint": args.checkpoint.name,
+    }
+    return serve_all(head, VARIANTS, args, measure)
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, variants: Mapping[str, Variant], default: list[str], port: int
+) -> None:
+    """The arguments that both engines' scripts have."""
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--items", type=int, default=320)
+    parser.add_argument("--port", type=int, default=port)
+    parser.add_argument("--only", nargs="+", choices=tuple(variants), default=default)
+    parser.add_argument("--beside", type=int, default=1, help="servers at a time")
+    parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
+    parser.add_argument(
+        "--serve-option", action="append", default=[], help="one more argument of the servers"
+    )
+
+
+def serve_all(
+    head: dict[str, Any],
+    variants: Mapping[str, Variant],
+    args: argparse.Namespace,
+    measure: Callable[[recall.QuestionSet, str, argparse.Namespace, int], dict[str, Any]],
+    until: float = math.inf,
+) -> int:
+    """Measure the servers of ``args.only`` and write the file after each; the exit status.
+
+    A server that would not end before ``until``, by time.monotonic(), is left out.
+    """
+    questions = recall.read_questions(RECALL / "questions.jsonl").head(args.items)
+    result: dict[str, Any] = {
+        **head,
+        "items": args.items,
         "serve_options": args.serve_option,
         "date": time.strftime("%Y-%m-%d"),
         "servers": {},
         "failed": {},
+        "left_out": [],
     }
     lock = Lock()
 
     def one(numbered: tuple[int, str]) -> None:
         number, name = numbered
-        title = VARIANTS[name].title
-        try:
-            found = measure(questions, name, args, args.port + number)
-        except Exception as error:  # the others go on
-            print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
-            with lock:
-                result["failed"][title] = f"{type(error).__name__}: {error}"[:4000]
-        else:
-            with lock:
-                result["servers"][title] = found
+        title, left = variants[name].title, until - time.monotonic()
+        found, why = None, ""
+        if left >= SERVER_S:
+            try:
+                # each port of a server's own, and those that it opens beside it
+                found = measure(questions, name, args, args.port + 20 * number)
+            except Exception as error:  # the others go on
+                print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
+                why = f"{type(error).__name__}: {error}"[:4000]
         with lock:
-            order = [VARIANTS[n].title for n in VARIANTS]
-            result["servers"] = {t: result["servers"][t] for t in order if t in result["servers"]}
+            if found is not None:
+                result["servers"][title] = found
+                order = [one.title for one in variants.values() if one.title in result["servers"]]
+                result["servers"] = {t: result["servers"][t] for t in order}
+            elif why:
+                result["failed"][title] = why
+            else:
+                print(f"{name}: left out, {left:.0f} s are left of {SERVER_S:.0f}", flush=True)
+                result["left_out"].append(title)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
     with ThreadPoolExecutor(args.beside) as pool:
         list(pool.map(one, enumerate(args.only)))
     for line in table(result):
         print(line)
-    return bool(result["failed"])
+    return bool(result["failed"] or result["left_out"])
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """A line per round, failures last."""
+    """A line per round; what is left out and failures last."""
     lines = []
     for title, server in result["servers"].items():
         if server["mla"] is not None:
@@ -175,18 +203,8 @@ def table(result: dict[str, Any]) -> list[str]:
                 f"{title}{after}: {asked['right']} of {result['items']} at"
                 f" {asked['concurrency']}, {asked['cached_prompt_tokens']:,} tokens from the cache"
             )
+    lines += [f"{title}: left out" for title in result["left_out"]]
     return lines + [f"{title}: FAILED, {why[:300]}" for title, why in result["failed"].items()]
-
-
-def plant(place: Path, function: str) -> str:
-    """A search path with a plug-in that calls a function of this module in each process."""
-    info = place / f"{CANARY}-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {CANARY}\nVersion: 0\n")
-    entry = f"[vllm.general_plugins]\n{CANARY} = benchmarks.recall_vllm:{function}\n"
-    (info / "entry_points.txt").write_text(entry)
-    old = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(place), str(RECALL.parents[1]), *([old] if old else [])])
 
 
 def transpose_states() -> None:
@@ -246,18 +264,12 @@ def measure(
     log = args.out.with_name(f"{args.out.stem}_{name}.log")
     with tempfile.TemporaryDirectory() as place:
         if name in PLANTED:
-            variables["PYTHONPATH"] = plant(Path(place), PLANTED[name])
+            function = f"benchmarks.recall_vllm:{PLANTED[name]}"
+            variables["PYTHONPATH"] = plug_in(Path(place), CANARY, "vllm.general_plugins", function)
         with Server(options, port, log, args.timeout, variables, args.checkpoint) as server:
             print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
-            rows: list[dict[str, Any]] = []
-            try:
-                rounds_of(variant, questions, server, rows)
-                counters = server.counters()
-            except (OSError, ValueError) as error:
-                raise RuntimeError(
-                    f"{error} after {len(rows)} rounds; the server's last lines:\n"
-                    f"{server.last_lines(40)}"
-                ) from error
+            rows = rounds_of(variant, questions, server)
+            counters = server.counters()
     return {
         "command": server.shown(),
         "start_s": server.start_s,
@@ -269,24 +281,33 @@ def measure(
 
 
 def rounds_of(
-    variant: Variant,
-    questions: recall.QuestionSet,
-    server: Server,
-    rows: list[dict[str, Any]],
-) -> None:
-    """Ask a server, and after each thing that is then done to it; appends a row per round."""
+    variant: Variant, questions: recall.QuestionSet, server: Server, until: float = math.inf
+) -> list[dict[str, Any]]:
+    """Ask a server, and after each thing that is then done to it; a row per round.
+
+    Raises:
+        RuntimeError: it did not answer; the message has its last lines.
+    """
+    rows: list[dict[str, Any]] = []
 
     def asked(salt: str, number: int, **how: str) -> None:
         rows.append({**how, **ask_all(questions, server.port, number, salt)})
         shown = {k: v for k, v in rows[-1].items() if k != "wrong"}
         print(f"{variant.title}: {json.dumps(shown)}", flush=True)
 
-    for salt, number in variant.rounds:
-        asked(salt, number)
-    for after, calls in variant.then:
-        for path, body in calls:
-            server.post(path, body)
-        asked(*variant.rounds[-1], after=after)
+    try:
+        for salt, number in variant.rounds:
+            asked(salt, number)
+        for after, calls in variant.then:
+            for path, body in calls:
+                server.post(path, body)
+            asked(*variant.rounds[-1], after=after)
+    except (OSError, ValueError) as error:
+        ended = "time was up" if time.monotonic() >= until else str(error)
+        raise RuntimeError(
+            f"{ended} after {len(rows)} rounds; the server's last lines:\n{server.last_lines(40)}"
+        ) from error
+    return rows
 
 
 def ask_all(
@@ -317,7 +338,7 @@ def ask(prompt: list[int], port: int, salt: str) -> tuple[str, int]:
     """The greedy completion of a prompt, and how many of its tokens came from the cache."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(completion(prompt, salt)).encode(),
+        json.dumps(completion(prompt, salt, stop=[recall.TERMINATOR])).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=300) as response:

@@ -255,7 +255,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", help="run these calls in this process (numbers, by commas)")
     parser.add_argument("--images", type=Path, help="where they leave the compiled kernels")
-    parser.add_argument("--list", action="store_true", help="print the calls and end")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--jobs", type=int, default=16, help="processes at once")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of one process")
@@ -265,11 +264,6 @@ def main() -> None:
         run_calls([int(number) for number in args.calls.split(",")], args.images)
         return
     calls = todo()
-    if args.list:
-        for number, (probe, schedule) in enumerate(calls):
-            what = f"{probe.family} {probe.path.operator} {probe.path.name}"
-            print(number, what, probe.grids, probe.case, schedule or "")
-        return
     with tempfile.TemporaryDirectory() as images:
         measure(calls, args, Path(images))
 
@@ -321,25 +315,14 @@ def measure(calls: list[Any], args: argparse.Namespace, images: Path) -> None:
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")
-    show(result, tools)
+    show(result)
     wanting = result["unfinished"] or result["not_run"]
     if wanting or any(row["unexplained"] for row in result["rows"]):
         sys.exit(1)
 
 
-def show(result: dict[str, Any], tools: list[str]) -> None:
-    """A table: a line for each kernel, a column for each tool; ``3 + 2`` are 3 reports that nothing
-    explains and 2 that the file does."""
-    errors = {
-        (row["kernel"], row["tool"]): f"{row['unexplained']}"
-        + (f" + {more}" if (more := row["errors"] - row["unexplained"]) else "")
-        for row in result["rows"]
-    }
-    kernels = sorted({(row["family"], row["kernel"]) for row in result["rows"]})
-    print(f"{'':40}" + "".join(f"{tool:>11}" for tool in tools))
-    for family, kernel in kernels:
-        cells = "".join(f"{errors.get((kernel, tool), '-'):>11}" for tool in tools)
-        print(f"{family + ' ' + kernel:40}{cells}")
+def show(result: dict[str, Any]) -> None:
+    """What wants an explanation or did not run."""
     for row in result["rows"]:
         for report in row["reports"]:
             if not report["explained"]:

@@ -48,10 +48,9 @@ class Access(NamedTuple):
 
 @cache
 def table() -> list[dict[str, Any]]:
-    """The rows of the file."""
-    text = Path(__file__).with_suffix(".toml").read_text()
-    rows: list[dict[str, Any]] = tomllib.loads(text)["explained"]
-    return rows
+    """The rows of the file, one for each kernel."""
+    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["explained"]
+    return [{**row, "kernel": kernel} for row in rows for kernel in row["kernels"]]
 
 
 def accesses(kernel: str, report: str) -> list[Access]:

@@ -20,8 +20,6 @@ import gzip
 import json
 import math
 import os
-import random
-import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -29,16 +27,17 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks.engines import serve_agreement, serve_profile, serve_work, sglang_needs
-from benchmarks.engines.serve_work import (
-    SideFile,
-    call_name,
-    decode_name,
-    prompt_of,
-    row,
-    say,
+from benchmarks.engines import serve_agreement, serve_profile, serve_work
+from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row, say
+from benchmarks.engines.sglang_server import plant
+from benchmarks.serve_vllm import (
+    BUDGET,
+    LAYERS,
+    draw_weights,
+    environment,
+    model_directory,
+    versions,
 )
-from benchmarks.serve_vllm import BUDGET, draw_weights, environment, model_directory
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -47,65 +46,38 @@ INTERVALS = 32
 PROFILED = ((1, 2048), (1, 8192))
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
-FULL_ATTENTION = {  # sglang's backends of MLA, their pages, and the library of sglang-kernel
-    "default": (None, (sglang_needs.FLASH_ATTENTION,)),  # sglang's own choice: fa3 on Hopper
-    "triton": (None, ()),
-    "flashmla": (64, (sglang_needs.FLASH_MLA,)),
-    "fa3": (64, (sglang_needs.FLASH_ATTENTION,)),
-}
+FULL_ATTENTION = ("default", "triton")  # sglang's own choice of MLA, which is fa3 on Hopper
 PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("pair", help="both sides")
-    two.add_argument("config", type=Path)
-    two.add_argument("out", type=Path)
+    parser, two, one = serve_work.commands(__doc__, vllm=False)
     two.add_argument("--budget", type=float, default=585.0, help="seconds, of the whole command")
-    one = commands.add_parser("run", help="one side")
-    one.add_argument("out", type=Path)
-    one.add_argument("--config", type=Path, required=True)
     one.add_argument("--flag", action="store_true")
-    one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
     for command in (two, one):
-        command.add_argument("--layers", type=int, default=27)
         command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
         command.add_argument(
             "--full-attention",
-            choices=tuple(FULL_ATTENTION),
+            choices=FULL_ATTENTION,
             default="triton",
-            help="of the MLA layers on both sides; with flashmla prefill is triton's",
+            help="of the MLA layers on both sides",
         )
-        command.add_argument(
-            "--engine-option",
-            action="append",
-            default=[],
-            metavar="NAME=JSON",
-            help="one more argument of sglang.Engine, for instance disable_cuda_graph=true",
-        )
-    args = parser.parse_args()
-    if not (args.config / "config.json").is_file():
-        parser.error(f"expected a folder with a config.json, got {args.config}")
-    sglang_needs.require(FULL_ATTENTION[args.full_attention][1])
-    return pair(args) if args.command == "pair" else run(args)
+    return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
     limit = args.budget - serve_work.GRACE_S
     if limit < 120:
         raise SystemExit(f"--budget must be at least 165 s for two loads, got {args.budget:g}")
-    common = ["--config", str(args.config), "--layers", str(args.layers)]
-    common += ["--parts", *args.parts, "--full-attention", args.full_attention]
-    common += [f"--engine-option={option}" for option in args.engine_option]
+    common = ["--config", str(args.config), "--parts", *args.parts]
+    common += ["--full-attention", args.full_attention]
     sides = {"flag": [*common, "--flag"], "upstream": common}
-    module = "benchmarks.serve_sglang"
-    return serve_work.pair(module, sides, args.out, limit, "default", SERVED)
+    return serve_work.pair("benchmarks.serve_sglang", sides, args.out, limit, SERVED)
 
 
 def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as place:
-        plant(Path(place))
+        plant(Path(place), PLUGIN, "benchmarks.serve_sglang:draw_at_load")
         say("importing sglang")
         begin = time.perf_counter()
         import sglang
@@ -116,12 +88,10 @@ def run(args: argparse.Namespace) -> int:
         engine = sglang.Engine(**engine_arguments(args))
         load_s = time.perf_counter() - begin
         say(f"loaded in {load_s:.0f} s")
-        args.attention_backend = "kda" if args.flag else None
-        args.graphs, args.dense = "default", False
         info = engine.get_server_info()
         head = {
-            "head": versions(sglang.__version__),
-            "environment": environment(args),
+            "head": versions("sglang"),
+            "environment": environment("kda" if args.flag else None),
             "engine": engine_of(info),
             "import_s": import_s,
             "memory_after_load_mib": serve_work.memory_used_mib(),
@@ -138,10 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``sglang.Engine``. A malformed ``--engine-option`` is a ValueError."""
-    full, page_size = args.full_attention, FULL_ATTENTION[args.full_attention][0]
+    """Arguments of ``sglang.Engine``."""
     arguments: dict[str, Any] = {
-        "model_path": model_directory(args.config, args.layers, False),
+        "model_path": model_directory(args.config, LAYERS),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "context_length": 70000,
@@ -151,32 +120,12 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "grammar_backend": "none",
         "log_level": "info",
     }
-    if full != "default":
-        arguments["prefill_attention_backend"] = "fa3" if full == "fa3" else "triton"
-        arguments["decode_attention_backend"] = full
-    if page_size is not None:
-        arguments["page_size"] = page_size
+    if args.full_attention != "default":
+        arguments["prefill_attention_backend"] = args.full_attention
+        arguments["decode_attention_backend"] = args.full_attention
     if args.flag:
         arguments["attention_backend"] = "kda"
-    for option in args.engine_option:
-        name, found, value = option.partition("=")
-        if not found:
-            raise ValueError(f"--engine-option must be NAME=JSON, got {option!r}")
-        arguments[name] = json.loads(value)
     return arguments
-
-
-def plant(place: Path) -> None:
-    """A plug-in on the search path, which calls `draw_at_load` in each process of the engine."""
-    info = place / f"{PLUGIN}-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    entry = f"[sglang.srt.plugins]\n{PLUGIN} = benchmarks.serve_sglang:draw_at_load\n"
-    (info / "entry_points.txt").write_text(entry)
-    paths = [str(place), str(Path(__file__).resolve().parent.parent)]
-    old = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([old] if old else [])])
-    sys.path[:0] = paths
 
 
 def draw_at_load() -> None:
@@ -189,25 +138,26 @@ def draw_at_load() -> None:
     after_import("sglang.srt.model_loader.loader", exchange)
 
 
-class Asked:
-    """An engine with prompts that it has not seen before."""
+class Asked(serve_work.Asked):
+    """An engine whose scheduler is another process."""
 
     def __init__(self, engine: Any) -> None:
+        super().__init__()
         self.engine = engine
-        self.rng = random.Random(0)
-
-    def prompts(self, count: int, length: int) -> list[list[int]]:
-        return [prompt_of(self.rng, length) for _ in range(count)]
-
-    def call(self, count: int, length: int) -> float:
-        """Seconds of one token after each of ``count`` new prompts."""
-        return self.generate(self.prompts(count, length), [1] * count)
 
     def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
-        """Seconds in which the engine answers all prompts with greedy tokens."""
         begin = time.perf_counter()
         self.engine.generate(input_ids=prompts, sampling_params=sampling(new_tokens))
         return time.perf_counter() - begin
+
+    def greedy(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        outputs = self.engine.generate(
+            input_ids=prompts,
+            sampling_params=sampling([serve_agreement.NEW_TOKENS] * len(prompts)),
+            return_logprob=True,
+            top_logprobs_num=2,
+        )
+        return [tokens_of(output) for output in outputs]
 
     def arrivals(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         """When each token of each prompt came, in seconds."""
@@ -239,20 +189,13 @@ def measure(
 ) -> None:
     """The parts in the order of their worth, as far as the time and the caches' room go."""
     if "first" in parts:
-        first = "first request, 1 × 2,048"
-        side.part(
-            "first request", 10, lambda: side.add(row(first, "first", 1e3 * asked.call(1, 2048)))
-        )
+        serve_work.first_part(side, asked)
     if "calls" in parts:
-        side.part("calls", 25, lambda: call_rows(side, asked))
+        side.part("calls", 25, lambda: serve_work.call_rows(side, asked))
     if "mixed" in parts:
-        load = lambda: side.add(serve_work.mixed_row(asked.generate))  # noqa: E731
-        side.part("mixed load", 20, load)
+        serve_work.mixed_part(side, asked)
     if "tokens" in parts:
-        side.part("tokens", 8, lambda: greedy(asked))
-        if "tokens" in side.data:
-            side.data["tokens_summary"] = serve_agreement.collapse(side.data["tokens"])
-            say(f"tokens: {side.data['tokens_summary']}")
+        serve_work.tokens_part(side, asked)
     if "decode" in parts:
         for count, length in DECODES:
             if count > room[0] or count * (length + new_tokens(count, length)) > room[1]:
@@ -266,12 +209,6 @@ def measure(
             )
     if "profile" in parts:
         side.part("profiles", 20, lambda: profiles(asked))
-
-
-def call_rows(side: SideFile, asked: Asked) -> None:
-    for shape, times in serve_work.call_times(asked.call).items():
-        details = {"least_ms": min(times), "runs_ms": times}
-        side.add(row(call_name(*shape), "call", median(times), **details))
 
 
 def new_tokens(count: int, length: int) -> int:
@@ -302,25 +239,6 @@ def intervals_ms(arrivals: list[list[float]]) -> list[float]:
     return times
 
 
-def greedy(asked: Asked) -> dict[str, Any]:
-    rng = random.Random(7)
-    lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(serve_agreement.PROMPTS)]
-    batch = [prompt_of(rng, length) for length in lengths]
-
-    def tokens(prompts: list[list[int]]) -> list[dict[str, Any]]:
-        outputs = asked.engine.generate(
-            input_ids=prompts,
-            sampling_params=sampling([serve_agreement.NEW_TOKENS] * len(prompts)),
-            return_logprob=True,
-            top_logprobs_num=2,
-        )
-        return [tokens_of(output) for output in outputs]
-
-    together = tokens(batch)
-    apart = [tokens([one])[0] for one in batch[: serve_agreement.APART]]
-    return {"lengths": lengths, "together": together, "apart": apart}
-
-
 def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
     """Greedy tokens of one prompt; at each the two best tokens and their log-probabilities."""
     best = [
@@ -342,10 +260,7 @@ def profiles(asked: Asked) -> list[dict[str, Any]]:
             asked.call(count, length)
             asked.engine.stop_profile()
             profile = serve_profile.summary(spans_of(Path(place), 30.0))
-        found.append({"what": call_name(count, length), **profile})
-        top = list(profile["kernels"].items())[:10]
-        say(f"  {call_name(count, length)}: GPU {profile['gpu_ms']:.1f} ms")
-        say("    " + "; ".join(f"{name[:44]} {ms:.2f} in {n}" for name, (ms, n) in top))
+        found.append(serve_profile.shown(call_name(count, length), profile))
     return found
 
 
@@ -384,19 +299,6 @@ def engine_of(info: dict[str, Any]) -> dict[str, Any]:
     state = (info.get("internal_states") or [{}])[0]
     found = {name: info[name] for name in names if name in info}
     return {**found, **{name: state[name] for name in names if state.get(name) is not None}}
-
-
-def versions(release: str) -> dict[str, str]:
-    import torch
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "engine": f"sglang {release}",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 if __name__ == "__main__":

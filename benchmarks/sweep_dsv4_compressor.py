@@ -27,11 +27,10 @@ from backend_core.operator import Selection, forced
 from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import detect_target
 from backend_core.testing.timing import environment, graph_time_ms
-from benchmarks.bench_dsv4_compressor import CUDA, tokens_of
-from benchmarks.peers.dsv4_in_place import EPS, empty_kernel
-from dsv4_backend import SeqLens, compress_norm_rope_hadamard_
+from benchmarks.bench_dsv4_compressor import in_place_call, tokens_of
+from benchmarks.empty_launch import empty_launch_ms
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.testing.steps import TimedStep, make_step, rope_table
+from dsv4_backend.testing.steps import TimedStep, make_step
 
 DECODE, PREFILL = (1, 16, 64, 256, 512), (1024, 8192, 65536)
 Params = dict[str, int | str]
@@ -106,17 +105,11 @@ def step_of(variant: Variant, n: int) -> TimedStep:
     return make_step(kind, *tokens_of(phase, n, ratio, "all"))
 
 
-def call_of(variant: Variant, n: int) -> Callable[[], None]:
+def call_of(variant: Variant, n: int) -> Callable[[], object]:
     selection = variant.selection()
     if variant.operator != "in_place_128":
         return step_of(variant, n).call(selection=selection)
-    x, weight = torch.randn(n, 128, device=CUDA), torch.ones(128, device=CUDA)
-    table = torch.stack(rope_table(CUDA).chunk(2, 1), -1).flatten(1).contiguous()
-    step_plan = SeqLens((torch.randint(1, 4096, (n,), device=CUDA) * 4).int())
-    options: dict[str, Any] = {"head_dim": 128, "compress_ratio": 4, "rotate": True}
-    return lambda: compress_norm_rope_hadamard_(
-        x, weight, EPS, table, step_plan, selection=selection, **options
-    )
+    return in_place_call(n, selection=selection)
 
 
 def written_by(variant: Variant) -> list[torch.Tensor]:
@@ -156,10 +149,8 @@ def main() -> None:
     todo = list(variants())
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         failures = pool.map(compile_variant, todo, chunksize=1)
-    result: dict[str, object] = {"script": "benchmarks/sweep_dsv4_compressor.py"} | environment()
-    result["empty_launch_ms"] = graph_time_ms(
-        lambda: empty_kernel[(1,)](rope_table(CUDA)), calls=20
-    )
+    result: dict[str, object] = dict(environment())
+    result["empty_launch_ms"] = empty_launch_ms()
     rows: list[dict[str, Any]] = []
     wanted: dict[str, list[torch.Tensor]] = {}
     for variant, failure in zip(todo, failures, strict=True):

@@ -3,11 +3,10 @@
     RESULT=benchmarks/results/kda_prefill_sweep_h200.json
     python benchmarks/sweep_kda_prefill.py --output $RESULT
     python benchmarks/sweep_kda_prefill.py --fit $RESULT
-    python benchmarks/sweep_kda_prefill.py --table $RESULT
 
 --output times, for each shape, each schedule that `prefill.sm_schedule.schedules` can come to.
---fit looks for the constants with which the cost model chooses best among them. --table shows for
-each shape what the shipped cost model chooses, and the best there is.
+--fit looks for the constants with which the cost model chooses best among them, whose regret
+tests/kda/test_sm_schedule.py compares with that of the shipped ones.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.tables.select import load_table
-from backend_core.target import KNOWN_TARGETS
-from kda_backend.launch_params import TABLES, PrefillCostModel
+from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill.sm_schedule import (
     CostModel,
     IntraCost,
@@ -40,7 +37,6 @@ from kda_backend.prefill.sm_schedule import (
     Schedule,
     schedules,
 )
-from kda_backend.selection import KdaSelection
 
 INTRA_CTAS = (2, 3, 4)  # per SM
 TILE_NS = range(4000, 9001, 500)
@@ -84,21 +80,13 @@ def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
     return sorted(found)
 
 
-def two_stages(selection: KdaSelection) -> KdaSelection:
-    """The selection with the two stages for every step, of which none is made in one launch."""
-    rows = load_table(TABLES, selection.target).rows
-    row: Any = next(row for row in rows if row.name == "two_stage_sm90")
-    return selection.with_path(row)
-
-
 def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     """One shape, and (schedule, ms) of every candidate."""
     from backend_core.testing.timing import graph_time_ms
     from benchmarks.bench_kda_prefill import Ours, draw
     from kda_backend.prefill import two_stage_sm90 as pipeline
 
-    ours = Ours(draw(lens, heads, "init", None, seed=7))
-    ours.arguments["selection"] = two_stages(ours.arguments["selection"])
+    ours = Ours(draw(lens, heads, "init", None, seed=7), "two_stage_sm90")
     plan = ours.step_plan
     shape = PrefillShape(
         plan.num_chunks * heads, heads * len(lens), plan.max_chunks, heads * plan.long_sequences
@@ -141,18 +129,6 @@ def mean_regret(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1
 
 
-def shipped_section() -> PrefillCostModel:
-    """The cost model of the H200's table."""
-    rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
-    section: PrefillCostModel = next(r.params for r in rows if r.name == "two_stage_sm90")
-    return section
-
-
-@functools.cache
-def shipped_model(num_sms: int) -> CostModel:
-    return CostModel.from_table(shipped_section(), num_sms)
-
-
 def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[float, dict[str, int]]:
     """A random walk between the bounds; (regret, the constants).
 
@@ -184,46 +160,25 @@ def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[flo
     return least, best
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    """Print the shipped cost model's choices beside the best schedules that were timed."""
-    found = []
-    for row in sorted(rows, key=lambda row: row["tiles"]):
-        shape, times = timed(row)
-        best = min(times, key=times.__getitem__)
-        choice = chosen(shipped_model(row["num_sms"]), shape, times)
-        found.append(times[choice] / times[best])
-        lens = row["seq_lens"]
-        print(
-            f"{row['tiles']:6d} tiles  H{row['H']:<2d} {len(lens):2d} x {max(lens):5d}"
-            f"  chosen {1e3 * times[choice]:7.1f} us {tuple(choice)}"
-            f"  best {1e3 * times[best]:7.1f} us {tuple(best)}"
-        )
-    print(f"regret {100 * mean_regret(found):.1f} %, at most {100 * (max(found) - 1):.1f} %")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--fit", type=Path, help="a result file, instead of a GPU")
     parser.add_argument("--seconds", type=float, default=60.0, help="of --fit, on all processors")
     args = parser.parse_args()
-    if file := args.fit or args.table:
-        rows = json.loads(file.read_text())["rows"]
-        num_sms = rows[0]["num_sms"]
-        measured = [timed(row) for row in rows]
-        if args.table:
-            report(rows)
-        else:
-            walk = functools.partial(fit, measured, num_sms, args.seconds)
-            with concurrent.futures.ProcessPoolExecutor() as pool:
-                found = pool.map(walk, range(os.cpu_count() or 1))
-                least, constants = min(found, key=lambda x: x[0])
-            print("\n".join(f"{name} = {value}" for name, value in constants.items()))
-            print(f"# regret {100 * least:.2f} %")
+    if args.fit:
+        rows = json.loads(args.fit.read_text())["rows"]
+        walk = functools.partial(
+            fit, [timed(row) for row in rows], rows[0]["num_sms"], args.seconds
+        )
+        with concurrent.futures.ProcessPoolExecutor() as pool:
+            found = pool.map(walk, range(os.cpu_count() or 1))
+            least, constants = min(found, key=lambda x: x[0])
+        print("\n".join(f"{name} = {value}" for name, value in constants.items()))
+        print(f"# regret {100 * least:.2f} %")
         return
     if args.output is None:
-        parser.error("one of --output, --table and --fit is needed")
+        parser.error("one of --output and --fit is needed")
     from backend_core.testing.timing import environment
     from benchmarks.bench_kda_prefill import UNBOUNDED
 
@@ -233,7 +188,6 @@ def main() -> None:
         rows.append(measure(heads, lens))
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(head | {"rows": rows}) + "\n")
-    report(rows)
 
 
 if __name__ == "__main__":

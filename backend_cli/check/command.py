@@ -117,8 +117,8 @@ def _fuzz(
 def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[str, Any]:
     """The document of ``check --json``. Within one ``schema`` number keys are added, never changed.
 
-    - ``script``: ``"kda-dsv4 check"``; ``schema``: 2 (1 had ``phase`` in place of ``operator``);
-      ``date``; ``seconds`` of the whole run;
+    - ``script``: this file; ``schema``: 2 (1 had ``phase`` in place of ``operator``); ``date``;
+      ``seconds`` of the whole run;
     - ``info``: what ``info --json`` prints for the target, with shipped tables named without their
       folder;
     - ``interpreted``: whether the kernels ran in Triton's interpreter;
@@ -171,7 +171,7 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
         for thread in threads:
             thread.join()
     return {
-        "script": "kda-dsv4 check",
+        "script": "backend_cli/check/command.py",
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "seconds": round(time.perf_counter() - begin, 1),

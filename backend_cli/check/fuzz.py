@@ -104,7 +104,7 @@ def fuzz(
             rows.append({"family": family.name, "operator": name, **row})
         failures += [{"family": family.name, **failure} for failure in found.failures]
     return {
-        "script": "kda-dsv4 check --fuzz",
+        "script": "backend_cli/check/command.py",
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "target": target.name,

@@ -50,7 +50,7 @@ def write_record(
     """
     record = {
         "format": FORMAT,
-        "script": f"kda-dsv4 eval {task}",
+        "script": "backend_cli/eval/run.py",
         "task": task,
         "model": server.model,
         "engine": server.engine,

@@ -102,7 +102,7 @@ def _tune_family(
     file = folder / family.name / source.name
     record = file.with_suffix(".json")
     about = {
-        "script": "kda-dsv4 tune",
+        "script": "backend_cli/tune/command.py",
         "schema": SCHEMA,
         "gpu": target.name,
         "date": date,

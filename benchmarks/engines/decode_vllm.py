@@ -77,19 +77,24 @@ def step_row(
     return row(decode_name(count, length), "decode", median(times), **spread)
 
 
-def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, Any]:
-    """GPU time by kernel, of `PROFILED` steps, by the difference of two profiles."""
+def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, list[float]]:
+    """[ms, launches] by kernel of one of `PROFILED` steps, by the difference of two profiles."""
     longer, shorter = (serve_profile.kernels_of(lambda n=n: generate(n)) for n in (2 + PROFILED, 2))
-    by_kernel = {
-        name: [(at[0] - shorter.get(name, (0.0, 0))[0]) / PROFILED,
-               (at[1] - shorter.get(name, (0.0, 0))[1]) / PROFILED]
-        for name, at in longer.items()
-    }  # fmt: skip
-    kda = [v for name, v in by_kernel.items() if any(part in name for part in KDA_KERNELS)]
     return {
-        "gpu_ms": sum(ms for ms, _ in by_kernel.values()),
-        "launches": sum(count for _, count in by_kernel.values()),
-        "kda_ms": sum(ms for ms, _ in kda),
-        "kda_launches": sum(count for _, count in kda),
-        "kernels": serve_profile.longest(by_kernel),
+        name: [(at[i] - shorter.get(name, (0.0, 0))[i]) / PROFILED for i in (0, 1)]
+        for name, at in longer.items()
     }
+
+
+def part_of_a_step(
+    kernels: dict[str, list[float]], name: str, parts: tuple[str, ...]
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """GPU time and launches of a step, and of its kernels that have one of ``parts`` in their
+    names; these kernels."""
+    own = {k: at for k, at in kernels.items() if any(part in k for part in parts)}
+    found = {
+        "gpu_ms": sum(ms for ms, _ in kernels.values()),
+        "launches": sum(count for _, count in kernels.values()),
+        f"{name}_ms": sum(ms for ms, _ in own.values()),
+    }
+    return found, own

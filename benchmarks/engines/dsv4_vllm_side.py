@@ -333,25 +333,21 @@ def draw_weights(model: Any) -> None:
             model.process_weights_after_loading()
 
 
-def prompts() -> list[dict[str, Any]]:
+def prompts() -> list[list[int]]:
     """64 prompts of 1 to 5,000 tokens."""
     rng = random.Random(0)
     lengths = [rng.randint(1, 64) for _ in range(24)] + [rng.randint(65, 700) for _ in range(24)]
     lengths += [rng.randint(700, 2000) for _ in range(12)]
     lengths += [rng.randint(2100, 5000) for _ in range(4)]  # the indexer has to choose
     rng.shuffle(lengths)
-    drawn = [[rng.randrange(1, VOCABULARY) for _ in range(length)] for length in lengths]
-    return [{"tokens": tokens, "new": NEW_TOKENS} for tokens in drawn]
+    return [[rng.randrange(1, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
-def continued(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def continued(batch: list[list[int]]) -> list[list[int]]:
     """The same prompts, each with a few tokens more: their beginnings lie in the prefix cache."""
     rng = random.Random(1)
     return [
-        {
-            "tokens": one["tokens"] + [rng.randrange(1, VOCABULARY) for _ in range(1 + i % 9)],
-            "new": NEW_TOKENS,
-        }
+        [*one, *(rng.randrange(1, VOCABULARY) for _ in range(1 + i % 9))]
         for i, one in enumerate(batch)
     ]
 
@@ -364,16 +360,16 @@ def sampling(new: int, logprobs: int | None = None) -> Any:
     )
 
 
-def generate(llm: Any, batch: list[dict[str, Any]], what: str) -> dict[str, Any]:
+def generate(llm: Any, batch: list[list[int]], what: str) -> dict[str, Any]:
     """Greedy tokens, the log-probabilities of each token's two best, tokens from the cache."""
     outputs = llm.generate(
-        [{"prompt_token_ids": one["tokens"]} for one in batch],
-        [sampling(one["new"], logprobs=2) for one in batch],
+        [{"prompt_token_ids": one} for one in batch],
+        sampling(NEW_TOKENS, logprobs=2),
         use_tqdm=False,
     )
     say(what)
     return {
-        "lengths": [len(one["tokens"]) for one in batch],
+        "lengths": [len(one) for one in batch],
         "cached": [output.num_cached_tokens or 0 for output in outputs],
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "best": [

@@ -19,7 +19,6 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.v1.worker.gpu import model_runner
 
-from benchmarks.engines import dsv4_pages
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
 
 Input = tuple[Any, torch.Tensor, torch.Tensor, Any]
@@ -27,6 +26,9 @@ Call = Callable[[Any, torch.Tensor, torch.Tensor, Any], None]
 Memory = dict[int, torch.Tensor]  # all bytes of the caches' storages, by their address
 Key = tuple[str, str, bool, int]  # mode, kind, starts behind a chunk or a prefix, tokens
 LEAST_PLANTED = 16  # tokens of the steps that a planted error is shown in
+DATA_BYTES = {584: 576, 132: 128}
+"""Of a record by its width: main, and the indexer's (docs/families/dsv4.md, cache formats). A
+page's scales lie behind its data."""
 
 
 class Watch:
@@ -207,10 +209,7 @@ class Watch:
                 found = (ours != theirs).nonzero()
                 if name == names[1]:
                     self.records[1] += slots.numel()
-                    rows = {
-                        (p, dsv4_pages.row_of(byte, *cache.shape[1:3]))
-                        for p, byte in found.tolist()
-                    }
+                    rows = {(p, row_of(byte, *cache.shape[1:3])) for p, byte in found.tolist()}
                     self.records[0] += len(rows)
                 for page, byte in found.tolist():
                     apart = abs(int(ours[page, byte]) - int(theirs[page, byte]))
@@ -245,7 +244,22 @@ def view(memory: Memory, cache: torch.Tensor) -> torch.Tensor:
 
 def part_of(byte: int, cache: torch.Tensor) -> str:
     """The kind of a byte of a page."""
-    return "state" if cache.element_size() == 4 else dsv4_pages.part_of(byte, *cache.shape[1:3])
+    if cache.element_size() == 4:
+        return "state"
+    rows, width = cache.shape[1:3]
+    data = DATA_BYTES[width]
+    if byte >= rows * data:
+        return "scale of a main record" if width == 584 else "scale of an indexer record"
+    if width == 132:
+        return "e4m3 of an indexer record"
+    return "e4m3 of a main record" if byte % data < 448 else "bf16 byte of a main record"
+
+
+def row_of(byte: int, rows: int, width: int) -> int:
+    """The record of a page that a byte belongs to."""
+    data = DATA_BYTES[width]
+    over = byte - rows * data
+    return byte // data if over < 0 else over // (width - data)
 
 
 def same(one: Memory, other: Memory) -> bool:

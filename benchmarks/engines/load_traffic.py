@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 
 from backend_cli.eval import recall_task as recall
+from benchmarks.engines.vllm_server import completion
 
 # of each minute: seconds, clients
 CYCLE = ((6, 1), (10, 16), (14, 64), (30, 256))
@@ -88,32 +89,23 @@ class Traffic:
         salt = "shared" if self.rng.random() < 0.5 else f"own {self.drawn}"
         if kind == "short" and self.shorts:
             short = self.rng.choice(self.shorts)
-            return Request(kind, body_of(short.prompt, salt, SHORT_TOKENS), short.right)
+            return Request(
+                kind, completion(short.prompt, salt, SHORT_TOKENS, stream=True), short.right
+            )
         item = self.rng.choice(self.questions.items)
         prompt = recall.encode(self.questions.prompt(item))
         right = self.questions.answer(item)
         if kind in ("recall", "short"):
-            body = body_of(prompt, salt, recall.MAX_ANSWER_TOKENS, stop=[recall.TERMINATOR])
+            body = completion(prompt, salt, stop=[recall.TERMINATOR], stream=True)
             return Request("recall", body, right)
-        body = body_of(prompt, salt, self.rng.randint(*LONG_TOKENS), ignore_eos=True)
+        body = completion(
+            prompt, salt, self.rng.randint(*LONG_TOKENS), ignore_eos=True, stream=True
+        )
         if kind == "long":
             return Request(kind, body, right + recall.TERMINATOR)
         early = self.rng.random() < 0.3
         leave = -0.001 - self.rng.random() * 0.2 if early else float(self.rng.randint(1, 40))
         return Request(kind, body, None, leave)
-
-
-def body_of(prompt: list[int], salt: str, new_tokens: int, **more: Any) -> dict[str, Any]:
-    """A streamed completion of greedy tokens."""
-    return {
-        "model": "recall",
-        "prompt": prompt,
-        "max_tokens": new_tokens,
-        "temperature": 0.0,
-        "stream": True,
-        "cache_salt": salt,
-        **more,
-    }
 
 
 def clients_at(second: float) -> int:
@@ -205,7 +197,7 @@ async def idle_answers(url: str, questions: recall.QuestionSet, seed: int) -> li
 
 async def sure_start(session: aiohttp.ClientSession, url: str, prompt: list[int], salt: str) -> str:
     """The greedy continuation up to its first token whose margin is at most `SURE_NATS`."""
-    body = body_of(prompt, salt, SHORT_TOKENS, logprobs=2) | {"stream": False}
+    body = completion(prompt, salt, SHORT_TOKENS, logprobs=2, stream=False)
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         if answer.status != 200:
             raise RuntimeError(f"the idle server answered {answer.status}: {await answer.text()}")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines.serve_work import say
+
 OURS = ("kda_backend", "softmax_backend", "dsv4_backend", "backend_core")
 KERNELS, FUNCTIONS, GAPS, NAME = 12, 20, 4, 200
 """The most that a result lists of each, the longest first, and characters of a kernel's name."""
@@ -22,6 +24,17 @@ def gpu_profile(call: Callable[[], Any]) -> dict[str, Any]:
     ``kernels`` has the `KERNELS` with the most time as name -> [ms, launches].
     """
     return summary(spans_of(call))
+
+
+def shown(what: str, profile: dict[str, Any]) -> dict[str, Any]:
+    """Print a call's profile in two lines, and return it with its name."""
+    say(
+        f"  {what}: GPU {profile['gpu_ms']:.1f} ms in {profile['launches']} launches, busy"
+        f" {profile['busy']:.0%} of {profile['span_ms']:.1f} ms"
+    )
+    top = list(profile["kernels"].items())[:10]
+    say("    " + "; ".join(f"{name[:44]} {ms:.2f} in {n}" for name, (ms, n) in top))
+    return {"what": what, **profile}
 
 
 def kernels_of(call: Callable[[], Any]) -> dict[str, tuple[float, int]]:

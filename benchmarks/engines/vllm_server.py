@@ -173,15 +173,27 @@ def counters_of(metrics: str, counted: tuple[str, ...] = COUNTERS) -> dict[str, 
     return found
 
 
-def completion(prompt: list[int], salt: str) -> dict[str, Any]:
-    """The body of a request for a recall prompt's answer. Prompts of one salt share the cache."""
+def plug_in(place: Path, name: str, group: str, function: str) -> str:
+    """A search path with a distribution in ``place``, whose entry point is ``function``."""
+    info = place / f"{name}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {function}\n")
+    old = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(place), str(RECALL.parents[1]), *([old] if old else [])])
+
+
+def completion(
+    prompt: list[int], salt: str, new_tokens: int = recall.MAX_ANSWER_TOKENS, **more: Any
+) -> dict[str, Any]:
+    """The body of a request of greedy tokens. Prompts of one salt share the cache."""
     return {
         "model": "recall",
         "prompt": prompt,
-        "max_tokens": recall.MAX_ANSWER_TOKENS,
+        "max_tokens": new_tokens,
         "temperature": 0.0,
-        "stop": [recall.TERMINATOR],
         "cache_salt": salt,
+        **more,
     }
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers.sources import packages, stub
 from dsv4_backend import CompressorLayer, RingDecode, RingPrefill
 from dsv4_backend.testing.engine import make_spec
 from dsv4_backend.testing.steps import PAGE_TOKENS, TimedStep, rope_table
@@ -31,10 +32,8 @@ SWA_PAGE = 256
 """Tokens in a page of sglang's sliding window, whose last rows its prefill plan keeps too."""
 
 _PACKAGES = (
-    *("sglang", "sglang.kernels", "sglang.kernels.jit", "sglang.kernels.jit.utils"),
-    *("sglang.kernels.jit.utils.compile", "sglang.kernels.ops", "sglang.kernels.ops.attention"),
-    *("sglang.kernels.ops.attention.dsv4", "sglang.srt", "sglang.srt.layers"),
-    *("sglang.srt.layers.attention", "sglang.srt.layers.attention.dsa"),
+    *("sglang.kernels.jit.utils.compile", "sglang.kernels.ops.attention.dsv4"),
+    "sglang.srt.layers.attention.dsa",
 )
 _FFI = "container/tensor.h dtype.h error.h extra/c_env_api.h function.h"
 
@@ -46,10 +45,7 @@ def load(source: Path, arch: str = "90a") -> types.ModuleType:
         ImportError: a file or tvm-ffi is missing.
         RuntimeError: nvcc refuses a source; the message holds what it said.
     """
-    for name in _PACKAGES:
-        package = types.ModuleType(name)
-        package.__path__ = [str(source / name.replace(".", "/"))]
-        sys.modules[name] = package
+    packages(source, *_PACKAGES)
     common = importlib.import_module("sglang.kernels.jit.utils.common")
     cpp_args = importlib.import_module("sglang.kernels.jit.utils.compile.cpp_args")
     utils: Any = sys.modules["sglang.kernels.jit.utils"]
@@ -57,15 +53,13 @@ def load(source: Path, arch: str = "90a") -> types.ModuleType:
     utils.is_arch_support_pdl = lambda: True
     jit = source / "sglang/kernels/jit"
     utils.load_jit = lambda *names, **files: _load_module(compile_module(jit, arch, names, **files))
-    stubs = {
-        "sglang.srt.utils": types.SimpleNamespace(
-            is_gfx95_supported=lambda: False, is_hip=lambda: False, is_xpu=lambda: False
-        ),
-        "sglang.srt.layers.attention.dsa.utils": types.SimpleNamespace(
-            INDEXER_K_CACHE_PRESHUFFLE_TILE=16, aiter_can_use_preshuffle_paged_mqa=lambda: False
-        ),
-    }
-    sys.modules.update(stubs)  # type: ignore[arg-type]
+    no = dict.fromkeys(("is_gfx95_supported", "is_hip", "is_xpu"), lambda: False)
+    stub("sglang.srt.utils", **no)
+    stub(
+        "sglang.srt.layers.attention.dsa.utils",
+        INDEXER_K_CACHE_PRESHUFFLE_TILE=16,
+        aiter_can_use_preshuffle_paged_mqa=lambda: False,
+    )
     compress = importlib.import_module("sglang.kernels.ops.attention.dsv4.compress")
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         for job in [pool.submit(make, *of) for make, of in _modules(compress)]:

@@ -18,15 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.peers.sources import packages, stub
 from dsv4_backend import PagedDecode
 from dsv4_backend.testing.steps import TimedStep
 
 RELEASE = "0.33.0"
 _PACKAGES = (
-    *("vllm", "vllm.models", "vllm.models.deepseek_v4", "vllm.models.deepseek_v4.common"),
-    *("vllm.models.deepseek_v4.common.ops", "vllm.models.deepseek_v4.nvidia"),
-    *("vllm.models.deepseek_v4.nvidia.ops", "vllm.model_executor", "vllm.model_executor.warmup"),
-    *("vllm.utils", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"),
+    *("vllm.models.deepseek_v4.common.ops", "vllm.models.deepseek_v4.nvidia.ops"),
+    *("vllm.model_executor.warmup", "vllm.utils", "vllm.v1.attention.ops"),
 )
 _ROOT = "vllm.models.deepseek_v4"
 
@@ -37,10 +36,7 @@ def load(source: Path) -> types.SimpleNamespace:
     Raises:
         ImportError: a file is missing from ``source``.
     """
-    for name in _PACKAGES:
-        package = types.ModuleType(name)
-        package.__path__ = [str(source / name.replace(".", "/"))]
-        sys.modules[name] = package
+    packages(source, *_PACKAGES)
     platform = types.SimpleNamespace(
         device_type="cuda",
         is_cuda=lambda: True,
@@ -49,17 +45,13 @@ def load(source: Path) -> types.SimpleNamespace:
         is_cpu=lambda: False,
         fp8_dtype=lambda: torch.float8_e4m3fn,
     )
-    envs = types.SimpleNamespace(VLLM_TRITON_JIT_WARMUP_NUM_THREADS=1)
+    envs = stub("vllm.envs", VLLM_TRITON_JIT_WARMUP_NUM_THREADS=1)
     sys.modules["vllm"].envs = envs  # type: ignore[attr-defined]
-    stubs = {
-        "vllm.envs": envs,
-        "vllm.platforms": types.SimpleNamespace(current_platform=platform),
-        "vllm.triton_utils": types.SimpleNamespace(tl=tl, triton=triton, HAS_TRITON=True),
-        "vllm.utils.import_utils": types.SimpleNamespace(has_cutedsl=lambda: False),
-        # scales as four equal bytes are of sm_100 alone
-        "vllm.utils.deep_gemm": types.SimpleNamespace(mqa_logits_use_mx_scales=lambda: False),
-    }
-    sys.modules.update(stubs)  # type: ignore[arg-type]
+    stub("vllm.platforms", current_platform=platform)
+    stub("vllm.triton_utils", tl=tl, triton=triton, HAS_TRITON=True)
+    stub("vllm.utils.import_utils", has_cutedsl=lambda: False)
+    # scales as four equal bytes are of sm_100 alone
+    stub("vllm.utils.deep_gemm", mqa_logits_use_mx_scales=lambda: False)
     save = importlib.import_module(f"{_ROOT}.common.ops.save_partial_states")
     store = importlib.import_module(f"{_ROOT}.common.ops.fused_compress_quant_cache")
     queries = importlib.import_module(f"{_ROOT}.common.ops.fused_indexer_q")

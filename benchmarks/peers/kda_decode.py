@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from backend_core.launch.cuda import CudaKernel
+from benchmarks.peers.sources import packages, stub
 
 DIM = 128
 EPS = 1e-5
@@ -119,8 +120,8 @@ def load_fla() -> Peer | None:
 def load_vllm(source: Path) -> Peer | None:
     """vLLM 0.33's kernels of ``KimiGatedDeltaNetAttention`` on CUDA, without its two copies."""
     root = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
-    _packages(source, root, "vllm.third_party.flash_linear_attention.ops", "vllm.utils")
-    _packages(source, "vllm.model_executor.layers.mamba.ops")
+    packages(source, root, "vllm.third_party.flash_linear_attention.ops", "vllm.utils")
+    packages(source, "vllm.model_executor.layers.mamba.ops")
     platform = types.SimpleNamespace(
         is_arch_support_pdl=_has_pdl,
         is_rocm=lambda: torch.version.hip is not None,
@@ -133,12 +134,12 @@ def load_vllm(source: Path) -> Peer | None:
     )
     from triton.language.extra import libdevice
 
-    _stub("vllm.platforms", current_platform=platform)
-    _stub("vllm.triton_utils", tl=tl, triton=triton, tldevice=libdevice)
-    _stub("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0, PAD_SLOT_ID=-1)
-    _stub("vllm.model_executor.custom_op", CustomOp=_CustomOp)
-    _stub("vllm.utils.torch_utils", async_tensor_h2d=None)
-    _stub("vllm.utils.math_utils", cdiv=triton.cdiv, next_power_of_2=triton.next_power_of_2,
+    stub("vllm.platforms", current_platform=platform)
+    stub("vllm.triton_utils", tl=tl, triton=triton, tldevice=libdevice)
+    stub("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0, PAD_SLOT_ID=-1)
+    stub("vllm.model_executor.custom_op", CustomOp=_CustomOp)
+    stub("vllm.utils.torch_utils", async_tensor_h2d=None)
+    stub("vllm.utils.math_utils", cdiv=triton.cdiv, next_power_of_2=triton.next_power_of_2,
           RCP_LN2=1.4426950408889634)  # fmt: skip
     try:
         conv = importlib.import_module("vllm.model_executor.layers.mamba.ops.causal_conv1d")
@@ -185,10 +186,10 @@ def load_sglang(source: Path) -> Peer | None:
     NVRTC, where sglang needs nvcc.
     """
     fla = "sglang.kernels.ops.attention.fla"
-    _packages(source, fla, "sglang.kernels.ops.mamba", "sglang.kernels.jit")
+    packages(source, fla, "sglang.kernels.ops.mamba", "sglang.kernels.jit")
     arch = types.SimpleNamespace(major=9, minor=0)
-    _stub("sglang.kernels.jit.utils", is_arch_support_pdl=_has_pdl, get_jit_cuda_arch=lambda: arch)
-    _stub(
+    stub("sglang.kernels.jit.utils", is_arch_support_pdl=_has_pdl, get_jit_cuda_arch=lambda: arch)
+    stub(
         "sglang.srt.utils",
         cdiv=triton.cdiv,
         next_power_of_2=triton.next_power_of_2,
@@ -196,7 +197,7 @@ def load_sglang(source: Path) -> Peer | None:
         is_npu=lambda: False,
         cpu_has_amx_support=lambda: False,
     )
-    _stub("sglang.srt.utils.common", torch_release=(2, 11))
+    stub("sglang.srt.utils.common", torch_release=(2, 11))
     attention = sys.modules["sglang.kernels.ops.attention"]
     vars(attention)["kda_packed_decode"] = types.SimpleNamespace(covered=lambda *_: False)
     try:
@@ -316,22 +317,3 @@ class _CustomOp(torch.nn.Module):
 
 def _has_pdl() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-def _packages(source: Path, *names: str) -> None:
-    """Make the packages of each dotted name importable without running their ``__init__``."""
-    for name in names:
-        parts = name.split(".")
-        for depth in range(1, len(parts) + 1):
-            package = ".".join(parts[:depth])
-            if package not in sys.modules:
-                module = types.ModuleType(package)
-                module.__path__ = [str(source.joinpath(*parts[:depth]))]
-                sys.modules[package] = module
-
-
-def _stub(name: str, **members: Any) -> None:
-    module = types.ModuleType(name)
-    vars(module).update(members)
-    module.__path__ = []
-    sys.modules[name] = module

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 import triton
 
+from benchmarks.peers.sources import stub
+
 Call = Callable[[], object]
 FA3_SPLITS = 32
 """Splits that vLLM captures FA3 with (flash_attn_max_num_splits_for_cuda_graph)."""
@@ -167,17 +169,11 @@ def _load_vllm_triton(folder: Path) -> Peer:
         get_device_capability=lambda *_: types.SimpleNamespace(major=9, minor=0),
         num_compute_units=lambda *_: 132,
     )  # fmt: skip
-    for name, members in {
-        "vllm": {},
-        "vllm.platforms": {"current_platform": platform},
-        "vllm.triton_utils": {"tl": language, "triton": triton},
-        "vllm.logger": {"init_logger": lambda *_: types.SimpleNamespace(
-            debug=print, info=print, warning=print, warning_once=print)},
-    }.items():  # fmt: skip
-        module = types.ModuleType(name)
-        vars(module).update(members)
-        module.__path__ = []
-        sys.modules.setdefault(name, module)
+    said = types.SimpleNamespace(debug=print, info=print, warning=print, warning_once=print)
+    stub("vllm")
+    stub("vllm.platforms", current_platform=platform)
+    stub("vllm.triton_utils", tl=language, triton=triton)
+    stub("vllm.logger", init_logger=lambda *_: said)
     file = folder / "triton_decode_attention.py"
     spec = importlib.util.spec_from_file_location("vllm_triton_mla", file)
     if spec is None or spec.loader is None:

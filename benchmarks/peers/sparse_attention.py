@@ -63,20 +63,18 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, kinds: Tensor | None, is_causal: bool) -> Tensor:
-    """FlexAttention over the same blocks: ``kinds`` int8 [H or 1, tiles, blocks] of 128 x 128."""
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, kinds: Tensor | None, is_causal: bool
+) -> Callable[[], Tensor]:
+    """FlexAttention over the same blocks, whose mask is made here: ``kinds`` int8
+    [H or 1, tiles, blocks] of 128 x 128."""
     mask = None if kinds is None else _block_mask(kinds, q.shape[2], k.shape[2], is_causal)
-    return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-
-
-_MASKS: dict[int, object] = {}
+    is_grouped = q.shape[1] != k.shape[1]
+    return lambda: _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=is_grouped)
 
 
 def _block_mask(kinds: Tensor, m: int, n: int, is_causal: bool) -> object:
     from torch.nn.attention.flex_attention import BlockMask
-
-    if kinds.data_ptr() in _MASKS:
-        return _MASKS[kinds.data_ptr()]
 
     def rows(chosen: Tensor) -> tuple[Tensor, Tensor]:
         index = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices.int()
@@ -88,12 +86,10 @@ def _block_mask(kinds: Tensor, m: int, n: int, is_causal: bool) -> object:
     def everything(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j >= 0
 
-    mask = BlockMask.from_kv_blocks(
+    return BlockMask.from_kv_blocks(
         *rows(kinds == PARTIAL),
         *rows(kinds == FULL),
         BLOCK_SIZE=(128, 128),
         mask_mod=causal if is_causal else everything,
         seq_lengths=(m, n),
     )
-    _MASKS[kinds.data_ptr()] = mask
-    return mask

@@ -1,15 +1,12 @@
-"""Train the recall checkpoint: a 5M-parameter Kimi-Linear model that the demo and the tests run.
+"""Train the recall checkpoints: 5M-parameter Kimi-Linear models that the demo and the tests run.
 
-    python benchmarks/recall/train.py --data DIR --out DIR        # about 8 minutes on one H200
-    python benchmarks/recall/train.py --data DIR --out DIR --device cpu --steps 4   # a dry run
-    python benchmarks/recall/train.py --data DIR --out DIR --gate bounded --steps 4000 --items 320
-    python benchmarks/recall/train.py --data DIR --out DIR --gate bounded --device cpu \
+    python benchmarks/recall/train.py --data DIR --out DIR                # on a GPU, with FLA
+    python benchmarks/recall/train.py --data DIR --out DIR --device cpu \
         --start-from benchmarks/recall/checkpoint --steps 80 --batch-tokens 8192 --lr 2e-4 \
-        --workers 0 --no-compile --minutes 60 --items 64
+        --workers 0 --minutes 60 --items 64
 
-The third trains a model with Kimi-K3's gates (`bounded_gate`) from nothing, in less than 4 minutes
-by the first one's steps per second; the fourth, which made ``checkpoint_bounded``, starts from the
-first one's weights and takes an hour on a core.
+The second, which made ``checkpoint_bounded``, gives the first one's weights Kimi-K3's gates
+(`bounded_gate`) and trains on, an hour on a core.
 
 DIR holds GSM8K's train.jsonl and test.jsonl. The task is
 `backend_cli.eval.recall_task`; the model is transformers' own KimiLinearForCausalLM. On a GPU the
@@ -27,10 +24,10 @@ import math
 import platform
 import random
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,47 +44,8 @@ from backend_cli.eval import recall_task as recall
 from benchmarks.recall import bounded_gate
 from benchmarks.recall.canary import with_transposed_state
 
-LAYERS = 6
-FULL_ATTENTION_LAYERS = (4,)  # 1-based, as in the published configurations
-CONFIG = {
-    "architectures": ["KimiLinearForCausalLM"],
-    "model_type": "kimi_linear",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "mla_use_nope": True,
-    "first_k_dense_replace": LAYERS,  # every MLP is dense
-    "moe_layer_freq": 1,
-    "linear_attn_config": {
-        "full_attn_layers": list(FULL_ATTENTION_LAYERS),
-        "kda_layers": [i for i in range(1, LAYERS + 1) if i not in FULL_ATTENTION_LAYERS],
-        "head_dim": 128,
-        "num_heads": 2,
-        "short_conv_kernel_size": 4,
-    },
-    "vocab_size": recall.VOCAB_SIZE,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "model_max_length": 4096,
-    "tie_word_embeddings": False,
-    "num_nextn_predict_layers": 0,
-    "hidden_act": "silu",
-    "initializer_range": 0.04,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": recall.BOS,
-    "eos_token_id": recall.EOS,
-    "pad_token_id": recall.PAD,
-    "use_cache": True,
-}
+CHECKPOINT = Path(__file__).with_name("checkpoint")
+CONFIG = json.loads((CHECKPOINT / "config.json").read_text())  # of the model that is trained
 
 OTHER, REPEATED, ANSWER = 0, 1, 2  # classes of a target byte
 CLASS_WEIGHTS = (0.15, 0.5, 1.0)
@@ -205,16 +163,13 @@ def chunk_kda_torch(
     g: torch.Tensor,
     beta: torch.Tensor,
     initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    bounded: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Differentiable KDA in chunks of 16, for a CPU and as the check of FLA's gradients.
+    """Differentiable KDA with a bounded gate in chunks of 16, for a CPU.
 
     q, k [B, T, H, K], v [B, T, H, V], g [B, T, H, K] log decay, beta [B, T, H]; q and k are
-    normalised here. Every exponent is a difference of cumulative decays and at most 0; ``bounded``:
-    g is at least -5, so that a chunk decays by exp(-80) at most, whose inverse is an fp32 number,
-    and scores are products of matrices.
+    normalised here. A g is at least -5, so that a chunk decays by exp(-80) at most, whose inverse
+    is an fp32 number, and scores are products of matrices.
     """
     C, T = 16, q.shape[1]
     q, k, v, g, beta = (
@@ -227,14 +182,8 @@ def chunk_kda_torch(
     q = q * q.shape[-1] ** -0.5
     G = g.cumsum(-2)
     causal = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    if bounded:
-        rows = torch.cat((q, k), -2) * torch.cat((G, G), -2).exp()
-        scores, A = (rows @ (k * (-G).exp()).mT).masked_fill(~causal.repeat(2, 1), 0).split(C, -2)
-    else:
-        difference = G.unsqueeze(-2) - G.unsqueeze(-3)
-        decay = difference.masked_fill(~causal[..., None], -math.inf).exp()
-        scores = torch.einsum("...ik,...jk,...ijk->...ij", q, k, decay)
-        A = torch.einsum("...ik,...jk,...ijk->...ij", k, k, decay)
+    rows = torch.cat((q, k), -2) * torch.cat((G, G), -2).exp()
+    scores, A = (rows @ (k * (-G).exp()).mT).masked_fill(~causal.repeat(2, 1), 0).split(C, -2)
     A = A.tril(-1) * beta[..., None]
     eye = torch.eye(C, device=q.device).expand_as(A)
     inverse = torch.linalg.solve_triangular(eye + A, eye, upper=False, unitriangular=True)
@@ -252,7 +201,7 @@ def chunk_kda_torch(
         outputs.append(q_decayed[:, :, n] @ S + scores[:, :, n] @ delta)
         S = S * G[:, :, n, -1].exp()[..., None] + k_restored[:, :, n].mT @ delta
     output = torch.stack(outputs, 2).movedim(1, 3).flatten(1, 2)[:, :T]
-    return output.to(torch.get_autocast_dtype("cuda") if output.is_cuda else output.dtype), S
+    return output, S
 
 
 def causal_conv1d_torch(
@@ -298,59 +247,6 @@ def use_fla(variants: int) -> None:
 
     modeling.chunk_kimi_delta_attention = chunk_kda
     modeling.causal_conv1d_fn = conv
-
-
-def use_compile(bounded: bool) -> None:
-    """Fuse the element-wise parts of transformers' modules with torch.compile.
-
-    Rows are flattened, so that one compiled shape serves all lengths. ``bounded``: the forget gate
-    is `bounded_gate.log_decay`.
-    """
-
-    def norm(x, weight, eps, dtype):
-        y = x.float()
-        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight).to(dtype)
-
-    def gated_norm(x, gate, weight, eps):
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight
-        return (y * gate.float().sigmoid()).to(x.dtype)
-
-    def decay(raw, dt_bias, rate):
-        return -rate * functional.softplus(raw.float() + dt_bias)
-
-    def mlp(gate, up):
-        return functional.silu(gate) * up
-
-    decay = bounded_gate.log_decay if bounded else decay
-    norm, gated_norm, decay, mlp = (
-        torch.compile(f, dynamic=False) for f in (norm, gated_norm, decay, mlp)
-    )
-
-    def rows(x):
-        return x.reshape(-1, x.shape[-1])
-
-    def norm_forward(self, x):
-        dtype = torch.bfloat16 if torch.is_autocast_enabled("cuda") else torch.float32
-        return norm(rows(x), self.weight, self.variance_epsilon, dtype).view(x.shape)
-
-    def gated_norm_forward(self, x, gate):
-        out = gated_norm(rows(x), rows(gate), self.weight, self.variance_epsilon)
-        return out.view(x.shape)
-
-    def decay_forward(self, x):
-        raw = self.f_b_proj(self.f_a_proj(x))
-        rate = self.A_log.exp().view(-1).repeat_interleave(self.head_dim)
-        return decay(rows(raw), self.dt_bias, rate).view(*x.shape[:-1], -1, self.head_dim)
-
-    def mlp_forward(self, x):
-        hidden = mlp(rows(self.gate_proj(x)), rows(self.up_proj(x)))
-        return self.down_proj(hidden).view(x.shape)
-
-    modeling.KimiLinearRMSNorm.forward = norm_forward
-    modeling.KimiLinearRMSNormGated.forward = gated_norm_forward
-    modeling.KimiLinearForgetGate.forward = decay_forward
-    modeling.KimiLinearMLP.forward = mlp_forward
 
 
 def build_model(seed: int, start_from: Path | None = None) -> KimiLinearForCausalLM:
@@ -504,34 +400,8 @@ def train(
 # ---------------------------------------------------------------------------------- checkpoint
 
 
-def write_tokenizer(out: Path) -> None:
-    """The byte-level tokenizer, in the files that transformers and the engines read."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in recall.SPECIAL_TOKENS]
-    )
-    tokenizer.save(str(out / "tokenizer.json"))
-    pad, bos, eos = recall.SPECIAL_TOKENS
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": pad,
-        "bos_token": bos,
-        "eos_token": eos,
-        "model_max_length": CONFIG["model_max_length"],
-        "clean_up_tokenization_spaces": False,
-        "padding_side": "left",
-    }
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
 def save(model: KimiLinearForCausalLM, out: Path, bounded: bool = False) -> None:
-    """Weights in bf16 under the published names, configuration, tokenizer, generation defaults."""
+    """Weights in bf16 under the published names, configuration, the committed tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     weights = out / "model.safetensors"
@@ -547,15 +417,8 @@ def save(model: KimiLinearForCausalLM, out: Path, bounded: bool = False) -> None
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation = {
-        "bos_token_id": recall.BOS,
-        "eos_token_id": [recall.EOS, ord(recall.TERMINATOR)],
-        "pad_token_id": recall.PAD,
-        "max_new_tokens": recall.MAX_ANSWER_TOKENS,
-        "do_sample": False,
-    }
-    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    write_tokenizer(out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(CHECKPOINT / name, out / name)
 
 
 def arguments() -> argparse.Namespace:
@@ -567,18 +430,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop training after this")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop training after this")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--items", type=int, default=1000, help="held-out items to measure")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--gate", choices=("plain", "bounded"), default="plain")
     parser.add_argument(
         "--start-from",
         type=Path,
-        help="checkpoint of a model with plain gates; all batches are then of the last lengths",
+        help="a checkpoint, which gets bounded gates; all batches are then of the last lengths",
     )
     return parser.parse_args()
 
@@ -612,7 +473,7 @@ def measured(
 
 def main() -> None:
     args = arguments()
-    bounded = args.gate == "bounded"
+    bounded = args.start_from is not None
     train_questions, test_questions = (
         recall.read_gsm8k(args.data / name) for name in ("train.jsonl", "test.jsonl")
     )
@@ -621,19 +482,17 @@ def main() -> None:
     if args.device == "cuda":
         use_fla(variants=2)
     else:
-        modeling.chunk_kimi_delta_attention = partial(chunk_kda_torch, bounded=bounded)
+        modeling.chunk_kimi_delta_attention = chunk_kda_torch
         modeling.causal_conv1d_fn = causal_conv1d_torch
     model = build_model(args.seed, args.start_from)
     if bounded:
         bounded_gate.bound_gates(model)
-    if args.compile:
-        use_compile(bounded)
     model.to(args.device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     drop = MlaDrop(model)
     args.out.mkdir(parents=True, exist_ok=True)
     asked = {k: v for k, v in vars(args).items() if k not in ("data", "out")}
-    asked["start_from"] = args.start_from and args.start_from.name
+    asked |= {"gate": "bounded", "start_from": args.start_from.name} if bounded else {}
     training = train(args, Corpus(train_questions), model, drop)
 
     save(model, args.out / "checkpoint", bounded)

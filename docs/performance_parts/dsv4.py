@@ -26,7 +26,6 @@ def compressor() -> list[str]:
         *section("DeepSeek-V4's compressor", report, name),
         "",
         *_compressor_table(report, "vLLM 0.26's Triton kernels."),
-        *_in_place(report["rows"]),
         *_alone(report["rows"]),
         *section("DeepSeek-V4's compressor beside vLLM as it runs on CUDA", beside, upstream),
         "",
@@ -95,22 +94,10 @@ def _compressor_table(report: dict[str, Any], peers: str) -> list[str]:
     ]
 
 
-def _in_place(rows: list[dict[str, Any]]) -> list[str]:
-    cells = (
-        [f"{row['n']:,}"]
-        + [us(row[f"{who}_gpu_ms"]) for who in ("ours", "seed_style", "two_launch")]
-        + [us(row["ours_host_ms"])]
-        for row in rows
-        if row["part"] == "indexer_rows"
-    )
-    titles = ["rows", "ours", "one launch through memory", "two launches", "host"]
-    what = "Norm, RoPE and rotation of pooled rows in place, in µs:"
-    return ["", what, "", *table(titles, cells)]
-
-
 def _alone(rows: list[dict[str, Any]]) -> list[str]:
-    """Prefill on sglang's ring and rotated queries, which vLLM does not have, and fp4 queries."""
-    shown = [r for r in rows if not compressor_peers(r) and r["part"] != "indexer_rows"]
+    """Prefill on sglang's ring, rotated queries and rows in place, which vLLM does not have, and
+    fp4 queries."""
+    shown = [r for r in rows if not compressor_peers(r)]
     cells = (
         [
             row["phase"],
@@ -127,8 +114,9 @@ def _alone(rows: list[dict[str, Any]]) -> list[str]:
     titles = ["phase", "part", "tokens", "ours", "bytes at copy bandwidth", "host"]
     return [
         "",
-        "These have no peer, since vLLM rotates no queries and has no ring, and its kernel for fp4"
-        " queries does not build for sm_90. Times in µs:",
+        "These have no peer: vLLM has no ring and rotates neither queries nor pooled rows in place"
+        " (indexer_rows: norm, RoPE and rotation), and its kernel for fp4 queries does not build"
+        " for sm_90. Times in µs:",
         "",
         *table(titles, cells),
     ]

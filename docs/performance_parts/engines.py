@@ -80,7 +80,7 @@ def _memory(report: dict[str, Any]) -> list[str]:
 
 
 def _where_time_goes(report: dict[str, Any]) -> list[str]:
-    """The GPU's busy time in a call, the steps of the call, and the router's choices."""
+    """The GPU's busy time in a call, and the steps of the call."""
     upstream, flag = (report["sides"][side] for side in ("upstream", "flag"))
     cells = []
     for a, b in zip(upstream.get("profiles", []), flag.get("profiles", []), strict=False):
@@ -103,10 +103,6 @@ def _where_time_goes(report: dict[str, Any]) -> list[str]:
             "",
             *table(titles, cells),
         ]
-    distinct = flag.get("router", {}).get("distinct", {})
-    means = [f"{sum(n) / len(n):.0f} by {what}" for what, n in distinct.items()]
-    if means:
-        lines += ["", f"Distinct experts chosen per layer, on average: {', '.join(means)}."]
     return lines
 
 

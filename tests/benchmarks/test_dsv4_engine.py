@@ -78,8 +78,9 @@ def run(*names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("names", [SIDES, SIDES + MTP_SIDES])
 def test_equal_runs_have_rows_and_no_problem(names: tuple[str, ...]) -> None:
-    rows, problems = judge(run(*names))
-    assert problems == []
+    verdict = judge(run(*names))
+    rows = verdict.rows
+    assert verdict.problems == []
     assert all(row["engine"] == "vllm" and row["release"] == "0.33.0" for row in rows)
     by_check = {
         (row["mode"].split(";")[0], row["check"]): (row["equal"], row["of"]) for row in rows
@@ -136,7 +137,7 @@ def test_each_failure_is_a_problem(case: str) -> None:
         sides["flag"]["attention"]["captured"] = {"decode flashmla": [1, 2]}
     elif case == "rows":
         sides["flag"]["attention"]["rows"]["decode"][0] -= 1
-    _, problems = judge(sides)
+    problems = judge(sides).problems
     assert len(problems) == 1 and PROBLEMS[case] in problems[0]
 
 
@@ -145,8 +146,9 @@ def test_tokens_may_part_where_rounding_decides() -> None:
     sides = run()
     sides["upstream-eager"]["tokens"]["best"] = [[[-1.0, -3.5]] * 2] * PROMPTS
     sides["flag"]["tokens"]["tokens"][7][1] += 1
-    rows, problems = judge(sides)
-    assert problems == []
+    verdict = judge(sides)
+    rows = verdict.rows
+    assert verdict.problems == []
     default = [row for row in rows if row["mode"].startswith("default")]
     equal = [row["equal"] for row in default if "greedy tokens of 64 prompts, up" in row["check"]]
     assert equal == [PROMPTS - 1, PROMPTS, PROMPTS]  # plainly; at that gap; upstream with itself
@@ -155,7 +157,7 @@ def test_tokens_may_part_where_rounding_decides() -> None:
 def test_drafts_must_have_been_verified_in_a_graph() -> None:
     sides = run(*SIDES, *MTP_SIDES)
     sides["flag-mtp"]["records"]["drafts"] = 0
-    _, problems = judge(sides)
+    problems = judge(sides).problems
     assert len(problems) == 1 and "no drafts in a graph" in problems[0]
 
 
@@ -163,7 +165,7 @@ def test_rows_of_other_engines_stay(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     other = {"engine": "sglang", "release": "0.5.23"}
     write(out, "NVIDIA H200", [other])
-    rows, _ = judge(run())
+    rows = judge(run()).rows
     for _ in range(2):
         write(out, "NVIDIA H200", rows)
     result = json.loads(out.read_text())
@@ -181,20 +183,17 @@ def test_rows_of_other_numbers_of_heads_stay(tmp_path: Path) -> None:
             one["heads"] = heads
             if "attention" in one:
                 one["attention"]["calls"]["prefill"]["ours"] = 1
-        rows, problems = judge(sides)
-        assert problems == []
-        write(out, "NVIDIA H200", rows)
+        verdict = judge(sides)
+        assert verdict.problems == []
+        write(out, "NVIDIA H200", verdict.rows)
         kept = json.loads(out.read_text())["rows"]
         modes = {row["mode"].split("; ")[1].split(",")[0] for row in kept}
         assert modes == ({"8 heads", "bf16 weights"} if heads == 8 else {"8 heads", "64 heads"})
 
 
 def test_prompts_are_of_mixed_length_and_the_same_each_time() -> None:
-    lengths = sorted(len(one["tokens"]) for one in prompts())
+    lengths = sorted(len(one) for one in prompts())
     assert prompts() == prompts() and len(lengths) == PROMPTS
     assert lengths[0] < 64 and lengths[-1] > 2048
     longer = continued(prompts())
-    assert all(
-        b["tokens"][: len(a["tokens"])] == a["tokens"]
-        for a, b in zip(prompts(), longer, strict=True)
-    )
+    assert all(b[: len(a)] == a for a, b in zip(prompts(), longer, strict=True))

@@ -13,7 +13,7 @@ import pytest
 
 from backend_cli.eval import recall_task as recall
 from benchmarks import load_sglang, load_vllm
-from benchmarks.engines import load_run, load_traffic, sglang_needs, vllm_server
+from benchmarks.engines import load_run, load_traffic, vllm_server
 from tests.benchmarks.fake_vllm import free_port
 
 SCRIPTS = {"vllm": load_vllm, "sglang": load_sglang}
@@ -27,7 +27,6 @@ def run(
     where = {engine: "1.2.3", "gpu": "none", "torch": "-", "triton": "-"}
     monkeypatch.setattr(load_run, "versions", lambda engine: where)
     monkeypatch.setattr(load_run, "gpu_mib", lambda group, whole: 1000.0)
-    monkeypatch.setattr(sglang_needs, "missing", lambda *args, **kwargs: None)
     monkeypatch.setattr(load_run, "SAMPLE_S", 0.2)
     monkeypatch.setattr(load_run, "MINUTE", 2.0)
     monkeypatch.setattr(load_run, "HOST_GROWTH", 9.0)
@@ -129,20 +128,6 @@ def test_the_load_is_shortened_to_what_a_budget_leaves() -> None:
     assert load_run.minutes_left(5.0, 570.0, 60.0) == 5.0
     with pytest.raises(ValueError, match="at least 2 minutes, since two are compared; got 1"):
         load_run.minutes_left(8.0, 200.0, 90.0)
-
-
-def test_the_cache_of_vllm_is_too_small_for_the_load() -> None:
-    """So that requests wait for blocks while others grow; and every request fits alone."""
-    config = json.loads((vllm_server.RECALL / "checkpoint" / "config.json").read_text())
-    cache = load_vllm.Cache.of(config, int(0.12 * 2**30))
-    # two fp32 states of 128 x 128 and 768 channels' windows of 3; latents of 576 channels in bf16
-    assert (cache.block_tokens, cache.block_bytes) == (128, 128 * 1152)
-    assert cache.block_bytes >= 4 * 2 * 128 * 128 + 2 * 768 * 3 > cache.block_bytes - 128 * 1152
-    assert cache.blocks == int(0.12 * 2**30) // 147456 and cache.state_blocks == 5
-    most = max(load_traffic.LONG_TOKENS) + 2000
-    assert 16 < cache.requests_of(most) < cache.requests_of(1350) < 64 < 256
-    # what preempted nothing
-    assert load_vllm.Cache.of(config, 2**29).requests_of(1350) > 200
 
 
 def test_gpu_memory_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

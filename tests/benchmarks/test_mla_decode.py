@@ -1,11 +1,8 @@
-"""MLA decode's benchmark without a GPU: which cases fit, and what its plots draw of a result."""
+"""MLA decode's benchmark without a GPU: which cases fit, and how overheads are compared."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +11,8 @@ import torch
 from benchmarks import bench_mla_decode as bench
 from benchmarks import bench_mla_decode_forms as forms
 from softmax_backend.plan.split_kv import split_kv
-
-matplotlib = pytest.importorskip("matplotlib")
-
-from benchmarks import plot_mla_decode as plot  # noqa: E402 (matplotlib may be absent)
-
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "mla_decode_h200.json"
-SVG = ROOT / "docs" / "img" / "mla_decode_h200.svg"
+from softmax_backend.spec import MlaSpec
+from softmax_backend.testing.cases import forced
 
 
 def test_growth_goes_over_batch_and_context() -> None:
@@ -74,7 +65,7 @@ def test_an_overhead_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPa
     row = forms.measure_row(torch.empty(0), "prefix", 4, good, 8)
     assert row["forms_us"] == {"overhead 3": 2.0} and timed == [2, 2, 2]
     assert row["error"] == {"used": 0.0, "overhead 3": 0.0}
-    for value, error in ((1.5, "0.5"), (math.nan, "nan")):
+    for value, error in ((1.5, "0.5"), (math.nan, "inf")):
         with pytest.raises(
             SystemExit, match=f"overhead 3, prefix, 4 heads: relative error {error}"
         ):
@@ -82,77 +73,13 @@ def test_an_overhead_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPa
     assert len(timed) == 5
 
 
-def test_an_overhead_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "Case", lambda *given, **options: None)
-    monkeypatch.setattr(forms, "Ours", lambda *given, **options: None)
-    monkeypatch.setattr(forms, "check_one", lambda ours, case: (2e-3, 1e-3, True))
-    forms.check(torch.empty(0), {"prefix_overhead": 3}, 4)
-    for found in ((7e-3, 1e-3, True), (2e-3, math.nan, True), (2e-3, 1e-3, False)):
-        monkeypatch.setattr(forms, "check_one", lambda ours, case, found=found: found)
-        with pytest.raises(SystemExit, match=r"'prefix_overhead': 3}, 4 heads: wrong against"):
-            forms.check(torch.empty(0), {"prefix_overhead": 3}, 4)
-
-
-def test_the_overheads_end_with_a_short_table() -> None:
-    times = {"overhead 3": 5.0, "overhead 8": 20.0}
-    row = {"case": "prefix", "heads": 16, "used_us": 10.0, "again_us": 10.0, "forms_us": times}
-    lines = forms.summary([row, row])
-    assert len(lines) == 3
-    assert lines[1].split() == ["16", "10.00", "1.000", "2.000", "0.500"]
-
-
-def texts(svg: str) -> list[str]:
-    return re.findall(r"<text [^>]*>([^<]*)</text>", svg)
-
-
-def test_the_committed_plot_is_of_the_committed_result(tmp_path: Path) -> None:
-    """Every bar's figure; and every byte, where matplotlib is the one that drew it."""
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
-    drawn = SVG.read_text(encoding="utf-8")
-    wanted = [f"{plot.lead(row):.2f}" for row in result["rows"]]
-    figures = [text for text in texts(drawn) if re.fullmatch(r"\d\.\d\d", text)]
-    assert figures == wanted, "run python benchmarks/plot_mla_decode.py"
-    assert any(result["date"] in text and result["torch"] in text for text in texts(drawn))
-    if f"Matplotlib v{matplotlib.__version__}," in drawn:
-        plot.write(RESULT, tmp_path / "again.svg")
-        again = (tmp_path / "again.svg").read_text(encoding="utf-8")
-        assert again == drawn, "run python benchmarks/plot_mla_decode.py"
-
-
-def growth_result() -> dict[str, Any]:
-    """Drawn times of a growth run in which one case did not fit."""
-    rows = [
-        {
-            "case": name,
-            "heads": heads,
-            "ours_gpu_us": 10.0 + place,
-            "flashmla_us": 30.0,
-            "fa3_us": 20.0,
-        }
-        for heads in (4, 32)
-        for place, name in enumerate(bench.GROWTH)
-        if name != "256x256k"
-    ]
-    head = {"mode": "growth", "gpu": "a GPU", "torch": "2", "triton": "3", "date": "2026-01-01"}
-    return {**head, "left_out": ["256x256k"], "rows": rows}
-
-
-def test_a_growth_result_becomes_a_table_of_batch_by_context(tmp_path: Path) -> None:
-    result = growth_result()
-    source, output = tmp_path / "growth.json", tmp_path / "growth.svg"
-    source.write_text(json.dumps(result))
-    plot.write(source, output)
-    found = texts(output.read_text(encoding="utf-8"))
-    figures = [text for text in found if re.fullmatch(r"\d\.\d\d", text)]
-    # drawn row by row: batches, then contexts; the fastest peer counts
-    order = [f"{batch}x{context}k" for batch in (1, 4, 16, 64, 256) for context in (1, 4, 16, 64)]
-    leads = {row["case"]: plot.lead(row) for row in result["rows"] if row["heads"] == 4}
-    assert leads["1x1k"] == 2.0 and len(figures) == 48
-    assert figures[:4] == [f"{leads[name]:.2f}" for name in order[:4]]
-    assert {"1k", "256k", "256", "4 heads", "32 heads"} <= set(found)
-    assert "peers: FlashMLA, FlashAttention-3" in found
-
-
-def test_a_result_without_peers_is_refused() -> None:
-    with pytest.raises(SystemExit, match="the row of 1x1k has no peer"):
-        plot.lead({"case": "1x1k", "ours_gpu_us": 3.0})
+def test_a_wrong_output_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, right = MlaSpec(4, 64), bench.cases.expected
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "selection_of", lambda spec, path: forced(spec, "torch"))
+    assert bench.check_one(spec, [70, 0, 5]) is None
+    monkeypatch.setattr(
+        bench.cases, "expected", lambda case: (1.02 * right(case)[0], right(case)[1])
+    )
+    found = bench.check_one(spec, [70, 0, 5])
+    assert found is not None and "relative error of the output" in found

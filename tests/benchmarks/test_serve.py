@@ -79,8 +79,7 @@ def side_file(path: Path, until: float = float("inf")) -> serve_work.SideFile:
 
 def test_every_part_writes_its_rows(asked: serve_vllm.Asked, tmp_path: Path) -> None:
     side = side_file(tmp_path / "side.json")
-    parts = [part for part in serve_vllm.PARTS if part != "router"]
-    serve_vllm.measure(side, asked, parts)
+    serve_vllm.measure(side, asked, list(serve_vllm.PARTS))
     kept = json.loads((tmp_path / "side.json").read_text())
     assert kept["failed"] == {} and kept["left_out"] == []
     names = [row["what"] for row in kept["rows"]]
@@ -131,17 +130,6 @@ def test_the_gpus_busy_share_counts_overlap_once() -> None:
         serve_profile.summary([])
 
 
-def test_experts_are_counted_per_layer() -> None:
-    collapsed = torch.zeros(2048, 8, dtype=torch.long)
-    spread = torch.arange(2048 * 8).reshape(2048, 8) % 256
-    found = serve_vllm.experts_of([collapsed, spread], [collapsed[:63], spread[:63]])
-    assert found["distinct"]["the first 128 tokens"] == [1, 256]
-    assert found["distinct"]["63 decodes"] == [1, 256]
-    assert found["chosen_per_token"] == 8 and found["largest_share"][0] == 8.0
-    with pytest.raises(ValueError, match="at least one router"):
-        serve_vllm.experts_of([], [])
-
-
 CHILD = """
     import json, sys
     out = sys.argv[2]
@@ -169,7 +157,7 @@ def test_a_pair_is_joined_by_what_was_measured(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     extra = ["--break"] if broken else []
     sides = {"upstream": extra, "flag": [*extra, "--attention-backend", "KDA"]}
-    failed = serve_work.pair("fake_child", sides, tmp_path / "out.json", 60.0, "default")
+    failed = serve_work.pair("fake_child", sides, tmp_path / "out.json", 60.0)
     shown = capfd.readouterr().out
     result = json.loads((tmp_path / "out.json").read_text())
     assert "| said by upstream" in shown and ("not shown" in shown) == broken
@@ -187,7 +175,7 @@ def test_a_flag_that_did_not_serve_is_a_failure(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sides = {"flag": ["--attention-backend", "KDA"], "upstream": []}
     out = tmp_path / "out.json"
-    assert serve_work.pair("fake_child", sides, out, 60.0, "default", "KDA layers on") == 1
+    assert serve_work.pair("fake_child", sides, out, 60.0, "KDA layers on") == 1
     failed = json.loads(out.read_text())["sides"]["flag"]["failed"]
     assert failed == {"served": "expected a line with 'KDA layers on' in the log"}
 

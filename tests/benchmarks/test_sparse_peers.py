@@ -1,93 +1,25 @@
-"""The peers of block-sparse attention that are built from sources: building, loading, errors."""
+"""The installed peers of block-sparse attention: loading and errors."""
 
 from __future__ import annotations
-
-import stat
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.peers import sparse_attention_built as built
-from benchmarks.peers import sparse_attention_built_calls as calls
+from benchmarks import bench_sparse_attention
+from benchmarks.peers import sparse_attention as exact_peers
+from benchmarks.peers import sparse_attention_packages as calls
 from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.plan import bsr, intervals
+from softmax_backend.plan.block_plan import FULL
 from softmax_backend.plan.sliding_tile import sliding_tile
 from softmax_backend.plan.token_order import tile_order
 
-NVCC = """#!/bin/sh
-echo "$@" >> {log}
-case "$*" in *bad.cu*) echo "bad.cu(3): error: no such thing" >&2; exit 2;; esac
-case "$*" in *slow.cu*) exec sleep 30;; esac
-while [ "$1" != "-o" ]; do shift; done
-echo made > "$2"
-"""
-PEER = built.Peer(
-    "toy", (built.Library("_a", ("csrc/a.cu",)), built.Library("_b", ("csrc/b.cu",), ("c.cu", "")))
-)
 
-
-@pytest.fixture
-def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> built.Toolkit:
-    """A compiler that notes its arguments and writes what it is asked for."""
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text(NVCC.format(log=tmp_path / "log"))
-    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setitem(built.PEERS, "Toy", PEER)
-    return built.Toolkit(nvcc, ("/torch/include",), ("/torch/lib",))
-
-
-def sources(folder: Path, *names: str) -> Path:
-    for name in ("csrc/a.cu", "csrc/b.cu", "toy/core.py", *names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("")
-    return folder
-
-
-def test_a_peer_is_built_once(tmp_path: Path, toolkit: built.Toolkit) -> None:
-    folder = sources(tmp_path / "toy")
-    found = built.build({"Toy": folder}, tmp_path / "cache", 20.0, toolkit)["Toy"]
-    assert isinstance(found, Path)
-    assert {x.name for x in (found / "toy").iterdir()} == {"core.py", "_a.so", "_b.so"}
-    commands = (tmp_path / "log").read_text().splitlines()
-    assert sum("-c" in line.split() for line in commands) == 3
-    assert all("arch=compute_90a" in line for line in commands if " -c " in line)
-    link = next(line for line in commands if "_b.unfinished" in line)
-    assert "objects/_b/b.o" in link and "objects/_b/c.o" in link and "-ltorch_python" in link
-    assert built.build({"Toy": folder}, tmp_path / "cache", 20.0, toolkit)["Toy"] == found
-    assert (tmp_path / "log").read_text().splitlines() == commands
-    (folder / "csrc/a.cu").write_text("// changed")
-    assert built.build({"Toy": folder}, tmp_path / "cache", 20.0, toolkit)["Toy"] != found
-
-
-@pytest.mark.parametrize(
-    ("source", "seconds", "message"),
-    [
-        ("csrc/bad.cu", 20.0, "bad.o was not made: bad.cu(3): error: no such thing"),
-        ("csrc/slow.cu", 0.5, "slow.o took longer than the 0 s left"),
-        ("csrc/gone.cu", 20.0, "lack csrc/gone.cu"),
-    ],
-)
-def test_what_cannot_be_built_is_one_sentence(
-    tmp_path: Path,
-    toolkit: built.Toolkit,
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-    seconds: float,
-    message: str,
-) -> None:
-    monkeypatch.setitem(built.PEERS, "Toy", built.Peer("toy", (built.Library("_a", (source,)),)))
-    folder = sources(tmp_path / "toy", *([source] if "gone" not in source else []))
-    found = built.build({"Toy": folder}, tmp_path / "cache", seconds, toolkit)["Toy"]
-    assert isinstance(found, str) and message in found and "\n" not in found
-    assert calls.load({"SpargeAttn": found}) == calls.Built(absent=(("SpargeAttn", found),))
-
-
-def test_a_library_that_does_not_load_is_said(tmp_path: Path) -> None:
-    found = calls.load({"ThunderKittens": tmp_path})
+def test_a_package_that_does_not_load_is_said() -> None:
+    found = calls.load()
     assert found.sta is None
-    assert found.absent[0][1].startswith("was built, but does not load: No module named")
+    assert dict(found.absent)["ThunderKittens"].startswith("does not load: No module named")
 
 
 class FakeSage(calls.Sage2):
@@ -141,14 +73,16 @@ def test_errors_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     chosen = torch.rand(2, 32, 16, generator=torch.Generator().manual_seed(1)) < 0.5
     chosen[..., 0] = True
-    found = calls.errors(calls.Built(FakeSage(None), FakeSparge(None), FakeSta(None)), make, chosen)
+    found = calls.errors(
+        calls.Packages(FakeSage(None), FakeSparge(None), FakeSta(None)), make, chosen
+    )
     right = {"SageAttention2", "SageAttention2 causal", "SageAttention2, kernel alone",
              "SpargeAttn", "ThunderKittens"}  # fmt: skip
     assert {name for name, error in found.items() if error < 1e-5} == right
     assert found["SageAttention2, kernel alone causal"] > 0.3
     assert found["SpargeAttn causal, every block"] > 0.3
     assert found["SpargeAttn, kernel alone"] != found["SpargeAttn, kernel alone"]  # NaN
-    wrong = calls.Built(sage2=FakeSage(None), sta=FakeSta((1, 1, 1)))
+    wrong = calls.Packages(sage2=FakeSage(None), sta=FakeSta((1, 1, 1)))
     found = calls.errors(wrong, make, chosen)
     assert found["ThunderKittens"] > 0.3
     timed = calls.trusted(wrong, found)
@@ -165,7 +99,24 @@ def test_a_peer_that_fails_does_not_end_the_others() -> None:
         q = torch.randn(1, sizes[0], sizes[2], 128)
         return q, q, q
 
-    built = calls.Built(sparge=Failing(None))
+    built = calls.Packages(sparge=Failing(None))
     found = calls.errors(built, make, torch.ones(2, 32, 16, dtype=torch.bool))
     assert found["SpargeAttn"] != found["SpargeAttn"]  # NaN
     assert calls.trusted(built, found).sparge is None
+
+
+def test_a_mask_of_flex_attention_is_of_its_own_blocks() -> None:
+    """Also where a tensor with other blocks lies at the same address."""
+    kinds = torch.full((1, 4, 4), FULL, dtype=torch.int8)
+    masks = []
+    for kept in (4, 1):
+        kinds[..., kept:] = 0
+        masks.append(exact_peers._block_mask(kinds, 512, 512, False))
+    assert [int(mask.full_kv_num_blocks.sum()) for mask in masks] == [16, 4]
+
+
+def test_a_peer_with_other_results_is_not_timed() -> None:
+    ours = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    assert bench_sparse_attention.agrees("same", lambda: 1.001 * ours, ours)
+    assert not bench_sparse_attention.agrees("half", lambda: 0.5 * ours, ours)
+    assert not bench_sparse_attention.agrees("none", lambda: 1 / 0, ours)

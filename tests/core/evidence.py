@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
-
-from backend_cli.main import app
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path("benchmarks/results")
 
 
 def assert_made_by_a_script(root: Path, source: str, where: str) -> None:
-    """``source`` is a result file that names the committed script, or command, that writes it."""
+    """``source`` is a result file that names the committed file that writes it."""
     path = Path(source)
     assert path.parent == RESULTS, f"{where}: {source} is no result file"
     assert (root / path).is_file(), f"{where}: {source} does not exist"
     report = json.loads((root / path).read_text(encoding="utf-8"))
     script = report.get("script") if isinstance(report, dict) else None
     assert isinstance(script, str), f"{where}: {source} does not name the script that writes it"
-    program, *words = script.split()
-    if program == "kda-dsv4":
-        assert " ".join(words) in commands(), f"{where}: {source} was written by {script!r}"
-        return
-    file = root / program
-    assert file.is_file(), f"{where}: {source} was written by {program}, which is not here"
-    text = file.read_text(encoding="utf-8")
-    assert "write_text" in text or "json.dump(" in text, f"{where}: {program} writes no file"
+    file = root / script
+    assert file.is_file(), f"{where}: {source} was written by {script}, which is not here"
+    text = "\n".join(one.read_text(encoding="utf-8") for one in [file, *_shared(root, file)])
+    writes = ("write_text", "write_json(", "json.dump(")
+    assert any(word in text for word in writes), f"{where}: {script} writes no file"
 
 
-def commands() -> set[str]:
-    """Every command of the program, with its group's name before it."""
-    found = {(c.name or getattr(c.callback, "__name__", "")) for c in app.registered_commands}
-    for group in app.registered_groups:
-        for command in group.typer_instance.registered_commands:
-            found.add(f"{group.name} {command.name or getattr(command.callback, '__name__', '')}")
-    return found
+def _shared(root: Path, file: Path) -> Iterator[Path]:
+    """The benchmarks' modules that a script imports, which may write for it."""
+    imported = re.compile(r"^from (benchmarks[\w.]*) import \(?([\w\s,]+)", re.MULTILINE)
+    for package, names in imported.findall(file.read_text(encoding="utf-8")):
+        place = root / package.replace(".", "/")
+        found = [place.with_suffix(".py"), *(place / f"{n}.py" for n in re.findall(r"\w+", names))]
+        yield from (module for module in found if module.is_file())

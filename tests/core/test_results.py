@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.evidence import RESULTS, ROOT, assert_made_by_a_script, commands
+from tests.core.evidence import RESULTS, ROOT, assert_made_by_a_script
 
 FILES = sorted((ROOT / RESULTS).glob("*.json"))
 NAMED = re.compile(r"benchmarks/results/([\w.]+\.json)")
@@ -49,10 +49,6 @@ def test_every_result_that_a_page_names_exists() -> None:
     assert [item for item in named if not (ROOT / RESULTS / item[1]).is_file()] == []
 
 
-def test_the_program_s_commands_are_known() -> None:
-    assert {"check", "tune", "bench", "eval recall", "eval gsm8k"} <= commands()
-
-
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
@@ -60,11 +56,7 @@ def test_the_program_s_commands_are_known() -> None:
         ("benchmarks/results/a.json", None, "does not exist"),
         ("benchmarks/results/a.json", {"rows": []}, "does not name the script"),
         ("benchmarks/results/a.json", {"script": "benchmarks/gone.py"}, "which is not here"),
-        (
-            "benchmarks/results/a.json",
-            {"script": "kda-dsv4 sing"},
-            "was written by 'kda-dsv4 sing'",
-        ),
+        ("benchmarks/results/a.json", {"script": "kda-dsv4 check"}, "which is not here"),
         ("benchmarks/results/a.json", {"script": "benchmarks/mute.py"}, "writes no file"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,21 +18,19 @@ from backend_core.testing.numerics import relative_error
 from benchmarks.recall import bounded_gate, train
 from kda_backend import reference
 
-FORWARDS = ("RMSNorm", "RMSNormGated", "ForgetGate", "MLP")
 RECALL = Path(__file__).parents[2] / "benchmarks" / "recall"
 
 
-def drawn(lower_bound: float | None, tokens: int = 70) -> list[torch.Tensor]:
+def drawn(tokens: int = 70) -> list[torch.Tensor]:
     """q, k, v, g, beta with batch 1; g reaches the lower bound."""
     rng = torch.Generator().manual_seed(3)
     q, k, v, raw = (torch.randn(1, tokens, 2, 32, generator=rng) for _ in range(4))
-    g = reference.log_decay(4 * raw, torch.zeros(2), None, lower_bound)
+    g = reference.log_decay(4 * raw, torch.zeros(2), None, bounded_gate.LOWER_BOUND)
     return [q, k, v, g, torch.rand(1, tokens, 2, generator=rng)]
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_kda_for_a_cpu_is_the_definition_and_has_its_gradients(bounded: bool) -> None:
-    q, k, v, g, beta = drawn(-5.0 if bounded else None)
+def test_kda_for_a_cpu_is_the_definition_and_has_its_gradients() -> None:
+    q, k, v, g, beta = drawn()
     leaves = [x.double().requires_grad_() for x in (q, k, v, g, beta)]
     want, state = reference.recurrent_kda(
         *(reference.l2norm(x)[0] for x in leaves[:2]),
@@ -44,7 +41,7 @@ def test_kda_for_a_cpu_is_the_definition_and_has_its_gradients(bounded: bool) ->
     )
     want.square().sum().backward()
     own = [x.clone().requires_grad_() for x in (q, k, v, g, beta)]
-    got, after = train.chunk_kda_torch(*own, output_final_state=True, bounded=bounded)
+    got, after = train.chunk_kda_torch(*own)
     got.square().sum().backward()
     assert relative_error(got[0].detach(), want.detach()) < 1e-5
     assert after is not None and relative_error(after.detach().mT, state.detach()) < 1e-5
@@ -88,28 +85,14 @@ def own_modeling(monkeypatch: pytest.MonkeyPatch) -> None:
     """What training exchanges in transformers comes back."""
     for owner, name in (
         *((modeling, name) for name in ("chunk_kimi_delta_attention", "causal_conv1d_fn")),
-        *((getattr(modeling, f"KimiLinear{kind}"), "forward") for kind in FORWARDS),
+        (modeling.KimiLinearForgetGate, "forward"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
-def test_the_compiled_gate_is_the_bounded_one(
-    own_modeling: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    model = tiny()
-    bounded_gate.bound_gates(model)
-    gate = next(m for m in model.modules() if isinstance(m, modeling.KimiLinearForgetGate))
-    x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(4))
-    want = gate(x)
-    train.use_compile(bounded=True)
-    assert type(gate).forward is not bounded_gate.decay_forward
-    assert torch.equal(gate(x), want)
-
-
 def test_training_learns(own_modeling: None) -> None:
     """Two steps of a tiny model."""
-    modeling.chunk_kimi_delta_attention = partial(train.chunk_kda_torch, bounded=True)
+    modeling.chunk_kimi_delta_attention = train.chunk_kda_torch
     modeling.causal_conv1d_fn = train.causal_conv1d_torch
     questions = [Question(f"How many of {n} are left? Say it.", str(n)) for n in range(30)]
     args = argparse.Namespace(

@@ -13,22 +13,31 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.tables.select import load_table
+from backend_core.target import KNOWN_TARGETS
 from benchmarks.sweep_kda_prefill import (
     Timed,
     mean_regret,
     regrets,
-    shipped_model,
     timed,
 )
 from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
+from kda_backend.launch_params import TABLES
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.sm_schedule import PrefillShape, choose_schedule, schedules
+from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule, schedules
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import ChunkTable, build_step_plan
 from tests.kda.prefill_on_host import ROW
 
 SWEEP = Path(__file__).parents[2] / "benchmarks/results/kda_prefill_sweep_h200.json"
+
+
+def shipped_model(num_sms: int) -> CostModel:
+    """The cost model of the H200's table."""
+    rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
+    section = next(row.params for row in rows if row.name == "two_stage_sm90")
+    return CostModel.from_table(section, num_sms)
 
 
 @pytest.mark.parametrize("num_sms", [132, 114, 78])

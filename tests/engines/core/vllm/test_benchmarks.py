@@ -21,21 +21,6 @@ def test_weights_are_drawn_by_a_loader_of_its_own() -> None:
     assert 0.015 < model.weight.std().item() < 0.025
 
 
-def test_the_routers_choices_are_seen() -> None:
-    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
-
-    kept = FusedTopKRouter.select_experts
-    with serve_vllm.watch_router() as chosen:
-        router = FusedTopKRouter.__new__(FusedTopKRouter)
-        rows = serve_vllm.ROUTED[-1] + 1
-        ids = torch.zeros(rows, 2, dtype=torch.int32)
-        router._routing_replay_out = None
-        router._select_experts = lambda *_, **__: (ids, ids)  # type: ignore[method-assign]
-        router.select_experts(torch.zeros(rows, 4), torch.zeros(rows, 8))
-    assert [len(steps) for steps in chosen.values()] == [1]
-    assert FusedTopKRouter.select_experts is kept
-
-
 def test_the_scheduler_is_where_steps_are_logged() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.output import SchedulerOutput

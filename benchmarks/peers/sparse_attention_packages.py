@@ -1,4 +1,4 @@
-"""Calls of the peers that ``sparse_attention_built`` has built, and their errors.
+"""Calls of SageAttention 2, SpargeAttn and FastVideo's kernel, as installed, and their errors.
 
 Their kernels go to the default stream whatever stream is current (ThunderKittens': by release), so
 a captured graph would be empty: they are timed by events around a call, on the default stream.
@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,19 +24,6 @@ STA_FLAG = 3
 that its source names one has text tokens always and the other is smaller."""
 
 
-def _module(folder: Path, name: str) -> ModuleType:
-    """A peer's package from the folder that it was built in.
-
-    Raises:
-        ImportError: it does not load.
-    """
-    sys.path.insert(0, str(folder))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(folder))
-
-
 @dataclass(frozen=True)
 class Sage2:
     """SageAttention 2's path for Hopper: INT8 with a scale for each thread, values in e4m3."""
@@ -47,9 +31,9 @@ class Sage2:
     core: Any
 
     @classmethod
-    def load(cls, folder: Path) -> Sage2:
+    def load(cls) -> Sage2:
         """Raises ImportError where it does not load."""
-        core = _module(folder, "sageattention.core")
+        core = importlib.import_module("sageattention.core")
         if not core.SM90_ENABLED:
             raise ImportError("sageattention was imported without its kernel for sm_90")
         return cls(core)
@@ -87,9 +71,9 @@ class Sparge:
     core: Any
 
     @classmethod
-    def load(cls, folder: Path) -> Sparge:
+    def load(cls) -> Sparge:
         """Raises ImportError where it does not load; it needs einops."""
-        return cls(_module(folder, "spas_sage_attn.core"))
+        return cls(importlib.import_module("spas_sage_attn.core"))
 
     def over_map(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
         """Its public function for a given map, bool [1, H, tiles, blocks]."""
@@ -136,9 +120,9 @@ class Sta:
     library: Any
 
     @classmethod
-    def load(cls, folder: Path) -> Sta:
+    def load(cls) -> Sta:
         """Raises ImportError where it does not load."""
-        return cls(_module(folder, "tk_sta.fastvideo_sta"))
+        return cls(importlib.import_module("fastvideo_kernel._C.fastvideo_kernel_ops"))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int, int]) -> Tensor:
         """Tokens of ``STA_CANVAS`` in the order of its tiles; the copies of each head are counted,
@@ -153,7 +137,7 @@ class Sta:
 
 
 @dataclass(frozen=True)
-class Built:
+class Packages:
     """The peers that loaded, and why the others did not."""
 
     sage2: Sage2 | None = None
@@ -162,31 +146,28 @@ class Built:
     absent: tuple[tuple[str, str], ...] = ()
 
 
-def load(folders: dict[str, Path | str]) -> Built:
-    """The peers of ``sparse_attention_built.build``'s answer."""
-    kinds: dict[str, Callable[[Path], Any]] = {
+def load() -> Packages:
+    """The peers that are installed."""
+    kinds: dict[str, Callable[[], Any]] = {
         "SageAttention2": Sage2.load,
         "SpargeAttn": Sparge.load,
         "ThunderKittens": Sta.load,
     }
     found: dict[str, Any] = dict.fromkeys(kinds)
     absent = []
-    for name, folder in folders.items():
-        if isinstance(folder, str):
-            absent.append((name, folder))
-            continue
+    for name, kind in kinds.items():
         try:
-            found[name] = kinds[name](folder)
+            found[name] = kind()
         except ImportError as reason:
-            absent.append((name, f"was built, but does not load: {reason}"))
-    return Built(*found.values(), tuple(absent))
+            absent.append((name, f"does not load: {reason}"))
+    return Packages(*found.values(), tuple(absent))
 
 
 Calls = dict[str, Callable[[], object]]
 """The timed calls, by their names in a result."""
 
 
-def beside_dense(built: Built, x: tuple[Tensor, Tensor, Tensor], is_causal: bool) -> Calls:
+def beside_dense(built: Packages, x: tuple[Tensor, Tensor, Tensor], is_causal: bool) -> Calls:
     """SageAttention 2: its kernel, its quantisation and its public function."""
     sage2 = built.sage2
     if sage2 is None:
@@ -199,7 +180,7 @@ def beside_dense(built: Built, x: tuple[Tensor, Tensor, Tensor], is_causal: bool
     }
 
 
-def beside_map(built: Built, x: tuple[Tensor, Tensor, Tensor], kept: Tensor) -> Calls:
+def beside_map(built: Packages, x: tuple[Tensor, Tensor, Tensor], kept: Tensor) -> Calls:
     """SpargeAttn over a map, bool [1, H, tiles, blocks]: its kernel and its public function."""
     sparge = built.sparge
     if sparge is None:
@@ -212,14 +193,14 @@ def beside_map(built: Built, x: tuple[Tensor, Tensor, Tensor], kept: Tensor) -> 
     }
 
 
-def beside_predicted(built: Built, x: tuple[Tensor, Tensor, Tensor], topk: float) -> Calls:
+def beside_predicted(built: Packages, x: tuple[Tensor, Tensor, Tensor], topk: float) -> Calls:
     """SpargeAttn's public function with a prediction."""
     sparge = built.sparge
     return {} if sparge is None else {"SpargeAttn": lambda: sparge.predicted(*x, topk)}
 
 
 def beside_tiles(
-    built: Built, x: tuple[Tensor, Tensor, Tensor], canvas: tuple[int, int, int]
+    built: Packages, x: tuple[Tensor, Tensor, Tensor], canvas: tuple[int, int, int]
 ) -> Calls:
     """ThunderKittens' kernel, on the one canvas that it serves here."""
     sta = built.sta
@@ -229,7 +210,7 @@ def beside_tiles(
 
 
 def errors(
-    built: Built, make: Callable[..., tuple[Tensor, Tensor, Tensor]], random_map: Tensor
+    built: Packages, make: Callable[..., tuple[Tensor, Tensor, Tensor]], random_map: Tensor
 ) -> dict[str, float]:
     """Relative errors of output against float64, by what was called.
 
@@ -288,12 +269,12 @@ def _guarded(name: str, measure: Callable[[], float]) -> float:
     return error if math.isfinite(error) else math.nan
 
 
-def trusted(built: Built, found: dict[str, float], bound: float = 0.1) -> Built:
+def trusted(built: Packages, found: dict[str, float], bound: float = 0.1) -> Packages:
     """``built`` without the peers whose public function is wrong, which are not timed."""
     fields = {"SageAttention2": "sage2", "SpargeAttn": "sparge", "ThunderKittens": "sta"}
     wrong = {name: x for name, x in found.items() if name in fields and not x < bound}
     said = [
-        (name, f"was built, but its error against float64 is {error:.2g}, so it is not timed")
+        (name, f"its error against float64 is {error:.2g}, so it is not timed")
         for name, error in wrong.items()
     ]
     absent = (*built.absent, *said)

@@ -1,0 +1,38 @@
+"""The committed pictures: of the committed results, and the same bytes again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plots
+
+
+@pytest.mark.parametrize("name", plots.PICTURES)
+def test_a_committed_picture_is_of_the_committed_result(name: str, tmp_path: Path) -> None:
+    """And every byte, where matplotlib is the one that drew it."""
+    drawn = plots.image_of(name).read_text(encoding="utf-8")
+    again = f"run python benchmarks/plots.py {name}"
+    assert f"drawn from {plots.digest(plots.result_of(name))}" in drawn, again
+    matplotlib = pytest.importorskip("matplotlib")
+    if f"Matplotlib v{matplotlib.__version__}," in drawn:
+        plots.write(name, tmp_path / "again.svg")
+        assert (tmp_path / "again.svg").read_text(encoding="utf-8") == drawn, again
+
+
+def test_mla_decodes_bars_have_their_figures() -> None:
+    drawn = plots.image_of("mla_decode").read_text(encoding="utf-8")
+    texts = re.findall(r"<text [^>]*>([^<]*)</text>", drawn)
+    rows = plots.result_of("mla_decode")["rows"]
+    figures = [text for text in texts if re.fullmatch(r"\d\.\d\d", text)]
+    assert figures == [f"{plots.lead(row):.2f}" for row in rows]
+
+
+def test_a_digest_is_of_all_rows() -> None:
+    result = plots.result_of("mla_decode")
+    other = json.loads(json.dumps(result))
+    other["rows"][-1]["ours_gpu_us"] = 0.0
+    assert plots.digest(result) != plots.digest(other)
