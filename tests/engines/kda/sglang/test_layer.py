@@ -18,7 +18,8 @@ from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_kernel, sglang_layer
 from kda_backend.selection import KdaShape, select
-from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Definition, Served
+from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served, definition_of
+from tests.engines.kda.weights import Definition
 
 HIDDEN = 256
 # activations are bf16 between the projections, the convolution and the kernels
@@ -48,11 +49,7 @@ def definitions(served: Any, layer: int, slots: list[int], fresh: list[bool]) ->
     """The requests as they lie in the pools; a fresh one starts from nothing."""
     conv, states = served.states(layer)
     return [
-        Definition(
-            LAYERS[layer],
-            torch.zeros_like(conv[slot]).T if new else conv[slot].T,
-            states[slot],
-        )
+        definition_of(LAYERS[layer], None if new else conv[slot].T, states[slot])
         for slot, new in zip(slots, fresh, strict=True)
     ]
 
@@ -110,9 +107,7 @@ def test_prefill_in_chunks_then_decode(served: Any) -> None:
     served.fill_pools(seed=5)
     fresh_slots(served, [4], [0])
     x = tokens(75, seed=6)
-    want = [
-        Definition(index, torch.zeros(768, 3), torch.zeros(2, 128, 128)).run(x) for index in LAYERS
-    ]
+    want = [definition_of(index).run(x) for index in LAYERS]
     got: list[list[torch.Tensor]] = [[] for _ in LAYERS]
     done = 0
     for length in (64, 9, 1, 1):

@@ -31,6 +31,7 @@ from tests.engines.kda.sglang.test_layer import (
     kernels_of_an_a100,
     tokens,
 )
+from tests.engines.kda.weights import Definition
 
 MODULE = "sglang.srt.layers.attention.linear.kda_prefill_graph"
 pytestmark = pytest.mark.skipif(
@@ -75,7 +76,7 @@ def test_a_bucket_with_empty_requests_and_a_tracked_state(served: Any) -> None:
     output = layer.o_proj(layer.o_norm(o, norm_gate).squeeze(0).flatten(-2))[0]
     start = 0
     for length, slot in zip(NEW, SLOTS, strict=True):
-        request = harness.Definition(0, torch.zeros(768, 3), torch.zeros(2, 128, 128))
+        request = harness.definition_of(0)
         y = x[start : start + length]
         if slot == 3:
             first = request.run(y[:64])
@@ -250,7 +251,7 @@ def check_step(
     step: Step,
     x: torch.Tensor,
     output: torch.Tensor,
-    requests: list[harness.Definition],
+    requests: list[Definition],
     before: list[torch.Tensor],
 ) -> None:
     """Outputs, both states and what is kept, by the definition; every other slot bit for bit."""
