@@ -184,16 +184,15 @@ def dump(reports: Mapping[str, Report]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def kept(triton_release: str) -> Path:
-    """Where a release of Triton keeps what tests have compiled: it is compiled again only where a
-    kernel, its constants or the compiler have changed."""
+def kept(compiler: str) -> Path:
+    """Where a compiler keeps what tests have had compiled: again it makes only what has changed."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "kda-dsv4" / "compiled" / triton_release
+    return cache / "kda-dsv4" / "compiled" / compiler
 
 
 def report_of(module: str, arch: str, cache: Path | None = None) -> Report:
     """``python -m module arch`` in a process of its own, without the interpreter."""
-    cache = cache or kept(triton.__version__)
+    cache = cache or kept(f"triton-{triton.__version__}")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", module, arch],

@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import dsv4_engine_sglang
 from benchmarks.dsv4_engine_sglang import judge
-from benchmarks.dsv4_engine_vllm import write
 from benchmarks.engines import dsv4_sglang_side, sglang_needs
 from benchmarks.engines.dsv4_vllm_side import MTP_SIDES, SIDES
 
@@ -120,16 +119,6 @@ def test_each_failure_is_a_problem(case: str) -> None:
         records["failures"] = ["records of ratio 4 in 3 pages"]
     _, problems = judge(sides)
     assert len(problems) == 1 and PROBLEMS[case] in problems[0]
-
-
-def test_rows_of_vllm_stay(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    other = {"engine": "vllm", "release": "0.33.0", "mode": "eager; 64 heads, bf16 weights"}
-    write(out, "NVIDIA H200", [other])
-    rows, _ = judge(run())
-    for _ in range(2):
-        write(out, "NVIDIA H200", rows)
-    assert json.loads(out.read_text())["rows"] == [other, *rows]
 
 
 FAKE = """

@@ -24,12 +24,6 @@ RESULT = ROOT / "benchmarks" / "results" / "mla_decode_h200.json"
 SVG = ROOT / "docs" / "img" / "mla_decode_h200.svg"
 
 
-def test_growth_goes_over_batch_and_context() -> None:
-    assert len(bench.GROWTH) == 25 and not set(bench.GROWTH) <= set(bench.SIZES)
-    assert bench.GROWTH["1x1k"] == ([1024], 0)
-    assert bench.GROWTH["256x256k"] == ([262144] * 256, 0)
-
-
 def test_what_does_not_fit_into_memory_is_named() -> None:
     gib = 1 << 30
     fits, left_out = bench.fitting(bench.GROWTH, 130 * gib)
@@ -93,14 +87,6 @@ def test_an_overhead_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -
             forms.check(torch.empty(0), {"prefix_overhead": 3}, 4)
 
 
-def test_the_overheads_end_with_a_short_table() -> None:
-    times = {"overhead 3": 5.0, "overhead 8": 20.0}
-    row = {"case": "prefix", "heads": 16, "used_us": 10.0, "again_us": 10.0, "forms_us": times}
-    lines = forms.summary([row, row])
-    assert len(lines) == 3
-    assert lines[1].split() == ["16", "10.00", "1.000", "2.000", "0.500"]
-
-
 def texts(svg: str) -> list[str]:
     return re.findall(r"<text [^>]*>([^<]*)</text>", svg)
 
@@ -117,40 +103,6 @@ def test_the_committed_plot_is_of_the_committed_result(tmp_path: Path) -> None:
         plot.write(RESULT, tmp_path / "again.svg")
         again = (tmp_path / "again.svg").read_text(encoding="utf-8")
         assert again == drawn, "run python benchmarks/plot_mla_decode.py"
-
-
-def growth_result() -> dict[str, Any]:
-    """Drawn times of a growth run in which one case did not fit."""
-    rows = [
-        {
-            "case": name,
-            "heads": heads,
-            "ours_gpu_us": 10.0 + place,
-            "flashmla_us": 30.0,
-            "fa3_us": 20.0,
-        }
-        for heads in (4, 32)
-        for place, name in enumerate(bench.GROWTH)
-        if name != "256x256k"
-    ]
-    head = {"mode": "growth", "gpu": "a GPU", "torch": "2", "triton": "3", "date": "2026-01-01"}
-    return {**head, "left_out": ["256x256k"], "rows": rows}
-
-
-def test_a_growth_result_becomes_a_table_of_batch_by_context(tmp_path: Path) -> None:
-    result = growth_result()
-    source, output = tmp_path / "growth.json", tmp_path / "growth.svg"
-    source.write_text(json.dumps(result))
-    plot.write(source, output)
-    found = texts(output.read_text(encoding="utf-8"))
-    figures = [text for text in found if re.fullmatch(r"\d\.\d\d", text)]
-    # drawn row by row: batches, then contexts; the fastest peer counts
-    order = [f"{batch}x{context}k" for batch in (1, 4, 16, 64, 256) for context in (1, 4, 16, 64)]
-    leads = {row["case"]: plot.lead(row) for row in result["rows"] if row["heads"] == 4}
-    assert leads["1x1k"] == 2.0 and len(figures) == 48
-    assert figures[:4] == [f"{leads[name]:.2f}" for name in order[:4]]
-    assert {"1k", "256k", "256", "4 heads", "32 heads"} <= set(found)
-    assert "peers: FlashMLA, FlashAttention-3" in found
 
 
 def test_a_result_without_peers_is_refused() -> None:

@@ -263,21 +263,6 @@ def test_a_wrong_model_name(server: Server) -> None:
     assert err == "kda-dsv4: --model must be one of recall, got 'kimi'\n"
 
 
-def test_something_else_listens(server: Server) -> None:
-    code, _, err = run("eval", "recall", "--base-url", f"{server.base_url}/elsewhere")
-    assert code == 2 and "is not an OpenAI-compatible endpoint" in err
-    assert_one_sentence(err)
-
-
-def test_a_server_that_refuses(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(body):
-        raise ValueError("out of memory")
-
-    monkeypatch.setattr(server, "_complete", refuse)
-    code, _, err = ask_recall(server, 2)
-    assert code == 2 and "/v1/completions answered 500" in err.splitlines()[-1]
-
-
 def test_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     find = eval_gsm8k.importlib.util.find_spec
     monkeypatch.setattr(

@@ -23,27 +23,6 @@ def row(work: str, tokens: int, density: float, path: str, ms: float, **peers: f
     return {"work": work, "shape": shape, "density": density, "path": path, "peers": peers, **times}
 
 
-def test_rows_of_growth_are_drawn_against_tokens() -> None:
-    rows = [row("causal", 4096, 0.5, "gluon", 9.0)]
-    for tokens in (1024, 2048, 4096):
-        rows.append(row("random blocks", tokens, 0.25, "gluon", tokens / 1024, FlexAttention=8.0))
-        rows.append(row("random blocks 8-bit", tokens, 0.251, "int8 per_warp", 0.5, SpargeAttn=2.0))
-    title, found = plot.by_tokens({"rows": rows})
-    assert title == "a quarter of the blocks, 24 heads"
-    assert found["gluon"] == {1024: 1.0, 2048: 2.0, 4096: 4.0}
-    assert set(found) == {"gluon", "int8 per_warp", "FlexAttention", "SpargeAttn"}
-    assert plot.by_tokens({"rows": rows[:4]})[0] == "causal, 24 heads"
-    title, found = plot.by_density({"rows": [*rows, row("dense", 4096, 1.0, "gluon", 7.0, FA3=6)]})
-    assert title == "4,096 tokens, 24 heads"
-    assert found["gluon"] == {0.25: 4.0, 1.0: 7.0} and found["FA3"] == {1.0: 6}
-
-
-def test_of_two_forms_the_one_that_is_there_is_shown() -> None:
-    rows = [row("dense", 4096, 1.0, path, 1.0) for path in ("gluon", "gluon in step", "triton")]
-    rows[1]["ours_ms"] = 2.0
-    assert [(x["path"], x["ours_ms"]) for x in plot.in_use(rows)] == [("gluon", 2.0), ("triton", 1)]
-
-
 def test_what_was_not_built_is_on_the_page() -> None:
     report = {"rows": [row("dense", 4096, 1.0, "gluon", 7.0)], "not_built": {"Peer": "no nvcc"}}
     lines = block_sparse.attention({"gpu": "", "torch": "", "triton": "", "date": "", **report})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +31,21 @@ def model_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.bfloat16)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's CUDA platform with the capability of an H200; its libraries are not loaded."""
+    stub = types.ModuleType("vllm._C_stable_libtorch")
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    import vllm.platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    monkeypatch.setattr(NonNvmlCudaPlatform, "get_device_capability", capability)
+    platform = NonNvmlCudaPlatform()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+    return platform
 
 
 def common_metadata(

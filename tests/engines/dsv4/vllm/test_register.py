@@ -102,19 +102,6 @@ def test_other_models_are_refused_in_one_sentence_for_each_family(
     assert len(reasons) == (1 if NEW_NAMES else 2)
 
 
-@pytest.mark.parametrize("version", ["0.29.0", "0.34.0"])
-def test_an_unsupported_version_is_left_alone_with_one_line(
-    clean: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], version: str
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    entry.vllm.dsv4()
-    entry.vllm.kda()
-    assert not registry._ATTN_OVERRIDES and not any(map(is_ours, sys.meta_path))
-    assert log_lines == [
-        f"kda-dsv4-backend serves vllm 0.30.0 to 0.33.0, got {version}: nothing is registered"
-    ]
-
-
 @pytest.mark.skipif(NEW_NAMES, reason="the plug-in has a name of its own")
 def test_the_name_of_another_plug_in_is_not_taken(clean: None, log_lines: list[str]) -> None:
     registry.register_backend(AttentionBackendEnum.CUSTOM, "theirs.Backend")

@@ -102,24 +102,6 @@ def test_decode_with_padded_requests(served: Any) -> None:
         check_slots(served, layer, slots, requests[layer], before[layer])
 
 
-def test_prefill_in_chunks_then_decode(served: Any) -> None:
-    """The states that one step leaves are those that the next one needs."""
-    served.fill_pools(seed=5)
-    fresh_slots(served, [4], [0])
-    x = tokens(75, seed=6)
-    want = [definition_of(index).run(x) for index in LAYERS]
-    got: list[list[torch.Tensor]] = [[] for _ in LAYERS]
-    done = 0
-    for length in (64, 9, 1, 1):
-        mode = ForwardMode.DECODE if length == 1 else ForwardMode.EXTEND
-        batch = served.batch(mode, [length], [done], [4])
-        for layer, output in enumerate(served.forward(x[done : done + length], batch)):
-            got[layer].append(output)
-        done += length
-    for layer in range(len(LAYERS)):
-        assert relative_error(torch.cat(got[layer]), want[layer]) < TOLERANCE
-
-
 def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> None:
     """Between chunks a state of the prefill itself, at a chunk's end the final one."""
     new, prefix, slots = [70, 64, 20], [0, 64, 0], [3, 1, 5]

@@ -62,39 +62,6 @@ def behind(x: torch.Tensor | None = None) -> Definition:
     return definition
 
 
-def test_decodes_beside_a_prefill_take_the_decode_kernel(
-    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slots = (2, 9, 4)
-    definitions = [behind() for _ in slots]
-    first = hidden(70)
-    metadata = step_metadata(layer, config, (40, 30), (0, 0), table(2, 9))
-    o = run_layer(layer, config, first, metadata)
-    check(layer, o, first, (40, 30), (2, 9), definitions[:2], TOLERANCE)
-
-    calls = []
-    chunked = operators.prefill
-
-    def counted(*args: Any, **options: Any) -> None:
-        calls.append(args[2].out.shape[0])
-        chunked(*args, **options)
-
-    monkeypatch.setattr(operators, "prefill", counted)
-    second = hidden(2 + 65, seed=1)
-    metadata = step_metadata(layer, config, (1, 1, 65), (40, 30, 0), table(*slots))
-    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
-    o = run_layer(layer, config, second, metadata)
-    check(layer, o, second, (1, 1, 65), slots, definitions, TOLERANCE)
-    assert calls == [65]
-
-    third = hidden(3, seed=2)
-    metadata = step_metadata(layer, config, (1, 1, 1), (41, 31, 65), table(*slots))
-    assert (metadata.num_decodes, metadata.num_prefills) == (3, 0)
-    o = run_layer(layer, config, third, metadata)
-    check(layer, o, third, (1, 1, 1), slots, definitions, TOLERANCE)
-    assert calls == [65]
-
-
 def test_the_canary_leaves_transposed_states(
     layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from vllm.config import AttentionConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.platforms.interface import DeviceCapability
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import registry
@@ -31,6 +29,7 @@ from kda_backend.engines import vllm as adapter
 from kda_backend.engines import vllm_kimi_linear
 from kda_backend.engines.vllm import LAYER
 from tests.engines.kda.vllm.harness import build_layer, engine_config
+from tests.engines.vllm_process import cuda_platform
 
 NEW_NAMES = Engine("vllm", "0.32.0", None).supports(vllm.__version__)
 FLAG = "KDA" if NEW_NAMES else "CUSTOM"
@@ -102,34 +101,13 @@ SELECTION = AttentionSelectorConfig(
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's CUDA platform with the capability of an H200; its libraries are not loaded."""
-    monkeypatch.setitem(
-        sys.modules, "vllm._C_stable_libtorch", types.ModuleType("vllm._C_stable_libtorch")
-    )
-    import vllm.platforms
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-
-    monkeypatch.setattr(
-        NonNvmlCudaPlatform,
-        "get_device_capability",
-        classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
-    )
-    platform = NonNvmlCudaPlatform()
-    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-    return platform
+    return cuda_platform(monkeypatch)
 
 
 def select(platform: Any, *, flag: bool, config: Any) -> Any:
     member = AttentionBackendEnum[FLAG] if flag else None
     with set_current_vllm_config(config):
         return platform.get_attn_backend_cls(member, attn_selector_config=SELECTION, num_heads=2)
-
-
-def test_mla_layers_get_the_platforms_own_choice(hopper: Any) -> None:
-    config = engine_config(flag=True)
-    chosen = select(hopper, flag=True, config=config)
-    assert chosen == select(hopper, flag=False, config=config)
-    assert chosen.startswith("vllm.v1.attention.backends.mla.")
 
 
 def test_a_layer_that_the_platform_cannot_serve_is_refused_as_without_the_flag(hopper: Any) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import vllm.platforms
 from vllm import plugins
 from vllm.config import set_current_vllm_config
-from vllm.platforms.interface import DeviceCapability
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
@@ -31,6 +27,7 @@ from backend_core.target import KNOWN_TARGETS, Target
 from softmax_backend.engines import vllm as adapter
 from softmax_backend.engines.vllm_mla import SplitKvMLABackend
 from tests.engines.softmax.vllm.harness import RECALL, deepseek, engine_config
+from tests.engines.vllm_process import cuda_platform
 
 MLA = AttentionSelectorConfig(
     head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=True
@@ -67,7 +64,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Select:
     """
 
     def selected(config: Any, selector: Any, heads: int, family: str | None) -> Any:
-        platform = _cuda_platform(monkeypatch)
+        platform = cuda_platform(monkeypatch)
         member = None if family is None else AttentionBackendEnum[vllm_flag.flag_name(family)]
         with set_current_vllm_config(config):
             path = platform.get_attn_backend_cls(
@@ -76,21 +73,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Select:
         return resolve_obj_by_qualname(path)
 
     return selected
-
-
-def _cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stub = types.ModuleType("vllm._C_stable_libtorch")
-    monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-
-    monkeypatch.setattr(
-        NonNvmlCudaPlatform,
-        "get_device_capability",
-        classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
-    )
-    platform = NonNvmlCudaPlatform()
-    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-    return platform
 
 
 def chosen(
