@@ -15,7 +15,6 @@ import torch
 from vllm.model_executor.custom_op import op_registry_oot
 
 from backend_core.engines.vllm_flag import flag_name
-from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend import selection
@@ -314,13 +313,6 @@ def test_replayssm_is_upstreams(
     assert runtime_of(config, layer, -5.0) is None
     line = "--use-replayssm verifies drafts from records that upstream's layers keep"
     assert refused(caplog) == line
-
-
-def test_a_refusal_is_an_error_in_strict_mode(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["Ling-V3"]
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    with pytest.raises(FallbackError, match="the lower bound of the KDA gate must be in"):
-        build(model, config, -7.0)
 
 
 def test_another_plug_ins_class_stays(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_a_model_that_calls_torch_is_named() -> None:
         num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
         time_embed_dim=2, text_embed_dim=8, num_layers=1, sample_width=8, sample_height=8,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="got CogVideoX.*, which is not served: its processors"):
+    with pytest.raises(ValueError, match=r"got CogVideoX.*, which is not served: its processors"):
         enable(model, DENSE)
 
 
