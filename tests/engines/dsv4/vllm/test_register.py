@@ -39,13 +39,13 @@ def is_ours(finder: object) -> bool:
     return type(finder) is _AfterImport
 
 
-def test_vllm_finds_and_loads_both_plug_ins(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_finds_and_loads_all_plug_ins(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert found["dsv4"] is entry.vllm.dsv4 and found["kda"] is entry.vllm.kda
+    assert all(found[name] is getattr(entry.vllm, name) for name in ("kda", "dsv4", "softmax"))
     monkeypatch.setattr(plugins, "plugins_loaded", False)
     plugins.load_general_plugins()
-    assert {"kda", "dsv4"} <= set(vllm_flag._families)
-    names = ("KDA", "DSV4") if NEW_NAMES else ("CUSTOM",)
+    assert set(vllm_flag._families) == {"kda", "dsv4", "softmax"}
+    names = ("KDA", "DSV4", "SOFTMAX") if NEW_NAMES else ("CUSTOM",)
     for name in names:
         assert AttentionBackendEnum[name].get_class() is vllm_flag.PlatformDelegate
 

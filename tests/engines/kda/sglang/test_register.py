@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import re
 import subprocess
 import sys
@@ -52,11 +51,6 @@ def test_full_attention_can_still_be_named() -> None:
     arguments = server_args("--attention-backend", "kda", *named)
     assert resolved(arguments)["attention_backend"] == "triton"
     assert arguments._kda_dsv4_requested
-
-
-def test_schedulers_get_the_flag() -> None:
-    arguments = server_args("--attention-backend", "kda")
-    assert pickle.loads(pickle.dumps(arguments))._kda_dsv4_requested
 
 
 @pytest.mark.parametrize("flag", ["prefill", "decode"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm import plugins
 from vllm.config import AttentionConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
@@ -41,15 +39,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     monkeypatch.delitem(op_registry_oot, LAYER, raising=False)
     monkeypatch.setattr(vllm_flag, "_families", {})
-
-
-def test_vllm_finds_and_loads_the_plug_in(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert found["kda"] is entry.vllm.kda
-    monkeypatch.setattr(plugins, "plugins_loaded", False)
-    plugins.load_general_plugins()
-    assert op_registry_oot[LAYER].__module__ == "kda_backend.engines.vllm_kimi_linear"
-    assert AttentionBackendEnum[FLAG].get_class() is vllm_flag.PlatformDelegate
 
 
 def test_registering_again_changes_nothing(log_lines: list[str]) -> None:
@@ -120,24 +109,6 @@ def test_a_layer_that_the_platform_cannot_serve_is_refused_as_without_the_flag(h
             hopper.get_attn_backend_cls(member, attn_selector_config=odd, num_heads=2)
         messages.append(str(refusal.value))
     assert messages[1] == messages[2] and "No valid attention backend" in messages[0]
-
-
-def test_a_model_without_kda_is_refused_in_one_sentence(
-    clean: None, hopper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layer's class decides: only a model that builds it imports the module that defines it.
-
-    With this family alone: before 0.32 the families share a name, and one may serve MLA layers.
-    """
-    entry.vllm.kda()
-    for module in adapter.REPLACED:
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(
-        ValueError,
-        match=rf"--attention-backend {FLAG} is for models with Kimi Delta Attention layers, of"
-        r" which KimiLinearForCausalLM has none",
-    ):
-        select(hopper, flag=True, config=engine_config(flag=True))
 
 
 def test_a_configuration_without_kda_layers_is_served(hopper: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import plugins
 from vllm.config import set_current_vllm_config
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
@@ -79,11 +78,6 @@ def chosen(
     config: Any, *, heads: int = 4, upstream: type = FlashAttnMLABackend, **changes: Any
 ) -> type | str:
     return adapter.choose(Request(config, MLA._replace(**changes), heads, upstream))
-
-
-def test_vllm_finds_the_plug_in() -> None:
-    found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert found["softmax"] is entry.vllm.softmax
 
 
 @pytest.mark.parametrize("family", ["softmax", "kda"])
@@ -231,16 +225,6 @@ def test_caches_split_over_ranks_stay_vllms(what: str) -> None:
     config = engine_config()
     setattr(config.parallel_config, f"{what}_context_parallel_size", 2)
     assert chosen(config) == f"a request must have its whole cache on one rank, got 2 {what} ranks"
-
-
-def test_a_refusal_is_logged_with_what_stays(cuda: Select, log_lines: list[str]) -> None:
-    config = engine_config(RECALL)
-    selector = MLA._replace(dtype=torch.float16)
-    assert cuda(config, selector, 2, "softmax") is FlashAttnMLABackend
-    assert log_lines == [
-        "kda-dsv4-backend: MLA layers stay on FlashAttnMLABackend: queries must be in bfloat16,"
-        " got float16"
-    ]
 
 
 @pytest.mark.parametrize(("family", "cache"), [("softmax", "fp8"), ("kda", "fp8_e4m3")])
