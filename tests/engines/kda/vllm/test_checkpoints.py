@@ -15,7 +15,6 @@ from kda_backend import layer as kda_layer
 from kda_backend import layer_checkpoints
 from kda_backend.contract.values import StateRef
 from kda_backend.engines import vllm_layer, vllm_profile
-from kda_backend.engines.vllm import register
 from kda_backend.layer_checkpoints import Checkpoints
 from tests.engines.kda.vllm.harness import (
     DRAFT,
@@ -30,25 +29,11 @@ from tests.engines.kda.vllm.harness import (
     run_layer,
     step_metadata,
 )
-from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
+from tests.engines.kda.vllm.models import Model, build, definition_of
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 BLOCK = 64
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    register()
-
-
-@pytest.fixture(autouse=True)
-def in_fp32(under_the_models_dtype: None) -> None:
-    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
-
-
-@pytest.fixture(params=sorted(MODELS))
-def model(request: pytest.FixtureRequest) -> Model:
-    return MODELS[request.param]
 
 
 def caching_config(*, flag: bool = True, **options: Any) -> VllmConfig:

@@ -30,12 +30,8 @@ from tests.engines.kda.vllm.harness import (
 from tests.engines.kda.vllm.models import MODELS, build, definition_of
 from tests.engines.kda.vllm.test_models import TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 SLOTS = ((3, 5, 7), (2, 9, 4))  # of the three requests, in each group
-
-
-@pytest.fixture(autouse=True)
-def in_fp32(under_the_models_dtype: None) -> None:
-    torch.set_default_dtype(torch.float32)
 
 
 class Groups:

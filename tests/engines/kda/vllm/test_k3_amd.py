@@ -30,13 +30,9 @@ from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
 from tests.engines.kda.vllm.test_checkpoints import caching_config
 from tests.engines.kda.vllm.test_models import is_ours
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 MODULE = "vllm.models.kimi_k3.amd.kda"
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def in_fp32(under_the_models_dtype: None) -> None:
-    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
 
 
 @pytest.fixture(autouse=True)

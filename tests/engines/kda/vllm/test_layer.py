@@ -16,7 +16,6 @@ from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import transpose_states
 from kda_backend import layer as operators
 from kda_backend.engines import vllm_layer, vllm_profile
-from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     BLOCK,
     DRAFT,
@@ -35,11 +34,6 @@ from tests.engines.kda.weights import Definition, checkpoint_weights, drawn
 
 # bf16 layers differ from float64 by the roundings of their projections
 TOLERANCE = 8e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    register()
 
 
 @pytest.fixture

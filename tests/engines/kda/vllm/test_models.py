@@ -19,7 +19,7 @@ from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend import selection
 from kda_backend.engines import vllm_profile, vllm_run
-from kda_backend.engines.vllm import REPLACED, register, replace_layer
+from kda_backend.engines.vllm import REPLACED, replace_layer
 from kda_backend.engines.vllm_layer import runtime_of
 from kda_backend.family import FAMILY
 from kda_backend.selection import KdaShape, select
@@ -38,23 +38,9 @@ from tests.engines.kda.vllm.harness import (
 )
 from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 TOLERANCE = 1e-5
 BF16_TOLERANCE = 3e-2  # a gate of low rank is rounded twice before its exponential
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    register()
-
-
-@pytest.fixture(params=sorted(MODELS))
-def model(request: pytest.FixtureRequest) -> Model:
-    return MODELS[request.param]
-
-
-@pytest.fixture(autouse=True)
-def in_fp32(under_the_models_dtype: None) -> None:
-    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
 
 
 @pytest.fixture
