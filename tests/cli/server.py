@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from aiohttp import web
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from backend_cli.eval import recall_task as recall
 
 
-class Server(ThreadingHTTPServer):
-    """Serves one model in threads, one completion at a time.
+class Server:
+    """Serves one model in a thread, one completion at a time.
 
     Attributes:
         requests: the bodies of all completions asked for.
         answers_left: how many it still gives before it drops every connection; ``None`` is no end.
     """
 
-    daemon_threads = True
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, model: Any, name: str = "recall") -> None:
         self.requests: list[dict[str, Any]] = []
         self.answers_left: int | None = None
-        self.base_url = f"http://127.0.0.1:{self.server_port}"
-        self._model, self._one = model, threading.Lock()
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+        self._model, self._name = model, name
+        self._worker = ThreadPoolExecutor(1)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        started = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
+        self.base_url = f"http://127.0.0.1:{started.result()}"
+
+    def restart(self) -> None:
+        """Begin anew at the same address, without a request that is still under way."""
+
+        async def again() -> None:
+            port = self._runner.addresses[0][1]
+            await self._runner.cleanup()
+            await self._start(port)
+
+        asyncio.run_coroutine_threadsafe(again(), self._loop).result()
+        self.requests.clear()
 
     def close(self) -> None:
-        self.shutdown()
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self.server_close()
+        self._worker.shutdown()
 
-    def answer(self, body: dict[str, Any]) -> dict[str, Any] | None:
-        """The completion, or ``None`` where none is left."""
-        with self._one:
-            self.requests.append(body)
-            if self.answers_left is not None:
-                if not self.answers_left:
-                    return None
-                self.answers_left -= 1
-            return {"choices": [{"index": 0, "text": self._complete(body)}]}
+    async def _start(self, port: int = 0) -> int:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
+        app.router.add_post("/v1/completions", self._completions)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
+        await site.start()
+        return self._runner.addresses[0][1]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self._name}]})
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "5.17.0", "engine": "transformers"})
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.answers_left is not None:
+            if not self.answers_left:
+                request.transport.abort()
+                return web.Response(status=500)
+            self.answers_left -= 1
+        answer = self._loop.run_in_executor(self._worker, self._complete, body)
+        return web.json_response({"choices": [{"index": 0, "text": await answer}]})
 
     def _complete(self, body: dict[str, Any]) -> str:
         torch.set_num_threads(1)
@@ -61,33 +92,6 @@ class Server(ThreadingHTTPServer):
         )
         text = recall.decode(output[0, ids.shape[1] :].tolist())
         return text[: min((text.find(stop) for stop in stops if stop in text), default=None)]
-
-
-_PAGES = {
-    "/v1/models": {"object": "list", "data": [{"id": "recall"}]},
-    "/version": {"version": "5.17.0", "engine": "transformers"},
-}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self._send(_PAGES.get(self.path))
-
-    def do_POST(self) -> None:
-        found = self.server.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        if found is not None:
-            self._send(found)
-
-    def _send(self, answer: dict[str, Any] | None) -> None:
-        self.send_response(404 if answer is None else 200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 class _Stop(StoppingCriteria):

@@ -36,6 +36,7 @@ def model() -> Iterator[object]:
 
 @pytest.fixture
 def server(model: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    pytest.importorskip("aiohttp")
     from tests.cli.server import Server
 
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -181,7 +182,7 @@ def test_a_server_that_stops_half_way(server: Server, monkeypatch: pytest.Monkey
     assert not Path("new/run.json").exists()
     first = {body["prompt"] for body in server.requests[:4]}
     server.answers_left = None
-    server.requests.clear()
+    server.restart()
     code, out, err = ask_gsm8k(server, "--output", "new/run.json")
     assert code == 0, err
     again = {body["prompt"] for body in server.requests}
