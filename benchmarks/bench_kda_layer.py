@@ -30,10 +30,10 @@ from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
 from kda_backend import layer, reference
-from kda_backend.contract.values import StateRef
+from kda_backend.contract.values import PrefillCall, StateRef
 from kda_backend.launch_params import TABLES
 from kda_backend.layer_stages import gated_norm, short_conv
-from kda_backend.prefill.paths import run_prefill
+from kda_backend.prefill.paths import path_of
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.step_plan import build_step_plan
@@ -89,6 +89,7 @@ class Layer:
             offsets.to(device), tokens, cu_seqlens_cpu=offsets, chunk_table=device != "cpu"
         )
         self.scratch = Scratch(torch.device(device))
+        self.known: layer.KnownLayouts = {}
 
     @property
     def shape(self) -> KdaShape:
@@ -96,7 +97,7 @@ class Layer:
         return KdaShape(self.heads, self.heads, DIM, DIM, bounded_gate=bounded)
 
     def run(self, selection: KdaSelection) -> None:
-        """The layer's prefill on the pools, as an engine's first layer of a step calls it."""
+        """The layer's prefill on the pools, as an engine's later layers of a step call it."""
         layer.prefill(
             self.weights,
             selection,
@@ -106,7 +107,7 @@ class Layer:
             self.has_initial,
             self.plan,
             self.scratch,
-            checked=True,
+            known=self.known,
         )
 
     def reset(self) -> None:
@@ -179,12 +180,14 @@ class Layer:
         state = StateRef.pool(pools.state, self.slots, self.has_initial)
         out = torch.empty_like(tokens.out)
         of_values = (tokens.qkv[:, first:], weights.conv[first:], pools.conv[:, first:])
-        call = (selection, rows, weights.gate, plan, state, out.unsqueeze(0), None, self.scratch)
+        one = out.unsqueeze(0)
+        call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, {})
+        prefill = path_of(selection, rows, plan, state)
         norm = (tokens.out, tokens.gate, weights.norm, weights.norm_eps, out)
         return {
             "conv": lambda: short_conv(tokens.qkv, weights.conv, pools.conv, *where),
             "conv_of_v": lambda: short_conv(*of_values, *where),
-            "prefill": lambda: run_prefill(*call),
+            "prefill": lambda: prefill(call),
             "norm": lambda: gated_norm(*norm, kernels=plan.chunk_table is not None),
         }
 

@@ -192,17 +192,20 @@ class Follower:
         self.end = 0
         self._layer: int | None = None
         self._state: Any = None
-        self._run = layer.run_prefill
-        layer.run_prefill = self._prefill
+        self._path_of = layer.path_of
+        layer.path_of = self._followed
 
-    def _prefill(
-        self, selection: Any, tokens: Any, gate: Any, plan: Any, state: Any, out: Any, *rest: Any
-    ) -> None:
-        self._run(selection, tokens, gate, plan, state, out, *rest)
-        if self._layer is None:
-            self._layer = gate.a_log.data_ptr()
-        if gate.a_log.data_ptr() == self._layer:
-            self._compare(tokens, gate, state, out)
+    def _followed(self, *call: Any) -> Any:
+        run = self._path_of(*call)
+
+        def prefill(call: Any) -> None:
+            run(call)
+            if self._layer is None:
+                self._layer = call.gate.a_log.data_ptr()
+            if call.gate.a_log.data_ptr() == self._layer:
+                self._compare(call.tokens, call.gate, call.state, call.out)
+
+        return prefill
 
     def _compare(self, tokens: Any, gate: Any, state: Any, out: Any) -> None:
         import torch

@@ -20,8 +20,15 @@ from kda_backend.contract.sequences import (
 )
 from kda_backend.contract.states import check_slots
 from kda_backend.contract.tokens import refuse_gradients
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs, beta_kind_of
-from kda_backend.prefill.paths import run_prefill
+from kda_backend.contract.values import (
+    GateSpec,
+    PrefillCall,
+    RecurrentCall,
+    StateRef,
+    TokenInputs,
+    beta_kind_of,
+)
+from kda_backend.prefill.paths import path_of
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import CHUNK
@@ -150,7 +157,9 @@ def chunk_kda(
     if return_intermediate_states:
         chunk_states = k.new_empty(state.shape(tokens, step_plan.num_chunks))
     written = out if out_packed else packed_rows(out)
-    run_prefill(selection, tokens, gate, step_plan, state, written, chunk_states, scratch, kept)
+    scratch = Scratch(q.device) if scratch is None else scratch
+    run = path_of(selection, tokens, step_plan, state)
+    run(PrefillCall(tokens, gate, step_plan, state, written, chunk_states, scratch, kept))
     final_state = state.write if output_final_state else None
     if chunk_states is None:
         return out, final_state
@@ -252,7 +261,7 @@ def fused_recurrent_kda(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     written = out if out_packed else packed_rows(out)
     run = selection.recurrent.run(sequences * v.shape[2])
-    run(tokens, gate, cu_seqlens, state, written)
+    run(RecurrentCall(tokens, gate, cu_seqlens, state, written))
     return out, state.write if output_final_state else None
 
 

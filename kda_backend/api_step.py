@@ -17,11 +17,13 @@ from kda_backend.contract.step import (
 from kda_backend.contract.tokens import refuse_gradients
 from kda_backend.contract.values import (
     ConvInputs,
+    DecodeCall,
     DraftInputs,
     GateSpec,
     NormInputs,
     StateRef,
     TokenInputs,
+    VerifyCall,
     beta_kind_of,
 )
 from kda_backend.selection import KdaSelection, selection_for
@@ -146,7 +148,7 @@ def decode_step(
     run = kept.get(chosen)
     if run is None:
         run = kept[chosen] = chosen.decode_step.run(v.shape[0] * v.shape[1])
-    run(tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept)
+    run(DecodeCall(tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept))
     return out
 
 
@@ -261,5 +263,5 @@ def verify_step(
         # the kernel does not write rows that belong to no sequence
         out = torch.zeros(tokens.v.shape, dtype=tokens.v.dtype, device=tokens.v.device)
     run = selection.verify.run(shape.num_sequences * tokens.v.shape[1])
-    run(tokens, gate, state, draft, shape, conv, norm, out)
+    run(VerifyCall(tokens, gate, state, draft, shape, conv, norm, out))
     return out

@@ -6,6 +6,8 @@ pools of convolution and recurrent states that are read and written in place.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +21,10 @@ from kda_backend.contract.values import (
     ConvInputs,
     DraftInputs,
     GateSpec,
+    Kept,
     NormInputs,
+    PrefillCall,
+    RecurrentCall,
     StateRef,
     TokenInputs,
 )
@@ -30,7 +35,7 @@ from kda_backend.layer_checkpoints import (
     with_checkpoints,
 )
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
-from kda_backend.prefill.paths import convolves, run_prefill
+from kda_backend.prefill.paths import convolves, path_of
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import Beta
@@ -55,7 +60,7 @@ class LayerWeights:
     norm_eps: float
     lower_bound: float | None
 
-    @property
+    @functools.cached_property
     def gate(self) -> GateSpec:
         return GateSpec.of(True, self.a_log, self.dt_bias, self.lower_bound)
 
@@ -89,6 +94,23 @@ class Pools(NamedTuple):
     state: torch.Tensor
 
 
+class ReadyPrefill(NamedTuple):
+    """The path of a step's prefills, for layers whose tensors are laid out alike.
+
+    Attributes:
+        run: as `path_of` returns it.
+        convolves: it makes the short convolution of q and k.
+        kept: the path's own.
+    """
+
+    run: Callable[[PrefillCall], None]
+    convolves: bool
+    kept: Kept
+
+
+KnownLayouts = dict[Hashable, ReadyPrefill]
+
+
 def prefill(
     weights: LayerWeights,
     selection: KdaSelection,
@@ -100,7 +122,7 @@ def prefill(
     scratch: Scratch,
     *,
     checkpoints: Checkpoints | None = None,
-    checked: bool = False,
+    known: KnownLayouts | None = None,
 ) -> None:
     """Sequences of any length: a convolution, the chunked delta rule, the norm.
 
@@ -110,8 +132,8 @@ def prefill(
         step_plan: of these T tokens.
         checkpoints: states inside of the sequences, which go to slots of their own. Recurrent
             states of 16 bits take memory in fp32 on their way, one for each sequence.
-        checked: skip the checks, since the first layer of this step has made them on tensors of the
-            same shapes; saves half of the host time.
+        known: of this step, and of no other: its layers, whose tensors have the same shapes and
+            dtypes, are checked once for each layout. Saves half of the host time.
 
     Raises:
         ValueError: a tensor is not as described; nothing has been written then.
@@ -120,24 +142,53 @@ def prefill(
     state = StateRef.pool(pools.state, state_indices, has_initial_state)
     if checkpoints is not None:
         state = with_checkpoints(state, checkpoints)
-    if not checked:
+    layout = (
+        *[x.stride() for x in (*tokens, *pools)],
+        pools.state.data_ptr() & 15,
+        weights.conv.data_ptr() & 15,
+        checkpoints is None,
+    )
+    ready = None if known is None else known.get(layout)
+    if ready is None:
         if checkpoints is not None:
             check_checkpoints(checkpoints, tokens.qkv, step_plan)
         _check_sequences(weights, selection, tokens, pools, state, step_plan)
-    out = tokens.out.unsqueeze(0)
-    rows, conv = _token_inputs(tokens, tokens.qkv, selection), ConvInputs(pools.conv, weights.conv)
-    if convolves(selection, rows, gate, step_plan, state, conv):
+        ready = _ready_prefill(weights, selection, tokens, pools, state, step_plan)
+        if known is not None:
+            known[layout] = ready
+    conv = None
+    if ready.convolves:
+        rows, conv = (
+            _token_inputs(tokens, tokens.qkv, selection),
+            ConvInputs(pools.conv, weights.conv),
+        )
         first = rows.q.shape[2] * rows.q.shape[3] * 2  # of v's channels
         values = _convolved(weights, tokens, pools, state, step_plan, first)
         rows = rows._replace(v=values.view(rows.v.shape))
-        run_prefill(selection, rows, gate, step_plan, state, out, None, scratch, conv=conv)
     else:
         mixed = _convolved(weights, tokens, pools, state, step_plan)
         rows = _token_inputs(tokens, mixed, selection)
-        run_prefill(selection, rows, gate, step_plan, state, out, None, scratch)
+    out, kept = tokens.out.unsqueeze(0), ready.kept
+    ready.run(PrefillCall(rows, gate, step_plan, state, out, None, scratch, kept, conv))
     _normalise(weights, tokens, step_plan)
     if checkpoints is not None:
         store_checkpoints(tokens.qkv, state, pools.conv, checkpoints, step_plan)
+
+
+def _ready_prefill(
+    weights: LayerWeights,
+    selection: KdaSelection,
+    tokens: Tokens,
+    pools: Pools,
+    state: StateRef,
+    step_plan: StepPlan,
+) -> ReadyPrefill:
+    rows, conv = _token_inputs(tokens, tokens.qkv, selection), ConvInputs(pools.conv, weights.conv)
+    return ReadyPrefill(
+        path_of(selection, rows, step_plan, state),
+        convolves(selection, rows, weights.gate, step_plan, state, conv),
+        {},
+    )
 
 
 def decode(
@@ -219,7 +270,7 @@ def decode_or_start(
     rows = _token_inputs(tokens, mixed, selection)
     out = tokens.out.unsqueeze(0)
     run = selection.recurrent.run(step_plan.num_sequences * rows.v.shape[2])
-    run(rows, weights.gate, step_plan.cu_seqlens, state, out)
+    run(RecurrentCall(rows, weights.gate, step_plan.cu_seqlens, state, out))
     _normalise(weights, tokens, step_plan)
 
 

@@ -91,7 +91,6 @@ def store_checkpoints(
     sequences, channels = step_plan.num_sequences, x.shape[1]
     state_size = state_pool[0].numel() if is_staged else 0
     kernel, block = _kernel(conv_pool.shape[2] + 1)
-    stride_conv_n, stride_conv_c, stride_conv_w = conv_pool.stride()
     kernel.launch(
         (sequences * (-(-state_size // block) + -(-channels // block)), 1, 1),
         x_ptr=x,
@@ -103,11 +102,6 @@ def store_checkpoints(
         cu_seqlens_ptr=step_plan.cu_seqlens,
         C=channels,
         state_size=state_size,
-        stride_x_t=x.stride(0),
-        stride_conv_n=stride_conv_n,
-        stride_conv_c=stride_conv_c,
-        stride_conv_w=stride_conv_w,
-        stride_state_n=state_pool.stride(0),
     )
 
 
@@ -162,4 +156,5 @@ def _kernel(width: int) -> tuple[KernelLaunch, int]:
     from kda_backend.kernels.store_checkpoints import store_checkpoints_kernel
 
     constexprs = {"WIDTH": width, "BLOCK": 1024}
-    return KernelLaunch(store_checkpoints_kernel, constexprs, {"num_warps": 4}), 1024
+    axes = {"x": "t", "conv_state": "ncw", "state": "n"}
+    return KernelLaunch(store_checkpoints_kernel, constexprs, {"num_warps": 4}, axes=axes), 1024

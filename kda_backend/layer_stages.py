@@ -46,7 +46,6 @@ def short_conv(
         _short_conv_torch(x, weight, pool, state_indices, has_initial_state, step_plan, out)
         return out
     kernel, block = _short_conv_kernel(width, channels, _has_ptx(x))
-    stride_conv_n, stride_conv_c, stride_conv_w = pool.stride()
     kernel.launch(
         (step_plan.num_chunks * (-(-channels // block)), 1, 1),
         x_ptr=x,
@@ -61,11 +60,6 @@ def short_conv(
         chunk_offsets_ptr=step_plan.chunk_table.offsets,
         num_sequences=step_plan.num_sequences,
         C=channels,
-        stride_x_t=x.stride(0),
-        stride_o_t=channels,
-        stride_conv_n=stride_conv_n,
-        stride_conv_c=stride_conv_c,
-        stride_conv_w=stride_conv_w,
     )
     return out
 
@@ -127,12 +121,6 @@ def gated_norm(
         eps=float(eps),
         num_rows=tokens * heads,
         HV=heads,
-        stride_x_t=x.stride(0),
-        stride_x_h=x.stride(1),
-        stride_gate_t=gate.stride(0),
-        stride_gate_h=gate.stride(1),
-        stride_o_t=out.stride(0),
-        stride_o_h=out.stride(1),
     )
 
 
@@ -193,7 +181,8 @@ def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[Kern
         "BLOCK_N": 64,
         "FAST_MATH": fast_math,
     }
-    return KernelLaunch(short_conv_kernel, constexprs, {"num_warps": 4}), block
+    axes = {"x": "t", "o": "t", "conv_state": "ncw"}
+    return KernelLaunch(short_conv_kernel, constexprs, {"num_warps": 4}, axes=axes), block
 
 
 @functools.cache
@@ -212,7 +201,8 @@ def _gated_norm_kernel(dim: int, fast_math: bool) -> tuple[KernelLaunch, int]:
         "BLOCK_R": block_r,
         "FAST_MATH": fast_math,
     }
-    return KernelLaunch(gated_norm_kernel, constexprs, {"num_warps": 4}), block_r
+    axes = {"x": "th", "gate": "th", "o": "th"}
+    return KernelLaunch(gated_norm_kernel, constexprs, {"num_warps": 4}, axes=axes), block_r
 
 
 def _has_ptx(x: torch.Tensor) -> bool:

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 
 from backend_core.autocast import without_autocast
 from kda_backend import reference
-from kda_backend.contract.step import DraftShape
 from kda_backend.contract.values import (
     ConvInputs,
+    DecodeCall,
     DraftInputs,
     GateSpec,
-    Kept,
     NormInputs,
-    StateRef,
+    RecurrentCall,
     TokenInputs,
+    VerifyCall,
 )
 from kda_backend.prefill.torch import (
     activated,
@@ -34,13 +34,10 @@ if TYPE_CHECKING:
 @without_autocast
 def recurrent(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    cu_seqlens: torch.Tensor | None,
-    state: StateRef,
-    out: torch.Tensor,
+    call: RecurrentCall,
 ) -> None:
     """The definition, token by token."""
+    tokens, gate, cu_seqlens, state, out = call
     batch, length = tokens.q.shape[:2]
     offsets = [n * length for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     q, k, v, decay, beta = activated(tokens, gate)
@@ -55,16 +52,10 @@ def recurrent(
 @without_autocast
 def step(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
-    pdl_prefetch_safe: bool,
-    kept: Kept,
+    call: DecodeCall,
 ) -> None:
     """One token of each row."""
+    tokens, gate, state, conv, norm, out, _, _ = call
     pool, indices = state.write, state.indices
     assert pool is not None and indices is not None
     live = (indices >= 0) & (indices != state.null_slot)
@@ -84,16 +75,10 @@ def step(
 @without_autocast
 def verification(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    draft: DraftInputs,
-    shape: DraftShape,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
+    call: VerifyCall,
 ) -> None:
     """A draft of each sequence, sequence by sequence."""
+    tokens, gate, state, draft, shape, conv, norm, out = call
     pool, indices = state.write, state.indices
     assert pool is not None and indices is not None
     layer = _Layer(tokens, gate, conv, norm)

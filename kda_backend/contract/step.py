@@ -17,6 +17,7 @@ from kda_backend.contract.tokens import (
 from kda_backend.contract.values import (
     ConvInputs,
     DraftInputs,
+    DraftShape,
     GateSpec,
     Kept,
     NormInputs,
@@ -25,13 +26,6 @@ from kda_backend.contract.values import (
 )
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import CONV_TAPS, MAX_STEP_DIM
-
-
-class DraftShape(NamedTuple):
-    """``N``, and the most tokens that the draft of a sequence can have."""
-
-    num_sequences: int
-    max_tokens: int
 
 
 class CheckedStep(NamedTuple):

@@ -7,11 +7,15 @@ one checks only how arguments go together; `contract.sequences` and `contract.st
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from kda_backend.spec import Beta, Gate
+
+if TYPE_CHECKING:
+    from kda_backend.scratch import Scratch
+    from kda_backend.step_plan import StepPlan
 
 Kept = dict[Hashable, Any]
 """The paths' conclusions from strides, dtypes and options of a call, for calls alike: a
@@ -339,3 +343,70 @@ class DraftInputs(NamedTuple):
         if has_conv != (intermediate_conv is not None):
             raise ValueError("intermediate_conv must be given if and only if conv_state is")
         return cls(cu_seqlens, None, intermediate_states, intermediate_indices, intermediate_conv)
+
+
+class DraftShape(NamedTuple):
+    """``N``, and the most tokens that the draft of a sequence can have."""
+
+    num_sequences: int
+    max_tokens: int
+
+
+class PrefillCall(NamedTuple):
+    """A checked call of a prefill's path.
+
+    Attributes:
+        tokens: packed.
+        out: ``[1, T, HV, V]``, written.
+        chunk_states: ``[chunks, HV, V, K]``, laid out like ``state``: receives the state before
+            each chunk; or ``None``.
+        scratch: memory for the path.
+        kept: of the check, or of calls that are laid out alike.
+        conv: of q and k, which are from before it, for a path that makes it; else ``None``.
+    """
+
+    tokens: TokenInputs
+    gate: GateSpec
+    step_plan: StepPlan
+    state: StateRef
+    out: torch.Tensor
+    chunk_states: torch.Tensor | None
+    scratch: Scratch
+    kept: Kept
+    conv: ConvInputs | None = None
+
+
+class RecurrentCall(NamedTuple):
+    """A checked call of the recurrence; without ``cu_seqlens`` every row is a sequence."""
+
+    tokens: TokenInputs
+    gate: GateSpec
+    cu_seqlens: torch.Tensor | None
+    state: StateRef
+    out: torch.Tensor
+
+
+class DecodeCall(NamedTuple):
+    """A checked decode step; ``pdl_prefetch_safe`` as `kda_decode_step` takes it."""
+
+    tokens: TokenInputs
+    gate: GateSpec
+    state: StateRef
+    conv: ConvInputs | None
+    norm: NormInputs | None
+    out: torch.Tensor
+    pdl_prefetch_safe: bool
+    kept: Kept
+
+
+class VerifyCall(NamedTuple):
+    """A checked verification of drafts."""
+
+    tokens: TokenInputs
+    gate: GateSpec
+    state: StateRef
+    draft: DraftInputs
+    shape: DraftShape
+    conv: ConvInputs | None
+    norm: NormInputs | None
+    out: torch.Tensor

@@ -6,16 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kda_backend.contract.values import (
-    ConvInputs,
-    GateSpec,
-    Kept,
-    NormInputs,
-    StateRef,
-    TokenInputs,
-)
+from kda_backend.contract.values import DecodeCall, TokenInputs
 from kda_backend.launch_params import FusedStepParams, FusedVerifyParams
 from kda_backend.spec import Beta, Gate
 
@@ -27,28 +18,26 @@ if TYPE_CHECKING:
 
 NO_CONV = (None, None, None)
 NO_NORM = (None, None, 0.0)
+AXES = {
+    **dict.fromkeys(("q", "k", "v", "g", "beta", "state", "norm_gate", "out"), "n"),
+    "conv_state": "ncw",
+}
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[DecodeCall], None]:
     return functools.partial(fused_step, row)
 
 
 def fused_step(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
-    pdl_prefetch_safe: bool,
-    kept: Kept,
+    call: DecodeCall,
 ) -> None:
     """One launch for one token of each row.
 
     A program has a head's state, or ``block_v`` rows of it where neither convolution nor norm
     needs the head as a whole. ``pdl_prefetch_safe`` is without effect: no PDL here.
     """
+    tokens, gate, state, conv, norm, out, _, _ = call
     q, k, v, g, beta = tokens[:5]
     kernel, value_blocks = _step_kernel(
         path,
@@ -64,7 +53,6 @@ def fused_step(
     assert pool is not None and indices is not None
     conv_state, conv_weight, conv_bias = conv or NO_CONV
     norm_weight, norm_gate, eps = norm or NO_NORM
-    stride_conv_n, stride_conv_c, stride_conv_w = conv.state.stride() if conv else (0, 0, 0)
     kernel.launch(
         (value_blocks * value_heads * rows, 1, 1),
         q_ptr=q,
@@ -86,17 +74,6 @@ def fused_step(
         lower_bound=gate.lower_bound,
         scale=tokens.scale,
         eps=eps,
-        stride_q_n=q.stride(0),
-        stride_k_n=k.stride(0),
-        stride_v_n=v.stride(0),
-        stride_g_n=g.stride(0),
-        stride_beta_n=beta.stride(0),
-        stride_state_n=pool.stride(0),
-        stride_conv_n=stride_conv_n,
-        stride_conv_c=stride_conv_c,
-        stride_conv_w=stride_conv_w,
-        stride_gate_n=0 if norm_gate is None else norm_gate.stride(0),
-        stride_out_n=out.stride(0),
         HV=value_heads,
     )
 
@@ -161,5 +138,5 @@ def _step_kernel(
         constexprs["BLOCK_V"] = min(params.block_v, constexprs["BLOCK_V"])
         warps = params.split_num_warps
     constexprs["EVICTION"] = params.eviction
-    launch = KernelLaunch(decode_step_kernel, constexprs, {"num_warps": warps})
+    launch = KernelLaunch(decode_step_kernel, constexprs, {"num_warps": warps}, axes=AXES)
     return launch, triton.cdiv(value_dim, constexprs["BLOCK_V"])

@@ -13,11 +13,8 @@ from backend_core.launch.cuda import CudaKernel, CudaParams
 from kda_backend.contract.step import is_aligned
 from kda_backend.contract.values import (
     ConvInputs,
-    GateSpec,
-    Kept,
-    NormInputs,
+    DecodeCall,
     StateRef,
-    TokenInputs,
 )
 from kda_backend.launch_params import FusedStepSm90Params
 
@@ -62,20 +59,13 @@ PARAMS = CudaParams(
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[DecodeCall], None]:
     return functools.partial(step_sm90, row)
 
 
 def step_sm90(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
-    pdl_prefetch_safe: bool,
-    kept: Kept,
+    call: DecodeCall,
 ) -> None:
     """One launch: a cluster of ``split`` CTAs of ``warps`` warps shares a head's state.
 
@@ -85,15 +75,17 @@ def step_sm90(
     Raises:
         ValueError: the pool or the convolution's weight is not aligned.
     """
+    tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept = call
     layout = kept.get(path)
     if layout is None:
         if not is_aligned(state, conv):
             raise _misaligned(state, conv)
-        layout = kept[path] = _layout(path, tokens, gate, state, conv, norm, out)
+        layout = kept[path] = _layout(path, call)
     q, k, v, g, beta, _, _, scale = tokens
     conv_state, taps, conv_bias = conv or (None, None, None)
     norm_weight, norm_gate, eps = norm or (None, None, 0.0)
-    pool, weight = _address(state.write), _address(taps)
+    assert state.write is not None and state.indices is not None
+    pool, weight = state.write.data_ptr(), _address(taps)
     if (pool | weight) & 15:  # the slot stride was checked with the layout
         raise _misaligned(state, conv)
     params = PARAMS.pack(
@@ -105,7 +97,7 @@ def step_sm90(
         a_log=_address(gate.a_log),
         dt_bias=_address(gate.dt_bias),
         state=(pool, layout.state),
-        indices=_address(state.indices),
+        indices=state.indices.data_ptr(),
         conv_state=(_address(conv_state), *layout.conv_state),
         conv_weight=weight,
         conv_bias=_address(conv_bias),
@@ -150,13 +142,9 @@ class _Layout(NamedTuple):
 
 def _layout(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
+    call: DecodeCall,
 ) -> _Layout:
+    tokens, gate, state, conv, norm, out, _, _ = call
     q, k, v, g, beta = tokens[:5]
     pool = state.write
     assert pool is not None

@@ -11,8 +11,9 @@ from kda_backend import torch_steps
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
     from backend_core.target import Target
+    from kda_backend.contract.values import DecodeCall
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[DecodeCall], None]:
     return functools.partial(torch_steps.step, row)

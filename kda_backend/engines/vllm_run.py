@@ -51,8 +51,7 @@ def run_step(
 ) -> None:
     """``plans``: as `build_step` takes them."""
     step = getattr(metadata, _STEP, None)
-    # the layers that share metadata have caches and projections of one shape
-    checked = step is not None
+    is_first = step is None
     if step is None:
         step = build_step(metadata, runtime.selection, plans)
         setattr(metadata, _STEP, step)
@@ -66,10 +65,10 @@ def run_step(
     window = Pools(window_of(conv_pool), state_pool)
     if step.decode is not None:
         tokens = _rows(whole, step.decode)
-        decode(runtime, weights, tokens, window, step.decode, is_first=not checked)
+        decode(runtime, weights, tokens, window, step.decode, is_first=is_first)
     if step.prefill is not None:
         tokens = _rows(whole, step.prefill)
-        prefill(runtime, weights, tokens, window, step.prefill, checked=checked)
+        prefill(runtime, weights, tokens, window, step.prefill)
     if step.num_tokens < whole.out.shape[0]:
         whole.out[step.num_tokens :].zero_()
 
@@ -87,8 +86,6 @@ def prefill(
     tokens: Tokens,
     pools: Pools,
     segment: Segment,
-    *,
-    checked: bool = False,
 ) -> None:
     assert segment.step_plan is not None
     scratch = runtime.scratch
@@ -102,7 +99,7 @@ def prefill(
         segment.step_plan,
         Scratch(tokens.out.device) if scratch is None else scratch,
         checkpoints=segment.checkpoints,
-        checked=checked,
+        known=segment.known,
     )
 
 

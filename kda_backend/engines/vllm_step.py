@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from kda_backend.engines.vllm_lengths import prefill_bounds
+from kda_backend.layer import KnownLayouts
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
@@ -20,6 +21,7 @@ class Segment:
 
     Attributes:
         copied: the launch before the first layer's writes ``state_indices``.
+        known: layouts of the layers of this step, which have caches and projections of one shape.
     """
 
     begin: int
@@ -29,6 +31,7 @@ class Segment:
     step_plan: StepPlan | None  # of decodes only where some may start a new sequence
     checkpoints: Checkpoints | None = None  # of prefills
     copied: bool = False
+    known: KnownLayouts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

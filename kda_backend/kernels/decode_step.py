@@ -49,10 +49,10 @@ def decode_step_kernel(
     stride_g_n,
     stride_beta_n,
     stride_state_n,
-    stride_conv_n,
-    stride_conv_c,
-    stride_conv_w,
-    stride_gate_n,
+    stride_conv_state_n,
+    stride_conv_state_c,
+    stride_conv_state_w,
+    stride_norm_gate_n,
     stride_out_n,
     HV,
     HEADS_PER_KEY: tl.constexpr,  # HV / H
@@ -95,7 +95,7 @@ def decode_step_kernel(
     rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
-        p_gate = norm_gate_ptr + i_n * stride_gate_n + i_hv * V + o_v
+        p_gate = norm_gate_ptr + i_n * stride_norm_gate_n + i_hv * V + o_v
         b_gate = tl.load(p_gate, mask=m_v, other=0.0).to(tl.float32)
 
     if conv_state_ptr is not None:
@@ -103,9 +103,12 @@ def decode_step_kernel(
         c_q = i_hv * K + o_k
         c_k = HV * K + c_q
         c_v = 2 * HV * K + i_hv * V + o_v
-        conv_state_ptr += slot * stride_conv_n
+        conv_state_ptr += slot * stride_conv_state_n
         channels, masks = (c_q, c_k, c_v), (m_k, m_k, m_v)
-        weights, strides = (conv_weight_ptr, conv_bias_ptr), (stride_conv_c, stride_conv_w)
+        weights, strides = (
+            (conv_weight_ptr, conv_bias_ptr),
+            (stride_conv_state_c, stride_conv_state_w),
+        )
         windows, taps = load_head(conv_state_ptr, weights, channels, masks, strides)
         w_q, w_k, w_v = windows
         t_q, t_k, t_v = taps

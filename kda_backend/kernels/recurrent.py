@@ -49,14 +49,14 @@ def recurrent_kernel(
     stride_beta_h,
     stride_o_t,
     stride_o_h,
-    stride_in_n,
-    stride_in_h,
-    stride_in_v,
-    stride_in_k,
-    stride_out_n,
-    stride_out_h,
-    stride_out_v,
-    stride_out_k,
+    stride_state_in_n,
+    stride_state_in_h,
+    stride_state_in_v,
+    stride_state_in_k,
+    stride_state_out_n,
+    stride_state_out_h,
+    stride_state_out_v,
+    stride_state_out_k,
     HV,
     HEADS_PER_KEY: tl.constexpr,  # HV / H
     K: tl.constexpr,
@@ -93,8 +93,8 @@ def recurrent_kernel(
         reads = slot >= 0
         if has_initial_state_ptr is not None:
             reads &= tl.load(has_initial_state_ptr + i_n).to(tl.int1)
-        o_state = o_v[:, None] * stride_in_v + o_k[None, :] * stride_in_k
-        state_in_ptr += slot * stride_in_n + i_hv * stride_in_h
+        o_state = o_v[:, None] * stride_state_in_v + o_k[None, :] * stride_state_in_k
+        state_in_ptr += slot * stride_state_in_n + i_hv * stride_state_in_h
         b_state += tl.load(state_in_ptr + o_state, mask=m_vk & reads, other=0.0).to(tl.float32)
 
     rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
@@ -127,7 +127,7 @@ def recurrent_kernel(
         o_ptr += stride_o_t
 
     if state_out_ptr is not None:
-        o_state = o_v[:, None] * stride_out_v + o_k[None, :] * stride_out_k
-        state_out_ptr += slot * stride_out_n + i_hv * stride_out_h
+        o_state = o_v[:, None] * stride_state_out_v + o_k[None, :] * stride_state_out_k
+        state_out_ptr += slot * stride_state_out_n + i_hv * stride_state_out_h
         b_state = b_state.to(state_out_ptr.dtype.element_ty)
         tl.store(state_out_ptr + o_state, b_state, mask=m_vk & (slot >= 0))

@@ -36,18 +36,18 @@ def scan_kernel(
     scale,
     stride_o_t,
     stride_o_h,
-    stride_in_n,
-    stride_in_h,
-    stride_in_v,
-    stride_in_k,
-    stride_out_n,
-    stride_out_h,
-    stride_out_v,
-    stride_out_k,
-    stride_c_n,
-    stride_c_h,
-    stride_c_v,
-    stride_c_k,
+    stride_state_in_n,
+    stride_state_in_h,
+    stride_state_in_v,
+    stride_state_in_k,
+    stride_state_out_n,
+    stride_state_out_h,
+    stride_state_out_v,
+    stride_state_out_k,
+    stride_chunk_states_n,
+    stride_chunk_states_h,
+    stride_chunk_states_v,
+    stride_chunk_states_k,
     stride_snapshot_n,  # from slot to slot, or None
     HV,
     K: tl.constexpr,
@@ -85,8 +85,8 @@ def scan_kernel(
         reads = slot >= 0
         if has_initial_state_ptr is not None:
             reads &= tl.load(has_initial_state_ptr + i_n).to(tl.int1)
-        o_state = o_v[None, :] * stride_in_v + o_k[:, None] * stride_in_k
-        state_in_ptr += slot * stride_in_n + i_hv * stride_in_h
+        o_state = o_v[None, :] * stride_state_in_v + o_k[:, None] * stride_state_in_k
+        state_in_ptr += slot * stride_state_in_n + i_hv * stride_state_in_h
         b_state += tl.load(state_in_ptr + o_state, mask=m_kv & reads, other=0.0).to(tl.float32)
 
     ROW_K: tl.constexpr = (K + 7) // 8 * 8
@@ -109,8 +109,12 @@ def scan_kernel(
             places += (slot_s * stride_snapshot_n + i_hv * (V * K),)
     for i_c in tl.range(0, num_chunks, num_stages=NUM_STAGES):
         if chunk_states_ptr is not None:
-            o_c = o_v[None, :] * stride_c_v + o_k[:, None] * stride_c_k
-            c_ptr = chunk_states_ptr + (first + i_c) * stride_c_n + i_hv * stride_c_h
+            o_c = o_v[None, :] * stride_chunk_states_v + o_k[:, None] * stride_chunk_states_k
+            c_ptr = (
+                chunk_states_ptr
+                + (first + i_c) * stride_chunk_states_n
+                + i_hv * stride_chunk_states_h
+            )
             tl.store(c_ptr + o_c, b_state.to(chunk_states_ptr.dtype.element_ty), mask=m_kv)
         # unrolled: a loop in here would end the pipelining of this one
         for i_s in tl.static_range(NUM_SNAPSHOTS):
@@ -153,7 +157,7 @@ def scan_kernel(
             o_s = places[i_s] + o_v[None, :] * K + o_k[:, None]
         tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
     if state_out_ptr is not None:
-        o_state = o_v[None, :] * stride_out_v + o_k[:, None] * stride_out_k
-        state_out_ptr += slot * stride_out_n + i_hv * stride_out_h
+        o_state = o_v[None, :] * stride_state_out_v + o_k[:, None] * stride_state_out_k
+        state_out_ptr += slot * stride_state_out_n + i_hv * stride_state_out_h
         b_state = b_state.to(state_out_ptr.dtype.element_ty)
         tl.store(state_out_ptr + o_state, b_state, mask=m_kv & (slot >= 0))

@@ -40,9 +40,9 @@ def short_conv_kernel(
     C,
     stride_x_t,
     stride_o_t,
-    stride_conv_n,
-    stride_conv_c,
-    stride_conv_w,
+    stride_conv_state_n,
+    stride_conv_state_c,
+    stride_conv_state_w,
     WIDTH: tl.constexpr,  # 4
     CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -73,7 +73,7 @@ def short_conv_kernel(
 
     o_c = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
-    conv_state_ptr += slot * stride_conv_n + o_c * stride_conv_c
+    conv_state_ptr += slot * stride_conv_state_n + o_c * stride_conv_state_c
     # the four taps of a channel in one load: [BLOCK_C, 4], then a vector per tap
     o_w = o_c[:, None] * 4 + tl.arange(0, 4)[None, :]
     b_taps = tl.load(conv_weight_ptr + o_w, mask=m_c[:, None], other=0.0).to(tl.float32)
@@ -93,7 +93,7 @@ def short_conv_kernel(
             b_x = b_x.to(tl.float32)
             if i_t == 0:  # noqa: SIM102 (the outer one is decided by the compiler)
                 if is_first:
-                    o_p = (WIDTH - 1 + o_s - bos)[:, None] * stride_conv_w
+                    o_p = (WIDTH - 1 + o_s - bos)[:, None] * stride_conv_state_w
                     m_p = (m_t & (o_s < bos) & reads)[:, None] & m_c[None, :]
                     b_p = tl.load(conv_state_ptr[None, :] + o_p, mask=m_p, other=0.0)
                     b_x += b_p.to(tl.float32)
@@ -110,11 +110,11 @@ def short_conv_kernel(
             last = eos - (WIDTH - 1) + j
             b_new = tl.load(x_ptr + last * stride_x_t + o_c, mask=m_c & (last >= bos), other=0.0)
             m_old = m_c & (last < bos) & reads
-            o_old = (WIDTH - 1 + last - bos) * stride_conv_w
+            o_old = (WIDTH - 1 + last - bos) * stride_conv_state_w
             b_old = tl.load(conv_state_ptr + o_old, mask=m_old, other=0.0)
             b_new = b_new.to(tl.float32) + b_old.to(tl.float32)
             tl.store(
-                conv_state_ptr + j * stride_conv_w,
+                conv_state_ptr + j * stride_conv_state_w,
                 b_new.to(conv_state_ptr.dtype.element_ty),
                 mask=m_c,
             )

@@ -26,9 +26,9 @@ def store_checkpoints_kernel(
     C,
     state_size,
     stride_x_t,
-    stride_conv_n,
-    stride_conv_c,
-    stride_conv_w,
+    stride_conv_state_n,
+    stride_conv_state_c,
+    stride_conv_state_w,
     stride_state_n,
     WIDTH: tl.constexpr,  # 4
     BLOCK: tl.constexpr,
@@ -50,8 +50,8 @@ def store_checkpoints_kernel(
         o_c = (i_block - num_state_blocks) * BLOCK + tl.arange(0, BLOCK)
         m_c = o_c < C
         end = tl.load(cu_seqlens_ptr + i_n).to(tl.int64) + tl.load(offsets_ptr + i_n)
-        window_ptr = conv_state_ptr + slot * stride_conv_n + o_c * stride_conv_c
+        window_ptr = conv_state_ptr + slot * stride_conv_state_n + o_c * stride_conv_state_c
         for j in tl.static_range(WIDTH - 1):
             b_x = tl.load(x_ptr + (end - (WIDTH - 1) + j) * stride_x_t + o_c, mask=m_c)
             b_x = b_x.to(conv_state_ptr.dtype.element_ty)
-            tl.store(window_ptr + j * stride_conv_w, b_x, mask=m_c)
+            tl.store(window_ptr + j * stride_conv_state_w, b_x, mask=m_c)

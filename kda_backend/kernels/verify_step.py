@@ -128,20 +128,20 @@ def verify_step_kernel(
     stride_v_t,
     stride_g_t,
     stride_beta_t,
-    stride_indices_n,
+    stride_state_indices_n,
     stride_state_n,
     stride_write_indices_n,
     stride_write_indices_t,
     stride_write_n,
     stride_write_t,
-    stride_conv_n,
-    stride_conv_c,
-    stride_conv_w,
+    stride_conv_state_n,
+    stride_conv_state_c,
+    stride_conv_state_w,
     stride_windows_n,
     stride_windows_t,
     stride_windows_c,
     stride_windows_w,
-    stride_gate_t,
+    stride_norm_gate_t,
     stride_out_t,
     HV,
     HEADS_PER_KEY: tl.constexpr,  # HV / H
@@ -159,7 +159,7 @@ def verify_step_kernel(
     i_h = i_hv // HEADS_PER_KEY
     bos, num_tokens = tokens_of(cu_seqlens_ptr, i_n, tokens_per_sequence, max_tokens)
     accepted = last_accepted(num_accepted_ptr, i_n, max_tokens)
-    state_indices_ptr += i_n * stride_indices_n
+    state_indices_ptr += i_n * stride_state_indices_n
     slot = tl.load(state_indices_ptr + accepted).to(tl.int64)
     conv_slot = tl.load(state_indices_ptr).to(tl.int64)
 
@@ -182,10 +182,13 @@ def verify_step_kernel(
     c_k = HV * K + c_q
     c_v = 2 * HV * K + i_hv * V + o_v
     if conv_state_ptr is not None:
-        conv_state_ptr += conv_slot * stride_conv_n
-        p_conv = conv_state_ptr + accepted * stride_conv_w
+        conv_state_ptr += conv_slot * stride_conv_state_n
+        p_conv = conv_state_ptr + accepted * stride_conv_state_w
         channels, masks = (c_q, c_k, c_v), (m_k, m_k, m_v)
-        weights, strides = (conv_weight_ptr, conv_bias_ptr), (stride_conv_c, stride_conv_w)
+        weights, strides = (
+            (conv_weight_ptr, conv_bias_ptr),
+            (stride_conv_state_c, stride_conv_state_w),
+        )
         windows, taps = load_head(p_conv, weights, channels, masks, strides)
         q0, q1, q2 = windows[0]
         k0, k1, k2 = windows[1]
@@ -197,7 +200,7 @@ def verify_step_kernel(
             store_inputs_before(
                 conv_state_ptr, strides, channels, own, windows[0], windows[1], windows[2]
             )
-            conv_state_ptr += stride_conv_w
+            conv_state_ptr += stride_conv_state_w
 
     p_q = q_ptr + bos * stride_q_t + i_h * K + o_k
     p_k = k_ptr + bos * stride_k_t + i_h * K + o_k
@@ -219,8 +222,10 @@ def verify_step_kernel(
             b_k, k0, k1, k2 = convolve(t_k, k0, k1, k2, b_k, element, FAST_MATH)
             b_v, v0, v1, v2 = convolve(t_v, v0, v1, v2, b_v, element, FAST_MATH)
             if windows_ptr is None:
-                conv_state_ptr += stride_conv_w
-                store_column(conv_state_ptr, stride_conv_c, c_q, c_k, c_v, q2, k2, v2, m_k, m_v)
+                conv_state_ptr += stride_conv_state_w
+                store_column(
+                    conv_state_ptr, stride_conv_state_c, c_q, c_k, c_v, q2, k2, v2, m_k, m_v
+                )
             else:
                 p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
                 masks = (m_k & writes, m_k & writes, m_v & writes)
@@ -233,7 +238,7 @@ def verify_step_kernel(
         tl.store(p_write, b_state.to(write_ptr.dtype.element_ty), mask=m_state & writes)
         b_o *= scale
         if norm_weight_ptr is not None:
-            p_gate = norm_gate_ptr + (bos + i_t) * stride_gate_t + i_hv * V + o_v
+            p_gate = norm_gate_ptr + (bos + i_t) * stride_norm_gate_t + i_hv * V + o_v
             b_o = normalised(b_o, b_weight, p_gate, m_v, eps, V, FAST_MATH)
         tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_v)
         p_q += stride_q_t

@@ -14,7 +14,7 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.target import Target
-from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.contract.values import PrefillCall, StateRef
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
     KERNELS,
@@ -35,9 +35,7 @@ from kda_backend.prefill.arguments_sm90 import (
     tokens_on_16_bytes,
     variant_of,
 )
-from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
-from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
@@ -87,23 +85,17 @@ class Launch(NamedTuple):
     ctas: int
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
     return functools.partial(one_launch_sm90, row, target.num_sms)
 
 
 def one_launch_sm90(
     row: KernelPath,
     sms: int,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    step_plan: StepPlan,
-    state: StateRef,
-    out: torch.Tensor,
-    chunk_states: torch.Tensor | None,
-    scratch: Scratch,
-    kept: Kept,
+    call: PrefillCall,
 ) -> None:
     """Scores, solve and scan of all sequences, whose lengths the host knows."""
+    tokens, gate, step_plan, state, out, chunk_states, scratch, kept, _ = call
     if step_plan.num_sequences == 0:
         return
     what = (row, step_plan.cu_seqlens.dtype, chunk_states is None)
@@ -113,12 +105,11 @@ def one_launch_sm90(
         kernels = load_kernels(tokens.q.device, variant)
         known = kept[what] = (layout_of(tokens, state, out, chunk_states), kernels)
     layout, kernels = known
-    call = (tokens, gate, step_plan, state, out, chunk_states)
     q, k, v, g = [x.data_ptr() for x in tokens[:4]]
     if layout.misaligned or (q | k | v | g | out.data_ptr()) & 15:
         rows = on_16_bytes(out)
-        call = (tokens_on_16_bytes(tokens), gate, step_plan, state, rows, chunk_states)
-        one_launch_sm90(row, sms, *call, scratch, {})
+        aligned = call._replace(tokens=tokens_on_16_bytes(tokens), out=rows, kept={})
+        one_launch_sm90(row, sms, aligned)
         if rows is not out:
             out.copy_(rows)
         return
@@ -126,7 +117,7 @@ def one_launch_sm90(
     launch = choose_launch(step_plan.max_tokens, step_plan.num_sequences * layout.value_heads, sms)
     # a sequence of several chunks has tiles of more bytes than its state
     carry, _, _ = scratch.addresses(step_plan.num_chunks * layout.value_heads, TILE_BYTES, DIM)
-    launch_one(kernels, launch, layout, *call, carry)
+    _launch_one(kernels, launch, layout, call, carry)
 
 
 def has_pairs(state: StateRef) -> bool:
@@ -156,19 +147,12 @@ def choose_launch(longest: int, tasks: int, sms: int) -> Launch:
     return Launch(rows, ctas_per_sm, split, min(tasks, ctas_per_sm * sms))
 
 
-def launch_one(
+def _launch_one(
     kernels: Mapping[tuple[int, int], CudaKernel],
     launch: Launch,
     layout: Layout,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    step_plan: StepPlan,
-    state: StateRef,
-    out: torch.Tensor,
-    chunk_states: torch.Tensor | None,
+    call: PrefillCall,
     carry: int,
-    *,
-    prefetch_state: bool = True,
 ) -> None:
     """The launch of a call whose rows are on 16 bytes.
 
@@ -177,6 +161,7 @@ def launch_one(
         carry: address of memory for the states between chunks, 64 KiB for each sequence and value
             head of several chunks.
     """
+    tokens, gate, step_plan, state, out, chunk_states, *_ = call
     _a_log, a_log = gate_parameter(gate.a_log)
     _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
     beta = beta_of(tokens)
@@ -209,7 +194,7 @@ def launch_one(
         heads_per_key=layout.heads_per_key,
         num_tasks=2 * tasks if launch.split else tasks,
         split=int(launch.split),
-        prefetch_state=int(prefetch_state),
+        prefetch_state=1,
     )
     if state.snapshot_indices is not None:
         params += pack_snapshot_pool(state)

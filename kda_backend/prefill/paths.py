@@ -1,4 +1,4 @@
-"""Chunked prefill on the path of a call, and its kernels at model load."""
+"""The path of a chunked prefill, and its kernels at model load."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 from kda_backend.prefill import conv_sm90, one_launch_sm90, segmented_sm90, two_stage_sm90
 from kda_backend.prefill.arguments_sm90 import variant_of
-from kda_backend.scratch import Scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
-    from torch import Tensor
 
     from backend_core.launch.cuda import CudaKernel
-    from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
+    from kda_backend.contract.values import ConvInputs, GateSpec, PrefillCall, StateRef, TokenInputs
     from kda_backend.prefill.arguments_sm90 import Variant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
@@ -25,37 +23,11 @@ CONVOLVING = ("segmented_sm90", "two_stage_sm90")
 """The paths that can make the short convolution of q and k."""
 
 
-def run_prefill(
-    selection: KdaSelection,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    step_plan: StepPlan,
-    state: StateRef,
-    out: Tensor,
-    chunk_states: Tensor | None = None,
-    scratch: Scratch | None = None,
-    kept: Kept | None = None,
-    conv: ConvInputs | None = None,
-) -> None:
-    """Run checked inputs on the path for their grid and lengths.
-
-    Args:
-        tokens: packed.
-        chunk_states: ``[chunks, HV, V, K]``, laid out like ``state``: receives the state before
-            each chunk.
-        scratch: memory to reuse; by default the call allocates its own.
-        kept: of the check of this call; without it the path works everything out anew.
-        conv: of q and k, which are from before it: where `convolves` has said so.
-    """
-    kept = {} if kept is None else kept
-    run = selection.prefill.run(*_size(selection, tokens, step_plan, state))
-    if scratch is None:
-        scratch = Scratch(tokens.q.device)
-    call = (tokens, gate, step_plan, state, out, chunk_states, scratch, kept)
-    if conv is None:
-        run(*call)
-    else:
-        run(*call, conv=conv)
+def path_of(
+    selection: KdaSelection, tokens: TokenInputs, step_plan: StepPlan, state: StateRef
+) -> Callable[[PrefillCall], None]:
+    """The bound path for the grid and the lengths of a call with these packed tokens."""
+    return selection.prefill.run(*_size(selection, tokens, step_plan, state))
 
 
 def convolves(

@@ -18,7 +18,7 @@ import torch
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target, detect_target
-from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.contract.values import PrefillCall
 from kda_backend.launch_params import SegmentedParams
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -60,24 +60,16 @@ POOL_SEGMENT_PARAMS = CudaParams((*SCAN_FIELDS, *SNAPSHOT_POOL_FIELDS, *_MORE_FI
 """Of the variants that write snapshots to a pool."""
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
     return functools.partial(segmented_sm90, row)
 
 
 def segmented_sm90(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    step_plan: StepPlan,
-    state: StateRef,
-    out: torch.Tensor,
-    chunk_states: torch.Tensor | None,
-    scratch: Scratch,
-    kept: Kept,
-    *,
-    conv: ConvInputs | None = None,
+    call: PrefillCall,
 ) -> None:
     """`two_stage_sm90`, whose scan runs on segments of the sequences."""
+    tokens, gate, step_plan, state, _, chunk_states, scratch, *_ = call
     value_heads = tokens.v.shape[2]
     variant = variant_of(tokens, gate, step_plan, state, chunk_states)
     kernels = _kernels(
@@ -85,8 +77,7 @@ def segmented_sm90(
     )
     segments = segments_of(path.params, step_plan)
     scan = _segmented_scan(path, kernels, segments, step_plan, value_heads, scratch)
-    call = (tokens, gate, step_plan, state, out, chunk_states)
-    two_stage_sm90(kernels.whole, *call, scratch, kept, scan, conv)
+    two_stage_sm90(kernels.whole, call, scan)
 
 
 def segments_of(params: SegmentedParams, step_plan: StepPlan) -> Segments:

@@ -10,10 +10,8 @@ import torch
 
 from backend_core.autocast import without_autocast
 from kda_backend import reference
-from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
-from kda_backend.scratch import Scratch
+from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
 from kda_backend.spec import CHUNK, Beta, Gate
-from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
@@ -21,23 +19,17 @@ if TYPE_CHECKING:
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
     return functools.partial(prefill, row)
 
 
 @without_autocast
 def prefill(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    step_plan: StepPlan,
-    state: StateRef,
-    out: torch.Tensor,
-    chunk_states: torch.Tensor | None,
-    scratch: Scratch,
-    kept: Kept,
+    call: PrefillCall,
 ) -> None:
     """The chunked form of the definition."""
+    tokens, gate, step_plan, state, out, chunk_states, *_ = call
     q, k, v, decay, beta = activated(tokens, gate)
     offsets = step_plan.cu_seqlens_cpu
     assert offsets is not None  # the CPU's plan always has them

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.target import detect_target
-from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.contract.values import PrefillCall
 from kda_backend.launch_params import TwoStageParams
-from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK, Beta, Gate, tile_width
-from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -38,22 +36,16 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
     return functools.partial(two_stage, row)
 
 
 def two_stage(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    step_plan: StepPlan,
-    state: StateRef,
-    out: torch.Tensor,
-    chunk_states: torch.Tensor | None,
-    scratch: Scratch,
-    kept: Kept,
+    call: PrefillCall,
 ) -> None:
     """One kernel over all chunks at once, then a scan over chunks, split over value rows."""
+    tokens, gate, step_plan, state, out, chunk_states, scratch, *_ = call
     q, k, v, g, beta = tokens[:5]
     value_heads, value_dim = v.shape[2:]
     key_dim = q.shape[3]
@@ -69,6 +61,7 @@ def two_stage(
         tokens.beta_kind,
         tokens.l2norm,
         0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
+        state.v_first,
     )
     table = step_plan.chunk_table
     assert table is not None
@@ -76,11 +69,6 @@ def two_stage(
     tile_bytes = tile_elements(key_dim, value_dim) * dtype.itemsize
     tiles, totals = scratch.buffers(num_tiles, tile_bytes, key_dim)
     tiles = tiles.view(dtype)
-    _, stride_q_t, stride_q_h, _ = q.stride()
-    _, stride_k_t, stride_k_h, _ = k.stride()
-    _, stride_v_t, stride_v_h, _ = v.stride()
-    _, stride_g_t, stride_g_h, _ = g.stride()
-    _, stride_beta_t, stride_beta_h = beta.stride()
     kernels.intra.launch(
         (num_tiles, 1, 1),
         q_ptr=q,
@@ -95,24 +83,10 @@ def two_stage(
         chunk_start_ptr=table.start,
         chunk_len_ptr=table.length,
         lower_bound=gate.lower_bound,
-        stride_q_t=stride_q_t,
-        stride_q_h=stride_q_h,
-        stride_k_t=stride_k_t,
-        stride_k_h=stride_k_h,
-        stride_v_t=stride_v_t,
-        stride_v_h=stride_v_h,
-        stride_g_t=stride_g_t,
-        stride_g_h=stride_g_h,
-        stride_beta_t=stride_beta_t,
-        stride_beta_h=stride_beta_h,
         HV=value_heads,
     )
     num_tasks = value_heads * step_plan.num_sequences
     block_v = kernels.value_rows(num_tasks, detect_target(q.device).num_sms)
-    _, stride_o_t, stride_o_h, _ = out.stride()
-    stride_in_n, stride_in_h, stride_in_v, stride_in_k = state.strides(state.read)
-    stride_out_n, stride_out_h, stride_out_v, stride_out_k = state.strides(state.write)
-    stride_c_n, stride_c_h, stride_c_v, stride_c_k = state.strides(chunk_states)
     kernels.scans[block_v].launch(
         (-(-value_dim // block_v) * num_tasks, 1, 1),
         tile_ptr=tiles,
@@ -129,20 +103,6 @@ def two_stage(
         cu_seqlens_ptr=step_plan.cu_seqlens,
         chunk_offsets_ptr=table.offsets,
         scale=tokens.scale,
-        stride_o_t=stride_o_t,
-        stride_o_h=stride_o_h,
-        stride_in_n=stride_in_n,
-        stride_in_h=stride_in_h,
-        stride_in_v=stride_in_v,
-        stride_in_k=stride_in_k,
-        stride_out_n=stride_out_n,
-        stride_out_h=stride_out_h,
-        stride_out_v=stride_out_v,
-        stride_out_k=stride_out_k,
-        stride_c_n=stride_c_n,
-        stride_c_h=stride_c_h,
-        stride_c_v=stride_c_v,
-        stride_c_k=stride_c_k,
         stride_snapshot_n=state.snapshot_stride,
         HV=value_heads,
     )
@@ -176,6 +136,7 @@ def _two_stage_kernels(
     beta: Beta,
     l2norm: bool,
     num_snapshots: int,
+    v_first: bool,
 ) -> _TwoStageKernels:
     """The kernels of one model on one path; the imports need triton."""
     import triton
@@ -216,7 +177,10 @@ def _two_stage_kernels(
             "CHUNK": CHUNK,
         },
         intra_options,
+        axes=dict.fromkeys(("q", "k", "v", "g", "beta"), ".th"),
     )
+    states = ("state_in", "state_out", "chunk_states")
+    axes = {"o": ".th", **dict.fromkeys(states, "nhvk" if v_first else "nhkv")}
     scan_options: dict[str, int | bool] = {"num_warps": params.scan_num_warps}
     if pdl:
         scan_options["launch_pdl"] = True
@@ -235,6 +199,7 @@ def _two_stage_kernels(
                 "CHUNK": CHUNK,
             },
             scan_options,
+            axes=axes,
         )
         for rows in (16, 32, 64, 128)
         if least <= rows <= most

@@ -11,7 +11,7 @@ import torch
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import Target, detect_target
-from kda_backend.contract.values import ConvInputs, GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.contract.values import PrefillCall
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -35,7 +35,6 @@ from kda_backend.prefill.arguments_sm90 import (
 )
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
 from kda_backend.scratch import Scratch
-from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
@@ -76,22 +75,14 @@ class SegmentedScan(NamedTuple):
     launch: Callable[[bytes], None]
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
     return functools.partial(two_stage_sm90, row)
 
 
 def two_stage_sm90(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    step_plan: StepPlan,
-    state: StateRef,
-    out: torch.Tensor,
-    chunk_states: torch.Tensor | None,
-    scratch: Scratch,
-    kept: Kept,
+    call: PrefillCall,
     segments: SegmentedScan | None = None,
-    conv: ConvInputs | None = None,
 ) -> None:
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
@@ -101,8 +92,8 @@ def two_stage_sm90(
 
     Args:
         segments: what takes the scan's place (`segmented_sm90`).
-        conv: of q and k, which ``tokens`` has from before it; its windows are in ``state``'s slots.
     """
+    tokens, gate, step_plan, state, out, chunk_states, scratch, kept, conv = call
     if step_plan.num_sequences == 0:
         return  # without sequences no scan would be launched, and none would reset the counters
     device = tokens.q.device
@@ -116,9 +107,9 @@ def two_stage_sm90(
     q, k, v, g = [x.data_ptr() for x in tokens[:4]]
     o = out.data_ptr()
     if layout.misaligned or (q | k | v | g | o) & 15:
-        tokens, rows = tokens_on_16_bytes(tokens), on_16_bytes(out)
-        call = (tokens, gate, step_plan, state, rows, chunk_states)
-        two_stage_sm90(path, *call, scratch, {}, segments, conv)
+        rows = on_16_bytes(out)
+        aligned = call._replace(tokens=tokens_on_16_bytes(tokens), out=rows, kept={})
+        two_stage_sm90(path, aligned, segments)
         if rows is not out:
             out.copy_(rows)
         return
@@ -182,7 +173,10 @@ def two_stage_sm90(
         scan_params += pack_snapshot_pool(state)
     intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
     if conv is not None:
-        convolving = conv_sm90.load_kernels(device, variant, conv.weight.dtype)
+        convolving = kept.get(conv.weight.dtype)
+        if convolving is None:
+            convolving = conv_sm90.load_kernels(device, variant, conv.weight.dtype)
+            kept[conv.weight.dtype] = convolving
         intra = convolving[schedule.intra_ctas_per_sm]
         intra_params += conv_sm90.pack(conv, state, step_plan, tokens.q.shape[2])
     intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)

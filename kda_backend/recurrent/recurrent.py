@@ -6,9 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import RecurrentCall
 from kda_backend.launch_params import RecurrentParams
 from kda_backend.spec import Beta, Gate
 
@@ -19,19 +17,16 @@ if TYPE_CHECKING:
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[RecurrentCall], None]:
     return functools.partial(recurrent, row)
 
 
 def recurrent(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    cu_seqlens: torch.Tensor | None,
-    state: StateRef,
-    out: torch.Tensor,
+    call: RecurrentCall,
 ) -> None:
     """One launch: each program walks the tokens of one sequence for ``block_v`` value rows."""
+    tokens, gate, cu_seqlens, state, out = call
     q, k, v, g, beta = tokens[:5]
     batch, length, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
@@ -45,15 +40,8 @@ def recurrent(
         gate.kind,
         tokens.beta_kind,
         tokens.l2norm,
+        state.v_first,
     )
-    _, stride_q_t, stride_q_h, _ = q.stride()
-    _, stride_k_t, stride_k_h, _ = k.stride()
-    _, stride_v_t, stride_v_h, _ = v.stride()
-    _, stride_g_t, stride_g_h, _ = g.stride()
-    _, stride_beta_t, stride_beta_h = beta.stride()
-    _, stride_o_t, stride_o_h, _ = out.stride()
-    stride_in_n, stride_in_h, stride_in_v, stride_in_k = state.strides(state.read)
-    stride_out_n, stride_out_h, stride_out_v, stride_out_k = state.strides(state.write)
     kernel.launch(
         (value_blocks * value_heads * sequences, 1, 1),
         q_ptr=q,
@@ -72,26 +60,6 @@ def recurrent(
         tokens_per_sequence=length,
         lower_bound=gate.lower_bound,
         scale=tokens.scale,
-        stride_q_t=stride_q_t,
-        stride_q_h=stride_q_h,
-        stride_k_t=stride_k_t,
-        stride_k_h=stride_k_h,
-        stride_v_t=stride_v_t,
-        stride_v_h=stride_v_h,
-        stride_g_t=stride_g_t,
-        stride_g_h=stride_g_h,
-        stride_beta_t=stride_beta_t,
-        stride_beta_h=stride_beta_h,
-        stride_o_t=stride_o_t,
-        stride_o_h=stride_o_h,
-        stride_in_n=stride_in_n,
-        stride_in_h=stride_in_h,
-        stride_in_v=stride_in_v,
-        stride_in_k=stride_in_k,
-        stride_out_n=stride_out_n,
-        stride_out_h=stride_out_h,
-        stride_out_v=stride_out_v,
-        stride_out_k=stride_out_k,
         HV=value_heads,
     )
 
@@ -106,6 +74,7 @@ def _recurrent_kernel(
     gate: Gate,
     beta: Beta,
     l2norm: bool,
+    v_first: bool,
 ) -> tuple[KernelLaunch, int]:
     """The kernel of one model on one path, and its programs per head; the imports need triton."""
     import triton
@@ -126,5 +95,8 @@ def _recurrent_kernel(
         "L2NORM": l2norm,
         "FAST_MATH": params.fast_math and is_gpu,
     }
-    launch = KernelLaunch(recurrent_kernel, constexprs, {"num_warps": params.num_warps})
+    options = {"num_warps": params.num_warps}
+    axes = dict.fromkeys(("q", "k", "v", "g", "beta", "o"), ".th")
+    axes |= dict.fromkeys(("state_in", "state_out"), "nhvk" if v_first else "nhkv")
+    launch = KernelLaunch(recurrent_kernel, constexprs, options, axes=axes)
     return launch, triton.cdiv(value_dim, block_v)

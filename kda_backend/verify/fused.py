@@ -6,17 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
-from kda_backend.contract.step import DraftShape
-from kda_backend.contract.values import (
-    ConvInputs,
-    DraftInputs,
-    GateSpec,
-    NormInputs,
-    StateRef,
-    TokenInputs,
-)
+from kda_backend.contract.values import VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, head_shape, step_constexprs
 from kda_backend.launch_params import FusedVerifyParams
 from kda_backend.spec import Beta, Gate
@@ -27,23 +17,24 @@ if TYPE_CHECKING:
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
+AXES = {
+    **dict.fromkeys(("q", "k", "v", "g", "beta", "norm_gate", "out"), "t"),
+    **dict.fromkeys(("state", "state_indices", "write", "write_indices"), "n"),
+    "conv_state": "ncw",
+    "windows": "ntcw",
+}
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[..., None]:
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[VerifyCall], None]:
     return functools.partial(fused_verification, row)
 
 
 def fused_verification(
     path: KernelPath,
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    draft: DraftInputs,
-    shape: DraftShape,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
+    call: VerifyCall,
 ) -> None:
     """One launch for a draft of each sequence; a program has the state of a head."""
+    tokens, gate, state, draft, shape, conv, norm, out = call
     q, k, v, g, beta = tokens[:5]
     kernel = _verify_kernel(
         path, q.is_cuda, *head_shape(tokens), gate.kind, tokens.beta_kind, tokens.l2norm
@@ -53,11 +44,6 @@ def fused_verification(
     assert pool is not None and indices is not None
     conv_state, conv_weight, conv_bias = conv or NO_CONV
     norm_weight, norm_gate, eps = norm or NO_NORM
-    stride_conv_n, stride_conv_c, stride_conv_w = conv.state.stride() if conv else (0, 0, 0)
-    windows = draft.windows
-    stride_windows_n = stride_windows_t = stride_windows_c = stride_windows_w = 0
-    if windows is not None:
-        stride_windows_n, stride_windows_t, stride_windows_c, stride_windows_w = windows.stride()
     if draft.states is None or draft.indices is None:
         # token t of sequence n has slot [n, t] of the pool
         write, write_indices, null_write = pool, indices, state.null_slot
@@ -82,7 +68,7 @@ def fused_verification(
         conv_state_ptr=conv_state,
         conv_weight_ptr=conv_weight,
         conv_bias_ptr=conv_bias,
-        windows_ptr=windows,
+        windows_ptr=draft.windows,
         norm_weight_ptr=norm_weight,
         norm_gate_ptr=norm_gate,
         out_ptr=out,
@@ -94,26 +80,8 @@ def fused_verification(
         lower_bound=gate.lower_bound,
         scale=tokens.scale,
         eps=eps,
-        stride_q_t=q.stride(0),
-        stride_k_t=k.stride(0),
-        stride_v_t=v.stride(0),
-        stride_g_t=g.stride(0),
-        stride_beta_t=beta.stride(0),
-        stride_indices_n=indices.stride(0),
-        stride_state_n=pool.stride(0),
-        stride_write_indices_n=write_indices.stride(0),
         stride_write_indices_t=stride_write_indices_t,
-        stride_write_n=write.stride(0),
         stride_write_t=stride_write_t,
-        stride_conv_n=stride_conv_n,
-        stride_conv_c=stride_conv_c,
-        stride_conv_w=stride_conv_w,
-        stride_windows_n=stride_windows_n,
-        stride_windows_t=stride_windows_t,
-        stride_windows_c=stride_windows_c,
-        stride_windows_w=stride_windows_w,
-        stride_gate_t=0 if norm_gate is None else norm_gate.stride(0),
-        stride_out_t=out.stride(0),
         HV=value_heads,
     )
 
@@ -137,4 +105,4 @@ def _verify_kernel(
         params, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
     )
     options = {"num_warps": params.num_warps}
-    return KernelLaunch(verify_step_kernel, constexprs, options)
+    return KernelLaunch(verify_step_kernel, constexprs, options, axes=AXES)

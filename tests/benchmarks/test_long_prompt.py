@@ -12,7 +12,8 @@ from backend_core.target import KNOWN_TARGETS
 from benchmarks import long_prompt_vllm
 from benchmarks.long_prompt_vllm import HEADS, Follower
 from kda_backend import layer
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
+from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, select
 from kda_backend.spec import Beta
 from kda_backend.step_plan import build_step_plan
@@ -22,7 +23,7 @@ COUNTS = (130, 64, 7)
 
 @pytest.fixture
 def follower(monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
-    monkeypatch.setattr(layer, "run_prefill", layer.run_prefill)  # put back afterwards
+    monkeypatch.setattr(layer, "path_of", layer.path_of)  # put back afterwards
     monkeypatch.setattr(long_prompt_vllm, "PIECE", 64)
     yield Follower()
 
@@ -41,7 +42,9 @@ def steps(pool: torch.Tensor, after: Any = None) -> None:
         offsets = torch.tensor([0, count], dtype=torch.int32)
         plan = build_step_plan(offsets, count, chunk_table=False)
         state = StateRef.pool(pool, slot, torch.tensor([number > 0]))
-        layer.run_prefill(selection, tokens, gate, plan, state, torch.empty_like(v))
+        run = layer.path_of(selection, tokens, plan, state)
+        scratch = Scratch(torch.device("cpu"))
+        run(PrefillCall(tokens, gate, plan, state, torch.empty_like(v), None, scratch, {}))
         if after is not None:
             after(pool)
 

@@ -122,7 +122,7 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype) -> Iterator[Case]:
     for name in GATES if usual else ("softplus",):
         model = (row, True, 1, dim, dim, GATES[name], Beta.SIGMOID, True)
         if row.name == "recurrent":
-            kernel, _ = _recurrent_kernel(*model)
+            kernel, _ = _recurrent_kernel(*model, True)
             yield f"recurrent {size} {name}{bounds}", kernel, dtype, "pool"
         elif (row.operator, row.name) == ("decode_step", "fused") and dim <= 128:
             for variant in ("conv, norm", "bare"):
@@ -147,7 +147,9 @@ def _prefill_kernels(
     row: KernelPath, dim: int, dtype: torch.dtype, gate: Gate, snapshots: int
 ) -> _TwoStageKernels:
     operand = torch.float32 if dtype == torch.float32 else torch.float16
-    return _two_stage_kernels(row, True, operand, 1, dim, dim, gate, Beta.SIGMOID, True, snapshots)
+    return _two_stage_kernels(
+        row, True, operand, 1, dim, dim, gate, Beta.SIGMOID, True, snapshots, True
+    )
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:
@@ -170,7 +172,7 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
             constexprs[name] = None
         elif name.startswith("stride_") and name.endswith("_k"):
             constexprs[name] = 1
-        elif name in ("stride_conv_c", "stride_windows_c"):
+        elif name in ("stride_conv_state_c", "stride_windows_c"):
             constexprs[name] = 1  # the layout of vLLM's SD and sglang's pools
         elif name.endswith("_ptr"):
             types[name] = pointers.get(name, token)

@@ -87,8 +87,8 @@ def test_prefill_reading_the_state_transposed_is_seen(
     plant(
         scan,
         (
-            "o_v[None, :] * stride_in_v + o_k[:, None] * stride_in_k",
-            "o_v[None, :] * stride_in_k + o_k[:, None] * stride_in_v",
+            "o_v[None, :] * stride_state_in_v + o_k[:, None] * stride_state_in_k",
+            "o_v[None, :] * stride_state_in_k + o_k[:, None] * stride_state_in_v",
         ),
     )
     with pytest.raises(AssertionError, match="is off by"):
@@ -103,8 +103,8 @@ def test_decode_reading_the_state_transposed_is_seen(
     plant(
         recurrent,
         (
-            "o_v[:, None] * stride_in_v + o_k[None, :] * stride_in_k",
-            "o_v[:, None] * stride_in_k + o_k[None, :] * stride_in_v",
+            "o_v[:, None] * stride_state_in_v + o_k[None, :] * stride_state_in_k",
+            "o_v[:, None] * stride_state_in_k + o_k[None, :] * stride_state_in_v",
         ),
     )
     with pytest.raises(AssertionError, match="is off by"):

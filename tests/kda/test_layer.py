@@ -54,7 +54,7 @@ class Model:
         pages[:, :, :channels] = randn(SLOTS, WIDTH - 1, channels).bfloat16().to(device)
         self.conv_pool = pages[:, :, :channels].transpose(1, 2)
         self.state_pool = randn(SLOTS, heads, dim, dim).to(device)
-        self.checked = False
+        self.known: layer.KnownLayouts = {}
         shape = KdaShape(heads, heads, dim, dim)
         self.selection: KdaSelection = backend.selection(shape)
         self.step_plan: StepPlan = build_step_plan(
@@ -88,7 +88,7 @@ class Model:
         elif function is layer.decode_or_start:
             function(*common, flags, self.step_plan)
         else:
-            function(*common, flags, self.step_plan, Scratch(device), checked=self.checked)
+            function(*common, flags, self.step_plan, Scratch(device), known=self.known)
         return out
 
     def expected(
@@ -210,15 +210,20 @@ def test_a_step_plan_of_other_tokens_is_refused(backend: Backend, seed: int) -> 
         model.run(layer.prefill, (4, 1), None)
 
 
-def test_a_later_layer_of_a_step_is_not_checked_and_does_the_same(
-    backend: Backend, seed: int
-) -> None:
-    first, later = Model(backend, seed, LENGTHS), Model(backend, seed, LENGTHS)
-    later.checked = True
-    outs = [model.run(layer.prefill, INDICES, INITIAL) for model in (first, later)]
-    assert_same_bits("output", outs[1], outs[0])
-    assert_same_bits("states", later.state_pool, first.state_pool)
-    assert_same_bits("conv states", later.conv_pool, first.conv_pool)
+def test_the_layers_of_a_step_are_checked_once_for_each_layout(backend: Backend, seed: int) -> None:
+    first, later, other = (Model(backend, seed, LENGTHS) for _ in range(3))
+    later.known = other.known = first.known
+    other.qkv = other.qkv.contiguous()
+    outs = []
+    for model, layouts in ((first, 1), (later, 1), (other, 2)):
+        outs.append(model.run(layer.prefill, INDICES, INITIAL))
+        assert len(first.known) == layouts
+        assert_same_bits("output", outs[-1], outs[0])
+        assert_same_bits("states", model.state_pool, first.state_pool)
+        assert_same_bits("conv states", model.conv_pool, first.conv_pool)
+    other.qkv = other.qkv[:, ::2]
+    with pytest.raises(ValueError, match="qkv must"):
+        other.run(layer.prefill, INDICES, INITIAL)
 
 
 @pytest.mark.parametrize(

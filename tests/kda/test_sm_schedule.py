@@ -20,7 +20,7 @@ from benchmarks.sweep_kda_prefill import (
     shipped_model,
     timed,
 )
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import PrefillShape, choose_schedule, schedules
 from kda_backend.scratch import Scratch
@@ -124,9 +124,8 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
     plan = dataclasses.replace(plan, chunk_table=table)
     state = StateRef.functional(None, v_first=True)
     with pytest.raises(RuntimeError, match="out of memory"):
-        pipeline.two_stage_sm90(
-            ROW, tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, {}
-        )
+        call = PrefillCall(tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, {})
+        pipeline.two_stage_sm90(ROW, call)
     assert scratch.flags().numel() and not scratch.flags().any()
 
 
@@ -134,4 +133,5 @@ def test_no_sequences_launch_nothing() -> None:
     """Intra CTAs count themselves in the scratch, and only the scan takes that back."""
     nothing = build_step_plan(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
     untouched: Any = None  # whatever is looked at raises
-    pipeline.two_stage_sm90(*(untouched,) * 3, nothing, *(untouched,) * 5)
+    call = PrefillCall(*(untouched,) * 2, nothing, *(untouched,) * 5)
+    pipeline.two_stage_sm90(untouched, call)

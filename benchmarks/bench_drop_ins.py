@@ -1,0 +1,506 @@
+"""Drop-ins beside their originals on one GPU: the same calls, with the import changed.
+
+    python benchmarks/bench_drop_ins.py --originals FOLDER \
+        --output benchmarks/results/dropins_h200.json
+
+``CASES`` has two callers of each function, with the shapes of the models that they serve. A case
+makes its inputs once and calls the function of the same name in both packages: ours first or the
+original first by turns. Every output is compared with float64 before anything is timed, and an
+original that cannot be imported or refuses a call leaves its columns empty, with the reason.
+
+``us`` is the median time of a call between events on the default stream while the GPU is kept busy
+before it, which is the kernels' time; ``host_us`` the host's time in a call; ``plan_us`` the whole
+time of a plan, which a step makes once. ``FOLDER`` holds the originals' packages, as
+``peers/sparse_attention_built.py`` builds SageAttention's and SpargeAttn's; FlashInfer and FlashMLA
+are imported from there or from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from backend_core.testing.timing import call_time_ms, environment, host_time_ms, stream_time_ms
+from softmax_backend import reference_sparse_mla
+from softmax_backend.testing.sparse_mla_cases import write_records
+
+SAMPLED = 64  # query rows that are compared with float64
+PAGE = 64
+Run = Callable[[], Tensor]
+
+
+@dataclass
+class Inputs:
+    """The inputs of a case.
+
+    Attributes:
+        make: given a package, (its plan or ``None``, its call).
+        error: of an output, as relative L2 over sampled rows in float64.
+    """
+
+    make: Callable[[Any], tuple[Callable[[], object] | None, Run]]
+    error: Callable[[Tensor], float]
+
+
+@dataclass
+class Case:
+    """One function as one caller calls it.
+
+    Attributes:
+        ours, theirs: modules.
+        function: a name in both.
+        draw: makes the inputs on a device, of the sizes of ``shape``.
+    """
+
+    ours: str
+    theirs: str
+    function: str
+    caller: str
+    draw: Callable[..., Inputs]
+    shape: dict[str, Any] = field(default_factory=dict)
+
+
+def attention_error(
+    q: Tensor, k: Tensor, v: Tensor, got: Tensor, keys_of: Callable[[int], Tensor | slice]
+) -> float:
+    """Relative L2 of sampled rows of attention.
+
+    Args:
+        q: ``[rows, H, D]``; k, v: ``[keys, Hkv, D]``; got: ``[rows, H, DV]``.
+        keys_of: the keys that a row sees.
+    """
+    error = size = 0.0
+    group = q.shape[1] // k.shape[1]
+    for row in torch.linspace(0, len(q) - 1, min(SAMPLED, len(q))).int().tolist():
+        keys = keys_of(row)
+        wide = [x[keys].double().repeat_interleave(group, 1) for x in (k, v)]
+        logits = torch.einsum("hd,nhd->hn", q[row].double(), wide[0]) * q.shape[2] ** -0.5
+        want = torch.einsum("hn,nhd->hd", logits.softmax(1), wide[1])
+        error += float((got[row].double() - want).square().sum())
+        size += float(want.square().sum())
+    return (error / size) ** 0.5
+
+
+def normal(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def latent_step(device: torch.device, heads: int, requests: int, tokens: int) -> tuple[Any, ...]:
+    """(q ``[requests, heads, 576]``, cache, block table, lengths, error) of an MLA decode step."""
+    pages = -(-tokens // PAGE)
+    q = normal(device, requests, heads, 576)
+    cache = normal(device, requests * pages, PAGE, 576)
+    order = torch.randperm(requests * pages, device=device).int()
+    table, lengths = order.view(requests, pages), order.new_full((requests,), tokens)
+
+    def error(got: Tensor) -> float:
+        rows = cache[table.long()].view(requests, -1, 1, 576)
+        found = 0.0
+        for n in range(0, requests, -(-requests // 4)):
+            keys = rows[n, :tokens]
+            one = got[n].reshape(1, heads, 512)
+            here = attention_error(q[n : n + 1], keys, keys[..., :512], one, lambda _: slice(None))
+            found = max(found, here)
+        return found
+
+    return q, cache, table, lengths, error
+
+
+def flash_mla(device: torch.device, heads: int, requests: int, tokens: int) -> Inputs:
+    q, cache, table, lengths, error = latent_step(device, heads, requests, tokens)
+
+    def make(package: Any) -> tuple[Callable[[], object], Run]:
+        def plan() -> Any:
+            return package.get_mla_metadata(lengths, heads, 1)
+
+        meta = plan()
+
+        def run() -> Tensor:
+            call = (q.unsqueeze(1), cache.unsqueeze(2), table, lengths, 512, *meta)
+            out: Tensor = package.flash_mla_with_kvcache(*call)[0]
+            return out
+
+        return plan, run
+
+    return Inputs(make, error)
+
+
+def batch_mla(device: torch.device, heads: int, requests: int, tokens: int) -> Inputs:
+    q, cache, table, lengths, error = latent_step(device, heads, requests, tokens)
+    offsets = torch.arange(requests + 1, dtype=torch.int32, device=device)
+    q_latent, q_rope = q[..., :512].contiguous(), q[..., 512:].contiguous()
+    latent, rope = cache[..., :512].contiguous(), cache[..., 512:].contiguous()
+
+    def make(package: Any) -> tuple[Callable[[], object], Run]:
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+        wrapper = package.BatchMLAPagedAttentionWrapper(workspace)
+
+        def plan() -> None:
+            wrapper.plan(
+                qo_indptr=offsets,
+                kv_indptr=offsets * table.shape[1],
+                kv_indices=table.flatten(),
+                kv_len_arr=lengths,
+                num_heads=heads,
+                head_dim_ckv=512,
+                head_dim_kpe=64,
+                page_size=PAGE,
+                causal=False,
+                sm_scale=576**-0.5,
+                q_data_type=q.dtype,
+                kv_data_type=q.dtype,
+            )
+
+        plan()
+        return plan, lambda: wrapper.run(q_latent, q_rope, latent, rope)
+
+    return Inputs(make, error)
+
+
+def sparse_decode(device: torch.device, heads: int, requests: int, keys: int) -> Inputs:
+    rows = 0.05 * torch.randn(2 * requests, PAGE, 512)
+    cache = write_records(rows).to(device)
+    q = normal(device, requests, 1, heads, 512)
+    indices = torch.randint(0, rows.shape[0] * PAGE, (requests, 1, keys), dtype=torch.int32)
+    indices = indices.to(device)
+
+    def make(package: Any) -> tuple[None, Run]:
+        meta = package.get_mla_metadata()[0] if hasattr(package, "get_mla_metadata") else None
+
+        def run() -> Tensor:
+            out: Tensor = package.flash_mla_with_kvcache(
+                q,
+                cache.unsqueeze(2),
+                None,
+                None,
+                512,
+                meta,
+                is_fp8_kvcache=True,
+                indices=indices,
+            )[0]
+            return out
+
+        return None, run
+
+    def error(got: Tensor) -> float:
+        numbers = reference_sparse_mla.read_records(cache).view(-1, 1, 512)
+        out = got.view(requests, heads, 512)
+        named = indices.view(requests, keys).long()
+        return attention_error(q[:, 0], numbers, numbers, out, lambda row: named[row])
+
+    return Inputs(make, error)
+
+
+def sparse_prefill(device: torch.device, heads: int, tokens: int, keys: int) -> Inputs:
+    q, kv = normal(device, tokens, heads, 512), normal(device, tokens, 1, 512)
+    indices = torch.randint(0, tokens, (tokens, 1, keys), dtype=torch.int32, device=device)
+
+    def make(package: Any) -> tuple[None, Run]:
+        return None, lambda: package.flash_mla_sparse_fwd(q, kv, indices, 512**-0.5)[0]
+
+    named = indices.view(tokens, keys).long()
+    return Inputs(make, lambda got: attention_error(q, kv, kv, got, lambda row: named[row]))
+
+
+def cascade(
+    device: torch.device, heads: int, kv_heads: int, requests: int, shared: int, own: int
+) -> Inputs:
+    page, dim = 16, 128
+    pages = [shared // page, requests * (own // page)]
+    q = normal(device, requests, heads, dim)
+    cache = normal(device, sum(pages), 2, page, kv_heads, dim)
+    each = torch.arange(requests + 1, dtype=torch.int32, device=device)
+    ends = each.new_tensor([0, requests]), each
+    starts = each.new_tensor([0, pages[0]]), each * (own // page)
+    indices = torch.arange(sum(pages), dtype=torch.int32, device=device).split(pages)
+    last = [torch.full((len(x) - 1,), page, dtype=torch.int32, device=device) for x in ends]
+
+    def make(package: Any) -> tuple[Callable[[], object], Run]:
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+        wrapper = package.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+
+        def plan() -> None:
+            sizes = (heads, kv_heads, dim, page)
+            arrays = (list(ends), list(starts), list(indices), last)
+            wrapper.plan(*arrays, *sizes, q_data_type=q.dtype)
+
+        plan()
+        return plan, lambda: wrapper.run(q, cache)
+
+    def keys_of(row: int) -> Tensor:
+        first = shared + row * own
+        return torch.cat([torch.arange(shared), torch.arange(first, first + own)]).to(device)
+
+    def error(got: Tensor) -> float:
+        k, v = (x.reshape(-1, kv_heads, dim) for x in cache.unbind(1))
+        return attention_error(q, k, v, got, keys_of)
+
+    return Inputs(make, error)
+
+
+def merge(device: torch.device, tokens: int, heads: int, states: int) -> Inputs:
+    v = normal(device, tokens, states, heads, 128)
+    s = torch.randn(tokens, states, heads, device=device)
+
+    def make(package: Any) -> tuple[None, Run]:
+        return None, lambda: package.merge_states(v, s)[0]
+
+    def error(got: Tensor) -> float:
+        weights = (s.double() * math.log(2.0)).softmax(1)  # LSEs are base 2
+        want = (v.double() * weights[..., None]).sum(1)
+        return float((got - want).norm() / want.norm())
+
+    return Inputs(make, error)
+
+
+def block_map(device: torch.device, heads: int, tiles: int, blocks: int, density: float) -> Tensor:
+    """bool ``[heads, tiles, blocks]``: every tile has the same number of blocks."""
+    scores = torch.rand(heads, tiles, blocks, device=device)
+    kept = max(1, round(density * blocks))
+    return torch.zeros_like(scores).scatter_(2, scores.topk(kept, 2).indices, 1.0).bool()
+
+
+def over_blocks(q: Tensor, k: Tensor, v: Tensor, got: Tensor, kept: Tensor, size: int) -> float:
+    """`attention_error` of the first head, whose tiles of ``size`` rows see blocks of as many."""
+    keys = torch.arange(len(k), device=k.device)
+
+    def keys_of(row: int) -> Tensor:
+        return keys[kept[0, row // size][keys // size]]
+
+    return attention_error(q[:, :1], k[:, :1], v[:, :1], got[:, :1], keys_of)
+
+
+def block_sparse(device: torch.device, tokens: int, heads: int, block: int) -> Inputs:
+    q, k, v = (normal(device, tokens, heads, 128) for _ in range(3))
+    kept = block_map(device, 1, tokens // block, tokens // block, 0.25)
+    count = int(kept[0, 0].sum())
+    indptr = torch.arange(tokens // block + 1, dtype=torch.int32) * count
+    indices = kept[0].nonzero()[:, 1].int().cpu()
+
+    def make(package: Any) -> tuple[Callable[[], object], Run]:
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+        wrapper = package.BlockSparseAttentionWrapper(workspace)
+
+        def plan() -> None:
+            sizes = (tokens, tokens, block, block, heads, heads, 128)
+            wrapper.plan(indptr.to(device), indices.to(device), *sizes, q_data_type=q.dtype)
+
+        plan()
+        return plan, lambda: wrapper.run(q, k, v)
+
+    return Inputs(make, lambda got: over_blocks(q, k, v, got, kept, block))
+
+
+def variable_block_sparse(device: torch.device, tokens: int, heads: int, block: int) -> Inputs:
+    q, k, v = (normal(device, heads, tokens, 128) for _ in range(3))
+    kept = block_map(device, heads, tokens // block, tokens // block, 0.25)
+    sizes = torch.full((heads, tokens // block), block, dtype=torch.int32, device=device)
+
+    def make(package: Any) -> tuple[Callable[[], object], Run]:
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+        wrapper = package.VariableBlockSparseAttentionWrapper(workspace)
+
+        def plan() -> None:
+            wrapper.plan(kept, sizes, sizes, heads, heads, 128, q_data_type=q.dtype)
+
+        plan()
+        return plan, lambda: wrapper.run(q, k, v)
+
+    def error(got: Tensor) -> float:
+        turned = [x.transpose(0, 1) for x in (q, k, v, got)]
+        return over_blocks(*turned, kept, block)
+
+    return Inputs(make, error)
+
+
+def dense_video(device: torch.device, name: str, heads: int, dim: int, tokens: int) -> Inputs:
+    """SageAttention's function ``name`` on one clip."""
+    q, k, v = (normal(device, 1, heads, tokens, dim) for _ in range(3))
+
+    def make(package: Any) -> tuple[None, Run]:
+        return None, lambda: getattr(package, name)(q, k, v, tensor_layout="HND")
+
+    def error(got: Tensor) -> float:
+        first = [x[0, :1].transpose(0, 1) for x in (q, k, v, got)]
+        return attention_error(*first, lambda _: slice(None))
+
+    return Inputs(make, error)
+
+
+def packed_video(device: torch.device, heads: int, dim: int, tokens: int, clips: int) -> Inputs:
+    q, k, v = (normal(device, clips * tokens, heads, dim) for _ in range(3))
+    offsets = torch.arange(clips + 1, dtype=torch.int32, device=device) * tokens
+
+    def make(package: Any) -> tuple[None, Run]:
+        call = (q, k, v, offsets, offsets, tokens, tokens)
+        return None, lambda: package.sageattn_varlen(*call)
+
+    def error(got: Tensor) -> float:
+        first = [x[:, :1] for x in (q, k, v, got)]
+
+        def keys_of(row: int) -> slice:
+            return slice(row // tokens * tokens, (row // tokens + 1) * tokens)
+
+        return attention_error(*first, keys_of)
+
+    return Inputs(make, error)
+
+
+def sparse_video(
+    device: torch.device, name: str, heads: int, tokens: int, options: dict[str, float]
+) -> Inputs:
+    """SpargeAttn's function ``name`` on one clip. Each tile of queries looks for one block of keys,
+    which a prediction has to find; the error holds what it leaves out."""
+    blocks = -(-tokens // 128)
+    centres = normal(device, 1, heads, blocks, 128)
+    wanted = torch.randint(0, blocks, (2 * blocks,), device=device)
+    k, q = (
+        (x + 0.3 * normal(device, *x.shape))[:, :, :tokens]
+        for x in (
+            centres.repeat_interleave(128, 2),
+            centres[:, :, wanted].repeat_interleave(64, 2),
+        )
+    )
+    v = normal(device, 1, heads, tokens, 128)
+    kept = block_map(device, heads, -(-tokens // 64), -(-tokens // 128), 0.25)
+    more = {"mask_id": kept[None]} if name.startswith("block_sparse") else options
+
+    def make(package: Any) -> tuple[None, Run]:
+        return None, lambda: getattr(package, name)(q, k, v, **more)
+
+    def error(got: Tensor) -> float:
+        first = [x[0, :1].transpose(0, 1) for x in (q, k, v, got)]
+        keys = torch.arange(tokens, device=device)
+
+        def keys_of(row: int) -> Tensor | slice:
+            return keys[kept[0, row // 64][keys // 128]] if "mask_id" in more else slice(None)
+
+        return attention_error(*first, keys_of)
+
+    return Inputs(make, error)
+
+
+def cases() -> Iterator[Case]:
+    """Two callers of each function."""
+    family, flashinfer = "softmax_backend", "flashinfer"
+    shapes: list[tuple[str, dict[str, Any]]] = [
+        ("vLLM, DeepSeek-V3 over 8 GPUs", {"heads": 16, "requests": 64, "tokens": 4096}),
+        ("sglang, DeepSeek-V3, data parallel", {"heads": 128, "requests": 32, "tokens": 8192}),
+    ]
+    for caller, shape in shapes:
+        ours = f"{family}.flash_mla"
+        yield Case(ours, "flash_mla", "flash_mla_with_kvcache", caller, flash_mla, shape)
+        name = "BatchMLAPagedAttentionWrapper"
+        yield Case(f"{family}.flashinfer", flashinfer, name, caller, batch_mla, shape)
+    for caller, shape in (
+        ("vLLM, DeepSeek-V4 decode", {"heads": 64, "requests": 64, "keys": 512}),
+        ("sglang, DeepSeek-V4 decode", {"heads": 128, "requests": 16, "keys": 640}),
+    ):
+        ours = f"{family}.flash_mla_sparse"
+        name = "flash_mla_with_kvcache"
+        yield Case(ours, "flash_mla", name, caller, sparse_decode, shape)
+    for caller, shape in (
+        ("vLLM, DeepSeek-V4 prefill", {"heads": 64, "tokens": 4096, "keys": 512}),
+        ("sglang, DeepSeek-V4 prefill", {"heads": 128, "tokens": 2048, "keys": 640}),
+    ):
+        ours = f"{family}.flash_mla_sparse"
+        yield Case(ours, "flash_mla", "flash_mla_sparse_fwd", caller, sparse_prefill, shape)
+    for caller, heads, requests in (("Llama-3-8B", 32, 64), ("Llama-3-70B over 2 GPUs", 32, 256)):
+        shape = {"heads": heads, "kv_heads": heads // 4, "requests": requests}
+        shape |= {"shared": 8192, "own": 512}
+        name = "MultiLevelCascadeAttentionWrapper"
+        yield Case(f"{family}.flashinfer", flashinfer, name, caller, cascade, shape)
+    for caller, tokens in (("chunked prefill, two chunks", 4096), ("decode, split keys", 64)):
+        shape = {"tokens": tokens, "heads": 32, "states": 2 if tokens > 64 else 8}
+        yield Case(f"{family}.flashinfer", flashinfer, "merge_states", caller, merge, shape)
+    for caller, tokens in (("FLUX", 4608), ("Wan 2.1 at 480p", 32768)):
+        shape = {"tokens": tokens, "heads": 24, "block": 128}
+        name = "BlockSparseAttentionWrapper"
+        yield Case(f"{family}.flashinfer", flashinfer, name, caller, block_sparse, shape)
+        name = "VariableBlockSparseAttentionWrapper"
+        yield Case(f"{family}.flashinfer", flashinfer, name, caller, variable_block_sparse, shape)
+    clips = (("CogVideoX-5B", 48, 64, 17776), ("Wan 2.1 14B at 480p", 40, 128, 32760))
+    for caller, heads, dim, tokens in clips:
+        shape = {"heads": heads, "dim": dim, "tokens": tokens}
+        for name in (
+            "sageattn",
+            "sageattn_qk_int8_pv_fp8_cuda",
+            "sageattn_qk_int8_pv_fp8_cuda_sm90",
+            "sageattn_qk_int8_pv_fp16_cuda",
+            "sageattn_qk_int8_pv_fp16_triton",
+        ):
+            named = {"name": name, **shape}
+            ours = f"{family}.sageattention"
+            yield Case(ours, "sageattention", name, caller, dense_video, named)
+        packed = {**shape, "tokens": tokens // 4, "clips": 4}
+        name = "sageattn_varlen"
+        yield Case(ours, "sageattention", name, caller, packed_video, packed)
+        for name in (
+            "spas_sage2_attn_meansim_cuda",
+            "spas_sage2_attn_meansim_topk_cuda",
+            "spas_sage_attn_meansim_cuda",
+            "spas_sage_attn_meansim_topk_cuda",
+            "block_sparse_sage2_attn_cuda",
+        ):
+            shape = {"name": name, "heads": heads, "tokens": tokens // 128 * 128, "options": {}}
+            ours = f"{family}.spargeattn"
+            yield Case(ours, "spas_sage_attn", name, caller, sparse_video, shape)
+
+
+def measure(case: Case, device: torch.device, turn: int) -> dict[str, Any]:
+    """A row of the result."""
+    torch.manual_seed(turn)
+    inputs = case.draw(device, **case.shape)
+    row = {"function": case.function, "caller": case.caller, "shape": case.shape}
+    calls: dict[str, tuple[Callable[[], object] | None, Run]] = {}
+    for side, module in (("ours", case.ours), ("theirs", case.theirs)):
+        try:
+            package = importlib.import_module(module)
+            calls[side] = inputs.make(package)
+            row[f"{side}_error"] = inputs.error(calls[side][1]())
+        except Exception as reason:
+            if side == "ours":
+                raise
+            calls.pop(side, None)
+            row["theirs_refused"] = f"{type(reason).__name__}: {reason}".splitlines()[0][:200]
+    for side in sorted(calls, reverse=turn % 2 == 1):
+        plan, run = calls[side]
+        row[f"{side}_us"] = 1e3 * stream_time_ms(run, repeats=11)
+        row[f"{side}_host_us"] = 1e3 * host_time_ms(run, repeats=50)
+        if plan is not None:
+            row[f"{side}_plan_us"] = 1e3 * call_time_ms(plan, repeats=11)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--originals", type=Path, action="append", default=[])
+    parser.add_argument("--only", nargs="*", help="functions; by default all")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    sys.path[:0] = [str(folder) for folder in options.originals]
+    rows = []
+    for turn, case in enumerate(cases()):
+        if options.only and case.function not in options.only:
+            continue
+        rows.append(measure(case, torch.device("cuda", 0), turn))
+        print(json.dumps(rows[-1]), flush=True)
+        result = {**environment(), "rows": rows}
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

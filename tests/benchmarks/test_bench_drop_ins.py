@@ -1,0 +1,77 @@
+"""The benchmark of the drop-ins: every case at a small size, on a CPU, beside itself."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import bench_drop_ins
+from benchmarks.bench_drop_ins import Case
+
+SMALL = {
+    "heads": 8,
+    "kv_heads": 2,
+    "requests": 3,
+    "tokens": 256,
+    "keys": 64,
+    "shared": 64,
+    "own": 32,
+    "block": 64,
+    "clips": 2,
+}
+CASES = {case.function: case for case in bench_drop_ins.cases()}
+
+
+def allowed(function: str) -> float:
+    return 0.1 if "sage" in function else 0.02
+
+
+def small(case: Case) -> Case:
+    shape = {key: SMALL.get(key, value) for key, value in case.shape.items()}
+    if case.function == "merge_states":
+        shape["tokens"] = 16
+    return Case(case.ours, "the_original", case.function, case.caller, case.draw, shape)
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, Any], dict[str, Any]]:
+    """A row of a case, the original being a module of the caller's."""
+
+    def run(case: Case, original: Any) -> dict[str, Any]:
+        for name in ("stream_time_ms", "host_time_ms", "call_time_ms"):
+            monkeypatch.setattr(bench_drop_ins, name, lambda call, repeats: (call(), 1.0)[1])
+        monkeypatch.setitem(sys.modules, "the_original", original)
+        return bench_drop_ins.measure(case, torch.device("cpu"), 1)
+
+    return run
+
+
+@pytest.mark.parametrize("function", CASES)
+def test_a_case_beside_itself(function: str, beside: Callable[[Case, Any], dict[str, Any]]) -> None:
+    case = small(CASES[function])
+    row = beside(case, importlib.import_module(case.ours))
+    assert row["ours_error"] == row["theirs_error"] < allowed(function)
+    assert row["ours_us"] == row["theirs_us"] == 1e3
+
+
+def test_a_wrong_original_shows_and_an_absent_one_is_named(
+    beside: Callable[[Case, Any], dict[str, Any]],
+) -> None:
+    case = small(CASES["sageattn"])
+    ours = importlib.import_module(case.ours)
+    wrong = types.SimpleNamespace(sageattn=lambda *call, **more: 1.5 * ours.sageattn(*call, **more))
+    row = beside(case, wrong)
+    assert row["theirs_error"] > 0.4 > row["ours_error"]
+    row = beside(case, types.SimpleNamespace())
+    assert "theirs_us" not in row and "sageattn" in row["theirs_refused"]
+
+
+def test_every_function_has_two_callers() -> None:
+    seen = [(case.theirs, case.function, case.draw) for case in bench_drop_ins.cases()]
+    assert all(seen.count(one) == 2 for one in seen)
