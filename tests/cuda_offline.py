@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -10,19 +13,41 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from backend_core.launch.cuda import HEADERS, PARAMS_HEADER, CudaParams, shared_bytes_of
+from tests.offline import kept
 
 NVCC = shutil.which("nvcc")
 
 
+@functools.cache
+def _nvcc() -> str:
+    return subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+
+
 def nvcc_version() -> str:
-    out = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    return re.search(r"release ([\d.]+)", out)[1]  # type: ignore[index]
+    return re.search(r"release ([\d.]+)", _nvcc())[1]  # type: ignore[index]
 
 
 def compile_cubin(
     source: Path, params: CudaParams, defines: Mapping[str, int]
 ) -> tuple[bytes, dict[str, int]]:
     """(cubin; registers, spilled bytes, serialised wgmma and dynamic shared memory in bytes)."""
+    files = [*sorted(source.parent.glob("*.cu*")), *sorted(HEADERS.glob("*.cu*")), Path(__file__)]
+    texts = [source.name, params.header, *(file.read_text() for file in files)]
+    made_of = json.dumps([_nvcc(), texts, dict(defines)])
+    place = kept("nvcc") / hashlib.sha256(made_of.encode()).hexdigest()
+    if not place.exists():
+        image, line = _compile(source, params, defines)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as unfinished:
+            unfinished.write(json.dumps(line).encode() + b"\n" + image)
+        Path(unfinished.name).rename(place)
+    line_as_text, _, image = place.read_bytes().partition(b"\n")
+    return image, json.loads(line_as_text)
+
+
+def _compile(
+    source: Path, params: CudaParams, defines: Mapping[str, int]
+) -> tuple[bytes, dict[str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, PARAMS_HEADER).write_text(params.header)
         cubin = Path(folder, "kernel.cubin")

@@ -82,8 +82,8 @@ def built_peers() -> list[str]:
         "SageAttention, SpargeAttn and ThunderKittens were built from their sources; this run had"
         " no FlashAttention 3. Times in ms. A *whole call* includes quantisation, as a peer's does"
         " unless its name says otherwise. FlexAttention's times of random blocks at half of the"
-        " blocks and more are left out: the benchmark kept masks by the address of a tensor that was"
-        " gone, and so timed them with the mask of another density.",
+        " blocks and more are left out: the benchmark kept masks by the address of a tensor that"
+        " was gone, and so timed them with the mask of another density.",
         "",
         *table(["work", "tokens", "density", "ours", "whole call", "peers"], cells),
     ]

@@ -15,12 +15,6 @@ from softmax_backend.spec import MlaSpec
 from softmax_backend.testing.cases import forced
 
 
-def test_growth_goes_over_batch_and_context() -> None:
-    assert len(bench.GROWTH) == 25 and not set(bench.GROWTH) <= set(bench.SIZES)
-    assert bench.GROWTH["1x1k"] == ([1024], 0)
-    assert bench.GROWTH["256x256k"] == ([262144] * 256, 0)
-
-
 def test_what_does_not_fit_into_memory_is_named() -> None:
     gib = 1 << 30
     fits, left_out = bench.fitting(bench.GROWTH, 130 * gib)

@@ -87,14 +87,3 @@ def test_counters_are_summed_over_labels() -> None:
         'vllm:num_preemptions_created{engine="0"} 1.7e9\n# HELP vllm:num_preemptions x\n'
     )
     assert vllm_server.counters_of(page) == {"vllm:spec_decode_num_accepted_tokens_total": 7.0}
-
-
-def test_who_decodes_mla_is_taken_from_the_log() -> None:
-    lines = [
-        "(EngineCore pid=1) INFO kda-dsv4-backend: MLA with 2 heads per rank on H200 (sm90): ...",
-        "(EngineCore pid=1) INFO kda-dsv4-backend: MLA layers are served by softmax (A in the",
-    ]
-    assert recall_vllm.mla_of(lines) == "MLA layers are served by softmax (A in the"
-    assert recall_vllm.mla_of(lines[:1]) is None
-    stays = "INFO kda-dsv4-backend: MLA layers stay on TritonMLABackend: the cache must be"
-    assert recall_vllm.mla_of([stays]) == ("MLA layers stay on TritonMLABackend: the cache must be")

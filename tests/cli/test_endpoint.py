@@ -39,7 +39,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     answers["url"] = f"http://127.0.0.1:{server.server_address[1]}"
     yield answers
@@ -148,7 +148,7 @@ def test_a_server_that_ends_in_the_middle_of_an_answer() -> None:
             self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"data": [')
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Half) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             with pytest.raises(BadInputError, match="no answer from a server"):
                 Endpoint.parse(f"http://127.0.0.1:{server.server_address[1]}").server(None)

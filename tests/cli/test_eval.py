@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -105,7 +106,13 @@ def test_recall_with_transformers_here_and_a_comparison() -> None:
     assert json.loads(Path("difference.json").read_text())["questions"] == 3
 
 
-def test_gsm8k_through_a_server(server: Server) -> None:
+def drawn_answer(body: dict[str, Any]) -> str:
+    """In the place of the model's, which takes seconds over the harness's long prompts."""
+    return f" From {len(body['prompt'])} that leaves 1,{zlib.crc32(body['prompt'].encode())}."
+
+
+def test_gsm8k_through_a_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_complete", drawn_answer)
     code, _, err = ask_gsm8k(server, "--flags", "--attention-backend KDA")
     assert code == 0, err
     record = json.loads(Path("gsm8k-recall.json").read_text())
@@ -164,8 +171,9 @@ def test_right_answers_are_scored_right(capfd: pytest.CaptureFixture[str]) -> No
     assert "fatal: not a git repository" not in capfd.readouterr().err
 
 
-def test_a_server_that_stops_half_way(server: Server) -> None:
+def test_a_server_that_stops_half_way(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness tries a request three times; what was answered is not asked again."""
+    monkeypatch.setattr(server, "_complete", drawn_answer)
     server.answers_left = 4
     code, out, err = ask_gsm8k(server, "--output", "new/run.json", "--concurrency", "2")
     assert (code, out) == (2, "")
@@ -253,21 +261,6 @@ def test_a_wrong_model_name(server: Server) -> None:
     code, out, err = ask_recall(server, 1, "--model", "kimi")
     assert (code, out) == (2, "")
     assert err == "kda-dsv4: --model must be one of recall, got 'kimi'\n"
-
-
-def test_something_else_listens(server: Server) -> None:
-    code, _, err = run("eval", "recall", "--base-url", f"{server.base_url}/elsewhere")
-    assert code == 2 and "is not an OpenAI-compatible endpoint" in err
-    assert_one_sentence(err)
-
-
-def test_a_server_that_refuses(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(body):
-        raise ValueError("out of memory")
-
-    monkeypatch.setattr(server, "_complete", refuse)
-    code, _, err = ask_recall(server, 2)
-    assert code == 2 and "/v1/completions answered 500" in err.splitlines()[-1]
 
 
 def test_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,6 @@ import pytest
 from backend_cli import serve as serve_module
 from backend_core.engines import Engine
 from backend_core.target import KNOWN_TARGETS
-from kda_backend import selection
-from kda_backend.family import FAMILY
-from kda_backend.selection import select
 from tests.cli.program import assert_one_sentence, run
 
 KIMI = {
@@ -149,39 +146,6 @@ def test_ling(engine: str, flag: str, engines: Callable[..., None], tmp_path: Pa
         code, out, err = run("serve", "--engine", engine, folder, "--dry-run")
         assert (code, err) == (0, "") and f"--attention-backend {flag}" in out
         assert "32 heads per GPU" in out and "decode_step grid 1 " in out
-
-
-def test_a_gates_bound_decides_the_paths(tmp_path: Path, engines: Callable[..., None]) -> None:
-    """The bound is where each model's configuration has it."""
-    asked = []
-    for config in (KIMI, LING, {**LING, "kda_safe_gate": False}, _glm(-5.0), _glm(None)):
-        shape: Any = None
-
-        def record(target: Any, found: Any) -> Any:
-            nonlocal shape
-            shape = found
-            return select(target, found)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(selection, "select", record)
-            FAMILY.describe_model(KNOWN_TARGETS["H200"], config, 1)
-        asked.append((shape.num_heads, shape.key_dim, shape.bounded_gate))
-    assert asked == [
-        (32, 128, False),
-        (32, 128, True),
-        (32, 128, False),
-        (64, 128, True),
-        (64, 128, False),
-    ]
-
-
-def _glm(bound: float | None) -> dict[str, Any]:
-    return {
-        "model_type": "glm5_next_text",
-        "linear_num_heads": 64,
-        "linear_head_dim": 128,
-        "linear_lower_bound": bound,
-    }
 
 
 LLAMA = {"model_type": "llama"}

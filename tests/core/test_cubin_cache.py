@@ -28,13 +28,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "kda-dsv4" / "cubins"
 
 
-def test_what_was_stored_is_loaded(folder: Path) -> None:
-    assert cubin_cache.load(NAME) is None
-    cubin_cache.store(NAME, IMAGE)
-    assert cubin_cache.load(NAME) == IMAGE
-    assert [file.name for file in folder.iterdir()] == [NAME]
-
-
 def test_the_folder_and_the_files_are_the_user_s_alone(folder: Path) -> None:
     cubin_cache.store(NAME, IMAGE)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

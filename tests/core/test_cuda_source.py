@@ -43,14 +43,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     return seen
 
 
-def test_a_variant_compiles_once(compiled: list[tuple[str, ...]], tmp_path: Path) -> None:
-    source = tmp_path / "k.cu"
-    source.write_text("a")
-    first = cuda_source._compiled(source, "", ("-DX=1",))
-    assert cuda_source._compiled(source, "", ("-DX=1",)) == first
-    assert compiled == [("-DX=1",)]
-
-
 def test_source_headers_params_options_and_compiler_each_make_a_new_variant(
     compiled: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,18 +69,6 @@ def test_source_headers_params_options_and_compiler_each_make_a_new_variant(
     compile_now()
     monkeypatch.setattr(cuda_source, "_nvrtc", lambda: FakeNvrtc((13, 1)))
     compile_now()
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(
-    compiled: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    source = tmp_path / "k.cu"
-    source.write_text("a")
-    assert cuda_source._compiled(source, "", ()) == cuda_source._compiled(source, "", ())
-    assert len(compiled) == 2
 
 
 @pytest.mark.parametrize(

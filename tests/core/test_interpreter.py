@@ -63,29 +63,6 @@ def run() -> torch.Tensor:
     return out
 
 
-def folded(x: torch.Tensor) -> torch.Tensor:
-    """By the definition, along the last axis."""
-    result = x[..., 0]
-    for following in x.unbind(-1)[1:]:
-        result = 2 * result - following
-    return result
-
-
-@of_triton_3_6
-def test_reductions_are_of_each_row_in_order() -> None:
-    spare_repeated_work()
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randint(-4, 4, (4, 8), generator=generator).float()
-    n = torch.randint(1, 1000, (4, 8), generator=generator, dtype=torch.int32)
-    xor = n[:, 0].clone()
-    for column in n.unbind(1)[1:]:
-        xor ^= column
-    whole = xor[0] ^ xor[1] ^ xor[2] ^ xor[3]
-    want = [x.sum(1), folded(x), x.amax(1), xor.float(), x[1], folded(x.T)]
-    want += [folded(x.flatten())[None], whole.float()[None]]
-    assert torch.equal(run(), torch.cat(want))
-
-
 @of_triton_3_6
 def test_upstreams_own_gives_the_same_bits() -> None:
     """In a process in which nothing is changed."""

@@ -382,19 +382,6 @@ def test_in_a_closed_home_there_is_no_table_and_a_closed_folder_that_was_named_i
         load_table(TOY, H200)
 
 
-def test_a_table_that_cannot_be_opened_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    three_buckets(tmp_path)
-
-    def refuse(path: Path, most: int) -> str:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr("backend_core.tables.schema.read_text", refuse)
-    with pytest.raises(ValueError, match=r"nvidia_sm90\.toml: cannot be read: Permission denied"):
-        load_table(TOY, H200, directory=tmp_path)
-
-
 def test_a_gpu_may_share_its_predecessors_table(tmp_path: Path) -> None:
     b300 = Target("nvidia", "sm103", 148, "B300")
     text = (HEADER + row() + DECODE).replace("sm90", "sm100")

@@ -6,17 +6,13 @@ The compiler runs in a process of its own: this one may have Triton's interprete
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import triton
 
-from tests.offline import COMPILED_AGAIN, SHARED_LIMIT, TARGETS, Report
+from tests.offline import COMPILED_AGAIN, SHARED_LIMIT, TARGETS, Report, report_of
 
-ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads(Path(__file__).with_name("compile_report.json").read_text())
 MAY_SPILL = {
     "sm86 pool fp8_ds_mla c128 paged": 2,
@@ -27,14 +23,8 @@ MAY_SPILL = {
 
 
 @pytest.mark.parametrize("arch", COMPILED_AGAIN)
-def test_report(arch: str, tmp_path: Path) -> None:
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), TRITON_CACHE_DIR=str(tmp_path))
-    environment.pop("TRITON_INTERPRET", None)
-    script = ROOT / "tests" / "dsv4" / "compile_report.py"
-    command = [sys.executable, str(script), arch]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout)
+def test_report(arch: str) -> None:
+    report = report_of("tests.dsv4.compile_report", arch)
     _assert_frugal(arch, report)
     if triton.__version__ == COMMITTED["triton"]:
         message = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend_cli import demo, terminal
+from backend_cli import demo
 from backend_cli.errors import BadInputError, CliError
 from backend_core.family import families
 from backend_core.target import KNOWN_TARGETS
@@ -31,8 +31,17 @@ def test_report_and_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert not kda.is_enabled() and not dsv4.is_enabled()
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, generate = set(), demo.generate
+
+    def counting(*arguments: Any) -> list[int]:
+        threads.add(torch.get_num_threads())
+        return generate(*arguments)
+
+    monkeypatch.setattr(demo, "generate", counting)
+    torch.set_num_threads(2)
     assert demo.run(1, json_output=True) == 0
+    assert threads == {demo.THREADS} and torch.get_num_threads() == 2  # bounded, and put back
     report = json.loads(capsys.readouterr().out)
     assert report["schema"] == demo.SCHEMA and report["questions"] == 1
     assert report["accuracy"] == report["upstream_accuracy"] == report["token_agreement"] == 1.0
@@ -43,32 +52,6 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     for row in report["paths"]:
         operators = families()[row["family"]].tables.operator_names
         assert row["error"] or list(row["paths"]) == list(operators)
-
-
-def test_progress_is_written_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
-    assert demo.run(2) == 0
-    lines = capsys.readouterr().err.splitlines()
-    for name in ("this backend", "transformers"):
-        shown = [line for line in lines if line.startswith(name)]
-        assert [line.split()[-1] for line in shown[1:]] == ["1.000", "1.000"]
-        assert [f"{done}/2" in line for done, line in enumerate(shown)] == [True, True, True]
-
-
-def test_threads_are_bounded_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    generate = demo.generate
-
-    def counting(*arguments: Any) -> list[int]:
-        seen.append(torch.get_num_threads())
-        return generate(*arguments)
-
-    monkeypatch.setattr(demo, "generate", counting)
-    torch.set_num_threads(2)
-    assert demo.run(1) == 0
-    assert set(seen) == {demo.THREADS} and torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("count", [0, -1, 10_000])

@@ -262,26 +262,18 @@ def test_spilled_registers_come_back() -> None:
 
 
 def test_scalar_arithmetic() -> None:
-    wave = run(
-        "s_add_u32 s4, s2, s3",
-        "s_addc_u32 s5, 0, 0",
-        "s_sub_u32 s6, s3, s2",
-        "s_subb_u32 s7, 0, 0",
-        "s_bfe_i32 s8, s2, 0x10000",
-        "s_abs_i32 s9, s2",
-        "s_mul_hi_u32 s10, s2, s3",
+    lines = [
+        *("s_add_u32 s4, s2, s3", "s_addc_u32 s5, 0, 0"),
+        *("s_sub_u32 s6, s3, s2", "s_subb_u32 s7, 0, 0"),
+        *("s_bfe_i32 s8, s2, 0x10000", "s_abs_i32 s9, s2", "s_mul_hi_u32 s10, s2, s3"),
         "s_ashr_i64 s[12:13], s[2:3], 4",
-        "s_cmpk_gt_u32 s3, 0xffff",
-        "s_cselect_b32 s14, 1, 2",
-        "s_not_b32 s15, s3",
-        "s_not_b32 s16, s2",  # zero, so SCC is 0
-        "s_cselect_b32 s17, 1, 2",
-        "s_bitcmp1_b32 s3, 2",
-        "s_cselect_b32 s18, 1, 2",
-        "s_bitcmp0_b32 s3, 35",  # the lower five bits count: bit 3
-        "s_cselect_b32 s19, 1, 2",
-        s2=0xFFFFFFFF, s3=0x80000005,
-    )  # fmt: skip
+        *("s_cmpk_gt_u32 s3, 0xffff", "s_cselect_b32 s14, 1, 2", "s_not_b32 s15, s3"),
+        *("s_not_b32 s16, s2", "s_cselect_b32 s17, 1, 2"),  # zero, so SCC is 0
+        *("s_bitcmp1_b32 s3, 2", "s_cselect_b32 s18, 1, 2"),
+        # the lower five bits count: bit 3
+        *("s_bitcmp0_b32 s3, 35", "s_cselect_b32 s19, 1, 2"),
+    ]
+    wave = run(*lines, s2=0xFFFFFFFF, s3=0x80000005)
     assert [wave.s[n] for n in range(4, 11)] == [
         0x80000004, 1, 0x80000006, 0xFFFFFFFF, 0xFFFFFFFF, 1, 0x80000004,
     ]  # fmt: skip

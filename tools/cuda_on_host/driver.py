@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import ctypes
 import functools
 import gc
+import hashlib
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -33,10 +36,9 @@ _KERNEL = (
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     """The scheduler, one per process: kernels find its functions by their names."""
-    folder = _folder()
-    library = folder / "runtime.so"
-    sources = [str(file) for file in sorted(HERE.glob("*.cpp")) if file.name != "kernel.cpp"]
-    _run("g++", *_LANGUAGE, "-O2", "-shared", *sources, "-o", str(library))
+    files = [file for kind in ("*.cpp", "*.h") for file in HERE.glob(kind)]
+    sources = {file.name: file.read_text() for file in files if file.name != "kernel.cpp"}
+    library = _library(("-O2",), tuple(sorted(sources.items())))
     runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     runtime.run.restype = ctypes.c_char_p
     runtime.place_tensor.restype = ctypes.c_void_p
@@ -94,9 +96,10 @@ class HostKernel:
             _MODEL.update(file.name for file in instructions.glob("*.cuh"))
         places = [place for place in (HERE, instructions, source.parent) if place is not None]
         texts = _included(source.name, places) | {PARAMS_HEADER: params.header}
-        options = (f'-DSOURCE="{source.name}"', f"-DKERNEL={name}")
+        texts["kernel.cpp"] = (HERE / "kernel.cpp").read_text()
+        options = (*_KERNEL, f'-DSOURCE="{source.name}"', f"-DKERNEL={name}")
         options += tuple(f"-D{key}={value}" for key, value in defines.items())
-        file = _build(options, tuple(sorted(texts.items())))
+        file = _library(options, tuple(sorted(texts.items())))
         self._shared_bytes = shared_bytes_of(file.read_bytes())
         library = ctypes.CDLL(str(file))
         library.library_on_host.restype = ctypes.c_void_p
@@ -186,14 +189,8 @@ def _pointers(params: CudaParams) -> Iterator[tuple[str, int]]:
         yield from place(kind, name)
 
 
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="cuda-on-host-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(*command: str, folder: Path | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
     return done.stdout
 
@@ -212,17 +209,32 @@ def _included(name: str, places: Sequence[Path]) -> dict[str, str]:
 
 
 @functools.cache
-def _build(options: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> Path:
-    """``sources``: text by file name."""
-    folder = _folder()
-    for name, text in sources:
-        (folder / name).write_text(text)
-    shutil.copy(HERE / "kernel.cpp", folder)
-    built, library = folder / "kernel.o", folder / "library.so"
-    kernel = str(folder / "kernel.cpp")
-    _run("g++", *_LANGUAGE, *_KERNEL, *options, "-c", kernel, "-o", str(built))
-    _run("g++", "-shared", "-Wl,-Bsymbolic", str(built), "-o", str(library))
-    return library
+def _library(options: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> Path:
+    """A shared library of ``sources``, the text by file name.
+
+    It is kept under ``$XDG_CACHE_HOME/kda-dsv4/cuda-on-host``, in a folder named after all that it
+    is made of: processes share it, and nothing is compiled twice.
+    """
+    made_of = json.dumps([_run("g++", "--version"), _LANGUAGE, options, sources])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    place = cache / "kda-dsv4" / "cuda-on-host" / hashlib.sha256(made_of.encode()).hexdigest()
+    if place.exists():
+        return place / "library.so"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=place.parent))
+    try:
+        for name, text in sources:
+            (folder / name).write_text(text)
+        compiled = [name for name, _ in sources if name.endswith(".cpp")]
+        lines = f"-ffile-prefix-map={folder}={place}"  # where they will lie
+        _run("g++", *_LANGUAGE, *options, lines, "-c", *compiled, folder=folder)
+        objects = [name.replace(".cpp", ".o") for name in compiled]
+        _run("g++", "-shared", "-Wl,-Bsymbolic", *objects, "-o", "library.so", folder=folder)
+        with contextlib.suppress(OSError):  # another process was first
+            folder.rename(place)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return place / "library.so"
 
 
 _MODEL = {file.name for file in HERE.iterdir()}

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
-from tests.offline import ROOT
+from tests.offline import ROOT, kept
 from tools.cuda_on_host.machine_order import SOURCES, Code, roles_disorder
 from tools.cuda_on_host.planted import plant
 
@@ -58,7 +59,8 @@ PLANTED = {
 }  # fmt: skip
 
 
-def disorder(cache: Path, *arguments: object) -> dict[str, list[str]]:
+def disorder(*arguments: object) -> dict[str, list[str]]:
+    cache = kept(f"triton-{triton.__version__}")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tools.cuda_on_host.machine_order", *map(str, arguments)],
@@ -72,8 +74,8 @@ def disorder(cache: Path, *arguments: object) -> dict[str, list[str]]:
     return found
 
 
-def test_every_path_passes_the_barriers(tmp_path: Path) -> None:
-    found = disorder(tmp_path)
+def test_every_path_passes_the_barriers() -> None:
+    found = disorder()
     assert len(found) >= 9
     assert {name: what for name, what in found.items() if what} == {}
 
@@ -82,7 +84,7 @@ def test_every_path_passes_the_barriers(tmp_path: Path) -> None:
 def test_a_planted_mistake_is_found(tmp_path: Path, mistake: str) -> None:
     file, right, wrong, word, report = PLANTED[mistake]
     folder = plant(SOURCES, tmp_path, file, right, wrong)
-    found = disorder(tmp_path / "cache", folder, word)
+    found = disorder(folder, word)
     assert report in found.values()
 
 

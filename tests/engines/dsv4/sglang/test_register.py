@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 from backend_core.engines import sglang_flag
-from backend_core.strict import FallbackError
 from dsv4_backend.engines import sglang
 from dsv4_backend.engines.sglang_compressor import FusedStep
 from tests.engines.dsv4.sglang.harness import STEP, Served, make_runner, server_args
@@ -69,27 +65,6 @@ def test_the_log_says_once_which_path_serves_a_kind(log_lines: list[str]) -> Non
     lines = [line for line in log_lines if "DeepSeek-V4's compressors" in line]
     assert len(lines) == 1
     assert "512 channels and ratio 4 (fp8_ds_mla) on cpu" in lines[0]
-
-
-def test_a_model_without_compressors_is_reported(
-    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner: Any = SimpleNamespace(
-        server_args=SimpleNamespace(
-            _kda_dsv4_requested="dsv4", enable_deterministic_inference=False
-        ),
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"])),
-        is_draft_worker=False,
-        use_mla_backend=False,
-    )
-    reason = "LlamaForCausalLM has no DeepSeek-V4 compressor layers"
-    sglang_flag.build_backend(lambda *given: object(), runner, None)
-    assert log_lines == [f"falling back to upstream's code: {reason}"]
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    with pytest.raises(FallbackError, match=reason):
-        sglang_flag.build_backend(lambda *given: object(), runner, None)
-    runner.is_draft_worker = True
-    sglang_flag.build_backend(lambda *given: object(), runner, None)
 
 
 def test_a_deepseek_v4_asked_for_as_kda_is_reported(log_lines: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines.vllm_flag import flag_name
 from dsv4_backend import CompressorLayer, PagedPrefill
 from tests.dsv4.cases import Chunk, Engine, make_spec
 from tests.engines.deepseek_v4 import model_directory
+from tests.engines.vllm_process import common_metadata
 
 
 @functools.cache
@@ -154,7 +153,14 @@ class Step:
                 config,
                 torch.device("cpu"),
             )
-        metadata = builder.build(0, common_metadata(plan, chunks, pad, pads_requests))
+        common = common_metadata(
+            plan.query_starts,
+            torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
+            plan.block_table.clone(),
+            torch.cat([plan.state_slots, pad]),
+            num_actual_tokens=plan.num_tokens + (padding if pads_requests else 0),
+        )
+        metadata = builder.build(0, common)
         attn_metadata = {compressor.state_cache.prefix: metadata, "layer": records}
         with (
             torch.no_grad(),
@@ -163,24 +169,3 @@ class Step:
         ):
             compressor(x, positions, rotary(compressor.compress_ratio))
         return metadata
-
-
-def common_metadata(
-    plan: PagedPrefill, chunks: list[Chunk], pad: torch.Tensor, pads_requests: bool
-) -> CommonAttentionMetadata:
-    bounds = plan.query_starts
-    seq_lens = torch.tensor([end for _, _, end in chunks], dtype=torch.int32)
-    fields = {
-        "query_start_loc": bounds,
-        "query_start_loc_cpu": bounds,
-        "seq_lens": seq_lens,
-        "num_reqs": len(chunks),
-        "num_actual_tokens": plan.num_tokens + (pad.shape[0] if pads_requests else 0),
-        "max_query_len": max(end - start for _, start, end in chunks),
-        "max_seq_len": int(seq_lens.max()),
-        "block_table_tensor": plan.block_table.clone(),
-        "slot_mapping": torch.cat([plan.state_slots, pad]),
-        "seq_lens_cpu_upper_bound": seq_lens,
-    }
-    known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
-    return CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})

@@ -7,7 +7,6 @@ their arguments, so here it is the recorded calls on tensors that the next batch
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import entry
 from dsv4_backend import PagedPrefill
@@ -23,6 +21,7 @@ from dsv4_backend.engines import vllm_compressor
 from tests.dsv4.cases import make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config, rotary
 from tests.engines.dsv4.vllm.test_compressor import check
+from tests.engines.vllm_process import common_metadata
 
 entry.vllm.dsv4()
 TOKENS = 12
@@ -60,33 +59,17 @@ class Graph:
 
         number = min(TOKENS, self.max_num_seqs)
         dummy = InputBatch.make_dummy(number, TOKENS, self.buffers)
-        common = self.common(
-            number,
+        common = common_metadata(
             dummy.query_start_loc,
             dummy.seq_lens,
-            max_query_len or int(dummy.num_scheduled_tokens.max()),
+            self.block_table[:number],
+            self.state_slots,
+            max_query_len=max_query_len or int(dummy.num_scheduled_tokens.max()),
+            max_seq_len=1024,
         )
         if full:
             return self.builder.build_for_cudagraph_capture(common)
         return self.builder.build(0, common)
-
-    def common(
-        self, number: int, bounds: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
-    ) -> CommonAttentionMetadata:
-        fields = {
-            "query_start_loc": bounds,
-            "query_start_loc_cpu": bounds.clone(),
-            "seq_lens": seq_lens,
-            "num_reqs": number,
-            "num_actual_tokens": TOKENS,
-            "max_query_len": max_query_len,
-            "max_seq_len": 1024,
-            "block_table_tensor": self.block_table[:number],
-            "slot_mapping": self.state_slots,
-            "seq_lens_cpu_upper_bound": seq_lens.clone(),
-        }
-        known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
-        return CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
 
     def run(self, metadata: Any) -> None:
         attn_metadata = {self.compressor.state_cache.prefix: metadata, "layer": self.records}

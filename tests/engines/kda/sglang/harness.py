@@ -12,13 +12,10 @@ import dataclasses
 import functools
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.attention import attention_registry
@@ -30,9 +27,8 @@ from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import prepare_server_args
 from torch.overrides import TorchFunctionMode
 
-from kda_backend import reference
+from tests.engines.kda.weights import CHECKPOINT, Definition, checkpoint_weights
 
-CHECKPOINT = Path(__file__).parents[4] / "benchmarks" / "recall" / "checkpoint"
 REQUESTS = 8
 SLOTS = 12
 LAYERS = (0, 1)
@@ -226,50 +222,8 @@ def load(layer: Any, index: int) -> None:
                 loader(parameters[name], tensor)
 
 
-@functools.cache
-def checkpoint_weights(index: int) -> dict[str, torch.Tensor]:
-    """The parameters of a layer, by their names in the checkpoint."""
-    prefix = f"model.layers.{index}.self_attn."
-    file = load_file(CHECKPOINT / "model.safetensors")
-    return {name.removeprefix(prefix): x for name, x in file.items() if name.startswith(prefix)}
-
-
-class Definition:
-    """One request through upstream's layer by its mathematics: float64, from the checkpoint alone.
-
-    Attributes:
-        window: ``[C, 3]``, what the convolution keeps; state: ``[1, H, V, K]``.
-    """
-
-    def __init__(self, index: int, window: torch.Tensor, state: torch.Tensor) -> None:
-        self.w = {name: x.double() for name, x in checkpoint_weights(index).items()}
-        self.window, self.state = window.double(), state.double()[None]
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The next tokens ``[T, hidden]``; returns ``[T, hidden]`` and moves on."""
-        w, x, tokens = self.w, x.double(), x.shape[0]
-        _, heads, _, dim = self.state.shape
-        qkv = torch.cat([x @ w[f"{part}_proj.weight"].T for part in "qkv"], 1)
-        filters = torch.cat([w[f"{part}_conv1d.weight"].flatten(1) for part in "qkv"])
-        line = torch.cat([self.window, qkv.T], 1)
-        self.window = line[:, -3:]
-        mixed = F.silu(F.conv1d(line[None], filters[:, None], groups=line.shape[0])[0]).T
-        q, k, v = mixed.reshape(tokens, 3, heads, dim).unbind(1)
-        g, gate = (
-            ((x @ w[f"{part}_a_proj.weight"].T) @ w[f"{part}_b_proj.weight"].T).unflatten(
-                1, (heads, dim)
-            )
-            for part in "fg"
-        )
-        o, self.state = reference.recurrent_kda(
-            reference.l2norm(q),
-            reference.l2norm(k),
-            v,
-            reference.log_decay(g, w["A_log"], w["dt_bias"], None),
-            (x @ w["b_proj.weight"].T).sigmoid(),
-            scale=dim**-0.5,
-            state=self.state,
-            cu_seqlens=[0, tokens],
-        )
-        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * w["o_norm.weight"]
-        return (o * gate.sigmoid()).flatten(1) @ w["o_proj.weight"].T
+def definition_of(
+    index: int, window: torch.Tensor | None = None, state: torch.Tensor | None = None
+) -> Definition:
+    """A request through a layer of the checkpoint; a new one has no states."""
+    return Definition(checkpoint_weights(index), None, window, state)

@@ -29,7 +29,7 @@ from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_layer, sglang_verify
 from kda_backend.selection import KdaShape
 from tests.engines.kda.sglang.device_graph import DeviceGraph
-from tests.engines.kda.sglang.harness import CHECKPOINT, LAYERS, SLOTS, Definition, Served
+from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served
 from tests.engines.kda.sglang.test_layer import (
     HIDDEN,
     STATE_TOLERANCE,
@@ -38,6 +38,7 @@ from tests.engines.kda.sglang.test_layer import (
     kernels_of_an_a100,
     tokens,
 )
+from tests.engines.kda.weights import CHECKPOINT, Definition
 
 DRAFT = 4  # the token sampled last, and three that are proposed
 SIZE = 4  # requests of a captured batch

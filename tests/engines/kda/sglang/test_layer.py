@@ -18,7 +18,8 @@ from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_kernel, sglang_layer
 from kda_backend.selection import KdaShape, select
-from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Definition, Served
+from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served, definition_of
+from tests.engines.kda.weights import Definition
 
 HIDDEN = 256
 # activations are bf16 between the projections, the convolution and the kernels
@@ -48,11 +49,7 @@ def definitions(served: Any, layer: int, slots: list[int], fresh: list[bool]) ->
     """The requests as they lie in the pools; a fresh one starts from nothing."""
     conv, states = served.states(layer)
     return [
-        Definition(
-            LAYERS[layer],
-            torch.zeros_like(conv[slot]).T if new else conv[slot].T,
-            states[slot],
-        )
+        definition_of(LAYERS[layer], None if new else conv[slot].T, states[slot])
         for slot, new in zip(slots, fresh, strict=True)
     ]
 
@@ -103,26 +100,6 @@ def test_decode_with_padded_requests(served: Any) -> None:
         assert relative_error(output[:3], want) < TOLERANCE
         assert not output[3:].any()
         check_slots(served, layer, slots, requests[layer], before[layer])
-
-
-def test_prefill_in_chunks_then_decode(served: Any) -> None:
-    """The states that one step leaves are those that the next one needs."""
-    served.fill_pools(seed=5)
-    fresh_slots(served, [4], [0])
-    x = tokens(75, seed=6)
-    want = [
-        Definition(index, torch.zeros(768, 3), torch.zeros(2, 128, 128)).run(x) for index in LAYERS
-    ]
-    got: list[list[torch.Tensor]] = [[] for _ in LAYERS]
-    done = 0
-    for length in (64, 9, 1, 1):
-        mode = ForwardMode.DECODE if length == 1 else ForwardMode.EXTEND
-        batch = served.batch(mode, [length], [done], [4])
-        for layer, output in enumerate(served.forward(x[done : done + length], batch)):
-            got[layer].append(output)
-        done += length
-    for layer in range(len(LAYERS)):
-        assert relative_error(torch.cat(got[layer]), want[layer]) < TOLERANCE
 
 
 def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import re
 import subprocess
 import sys
@@ -21,10 +20,8 @@ from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 from backend_core.engines.sglang_flag import build_backend
 from backend_core.strict import FallbackError
-from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import sglang, sglang_layer
 from kda_backend.engines.sglang_kernel import KdaKernel
-from kda_backend.selection import KdaShape, select
 from tests.engines.kda.sglang.harness import Served, server_args
 
 ROOT = Path(__file__).parents[4]
@@ -54,11 +51,6 @@ def test_full_attention_can_still_be_named() -> None:
     arguments = server_args("--attention-backend", "kda", *named)
     assert resolved(arguments)["attention_backend"] == "triton"
     assert arguments._kda_dsv4_requested
-
-
-def test_schedulers_get_the_flag() -> None:
-    arguments = server_args("--attention-backend", "kda")
-    assert pickle.loads(pickle.dumps(arguments))._kda_dsv4_requested
 
 
 @pytest.mark.parametrize("flag", ["prefill", "decode"])
@@ -91,15 +83,6 @@ def test_with_the_flag_prefill_and_decode_are_ours(log_lines: list[str]) -> None
     ours = [line for line in log_lines if line.startswith("kda-dsv4")]
     assert "prefill and decode of 2 KDA layers on cpu" in ours[0]
     assert any("prefill grid 1 and more: torch" in line for line in ours)
-
-
-@pytest.mark.parametrize(("name", "measured"), [("L40S", False), ("H200", True)])
-def test_a_gpu_on_which_nothing_was_measured_is_told_so(name: str, measured: bool) -> None:
-    selection = select(KNOWN_TARGETS[name], KdaShape(4, 4, 128, 128))
-    lines = sglang_layer.describe(selection, 2, torch.float32, ["prefill", "decode"], True)
-    notes = [line for line in lines if "no launch parameters of these paths were measured" in line]
-    assert len(notes) == (not measured)
-    assert measured or "on L40S (sm89)" in notes[0]
 
 
 def test_a_model_without_kda_layers_is_reported(

@@ -1,10 +1,27 @@
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
+import torch
 
-from tests.engines.vllm_process import model_dtype, one_rank  # noqa: F401
+if importlib.util.find_spec("vllm") is not None:
+    from kda_backend.engines.vllm import register
+    from tests.engines.kda.vllm.models import MODELS, Model
+    from tests.engines.vllm_process import model_dtype, one_rank  # noqa: F401
 
+    @pytest.fixture(scope="session", autouse=True)
+    def registered() -> None:
+        register()
 
-@pytest.fixture(autouse=True)
-def under_the_models_dtype(model_dtype: None) -> None:  # noqa: F811
-    """Every test builds layers."""
+    @pytest.fixture(params=sorted(MODELS))
+    def model(request: pytest.FixtureRequest) -> Model:
+        return MODELS[request.param]
+
+    @pytest.fixture(autouse=True)
+    def under_the_models_dtype(model_dtype: None) -> None:  # noqa: F811
+        """Every test builds layers."""
+
+    @pytest.fixture
+    def in_fp32(under_the_models_dtype: None) -> None:
+        torch.set_default_dtype(torch.float32)  # the other fixture sets it back

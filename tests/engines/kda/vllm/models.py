@@ -21,11 +21,10 @@ import vllm
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from backend_core.engines import Engine
-from kda_backend import reference
 from kda_backend.engines.vllm import REPLACED
-from tests.engines.kda.vllm.harness import Weights
+from tests.engines.kda.weights import DIM, EPS, HIDDEN, Definition, Weights, drawn
 
-HIDDEN, HEADS, DIM, EPS = 256, 2, 128, 1e-5
+HEADS = 2
 
 
 KIMI_LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
@@ -189,44 +188,24 @@ MODELS = {
 }
 
 
-def drawn(model: Model, seed: int = 7) -> Weights:
-    """Parameters by their parts: projections, convolutions, gate, norm."""
-    rng = torch.Generator().manual_seed(seed)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=rng, dtype=torch.float32)
-
-    channels = HEADS * DIM
-    weights = {part: 0.06 * randn(channels, HIDDEN).bfloat16() for part in "qkv"}
-    weights["b"] = 0.06 * randn(HEADS, HIDDEN).bfloat16()
-    for part in "fg":
-        if part in model.low_rank:
-            weights[f"{part}_a"] = 0.06 * randn(DIM, HIDDEN).bfloat16()
-            weights[f"{part}_b"] = 0.09 * randn(channels, DIM).bfloat16()
-        else:
-            weights[part] = 0.06 * randn(channels, HIDDEN).bfloat16()
-    for part in "qkv":
-        weights[f"{part}_conv"] = 0.5 * randn(channels, 1, 4)
-    weights["A_log"] = randn(HEADS)
-    weights["dt_bias"] = randn(channels)
-    weights["o_norm"] = 1.0 + 0.1 * randn(DIM).bfloat16()
-    weights["o"] = 0.02 * randn(HIDDEN, channels).bfloat16()
-    return weights
-
-
 def build(
-    model: Model, config: VllmConfig, lower_bound: float | None = -5.0, index: int = 0
+    model: Model,
+    config: VllmConfig,
+    lower_bound: float | None = -5.0,
+    index: int = 0,
+    weights: Weights | None = None,
 ) -> Any:
     """The layer as its model builds it, with random weights by its own loaders."""
     prefix = f"model.layers.{index}.self_attn"
     with set_current_vllm_config(config):
         layer = model.build(model.upstream(), model.config(lower_bound), config, prefix)
-    load(layer, model, drawn(model))
-    for module in layer.modules():
-        if hasattr(module, "quant_method"):
-            # what vLLM sets on a CPU after loading; its packed form is in the library for CPUs
-            module.cpu_linear = lambda x, weight, bias: F.linear(x, weight, bias)
+    load(layer, model, weights or drawn(HEADS, model.low_rank))
     return layer
+
+
+def definition_of(model: Model, lower_bound: float | None = -5.0) -> Definition:
+    """The layer that `build` makes, in float64."""
+    return Definition(drawn(HEADS, model.low_rank), lower_bound)
 
 
 def load(layer: Any, model: Model, weights: Weights) -> None:
@@ -243,57 +222,19 @@ def load(layer: Any, model: Model, weights: Weights) -> None:
 
     name, parts = model.packed
     for shard, part in enumerate(parts):
-        put(f"{name}.weight", weights[part], shard)
-    for part in (part for part in ("f", "g", "f_b", "g_a", "g_b") if part in weights):
-        if part not in parts:
-            put(f"{part}_proj.weight", weights[part])
+        put(f"{name}.weight", weights[f"{part}_proj.weight"], shard)
+    for part in ("f", "g", "f_b", "g_a", "g_b"):
+        if part not in parts and f"{part}_proj.weight" in weights:
+            put(f"{part}_proj.weight", weights[f"{part}_proj.weight"])
     for shard, part in enumerate("qkv"):
+        filters = weights[f"{part}_conv1d.weight"]
         if model.packed_conv:
-            put("conv1d.weight", weights[f"{part}_conv"], shard)
+            put("conv1d.weight", filters, shard)
         else:
-            put(f"{part}_conv1d.weight", weights[f"{part}_conv"])
-    for part in ("A_log", "dt_bias"):
-        put(part, weights[part])
-    put("o_norm.weight", weights["o_norm"])
-    put("o_proj.weight", weights["o"])
-
-
-class Definition:
-    """A layer by its mathematics in float64, from the random weights alone."""
-
-    def __init__(self, model: Model, lower_bound: float | None = -5.0) -> None:
-        self.w = {name: x.double() for name, x in drawn(model).items()}
-        self.lower_bound = lower_bound
-        self.conv = torch.zeros(3 * HEADS * DIM, 3, dtype=torch.float64)
-        self.state = torch.zeros(1, HEADS, DIM, DIM, dtype=torch.float64)
-
-    def _gate(self, part: str, x: torch.Tensor) -> torch.Tensor:
-        if part in self.w:
-            y = x @ self.w[part].T
-        else:
-            y = x @ self.w[f"{part}_a"].T @ self.w[f"{part}_b"].T
-        return y.view(-1, HEADS, DIM)
-
-    def run(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The next tokens ``[T, hidden]`` of one sequence; the states move on."""
-        w, x = self.w, hidden_states.double()
-        qkv = torch.cat([x @ w[part].T for part in "qkv"], 1)
-        filters = torch.cat([w[f"{part}_conv"].flatten(1) for part in "qkv"])
-        line = torch.cat([self.conv, qkv.T], 1)
-        self.conv = line[:, -3:]
-        mixed = F.silu(F.conv1d(line[None], filters[:, None], groups=line.shape[0])[0]).T
-        q, k, v = mixed.reshape(x.shape[0], 3, HEADS, DIM).unbind(1)
-        bias = w["dt_bias"].view(HEADS, DIM)
-        o, self.state = reference.recurrent_kda(
-            reference.l2norm(q),
-            reference.l2norm(k),
-            v,
-            reference.log_decay(self._gate("f", x), w["A_log"], bias, self.lower_bound),
-            (x @ w["b"].T).sigmoid(),
-            scale=DIM**-0.5,
-            state=self.state,
-            cu_seqlens=[0, x.shape[0]],
-        )
-        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * w["o_norm"]
-        o = o * self._gate("g", x).sigmoid()
-        return o.flatten(1) @ w["o"].T
+            put(f"{part}_conv1d.weight", filters)
+    for rest in ("A_log", "dt_bias", "o_norm.weight", "o_proj.weight"):
+        put(rest, weights[rest])
+    for module in layer.modules():
+        if hasattr(module, "quant_method"):
+            # what vLLM sets on a CPU after loading; its packed form is in the library for CPUs
+            module.cpu_linear = lambda x, weight, bias: F.linear(x, weight, bias)

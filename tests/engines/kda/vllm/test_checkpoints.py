@@ -15,41 +15,25 @@ from kda_backend import layer as kda_layer
 from kda_backend import layer_checkpoints
 from kda_backend.contract.values import StateRef
 from kda_backend.engines import vllm_layer, vllm_profile
-from kda_backend.engines.vllm import register
 from kda_backend.layer_checkpoints import Checkpoints
 from tests.engines.kda.vllm.harness import (
+    DRAFT,
+    NGRAM,
     SLOTS,
     bind_cache,
     cache_spec,
+    check,
     engine_config,
+    expect_states,
+    hidden,
     run_layer,
     step_metadata,
 )
-from tests.engines.kda.vllm.models import MODELS, Definition, Model, build
-from tests.engines.kda.vllm.test_models import (
-    DRAFT,
-    check,
-    expect_states,
-    hidden,
-)
+from tests.engines.kda.vllm.models import Model, build, definition_of
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 BLOCK = 64
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    register()
-
-
-@pytest.fixture(autouse=True)
-def in_fp32(under_the_models_dtype: None) -> None:
-    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
-
-
-@pytest.fixture(params=sorted(MODELS))
-def model(request: pytest.FixtureRequest) -> Model:
-    return MODELS[request.param]
 
 
 def caching_config(*, flag: bool = True, **options: Any) -> VllmConfig:
@@ -99,7 +83,7 @@ def test_checkpoints_are_the_states_in_the_middle_of_prefills(model: Model) -> N
         [[1, 0, 0, 0], [2, 3, 4, 0], [5, 0, 0, 0], [6, 7, 8, 9]], dtype=torch.int32
     )
     texts = [hidden(n, seed=n) for n in (30, 150, 40, 204)]
-    definitions = [Definition(model) for _ in texts]
+    definitions = [definition_of(model) for _ in texts]
     x = torch.cat([texts[0][:20], texts[3][:BLOCK]])
     metadata = step_metadata(layer, config, (20, BLOCK), (0, 0), blocks[[0, 3]])
     o = run_layer(layer, config, x, metadata)
@@ -115,7 +99,7 @@ def test_checkpoints_are_the_states_in_the_middle_of_prefills(model: Model) -> N
     o = run_layer(layer, config, x, metadata)
     check(layer, o, x, lengths, (1, 4, 5, 9), definitions)
     for text, length, slot in ((texts[1], 128, 3), (texts[3], 192, 8)):
-        inside = Definition(model)
+        inside = definition_of(model)
         inside.run(text[:length])
         expect_states(layer, slot, inside)
     untouched = [slot for slot in range(SLOTS) if slot not in (1, 4, 5, 9, 3, 8)]
@@ -200,7 +184,7 @@ def test_the_profile_run_reserves_states_of_checkpoints_for_16_bits_alone(
 def test_a_request_resumes_from_a_checkpoint(model: Model) -> None:
     config = caching_config()
     layer = layer_of(model, config)
-    x, definition = hidden(190), Definition(model)
+    x, definition = hidden(190), definition_of(model)
     want = definition.run(x)
     blocks = torch.tensor([[2, 3, 4, 0]], dtype=torch.int32)
     run_layer(layer, config, x[:150], step_metadata(layer, config, (150,), (0,), blocks))
@@ -214,8 +198,7 @@ def test_a_request_resumes_from_a_checkpoint(model: Model) -> None:
 
 
 def test_checkpoints_of_prefills_beside_drafts(model: Model) -> None:
-    draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
-    config = caching_config(speculative_config=draft)
+    config = caching_config(speculative_config=NGRAM)
     layer = layer_of(model, config)
     blocks = torch.tensor([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 0, 0]], dtype=torch.int32)
     texts = [hidden(150, seed=1), hidden(30, seed=2)]
@@ -226,14 +209,14 @@ def test_checkpoints_of_prefills_beside_drafts(model: Model) -> None:
     assert (metadata.num_spec_decodes, metadata.num_prefills) == (1, 1)
     assert metadata.checkpoint is not None
     o = run_layer(layer, config, x, metadata)
-    definition = Definition(model)
+    definition = definition_of(model)
     want = definition.run(texts[0][:128])
     expect_states(layer, 6, definition)
     assert relative_error(o[:128], want) < TOLERANCE
     want = definition.run(texts[0][128:])
     expect_states(layer, 7, definition)
     assert relative_error(o[128:150], want) < TOLERANCE
-    definition = Definition(model)
+    definition = definition_of(model)
     definition.run(texts[1][:20])
     assert relative_error(o[150:], definition.run(texts[1][20 : 20 + DRAFT])) < TOLERANCE
 

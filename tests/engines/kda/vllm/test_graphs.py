@@ -7,7 +7,6 @@ null block.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -26,13 +25,15 @@ from kda_backend.engines import vllm_packed, vllm_run
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     SLOTS,
-    Definition,
     bind_cache,
     build_layer,
     engine_config,
+    hidden,
     run_layer,
     step_metadata,
 )
+from tests.engines.kda.weights import Definition, checkpoint_weights
+from tests.engines.vllm_process import common_metadata
 
 TOLERANCE = 8e-3
 SIZE = 4  # requests of the captured batch
@@ -70,21 +71,9 @@ class Graph:
         table = torch.zeros(SIZE, 4, dtype=torch.int32)
         table[:number, 0] = torch.tensor(slots, dtype=torch.int32)
         lengths = torch.full((SIZE,), 9, dtype=torch.int32)
-        fields = {
-            "query_start_loc": bounds,
-            "query_start_loc_cpu": bounds,
-            "seq_lens": lengths,
-            "num_reqs": SIZE,
-            "num_actual_tokens": SIZE,
-            "max_query_len": 1,
-            "max_seq_len": 9,
-            "block_table_tensor": table,
-            "slot_mapping": torch.zeros(SIZE, dtype=torch.int64),
-            "is_prefilling": torch.zeros(SIZE, dtype=torch.bool),
-            "seq_lens_cpu_upper_bound": lengths,
-        }
-        known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
-        common = CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
+        slots = torch.zeros(SIZE, dtype=torch.int64)
+        is_prefilling = torch.zeros(SIZE, dtype=torch.bool)
+        common = common_metadata(bounds, lengths, table, slots, is_prefilling=is_prefilling)
         if capture:
             return self.builder.build_for_cudagraph_capture(common)
         return self.builder.build(0, common)
@@ -119,18 +108,13 @@ class Graph:
         return out
 
 
-def hidden(tokens: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, 256, generator=generator, dtype=torch.float32).bfloat16()
-
-
 def test_a_graph_of_decodes_serves_other_requests_than_it_was_captured_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph = Graph(monkeypatch)
     layer, config = graph.layer, graph.config
     prompts = {slot: hidden(8, seed=slot) for slot in (3, 7, 5)}
-    definitions = {slot: Definition() for slot in prompts}
+    definitions = {slot: Definition(checkpoint_weights(0)) for slot in prompts}
     for slot, prompt in prompts.items():
         definitions[slot].run(prompt)
         table = torch.tensor([[slot, 0, 0, 0]], dtype=torch.int32)

@@ -16,16 +16,22 @@ import torch
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import vllm_step
 from kda_backend.engines.vllm import register
-from tests.engines.kda.vllm.harness import bind_cache, engine_config, run_layers, step_metadata
-from tests.engines.kda.vllm.models import MODELS, Definition, build
-from tests.engines.kda.vllm.test_models import DRAFT, TOLERANCE, check, hidden, table
+from tests.engines.kda.vllm.harness import (
+    DRAFT,
+    NGRAM,
+    bind_cache,
+    check,
+    engine_config,
+    hidden,
+    run_layers,
+    step_metadata,
+    table,
+)
+from tests.engines.kda.vllm.models import MODELS, build, definition_of
+from tests.engines.kda.vllm.test_models import TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 SLOTS = ((3, 5, 7), (2, 9, 4))  # of the three requests, in each group
-
-
-@pytest.fixture(autouse=True)
-def in_fp32(under_the_models_dtype: None) -> None:
-    torch.set_default_dtype(torch.float32)
 
 
 class Groups:
@@ -38,7 +44,7 @@ class Groups:
         self.layers = [build(model, self.config, index=index) for index in (0, 1)]
         for layer in self.layers:
             bind_cache(layer, self.config)
-        self.definitions = [[Definition(model) for _ in SLOTS[0]] for _ in self.layers]
+        self.definitions = [[definition_of(model) for _ in SLOTS[0]] for _ in self.layers]
         self.built: list[list[int]] = []
         self.known: list[list[int] | None] = []
         upstream = vllm_step.build_step_plan
@@ -91,8 +97,7 @@ def test_a_step_plans_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_prefills_beside_drafts_plan_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their offsets are another tensor in each group's metadata."""
-    draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
-    groups = Groups(name, monkeypatch, speculative_config=draft)
+    groups = Groups(name, monkeypatch, speculative_config=NGRAM)
     tables = [
         torch.tensor([[3, 5, 7, 8], [1, 0, 0, 0]], dtype=torch.int32),
         torch.tensor([[2, 9, 4, 6], [10, 0, 0, 0]], dtype=torch.int32),

@@ -14,24 +14,25 @@ from vllm.model_executor.custom_op import op_registry_oot
 
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines.vllm import register
-from tests.engines.kda.vllm.harness import bind_cache, engine_config, run_layer, step_metadata
-from tests.engines.kda.vllm.models import MODELS, Definition, Model, build
-from tests.engines.kda.vllm.test_checkpoints import caching_config
-from tests.engines.kda.vllm.test_models import (
+from tests.engines.kda.vllm.harness import (
     DRAFT,
+    NGRAM,
+    bind_cache,
     check,
+    engine_config,
     expect_states,
     hidden,
-    is_ours,
+    run_layer,
+    step_metadata,
+    table,
 )
+from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
+from tests.engines.kda.vllm.test_checkpoints import caching_config
+from tests.engines.kda.vllm.test_models import is_ours
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 MODULE = "vllm.models.kimi_k3.amd.kda"
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def in_fp32(under_the_models_dtype: None) -> None:
-    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
 
 
 @pytest.fixture(autouse=True)
@@ -71,15 +72,14 @@ def test_a_step_of_decodes_and_prefills(model: Model) -> None:
     layer = build(model, config)
     assert is_ours(layer) and isinstance(layer, model.upstream())
     bind_cache(layer, config)
-    table = torch.zeros(3, 4, dtype=torch.int32)
-    table[:, 0] = torch.tensor([2, 9, 4])
-    definitions = [Definition(model) for _ in range(3)]
+    slots = (2, 9, 4)
+    definitions = [definition_of(model) for _ in range(3)]
     for lengths, done in (((40, 30), (0, 0)), ((1, 1), (40, 30)), ((1, 1, 65), (41, 31, 0))):
         x = hidden(sum(lengths), seed=sum(done))
-        metadata = step_metadata(layer, config, lengths, done, table[: len(lengths)])
+        own = slots[: len(lengths)]
+        metadata = step_metadata(layer, config, lengths, done, table(*own))
         o = run_layer(layer, config, x, metadata)
-        slots = table[: len(lengths), 0].tolist()
-        check(layer, o, x, lengths, slots, definitions[: len(lengths)])
+        check(layer, o, x, lengths, own, definitions[: len(lengths)])
 
 
 def test_checkpoints_beside_a_decode(model: Model) -> None:
@@ -91,7 +91,7 @@ def test_checkpoints_beside_a_decode(model: Model) -> None:
     bind_cache(layer, config)
     blocks = torch.tensor([[1, 0, 0, 0], [5, 0, 0, 0], [2, 3, 4, 0]], dtype=torch.int32)
     texts = [hidden(n, seed=n) for n in (30, 40, 150)]
-    definitions = [Definition(model) for _ in texts]
+    definitions = [definition_of(model) for _ in texts]
     first = step_metadata(layer, config, (20,), (0,), blocks[:1])
     o = run_layer(layer, config, texts[0][:20], first)
     check(layer, o, texts[0][:20], (20,), (1,), definitions[:1])
@@ -101,7 +101,7 @@ def test_checkpoints_beside_a_decode(model: Model) -> None:
     assert metadata.checkpoint.checkpoint_offsets.tolist() == [0, 128]
     o = run_layer(layer, config, x, metadata)
     check(layer, o, x, lengths, (1, 5, 4), definitions)
-    inside = Definition(model)
+    inside = definition_of(model)
     inside.run(texts[2][:128])
     expect_states(layer, 3, inside)
 
@@ -116,12 +116,11 @@ def test_the_option_against_checkpoints_is_kept(model: Model) -> None:
 
 
 def test_drafts(model: Model) -> None:
-    draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
-    config = engine_config(flag=True, dtype="float32", speculative_config=draft)
+    config = engine_config(flag=True, dtype="float32", speculative_config=NGRAM)
     layer = build(model, config)
     bind_cache(layer, config)
     blocks = torch.tensor([[2, 3, 4, 5]], dtype=torch.int32)
-    x, definition = hidden(24), Definition(model)
+    x, definition = hidden(24), definition_of(model)
     run_layer(layer, config, x[:20], step_metadata(layer, config, (20,), (0,), blocks, (0,)))
     definition.run(x[:20])
     metadata = step_metadata(layer, config, (DRAFT,), (20,), blocks, (1,))

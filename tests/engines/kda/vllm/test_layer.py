@@ -16,26 +16,24 @@ from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import transpose_states
 from kda_backend import layer as operators
 from kda_backend.engines import vllm_layer, vllm_profile
-from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     BLOCK,
+    DRAFT,
+    NGRAM,
     SLOTS,
-    Definition,
     bind_cache,
     build_layer,
-    drawn_weights,
+    check,
     engine_config,
+    hidden,
     run_layer,
     step_metadata,
+    table,
 )
+from tests.engines.kda.weights import Definition, checkpoint_weights, drawn
 
 # bf16 layers differ from float64 by the roundings of their projections
 TOLERANCE = 8e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    register()
 
 
 @pytest.fixture
@@ -50,68 +48,12 @@ def layer(config: Any) -> Any:
     return built
 
 
-def hidden(tokens: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, 256, generator=generator, dtype=torch.float32).bfloat16()
-
-
-def table(*slots: int) -> torch.Tensor:
-    """The block table of requests that have one block each; rows are further apart than one."""
-    wide = torch.zeros(len(slots), 4, dtype=torch.int32)
-    wide[:, 0] = torch.tensor(slots)
-    return wide
-
-
-def check(
-    layer: Any,
-    o: torch.Tensor,
-    x: torch.Tensor,
-    lengths: tuple[int, ...],
-    slots: tuple[int, ...],
-    definitions: list[Definition] | None = None,
-) -> None:
-    begin = 0
-    for n, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
-        definition = Definition() if definitions is None else definitions[n]
-        want = definition.run(x[begin : begin + length])
-        assert relative_error(o[begin : begin + length], want) < TOLERANCE
-        assert relative_error(layer.kv_cache[1][slot], definition.state[0]) < TOLERANCE
-        conv = layer.kv_cache[0][slot].T
-        assert relative_error(conv, definition.conv) < TOLERANCE
-        begin += length
-
-
-def test_decodes_beside_a_prefill_take_the_decode_kernel(
-    layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slots = (2, 9, 4)
-    definitions = [Definition() for _ in slots]
-    first = hidden(70)
-    metadata = step_metadata(layer, config, (40, 30), (0, 0), table(2, 9))
-    o = run_layer(layer, config, first, metadata)
-    check(layer, o, first, (40, 30), (2, 9), definitions[:2])
-
-    calls = []
-    chunked = operators.prefill
-
-    def counted(*args: Any, **options: Any) -> None:
-        calls.append(args[2].out.shape[0])
-        chunked(*args, **options)
-
-    monkeypatch.setattr(operators, "prefill", counted)
-    second = hidden(2 + 65, seed=1)
-    metadata = step_metadata(layer, config, (1, 1, 65), (40, 30, 0), table(*slots))
-    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
-    o = run_layer(layer, config, second, metadata)
-    check(layer, o, second, (1, 1, 65), slots, definitions)
-    assert calls == [65]
-
-    third = hidden(3, seed=2)
-    metadata = step_metadata(layer, config, (1, 1, 1), (41, 31, 65), table(*slots))
-    assert (metadata.num_decodes, metadata.num_prefills) == (3, 0)
-    o = run_layer(layer, config, third, metadata)
-    check(layer, o, third, (1, 1, 1), slots, definitions)
-    assert calls == [65]
+def behind(x: torch.Tensor | None = None) -> Definition:
+    """The checkpoint's layer after these tokens."""
+    definition = Definition(checkpoint_weights(0))
+    if x is not None:
+        definition.run(x)
+    return definition
 
 
 def test_the_canary_leaves_transposed_states(
@@ -123,8 +65,7 @@ def test_the_canary_leaves_transposed_states(
     metadata = step_metadata(layer, config, (40, 30), (0, 0), table(2, 9))
     run_layer(layer, config, hidden(70), metadata)
     for slot, begin, end in ((2, 0, 40), (9, 40, 70)):
-        definition = Definition()
-        definition.run(hidden(70)[begin:end])
+        definition = behind(hidden(70)[begin:end])
         assert relative_error(layer.kv_cache[1][slot].mT, definition.state[0]) < TOLERANCE
         assert relative_error(layer.kv_cache[1][slot], definition.state[0]) > 0.5
 
@@ -133,14 +74,14 @@ def test_a_prompt_of_one_token_beside_a_prefill_starts_from_zero(layer: Any, con
     x = hidden(66)
     metadata = step_metadata(layer, config, (1, 65), (0, 0), table(6, 8))
     o = run_layer(layer, config, x, metadata)
-    check(layer, o, x, (1, 65), (6, 8))
+    check(layer, o, x, (1, 65), (6, 8), [behind(), behind()], TOLERANCE)
 
 
 @pytest.mark.parametrize("heads", [32, 5])
 def test_other_numbers_of_heads(config: Any, heads: int) -> None:
     """Kimi-Linear-48B's heads; and a number that leaves rows of the packed weights to padding."""
     config.model_config.hf_config.linear_attn_config["num_heads"] = heads
-    weights = drawn_weights(heads)
+    weights = drawn(heads)
     layer = build_layer(config, weights=weights)
     bind_cache(layer, config)
     definitions = [Definition(weights) for _ in range(2)]
@@ -148,7 +89,7 @@ def test_other_numbers_of_heads(config: Any, heads: int) -> None:
         x = hidden(sum(lengths), seed=sum(done))
         metadata = step_metadata(layer, config, lengths, done, table(3, 6))
         o = run_layer(layer, config, x, metadata)
-        check(layer, o, x, lengths, (3, 6), definitions)
+        check(layer, o, x, lengths, (3, 6), definitions, TOLERANCE)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -182,7 +123,7 @@ def test_prefix_caching_reads_the_state_of_the_aligned_block(config: Any) -> Non
     layer = build_layer(config)
     bind_cache(layer, config)
     blocks = torch.tensor([[3, 8, 5, 10]], dtype=torch.int32)
-    x, definition = hidden(2 * BLOCK + 5), Definition()
+    x, definition = hidden(2 * BLOCK + 5), behind()
     states = []
     for step, (begin, end) in enumerate(((0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, 37))):
         if step:  # the engine's copy
@@ -201,8 +142,7 @@ def test_prefix_caching_reads_the_state_of_the_aligned_block(config: Any) -> Non
         pool[11] = pool[3]
     metadata = step_metadata(layer, config, (9,), (BLOCK,), hit)
     again = run_layer(layer, config, x[BLOCK : BLOCK + 9], metadata)
-    fresh = Definition()
-    fresh.run(x[:BLOCK])
+    fresh = behind(x[:BLOCK])
     assert relative_error(again, fresh.run(x[BLOCK : BLOCK + 9])) < TOLERANCE
     assert relative_error(layer.kv_cache[1][3], states[0]) < TOLERANCE
 
@@ -240,27 +180,9 @@ def test_both_layers_come_from_one_plan_that_is_logged_once(
     ]
 
 
-DRAFT = 4  # the token sampled last, and three that are proposed
-
-
 @pytest.fixture
 def drafting() -> Any:
-    return engine_config(
-        flag=True,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": DRAFT - 1,
-            "prompt_lookup_max": 3,
-        },
-    )
-
-
-def behind(x: torch.Tensor, tokens: int) -> Definition:
-    """The definition after the first tokens."""
-    definition = Definition()
-    if tokens:
-        definition.run(x[:tokens])
-    return definition
+    return engine_config(flag=True, speculative_config=NGRAM)
 
 
 def test_a_padded_draft_of_a_cuda_graph_touches_nothing(drafting: Any) -> None:
@@ -277,7 +199,7 @@ def test_a_padded_draft_of_a_cuda_graph_touches_nothing(drafting: Any) -> None:
     metadata.spec_query_start_loc = torch.tensor([0, DRAFT, DRAFT], dtype=torch.int32)
     metadata.num_accepted_tokens = torch.ones(2, dtype=torch.int32)
     o = run_layer(layer, drafting, text[9 : 9 + DRAFT + 3], metadata)
-    assert relative_error(o[:DRAFT], behind(text, 9).run(text[9 : 9 + DRAFT])) < TOLERANCE
+    assert relative_error(o[:DRAFT], behind(text[:9]).run(text[9 : 9 + DRAFT])) < TOLERANCE
     assert not o[DRAFT:].any()
     others = [slot for slot in range(SLOTS) if slot not in (2, 3, 4, 5)]
     for pool, kept in zip(layer.kv_cache, before, strict=True):

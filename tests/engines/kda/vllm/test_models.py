@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,42 +15,32 @@ import torch
 from vllm.model_executor.custom_op import op_registry_oot
 
 from backend_core.engines.vllm_flag import flag_name
-from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend import selection
 from kda_backend.engines import vllm_profile, vllm_run
-from kda_backend.engines.vllm import REPLACED, register, replace_layer
+from kda_backend.engines.vllm import REPLACED, replace_layer
 from kda_backend.engines.vllm_layer import runtime_of
 from kda_backend.family import FAMILY
 from kda_backend.selection import KdaShape, select
 from tests.engines.kda.vllm.harness import (
+    DRAFT,
+    NGRAM,
     SLOTS,
     bind_cache,
+    check,
     engine_config,
+    expect_states,
+    hidden,
     run_layer,
     step_metadata,
+    table,
 )
-from tests.engines.kda.vllm.models import MODELS, Definition, Model, build
+from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 TOLERANCE = 1e-5
 BF16_TOLERANCE = 3e-2  # a gate of low rank is rounded twice before its exponential
-DRAFT = 4  # the token sampled last, and three that are proposed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    register()
-
-
-@pytest.fixture(params=sorted(MODELS))
-def model(request: pytest.FixtureRequest) -> Model:
-    return MODELS[request.param]
-
-
-@pytest.fixture(autouse=True)
-def in_fp32(under_the_models_dtype: None) -> None:
-    torch.set_default_dtype(torch.float32)  # the other fixture sets it back
 
 
 @pytest.fixture
@@ -61,8 +50,7 @@ def config() -> Any:
 
 @pytest.fixture
 def drafting() -> Any:
-    draft = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
-    return engine_config(flag=True, dtype="float32", speculative_config=draft)
+    return engine_config(flag=True, dtype="float32", speculative_config=NGRAM)
 
 
 @pytest.fixture
@@ -70,39 +58,6 @@ def layer(model: Model, config: Any) -> Any:
     built = build(model, config)
     bind_cache(built, config)
     return built
-
-
-def hidden(tokens: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, 256, generator=generator, dtype=torch.float32)
-
-
-def table(*slots: int) -> torch.Tensor:
-    """The block table of requests that have one block each; rows are further apart than one."""
-    wide = torch.zeros(len(slots), 4, dtype=torch.int32)
-    wide[:, 0] = torch.tensor(slots)
-    return wide
-
-
-def expect_states(layer: Any, slot: int, definition: Definition) -> None:
-    assert relative_error(layer.kv_cache[1][slot], definition.state[0]) < TOLERANCE
-    assert relative_error(layer.kv_cache[0][slot].T[:, :3], definition.conv) < TOLERANCE
-
-
-def check(
-    layer: Any,
-    o: torch.Tensor,
-    x: torch.Tensor,
-    lengths: Sequence[int],
-    slots: Sequence[int],
-    definitions: Sequence[Definition],
-) -> None:
-    begin = 0
-    for length, slot, definition in zip(lengths, slots, definitions, strict=True):
-        want = definition.run(x[begin : begin + length])
-        assert relative_error(o[begin : begin + length], want) < TOLERANCE
-        expect_states(layer, slot, definition)
-        begin += length
 
 
 def is_ours(layer: Any) -> bool:
@@ -152,7 +107,7 @@ def test_prefills_match_the_definition(model: Model, layer: Any, config: Any) ->
     before = [pool[untouched].clone() for pool in layer.kv_cache]
     metadata = step_metadata(layer, config, lengths, (0, 0, 0), table(*slots))
     o = run_layer(layer, config, x, metadata)
-    check(layer, o, x, lengths, slots, [Definition(model) for _ in slots])
+    check(layer, o, x, lengths, slots, [definition_of(model) for _ in slots])
     for pool, kept in zip(layer.kv_cache, before, strict=True):
         assert torch.equal(pool[untouched], kept)
 
@@ -162,15 +117,15 @@ def test_in_bf16_only_rounding_differs(model: Model) -> None:
     config = engine_config(flag=True)
     layer = build(model, config)
     bind_cache(layer, config)
-    x = hidden(100).bfloat16()
+    x = hidden(100)
     o = run_layer(layer, config, x, step_metadata(layer, config, (100,), (0,), table(3)))
-    definition = Definition(model)
+    definition = definition_of(model)
     assert relative_error(o, definition.run(x)) < BF16_TOLERANCE
     assert relative_error(layer.kv_cache[1][3], definition.state[0]) < BF16_TOLERANCE
 
 
 def test_chunked_prefill_continues_from_the_cache(model: Model, layer: Any, config: Any) -> None:
-    x, definition, done = hidden(150), Definition(model), 0
+    x, definition, done = hidden(150), definition_of(model), 0
     for length in (64, 3, 1, 82):
         metadata = step_metadata(layer, config, (length,), (done,), table(4))
         o = run_layer(layer, config, x[done : done + length], metadata)
@@ -181,7 +136,7 @@ def test_chunked_prefill_continues_from_the_cache(model: Model, layer: Any, conf
 
 def test_decodes_alone_and_beside_prefills(model: Model, layer: Any, config: Any) -> None:
     slots = (2, 9, 4, 6)
-    definitions = [Definition(model) for _ in slots]
+    definitions = [definition_of(model) for _ in slots]
     x = hidden(70)
     metadata = step_metadata(layer, config, (40, 30), (0, 0), table(2, 9))
     check(layer, run_layer(layer, config, x, metadata), x, (40, 30), (2, 9), definitions[:2])
@@ -201,7 +156,7 @@ def test_decodes_alone_and_beside_prefills(model: Model, layer: Any, config: Any
 def test_padded_requests_of_a_captured_batch_touch_nothing(
     model: Model, layer: Any, config: Any
 ) -> None:
-    x, definitions = hidden(30), [Definition(model)]
+    x, definitions = hidden(30), [definition_of(model)]
     metadata = step_metadata(layer, config, (30,), (0,), table(4))
     check(layer, run_layer(layer, config, x, metadata), x, (30,), (4,), definitions)
     before = [pool.clone() for pool in layer.kv_cache]
@@ -222,7 +177,7 @@ def test_lings_gate_may_have_no_bound(config: Any) -> None:
     bind_cache(layer, config)
     x = hidden(50)
     o = run_layer(layer, config, x, step_metadata(layer, config, (50,), (0,), table(4)))
-    check(layer, o, x, (50,), (4,), [Definition(model, None)])
+    check(layer, o, x, (50,), (4,), [definition_of(model, None)])
 
 
 def test_the_core_runs_outside_of_graphs_as_upstreams(model: Model, config: Any) -> None:
@@ -261,7 +216,7 @@ def test_drafts_are_verified_from_what_was_accepted(model: Model, drafting: Any)
         assert metadata.num_spec_decodes == 2
         o = run_layer(layer, drafting, x, metadata)
         for n, text in enumerate(texts):
-            definition = Definition(model)
+            definition = definition_of(model)
             definition.run(text[: done[n]])
             want = definition.run(x[n * DRAFT : (n + 1) * DRAFT])
             assert relative_error(o[n * DRAFT : (n + 1) * DRAFT], want) < TOLERANCE
@@ -290,7 +245,7 @@ def test_drafts_beside_other_tokens(model: Model, drafting: Any, others: str) ->
     o = run_layer(layer, drafting, x, metadata)
     begin = 0
     for n, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        definition = Definition(model)
+        definition = definition_of(model)
         definition.run(text[: done[n]])
         want = definition.run(x[begin : begin + length])
         assert relative_error(o[begin : begin + length], want) < TOLERANCE
@@ -345,13 +300,6 @@ def test_replayssm_is_upstreams(
     assert runtime_of(config, layer, -5.0) is None
     line = "--use-replayssm verifies drafts from records that upstream's layers keep"
     assert refused(caplog) == line
-
-
-def test_a_refusal_is_an_error_in_strict_mode(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["Ling-V3"]
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    with pytest.raises(FallbackError, match="the lower bound of the KDA gate must be in"):
-        build(model, config, -7.0)
 
 
 def test_another_plug_ins_class_stays(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm import plugins
 from vllm.config import AttentionConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.platforms.interface import DeviceCapability
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import registry
@@ -31,6 +27,7 @@ from kda_backend.engines import vllm as adapter
 from kda_backend.engines import vllm_kimi_linear
 from kda_backend.engines.vllm import LAYER
 from tests.engines.kda.vllm.harness import build_layer, engine_config
+from tests.engines.vllm_process import cuda_platform
 
 NEW_NAMES = Engine("vllm", "0.32.0", None).supports(vllm.__version__)
 FLAG = "KDA" if NEW_NAMES else "CUSTOM"
@@ -42,15 +39,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     monkeypatch.delitem(op_registry_oot, LAYER, raising=False)
     monkeypatch.setattr(vllm_flag, "_families", {})
-
-
-def test_vllm_finds_and_loads_the_plug_in(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert found["kda"] is entry.vllm.kda
-    monkeypatch.setattr(plugins, "plugins_loaded", False)
-    plugins.load_general_plugins()
-    assert op_registry_oot[LAYER].__module__ == "kda_backend.engines.vllm_kimi_linear"
-    assert AttentionBackendEnum[FLAG].get_class() is vllm_flag.PlatformDelegate
 
 
 def test_registering_again_changes_nothing(log_lines: list[str]) -> None:
@@ -102,21 +90,7 @@ SELECTION = AttentionSelectorConfig(
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's CUDA platform with the capability of an H200; its libraries are not loaded."""
-    monkeypatch.setitem(
-        sys.modules, "vllm._C_stable_libtorch", types.ModuleType("vllm._C_stable_libtorch")
-    )
-    import vllm.platforms
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-
-    monkeypatch.setattr(
-        NonNvmlCudaPlatform,
-        "get_device_capability",
-        classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
-    )
-    platform = NonNvmlCudaPlatform()
-    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-    return platform
+    return cuda_platform(monkeypatch)
 
 
 def select(platform: Any, *, flag: bool, config: Any) -> Any:
@@ -125,40 +99,16 @@ def select(platform: Any, *, flag: bool, config: Any) -> Any:
         return platform.get_attn_backend_cls(member, attn_selector_config=SELECTION, num_heads=2)
 
 
-def test_mla_layers_get_the_platforms_own_choice(hopper: Any) -> None:
-    config = engine_config(flag=True)
-    chosen = select(hopper, flag=True, config=config)
-    assert chosen == select(hopper, flag=False, config=config)
-    assert chosen.startswith("vllm.v1.attention.backends.mla.")
-
-
 def test_a_layer_that_the_platform_cannot_serve_is_refused_as_without_the_flag(hopper: Any) -> None:
     config = engine_config(flag=True)
     odd = SELECTION._replace(kv_cache_dtype="nvfp4")
     messages = []
-    for member in (AttentionBackendEnum[FLAG], None):
+    # the first time vLLM also names a module that cannot be imported
+    for member in (None, AttentionBackendEnum[FLAG], None):
         with set_current_vllm_config(config), pytest.raises(ValueError) as refusal:
             hopper.get_attn_backend_cls(member, attn_selector_config=odd, num_heads=2)
         messages.append(str(refusal.value))
-    assert messages[0] == messages[1] and "No valid attention backend" in messages[0]
-
-
-def test_a_model_without_kda_is_refused_in_one_sentence(
-    clean: None, hopper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layer's class decides: only a model that builds it imports the module that defines it.
-
-    With this family alone: before 0.32 the families share a name, and one may serve MLA layers.
-    """
-    entry.vllm.kda()
-    for module in adapter.REPLACED:
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(
-        ValueError,
-        match=rf"--attention-backend {FLAG} is for models with Kimi Delta Attention layers, of"
-        r" which KimiLinearForCausalLM has none",
-    ):
-        select(hopper, flag=True, config=engine_config(flag=True))
+    assert messages[1] == messages[2] and "No valid attention backend" in messages[0]
 
 
 def test_a_configuration_without_kda_layers_is_served(hopper: Any) -> None:

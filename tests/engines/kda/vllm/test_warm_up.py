@@ -14,16 +14,16 @@ from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import vllm_layer, vllm_packed, vllm_profile
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
+    NGRAM,
     bind_cache,
     build_layer,
-    drawn_weights,
     engine_config,
     run_layer,
     step_metadata,
 )
 from tests.engines.kda.vllm.models import MODELS, Model, build
 from tests.engines.kda.vllm.test_checkpoints import caching_config
-from tests.engines.kda.vllm.test_models import DRAFT
+from tests.engines.kda.weights import drawn
 from tests.engines.launches import Variant, variant
 
 Step = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
@@ -48,7 +48,6 @@ DRAFTED: list[Step] = [
     ((3, 1, 40), (9, 5, 0), (2, 0, 0)),
     ((1, 1, 17), (4, 9, 2), (0, 0, 0)),
 ]
-NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_serving_rows_of_an_odd_width_compiles_nothing(launched: list[Variant]) 
     """With five heads the rows of a projection are aligned at some tokens only."""
     config = engine_config(flag=True, speculative_config=NGRAM)
     config.model_config.hf_config.linear_attn_config["num_heads"] = 5
-    layer = build_layer(config, weights=drawn_weights(5))
+    layer = build_layer(config, weights=drawn(5))
     assert "verify_step_kernel" in kernels_of(layer, config, launched, DRAFTED)
 
 

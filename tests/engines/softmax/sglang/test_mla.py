@@ -389,9 +389,3 @@ def _families() -> dict[str, Any]:
 
     entry.sglang.softmax()
     return dict(sglang_flag._families)
-
-
-def test_without_the_flag_the_layers_are_sglangs(hopper: None) -> None:
-    server = Server()
-    backend = sglang_flag.build_backend(lambda r, full: full, server.runner, server.upstream)
-    assert backend is server.upstream

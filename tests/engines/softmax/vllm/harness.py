@@ -16,10 +16,10 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from backend_core.engines.vllm_flag import flag_name
+from tests.engines.vllm_process import common_metadata
 
 RECALL = Path(__file__).parents[4] / "benchmarks" / "recall" / "checkpoint"
 PAGES = 20
@@ -144,7 +144,7 @@ class Runner:
         query_lens: Sequence[int] | None = None,
         padded: int | None = None,
         seed: int = 0,
-    ) -> CommonAttentionMetadata:
+    ) -> Any:
         """A batch of requests with so many tokens in the cache, drawn and stored here.
 
         Args:
@@ -170,21 +170,13 @@ class Runner:
         self.bounds.fill_(sum(query_lens))
         counts = torch.tensor([0, *query_lens], dtype=torch.int32)
         self.bounds[: len(lengths) + 1] = counts.cumsum(0, dtype=torch.int32)
-        fields = {
-            "query_start_loc": self.bounds[: requests + 1],
-            "query_start_loc_cpu": self.bounds[: requests + 1].clone(),
-            "seq_lens": self.seq_lens[:requests],
-            "num_reqs": requests,
-            "num_actual_tokens": tokens,
-            "max_query_len": max(query_lens),
-            "max_seq_len": max(lengths),
-            "block_table_tensor": self.block_table[:requests],
-            "slot_mapping": torch.zeros(tokens, dtype=torch.int64),
-            "is_prefilling": torch.zeros(requests, dtype=torch.bool),
-            "seq_lens_cpu_upper_bound": self.seq_lens[:requests].clone(),
-        }
-        known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
-        return CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
+        return common_metadata(
+            self.bounds[: requests + 1],
+            self.seq_lens[:requests],
+            self.block_table[:requests],
+            torch.zeros(tokens, dtype=torch.int64),
+            is_prefilling=torch.zeros(requests, dtype=torch.bool),
+        )
 
 
 def queries(tokens: int, heads: int, seed: int = 1) -> torch.Tensor:

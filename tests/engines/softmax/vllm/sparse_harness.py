@@ -7,7 +7,6 @@ vLLM's, which the interpreter runs row by row, one test shows that it writes the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +15,12 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines.vllm_flag import flag_name
 from softmax_backend import reference_sparse_mla as reference
 from softmax_backend.testing.sparse_mla_cases import write_records
 from tests.engines.deepseek_v4 import model_directory
+from tests.engines.vllm_process import common_metadata
 
 WINDOW, TOPK, BLOCK, PAGES = 128, 64, 256, 24
 MAX_LENGTH, MAX_TOKENS = 1024, 2048
@@ -200,30 +199,19 @@ class Batches:
         self.chunks = list(chunks)
         return tokens
 
-    def common(self, requests: int, tokens: int, table: torch.Tensor) -> CommonAttentionMetadata:
-        bounds = self.bounds[: requests + 1]
-        fields = {
-            "query_start_loc": bounds,
-            "query_start_loc_cpu": bounds.clone(),
-            "seq_lens": self.seq_lens[:requests],
-            "num_reqs": requests,
-            "num_actual_tokens": tokens,
-            "max_query_len": int(bounds.diff().max()),
-            "max_seq_len": MAX_LENGTH,
-            "block_table_tensor": table[:requests],
-            "slot_mapping": self.slots[:tokens],
-            "positions": self.positions[:tokens],
-            "seq_lens_cpu_upper_bound": self.seq_lens[:requests].clone(),
-        }
-        known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
-        return CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
-
     def metadata(self, requests: int, tokens: int, *, capture: bool = False) -> dict[str, Any]:
         """As the builders of both caches make it, for a batch padded to so many of both."""
         made = {}
         for prefix, builder in self.builders.items():
             table = self.swa_table if prefix.endswith("swa_cache") else self.table
-            common = self.common(requests, tokens, table)
+            common = common_metadata(
+                self.bounds[: requests + 1],
+                self.seq_lens[:requests],
+                table[:requests],
+                self.slots[:tokens],
+                max_seq_len=MAX_LENGTH,
+                positions=self.positions[:tokens],
+            )
             with set_current_vllm_config(self.config):
                 made[prefix] = (
                     builder.build_for_cudagraph_capture(common)

@@ -5,18 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import vllm.platforms
-from vllm import plugins
 from vllm.config import set_current_vllm_config
-from vllm.platforms.interface import DeviceCapability
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
@@ -31,6 +26,7 @@ from backend_core.target import KNOWN_TARGETS, Target
 from softmax_backend.engines import vllm as adapter
 from softmax_backend.engines.vllm_mla import SplitKvMLABackend
 from tests.engines.softmax.vllm.harness import RECALL, deepseek, engine_config
+from tests.engines.vllm_process import cuda_platform
 
 MLA = AttentionSelectorConfig(
     head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=True
@@ -67,7 +63,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Select:
     """
 
     def selected(config: Any, selector: Any, heads: int, family: str | None) -> Any:
-        platform = _cuda_platform(monkeypatch)
+        platform = cuda_platform(monkeypatch)
         member = None if family is None else AttentionBackendEnum[vllm_flag.flag_name(family)]
         with set_current_vllm_config(config):
             path = platform.get_attn_backend_cls(
@@ -78,30 +74,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Select:
     return selected
 
 
-def _cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stub = types.ModuleType("vllm._C_stable_libtorch")
-    monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-
-    monkeypatch.setattr(
-        NonNvmlCudaPlatform,
-        "get_device_capability",
-        classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
-    )
-    platform = NonNvmlCudaPlatform()
-    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-    return platform
-
-
 def chosen(
     config: Any, *, heads: int = 4, upstream: type = FlashAttnMLABackend, **changes: Any
 ) -> type | str:
     return adapter.choose(Request(config, MLA._replace(**changes), heads, upstream))
-
-
-def test_vllm_finds_the_plug_in() -> None:
-    found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert found["softmax"] is entry.vllm.softmax
 
 
 @pytest.mark.parametrize("family", ["softmax", "kda"])
@@ -249,16 +225,6 @@ def test_caches_split_over_ranks_stay_vllms(what: str) -> None:
     config = engine_config()
     setattr(config.parallel_config, f"{what}_context_parallel_size", 2)
     assert chosen(config) == f"a request must have its whole cache on one rank, got 2 {what} ranks"
-
-
-def test_a_refusal_is_logged_with_what_stays(cuda: Select, log_lines: list[str]) -> None:
-    config = engine_config(RECALL)
-    selector = MLA._replace(dtype=torch.float16)
-    assert cuda(config, selector, 2, "softmax") is FlashAttnMLABackend
-    assert log_lines == [
-        "kda-dsv4-backend: MLA layers stay on FlashAttnMLABackend: queries must be in bfloat16,"
-        " got float16"
-    ]
 
 
 @pytest.mark.parametrize(("family", "cache"), [("softmax", "fp8"), ("kda", "fp8_e4m3")])
