@@ -85,44 +85,17 @@ def mla_decode(
     if is_elsewhere(plan.lengths):
         return run_there(plan.lengths, mla_decode, locals())
     spec, prefix = selection.spec, plan.prefix
-    run, *strides = _ready(
-        selection,
-        plan.lengths,
-        plan.query_tokens,
-        None if prefix is None else prefix.num_heads,
-        q_latent,
-        q_rope,
-        kv_latent,
-        kv_rope,
-        block_table,
-        scale,
-        sinks,
-        out,
-        lse,
-    )
+    q, kv = (q_latent, q_rope), (kv_latent, kv_rope)
+    heads = None if prefix is None else prefix.num_heads
+    step = (plan.lengths, plan.query_tokens, heads)
+    run, strides = _ready(selection, *step, q, kv, block_table, scale, sinks, out, lse)
     if out is None:
         out = torch.empty(q_latent.shape, dtype=spec.dtype, device=plan.device)
     if lse is None:
         lse = torch.empty(q_latent.shape[:3], dtype=torch.float32, device=plan.device)
-    run(
-        MlaInputs(
-            spec,
-            plan,
-            q_latent,
-            q_rope,
-            kv_latent,
-            kv_rope,
-            block_table,
-            scale,
-            causal,
-            sinks,
-            out,
-            lse,
-            pdl_prefetch_safe,
-            *strides,
-        ),
-        scratch_of_call(scratch, plan.device),
-    )
+    results = (sinks, out, lse, pdl_prefetch_safe, strides)
+    x = MlaInputs(spec, plan, q, kv, block_table, scale, causal, *results)
+    run(x, scratch_of_call(scratch, plan.device))
     return out, lse
 
 
@@ -132,25 +105,21 @@ def _ready(
     lengths: torch.Tensor,
     query_tokens: int,
     prefix_heads: int | None,
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_latent: torch.Tensor,
-    kv_rope: torch.Tensor,
+    q: tuple[torch.Tensor, torch.Tensor],
+    kv: tuple[torch.Tensor, torch.Tensor],
     block_table: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-) -> tuple[MlaRun, int, int]:
+) -> tuple[MlaRun, tuple[int, int]]:
     """A call's path, bound, and the strides of its query tokens."""
-    spec = selection.spec
-    step = (lengths, query_tokens, prefix_heads)
-    tensors = (q_latent, q_rope, kv_latent, kv_rope, block_table)
-    check_mla_decode(spec, *step, *tensors, scale, sinks, out, lse)
+    spec, step = selection.spec, (lengths, query_tokens, prefix_heads)
+    check_mla_decode(spec, *step, q, kv, block_table, scale, sinks, out, lse)
     grid = lengths.shape[0] * spec.query_rows
     if selection.row(grid).name != "torch":
-        expect_kernel_device("q_latent", q_latent)
-    return selection.run(grid), token_stride(q_latent), token_stride(q_rope)
+        expect_kernel_device("q_latent", q[0])
+    return selection.run(grid), (token_stride(q[0]), token_stride(q[1]))
 
 
 __all__ = ["MlaSpec", "mla_decode", "select_mla_decode", "selection_for", "split_cache"]

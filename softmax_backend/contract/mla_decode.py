@@ -10,21 +10,22 @@ from backend_core.contracts import expect_device, expect_dtype, expect_shape, ex
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 from softmax_backend.step_plan import StepPlan
 
+_DIMS = (LATENT_DIM, ROPE_DIM)
+
 
 @dataclass(slots=True, eq=False)
 class MlaInputs:
     """One call, as the paths take it; see `softmax_backend.api.mla_decode`.
 
     Attributes:
-        stride_q_latent_t, stride_q_rope_t: from one query token to the next.
+        q, kv: latents and RoPE channels of queries and of the cache.
+        strides_q_t: from one query token to the next, of each part of ``q``.
     """
 
     spec: MlaSpec
     plan: StepPlan
-    q_latent: torch.Tensor
-    q_rope: torch.Tensor
-    kv_latent: torch.Tensor
-    kv_rope: torch.Tensor
+    q: tuple[torch.Tensor, torch.Tensor]
+    kv: tuple[torch.Tensor, torch.Tensor]
     block_table: torch.Tensor
     scale: float
     causal: bool
@@ -32,8 +33,7 @@ class MlaInputs:
     out: torch.Tensor
     lse: torch.Tensor
     pdl_prefetch_safe: bool
-    stride_q_latent_t: int
-    stride_q_rope_t: int
+    strides_q_t: tuple[int, int]
 
 
 def split_cache(cache: torch.Tensor, spec: MlaSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,10 +68,8 @@ def check_mla_decode(
     lengths: torch.Tensor,
     query_tokens: int,
     prefix_heads: int | None,
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_latent: torch.Tensor,
-    kv_rope: torch.Tensor,
+    q: tuple[torch.Tensor, torch.Tensor],
+    kv: tuple[torch.Tensor, torch.Tensor],
     block_table: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
@@ -96,14 +94,14 @@ def check_mla_decode(
     expect_dtype("lengths", lengths, torch.int32)
     expect_shape("lengths", lengths, ("requests",))
     expect_stride("lengths", lengths, 0, 1)
-    for name, tensor, dim in (("q_latent", q_latent, LATENT_DIM), ("q_rope", q_rope, ROPE_DIM)):
+    for name, tensor, dim in zip(("q_latent", "q_rope"), q, _DIMS, strict=True):
         expect_shape(name, tensor, (*rows, dim))
         expect_dtype(name, tensor, spec.dtype)
         expect_device(name, tensor, device)
         expect_stride(name, tensor, 3, 1)
         _expect_token_rows(name, tensor)
-    for name, tensor, dim in (("kv_latent", kv_latent, LATENT_DIM), ("kv_rope", kv_rope, ROPE_DIM)):
-        expect_shape(name, tensor, (kv_latent.shape[0], spec.page_size, dim))
+    for name, tensor, dim in zip(("kv_latent", "kv_rope"), kv, _DIMS, strict=True):
+        expect_shape(name, tensor, (kv[0].shape[0], spec.page_size, dim))
         expect_dtype(name, tensor, spec.dtype)
         expect_device(name, tensor, device)
         expect_stride(name, tensor, 2, 1)

@@ -74,9 +74,10 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
     Raises:
         ValueError: queries, output or cache do not lie where the kernel's copies ask for them.
     """
+    (q_latent, q_rope), (kv_latent, kv_rope) = x.q, x.kv
     for name, tensor, stride in (
-        ("q_latent", x.q_latent, x.stride_q_latent_t),
-        ("q_rope", x.q_rope, x.stride_q_rope_t),
+        ("q_latent", q_latent, x.strides_q_t[0]),
+        ("q_rope", q_rope, x.strides_q_t[1]),
         ("out", x.out, 0),
     ):
         if tensor.data_ptr() % 16 or stride % 8 or tensor.stride()[2] % 8:
@@ -88,15 +89,15 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
     rows = 64 if prefix is not None else x.spec.query_rows
     partial_out, partial_lse = scratch.reserve(x.plan.num_slots, rows, LATENT_DIM)
     tiles = 1 if prefix is not None else -(-rows // 64)
-    latent, latent_pieces = _maps(x.kv_latent)
-    rope, rope_pieces = _maps(x.kv_rope)
+    latent, latent_pieces = _maps(kv_latent)
+    rope, rope_pieces = _maps(kv_rope)
     params = PARAMS.pack(
         latent=latent,
         latent_pieces=latent_pieces,
         rope=rope,
         rope_pieces=rope_pieces,
-        q_latent=x.q_latent.data_ptr(),
-        q_rope=x.q_rope.data_ptr(),
+        q_latent=q_latent.data_ptr(),
+        q_rope=q_rope.data_ptr(),
         out=x.out.data_ptr(),
         lse=x.lse.data_ptr(),
         partial_out=partial_out.data_ptr(),
@@ -108,13 +109,13 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
         tiles=0 if prefix is None else prefix.tiles.data_ptr(),
         members=0 if prefix is None else prefix.members.data_ptr(),
         sinks=0 if x.sinks is None else x.sinks.data_ptr(),
-        stride_q_latent_t=x.stride_q_latent_t,
-        stride_q_latent_h=x.q_latent.stride()[2],
-        stride_q_rope_t=x.stride_q_rope_t,
-        stride_q_rope_h=x.q_rope.stride()[2],
+        stride_q_latent_t=x.strides_q_t[0],
+        stride_q_latent_h=q_latent.stride()[2],
+        stride_q_rope_t=x.strides_q_t[1],
+        stride_q_rope_h=q_rope.stride()[2],
         scale=x.scale,
         table_stride=x.block_table.stride()[0],
-        page_size=x.kv_latent.shape[1],
+        page_size=kv_latent.shape[1],
         heads=x.spec.num_heads,
         query_tokens=x.spec.query_tokens,
         partial_rows=rows,

@@ -34,7 +34,7 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
             continue
         latent, rope = _keys(x, tables[i], length)
         position = torch.arange(length, device=latent.device)
-        q = torch.cat([x.q_latent[i], x.q_rope[i]], -1).flatten(0, 1).float()
+        q = torch.cat([part[i] for part in x.q], -1).flatten(0, 1).float()
         s = (q @ torch.cat([latent, rope], 1).T) * x.scale
         token = torch.arange(tokens, device=q.device).repeat_interleave(heads)[:, None]
         query = length - tokens + token
@@ -64,7 +64,7 @@ def _pages(x: MlaInputs, request: int, length: int) -> torch.Tensor:
             f" got {width}"
         )
     pages = x.block_table[request, :count].long()
-    last = x.kv_latent.shape[0] - 1
+    last = x.kv[0].shape[0] - 1
     if count and not 0 <= int(pages.min()) <= int(pages.max()) <= last:
         raise ValueError(
             f"block_table must have pages 0 to {last} for request {request}, got {pages.tolist()}"
@@ -74,8 +74,5 @@ def _pages(x: MlaInputs, request: int, length: int) -> torch.Tensor:
 
 def _keys(x: MlaInputs, pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A request's keys, float32: latent ``[length, 512]`` and RoPE ``[length, 64]``."""
-
-    def rows(cache: torch.Tensor) -> torch.Tensor:
-        return cache[pages].flatten(0, 1)[:length]
-
-    return rows(x.kv_latent).float(), rows(x.kv_rope).float()
+    latent, rope = (part[pages].flatten(0, 1)[:length].float() for part in x.kv)
+    return latent, rope

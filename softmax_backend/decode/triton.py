@@ -38,18 +38,19 @@ class TritonDecode:
         self._kernel = functools.cache(functools.partial(decode_kernel, params, spec))
 
     def __call__(self, x: MlaInputs, scratch: Scratch) -> None:
-        expect_near("q_latent", x.q_latent, 2)
-        expect_near("q_rope", x.q_rope, 2)
+        (q_latent, q_rope), (kv_latent, kv_rope) = x.q, x.kv
+        expect_near("q_latent", q_latent, 2)
+        expect_near("q_rope", q_rope, 2)
         prefix = x.plan.prefix
         rows = 64 if prefix is not None else x.spec.query_rows
         partial_out, partial_lse = scratch.reserve(x.plan.num_slots, rows, LATENT_DIM)
         block_rows = block_rows_of(self._params, rows)
         self._kernel(x.causal, block_rows).launch(
             (x.plan.num_ctas, -(-rows // block_rows), 1),
-            q_latent_ptr=x.q_latent,
-            q_rope_ptr=x.q_rope,
-            kv_latent_ptr=x.kv_latent,
-            kv_rope_ptr=x.kv_rope,
+            q_latent_ptr=q_latent,
+            q_rope_ptr=q_rope,
+            kv_latent_ptr=kv_latent,
+            kv_rope_ptr=kv_rope,
             block_table_ptr=x.block_table,
             lengths_ptr=x.plan.lengths,
             work_ptr=x.plan.work,
@@ -62,8 +63,8 @@ class TritonDecode:
             partial_out_ptr=partial_out,
             partial_lse_ptr=partial_lse,
             scale=x.scale,
-            stride_q_latent_t=x.stride_q_latent_t,
-            stride_q_rope_t=x.stride_q_rope_t,
+            stride_q_latent_t=x.strides_q_t[0],
+            stride_q_rope_t=x.strides_q_t[1],
             partial_rows=rows,
             query_tokens=x.spec.query_tokens,
             heads=x.spec.num_heads,
