@@ -9,6 +9,7 @@ taken and change nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import cast
 
@@ -66,10 +67,7 @@ def sageattn(
     Raises:
         ValueError: an argument is not as described.
     """
-    if attn_mask is not None:
-        raise ValueError("attn_mask must be None: masks are plans (softmax_backend.plan)")
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p must be 0, got {dropout_p}")
+    refuse_mask(attn_mask, dropout_p)
     if sm_scale is not None and scale is not None:
         raise ValueError(f"only one of sm_scale and scale may be given, got {sm_scale} and {scale}")
     q, k, v = (_one("q", q, "query", query), _one("k", k, "key", key), _one("v", v, "value", value))
@@ -172,7 +170,8 @@ def sageattn_varlen(
     return out
 
 
-def sageattn_qk_int8_pv_fp8_cuda(
+def _qk_int8_cuda(
+    fp8_values: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -185,9 +184,14 @@ def sageattn_qk_int8_pv_fp8_cuda(
     smooth_v: bool = False,
     return_lse: bool = False,
 ) -> Result:
-    """``sageattn`` with scales ``"per_warp"`` or ``"per_thread"`` and values in e4m3."""
-    mode = SageMode(qk_quant_gran)
+    mode = SageMode(qk_quant_gran, fp8_values)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
+
+
+sageattn_qk_int8_pv_fp8_cuda = functools.partial(_qk_int8_cuda, True)
+"""``sageattn`` with scales ``"per_warp"`` or ``"per_thread"`` and values in e4m3."""
+sageattn_qk_int8_pv_fp16_cuda = functools.partial(_qk_int8_cuda, False)
+"""``sageattn_qk_int8_pv_fp8_cuda`` with values in 16 bits."""
 
 
 def sageattn_qk_int8_pv_fp8_cuda_sm90(
@@ -204,24 +208,6 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
 ) -> Result:
     """``sageattn_qk_int8_pv_fp8_cuda`` without ``smooth_v``."""
     mode = SageMode(qk_quant_gran)
-    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
-
-
-def sageattn_qk_int8_pv_fp16_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: Groups = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32",
-    smooth_k: bool = True,
-    smooth_v: bool = False,
-    return_lse: bool = False,
-) -> Result:
-    """``sageattn`` with scales ``"per_warp"`` or ``"per_thread"`` and values in 16 bits."""
-    mode = SageMode(qk_quant_gran, fp8_values=False)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
 
 
@@ -248,6 +234,18 @@ def _one(name: str, given: Tensor | None, other: str, value: Tensor | None) -> T
     if given is None or value is not None:
         raise ValueError(f"exactly one of {name} and {other} must be given")
     return given
+
+
+def refuse_mask(attn_mask: object, dropout_p: float) -> None:
+    """Refuse what of torch's attention is not served.
+
+    Raises:
+        ValueError: a mask is given, or dropout.
+    """
+    if attn_mask is not None:
+        raise ValueError("attn_mask must be None: masks are plans (softmax_backend.plan)")
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0, got {dropout_p}")
 
 
 def heads_first(tensor_layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:

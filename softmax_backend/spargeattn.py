@@ -25,7 +25,7 @@ from backend_core.contracts import expect_device
 from softmax_backend.plan.block_plan import FULL, PARTIAL, BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.plan.choice import Choice, PerHead
 from softmax_backend.sage import predicted_attention, quantised_attention
-from softmax_backend.sageattention import DEFAULT_MODE, heads_first
+from softmax_backend.sageattention import DEFAULT_MODE, heads_first, refuse_mask
 from softmax_backend.variants.sage import SageMode
 
 _predicted = torch.compiler.disable(predicted_attention)  # type: ignore[no-untyped-call]
@@ -74,15 +74,12 @@ def spas_sage2_attn_meansim_cuda(
     """
     _refuse(attn_mask, dropout_p, smooth_k)
     q, k, v = heads_first(tensor_layout, q, k, v)
-    choice = Choice(
-        cdf=_of_heads("cdfthreshd", cdfthreshd, q.shape[1]),
-        min_likeness=_of_heads("simthreshd1", simthreshd1, q.shape[1]),
-        is_causal=is_causal,
-        keep_first=attention_sink,
-    )
+    cdf = _of_heads("cdfthreshd", cdfthreshd, q.shape[1])
+    likeness = _of_heads("simthreshd1", simthreshd1, q.shape[1])
+    choice = Choice(cdf, None, likeness, is_causal, attention_sink)
     attend = _predicted if torch.compiler.is_compiling() else predicted_attention
-    out, lse, plan = attend(q, k, v, choice, scale=scale, mode=mode)
-    return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
+    result = attend(q, k, v, choice, scale=scale, mode=mode)
+    return _returned(result, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
 def spas_sage2_attn_meansim_topk_cuda(
@@ -112,15 +109,12 @@ def spas_sage2_attn_meansim_topk_cuda(
     if cdfthreshd is not None:
         raise ValueError(f"cdfthreshd must be None where topk chooses, got {cdfthreshd}")
     q, k, v = heads_first(tensor_layout, q, k, v)
-    choice = Choice(
-        topk=_of_heads("topk", topk, q.shape[1]),
-        min_likeness=_of_heads("simthreshd1", simthreshd1, q.shape[1]),
-        is_causal=is_causal,
-        keep_first=attention_sink,
-    )
+    share = _of_heads("topk", topk, q.shape[1])
+    likeness = _of_heads("simthreshd1", simthreshd1, q.shape[1])
+    choice = Choice(None, share, likeness, is_causal, attention_sink)
     attend = _predicted if torch.compiler.is_compiling() else predicted_attention
-    out, lse, plan = attend(q, k, v, choice, scale=scale, mode=mode)
-    return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
+    result = attend(q, k, v, choice, scale=scale, mode=mode)
+    return _returned(result, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
 spas_sage_attn_meansim_cuda = functools.partial(
@@ -167,8 +161,8 @@ def block_sparse_sage2_attn_cuda(
     sequences = uniform_sequences(b, m, n, q.device)
     plan = from_kinds(kinds, h, sequences, block_m, block_n)
     attend = _quantised if torch.compiler.is_compiling() else quantised_attention
-    out, lse = attend(q, k, v, plan, scale=scale)
-    return _returned(out, lse, plan, tensor_layout, output_dtype, return_sparsity, return_lse)
+    result = (*attend(q, k, v, plan, scale=scale), plan)
+    return _returned(result, tensor_layout, output_dtype, return_sparsity, return_lse)
 
 
 def _of_heads(name: str, given: Threshold, heads: int) -> PerHead:
@@ -194,23 +188,19 @@ def _of_heads(name: str, given: Threshold, heads: int) -> PerHead:
 
 
 def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool) -> None:
-    if attn_mask is not None:
-        raise ValueError("attn_mask must be None: masks are plans (softmax_backend.plan)")
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p must be 0, got {dropout_p}")
+    refuse_mask(attn_mask, dropout_p)
     if not smooth_k:
         raise ValueError("smooth_k must be True: 8-bit keys are always smoothed")
 
 
 def _returned(
-    out: Tensor,
-    lse: Tensor,
-    plan: BlockPlan,
+    result: tuple[Tensor, Tensor, BlockPlan],
     tensor_layout: str,
     output_dtype: torch.dtype | None,
     return_sparsity: bool,
     return_lse: bool,
 ) -> Result:
+    out, lse, plan = result
     out = out if tensor_layout == "HND" else out.transpose(1, 2)
     if output_dtype is not None:
         out = out.to(output_dtype)
