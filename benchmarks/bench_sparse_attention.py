@@ -164,7 +164,7 @@ def int8_rows(
         mode = MODES[name]
         ready = sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton")
         kernel = timed(
-            functools.partial(quantised_run(ready, plan, params), ready, plan, SCALE, 0, out, lse),
+            functools.partial(quantised_run(ready, plan, params), ready, plan, SCALE, out, lse),
             flops,
             f"int8 {name}",
         )

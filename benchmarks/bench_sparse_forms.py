@@ -125,8 +125,7 @@ def int8_errors(params: Int8PrefillParams, seed: int) -> float:
         x = sage.quantise(q, k, v, MODE, SCALE, bn, "triton")
         out = torch.full_like(q, torch.nan)
         lse = torch.full(q.shape[:3], torch.nan, device="cuda")
-        position = k.shape[2] - q.shape[2]
-        quantised_run(x, plan, params)(x, plan, SCALE, position, out, lse)
+        quantised_run(x, plan, params)(x, plan, SCALE, out, lse)
         want, want_lse = reference.attention(q, k, v, seen, SCALE)
         dead = want_lse.isneginf()
         if not torch.equal(lse.isneginf(), dead) or bool(lse[~dead].isnan().any()):
@@ -190,7 +189,7 @@ def int8_calls(
         if bn not in ready:
             ready[bn] = sage.quantise(q, k, v, MODE, SCALE, bn, "triton")
         run = quantised_run(ready[bn], plans[size], params)
-        calls[name] = functools.partial(run, ready[bn], plans[size], SCALE, 0, out, lse)
+        calls[name] = functools.partial(run, ready[bn], plans[size], SCALE, out, lse)
     return calls
 
 

@@ -35,7 +35,6 @@ def quantised_attention(
     v: Tensor,
     plan: BlockPlan,
     *,
-    q_position: int | None = None,
     scale: float | None = None,
     mode: SageMode = DEFAULT_MODE,
     path: str | None = None,
@@ -51,7 +50,6 @@ def quantised_attention(
     Args:
         q, k, v: [B, H, M, D], [B, Hkv, N, D] twice; bf16 or fp16, D of 64 or 128.
         plan: of one batch of equal sequences, without pages.
-        q_position: position of query 0, for the plan's mask; default N - M.
         scale: positive; default 1 / sqrt(D).
         mode: how the inputs are quantised.
         path: ``"torch"`` (the products of the quantised inputs in fp32) or ``"triton"``; by
@@ -79,7 +77,7 @@ def quantised_attention(
         return out, q.new_empty(q.shape[:3], dtype=torch.float32)
     x = sage.quantise(q, k, v, mode, scale, plan.block_n, selection.row(len(plan.work)).name)
     out = empty_output(q, q.shape[3]) if out is None else out
-    return out, _attend(x, plan, scale, q_position, out, selection)
+    return out, _attend(x, plan, scale, out, selection)
 
 
 def predicted_attention(
@@ -129,10 +127,10 @@ def predicted_attention(
         pooled = Pooled.empty(q, k, block_m, block_n, choice.has_likeness)
     x = sage.quantise(q, k, v, mode, scale, block_n, chosen, pooled)
     if pooled is None:
-        pooled = pool(q, k, (block_m, block_n), choice.has_likeness, True, chosen)
+        pooled = pool(q, k, (block_m, block_n), choice.has_likeness, chosen)
     plan = predicted.from_pooled(pooled, choice, scale, chosen)
     out = empty_output(q, d) if out is None else out
-    return out, _attend(x, plan, scale, None, out, selection), plan
+    return out, _attend(x, plan, scale, out, selection), plan
 
 
 def _select(
@@ -160,15 +158,13 @@ def _attend(
     x: Quantised,
     plan: BlockPlan,
     scale: float,
-    q_position: int | None,
     out: Tensor,
     selection: Selection[QuantisedSpec, QuantisedRun],
 ) -> Tensor:
     """Fills ``out``; the LSE."""
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
-    position = x.k.shape[2] - x.q.shape[2] if q_position is None else q_position
     run = selection.for_spec(selection.spec.of_plan(plan)).run(len(plan.work))
-    run(x, plan, scale, position, out, lse)
+    run(x, plan, scale, out, lse)
     return lse
 
 

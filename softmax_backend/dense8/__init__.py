@@ -11,6 +11,6 @@ from torch import Tensor
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.variants.sage import Quantised
 
-QuantisedRun: TypeAlias = Callable[[Quantised, BlockPlan, float, int, Tensor, Tensor], None]
-"""Of inputs, plan, scale and position of query 0; fills ``out`` [B, H, M, D] and ``lse`` [B, H, M],
+QuantisedRun: TypeAlias = Callable[[Quantised, BlockPlan, float, Tensor, Tensor], None]
+"""Of inputs, plan and scale; fills ``out`` [B, H, M, D] and ``lse`` [B, H, M],
 contiguous."""

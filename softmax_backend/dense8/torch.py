@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
 from backend_core.tables.schema import KernelPath
@@ -21,10 +19,5 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
     return run
 
 
-def run(
-    x: Quantised, plan: BlockPlan, scale: float, q_position: int, out: Tensor, lse: Tensor
-) -> None:
-    sequences = plan.sequences.clone()
-    sequences[:, 5] = q_position
-    plan = dataclasses.replace(plan, sequences=sequences)
+def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor) -> None:
     exact.run(BlockSparseInputs(*dequantised(x), plan, SOFTMAX, scale, out, lse))

@@ -24,9 +24,7 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
     d, bm, bn = spec.dim, spec.block_m, spec.block_n
     value_block = (d, bn) if spec.mode.fp8_values else (bn, d)
 
-    def run(
-        x: Quantised, plan: BlockPlan, scale: float, q_position: int, out: Tensor, lse: Tensor
-    ) -> None:
+    def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor) -> None:
         launch(
             (len(plan.work), 1, 1),
             q_desc=descriptor(x.q, (bm, d)),
@@ -47,7 +45,7 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
             softmax_scale=float(scale),
             q_len=x.q.shape[2],
             kv_len=x.k.shape[2],
-            q_position=q_position,
+            q_position=x.k.shape[2] - x.q.shape[2],
         )
 
     return run

@@ -18,18 +18,6 @@ def causal_mask(q_pos, k_pos, col, slot, head, aux_ptr):
 
 
 @triton.jit
-def causal_window_mask(q_pos, k_pos, col, slot, head, aux_ptr):
-    # aux: int32 [H], keys that a query sees, itself included
-    return (k_pos <= q_pos) & (q_pos - k_pos < tl.load(aux_ptr + head))
-
-
-@triton.jit
-def window_mask(q_pos, k_pos, col, slot, head, aux_ptr):
-    # aux: int32 [H], keys up to its own that a query sees; later ones it sees all
-    return q_pos - k_pos < tl.load(aux_ptr + head)
-
-
-@triton.jit
 def block_end_mask(q_pos, k_pos, col, slot, head, aux_ptr):
     # aux: int32 [key blocks], the position after a block's last token
     return (k_pos < tl.load(aux_ptr + col)) & (q_pos == q_pos)

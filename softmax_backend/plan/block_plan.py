@@ -1,13 +1,11 @@
 """The plan of block-sparse attention: for each query tile of each head, a list of key blocks.
 
 A plan is data on the device, made without reading a device value on the host wherever the
-generator's input allows it, and of fixed capacity: a captured graph that reads it can be replayed
-after ``BlockPlan.copy_`` has put another plan of the same capacity into its tensors.
+generator's input allows it, and of fixed capacity.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -93,60 +91,21 @@ class BlockPlan:
     def device(self) -> torch.device:
         return self.rows.device
 
-    @torch.inference_mode()  # which this plan may have been made in
-    def copy_(self, other: BlockPlan) -> None:
-        """Put another plan into this one's tensors, for a captured graph that reads them.
-
-        Raises:
-            ValueError: the plans differ in anything but the tensors' values.
-        """
-        for name in ("num_heads", "block_m", "block_n", "has_partial", "mask", "is_packed"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(f"plan's {name} must be {mine} as captured, got {theirs}")
-        sizes = [pages and pages.size for pages in (self.pages, other.pages)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"plan's page size must be {sizes[0]} as captured, got {sizes[1]}")
-        mine_tensors, their_tensors = self._tensors(), other._tensors()
-        for name, mine in mine_tensors.items():
-            theirs = their_tensors.get(name)
-            got = None if theirs is None else list(theirs.shape)
-            if theirs is None or theirs.shape != mine.shape:
-                raise ValueError(f"plan's {name} must have shape {list(mine.shape)}, got {got}")
-        if len(their_tensors) != len(mine_tensors):
-            raise ValueError(f"plan must have the tensors {list(mine_tensors)} as captured")
-        for name, mine in mine_tensors.items():
-            mine.copy_(their_tensors[name])
-
-    def _tensors(self) -> dict[str, Tensor]:
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self.pages is not None:
-            found["pages.indices"] = self.pages.indices
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-    def blocks_attended(self) -> Tensor:
-        """int64 scalar on the device: key blocks attended, over all tiles and heads."""
-        row = self.rows.long()[self.work[:, 3].long()]
-        count = (row[:, 2] - row[:, 0]).masked_fill(self.work[:, 0] < 0, 0)
-        return count.sum()
-
     def density(self) -> float:
         """Blocks attended as a share of all blocks of all tiles. Reads the device: for reports."""
         live = self.work[:, 0] >= 0
         keys = self.sequences[self.work[:, 0].clamp(min=0).long(), 4]
         blocks = -(-keys // self.block_n) * live
-        return float(self.blocks_attended() / blocks.sum().clamp(min=1))
+        row = self.rows.long()[self.work[:, 3].long()]
+        return float(((row[:, 2] - row[:, 0]) * live).sum() / blocks.sum().clamp(min=1))
 
 
-def uniform_sequences(
-    batch: int, q_len: int, kv_len: int, device: torch.device, q_position: int | None = None
-) -> Tensor:
-    """``BlockPlan.sequences`` of a batch of equal sequences; by default the last query stands at
-    the last key."""
-    position = kv_len - q_len if q_position is None else q_position
+def uniform_sequences(batch: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """``BlockPlan.sequences`` of a batch of equal sequences; the last query stands at the last
+    key."""
     table = torch.zeros(batch, 6, dtype=torch.int32, device=device)
     table[:, 0] = torch.arange(batch, dtype=torch.int32, device=device)
-    for column, value in ((2, q_len), (4, kv_len), (5, position)):
+    for column, value in ((2, q_len), (4, kv_len), (5, kv_len - q_len)):
         table[:, column].fill_(value)  # a kernel, which a graph can hold, where a copy cannot be
     return table
 

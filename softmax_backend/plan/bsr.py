@@ -1,5 +1,4 @@
-"""Plans from block maps of any block size: BSR (``indptr``, ``indices``), FlexAttention's masks,
-and masks of single elements.
+"""Plans from block maps of any block size, BSR (``indptr``, ``indices``) among them.
 
 A map's blocks need not be the kernel's: a tile of the kernel that a map covers in part becomes a
 PARTIAL block with one bit an element. These generators read sizes on the host, as their inputs are
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +16,8 @@ from torch import Tensor
 from softmax_backend.plan.block_plan import FULL, PARTIAL, BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.variants import masks
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-Elements = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(sequence [P, 1, 1], head [P, 1, 1], query [P, M, 1], key [P, 1, N]) -> attended, bool."""
+Elements = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(head [P, 1, 1], query [P, M, 1], key [P, 1, N]) -> attended, bool."""
 
 _CHUNK = 1 << 24  # elements of PARTIAL blocks evaluated at once
 
@@ -135,7 +130,7 @@ def from_block_map(
     q_len, kv_len = row_of.shape[1], col_of.shape[1]
     head = torch.arange(heads, device=device)[:, None, None]
 
-    def elements(sequence: Tensor, i_h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+    def elements(i_h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         i_r, i_c = row_of[i_h, m], col_of[i_h, n]
         if mask is None:
             return block_map[i_h, i_r, i_c]
@@ -164,137 +159,45 @@ def from_block_map(
     if mask is not None:
         whole = torch.zeros_like(whole)
     kinds = torch.where(whole, FULL, torch.where(touching > 0, PARTIAL, 0)).to(torch.int8)
-    sequences = uniform_sequences(1, q_len, kv_len, device)
-    return _with_bits(kinds[None], elements, num_heads, sequences, block_m, block_n)
-
-
-def from_elements(
-    elements: Elements, sequences: Tensor, num_heads: int, *, block_m: int = 128, block_n: int = 128
-) -> BlockPlan:
-    """A plan from a function that says which elements are attended, the same for all heads.
-
-    It is evaluated once for every query and key of each sequence.
-
-    Args:
-        elements: see ``Elements``; queries and keys are counted from a sequence's first.
-        sequences: ``BlockPlan.sequences``. For packed sequences or pages the caller replaces
-            ``is_packed`` and ``pages`` of the result.
-    """
-    tiles, blocks = (
-        max(-(-int(sequences[:, i].max()) // x), 1) for i, x in ((2, block_m), (4, block_n))
-    )
-    tile, col = (torch.arange(x, device=sequences.device) for x in (tiles, blocks))
-    has_queries = tile * block_m < sequences[:, 2, None]
-    has_keys = col * block_n < sequences[:, 4, None]
-    kinds = (has_queries[:, None, :, None] & has_keys[:, None, None]).to(torch.int8) * PARTIAL
-    return _with_bits(kinds, elements, num_heads, sequences, block_m, block_n)
-
-
-def from_block_mask(
-    block_mask: BlockMask,
-    num_heads: int,
-    *,
-    batch: int | None = None,
-    block_m: int = 128,
-    block_n: int = 128,
-) -> BlockPlan:
-    """A plan from a FlexAttention ``BlockMask``, whose ``mask_mod`` is evaluated once.
-
-    Args:
-        block_mask: its block sizes must be multiples of the kernel's, ``block_m`` and ``block_n``.
-        batch: entries of the queries' batch, where the mask is one for all; default as many as the
-            mask has.
-
-    Raises:
-        ValueError: block sizes, heads or batch do not fit together.
-    """
-    size_m, size_n = block_mask.BLOCK_SIZE
-    q_len, kv_len = block_mask.seq_lengths
-    if block_n % 32:
-        raise ValueError(f"block_n must be a multiple of 32, got {block_n}")
-    if size_m % block_m or size_n % block_n:
-        raise ValueError(
-            f"BLOCK_SIZE must be multiples of {block_m} and {block_n}, got {size_m} and {size_n}"
-        )
-    lists = (
-        (block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL),
-        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL),
-    )
-    device = block_mask.kv_indices.device
-    entries, heads, rows, _ = block_mask.kv_indices.shape
-    if entries not in (1, batch or entries):
-        raise ValueError(f"block_mask must have 1 or {batch} batch entries, got {entries}")
-    if heads not in (1, num_heads):
-        raise ValueError(f"block_mask must have 1 or {num_heads} heads, got {heads}")
-    cols = -(-kv_len // size_n)
-    # column ``cols`` takes the entries beyond a row's count
-    kinds = torch.zeros(entries, heads, rows, cols + 1, dtype=torch.int8, device=device)
-    for count, index, kind in lists:
-        if count is None or index is None:
-            continue
-        listed = torch.arange(index.shape[-1], device=device) < count[..., None]
-        index = torch.where(listed, index.long(), cols)
-        kinds.scatter_(3, index, kind)
-    kinds = kinds[..., :cols].repeat_interleave(size_m // block_m, 2)
-    kinds = kinds.repeat_interleave(size_n // block_n, 3)
-    kinds = kinds[:, :, : -(-q_len // block_m), : -(-kv_len // block_n)]
-    if kv_len % block_n:  # a FULL block is one without keys beyond the end
-        last = kinds[..., -1:]
-        kinds = torch.cat([kinds[..., :-1], torch.where(last == FULL, PARTIAL, last)], -1)
-    sequences = uniform_sequences(batch or entries, q_len, kv_len, device)
-    return _with_bits(kinds, block_mask.mask_mod, num_heads, sequences, block_m, block_n)
+    return _with_bits(kinds, elements, num_heads, (q_len, kv_len), (block_m, block_n))
 
 
 def _with_bits(
     kinds: Tensor,
     elements: Elements,
     num_heads: int,
-    sequences: Tensor,
-    block_m: int,
-    block_n: int,
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
 ) -> BlockPlan:
-    """A plan with one bit for each element of its PARTIAL blocks; those that turn out whole or
-    empty become FULL or SKIP."""
-    places = (kinds == PARTIAL).nonzero()
-    step = max(1, _CHUNK // (block_m * block_n))
+    """A plan of kinds [heads, tiles, blocks] with one bit for each element of its PARTIAL blocks;
+    those that turn out whole or empty become FULL or SKIP."""
+    (q_len, kv_len), (block_m, block_n), device = lengths, blocks, kinds.device
     words = []
-    for part in torch.split(places, step):
-        q_len, kv_len = (sequences[part[:, 0], i].long() for i in (2, 4))
-        seen = _evaluate(part, elements, q_len, kv_len, block_m, block_n)
-        row = part[:, 2, None] * block_m + torch.arange(block_m, device=kinds.device)
-        rows = row < q_len[:, None]
-        kind = torch.full((len(part),), PARTIAL, dtype=torch.int8, device=kinds.device)
-        whole = (seen | ~rows[:, :, None]).flatten(1).all(1)
-        whole = whole & (part[:, 3] < kv_len // block_n)  # the kernel cuts PARTIAL blocks alone
+    for part in torch.split((kinds == PARTIAL).nonzero(), max(1, _CHUNK // (block_m * block_n))):
+        head, tile, col = (part[:, i, None, None] for i in range(3))
+        m = tile * block_m + torch.arange(block_m, device=device)[None, :, None]
+        n = col * block_n + torch.arange(block_n, device=device)[None, None, :]
+        inside = (m < q_len) & (n < kv_len)
+        seen = elements(head, m.clamp(max=q_len - 1), n.clamp(max=kv_len - 1)) & inside
+        kind = torch.full((len(part),), PARTIAL, dtype=torch.int8, device=device)
+        whole = (seen | (m >= q_len)).flatten(1).all(1)
+        whole = whole & (part[:, 2] < kv_len // block_n)  # the kernel cuts PARTIAL blocks alone
         kind[whole] = FULL
         kind[~seen.flatten(1).any(1)] = 0
-        kinds[part[:, 0], part[:, 1], part[:, 2], part[:, 3]] = kind
+        kinds[part[:, 0], part[:, 1], part[:, 2]] = kind
         words.append(pack_bits(seen[kind == PARTIAL]))
-    empty = torch.zeros(1, block_m, block_n // 32, dtype=torch.int32, device=kinds.device)
+    empty = torch.zeros(1, block_m, block_n // 32, dtype=torch.int32, device=device)
     bits = torch.cat(words) if words else empty
     return from_kinds(
-        kinds,
+        kinds[None],
         num_heads,
-        sequences,
+        uniform_sequences(1, q_len, kv_len, device),
         block_m,
         block_n,
         mask=masks.element_bits,
         mask_aux=bits if len(bits) else empty,
         has_partial=bool((kinds == PARTIAL).any()),
     )
-
-
-def _evaluate(
-    part: Tensor, elements: Elements, q_len: Tensor, kv_len: Tensor, block_m: int, block_n: int
-) -> Tensor:
-    """bool [P, block_m, block_n]; elements beyond the sequence are not attended."""
-    b, h, tile, col = (part[:, i, None, None] for i in range(4))
-    q_len, kv_len = q_len[:, None, None], kv_len[:, None, None]
-    m = tile * block_m + torch.arange(block_m, device=part.device)[None, :, None]
-    n = col * block_n + torch.arange(block_n, device=part.device)[None, None, :]
-    inside = (m < q_len) & (n < kv_len)
-    seen = elements(b, h, torch.minimum(m, q_len - 1), torch.minimum(n, kv_len - 1))
-    return seen.expand(inside.shape) & inside
 
 
 def pack_bits(seen: Tensor) -> Tensor:

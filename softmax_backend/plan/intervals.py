@@ -1,4 +1,4 @@
-"""Plans whose rows are runs of keys: dense, causal and causal windows, ragged and paged.
+"""Plans whose rows are runs of keys: dense, causal, ragged and paged.
 
 Causal attention is aligned to the bottom right: the last query stands at the last key. With more
 queries than keys the first queries see nothing.
@@ -38,14 +38,13 @@ def causal(
     num_heads: int,
     *,
     batch: int = 1,
-    window: int | None = None,
     block_m: int = 128,
     block_n: int = 128,
     device: torch.device | str = "cuda",
 ) -> BlockPlan:
-    """Query i sees keys up to i + kv_len - q_len; with ``window`` only the last that many."""
+    """Query i sees keys up to i + kv_len - q_len."""
     sequences = uniform_sequences(batch, q_len, kv_len, torch.device(device))
-    return _interval_plan(sequences, q_len, kv_len, num_heads, block_m, block_n, True, window)
+    return _interval_plan(sequences, q_len, kv_len, num_heads, block_m, block_n, True)
 
 
 def ragged(
@@ -56,7 +55,6 @@ def ragged(
     num_heads: int,
     *,
     is_causal: bool = True,
-    window: int | None = None,
     block_m: int = 128,
     block_n: int = 128,
 ) -> BlockPlan:
@@ -78,9 +76,8 @@ def ragged(
     batch = torch.zeros_like(q_len)
     columns = [batch, cu_seqlens_q[:-1], q_len, cu_seqlens_k[:-1], kv_len, kv_len - q_len]
     sequences = torch.stack(columns, 1).int()
-    plan = _interval_plan(
-        sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
-    )
+    lengths = (max_q_len, max_kv_len)
+    plan = _interval_plan(sequences, *lengths, num_heads, block_m, block_n, is_causal)
     return replace(plan, is_packed=True)
 
 
@@ -95,7 +92,6 @@ def paged(
     num_heads: int,
     *,
     is_causal: bool = True,
-    window: int | None = None,
     block_m: int = 128,
     block_n: int = 128,
 ) -> BlockPlan:
@@ -109,7 +105,6 @@ def paged(
         page_indices: int32, page numbers; entries beyond a sequence's length are never read.
         page_size: tokens in a page, any number.
         max_q_len, max_kv_len: capacities.
-        window: keys up to its own that a query sees; without ``is_causal`` it sees all later ones.
     """
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -126,9 +121,8 @@ def paged(
     q_len = cu_seqlens_q.diff()
     columns = [torch.zeros_like(q_len), cu_seqlens_q[:-1], q_len, page_indptr[:count], kv_lens]
     sequences = torch.stack([*columns, kv_lens - q_len], 1).int()
-    plan = _interval_plan(
-        sequences, max_q_len, max_kv_len, num_heads, block_m, block_n, is_causal, window
-    )
+    lengths = (max_q_len, max_kv_len)
+    plan = _interval_plan(sequences, *lengths, num_heads, block_m, block_n, is_causal)
     return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
 
 
@@ -140,7 +134,6 @@ def _interval_plan(
     block_m: int,
     block_n: int,
     is_causal: bool,
-    window: int | None = None,
 ) -> BlockPlan:
     device = sequences.device
     tiles, blocks = -(-max_q_len // block_m), -(-max_kv_len // block_n)
@@ -157,48 +150,12 @@ def _interval_plan(
     live = tile * block_m < q_len
     row_of = torch.arange(len(sequences) * tiles, device=device).view(len(sequences), 1, tiles)
     row_of = row_of.expand(-1, num_heads, -1)
-    if window is None:
-        zero = torch.zeros_like(full)
-        rows = torch.stack([zero, full, end, zero], -1).view(-1, 4).int()
-        cols = torch.arange(max(blocks, 1), dtype=torch.int32, device=device)
-        mask, aux = (masks.causal if is_causal else masks.everything), None
-    else:
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
-        low = (first - window + 1).clamp(min=0) // block_n  # the first block with a key in sight
-        whole = -(-(last - window + 1).clamp(min=0) // block_n)  # the first that all queries see
-        capacity = window_blocks(window, blocks, block_m, block_n, is_causal)
-        rows, cols = _window_rows(low, whole, full, end, capacity)
-        mask = masks.causal_window if is_causal else masks.window
-        aux = torch.full((num_heads,), window, dtype=torch.int32, device=device)
+    zero = torch.zeros_like(full)
+    rows = torch.stack([zero, full, end, zero], -1).view(-1, 4).int()
+    cols = torch.arange(max(blocks, 1), dtype=torch.int32, device=device)
+    mask = masks.causal if is_causal else masks.everything
     work = work_list(rows, row_of, live[:, None])
-    return BlockPlan(
-        rows, cols, work, sequences, num_heads, block_m, block_n, mask=mask, mask_aux=aux
-    )
-
-
-def window_blocks(window: int, blocks: int, block_m: int, block_n: int, is_causal: bool) -> int:
-    """The most blocks of keys that a tile meets, of ``blocks`` that a sequence has."""
-    return min(blocks, -(-(window + block_m) // block_n) + 1) if is_causal else blocks
-
-
-def _window_rows(
-    low: Tensor, whole: Tensor, full: Tensor, end: Tensor, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """Rows of blocks ``low`` to ``end`` of which ``whole`` to ``full`` are FULL."""
-    low = torch.minimum(low, end)
-    whole = torch.maximum(whole, low)  # a tile without queries has none before the other
-    n_full = (full - whole).clamp(min=0)
-    # without a FULL block all of low .. end is PARTIAL, in one run
-    n_left = torch.where(n_full > 0, whole - low, 0)
-    count = end - low
-    i = torch.arange(capacity, device=low.device)
-    n_full, n_left, count, low, whole = (x[..., None] for x in (n_full, n_left, count, low, whole))
-    left = low + i - n_full
-    cols = torch.where(i < n_full, whole + i, torch.where(i < n_full + n_left, left, low + i))
-    begin = torch.arange(count.numel(), device=low.device).view(count.shape) * capacity
-    rows = torch.cat([begin, begin + n_full, begin + count, torch.zeros_like(begin)], -1)
-    return rows.view(-1, 4).int(), cols.clamp(min=0).int().flatten()
+    return BlockPlan(rows, cols, work, sequences, num_heads, block_m, block_n, mask=mask)
 
 
 def _expect_offsets(name: str, offsets: Tensor) -> None:

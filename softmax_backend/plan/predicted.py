@@ -52,7 +52,6 @@ def predict(
     min_likeness: PerHead = -0.1,
     is_causal: bool = False,
     keep_first: bool = False,
-    smooth_k: bool = True,
     scale: float | None = None,
     block_m: int = 64,
     block_n: int = 128,
@@ -61,12 +60,12 @@ def predict(
 ) -> BlockPlan:
     """The blocks that most of the attention is predicted to lie in, for each head.
 
+    The mean of all keys is subtracted before pooling, by which no softmax over keys changes.
     No value is read on the host, so the prediction can be captured in a CUDA graph.
 
     Args:
         q, k: [B, H, M, D] and [B, Hkv, N, D].
         cdf, topk, min_likeness, is_causal, keep_first: as in ``Choice``.
-        smooth_k: subtract the mean of all keys before pooling; no softmax over keys changes by it.
         scale: default 1 / sqrt(D).
         path: ``"torch"`` or ``"triton"``; by default Triton wherever it runs.
         params: the parameters of the Triton kernels; by default those of the device's table.
@@ -85,7 +84,7 @@ def predict(
     chosen = path_of(q, path)
     params = params_of(q.device) if params is None else params
     blocks = (block_m, block_n)
-    pooled = pool(q, k, blocks, choice.has_likeness, smooth_k, chosen, params.centre)
+    pooled = pool(q, k, blocks, choice.has_likeness, chosen, params.centre)
     return from_pooled(pooled, choice, scale, chosen, params)
 
 

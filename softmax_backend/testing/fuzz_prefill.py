@@ -59,7 +59,7 @@ SHAPES = (
     Shape("D 64, blocks of 32", 64, 64, torch.bfloat16, 32, 32),
     Shape("D 192 and 128", 192, 128, torch.bfloat16, 64, 64),
 )
-KINDS = ("dense", "causal", "window", "kinds", "block map", "ragged", "paged")
+KINDS = ("dense", "causal", "kinds", "block map", "ragged", "paged")
 SAGE_MODES = {
     "e4m3 values": SageMode(),
     "e4m3 values, more scales": SageMode("per_thread"),
@@ -102,10 +102,8 @@ class _Sparse:
         here = blocks | {"batch": self.batch, "device": device}
         if self.kind == "dense":
             return intervals.dense(m, n, heads, **here), [torch.ones(1, m, n, dtype=torch.bool)]
-        if self.kind in ("causal", "window"):
-            window = draw.integer("window", 1, 150) if self.kind == "window" else None
-            plan = intervals.causal(m, n, heads, window=window, **here)
-            return plan, [causal_seen(m, n, window)[None]]
+        if self.kind == "causal":
+            return intervals.causal(m, n, heads, **here), [causal_seen(m, n)[None]]
         rng = torch.Generator().manual_seed(draw.seed())
         rate = draw.choice("rate", (0.1, 0.5, 0.9))
         if self.kind == "kinds":

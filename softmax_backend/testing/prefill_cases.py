@@ -80,10 +80,9 @@ def run_and_check(
     return got
 
 
-def causal_seen(q_len: int, kv_len: int, window: int | None = None) -> Tensor:
+def causal_seen(q_len: int, kv_len: int) -> Tensor:
     """bool [M, N], aligned to the bottom right."""
-    gap = torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)[None]
-    return (gap >= 0) & (gap < (window or gap.numel() + q_len + kv_len))
+    return torch.arange(q_len)[:, None] + kv_len - q_len >= torch.arange(kv_len)[None]
 
 
 def quantised_run(x: Quantised, plan: BlockPlan, params: Int8PrefillParams) -> QuantisedRun:

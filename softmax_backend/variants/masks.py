@@ -53,12 +53,6 @@ everything = Mask(
     "everything", hooks.everything_mask, lambda q, k, col, slot, head, aux: (k >= 0) & (q == q)
 )
 causal = Mask("causal", hooks.causal_mask, lambda q, k, col, slot, head, aux: k <= q)
-causal_window = Mask(
-    "causal_window",
-    hooks.causal_window_mask,
-    lambda q, k, col, slot, head, aux: (k <= q) & (q - k < aux[head]),
-)
-window = Mask("window", hooks.window_mask, lambda q, k, col, slot, head, aux: q - k < aux[head])
 block_end = Mask(
     "block_end", hooks.block_end_mask, lambda q, k, col, slot, head, aux: (k < aux[col]) & (q == q)
 )

@@ -60,28 +60,26 @@ def pool(
     k: Tensor,
     blocks: tuple[int, int],
     has_likeness: bool,
-    smooth_k: bool,
     path: str,
     centre: str = "mean",
 ) -> Pooled:
-    """Pool [B, H, M, D] and [B, Hkv, N, D].
+    """Pool [B, H, M, D] and [B, Hkv, N, D], the keys without their mean.
 
     Without likenesses the kernels read the keys once: their mean follows from the sums of blocks.
 
     Args:
         blocks: queries and keys of a block.
         has_likeness: ask for likenesses; the torch path always makes them.
-        smooth_k: pool the keys without their mean.
         path: ``"torch"`` or ``"triton"``.
         centre: ``"mean"``, or ``"middle"`` to leave smoothing without likenesses to the scores.
     """
     if path == "torch":
-        return _with_torch(q, k, blocks, smooth_k)
+        return _with_torch(q, k, blocks)
     x = Pooled.empty(q, k, *blocks, has_likeness)
-    k_mean = column_mean(k) if smooth_k and has_likeness else None
+    k_mean = column_mean(k) if has_likeness else None
     _pool(q, None, x.q_sums, x.q_likeness, x.block_m)
     _pool(k, k_mean, x.k_sums, x.k_likeness, x.block_n)
-    if not smooth_k or has_likeness:
+    if has_likeness:
         return x
     if centre == "middle":
         return dataclasses.replace(x, is_centred=False)
@@ -105,7 +103,7 @@ def _pool(
     )
 
 
-def _with_torch(q: Tensor, k: Tensor, blocks: tuple[int, int], smooth_k: bool) -> Pooled:
+def _with_torch(q: Tensor, k: Tensor, blocks: tuple[int, int]) -> Pooled:
     """The same numbers in torch, always with likenesses."""
 
     def make(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -115,9 +113,7 @@ def _with_torch(q: Tensor, k: Tensor, blocks: tuple[int, int], smooth_k: bool) -
         unit = padded / padded.norm(dim=-1, keepdim=True).clamp(min=1e-10)
         return padded.sum(3), (unit.sum(3) / count[:, None]).square().sum(-1)
 
-    k = k.float()
-    if smooth_k:
-        k = k - k.mean(2, keepdim=True)
+    k = k.float() - k.float().mean(2, keepdim=True)
     q_sums, q_likeness = make(q.float(), blocks[0])
     k_sums, k_likeness = make(k, blocks[1])
     lengths = (q.shape[2], k.shape[2])

@@ -46,7 +46,6 @@ def all_cases() -> Cases:
         "block_sparse: pages of 16": lambda: _paged(16),
         "block_sparse: pages of one token": lambda: _paged(1),
         "block_sparse: dense batch": _dense_batch,
-        "block_sparse: window": _window,
         "block_sparse: elements of a block map": _elements,
         "block_sparse: sliding tiles": _sliding,
     }
@@ -163,13 +162,6 @@ def _dense_batch() -> Answer:
     q, k, v = _inputs(50, 128, batch=3)
     plan = intervals.dense(50, 128, 2, batch=3, **TILE, device=CPU)
     want = reference.attention(q, k, v, torch.ones(1, dtype=torch.bool), 0.125)
-    return _answer(_attend(q, k, v, plan), want)
-
-
-def _window() -> Answer:
-    q, k, v = _inputs()
-    plan = intervals.causal(M, N, 2, window=37, **TILE, device=CPU)
-    want = reference.attention(q, k, v, causal_seen(M, N, 37), 0.125)
     return _answer(_attend(q, k, v, plan), want)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softmax_backend import reference_block_sparse as reference
 from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.plan import bsr, intervals
+from softmax_backend.plan import intervals
 from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from softmax_backend.spec_block_sparse import BlockSparseSpec
 from softmax_backend.testing.prefill_cases import (
@@ -200,52 +200,6 @@ def test_canary(fault: str, seed: int, device: torch.device) -> None:
     with pytest.raises(AssertionError):
         got = block_sparse_attention(q, k, v, wrong_plans(device)[fault], path="triton")
         assert_matches(got, want)
-
-
-def test_a_plan_is_changed_in_place(seed: int, device: torch.device) -> None:
-    """What a captured graph reads: the tensors of the first plan with another's values."""
-    q, k, v = inputs((1, 64, 64), (1, 64, 64), seed=seed, device=device)
-    first, second = (
-        from_kinds(
-            torch.tensor(x, dtype=torch.int8, device=device).view(1, 1, 2, 2),
-            1,
-            uniform_sequences(1, 64, 64, device),
-            32,
-            32,
-        )
-        for x in ([1, 0, 0, 1], [1, 1, 0, 2])
-    )
-    want = block_sparse_attention(q, k, v, second, path="triton")[0]
-    first.copy_(second)
-    assert torch.equal(block_sparse_attention(q, k, v, first, path="triton")[0], want)
-    other = intervals.dense(96, 64, 1, **BLOCKS, device=device)
-    with pytest.raises(ValueError, match="as captured"):
-        first.copy_(other)
-
-
-def test_flex_attention_masks(seed: int, device: torch.device) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    document = torch.randint(0, 3, (120,), generator=torch.Generator().manual_seed(seed)).to(device)
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return ((document[i] == document[j]) & (j <= i)) | (j < 40 * h)
-
-    block_mask = create_block_mask(mask_mod, None, 2, 120, 120, device=device.type, BLOCK_SIZE=32)
-    plan = bsr.from_block_mask(block_mask, 2, **BLOCKS)
-    i, j = torch.arange(120, device=device)[:, None], torch.arange(120, device=device)[None]
-    heads = torch.arange(2, device=device)
-    seen = torch.stack([mask_mod(heads, head, i, j) for head in heads]).cpu()
-    assert torch.equal(reference.elements_seen(plan), seen)
-    q, k, v = inputs((2, 120, 64), (1, 120, 64), seed=seed, device=device)
-    run_and_check(q, k, v, plan, seen)
-    # FlexAttention takes a mask of one batch entry for every entry
-    q, k, v = (torch.cat([x, x.flip(2)]) for x in (q, k, v))
-    plan = bsr.from_block_mask(block_mask, 2, batch=2, **BLOCKS)
-    run_and_check(q, k, v, plan, seen)
-    two = create_block_mask(mask_mod, 2, 2, 120, 120, device=device.type, BLOCK_SIZE=32)
-    with pytest.raises(ValueError, match="block_mask must have 1 or 3 batch entries, got 2"):
-        bsr.from_block_mask(two, 2, batch=3, **BLOCKS)
 
 
 def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:

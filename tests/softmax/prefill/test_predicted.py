@@ -190,7 +190,7 @@ def test_prediction_while_quantising(
     torch.testing.assert_close(got, list(want), rtol=0, atol=0)
     pooled = [Pooled.empty(q, k, *blocks, choice.has_likeness)]
     sage.quantise(q, k, v, SageMode(), 0.125, blocks[1], "triton", pooled[0])
-    pooled += [pool(q, k, blocks, choice.has_likeness, True, path) for path in ("torch", "triton")]
+    pooled += [pool(q, k, blocks, choice.has_likeness, path) for path in ("torch", "triton")]
     for name in ("q_sums", "k_sums", "q_likeness", "k_likeness"):
         made = [getattr(x, name) for x in pooled]
         if pooled[2].k_mean is not None and name == "k_sums":  # they still have their mean
@@ -214,7 +214,7 @@ def test_scores_beside_float64(name: str, is_causal: bool, seed: int, device: to
     number each. The bound is the format's rounding of both factors, over their lengths."""
     q, k, _ = inputs((2, 140, 64), (1, 700, 64), seed=seed, device=device)
     k = k + 10 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(seed)).to(k)
-    x = pool(q, k, (16, 32), False, True, "triton", FORMS[name].centre)
+    x = pool(q, k, (16, 32), False, "triton", FORMS[name].centre)
     assert (x.k_mean is None) == (name != "exact")
     got = predicted.scores(x, is_causal, 0.25, FORMS[name])[..., :22].cpu().double()
     middle = 11 * 32

@@ -77,11 +77,3 @@ def test_a_users_own_hook(seed: int, device: torch.device) -> None:
     assert_matches(call(mine, "triton", seed, device), expected(seed, lambda s: 2 * s))
     with pytest.raises(ValueError, match="variant mine has no torch_logits"):
         call(mine, "torch", seed, device)
-
-
-@PATHS
-def test_causal_window(path: str, seed: int, device: torch.device) -> None:
-    q, k, v = inputs((H, 70, D), (1, 100, D), seed=seed, device=device)
-    plan = intervals.causal(70, 100, H, window=37, **BLOCKS, device=device)
-    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(70, 100, 37), D**-0.5)
-    assert_matches(block_sparse_attention(q, k, v, plan, path=path), want)
