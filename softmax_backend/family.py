@@ -123,7 +123,6 @@ def tune_space(path: KernelPath) -> TuneSpace:
     if path.name == "triton":
         return {
             "decode_8k": {
-                "programs_per_sm": (1, 2),
                 "block_kv": (16, 32, 64),
                 "num_warps": (4, 8),
                 "num_stages": (1, 2, 3),

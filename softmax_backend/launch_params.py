@@ -19,13 +19,11 @@ class TritonMlaParams:
     """MLA decode in Triton.
 
     Attributes:
-        programs_per_sm: rows of the work list for each SM or compute unit.
         block_kv: tokens per step of the main loop: 16, 32 or 64.
         block_rows: most query rows of a program: 16 or 32.
         num_warps, num_stages: of the main kernel.
     """
 
-    programs_per_sm: int
     block_kv: int
     block_rows: int
     num_warps: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from backend_core.contracts import (
 from backend_core.launch.streams import is_elsewhere, run_there
 from softmax_backend import reference
 from softmax_backend.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
-from softmax_backend.flashinfer.merge import _kernel as merge_kernel
 from softmax_backend.flashinfer.merge import is_available, merge_states
 from softmax_backend.flashinfer.workspace import check_workspaces
 
@@ -383,13 +381,6 @@ def _kernel(settings: _Settings, causal: bool, operand: torch.dtype) -> KernelLa
         "OPERAND": types[operand],
     }
     return KernelLaunch(paged_attention_kernel, constexprs, {"num_warps": 4, "num_stages": 2})
-
-
-def compiled_kernels() -> Iterator[tuple[str, KernelLaunch, tuple[str, ...]]]:
-    """(name, kernel, pointers that are not there) of what the compile report builds."""
-    settings = _Settings(32, 8, 128, 16, 0.1, -1, 0.0, torch.bfloat16, True)
-    yield "paged_attention 32/8 heads of 128, page 16", _kernel(settings, True, torch.bfloat16), ()
-    yield "merge_states 128", merge_kernel(128), ()
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:

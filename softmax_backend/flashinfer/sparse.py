@@ -60,9 +60,25 @@ class _Wrapper:
         head_dim: int,
         soft_cap: float | None,
         sm_scale: float | None,
-        q_data_type: DataType,
-        **refused: tuple[object, object],
+        data_types: tuple[DataType, DataType | None, DataType | None],
+        causal: bool,
+        pos_encoding_mode: str,
+        **absent: object,
     ) -> None:
+        """Keep what ``run`` reads.
+
+        Args:
+            data_types: of queries, keys and output; all are the queries'.
+            absent: must be ``None``.
+        """
+        dtype = as_dtype(data_types[0])
+        refused = {
+            "causal": (causal, False),
+            "pos_encoding_mode": (pos_encoding_mode, "NONE"),
+            "kv_data_type": (as_dtype(data_types[1] or dtype), dtype),
+            "o_data_type": (as_dtype(data_types[2] or dtype), dtype),
+            **{name: (given, None) for name, given in absent.items()},
+        }
         for name, (got, served) in refused.items():
             if got != served:
                 raise ValueError(f"{name} must be {served!r} here, got {got!r}")
@@ -71,7 +87,7 @@ class _Wrapper:
         self._sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         self._logits_soft_cap = soft_cap or 0.0
         self._causal, self._window_left = False, -1
-        self._dtype = as_dtype(q_data_type)
+        self._dtype = dtype
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None
@@ -179,22 +195,15 @@ class BlockSparseAttentionWrapper(_Wrapper):
             head_dim,
             logits_soft_cap,
             sm_scale,
-            q_data_type,
-            causal=(causal, False),
-            pos_encoding_mode=(pos_encoding_mode, "NONE"),
-            kv_data_type=(as_dtype(kv_data_type or q_data_type), as_dtype(q_data_type)),
-            o_data_type=(as_dtype(o_data_type or q_data_type), as_dtype(q_data_type)),
-            **{
-                name: (given, None)
-                for name, given in (
-                    ("kv_block_lens", kv_block_lens),
-                    ("q2k_indices", q2k_indices),
-                    ("q2k_num", q2k_num),
-                    ("q_scale", q_scale),
-                    ("k_scale", k_scale),
-                    ("v_scale", v_scale),
-                )
-            },
+            (q_data_type, kv_data_type, o_data_type),
+            causal,
+            pos_encoding_mode,
+            kv_block_lens=kv_block_lens,
+            q2k_indices=q2k_indices,
+            q2k_num=q2k_num,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
     def run(
@@ -275,10 +284,9 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             head_dim,
             logits_soft_cap,
             sm_scale,
-            q_data_type,
-            causal=(causal, False),
-            pos_encoding_mode=(pos_encoding_mode, "NONE"),
-            kv_data_type=(as_dtype(kv_data_type or q_data_type), as_dtype(q_data_type)),
+            (q_data_type, kv_data_type, None),
+            causal,
+            pos_encoding_mode,
         )
 
     def run(

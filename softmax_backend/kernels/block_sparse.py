@@ -155,26 +155,11 @@ def block_sparse_kernel(
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc, high, total = _walk(
-        (acc, high, total),
-        b_q,
-        (begin, full_end, slot),
-        place,
-        keys,
-        values,
-        plan,
-        variant,
-        load=load,
-        hooks=hooks,
-        shapes=shapes,
-        IS_PARTIAL=False,
-        STAGES=STAGES,
-    )
-    if HAS_PARTIAL:
+    for IS_PARTIAL in tl.static_range(2 if HAS_PARTIAL else 1):
         acc, high, total = _walk(
             (acc, high, total),
             b_q,
-            (full_end, end, slot),
+            (full_end, end, slot) if IS_PARTIAL else (begin, full_end, slot),
             place,
             keys,
             values,
@@ -183,8 +168,8 @@ def block_sparse_kernel(
             load=load,
             hooks=hooks,
             shapes=shapes,
-            IS_PARTIAL=True,
-            STAGES=1,
+            IS_PARTIAL=IS_PARTIAL,
+            STAGES=1 if IS_PARTIAL else STAGES,
         )
     empty = total == 0.0
     b_o = acc / tl.where(empty, 1.0, total)[:, None]

@@ -200,26 +200,11 @@ def block_sparse_int8_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc, high, total = _walk(
-        (acc, high, total),
-        b_q,
-        (begin, full_end, slot),
-        place,
-        scales,
-        (k_desc, v_desc),
-        (cols_ptr, mask_aux_ptr),
-        hooks=hooks,
-        P_LOG2=P_LOG2,
-        EXPONENT=EXPONENT,
-        IS_PARTIAL=False,
-        BLOCK_N=BLOCK_N,
-        STAGES=STAGES,
-    )
-    if HAS_PARTIAL:
+    for IS_PARTIAL in tl.static_range(2 if HAS_PARTIAL else 1):
         acc, high, total = _walk(
             (acc, high, total),
             b_q,
-            (full_end, end, slot),
+            (full_end, end, slot) if IS_PARTIAL else (begin, full_end, slot),
             place,
             scales,
             (k_desc, v_desc),
@@ -227,9 +212,9 @@ def block_sparse_int8_kernel(
             hooks=hooks,
             P_LOG2=P_LOG2,
             EXPONENT=EXPONENT,
-            IS_PARTIAL=True,
+            IS_PARTIAL=IS_PARTIAL,
             BLOCK_N=BLOCK_N,
-            STAGES=1,
+            STAGES=1 if IS_PARTIAL else STAGES,
         )
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)

@@ -188,7 +188,7 @@ class MlaPlanner:
         sms = self.selection.target.num_sms
         if isinstance(path.params, TritonMlaParams):
             blocks = -(-min(self.spec.query_rows, 64) // path.params.block_rows)
-            return max(sms * path.params.programs_per_sm // (row_tiles * blocks), 1)
+            row_tiles *= blocks
         return max(sms // row_tiles, 1)
 
     def _fill(self, plan: StepPlan, path: KernelPath) -> None:

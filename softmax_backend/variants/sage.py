@@ -100,7 +100,7 @@ def _with_triton(
     mode: SageMode,
     scale: float,
     block_n: int,
-    pooled: Pooled | None = None,
+    pooled: Pooled | None,
 ) -> Quantised:
     k_mean = column_mean(k)
     k8, k_scale = _keys(k, k_mean, mode, block_n, pooled)
@@ -109,19 +109,8 @@ def _with_triton(
     if mode.fp8_values:
         v_mean, v_scale, inverse = value_scales(v)
         v8 = _values(v, v_mean, inverse, block_n)
-    return Quantised(
-        mode=mode,
-        q=q8,
-        k=k8,
-        v=v8,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        v_mean=v_mean,
-        shift=shift,
-        k_mean=k_mean,
-        block_n=block_n,
-    )
+    scales = (q_scale, k_scale, v_scale)
+    return Quantised(mode, q8, k8, v8, *scales, v_mean, shift, k_mean, block_n)
 
 
 def _keys(
@@ -215,10 +204,6 @@ def _values(v: Tensor, mean: Tensor, inverse: Tensor, block_n: int) -> Tensor:
     return v8
 
 
-def _value_scale(low: Tensor, high: Tensor) -> Tensor:
-    return torch.maximum(high, -low).clamp_min(1e-12) / E4M3_MAX
-
-
 @without_autocast
 def _with_torch(
     q: Tensor, k: Tensor, v: Tensor, mode: SageMode, scale: float, block_n: int
@@ -238,7 +223,7 @@ def _with_torch(
     if mode.fp8_values:
         v_mean = v32.mean(2)
         centred = v32 - v_mean[:, :, None]
-        v_scale = _value_scale(centred.amin(2), centred.amax(2))
+        v_scale = centred.abs().amax(2).clamp_min(1e-12) / E4M3_MAX
         padded = torch.nn.functional.pad(centred / v_scale[:, :, None], (0, 0, 0, -n % block_n))
         place = permuted_tokens(padded.shape[2], q.device)
         v8 = padded[:, :, place].transpose(2, 3).contiguous().to(torch.float8_e4m3fn)
@@ -246,19 +231,8 @@ def _with_torch(
         x.view(*x.shape[:2], -1, last)
         for x, last in ((q_scale, 8 if per_thread else 1), (k_scale, 4 if per_thread else 1))
     )
-    return Quantised(
-        mode=mode,
-        q=q8,
-        k=k8,
-        v=v8,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        v_mean=v_mean,
-        shift=shift,
-        k_mean=k_mean,
-        block_n=block_n,
-    )
+    scales = (q_scale, k_scale, v_scale)
+    return Quantised(mode, q8, k8, v8, *scales, v_mean, shift, k_mean, block_n)
 
 
 def group_of(

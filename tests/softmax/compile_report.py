@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -22,7 +23,7 @@ from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from softmax_backend import combine
 from softmax_backend.decode import triton as mla_triton
-from softmax_backend.flashinfer import cascade
+from softmax_backend.flashinfer import cascade, merge
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan import planner
 from softmax_backend.sparse import combine as sparse_mla_combine
@@ -101,7 +102,10 @@ def cases(arch: str) -> Iterator[Case]:
     leaders, tiles = planner._prefix_kernels(64, 64, 64)
     yield "find_leaders, 64 requests", leaders, ()
     yield "two_level_tiles, 64 requests", tiles, ()
-    yield from cascade.compiled_kernels()
+    settings = cascade._Settings(32, 8, 128, 16, 0.1, -1, 0.0, torch.bfloat16, True)
+    paged = cascade._kernel(settings, True, torch.bfloat16)
+    yield "paged_attention 32/8 heads of 128, page 16", paged, ()
+    yield "merge_states 128", merge._kernel(128), ()
 
 
 def sparse_cases(arch: str) -> Iterator[Case]:
