@@ -23,7 +23,6 @@ from softmax_backend.contract.block_sparse import (
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.spec_block_sparse import BlockSparseSpec
-from softmax_backend.variants.variant import SOFTMAX, Variant
 
 PATHS = tuple(TABLES.operator("block_sparse").paths)
 
@@ -35,7 +34,7 @@ def block_sparse_attention(
     plan: BlockPlan,
     *,
     scale: float | None = None,
-    variant: Variant = SOFTMAX,
+    soft_cap: float | None = None,
     path: str | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -50,7 +49,7 @@ def block_sparse_attention(
         plan: which blocks each tile of queries attends; see ``plan.intervals``, ``plan.bsr``,
             ``plan.sliding_tile`` and ``plan.predicted``.
         scale: positive; default 1 / sqrt(D).
-        variant: what is done with logits and output.
+        soft_cap: logits become soft_cap tanh(logits / soft_cap).
         path: ``"torch"``, ``"triton"``, ``"gluon"`` or ``"gluon_packed"`` (Hopper); by default the
             one for the device and the call.
         out, lse: written, and returned; by default new, ``out`` in the memory order of ``q``.
@@ -67,10 +66,10 @@ def block_sparse_attention(
     """
     if is_elsewhere(q):
         return run_there(q, block_sparse_attention, locals())
-    check_block_sparse(q, k, v, plan, variant, out, lse)
+    check_block_sparse(q, k, v, plan, soft_cap, out, lse)
     if path not in (None, *PATHS):
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
-    spec = BlockSparseSpec.of(q, k, v, plan, variant)
+    spec = BlockSparseSpec.of(q, k, v, plan, soft_cap)
     selection = selection_for("block_sparse", q.device, spec, path)
     if q.numel() and selection.row(len(plan.work)).name != "torch":
         check_kernel(q, k, v, plan)
@@ -83,7 +82,7 @@ def block_sparse_attention(
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel():
         run = selection.run(len(plan.work))
-        run(BlockSparseInputs(q, k, v, plan, variant, scale, out, lse))
+        run(BlockSparseInputs(q, k, v, plan, soft_cap, scale, out, lse))
     return out, lse
 
 

@@ -24,7 +24,6 @@ from softmax_backend.spec_block_sparse import QuantisedSpec
 from softmax_backend.variants import sage
 from softmax_backend.variants.pooled import Pooled, pool
 from softmax_backend.variants.sage import Quantised, SageMode
-from softmax_backend.variants.variant import SOFTMAX
 
 DEFAULT_MODE = SageMode()
 
@@ -66,7 +65,7 @@ def quantised_attention(
     """
     if is_elsewhere(q):
         return run_there(q, quantised_attention, locals())
-    check_block_sparse(q, k, v, plan, SOFTMAX, out, None)
+    check_block_sparse(q, k, v, plan, None, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
     check_scale(q.shape[3] ** -0.5 if scale is None else scale)

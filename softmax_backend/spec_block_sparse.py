@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.variants import masks
-from softmax_backend.variants.variant import SOFTMAX, Variant
 
 if TYPE_CHECKING:
     from softmax_backend.variants.sage import SageMode
+
+LOG2_E = 1.4426950408889634
 
 
 class BlockSparseSpec(NamedTuple):
@@ -21,7 +22,7 @@ class BlockSparseSpec(NamedTuple):
         group: query heads of a key head.
         dims: channels of keys and of values.
         page_size: tokens of a page, 0 where keys are in none.
-        mask: of PARTIAL blocks; logits: the variant's hook.
+        mask: of PARTIAL blocks; has_cap: logits have a soft cap.
     """
 
     dims: tuple[int, int]
@@ -32,11 +33,11 @@ class BlockSparseSpec(NamedTuple):
     page_size: int = 0
     is_packed: bool = False
     mask: masks.Mask = masks.everything
-    logits: Any = SOFTMAX.logits
+    has_cap: bool = False
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, variant: Variant
+        cls, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, soft_cap: float | None = None
     ) -> BlockSparseSpec:
         pages = plan.pages
         return cls(
@@ -48,7 +49,7 @@ class BlockSparseSpec(NamedTuple):
             0 if pages is None else pages.size,
             plan.is_packed,
             plan.mask,
-            variant.logits,
+            soft_cap is not None,
         )
 
     def requires(self) -> frozenset[str]:
@@ -65,7 +66,7 @@ class BlockSparseSpec(NamedTuple):
             "packed": self.is_packed,
             # compiled in, whether or not this plan has partial blocks
             "vector_masks": self.mask.reads_vectors,
-            "variants": self.logits is not SOFTMAX.logits,
+            "soft_cap": self.has_cap,
         }
         return frozenset(name for name, is_needed in needs.items() if is_needed)
 

@@ -15,7 +15,7 @@ from backend_core.contracts import (
     expect_stride,
 )
 from softmax_backend.plan.block_plan import BlockPlan
-from softmax_backend.variants.variant import Variant
+from softmax_backend.spec_block_sparse import LOG2_E
 
 MAX_ROWS = 65535
 """Batch entries times heads: the second axis of the grids of quantisation and prediction."""
@@ -31,10 +31,15 @@ class BlockSparseInputs:
     k: Tensor
     v: Tensor
     plan: BlockPlan
-    variant: Variant
+    soft_cap: float | None
     scale: float
     out: Tensor
     lse: Tensor
+
+    @property
+    def factor(self) -> float:
+        """What turns the kernels' logits into base-2 logits; capped ones are."""
+        return 1.0 if self.soft_cap else self.scale * LOG2_E
 
 
 def check_block_sparse(
@@ -42,7 +47,7 @@ def check_block_sparse(
     k: Tensor,
     v: Tensor,
     plan: BlockPlan,
-    variant: Variant,
+    soft_cap: float | None,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> None:
@@ -60,8 +65,8 @@ def check_block_sparse(
             f" {plan.sequences.shape[0]}"
         )
     expect_device("plan", plan.rows, q.device)
-    if variant.aux is not None:
-        expect_device(f"aux of the variant {variant.name}", variant.aux, q.device)
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
 
 
 def check_tensors(

@@ -67,7 +67,7 @@ def arguments(x: BlockSparseInputs, k: Tensor, v: Tensor) -> dict[str, Any]:
         "work_ptr": plan.work,
         "sequences_ptr": plan.sequences,
         "mask_aux_ptr": plan.cols if plan.mask_aux is None else plan.mask_aux,
-        "factor": x.variant.factor(x.scale),
+        "factor": x.factor,
     }
 
 

@@ -12,7 +12,6 @@ from softmax_backend.contract.block_sparse import BlockSparseInputs
 from softmax_backend.dense16 import BlockSparseRun
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.spec_block_sparse import BlockSparseSpec
-from softmax_backend.variants.variant import SOFTMAX
 
 
 def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseRun:
@@ -21,14 +20,8 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseR
 
 @without_autocast
 def run(x: BlockSparseInputs) -> None:
-    """Products and softmax are in fp32, in float64 for float64 inputs.
-
-    Raises:
-        ValueError: the variant has a kernel hook without a torch counterpart.
-    """
-    q, k, v, plan, variant, out, lse = x.q, x.k, x.v, x.plan, x.variant, x.out, x.lse
-    if variant.logits is not SOFTMAX.logits and variant.torch_logits is None:
-        raise ValueError(f"variant {variant.name} has no torch_logits, which the torch path needs")
+    """Products and softmax are in fp32, in float64 for float64 inputs."""
+    q, k, v, plan, out, lse = x.q, x.k, x.v, x.plan, x.out, x.lse
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[-3 if plan.pages is None else 2]
     rows, cols, table = plan.rows.tolist(), plan.cols.cpu(), plan.sequences.tolist()
@@ -45,9 +38,8 @@ def run(x: BlockSparseInputs) -> None:
         kv_head = head // group
         b_k, b_v = (_gather(x, plan, batch, kv_head, k_begin, k_pos).to(dtype) for x in (k, v))
         s = x.scale * (q[batch, head, q_begin + o_m].to(dtype) @ b_k.T)
-        if variant.torch_logits is not None:
-            at = (o_m[:, None] + position, k_pos[None, :], head)
-            s = variant.torch_logits(s, *at, variant.aux, variant.value)
+        if x.soft_cap:
+            s = x.soft_cap * torch.tanh(s / x.soft_cap)
         s = torch.where(seen, s, -torch.inf)
         b_lse = torch.logsumexp(s, -1)
         p = torch.exp(s - b_lse.masked_fill(b_lse.isinf(), 0.0)[:, None])

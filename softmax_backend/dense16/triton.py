@@ -16,7 +16,7 @@ from softmax_backend.kernels.block_sparse import (
     contiguous_rows,
     paged_rows,
 )
-from softmax_backend.kernels.prefill_hooks import softmax_update
+from softmax_backend.kernels.prefill_hooks import products, soft_capped, softmax_update
 from softmax_backend.launch_params_prefill import TritonPrefillParams
 from softmax_backend.spec_block_sparse import BlockSparseSpec
 
@@ -31,7 +31,7 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseR
         pages = plan.pages
         none = (0, 0, 0)
         of_k, of_v = (none, none) if pages is None else (k.stride()[:3], v.stride()[:3])
-        absent = plan.cols  # for pointers that no hook of this call reads
+        absent = plan.cols  # for pointers that this call does not read
         launch(
             (len(plan.work), 1, 1),
             q_desc=descriptor(x.q, (block_m, block_d)),
@@ -45,10 +45,9 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseR
             sequences_ptr=plan.sequences,
             pages_ptr=absent if pages is None else pages.indices,
             mask_aux_ptr=absent if plan.mask_aux is None else plan.mask_aux,
-            aux_ptr=absent if x.variant.aux is None else x.variant.aux,
-            value=float(x.variant.value),
+            cap=float(x.soft_cap or 0.0),
             scale=float(x.scale),
-            factor=float(x.variant.factor(x.scale)),
+            factor=float(x.factor),
             stride_k_page=of_k[0],
             stride_k_t=of_k[1],
             stride_k_h=of_k[2],
@@ -82,7 +81,7 @@ def attention_kernel(params: TritonPrefillParams, spec: BlockSparseSpec) -> Kern
         "STAGES": params.num_stages,
         "HAS_PARTIAL": spec.has_partial,
         "load": paged_rows if spec.page_size else contiguous_rows,
-        "logits": spec.logits,
+        "logits": soft_capped if spec.has_cap else products,
         "update": softmax_update,
         "mask": spec.mask.kernel,
     }

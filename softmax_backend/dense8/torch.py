@@ -12,7 +12,6 @@ from softmax_backend.dense16 import torch as exact
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.spec_block_sparse import QuantisedSpec
 from softmax_backend.variants.sage import Quantised, dequantised
-from softmax_backend.variants.variant import SOFTMAX
 
 
 def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
@@ -20,4 +19,4 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
 
 
 def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor) -> None:
-    exact.run(BlockSparseInputs(*dequantised(x), plan, SOFTMAX, scale, out, lse))
+    exact.run(BlockSparseInputs(*dequantised(x), plan, None, scale, out, lse))

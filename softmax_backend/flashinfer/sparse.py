@@ -17,13 +17,13 @@ from softmax_backend.flashinfer.packed_mask import bsr_mask
 from softmax_backend.flashinfer.workspace import check_workspaces
 from softmax_backend.plan import bsr
 from softmax_backend.plan.block_plan import BlockPlan
-from softmax_backend.variants import variant as variants
+from softmax_backend.spec_block_sparse import LOG2_E
 
 DataType = str | torch.dtype
 
 
 class _Wrapper:
-    """What both wrappers share: the plan, the scale and the variant of the last ``plan``."""
+    """What both wrappers share: the plan, the scale and the cap of the last ``plan``."""
 
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         """Args:
@@ -32,7 +32,6 @@ class _Wrapper:
         """
         self.device = float_workspace_buffer.device
         self._plan: BlockPlan | None = None
-        self._variant = variants.SOFTMAX
         self._dtype = torch.float16
         # what Sparse-VideoGen reads, to give it back to reset_workspace_buffer
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -83,7 +82,6 @@ class _Wrapper:
             if got != served:
                 raise ValueError(f"{name} must be {served!r} here, got {got!r}")
         self._plan = plan
-        self._variant = variants.soft_cap(soft_cap) if soft_cap else variants.SOFTMAX
         self._sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         self._logits_soft_cap = soft_cap or 0.0
         self._causal, self._window_left = False, -1
@@ -100,9 +98,15 @@ class _Wrapper:
         if lse is not None:
             expect_device("lse", lse, q.device)
         got, natural = block_sparse_attention(
-            q, k, v, self._plan, scale=self._sm_scale, variant=self._variant, out=out
+            q,
+            k,
+            v,
+            self._plan,
+            scale=self._sm_scale,
+            soft_cap=self._logits_soft_cap or None,
+            out=out,
         )
-        base_2 = natural.mul_(variants.LOG2_E)
+        base_2 = natural.mul_(LOG2_E)
         if lse is not None:
             base_2 = lse.copy_(base_2)
         return got, base_2

@@ -5,7 +5,7 @@
 q [B, H, M, D], k [B, Hkv, N, D], v [B, Hkv, N, DV]; O in q's dtype, LSE float32 [B, H, M], natural.
 Softmax in base 2 and fp32. One program for each entry of the plan's ``work``. What differs between
 variants, masks and cache layouts is a function handed in as a constexpr: see
-``variants/variant.py``, ``variants/masks.py`` and the two loaders here.
+``kernels/prefill_hooks.py``, ``variants/masks.py`` and the two loaders here.
 """
 
 import triton
@@ -61,7 +61,7 @@ def _walk(
     k_source, k_strides = keys
     v_source, v_strides = values
     cols_ptr, pages_ptr, mask_aux_ptr = plan
-    aux_ptr, value, scale, factor = variant
+    cap, scale, factor = variant
     logits: tl.constexpr = hooks[0]
     update: tl.constexpr = hooks[1]
     mask: tl.constexpr = hooks[2]
@@ -73,7 +73,7 @@ def _walk(
         k_pos = start + tl.arange(0, k_shape[0])
         b_k = load(k_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, k_strides, k_shape)
         b_s = tl.dot(b_q, b_k.T)
-        b_s = logits(b_s, scale, q_pos, k_pos[None, :], head, aux_ptr, value)
+        b_s = logits(b_s, scale, cap)
         b_v = load(v_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, v_strides, v_shape)
         if IS_PARTIAL:
             inside = k_pos < kv_len
@@ -99,8 +99,7 @@ def block_sparse_kernel(
     sequences_ptr,
     pages_ptr,
     mask_aux_ptr,
-    aux_ptr,
-    value,
+    cap,
     scale,
     factor,
     stride_out_b,
@@ -149,7 +148,7 @@ def block_sparse_kernel(
     keys = (k_source, (stride_k_page, stride_k_t, stride_k_h, D, page_size))
     values = (v_source, (stride_v_page, stride_v_t, stride_v_h, DV, page_size))
     plan = (cols_ptr, pages_ptr, mask_aux_ptr)
-    variant = (aux_ptr, value, scale, factor)
+    variant = (cap, scale, factor)
     hooks: tl.constexpr = (logits, update, mask)
     shapes: tl.constexpr = ((BLOCK_N, BLOCK_D), (BLOCK_N, DV))
     acc = tl.zeros([BLOCK_M, DV], tl.float32)

@@ -1,6 +1,7 @@
 """The hooks that ship for block-sparse attention, in Triton.
 
-Their signatures, and the same in torch: ``variants/masks.py`` and ``variants/variant.py``.
+Masks: ``variants/masks.py``. ``logits`` gets the product q . k and gives what, times the kernel's
+``factor``, is the logit in base 2.
 """
 
 import triton
@@ -34,7 +35,7 @@ def element_bits_mask(q_pos, k_pos, col, slot, head, aux_ptr):
 
 
 @triton.jit
-def products(s, scale, q_pos, k_pos, head, aux_ptr, value):
+def products(s, scale, cap):
     return s
 
 
@@ -51,7 +52,7 @@ def softmax_update(s, high, total, factor, MASKED: tl.constexpr):
 
 
 @triton.jit
-def soft_capped(s, scale, q_pos, k_pos, head, aux_ptr, value):
-    # value tanh(x / value) log2(e), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
-    turned = tl.exp2(s * (scale * 2.8853900817779268 / value))
-    return (value * 1.4426950408889634) * (1.0 - 2.0 / (turned + 1.0))
+def soft_capped(s, scale, cap):
+    # cap tanh(x / cap) log2(e), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    turned = tl.exp2(s * (scale * 2.8853900817779268 / cap))
+    return (cap * 1.4426950408889634) * (1.0 - 2.0 / (turned + 1.0))

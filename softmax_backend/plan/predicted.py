@@ -32,10 +32,10 @@ from softmax_backend.plan.block_plan import (
 )
 from softmax_backend.plan.choice import Choice, PerHead
 from softmax_backend.prepared import prepared
+from softmax_backend.spec_block_sparse import LOG2_E
 from softmax_backend.variants import masks
 from softmax_backend.variants.column_stats import has_kernels
 from softmax_backend.variants.pooled import Pooled, pool
-from softmax_backend.variants.variant import LOG2_E
 
 SCORE_ROWS, SCORE_COLS, SCORE_WARPS = 128, 64, 4
 """Tiles and blocks that a program of ``score_kernel`` scores, and its warps."""

@@ -33,7 +33,6 @@ from softmax_backend.testing.fuzz import output_error
 from softmax_backend.testing.prefill_cases import LSE_ERROR, OUT_ERROR, causal_seen
 from softmax_backend.testing.prefill_checks import INT8_ERROR
 from softmax_backend.variants.sage import SageMode
-from softmax_backend.variants.variant import SOFTMAX, soft_cap
 
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129)
 LONGEST = 200
@@ -181,7 +180,7 @@ class _Sparse:
         self.out = tokens(self.heads, total_q + self.spare, shape.dv)
         self.lse = torch.empty(self.out.shape[:3], device=self.device)
         caps = self.kind in ("dense", "causal") and draw.chance("capped logits", 0.3)
-        self.variant = soft_cap(2.0) if caps else SOFTMAX
+        self.soft_cap = 2.0 if caps else None
         self.logits: Callable[[Tensor], Tensor] | None = None
         if caps:
             self.logits = lambda s: 2.0 * torch.tanh(s / 2.0)
@@ -252,13 +251,13 @@ def _cut(draw: Draw, name: str, total: int) -> list[int]:
 def block_sparse_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random call of ``block_sparse_attention``."""
     x = _Sparse(draw, device)
-    needs = BlockSparseSpec.of(x.q, x.k, x.v, x.plan, x.variant).requires()
+    needs = BlockSparseSpec.of(x.q, x.k, x.v, x.plan, x.soft_cap).requires()
     rows = [row for row in load_table(TABLES, target).rows if row.operator == "block_sparse"]
     path = draw.choice("path", [row for row in rows if needs <= row.features])
 
     def run() -> None:
         block_sparse_attention(
-            x.q, x.k, x.v, x.plan, variant=x.variant, path=path.name, out=x.out, lse=x.lse
+            x.q, x.k, x.v, x.plan, soft_cap=x.soft_cap, path=path.name, out=x.out, lse=x.lse
         )
 
     return FuzzBatch(x.fill, run, x.error)

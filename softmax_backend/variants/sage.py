@@ -100,7 +100,7 @@ def _with_triton(
     mode: SageMode,
     scale: float,
     block_n: int,
-    pooled: Pooled | None,
+    pooled: Pooled | None = None,
 ) -> Quantised:
     k_mean = column_mean(k)
     k8, k_scale = _keys(k, k_mean, mode, block_n, pooled)

@@ -22,7 +22,6 @@ from softmax_backend.testing.prefill_cases import (
     run_and_check,
 )
 from softmax_backend.variants import masks
-from softmax_backend.variants.variant import SOFTMAX
 
 PATHS = pytest.mark.parametrize("path", ["torch", "triton"])
 
@@ -254,5 +253,5 @@ def test_a_vector_mask_is_required_even_where_no_block_is_partial(device: torch.
     q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=0, device=device)
     plan = intervals.dense(128, 128, 2, device=device)
     whole = dataclasses.replace(plan, mask=masks.element_bits, has_partial=False)
-    needs = [BlockSparseSpec.of(q, k, v, x, SOFTMAX).requires() for x in (whole, plan)]
+    needs = [BlockSparseSpec.of(q, k, v, x).requires() for x in (whole, plan)]
     assert "vector_masks" in needs[0] and "vector_masks" not in needs[1]

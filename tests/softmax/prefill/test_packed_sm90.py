@@ -25,7 +25,6 @@ from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.spec_block_sparse import BlockSparseSpec
 from softmax_backend.testing import prefill_checks
 from softmax_backend.testing.prefill_cases import inputs
-from softmax_backend.variants.variant import SOFTMAX
 
 CPU = torch.device("cpu")
 H200 = KNOWN_TARGETS["H200"]
@@ -56,7 +55,7 @@ def test_it_serves_packed_sequences_and_pages_of_whole_blocks(
     plan: BlockPlan, names: list[str]
 ) -> None:
     q, k, v = inputs((4, 131, 128), (2, 512, 128), seed=0, device=CPU)
-    chosen = select(TABLES, "block_sparse", H200, BlockSparseSpec.of(q, k, v, plan, SOFTMAX))
+    chosen = select(TABLES, "block_sparse", H200, BlockSparseSpec.of(q, k, v, plan))
     rows = [row for row in chosen.explained if "lacks" not in (row.refusal or "")]
     assert [row.path.name for row in rows] == names
     assert {chosen.row(grid).name for grid in (1, 10**6)} == {names[0]}
@@ -81,10 +80,10 @@ def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -
     monkeypatch.setattr(launch, "_launcher", lambda kernel: kernel._call_by_name)
     q, k, v = x
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    spec = BlockSparseSpec.of(q, k, v, plan, SOFTMAX)
+    spec = BlockSparseSpec.of(q, k, v, plan)
     row = select(TABLES, "block_sparse", H200, spec).row(1)
     assert row.name == "gluon_packed"
-    gluon_packed.bind(row, spec, H200)(BlockSparseInputs(q, k, v, plan, SOFTMAX, 0.1, out, lse))
+    gluon_packed.bind(row, spec, H200)(BlockSparseInputs(q, k, v, plan, None, 0.1, out, lse))
     return found
 
 
