@@ -14,11 +14,11 @@ from backend_core.operator import Selection, forced, select
 from backend_core.tables.schema import KernelPath, NoParams
 from backend_core.tables.select import load_table
 from backend_core.target import Target, detect_target
+from softmax_backend.contract import check_scale
 from softmax_backend.contract.block_sparse import (
     BlockSparseInputs,
     check_block_sparse,
     check_kernel,
-    check_scale,
 )
 from softmax_backend.launch_params import TABLES
 from softmax_backend.plan.block_plan import BlockPlan

@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_kernel_device
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection
 from softmax_backend.block_sparse import empty_output, selection_for
+from softmax_backend.contract import check_scale
 from softmax_backend.contract.block_sparse import (
     check_block_sparse,
     check_quantised,
     check_quantised_plan,
-    check_scale,
     check_tensors,
 )
 from softmax_backend.dense8 import QuantisedRun
@@ -141,10 +140,7 @@ def _select(
     path: str | None,
 ) -> Selection[QuantisedSpec, QuantisedRun]:
     """The paths for a call; ``path`` is the caller's choice."""
-    if path not in (None, "torch", "triton"):
-        raise ValueError(f'path must be "torch" or "triton", got {path!r}')
-    if path == "triton":
-        expect_kernel_device("q", q)
+    predicted.path_of(q, path)
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     spec = QuantisedSpec(mode, heads, group, q.shape[3], *blocks)
     selection = selection_for("block_sparse_int8", q.device, spec)

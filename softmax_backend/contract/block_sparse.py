@@ -14,6 +14,7 @@ from backend_core.contracts import (
     expect_shape,
     expect_stride,
 )
+from softmax_backend.contract import expect_tensor
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.spec_block_sparse import LOG2_E
 
@@ -105,25 +106,9 @@ def check_tensors(
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_stride(name, x, 3, 1)
     if out is not None:
-        expect_shape("out", out, (batch, heads, q_rows, v.shape[3]))
-        expect_dtype("out", out, q.dtype)
-        expect_stride("out", out, 3, 1)
-        expect_device("out", out, q.device)
+        expect_tensor("out", out, (batch, heads, q_rows, v.shape[3]), q.dtype, q.device)
     if lse is not None:
-        expect_shape("lse", lse, (batch, heads, q_rows))
-        expect_dtype("lse", lse, torch.float32)
-        expect_stride("lse", lse, 2, 1)
-        expect_device("lse", lse, q.device)
-
-
-def check_scale(scale: float) -> None:
-    """The kernels scale after they have found a row's largest product.
-
-    Raises:
-        ValueError: the scale is not positive and finite.
-    """
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+        expect_tensor("lse", lse, (batch, heads, q_rows), torch.float32, q.device)
 
 
 def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import expect_shape
+from softmax_backend.contract import (
+    check_scale,
+    expect_output,
+    expect_tensor,
+    expect_token_stride,
+)
 from softmax_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 from softmax_backend.step_plan import StepPlan
 
@@ -91,56 +97,16 @@ def check_mla_decode(
             f"plan must be for {spec.query_tokens} query tokens, got one for {query_tokens}"
         )
     expect_heads("plan", prefix_heads, spec)
-    expect_dtype("lengths", lengths, torch.int32)
-    expect_shape("lengths", lengths, ("requests",))
-    expect_stride("lengths", lengths, 0, 1)
+    expect_tensor("lengths", lengths, ("requests",), torch.int32, device)
     for name, tensor, dim in zip(("q_latent", "q_rope"), q, _DIMS, strict=True):
-        expect_shape(name, tensor, (*rows, dim))
-        expect_dtype(name, tensor, spec.dtype)
-        expect_device(name, tensor, device)
-        expect_stride(name, tensor, 3, 1)
-        _expect_token_rows(name, tensor)
+        expect_tensor(name, tensor, (*rows, dim), spec.dtype, device)
+        expect_token_stride(name, tensor)
     for name, tensor, dim in zip(("kv_latent", "kv_rope"), kv, _DIMS, strict=True):
-        expect_shape(name, tensor, (kv[0].shape[0], spec.page_size, dim))
-        expect_dtype(name, tensor, spec.dtype)
-        expect_device(name, tensor, device)
-        expect_stride(name, tensor, 2, 1)
-    expect_shape("block_table", block_table, (rows[0], "pages"))
-    expect_dtype("block_table", block_table, torch.int32)
-    expect_device("block_table", block_table, device)
-    expect_stride("block_table", block_table, 1, 1)
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+        shape = (kv[0].shape[0], spec.page_size, dim)
+        expect_tensor(name, tensor, shape, spec.dtype, device)
+    expect_tensor("block_table", block_table, (rows[0], "pages"), torch.int32, device)
+    check_scale(scale)
     if sinks is not None:
-        expect_shape("sinks", sinks, (spec.num_heads,))
-        expect_dtype("sinks", sinks, torch.float32)
-        expect_device("sinks", sinks, device)
-        expect_stride("sinks", sinks, 0, 1)
-    if out is not None:
-        _expect_output("out", out, (*rows, LATENT_DIM), spec.dtype, device)
-    if lse is not None:
-        _expect_output("lse", lse, rows, torch.float32, device)
-
-
-def _expect_token_rows(name: str, tensor: torch.Tensor) -> None:
-    """Tokens of all requests must lie at one stride: request r's follow r - 1's."""
-    tokens = tensor.shape[1]
-    if tokens > 1 and tensor.shape[0] > 1 and tensor.stride(0) != tokens * tensor.stride(1):
-        raise ValueError(
-            f"{name} must have stride {tokens * tensor.stride(1)} in dimension 0, got"
-            f" {tensor.stride(0)}"
-        )
-
-
-def _expect_output(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    expect_shape(name, tensor, shape)
-    expect_dtype(name, tensor, dtype)
-    expect_device(name, tensor, device)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+        expect_tensor("sinks", sinks, (spec.num_heads,), torch.float32, device)
+    expect_output("out", out, (*rows, LATENT_DIM), spec.dtype, device)
+    expect_output("lse", lse, rows, torch.float32, device)

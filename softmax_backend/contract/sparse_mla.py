@@ -15,6 +15,12 @@ from backend_core.contracts import (
     expect_stride,
 )
 from backend_core.formats import RECORD_FORMATS
+from softmax_backend.contract import (
+    check_scale,
+    expect_output,
+    expect_tensor,
+    expect_token_stride,
+)
 from softmax_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
 RECORD = RECORD_FORMATS["fp8_ds_mla"]
@@ -132,43 +138,25 @@ def check_sparse_mla(
         ValueError: an input is not as `softmax_backend.sparse_mla.sparse_mla` describes it.
     """
     device = q.device
-    expect_shape("q", q, ("requests", "query tokens", spec.num_heads, HEAD_DIM))
-    expect_dtype("q", q, torch.bfloat16)
-    expect_stride("q", q, 3, 1)
+    shape = ("requests", "query tokens", spec.num_heads, HEAD_DIM)
+    expect_tensor("q", q, shape, torch.bfloat16, device)
+    expect_token_stride("q", q)
     requests, tokens = q.shape[:2]
-    if tokens > 1 and requests > 1 and q.stride(0) != tokens * q.stride(1):
-        raise ValueError(
-            f"q must have stride {tokens * q.stride(1)} in dimension 0, got {q.stride(0)}"
-        )
     if (extra is None) == bool(spec.extra_page_size):
         wanted = "given" if extra is None else "None"
         raise ValueError(f"extra must be {wanted} for extra_page_size {spec.extra_page_size}")
     _check_rows("rows", spec, rows, spec.page_size, requests, tokens, device)
     if extra is not None:
         _check_rows("extra", spec, extra, spec.extra_page_size, requests, tokens, device)
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    check_scale(scale)
     if sinks is not None:
-        expect_shape("sinks", sinks, (spec.num_heads,))
-        expect_dtype("sinks", sinks, torch.float32)
-        expect_device("sinks", sinks, device)
-        expect_stride("sinks", sinks, 0, 1)
-    shape = (requests, tokens, spec.num_heads)
-    outputs = [
-        ("out", out, (*shape, HEAD_DIM), q.dtype),
-        ("lse", lse, shape, torch.float32),
-        ("max_logits", max_logits, shape, torch.float32),
-    ]
+        expect_tensor("sinks", sinks, (spec.num_heads,), torch.float32, device)
     if max_logits is not None and spec.cache_format != "bf16_rows":
         raise ValueError("max_logits must be None for a cache of records")
-    for name, tensor, wanted_shape, dtype in outputs:
-        if tensor is None:
-            continue
-        expect_shape(name, tensor, wanted_shape)
-        expect_dtype(name, tensor, dtype)
-        expect_device(name, tensor, device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+    rows_of = (requests, tokens, spec.num_heads)
+    expect_output("out", out, (*rows_of, HEAD_DIM), q.dtype, device)
+    expect_output("lse", lse, rows_of, torch.float32, device)
+    expect_output("max_logits", max_logits, rows_of, torch.float32, device)
     expect_near("q", q, 2)
 
 
@@ -213,17 +201,7 @@ def _check_rows(
             raise ValueError(
                 f"{name}.cache must have fewer than 2**31 rows, got {cache.shape[0] * page_size}"
             )
-    expect_shape(f"{name}.indices", indices, (requests, tokens, "topk"))
-    expect_dtype(f"{name}.indices", indices, torch.int32)
-    expect_device(f"{name}.indices", indices, device)
-    expect_stride(f"{name}.indices", indices, 2, 1)
-    if tokens > 1 and requests > 1 and indices.stride(0) != tokens * indices.stride(1):
-        raise ValueError(
-            f"{name}.indices must have stride {tokens * indices.stride(1)} in dimension 0, got"
-            f" {indices.stride(0)}"
-        )
+    expect_tensor(f"{name}.indices", indices, (requests, tokens, "topk"), torch.int32, device)
+    expect_token_stride(f"{name}.indices", indices)
     if lengths is not None:
-        expect_shape(f"{name}.lengths", lengths, (requests,))
-        expect_dtype(f"{name}.lengths", lengths, torch.int32)
-        expect_device(f"{name}.lengths", lengths, device)
-        expect_stride(f"{name}.lengths", lengths, 0, 1)
+        expect_tensor(f"{name}.lengths", lengths, (requests,), torch.int32, device)

@@ -250,58 +250,46 @@ def _of_rank(windows: tuple[Box, ...], heads: int) -> tuple[Box, ...]:
 class _Backend(AttentionBackend):  # type: ignore[misc]
     """What the backends share."""
 
+    ENUM: AttentionBackendEnum
+    IMPL: type[_Impl]
+    METADATA: type[AttentionMetadata] = AttentionMetadata
+    BUILDER: type[AttentionMetadataBuilder] | None = None
+
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
         return HEAD_SIZES
 
-    @staticmethod
-    def get_metadata_cls() -> type[AttentionMetadata]:
-        return AttentionMetadata  # type: ignore[no-any-return]
+    @classmethod
+    def get_enum(cls) -> AttentionBackendEnum:
+        return cls.ENUM
 
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder] | None:
-        return None
+    @classmethod
+    def get_impl_cls(cls) -> type[_Impl]:
+        return cls.IMPL
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[AttentionMetadata]:
+        return cls.METADATA
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder] | None:
+        return cls.BUILDER
 
 
 class PredictedBackend(_Backend):
     """``sparge_attn``."""
 
-    @staticmethod
-    def get_enum() -> AttentionBackendEnum:
-        return AttentionBackendEnum.SPARGE_ATTN
-
-    @staticmethod
-    def get_impl_cls() -> type[PredictedImpl]:
-        return PredictedImpl
+    ENUM, IMPL = AttentionBackendEnum.SPARGE_ATTN, PredictedImpl
 
 
 class DenseBackend(_Backend):
     """``sage_attn``."""
 
-    @staticmethod
-    def get_enum() -> AttentionBackendEnum:
-        return AttentionBackendEnum.SAGE_ATTN
-
-    @staticmethod
-    def get_impl_cls() -> type[DenseImpl]:
-        return DenseImpl
+    ENUM, IMPL = AttentionBackendEnum.SAGE_ATTN, DenseImpl
 
 
 class SlidingTileBackend(_Backend):
     """``sliding_tile_attn``."""
 
-    @staticmethod
-    def get_enum() -> AttentionBackendEnum:
-        return AttentionBackendEnum.SLIDING_TILE_ATTN
-
-    @staticmethod
-    def get_impl_cls() -> type[SlidingTileImpl]:
-        return SlidingTileImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[AttentionMetadata]:
-        return SlidingTileMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder] | None:
-        return SlidingTileMetadataBuilder
+    ENUM, IMPL = AttentionBackendEnum.SLIDING_TILE_ATTN, SlidingTileImpl
+    METADATA, BUILDER = SlidingTileMetadata, SlidingTileMetadataBuilder
