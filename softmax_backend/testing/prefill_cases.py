@@ -8,8 +8,6 @@ from torch import Tensor
 from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
-from softmax_backend import reference_block_sparse as reference
-from softmax_backend.block_sparse import block_sparse_attention
 from softmax_backend.dense8 import QuantisedRun
 from softmax_backend.launch_params import TABLES
 from softmax_backend.launch_params_prefill import Int8PrefillParams
@@ -65,19 +63,6 @@ def assert_matches(
     if not bool(dead.all()):
         assert relative_error(out, ref) < tolerance[0]
         assert float((lse - ref_lse)[~dead].abs().max()) < tolerance[1]
-
-
-def run_and_check(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, seen: Tensor, path: str = "triton"
-) -> tuple[Tensor, Tensor]:
-    """One call over poisoned outputs beside the reference over ``seen``."""
-    scale = q.shape[3] ** -0.5
-    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, scale)
-    out = torch.full_like(want[0], torch.nan, dtype=q.dtype).to(q.device)
-    lse = torch.full_like(want[1], torch.nan, dtype=torch.float32).to(q.device)
-    got = block_sparse_attention(q, k, v, plan, out=out, lse=lse, path=path)
-    assert_matches(got, want)
-    return got
 
 
 def causal_seen(q_len: int, kv_len: int) -> Tensor:
