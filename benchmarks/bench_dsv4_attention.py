@@ -218,16 +218,13 @@ class DecodeCase:
         out = torch.empty_like(q)
         own_cache, extra_cache = (cache.unsqueeze(-2) for cache in self.caches)
         own, extra = self.lists[0]
-        plan = ops.sparse_decode_fwd(
-            q, own_cache, own, self.lengths, sinks, None, None, extra_cache, extra,
-            self.extra_lengths, 512, SCALE, out, False,
-        )[2:4]  # fmt: skip
+        options = (self.extra_lengths, 512, SCALE, out, False)
+        first, second = (q, own_cache, own, self.lengths, sinks), (extra_cache, extra)
+        plan = ops.sparse_decode_fwd(*first, None, None, *second, *options)[2:4]
 
         def call(own: torch.Tensor, extra: torch.Tensor) -> None:
-            lse = ops.sparse_decode_fwd(
-                q, own_cache, own, self.lengths, sinks, *plan, extra_cache, extra,
-                self.extra_lengths, 512, SCALE, out, False,
-            )[1]  # fmt: skip
+            first, second = (q, own_cache, own, self.lengths, sinks), (extra_cache, extra)
+            lse = ops.sparse_decode_fwd(*first, *plan, *second, *options)[1]
             self.result = (out[:, :, : self.heads], lse[:, : self.heads].transpose(1, 2))
 
         return [lambda own=own, extra=extra: call(own, extra) for own, extra in self.lists]

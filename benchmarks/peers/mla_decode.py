@@ -103,18 +103,16 @@ def _load_fa3(folder: Path) -> Peer:
         requests, longest = len(x.sizes), max(x.sizes)
         cu_seqlens = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
         k, v = x.cache[..., 512:].unsqueeze(2), x.cache[..., :512].unsqueeze(2)
-        plan = ops.get_scheduler_metadata(
-            requests, 1, longest, x.heads, 1, 64, 512, torch.bfloat16, x.lengths, cu_seqlens,
-            None, None, None, None, x.page_size, 0, True, -1, -1, False, FA3_SPLITS, None, 0,
-        )  # fmt: skip
+        sizes = (requests, 1, longest, x.heads, 1, 64, 512, torch.bfloat16, x.lengths, cu_seqlens)
+        modes = (x.page_size, 0, True, -1, -1, False, FA3_SPLITS, None, 0)
+        plan = ops.get_scheduler_metadata(*sizes, *(None,) * 4, *modes)
         q, qv = x.q[..., 512:].contiguous(), x.q[..., :512].contiguous()
 
         def call(table: torch.Tensor) -> None:
-            x.result = ops.fwd(
-                q, k, v, None, None, qv, None, cu_seqlens, None, None, None, x.lengths, 1, longest,
-                table, None, None, None, None, None, None, None, None, x.scale, True, -1, -1, 0.0,
-                True, plan, FA3_SPLITS, None, 0, None, 1, 0, None,
-            )[:2]  # fmt: skip
+            tensors = (q, k, v, None, None, qv, None, cu_seqlens, None, None, None, x.lengths)
+            paged = (1, longest, table, *(None,) * 8)
+            modes = (x.scale, True, -1, -1, 0.0, True, plan, FA3_SPLITS, None, 0, None, 1, 0, None)
+            x.result = ops.fwd(*tensors, *paged, *modes)[:2]
 
         return [lambda table=table: call(table) for table in x.tables]
 
@@ -151,10 +149,9 @@ def _load_flashinfer(folder: Path) -> Peer:
 
         def call(pages: torch.Tensor) -> None:
             with tvm_ffi.use_torch_stream():
-                module.run(
-                    floats, ints, plan, q_latent, q_rope, latent, rope, pages, out, lse, 0,
-                    x.heads, x.page_size, x.scale, True, 1.0, 1.0,
-                )  # fmt: skip
+                tensors = (q_latent, q_rope, latent, rope, pages, out, lse)
+                sizes = (0, x.heads, x.page_size, x.scale, True, 1.0, 1.0)
+                module.run(floats, ints, plan, *tensors, *sizes)
 
         return [lambda pages=pages: call(pages) for pages in x.pages]
 
