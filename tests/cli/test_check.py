@@ -85,10 +85,10 @@ def test_a_transposed_state_is_wrong(
     cpu, row = _row("kda", operator)
     right = getattr(module, operator)
 
-    def transposed(path, tokens, gate, plan, state, *rest):
-        pool = state.read
+    def transposed(path, call):
+        pool = call.state.read
         pool.copy_(pool.mT.clone())
-        right(path, tokens, gate, plan, state, *rest)
+        right(path, call)
 
     monkeypatch.setattr(module, operator, transposed)
     error, allowed = check_kda.check_cases(row)["small"](cpu, CPU)
@@ -100,9 +100,9 @@ def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch
 
     right = torch_path.prefill
 
-    def greedy(path, tokens, gate, plan, state, *rest):
-        right(path, tokens, gate, plan, state, *rest)
-        state.write[0] += 1
+    def greedy(path, call):
+        right(path, call)
+        call.state.write[0] += 1
 
     monkeypatch.setattr(torch_path, "prefill", greedy)
     with pytest.raises(RuntimeError, match="a state slot outside the call was written"):
