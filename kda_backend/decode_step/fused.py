@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kda_backend.contract.values import DecodeCall, TokenInputs
+from kda_backend.contract.values import DecodeCall
 from kda_backend.launch_params import FusedStepParams, FusedVerifyParams
-from kda_backend.spec import Beta, Gate
+from kda_backend.token_spec import TokenSpec
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -39,15 +39,8 @@ def fused_step(
     """
     tokens, gate, state, conv, norm, out, _, _ = call
     q, k, v, g, beta = tokens[:5]
-    kernel, value_blocks = _step_kernel(
-        path,
-        q.is_cuda,
-        *head_shape(tokens),
-        gate.kind,
-        tokens.beta_kind,
-        tokens.l2norm,
-        conv is None and norm is None,
-    )
+    spec = TokenSpec.of(tokens, gate)
+    kernel, value_blocks = _step_kernel(path, spec, conv is None and norm is None)
     rows, value_heads = v.shape[:2]
     pool, indices = state.write, state.indices
     assert pool is not None and indices is not None
@@ -78,49 +71,22 @@ def fused_step(
     )
 
 
-def head_shape(tokens: TokenInputs) -> tuple[int, int, int]:
-    """Value heads per key head, K and V."""
-    return tokens.v.shape[1] // tokens.q.shape[1], tokens.q.shape[2], tokens.v.shape[2]
-
-
-def step_constexprs(
-    params: FusedStepParams | FusedVerifyParams,
-    is_gpu: bool,
-    heads_per_key: int,
-    key_dim: int,
-    value_dim: int,
-    gate: Gate,
-    beta: Beta,
-    l2norm: bool,
-) -> dict[str, Any]:
+def step_constexprs(params: FusedStepParams | FusedVerifyParams, spec: TokenSpec) -> dict[str, Any]:
     """The constexprs that the decode step and the verification have in common."""
     import triton
 
-    block_k = triton.next_power_of_2(key_dim)
-    return {
-        "HEADS_PER_KEY": heads_per_key,
-        "K": key_dim,
-        "V": value_dim,
+    block_k = triton.next_power_of_2(spec.key_dim)
+    return spec.constexprs(fast_math=params.fast_math) | {
         "BLOCK_K": block_k,
         "K_INNER": min(params.k_inner, block_k),
-        "BLOCK_V": triton.next_power_of_2(value_dim),
-        "GATE": int(gate),
-        "BETA": int(beta),
-        "L2NORM": l2norm,
-        "FAST_MATH": params.fast_math and is_gpu,
+        "BLOCK_V": triton.next_power_of_2(spec.value_dim),
     }
 
 
 @functools.cache
 def _step_kernel(
     path: KernelPath,
-    is_gpu: bool,
-    heads_per_key: int,
-    key_dim: int,
-    value_dim: int,
-    gate: Gate,
-    beta: Beta,
-    l2norm: bool,
+    spec: TokenSpec,
     split: bool,
 ) -> tuple[KernelLaunch, int]:
     """The kernel of one model on one path, and its programs per head."""
@@ -130,13 +96,11 @@ def _step_kernel(
     from kda_backend.kernels.decode_step import decode_step_kernel
 
     params: FusedStepParams = path.params
-    constexprs = step_constexprs(
-        params, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
-    )
+    constexprs = step_constexprs(params, spec)
     warps = params.num_warps
     if split:
         constexprs["BLOCK_V"] = min(params.block_v, constexprs["BLOCK_V"])
         warps = params.split_num_warps
     constexprs["EVICTION"] = params.eviction
     launch = KernelLaunch(decode_step_kernel, constexprs, {"num_warps": warps}, axes=AXES)
-    return launch, triton.cdiv(value_dim, constexprs["BLOCK_V"])
+    return launch, triton.cdiv(spec.value_dim, constexprs["BLOCK_V"])

@@ -12,7 +12,8 @@ import torch
 from backend_core.target import detect_target
 from kda_backend.contract.values import PrefillCall
 from kda_backend.launch_params import TwoStageParams
-from kda_backend.spec import CHUNK, Beta, Gate, tile_width
+from kda_backend.spec import CHUNK, tile_width
+from kda_backend.token_spec import TokenSpec
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -52,14 +53,8 @@ def two_stage(
     dtype = operand_dtype(q.dtype)
     kernels = _two_stage_kernels(
         path,
-        q.is_cuda,
+        TokenSpec.of(tokens, gate),
         dtype,
-        value_heads // q.shape[2],
-        key_dim,
-        value_dim,
-        gate.kind,
-        tokens.beta_kind,
-        tokens.l2norm,
         0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
         state.v_first,
     )
@@ -127,14 +122,8 @@ class _TwoStageKernels:
 @functools.cache
 def _two_stage_kernels(
     path: KernelPath,
-    is_gpu: bool,
+    spec: TokenSpec,
     dtype: torch.dtype,
-    heads_per_key: int,
-    key_dim: int,
-    value_dim: int,
-    gate: Gate,
-    beta: Beta,
-    l2norm: bool,
     num_snapshots: int,
     v_first: bool,
 ) -> _TwoStageKernels:
@@ -147,13 +136,12 @@ def _two_stage_kernels(
 
     params: TwoStageParams = path.params
     # the interpreter runs the same kernels on CPU tensors, where PTX and tf32 do not exist
-    fast_math = params.fast_math and is_gpu
-    precision = params.fp32_precision if is_gpu else "ieee"
-    pow2_k = tile_width(key_dim)
-    pow2_v = max(16, triton.next_power_of_2(value_dim))
+    precision = params.fp32_precision if spec.is_gpu else "ieee"
+    pow2_k = tile_width(spec.key_dim)
+    pow2_v = max(16, triton.next_power_of_2(spec.value_dim))
     least, most = (min(rows, pow2_v) for rows in (params.block_v, params.block_v_max))
     scan_stages = params.scan_num_stages
-    pdl = params.scan_pdl and is_gpu
+    pdl = params.scan_pdl and spec.is_gpu
     if pow2_k * dtype.itemsize > 256:
         # the table is for rows of up to 128 half-precision channels: of wider ones fewer chunks
         # fit shared memory, and fewer value rows the registers
@@ -164,15 +152,9 @@ def _two_stage_kernels(
         intra_options["maxnreg"] = params.intra_max_registers
     intra = KernelLaunch(
         intra_kernel,
-        {
-            "HEADS_PER_KEY": heads_per_key,
-            "K": key_dim,
-            "V": value_dim,
-            "GATE": int(gate),
-            "BETA": int(beta),
-            "L2NORM": l2norm,
+        spec.constexprs(fast_math=params.fast_math)
+        | {
             "PRECISION": precision,
-            "FAST_MATH": fast_math,
             "PDL": "release_first" if pdl else "off",
             "CHUNK": CHUNK,
         },
@@ -188,8 +170,8 @@ def _two_stage_kernels(
         rows: KernelLaunch(
             scan_kernel,
             {
-                "K": key_dim,
-                "V": value_dim,
+                "K": spec.key_dim,
+                "V": spec.value_dim,
                 "BLOCK_K": pow2_k,
                 "BLOCK_V": rows,
                 "PRECISION": precision,
@@ -206,4 +188,4 @@ def _two_stage_kernels(
     }
     for scan in scans.values():
         scan.alternatives = tuple(scans.values())
-    return _TwoStageKernels(intra, scans, value_dim)
+    return _TwoStageKernels(intra, scans, spec.value_dim)

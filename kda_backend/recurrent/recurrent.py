@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kda_backend.contract.values import RecurrentCall
 from kda_backend.launch_params import RecurrentParams
-from kda_backend.spec import Beta, Gate
+from kda_backend.token_spec import TokenSpec
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -28,20 +28,11 @@ def recurrent(
     """One launch: each program walks the tokens of one sequence for ``block_v`` value rows."""
     tokens, gate, cu_seqlens, state, out = call
     q, k, v, g, beta = tokens[:5]
-    batch, length, heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
+    batch, length = q.shape[:2]
+    value_heads = v.shape[2]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    kernel, value_blocks = _recurrent_kernel(
-        path,
-        q.is_cuda,
-        value_heads // heads,
-        key_dim,
-        value_dim,
-        gate.kind,
-        tokens.beta_kind,
-        tokens.l2norm,
-        state.v_first,
-    )
+    spec = TokenSpec.of(tokens, gate)
+    kernel, value_blocks = _recurrent_kernel(path, spec, state.v_first)
     kernel.launch(
         (value_blocks * value_heads * sequences, 1, 1),
         q_ptr=q,
@@ -67,13 +58,7 @@ def recurrent(
 @functools.cache
 def _recurrent_kernel(
     path: KernelPath,
-    is_gpu: bool,
-    heads_per_key: int,
-    key_dim: int,
-    value_dim: int,
-    gate: Gate,
-    beta: Beta,
-    l2norm: bool,
+    spec: TokenSpec,
     v_first: bool,
 ) -> tuple[KernelLaunch, int]:
     """The kernel of one model on one path, and its programs per head; the imports need triton."""
@@ -83,20 +68,11 @@ def _recurrent_kernel(
     from kda_backend.kernels.recurrent import recurrent_kernel
 
     params: RecurrentParams = path.params
-    block_v = min(params.block_v, triton.next_power_of_2(value_dim))
-    constexprs = {
-        "HEADS_PER_KEY": heads_per_key,
-        "K": key_dim,
-        "V": value_dim,
-        "BLOCK_K": triton.next_power_of_2(key_dim),
-        "BLOCK_V": block_v,
-        "GATE": int(gate),
-        "BETA": int(beta),
-        "L2NORM": l2norm,
-        "FAST_MATH": params.fast_math and is_gpu,
-    }
+    block_v = min(params.block_v, triton.next_power_of_2(spec.value_dim))
+    constexprs = spec.constexprs(fast_math=params.fast_math)
+    constexprs |= {"BLOCK_K": triton.next_power_of_2(spec.key_dim), "BLOCK_V": block_v}
     options = {"num_warps": params.num_warps}
     axes = dict.fromkeys(("q", "k", "v", "g", "beta", "o"), ".th")
     axes |= dict.fromkeys(("state_in", "state_out"), "nhvk" if v_first else "nhkv")
     launch = KernelLaunch(recurrent_kernel, constexprs, options, axes=axes)
-    return launch, triton.cdiv(value_dim, block_v)
+    return launch, triton.cdiv(spec.value_dim, block_v)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kda_backend.contract.values import VerifyCall
-from kda_backend.decode_step.fused import NO_CONV, NO_NORM, head_shape, step_constexprs
+from kda_backend.decode_step.fused import NO_CONV, NO_NORM, step_constexprs
 from kda_backend.launch_params import FusedVerifyParams
-from kda_backend.spec import Beta, Gate
+from kda_backend.token_spec import TokenSpec
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -36,9 +36,7 @@ def fused_verification(
     """One launch for a draft of each sequence; a program has the state of a head."""
     tokens, gate, state, draft, shape, conv, norm, out = call
     q, k, v, g, beta = tokens[:5]
-    kernel = _verify_kernel(
-        path, q.is_cuda, *head_shape(tokens), gate.kind, tokens.beta_kind, tokens.l2norm
-    )
+    kernel = _verify_kernel(path, TokenSpec.of(tokens, gate))
     num_tokens, value_heads = v.shape[:2]
     pool, indices = state.write, state.indices
     assert pool is not None and indices is not None
@@ -87,22 +85,11 @@ def fused_verification(
 
 
 @functools.cache
-def _verify_kernel(
-    path: KernelPath,
-    is_gpu: bool,
-    heads_per_key: int,
-    key_dim: int,
-    value_dim: int,
-    gate: Gate,
-    beta: Beta,
-    l2norm: bool,
-) -> KernelLaunch:
+def _verify_kernel(path: KernelPath, spec: TokenSpec) -> KernelLaunch:
     from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.verify_step import verify_step_kernel
 
     params: FusedVerifyParams = path.params
-    constexprs = step_constexprs(
-        params, is_gpu, heads_per_key, key_dim, value_dim, gate, beta, l2norm
-    )
+    constexprs = step_constexprs(params, spec)
     options = {"num_warps": params.num_warps}
     return KernelLaunch(verify_step_kernel, constexprs, options, axes=AXES)

@@ -25,6 +25,7 @@ from kda_backend.prefill.two_stage import _two_stage_kernels, _TwoStageKernels
 from kda_backend.recurrent.recurrent import _recurrent_kernel
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import _chunk_table_kernel
+from kda_backend.token_spec import TokenSpec
 from kda_backend.verify.fused import _verify_kernel
 from tests.offline import TARGETS, Report, compile_kernel, dump, report_of
 
@@ -120,7 +121,7 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype) -> Iterator[Case]:
     size = f"{dim} {_TRITON_TYPE[dtype]}"
     usual = dim <= 128 and dtype == torch.bfloat16
     for name in GATES if usual else ("softplus",):
-        model = (row, True, 1, dim, dim, GATES[name], Beta.SIGMOID, True)
+        model = (row, TokenSpec(True, 1, dim, dim, GATES[name], Beta.SIGMOID, True))
         if row.name == "recurrent":
             kernel, _ = _recurrent_kernel(*model, True)
             yield f"recurrent {size} {name}{bounds}", kernel, dtype, "pool"
@@ -147,9 +148,8 @@ def _prefill_kernels(
     row: KernelPath, dim: int, dtype: torch.dtype, gate: Gate, snapshots: int
 ) -> _TwoStageKernels:
     operand = torch.float32 if dtype == torch.float32 else torch.float16
-    return _two_stage_kernels(
-        row, True, operand, 1, dim, dim, gate, Beta.SIGMOID, True, snapshots, True
-    )
+    spec = TokenSpec(True, 1, dim, dim, gate, Beta.SIGMOID, True)
+    return _two_stage_kernels(row, spec, operand, snapshots, True)
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:

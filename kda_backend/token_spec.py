@@ -1,0 +1,44 @@
+"""The properties of a call's tokens that its Triton kernels are compiled for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kda_backend.contract.values import GateSpec, TokenInputs
+from kda_backend.spec import Beta, Gate
+
+
+class TokenSpec(NamedTuple):
+    """Sizes of a head, and how gate, step size and keys are read; made by `of`.
+
+    Attributes:
+        is_gpu: of tensors on a GPU; the interpreter, on a CPU, has no PTX.
+        heads_per_key: value heads per key head.
+    """
+
+    is_gpu: bool
+    heads_per_key: int
+    key_dim: int
+    value_dim: int
+    gate: Gate
+    beta: Beta
+    l2norm: bool
+
+    @classmethod
+    def of(cls, tokens: TokenInputs, gate: GateSpec) -> TokenSpec:
+        q, v = tokens.q, tokens.v
+        heads, key_dim = q.shape[-2:]
+        value_heads, value_dim = v.shape[-2:]
+        sizes = (value_heads // heads, key_dim, value_dim)
+        return cls(q.is_cuda, *sizes, gate.kind, tokens.beta_kind, tokens.l2norm)
+
+    def constexprs(self, *, fast_math: bool) -> dict[str, Any]:
+        return {
+            "HEADS_PER_KEY": self.heads_per_key,
+            "K": self.key_dim,
+            "V": self.value_dim,
+            "GATE": int(self.gate),
+            "BETA": int(self.beta),
+            "L2NORM": self.l2norm,
+            "FAST_MATH": fast_math and self.is_gpu,
+        }
