@@ -133,7 +133,7 @@ def prefill(
         checkpoints: states inside of the sequences, which go to slots of their own. Recurrent
             states of 16 bits take memory in fp32 on their way, one for each sequence.
         known: of this step, and of no other: its layers, whose tensors have the same shapes and
-            dtypes, are checked once for each layout. Saves half of the host time.
+            dtypes, are checked once for each layout.
 
     Raises:
         ValueError: a tensor is not as described; nothing has been written then.
@@ -143,6 +143,8 @@ def prefill(
     if checkpoints is not None:
         state = with_checkpoints(state, checkpoints)
     layout = (
+        selection,
+        gate.kind,
         *[x.stride() for x in (*tokens, *pools)],
         pools.state.data_ptr() & 15,
         weights.conv.data_ptr() & 15,
@@ -158,10 +160,8 @@ def prefill(
             known[layout] = ready
     conv = None
     if ready.convolves:
-        rows, conv = (
-            _token_inputs(tokens, tokens.qkv, selection),
-            ConvInputs(pools.conv, weights.conv),
-        )
+        conv = ConvInputs(pools.conv, weights.conv)
+        rows = _token_inputs(tokens, tokens.qkv, selection)
         first = rows.q.shape[2] * rows.q.shape[3] * 2  # of v's channels
         values = _convolved(weights, tokens, pools, state, step_plan, first)
         rows = rows._replace(v=values.view(rows.v.shape))
