@@ -284,8 +284,8 @@ def load(args: argparse.Namespace) -> Any:
 
 
 def copy_all_decode_weights(model: Any) -> None:
-    """Make the copies of drawn weights that upstream's loaders would: Kimi-K3's decode kernel reads
-    a transposed filter and an fp32 norm."""
+    """Make the copies of weights that upstream's loaders would: Kimi-K3's decode kernel reads a
+    transposed filter and an fp32 norm."""
     for layer in model.modules():
         copy_decode_weights(layer)
 

@@ -221,7 +221,7 @@ def drawn_engine(
     then: Callable[[Any], None] = lambda model: None,
     **options: Any,
 ) -> Any:
-    """An engine in this process with drawn weights, which ``then`` changes."""
+    """An engine in this process with random weights, which ``then`` changes."""
     from vllm import LLM
 
     register_loader(then)

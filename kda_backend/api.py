@@ -29,7 +29,7 @@ from kda_backend.contract.values import (
     beta_kind_of,
 )
 from kda_backend.prefill.paths import path_of
-from kda_backend.scratch import Scratch
+from kda_backend.scratch import Scratch, scratch_of_call
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import (
@@ -141,14 +141,12 @@ def chunk_kda(
         pool=(state_pool, state_indices, has_initial_state),
         snapshots=(snapshot_chunks, snapshots, snapshot_indices),
     )
-    sequences = _num_sequences(q, cu_seqlens, step_plan)
-    if scratch is not None:
-        scratch.expect_device(q.device)
+    padded = max_num_seqs if use_graph else None
+    sequences = _num_sequences(q, cu_seqlens, step_plan, padded)
+    scratch = scratch_of_call(scratch, q.device)
     selection, is_packed, out_packed, kept = check_sequences(
         tokens, gate, state, sequences, out, selection
     )
-    if use_graph and cu_seqlens is not None and max_num_seqs not in (None, sequences):
-        raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {sequences + 1}")
     rows = q.shape[0] if cu_seqlens is None and step_plan is None else 1
     step_plan = _step_plan(q, cu_seqlens, cu_seqlens_cpu, step_plan, selection)
     tokens, state = _ready(tokens, gate, state, is_packed, sequences, output_final_state)
@@ -157,7 +155,6 @@ def chunk_kda(
     if return_intermediate_states:
         chunk_states = k.new_empty(state.shape(tokens, step_plan.num_chunks))
     written = out if out_packed else packed_rows(out)
-    scratch = Scratch(q.device) if scratch is None else scratch
     run = path_of(selection, tokens, step_plan, state)
     run(PrefillCall(tokens, gate, step_plan, state, written, chunk_states, scratch, kept))
     final_state = state.write if output_final_state else None
@@ -294,8 +291,12 @@ def _check_options(cp_context: None, chunk_size: int, return_intermediate_states
 
 
 def _num_sequences(
-    q: torch.Tensor, cu_seqlens: torch.Tensor | None, step_plan: StepPlan | None
+    q: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    step_plan: StepPlan | None,
+    padded: int | None = None,
 ) -> int:
+    """Of a call; ``padded`` is what FLA's caller says that ``cu_seqlens`` is padded to."""
     if step_plan is not None:
         if cu_seqlens is not None:
             raise ValueError("step_plan replaces cu_seqlens: give either")
@@ -303,7 +304,10 @@ def _num_sequences(
     if cu_seqlens is None:
         return q.shape[0] if q.dim() else 0
     check_cu_seqlens("cu_seqlens", cu_seqlens)
-    return cu_seqlens.shape[0] - 1
+    sequences = cu_seqlens.shape[0] - 1
+    if padded not in (None, sequences):
+        raise ValueError(f"cu_seqlens must have {padded + 1} entries, got {sequences + 1}")
+    return sequences
 
 
 def _step_plan(

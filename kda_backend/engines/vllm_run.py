@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from kda_backend import layer
 from kda_backend.engines.vllm_step import Draft, Segment, build_step
 from kda_backend.layer import LayerWeights, Pools, Tokens
-from kda_backend.scratch import Scratch
+from kda_backend.scratch import Scratch, scratch_of_call
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan
 
@@ -88,7 +88,6 @@ def prefill(
     segment: Segment,
 ) -> None:
     assert segment.step_plan is not None
-    scratch = runtime.scratch
     layer.prefill(
         weights,
         runtime.selection,
@@ -97,7 +96,7 @@ def prefill(
         segment.state_indices,
         segment.has_initial_state,
         segment.step_plan,
-        Scratch(tokens.out.device) if scratch is None else scratch,
+        scratch_of_call(runtime.scratch, tokens.out.device),
         checkpoints=segment.checkpoints,
         known=segment.known,
     )

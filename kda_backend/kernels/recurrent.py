@@ -17,6 +17,7 @@ import triton.language as tl
 
 from backend_core.kernels.math import ex2
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
+from kda_backend.kernels.functions.state import reads_state, slot_of
 
 
 @triton.jit
@@ -79,9 +80,7 @@ def recurrent_kernel(
     else:
         bos = i_n.to(tl.int64) * tokens_per_sequence
         num_tokens = tokens_per_sequence
-    slot = i_n.to(tl.int64)
-    if state_indices_ptr is not None:
-        slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
+    slot = slot_of(state_indices_ptr, i_n)
 
     o_k = tl.arange(0, BLOCK_K)
     o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -90,9 +89,7 @@ def recurrent_kernel(
     m_vk = m_v[:, None] & m_k[None, :]
     b_state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if state_in_ptr is not None:
-        reads = slot >= 0
-        if has_initial_state_ptr is not None:
-            reads &= tl.load(has_initial_state_ptr + i_n).to(tl.int1)
+        reads = reads_state(has_initial_state_ptr, i_n, slot)
         o_state = o_v[:, None] * stride_state_in_v + o_k[None, :] * stride_state_in_k
         state_in_ptr += slot * stride_state_in_n + i_hv * stride_state_in_h
         b_state += tl.load(state_in_ptr + o_state, mask=m_vk & reads, other=0.0).to(tl.float32)

@@ -16,6 +16,40 @@ import triton
 import triton.language as tl
 
 from backend_core.kernels.pdl import pdl_wait
+from kda_backend.kernels.functions.state import reads_state, slot_of
+
+
+@triton.jit
+def store_state(p_state, strides, o_v, o_k, b_state, mask):
+    """S^T to [V, K] by strides."""
+    o_state = o_v[None, :] * strides[0] + o_k[:, None] * strides[1]
+    tl.store(p_state + o_state, b_state.to(p_state.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_snapshots(
+    count, snapshots, asked, tile, b_state, NUM: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):
+    """The state after ``count`` chunks, where it is asked for.
+
+    Args:
+        snapshots: pointers to the states, to the chunk counts, and to slots of a pool or None.
+        asked: of a pool, the chunk counts and the offsets of the slots.
+        tile: sequence, value head, ``HV``, value rows, channels and their mask.
+    """
+    snapshots_ptr, snapshot_chunks_ptr, snapshot_indices_ptr = snapshots
+    marks, places = asked
+    i_n, i_hv, HV, o_v, o_k, m_kv = tile
+    # unrolled: a loop in here would end the pipelining of the one around it
+    for i_s in tl.static_range(NUM):
+        if snapshot_indices_ptr is None:
+            i_ns = i_n * NUM + i_s
+            hit = tl.load(snapshot_chunks_ptr + i_ns) == count
+            o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
+        else:
+            hit = marks[i_s] == count
+            o_s = places[i_s] + o_v[None, :] * K + o_k[:, None]
+        tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
 
 
 @triton.jit
@@ -69,9 +103,7 @@ def scan_kernel(
     eos = tl.load(cu_seqlens_ptr + i_n + 1).to(tl.int64)
     first = tl.load(chunk_offsets_ptr + i_n).to(tl.int64)
     num_chunks = (eos - bos + CHUNK - 1) // CHUNK
-    slot = i_n.to(tl.int64)
-    if state_indices_ptr is not None:
-        slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
+    slot = slot_of(state_indices_ptr, i_n)
     DOT: tl.constexpr = tile_ptr.dtype.element_ty
 
     o_r = tl.arange(0, CHUNK)
@@ -82,9 +114,7 @@ def scan_kernel(
     m_kv = m_k[:, None] & m_v[None, :]
     b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # S^T
     if state_in_ptr is not None:
-        reads = slot >= 0
-        if has_initial_state_ptr is not None:
-            reads &= tl.load(has_initial_state_ptr + i_n).to(tl.int1)
+        reads = reads_state(has_initial_state_ptr, i_n, slot)
         o_state = o_v[None, :] * stride_state_in_v + o_k[:, None] * stride_state_in_k
         state_in_ptr += slot * stride_state_in_n + i_hv * stride_state_in_h
         b_state += tl.load(state_in_ptr + o_state, mask=m_kv & reads, other=0.0).to(tl.float32)
@@ -107,25 +137,14 @@ def scan_kernel(
             slot_s = tl.load(snapshot_indices_ptr + i_ns).to(tl.int64)
             marks += (tl.where(slot_s >= 0, tl.load(snapshot_chunks_ptr + i_ns), -1),)
             places += (slot_s * stride_snapshot_n + i_hv * (V * K),)
+    snapshots = (snapshots_ptr, snapshot_chunks_ptr, snapshot_indices_ptr)
+    asked, tile = (marks, places), (i_n, i_hv, HV, o_v, o_k, m_kv)
     for i_c in tl.range(0, num_chunks, num_stages=NUM_STAGES):
         if chunk_states_ptr is not None:
-            o_c = o_v[None, :] * stride_chunk_states_v + o_k[:, None] * stride_chunk_states_k
-            c_ptr = (
-                chunk_states_ptr
-                + (first + i_c) * stride_chunk_states_n
-                + i_hv * stride_chunk_states_h
-            )
-            tl.store(c_ptr + o_c, b_state.to(chunk_states_ptr.dtype.element_ty), mask=m_kv)
-        # unrolled: a loop in here would end the pipelining of this one
-        for i_s in tl.static_range(NUM_SNAPSHOTS):
-            if snapshot_indices_ptr is None:
-                i_ns = i_n * NUM_SNAPSHOTS + i_s
-                hit = tl.load(snapshot_chunks_ptr + i_ns) == i_c
-                o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
-            else:
-                hit = marks[i_s] == i_c
-                o_s = places[i_s] + o_v[None, :] * K + o_k[:, None]
-            tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
+            p_chunk = chunk_states_ptr + (first + i_c) * stride_chunk_states_n
+            strides = (stride_chunk_states_v, stride_chunk_states_k)
+            store_state(p_chunk + i_hv * stride_chunk_states_h, strides, o_v, o_k, b_state, m_kv)
+        store_snapshots(i_c, snapshots, asked, tile, b_state, NUM_SNAPSHOTS, K, V)
         b_w = tl.load(tile_ptr + o_rk, mask=m_rk, other=0.0)
         b_q = tl.load(tile_ptr + CHUNK * ROW_K + o_rk, mask=m_rk, other=0.0)
         b_k = tl.load(tile_ptr + 2 * CHUNK * ROW_K + o_rk, mask=m_rk, other=0.0)
@@ -147,15 +166,7 @@ def scan_kernel(
         total_ptr += HV * K
         o_ptr += CHUNK * stride_o_t
 
-    for i_s in tl.static_range(NUM_SNAPSHOTS):
-        if snapshot_indices_ptr is None:
-            i_ns = i_n * NUM_SNAPSHOTS + i_s
-            hit = tl.load(snapshot_chunks_ptr + i_ns) == num_chunks
-            o_s = (i_ns * HV + i_hv) * (V * K) + o_v[None, :] * K + o_k[:, None]
-        else:
-            hit = marks[i_s] == num_chunks
-            o_s = places[i_s] + o_v[None, :] * K + o_k[:, None]
-        tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
+    store_snapshots(num_chunks, snapshots, asked, tile, b_state, NUM_SNAPSHOTS, K, V)
     if state_out_ptr is not None:
         o_state = o_v[None, :] * stride_state_out_v + o_k[:, None] * stride_state_out_k
         state_out_ptr += slot * stride_state_out_n + i_hv * stride_state_out_h

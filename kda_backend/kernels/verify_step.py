@@ -22,11 +22,11 @@ from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 
 
 @triton.jit
-def store_column(p_column, stride_c, c_q, c_k, c_v, x_q, x_k, x_v, m_k, m_v):
+def store_column(p_column, stride_c, channels, inputs, masks):
     """One input of a head's channels of q, k and v into a column of the pool of windows."""
-    tl.store(p_column + c_q * stride_c, x_q, mask=m_k)
-    tl.store(p_column + c_k * stride_c, x_k, mask=m_k)
-    tl.store(p_column + c_v * stride_c, x_v, mask=m_v)
+    tl.store(p_column + channels[0] * stride_c, inputs[0], mask=masks[0])
+    tl.store(p_column + channels[1] * stride_c, inputs[1], mask=masks[1])
+    tl.store(p_column + channels[2] * stride_c, inputs[2], mask=masks[2])
 
 
 @triton.jit
@@ -50,10 +50,17 @@ def store_inputs_before(p_column, strides, channels, masks, w_q, w_k, w_v):
     thread has read the window."""
     tl.debug_barrier()
     for i in tl.static_range(1, 3):
-        m_k, m_v = masks[1], masks[2]
-        c_q, c_k, c_v = channels[0], channels[1], channels[2]
-        store_column(p_column, strides[0], c_q, c_k, c_v, w_q[i], w_k[i], w_v[i], m_k, m_v)
+        store_column(p_column, strides[0], channels, (w_q[i], w_k[i], w_v[i]), masks)
         p_column += strides[1]
+
+
+@triton.jit
+def load_token(p_q, p_k, p_v, p_g, m_k, m_v):
+    """q, k, v and the gate, in fp32, of a head and token."""
+    b_q = tl.load(p_q, mask=m_k, other=0.0)
+    b_k = tl.load(p_k, mask=m_k, other=0.0)
+    b_v = tl.load(p_v, mask=m_v, other=0.0)
+    return b_q, b_k, b_v, tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -166,8 +173,7 @@ def verify_step_kernel(
     o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < K, o_v < V
     p_out = out_ptr + bos * stride_out_t + i_hv * V + o_v
-    is_padding = (slot < 0) | (slot == null_slot) | (conv_slot < 0) | (conv_slot == null_slot)
-    if is_padding:
+    if (slot < 0) | (slot == null_slot) | (conv_slot < 0) | (conv_slot == null_slot):
         store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V)
         return
 
@@ -179,16 +185,13 @@ def verify_step_kernel(
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
     c_q = i_hv * K + o_k
-    c_k = HV * K + c_q
-    c_v = 2 * HV * K + i_hv * V + o_v
+    channels = (c_q, HV * K + c_q, 2 * HV * K + i_hv * V + o_v)
+    masks = (m_k, m_k, m_v)
     if conv_state_ptr is not None:
         conv_state_ptr += conv_slot * stride_conv_state_n
         p_conv = conv_state_ptr + accepted * stride_conv_state_w
-        channels, masks = (c_q, c_k, c_v), (m_k, m_k, m_v)
-        weights, strides = (
-            (conv_weight_ptr, conv_bias_ptr),
-            (stride_conv_state_c, stride_conv_state_w),
-        )
+        weights = (conv_weight_ptr, conv_bias_ptr)
+        strides = (stride_conv_state_c, stride_conv_state_w)
         windows, taps = load_head(p_conv, weights, channels, masks, strides)
         q0, q1, q2 = windows[0]
         k0, k1, k2 = windows[1]
@@ -211,10 +214,7 @@ def verify_step_kernel(
     for i_t in range(num_tokens):
         row = tl.load(write_indices_ptr + i_t * stride_write_indices_t).to(tl.int64)
         writes = (row >= 0) & (row != null_write)
-        b_q = tl.load(p_q, mask=m_k, other=0.0)
-        b_k = tl.load(p_k, mask=m_k, other=0.0)
-        b_v = tl.load(p_v, mask=m_v, other=0.0)
-        b_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
+        b_q, b_k, b_v, b_g = load_token(p_q, p_k, p_v, p_g, m_k, m_v)
         beta = step_size(tl.load(p_beta), BETA, FAST_MATH)
         if conv_state_ptr is not None:
             element = conv_state_ptr.dtype.element_ty
@@ -223,15 +223,13 @@ def verify_step_kernel(
             b_v, v0, v1, v2 = convolve(t_v, v0, v1, v2, b_v, element, FAST_MATH)
             if windows_ptr is None:
                 conv_state_ptr += stride_conv_state_w
-                store_column(
-                    conv_state_ptr, stride_conv_state_c, c_q, c_k, c_v, q2, k2, v2, m_k, m_v
-                )
+                store_column(conv_state_ptr, stride_conv_state_c, channels, (q2, k2, v2), masks)
             else:
                 p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
-                masks = (m_k & writes, m_k & writes, m_v & writes)
-                strides = (stride_windows_c, stride_windows_w)
+                own = (m_k & writes, m_k & writes, m_v & writes)
+                of_windows = (stride_windows_c, stride_windows_w)
                 heads = (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
-                store_windows(p_w, (c_q, c_k, c_v), masks, strides, heads[0], heads[1], heads[2])
+                store_windows(p_w, channels, own, of_windows, heads[0], heads[1], heads[2])
         b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
