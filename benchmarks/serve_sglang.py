@@ -43,7 +43,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 PLUGIN = "kda_dsv4_drawn"
 INTERVALS = 32
-PROFILED = ((1, 2048), (1, 8192))
+PROFILED = ((1, 512), (1, 2048), (1, 8192))
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 FULL_ATTENTION = ("default", "triton")  # sglang's own choice of MLA, which is fa3 on Hopper
@@ -196,6 +196,8 @@ def measure(
         serve_work.mixed_part(side, asked)
     if "tokens" in parts:
         serve_work.tokens_part(side, asked)
+    if "profile" in parts:
+        side.part("profiles", 30, lambda: profiles(asked))
     if "decode" in parts:
         for count, length in DECODES:
             if count > room[0] or count * (length + new_tokens(count, length)) > room[1]:
@@ -207,8 +209,6 @@ def measure(
                 4 + 2.5e-5 * count * length,
                 lambda c=count, n=length: side.add(step_row(asked, c, n)),
             )
-    if "profile" in parts:
-        side.part("profiles", 20, lambda: profiles(asked))
 
 
 def new_tokens(count: int, length: int) -> int:
