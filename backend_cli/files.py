@@ -52,8 +52,20 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """``record`` as indented JSON; raises as `write_text`."""
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    """``record`` as JSON with a line for each entry of its lists; raises as `write_text`."""
+    write_text(path, _indented(record) + "\n")
+
+
+def _indented(value: Any, margin: str = "\n") -> str:
+    """JSON of ``value``; a list or a dictionary that holds neither has one line."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not any(isinstance(x, dict | list) and x for x in inner):
+        return json.dumps(value)
+    deeper = margin + " "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {_indented(x, deeper)}" for key, x in value.items()]
+        return "{" + deeper + ("," + deeper).join(parts) + margin + "}"
+    return "[" + deeper + ("," + deeper).join(_indented(x, deeper) for x in value) + margin + "]"
 
 
 def read_json(path: Path, what: str, most: int = RESULT_BYTES) -> Any:

@@ -30,8 +30,13 @@ def calls() -> Iterator[tuple[str, Calls]]:
     """Each public call by name; a call that works on cold memory comes once for each set of it."""
     import torch
 
-    from benchmarks import bench_dsv4_attention, bench_dsv4_compressor, bench_kda_decode
-    from benchmarks import bench_kda_prefill, bench_mla_decode
+    from benchmarks import (
+        bench_dsv4_attention,
+        bench_dsv4_compressor,
+        bench_kda_decode,
+        bench_kda_prefill,
+        bench_mla_decode,
+    )
     from benchmarks import sparse_attention_modes as modes
     from softmax_backend.block_sparse import block_sparse_attention
     from softmax_backend.plan import MlaPlanner

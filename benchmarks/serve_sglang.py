@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"loaded in {load_s:.0f} s")
         info = engine.get_server_info()
         head = {
+            "script": "benchmarks/serve_sglang.py",
             "head": versions("sglang"),
             "environment": environment("kda" if args.flag else None),
             "engine": engine_of(info),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from docs.performance_parts import block_sparse, dsv4, engines, kda, softmax
+from docs.performance_parts import block_sparse, calls, drop_ins, dsv4, engines, kda, softmax
 from docs.performance_parts.page import ROOT, best, load, mean, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -51,7 +51,8 @@ def render() -> str:
     lines += [*kda.layer(), *kda.decode(), *dsv4.compressor()]
     lines += [*softmax.mla_decode(), *softmax.mla_in_engine()]
     lines += [*softmax.named_rows(), *block_sparse.block_sparse()]
-    lines += [*block_sparse.built_peers(), *block_sparse.forms()]
+    lines += [*block_sparse.built_peers(), *block_sparse.forms(), *drop_ins.drop_ins()]
+    lines += calls.host_times()
     lines += [*engines.default_modes(), *engines.bounded_gates()]
     lines += [*engines.recall(), *engines.first_start()]
     return HEAD + "\n".join(lines) + "\n" + BOUNDS
@@ -82,7 +83,7 @@ def _headline() -> str:
         ),
         (
             f"KDA decode step, {len(decode['rows'])} sizes",
-            "vLLM, sglang, FLA",
+            "vLLM, FLA",
             [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in decode["rows"]],
         ),
         (
