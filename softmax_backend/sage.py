@@ -64,7 +64,7 @@ def quantised_attention(
     """
     if is_elsewhere(q):
         return run_there(q, quantised_attention, locals())
-    check_block_sparse(q, k, v, plan, None, out, None)
+    check_block_sparse(q, k, v, plan, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
     check_scale(q.shape[3] ** -0.5 if scale is None else scale)

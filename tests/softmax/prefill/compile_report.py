@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
 from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
-from softmax_backend.kernels.prefill_hooks import products, soft_capped, softmax_update
+from softmax_backend.kernels.prefill_hooks import softmax_update
 from softmax_backend.kernels.sm90 import block_load
 from softmax_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from softmax_backend.launch_params import TABLES
@@ -39,7 +39,7 @@ Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
 _INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr")
-_FLOATS = ("cap", "scale", "factor", "softmax_scale", "scale_log2", "min_likeness")
+_FLOATS = ("factor", "softmax_scale", "scale_log2", "min_likeness")
 
 
 def cases(arch: str) -> Iterator[Case]:
@@ -51,7 +51,6 @@ def cases(arch: str) -> Iterator[Case]:
     if arch == "sm90" or not nvidia:
         wide = (128, 64, 8, 2) if nvidia else (64, 64, 4, 2)
         yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
-        yield _attention("block_sparse soft_cap", tile, masks.causal, logits=soft_capped)
         yield _attention("block_sparse element_bits", tile, masks.element_bits)
         paged = (tile[0], 64, *tile[2:])
         yield _attention("block_sparse paged, masked", paged, masks.element_bits, is_paged=True)
@@ -85,7 +84,6 @@ def _attention(
     mask: masks.Mask,
     *,
     dims: tuple[int, int] = (128, 128),
-    logits: Any = products,
     is_paged: bool = False,
 ) -> Case:
     block_m, block_n, warps, stages = tile
@@ -100,7 +98,6 @@ def _attention(
         "STAGES": stages,
         "HAS_PARTIAL": True,
         "load": block_sparse.paged_rows if is_paged else block_sparse.contiguous_rows,
-        "logits": logits,
         "update": softmax_update,
         "mask": mask.kernel,
     }
