@@ -164,6 +164,8 @@ def check_quantised_plan(q: Tensor, plan: BlockPlan) -> None:
     """
     if plan.pages is not None:
         raise ValueError("the plan of 8-bit attention must be without pages, got pages")
+    if plan.is_packed:
+        raise ValueError("the plan of 8-bit attention must be of a batch, got packed sequences")
     if plan.sequences.shape[0] != q.shape[0]:
         raise ValueError(
             f"the plan of 8-bit attention must be of {q.shape[0]} equal sequences, one for each "

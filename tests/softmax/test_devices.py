@@ -24,8 +24,8 @@ from softmax_backend.flash_mla_sparse import flash_mla_with_kvcache as flash_mla
 from softmax_backend.plan import MlaPlanner, intervals, predicted
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.plan.choice import Choice
-from softmax_backend.sage import predicted_attention, quantised_attention
-from softmax_backend.sageattention import sageattn
+from softmax_backend.sage import packed_attention, predicted_attention, quantised_attention
+from softmax_backend.sageattention import sageattn, sageattn_varlen
 from softmax_backend.scratch import Scratch
 from softmax_backend.spargeattn import (
     block_sparse_sage2_attn_cuda,
@@ -244,6 +244,18 @@ def cascade(device: torch.device) -> Call:
     return call
 
 
+def varlen(device: torch.device) -> Call:
+    q, k, v = (x[0].transpose(0, 1) for x in tokens(device))
+    ends = i32([0, 40, 150], device)
+    return lambda: (sageattn_varlen(q, k, v, ends, ends, 110, 110),)
+
+
+def of_packed_sequences(device: torch.device) -> Call:
+    q, k, v = tokens(device)
+    ends, path = i32([0, 40, 150], device), path_on(device)
+    return lambda: (packed_attention(q, k, v, ends, ends, (110, 110), path=path),)
+
+
 KERNELS: dict[str, Make] = {
     "plan": planned,
     "plan, shared prefixes": lambda device: planned(device, shared_prefix_tokens=64),
@@ -255,6 +267,7 @@ KERNELS: dict[str, Make] = {
     "quantised_attention": quantised,
     "predicted_attention": of_predicted_blocks,
     "predict": prediction,
+    "packed_attention": of_packed_sequences,
     "MultiLevelCascadeAttentionWrapper": cascade,
 }
 """What launches kernels in the interpreter too."""
@@ -266,6 +279,7 @@ OTHERS: dict[str, Make] = {
     "flash_mla_sparse_fwd": flash_mla_prefill,
     "recall": recall,
     "sageattn": lambda device: drop_in(sageattn, device),
+    "sageattn_varlen": varlen,
     "spas_sage2_attn_meansim_cuda": lambda device: drop_in(spas_sage2_attn_meansim_cuda, device),
     "spas_sage2_attn_meansim_topk_cuda": lambda device: drop_in(
         spas_sage2_attn_meansim_topk_cuda, device

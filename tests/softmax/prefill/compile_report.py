@@ -136,6 +136,7 @@ def _int8(
         "key_scales": getattr(kernels, f"{groups}_keys"),
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
         "mask": mask.kernel,
+        "sequences_ptr": None,
     }
     values = f"fp8e4nv[1,1,128,{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},128]"
     types = {
@@ -160,25 +161,25 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
     half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
     stats = quantise.column_stats_kernel
     sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": is_fp8}
-    four = {"num_warps": 4}
-    yield "column_stats", stats, half, heads | sizes, four
-    yield "mean", quantise.mean_kernel, {}, {"D": 128, "STEP": 32}, four
+    four, alone = {"num_warps": 4}, {"spans_ptr": None}
+    yield "column_stats", stats, half, heads | sizes | alone, four
+    yield "mean", quantise.mean_kernel, {}, heads | alone | {"STEP": 32}, four
     int8, group = half | {"out_ptr": "*i8"}, {"PER_THREAD": False}
     for pool, likeness in ((False, False), (True, False), (True, True)):
         pooled = {"HAS_POOL": pool, "HAS_LIKENESS": likeness}
         suffix = (" and pool" if pool else "") + (" with likeness" if likeness else "")
-        keys = heads | group | pooled | {"BLOCK": block_n}
+        keys = heads | group | pooled | alone | {"BLOCK": block_n}
         kernel = quantise.quantise_keys_kernel
         yield f"quantise_keys{suffix}", kernel, int8, keys, {"num_warps": 8}
-        queries = heads | group | pooled | {"BLOCK": 64, "GROUP": 1}
+        queries = heads | group | pooled | alone | {"BLOCK": 64, "GROUP": 1}
         kernel = quantise.quantise_queries_kernel
         yield f"quantise_queries{suffix}", kernel, int8, queries, {"num_warps": 1}
     if is_fp8:
-        values = {"D": 128}
+        values = heads | alone
         sizes = {"STEP": 32, "E4M3_MAX": 448.0}
         yield "value_scales", quantise.value_scales_kernel, {}, values | sizes, four
         types = half | {"out_ptr": "*fp8e4nv"}
-        sizes = {"HEADS": 24, "BLOCK": block_n}
+        sizes = {"BLOCK": block_n}
         yield (
             "quantise_values",
             quantise.quantise_values_kernel,
