@@ -38,7 +38,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
-_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr")
+_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "spans_ptr", "pages_ptr",
+         "mask_aux_ptr")  # fmt: skip
 _FLOATS = ("factor", "softmax_scale", "scale_log2", "min_likeness")
 
 
@@ -58,8 +59,10 @@ def cases(arch: str) -> Iterator[Case]:
         if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
     if arch == "sm90":
-        name = "int8 per_warp e4m3, biased"
-        yield _int8(arch, name, "per_warp", masks.causal, True, exponent="biased")
+        for name, is_packed in (("biased", False), ("biased, packed sequences", True)):
+            name = f"int8 per_warp e4m3, {name}"
+            biased = {"exponent": "biased", "is_packed": is_packed}
+            yield _int8(arch, name, "per_warp", masks.causal, True, **biased)
     yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
     if not nvidia:
         yield _int8(arch, "int8 per_thread 16-bit values", "per_thread", masks.causal, False)
@@ -67,6 +70,11 @@ def cases(arch: str) -> Iterator[Case]:
         yield _int8(arch, name, "per_warp", masks.causal, False, exponent="biased")
     if arch in ("sm90", "sm100") or not nvidia:
         yield from _small_kernels(arch, 128 if nvidia else 64, nvidia)
+    if arch == "sm90":
+        for name, kernel, types, constexprs, options in list(_small_kernels(arch, 128, True)):
+            if "spans_ptr" in constexprs and "pool" not in name:
+                own = {key: value for key, value in constexprs.items() if key != "spans_ptr"}
+                yield f"{name}, packed sequences", kernel, types, own, options
 
 
 def _tile(arch: str, operator: str) -> tuple[tuple[int, int, int, int], frozenset[str]]:
@@ -118,6 +126,7 @@ def _int8(
     mask: masks.Mask,
     is_fp8: bool,
     exponent: str = "scaled",
+    is_packed: bool = False,
 ) -> Case:
     kernels = block_sparse_int8
     (block_m, block_n, warps, stages), _ = _tile(arch, "block_sparse_int8")
@@ -136,7 +145,7 @@ def _int8(
         "key_scales": getattr(kernels, f"{groups}_keys"),
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
         "mask": mask.kernel,
-        "sequences_ptr": None,
+        **({} if is_packed else {"sequences_ptr": None}),
     }
     values = f"fp8e4nv[1,1,128,{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},128]"
     types = {
