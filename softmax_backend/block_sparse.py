@@ -34,7 +34,6 @@ def block_sparse_attention(
     plan: BlockPlan,
     *,
     scale: float | None = None,
-    soft_cap: float | None = None,
     path: str | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -49,7 +48,6 @@ def block_sparse_attention(
         plan: which blocks each tile of queries attends; see ``plan.intervals``, ``plan.bsr``,
             ``plan.sliding_tile`` and ``plan.predicted``.
         scale: positive; default 1 / sqrt(D).
-        soft_cap: logits become soft_cap tanh(logits / soft_cap).
         path: ``"torch"``, ``"triton"``, ``"gluon"`` or ``"gluon_packed"`` (Hopper); by default the
             one for the device and the call.
         out, lse: written, and returned; by default new, ``out`` in the memory order of ``q``.
@@ -66,10 +64,10 @@ def block_sparse_attention(
     """
     if is_elsewhere(q):
         return run_there(q, block_sparse_attention, locals())
-    check_block_sparse(q, k, v, plan, soft_cap, out, lse)
+    check_block_sparse(q, k, v, plan, out, lse)
     if path not in (None, *PATHS):
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
-    spec = BlockSparseSpec.of(q, k, v, plan, soft_cap)
+    spec = BlockSparseSpec.of(q, k, v, plan)
     selection = selection_for("block_sparse", q.device, spec, path)
     if q.numel() and selection.row(len(plan.work)).name != "torch":
         check_kernel(q, k, v, plan)
@@ -82,7 +80,7 @@ def block_sparse_attention(
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel():
         run = selection.run(len(plan.work))
-        run(BlockSparseInputs(q, k, v, plan, soft_cap, scale, out, lse))
+        run(BlockSparseInputs(q, k, v, plan, scale, out, lse))
     return out, lse
 
 

@@ -5,25 +5,18 @@ LSE is natural; a query that sees nothing has output 0 and LSE -inf.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from softmax_backend.plan.block_plan import BlockPlan
 
-Logits = Callable[[Tensor], Tensor]
 
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, logits: Logits | None = None
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v over the elements that ``seen`` has.
 
     Args:
         q, k, v: [..., H, M, D], [..., Hkv, N, D] and [..., Hkv, N, DV].
         seen: bool, broadcastable to [..., H, M, N].
-        logits: applied to the scaled logits.
 
     Returns:
         Output [..., H, M, DV] and LSE [..., H, M], float64.
@@ -32,8 +25,6 @@ def attention(
     group = q.shape[-3] // k.shape[-3]
     k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
     s = scale * (q @ k.transpose(-1, -2))
-    if logits is not None:
-        s = logits(s)
     s = torch.where(seen, s, -torch.inf)
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - lse.masked_fill(lse.isinf(), 0.0)[..., None])

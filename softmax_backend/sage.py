@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_device, expect_shape
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection
 from softmax_backend.block_sparse import empty_output, selection_for
@@ -16,7 +17,7 @@ from softmax_backend.contract.block_sparse import (
     check_tensors,
 )
 from softmax_backend.dense8 import QuantisedRun
-from softmax_backend.plan import predicted
+from softmax_backend.plan import intervals, predicted
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.plan.choice import Choice
 from softmax_backend.spec_block_sparse import QuantisedSpec
@@ -64,7 +65,7 @@ def quantised_attention(
     """
     if is_elsewhere(q):
         return run_there(q, quantised_attention, locals())
-    check_block_sparse(q, k, v, plan, None, out, None)
+    check_block_sparse(q, k, v, plan, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
     check_scale(q.shape[3] ** -0.5 if scale is None else scale)
@@ -76,6 +77,95 @@ def quantised_attention(
     x = sage.quantise(q, k, v, mode, scale, plan.block_n, selection.row(len(plan.work)).name)
     out = empty_output(q, q.shape[3]) if out is None else out
     return out, _attend(x, plan, scale, out, selection)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    lengths: tuple[int, int],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    path: str | None = None,
+) -> Tensor:
+    """``quantised_attention`` of each sequence of a packed batch, dense or causal.
+
+    In Triton it is one plan, one quantisation and one launch, and nothing is read on the host. In
+    torch it is one call after another.
+
+    Args:
+        q: [1, H, T, D]; k, v: [1, Hkv, T, D]: the sequences one after another.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 [S + 1], where they begin and end.
+        lengths: the most queries and the most keys of a sequence; what is beyond is left out.
+        scale, path: as in ``quantised_attention``.
+
+    Returns:
+        [1, H, T, D]; 0 for queries that see nothing, and of no sequence.
+
+    Raises:
+        ValueError: an argument is not as described; nothing was written.
+        LookupError: no path of the device's table serves values in e4m3.
+    """
+    if is_elsewhere(q):
+        return run_there(q, packed_attention, locals())
+    check_tensors(q, k, v, None, None)
+    expect_shape("q", q, (1, "H", "T", "D"))
+    expect_device("cu_seqlens_q", cu_seqlens_q, q.device)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    check_scale(scale)
+    out = torch.zeros_like(q)
+    most = [min(n, x.shape[2]) for n, x in zip(lengths, (q, k), strict=True)]
+    if 0 in most:
+        return out
+    block_m, block_n = default_blocks(q.device)
+    plan = intervals.ragged(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        most[0],
+        most[1],
+        q.shape[1],
+        is_causal=is_causal,
+        block_m=block_m,
+        block_n=block_n,
+    )
+    # batch entry i of these is sequence i, from where it begins
+    batch = len(plan.sequences)
+    wide_q = q[:, :, : most[0]].expand(batch, -1, -1, -1)
+    wide_k, wide_v = (x[:, :, : most[1]].expand(batch, -1, -1, -1) for x in (k, v))
+    check_quantised(wide_q, wide_v, block_n)
+    blocks = (block_m, block_n)
+    selection = _select(wide_q, wide_k, DEFAULT_MODE, blocks, len(plan.work), path)
+    chosen = selection.row(len(plan.work)).name
+    if chosen == "torch":
+        _one_by_one(q, k, v, plan, is_causal, scale, out)
+        return out
+    inputs = (wide_q, wide_k, wide_v)
+    x = sage.quantise(*inputs, DEFAULT_MODE, scale, block_n, chosen, sequences=plan.sequences)
+    _attend(x, plan, scale, out.expand(batch, -1, -1, -1), selection)
+    return out
+
+
+def _one_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Fills ``out`` of packed sequences."""
+    make = intervals.causal if is_causal else intervals.dense
+    for _, first, m, first_key, n, _ in plan.sequences.tolist():
+        if m and n:
+            at, keys = slice(first, first + m), slice(first_key, first_key + n)
+            blocks = plan.block_m, plan.block_n
+            one = make(m, n, q.shape[1], block_m=blocks[0], block_n=blocks[1], device=q.device)
+            own = q[:, :, at], k[:, :, keys], v[:, :, keys]
+            out[:, :, at] = quantised_attention(*own, one, scale=scale, path="torch")[0]
 
 
 def predicted_attention(

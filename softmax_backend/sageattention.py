@@ -10,18 +10,19 @@ taken and change nothing.
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from backend_core.contracts import expect_shape
 from softmax_backend.block_sparse import empty_output
 from softmax_backend.plan import intervals
-from softmax_backend.sage import default_blocks, quantised_attention
+from softmax_backend.sage import default_blocks, packed_attention, quantised_attention
 from softmax_backend.variants.sage import Groups, SageMode
 
 DEFAULT_MODE = SageMode()
+_packed = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
 Result = Tensor | tuple[Tensor, Tensor]
 
 
@@ -73,13 +74,7 @@ def sageattn(
     q, k, v = (_one("q", q, "query", query), _one("k", k, "key", key), _one("v", v, "value", value))
     sm_scale = scale if sm_scale is None else sm_scale
     q, k, v = heads_first(tensor_layout, q, k, v)
-    d = q.shape[3]
-    if d > 128:
-        raise ValueError(f"head size must be at most 128, got {d}")
-    sm_scale = d**-0.5 if sm_scale is None else sm_scale
-    if d not in (64, 128):  # zeros add nothing to a product
-        pad = (0, (64 if d < 64 else 128) - d)
-        q, k, v = (torch.nn.functional.pad(x, pad) for x in (q, k, v))
+    (q, k, v), d, sm_scale = _padded(q, k, v, sm_scale)
     if torch.compiler.is_compiling():
         out, lse = _opaque(q, k, v, is_causal, sm_scale, mode.groups, mode.fp8_values)
     else:
@@ -137,14 +132,13 @@ def sageattn_varlen(
     sm_scale: float | None = None,
     smooth_k: bool = True,
 ) -> Tensor:
-    """``sageattn`` of each sequence of a packed batch, one call after another.
-
-    The offsets are read on the host, so it cannot be captured in a CUDA graph.
+    """``sageattn`` of each sequence of a packed batch, in one launch.
 
     Args:
         q: [tokens, H, D]; k, v: [tokens, Hkv, D].
         cu_seqlens_q, cu_seqlens_k: [S + 1], where sequences begin and end.
-        max_seqlen_q, max_seqlen_k, smooth_k: without effect.
+        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        smooth_k: without effect.
 
     Returns:
         [tokens, H, D]; 0 for a sequence without keys.
@@ -152,22 +146,33 @@ def sageattn_varlen(
     Raises:
         ValueError: an argument is not as described.
     """
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must have one shape, got"
-            f" {list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
-        )
-    out = torch.zeros_like(q)
-    at_q, at_k = (
-        [slice(*ends) for ends in itertools.pairwise(offsets.tolist())]
-        for offsets in (cu_seqlens_q, cu_seqlens_k)
-    )
-    for own, keys in zip(at_q, at_k, strict=True):
-        if keys.stop > keys.start:
-            part = sageattn(q[None, own], k[None, keys], v[None, keys], "NHD", is_causal, sm_scale)
-            assert isinstance(part, Tensor)
-            out[own] = part[0]
-    return out
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_shape(name, x, ("tokens", "heads", "D"))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    (q, k, v), d, scale = _padded(q, k, v, sm_scale)
+    attend = _packed if torch.compiler.is_compiling() else packed_attention
+    offsets, lengths = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    out: Tensor = attend(q, k, v, *offsets, lengths, is_causal=is_causal, scale=scale)
+    return out[0, ..., :d].transpose(0, 1)
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], int, float]:
+    """The tensors with channels that the kernels take, the number that they have, and the scale.
+
+    Raises:
+        ValueError: there are more than 128 channels.
+    """
+    d = q.shape[3]
+    if d > 128:
+        raise ValueError(f"head size must be at most 128, got {d}")
+    scale = d**-0.5 if scale is None else scale
+    if d in (64, 128):
+        return (q, k, v), d, scale
+    pad = (0, (64 if d < 64 else 128) - d)  # zeros add nothing to a product
+    q, k, v = (torch.nn.functional.pad(x, pad) for x in (q, k, v))
+    return (q, k, v), d, scale
 
 
 def _qk_int8_cuda(

@@ -22,7 +22,7 @@ class BlockSparseSpec(NamedTuple):
         group: query heads of a key head.
         dims: channels of keys and of values.
         page_size: tokens of a page, 0 where keys are in none.
-        mask: of PARTIAL blocks; has_cap: logits have a soft cap.
+        mask: of PARTIAL blocks.
     """
 
     dims: tuple[int, int]
@@ -33,12 +33,9 @@ class BlockSparseSpec(NamedTuple):
     page_size: int = 0
     is_packed: bool = False
     mask: masks.Mask = masks.everything
-    has_cap: bool = False
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, soft_cap: float | None = None
-    ) -> BlockSparseSpec:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> BlockSparseSpec:
         pages = plan.pages
         return cls(
             (q.shape[3], v.shape[3]),
@@ -49,7 +46,6 @@ class BlockSparseSpec(NamedTuple):
             0 if pages is None else pages.size,
             plan.is_packed,
             plan.mask,
-            soft_cap is not None,
         )
 
     def requires(self) -> frozenset[str]:
@@ -66,7 +62,6 @@ class BlockSparseSpec(NamedTuple):
             "packed": self.is_packed,
             # compiled in, whether or not this plan has partial blocks
             "vector_masks": self.mask.reads_vectors,
-            "soft_cap": self.has_cap,
         }
         return frozenset(name for name, is_needed in needs.items() if is_needed)
 

@@ -32,15 +32,14 @@ class BlockSparseInputs:
     k: Tensor
     v: Tensor
     plan: BlockPlan
-    soft_cap: float | None
     scale: float
     out: Tensor
     lse: Tensor
 
     @property
     def factor(self) -> float:
-        """What turns the kernels' logits into base-2 logits; capped ones are."""
-        return 1.0 if self.soft_cap else self.scale * LOG2_E
+        """What turns the kernels' products into base-2 logits."""
+        return self.scale * LOG2_E
 
 
 def check_block_sparse(
@@ -48,7 +47,6 @@ def check_block_sparse(
     k: Tensor,
     v: Tensor,
     plan: BlockPlan,
-    soft_cap: float | None,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> None:
@@ -66,8 +64,6 @@ def check_block_sparse(
             f" {plan.sequences.shape[0]}"
         )
     expect_device("plan", plan.rows, q.device)
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
 
 
 def check_tensors(
@@ -168,6 +164,8 @@ def check_quantised_plan(q: Tensor, plan: BlockPlan) -> None:
     """
     if plan.pages is not None:
         raise ValueError("the plan of 8-bit attention must be without pages, got pages")
+    if plan.is_packed:
+        raise ValueError("the plan of 8-bit attention must be of a batch, got packed sequences")
     if plan.sequences.shape[0] != q.shape[0]:
         raise ValueError(
             f"the plan of 8-bit attention must be of {q.shape[0]} equal sequences, one for each "

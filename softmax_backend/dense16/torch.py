@@ -38,8 +38,6 @@ def run(x: BlockSparseInputs) -> None:
         kv_head = head // group
         b_k, b_v = (_gather(x, plan, batch, kv_head, k_begin, k_pos).to(dtype) for x in (k, v))
         s = x.scale * (q[batch, head, q_begin + o_m].to(dtype) @ b_k.T)
-        if x.soft_cap:
-            s = x.soft_cap * torch.tanh(s / x.soft_cap)
         s = torch.where(seen, s, -torch.inf)
         b_lse = torch.logsumexp(s, -1)
         p = torch.exp(s - b_lse.masked_fill(b_lse.isinf(), 0.0)[:, None])

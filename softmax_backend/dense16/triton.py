@@ -16,7 +16,7 @@ from softmax_backend.kernels.block_sparse import (
     contiguous_rows,
     paged_rows,
 )
-from softmax_backend.kernels.prefill_hooks import products, soft_capped, softmax_update
+from softmax_backend.kernels.prefill_hooks import softmax_update
 from softmax_backend.launch_params_prefill import TritonPrefillParams
 from softmax_backend.spec_block_sparse import BlockSparseSpec
 
@@ -45,8 +45,6 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseR
             sequences_ptr=plan.sequences,
             pages_ptr=absent if pages is None else pages.indices,
             mask_aux_ptr=absent if plan.mask_aux is None else plan.mask_aux,
-            cap=float(x.soft_cap or 0.0),
-            scale=float(x.scale),
             factor=float(x.factor),
             stride_k_page=of_k[0],
             stride_k_t=of_k[1],
@@ -81,7 +79,6 @@ def attention_kernel(params: TritonPrefillParams, spec: BlockSparseSpec) -> Kern
         "STAGES": params.num_stages,
         "HAS_PARTIAL": spec.has_partial,
         "load": paged_rows if spec.page_size else contiguous_rows,
-        "logits": soft_capped if spec.has_cap else products,
         "update": softmax_update,
         "mask": spec.mask.kernel,
     }

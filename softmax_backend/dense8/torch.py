@@ -19,4 +19,4 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
 
 
 def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor) -> None:
-    exact.run(BlockSparseInputs(*dequantised(x), plan, None, scale, out, lse))
+    exact.run(BlockSparseInputs(*dequantised(x), plan, scale, out, lse))

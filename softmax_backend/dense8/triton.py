@@ -40,6 +40,7 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
             rows_ptr=plan.rows,
             cols_ptr=plan.cols,
             work_ptr=plan.work,
+            sequences_ptr=plan.sequences if plan.is_packed else None,
             # a hook that reads nothing gets what is there
             mask_aux_ptr=plan.cols if plan.mask_aux is None else plan.mask_aux,
             softmax_scale=float(scale),

@@ -20,7 +20,6 @@ from backend_core.launch.streams import is_elsewhere, run_there
 from softmax_backend import reference
 from softmax_backend.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
 from softmax_backend.flashinfer.merge import is_available, merge_states
-from softmax_backend.flashinfer.workspace import check_workspaces
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -127,7 +126,9 @@ class MultiLevelCascadeAttentionWrapper:
                 f"int_workspace_buffers must be {self._num_levels}, one for each level, got"
                 f" {len(int_workspace_buffers)}"
             )
-        check_workspaces(self.device, float_workspace_buffer, *int_workspace_buffers)
+        expect_device("float_workspace_buffer", float_workspace_buffer, self.device)
+        for buffer in int_workspace_buffers:
+            expect_device("int_workspace_buffer", buffer, self.device)
 
     def plan(
         self,
@@ -251,7 +252,7 @@ class MultiLevelCascadeAttentionWrapper:
         if len(states) == 1:
             return states[0][0]
         values = torch.stack([out for out, _ in states], 1)
-        return merge_states(values, torch.stack([lse for _, lse in states], 1))[0]
+        return merge_states(values, torch.stack([lse for _, lse in states], 1))
 
     forward = run
 

@@ -1,6 +1,6 @@
 """Block-sparse attention: a query tile walks its row of a plan.
 
-    S = q k^T,  P = softmax(logits(S)) over the row's FULL blocks, then its PARTIAL ones,  O = P v
+    S = scale q k^T,  P = softmax(S) over the row's FULL blocks, then its PARTIAL ones,  O = P v
 
 q [B, H, M, D], k [B, Hkv, N, D], v [B, Hkv, N, DV]; O in q's dtype, LSE float32 [B, H, M], natural.
 Softmax in base 2 and fp32. One program for each entry of the plan's ``work``. What differs between
@@ -47,7 +47,7 @@ def _walk(
     keys,
     values,
     plan,
-    variant,
+    factor,
     load: tl.constexpr,
     hooks: tl.constexpr,
     shapes: tl.constexpr,
@@ -61,10 +61,8 @@ def _walk(
     k_source, k_strides = keys
     v_source, v_strides = values
     cols_ptr, pages_ptr, mask_aux_ptr = plan
-    cap, scale, factor = variant
-    logits: tl.constexpr = hooks[0]
-    update: tl.constexpr = hooks[1]
-    mask: tl.constexpr = hooks[2]
+    update: tl.constexpr = hooks[0]
+    mask: tl.constexpr = hooks[1]
     k_shape: tl.constexpr = shapes[0]
     v_shape: tl.constexpr = shapes[1]
     for j in tl.range(begin, end, num_stages=STAGES):
@@ -73,7 +71,6 @@ def _walk(
         k_pos = start + tl.arange(0, k_shape[0])
         b_k = load(k_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, k_strides, k_shape)
         b_s = tl.dot(b_q, b_k.T)
-        b_s = logits(b_s, scale, cap)
         b_v = load(v_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, v_strides, v_shape)
         if IS_PARTIAL:
             inside = k_pos < kv_len
@@ -99,8 +96,6 @@ def block_sparse_kernel(
     sequences_ptr,
     pages_ptr,
     mask_aux_ptr,
-    cap,
-    scale,
     factor,
     stride_out_b,
     stride_out_h,
@@ -123,7 +118,6 @@ def block_sparse_kernel(
     STAGES: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
     load: tl.constexpr,
-    logits: tl.constexpr,
     update: tl.constexpr,
     mask: tl.constexpr,
 ):
@@ -148,8 +142,7 @@ def block_sparse_kernel(
     keys = (k_source, (stride_k_page, stride_k_t, stride_k_h, D, page_size))
     values = (v_source, (stride_v_page, stride_v_t, stride_v_h, DV, page_size))
     plan = (cols_ptr, pages_ptr, mask_aux_ptr)
-    variant = (cap, scale, factor)
-    hooks: tl.constexpr = (logits, update, mask)
+    hooks: tl.constexpr = (update, mask)
     shapes: tl.constexpr = ((BLOCK_N, BLOCK_D), (BLOCK_N, DV))
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -163,7 +156,7 @@ def block_sparse_kernel(
             keys,
             values,
             plan,
-            variant,
+            factor,
             load=load,
             hooks=hooks,
             shapes=shapes,

@@ -6,7 +6,8 @@ What smoothing the keys took from a query's logits is the same for all its keys,
 gets it back (``shift``). With e4m3 values P is scaled to the format's range, and the tensor core's
 short accumulator holds one key block's sum, which is added in fp32: the two levels of
 SageAttention2. One program for each entry of the plan's ``work``; a plan of one batch of equal
-sequences. LSE is natural.
+sequences, or of packed ones, which are a batch of padded sequences here but for the output. LSE is
+natural.
 """
 
 import triton
@@ -155,6 +156,7 @@ def block_sparse_int8_kernel(
     rows_ptr,
     cols_ptr,
     work_ptr,
+    sequences_ptr,
     mask_aux_ptr,
     softmax_scale,
     q_len,
@@ -190,11 +192,16 @@ def block_sparse_int8_kernel(
     kv_row = (batch * (HEADS // GROUP) + kv_head).to(tl.int64)
     o_m, o_d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)
     m_m = o_m < q_len
+    first_block = kv_row * tl.cdiv(kv_len, BLOCK_N)
+    if sequences_ptr is not None:
+        sequence = sequences_ptr + 6 * batch
+        out_ptr += tl.load(sequence + 1).to(tl.int64) * stride_out_m
+        m_m = o_m < tl.load(sequence + 2)
+        kv_len, q_position = tl.load(sequence + 4), tl.load(sequence + 5)
     b_q = tl.reshape(q_desc.load([batch, head, tile * BLOCK_M, 0]), (BLOCK_M, D))
     factor = tl.full([BLOCK_M], 1.4426950408889634, tl.float32) * softmax_scale
     factor *= query_scales(q_scale_ptr, q_row, o_m, q_len)
     place = (batch, head, kv_head, kv_len, (o_m + q_position)[:, None])
-    first_block = kv_row * tl.cdiv(kv_len, BLOCK_N)
     scales = (factor, k_scale_ptr, first_block)
     hooks: tl.constexpr = (key_scales, values, mask)
     acc = tl.zeros([BLOCK_M, D], tl.float32)

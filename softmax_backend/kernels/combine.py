@@ -94,7 +94,6 @@ def merge_states_kernel(
     v_ptr,  # [tokens, states, heads, dim]
     s_ptr,  # [tokens, states, heads], base 2
     out_ptr,  # [tokens, heads, dim]
-    lse_ptr,  # [tokens, heads], base 2
     num_states,
     heads,
     DIM: tl.constexpr,
@@ -128,4 +127,3 @@ def merge_states_kernel(
         (b_o * weight).to(out_ptr.dtype.element_ty),
         mask=m_dim,
     )
-    tl.store(lse_ptr + i_number, tl.where(total == 0.0, float("-inf"), top + tl.log2(total)))

@@ -1,7 +1,6 @@
 """The hooks that ship for block-sparse attention, in Triton.
 
-Masks: ``variants/masks.py``. ``logits`` gets the product q . k and gives what, times the kernel's
-``factor``, is the logit in base 2.
+Masks: ``variants/masks.py``.
 """
 
 import triton
@@ -35,11 +34,6 @@ def element_bits_mask(q_pos, k_pos, col, slot, head, aux_ptr):
 
 
 @triton.jit
-def products(s, scale, cap):
-    return s
-
-
-@triton.jit
 def softmax_update(s, high, total, factor, MASKED: tl.constexpr):
     """Online softmax in base 2: weights 2^(factor (s - high))."""
     new = tl.maximum(high, tl.max(s, 1))
@@ -49,10 +43,3 @@ def softmax_update(s, high, total, factor, MASKED: tl.constexpr):
     alpha = tl.exp2((high - shift) * factor)
     p = tl.exp2(s * factor - (shift * factor)[:, None])
     return p, alpha, new, total * alpha + tl.sum(p, 1)
-
-
-@triton.jit
-def soft_capped(s, scale, cap):
-    # cap tanh(x / cap) log2(e), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
-    turned = tl.exp2(s * (scale * 2.8853900817779268 / cap))
-    return (cap * 1.4426950408889634) * (1.0 - 2.0 / (turned + 1.0))

@@ -10,6 +10,10 @@ queries; one key block. Groups *per thread*: queries r and r + 8 of 16; keys 8 i
 
 Inputs are [B, H, L, D] views with any strides of batch, head and token. Grid: (blocks of tokens,
 B * H) where a kernel does not say otherwise.
+
+Of packed sequences ``spans_ptr`` points to the first token and the number of tokens of each, in
+rows of six (``BlockPlan.sequences``), and results are padded to ``length`` tokens; it is ``None``
+where a sequence is a whole batch entry.
 """
 
 import triton
@@ -18,6 +22,13 @@ import triton.language as tl
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves an integer in the mantissa
 TINY = tl.constexpr(1e-7)
 LEVELS = tl.constexpr(127.0)
+
+
+@triton.jit
+def _span(x_ptr, spans_ptr, batch, stride_n):
+    """Where a packed sequence begins, and its number of tokens."""
+    span = spans_ptr + 6 * batch
+    return x_ptr + tl.load(span).to(tl.int64) * stride_n, tl.load(span + 1)
 
 
 @triton.jit
@@ -40,6 +51,7 @@ def _to_int8(x):
 def column_stats_kernel(
     x_ptr,
     stats_ptr,
+    spans_ptr,
     length,
     stride_x_b,
     stride_x_h,
@@ -55,6 +67,8 @@ def column_stats_kernel(
     stats [B * H, 3 or 1, chunks, D].
     """
     i_c, i_bh = tl.program_id(0), tl.program_id(1)
+    if spans_ptr is not None:
+        x_ptr, length = _span(x_ptr, spans_ptr, i_bh // HEADS, stride_x_n)
     # one accumulator for each place of the tile: a reduction over rows costs a barrier each
     total = tl.zeros([BLOCK, D], tl.float32)
     low = tl.full([BLOCK, D], float("inf"), tl.float32)
@@ -77,7 +91,16 @@ def column_stats_kernel(
 
 
 @triton.jit
-def mean_kernel(sums_ptr, mean_ptr, parts, length, D: tl.constexpr, STEP: tl.constexpr):
+def mean_kernel(
+    sums_ptr,
+    mean_ptr,
+    spans_ptr,
+    parts,
+    length,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """mean [rows, D] = the sum of sums [rows, parts, D] over its parts, over ``length``.
 
     Grid: (rows,).
@@ -89,6 +112,8 @@ def mean_kernel(sums_ptr, mean_ptr, parts, length, D: tl.constexpr, STEP: tl.con
         o_p = start + tl.arange(0, STEP)
         at = sums_ptr + (row * parts + o_p)[:, None] * D + o_d[None, :]
         total += tl.load(at, mask=o_p[:, None] < parts, other=0.0)
+    if spans_ptr is not None:
+        length = tl.maximum(tl.load(spans_ptr + 6 * (row // HEADS) + 1), 1)
     tl.store(mean_ptr + row * D + o_d, tl.sum(total, 0) / length)
 
 
@@ -98,8 +123,10 @@ def value_scales_kernel(
     mean_ptr,
     scale_ptr,
     inverse_ptr,
+    spans_ptr,
     parts,
     length,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     STEP: tl.constexpr,
     E4M3_MAX: tl.constexpr,
@@ -118,6 +145,8 @@ def value_scales_kernel(
         total += tl.load(at, mask=inside, other=0.0)
         low = tl.minimum(low, tl.load(at + parts * D, mask=inside, other=float("inf")))
         high = tl.maximum(high, tl.load(at + 2 * parts * D, mask=inside, other=-float("inf")))
+    if spans_ptr is not None:
+        length = tl.maximum(tl.load(spans_ptr + 6 * (row // HEADS) + 1), 1)
     mean = tl.sum(total, 0) / length
     top = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
     scale = tl.maximum(top, 1e-12) / E4M3_MAX
@@ -155,6 +184,7 @@ def quantise_keys_kernel(
     scale_ptr,
     sums_ptr,
     likeness_ptr,
+    spans_ptr,
     length,
     stride_k_b,
     stride_k_h,
@@ -170,6 +200,9 @@ def quantise_keys_kernel(
     blocks, D] of a block's smoothed keys and their likeness [B, Hkv, blocks]."""
     i_n, i_bh = tl.program_id(0), tl.program_id(1)
     o_n, o_d = i_n * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    pitch = length
+    if spans_ptr is not None:
+        k_ptr, length = _span(k_ptr, spans_ptr, i_bh // HEADS, stride_k_n)
     m_n = o_n < length
     b_k = _tile(k_ptr, i_bh, o_n, length, stride_k_b, stride_k_h, stride_k_n, HEADS, D)
     b_k = tl.where(m_n[:, None], b_k - tl.load(k_mean_ptr + i_bh * D + o_d)[None, :], 0.0)
@@ -179,7 +212,7 @@ def quantise_keys_kernel(
         total, centre = add_to_pool(none, none, b_k, HAS_LIKENESS)
         count = tl.minimum(length - i_n * BLOCK, BLOCK).to(tl.float32)
         store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
-    at = out_ptr + (i_bh.to(tl.int64) * length + o_n)[:, None] * D + o_d[None, :]
+    at = out_ptr + (i_bh.to(tl.int64) * pitch + o_n)[:, None] * D + o_d[None, :]
     if PER_THREAD:
         top = tl.max(tl.abs(b_k), 1)
         groups = tl.max(tl.max(tl.reshape(top, (BLOCK // 8, 4, 2)), 2), 0) / LEVELS + TINY
@@ -204,6 +237,7 @@ def quantise_queries_kernel(
     shift_ptr,
     sums_ptr,
     likeness_ptr,
+    spans_ptr,
     softmax_scale,
     length,
     stride_q_b,
@@ -227,7 +261,9 @@ def quantise_queries_kernel(
     i_m, i_bh = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, D)
     row = i_bh.to(tl.int64)
-    slices = tl.cdiv(length, 16)
+    pitch, slices = length, tl.cdiv(length, 16)
+    if spans_ptr is not None:
+        q_ptr, length = _span(q_ptr, spans_ptr, i_bh // HEADS, stride_q_n)
     k_mean = tl.load(k_mean_ptr + (i_bh // GROUP) * D + o_d)
     total, centre = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
     for i_s in range(i_m * (BLOCK // 16), tl.minimum((i_m + 1) * (BLOCK // 16), slices)):
@@ -235,10 +271,10 @@ def quantise_queries_kernel(
         m_m = o_m < length
         b_q = _tile(q_ptr, i_bh, o_m, length, stride_q_b, stride_q_h, stride_q_n, HEADS, D)
         shift = tl.sum(b_q * k_mean[None, :], 1) * softmax_scale
-        tl.store(shift_ptr + row * length + o_m, shift, mask=m_m)
+        tl.store(shift_ptr + row * pitch + o_m, shift, mask=m_m)
         if HAS_POOL:
             total, centre = add_to_pool(total, centre, b_q, HAS_LIKENESS)
-        at = out_ptr + (row * length + o_m)[:, None] * D + o_d[None, :]
+        at = out_ptr + (row * pitch + o_m)[:, None] * D + o_d[None, :]
         if PER_THREAD:
             groups = tl.max(tl.reshape(tl.max(tl.abs(b_q), 1), (2, 8)), 0) / LEVELS + TINY
             tl.store(scale_ptr + (row * slices + i_s) * 8 + tl.arange(0, 8), groups)
@@ -260,6 +296,7 @@ def quantise_values_kernel(
     inverse_ptr,
     mean_ptr,
     out_ptr,
+    spans_ptr,
     length,
     padded,
     stride_v_b,
@@ -278,6 +315,8 @@ def quantise_values_kernel(
     place, o_d = tl.arange(0, BLOCK), tl.arange(0, D)
     r = place % 16
     o_n = i_n * BLOCK + place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
+    if spans_ptr is not None:
+        v_ptr, length = _span(v_ptr, spans_ptr, i_bh // HEADS, stride_v_n)
     b_v = _tile(v_ptr, i_bh, o_n, length, stride_v_b, stride_v_h, stride_v_n, HEADS, D)
     mean = tl.load(mean_ptr + i_bh * D + o_d)
     b_v = tl.where(o_n[:, None] < length, b_v - mean[None, :], 0.0)

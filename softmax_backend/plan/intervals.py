@@ -62,7 +62,7 @@ def ragged(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 [S + 1], where sequences begin and end.
-        max_q_len, max_kv_len: capacities; no sequence is longer.
+        max_q_len, max_kv_len: capacities; what of a sequence is beyond them is left out.
     """
     _expect_offsets("cu_seqlens_q", cu_seqlens_q)
     _expect_offsets("cu_seqlens_k", cu_seqlens_k)
@@ -72,7 +72,8 @@ def ragged(
             f"{len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
         )
     expect_device("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.device)
-    q_len, kv_len = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    q_len = cu_seqlens_q.diff().clamp(max=max_q_len)
+    kv_len = cu_seqlens_k.diff().clamp(max=max_kv_len)
     batch = torch.zeros_like(q_len)
     columns = [batch, cu_seqlens_q[:-1], q_len, cu_seqlens_k[:-1], kv_len, kv_len - q_len]
     sequences = torch.stack(columns, 1).int()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,11 +178,6 @@ class _Sparse:
             self.v = self.q.new_empty(*pages, shape.dv)
         self.out = tokens(self.heads, total_q + self.spare, shape.dv)
         self.lse = torch.empty(self.out.shape[:3], device=self.device)
-        caps = self.kind in ("dense", "causal") and draw.chance("capped logits", 0.3)
-        self.soft_cap = 2.0 if caps else None
-        self.logits: Callable[[Tensor], Tensor] | None = None
-        if caps:
-            self.logits = lambda s: 2.0 * torch.tanh(s / 2.0)
 
     def fill(self, seed: int) -> None:
         rng = torch.Generator(self.device).manual_seed(seed)
@@ -219,7 +213,6 @@ class _Sparse:
                 self.dense_v[:, :, at_k],
                 seen.to(self.device),
                 self.shape.dim**-0.5,
-                self.logits,
             )
             found += _errors(self.out[:, :, at_q], self.lse[:, :, at_q], want, want_lse)
         rest = self.out[:, :, begin_q:]
@@ -251,14 +244,12 @@ def _cut(draw: Draw, name: str, total: int) -> list[int]:
 def block_sparse_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random call of ``block_sparse_attention``."""
     x = _Sparse(draw, device)
-    needs = BlockSparseSpec.of(x.q, x.k, x.v, x.plan, x.soft_cap).requires()
+    needs = BlockSparseSpec.of(x.q, x.k, x.v, x.plan).requires()
     rows = [row for row in load_table(TABLES, target).rows if row.operator == "block_sparse"]
     path = draw.choice("path", [row for row in rows if needs <= row.features])
 
     def run() -> None:
-        block_sparse_attention(
-            x.q, x.k, x.v, x.plan, soft_cap=x.soft_cap, path=path.name, out=x.out, lse=x.lse
-        )
+        block_sparse_attention(x.q, x.k, x.v, x.plan, path=path.name, out=x.out, lse=x.lse)
 
     return FuzzBatch(x.fill, run, x.error)
 

@@ -78,6 +78,7 @@ def quantise(
     block_n: int,
     path: str,
     pooled: Pooled | None = None,
+    sequences: Tensor | None = None,
 ) -> Quantised:
     """Quantise [B, H, L, D] views; the arguments were checked.
 
@@ -86,11 +87,13 @@ def quantise(
         block_n: keys in a block of the plan.
         path: ``"torch"`` or ``"triton"``.
         pooled: filled on the way, from ``Pooled.empty`` with this ``block_n``; Triton alone.
+        sequences: ``BlockPlan.sequences`` where batch entry i is to be the packed sequence i, of at
+            most L tokens; Triton and values in e4m3 alone.
     """
     if path == "torch":
-        assert pooled is None
+        assert pooled is None and sequences is None
         return _with_torch(q, k, v, mode, scale, block_n)
-    return _with_triton(q, k, v, mode, scale, block_n, pooled)
+    return _with_triton(q, k, v, mode, scale, block_n, pooled, sequences)
 
 
 def _with_triton(
@@ -101,20 +104,28 @@ def _with_triton(
     scale: float,
     block_n: int,
     pooled: Pooled | None = None,
+    sequences: Tensor | None = None,
 ) -> Quantised:
-    k_mean = column_mean(k)
-    k8, k_scale = _keys(k, k_mean, mode, block_n, pooled)
-    q8, q_scale, shift = _queries(q, k_mean, mode, scale, pooled)
+    assert sequences is None or mode.fp8_values  # others stay where they are
+    of_q, of_k = (None, None) if sequences is None else (sequences[:, 1:], sequences[:, 3:])
+    k_mean = column_mean(k, of_k)
+    k8, k_scale = _keys(k, k_mean, mode, block_n, pooled, of_k)
+    q8, q_scale, shift = _queries(q, k_mean, mode, scale, pooled, of_q)
     v8, v_scale, v_mean = v, torch.ones_like(k_mean), torch.zeros_like(k_mean)
     if mode.fp8_values:
-        v_mean, v_scale, inverse = value_scales(v)
-        v8 = _values(v, v_mean, inverse, block_n)
+        v_mean, v_scale, inverse = value_scales(v, of_k)
+        v8 = _values(v, v_mean, inverse, block_n, of_k)
     scales = (q_scale, k_scale, v_scale)
     return Quantised(mode, q8, k8, v8, *scales, v_mean, shift, k_mean, block_n)
 
 
 def _keys(
-    k: Tensor, k_mean: Tensor, mode: SageMode, block_n: int, pooled: Pooled | None
+    k: Tensor,
+    k_mean: Tensor,
+    mode: SageMode,
+    block_n: int,
+    pooled: Pooled | None,
+    spans: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """INT8 keys and their scales."""
     b, hk, n, d = k.shape
@@ -141,6 +152,7 @@ def _keys(
         scale_ptr=k_scale,
         sums_ptr=k_scale if sums is None else sums,
         likeness_ptr=k_scale if likeness is None else likeness,
+        spans_ptr=spans,
         length=n,
     )
     return k8, k_scale
@@ -152,6 +164,7 @@ def _queries(
     mode: SageMode,
     scale: float,
     pooled: Pooled | None,
+    spans: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """INT8 queries, their scales, and what smooth keys took from their logits."""
     b, h, m, d = q.shape
@@ -181,13 +194,14 @@ def _queries(
         shift_ptr=shift,
         sums_ptr=q_scale if sums is None else sums,
         likeness_ptr=q_scale if likeness is None else likeness,
+        spans_ptr=spans,
         softmax_scale=scale,
         length=m,
     )
     return q8, q_scale, shift
 
 
-def _values(v: Tensor, mean: Tensor, inverse: Tensor, block_n: int) -> Tensor:
+def _values(v: Tensor, mean: Tensor, inverse: Tensor, block_n: int, spans: Tensor | None) -> Tensor:
     """e4m3 values, as ``quantise_values_kernel`` orders them."""
     b, hk, n, d = v.shape
     blocks = -(-n // block_n)
@@ -198,6 +212,7 @@ def _values(v: Tensor, mean: Tensor, inverse: Tensor, block_n: int) -> Tensor:
         inverse_ptr=inverse,
         mean_ptr=mean,
         out_ptr=v8,
+        spans_ptr=spans,
         length=n,
         padded=blocks * block_n,
     )

@@ -22,10 +22,12 @@ SMALL = {
     "keys": 64,
     "shared": 64,
     "own": 32,
-    "block": 64,
     "clips": 2,
 }
-CASES = {case.function: case for case in bench_drop_ins.cases()}
+CASES = {
+    f"{case.ours.removeprefix('softmax_backend.')}.{case.function}": case
+    for case in bench_drop_ins.cases()
+}
 
 
 def allowed(function: str) -> float:
@@ -34,8 +36,6 @@ def allowed(function: str) -> float:
 
 def small(case: Case) -> Case:
     shape = {key: SMALL.get(key, value) for key, value in case.shape.items()}
-    if case.function == "merge_states":
-        shape["tokens"] = 16
     return Case(case.ours, "the_original", case.function, case.caller, case.draw, shape)
 
 
@@ -63,13 +63,39 @@ def test_a_case_beside_itself(function: str, beside: Callable[[Case, Any], dict[
 def test_a_wrong_original_shows_and_an_absent_one_is_named(
     beside: Callable[[Case, Any], dict[str, Any]],
 ) -> None:
-    case = small(CASES["sageattn"])
+    case = small(CASES["sageattention.sageattn"])
     ours = importlib.import_module(case.ours)
     wrong = types.SimpleNamespace(sageattn=lambda *call, **more: 1.5 * ours.sageattn(*call, **more))
     row = beside(case, wrong)
     assert row["theirs_error"] > 0.4 > row["ours_error"]
     row = beside(case, types.SimpleNamespace())
     assert "theirs_us" not in row and "sageattn" in row["theirs_refused"]
+
+
+def test_dense_decoding_is_asked_for_where_it_is_an_option(
+    beside: Callable[[Case, Any], dict[str, Any]],
+) -> None:
+    """As sgl-flash-mla 1.0.0 has it: an empty schedule, and one that is made in another call."""
+    case = small(CASES["flash_mla.flash_mla_with_kvcache"])
+    ours = importlib.import_module(case.ours)
+
+    def schedule(lengths: Any, rows: int, heads: int, use_legacy: bool = False) -> Any:
+        assert use_legacy
+        return ours.get_mla_metadata(lengths, rows, heads)
+
+    def decode(*call: Any, use_legacy: bool = False) -> Any:
+        meta = call[5]
+        assert use_legacy and call[6] is None
+        made = (meta.tile_scheduler_metadata, meta.num_splits)
+        return ours.flash_mla_with_kvcache(*call[:5], *made)
+
+    original = types.SimpleNamespace(
+        get_mla_metadata=lambda *call: (types.SimpleNamespace(), None),
+        get_mla_decoding_metadata=schedule,
+        flash_mla_with_kvcache=decode,
+    )
+    row = beside(case, original)
+    assert row["theirs_error"] == row["ours_error"]
 
 
 def test_every_function_has_two_callers() -> None:

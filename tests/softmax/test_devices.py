@@ -24,8 +24,8 @@ from softmax_backend.flash_mla_sparse import flash_mla_with_kvcache as flash_mla
 from softmax_backend.plan import MlaPlanner, intervals, predicted
 from softmax_backend.plan.block_plan import BlockPlan
 from softmax_backend.plan.choice import Choice
-from softmax_backend.sage import predicted_attention, quantised_attention
-from softmax_backend.sageattention import sageattn
+from softmax_backend.sage import packed_attention, predicted_attention, quantised_attention
+from softmax_backend.sageattention import sageattn, sageattn_varlen
 from softmax_backend.scratch import Scratch
 from softmax_backend.spargeattn import (
     block_sparse_sage2_attn_cuda,
@@ -225,22 +225,6 @@ def video(device: torch.device, **settings: Any) -> Call:
     return lambda: (attention(q, k, v),)
 
 
-def merged(device: torch.device) -> Call:
-    generator = torch.Generator().manual_seed(6)
-    v_a, v_b = torch.randn(2, 5, 3, 32, generator=generator).to(device).unbind()
-    s_a, s_b = torch.randn(2, 5, 3, generator=generator).to(device).unbind()
-    mask = torch.arange(5, device=device) < 3
-
-    def call() -> Results:
-        first = flashinfer.merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
-        second = flashinfer.merge_state(v_a, s_a, v_b, s_b)
-        v, s = v_a.clone(), s_a.clone()
-        flashinfer.merge_state_in_place(v, s, v_b, s_b, mask)
-        return *first, *second, v, s
-
-    return call
-
-
 def cascade(device: torch.device) -> Call:
     generator = torch.Generator().manual_seed(7)
     cache = torch.randn(8, 2, 4, 2, 64, generator=generator).bfloat16().to(device)
@@ -260,53 +244,16 @@ def cascade(device: torch.device) -> Call:
     return call
 
 
-def mla_wrapper(device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    case = cases.make_case(MlaSpec(4, 16), [40, 100], device=device)
-    need = [3, 7]
-    pages = torch.cat([case.block_table[i, :n] for i, n in enumerate(need)])
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
-    wrapper.plan(i32([0, 1, 2], device), i32([0, 3, 10], device), pages, case.lengths, 4, 512, 64,
-                 16, True, 0.1, torch.bfloat16, torch.bfloat16)  # fmt: skip
-    q = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1)
-    return wrapper, (*q, case.kv_latent, case.kv_rope)
+def varlen(device: torch.device) -> Call:
+    q, k, v = (x[0].transpose(0, 1) for x in tokens(device))
+    ends = i32([0, 40, 150], device)
+    return lambda: (sageattn_varlen(q, k, v, ends, ends, 110, 110),)
 
 
-def flashinfer_mla(device: torch.device) -> Call:
-    def call() -> Results:
-        wrapper, tensors = mla_wrapper(device)
-        return wrapper.run(*tensors, return_lse=True)
-
-    return call
-
-
-def bsr_wrapper(device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    drawn = inputs((4, 96, 64), (2, 96, 64), seed=9, device=device)
-    q, k, v = (x[0].transpose(0, 1) for x in drawn)
-    wrapper = flashinfer.BlockSparseAttentionWrapper(torch.empty(1, device=device))
-    indptr, indices = i32([0, 1, 3, 4], device), i32([0, 0, 2, 1], device)
-    wrapper.plan(indptr, indices, 96, 96, 32, 32, 4, 2, 64)
-    return wrapper, (q, k, v)
-
-
-def flashinfer_bsr(device: torch.device) -> Call:
-    def call() -> Results:
-        wrapper, tensors = bsr_wrapper(device)
-        return wrapper.run(*tensors, return_lse=True)
-
-    return call
-
-
-def flashinfer_variable(device: torch.device) -> Call:
-    q, k, v = (x[0] for x in inputs((4, 96, 64), (2, 96, 64), seed=9, device=device))
-    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(1, device=device))
-
-    def call() -> Results:
-        rows, cols = (i32([40, 56] * 2, device).view(2, 2) for _ in range(2))
-        kept = torch.tensor([[[True, False], [True, True]]] * 2, device=device)
-        wrapper.plan(kept, rows, cols, 4, 2, 64)
-        return wrapper.run(q, k, v, return_lse=True)
-
-    return call
+def of_packed_sequences(device: torch.device) -> Call:
+    q, k, v = tokens(device)
+    ends, path = i32([0, 40, 150], device), path_on(device)
+    return lambda: (packed_attention(q, k, v, ends, ends, (110, 110), path=path),)
 
 
 KERNELS: dict[str, Make] = {
@@ -320,7 +267,7 @@ KERNELS: dict[str, Make] = {
     "quantised_attention": quantised,
     "predicted_attention": of_predicted_blocks,
     "predict": prediction,
-    "merge_state and its forms": merged,
+    "packed_attention": of_packed_sequences,
     "MultiLevelCascadeAttentionWrapper": cascade,
 }
 """What launches kernels in the interpreter too."""
@@ -332,6 +279,7 @@ OTHERS: dict[str, Make] = {
     "flash_mla_sparse_fwd": flash_mla_prefill,
     "recall": recall,
     "sageattn": lambda device: drop_in(sageattn, device),
+    "sageattn_varlen": varlen,
     "spas_sage2_attn_meansim_cuda": lambda device: drop_in(spas_sage2_attn_meansim_cuda, device),
     "spas_sage2_attn_meansim_topk_cuda": lambda device: drop_in(
         spas_sage2_attn_meansim_topk_cuda, device
@@ -345,9 +293,6 @@ OTHERS: dict[str, Make] = {
     "VideoAttention, tiles": lambda device: video(
         device, kind="sliding_tile", canvas=(4, 5, 5), tile=(2, 5, 5), windows=((1, 1, 1),)
     ),
-    "BatchMLAPagedAttentionWrapper": flashinfer_mla,
-    "BlockSparseAttentionWrapper": flashinfer_bsr,
-    "VariableBlockSparseAttentionWrapper": flashinfer_variable,
 }
 """What reaches the operators through their public functions, on a CPU their paths in torch."""
 
@@ -474,32 +419,6 @@ def test_tensors_on_two_devices_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
     assert_alike(untouched, tuple(before))
-
-
-def test_states_on_two_devices_are_not_merged() -> None:
-    v, s = torch.zeros(5, 3, 32), torch.zeros(5, 3)
-    ones, mask = torch.ones(5, 3, 32), torch.ones(5, dtype=torch.bool)
-    with pytest.raises(ValueError, match="s must be on cpu, got meta"):
-        flashinfer.merge_states(v[:, None], away(s)[:, None])
-    with pytest.raises(ValueError, match="v_b must be on cpu, got meta"):
-        flashinfer.merge_state(v, s, away(ones), s)
-    with pytest.raises(ValueError, match="s_b must be on cpu, got meta"):
-        flashinfer.merge_state_in_place(v, s, ones, away(s))
-    with pytest.raises(ValueError, match="mask must be on cpu, got meta"):
-        flashinfer.merge_state_in_place(v, s, ones, s, away(mask))
-    assert not v.any() and not s.any()
-
-
-@pytest.mark.parametrize("make", [mla_wrapper, bsr_wrapper])
-def test_wrappers_refuse_tensors_on_another_device(make: Callable[[torch.device], Any]) -> None:
-    wrapper, tensors = make(CPU)
-    out = torch.zeros_like(tensors[0])
-    lse = torch.zeros(out.shape[:2], device=OTHER)
-    with pytest.raises(ValueError, match="lse must be on cpu, got meta"):
-        wrapper.run(*tensors, out=out, lse=lse, return_lse=True)
-    with pytest.raises(ValueError, match=r"must be on (cpu, got meta|meta.*, got cpu)"):
-        wrapper.run(away(tensors[0]), *tensors[1:], out=out)
-    assert not out.any()
 
 
 def test_video_attention_refuses_tensors_on_another_device() -> None:

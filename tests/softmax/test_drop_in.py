@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from softmax_backend import flash_mla_sparse, flashinfer, reference
 from softmax_backend.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from softmax_backend.flashinfer.merge import merge_states
 from softmax_backend.spec import MlaSpec
 from softmax_backend.testing.cases import (
     SCALE,
     MlaCase,
     assert_close,
     expected,
-    forced,
     make_case,
 )
 from tests.engines.kda.sglang.device_graph import DeviceGraph
@@ -111,222 +110,6 @@ def test_positions_of_arguments_are_flash_mlas(function: Any) -> None:
     assert " ".join(found).startswith(names)
 
 
-def csr(case: MlaCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """(kv_indptr, kv_indices) of a case."""
-    size = case.spec.page_size
-    need = [-(-n // size) for n in case.lengths.tolist()]
-    pages = [case.block_table[i, :n] for i, n in enumerate(need)]
-    return i32([0, *need], case.lengths.device).cumsum(0).int(), torch.cat(pages)
-
-
-def mla_wrapper(device: torch.device, pages: int = 0) -> flashinfer.BatchMLAPagedAttentionWrapper:
-    """One for CUDA graphs where it has a buffer of pages."""
-    graph = {"use_cuda_graph": True, "kv_indices": i32([0] * pages, device)} if pages else {}
-    return flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device), **graph)  # type: ignore[arg-type]
-
-
-def plan_mla(
-    wrapper: flashinfer.BatchMLAPagedAttentionWrapper, case: MlaCase, **changes: Any
-) -> None:
-    """One query token for each request."""
-    device = case.lengths.device
-    arguments: dict[str, Any] = {
-        "qo_indptr": torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device),
-        "num_heads": 4, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 16, "causal": True,
-        "sm_scale": SCALE, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16,
-    }  # fmt: skip
-    kv_indptr, kv_indices = csr(case)
-    wrapper.plan(
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        kv_len_arr=case.lengths,
-        **{**arguments, **changes},
-    )
-
-
-def test_a_captured_mla_wrapper_serves_the_last_plan(
-    device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.type == "cpu":  # the CPU's path reads the plan on the host
-        select: Any = lambda _, spec: forced(spec, "triton")  # noqa: E731
-        monkeypatch.setattr(flashinfer.mla, "selection_for", select)
-    wrapper, graph = mla_wrapper(device, pages=64), DeviceGraph()
-    shapes = {"q_nope": (3, 4, 512), "q_pe": (3, 4, 64), "ckv_cache": (64, 16, 512),
-              "kpe_cache": (64, 16, 64)}  # fmt: skip
-    memory = {
-        name: torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        for name, shape in shapes.items()
-    }
-
-    def run() -> Any:
-        return wrapper.run(**memory, return_lse=True)
-
-    for number, lengths in enumerate([[40, 0, 100], [300, 17, 1], [64, 64, 200]]):
-        case = make_case(MlaSpec(4, 16), lengths, seed=seed, device=device)
-        plan_mla(wrapper, case)
-        given = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1), case.kv_latent, case.kv_rope
-        for tensor, x in zip(memory.values(), given, strict=True):
-            tensor[: len(x)] = x
-        if number == 0:
-            out, lse = graph.record(run)
-        else:
-            graph.replay()
-        natural = torch.where(lse == -math.inf, math.inf, lse * math.log(2))
-        want = expected(case)
-        assert_close((out.view(want[0].shape), natural.view(want[1].shape)), want)
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that a call in torch has returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
-def test_a_graphs_mla_plan_is_linear_in_the_indices() -> None:
-    """sglang's buffer of indices has room for the longest context of the largest batch."""
-    batch, room = 64, 2**20
-    case = make_case(MlaSpec(4, 16), [40] * batch)
-    wrapper = mla_wrapper(torch.device("cpu"), pages=room)
-    with Largest() as largest:
-        for _ in range(2):
-            plan_mla(wrapper, case)
-    assert largest.elements <= 4 * room
-
-
-def test_a_graphs_request_has_its_share_of_a_long_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(MlaSpec(4, 16), [80, 16])  # five pages and one
-    plan_mla(mla_wrapper(torch.device("cpu"), pages=8), case)
-    monkeypatch.setattr(flashinfer.mla, "_TABLE", 8)
-    with pytest.raises(ValueError, match="at most 4 pages, for kv_indices with 8 and 2 requests"):
-        plan_mla(mla_wrapper(torch.device("cpu"), pages=8), case)
-    plan_mla(mla_wrapper(torch.device("cpu"), pages=10), case)
-
-
-@pytest.mark.parametrize("kv_indptr", [[0, 3, 2], [-1, 0, 1], [0, 3, 999]])
-def test_pages_that_kv_indices_lacks_are_refused(kv_indptr: list[int]) -> None:
-    case, wrapper = make_case(MlaSpec(4, 16), [40, 100]), mla_wrapper(torch.device("cpu"))
-    kv_indices = csr(case)[1]
-    with pytest.raises(ValueError, match="kv_indptr must not fall and stay within kv_indices"):
-        wrapper.plan(
-            i32([0, 1, 2], torch.device("cpu")), i32(kv_indptr, torch.device("cpu")), kv_indices,
-            case.lengths, 4, 512, 64, 16, True, SCALE, torch.bfloat16, torch.bfloat16,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"sm_scale": 0.1}, {"causal": False}, {"page_size": 8}, {"num_heads": 8}],
-)
-def test_a_graphs_mla_plan_keeps_what_the_graph_holds(changes: dict[str, Any]) -> None:
-    """A replay has the scale, the mask, the heads and the pages of its capture."""
-    case = make_case(MlaSpec(4, 16), [40, 100])
-    wrapper = mla_wrapper(torch.device("cpu"), pages=20)
-    plan_mla(wrapper, case)
-    before = {name: x.clone() for name, x in vars(wrapper).items() if isinstance(x, torch.Tensor)}
-    with pytest.raises(ValueError, match="every plan must have the settings of the first"):
-        plan_mla(wrapper, make_case(MlaSpec(4, 16), [20, 30]), **changes)
-    assert before and all(torch.equal(x, vars(wrapper)[name]) for name, x in before.items())
-    plan_mla(mla_wrapper(torch.device("cpu")), case, **changes)  # without graphs it is served
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, None),
-        ({"use_sinks": True, "lse_mode": "base2", "enable_pdl": True}, None),
-        ({"output_dtype": torch.bfloat16, "max_q_len": 1, "query_layout": None}, None),
-        ({"kv_data_type": torch.half}, "kv_data_type must be torch.bfloat16, got torch.float16"),
-        (
-            {"q_data_type": torch.float8_e4m3fn, "kv_data_type": torch.float8_e4m3fn},
-            "must be of 16 or 32 bits: caches of 8 bits are not served here, got torch.float8_e4m3",
-        ),
-        (
-            {"kv_data_type": torch.float8_e4m3fn},
-            "caches of 8 bits are not served here, got torch.b",
-        ),
-        ({"metadata": object()}, "metadata must be None"),
-        ({"block_tables": torch.zeros(2, 2)}, "block_tables must be None"),
-        ({"query_layout": "packed"}, "query_layout must be split or None, got packed"),
-        ({"kv_cache_layout": "packed"}, "kv_cache_layout must be split or None, got p"),
-        ({"output_dtype": torch.half}, r"output_dtype must be None or torch.bfloat16, got torch.f"),
-        ({"output_scale": "per-tensor"}, "output_scale must be none, got per-tensor"),
-        ({"scale_mode": "bmm-scalar"}, "scale_mode must be default, got bmm-sc"),
-        ({"skip_softmax": True}, "skip_softmax must be False, got True"),
-    ],
-)
-def test_what_flashinfers_mla_plan_declares_for_run(
-    changes: dict[str, Any], message: str | None
-) -> None:
-    case, wrapper = make_case(MlaSpec(4, 16), [40, 100]), mla_wrapper(torch.device("cpu"))
-    if message is not None:
-        with pytest.raises(ValueError, match=message):
-            plan_mla(wrapper, case, **changes)
-        return
-    plan_mla(wrapper, case, **changes)
-    tensors = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1), case.kv_latent, case.kv_rope
-    written = torch.full((2, 4), math.nan)
-    out = wrapper.run(*tensors, lse=written, sinks=torch.zeros(4))
-    assert isinstance(out, torch.Tensor)  # the LSE is written, and not returned
-    want_out, want_lse = wrapper.run(*tensors, return_lse=True, sinks=torch.zeros(4))
-    assert torch.equal(out, want_out) and torch.equal(written, want_lse)
-
-
-def test_every_backend_of_flashinfers_mla_wrapper_is_taken() -> None:
-    for name in ["auto", "fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa", "cute-dsl"]:
-        flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1), backend=name)
-    with pytest.raises(ValueError, match=r"backend must be one of auto, fa2, .*, got 'fa4'"):
-        flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1), backend="fa4")
-
-
-def test_flashinfers_mla_wrapper(device: torch.device, seed: int) -> None:
-    """LSEs are base 2, and -inf for a request without keys."""
-    spec = MlaSpec(4, 16, query_tokens=2)
-    case = make_case(spec, [40, 0, 100], seed=seed, device=device)
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
-    kv_indptr, kv_indices = csr(case)
-    kv_indptr = torch.cat([kv_indptr, kv_indptr[-1:] + 5])  # FlashInfer takes a longer one
-    wrapper.plan(i32([0, 2, 4, 6], device), kv_indptr, kv_indices, case.lengths, 4, 512, 64, 16,
-                 True, SCALE, torch.bfloat16, torch.bfloat16)  # fmt: skip
-    out, lse = wrapper.run(
-        case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1), case.kv_latent, case.kv_rope,
-        return_lse=True,
-    )  # fmt: skip
-    want, want_lse = expected(case)
-    assert (lse[2:4] == -math.inf).all()
-    natural = torch.where(lse == -math.inf, math.inf, lse * math.log(2))
-    assert_close((out.view(want.shape), natural.view(want_lse.shape)), (want, want_lse))
-
-
-def test_flashinfers_mla_wrapper_takes_ragged_queries(device: torch.device, seed: int) -> None:
-    spec = MlaSpec(4, 16)
-    case = make_case(spec, [40, 17], seed=seed, device=device)
-    counts = [3, 1]
-    q = torch.randn(4, 4, 576, device=device).bfloat16()
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
-    wrapper.plan(i32([0, 3, 4], device), *csr(case), case.lengths, 4, 512, 64, 16, True, SCALE,
-                 torch.bfloat16, torch.bfloat16)  # fmt: skip
-    out = wrapper.run(q[..., :512], q[..., 512:], case.kv_latent, case.kv_rope)
-    assert isinstance(out, torch.Tensor)
-    begin = 0
-    for i, count in enumerate(counts):
-        own = q[None, begin : begin + count]
-        want, _ = reference.mla_decode(
-            own[..., :512], own[..., 512:], case.kv_latent, case.kv_rope,
-            case.block_table[i : i + 1], case.lengths[i : i + 1], SCALE,
-        )  # fmt: skip
-        error = (out[begin : begin + count] - want[0]).norm() / want.norm()
-        assert error < 6e-3
-        begin += count
-
-
 def test_merge_states_is_attention_over_the_union(where: torch.device, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(n, 48, generator=generator) for n in (6, 90, 90))
@@ -337,25 +120,10 @@ def test_merge_states_is_attention_over_the_union(where: torch.device, seed: int
     empty = torch.full_like(values[:, :1], math.nan)  # a state without keys may hold anything
     values = torch.cat([values, empty], 1)
     lses = torch.cat([lses, torch.full_like(lses[:, :1], -math.inf)], 1)
-    out, lse = flashinfer.merge_states(values, lses)
-    want, want_lse = reference.attention(q, k, v, 0.3)
+    out = merge_states(values, lses)
+    want, _ = reference.attention(q, k, v, 0.3)
     torch.testing.assert_close(out[:, 0].double().cpu(), want, atol=1e-5, rtol=1e-4)
-    natural = lse[:, 0].double().cpu() * math.log(2)
-    torch.testing.assert_close(natural, want_lse, atol=1e-5, rtol=1e-5)
-    nothing = flashinfer.merge_states(values[:, 3:], lses[:, 3:])
-    assert (nothing[0] == 0).all() and (nothing[1] == -math.inf).all()
-
-
-def test_merge_state_in_place_keeps_masked_rows(where: torch.device, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    v = torch.randn(2, 3, 2, 32, generator=generator).to(where)
-    s = torch.randn(2, 3, 2, generator=generator).to(where)
-    out, lse = v[0].clone(), s[0].clone()
-    mask = torch.tensor([True, False, True], device=where)
-    flashinfer.merge_state_in_place(out, lse, v[1], s[1], mask)
-    want = flashinfer.merge_state(v[0], s[0], v[1], s[1])
-    assert torch.equal(out[mask], want[0][mask]) and torch.equal(lse[mask], want[1][mask])
-    assert torch.equal(out[1], v[0][1]) and torch.equal(lse[1], s[0][1])
+    assert (merge_states(values[:, 3:].contiguous(), lses[:, 3:].contiguous()) == 0).all()
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -594,109 +362,57 @@ def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
         wrapper.plan(**{**arguments, **changes})
 
 
-WRAPPERS = {
-    "mla": flashinfer.BatchMLAPagedAttentionWrapper,
-    "block-sparse": flashinfer.BlockSparseAttentionWrapper,
-    "variable block-sparse": flashinfer.VariableBlockSparseAttentionWrapper,
-}
-
-
-@pytest.mark.parametrize("name", [*WRAPPERS, "cascade"])
-def test_workspaces_are_taken_and_not_kept(name: str) -> None:
+def test_workspaces_are_taken_and_not_kept() -> None:
     """Positions and names are FlashInfer's; a workspace on another device is refused."""
     cpu, away = torch.empty(8, dtype=torch.uint8), torch.empty(8, device="meta")
-    integers: Any = cpu
-    if name == "cascade":
-        wrapper: Any = flashinfer.MultiLevelCascadeAttentionWrapper(2, cpu)
-        integers, others, integer_name = [cpu, cpu], [cpu, away], "int_workspace_buffers"
-        with pytest.raises(ValueError, match="int_workspace_buffers must be 2, one for each level"):
-            wrapper.reset_workspace_buffer(cpu, [cpu])
-    else:
-        wrapper = WRAPPERS[name](cpu)
-        others, integer_name = away, "int_workspace_buffer"  # type: ignore[assignment]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, cpu)
+    with pytest.raises(ValueError, match="int_workspace_buffers must be 2, one for each level"):
+        wrapper.reset_workspace_buffer(cpu, [cpu])
     before = dict(vars(wrapper))
-    wrapper.reset_workspace_buffer(cpu, integers)
-    wrapper.reset_workspace_buffer(**{"float_workspace_buffer": cpu, integer_name: integers})
+    wrapper.reset_workspace_buffer(cpu, [cpu, cpu])
+    wrapper.reset_workspace_buffer(float_workspace_buffer=cpu, int_workspace_buffers=[cpu, cpu])
     with pytest.raises(ValueError, match="float_workspace_buffer must be on cpu, got meta"):
-        wrapper.reset_workspace_buffer(away, integers)
+        wrapper.reset_workspace_buffer(away, [cpu, cpu])
     with pytest.raises(ValueError, match="int_workspace_buffer must be on cpu, got meta"):
-        wrapper.reset_workspace_buffer(cpu, others)
+        wrapper.reset_workspace_buffer(cpu, [cpu, away])
     assert vars(wrapper) == before
 
 
-def test_sparse_videogen_resets_a_workspace() -> None:
-    """As it did for the releases of FlashInfer that had four buffers."""
-    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(1), backend="auto")
-    wrapper.reset_workspace_buffer(
-        float_workspace_buffer=wrapper._float_workspace_buffer,
-        int_workspace_buffer=wrapper._int_workspace_buffer,
-        vector_sparse_indices_buffer=torch.empty(8),
-        vector_sparse_indptr_buffer=wrapper._vector_sparse_indptr_buffer,
-    )
-
-
-def test_what_callers_read_after_planning() -> None:
-    mla = mla_wrapper(torch.device("cpu"))
-    plan_mla(mla, make_case(MlaSpec(4, 16), [40, 100]))
-    assert mla._causal and mla._sm_scale == SCALE
-    blocks = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(1))
-    sizes = torch.tensor([[8, 8]])
-    for cap, scale in ((None, None), (3.0, 0.5)):
-        blocks.plan(torch.ones(1, 2, 2), sizes, sizes, 1, 1, 64, False, "NONE", False, cap, scale)
-        found = (blocks._causal, blocks._window_left, blocks._logits_soft_cap, blocks._sm_scale)
-        assert found == (False, -1, cap or 0.0, scale or 0.125)
-
-
-def test_a_plan_outlives_its_workspaces(device: torch.device, seed: int) -> None:
-    case = make_case(MlaSpec(4, 16), [40, 100], seed=seed, device=device)
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=device))
-    wrapper.plan(i32([0, 1, 2], device), *csr(case), case.lengths, 4, 512, 64, 16, True, SCALE,
-                 torch.bfloat16, torch.bfloat16)  # fmt: skip
-    q = case.q_latent.flatten(0, 1), case.q_rope.flatten(0, 1)
-    want = wrapper.run(*q, case.kv_latent, case.kv_rope)
-    wrapper.reset_workspace_buffer(*torch.empty(2, 64, device=device).unbind())
-    got = wrapper.run(*q, case.kv_latent, case.kv_rope)
-    assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
-    assert torch.equal(got, want)
-
-
-def planned_in_a_graphs_memory(name: str) -> Any:
+def planned_in_a_graphs_memory() -> Any:
     """A function that plans a request of so many keys, and says what ``run`` then gives."""
     cpu = torch.device("cpu")
-    workspace, one = torch.empty(1), i32([0, 1], cpu)
+    one = i32([0, 1], cpu)
     generator = torch.Generator().manual_seed(3)
-    q = torch.randn(1, 2, 576, generator=generator).bfloat16()
-    cache = torch.randn(1, 16, 576, generator=generator).bfloat16()
+    q = torch.randn(1, 2, 64, generator=generator).bfloat16()
     pair = torch.randn(2, 1, 16, 2, 64, generator=generator).bfloat16().unbind()
-    if name == "mla":
-        wrapper: Any = flashinfer.BatchMLAPagedAttentionWrapper(workspace, True, kv_indices=one)
-        last: tuple[Any, ...] = (512, 64, 16, True, 0.1, torch.bfloat16, torch.bfloat16)
-        tensors: tuple[Any, ...] = (*q.split([512, 64], -1), *cache.split([512, 64], -1))
-    else:
-        buffers = [torch.zeros(n, dtype=torch.int32) for n in (2, 2, 1, 1)]
-        last, tensors = (2, 64, 16), (q[..., :64], pair)
-        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
-            1, workspace, "NHD", True, *([x] for x in buffers)
-        )
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (2, 2, 1, 1)]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        1, torch.empty(1), "NHD", True, *([x] for x in buffers)
+    )
 
     def plan(keys: int) -> torch.Tensor:
         arrays = [one, one, i32([0], cpu), i32([keys], cpu)]
-        given = [[x] for x in arrays] if name == "cascade" else arrays
-        kinds = {} if name == "mla" else {"q_data_type": torch.bfloat16}
-        wrapper.plan(*given, 2, *last, **kinds)
-        out: torch.Tensor = wrapper.run(*tensors)
-        return out
+        wrapper.plan(*([x] for x in arrays), 2, 2, 64, 16, q_data_type=torch.bfloat16)
+        return wrapper.run(q, pair)
 
     return plan
 
 
-@pytest.mark.parametrize("name", ["mla", "cascade"])
 @pytest.mark.parametrize("first", [False, True])
-def test_graphs_are_planned_in_inference_mode_and_outside_of_it(name: str, first: bool) -> None:
+def test_graphs_are_planned_in_inference_mode_and_outside_of_it(first: bool) -> None:
     """The mode belongs to a thread: one may warm up, and another plan."""
-    plan, fresh = planned_in_a_graphs_memory(name), planned_in_a_graphs_memory(name)
+    plan, fresh = planned_in_a_graphs_memory(), planned_in_a_graphs_memory()
     with torch.inference_mode(first):
         plan(3)
     with torch.inference_mode(not first):
         got = plan(7)
     assert torch.equal(got, fresh(7)) and not torch.equal(got, fresh(3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["BatchMLAPagedAttentionWrapper", "BlockSparseAttentionWrapper", "merge_state", "merge_states"],
+)
+def test_what_is_absent_raises_an_import_error(name: str) -> None:
+    with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
+        exec(f"from softmax_backend.flashinfer import {name}", {})

@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
 from softmax_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
-from softmax_backend.kernels.prefill_hooks import products, soft_capped, softmax_update
+from softmax_backend.kernels.prefill_hooks import softmax_update
 from softmax_backend.kernels.sm90 import block_load
 from softmax_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from softmax_backend.launch_params import TABLES
@@ -38,8 +38,9 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
-_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "pages_ptr", "mask_aux_ptr")
-_FLOATS = ("cap", "scale", "factor", "softmax_scale", "scale_log2", "min_likeness")
+_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "spans_ptr", "pages_ptr",
+         "mask_aux_ptr")  # fmt: skip
+_FLOATS = ("factor", "softmax_scale", "scale_log2", "min_likeness")
 
 
 def cases(arch: str) -> Iterator[Case]:
@@ -51,7 +52,6 @@ def cases(arch: str) -> Iterator[Case]:
     if arch == "sm90" or not nvidia:
         wide = (128, 64, 8, 2) if nvidia else (64, 64, 4, 2)
         yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
-        yield _attention("block_sparse soft_cap", tile, masks.causal, logits=soft_capped)
         yield _attention("block_sparse element_bits", tile, masks.element_bits)
         paged = (tile[0], 64, *tile[2:])
         yield _attention("block_sparse paged, masked", paged, masks.element_bits, is_paged=True)
@@ -59,8 +59,10 @@ def cases(arch: str) -> Iterator[Case]:
         if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
     if arch == "sm90":
-        name = "int8 per_warp e4m3, biased"
-        yield _int8(arch, name, "per_warp", masks.causal, True, exponent="biased")
+        for name, is_packed in (("biased", False), ("biased, packed sequences", True)):
+            name = f"int8 per_warp e4m3, {name}"
+            biased = {"exponent": "biased", "is_packed": is_packed}
+            yield _int8(arch, name, "per_warp", masks.causal, True, **biased)
     yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
     if not nvidia:
         yield _int8(arch, "int8 per_thread 16-bit values", "per_thread", masks.causal, False)
@@ -68,6 +70,11 @@ def cases(arch: str) -> Iterator[Case]:
         yield _int8(arch, name, "per_warp", masks.causal, False, exponent="biased")
     if arch in ("sm90", "sm100") or not nvidia:
         yield from _small_kernels(arch, 128 if nvidia else 64, nvidia)
+    if arch == "sm90":
+        for name, kernel, types, constexprs, options in list(_small_kernels(arch, 128, True)):
+            if "spans_ptr" in constexprs and "pool" not in name:
+                own = {key: value for key, value in constexprs.items() if key != "spans_ptr"}
+                yield f"{name}, packed sequences", kernel, types, own, options
 
 
 def _tile(arch: str, operator: str) -> tuple[tuple[int, int, int, int], frozenset[str]]:
@@ -85,7 +92,6 @@ def _attention(
     mask: masks.Mask,
     *,
     dims: tuple[int, int] = (128, 128),
-    logits: Any = products,
     is_paged: bool = False,
 ) -> Case:
     block_m, block_n, warps, stages = tile
@@ -100,7 +106,6 @@ def _attention(
         "STAGES": stages,
         "HAS_PARTIAL": True,
         "load": block_sparse.paged_rows if is_paged else block_sparse.contiguous_rows,
-        "logits": logits,
         "update": softmax_update,
         "mask": mask.kernel,
     }
@@ -121,6 +126,7 @@ def _int8(
     mask: masks.Mask,
     is_fp8: bool,
     exponent: str = "scaled",
+    is_packed: bool = False,
 ) -> Case:
     kernels = block_sparse_int8
     (block_m, block_n, warps, stages), _ = _tile(arch, "block_sparse_int8")
@@ -139,6 +145,7 @@ def _int8(
         "key_scales": getattr(kernels, f"{groups}_keys"),
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
         "mask": mask.kernel,
+        **({} if is_packed else {"sequences_ptr": None}),
     }
     values = f"fp8e4nv[1,1,128,{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},128]"
     types = {
@@ -163,25 +170,25 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
     half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
     stats = quantise.column_stats_kernel
     sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": is_fp8}
-    four = {"num_warps": 4}
-    yield "column_stats", stats, half, heads | sizes, four
-    yield "mean", quantise.mean_kernel, {}, {"D": 128, "STEP": 32}, four
+    four, alone = {"num_warps": 4}, {"spans_ptr": None}
+    yield "column_stats", stats, half, heads | sizes | alone, four
+    yield "mean", quantise.mean_kernel, {}, heads | alone | {"STEP": 32}, four
     int8, group = half | {"out_ptr": "*i8"}, {"PER_THREAD": False}
     for pool, likeness in ((False, False), (True, False), (True, True)):
         pooled = {"HAS_POOL": pool, "HAS_LIKENESS": likeness}
         suffix = (" and pool" if pool else "") + (" with likeness" if likeness else "")
-        keys = heads | group | pooled | {"BLOCK": block_n}
+        keys = heads | group | pooled | alone | {"BLOCK": block_n}
         kernel = quantise.quantise_keys_kernel
         yield f"quantise_keys{suffix}", kernel, int8, keys, {"num_warps": 8}
-        queries = heads | group | pooled | {"BLOCK": 64, "GROUP": 1}
+        queries = heads | group | pooled | alone | {"BLOCK": 64, "GROUP": 1}
         kernel = quantise.quantise_queries_kernel
         yield f"quantise_queries{suffix}", kernel, int8, queries, {"num_warps": 1}
     if is_fp8:
-        values = {"D": 128}
+        values = heads | alone
         sizes = {"STEP": 32, "E4M3_MAX": 448.0}
         yield "value_scales", quantise.value_scales_kernel, {}, values | sizes, four
         types = half | {"out_ptr": "*fp8e4nv"}
-        sizes = {"HEADS": 24, "BLOCK": block_n}
+        sizes = {"BLOCK": block_n}
         yield (
             "quantise_values",
             quantise.quantise_values_kernel,

@@ -83,7 +83,7 @@ def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -
     spec = BlockSparseSpec.of(q, k, v, plan)
     row = select(TABLES, "block_sparse", H200, spec).row(1)
     assert row.name == "gluon_packed"
-    gluon_packed.bind(row, spec, H200)(BlockSparseInputs(q, k, v, plan, None, 0.1, out, lse))
+    gluon_packed.bind(row, spec, H200)(BlockSparseInputs(q, k, v, plan, 0.1, out, lse))
     return found
 
 

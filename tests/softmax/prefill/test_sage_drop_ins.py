@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention
 
 from softmax_backend import sageattention, spargeattn
-from softmax_backend.sage import default_blocks
+from softmax_backend.dense8 import triton as dense8
+from softmax_backend.plan import intervals
+from softmax_backend.sage import default_blocks, packed_attention, quantised_attention
 from softmax_backend.testing.prefill_cases import causal_seen, inputs, relative_error
 
 ERROR = 6e-2
@@ -133,6 +137,48 @@ def test_sequences_of_a_packed_batch(seed: int, device: torch.device) -> None:
         want = scaled_dot_product_attention(*own, enable_gqa=True, scale=0.2)
         assert relative_error(out[:, at], want[0]) < ERROR
     assert (out[:, 20:60] == 0).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_are_one_launch(
+    seed: int, device: torch.device, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And bit for bit what each sequence is alone, whatever lies between and behind them."""
+    q, k, v = inputs((4, 300, 64), (2, 400, 64), seed=seed, device=device)
+    ends_q, ends_k = [0, 140, 140, 210, 290], [0, 150, 190, 190, 390]
+    q[:, :, 290:], k[:, :, 390:], v[:, :, 390:] = math.nan, math.nan, math.nan
+    offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends_q, ends_k))
+    launches = []
+    made = dense8.attention_kernel
+
+    def counted(*of: Any) -> Any:
+        kernel = made(*of)
+
+        def launch(*call: Any, **named: Any) -> None:
+            launches.append(call)
+            kernel.launch(*call, **named)
+
+        return SimpleNamespace(launch=launch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dense8, "attention_kernel", counted)
+        out = packed_attention(
+            q, k, v, *offsets, (140, 200), is_causal=is_causal, scale=0.2, path="triton"
+        )
+    assert len(launches) == 1
+    for i in range(4):
+        at, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
+        if i not in (0, 3):
+            assert not out[:, :, at].any()
+            continue
+        make = intervals.causal if is_causal else intervals.dense
+        block_m, block_n = default_blocks(device)
+        sizes = at.stop - at.start, keys.stop - keys.start
+        plan = make(*sizes, 4, block_m=block_m, block_n=block_n, device=device)
+        own = q[:, :, at], k[:, :, keys], v[:, :, keys]
+        want, _ = quantised_attention(*own, plan, scale=0.2, path="triton")
+        assert torch.equal(out[:, :, at], want)
+    assert not out[:, :, 290:].any()
 
 
 @pytest.mark.parametrize(
