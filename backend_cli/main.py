@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Faster attention layers for vLLM, sglang and transformers: Kimi Delta Attention, "
-    "DeepSeek-V4's KV compressor, and softmax attention.",
+    "DeepSeek-V4's KV compressor, MLA and block-sparse attention.",
 )
 app.command()(info)
 app.command()(check)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from backend_core.target import Target
     from backend_core.testing.fuzz import FuzzCase
 
-PACKAGES = ("kda_backend", "dsv4_backend", "softmax_backend")
+PACKAGES = ("kda_backend", "dsv4_backend", "mla_backend", "block_sparse_backend")
 """The packages of this project that hold a family, in the order in which they are shown."""
 
 LAYER_KINDS = frozenset({"linear_attention", "mla", "sparse_mla", "compressor"})

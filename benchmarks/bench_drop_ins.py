@@ -32,8 +32,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.testing.timing import call_time_ms, environment, host_time_ms, stream_time_ms
-from softmax_backend import reference_sparse_mla
-from softmax_backend.testing.sparse_mla_cases import write_records
+from mla_backend import reference_sparse_mla
+from mla_backend.testing.sparse_mla_cases import write_records
 
 SAMPLED = 64  # query rows that are compared with float64
 PAGE = 64
@@ -304,33 +304,33 @@ def sparse_video(
 
 def cases() -> Iterator[Case]:
     """Two callers of each function."""
-    family = "softmax_backend"
+    mla, block_sparse = "mla_backend.drop_ins", "block_sparse_backend.drop_ins"
     shapes: list[tuple[str, dict[str, Any]]] = [
         ("vLLM, DeepSeek-V3 over 8 GPUs", {"heads": 16, "requests": 64, "tokens": 4096}),
         ("sglang, DeepSeek-V3, data parallel", {"heads": 128, "requests": 32, "tokens": 8192}),
     ]
     for caller, shape in shapes:
-        ours = f"{family}.flash_mla"
+        ours = f"{mla}.flash_mla"
         yield Case(ours, "flash_mla", "flash_mla_with_kvcache", caller, flash_mla, shape)
     for caller, shape in (
         ("vLLM, DeepSeek-V4 decode", {"heads": 64, "requests": 64, "keys": 512}),
         ("sglang, DeepSeek-V4 decode", {"heads": 128, "requests": 16, "keys": 640}),
     ):
-        ours = f"{family}.flash_mla_sparse"
+        ours = f"{mla}.flash_mla_sparse"
         name = "flash_mla_with_kvcache"
         yield Case(ours, VLLMS_FLASH_MLA, name, caller, sparse_decode, shape)
     for caller, shape in (
         ("vLLM, DeepSeek-V4 prefill", {"heads": 64, "tokens": 4096, "keys": 512}),
         ("sglang, DeepSeek-V4 prefill", {"heads": 128, "tokens": 2048, "keys": 640}),
     ):
-        ours = f"{family}.flash_mla_sparse"
+        ours = f"{mla}.flash_mla_sparse"
         name = "flash_mla_sparse_fwd"
         yield Case(ours, VLLMS_FLASH_MLA, name, caller, sparse_prefill, shape)
     for caller, heads, requests in (("Llama-3-8B", 32, 64), ("Llama-3-70B over 2 GPUs", 32, 256)):
         shape = {"heads": heads, "kv_heads": heads // 4, "requests": requests}
         shape |= {"shared": 8192, "own": 512}
         name = "MultiLevelCascadeAttentionWrapper"
-        yield Case(f"{family}.flashinfer", "flashinfer", name, caller, cascade, shape)
+        yield Case(f"{mla}.flashinfer", "flashinfer", name, caller, cascade, shape)
     clips = (("CogVideoX-5B", 48, 64, 17776), ("Wan 2.1 14B at 480p", 40, 128, 32760))
     for caller, heads, dim, tokens in clips:
         shape = {"heads": heads, "dim": dim, "tokens": tokens}
@@ -342,7 +342,7 @@ def cases() -> Iterator[Case]:
             "sageattn_qk_int8_pv_fp16_triton",
         ):
             named = {"name": name, **shape}
-            ours = f"{family}.sageattention"
+            ours = f"{block_sparse}.sageattention"
             yield Case(ours, "sageattention", name, caller, dense_video, named)
         packed = {**shape, "tokens": tokens // 4, "clips": 4}
         name = "sageattn_varlen"
@@ -355,7 +355,7 @@ def cases() -> Iterator[Case]:
             "block_sparse_sage2_attn_cuda",
         ):
             shape = {"name": name, "heads": heads, "tokens": tokens // 128 * 128, "options": {}}
-            ours = f"{family}.spargeattn"
+            ours = f"{block_sparse}.spargeattn"
             yield Case(ours, "spas_sage_attn", name, caller, sparse_video, shape)
 
 

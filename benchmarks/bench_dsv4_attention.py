@@ -42,13 +42,13 @@ from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_us
-from softmax_backend import reference_sparse_mla as reference
-from softmax_backend.contract.sparse_mla import NamedRows
-from softmax_backend.launch_params import TABLES
-from softmax_backend.scratch import Scratch
-from softmax_backend.sparse_mla import SparseMlaSelection, selection_for, sparse_mla
-from softmax_backend.spec_sparse_mla import SparseMlaSpec
-from softmax_backend.testing import sparse_mla_cases as cases
+from mla_backend import reference_sparse_mla as reference
+from mla_backend.contract.sparse_mla import NamedRows
+from mla_backend.launch_params import TABLES
+from mla_backend.scratch import Scratch
+from mla_backend.sparse_mla import SparseMlaSelection, selection_for, sparse_mla
+from mla_backend.spec_sparse_mla import SparseMlaSpec
+from mla_backend.testing import sparse_mla_cases as cases
 
 Call = Callable[[], object]
 SCALE = 512**-0.5

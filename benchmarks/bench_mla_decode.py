@@ -40,13 +40,13 @@ from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import environment, graph_us
 from benchmarks.peers import mla_decode as mla_decode_peers
-from softmax_backend.api import mla_decode, select_mla_decode
-from softmax_backend.decode import MlaRun
-from softmax_backend.launch_params import TABLES
-from softmax_backend.plan import MlaPlanner
-from softmax_backend.scratch import Scratch
-from softmax_backend.spec import MlaSpec
-from softmax_backend.testing import cases
+from mla_backend.api import mla_decode, select_mla_decode
+from mla_backend.decode import MlaRun
+from mla_backend.launch_params import TABLES
+from mla_backend.plan import MlaPlanner
+from mla_backend.scratch import Scratch
+from mla_backend.spec import MlaSpec
+from mla_backend.testing import cases
 
 Call = Callable[[], object]
 SCALE = (128 + 64) ** -0.5

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import environment, graph_us
 from benchmarks.bench_mla_decode import CHECKED_PREFIX, HEADS, PAGE, SIZES, Case, Ours, check_one
-from softmax_backend.spec import MlaSpec
+from mla_backend.spec import MlaSpec
 
 FORMS: dict[str, dict[str, Any]] = {
     f"overhead {n}": {"prefix_overhead": n} for n in (1, 2, 3, 4, 5, 8)

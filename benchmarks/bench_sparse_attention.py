@@ -43,18 +43,17 @@ from benchmarks.sparse_attention_modes import (
     inputs,
     random_kinds,
 )
-from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.launch_params import TABLES
-from softmax_backend.launch_params_prefill import Int8PrefillParams
-from softmax_backend.plan import intervals
-from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.plan.choice import Choice
-from softmax_backend.plan.predicted import predict, recall
-from softmax_backend.plan.sliding_tile import sliding_tile
-from softmax_backend.plan.token_order import tile_order
-from softmax_backend.sage import predicted_attention, quantised_attention
-from softmax_backend.testing.prefill_cases import quantised_run
-from softmax_backend.variants import sage
+from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.launch_params import TABLES, Int8PrefillParams
+from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
+from block_sparse_backend.plan.choice import Choice
+from block_sparse_backend.plan.predicted import predict, recall
+from block_sparse_backend.plan.sliding_tile import sliding_tile
+from block_sparse_backend.plan.token_order import tile_order
+from block_sparse_backend.sage import predicted_attention, quantised_attention
+from block_sparse_backend.testing.cases import quantised_run
+from block_sparse_backend.variants import sage
 
 Timed = Callable[[], object]
 

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.sparse_attention_modes import MODES, SCALE, D, families, inputs, random_kinds
-from softmax_backend import reference_block_sparse as reference
-from softmax_backend.launch_params_prefill import Int8PrefillParams, PredictionParams
-from softmax_backend.plan import intervals, predicted
-from softmax_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from softmax_backend.testing.prefill_cases import quantised_run
-from softmax_backend.variants import sage
+from block_sparse_backend import reference
+from block_sparse_backend.launch_params import Int8PrefillParams, PredictionParams
+from block_sparse_backend.plan import intervals, predicted
+from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
+from block_sparse_backend.testing.cases import elements_seen, quantised_run
+from block_sparse_backend.variants import sage
 
 BLOCKS = (64, 128)
 HEADS = 24
@@ -114,7 +114,7 @@ def int8_errors(params: Int8PrefillParams, seed: int) -> float:
     kinds[0, 2] = 0
     sequences = uniform_sequences(1, m, n, q.device)
     uneven = from_kinds(kinds[None], HEADS, sequences, bm, bn, has_partial=False)
-    seen = reference.elements_seen(uneven).cuda()
+    seen = elements_seen(uneven).cuda()
     cases = [("normal", (q, k, v), uneven, seen)]
     for family, (q, k, v) in families(seed + 1):
         m, n = q.shape[2], k.shape[2]

@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     side = SideFile(args.out, args.until, head)
     say(f"loaded in {load_s:.0f} s: {head['engine']}")
     say(f"MLA: {head['mla']}")
-    ours = any("softmax_backend" in name for name in head["mla"])
+    ours = any("mla_backend" in name for name in head["mla"])
     if ours != bool(args.attention_backend):
-        owner = "vLLM" if ours else "softmax_backend"
+        owner = "vLLM" if ours else "mla_backend"
         raise SystemExit(f"expected MLA of {owner}, got {head['mla']}")
     if ours:
         side.part("check", 20, lambda: check(head["engine"]["block_size"]))
@@ -153,9 +153,9 @@ def check(page_size: int) -> dict[str, float]:
         ValueError: one is above 1.
     """
     from backend_core.target import detect_target
-    from softmax_backend.api import select_mla_decode
-    from softmax_backend.spec import MlaSpec
-    from softmax_backend.testing.checks import check_cases
+    from mla_backend.api import select_mla_decode
+    from mla_backend.spec import MlaSpec
+    from mla_backend.testing.checks import check_cases
 
     target = detect_target()
     found = {}

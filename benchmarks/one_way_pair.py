@@ -38,9 +38,9 @@ def calls() -> Iterator[tuple[str, Calls]]:
         bench_mla_decode,
     )
     from benchmarks import sparse_attention_modes as modes
-    from softmax_backend.block_sparse import block_sparse_attention
-    from softmax_backend.plan import MlaPlanner
-    from softmax_backend.plan.block_plan import from_kinds, uniform_sequences
+    from block_sparse_backend.block_sparse import block_sparse_attention
+    from block_sparse_backend.plan.block_plan import from_kinds, uniform_sequences
+    from mla_backend.plan import MlaPlanner
 
     for lens in ([64], [512], [1024] * 8):
         case = bench_kda_prefill.draw(lens, 32, "init", None, 7)

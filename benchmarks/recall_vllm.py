@@ -224,7 +224,7 @@ def transpose_states() -> None:
 
 def zero_mla_decodes() -> None:
     """Have every MLA decode of this package in this process be 0."""
-    from softmax_backend.engines.mla_decoder import MlaStep
+    from mla_backend.engines.mla_decoder import MlaStep
 
     attend = MlaStep.attend
 

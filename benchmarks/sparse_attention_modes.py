@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import sparse_attention as peers
-from softmax_backend import reference_block_sparse as reference
-from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.plan import intervals
-from softmax_backend.plan.block_plan import from_kinds, uniform_sequences
-from softmax_backend.sage import quantised_attention
-from softmax_backend.variants.sage import SageMode
+from block_sparse_backend import reference
+from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan.block_plan import from_kinds, uniform_sequences
+from block_sparse_backend.sage import quantised_attention
+from block_sparse_backend.testing.cases import elements_seen
+from block_sparse_backend.variants.sage import SageMode
 
 D = 128
 SCALE = D**-0.5
@@ -114,7 +115,7 @@ def check_plans() -> float:
     kinds[0, 2] = 0
     kinds[..., -1] *= 2
     plan = from_kinds(kinds[None], 4, uniform_sequences(1, 1100, 1300, q.device), 128, 128)
-    seen = reference.elements_seen(plan).cuda()
+    seen = elements_seen(plan).cuda()
     want, want_lse = reference.attention(q, k, v, seen, SCALE)
     out = torch.full_like(q, torch.nan)
     out, lse = block_sparse_attention(q, k, v, plan, out=out)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from docs.performance_parts import block_sparse, calls, drop_ins, dsv4, engines, kda, softmax
+from docs.performance_parts import block_sparse, calls, drop_ins, dsv4, engines, kda, mla
 from docs.performance_parts.page import ROOT, best, load, mean, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -49,8 +49,8 @@ def render() -> str:
     """The page's text."""
     lines = [*kda.prefill(), *kda.accuracy(), *kda.growth(), *kda.short(), *kda.segments()]
     lines += [*kda.layer(), *kda.decode(), *dsv4.compressor()]
-    lines += [*softmax.mla_decode(), *softmax.mla_in_engine()]
-    lines += [*softmax.named_rows(), *block_sparse.block_sparse()]
+    lines += [*mla.mla_decode(), *mla.mla_in_engine()]
+    lines += [*mla.named_rows(), *block_sparse.block_sparse()]
     lines += [*block_sparse.built_peers(), *block_sparse.forms(), *drop_ins.drop_ins()]
     lines += calls.host_times()
     lines += [*engines.default_modes(), *engines.bounded_gates()]

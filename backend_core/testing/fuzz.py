@@ -7,6 +7,7 @@ stream, or as a CUDA graph that is replayed with other contents.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,6 +114,10 @@ class Outcome:
     message: str | None
 
 
+_ONE_ROW = 2.0
+"""Factor of the tolerance for one output row alone."""
+
+
 def run_batch(
     seed: int,
     cases: Mapping[str, FuzzCase],
@@ -165,6 +170,20 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 def worst(*pairs: tuple[float, float]) -> tuple[float, float]:
     """Of (error, allowed) the one that uses most of what is allowed; NaN counts as most."""
     return max(pairs, key=lambda pair: pair[0] / pair[1] if pair[0] == pair[0] else float("inf"))
+
+
+def output_error(got: torch.Tensor, want: torch.Tensor, allowed: float) -> tuple[float, float]:
+    """The worst relative L2 of outputs ``[..., D]``: of all rows, and of one alone."""
+    if not want.numel():
+        return 0.0, allowed
+    difference = (got.double() - want).square().sum(-1)
+    whole = want.square().sum(-1)
+    # the sum of a row's values may cancel: then it is compared with a tenth of what rows are
+    floor = torch.maximum(whole, 0.01 * whole.mean())
+    row = torch.where(difference == 0.0, 0.0, (difference / floor).sqrt()).max() / _ONE_ROW
+    total = (difference.sum() / whole.sum().clamp(min=1e-60)).sqrt()
+    found = torch.stack([row, total]).nan_to_num(math.inf, math.inf)
+    return float(found.max()), allowed
 
 
 def _companion(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from vllm.models.deepseek_v4.nvidia import flashmla
 
-from softmax_backend.engines import vllm_sparse
-from softmax_backend.engines.sparse_layer import SparseLayer
+from mla_backend.engines import vllm_sparse
+from mla_backend.engines.sparse_layer import SparseLayer
 
 FLASHMLA_HEADS = 64
 CLOSE = 0.02  # of a row's largest channel; bf16 results of two orders of summation

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engines.serve_work import say
 
-OURS = ("kda_backend", "softmax_backend", "dsv4_backend", "backend_core")
+OURS = ("kda_backend", "mla_backend", "dsv4_backend", "backend_core")
 KERNELS, FUNCTIONS, GAPS, NAME = 12, 20, 4, 200
 """The most that a result lists of each, the longest first, and characters of a kernel's name."""
 _ROOTS = ("vllm", "sglang", "torch", "triton", *OURS)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from softmax_backend.plan.block_plan import FULL, PARTIAL
+from block_sparse_backend.plan.block_plan import FULL, PARTIAL
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 

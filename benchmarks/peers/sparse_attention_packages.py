@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmax_backend import reference_block_sparse as reference
+from block_sparse_backend import reference
 
 STA_CANVAS = (18, 48, 80)
 STA_FLAG = 3
@@ -283,8 +283,8 @@ def trusted(built: Packages, found: dict[str, float], bound: float = 0.1) -> Pac
 
 def _sta_error(sta: Sta, q: Tensor, k: Tensor, v: Tensor) -> float:
     """The first tile and one in the middle, over the 27 tiles that each sees."""
-    from softmax_backend.plan.sliding_tile import sliding_tile
-    from softmax_backend.plan.token_order import tile_order
+    from block_sparse_backend.plan.sliding_tile import sliding_tile
+    from block_sparse_backend.plan.token_order import tile_order
 
     plan = sliding_tile(tile_order(STA_CANVAS, (6, 8, 8), device=q.device), [(3, 3, 3)], 1)
     got = sta(q, k, v, (3, 3, 3))

@@ -111,8 +111,8 @@ def forms() -> list[str]:
         "",
         f"{report['shape']}, D = 128, times in ms. Every form was compared with float64 and then"
         " timed twice. *in use* is the form that the path table had until then."
-        " [families/softmax.md](families/softmax.md#forms-of-prediction-and-of-the-exponent)"
-        " explains the names.",
+        " [families/block-sparse.md]"
+        "(families/block-sparse.md#forms-of-prediction-and-of-the-exponent) explains the names.",
         "",
         *table(["", "form", "ms", "again"], cells),
     ]

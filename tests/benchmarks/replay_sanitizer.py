@@ -22,14 +22,14 @@ from benchmarks.sanitizer_explained import Listing, is_explained, listing_of
 from kda_backend.prefill import segmented_sm90
 from tests.core import test_nvrtc
 from tests.kda import test_cuda_compile as kda
-from tests.softmax import test_cuda_compile as softmax
+from tests.mla import test_cuda_compile as mla
 
 SEGMENTED = ("scan", "scan_split", "segment_ends", "merge_segments")
 
 
 def sources(kernel: str) -> Iterator[tuple[Path, Any, dict[str, int]]]:
     """(source, params, defines) of a kernel's variants."""
-    named = (*kda.prefill_variants(), *kda.one_launch_variants(), *softmax.variants().items())
+    named = (*kda.prefill_variants(), *kda.one_launch_variants(), *mla.variants().items())
     steps = [(kda.step_variant(*shape, kind)) for shape in kda.SHAPES for kind in kda.STEPS]
     for source, params, defines in (*steps, *(variant for _, variant in named)):
         if source.stem == kernel:

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import bench_mla_decode as bench
 from benchmarks import bench_mla_decode_forms as forms
-from softmax_backend.plan.split_kv import split_kv
-from softmax_backend.spec import MlaSpec
-from softmax_backend.testing.cases import forced
+from mla_backend.plan.split_kv import split_kv
+from mla_backend.spec import MlaSpec
+from mla_backend.testing.cases import forced
 
 
 def test_what_does_not_fit_into_memory_is_named() -> None:

@@ -72,14 +72,15 @@ def test_every_kernel_of_the_tree_is_known() -> None:
     assert "shared_bytes" not in found
 
 
-KERNELS = ROOT / "softmax_backend" / "kernels" / "sm90"
+KERNELS = ROOT / "mla_backend" / "kernels" / "sm90"
 SEEN = "b_seen = seen_s.index(stage).load("
 STORE = "seen_s.index(stage).store("
 ROWS = "sparse_mla_rows_sm90_kernel"
 
 
 def number_of(file: str, text: str) -> int:
-    lines = (KERNELS / file).read_text().splitlines()
+    (path,) = ROOT.glob(f"*_backend/kernels/sm90/{file}")
+    lines = path.read_text().splitlines()
     (found,) = (n for n, line in enumerate(lines, 1) if text in line)
     return found
 
@@ -170,7 +171,8 @@ def test_a_pair_that_has_to_meet_is_known_by_what_follows() -> None:
 
 def test_every_explanation_is_of_a_kernel_and_a_line_that_there_are() -> None:
     kernels = {name for _, name in sanitizer.our_kernels()}
-    sources = "".join(file.read_text() for file in KERNELS.glob("*.py"))
+    files = ROOT.glob("*_backend/kernels/sm90/*.py")
+    sources = "".join(file.read_text() for file in files)
     for row in table():
         assert row["tool"] in sanitizer.TOOLS
         assert row["kernel"] in kernels

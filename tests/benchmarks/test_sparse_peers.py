@@ -9,11 +9,11 @@ from torch import Tensor
 from benchmarks import bench_sparse_attention
 from benchmarks.peers import sparse_attention as exact_peers
 from benchmarks.peers import sparse_attention_packages as calls
-from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.plan import bsr, intervals
-from softmax_backend.plan.block_plan import FULL
-from softmax_backend.plan.sliding_tile import sliding_tile
-from softmax_backend.plan.token_order import tile_order
+from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.plan import bsr, intervals
+from block_sparse_backend.plan.block_plan import FULL
+from block_sparse_backend.plan.sliding_tile import sliding_tile
+from block_sparse_backend.plan.token_order import tile_order
 
 
 def test_a_package_that_does_not_load_is_said() -> None:

@@ -34,6 +34,7 @@ GPUS = [target for target in KNOWN_TARGETS.values() if target.vendor != "cpu"]
 
 
 FAMILIES = list(families())
+TUNED = [name for name in FAMILIES if name != "block_sparse"]  # which has nothing to try
 
 
 def table_of(family: str, target: Any = H200) -> PathTable:
@@ -69,7 +70,7 @@ def test_rendering_a_table_changes_nothing(family: str, target: Any, tmp_path: P
     assert parse_table(file, table.schema, stem) == parse_table(table.source, table.schema, stem)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TUNED)
 def test_every_tunable_row_is_searched(family: str) -> None:
     table, declared = table_of(family), families()[family]
     todo = list(sweeps(declared, table))
@@ -167,7 +168,7 @@ def test_the_table_is_found_before_the_shipped_one(tuned: SimpleNamespace) -> No
     code, out, _ = run("tune", "--heads", "8")
     assert code == 0, out
     assert {question["heads"] for question in tuned.questions} == {8}
-    for family in FAMILIES:
+    for family in TUNED:
         table = load_table(families()[family].tables, H200)
         assert table.source == tuned.folder / family / "nvidia_sm90.toml"
         record = json.loads(table.source.with_suffix(".json").read_text())
@@ -224,7 +225,7 @@ def test_a_table_of_another_release_is_refused(tuned: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["--family", "mla"], 2, f"--family must be one of {', '.join(FAMILIES)}, got 'mla'"),
+        (["--family", "gqa"], 2, f"--family must be one of {', '.join(FAMILIES)}, got 'gqa'"),
         (["--heads", "0"], 2, "Invalid value for '--heads'"),
         (["--output-dir", f"{__file__}/tables"], 2, "cannot write"),
     ],

@@ -22,10 +22,10 @@ from backend_cli.check.probes import Probe, probes
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS, Target
+from block_sparse_backend import block_sparse
 from dsv4_backend.testing import check_cases as dsv4_cases
 from kda_backend.prefill import two_stage_sm90
-from softmax_backend import block_sparse
-from softmax_backend.decode import sm90 as mla_sm90
+from mla_backend.decode import sm90 as mla_sm90
 
 CPU = torch.device("cpu")
 _launched: set[str] = set()

@@ -16,21 +16,22 @@ import torch
 
 import dsv4_backend as dsv4
 from backend_core.target import KNOWN_TARGETS
+from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan.choice import Choice
+from block_sparse_backend.plan.predicted import predict
+from block_sparse_backend.sage import predicted_attention, quantised_attention
+from block_sparse_backend.testing.cases import inputs
 from dsv4_backend.testing import engine as dsv4_engine
 from kda_backend import build_step_plan, chunk_kda, kda_decode_step
 from kda_backend.selection import select
 from kda_backend.testing.cases import make_case
 from kda_backend.testing.steps import StepPools, make_step
-from softmax_backend.api import mla_decode
-from softmax_backend.block_sparse import block_sparse_attention
-from softmax_backend.plan import MlaPlanner, intervals
-from softmax_backend.plan.choice import Choice
-from softmax_backend.plan.predicted import predict
-from softmax_backend.sage import predicted_attention, quantised_attention
-from softmax_backend.spec import MlaSpec
-from softmax_backend.testing import cases as mla
-from softmax_backend.testing import sparse_mla_cases as sparse
-from softmax_backend.testing.prefill_cases import inputs
+from mla_backend.api import mla_decode
+from mla_backend.plan import MlaPlanner
+from mla_backend.spec import MlaSpec
+from mla_backend.testing import cases as mla
+from mla_backend.testing import sparse_mla_cases as sparse
 
 CPU = torch.device("cpu")
 H200 = KNOWN_TARGETS["H200"]

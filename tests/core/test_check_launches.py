@@ -14,18 +14,18 @@ ROOT = Path(__file__).parents[2]
 HOPPERS = {
     *(("kda", name) for name in ("intra_chunk", "scan", "scan_split", "one_launch", "decode_step")),
     *(("kda", name) for name in ("segment_ends", "merge_segments")),
-    *(("softmax", name) for name in ("mla_decode", "mla_combine", "split_plan")),
-    *(("softmax", f"{name}_sm90_kernel") for name in ("sparse_mla", "sparse_mla_rows")),
+    *(("mla", name) for name in ("mla_decode", "mla_combine", "split_plan")),
+    *(("mla", f"{name}_sm90_kernel") for name in ("sparse_mla", "sparse_mla_rows")),
     *(
-        ("softmax", name)
+        ("block_sparse", name)
         for name in ("block_sparse_sm90_kernel", "block_sparse_packed_sm90_kernel")
     ),
 }
 """In CUDA C++ and in Gluon."""
 NOT_AMDS = {
     ("dsv4", "decode_prefetch_kernel"),  # no AMD table asks for it
-    ("softmax", "quantise_values_kernel"),  # e4m3 values, which no AMD table offers
-    ("softmax", "value_scales_kernel"),
+    ("block_sparse", "quantise_values_kernel"),  # e4m3 values, which no AMD table offers
+    ("block_sparse", "value_scales_kernel"),
 }
 
 

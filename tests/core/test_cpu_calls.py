@@ -13,8 +13,8 @@ import torch
 
 from backend_core import contracts
 from backend_core.contracts import expect_kernel_device
-from softmax_backend.plan import intervals
-from softmax_backend.scratch import Scratch, scratch_of_call, shared_scratch
+from block_sparse_backend.plan import intervals
+from mla_backend.scratch import Scratch, scratch_of_call, shared_scratch
 
 ROOT = Path(__file__).parents[2]
 READ = "must be on a GPU for kernels to read (on a CPU: with TRITON_INTERPRET=1), got cpu"

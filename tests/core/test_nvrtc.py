@@ -10,7 +10,7 @@ import pytest
 from backend_core.launch import cuda
 from tests.core.evidence import ROOT
 from tests.kda import test_cuda_compile as kda
-from tests.softmax import test_cuda_compile as softmax
+from tests.mla import test_cuda_compile as mla
 
 try:
     LIBRARY = cuda._nvrtc()
@@ -21,7 +21,7 @@ except ImportError as reason:
 def kernels() -> dict[str, Any]:
     """(source, params, defines) of the first variant that the compile reports have of each."""
     found: dict[str, Any] = {}
-    named = (*kda.prefill_variants(), *kda.one_launch_variants(), *softmax.variants().items())
+    named = (*kda.prefill_variants(), *kda.one_launch_variants(), *mla.variants().items())
     step = kda.step_variant(1, 4, next(iter(kda.STEPS)))
     for variant in (step, *(variant for _, variant in named)):
         found.setdefault(str(variant[0].relative_to(ROOT)), variant)
@@ -49,7 +49,7 @@ def test_it_compiles(name: str) -> None:
 
 def test_a_constant_named_like_a_label_is_refused() -> None:
     """NVRTC makes a symbol of it, which nvcc does not."""
-    source, params, defines = kernels()["softmax_backend/kernels/sm90/mla_decode.cu"]
+    source, params, defines = kernels()["mla_backend/kernels/sm90/mla_decode.cu"]
     text = source.read_bytes() + b"\nstatic constexpr u32 TRY_WAIT_DONE = 1;\n"
     with pytest.raises(RuntimeError, match="Label expected"):
         compiled(source, text, params, dict(defines))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = ("kda", "softmax")
+LONG = ("kda", "mla")
 """Families whose tests take longest: begun last, they would leave cores without work."""
 COMPILED = (".so", ".a", ".cubin", ".hpp", ".cuh")
 

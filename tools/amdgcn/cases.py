@@ -28,16 +28,16 @@ from kda_backend.testing.cases import Case, chunks_of, make_case
 from kda_backend.testing.regimes import HARD_REGIMES
 from kda_backend.testing.steps import StepPools, make_step
 from kda_backend.testing.tolerances import STEP_TOLERANCES, TOLERANCES
-from tools.amdgcn import softmax_cases
+from tools.amdgcn import attention_cases
 from tools.amdgcn.case import CPU, Answer, ExecutionCase, error_of, worse
 from tools.amdgcn.device import TARGETS
 
 FAMILIES = ("kda", "dsv4")
-"""Families whose check cases run as they are; `softmax_cases` has the softmax family's."""
+"""Families whose check cases run as they are; `attention_cases` has those of the others."""
 
 
 def all_cases(arch: str) -> list[ExecutionCase]:
-    return [*_kit_cases(arch), *_kda_cases(arch), *softmax_cases.all_cases(arch)]
+    return [*_kit_cases(arch), *_kda_cases(arch), *attention_cases.all_cases(arch)]
 
 
 def _kit_cases(arch: str) -> Iterator[ExecutionCase]:

@@ -1,6 +1,6 @@
 """The instructions of every kernel in the compile reports: what the shipped tables can select.
 
-``python -m tools.amdgcn.opcodes gfx950 softmax`` compiles them (Triton's interpreter must be off)
+``python -m tools.amdgcn.opcodes gfx950 mla`` compiles them (Triton's interpreter must be off)
 and prints a line of JSON: the family's kernels, their operations, and those that the interpreter of
 this folder cannot run, each with why.
 """
@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 REPORTS = {
     "kda": ("tests.kda.compile_report",),
     "dsv4": ("tests.dsv4.compile_report",),
-    "softmax": ("tests.softmax.compile_report", "tests.softmax.prefill.compile_report"),
+    "mla": ("tests.mla.compile_report",),
+    "block_sparse": ("tests.block_sparse.compile_report",),
 }
 """The compile reports of each family."""
 NOT_EXECUTED = {

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-SOURCES = Path(__file__).parents[2] / "softmax_backend" / "kernels" / "sm90"
+SOURCES = Path(__file__).parents[2] / "mla_backend" / "kernels" / "sm90"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r'^\s*//## File ".*", line (\d+)')
@@ -294,12 +294,12 @@ def ring_disorder(
 
 def report(folder: Path, word: str = "") -> dict[str, list[str]]:
     """The faults of each kernel of the folder's sources with this word in its name."""
-    import softmax_backend.kernels.sm90 as package
+    import mla_backend.kernels.sm90 as package
 
     package.__path__ = [str(folder)]
-    from softmax_backend.variants import masks
-    from tests.softmax import compile_report as sparse_mla
-    from tests.softmax.prefill import compile_report as block_sparse
+    from block_sparse_backend.variants import masks
+    from tests.block_sparse import compile_report as block_sparse
+    from tests.mla import compile_report as sparse_mla
 
     found = {}
     for case in sparse_mla.gluon_cases():

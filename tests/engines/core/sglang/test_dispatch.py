@@ -35,14 +35,14 @@ def claim(answer: type | str, kind: str = "attention") -> tuple[BackendClaim]:
 
 def test_two_families_serve_one_model(families: Any, log_lines: list[str]) -> None:
     plain = Served("--attention-backend", "kda").backend.full_attn_backend
-    families["softmax"] = claim(Ours)
+    families["mla"] = claim(Ours)
     served = Served("--attention-backend", "kda")
     full = served.backend.full_attn_backend
     assert type(served.dispatcher.extend_kernel) is KdaKernel
     assert type(full) is Ours and full.runner is served.runner
     assert type(full.upstream) is type(plain)
     assert (
-        "kda-dsv4-backend: full-attention layers are served by softmax"
+        "kda-dsv4-backend: full-attention layers are served by mla"
         f" (Ours in the place of {type(plain).__name__})"
     ) in log_lines
 
@@ -51,7 +51,7 @@ def test_two_families_serve_one_model(families: Any, log_lines: list[str]) -> No
 def test_what_is_declined_or_of_another_kind_is_upstreams(
     families: Any, log_lines: list[str], other: tuple[BackendClaim]
 ) -> None:
-    families["softmax"] = other
+    families["mla"] = other
     served = Served("--attention-backend", "kda")
     name = type(served.backend.full_attn_backend).__name__
     assert name != "Ours" and type(served.dispatcher.extend_kernel) is KdaKernel
@@ -60,5 +60,5 @@ def test_what_is_declined_or_of_another_kind_is_upstreams(
 
 
 def test_without_the_flag_nobody_is_asked(families: Any) -> None:
-    families["softmax"] = claim(Ours)
+    families["mla"] = claim(Ours)
     assert type(Served().backend.full_attn_backend) is not Ours

@@ -24,7 +24,7 @@ from backend_core.engines import vllm_flag
 from backend_core.engines.vllm_flag import BackendClaim, PlatformDelegate, Request
 from dsv4_backend.engines.vllm import register as register_dsv4
 from kda_backend.engines.vllm import register
-from softmax_backend.engines.vllm import register as register_softmax
+from mla_backend.engines.vllm import register as register_mla
 from tests.engines.kda.vllm.harness import engine_config
 
 MLA = AttentionSelectorConfig(
@@ -105,7 +105,7 @@ def test_one_kind_may_be_another_familys(
         asked.append(request)
         return Ours
 
-    families["softmax"] = vllm_flag._Family((BackendClaim("mla", "MLA", choose),))
+    families["mla"] = vllm_flag._Family((BackendClaim("mla", "MLA", choose),))
     config = engine_config(flag=True)
     assert selected(platform, MLA, config) is Ours
     assert selected(platform, FULL, config) is TritonAttentionBackend
@@ -113,7 +113,7 @@ def test_one_kind_may_be_another_familys(
     assert request.upstream is TritonMLABackend and request.selector == MLA
     assert request.vllm_config is config and request.num_heads == 2
     assert log_lines == [
-        "kda-dsv4-backend: MLA layers are served by softmax (Ours in the place of TritonMLABackend)"
+        "kda-dsv4-backend: MLA layers are served by mla (Ours in the place of TritonMLABackend)"
     ]
 
 
@@ -121,7 +121,7 @@ def test_a_claim_that_declines_leaves_upstreams(
     platform: Any, families: Any, log_lines: list[str]
 ) -> None:
     claim = BackendClaim("mla", "MLA", lambda request: "upstream's is ahead on this part")
-    families["softmax"] = vllm_flag._Family((claim,))
+    families["mla"] = vllm_flag._Family((claim,))
     config = engine_config(flag=True)
     for _ in range(2):
         assert selected(platform, MLA, config) is TritonMLABackend
@@ -176,7 +176,7 @@ def test_registering_loads_no_layer_and_asks_no_device() -> None:
         [sys.executable, "-c", REGISTER], cwd=root, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "REGISTERED ['dsv4', 'kda', 'softmax']" in done.stdout
+    assert "REGISTERED ['dsv4', 'kda', 'mla']" in done.stdout
     assert "HEAVY []" in done.stdout and "CUDA [] False" in done.stdout, done.stdout
 
 
@@ -185,7 +185,7 @@ def test_a_spawned_process_unpickles_the_flag_before_plug_ins_are_loaded(
 ) -> None:
     """The engine's process is handed the configuration so; the families' names share one value."""
     register_dsv4()
-    register_softmax()
+    register_mla()
     names = {vllm_flag.flag_name(family) for family in vllm_flag._families} | {"TRITON_MLA"}
     assert len(names) in (2, 4)  # CUSTOM alone before 0.32
     sent = pickle.dumps({name: AttentionBackendEnum[name] for name in sorted(names)})

@@ -41,11 +41,11 @@ def is_ours(finder: object) -> bool:
 
 def test_vllm_finds_and_loads_all_plug_ins(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plugins.load_plugins_by_group("vllm.general_plugins")
-    assert all(found[name] is getattr(entry.vllm, name) for name in ("kda", "dsv4", "softmax"))
+    assert all(found[name] is getattr(entry.vllm, name) for name in ("kda", "dsv4", "mla"))
     monkeypatch.setattr(plugins, "plugins_loaded", False)
     plugins.load_general_plugins()
-    assert set(vllm_flag._families) == {"kda", "dsv4", "softmax"}
-    names = ("KDA", "DSV4", "SOFTMAX") if NEW_NAMES else ("CUSTOM",)
+    assert set(vllm_flag._families) == {"kda", "dsv4", "mla"}
+    names = ("KDA", "DSV4", "MLA") if NEW_NAMES else ("CUSTOM",)
     for name in names:
         assert AttentionBackendEnum[name].get_class() is vllm_flag.PlatformDelegate
 
@@ -86,7 +86,7 @@ def test_other_models_are_refused_in_one_sentence_for_each_family(
     entry.vllm.kda()
     config = engine_config(flag=True)
     # before 0.32 the families share a name, and this one may serve MLA layers of any model
-    monkeypatch.delitem(vllm_flag._families, "softmax", raising=False)
+    monkeypatch.delitem(vllm_flag._families, "mla", raising=False)
     importlib.import_module(adapter.COMPRESSORS[0])
     assert validate(monkeypatch, config) == []
     for family in vllm_flag._families.values():

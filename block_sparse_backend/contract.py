@@ -1,0 +1,173 @@
+"""The contract of block-sparse attention, stated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backend_core.contracts import (
+    expect_device,
+    expect_dtype,
+    expect_near,
+    expect_shape,
+    expect_stride,
+    expect_tensor,
+)
+from block_sparse_backend.plan.block_plan import BlockPlan
+from block_sparse_backend.spec import LOG2_E
+
+MAX_ROWS = 65535
+"""Batch entries times heads: the second axis of the grids of quantisation and prediction."""
+HEAD_DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
+"""(D, DV) of the Triton and Gluon kernels."""
+
+
+@dataclass(slots=True, eq=False)
+class BlockSparseInputs:
+    """One call of `block_sparse.block_sparse_attention`, as the paths take it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan: BlockPlan
+    scale: float
+    out: Tensor
+    lse: Tensor
+
+    @property
+    def factor(self) -> float:
+        """What turns the kernels' products into base-2 logits."""
+        return self.scale * LOG2_E
+
+
+def check_block_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Check the arguments of ``block_sparse_attention``.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    check_tensors(q, k, v, out, lse, None if plan.pages is None else plan.pages.size)
+    if q.shape[1] != plan.num_heads:
+        raise ValueError(f"q must have the plan's {plan.num_heads} heads, got {q.shape[1]}")
+    if not plan.is_packed and plan.sequences.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"plan must have a sequence for each of the {q.shape[0]} entries of q's batch, got"
+            f" {plan.sequences.shape[0]}"
+        )
+    expect_device("plan", plan.rows, q.device)
+
+
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    page_size: int | None = None,
+) -> None:
+    """Shapes, dtypes, devices and strides of what attention reads and writes.
+
+    Args:
+        page_size: tokens in a page where keys are paged.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
+    batch, heads, q_rows, d = q.shape
+    if page_size is None:
+        kv_heads = k.shape[1]
+        expect_shape("k", k, (batch, "Hkv", "N", d))
+        expect_shape("v", v, (batch, kv_heads, k.shape[2], "DV"))
+    else:
+        kv_heads = k.shape[2]
+        expect_shape("k", k, ("pages", page_size, "Hkv", d))
+        expect_shape("v", v, (k.shape[0], page_size, kv_heads, "DV"))
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"heads of k must divide those of q, got {kv_heads} and {heads}")
+    for name, x in (("k", k), ("v", v)):
+        expect_dtype(name, x, q.dtype)
+        expect_device(name, x, q.device)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_stride(name, x, 3, 1)
+    if out is not None:
+        expect_tensor("out", out, (batch, heads, q_rows, v.shape[3]), q.dtype, q.device)
+    if lse is not None:
+        expect_tensor("lse", lse, (batch, heads, q_rows), torch.float32, q.device)
+
+
+def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
+    """What the kernels ask beyond the contract of the operator.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    expect_dtype("q", q, torch.bfloat16, torch.float16)
+    if not k.numel():
+        raise ValueError(f"k must have at least one token, got shape {list(k.shape)}")
+    dims = (q.shape[3], v.shape[3])
+    if dims not in HEAD_DIMS:
+        raise ValueError(f"head sizes (D, DV) must be one of {sorted(HEAD_DIMS)}, got {dims}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.data_ptr() % 16 or any(
+            s % 8 for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1
+        ):
+            raise ValueError(
+                f"{name} must have its address and strides in multiples of 16 bytes, got strides "
+                f"{x.stride()}"
+            )
+    if plan.pages is not None:
+        expect_near("k", k, 2)
+        expect_near("v", v, 2)
+    for name, size in (("block_m", plan.block_m), ("block_n", plan.block_n)):
+        if size not in (16, 32, 64, 128):
+            raise ValueError(f"{name} of the plan must be 16, 32, 64 or 128, got {size}")
+
+
+def check_quantised(q: Tensor, v: Tensor, block_n: int) -> None:
+    """What 8-bit attention asks beyond the contract of block-sparse attention.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    expect_dtype("q", q, torch.bfloat16, torch.float16)
+    d, dv = q.shape[3], v.shape[3]
+    if d not in (64, 128) or dv != d:
+        raise ValueError(f"head size must be 64 or 128 in q, k and v, got {d} and {dv}")
+    if not v.shape[2]:
+        raise ValueError(f"k must have at least one token, got shape {list(v.shape)}")
+    if q.shape[0] * q.shape[1] > MAX_ROWS:
+        raise ValueError(
+            f"q must have at most {MAX_ROWS} heads over its whole batch, got"
+            f" {q.shape[0] * q.shape[1]}"
+        )
+    if block_n < 16:
+        raise ValueError(f"block_n of the plan must be at least 16, got {block_n}")
+
+
+def check_quantised_plan(q: Tensor, plan: BlockPlan) -> None:
+    """A plan for 8-bit attention is of one batch of equal sequences.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if plan.pages is not None:
+        raise ValueError("the plan of 8-bit attention must be without pages, got pages")
+    if plan.is_packed:
+        raise ValueError("the plan of 8-bit attention must be of a batch, got packed sequences")
+    if plan.sequences.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"the plan of 8-bit attention must be of {q.shape[0]} equal sequences, one for each "
+            f"batch entry, got {plan.sequences.shape[0]}"
+        )

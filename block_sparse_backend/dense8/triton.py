@@ -1,0 +1,84 @@
+"""Attention over blocks with quantised inputs through the Triton kernel."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from backend_core.launch.triton import KernelLaunch
+from backend_core.tables.schema import KernelPath
+from backend_core.target import Target
+from block_sparse_backend.dense8 import QuantisedRun
+from block_sparse_backend.dense16.triton import descriptor, options
+from block_sparse_backend.kernels import block_sparse_int8 as kernels
+from block_sparse_backend.launch_params import Int8PrefillParams
+from block_sparse_backend.plan.block_plan import BlockPlan
+from block_sparse_backend.spec import QuantisedSpec
+from block_sparse_backend.variants.column_stats import E4M3_MAX
+from block_sparse_backend.variants.sage import Quantised
+
+
+def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
+    launch = attention_kernel(params_for(row, spec), spec).launch
+    d, bm, bn = spec.dim, spec.block_m, spec.block_n
+    value_block = (d, bn) if spec.mode.fp8_values else (bn, d)
+
+    def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor) -> None:
+        launch(
+            (len(plan.work), 1, 1),
+            q_desc=descriptor(x.q, (bm, d)),
+            k_desc=descriptor(x.k, (bn, d)),
+            v_desc=descriptor(x.v, value_block),
+            out_ptr=out,
+            lse_ptr=lse,
+            q_scale_ptr=x.q_scale,
+            k_scale_ptr=x.k_scale,
+            v_scale_ptr=x.v_scale,
+            v_mean_ptr=x.v_mean,
+            shift_ptr=x.shift,
+            rows_ptr=plan.rows,
+            cols_ptr=plan.cols,
+            work_ptr=plan.work,
+            sequences_ptr=plan.sequences if plan.is_packed else None,
+            # a hook that reads nothing gets what is there
+            mask_aux_ptr=plan.cols if plan.mask_aux is None else plan.mask_aux,
+            softmax_scale=float(scale),
+            q_len=x.q.shape[2],
+            kv_len=x.k.shape[2],
+            q_position=x.k.shape[2] - x.q.shape[2],
+        )
+
+    return run
+
+
+def params_for(row: KernelPath, spec: QuantisedSpec) -> Int8PrefillParams:
+    """The row's parameters where it has the plan's tiles, else some that fit the plan's."""
+    params, blocks = row.params, (spec.block_m, spec.block_n)
+    if isinstance(params, Int8PrefillParams) and params.blocks == blocks:
+        return params
+    warps, stages = (8, 3) if spec.block_m == 128 else (4, 2)
+    return Int8PrefillParams(*blocks, warps, stages)
+
+
+def attention_kernel(params: Int8PrefillParams, spec: QuantisedSpec) -> KernelLaunch:
+    """The kernel, as its path launches it."""
+    mode = spec.mode
+    per_thread = mode.groups == "per_thread"
+    constexprs = {
+        "HEADS": spec.heads,
+        "GROUP": spec.group,
+        "D": spec.dim,
+        "BLOCK_M": spec.block_m,
+        "BLOCK_N": spec.block_n,
+        "STAGES": params.num_stages,
+        "HAS_PARTIAL": spec.has_partial,
+        "P_LOG2": math.log2(E4M3_MAX) if mode.fp8_values else 0.0,
+        "EXPONENT": "scaled" if per_thread else params.exponent,
+        "query_scales": kernels.per_thread_queries if per_thread else kernels.per_warp_queries,
+        "key_scales": kernels.per_thread_keys if per_thread else kernels.per_warp_keys,
+        "values": kernels.e4m3_values if mode.fp8_values else kernels.half_values,
+        "mask": spec.mask.kernel,
+    }
+    axes = {"out": "bhm."}
+    return KernelLaunch(kernels.block_sparse_int8_kernel, constexprs, options(params), axes=axes)

@@ -1,0 +1,167 @@
+"""Plans whose rows are runs of keys: dense, causal, ragged and paged.
+
+Causal attention is aligned to the bottom right: the last query stands at the last key. With more
+queries than keys the first queries see nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from backend_core.contracts import expect_device
+from block_sparse_backend.plan.block_plan import BlockPlan, Pages, uniform_sequences, work_list
+from block_sparse_backend.variants import masks
+
+
+def dense(
+    q_len: int,
+    kv_len: int,
+    num_heads: int,
+    *,
+    batch: int = 1,
+    block_m: int = 128,
+    block_n: int = 128,
+    device: torch.device | str = "cuda",
+) -> BlockPlan:
+    """Every query sees every key."""
+    sequences = uniform_sequences(batch, q_len, kv_len, torch.device(device))
+    plan = _interval_plan(sequences, q_len, kv_len, num_heads, block_m, block_n, False)
+    return replace(plan, has_partial=kv_len % block_n != 0)
+
+
+def causal(
+    q_len: int,
+    kv_len: int,
+    num_heads: int,
+    *,
+    batch: int = 1,
+    block_m: int = 128,
+    block_n: int = 128,
+    device: torch.device | str = "cuda",
+) -> BlockPlan:
+    """Query i sees keys up to i + kv_len - q_len."""
+    sequences = uniform_sequences(batch, q_len, kv_len, torch.device(device))
+    return _interval_plan(sequences, q_len, kv_len, num_heads, block_m, block_n, True)
+
+
+def ragged(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    num_heads: int,
+    *,
+    is_causal: bool = True,
+    block_m: int = 128,
+    block_n: int = 128,
+) -> BlockPlan:
+    """Sequences packed one after another along the tokens of batch entry 0.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 [S + 1], where sequences begin and end.
+        max_q_len, max_kv_len: capacities; what of a sequence is beyond them is left out.
+    """
+    _expect_offsets("cu_seqlens_q", cu_seqlens_q)
+    _expect_offsets("cu_seqlens_k", cu_seqlens_k)
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must be of equally many sequences, got "
+            f"{len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
+        )
+    expect_device("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.device)
+    q_len = cu_seqlens_q.diff().clamp(max=max_q_len)
+    kv_len = cu_seqlens_k.diff().clamp(max=max_kv_len)
+    batch = torch.zeros_like(q_len)
+    columns = [batch, cu_seqlens_q[:-1], q_len, cu_seqlens_k[:-1], kv_len, kv_len - q_len]
+    sequences = torch.stack(columns, 1).int()
+    lengths = (max_q_len, max_kv_len)
+    plan = _interval_plan(sequences, *lengths, num_heads, block_m, block_n, is_causal)
+    return replace(plan, is_packed=True)
+
+
+def paged(
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    page_indptr: Tensor,
+    page_indices: Tensor,
+    page_size: int,
+    max_q_len: int,
+    max_kv_len: int,
+    num_heads: int,
+    *,
+    is_causal: bool = True,
+    block_m: int = 128,
+    block_n: int = 128,
+) -> BlockPlan:
+    """Packed queries over keys in pages.
+
+    Args:
+        cu_seqlens_q: int32 [S + 1].
+        kv_lens: int32 [S].
+        page_indptr: int32 [S] or [S + 1], where a sequence's pages begin in ``page_indices``; of a
+            block table [S, P], ``arange(S) * P`` and the flattened table.
+        page_indices: int32, page numbers; entries beyond a sequence's length are never read.
+        page_size: tokens in a page, any number.
+        max_q_len, max_kv_len: capacities.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    _expect_offsets("cu_seqlens_q", cu_seqlens_q)
+    count = len(cu_seqlens_q) - 1
+    if kv_lens.shape != (count,):
+        raise ValueError(f"kv_lens must have shape [{count}], got {list(kv_lens.shape)}")
+    if page_indptr.dim() != 1 or len(page_indptr) not in (count, count + 1):
+        raise ValueError(
+            f"page_indptr must have shape [{count}] or [{count + 1}], got {list(page_indptr.shape)}"
+        )
+    expect_device("kv_lens", kv_lens, cu_seqlens_q.device)
+    expect_device("page_indptr", page_indptr, cu_seqlens_q.device)
+    q_len = cu_seqlens_q.diff()
+    columns = [torch.zeros_like(q_len), cu_seqlens_q[:-1], q_len, page_indptr[:count], kv_lens]
+    sequences = torch.stack([*columns, kv_lens - q_len], 1).int()
+    lengths = (max_q_len, max_kv_len)
+    plan = _interval_plan(sequences, *lengths, num_heads, block_m, block_n, is_causal)
+    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
+
+
+def _interval_plan(
+    sequences: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    num_heads: int,
+    block_m: int,
+    block_n: int,
+    is_causal: bool,
+) -> BlockPlan:
+    device = sequences.device
+    tiles, blocks = -(-max_q_len // block_m), -(-max_kv_len // block_n)
+    q_len, kv_len, position = (sequences[:, i, None].long() for i in (2, 4, 5))
+    tile = torch.arange(tiles, device=device)
+    first = tile * block_m + position  # [S, tiles], position of a tile's first query
+    last = torch.minimum((tile + 1) * block_m, q_len) - 1 + position
+    full = kv_len // block_n
+    end = -(-kv_len // block_n)
+    if is_causal:
+        full = torch.minimum((first + 1).clamp(min=0) // block_n, full)
+        end = torch.minimum(-(-(last + 1).clamp(min=0) // block_n), end)
+    full, end = (torch.broadcast_to(x, first.shape) for x in (torch.minimum(full, end), end))
+    live = tile * block_m < q_len
+    row_of = torch.arange(len(sequences) * tiles, device=device).view(len(sequences), 1, tiles)
+    row_of = row_of.expand(-1, num_heads, -1)
+    zero = torch.zeros_like(full)
+    rows = torch.stack([zero, full, end, zero], -1).view(-1, 4).int()
+    cols = torch.arange(max(blocks, 1), dtype=torch.int32, device=device)
+    mask = masks.causal if is_causal else masks.everything
+    work = work_list(rows, row_of, live[:, None])
+    return BlockPlan(rows, cols, work, sequences, num_heads, block_m, block_n, mask=mask)
+
+
+def _expect_offsets(name: str, offsets: Tensor) -> None:
+    if offsets.dim() != 1 or len(offsets) < 2 or offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name} must be int32 [S + 1] with S at least 1, got {list(offsets.shape)} "
+            f"{offsets.dtype}"
+        )

@@ -1,0 +1,102 @@
+"""Inputs and comparisons shared by the tests of block-sparse attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backend_core.operator import forced
+from backend_core.tables.schema import KernelPath
+from backend_core.target import detect_target
+from block_sparse_backend.dense8 import QuantisedRun
+from block_sparse_backend.launch_params import TABLES, Int8PrefillParams
+from block_sparse_backend.plan.block_plan import BlockPlan
+from block_sparse_backend.spec import QuantisedSpec
+from block_sparse_backend.variants.sage import Quantised
+
+BLOCKS = {"block_m": 32, "block_n": 32}
+OUT_ERROR, LSE_ERROR = 4e-3, 2e-3  # bf16 and fp16 weights round to 2^-9 and 2^-12
+
+
+def inputs(
+    shape_q: tuple[int, int, int],
+    shape_k: tuple[int, int, int],
+    *,
+    seed: int,
+    device: torch.device,
+    dv: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H, M, D], k [B, Hkv, N, D] and v [B, Hkv, N, DV] as views of [B, L, H, D] storage.
+
+    Args:
+        shape_q, shape_k: (heads, tokens, D).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(heads: int, tokens: int, d: int) -> Tensor:
+        x = torch.randn(batch, tokens, heads, d, generator=generator)
+        return x.to(device, dtype).transpose(1, 2)
+
+    heads, tokens, d = shape_k
+    return make(*shape_q), make(heads, tokens, d), make(heads, tokens, dv or d)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Relative L2 error; NaN is never small."""
+    got, want = got.cpu().double(), want.cpu().double()
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def assert_matches(
+    got: tuple[Tensor, Tensor],
+    want: tuple[Tensor, Tensor],
+    tolerance: tuple[float, float] = (OUT_ERROR, LSE_ERROR),
+) -> None:
+    """Output, LSE and dead rows of an operator beside the float64 reference."""
+    (out, lse), (ref, ref_lse) = ((a.cpu().double(), b.cpu().double()) for a, b in (got, want))
+    dead = ref_lse.isinf()
+    assert torch.equal(lse.isneginf(), dead), "rows that see nothing"
+    assert bool((out[dead] == 0).all()), "output of rows that see nothing"
+    if not bool(dead.all()):
+        assert relative_error(out, ref) < tolerance[0]
+        assert float((lse - ref_lse)[~dead].abs().max()) < tolerance[1]
+
+
+def causal_seen(q_len: int, kv_len: int) -> Tensor:
+    """bool [M, N], aligned to the bottom right."""
+    return torch.arange(q_len)[:, None] + kv_len - q_len >= torch.arange(kv_len)[None]
+
+
+def quantised_run(x: Quantised, plan: BlockPlan, params: Int8PrefillParams) -> QuantisedRun:
+    """The 8-bit kernel alone, with other parameters than the table's."""
+    heads, group = x.q.shape[1], x.q.shape[1] // x.k.shape[1]
+    spec = QuantisedSpec(x.mode, heads, group, x.q.shape[3], plan.block_m, plan.block_n)
+    row = KernelPath("triton", "block_sparse_int8", None, frozenset(), params, False, "as given")
+    target = detect_target(x.q.device)
+    run: QuantisedRun = forced(TABLES, target, spec.of_plan(plan), row).run(1)
+    return run
+
+
+def elements_seen(plan: BlockPlan, sequence: int = 0) -> Tensor:
+    """bool [H, M, N]: what the plan lets each query of a sequence attend."""
+    _, _, q_len, _, kv_len, position = plan.sequences[sequence].tolist()
+    bm, bn = plan.block_m, plan.block_n
+    seen = torch.zeros(plan.num_heads, q_len, kv_len, dtype=torch.bool)
+    rows, cols = plan.rows.cpu(), plan.cols.cpu()
+    aux = plan.cols.cpu() if plan.mask_aux is None else plan.mask_aux.cpu()
+    for i_s, head, tile, row in plan.work.tolist():
+        if i_s != sequence:
+            continue
+        begin, full_end, end, slot = rows[row].tolist()
+        m = torch.arange(tile * bm, min((tile + 1) * bm, q_len))
+        for j in range(begin, end):
+            col = int(cols[j])
+            n = torch.arange(col * bn, min((col + 1) * bn, kv_len))
+            attended = torch.ones(len(m), len(n), dtype=torch.bool)
+            if j >= full_end:
+                at = (m[:, None] + position, n[None, :], col, slot + j - full_end, head)
+                attended = plan.mask.torch(*at, aux).expand_as(attended)
+            seen[head, m[:, None], n[None, :]] |= attended
+    return seen

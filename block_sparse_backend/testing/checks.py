@@ -1,0 +1,183 @@
+"""What ``kda-dsv4 check`` runs of the block-sparse paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from block_sparse_backend import reference
+from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.plan import intervals, predicted
+from block_sparse_backend.sage import DEFAULT_MODE, quantised_attention
+from block_sparse_backend.testing.cases import (
+    OUT_ERROR,
+    causal_seen,
+    elements_seen,
+    inputs,
+    relative_error,
+)
+from block_sparse_backend.variants.sage import SageMode
+
+if TYPE_CHECKING:
+    from backend_core.family import CheckCase
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+
+INT8_ERROR = {True: 6e-2, False: 3e-2}
+"""Relative L2 with values in e4m3, and in 16 bits."""
+
+
+def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+    """Causal calls with fewer queries than keys and with more, in each head size and mode; one over
+    predicted blocks; packed sequences and pages where the path has them."""
+    if path.operator == "block_sparse":
+        cases: dict[str, CheckCase] = {
+            f"causal, {queries} queries, D {dim}": partial(_sixteen_bit, path, queries, dim)
+            for queries, dim in ((200, 128), (320, 64))
+        }
+        cases["predicted blocks"] = partial(_predicted, path)
+        if "packed" in path.features:
+            cases |= {f"packed, D {dim}": partial(_packed, path, dim, False) for dim in (128, 64)}
+        if "pages" in path.features:
+            cases |= {f"pages, D {dim}": partial(_packed, path, dim, True) for dim in (128, 64)}
+        return cases
+    modes = {"16-bit values": SageMode("per_thread", fp8_values=False)}
+    if "e4m3_values" in path.features:
+        modes["e4m3 values"] = DEFAULT_MODE
+    return {name: partial(_int8, path, mode) for name, mode in modes.items()}
+
+
+def _sixteen_bit(
+    path: KernelPath, queries: int, dim: int, target: Target, device: torch.device
+) -> tuple[float, float]:
+    q, k, v = inputs((4, queries, dim), (2, 256, dim), seed=1, device=device)
+    block_m, block_n = path.params.blocks
+    plan = intervals.causal(queries, 256, 4, block_m=block_m, block_n=block_n, device=device)
+    out, lse = block_sparse_attention(q, k, v, plan, path=path.name)
+    seen = causal_seen(queries, 256)
+    want, want_lse = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, dim**-0.5)
+    dead = want_lse.isinf()
+    if not torch.equal(lse.cpu().isneginf(), dead) or out.cpu()[dead].any():
+        raise RuntimeError("a query that sees no key must have output 0 and LSE -inf")
+    return relative_error(out, want), OUT_ERROR
+
+
+def _predicted(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
+    """Attention over blocks that pooled queries and keys predict.
+
+    Raises:
+        RuntimeError: the kernels keep other blocks than torch, or all blocks.
+    """
+    generator = torch.Generator().manual_seed(7)
+    block_m, block_n = path.params.blocks
+
+    def blocks_alike(heads: int, tokens: int, block: int) -> torch.Tensor:
+        x = torch.randn(1, heads, -(-tokens // block), 64, generator=generator)
+        x = x.repeat_interleave(block, 2)[:, :, :tokens]
+        return (2 * x + 0.2 * torch.randn(x.shape, generator=generator)).half()
+
+    q, k = blocks_alike(2, 2 * block_m + 8, block_m), blocks_alike(1, 6 * block_n - 8, block_n)
+    v = torch.randn(k.shape, generator=generator).half()
+    q, k, v = (x.to(device) for x in (q, k, v))
+    kernels = "torch" if path.name == "torch" else "triton"
+    asked = {"topk": 0.4, "min_likeness": 0.3, "block_m": block_m, "block_n": block_n}
+    plan = predicted.predict(q, k, path=kernels, **asked)
+    out, _ = block_sparse_attention(q, k, v, plan, path=path.name)
+    want = predicted.predict(q.cpu(), k.cpu(), path="torch", **asked)
+    seen, by_torch = (elements_seen(p) for p in (plan, want))
+    if not torch.equal(seen, by_torch) or bool(seen.all()):
+        raise RuntimeError("the kernels keep other blocks than torch, or all of them")
+    expected, _ = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, 64**-0.5)
+    return relative_error(out, expected), OUT_ERROR
+
+
+def _packed(
+    path: KernelPath, dim: int, is_paged: bool, target: Target, device: torch.device
+) -> tuple[float, float]:
+    """Four sequences: fewer queries than keys, none, more, and one query. All that lies beyond a
+    sequence's last key is NaN: the keys of the one without queries, or the rest of a page."""
+    q_lens, kv_lens = (70, 0, 300, 1), (80, 40, 130, 64)
+    block_m, size = path.params.blocks
+    cu_q, cu_k = (torch.tensor((0, *x)).cumsum(0) for x in (q_lens, kv_lens))
+    q, k, v = inputs((4, 371, dim), (2, 314, dim), seed=3, device=device)
+    for x in (k, v):
+        x[:, :, cu_k[1] : cu_k[2]] = torch.nan
+    keys = (k, v)
+    if is_paged:
+        counts = torch.tensor([-(-n // size) for n in kv_lens])
+        table = torch.arange(int(counts.sum()), 0, -1)  # of all sequences, one after another
+        keys = (
+            _in_pages(k[0], kv_lens, table, counts, size),
+            _in_pages(v[0], kv_lens, table, counts, size),
+        )
+        plan = intervals.paged(
+            cu_q.int().to(device),
+            torch.tensor(kv_lens, dtype=torch.int32, device=device),
+            (counts.cumsum(0) - counts).int().to(device),
+            table.int().to(device),
+            size,
+            max(q_lens),
+            max(kv_lens),
+            4,
+            block_m=block_m,
+            block_n=size,
+        )
+    else:
+        plan = intervals.ragged(
+            cu_q.int().to(device),
+            cu_k.int().to(device),
+            max(q_lens),
+            max(kv_lens),
+            4,
+            block_m=block_m,
+            block_n=size,
+        )
+    out = torch.full_like(q, torch.nan)
+    out, lse = block_sparse_attention(q, *keys, plan, path=path.name, out=out)
+    errors = []
+    for i in (0, 2, 3):
+        at_q, at_k = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        seen = causal_seen(q_lens[i], kv_lens[i])
+        own_q, own_k, own_v = q[:, :, at_q].cpu(), k[:, :, at_k].cpu(), v[:, :, at_k].cpu()
+        want, want_lse = reference.attention(own_q, own_k, own_v, seen, dim**-0.5)
+        dead = want_lse.isinf()
+        got = out[:, :, at_q].cpu()
+        if not torch.equal(lse[:, :, at_q].cpu().isneginf(), dead) or got[dead].any():
+            raise RuntimeError("a query that sees no key must have output 0 and LSE -inf")
+        errors.append(relative_error(got, want))
+    return max(errors, key=lambda x: (x != x, x)), OUT_ERROR
+
+
+def _in_pages(
+    x: torch.Tensor,
+    lengths: tuple[int, ...],
+    table: torch.Tensor,
+    counts: torch.Tensor,
+    size: int,
+) -> torch.Tensor:
+    """Packed [Hkv, T, D] as [pages, size, Hkv, D]; what no sequence owns is NaN."""
+    pages = torch.full(
+        (len(table) + 2, size, x.shape[0], x.shape[2]), torch.nan, dtype=x.dtype, device=x.device
+    )
+    first, place = 0, 0
+    for length, count in zip(lengths, counts.tolist(), strict=True):
+        token = torch.arange(length)
+        page = table[first + token // size]
+        pages[page, token % size] = x[:, place : place + length].transpose(0, 1)
+        first, place = first + count, place + length
+    return pages
+
+
+def _int8(
+    path: KernelPath, mode: SageMode, target: Target, device: torch.device
+) -> tuple[float, float]:
+    q, k, v = inputs((4, 200, 64), (2, 256, 64), seed=2, device=device)
+    block_m, block_n = path.params.blocks
+    plan = intervals.causal(200, 256, 4, block_m=block_m, block_n=block_n, device=device)
+    out, _ = quantised_attention(q, k, v, plan, mode=mode, path=path.name)
+    seen = causal_seen(200, 256)
+    want, _ = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, 64**-0.5)
+    return relative_error(out, want), INT8_ERROR[mode.fp8_values]

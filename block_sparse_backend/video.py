@@ -1,0 +1,215 @@
+"""Self-attention of a video transformer: which blocks and how many bits, in one frozen value."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from backend_core.contracts import expect_device
+from backend_core.launch.streams import is_capturing
+from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.block_sparse import default_blocks as exact_blocks
+from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan.block_plan import BlockPlan
+from block_sparse_backend.plan.choice import Choice
+from block_sparse_backend.plan.predicted import predict
+from block_sparse_backend.plan.sliding_tile import EvenWindows, sliding_tile
+from block_sparse_backend.plan.token_order import Box, TileOrder, tile_order
+from block_sparse_backend.sage import default_blocks as quantised_blocks
+from block_sparse_backend.sage import predicted_attention, quantised_attention
+
+Kind = Literal["dense", "predicted", "sliding_tile"]
+Plan = TypeVar("Plan")
+_KEPT = 64
+
+
+@dataclass(frozen=True)
+class VideoAttention:
+    """Attention of [B, L, H, D] tensors; plans are made once for each shape, and serve all streams.
+
+    It can be captured in a CUDA graph; sliding tiles after a call of the same shape.
+
+    Attributes:
+        kind: ``"dense"``; ``"predicted"``, the blocks that SpargeAttn's prediction keeps; or
+            ``"sliding_tile"``, the tiles around each tile.
+        eight_bit: INT8 and e4m3 products (bf16 and fp16 inputs), else as the inputs are.
+        topk: share of blocks that a prediction keeps.
+        canvas: tokens along time, height and width, for sliding tiles; tokens beyond them are
+            text, which attends and is attended by all.
+        tile: tokens of a tile along the same axes.
+        windows: tiles along the same axes, one window for all heads or one for each.
+        even_windows: see ``plan.sliding_tile``.
+    """
+
+    kind: Kind = "dense"
+    eight_bit: bool = True
+    topk: float = 0.5
+    canvas: Box | None = None
+    tile: Box = (6, 8, 8)
+    windows: tuple[Box, ...] = ((3, 3, 3),)
+    even_windows: EvenWindows | None = None
+    _text: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dense", "predicted", "sliding_tile"):
+            raise ValueError(
+                f'kind must be "dense", "predicted" or "sliding_tile", got {self.kind!r}'
+            )
+        if (self.kind == "sliding_tile") != (self.canvas is not None):
+            raise ValueError(f"canvas must be given for sliding tiles alone, got {self.canvas}")
+        values = [getattr(self, field.name) for field in fields(self)]
+        object.__setattr__(self, "_text", repr(values))  # which another process can read too
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of q, k and v [B, L, H, D] in the same layout. To ``torch.compile`` it is one
+        operator, so that plans are kept there too.
+
+        Raises:
+            ValueError: the tensors do not fit the settings.
+        """
+        if torch.compiler.is_compiling():
+            out: Tensor = _opaque(q, k, v, scale, self._text)
+            return out
+        return self._attention(q, k, v, scale)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        expect_device("k", k, q.device)
+        expect_device("v", v, q.device)
+        if self.kind == "sliding_tile":
+            return self._tiles(q, k, v, scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.kind == "predicted" and self.eight_bit:
+            choice = Choice(topk=self.topk)
+            return predicted_attention(q, k, v, choice, scale=scale)[0].transpose(1, 2)
+        block_m, block_n = self._blocks(q)
+        if self.kind == "predicted":
+            plan = predict(q, k, topk=self.topk, scale=scale, block_m=block_m, block_n=block_n)
+        else:
+            b, h, m, _ = q.shape
+            plan = _dense_plans.of(q.device, m, k.shape[2], h, b, block_m, block_n)
+        return self._attend(q, k, v, plan, scale).transpose(1, 2)
+
+    def _tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        assert self.canvas is not None
+        b, length, h, _ = q.shape
+        tokens = self.canvas[0] * self.canvas[1] * self.canvas[2]
+        if q.shape[:3] != k.shape[:3] or length < tokens:
+            raise ValueError(
+                f"sliding tiles are of self-attention over at least {tokens} tokens, got queries "
+                f"{list(q.shape)} and keys {list(k.shape)}"
+            )
+        block_m, block_n = self._blocks(q.transpose(1, 2))
+        order, plan = _tile_plans.of(q.device, self, length - tokens, h, b, block_m, block_n)
+        q, k, v = (order.gather(x, 1).transpose(1, 2) for x in (q, k, v))
+        return order.scatter(self._attend(q, k, v, plan, scale).transpose(1, 2), 1)
+
+    def _blocks(self, q: Tensor) -> tuple[int, int]:
+        if self.eight_bit:
+            return quantised_blocks(q.device)
+        return exact_blocks(q.device, q.shape[3])
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float | None
+    ) -> Tensor:
+        attend = quantised_attention if self.eight_bit else block_sparse_attention
+        return attend(q, k, v, plan, scale=scale)[0]
+
+
+@torch.library.custom_op("block_sparse_backend::video_attention", mutates_args=())
+def _opaque(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, settings: str
+) -> torch.Tensor:
+    """``VideoAttention`` as torch.compile sees it, which traces no further."""
+    return _of_text(settings)._attention(q, k, v, scale).contiguous()
+
+
+@_opaque.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None, settings: str) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@functools.cache
+def _of_text(settings: str) -> VideoAttention:
+    return VideoAttention(*ast.literal_eval(settings))
+
+
+class Plans(Generic[Plan]):
+    """Plans that are kept for the calls that follow, on any stream: the last 64, and for good those
+    that a CUDA graph has seen.
+
+    Args:
+        make: makes a plan on a device, from values that say which.
+    """
+
+    def __init__(self, make: Callable[..., Plan]) -> None:
+        self._make = make
+        self._kept: dict[tuple[Any, ...], Plan] = {}
+        self._in_graphs: dict[tuple[Any, ...], Plan] = {}
+        self._lock = threading.Lock()
+
+    def of(self, device: torch.device, *key: Any) -> Plan:
+        """The plan for a device and values. One that is first needed in a capture belongs to the
+        graph, whose replay makes it, and is not kept."""
+        at = (device, *key)
+        plan = self._in_graphs.get(at) or self._kept.get(at)
+        if is_capturing(device):
+            if plan is None:
+                return self._make(device, *key)
+            self._in_graphs[at] = plan
+        elif plan is None:
+            plan = self._make(device, *key)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            with self._lock:
+                while len(self._kept) >= _KEPT:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[at] = plan
+        return plan
+
+
+def _dense_plan(
+    device: torch.device, m: int, n: int, heads: int, batch: int, block_m: int, block_n: int
+) -> BlockPlan:
+    return intervals.dense(
+        m, n, heads, batch=batch, block_m=block_m, block_n=block_n, device=device
+    )
+
+
+def _tile_plan(
+    device: torch.device,
+    settings: VideoAttention,
+    text: int,
+    heads: int,
+    batch: int,
+    block_m: int,
+    block_n: int,
+) -> tuple[TileOrder, BlockPlan]:
+    assert settings.canvas is not None
+    if is_capturing(device):
+        raise ValueError(
+            f"sliding tiles over {settings.canvas} tokens must be called once before a CUDA graph"
+            " captures them: their plan reads sizes on the host"
+        )
+    block = max(block_m, block_n)
+    order = tile_order(settings.canvas, settings.tile, text=text, block=block, device=device)
+    plan = sliding_tile(
+        order,
+        settings.windows,
+        heads,
+        even_windows=settings.even_windows,
+        batch=batch,
+        block_m=block_m,
+        block_n=block_n,
+    )
+    return order, plan
+
+
+_dense_plans = Plans(_dense_plan)
+_tile_plans = Plans(_tile_plan)

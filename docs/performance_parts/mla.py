@@ -1,0 +1,176 @@
+"""MLA decode, by itself and in an engine, and DeepSeek-V4's attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from backend_core.target import KNOWN_TARGETS
+from docs.performance_parts.page import load, mean, section, table, us
+from mla_backend.sparse_mla import select_sparse_mla
+from mla_backend.spec_sparse_mla import SparseMlaSpec
+
+
+def mla_decode() -> list[str]:
+    """MLA decode of the softmax family beside every peer of the run."""
+    name = "mla_decode_h200.json"
+    report = load(name)
+    peers = {"flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
+    peers |= {"vllm_triton": "vLLM's Triton"}
+    lines = section("MLA decode", report, name)
+    for heads in sorted({row["heads"] for row in report["rows"]}):
+        rows = [row for row in report["rows"] if row["heads"] == heads]
+        ratios = [min(row[f"{p}_us"] for p in peers) / row["ours_gpu_us"] for row in rows]
+        cells = (
+            [
+                row["case"],
+                us(row["ours_gpu_us"] / 1e3),
+                *(us(row[f"{peer}_us"] / 1e3) for peer in peers),
+                f"{ratio:.2f}",
+                us(row["floor_us"] / 1e3),
+            ]
+            for row, ratio in zip(rows, ratios, strict=True)
+        )
+        lines += [
+            "",
+            f"{heads} heads, bf16, times in µs without the plan, which is made once per step. × is"
+            f" the time of the fastest peer over ours; its geometric mean is {mean(ratios):.2f}×,"
+            f" its least value {min(ratios):.2f}×. *bytes* is the time of reading the keys.",
+            "",
+            *table(["case", "ours", *peers.values(), "×", "bytes"], cells),
+        ]
+    lines += mla_ceiling(report["rows"], tuple(peers))
+    plans = (
+        [requests, *(f"{times[who]:.1f}" for who in ("ours", "flashmla"))]
+        for requests, times in report["plan_us"].items()
+    )
+    return [
+        *lines,
+        "",
+        "The time of making the plan of a step, in µs:",
+        "",
+        *table(["requests", "ours", "FlashMLA"], plans),
+    ]
+
+
+def mla_ceiling(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> list[str]:
+    """How far over the fastest peer any kernel could be: by the bytes alone, by what is measured
+    elsewhere today, and by what the same kernel needs with the fewest heads."""
+    wanted = 1.3
+    best = [min(row[f"{peer}_us"] for peer in peers) for row in rows]
+    now = [peer / row["ours_gpu_us"] for peer, row in zip(best, rows, strict=True)]
+    bound = [peer / row["floor_us"] for peer, row in zip(best, rows, strict=True)]
+    bound_by_bytes = [limit < wanted for limit in bound]
+    of_bytes = [
+        limit for limit, bytes_bind in zip(bound, bound_by_bytes, strict=True) if bytes_bind
+    ]
+    others = [x for x, bytes_bind in zip(now, bound_by_bytes, strict=True) if not bytes_bind]
+    least: dict[str, float] = {}
+    for row in rows:
+        time = row["ours_gpu_us"]
+        least[row["case"]] = min(time, least.get(row["case"], time))
+    like_fewest = [peer / least[row["case"]] for peer, row in zip(best, rows, strict=True)]
+    needed = math.exp((len(rows) * math.log(wanted) - sum(map(math.log, of_bytes))) / len(others))
+    return [
+        "",
+        f"All {len(rows)} points together have a geometric mean of {mean(now):.2f}× today. The"
+        f" most that the bytes of the keys permit is {mean(bound):.2f}×, which no kernel reaches,"
+        " because it counts neither a launch nor the time until the first bytes arrive. On"
+        f" {len(of_bytes)} points the bytes permit less than {wanted}×, {mean(of_bytes):.2f}× on"
+        " average. If a kernel reached the bytes' time on those points and left"
+        f" the other {len(others)} as they are, the mean would be {mean(of_bytes + others):.2f}×."
+        f" For a mean of {wanted}× the others, now {mean(others):.2f}×, would have to be"
+        f" {needed:.2f}×. If every case took as long as it takes with the fastest of its head"
+        f" counts, for all of them, the mean would be {mean(like_fewest):.2f}×.",
+    ]
+
+
+def mla_in_engine() -> list[str]:
+    """A decode step of a whole model at long contexts."""
+    name = "vllm_kimi48b_mla.json"
+    report = load(name)
+    rows = sorted(report["rows"], key=lambda row: (row["context"], row["batch"]))
+    cells = (
+        [
+            f"{row['batch']} × {row['context']:,}",
+            f"{row['upstream_ms']:.2f}",
+            f"{row['flag_ms']:.2f}",
+            f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+        ]
+        for row in rows
+    )
+    engine = report["engine"].replace("vllm", "vLLM")
+    return [
+        *section(f"A decode step at long contexts in {engine}, default mode", report, name),
+        "",
+        "Kimi-Linear-48B's configuration with random weights. The time in ms is that by which the"
+        " engine advances in a step. With the flag this package runs the KDA layers, and the MLA"
+        " layers where it was measured to be faster. With one request a step waits for the host.",
+        "",
+        *table(["requests × context", "upstream", "with the flag", "×"], cells),
+    ]
+
+
+def named_rows() -> list[str]:
+    """DeepSeek-V4's attention: decodes over records, prefills over rows of bf16."""
+    name = "dsv4_attention_h200.json"
+    report = load(name)
+    lines = section("DeepSeek-V4's attention", report, name)
+    decodes = [row for row in report["rows"] if row["phase"] == "decode"]
+    ratios: dict[int, list[float]] = {}
+    cells = []
+    for row in decodes:
+        variant, ours = _of_the_table(row)
+        ratios.setdefault(row["heads"], []).append(row["flashmla_gpu_us"] / ours)
+        cells.append(
+            [
+                str(row["heads"]),
+                f"{row['batch']:,}",
+                f"{row['topk']:,}",
+                variant,
+                us(ours / 1e3),
+                us(row["variants_us"]["triton"] / 1e3),
+                us(row["flashmla_gpu_us"] / 1e3),
+                f"{ratios[row['heads']][-1]:.2f}",
+                us(row["floor_us"] / 1e3),
+            ]
+        )
+    means = ", ".join(f"{mean(x):.2f}× at {heads} heads" for heads, x in ratios.items())
+    prefills = (
+        [
+            str(row["heads"]),
+            f"{row['batch']:,}",
+            us(row["ours_gpu_us"] / 1e3),
+            us(row["variants_us"]["records, ours"] / 1e3),
+            us(row["flashmla_gpu_us"] / 1e3),
+            f"{row['flashmla_gpu_us'] / row['ours_gpu_us']:.2f}",
+        ]
+        for row in report["rows"]
+        if row["phase"] == "prefill"
+    )
+    titles = ["heads", "requests", "top-k", "variant of the table", "ours", "Triton", "FlashMLA"]
+    return [
+        *lines,
+        "",
+        "Decode over records: each request attends to the 128 rows of a window and to top-k others."
+        " Times in µs. FlashMLA's queries are padded to 64 heads, as vLLM pads them. A variant is"
+        " named by the heads of a tile, the warps that fetch, and the rows that each of them"
+        f" fetches. × is FlashMLA's time over ours; its geometric mean is {means}.",
+        "",
+        *table([*titles, "×", "bytes"], cells),
+        "",
+        "Prefill by the path table of that run, in µs, over gathered rows of bf16 and over the"
+        " records themselves. FlashMLA does not read records in prefill.",
+        "",
+        *table(["heads", "tokens", "ours", "ours, records", "FlashMLA", "×"], prefills),
+    ]
+
+
+def _of_the_table(row: dict[str, Any]) -> tuple[str, float]:
+    """The variant that the H200's path table takes for a row of decodes, and its time in µs."""
+    spec = SparseMlaSpec(row["heads"], page_size=64, extra_page_size=64)
+    params = (
+        select_sparse_mla(KNOWN_TARGETS["H200"], spec).row(row["batch"] * spec.num_heads).params
+    )
+    variant = f"{params.max_heads} heads, {params.fetch_warps}x{params.fetch_rows}"
+    return variant, row["variants_us"][variant]

@@ -1,0 +1,157 @@
+"""DeepSeek-V4's attention in sglang with FlashMLA's calls on this family, where it is ahead.
+
+Which rows a token attends to, the caches and the kinds of steps are sglang's: its attention backend
+hands FlashMLA queries, caches and index lists, and those two calls are made here for layers that
+were taken over (`install`). If every call of a layer is made here its queries keep their own number
+of heads, where sglang has them padded to 64.
+
+Where a batch is served follows from its number of query tokens alone, which a CUDA graph is
+captured for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+from sglang.srt.models.deepseek_v4 import MQALayer
+
+from backend_core.engines.sglang_flag import say
+from backend_core.strict import fallback
+from backend_core.target import detect_target
+from mla_backend.engine_choice import Lead, sparse_leads_over
+from mla_backend.engines.flash_mla_calls import DECODE, PREFILL, make
+from mla_backend.engines.sparse_layer import MIN_WIDTH, Form, SparseLayer, refusal_of, unlimited
+from mla_backend.scratch import Scratch
+
+RECORD_BYTES, WINDOW = 584, 128
+_layer: ContextVar[SparseLayer | None] = ContextVar("layer", default=None)
+
+
+def install(backend: Any, runner: Any) -> None:
+    """Take over the calls of FlashMLA that ``backend`` makes for its layers; or say why not."""
+    stays = _refusal(backend, runner)
+    if stays is not None:
+        say(f"DeepSeek-V4 attention stays {type(backend).__name__}'s: {stays}")
+        return
+    target, scratch = detect_target(backend.device), Scratch(backend.device)
+    served: dict[int, SparseLayer] = {}
+    native: list[Any] = []
+    said: set[str] = set()
+    for module in runner.model.modules():
+        if not isinstance(module, MQALayer):
+            continue
+        ratio, heads = module.compress_ratio, module.n_local_heads
+        leads = sparse_leads_over(target, "flashmla", heads)
+        stays = _layer_refusal(module, leads)
+        if stays is None and ratio not in served:
+            try:
+                form = _form(backend, runner, module, leads)
+                served[ratio] = layer = SparseLayer(target, form, leads, scratch)
+                layer.warm_up(backend.device)
+            except (LookupError, ValueError) as error:
+                fallback(f"--attention-backend dsv4: {error}")
+                return
+            say(*layer.describe(heads))
+        if stays is None and served[ratio].form.heads == heads:
+            native.append(module)
+        elif stays is not None and stays not in said:
+            said.add(stays)
+            say(f"DeepSeek-V4 attention of ratio {ratio} stays FlashMLA's: {stays}")
+    if served:
+        _take_over(backend, served)
+    for module in native:
+        module._kernel_num_heads = _own_heads(module.n_local_heads)
+
+
+def _refusal(backend: Any, runner: Any) -> str | None:
+    """Why no layer is taken over, from what sglang serves the model with."""
+    kind = type(backend)
+    if kind is not DeepseekV4AttnBackend:
+        return "the calls that are served are those of DeepseekV4AttnBackend"
+    if not hasattr(backend, "_flash_mla_with_kvcache") or backend.trtllm_attn:
+        return "sglang does not call FlashMLA here"
+    if runner.model_config.dtype != torch.bfloat16:
+        return f"queries must be in bfloat16, got {runner.model_config.dtype}"
+    record = backend.token_to_kv_pool.get_swa_key_bytes_per_token()
+    if record != RECORD_BYTES:
+        return f"records must have {RECORD_BYTES} bytes, got {record}"
+    return None
+
+
+def _layer_refusal(module: Any, leads: dict[str, Lead | str]) -> str | None:
+    if module.compress_ratio not in (4, 128):
+        return "no result compares attention to a window alone with FlashMLA"
+    if module.use_mega_attention:
+        return "attention that is fused with its output projection is not served"
+    return refusal_of(leads)
+
+
+def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead | str]) -> Form:
+    pool, ratio = backend.token_to_kv_pool, module.compress_ratio
+    topk = backend.index_topk if ratio == 4 else -(-backend.max_context_len // ratio)
+    drafts = runner.server_args.speculative_num_draft_tokens or 1
+    return Form(
+        heads=module.n_local_heads if unlimited(leads) else max(module.n_local_heads, 64),
+        page_size=pool.get_swa_key_page_size(),
+        extra_page_size=pool.get_extra_key_page_size(module.layer_id),
+        topks=(WINDOW, -(-topk // MIN_WIDTH) * MIN_WIDTH),
+        # without sparse prefill, pieces of prompts make the decode call too
+        max_tokens=max(
+            runner.req_to_token_pool.size * drafts, runner.server_args.chunked_prefill_size or 0
+        ),
+    )
+
+
+def _own_heads(heads: int) -> Callable[[int], int]:
+    """In the place of what gives the heads that queries are padded to."""
+    return lambda num_tokens: heads
+
+
+def _take_over(backend: Any, served: dict[int, SparseLayer]) -> None:
+    """Let the calls of FlashMLA that this backend makes go through here."""
+    from sglang.kernels.ops.attention import flash_mla_interface  # needs FlashMLA itself
+
+    by_page = {layer.form.extra_page_size: layer for layer in served.values()}
+    decode = backend._flash_mla_with_kvcache
+
+    def flash_mla_with_kvcache(**call: Any) -> Any:
+        extra = call["extra_k_cache"]
+        layer = None if extra is None else by_page.get(extra.shape[1])
+        return _here_or_there(layer, DECODE, decode, call)
+
+    backend._flash_mla_with_kvcache = flash_mla_with_kvcache
+    prefill = backend._forward_prefill_sparse
+
+    def forward_prefill_sparse(**call: Any) -> Any:
+        token = _layer.set(served.get(call["compress_ratio"]))
+        try:
+            return prefill(**call)
+        finally:
+            _layer.reset(token)
+
+    backend._forward_prefill_sparse = forward_prefill_sparse
+    upstream = flash_mla_interface.flash_mla_sparse_fwd
+    if not hasattr(upstream, "_kda_dsv4"):
+
+        def flash_mla_sparse_fwd(*args: Any, **call: Any) -> Any:
+            if args:  # another model's
+                return upstream(*args, **call)
+            return _here_or_there(_layer.get(), PREFILL, upstream, call)
+
+        flash_mla_sparse_fwd._kda_dsv4 = True  # type: ignore[attr-defined]
+        flash_mla_interface.flash_mla_sparse_fwd = flash_mla_sparse_fwd
+
+
+def _here_or_there(
+    layer: SparseLayer | None, name: str, upstream: Callable[..., Any], call: dict[str, Any]
+) -> Any:
+    phase = "decode" if name == DECODE else "prefill"
+    q: torch.Tensor = call["q"]
+    # drafts of another model pad their queries
+    if layer is None or q.shape[-2] != layer.form.heads or not layer.covers(phase, q.shape[0]):
+        return upstream(**call)
+    return make(layer, name, call)

@@ -1,0 +1,231 @@
+"""What an engine's DeepSeek-V4 layers share on this family: which calls run here, and how.
+
+Imports no engine. An adapter makes one `SparseLayer` for layers that are alike, as they are built,
+and hands it what the engine would hand to FlashMLA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from backend_core.engines.log import chosen
+from backend_core.target import Target
+from mla_backend.contract.sparse_mla import NamedRows
+from mla_backend.engine_choice import Lead
+from mla_backend.scratch import Scratch
+from mla_backend.sparse_mla import SparseMlaSelection, select_sparse_mla, sparse_mla
+from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
+
+MIN_WIDTH = 128
+"""Entries of the shortest lists that an engine makes for a compressed cache."""
+
+
+def refusal_of(leads: dict[str, Lead | str]) -> str | None:
+    """Why no call runs here, in words, or ``None`` where one does."""
+    if any(isinstance(lead, Lead) for lead in leads.values()):
+        return None
+    return "; ".join(map(str, leads.values()))
+
+
+def unlimited(leads: dict[str, Lead | str]) -> bool:
+    """Whether every call runs here, so that no other kernel ever sees the queries."""
+    return all(isinstance(lead, Lead) and lead.max_requests is None for lead in leads.values())
+
+
+@dataclass(frozen=True)
+class Form:
+    """What layers that are alike have in common.
+
+    Attributes:
+        heads: of the queries as the kernels get them, the engine's padding included.
+        page_size, extra_page_size: rows of a page of the window's and of the compressed cache.
+        topks: the most entries of a token's two lists.
+        max_tokens: the most query tokens of a call of decode.
+    """
+
+    heads: int
+    page_size: int
+    extra_page_size: int
+    topks: tuple[int, int]
+    max_tokens: int
+
+
+class SparseLayer:
+    """Sparse MLA in the place of an engine's kernels, for layers of one form.
+
+    Whether a call runs here follows from its number of query tokens alone, which a CUDA graph is
+    captured for; everything else that differs from batch to batch is read on the device.
+
+    Args:
+        leads: of decodes and prefills the steps that run here, as `sparse_leads_over` answers.
+        scratch: one for all layers of a model.
+
+    Raises:
+        LookupError: no path of the target can serve these layers.
+        ValueError: a number is not one that `SparseMlaSpec` takes.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        form: Form,
+        leads: dict[str, Lead | str],
+        scratch: Scratch,
+    ) -> None:
+        self.target, self.form, self.leads = target, form, leads
+        self._scratch = scratch
+        self._selections: dict[SparseMlaSpec, SparseMlaSelection] = {}
+        self._records = SparseMlaSpec(
+            form.heads, page_size=form.page_size, extra_page_size=form.extra_page_size
+        )
+        self._rows = SparseMlaSpec(form.heads, "bf16_rows")
+        for spec in (self._records, self._rows):
+            self._select(spec)
+
+    def _select(self, spec: SparseMlaSpec) -> SparseMlaSelection:
+        if spec not in self._selections:
+            self._selections[spec] = select_sparse_mla(self.target, spec)
+        return self._selections[spec]
+
+    def covers(self, phase: str, tokens: int) -> bool:
+        """Whether a call of ``"decode"`` or ``"prefill"`` with so many query tokens runs here."""
+        lead = self.leads[phase]
+        return isinstance(lead, Lead) and lead.covers(tokens)
+
+    def describe(self, heads: int) -> list[str]:
+        """What runs where, and the rows of the table, in lines of a log.
+
+        Args:
+            heads: of a rank, without padding.
+        """
+        here, there, sources = [], [], []
+        for phase, lead in self.leads.items():
+            if isinstance(lead, str):
+                there.append(f"; {phase}s stay FlashMLA's: {lead}")
+                continue
+            most = lead.max_requests
+            here.append(f"{phase}s" if most is None else f"{phase}s of up to {most} query tokens")
+            sources.append(lead.source)
+        form = self.form
+        padding = "" if form.heads == heads else f" as {form.heads}"
+        return chosen(
+            f"DeepSeek-V4's attention with {heads} heads per rank{padding} over pages of"
+            f" {form.page_size} and {form.extra_page_size} rows",
+            self.target,
+            f"{' and '.join(here)} run here, where {sources[0]} has them ahead of FlashMLA"
+            f"{''.join(there)}",
+            self._selections[self._records].explained,
+        )
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        window: NamedRows,
+        extra: NamedRows,
+        *,
+        scale: float,
+        sinks: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of query tokens to the rows of two caches of records.
+
+        Args:
+            q: ``[tokens, 1, heads, 512]`` bf16.
+            window, extra: the caches, with lists for each token.
+            sinks: ``[heads]`` float32; out: as q, contiguous, or ``None`` for new memory.
+
+        Raises:
+            ValueError: an input is not as `sparse_mla` takes it; nothing has been written then.
+        """
+        spec = SparseMlaSpec(
+            q.shape[2],
+            page_size=window.cache.shape[1],
+            extra_page_size=extra.cache.shape[1],
+        )
+        return sparse_mla(
+            q,
+            window,
+            self._select(spec),
+            scale=scale,
+            extra=extra,
+            sinks=sinks,
+            out=out,
+            scratch=self._scratch,
+        )[0]
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        rows: NamedRows,
+        *,
+        scale: float,
+        sinks: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of query tokens ``[tokens, 1, heads, 512]`` to gathered rows of bf16.
+
+        Raises:
+            ValueError: an input is not as `sparse_mla` takes it; nothing has been written then.
+        """
+        spec = SparseMlaSpec(q.shape[2], "bf16_rows")
+        selection = self._select(spec)
+        return sparse_mla(
+            q, rows, selection, scale=scale, sinks=sinks, out=out, scratch=self._scratch
+        )[0]
+
+    def warm_up(self, device: torch.device) -> None:
+        """Compile and load every kernel of the form, and take the memory of its largest step.
+
+        Runs one call of each variant, on caches of one page, on the current stream.
+        """
+        selection = self._selections[self._records]
+        most = 0
+        variants: dict[tuple[int, int], tuple[int, tuple[int, int]]] = {}
+        for tokens in range(1, self.form.max_tokens + 1):
+            if not self.covers("decode", tokens):
+                continue
+            for topks in self._widths():
+                grid = tokens * self.form.heads
+                splits = selection.run(grid).splits(tokens, topks)
+                if splits > 1:
+                    most = max(most, tokens * splits)
+                # what a kernel is compiled for: its row of the table, and 2^n splits to merge
+                variant = (id(selection.row(grid)), (splits - 1).bit_length())
+                variants.setdefault(variant, (tokens, topks))
+        if most:
+            self._scratch.reserve(most, self.form.heads, HEAD_DIM)
+        for tokens, topks in variants.values():
+            self._decode_nothing(tokens, topks, device)
+        if self.covers("prefill", 1):
+            self._prefill_nothing(device)
+
+    def _widths(self) -> list[tuple[int, int]]:
+        """The lists' widths: an engine may give those of short contexts half, a quarter, ..."""
+        window, extra = self.form.topks
+        shorter = [extra >> n for n in range(1, extra.bit_length()) if extra >> n >= MIN_WIDTH]
+        return [(window, width) for width in (extra, *shorter)]
+
+    def _decode_nothing(self, tokens: int, topks: tuple[int, int], device: torch.device) -> None:
+        caches = []
+        sizes = (self.form.page_size, self.form.extra_page_size)
+        for size, topk in zip(sizes, topks, strict=True):
+            page = torch.zeros(1, -(-size * 584 // 576) * 576, dtype=torch.uint8, device=device)
+            indices = torch.full((tokens, 1, topk), -1, dtype=torch.int32, device=device)
+            lengths = torch.zeros(tokens, dtype=torch.int32, device=device)
+            cache = page.as_strided((1, size, 584), (page.stride(0), 584, 1))
+            caches.append(NamedRows(cache, indices, lengths))
+        q, sinks = self._queries(tokens, device)
+        self.decode(q, *caches, scale=1.0, sinks=sinks, out=None)
+
+    def _prefill_nothing(self, device: torch.device) -> None:
+        q, sinks = self._queries(1, device)
+        indices = torch.full((1, 1, 128), -1, dtype=torch.int32, device=device)
+        lengths = torch.zeros(1, dtype=torch.int32, device=device)
+        rows = NamedRows(q.new_zeros(64, HEAD_DIM), indices, lengths)
+        self.prefill(q, rows, scale=1.0, sinks=sinks, out=None)
+
+    def _queries(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.zeros(tokens, 1, self.form.heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+        return q, torch.zeros(self.form.heads, dtype=torch.float32, device=device)

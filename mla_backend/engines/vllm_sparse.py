@@ -1,0 +1,164 @@
+"""DeepSeek-V4's attention in vLLM with FlashMLA's calls on this family, where it is ahead.
+
+Which rows a token attends to, the caches and the split into decodes and prefills are vLLM's: its
+layer hands FlashMLA queries, caches and index lists, and a layer that was taken over (`adopt`) has
+those two calls made here. The queries of such a layer keep their own number of heads, where
+FlashMLA has them padded to 64, if every call of the layer is made here.
+
+Where a batch is served follows from its number of query tokens alone. A FULL graph is captured for
+one number of them; in PIECEWISE graphs vLLM runs its attention eagerly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.models.deepseek_v4.nvidia import flashmla
+from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+from backend_core.engines.vllm_blocks import block_tokens
+from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, say
+from backend_core.target import Target, detect_target
+from mla_backend.engine_choice import Lead, sparse_leads_over
+from mla_backend.engines.flash_mla_calls import DECODE, PREFILL, make
+from mla_backend.engines.sparse_layer import MIN_WIDTH, Form, SparseLayer, refusal_of, unlimited
+from mla_backend.engines.vllm_facts import one_rank_refusal
+from mla_backend.scratch import Scratch
+from mla_backend.spec_sparse_mla import HEAD_DIM
+
+_PADDED = (8, 16, 32)
+"""Heads that vLLM's kernel which makes the queries is compiled for, below FlashMLA's 64."""
+
+_layer: ContextVar[SparseAttention | None] = ContextVar("layer", default=None)
+
+
+def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
+    """Take over a layer whose base class vLLM just built; or why it stays vLLM's, as something
+    failed."""
+    for name in (DECODE, PREFILL):
+        if not hasattr(upstream := getattr(flashmla, name), "_kda_dsv4"):
+            setattr(flashmla, name, _here_or_there(name, upstream))
+    try:
+        served = _sparse_layer(layer, vllm_config)
+    except (LookupError, ValueError) as error:
+        return str(error)
+    if layer.padded_heads != served.form.heads:
+        _keep_heads(layer, served.form.heads)
+    layer.served = served
+    layer.__class__ = SparseAttention
+    say(*served.describe(layer.n_local_heads))
+    return None
+
+
+def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
+    """Why vLLM's choice stays for a layer, from what the layer and the engine are."""
+    if batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and the splits of a step change with the batch"
+    if vllm_config.parallel_config.use_ubatching:
+        return "micro-batches run layers at the same time, and these share one scratch memory"
+    if layer.compress_ratio <= 1:
+        return "no result compares attention to a window alone with FlashMLA"
+    if layer.head_dim != HEAD_DIM or layer.kv_cache_dtype != "fp8_ds_mla":
+        return (
+            f"rows must be fp8_ds_mla records of {HEAD_DIM} channels, got {layer.kv_cache_dtype}"
+            f" of {layer.head_dim}"
+        )
+    if vllm_config.model_config.dtype != torch.bfloat16:
+        return f"queries must be in bfloat16, got {vllm_config.model_config.dtype}"
+    reason = one_rank_refusal(vllm_config.parallel_config)
+    if reason is not None:
+        return reason
+    leads = sparse_leads_over(_target(vllm_config), "flashmla", layer.n_local_heads)
+    return refusal_of(leads)
+
+
+def _target(vllm_config: VllmConfig) -> Target:
+    return detect_target(torch.device(vllm_config.device_config.device_type))
+
+
+def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
+    leads = sparse_leads_over(_target(vllm_config), "flashmla", layer.n_local_heads)
+    heads = layer.padded_heads
+    if unlimited(leads):
+        heads = next((n for n in _PADDED if n >= layer.n_local_heads), heads)
+    ratio = layer.compress_ratio
+    if ratio == 4:
+        topk = vllm_config.model_config.hf_config.index_topk
+    else:  # all compressed tokens of a request
+        topk = -(-vllm_config.model_config.max_model_len // ratio)
+        topk = -(-topk // MIN_WIDTH) * MIN_WIDTH
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    scheduler = vllm_config.scheduler_config
+    form = Form(
+        heads=heads,
+        page_size=layer.swa_cache_layer.block_size,
+        extra_page_size=max(1, block_tokens(layer, vllm_config) // ratio),
+        topks=(layer.window_size, topk),
+        max_tokens=min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens),
+    )
+    device = torch.device(vllm_config.device_config.device_type)
+    return _of_form(_target(vllm_config), form, tuple(leads.items()), device)
+
+
+@functools.cache
+def _of_form(
+    target: Target, form: Form, leads: tuple[tuple[str, Lead | str], ...], device: torch.device
+) -> SparseLayer:
+    """One for all layers that are alike, its kernels compiled."""
+    served = SparseLayer(target, form, dict(leads), _scratch(device))
+    served.warm_up(device)
+    return served
+
+
+@functools.cache
+def _scratch(device: torch.device) -> Scratch:
+    return Scratch(device)
+
+
+def _keep_heads(layer: Any, heads: int) -> None:
+    """Queries, outputs and sinks of a layer with so many heads, before weights are loaded."""
+    sink = torch.nn.Parameter(layer.attn_sink.data[:heads].clone(), requires_grad=False)
+    vars(sink).update(vars(layer.attn_sink))  # the release's way to load it
+    layer.attn_sink = sink
+    layer.padded_heads = heads
+
+
+class SparseAttention(DeepseekV4FlashMLAAttention):  # type: ignore[misc]
+    """vLLM's layer, whose calls of FlashMLA are made here; built by vLLM, see `adopt`."""
+
+    served: SparseLayer
+
+    def forward_mqa(
+        self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        token = _layer.set(self)
+        try:
+            super().forward_mqa(q, kv, positions, output)
+        finally:
+            _layer.reset(token)
+
+
+def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """What vLLM's module calls for FlashMLA's function: this family's, for layers it serves."""
+    phase = "decode" if name == DECODE else "prefill"
+
+    @functools.wraps(upstream)
+    def call(*args: Any, **arguments: Any) -> Any:
+        layer = _layer.get()
+        # vLLM's attention layer names the arguments of these calls
+        if args or layer is None or not layer.served.covers(phase, arguments["q"].shape[0]):
+            return upstream(*args, **arguments)
+        try:
+            return make(layer.served, name, arguments)
+        except Exception as error:
+            log_failed_step(f"sparse attention {layer.prefix}", error)
+            raise
+
+    call._kda_dsv4 = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,158 @@
+"""Multi-head latent attention (MLA) as a family, for the program, the flags and the tests.
+
+Imports no torch: tables are read and shown where it is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from backend_core.family import CheckCase, Family, ModelConfig, TuneSpace
+from mla_backend.launch_params import TABLES
+
+if TYPE_CHECKING:
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+    from backend_core.testing.fuzz import FuzzCase
+
+
+ENGINE_KERNEL = "fa3"
+"""What engines decode dense MLA with on Hopper: FlashAttention 3."""
+SPARSE_KERNEL = "flashmla"
+"""What engines run DeepSeek-V4's attention with there."""
+
+
+def model_refusal(config: ModelConfig) -> str | None:
+    """Why a model has no MLA layers that are served here, or ``None``."""
+    if config.get("model_type") == "deepseek_v4":
+        return None
+    if (config.get("kv_lora_rank"), config.get("qk_rope_head_dim")) != (512, 64):
+        return "MLA decode needs kv_lora_rank 512 and qk_rope_head_dim 64"
+    if config.get("index_topk"):
+        return "MLA decode needs dense attention, and index_topk makes it sparse"
+    return None
+
+
+def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
+    """Which steps of one of ``ranks`` GPUs are served, and by which paths.
+
+    Raises:
+        ValueError: the configuration has no heads, or they cannot be split over the ranks.
+        LookupError: no table for the target, or the engine's own kernel is not behind there.
+    """
+    heads = _heads(config, ranks)
+    if config.get("model_type") == "deepseek_v4":
+        return _describe_sparse(target, heads)
+    from mla_backend.api import select_mla_decode
+    from mla_backend.engine_choice import lead_over
+    from mla_backend.spec import MlaSpec
+
+    lead = lead_over(target, ENGINE_KERNEL, heads)
+    if isinstance(lead, str):
+        raise LookupError(lead)
+    rows = select_mla_decode(target, MlaSpec(heads, 16), ENGINE_KERNEL).explained
+    return [
+        f"{heads} heads per GPU",
+        f"decode steps {lead}, where {lead.source} has them ahead of {ENGINE_KERNEL}",
+        *(str(row) for row in rows if not row.refusal),
+    ]
+
+
+def _describe_sparse(target: Target, heads: int) -> list[str]:
+    """DeepSeek-V4's attention in vLLM and sglang."""
+    from mla_backend.engine_choice import Lead, sparse_leads_over
+    from mla_backend.sparse_mla import select_sparse_mla
+    from mla_backend.spec_sparse_mla import SparseMlaSpec
+
+    leads = sparse_leads_over(target, SPARSE_KERNEL, heads)
+    if not any(isinstance(lead, Lead) for lead in leads.values()):
+        raise LookupError("; ".join(map(str, leads.values())))
+    lines = [f"{heads} heads per GPU"]
+    for phase, lead in leads.items():
+        if isinstance(lead, str):
+            lines.append(f"attention in {phase}s: {SPARSE_KERNEL}, since {lead}")
+            continue
+        most = lead.max_requests
+        steps = f"{phase}s" if most is None else f"{phase}s of up to {most} query tokens"
+        lines.append(f"attention in {steps}, where {lead.source} has them ahead of {SPARSE_KERNEL}")
+    spec = SparseMlaSpec(heads, page_size=64, extra_page_size=64)
+    rows = select_sparse_mla(target, spec, SPARSE_KERNEL).explained
+    return [*lines, *(str(row) for row in rows if not row.refusal)]
+
+
+def _heads(config: ModelConfig, ranks: int) -> int:
+    """Query heads of one of ``ranks`` GPUs."""
+    try:
+        heads = int(config["num_attention_heads"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the configuration must have num_attention_heads: {error}") from error
+    if heads % ranks:
+        raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
+    return heads // ranks
+
+
+def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+    """The calls that a path must get right, by name."""
+    from mla_backend.testing import checks, sparse_mla_checks
+
+    if path.operator == "mla_decode":
+        return checks.check_cases(path)
+    return sparse_mla_checks.check_cases(path)
+
+
+def fuzz_cases() -> Mapping[str, FuzzCase]:
+    """What draws random calls of each operator."""
+    from mla_backend.testing.fuzz import decode_case, merge_case
+
+    return {
+        "mla_decode": decode_case,
+        "combine": merge_case,
+    }
+
+
+def tune_space(path: KernelPath) -> TuneSpace:
+    """What ``tune`` tries of a path's launch parameters."""
+    if path.operator != "mla_decode":
+        return {}
+    if path.name == "triton":
+        return {
+            "decode_8k": {
+                "block_kv": (16, 32, 64),
+                "num_warps": (4, 8),
+                "num_stages": (1, 2, 3),
+            }
+        }
+    if path.name == "sm90":
+        return {"decode_8k": {"overhead": (1, 2, 3, 5), "min_blocks": (1, 2, 4)}}
+    return {}
+
+
+def measure(
+    path: KernelPath, target: Target, name: str, grid: int, heads: int
+) -> Callable[[], object]:
+    """An MLA decode step of ``grid / heads`` requests of 8,192 tokens."""
+    from mla_backend.testing import checks
+
+    return checks.decode_call(path, target, max(1, grid // heads), heads)
+
+
+FAMILY = Family(
+    name="mla",
+    title="Multi-head latent attention",
+    tables=TABLES,
+    layer_kinds=frozenset({"mla", "sparse_mla"}),
+    model_refusal=model_refusal,
+    describe_model=describe_model,
+    check_cases=check_cases,
+    fuzz_cases=fuzz_cases,
+    interpretable=frozenset({"triton"}),
+    tune_space=tune_space,
+    measure=measure,
+    open_grid={"mla_decode": 128},
+    benchmarks={
+        "mla-decode": "bench_mla_decode.py",
+        "dsv4-attention": "bench_dsv4_attention.py",
+    },
+    transformers=None,
+)

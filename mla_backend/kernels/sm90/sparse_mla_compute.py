@@ -1,0 +1,202 @@
+# ruff: noqa: RUF059  Gluon needs lists added and tuples taken apart whole
+"""What both kernels of sparse MLA for Hopper share: work items, shared memory, the computing warps.
+
+Fetching warps put blocks of 64 keys into a ring of shared memory; the computing warpgroups take
+them out. ``sparse_mla.py`` fetches records, ``sparse_mla_rows.py`` rows of bf16.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+
+from backend_core.kernels.gluon_names import thread_barrier
+
+BLOCK = gl.constexpr(64)
+LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+KEY_SCALE = gl.constexpr(1048576.0)
+"""What a number is, over what the ring has of it where it comes from a record: 2^20."""
+
+
+@gluon.constexpr_function
+def _logits(heads, warps):
+    """[64, heads] of a product: warpgroups share the heads."""
+    groups = warps // 4
+    return gl.NVMMADistributedLayout([3, 0], [4, groups], [16, heads // groups, 16])
+
+
+@gluon.constexpr_function
+def _output(heads, warps):
+    """[512, heads] of a product: warpgroups share the channels."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, heads, 16])
+
+
+@gluon.jit
+def work_item(item, lengths, sizes, ROW_TILES: gl.constexpr):
+    """(token, tile of heads, split, entries of both lists, blocks of the first list, first block,
+    end block) of one work item."""
+    lengths_ptr, extra_lengths_ptr = lengths
+    topk, extra_topk, query_tokens, splits = sizes
+    i_rows = item % ROW_TILES
+    i_split = item // ROW_TILES % splits
+    i_token = item // ROW_TILES // splits
+    request = i_token // query_tokens
+    count = topk
+    if lengths_ptr is not None:
+        count = gl.minimum(gl.maximum(gl.load(lengths_ptr + request), 0), topk)
+    extra_count = extra_topk
+    if extra_lengths_ptr is not None:
+        extra_count = gl.minimum(gl.maximum(gl.load(extra_lengths_ptr + request), 0), extra_topk)
+    own_blocks = (count + BLOCK - 1) // BLOCK
+    blocks = own_blocks + (extra_count + BLOCK - 1) // BLOCK
+    begin = i_split * blocks // splits
+    end = (i_split + 1) * blocks // splits
+    return i_token.to(gl.int64), i_rows, i_split, count, extra_count, own_blocks, begin, end
+
+
+@gluon.jit
+def load_names(i, first, end, lists, counts, ROWS: gl.constexpr, layout: gl.constexpr):
+    """Entries ``first`` and on of block i, as they are; -1 beyond a list and of blocks beyond end.
+
+    Nothing is made of them here: their first use waits for them, a block later.
+    """
+    list_ptr, extra_list_ptr = lists
+    count, extra_count, own_blocks = counts
+    is_own = i < own_blocks
+    position = gl.where(is_own, i, i - own_blocks) * BLOCK + first
+    position += gl.arange(0, ROWS, layout=layout)
+    names = gl.where(is_own, list_ptr, extra_list_ptr)
+    m_listed = (position < gl.where(is_own, count, extra_count)) & (i < end)
+    return gl.load(names + position, mask=m_listed, other=-1)
+
+
+@gluon.jit
+def allocate(HEADS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Shared memory of a CTA: (ring of keys, whether each key is seen, full, empty, queries, p).
+
+    Barriers: ``full`` of a stage completes with ARRIVALS, ``empty`` when both products read it.
+    """
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 512], gl.bfloat16)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, 512], gl.bfloat16)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEADS], gl.bfloat16)
+    seen_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 512], k_layout)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 512], q_layout)
+    p_s = gl.allocate_shared_memory(gl.bfloat16, [64, HEADS], p_layout)
+    seen_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], seen_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=1)
+    return k_s, seen_s, full, empty, q_s, p_s
+
+
+@gluon.jit
+def _store(b_o, weight, to_ptr, first, heads_left, layout: gl.constexpr, RECORDS: gl.constexpr):
+    """[512, HEADS] times a weight per head, to rows of 512 from element ``first`` on."""
+    HEADS: gl.constexpr = b_o.shape[1]
+    o_channel = gl.arange(0, 512, layout=gl.SliceLayout(1, layout))
+    o_head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, layout))
+    weight = gl.convert_layout(weight, gl.SliceLayout(0, layout))
+    if RECORDS:  # the ring's scale and order of channels
+        weight *= KEY_SCALE
+        o_channel = (o_channel & ~3) | ((o_channel & 1) << 1) | ((o_channel >> 1) & 1)
+    value = (b_o * weight[None, :]).to(to_ptr.dtype.element_ty)
+    at = o_head[None, :] * 512 + o_channel[:, None]
+    gl.store(to_ptr + first + at, value, mask=(o_head < heads_left)[None, :])
+
+
+@gluon.jit
+def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
+             ROW_TILES: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+             IS_SPLIT: gl.constexpr, RECORDS: gl.constexpr):  # fmt: skip
+    """The computing warpgroups: logits, softmax and output of every work item of the CTA."""
+    k_s, seen_s, full, empty, q_s, p_s = buffers
+    items, lengths, sizes = work
+    q_ptr, stride_q_t, stride_q_h, heads = queries
+    sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, max_logits_ptr = outputs
+    s_layout: gl.constexpr = _logits(HEADS, WARPS)
+    o_layout: gl.constexpr = _output(HEADS, WARPS)
+    key_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    head_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    o_head = gl.arange(0, HEADS, layout=head_layout)
+    q_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, q_layout))
+    q_channel = gl.arange(0, 512, layout=gl.SliceLayout(0, q_layout))
+    scale_log2 = scale * LOG2_E
+    if RECORDS:
+        scale_log2 *= KEY_SCALE
+    read = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end = work_item(
+            item, lengths, sizes, ROW_TILES
+        )
+        heads_left = heads - i_rows * HEADS
+        q = q_ptr + i_token * stride_q_t + i_rows * HEADS * stride_q_h
+        b_q = gl.load(
+            q + q_head[:, None] * stride_q_h + q_channel[None, :],
+            mask=(q_head < heads_left)[:, None],
+            other=0.0,
+        )
+        if RECORDS:
+            b_four = gl.permute(gl.reshape(b_q, [HEADS, 128, 2, 2]), (0, 1, 3, 2))
+            q_s.store(gl.reshape(b_four, [HEADS, 512]))
+        else:
+            q_s.store(b_q)
+        fence_async_shared()
+        thread_barrier()
+        b_top = gl.full([HEADS], -float("inf"), gl.float32, layout=head_layout)
+        b_sums = gl.zeros([64, HEADS], gl.float32, layout=s_layout)
+        b_o = gl.zeros([512, HEADS], gl.float32, layout=o_layout)
+        for _i in range(begin, end):
+            stage = read % STAGES
+            mbarrier.wait(full.index(stage), (read // STAGES) & 1)
+            fence_async_shared()
+            k = k_s.index(stage)
+            b_seen = seen_s.index(stage).load(key_layout)
+            b_s = gl.zeros([64, HEADS], gl.float32, layout=s_layout)
+            b_s = warpgroup_mma(k, q_s.permute((1, 0)), b_s, use_acc=False)
+            b_s = b_s * scale_log2 + b_seen[:, None]
+            b_now = gl.maximum(b_top, gl.max(b_s, 0))
+            shift = gl.where(b_now == -float("inf"), 0.0, b_now)
+            keep = gl.exp2(b_top - shift)
+            b_p = gl.exp2(b_s - shift[None, :])
+            b_sums = b_sums * keep[None, :] + b_p
+            p_s.store(b_p.to(gl.bfloat16))
+            fence_async_shared()
+            b_o = b_o * gl.convert_layout(keep, gl.SliceLayout(0, o_layout))[None, :]
+            thread_barrier()
+            b_o = warpgroup_mma(k.permute((1, 0)), p_s, b_o)
+            thread_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            b_top = b_now
+            read += 1
+        b_sum = gl.sum(b_sums, 0)
+        none = b_sum == 0.0
+        top = gl.where(none, 0.0, b_top)
+        l2 = gl.where(none, -float("inf"), top + gl.log2(b_sum))
+        m_head = o_head < heads_left
+        row = i_token * heads + i_rows * HEADS
+        slot_row = (i_token * sizes[3] + i_split) * heads + i_rows * HEADS
+        if IS_SPLIT:
+            gl.store(partial_lse_ptr + slot_row + o_head, l2, mask=m_head)
+            weight = gl.where(none, 0.0, 1.0 / b_sum)
+            _store(b_o, weight, partial_out_ptr, slot_row * 512, heads_left, o_layout, RECORDS)
+        else:
+            total = b_sum
+            if sinks_ptr is not None:
+                sinks = sinks_ptr + i_rows * HEADS + o_head
+                total += gl.exp2(gl.load(sinks, mask=m_head, other=0.0) * LOG2_E - top)
+            bad = none | (b_sum != b_sum)
+            lse = gl.where(bad, float("inf"), l2 * LN_2)
+            gl.store(lse_ptr + row + o_head, lse, mask=m_head)
+            if max_logits_ptr is not None:
+                logits = gl.where(none, -float("inf"), b_top * LN_2)
+                gl.store(max_logits_ptr + row + o_head, logits, mask=m_head)
+            weight = gl.where(none, 0.0, 1.0 / total)
+            _store(b_o, weight, out_ptr, row * 512, heads_left, o_layout, RECORDS)

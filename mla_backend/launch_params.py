@@ -1,0 +1,78 @@
+"""The launch parameters of each path, and what the family's path tables may hold.
+
+Imports no torch: tables are read where it is not installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import methodcaller
+
+from backend_core.tables.schema import NoParams, Operator, TableSchema
+from mla_backend.launch_params_sparse import OPERATORS as SPARSE_OPERATORS
+
+
+@dataclass(frozen=True)
+class TritonMlaParams:
+    """MLA decode in Triton.
+
+    Attributes:
+        block_kv: tokens per step of the main loop: 16, 32 or 64.
+        block_rows: most query rows of a program: 16 or 32.
+        num_warps, num_stages: of the main kernel.
+    """
+
+    block_kv: int
+    block_rows: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if self.block_kv not in (16, 32, 64):
+            raise ValueError(f"block_kv must be 16, 32 or 64, got {self.block_kv}")
+        if self.block_rows not in (16, 32):
+            raise ValueError(f"block_rows must be 16 or 32, got {self.block_rows}")
+
+
+@dataclass(frozen=True)
+class Sm90MlaParams:
+    """MLA decode in CUDA C++ for Hopper.
+
+    Attributes:
+        overhead: what a CTA pays for each query tile that it touches, in blocks of 64 tokens.
+        min_blocks: fewest blocks of a split.
+        prefix_overhead: ``overhead`` of plans with shared prefixes, whose splits combine merges for
+            64 rows at a time; 0 is as much as ``overhead``.
+    """
+
+    overhead: int
+    min_blocks: int
+    prefix_overhead: int = 0
+
+    def __post_init__(self) -> None:
+        check_plan(self.overhead, self.min_blocks)
+        if self.prefix_overhead:
+            check_plan(self.prefix_overhead, self.min_blocks)
+
+
+def check_plan(overhead: int, min_blocks: int) -> None:
+    """Raises ValueError where the planner's kernels could not serve these."""
+    if not 1 <= overhead <= 16:
+        raise ValueError(f"overhead must be 1 to 16 blocks, got {overhead}")
+    if not 1 <= min_blocks <= 64:
+        raise ValueError(f"min_blocks must be 1 to 64, got {min_blocks}")
+
+
+TABLES = TableSchema(
+    family="mla",
+    operators=(
+        Operator(
+            name="mla_decode",
+            grid="requests times query rows of a request (query tokens times heads)",
+            paths={"torch": NoParams, "triton": TritonMlaParams, "sm90": Sm90MlaParams},
+            folder="mla_backend.decode",
+            requires=methodcaller("requires"),
+        ),
+        *SPARSE_OPERATORS,
+    ),
+)

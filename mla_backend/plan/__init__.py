@@ -1,0 +1,5 @@
+"""Which blocks of keys each query tile meets, and who computes them: generators of `StepPlan`."""
+
+from mla_backend.plan.planner import MlaPlanner
+
+__all__ = ["MlaPlanner"]

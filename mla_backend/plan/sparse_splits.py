@@ -1,0 +1,46 @@
+"""How many programs share one query token's rows, from shapes alone.
+
+The lists' lengths are the device's; a program finds its share of the blocks that are really there,
+so the plan of a step is this one number, and a CUDA graph serves any lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from mla_backend.spec import MAX_SPLITS
+
+OVERHEAD = 2
+"""What a program pays before its first block, in blocks."""
+MERGE = 1
+"""What merging takes, in blocks."""
+
+
+@functools.lru_cache(maxsize=4096)
+def sparse_splits(tiles: int, blocks: int, slots: int) -> int:
+    """The number of splits that ends first by a simple count.
+
+    A split of ``n`` blocks takes ``n + OVERHEAD``; the programs run in rounds of ``slots``. Merging
+    takes ``MERGE`` blocks, and a sixteenth of one for each split, whose partial output is written
+    and read again.
+
+    Args:
+        tiles: query tokens times tiles of heads.
+        blocks: of one token's lists, if they are full.
+        slots: programs that run at once.
+
+    Returns:
+        1 to ``min(blocks, MAX_SPLITS)``; the smallest of equals.
+    """
+    best, least = 1, float("inf")
+    for splits in range(1, max(1, min(blocks, MAX_SPLITS)) + 1):
+        rounds = -(-tiles * splits // slots)
+        time = rounds * (-(-blocks // splits) + OVERHEAD) + (MERGE + splits / 16) * (splits > 1)
+        if time < least:
+            best, least = splits, time
+    return best
+
+
+def blocks_of(topks: tuple[int, ...], block_kv: int) -> int:
+    """Blocks of one token's lists, if they are full."""
+    return sum(-(-topk // block_kv) for topk in topks)

@@ -1,0 +1,20 @@
+"""Sparse MLA's paths: a module for each, whose `bind` returns a `SparseRun`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from mla_backend.contract.sparse_mla import SparseMlaInputs
+    from mla_backend.scratch import Scratch
+
+
+class SparseRun(Protocol):
+    """One path, bound to a kind of layer."""
+
+    def __call__(self, x: SparseMlaInputs, scratch: Scratch, splits: int) -> None:
+        """Run a checked call, whose tokens' rows are shared by ``splits`` programs."""
+
+    def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
+        """Programs that share the rows of each of so many query tokens, whose lists have so many
+        entries; rows of bf16 are not split."""

@@ -1,0 +1,321 @@
+"""Compile the kernels of block-sparse attention for each architecture, without a GPU.
+
+Run as a script it rewrites ``compile_report.json``; with the name of an architecture it prints that
+part as JSON, which is what the test compares. Triton's interpreter must be off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from backend_core.tables.select import load_table
+from block_sparse_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
+from block_sparse_backend.kernels.prefill_hooks import softmax_update
+from block_sparse_backend.kernels.sm90 import block_load
+from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90
+from block_sparse_backend.launch_params import TABLES
+from block_sparse_backend.plan.predicted import (
+    SCORE_COLS,
+    SCORE_ROWS,
+    SCORE_STEP,
+    SCORE_WARPS,
+    params_of_table,
+)
+from block_sparse_backend.variants import masks
+from tests.offline import TARGETS, Report, compile_kernel, dump, measure
+
+REPORT = Path(__file__).with_name("compile_report.json")
+CONFIGS = Path(__file__).parents[2] / "configs"
+Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
+"""(name, kernel, types that are not the usual ones, constexprs, options)."""
+
+_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "spans_ptr", "pages_ptr",
+         "mask_aux_ptr")  # fmt: skip
+_FLOATS = ("factor", "softmax_scale", "scale_log2", "min_likeness")
+
+
+def cases(arch: str) -> Iterator[Case]:
+    """What is compiled for one architecture."""
+    nvidia = arch.startswith("sm")
+    tile, _ = _tile(arch, "block_sparse")
+    yield _attention("block_sparse causal", tile, masks.causal)
+    yield _attention("block_sparse paged", (tile[0], 64, *tile[2:]), masks.causal, is_paged=True)
+    if arch == "sm90" or not nvidia:
+        wide = (128, 64, 8, 2) if nvidia else (64, 64, 4, 2)
+        yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
+        yield _attention("block_sparse element_bits", tile, masks.element_bits)
+        paged = (tile[0], 64, *tile[2:])
+        yield _attention("block_sparse paged, masked", paged, masks.element_bits, is_paged=True)
+    for groups in ("per_warp", "per_thread"):
+        if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
+            yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
+    if arch == "sm90":
+        for name, is_packed in (("biased", False), ("biased, packed sequences", True)):
+            name = f"int8 per_warp e4m3, {name}"
+            biased = {"exponent": "biased", "is_packed": is_packed}
+            yield _int8(arch, name, "per_warp", masks.causal, True, **biased)
+    yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
+    if not nvidia:
+        yield _int8(arch, "int8 per_thread 16-bit values", "per_thread", masks.causal, False)
+        name = "int8 per_warp 16-bit values, biased"
+        yield _int8(arch, name, "per_warp", masks.causal, False, exponent="biased")
+    if arch in ("sm90", "sm100") or not nvidia:
+        yield from _small_kernels(arch, 128 if nvidia else 64, nvidia)
+    if arch == "sm90":
+        for name, kernel, types, constexprs, options in list(_small_kernels(arch, 128, True)):
+            if "spans_ptr" in constexprs and "pool" not in name:
+                own = {key: value for key, value in constexprs.items() if key != "spans_ptr"}
+                yield f"{name}, packed sequences", kernel, types, own, options
+
+
+def _tile(arch: str, operator: str) -> tuple[tuple[int, int, int, int], frozenset[str]]:
+    """Queries, keys, warps and stages of the table's first Triton row, and what it can do."""
+    rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
+    row = next(row for row in rows if (row.operator, row.name) == (operator, "triton"))
+    params = row.params
+    tile = (params.block_m, params.block_n, params.num_warps, params.num_stages)
+    return tile, row.features
+
+
+def _attention(
+    name: str,
+    tile: tuple[int, int, int, int],
+    mask: masks.Mask,
+    *,
+    dims: tuple[int, int] = (128, 128),
+    is_paged: bool = False,
+) -> Case:
+    block_m, block_n, warps, stages = tile
+    block_d = triton.next_power_of_2(dims[0])
+    constexprs = {
+        "GROUP": 4,
+        "D": dims[0],
+        "DV": dims[1],
+        "BLOCK_D": block_d,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "STAGES": stages,
+        "HAS_PARTIAL": True,
+        "load": block_sparse.paged_rows if is_paged else block_sparse.contiguous_rows,
+        "update": softmax_update,
+        "mask": mask.kernel,
+    }
+    types = {
+        "q_desc": f"tensordesc<bf16[1,1,{block_m},{block_d}]>",
+        "k_source": "*bf16" if is_paged else f"tensordesc<bf16[1,1,{block_n},{block_d}]>",
+        "v_source": "*bf16" if is_paged else f"tensordesc<bf16[1,1,{block_n},{dims[1]}]>",
+        "out_ptr": "*bf16",
+    }
+    options = {"num_warps": warps, "num_stages": stages}
+    return name, block_sparse.block_sparse_kernel, types, constexprs, options
+
+
+def _int8(
+    arch: str,
+    name: str,
+    groups: str,
+    mask: masks.Mask,
+    is_fp8: bool,
+    exponent: str = "scaled",
+    is_packed: bool = False,
+) -> Case:
+    kernels = block_sparse_int8
+    (block_m, block_n, warps, stages), _ = _tile(arch, "block_sparse_int8")
+    block_n = block_n if is_fp8 else 64
+    constexprs = {
+        "HEADS": 24,
+        "GROUP": 1,
+        "D": 128,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "STAGES": stages,
+        "HAS_PARTIAL": True,
+        "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
+        "EXPONENT": exponent,
+        "query_scales": getattr(kernels, f"{groups}_queries"),
+        "key_scales": getattr(kernels, f"{groups}_keys"),
+        "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
+        "mask": mask.kernel,
+        **({} if is_packed else {"sequences_ptr": None}),
+    }
+    values = f"fp8e4nv[1,1,128,{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},128]"
+    types = {
+        "q_desc": f"tensordesc<i8[1,1,{block_m},128]>",
+        "k_desc": f"tensordesc<i8[1,1,{block_n},128]>",
+        "v_desc": f"tensordesc<{values}>",
+        "out_ptr": "*bf16",
+    }
+    options = {"num_warps": warps, "num_stages": stages}
+    if arch == "sm90":
+        options["maxnreg"] = 168
+    return name, kernels.block_sparse_int8_kernel, types, constexprs, options
+
+
+def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
+    """Quantisers and prediction for blocks of so many keys, and for values in e4m3 or 16 bits.
+
+    Products and searches that no table of the architecture chooses are left out.
+    """
+    prediction = params_of_table(load_table(TABLES, TARGETS[arch][1], directory=CONFIGS))
+    heads = {"HEADS": 24, "D": 128}
+    half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
+    stats = quantise.column_stats_kernel
+    sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": is_fp8}
+    four, alone = {"num_warps": 4}, {"spans_ptr": None}
+    yield "column_stats", stats, half, heads | sizes | alone, four
+    yield "mean", quantise.mean_kernel, {}, heads | alone | {"STEP": 32}, four
+    int8, group = half | {"out_ptr": "*i8"}, {"PER_THREAD": False}
+    for pool, likeness in ((False, False), (True, False), (True, True)):
+        pooled = {"HAS_POOL": pool, "HAS_LIKENESS": likeness}
+        suffix = (" and pool" if pool else "") + (" with likeness" if likeness else "")
+        keys = heads | group | pooled | alone | {"BLOCK": block_n}
+        kernel = quantise.quantise_keys_kernel
+        yield f"quantise_keys{suffix}", kernel, int8, keys, {"num_warps": 8}
+        queries = heads | group | pooled | alone | {"BLOCK": 64, "GROUP": 1}
+        kernel = quantise.quantise_queries_kernel
+        yield f"quantise_queries{suffix}", kernel, int8, queries, {"num_warps": 1}
+    if is_fp8:
+        values = heads | alone
+        sizes = {"STEP": 32, "E4M3_MAX": 448.0}
+        yield "value_scales", quantise.value_scales_kernel, {}, values | sizes, four
+        types = half | {"out_ptr": "*fp8e4nv"}
+        sizes = {"BLOCK": block_n}
+        yield (
+            "quantise_values",
+            quantise.quantise_values_kernel,
+            types,
+            values | sizes,
+            {"num_warps": 8},
+        )
+    for likeness in (False, True):
+        flags = {"HAS_MEAN": likeness, "HAS_LIKENESS": likeness}
+        name = "pool with likeness" if likeness else "pool"
+        sizes = {"BLOCK": block_n, "STEP": 16}
+        yield name, predict.pool_kernel, half, heads | sizes | flags, {"num_warps": 1}
+    blocks = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": block_n, "IS_CAUSAL": True}
+    exact = "tf32x3" if is_fp8 else "ieee"
+    for name, product, centre in (
+        ("score", exact, "mean"),
+        ("score fp16x3", "fp16x3", "middle"),
+    ):
+        sizes = {"ROWS": SCORE_ROWS, "COLS": SCORE_COLS, "STEP": SCORE_STEP, "D": 128}
+        if product == "fp16x3" != prediction.product:
+            continue
+        flags = {"PRECISION": product, "CENTRE": centre}
+        kernel = predict.score_kernel
+        yield name, kernel, {}, blocks | sizes | flags, {"num_warps": SCORE_WARPS}
+    for name, is_cdf in (
+        ("cdf", True),
+        ("topk", False),
+        ("cdf in logits", True),
+        ("topk in logits", False),
+        ("cdf of each head", True),
+    ):
+        if name.endswith("logits") and prediction.search != "logits":
+            continue
+        flags = {"WIDTH": 1024, "IS_CDF": is_cdf, "HAS_SINK": False, "HAS_LIKENESS": is_cdf}
+        flags |= {"IN_LOGITS": name.endswith("logits"), "PER_HEAD": name.endswith("head")}
+        select = predict.select_blocks_kernel
+        yield f"select_blocks {name}", select, {"amount": "fp32"}, blocks | flags, {"num_warps": 1}
+    sizes = {"HEADS": 24, "BLOCK": 64, "STEP": 64}
+    yield "order_rows", predict.order_rows_kernel, {}, sizes, four
+
+
+def compile_case(arch: str, case: Case) -> dict[str, int]:
+    """Build one Triton case and measure it."""
+    _, kernel, given, constexprs, options = case
+    types = {name: _type(name, given) for name in kernel.arg_names if name not in constexprs}
+    pointers = [n for n, kind in types.items() if kind.startswith("*")]
+    aligned = [
+        n for n in types if n in pointers or n.startswith("stride_") or n in ("padded", "pitch")
+    ]
+    return compile_kernel(arch, kernel, types, constexprs, options, frozenset(aligned))
+
+
+def _type(name: str, given: dict[str, str]) -> str:
+    if name in given:
+        return given[name]
+    if name in _INTS:
+        return "*i32"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    return "fp32" if name in _FLOATS else "i32"
+
+
+GLUON = {
+    "gluon": (block_sparse_sm90.block_sparse_sm90_kernel, None),
+    "gluon packed": (
+        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_load.packed_keys,
+    ),
+    "gluon paged": (
+        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_load.paged_keys,
+    ),
+}  # fmt: skip
+"""The kernels for Hopper, and where they find a block of keys."""
+
+
+def build_gluon(
+    block_n: int,
+    stages: int,
+    mask: masks.Mask,
+    name: str = "gluon",
+    d: int = 128,
+) -> Any:
+    """A Hopper kernel, as Triton compiles it."""
+    kernel, at_keys = GLUON[name]
+
+    def descriptor(rows: int) -> str:
+        block = [1, 1, rows, d]
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        return f"tensordesc<bf16{block},{layout!r}>"
+
+    constexprs = {
+        "GROUP": 4,
+        "BLOCK_N": block_n,
+        "D": d,
+        "STAGES": stages,
+        "REGISTERS": 240,
+        "update": softmax_update,
+        "mask": mask.kernel,
+    }
+    if at_keys is not None:
+        constexprs["at_keys"] = at_keys
+    given = {"q_desc": descriptor(64), "k_desc": descriptor(block_n), "v_desc": descriptor(block_n)}
+    given["out_ptr"] = "*bf16"
+    signature, attrs = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constexprs else _type(name, given)
+        if name.endswith("_ptr") or name.startswith("stride_"):
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attrs)
+    target, _ = TARGETS["sm90"]
+    return triton.compile(source, target=target, options={"num_warps": 4})
+
+
+def report(arch: str) -> Report:
+    """A line for each case."""
+    lines = {case[0]: compile_case(arch, case) for case in cases(arch)}
+    if arch == "sm90":
+        for mask in (masks.causal, masks.block_end):
+            lines[f"gluon {mask.name}"] = measure(build_gluon(128, 2, mask))
+        for form in ("gluon packed", "gluon paged"):
+            lines[f"{form} causal"] = measure(build_gluon(128, 2, masks.causal, form))
+        kernel = build_gluon(64, 4, masks.causal, "gluon paged", 64)
+        lines["gluon paged causal, D 64"] = measure(kernel)
+    return lines
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(report(sys.argv[1])))
+    else:
+        REPORT.write_text(dump({arch: report(arch) for arch in TARGETS}), encoding="utf-8")

@@ -1,0 +1,124 @@
+"""Plans by property: what a plan lets attend is what its definition says, element by element."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from block_sparse_backend.plan import block_plan, bsr, intervals
+from block_sparse_backend.plan.block_plan import FULL, PARTIAL, BlockPlan
+from block_sparse_backend.testing.cases import causal_seen, elements_seen
+
+CPU = torch.device("cpu")
+lengths = st.integers(1, 150)
+blocks = st.sampled_from([16, 32, 64])
+few = settings(max_examples=25, deadline=None)
+
+
+def assert_well_formed(plan: BlockPlan) -> None:
+    """FULL before PARTIAL, no block twice in a row, every tile with queries once."""
+    for begin, full_end, end, _ in plan.rows.tolist():
+        assert 0 <= begin <= full_end <= end <= len(plan.cols)
+        row = plan.cols[begin:end].tolist()
+        assert len(set(row)) == len(row)
+    tiles = [tuple(x[:3]) for x in plan.work.tolist() if x[0] >= 0]
+    assert len(set(tiles)) == len(tiles)
+    for i, (_, _, q_len, *_) in enumerate(plan.sequences.tolist()):
+        expected = plan.num_heads * -(-q_len // plan.block_m)
+        assert sum(x[0] == i for x in tiles) == expected
+
+
+@few
+@given(lengths, lengths, blocks, blocks)
+def test_causal(q_len: int, kv_len: int, m: int, n: int) -> None:
+    plan = intervals.causal(q_len, kv_len, 2, block_m=m, block_n=n, device=CPU)
+    assert_well_formed(plan)
+    assert torch.equal(elements_seen(plan)[1], causal_seen(q_len, kv_len))
+
+
+@few
+@given(lengths, lengths, blocks, blocks)
+def test_full_blocks_are_whole(q_len: int, kv_len: int, m: int, n: int) -> None:
+    """A FULL block hides nothing from the mask: every element of it is attended."""
+    plan = intervals.causal(q_len, kv_len, 1, block_m=m, block_n=n, device=CPU)
+    seen = causal_seen(q_len, kv_len)
+    for _, _, tile, row in plan.work.tolist():
+        begin, full_end, _, _ = plan.rows[row].tolist()
+        for col in plan.cols[begin:full_end].tolist():
+            assert (col + 1) * n <= kv_len
+            assert bool(seen[tile * m : (tile + 1) * m, col * n : (col + 1) * n].all())
+
+
+@few
+@given(st.lists(st.tuples(st.integers(0, 70), lengths), min_size=1, max_size=4), st.booleans())
+def test_ragged(sizes: list[tuple[int, int]], is_causal: bool) -> None:
+    q_lens, kv_lens = (torch.tensor([0, *x]).cumsum(0).int() for x in zip(*sizes, strict=True))
+    plan = intervals.ragged(
+        q_lens, kv_lens, 80, 160, 2, is_causal=is_causal, block_m=32, block_n=32
+    )
+    assert_well_formed(plan)
+    for i, (q_len, kv_len) in enumerate(sizes):
+        seen = elements_seen(plan, i)[0]
+        full = torch.ones(q_len, kv_len, dtype=torch.bool)
+        assert torch.equal(seen, causal_seen(q_len, kv_len) if is_causal else full)
+
+
+@few
+@given(st.data())
+def test_block_maps_of_any_size(data: st.DataObject) -> None:
+    heads = data.draw(st.sampled_from([1, 2]))
+    rows, cols = (data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=6)) for _ in range(2))
+    rows[0], cols[0] = rows[0] + 1, cols[0] + 1
+    seed = data.draw(st.integers(0, 1 << 20))
+    shape = (heads, len(rows), len(cols))
+    block_map = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    row_sizes, col_sizes = torch.tensor([rows]), torch.tensor([cols])
+    plan = bsr.from_block_map(block_map, row_sizes, col_sizes, 2, block_m=32, block_n=32)
+    assert_well_formed(plan)
+    seen = block_map.repeat_interleave(row_sizes[0], 1).repeat_interleave(col_sizes[0], 2)
+    assert torch.equal(elements_seen(plan), seen.expand(2, -1, -1))
+
+
+@few
+@given(st.integers(0, 1 << 20), st.sampled_from([(1, 1), (4, 16), (32, 32), (64, 32)]))
+def test_bsr_with_elements(seed: int, size: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mb, nb = 128 // size[0], 96 // size[1]
+    chosen = torch.rand(2, mb, nb, generator=generator) < 0.4
+    indptr = torch.cat([torch.zeros(1), chosen.sum(2).flatten().cumsum(0)]).int()
+    per_head = torch.stack([indptr[: mb + 1], indptr[mb:]])
+    indices = chosen.flatten(0, 1).nonzero()[:, 1].int()
+    mask = torch.rand(len(indices), *size, generator=generator) < 0.5
+    plan = bsr.from_bsr(per_head, indices, 128, 96, *size, 2, mask=mask, block_m=32, block_n=32)
+    want = torch.zeros(2, mb, size[0], nb, size[1], dtype=torch.bool)
+    want[chosen.nonzero()[:, 0], chosen.nonzero()[:, 1], :, chosen.nonzero()[:, 2]] = mask
+    assert torch.equal(elements_seen(plan), want.view(2, 128, 96))
+    whole = bsr.from_bsr(per_head, indices, 128, 96, *size, 2, block_m=32, block_n=32)
+    want = chosen.repeat_interleave(size[0], 1).repeat_interleave(size[1], 2)
+    assert torch.equal(elements_seen(whole), want)
+    assert whole.has_partial == (size[0] % 32 != 0 or size[1] % 32 != 0)
+
+
+@few
+@given(st.integers(0, 1 << 20))
+def test_compact_lists_full_blocks_first(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(0, 3, (7, 9), generator=generator, dtype=torch.int8)
+    rows, cols = block_plan.compact(kinds)
+    slot = 0
+    for kind, (begin, full_end, end, first) in zip(kinds, rows.tolist(), strict=True):
+        assert cols[begin:full_end].tolist() == (kind == FULL).nonzero().flatten().tolist()
+        assert cols[full_end:end].tolist() == (kind == PARTIAL).nonzero().flatten().tolist()
+        assert first == slot
+        slot += end - full_end
+
+
+def test_density_of_a_causal_plan() -> None:
+    plan = intervals.causal(128, 128, 3, block_m=32, block_n=32, device=CPU)
+    assert plan.density() == 10 / 16
+
+
+def test_longest_rows_of_a_head_come_first() -> None:
+    plan = intervals.causal(128, 128, 2, block_m=32, block_n=32, device=CPU)
+    assert [x[1:3] for x in plan.work.tolist()[:4]] == [[0, 3], [0, 2], [0, 1], [0, 0]]

@@ -1,0 +1,152 @@
+"""8-bit attention: the quantisers beside torch, and the kernel beside float64."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from block_sparse_backend import reference
+from block_sparse_backend.dense8.triton import attention_kernel
+from block_sparse_backend.launch_params import Int8PrefillParams
+from block_sparse_backend.plan import intervals
+from block_sparse_backend.sage import quantised_attention
+from block_sparse_backend.spec import QuantisedSpec
+from block_sparse_backend.testing.cases import (
+    BLOCKS,
+    assert_matches,
+    causal_seen,
+    inputs,
+    quantised_run,
+    relative_error,
+)
+from block_sparse_backend.variants import sage
+from block_sparse_backend.variants.sage import SageMode
+
+MODES = {
+    "per_warp": (SageMode(), 6e-2, 0.25),
+    "per_thread": (SageMode("per_thread"), 6e-2, 0.25),
+    "half_values": (SageMode("per_thread", fp8_values=False), 3e-2, 0.25),
+    "half_values_per_warp": (SageMode(fp8_values=False), 3e-2, 0.25),
+}
+M, N = 40, 100
+
+
+def offset_inputs(seed: int, device: torch.device, m: int = M) -> list[Tensor]:
+    """Inputs with an offset in every channel, as models have: what smoothing is for."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = inputs((2, m, 64), (1, N, 64), seed=seed, device=torch.device("cpu"))
+    spread = ((q, 2.0), (k, 3.0), (v, 1.0))
+    made = [x.float() + s * torch.randn(x.shape[1], 1, 64, generator=generator) for x, s in spread]
+    return [x.half().to(device) for x in made]
+
+
+@pytest.mark.parametrize("name", list(MODES))
+def test_quantisers_are_as_in_torch(name: str, seed: int, device: torch.device) -> None:
+    mode = MODES[name][0]
+    q, k, v = offset_inputs(seed, device)
+    got = sage._with_triton(q, k, v, mode, 0.125, 32)
+    want = sage._with_torch(q.cpu(), k.cpu(), v.cpu(), mode, 0.125, 32)
+    for field in ("q_scale", "k_scale", "v_scale", "v_mean", "shift", "k_mean"):
+        ours, theirs = getattr(got, field), getattr(want, field)
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=2e-4)
+    for field in ("q", "k"):  # a tie may fall either way
+        gap = getattr(got, field).cpu().int() - getattr(want, field).int()
+        assert int(gap.abs().max()) <= 1 and float((gap != 0).float().mean()) < 5e-3
+    same = got.v.cpu().float() == want.v.float()
+    # Triton 3.6's interpreter truncates e4m3 and loses the carry into the exponent
+    assert float(same.float().mean()) > (0.4 if device.type == "cpu" else 0.999)
+
+
+@pytest.mark.parametrize("name", list(MODES))
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_causal(name: str, path: str, seed: int, device: torch.device) -> None:
+    mode, out_error, lse_error = MODES[name]
+    q, k, v = offset_inputs(seed, device)
+    kept = [x.clone() for x in (q, k, v)]
+    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(M, N), 0.125)
+    plan = intervals.causal(M, N, 2, **BLOCKS, device=device)
+    got = quantised_attention(q, k, v, plan, mode=mode, path=path)
+    assert_matches(got, want, (out_error, lse_error))
+    assert all(torch.equal(a, b) for a, b in zip(kept, (q, k, v), strict=True))
+
+
+def test_rows_that_see_nothing(seed: int, device: torch.device) -> None:
+    q, k, v = offset_inputs(seed, device, 120)
+    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(120, N), 0.125)
+    plan = intervals.causal(120, N, 2, **BLOCKS, device=device)
+    assert_matches(quantised_attention(q, k, v, plan, path="triton"), want, (6e-2, 0.25))
+
+
+def test_kernel_is_the_product_of_what_was_quantised(seed: int, device: torch.device) -> None:
+    """With 16-bit values the kernel adds only its own rounding to that of the inputs."""
+    mode = SageMode("per_thread", fp8_values=False)
+    q, k, v = offset_inputs(seed, device)
+    x = sage.quantise(q, k, v, mode, 0.125, 32, "triton")
+    exact = [t.cpu() for t in sage.dequantised(x)]
+    want = reference.attention(*exact, causal_seen(M, N), 0.125)
+    plan = intervals.causal(M, N, 2, **BLOCKS, device=device)
+    got = quantised_attention(q, k, v, plan, mode=mode, path="triton")
+    assert relative_error(got[0], want[0]) < 1e-3
+
+
+@pytest.mark.parametrize("fp8_values", [True, False])
+@pytest.mark.parametrize("m", [M, 120])
+def test_exponents(fp8_values: bool, m: int, seed: int, device: torch.device) -> None:
+    """Either form of the exponent is the same attention, also of rows that see nothing; logits are
+    some hundreds wide here, where a bias costs the most."""
+    q, k, v = offset_inputs(seed, device, m)
+    q = 4 * q
+    plan = intervals.causal(m, N, 2, **BLOCKS, device=device)
+    x = sage.quantise(q, k, v, SageMode(fp8_values=fp8_values), 0.125, 32, "triton")
+    q8, k8, v8 = (t.cpu() for t in sage.dequantised(x))
+    k8 = k8 - x.k_mean.cpu()[:, :, None]  # the shift of the LSE is of the queries as they came
+    want = reference.attention(q8, k8, v8, causal_seen(m, N), 0.125)
+    want = (want[0], want[1] + x.shift.cpu())
+    # three steps of q8 k8^T, in logits: what a biased exponent may be rounded by
+    unit = 3 * 0.125 * float(x.q_scale.max() * x.k_scale.max())
+    found = []
+    forms: tuple[Literal["scaled", "biased"], ...] = ("scaled", "biased")
+    for form in forms:
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
+        params = Int8PrefillParams(**BLOCKS, num_warps=4, num_stages=2, exponent=form)
+        quantised_run(x, plan, params)(x, plan, 0.125, out, lse)
+        assert_matches((out, lse), want, (6e-2 if fp8_values else 2e-3, 1e-3 + unit))
+        found.append((out, lse))
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=1e-4 + unit)
+    gap = relative_error(found[1][0], found[0][0])
+    # a weight near the middle of two e4m3 values may fall either way
+    assert gap < (1e-2 if fp8_values else 2e-3)
+
+
+def test_modes_without_a_block_scale_take_no_other_exponent() -> None:
+    """Their kernels would multiply scores by the wrong scale."""
+    for mode in (SageMode("per_thread"), SageMode()):
+        params = Int8PrefillParams(64, 128, 4, 2, exponent="biased")
+        launch = attention_kernel(params, QuantisedSpec(mode, block_m=64))
+        assert launch._kwargs["EXPONENT"] == ("biased" if mode == SageMode() else "scaled")
+
+
+def test_canary_without_the_lse_shift(seed: int, device: torch.device) -> None:
+    q, k, v = offset_inputs(seed, device)
+    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(M, N), 0.125)
+    plan = intervals.causal(M, N, 2, **BLOCKS, device=device)
+    out, lse = quantised_attention(q, k, v, plan, path="triton")
+    x = sage.quantise(q, k, v, SageMode(), 0.125, 32, "triton")
+    assert_matches((out, lse), want, (6e-2, 0.25))
+    with pytest.raises(AssertionError):
+        assert_matches((out, lse - x.shift), want, (6e-2, 0.25))
+
+
+def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:
+    q, k, v = inputs((2, 64, 64), (1, 64, 64), seed=seed, device=device)
+    plan = intervals.dense(64, 64, 2, **BLOCKS, device=device)
+    twice = [x.expand(2, -1, -1, -1) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="each of the 2 entries of q's batch, got 1"):
+        quantised_attention(*twice, plan)
+    with pytest.raises(ValueError, match="head size must be 64 or 128"):
+        quantised_attention(q[..., :32], k[..., :32], v[..., :32], plan)
+    with pytest.raises(ValueError, match='groups must be "per_warp" or "per_thread"'):
+        SageMode("per_block")  # type: ignore[arg-type]

@@ -1,0 +1,269 @@
+"""Where the drop-ins of SageAttention and SpargeAttn part from the originals, and where not.
+
+Neither original has forward tests; these are of its README's calls and of what its source does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import scaled_dot_product_attention
+
+from block_sparse_backend.dense8 import triton as dense8
+from block_sparse_backend.drop_ins import sageattention, spargeattn
+from block_sparse_backend.plan import intervals
+from block_sparse_backend.sage import default_blocks, packed_attention, quantised_attention
+from block_sparse_backend.testing.cases import causal_seen, inputs, relative_error
+
+ERROR = 6e-2
+
+
+def test_sageattn_in_the_place_of_torchs_attention(seed: int, device: torch.device) -> None:
+    q, k, v = inputs((4, 70, 64), (2, 70, 64), seed=seed, device=device)
+    options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.2}
+    want = scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    got = sageattention.sageattn(query=q, key=k, value=v, enable_gqa=True, **options)
+    assert isinstance(got, torch.Tensor)
+    assert relative_error(got, want) < ERROR
+    smoothed = sageattention.sageattn(q, k, v, smooth_k=False, enable_gqa=True, **options)
+    assert isinstance(smoothed, torch.Tensor) and torch.equal(smoothed, got)
+    unscaled = sageattention.sageattn(q, k, v, is_causal=True)
+    assert isinstance(unscaled, torch.Tensor) and relative_error(unscaled, want) > ERROR
+
+
+def test_what_sageattn_would_ignore_is_refused(device: torch.device) -> None:
+    q, k, v = inputs((2, 64, 64), (2, 64, 64), seed=0, device=device)
+    for options, message in (
+        ({"attn_mask": causal_seen(64, 64)}, "attn_mask must be None"),
+        ({"dropout_p": 0.1}, "dropout_p must be 0, got 0.1"),
+        ({"sm_scale": 0.1, "scale": 0.2}, "only one of sm_scale and scale may be given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sageattention.sageattn(q, k, v, **options)  # type: ignore[arg-type]
+    for given in ({"q": q, "query": q, "k": k, "v": v}, {"k": k, "v": v}):
+        with pytest.raises(ValueError, match="exactly one of q and query must be given"):
+            sageattention.sageattn(**given)
+
+
+@pytest.mark.parametrize("d", [64, 40])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_compiled_code_is_one_graph(layout: str, d: int, seed: int) -> None:
+    """And what it is told of the operator's outputs is so."""
+    q, k, v = inputs((4, 70, d), (2, 90, d), seed=seed, device=torch.device("cpu"))
+    if layout == "NHD":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+
+    def model(q: torch.Tensor) -> torch.Tensor:
+        out, lse = sageattention.sageattn(q + 1, k, v, layout, True, return_lse=True)
+        return out.sum() + lse
+
+    for dynamic in (False, True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        torch.testing.assert_close(compiled(q), model(q), rtol=0, atol=0)
+    if d == 64:
+        heads_first = sageattention.heads_first(layout, q, k, v)
+        arguments = (*heads_first, True, 0.2, "per_thread", False)
+        torch.library.opcheck(torch.ops.mla_backend.sageattn, arguments)
+
+
+@pytest.mark.parametrize("name", ["spas_sage2_attn_meansim_cuda", "block_sparse_sage2_attn_cuda"])
+def test_sparge_parts_compiled_code_once(name: str, seed: int) -> None:
+    """What calls it is compiled before and after it, and nothing within."""
+    q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=seed, device=torch.device("cpu"))
+    options = {"mask_id": torch.ones(1, 2, 1, 2)} if "block" in name else {}
+    call = getattr(spargeattn, name)
+
+    def model(q: torch.Tensor) -> torch.Tensor:
+        return 2 * call(q + 1, k, v, **options)  # type: ignore[no-any-return]
+
+    graphs = CompileCounter()
+    torch.testing.assert_close(torch.compile(model, backend=graphs)(q), model(q), rtol=0, atol=0)
+    assert graphs.frame_count <= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "error"),
+    [
+        (
+            "qk_int8_pv_fp8_cuda",
+            "qk_quant_gran sm_scale pv_accum_dtype smooth_k smooth_v return_lse",
+            ERROR,
+        ),
+        (
+            "qk_int8_pv_fp8_cuda_sm90",
+            "qk_quant_gran sm_scale pv_accum_dtype smooth_k return_lse",
+            ERROR,
+        ),
+        (
+            "qk_int8_pv_fp16_cuda",
+            "qk_quant_gran sm_scale pv_accum_dtype smooth_k smooth_v return_lse",
+            1.5e-2,
+        ),
+        ("qk_int8_pv_fp16_triton", "sm_scale smooth_k return_lse", 1.5e-2),
+    ],
+)
+def test_kernels_by_name(
+    name: str, names: str, error: float, seed: int, device: torch.device
+) -> None:
+    """SageAttention 2.2's parameters in its order, called as diffusers does."""
+    call = getattr(sageattention, "sageattn_" + name)
+    found = " ".join(inspect.signature(call).parameters)
+    backend = " quantization_backend" if "triton" in name else ""
+    assert found == f"q k v tensor_layout{backend} is_causal {names}"
+    q, k, v = inputs((4, 70, 64), (2, 70, 64), seed=seed, device=device)
+    want = scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True, scale=0.2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = call(
+        q=q, k=k, v=v, tensor_layout="NHD", is_causal=True, sm_scale=0.2, return_lse=True
+    )
+    assert relative_error(out.transpose(1, 2), want) < error and lse.shape == (1, 4, 70)
+
+
+def test_sequences_of_a_packed_batch(seed: int, device: torch.device) -> None:
+    q, k, v = inputs((4, 70, 64), (2, 90, 64), seed=seed, device=device)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    ends_q, ends_k = [0, 20, 20, 60, 70], [0, 50, 60, 60, 90]  # one without queries, one of keys
+    offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends_q, ends_k))
+    out = sageattention.sageattn_varlen(*packed, *offsets, 40, 50, False, 0.2).transpose(0, 1)
+    for i in (0, 3):
+        at, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
+        own = q[:, :, at], k[:, :, keys], v[:, :, keys]
+        want = scaled_dot_product_attention(*own, enable_gqa=True, scale=0.2)
+        assert relative_error(out[:, at], want[0]) < ERROR
+    assert (out[:, 20:60] == 0).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_are_one_launch(
+    seed: int, device: torch.device, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And bit for bit what each sequence is alone, whatever lies between and behind them."""
+    q, k, v = inputs((4, 300, 64), (2, 400, 64), seed=seed, device=device)
+    ends_q, ends_k = [0, 140, 140, 210, 290], [0, 150, 190, 190, 390]
+    q[:, :, 290:], k[:, :, 390:], v[:, :, 390:] = math.nan, math.nan, math.nan
+    offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends_q, ends_k))
+    launches = []
+    made = dense8.attention_kernel
+
+    def counted(*of: Any) -> Any:
+        kernel = made(*of)
+
+        def launch(*call: Any, **named: Any) -> None:
+            launches.append(call)
+            kernel.launch(*call, **named)
+
+        return SimpleNamespace(launch=launch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dense8, "attention_kernel", counted)
+        out = packed_attention(
+            q, k, v, *offsets, (140, 200), is_causal=is_causal, scale=0.2, path="triton"
+        )
+    assert len(launches) == 1
+    for i in range(4):
+        at, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
+        if i not in (0, 3):
+            assert not out[:, :, at].any()
+            continue
+        make = intervals.causal if is_causal else intervals.dense
+        block_m, block_n = default_blocks(device)
+        sizes = at.stop - at.start, keys.stop - keys.start
+        plan = make(*sizes, 4, block_m=block_m, block_n=block_n, device=device)
+        own = q[:, :, at], k[:, :, keys], v[:, :, keys]
+        want, _ = quantised_attention(*own, plan, scale=0.2, path="triton")
+        assert torch.equal(out[:, :, at], want)
+    assert not out[:, :, 290:].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        (
+            "spas_sage2_attn_meansim_cuda",
+            {"simthreshd1": 0.6, "cdfthreshd": 0.98, "pvthreshd": 50, "attention_sink": False},
+        ),
+        (
+            "spas_sage2_attn_meansim_topk_cuda",
+            {"simthreshd1": -0.1, "cdfthreshd": None, "topk": 0.5, "pvthreshd": 50},
+        ),
+        ("spas_sage_attn_meansim_cuda", {"simthreshd1": 0.6, "cdfthreshd": 0.98}),
+        ("spas_sage_attn_meansim_topk_cuda", {"simthreshd1": -0.1, "topk": 0.5}),
+        ("block_sparse_sage2_attn_cuda", {"mask_id": None, "pvthreshd": 50}),
+    ],
+)
+def test_sparge_s_defaults_are_the_originals(name: str, defaults: dict[str, object]) -> None:
+    found = inspect.signature(getattr(spargeattn, name)).parameters
+    assert {key: found[key].default for key in defaults} == defaults
+    first = ["q", "k", "v", "mask_id" if "block" in name else "attn_mask", "dropout_p"]
+    assert list(found)[:5] == first
+
+
+@pytest.mark.parametrize("topk", [0.01, 0.3, 0.5, 0.51, 1.0])
+def test_a_share_of_blocks_is_rounded_up(topk: float, seed: int, device: torch.device) -> None:
+    q, k, v = inputs((1, 64, 64), (1, 512, 64), seed=seed, device=device)
+    result = spargeattn.spas_sage2_attn_meansim_topk_cuda(
+        q, k, v, topk=topk, simthreshd1=-0.1, return_sparsity=True
+    )
+    blocks = 512 // default_blocks(device)[1]
+    assert result[1] == pytest.approx(1.0 - math.ceil(topk * blocks) / blocks)
+
+
+def test_values_in_16_bits(seed: int, device: torch.device) -> None:
+    q, k, v = inputs((2, 300, 64), (2, 300, 64), seed=seed, device=device)
+    want = scaled_dot_product_attention(q, k, v)
+    for call, options in (
+        (spargeattn.spas_sage_attn_meansim_cuda, {"cdfthreshd": 1.0}),
+        (spargeattn.spas_sage_attn_meansim_topk_cuda, {"topk": 1.0}),
+    ):
+        got = call(q, k, v, **options)
+        assert isinstance(got, torch.Tensor) and relative_error(got, want) < 1.5e-2
+
+
+def test_thresholds_of_each_head(seed: int, device: torch.device) -> None:
+    """A list, a tensor and one number are the same where all heads have that number; and a head's
+    output is that of its own."""
+    q, k, v = inputs((2, 300, 64), (2, 300, 64), seed=seed, device=device)
+    sum_of, share_of = (
+        spargeattn.spas_sage2_attn_meansim_cuda,
+        spargeattn.spas_sage2_attn_meansim_topk_cuda,
+    )
+    for call, name, low, high in ((sum_of, "cdfthreshd", 0.2, 1.0), (share_of, "topk", 0.2, 1.0)):
+        options = {"simthreshd1": -0.1, "is_causal": True}
+        few, all_of = (call(q, k, v, **{name: x}, **options) for x in (low, high))  # type: ignore[arg-type]
+        assert isinstance(few, torch.Tensor) and isinstance(all_of, torch.Tensor)
+        assert not torch.equal(few[:, 0], all_of[:, 0])
+        for each in ([low, high], (low, high), torch.tensor([low, high]).to(device)):
+            got = call(q, k, v, **{name: each}, **options, pvthreshd=[50, 50])  # type: ignore[arg-type]
+            assert isinstance(got, torch.Tensor)
+            assert torch.equal(got[:, 0], few[:, 0]) and torch.equal(got[:, 1], all_of[:, 1])
+        scalar = call(q, k, v, **{name: torch.tensor(low)}, **options)  # type: ignore[arg-type]
+        assert isinstance(scalar, torch.Tensor) and torch.equal(scalar, few)
+    whole, own = (
+        sum_of(q, k, v, simthreshd1=x, cdfthreshd=0.1) for x in (1.0, torch.tensor([1.0, -0.1]))
+    )
+    assert isinstance(whole, torch.Tensor) and isinstance(own, torch.Tensor)
+    assert torch.equal(own[:, 0], whole[:, 0]) and not torch.equal(own[:, 1], whole[:, 1])
+    dense = scaled_dot_product_attention(q, k, v)
+    assert relative_error(own[:, 0], dense[:, 0]) < ERROR < relative_error(own[:, 1], dense[:, 1])
+
+
+def test_thresholds_that_are_refused(device: torch.device) -> None:
+    q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=0, device=device)
+    for name, given, message in (
+        ("topk", torch.tensor([0.5, 0.9, 0.9]), r"topk must have shape \[2\], got \[3\]"),
+        ("topk", [0.5], r"topk must have shape \[2\], got \[1\]"),
+        ("simthreshd1", torch.zeros(1, 2), r"simthreshd1 must have shape \[2\], got \[1, 2\]"),
+        ("simthreshd1", "0.5", "simthreshd1 must be a number, or a list or tensor .* got str"),
+        ("topk", [0.5, 1.5], "cdf and topk must be above 0 and at most 1"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            spargeattn.spas_sage2_attn_meansim_topk_cuda(q, k, v, **{name: given})  # type: ignore[arg-type]
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="cdfthreshd must be None where topk chooses"):
+        spargeattn.spas_sage2_attn_meansim_topk_cuda(q, k, v, cdfthreshd=0.9)  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""Sliding tiles and token orders, token by token beside their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from block_sparse_backend import reference
+from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.plan.sliding_tile import sliding_tile
+from block_sparse_backend.plan.token_order import Box, hilbert_order, tile_order
+from block_sparse_backend.testing.cases import assert_matches, elements_seen, inputs
+
+CPU = torch.device("cpu")
+boxes = st.tuples(*(st.integers(1, 9) for _ in range(3)))
+
+
+def seen_of(canvas: Box, tile: Box, window: Box, text: int, even: str | None = None) -> Tensor:
+    """bool [tokens, tokens] by the rule of FastVideo's tests; ``exact`` drops an even window's
+    last tile."""
+    near = []
+    for length, size, count in zip(canvas, tile, window, strict=True):
+        tiles = -(-length // size)
+        half = count // 2
+        upper = half - 1 if count % 2 == 0 and even == "exact" else half
+        row = torch.ones(length, length, dtype=torch.bool)
+        for i in range(length):
+            for j in range(length):
+                if half + upper + 1 < tiles:
+                    centre = min(max(i // size, half), tiles - 1 - upper)
+                    row[i, j] = -half <= j // size - centre <= upper
+        near.append(row)
+    t, h, w = near
+    video = t[:, None, None, :, None, None] & h[None, :, None, None, :, None]
+    video = (video & w[None, None, :, None, None, :]).flatten(3).flatten(0, 2)
+    return torch.nn.functional.pad(video, (0, text, 0, text), value=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(boxes, st.tuples(*(st.integers(1, 4) for _ in range(3))), boxes, st.integers(0, 40))
+def test_plan(canvas: Box, tile: Box, window: Box, text: int) -> None:
+    if canvas[0] * canvas[1] * canvas[2] > 200:
+        canvas = (canvas[0], 4, 4)
+    order = tile_order(canvas, tile, text=text, block=32, device=CPU)
+    assert torch.equal(order.index[order.slot_of], torch.arange(len(order.slot_of)))
+    for even in ("wide", "exact"):
+        plan = sliding_tile(order, [window], 1, even_windows=even, block_m=32, block_n=32)
+        seen = elements_seen(plan)[0]
+        assert not bool(seen[:, ~order.is_token].any())
+        of_tokens = seen[order.slot_of][:, order.slot_of]
+        assert torch.equal(of_tokens, seen_of(canvas, tile, window, text, even))
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_heads_with_windows_of_their_own(path: str, seed: int, device: torch.device) -> None:
+    canvas, tile, text = (4, 6, 7), (2, 4, 4), 10
+    windows = [(3, 3, 3), (1, 2, 1)]
+    order = tile_order(canvas, tile, text=text, block=32, device=device)
+    tokens = 4 * 6 * 7 + text
+    q, k, v = inputs((2, tokens, 64), (2, tokens, 64), seed=seed, device=device)
+    plan = sliding_tile(order, windows, 2, even_windows="exact", block_m=32, block_n=32)
+    out, lse = block_sparse_attention(*(order.gather(x, 2) for x in (q, k, v)), plan, path=path)
+    seen = torch.stack([seen_of(canvas, tile, w, text, "exact") for w in windows])
+    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, 0.125)
+    assert_matches((order.scatter(out, 2), order.scatter(lse, 2)), want)
+
+
+def test_even_windows_are_decided_by_the_caller() -> None:
+    order = tile_order((4, 4, 4), (1, 1, 1), block=32, device=CPU)
+    with pytest.raises(ValueError, match='even_windows must be "wide" or "exact"'):
+        sliding_tile(order, [(3, 2, 3)], 1, block_m=32, block_n=32)
+    with pytest.raises(ValueError, match="windows must be 1 or 2, got 3"):
+        sliding_tile(order, [(3, 1, 3)] * 3, 2, block_m=32, block_n=32)
+    with pytest.raises(ValueError, match="multiple of 64 and 32, got 32"):
+        sliding_tile(order, [(3, 1, 3)], 2, block_m=64, block_n=32)
+
+
+@settings(max_examples=20, deadline=None)
+@given(boxes)
+def test_hilbert_order_is_a_permutation_with_its_inverse(canvas: Box) -> None:
+    order, inverse = hilbert_order(canvas, CPU)
+    tokens = canvas[0] * canvas[1] * canvas[2]
+    assert torch.equal(order.sort().values, torch.arange(tokens))
+    assert torch.equal(order[inverse], torch.arange(tokens))
+
+
+@pytest.mark.parametrize("side", [2, 4, 8])
+def test_hilbert_steps_of_a_cube_are_of_one_token(side: int) -> None:
+    order, _ = hilbert_order((side,) * 3, CPU)
+    axes = torch.meshgrid(*[torch.arange(side)] * 3, indexing="ij")
+    place = torch.stack(axes, -1).view(-1, 3)[order]
+    assert bool((place.diff(dim=0).abs().sum(1) == 1).all())

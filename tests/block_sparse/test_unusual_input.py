@@ -1,0 +1,169 @@
+"""Inputs of block-sparse and 8-bit attention that are unlike what a model hands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.drop_ins.sageattention import sageattn
+from block_sparse_backend.plan import bsr, intervals
+from block_sparse_backend.plan.block_plan import from_kinds, uniform_sequences
+from block_sparse_backend.plan.predicted import Choice, predict
+from block_sparse_backend.sage import predicted_attention, quantised_attention
+
+BLOCKS: dict[str, Any] = {"block_m": 64, "block_n": 64}
+PATHS = ("torch", "triton")
+both_paths = pytest.mark.parametrize("path", PATHS)
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(
+    device: torch.device, batch: int = 1, m: int = 96, n: int = 96, seed: int = 0
+) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(batch, 2, length, 64, generator=generator, device="cpu", dtype=torch.float32)
+        for length in (m, n, n)
+    )
+    return q.bfloat16().to(device), k.bfloat16().to(device), v.bfloat16().to(device)
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@both_paths
+def test_a_log_sum_exp_with_gaps_is_refused(device: torch.device, path: str) -> None:
+    q, k, v = inputs(device)
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    memory = torch.full((1, 2, 96, 3), 7.0, device=device)
+    with pytest.raises(ValueError, match="lse must have stride 1 in dimension 2, got 3"):
+        block_sparse_attention(q, k, v, plan, path=path, lse=memory[..., 0])
+    assert (memory == 7).all()
+
+
+@both_paths
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan"), float("inf")])
+def test_a_scale_that_kernels_cannot_have(device: torch.device, path: str, scale: float) -> None:
+    """Rows of NaN came of them."""
+    q, k, v = inputs(device)
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    message = f"scale must be positive and finite, got {scale}"
+    for attend in (block_sparse_attention, quantised_attention):
+        with pytest.raises(ValueError, match=message):
+            attend(q, k, v, plan, scale=scale, path=path)
+    with pytest.raises(ValueError, match=message):
+        predicted_attention(q, k, v, Choice(topk=0.5), scale=scale, path=path)
+
+
+@both_paths
+def test_a_plan_of_fewer_sequences_is_refused(device: torch.device, path: str) -> None:
+    """The second entry of the batch was not written."""
+    q, k, v = inputs(device, batch=2)
+    indptr, column = torch.tensor([0, 1], device=device), torch.tensor([0], device=device)
+    plan = bsr.from_bsr(indptr, column, 96, 96, 96, 96, 2, **BLOCKS)
+    with pytest.raises(ValueError, match="a sequence for each of the 2 entries of q's batch, got"):
+        block_sparse_attention(q, k, v, plan, path=path)
+
+
+def test_bits_need_words(device: torch.device) -> None:
+    indptr, column = torch.tensor([0, 1], device=device), torch.tensor([0], device=device)
+    mask = torch.ones(1, 96, 96, dtype=torch.bool, device=device).tril()
+    with pytest.raises(ValueError, match="block_n must be a multiple of 32, got 16"):
+        bsr.from_bsr(indptr, column, 96, 96, 96, 96, 2, mask=mask, block_m=64, block_n=16)
+
+
+def test_columns_are_numbered_in_int32() -> None:
+    kinds = torch.ones((), dtype=torch.int8, device="cpu").expand(1, 8, 2**14, 2**14)
+    with pytest.raises(ValueError, match=r"kinds must be fewer than 2\^31, got 2147483648"):
+        from_kinds(kinds, 8, uniform_sequences(1, 2**20, 2**20, kinds.device), 64, 64)
+
+
+@both_paths
+@pytest.mark.parametrize("empty", [{"m": 0}, {"batch": 0}])
+def test_no_query(device: torch.device, path: str, empty: dict[str, int]) -> None:
+    q, k, v = inputs(device, **empty)
+    plan = intervals.dense(q.shape[2], 96, 2, batch=len(q), device=device, **BLOCKS)
+    for attend in (block_sparse_attention, quantised_attention):
+        out, lse = attend(q, k, v, plan, path=path)
+        assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert sageattn(q, k, v).shape == q.shape
+    for call in (
+        lambda: predict(q, k, topk=0.5, path=path),
+        lambda: predicted_attention(q, k, v, Choice(topk=0.5), path=path),
+    ):
+        with pytest.raises(ValueError, match="q must have at least one token, got shape"):
+            call()
+
+
+@both_paths
+def test_no_key(device: torch.device, path: str) -> None:
+    q, k, v = inputs(device, n=0)
+    plan = intervals.dense(96, 0, 2, device=device, **BLOCKS)
+    calls: list[Callable[[], object]] = [
+        lambda: quantised_attention(q, k, v, plan, path=path),
+        lambda: predict(q, k, topk=0.5, path=path),
+        lambda: predicted_attention(q, k, v, Choice(topk=0.5), path=path),
+        lambda: sageattn(q, k, v),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="k must have at least one token, got shape"):
+            call()
+
+
+def test_more_heads_than_a_grid_has() -> None:
+    """The second axis of a grid ends at 65,535."""
+    x = torch.zeros(4096, 16, 1, 64, dtype=torch.bfloat16, device="cpu")
+    plan = intervals.dense(1, 1, 16, batch=4096, device=x.device, **BLOCKS)
+    message = "q must have at most 65535 heads over its whole batch, got 65536"
+    with pytest.raises(ValueError, match=message):
+        quantised_attention(x, x, x, plan)
+    with pytest.raises(ValueError, match=message):
+        predict(x, x, topk=0.5)
+
+
+@both_paths
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_no_default_dtype_is_taken(
+    device: torch.device,
+    path: str,
+    default: torch.dtype,
+    default_dtype: Callable[[torch.dtype], None],
+) -> None:
+    q, k, v = inputs(device)
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    attends = (block_sparse_attention, quantised_attention)
+    want = [attend(q, k, v, plan, path=path) for attend in attends]
+    default_dtype(default)
+    got = [attend(q, k, v, plan, path=path) for attend in attends]
+    for (out, lse), (want_out, want_lse) in zip(got, want, strict=True):
+        assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
+
+
+@both_paths
+def test_no_default_device_is_taken(device: torch.device, path: str) -> None:
+    q, k, v = inputs(device)
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    attends = (block_sparse_attention, quantised_attention)
+    want = [attend(q, k, v, plan, path=path)[0] for attend in attends]
+    torch.set_default_device("meta")
+    try:
+        got = [attend(q, k, v, plan, path=path)[0] for attend in attends]
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_autocast_leaves_fp32_products() -> None:
+    q, k, v = (x.float() for x in inputs(torch.device("cpu")))
+    plan = intervals.dense(96, 96, 2, device=q.device, **BLOCKS)
+    want = block_sparse_attention(q, k, v, plan, path="torch")[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = block_sparse_attention(q, k, v, plan, path="torch")[0]
+    assert torch.equal(got, want)

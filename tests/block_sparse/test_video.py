@@ -1,0 +1,144 @@
+"""Video transformers: the settings on their own, and the plans that calls share."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from block_sparse_backend import video
+from block_sparse_backend.testing.cases import relative_error
+from block_sparse_backend.video import VideoAttention
+from tests.block_sparse.test_sliding_tile import seen_of
+
+CANVAS, TEXT = (4, 6, 7), 9
+TOKENS = 4 * 6 * 7 + TEXT
+
+
+def make(seed: int, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, 2, TOKENS, 2, 64)
+    return list(torch.randn(shape, generator=generator).half().to(device))
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "predicted", "sliding_tile"])
+def test_kinds(kind: str, eight_bit: bool, seed: int, device: torch.device) -> None:
+    q, k, v = make(seed, device)
+    settings = VideoAttention(
+        kind,  # type: ignore[arg-type]
+        eight_bit,
+        topk=1.0,
+        canvas=CANVAS if kind == "sliding_tile" else None,
+        tile=(2, 3, 4),
+        windows=((1, 1, 2), (2, 1, 1)),
+        even_windows="wide",
+    )
+    seen = torch.ones(1, dtype=torch.bool)
+    if kind == "sliding_tile":
+        seen = torch.stack([seen_of(CANVAS, (2, 3, 4), w, TEXT) for w in settings.windows])
+        assert not bool(seen.all())
+    double = [x.cpu().double().transpose(1, 2) for x in (q, k, v)]
+    want = scaled_dot_product_attention(*double, seen.expand(2, TOKENS, TOKENS)).transpose(1, 2)
+    assert relative_error(settings(q, k, v), want) < (6e-2 if eight_bit else 2e-3)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="canvas must be given for sliding tiles alone"):
+        VideoAttention("sliding_tile")
+    with pytest.raises(ValueError, match="kind must be"):
+        VideoAttention("radial")  # type: ignore[arg-type]
+    x = torch.zeros(1, 5, 1, 64)
+    with pytest.raises(ValueError, match="over at least 8 tokens"):
+        VideoAttention("sliding_tile", canvas=(2, 2, 2))(x, x, x)
+
+
+class Made:
+    """Stands for a plan."""
+
+
+@pytest.fixture
+def plans() -> video.Plans[Made]:
+    return video.Plans(lambda device, *key: Made())
+
+
+def test_a_plan_is_complete_before_another_stream_reads_it(
+    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Any] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(device))
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: stream if of == device else None)
+    monkeypatch.setattr(video, "is_capturing", lambda device: False)
+    assert plans.of(device, 5) is plans.of(device, 5) is not plans.of(device, 6)
+    assert waited == [device, device]
+
+
+def test_a_plan_that_a_graph_has_seen_is_kept(
+    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay reads at the addresses of the capture, however many shapes come in between."""
+    capturing, cpu = [False], torch.device("cpu")
+    monkeypatch.setattr(video, "is_capturing", lambda device: capturing[0])
+    seen, unseen = weakref.ref(plans.of(cpu, 0)), weakref.ref(plans.of(cpu, 1))
+    capturing[0] = True
+    assert plans.of(cpu, 0) is seen()
+    capturing[0] = False
+    for number in range(2, 70):
+        plans.of(cpu, number)
+    gc.collect()
+    assert seen() is not None and unseen() is None
+    assert plans.of(cpu, 0) is seen()
+
+
+def test_a_plan_that_a_capture_makes_serves_no_other_call(
+    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors hold nothing until the graph is replayed."""
+    capturing, cpu = [True], torch.device("cpu")
+    monkeypatch.setattr(video, "is_capturing", lambda device: capturing[0])
+    of_graph = plans.of(cpu, 0)
+    capturing[0] = False
+    assert plans.of(cpu, 0) is not of_graph
+    x = torch.zeros(1, 60, 1, 64)
+    capturing[0] = True
+    tiles = VideoAttention("sliding_tile", eight_bit=False, canvas=(3, 4, 5))
+    with pytest.raises(
+        ValueError, match=r"tiles over \(3, 4, 5\) tokens must be called once before"
+    ):
+        tiles(x, x, x)
+
+
+@pytest.mark.parametrize("stored", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_compiled_code_is_one_graph(stored: tuple[int, ...], seed: int) -> None:
+    """Whatever the order of the memory; and what it is told of the operator's output is so."""
+    given = make(seed, torch.device("cpu"))
+    q, k, v = (x.permute(stored).contiguous().permute(stored) for x in given)
+    for settings in (
+        VideoAttention("predicted", topk=0.5),
+        VideoAttention("sliding_tile", False, canvas=CANVAS, tile=(2, 3, 4), even_windows="wide"),
+    ):
+        compiled = torch.compile(settings.__call__, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), settings(q, k, v), rtol=0, atol=0)
+        arguments = (q, k, v, None, pickle.loads(pickle.dumps(settings))._text)
+        torch.library.opcheck(torch.ops.mla_backend.video_attention, arguments)
+
+
+def test_compiled_code_keeps_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces through what keeps a function's results, and would make every plan anew."""
+    made = []
+    plans = video.Plans(lambda device, *key: made.append(key) or video._tile_plan(device, *key))
+    monkeypatch.setattr(video, "_tile_plans", plans)
+    q, k, v = make(seed, torch.device("cpu"))
+    settings = VideoAttention("sliding_tile", eight_bit=False, canvas=CANVAS, tile=(2, 3, 4))
+    compiled = torch.compile(lambda q: settings(q + 1.0, k, v), backend="eager")
+    want = settings(q + 1.0, k, v)
+    torch.testing.assert_close(compiled(q), want, rtol=0, atol=0)
+    torch.testing.assert_close(compiled(q), want, rtol=0, atol=0)
+    assert len(made) == 1

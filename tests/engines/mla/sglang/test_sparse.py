@@ -1,0 +1,387 @@
+"""DeepSeek-V4's attention through sglang's attention backend: results, who serves what, refusals.
+
+Pool, pages, record writer, layers and the backend's methods are sglang's. Not sglang's are the
+lists of rows, which are drawn, and FlashMLA itself, of which no build runs here.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.kernels.ops.attention import flash_mla_interface
+from sglang.srt.layers.attention.deepseek_v4_backend import (
+    DeepseekV4AttnBackend,
+    DSV4AttnMetadata,
+)
+from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import SparsePrefillKVBuffer
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.deepseek_v4 import MQALayer
+from sglang.test.kernels.deepseek_v4.k_cache_reference import (
+    quant_to_nope_fp8_rope_bf16_pack_triton,
+)
+
+from backend_core.target import KNOWN_TARGETS, Target
+from backend_core.testing.numerics import relative_error
+from mla_backend import reference_sparse_mla as reference
+from mla_backend.engine_choice import Lead, sparse_leads_over
+from mla_backend.engines import sglang as adapter
+from mla_backend.engines import sglang_sparse, sparse_layer
+from tests.engines.dsv4.sglang.harness import real_pool
+
+TOLERANCE = 8e-3
+LAYERS = {0: 0, 4: 1, 128: 2}  # a layer of each ratio
+ROWS = {0: 96, 4: 40, 128: 12}  # that are written; 0: the window's
+WIDTH = {4: 512, 128: 64}
+TARGETS = {
+    "torch": KNOWN_TARGETS["cpu"],
+    "triton": Target("nvidia", "sm80", 5, "an A100 of five SMs, interpreted"),
+}
+
+
+class FlashMla:
+    """In the place of FlashMLA's functions: keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, **call: Any) -> Any:
+        self.calls.append(call)
+        return torch.zeros_like(call["q"]), None, None
+
+
+def attention_layer(ratio: int, heads: int) -> Any:
+    """sglang's layer, as far as the queries' heads and the sinks go, on rank 1 of several."""
+    layer = object.__new__(MQALayer)
+    torch.nn.Module.__init__(layer)
+    layer.layer_id, layer.compress_ratio = LAYERS[ratio], ratio
+    layer.n_local_heads, layer.n_heads = heads, heads * 4
+    layer.attn_tp_size, layer.attn_tp_rank = 4, 1
+    sinks = torch.randn(heads * 4, generator=torch.Generator().manual_seed(ratio))
+    layer.attn_sink = torch.nn.Parameter(2 * sinks, requires_grad=False)
+    layer._attn_sink_local = None
+    return layer
+
+
+@functools.cache
+def pool() -> tuple[Any, dict[tuple[int, str], torch.Tensor]]:
+    """sglang's pool, with records that sglang wrote at drawn slots: those slots by layer."""
+    made = real_pool()
+    slots = {}
+    generator = torch.Generator().manual_seed(1)
+    for ratio, layer in LAYERS.items():
+        for what in ("window", "extra") if ratio else ("window",):
+            size = 512 if what == "window" else {4: 192, 128: 30}[ratio]
+            count = ROWS[0] if what == "window" else ROWS[ratio]
+            at = torch.randperm(size, generator=generator)[:count]
+            k = (0.1 * torch.randn(count, 512, generator=generator)).bfloat16()
+            k[:, :448] *= torch.exp2(torch.arange(7.0) - 3).repeat_interleave(64).bfloat16()
+            pack = quant_to_nope_fp8_rope_bf16_pack_triton(k)
+            store = made.set_swa_key_buffer_radix if what == "window" else made.set_extra_key_buffer
+            store(layer, at, pack)
+            slots[layer, what] = at
+    return made, slots
+
+
+class Server:
+    """sglang's attention backend over the pool, and steps with drawn lists."""
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+        self.pool, self.slots = pool()
+        self.model = torch.nn.ModuleDict({str(r): attention_layer(r, heads) for r in LAYERS})
+        backend = object.__new__(DeepseekV4AttnBackend)
+        backend.device = torch.device("cpu")
+        backend.token_to_kv_pool, backend.mtp_enabled = self.pool, False
+        backend.softmax_scale, backend.head_dim_v = 512**-0.5, 512
+        backend.is_dsv41, backend._swa_interleaved = False, False
+        backend.index_topk, backend.max_context_len = 512, 1024
+        backend.dsv4_prefill_backend = None
+        backend.sparse_prefill_kv_buffer = SparsePrefillKVBuffer(backend.device)
+        backend._flash_mla_with_kvcache = self.kernel = FlashMla()
+        self.backend = backend
+        self.runner = SimpleNamespace(
+            model=self.model,
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            server_args=SimpleNamespace(speculative_num_draft_tokens=3, chunked_prefill_size=None),
+            req_to_token_pool=SimpleNamespace(size=4),
+        )
+
+    def lists(self, tokens: int, layer: int, what: str, width: int, least: int) -> Any:
+        """Slots of written rows for each token, then -1, and how many count."""
+        generator = torch.Generator().manual_seed(tokens + width)
+        there = self.slots[layer, what]
+        indices = torch.full((tokens, width), -1, dtype=torch.int32)
+        lengths = torch.zeros(tokens, dtype=torch.int32)
+        for token in range(tokens):
+            most = min(len(there), width)
+            count = int(torch.randint(least, most + 1, (1,), generator=generator))
+            chosen = there[torch.randperm(len(there), generator=generator)[:count]]
+            indices[token, :count], lengths[token] = chosen.int(), count
+        return indices, lengths
+
+    def step(self, ratio: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A decode step of one layer: its output, and what it is in float64."""
+        layer = self.model[str(ratio)]
+        window, window_lengths = self.lists(tokens, layer.layer_id, "window", 128, 1)
+        core = object.__new__(DSV4AttnMetadata)
+        core.swa_page_indices, core.swa_topk_lengths = window, window_lengths
+        core.c0_flashmla_metadata = core.c4_flashmla_metadata = core.c128_flashmla_metadata = None
+        extra = None
+        if ratio:
+            extra = self.lists(tokens, layer.layer_id, "extra", WIDTH[ratio], 0)
+            name = "c4_sparse" if ratio == 4 else "c128"
+            setattr(core, f"{name}_page_indices", extra[0])
+            lengths = "c4_sparse_topk_lengths" if ratio == 4 else "c128_topk_lengths_clamp1"
+            setattr(core, lengths, extra[1])
+        self.backend.forward_metadata = SimpleNamespace(
+            core_attn_metadata=core, late_layer_tail=None, sparse_prefill_cache=None
+        )
+        q, sinks = self.queries(layer, tokens)
+        radix = SimpleNamespace(layer_id=layer.layer_id, tp_q_head_num=self.heads, v_head_dim=512)
+        out = self.backend.forward(
+            q,
+            q,
+            q,
+            radix,
+            SimpleNamespace(forward_mode=ForwardMode.DECODE),
+            compress_ratio=ratio,
+            save_kv_cache=False,
+            attn_sink=sinks,
+        )
+        named = [(self.read(layer.layer_id, "window"), window, window_lengths)]
+        if extra is not None:
+            named.append((self.read(layer.layer_id, "extra"), *extra))
+        return out, self.expected(q, sinks, named)
+
+    def queries(self, layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """With as many heads as sglang's layer pads them to, padding left as it comes."""
+        heads = layer._kernel_num_heads(tokens)
+        generator = torch.Generator().manual_seed(tokens)
+        q = 4 * torch.randn(tokens, heads, 512, generator=generator)
+        return q.bfloat16(), layer._local_attn_sink(heads)
+
+    def read(self, layer: int, what: str) -> torch.Tensor:
+        """A cache's numbers, ``[slots, 512]`` float64."""
+        if what == "window":
+            buffer, size = self.pool.get_swa_key_buffer_radix(layer), 256
+        else:
+            buffer = self.pool.get_extra_key_buffer(layer)
+            size = self.pool.get_extra_key_page_size(layer)
+        raw = buffer.view(torch.uint8)
+        pages = raw.as_strided((raw.shape[0], size, 584), (raw.stride(0), 584, 1))
+        return reference.read_records(pages).flatten(0, 1)
+
+    def expected(self, q: torch.Tensor, sinks: torch.Tensor, named: Any) -> torch.Tensor:
+        lists = [(rows, indices.unsqueeze(1), lengths) for rows, indices, lengths in named]
+        out, _, _ = reference.sparse_mla(q.unsqueeze(1), lists, 512**-0.5, sinks=sinks)
+        return out.squeeze(1)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A server on a target where this family is ahead as it is on an H200."""
+
+    def on_h200(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
+        return sparse_leads_over(KNOWN_TARGETS["H200"], kernel, heads)
+
+    def made(target: str, heads: int) -> Server:
+        server = Server(heads)
+        monkeypatch.setattr(sglang_sparse, "detect_target", lambda device: TARGETS[target])
+        monkeypatch.setattr(sglang_sparse, "sparse_leads_over", on_h200)
+        monkeypatch.setattr(flash_mla_interface, "flash_mla_sparse_fwd", server.kernel)
+        adapter._install(server.backend, server.runner)
+        return server
+
+    return made
+
+
+def check(out: torch.Tensor, want: torch.Tensor) -> None:
+    assert out.shape == want.shape
+    for token in range(out.shape[0]):
+        assert relative_error(out[token], want[token]) < TOLERANCE, token
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize(("target", "heads"), [("torch", 8), ("torch", 32), ("triton", 16)])
+def test_steps_have_their_own_heads(serve: Any, target: str, heads: int, ratio: int) -> None:
+    server = serve(target, heads)
+    assert server.model[str(ratio)]._kernel_num_heads(5) == heads
+    for tokens in (1, 5):
+        out, want = server.step(ratio, tokens)
+        assert out.shape == (tokens, heads, 512)
+        check(out, want)
+    assert not server.kernel.calls
+
+
+@pytest.mark.parametrize(("tokens", "here"), [(64, True), (65, False)])
+def test_at_64_heads_the_number_of_query_tokens_decides(
+    serve: Any, tokens: int, here: bool
+) -> None:
+    server = serve("torch", 64)
+    assert server.model["4"]._kernel_num_heads(tokens) == 64
+    out, want = server.step(4, tokens)
+    assert len(server.kernel.calls) == (not here)
+    if here:
+        check(out, want)
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_a_graph_serves_other_batches_of_its_size(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, ratio: int
+) -> None:
+    """Captured are the calls with the addresses that they read; other lists come to lie there."""
+    server = serve("torch", 8)
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    operator = sparse_layer.sparse_mla
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        calls.append((operator, args, options))
+        return operator(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse_layer, "sparse_mla", recorded)
+        server.step(ratio, 6)
+    ((_, (q, window, _), options),) = calls
+    layer = server.model[str(ratio)]
+    sinks, extra = options["sinks"], options["extra"]
+    for seed in (1, 2):
+        q.copy_(4 * torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
+        named = []
+        for what, rows, width in (("window", window, 128), ("extra", extra, WIDTH[ratio])):
+            # lists of other lengths, none at all for the last, as a graph is padded
+            indices, lengths = server.lists(5 + seed, layer.layer_id, what, width, 0)
+            rows.indices.copy_(indices[-6:].unsqueeze(1))
+            rows.lengths.copy_(lengths[-6:]).data[-1] = 0
+            named.append((server.read(layer.layer_id, what), rows.indices[:, 0], rows.lengths))
+        out, _ = operator(*calls[0][1], **options)
+        check(out[:, 0], server.expected(q[:, 0], sinks, named))
+        assert (out[-1] == 0).all()
+
+
+def test_a_window_alone_stays_flashmlas(serve: Any, log_lines: list[str]) -> None:
+    server = serve("torch", 8)
+    assert server.model["0"]._kernel_num_heads(3) == 64  # its queries are padded for it
+    server.step(0, 3)
+    (call,) = server.kernel.calls
+    assert call["q"].shape == (3, 1, 64, 512) and call["extra_k_cache"] is None
+    assert any("ratio 0 stays FlashMLA's: no result compares" in line for line in log_lines)
+
+
+def prefill(server: Server, ratio: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """sglang's prefill over rows that it gathers, with lists of gathered rows."""
+    layer = server.model[str(ratio)]
+    window = server.slots[layer.layer_id, "window"].int()
+    extra = server.slots[layer.layer_id, "extra"].int()
+    total = len(window) + len(extra)
+    generator = torch.Generator().manual_seed(tokens)
+    indices = torch.randint(0, total, (tokens, 128), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(1, 129, (tokens,), generator=generator, dtype=torch.int32)
+    server.backend.forward_metadata = SimpleNamespace(
+        sparse_prefill_cache=SimpleNamespace(
+            swa_token_ids=window,
+            swa_page_size=256,
+            layer_inputs=lambda *_: (extra, indices, lengths),
+        )
+    )
+    q, sinks = server.queries(layer, tokens)
+    out = server.backend._forward_prefill_sparse(
+        q=q.unsqueeze(1),
+        layer_id=layer.layer_id,
+        compress_ratio=ratio,
+        forward_batch=None,
+        token_to_kv_pool=server.pool,
+        core_attn_metadata=None,
+        attn_sink=sinks,
+        cos_sin_cache=None,
+    )
+    rows = torch.cat(
+        [
+            server.read(layer.layer_id, "extra")[extra.long()],
+            server.read(layer.layer_id, "window")[window.long()],
+        ]
+    )
+    return out, server.expected(q, sinks, [(rows, indices, lengths)])
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_prefills_over_gathered_rows(serve: Any, ratio: int) -> None:
+    server = serve("torch", 8)
+    out, want = prefill(server, ratio, 4)
+    check(out, want)
+    assert not server.kernel.calls
+
+
+def test_at_64_heads_prefills_stay_flashmlas(serve: Any) -> None:
+    server = serve("torch", 64)
+    prefill(server, 4, 4)
+    (call,) = server.kernel.calls
+    assert call["q"].shape == (4, 64, 512)
+
+
+def test_what_runs_where_is_logged_once(serve: Any, log_lines: list[str]) -> None:
+    serve("torch", 8)
+    lines = [line for line in log_lines if "attention with 8 heads per rank" in line]
+    assert [line.split(" on ")[0].split("over ")[1] for line in lines] == [
+        "pages of 256 and 64 rows",
+        "pages of 256 and 2 rows",
+    ]
+    assert all("decodes and prefills run here, where" in line for line in lines)
+
+
+def test_other_backends_and_records_are_left_alone(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    server = Server(8)
+    before = dict(vars(server.backend))
+    server.backend._flash_mla_with_kvcache = server.kernel
+
+    class Other(DeepseekV4AttnBackend):
+        pass
+
+    server.backend.__class__ = Other
+    adapter._install(server.backend, server.runner)
+    assert log_lines[-1].endswith("the calls that are served are those of DeepseekV4AttnBackend")
+    server.backend.__class__ = DeepseekV4AttnBackend
+    monkeypatch.setattr(type(server.pool), "get_swa_key_bytes_per_token", lambda self: 528)
+    adapter._install(server.backend, server.runner)
+    assert log_lines[-1].endswith(
+        "stays DeepseekV4AttnBackend's: records must have 584 bytes, got 528"
+    )
+    assert vars(server.backend) == before
+
+
+def test_a_form_without_a_path_leaves_every_layer_as_it_was(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """The second form fails, after the first was made."""
+    made = sglang_sparse.SparseLayer
+
+    def fails(target: Target, form: Any, *rest: Any) -> Any:
+        if form.extra_page_size == 2:
+            raise LookupError("no path for pages of 2 rows")
+        return made(target, form, *rest)
+
+    monkeypatch.setattr(sglang_sparse, "SparseLayer", fails)
+    server = serve("torch", 8)
+    assert log_lines[-1].endswith("--attention-backend dsv4: no path for pages of 2 rows")
+    assert server.backend._flash_mla_with_kvcache is server.kernel
+    assert server.model["4"]._kernel_num_heads(3) == 64
+
+
+def test_queries_of_another_dtype_stay_upstreams(log_lines: list[str]) -> None:
+    server = Server(8)
+    server.runner.model_config.dtype = torch.float16
+    adapter._install(server.backend, server.runner)
+    assert server.backend._flash_mla_with_kvcache is server.kernel
+    assert any("queries must be in bfloat16, got torch.float16" in line for line in log_lines)
+
+
+def test_without_a_measurement_nothing_is_taken_over(log_lines: list[str]) -> None:
+    server = Server(8)
+    adapter._install(server.backend, server.runner)
+    assert server.backend._flash_mla_with_kvcache is server.kernel
+    assert any("no result compares this package's sparse decode" in line for line in log_lines)

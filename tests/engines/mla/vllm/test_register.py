@@ -1,0 +1,253 @@
+"""The flag and the choice: which class serves which model's MLA layers, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
+from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops import flashmla
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from backend_core.engines import entry, vllm_flag
+from backend_core.engines.vllm_flag import Request
+from backend_core.target import KNOWN_TARGETS, Target
+from mla_backend.engines import vllm as adapter
+from mla_backend.engines.vllm_mla import SplitKvMLABackend
+from tests.engines.mla.vllm.harness import RECALL, deepseek, engine_config
+from tests.engines.vllm_process import cuda_platform
+
+MLA = AttentionSelectorConfig(
+    head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=True
+)
+FULL = MLA._replace(head_size=128, use_mla=False)
+H200 = KNOWN_TARGETS["H200"]
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An H200 for the choice, and log lines that come once a test."""
+    _first_config()
+    importlib.import_module("vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn")
+    entry.vllm.softmax()
+    entry.vllm.kda()
+    monkeypatch.setattr(adapter, "detect_target", lambda device: H200)
+    yield
+
+
+@functools.cache
+def _first_config() -> None:
+    """The first configuration of a process sets vLLM's loggers up anew."""
+    engine_config(family=None)
+
+
+Select = Callable[..., Any]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Select:
+    """vLLM's own selection on CUDA, of the class that serves a layer under a configuration.
+
+    The platform is CUDA from the first selection on: a configuration is made on a CPU.
+    """
+
+    def selected(config: Any, selector: Any, heads: int, family: str | None) -> Any:
+        platform = cuda_platform(monkeypatch)
+        member = None if family is None else AttentionBackendEnum[vllm_flag.flag_name(family)]
+        with set_current_vllm_config(config):
+            path = platform.get_attn_backend_cls(
+                member, attn_selector_config=selector, num_heads=heads
+            )
+        return resolve_obj_by_qualname(path)
+
+    return selected
+
+
+def chosen(
+    config: Any, *, heads: int = 4, upstream: type = FlashAttnMLABackend, **changes: Any
+) -> type | str:
+    return adapter.choose(Request(config, MLA._replace(**changes), heads, upstream))
+
+
+@pytest.mark.parametrize("family", ["mla", "kda"])
+def test_kimi_linear_is_served_under_either_flag(
+    cuda: Select, family: str, log_lines: list[str]
+) -> None:
+    config = engine_config(RECALL, family)
+    assert cuda(config, MLA, 2, family) is SplitKvMLABackend
+    served, *rows = log_lines
+    assert served == (
+        "kda-dsv4-backend: MLA with 2 heads per rank on H200 (sm90): decode steps of any number of"
+        " requests are planned, run and combined here, where"
+        " benchmarks/results/mla_decode_h200.json has them ahead; others and prefills stay"
+        " FLASH_ATTN_MLA's"
+    )
+    row = "kda-dsv4-backend: mla_decode grid 1 and more: sm90 "
+    assert sum(line.startswith(row) for line in rows) == 1
+    assert log_lines[-1] == (
+        "kda-dsv4-backend: MLA layers are served by mla"
+        " (SplitKvMLABackend in the place of FlashAttnMLABackend)"
+    )
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_deepseek_is_served_under_its_own_flag(cuda: Select, version: int, tmp_path: Path) -> None:
+    config = engine_config(deepseek(tmp_path, version))
+    assert config.model_config.use_mla
+    assert cuda(config, MLA, 4, "mla") is SplitKvMLABackend
+
+
+def test_the_flag_is_not_for_a_model_without_mla(cuda: Select) -> None:
+    config = engine_config(RECALL)
+    if vllm_flag.flag_name("kda") == vllm_flag.flag_name("mla"):
+        pytest.skip("before 0.32 the name is Kimi Delta Attention's too")
+    with pytest.raises(ValueError, match=r"with MLA or DeepSeek-V4 attention layers, of which"):
+        cuda(config, FULL, 2, "mla")
+
+
+def test_without_the_flag_the_layers_are_vllms(cuda: Select) -> None:
+    assert cuda(engine_config(RECALL, None), MLA, 2, None) is FlashAttnMLABackend
+
+
+def test_vllm_knows_the_class_by_its_base() -> None:
+    assert SplitKvMLABackend.get_name() == "FLASH_ATTN_MLA"
+    assert issubclass(SplitKvMLABackend.get_builder_cls(), FlashAttnMLABackend.get_builder_cls())
+    assert issubclass(SplitKvMLABackend.get_impl_cls(), FlashAttnMLABackend.get_impl_cls())
+    assert not SplitKvMLABackend.__abstractmethods__
+
+
+@pytest.mark.parametrize(
+    ("ours", "name"),
+    [
+        (SplitKvMLABackend.get_impl_cls(), "forward_mqa"),
+        (SplitKvMLABackend.get_builder_cls(), "__init__"),
+    ],
+)
+def test_what_is_overridden_has_vllms_signature(ours: type, name: str) -> None:
+    (base,) = ours.__bases__
+    overridden, own = (list(inspect.signature(getattr(c, name)).parameters) for c in (ours, base))
+    assert overridden == own
+
+
+@pytest.mark.parametrize(
+    ("heads", "limit"),
+    [
+        (4, "any number of requests"),
+        (8, "any number of requests"),
+        (16, "up to 4 requests"),
+        (32, "up to 16 requests"),
+    ],
+)
+def test_what_is_served_follows_the_measurement(
+    heads: int, limit: str, log_lines: list[str]
+) -> None:
+    assert chosen(engine_config(), heads=heads) is SplitKvMLABackend
+    assert f"{heads} heads per rank" in log_lines[0] and f"steps of {limit} are" in log_lines[0]
+
+
+def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
+    draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    config = engine_config(speculative_config=draft)
+    assert adapter.query_tokens(config) == (1, 4)
+    assert chosen(config, heads=4) is SplitKvMLABackend
+    assert "steps of up to 4 requests with 4 query tokens each are planned" in log_lines[1]
+    log_lines.clear()
+    assert chosen(config, heads=16) is SplitKvMLABackend
+    assert log_lines[1].endswith(
+        "decode steps with 4 query tokens each stay FLASH_ATTN_MLA's: its decode was compared with"
+        " fa3 at up to 32 query rows per request, and this rank has 64"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"upstream": TritonMLABackend},
+            "decode is served in the place of FLASH_ATTN_MLA, and vLLM chooses TRITON_MLA here",
+        ),
+        (
+            {"heads": 64},
+            "its decode was compared with fa3 at up to 32 query rows per request, and this rank"
+            " has 64",
+        ),
+        ({"head_size": 320}, "a token of the cache must have 512 + 64 channels, got 320"),
+        ({"dtype": torch.float16}, "queries must be in bfloat16, got float16"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "the cache must be in bfloat16, got fp8: this package reads fp8 caches in Triton alone,"
+            " which no result compares with vLLM's kernels",
+        ),
+        (
+            {"has_sink": True},
+            "layers with sinks, a sliding window or attention to later tokens are not served",
+        ),
+        (
+            {"use_non_causal": True},
+            "layers with sinks, a sliding window or attention to later tokens are not served",
+        ),
+    ],
+)
+def test_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    assert chosen(engine_config(), **changes) == reason
+
+
+@pytest.mark.parametrize("arch", ["A100", "B200", "MI300X"])
+def test_a_part_without_a_measurement_stays_vllms(
+    monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    target: Target = KNOWN_TARGETS[arch]
+    monkeypatch.setattr(adapter, "detect_target", lambda device: target)
+    assert chosen(engine_config()) == (
+        f"no result compares this package's decode with fa3 on {target.arch}"
+    )
+
+
+def test_batch_invariance_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert chosen(config) == "VLLM_BATCH_INVARIANT is set, and plans change with the batch"
+
+
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_caches_split_over_ranks_stay_vllms(what: str) -> None:
+    config = engine_config()
+    setattr(config.parallel_config, f"{what}_context_parallel_size", 2)
+    assert chosen(config) == f"a request must have its whole cache on one rank, got 2 {what} ranks"
+
+
+@pytest.mark.parametrize(("family", "cache"), [("mla", "fp8"), ("kda", "fp8_e4m3")])
+@pytest.mark.parametrize("flash_mla", [True, False])
+def test_fp8_caches_stay_with_what_vllm_chooses(
+    cuda: Select,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    cache: str,
+    flash_mla: bool,
+    log_lines: list[str],
+) -> None:
+    """Dense FlashMLA over fp8, or Triton where it is not built; an error in no mode."""
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    reason = None if flash_mla else "not built"
+    monkeypatch.setattr(flashmla, "is_flashmla_dense_supported", lambda: (flash_mla, reason))
+    config = engine_config(RECALL, family, kv_cache_dtype=cache)
+    selector = MLA._replace(kv_cache_dtype=cache)
+    upstream = FlashMLABackend if flash_mla else TritonMLABackend
+    assert cuda(config, selector, 2, None) is upstream
+    assert cuda(config, selector, 2, family) is upstream
+    assert log_lines == [
+        f"kda-dsv4-backend: MLA layers stay on {upstream.__name__}: the cache must be in bfloat16,"
+        f" got {cache}: this package reads fp8 caches in Triton alone, which no result compares"
+        " with vLLM's kernels"
+    ]

@@ -1,0 +1,382 @@
+"""DeepSeek-V4's attention through vLLM's layer: results, who serves what, graphs, refusals."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.engines import entry
+from backend_core.target import KNOWN_TARGETS, Target
+from backend_core.testing.numerics import relative_error
+from mla_backend.engine_choice import Lead, sparse_leads_over
+from mla_backend.engines import flash_mla_calls, sparse_layer
+from mla_backend.engines import vllm as adapter
+from tests.engines.mla.vllm.sparse_harness import (
+    Batches,
+    FlashMla,
+    build_layer,
+    engine_config,
+    without_a_gpu,
+)
+
+TOLERANCE = 8e-3
+TARGETS = {
+    "torch": KNOWN_TARGETS["cpu"],
+    "triton": Target("nvidia", "sm80", 5, "an A100 of five SMs, interpreted"),
+}
+DECODES = [(200, 201), (0, 1), (131, 132)]
+MIXED = [*DECODES, (0, 3), (124, 134)]  # decodes, a short prompt, a later piece of another
+DRAFTED = [(200, 203), (0, 3), (126, 129)]
+
+Serve = Callable[..., Batches]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FlashMla:
+    entry.vllm.dsv4()
+    entry.vllm.softmax()
+    engine_config(8)  # the first of a process sets vLLM's loggers up anew
+    return without_a_gpu(monkeypatch)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
+    """Makes a layer on a target where this family is ahead as it is on an H200."""
+    from mla_backend.engines import vllm_sparse
+
+    def made(target: str, heads: int, ratio: int, **options: Any) -> Batches:
+        config = engine_config(heads, **options)
+        monkeypatch.setattr(vllm_sparse, "detect_target", lambda device: TARGETS[target])
+        monkeypatch.setattr(vllm_sparse, "sparse_leads_over", on_h200)
+        return Batches(config, build_layer(config, ratio))
+
+    vllm_sparse._of_form.cache_clear()
+    yield made
+    vllm_sparse._of_form.cache_clear()
+
+
+def on_h200(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
+    return sparse_leads_over(KNOWN_TARGETS["H200"], kernel, heads)
+
+
+def check(batches: Batches, out: torch.Tensor) -> None:
+    wanted = batches.expected()
+    live = batches.layer.n_local_heads
+    for token, want in enumerate(wanted):
+        assert relative_error(out[token, :live], want) < TOLERANCE, token
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_records_are_those_of_vllms_writer(serve: Serve, ratio: int) -> None:
+    """Every byte of both caches, over several pages and to the middle of one."""
+    from vllm.models.deepseek_v4.common.ops.cache_utils import quantize_and_insert_k_cache
+
+    batches = serve("torch", 8, ratio)
+    caches = (batches.swa_cache, batches.cache)
+    batches.write([(131, 132), (0, 1)], seed=1)
+    ours = [_all_bytes(cache) for cache in caches]
+    batches.insert = quantize_and_insert_k_cache
+    batches.write([(131, 132), (0, 1)], seed=1)
+    for cache, written in zip(caches, ours, strict=True):
+        assert (written != 0xFF).any()
+        assert torch.equal(_all_bytes(cache), written)
+
+
+def _all_bytes(cache: torch.Tensor) -> torch.Tensor:
+    return cache.as_strided((cache.shape[0], cache.stride(0)), (cache.stride(0), 1)).clone()
+
+
+@pytest.mark.parametrize(("heads", "ratio"), [(8, 4), (20, 128), (32, 4)])
+def test_decodes_and_prefills_beside_each_other(
+    serve: Serve, kernel: FlashMla, heads: int, ratio: int
+) -> None:
+    """Lengths around the window, with no compressed row at all, and with heads of the padding."""
+    batches = serve("torch", heads, ratio)
+    layer = batches.layer
+    assert type(layer).__name__ == "SparseAttention"
+    assert layer.padded_heads == max(8, 1 << (heads - 1).bit_length())
+    assert layer.attn_sink.shape == (layer.padded_heads,)
+    assert layer.attn_sink[layer.n_local_heads :].isneginf().all()
+    check(batches, batches.run(MIXED))
+    assert not kernel.calls
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_kernels_are_made_for_the_pages_that_vllm_will_choose(serve: Serve, ratio: int) -> None:
+    batches = serve("torch", 8, ratio)
+    served = batches.layer.served
+    sizes = batches.swa_cache.shape[1], batches.cache.shape[1]
+    assert (served.form.page_size, served.form.extra_page_size) == sizes
+    selections = dict(served._selections)
+    check(batches, batches.run(MIXED))
+    assert served._selections == selections
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_drafts_have_lists_of_their_own(serve: Serve, kernel: FlashMla, ratio: int) -> None:
+    batches = serve("torch", 8, ratio, drafts=2)
+    tokens = batches.write(DRAFTED, seed=1)
+    metadata = batches.metadata(len(DRAFTED), tokens)
+    assert metadata[batches.layer.swa_cache_layer.prefix].num_decode_tokens == tokens
+    check(batches, batches.forward(metadata, tokens))
+    assert not kernel.calls
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_through_the_triton_kernels(serve: Serve, kernel: FlashMla, ratio: int) -> None:
+    batches = serve("triton", 8, ratio)
+    check(batches, batches.run([(131, 132), (0, 1), (127, 129)]))
+    assert not kernel.calls
+
+
+@pytest.mark.parametrize(("tokens", "here"), [(64, True), (65, False)])
+def test_at_64_heads_the_number_of_query_tokens_decides(
+    serve: Serve, kernel: FlashMla, tokens: int, here: bool
+) -> None:
+    batches = serve("torch", 64, 4)
+    assert type(batches.layer).__name__ == "SparseAttention"
+    assert batches.layer.padded_heads == 64
+    batches = Batches(batches.config, batches.layer, requests=tokens)
+    batches.write([(5, 6)], seed=0)
+    metadata = batches.metadata(tokens, tokens)
+    batches.forward(metadata, tokens)
+    assert len(kernel.calls) == (not here)
+    for call in kernel.calls:
+        assert call["q"].shape == (tokens, 1, 64, 512)
+        assert call["tile_scheduler_metadata"] is not None
+
+
+def test_at_64_heads_prefills_stay_flashmlas(serve: Serve, kernel: FlashMla) -> None:
+    batches = serve("torch", 64, 4)
+    batches.run([(3, 4), (0, 4)])
+    (call,) = kernel.calls
+    assert call["q"].shape == (4, 64, 512) and "kv" in call
+
+
+class Graph:
+    """The launches of one decode step, recorded with the addresses of what they read.
+
+    vLLM captures a FULL graph on a dummy batch and replays it for others, whose lengths, slots and
+    index lists its builders write into the same memory.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, batches: Batches, size: int) -> None:
+        from vllm.models.deepseek_v4.nvidia import flashmla
+
+        self.batches, self.size = batches, size
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        batches.write([(0, 1)] * min(size, 4), seed=99)
+        with monkeypatch.context() as patch:
+            for module, name in (
+                (flashmla, "compute_global_topk_indices_and_lens"),
+                (sparse_layer, "sparse_mla"),
+            ):
+                patch.setattr(module, name, self.recorded(getattr(module, name)))
+            metadata = batches.metadata(size, size, capture=True)
+            self.out = batches.forward(metadata, size)
+
+    def recorded(self, operator: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            result = operator(*args, **options)
+            self.calls.append((operator, args, options, result))
+            return result
+
+        return call
+
+    def replay(self, chunks: list[tuple[int, int]], seed: int) -> None:
+        self.batches.write(chunks, seed)
+        self.batches.metadata(self.size, self.size)
+        self.out.fill_(float("nan"))
+        for operator, args, options, result in self.calls:
+            for old, new in zip(result, operator(*args, **options), strict=True):
+                old.copy_(new)  # a graph writes where it wrote before
+        check(self.batches, self.out)
+        used = sum(end - begin for begin, end in chunks)
+        assert (self.out[used:] == 0).all()  # what a graph is padded with sees nothing
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_a_graph_serves_other_batches_of_its_size(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, ratio: int
+) -> None:
+    graph = Graph(monkeypatch, serve("torch", 8, ratio), 4)
+    assert graph.calls[-1][0].__name__ == "sparse_mla"
+    graph.replay([(200, 201), (0, 1), (131, 132)], seed=1)
+    graph.replay([(2, 3), (150, 151), (3, 4), (127, 128)], seed=2)
+
+
+def test_lengths_that_the_host_reads_in_a_capture_are_caught(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that could be: lists cut to what the dummy batch had."""
+    batches = serve("torch", 8, 4)
+    decode = sparse_layer.SparseLayer.decode
+
+    def cut(self: Any, q: Any, window: Any, extra: Any, **options: Any) -> Any:
+        longest = int(window.lengths.max())
+        shorter = sparse_layer.NamedRows(
+            window.cache, window.indices[..., :longest], window.lengths
+        )
+        return decode(self, q, shorter, extra, **options)
+
+    monkeypatch.setattr(sparse_layer.SparseLayer, "decode", cut)
+    graph = Graph(monkeypatch, batches, 4)
+    with pytest.raises(AssertionError):
+        graph.replay([(200, 201), (0, 1), (131, 132)], seed=1)
+
+
+def test_a_warm_layer_takes_no_memory_in_a_step(serve: Serve) -> None:
+    """Scratch is there before anything is captured, for every number of tokens and width.
+
+    In float32, though vLLM builds layers with bfloat16 as torch's default.
+    """
+    batches = serve("triton", 8, 128)
+    scratch, address = _scratch_of(batches)
+    assert scratch.nbytes and scratch.reserve(1, 1, 1)[0].dtype == torch.float32
+    batches.run(DECODES)
+    assert _scratch_of(batches) == (scratch, address)
+
+
+def _scratch_of(batches: Batches) -> tuple[Any, int]:
+    scratch = batches.layer.served._scratch
+    return scratch, scratch.reserve(1, 1, 1)[0].data_ptr()
+
+
+def test_a_window_alone_stays_flashmlas(
+    serve: Serve, kernel: FlashMla, log_lines: list[str]
+) -> None:
+    batches = serve("torch", 8, 1)
+    assert type(batches.layer).__name__ == "DeepseekV4FlashMLAAttention"
+    assert batches.layer.padded_heads == 64
+    assert log_lines[-1] == (
+        "kda-dsv4-backend: DeepSeek-V4 attention stays DeepseekV4FlashMLAAttention's: no result"
+        " compares attention to a window alone with FlashMLA"
+    )
+    batches.run(DECODES)
+    assert len(kernel.calls) == 1
+
+
+def test_what_is_served_is_logged_once(serve: Serve, log_lines: list[str]) -> None:
+    batches = serve("torch", 64, 4)
+    build_layer(batches.config, 4)
+    lines = [line for line in log_lines if "attention with" in line]
+    assert lines == [
+        "kda-dsv4-backend: DeepSeek-V4's attention with 64 heads per rank over pages of 64 and 64"
+        " rows on cpu (cpu): decodes of up to 64 query tokens run here, where"
+        " benchmarks/results/dsv4_attention_h200.json has them ahead of FlashMLA; prefills stay"
+        " FlashMLA's: its sparse prefill was compared with flashmla at up to 32 heads per rank, and"
+        " this rank has 64"
+    ]
+
+
+def test_without_the_flag_the_layer_is_vllms(serve: Serve, kernel: FlashMla) -> None:
+    serve("torch", 8, 4)  # its calls of FlashMLA go through this package from now on
+    config = engine_config(8, flag=False)
+    batches = Batches(config, build_layer(config, 4))
+    assert type(batches.layer).__name__ == "DeepseekV4FlashMLAAttention"
+    batches.run(DECODES)
+    assert len(kernel.calls) == 1
+
+
+def layer_of(**changes: Any) -> Any:
+    fields = {"compress_ratio": 4, "head_dim": 512, "kv_cache_dtype": "fp8_ds_mla"}
+    return types.SimpleNamespace(**{**fields, "n_local_heads": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            "rows must be fp8_ds_mla records of 512 channels, got bfloat16 of 512",
+        ),
+        (
+            {"n_local_heads": 128},
+            "its sparse decode was compared with flashmla at up to 64 heads per rank, and this"
+            " rank has 128; its sparse prefill was compared with flashmla at up to 32 heads per"
+            " rank, and this rank has 128",
+        ),
+    ],
+)
+def test_refused_by_name(serve: Serve, changes: dict[str, Any], reason: str) -> None:
+    from mla_backend.engines import vllm_sparse
+
+    config = serve("torch", 8, 4).config
+    assert vllm_sparse.refusal(layer_of(**changes), config) == reason
+
+
+def test_batch_invariance_stays_vllms(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_backend.engines import vllm_sparse
+
+    config = serve("torch", 8, 4).config
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert vllm_sparse.refusal(layer_of(), config) == (
+        "VLLM_BATCH_INVARIANT is set, and the splits of a step change with the batch"
+    )
+
+
+def test_micro_batches_stay_vllms(serve: Serve) -> None:
+    from mla_backend.engines import vllm_sparse
+
+    config = serve("torch", 8, 4).config
+    config.parallel_config.ubatch_size = 2
+    config.parallel_config.enable_dbo = True
+    assert config.parallel_config.use_ubatching
+    assert vllm_sparse.refusal(layer_of(), config) == (
+        "micro-batches run layers at the same time, and these share one scratch memory"
+    )
+
+
+def test_layers_of_another_class_stay_what_they_are(kernel: FlashMla, log_lines: list[str]) -> None:
+    from vllm.models.deepseek_v4.nvidia.flashinfer_sparse import DeepseekV4FlashInferMLAAttention
+
+    layer = object.__new__(DeepseekV4FlashInferMLAAttention)
+    adapter.adopt(layer, engine_config(8))
+    assert type(layer) is DeepseekV4FlashInferMLAAttention
+    assert log_lines == [
+        "kda-dsv4-backend: DeepSeek-V4 attention stays DeepseekV4FlashInferMLAAttention's: the"
+        " calls that are served are FlashMLA's"
+    ]
+
+
+def test_a_call_with_another_argument_is_refused_with_its_name() -> None:
+    call = dict.fromkeys([*flash_mla_calls.READ[flash_mla_calls.DECODE], "window"])
+    with pytest.raises(ValueError, match=r"flash_mla_with_kvcache must have .* window differ"):
+        flash_mla_calls.make(None, flash_mla_calls.DECODE, call)
+
+
+@pytest.mark.parametrize("spoiled", [1.0, 1.1])
+def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, spoiled: float
+) -> None:
+    """`benchmarks.engines.dsv4_attention`, with this package's drop-ins in FlashMLA's place."""
+    from vllm.models.deepseek_v4.nvidia import flashmla
+
+    from benchmarks.engines import dsv4_attention
+    from mla_backend.drop_ins import flash_mla_sparse
+
+    layer = sparse_layer.SparseLayer
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        monkeypatch.setattr(flashmla, name, getattr(flash_mla_sparse, name))
+    monkeypatch.setattr(layer, "prefill", layer.prefill)
+    decode = layer.decode
+
+    def wrong(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+        return decode(self, *args, **options).mul_(spoiled)
+
+    monkeypatch.setattr(layer, "decode", wrong)
+    monkeypatch.setattr(dsv4_attention, "flashmla_schedule", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    watch = dsv4_attention.AttentionWatch()
+    batches = serve("torch", 8, 4)
+    check_run = batches.run([(131, 132), (0, 1), (0, 3)])
+    assert not check_run.isnan().any()
+    seen = watch.report(torch.nn.ModuleDict({"attention": batches.layer}))
+    assert seen["layers"] == {"SparseAttention": 1} and seen["captured"] == {}
+    assert seen["calls"] == {"decode": {"ours": 1}, "prefill": {"ours": 1}}
+    assert seen["rows"] == {"decode": [16 if spoiled == 1.0 else 0, 16], "prefill": [24, 24]}
+    assert (seen["worst"]["decode"] > 0.05) == (spoiled != 1.0) and seen["worst"]["prefill"] < 0.02

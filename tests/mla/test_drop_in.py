@@ -1,0 +1,413 @@
+"""The drop-ins: FlashMLA's decode, FlashInfer's wrappers; results, identities and refusals."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mla_backend import reference
+from mla_backend.drop_ins import flash_mla_sparse, flashinfer
+from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_backend.drop_ins.flashinfer.merge import merge_states
+from mla_backend.spec import MlaSpec
+from mla_backend.testing.cases import SCALE, MlaCase, assert_close, expected, make_case
+from tests.engines.kda.sglang.device_graph import DeviceGraph
+
+
+def i32(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The CPU's paths, then Triton's on the GPU or in the interpreter."""
+    if request.param == "torch":
+        monkeypatch.setattr(flashinfer.merge, "is_available", lambda device: False)
+        monkeypatch.setattr(flashinfer.cascade, "is_available", lambda device: False)
+        return torch.device("cpu")
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def flash_mla_inputs(case: MlaCase) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.cat([case.q_latent, case.q_rope], -1)
+    return q, torch.cat([case.kv_latent, case.kv_rope], -1).unsqueeze(2)
+
+
+@pytest.mark.parametrize("form", ["tensors", "object"])
+def test_flash_mla(device: torch.device, form: str, seed: int) -> None:
+    case = make_case(MlaSpec(4, 64, query_tokens=2), [40, 0, 300], seed=seed, device=device)
+    q, cache = flash_mla_inputs(case)
+    q = torch.cat([q, q[:, :1]], 1)[:, :2]  # two query tokens of three
+    if form == "object":
+        metadata, splits = get_mla_metadata()
+    else:
+        metadata, splits = get_mla_metadata(case.lengths, 2 * 4, 1)
+        assert isinstance(metadata, torch.Tensor) and splits is not None
+        assert metadata.shape[1] == 8 and splits.shape == (4,)
+    for _ in range(2):  # the object keeps its schedule
+        out, lse = flash_mla_with_kvcache(
+            q, cache, case.block_table, case.lengths, 512, metadata, splits, SCALE, True
+        )
+        assert lse.shape == (3, 4, 2) and lse.is_contiguous()
+        assert_close((out, lse.transpose(1, 2)), expected(case))
+
+
+def test_flash_mlas_scale_is_that_of_the_head_dimension(device: torch.device, seed: int) -> None:
+    case = make_case(MlaSpec(4, 64), [100], seed=seed, device=device)
+    q, cache = flash_mla_inputs(case)
+    arguments = (q, cache, case.block_table, case.lengths, 512, *get_mla_metadata())
+    got, given = flash_mla_with_kvcache(*arguments), flash_mla_with_kvcache(
+        *arguments, softmax_scale=576**-0.5
+    )  # fmt: skip
+    assert torch.equal(got[0], given[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indices": torch.zeros(1)}, "indices must be None"),
+        ({"topk_length": torch.zeros(1)}, "topk_length and extra_topk_length must be None: sparse"),
+        ({"head_dim_v": 256}, "head_dim_v must be 512, got 256"),
+        ({"is_fp8_kvcache": True}, "is_fp8_kvcache must be False: caches of 8 bits are not served"),
+        ({"num_splits": None}, "num_splits must come with tile_scheduler_metadata"),
+        ({"q": torch.zeros(1, 1, 4, 512)}, r"q must have shape \[batch, seq_len_q, heads, 576\]"),
+        ({"cache_seqlens": torch.zeros(1)}, "lengths must have dtype int32, got float32"),
+        ({"softmax_scale": -1.0}, "scale must be positive and finite, got -1.0"),
+    ],
+)
+def test_flash_mla_refuses(changes: dict[str, Any], message: str) -> None:
+    case = make_case(MlaSpec(4, 64), [100])
+    q, cache = flash_mla_inputs(case)
+    metadata, splits = get_mla_metadata(case.lengths, 4, 1)
+    arguments = {
+        "q": q, "k_cache": cache, "block_table": case.block_table, "cache_seqlens": case.lengths,
+        "head_dim_v": 512, "tile_scheduler_metadata": metadata, "num_splits": splits,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        flash_mla_with_kvcache(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    "function", [flash_mla_with_kvcache, flash_mla_sparse.flash_mla_with_kvcache]
+)
+def test_positions_of_arguments_are_flash_mlas(function: Any) -> None:
+    """Those of January 2026, which has the arguments of 2025 before its own."""
+    names = (
+        "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits"
+        " softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache"
+        " extra_indices_in_kvcache topk_length extra_topk_length"
+    )
+    found = list(inspect.signature(function).parameters)
+    assert " ".join(found).startswith(names)
+
+
+def test_merge_states_is_attention_over_the_union(where: torch.device, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(n, 48, generator=generator) for n in (6, 90, 90))
+    parts = [slice(0, 30), slice(30, 31), slice(31, 90)]
+    states = [reference.attention(q, k[part], v[part], 0.3) for part in parts]
+    values = torch.stack([out.float() for out, _ in states], 1)[:, :, None].to(where)
+    lses = torch.stack([lse / math.log(2) for _, lse in states], 1)[:, :, None].float().to(where)
+    empty = torch.full_like(values[:, :1], math.nan)  # a state without keys may hold anything
+    values = torch.cat([values, empty], 1)
+    lses = torch.cat([lses, torch.full_like(lses[:, :1], -math.inf)], 1)
+    out = merge_states(values, lses)
+    want, _ = reference.attention(q, k, v, 0.3)
+    torch.testing.assert_close(out[:, 0].double().cpu(), want, atol=1e-5, rtol=1e-4)
+    assert (merge_states(values[:, 3:].contiguous(), lses[:, 3:].contiguous()) == 0).all()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_cascade_of_two_levels_is_one_level(
+    where: torch.device, layout: str, causal: bool, seed: int
+) -> None:
+    """A shared prefix and the requests' own pages, against one level with all pages."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, dim, size = 6, 2, 64, 4
+    cache = torch.randn(16, 2, size, kv_heads, dim, generator=generator)
+    cache[15] = math.nan  # no request's
+    cache = cache.bfloat16().to(where)
+    shared, own, last = [3, 9, 1], [[4, 5], [6], [7, 8, 10]], [1, 4, 3]
+    counts = [1, 3, 2]
+    offsets = [0, 1, 4, 6]
+    q = torch.randn(6, heads, dim, generator=generator).bfloat16().to(where)
+    if layout == "HND":
+        cache = cache.transpose(2, 3).contiguous()
+    options: dict[str, Any] = {"causal": causal, "q_data_type": torch.bfloat16, "sm_scale": 0.2}
+    two = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1, device=where), layout)
+    two.plan(
+        [i32([0, 6], where), i32(offsets, where)],
+        [i32([0, 3], where), i32([0, 2, 3, 6], where)],
+        [i32(shared, where), i32([page for pages in own for page in pages], where)],
+        [i32([size], where), i32(last, where)],
+        heads, kv_heads, dim, size, **options,
+    )  # fmt: skip
+    got = two.run(q, cache)
+    flat = [shared + pages for pages in own]
+    indptr = [0, *torch.tensor([len(pages) for pages in flat]).cumsum(0).tolist()]
+    one = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(1, device=where), layout)
+    one.plan(
+        [i32(offsets, where)],
+        [i32(indptr, where)],
+        [i32([page for pages in flat for page in pages], where)],
+        [i32(last, where)],
+        heads, kv_heads, dim, size, **options,
+    )  # fmt: skip
+    torch.testing.assert_close(got.float(), one.run(q, cache).float(), atol=2e-2, rtol=2e-2)
+    plain = cache if layout == "NHD" else cache.transpose(2, 3)
+    for i, pages in enumerate(flat):
+        length = (len(pages) - 1) * size + last[i]
+        keys = plain[pages, 0].flatten(0, 1)[:length]
+        values = plain[pages, 1].flatten(0, 1)[:length]
+        query = length - counts[i] + torch.arange(counts[i], device=where)[:, None]
+        position = torch.arange(length, device=where)[None]
+        seen = (position <= query) if causal else (position >= 0).expand(counts[i], length)
+        for head in (0, 5):
+            want, _ = reference.attention(
+                q[offsets[i] : offsets[i + 1], head], keys[:, head // 3], values[:, head // 3],
+                0.2, seen=seen,
+            )  # fmt: skip
+            out = got[offsets[i] : offsets[i + 1], head].double()
+            torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+
+
+PAGE = 4
+CASCADE: dict[str, Any] = {"causal": True, "q_data_type": torch.bfloat16, "sm_scale": 0.2}
+
+
+def cascade_buffers(where: torch.device) -> dict[str, Any]:
+    """For two levels of one and of three groups, with room for pages, whose rest is poison."""
+    poison = 2147480000
+
+    def buffers(*lengths: int) -> list[torch.Tensor]:
+        return [torch.full((n,), poison, dtype=torch.int32, device=where) for n in lengths]
+
+    return {
+        "use_cuda_graph": True,
+        "qo_indptr_buf_arr": buffers(2, 4),
+        "paged_kv_indptr_buf_arr": buffers(2, 4),
+        "paged_kv_indices_buf_arr": buffers(8, 12),
+        "paged_kv_last_page_len_buf_arr": buffers(1, 3),
+    }
+
+
+def cascade_step(
+    counts: list[int], shared: int, own: list[int], last: list[int], seed: int
+) -> list[list[list[int]]]:
+    """The arrays of a plan: pages that are shared, then each request's own, drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randperm(15, generator=generator).tolist()
+    offsets = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    indptr = [0, *torch.tensor(own).cumsum(0).tolist()]
+    return [
+        [[0, offsets[-1]], offsets],
+        [[0, shared], indptr],
+        [pages[:shared], pages[shared : shared + indptr[-1]]],
+        [[PAGE], last],
+    ]
+
+
+STEPS = [
+    cascade_step([35, 3, 2], 2, [9, 1, 2], [3, 4, 1], 1),  # two tiles of 32 query tokens, then one
+    cascade_step([1, 1, 1], 5, [4, 2, 3], [1, 4, 2], 2),
+    cascade_step([0, 34, 3], 0, [1, 9, 2], [2, 4, 4], 3),
+]
+
+
+def test_a_captured_cascade_serves_the_last_plan(where: torch.device, seed: int) -> None:
+    """Planned again, ``run`` launches what it launched before, on the same memory."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, dim = 2, 1, 32
+    cache = torch.randn(16, 2, PAGE, kv_heads, dim, generator=generator).bfloat16()
+    cache[15] = math.nan  # no request's
+    cache = cache.to(where)
+    q = torch.randn(40, heads, dim, generator=generator).bfloat16().to(where)
+    on_host = not flashinfer.cascade.is_available(where)
+
+    def plan(wrapper: Any, step: list[list[list[int]]]) -> None:
+        arrays = [[i32(level, where) for level in array] for array in step]
+        wrapper.plan(*arrays, heads, kv_heads, dim, PAGE, **CASCADE)
+
+    workspace = torch.empty(1, device=where)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, **cascade_buffers(where))
+    assert wrapper.is_cuda_graph_enabled
+    graph, got = DeviceGraph(), torch.empty_like(q)
+    for number, step in enumerate(STEPS):
+        plan(wrapper, step)
+        if on_host:  # which reads the plan on the host
+            got = wrapper.run(q, cache)
+        elif number == 0:
+            got = graph.record(lambda: wrapper.run(q, cache))
+        else:
+            graph.replay()
+        fresh = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace)
+        plan(fresh, step)
+        tokens = step[0][1][-1]
+        want = fresh.run(q[:tokens], cache)
+        torch.testing.assert_close(got[:tokens], want, atol=1e-2, rtol=1e-2)
+        assert not want.isnan().any() and (got[tokens:] == 0).all()
+    levels = wrapper._levels
+    plan(wrapper, STEPS[0])
+    for before, after in zip(levels, wrapper._levels, strict=True):
+        for name in ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len"):
+            assert getattr(before, name) is getattr(after, name)
+        assert before.tile_start is after.tile_start and before.tile_request is after.tile_request
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (cascade_step([1, 1], 1, [1, 1], [1, 1], 1), {}, "level 1 must have 3 groups, got 2"),
+        (
+            cascade_step([1, 1, 1], 9, [1, 1, 1], [1, 1, 1], 1),
+            {},
+            "level 0 must have at most 8 pages, got 9",
+        ),
+        (
+            cascade_step([39, 1, 1], 1, [1, 1, 1], [1, 1, 1], 1),
+            {},
+            "level 0 must have at most the 40 query tokens of the first plan, got 41",
+        ),
+        (STEPS[1], {"sm_scale": 0.3}, "every plan must have the settings of the first"),
+        (
+            [[[0, 4], [0, 1, 2, 3]], *STEPS[1][1:]],
+            {},
+            r"every level must have as many query tokens, got \[4, 3\]",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_and_leaves_the_last(
+    step: list[list[list[int]]], options: dict[str, Any], message: str
+) -> None:
+    cpu = torch.device("cpu")
+    buffers = cascade_buffers(cpu)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **buffers)
+
+    def plan(step: list[list[list[int]]], **changes: Any) -> None:
+        arrays = [[i32(level, cpu) for level in array] for array in step]
+        wrapper.plan(*arrays, 4, 2, 32, PAGE, **{**CASCADE, **changes})
+
+    plan(STEPS[0])
+    kept = [t.clone() for array in list(buffers.values())[1:] for t in array]
+    with pytest.raises(ValueError, match=message) as error:
+        plan(step, **options)
+    assert "\n" not in str(error.value)
+    now = [t for array in list(buffers.values())[1:] for t in array]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"paged_kv_indices_buf_arr": None},
+            r"use_cuda_graph needs 2 of each of the four buffers .*, got \[2, 2, None, 2\]",
+        ),
+        ({"use_cuda_graph": False}, "the buffers must be None without use_cuda_graph"),
+        (
+            {"qo_indptr_buf_arr": [torch.zeros(3, dtype=torch.int32)] * 2},
+            r"qo_indptr_buf_arr\[0\] must have shape \[2\], got \[3\]",
+        ),
+        (
+            {"paged_kv_indices_buf_arr": [torch.zeros(9)] * 2},
+            r"paged_kv_indices_buf_arr\[0\] must have dtype int32, got float32",
+        ),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    buffers = {**cascade_buffers(torch.device("cpu")), **changes}
+    with pytest.raises(ValueError, match=message):
+        flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **buffers)
+
+
+def test_queries_that_are_fewer_than_planned_are_refused() -> None:
+    cpu = torch.device("cpu")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1))
+    arrays = [[i32(level, cpu) for level in array] for array in STEPS[0]]
+    wrapper.plan(*arrays, 4, 2, 32, PAGE, **CASCADE)
+    with pytest.raises(ValueError, match="q must have at least 40 tokens, got 39"):
+        wrapper.run(torch.zeros(39, 4, 32).bfloat16(), torch.zeros(16, 2, PAGE, 2, 32).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode must be NONE"),
+        ({"use_fp16_qk_reduction": True}, "use_fp16_qk_reduction must be false"),
+        ({"num_qo_heads": 5}, "num_qo_heads must be a multiple of 2, got 5"),
+        ({"kv_data_type": torch.float16}, "kv_data_type must be torch.bfloat16"),
+        ({"head_dim": 512}, "head_dim must be 16 to 256, got 512"),
+    ],
+)
+def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
+    cpu = torch.device("cpu")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(1))
+    arguments: dict[str, Any] = {
+        "qo_indptr_arr": [i32([0, 1], cpu)], "paged_kv_indptr_arr": [i32([0, 1], cpu)],
+        "paged_kv_indices_arr": [i32([0], cpu)], "paged_kv_last_page_len": [i32([1], cpu)],
+        "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 4,
+        "q_data_type": torch.bfloat16,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        wrapper.plan(**{**arguments, **changes})
+
+
+def test_workspaces_are_taken_and_not_kept() -> None:
+    """Positions and names are FlashInfer's; a workspace on another device is refused."""
+    cpu, away = torch.empty(8, dtype=torch.uint8), torch.empty(8, device="meta")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, cpu)
+    with pytest.raises(ValueError, match="int_workspace_buffers must be 2, one for each level"):
+        wrapper.reset_workspace_buffer(cpu, [cpu])
+    before = dict(vars(wrapper))
+    wrapper.reset_workspace_buffer(cpu, [cpu, cpu])
+    wrapper.reset_workspace_buffer(float_workspace_buffer=cpu, int_workspace_buffers=[cpu, cpu])
+    with pytest.raises(ValueError, match="float_workspace_buffer must be on cpu, got meta"):
+        wrapper.reset_workspace_buffer(away, [cpu, cpu])
+    with pytest.raises(ValueError, match="int_workspace_buffer must be on cpu, got meta"):
+        wrapper.reset_workspace_buffer(cpu, [cpu, away])
+    assert vars(wrapper) == before
+
+
+def planned_in_a_graphs_memory() -> Any:
+    """A function that plans a request of so many keys, and says what ``run`` then gives."""
+    cpu = torch.device("cpu")
+    one = i32([0, 1], cpu)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 2, 64, generator=generator).bfloat16()
+    pair = torch.randn(2, 1, 16, 2, 64, generator=generator).bfloat16().unbind()
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (2, 2, 1, 1)]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        1, torch.empty(1), "NHD", True, *([x] for x in buffers)
+    )
+
+    def plan(keys: int) -> torch.Tensor:
+        arrays = [one, one, i32([0], cpu), i32([keys], cpu)]
+        wrapper.plan(*([x] for x in arrays), 2, 2, 64, 16, q_data_type=torch.bfloat16)
+        return wrapper.run(q, pair)
+
+    return plan
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_graphs_are_planned_in_inference_mode_and_outside_of_it(first: bool) -> None:
+    """The mode belongs to a thread: one may warm up, and another plan."""
+    plan, fresh = planned_in_a_graphs_memory(), planned_in_a_graphs_memory()
+    with torch.inference_mode(first):
+        plan(3)
+    with torch.inference_mode(not first):
+        got = plan(7)
+    assert torch.equal(got, fresh(7)) and not torch.equal(got, fresh(3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["BatchMLAPagedAttentionWrapper", "BlockSparseAttentionWrapper", "merge_state", "merge_states"],
+)
+def test_what_is_absent_raises_an_import_error(name: str) -> None:
+    with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
+        exec(f"from mla_backend.drop_ins.flashinfer import {name}", {})

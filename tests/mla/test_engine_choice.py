@@ -1,0 +1,160 @@
+"""Where engines are served: the path table's rows upstream say what the result files have."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend_core.target import KNOWN_TARGETS
+from mla_backend.engine_choice import MEAN, WORST, Lead, lead_over, sparse_leads_over
+from mla_backend.family import FAMILY
+
+ROOT = Path(__file__).parents[2]
+H200 = KNOWN_TARGETS["H200"]
+DEEPSEEK_V4 = {"model_type": "deepseek_v4", "num_attention_heads": 64}
+KIMI = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 32}
+CONTEXTS = ("1k", "8k", "64k")
+
+
+MLA = "benchmarks/results/mla_decode_h200.json"
+SPARSE = "benchmarks/results/dsv4_attention_h200.json"
+
+
+def measured(source: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / source).read_text())["rows"]
+    return rows
+
+
+def shares(rows: int) -> dict[int, list[float]]:
+    """Ours over FlashAttention 3's time at each context, by number of requests."""
+    found: dict[int, list[float]] = {}
+    for row in measured(MLA):
+        count, _, context = row["case"].partition("x")
+        if row["heads"] == rows and context in CONTEXTS:
+            found.setdefault(int(count), []).append(row["ours_gpu_us"] / row["fa3_us"])
+    assert all(len(values) == len(CONTEXTS) for values in found.values())
+    return found
+
+
+def ahead(batches: dict[int, list[float]]) -> int | None:
+    """The largest batch up to which ours is ahead; ``None`` where it is in all."""
+    most = 0
+    for batch, values in sorted(batches.items()):
+        mean = math.prod(values) ** (1 / len(values))
+        if mean > MEAN or max(values) > WORST:
+            return most
+        most = batch
+    return None
+
+
+@pytest.mark.parametrize("rows", sorted({row["heads"] for row in measured(MLA)}))
+def test_the_limits_are_those_of_the_result_file(rows: int) -> None:
+    assert lead_over(H200, "fa3", rows) == Lead(ahead(shares(rows)), MLA)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, None), (5, None), (9, 4), (16, 4), (17, 16)])
+def test_a_number_between_is_judged_as_the_larger(rows: int, most: int | None) -> None:
+    lead = lead_over(H200, "fa3", rows)
+    assert isinstance(lead, Lead) and lead.max_requests == most
+    assert lead.covers(4) and lead.covers(1000) == (most is None)
+    assert lead.covers(17) == (most is None)
+
+
+def test_without_a_measurement_there_is_no_lead() -> None:
+    assert lead_over(KNOWN_TARGETS["B200"], "fa3", 4) == (
+        "no result compares this package's decode with fa3 on sm100"
+    )
+    assert lead_over(H200, "cutlass", 4) == (
+        "no result compares this package's decode with cutlass on sm90"
+    )
+    assert lead_over(H200, "fa3", 33) == (
+        "its decode was compared with fa3 at up to 32 query rows per request, and this rank has 33"
+    )
+
+
+# the benchmark's name of the variant that the table takes, by heads and query tokens
+TAKEN = {8: "16 heads, 8x32", 16: "16 heads, 8x32", 32: "32 heads, 8x32"}
+
+
+def sparse_share(row: dict[str, Any], kernel: str) -> float:
+    """The time of the table's own variant over the other kernel's."""
+    few = row["heads"] == 64 and row["batch"] <= 64
+    name = "32 heads, 8x32" if few else TAKEN.get(row["heads"], "64 heads, 4x32")
+    variants = row.get("variants_us", {})
+    return float(variants.get(name, row["ours_gpu_us"]) / row[f"{kernel}_gpu_us"])
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_the_limits_of_sparse_mla_are_those_of_the_result_file(phase: str) -> None:
+    found: dict[int, dict[int, list[float]]] = {}
+    for row in measured(SPARSE):
+        if row["phase"] == phase:
+            shares = found.setdefault(row["heads"], {}).setdefault(row["batch"], [])
+            shares.append(sparse_share(row, "flashmla"))
+    assert found
+    for heads, batches in found.items():
+        assert sparse_leads_over(H200, "flashmla", heads)[phase] == Lead(ahead(batches), SPARSE)
+
+
+def test_sparse_heads_between_are_judged_as_the_larger() -> None:
+    source = SPARSE
+    assert sparse_leads_over(H200, "flashmla", 5)["decode"] == Lead(None, source)
+    assert sparse_leads_over(H200, "flashmla", 33)["decode"] == Lead(64, source)
+    assert sparse_leads_over(H200, "flashmla", 8)["prefill"] == Lead(None, source)
+    assert sparse_leads_over(H200, "flashmla", 33)["prefill"] == (
+        "its sparse prefill was compared with flashmla at up to 32 heads per rank, and this rank"
+        " has 33"
+    )
+    assert sparse_leads_over(KNOWN_TARGETS["MI355X"], "flashmla", 8)["decode"] == (
+        "no result compares this package's sparse decode with flashmla on gfx950"
+    )
+
+
+def test_what_is_said_of_deepseek_v4() -> None:
+    assert FAMILY.model_refusal(DEEPSEEK_V4) is None
+    heads, decodes, prefills, *rows = FAMILY.describe_model(H200, DEEPSEEK_V4, 1)
+    source = SPARSE
+    assert heads == "64 heads per GPU"
+    assert decodes == (
+        f"attention in decodes of up to 64 query tokens, where {source} has them ahead of flashmla"
+    )
+    assert prefills.startswith("attention in prefills: flashmla, since its sparse prefill was")
+    assert all(row.startswith("sparse_mla grid ") for row in rows) and rows
+    assert FAMILY.describe_model(H200, DEEPSEEK_V4, 8)[1:3] == [
+        f"attention in {phase}s, where {source} has them ahead of flashmla"
+        for phase in ("decode", "prefill")
+    ]
+    with pytest.raises(LookupError, match="no result compares this package's sparse decode"):
+        FAMILY.describe_model(KNOWN_TARGETS["MI300X"], DEEPSEEK_V4, 1)
+
+
+def test_which_models_have_layers_of_this_family() -> None:
+    assert FAMILY.model_refusal(KIMI) is None
+    for config in ({}, {**KIMI, "kv_lora_rank": 256}, {**KIMI, "qk_rope_head_dim": 32}):
+        assert FAMILY.model_refusal(config) == (
+            "MLA decode needs kv_lora_rank 512 and qk_rope_head_dim 64"
+        )
+    assert "index_topk makes it sparse" in str(FAMILY.model_refusal({**KIMI, "index_topk": 2048}))
+
+
+def test_what_is_said_of_a_model() -> None:
+    heads, steps, *paths = FAMILY.describe_model(H200, KIMI, 1)
+    assert heads == "32 heads per GPU" and [path.split(" (")[0] for path in paths] == [
+        "mla_decode grid 1 to 512: sm90 overhead=1 min_blocks=1 prefix_overhead=4",
+        "mla_decode grid 513 and more: upstream kernel=fa3",
+    ]
+    assert steps == (
+        "decode steps of up to 16 requests, where benchmarks/results/mla_decode_h200.json has them"
+        " ahead of fa3"
+    )
+    assert "of any number of requests" in FAMILY.describe_model(H200, KIMI, 8)[1]
+    with pytest.raises(ValueError, match="32 heads cannot be split over 5 GPUs"):
+        FAMILY.describe_model(H200, KIMI, 5)
+    with pytest.raises(ValueError, match="the configuration must have num_attention_heads"):
+        FAMILY.describe_model(H200, {}, 1)
+    with pytest.raises(LookupError, match="no result compares"):
+        FAMILY.describe_model(KNOWN_TARGETS["MI300X"], KIMI, 1)

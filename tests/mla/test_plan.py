@@ -1,0 +1,131 @@
+"""Properties of plans: every block once, the split numbers exact; kernels as in torch."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_backend.launch_params import Sm90MlaParams
+from mla_backend.plan import MlaPlanner, planner
+from mla_backend.plan.planner import plan_split_kv
+from mla_backend.plan.split_kv import split_kv
+from mla_backend.spec import MlaSpec
+from mla_backend.step_plan import StepPlan
+from mla_backend.testing.cases import forced, make_case
+
+lengths_of = st.lists(st.integers(0, 5000) | st.integers(0, 130), min_size=1, max_size=40)
+
+
+def blocks_of(length: int) -> int:
+    return -(-max(length, 0) // 64)
+
+
+def walk(work: torch.Tensor, lengths: list[int]) -> dict[int, list[tuple[int, int, int]]]:
+    """For each tile the pieces (begin, end, split) that the CTAs have, in their order."""
+    found: dict[int, list[tuple[int, int, int]]] = {i: [] for i in range(len(lengths))}
+    for first, block, last, end, split, *_ in work.tolist():
+        for tile in range(first, last + 1):
+            begin = block if tile == first else 0
+            stop = end if tile == last else blocks_of(lengths[tile])
+            found[tile].append((begin, stop, split if tile == first else 0))
+    return found
+
+
+def check_plan(work: torch.Tensor, num_splits: torch.Tensor, lengths: list[int]) -> None:
+    """Pieces tile each tile's blocks in order, and are numbered as the slots count them."""
+    assert num_splits[0] == 0
+    for tile, pieces in walk(work, lengths).items():
+        assert [split for *_, split in pieces] == list(range(len(pieces)))
+        assert int(num_splits[tile + 1] - num_splits[tile]) == len(pieces)
+        assert pieces[0][0] == 0 and pieces[-1][1] == blocks_of(lengths[tile])
+        for (_, end, _), (begin, *_) in itertools.pairwise(pieces):
+            assert end == begin
+        assert all(begin < end for begin, end, _ in pieces) or lengths[tile] == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_of, st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
+def test_every_block_is_computed_once(
+    lengths: list[int], ctas: int, overhead: int, min_blocks: int
+) -> None:
+    tokens = torch.tensor(lengths, dtype=torch.int32)
+    work, num_splits = split_kv(tokens, ctas, overhead, min_blocks)
+    check_plan(work, num_splits, lengths)
+    assert int(num_splits[-1]) <= len(lengths) + ctas
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"),
+    [
+        ([1024], 1),
+        ([8192], 1),
+        ([65536], 8),
+        ([1024] * 16, 2),
+        ([8192] * 4, 4),
+        ([1024] * 128, 16),
+        ([8192] * 128, 128),
+        ([65536] + [1024] * 63, 17),
+        ([8192] * 64, 64),
+    ],
+)
+def test_the_cases_of_the_benchmark_are_even(lengths: list[int], most: int) -> None:
+    """On 132 CTAs: the most blocks that a CTA has."""
+    work, _ = split_kv(torch.tensor(lengths, dtype=torch.int32), 132, 1, 1)
+    load = []
+    for first, block, last, end, *_ in work.tolist():
+        pieces = range(first, last + 1)
+        total = sum(blocks_of(lengths[tile]) for tile in pieces)
+        load.append(total - block - (blocks_of(lengths[last]) - end) if len(pieces) else 0)
+    assert sum(load) == sum(map(blocks_of, lengths))
+    assert max(load) <= most
+
+
+def test_the_triton_planner_is_the_one_in_torch(device: torch.device, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for most in (100, 3000, 40000):
+        tiles = int(torch.randint(1, 50, (1,), generator=generator))
+        lengths = torch.randint(0, most, (tiles,), generator=generator, dtype=torch.int32)
+        lengths[tiles // 2 + 1 :: 5] = -1
+        plan = empty_plan(lengths.to(device), 20)
+        plan_split_kv(plan.lengths, plan, 2, 2)
+        work, num_splits = split_kv(lengths, 20, 2, 2)
+        assert torch.equal(plan.work.cpu(), work)
+        assert torch.equal(plan.num_splits.cpu(), num_splits)
+
+
+def empty_plan(lengths: torch.Tensor, ctas: int) -> StepPlan:
+    tiles = lengths.shape[0]
+    i32 = {"dtype": torch.int32, "device": lengths.device}
+    return StepPlan(
+        lengths, torch.zeros(ctas, 8, **i32), torch.zeros(tiles + 1, **i32), 1, 0,
+        starts=torch.zeros(2, tiles, **i32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "used"), [(0, [1, 1]), (3, [1, 3])])
+def test_shared_prefixes_have_an_overhead_of_their_own(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, given: int, used: list[int]
+) -> None:
+    """On Hopper; where it is 0, they have the others'."""
+    seen: list[int] = []
+    monkeypatch.setattr(planner, "PARAMS", SimpleNamespace(pack=lambda **fields: fields))
+    monkeypatch.setattr(
+        planner,
+        "_sm90_kernel",
+        lambda: lambda grid, block, fields, pdl: seen.append(fields["overhead"]),
+    )
+    case = make_case(MlaSpec(4, 64), [100, 130], shared_tokens=64, device=device)
+    for tokens in (0, 64):
+        selection = forced(case.spec, "sm90", 4, prefix_overhead=given)
+        MlaPlanner(selection, shared_prefix_tokens=tokens).plan(case.lengths, case.block_table)
+    assert seen == used
+
+
+def test_an_overhead_that_no_plan_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match="overhead must be 1 to 16 blocks, got 17"):
+        Sm90MlaParams(overhead=1, min_blocks=1, prefix_overhead=17)

@@ -1,0 +1,216 @@
+"""Sparse MLA: bad input is one sentence and nothing is written; planted bugs show; splits' plan."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from backend_core.target import KNOWN_TARGETS
+from mla_backend.contract.sparse_mla import NamedRows
+from mla_backend.drop_ins.flash_mla_sparse import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from mla_backend.kernels import sparse_mla as kernels
+from mla_backend.kernels import sparse_mla_combine as combine_kernels
+from mla_backend.plan.sparse_splits import sparse_splits
+from mla_backend.sparse import combine as sparse_mla_combine
+from mla_backend.sparse_mla import select_sparse_mla, sparse_mla
+from mla_backend.spec_sparse_mla import SparseMlaSpec
+from mla_backend.testing.sparse_mla_cases import (
+    SCALE,
+    SparseCase,
+    assert_close,
+    expected,
+    forced,
+    make_case,
+    run_case,
+)
+
+LISTS: list[tuple[int, int, list[int] | None]] = [(64, 40, [40, 7]), (2, 30, [30, 0])]
+
+
+def arguments(case: SparseCase) -> dict[str, Any]:
+    return {
+        "q": case.q,
+        "rows": case.rows,
+        "extra": case.extra,
+        "selection": forced(case.spec, "torch"),
+        "scale": SCALE,
+        "out": torch.full(case.q.shape, 7.0, dtype=torch.bfloat16),
+        "lse": torch.full(case.q.shape[:3], 7.0),
+    }
+
+
+def shifted(cache: torch.Tensor, stride: int) -> torch.Tensor:
+    memory = torch.zeros(cache.shape[0] * stride + 16, dtype=torch.uint8)
+    return memory.as_strided(cache.shape, (stride, 584, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: {"q": x.q.half()}, "q must have dtype bfloat16, got float16"),
+        (lambda x: {"q": x.q[..., :448]},
+         "q must have shape [requests, query tokens, 8, 512], got [2, 1, 8, 448]"),
+        (lambda x: {"extra": None}, "extra must be given for extra_page_size 2"),
+        (lambda x: {"scale": -1.0}, "scale must be positive and finite, got -1.0"),
+        (lambda x: {"sinks": torch.zeros(4)}, "sinks must have shape [8], got [4]"),
+        (lambda x: {"splits": 161}, "splits must be 1 to 160, got 161"),
+        (lambda x: {"max_logits": torch.zeros(2, 1, 8)}, "max_logits must be None for a cache of"),
+        (lambda x: {"out": torch.zeros(2, 1, 8, 512)}, "out must have dtype bfloat16, got float32"),
+        (lambda x: {"rows": NamedRows(x.rows.cache[:, :32], x.rows.indices)},
+         "rows.cache must have shape [pages, 64, 584]"),
+        (lambda x: {"rows": NamedRows(x.rows.cache.short(), x.rows.indices)},
+         "rows.cache must have dtype uint8 or int8 or float8_e4m3fn, got int16"),
+        (lambda x: {"rows": NamedRows(shifted(x.rows.cache, 64 * 584 + 8), x.rows.indices)},
+         "rows.cache must have pages that start at multiples of 16 bytes"),
+        (lambda x: {"rows": NamedRows(x.rows.cache, x.rows.indices.long())},
+         "rows.indices must have dtype int32, got int64"),
+        (lambda x: {"rows": NamedRows(x.rows.cache, x.rows.indices[:1])},
+         "rows.indices must have shape [2, 1, topk], got [1, 1, 40]"),
+        (lambda x: {"extra": NamedRows(x.extra.cache, x.extra.indices, torch.zeros(3).int())},
+         "extra.lengths must have shape [2], got [3]"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(change: Any, message: str) -> None:
+    case = make_case(8, LISTS, requests=2)
+    call = {**arguments(case), **change(case)}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sparse_mla(**call)
+    assert (arguments(case)["out"] == 7).all() and (call["lse"] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indices": None}, "indices must be given"),
+        ({"block_table": torch.zeros(1)}, "block_table must be None with indices"),
+        ({"head_dim_v": 576}, "head_dim_v must be 512, got 576"),
+        ({"causal": True}, "causal must be False and is_fp8_kvcache True with indices"),
+        ({"extra_k_cache": torch.zeros(1)},
+         "extra_k_cache and extra_indices_in_kvcache must be given together"),
+        ({"extra_topk_length": torch.zeros(1)}, "extra_topk_length must be None without"),
+        ({"k_cache": torch.zeros(2, 64, 1, 656).byte()},
+         "k_cache must have shape [blocks, page size, 1, 584], got [2, 64, 1, 656]"),
+    ],
+)  # fmt: skip
+def test_the_drop_in_refuses(changes: dict[str, Any], message: str) -> None:
+    case = make_case(8, LISTS[:1], requests=2)
+    call = {
+        "q": case.q, "k_cache": case.rows.cache.unsqueeze(2), "block_table": None,
+        "cache_seqlens": None, "head_dim_v": 512, "is_fp8_kvcache": True,
+        "indices": case.rows.indices,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash_mla_with_kvcache(**{**call, **changes})
+
+
+def test_prefill_refuses_other_values() -> None:
+    q, kv = torch.zeros(2, 8, 512).bfloat16(), torch.zeros(9, 1, 512).bfloat16()
+    with pytest.raises(ValueError, match="d_v must be 512, got 448"):
+        flash_mla_sparse_fwd(q, kv, torch.zeros(2, 1, 4).int(), 1.0, 448)
+    with pytest.raises(ValueError, match=re.escape("kv must have shape [s_kv, 1, 512], got [9, ")):
+        flash_mla_sparse_fwd(q, kv.expand(9, 2, 512), torch.zeros(2, 1, 4).int(), 1.0)
+
+
+@pytest.mark.parametrize("changes", [{"num_heads": 0}, {"num_heads": 129}, {"page_size": 0},
+                                     {"cache_format": "fp8"}, {"extra_page_size": -1},
+                                     {"cache_format": "bf16_rows", "page_size": 64}])  # fmt: skip
+def test_a_layer_that_is_none_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        SparseMlaSpec(**{"num_heads": 8, **changes})
+
+
+@pytest.mark.parametrize("name", ["H200", "B200", "MI300X", "MI355X", "cpu"])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16_rows"])
+def test_every_table_serves_both_formats(name: str, cache_format: Any) -> None:
+    chosen = select_sparse_mla(KNOWN_TARGETS[name], SparseMlaSpec(16, cache_format))
+    path = chosen.row(64 * 16)
+    assert cache_format + "_cache" in path.features
+    if name == "H200":
+        assert path.name == "gluon_sm90"
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 64, 132, 500])
+@pytest.mark.parametrize("blocks", [1, 10, 18, 400])
+def test_the_number_of_splits_is_one_that_can_be_merged(tiles: int, blocks: int) -> None:
+    splits = sparse_splits(tiles, blocks, 132)
+    assert 1 <= splits <= min(blocks, 160)
+    if tiles == 500 and blocks <= 18:
+        assert splits == 1
+    if tiles == 1 and blocks >= 10:
+        assert splits > 4  # a single token is spread over the GPU
+
+
+@pytest.fixture
+def case(device: torch.device, seed: int) -> SparseCase:
+    lists = [(64, 70, None), (64, 40, None)]
+    return make_case(8, lists, seed=seed, has_sinks=True, device=device)
+
+
+def check(case: SparseCase) -> None:
+    assert_close(run_case(case, forced(case.spec, "triton"), 2), expected(case))
+
+
+@pytest.mark.interpreter  # compiled kernels keep the constants they were built with
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (kernels, "DATA_BYTES", 577),
+        (kernels, "SCALE_BYTES", 7),
+        (kernels, "NOPE", 446),
+        (kernels, "LOG2E", 1.0),
+        (combine_kernels, "LN2", 1.0),
+        (combine_kernels, "LOG2E", 1.0),
+    ],
+)
+def test_a_wrong_constant_shows(
+    case: SparseCase, module: Any, name: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(case)
+    monkeypatch.setattr(module, name, tl.constexpr(value))
+    with pytest.raises(AssertionError):
+        check(case)
+
+
+@pytest.mark.parametrize("what", ["scales of other groups", "scales of other rows", "no sink",
+                                  "one row more", "the window alone"])  # fmt: skip
+def test_a_wrong_reading_shows(case: SparseCase, what: str) -> None:
+    check(case)
+    want = expected(case)
+    cache = case.rows.cache
+    scales = cache.as_strided((cache.shape[0], 64, 8), (cache.stride(0), 8, 1), 64 * 576)
+    if what == "scales of other groups":
+        scales[..., :7] = scales[..., :7].flip(-1).clone()
+    elif what == "scales of other rows":
+        scales[:] = scales.roll(1, dims=1).clone()
+    elif what == "no sink":
+        case.sinks = None
+    elif what == "one row more":
+        case.rows = NamedRows(cache, torch.cat([case.rows.indices, case.rows.indices[..., :1]], 2))
+    else:
+        assert case.extra is not None
+        nothing = torch.zeros(3, dtype=torch.int32, device=cache.device)
+        case.extra = NamedRows(case.extra.cache, case.extra.indices, nothing)
+    got = run_case(case, forced(case.spec, "triton"), 2)
+    with pytest.raises(AssertionError):
+        assert_close(got, want)
+
+
+def test_a_split_that_is_merged_twice_shows(
+    case: SparseCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mla_backend.sparse import triton as sparse_mla_triton
+
+    check(case)
+    whole = sparse_mla_combine.combine
+
+    def twice(out: Any, lse: Any, partial_out: Any, partial_lse: Any, *rest: Any) -> None:
+        partial_lse[1], partial_out[1] = partial_lse[0], partial_out[0]
+        whole(out, lse, partial_out, partial_lse, *rest)
+
+    monkeypatch.setattr(sparse_mla_triton, "combine", twice)
+    with pytest.raises(AssertionError):
+        check(case)

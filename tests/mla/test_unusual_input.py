@@ -1,0 +1,220 @@
+"""Inputs that are as described, and unlike what an engine hands in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mla_backend.api import mla_decode
+from mla_backend.contract.sparse_mla import NamedRows
+from mla_backend.decode import sm90 as mla_sm90
+from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_backend.drop_ins.flashinfer import MultiLevelCascadeAttentionWrapper
+from mla_backend.plan import MlaPlanner
+from mla_backend.scratch import Scratch
+from mla_backend.spec import MlaSpec
+from mla_backend.testing import sparse_mla_cases as sparse
+from mla_backend.testing.cases import (
+    SCALE,
+    MlaCase,
+    assert_close,
+    expected,
+    forced,
+    make_case,
+    run_case,
+)
+
+
+def run(case: MlaCase, path: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    planner = MlaPlanner(forced(case.spec, path))
+    plan = dataclasses.replace(planner.plan(case.lengths), **changes)
+    return run_case(case, planner, plan=plan)
+
+
+def test_more_splits_than_256(path: str, path_device: torch.device, seed: int) -> None:
+    """An MI300X has 304 compute units, which one long request of few heads takes all of."""
+    if path == "sm90":
+        pytest.skip("Hopper has 132 SMs")
+    case = make_case(MlaSpec(1, 64), [64 * 304], seed=seed, device=path_device)
+    planner = MlaPlanner(forced(case.spec, path, **({} if path == "torch" else {"num_sms": 304})))
+    plan = planner.plan(case.lengths)
+    assert path == "torch" or int(plan.num_splits[-1]) == 304
+    assert_close(run_case(case, planner, plan=plan), expected(case))
+
+
+def test_a_token_dimension_of_one_with_any_stride(
+    path: str, path_device: torch.device, seed: int
+) -> None:
+    """Some of a tensor's heads, then ``unsqueeze``: the stride of the new dimension is theirs."""
+    case = make_case(MlaSpec(8, 64), [70, 130, 5], seed=seed, device=path_device)
+    wide = torch.full((3, 24, 576), float("nan"), dtype=torch.bfloat16, device=path_device)
+    mine = wide[:, 8:16]
+    mine.copy_(torch.cat([case.q_latent, case.q_rope], -1)[:, 0])
+    q = mine.unsqueeze(1)
+    assert q.stride(1) != q.stride(0)
+    case.q_latent, case.q_rope = q[..., :512], q[..., 512:]
+    assert_close(run(case, path), expected(case))
+
+
+def test_lengths_with_gaps_are_refused(path: str, path_device: torch.device) -> None:
+    case = make_case(MlaSpec(2, 64), [70, 200], device=path_device)
+    gaps = case.lengths.repeat_interleave(2)[::2]
+    with pytest.raises(ValueError, match="lengths must have stride 1 in dimension 0, got 2"):
+        run(case, path, lengths=gaps)
+
+
+@pytest.mark.parametrize("name", ["tile_scheduler_metadata", "num_splits"])
+def test_a_schedule_with_gaps_is_refused(device: torch.device, name: str) -> None:
+    case = make_case(MlaSpec(2, 64), [70, 200], device=device)
+    work, splits = get_mla_metadata(case.lengths, 2, 1)
+    assert isinstance(work, torch.Tensor) and isinstance(splits, torch.Tensor)
+    schedule = {"tile_scheduler_metadata": work.repeat(2, 1), "num_splits": splits}
+    schedule[name] = schedule[name].repeat_interleave(2, 0)[::2]
+    q = torch.cat([case.q_latent, case.q_rope], -1)
+    cache = torch.cat([case.kv_latent, case.kv_rope], -1)[:, :, None]
+    with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
+        flash_mla_with_kvcache(q, cache, case.block_table, case.lengths, 512, **schedule)
+
+
+@pytest.mark.parametrize(
+    ("page", "width", "message"),
+    [
+        (None, 3, r"block_table must have 5 pages for the 300 tokens of request 1, got 3"),
+        (-1, 5, r"block_table must have pages 0 to \d+ for request 1, got"),
+        (10000, 5, r"block_table must have pages 0 to \d+ for request 1, got"),
+    ],
+)
+def test_what_a_cpu_finds_wrong_in_a_table(page: int | None, width: int, message: str) -> None:
+    """A GPU's values are trusted; the torch path reads them anyway, before it writes."""
+    case = make_case(MlaSpec(2, 64), [70, 300])
+    case.block_table = case.block_table[:, :width]
+    if page is not None:
+        case.block_table[1, 2] = page
+    with pytest.raises(ValueError, match=message):
+        run(case, "torch")
+    assert all(x.isnan().all() for x in case.result)
+
+
+@pytest.mark.interpreter
+def test_heads_far_apart_are_refused() -> None:
+    """Triton's kernels count from head to head in int32. The memory is never touched."""
+    case = make_case(MlaSpec(3, 64), [70])
+    memory = torch.empty(2**31 + 64, dtype=torch.bfloat16)
+    case.q_rope = memory.as_strided(case.q_rope.shape, (0, 0, 2**30, 1))
+    with pytest.raises(ValueError, match=r"q_rope must span fewer than 2\*\*31 elements"):
+        run(case, "triton")
+
+
+@pytest.mark.interpreter
+def test_heads_of_sparse_mla_far_apart_are_refused() -> None:
+    case = sparse.make_case(3, [(64, 40, [40])], requests=1)
+    memory = torch.empty(2**31 + 512, dtype=torch.bfloat16)
+    case.q = memory.as_strided(case.q.shape, (0, 0, 2**30, 1))
+    with pytest.raises(ValueError, match=r"q must span fewer than 2\*\*31 elements"):
+        sparse.run_case(case, sparse.forced(case.spec, "triton"))
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"], indirect=True)
+def test_a_cache_without_pages(path: str, path_device: torch.device, seed: int) -> None:
+    """What a second cache is before the first compressed token: its indices name nothing."""
+    lists = [(64, 40, [40, 7]), (2, 8, None)]
+    case = sparse.make_case(8, lists, requests=2, seed=seed, device=path_device)  # type: ignore[arg-type]
+    assert case.extra is not None
+    case.extra = NamedRows(case.extra.cache[:0], case.extra.indices)
+    case.plain[1] = case.plain[1][:0]
+    got = sparse.run_case(case, sparse.forced(case.spec, path))
+    sparse.assert_close(got, sparse.expected(case))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["q_latent", "q_rope", "out"])
+def test_hopper_refuses_rows_that_its_copies_cannot_fetch(name: str) -> None:
+    """An address between multiples of 16 bytes would end the process's CUDA context."""
+    case = make_case(MlaSpec(2, 64), [70, 200])
+    selection = forced(case.spec, "sm90")
+    plan = MlaPlanner(forced(case.spec, "triton")).plan(case.lengths)
+    tensors = {
+        "q_latent": case.q_latent,
+        "q_rope": case.q_rope,
+        "out": torch.empty(2, 1, 2, 512, dtype=torch.bfloat16),
+    }
+    x = tensors[name]
+    odd = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    tensors[name] = odd.copy_(x)
+    with pytest.raises(ValueError, match=f"{name} must have rows that start at multiples of 16"):
+        mla_decode(
+            kv_latent=case.kv_latent,
+            kv_rope=case.kv_rope,
+            block_table=case.block_table,
+            plan=plan,
+            selection=selection,
+            scale=SCALE,
+            scratch=Scratch(torch.device("cpu")),
+            **tensors,
+        )
+
+
+@pytest.mark.interpreter
+def test_alignment_is_asked_before_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_sm90, "_maps", lambda cache: pytest.fail("the driver was asked"))
+    test_hopper_refuses_rows_that_its_copies_cannot_fetch("q_rope")
+
+
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
+def test_autocast_leaves_fp32_products(path: str, path_device: torch.device, seed: int) -> None:
+    case = make_case(MlaSpec(2, 64, dtype=torch.float32), [70, 200], seed=seed)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(case, path)
+    assert_close(got, expected(case), tolerance=1e-5)
+
+
+def indices(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
+
+
+def cascade(device: torch.device, seed: int) -> torch.Tensor:
+    """Two levels of three requests, large logits."""
+    generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    q = (torch.randn(3, 4, 64, **options) * 4).to(device)
+    cache = torch.randn(8, 2, 4, 2, 64, **options).to(device)
+    wrapper = MultiLevelCascadeAttentionWrapper(2, q)
+    wrapper.plan(
+        [indices(0, 3), indices(0, 1, 2, 3)],
+        [indices(0, 3), indices(0, 1, 2, 3)],
+        [indices(0, 1, 2), indices(3, 4, 5)],
+        [indices(4), indices(1, 2, 4)],
+        4,
+        2,
+        64,
+        4,
+        causal=True,
+        q_data_type=torch.float32,
+    )
+    return wrapper.run(q, cache)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_a_cascade_takes_no_default_dtype(
+    device: torch.device, seed: int, default: torch.dtype
+) -> None:
+    want = cascade(device, seed)
+    torch.set_default_dtype(default)
+    try:
+        got = cascade(device, seed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, want)
+
+
+def test_a_cascade_takes_no_default_device(device: torch.device, seed: int) -> None:
+    want = cascade(device, seed)
+    torch.set_default_device("meta")
+    try:
+        got = cascade(device, seed)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(got, want)
