@@ -178,7 +178,7 @@ def prepare(flag: bool) -> bool:
         from backend_core.engines import entry
 
         entry.vllm.dsv4()
-        entry.vllm.softmax()
+        entry.vllm.mla()
     if not has_deep_gemm():
         raise RuntimeError("the indexer of vllm needs DeepGEMM, and none can be imported")
     if not has_cutedsl():

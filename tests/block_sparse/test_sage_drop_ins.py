@@ -69,7 +69,7 @@ def test_compiled_code_is_one_graph(layout: str, d: int, seed: int) -> None:
     if d == 64:
         heads_first = sageattention.heads_first(layout, q, k, v)
         arguments = (*heads_first, True, 0.2, "per_thread", False)
-        torch.library.opcheck(torch.ops.mla_backend.sageattn, arguments)
+        torch.library.opcheck(torch.ops.block_sparse_backend.sageattn, arguments)
 
 
 @pytest.mark.parametrize("name", ["spas_sage2_attn_meansim_cuda", "block_sparse_sage2_attn_cuda"])

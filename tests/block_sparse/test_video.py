@@ -127,7 +127,7 @@ def test_compiled_code_is_one_graph(stored: tuple[int, ...], seed: int) -> None:
         compiled = torch.compile(settings.__call__, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, k, v), settings(q, k, v), rtol=0, atol=0)
         arguments = (q, k, v, None, pickle.loads(pickle.dumps(settings))._text)
-        torch.library.opcheck(torch.ops.mla_backend.video_attention, arguments)
+        torch.library.opcheck(torch.ops.block_sparse_backend.video_attention, arguments)
 
 
 def test_compiled_code_keeps_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

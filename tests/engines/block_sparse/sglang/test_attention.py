@@ -36,8 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from block_sparse_backend.engines import sglang_diffusion
 from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import tile_order
-from block_sparse_backend.testing.cases import elements_seen
-from block_sparse_backend.testing.cases import relative_error
+from block_sparse_backend.testing.cases import elements_seen, relative_error
 
 OURS = ("sparge_attn", "sliding_tile_attn", "sage_attn")
 NOT_OURS = ("torch_sdpa", "fa", "video_sparse_attn")
@@ -110,7 +109,7 @@ def metadata_of(layer: Any, step: int = 0) -> Any:
 
 
 def test_names_are_served_once_plugins_are_applied(upstream: dict[str, str]) -> None:
-    assert not any("mla_backend" in path for path in upstream.values())
+    assert not any("block_sparse_backend" in path for path in upstream.values())
     for name in OURS:
         module, _, _ = class_path(name).rpartition(".")
         assert module == "block_sparse_backend.engines.sglang_diffusion_backends"
@@ -144,7 +143,7 @@ def test_a_layer_of_sglang(
     with server(tmp_path, name, config):
         layer = LocalAttention(2, 64, compute_dtype=torch.bfloat16)
         assert layer.backend is AttentionBackendEnum[name.upper()]
-        assert ("mla_backend" in type(layer.attn_impl).__module__) == (name in OURS)
+        assert ("block_sparse_backend" in type(layer.attn_impl).__module__) == (name in OURS)
         with set_forward_context(0, metadata_of(layer)):
             got = layer(q, k, v)
         cross = LocalAttention(2, 64, compute_dtype=torch.bfloat16, is_cross_attention=True)
@@ -189,7 +188,7 @@ def test_the_layers_of_a_transformer(name: str, seed: int, tmp_path: Path) -> No
     with server(tmp_path, name, json.dumps(config)):
         model = wan(seed)
         for block in model.blocks:
-            assert type(block.attn1.attn_impl).__module__.startswith("mla_backend.")
+            assert type(block.attn1.attn_impl).__module__.startswith("block_sparse_backend.")
         with set_forward_context(0, metadata_of(model)):
             got = model.blocks[0].attn1(q, k, v)
     assert relative_error(got, exact(q, k, v, None)) < 6e-2

@@ -11,6 +11,6 @@ def test_entry_point() -> None:
     (found,) = [
         entry
         for entry in entry_points(group="sglang.multimodal_gen.plugins")
-        if entry.value.startswith("mla_backend.")
+        if entry.value.startswith("block_sparse_backend.")
     ]
     assert found.load() is sglang_diffusion.register

@@ -387,5 +387,5 @@ def test_the_flag_puts_the_class_into_the_hybrid_backend(
 def _families() -> dict[str, Any]:
     from backend_core.engines import entry
 
-    entry.sglang.softmax()
+    entry.sglang.mla()
     return dict(sglang_flag._families)

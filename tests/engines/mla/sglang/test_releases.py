@@ -23,5 +23,5 @@ def test_they_are_left_alone_and_it_is_said(
 
 
 def test_the_family_is_known_in_every_release() -> None:
-    entry.sglang.softmax()
+    entry.sglang.mla()
     assert [claim.kind for claim in sglang_flag._families["mla"]] == ["mla", "sparse_mla"]

@@ -77,7 +77,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Makes a server on a target where this family is ahead of everything up to a batch."""
-    entry.vllm.softmax()
+    entry.vllm.mla()
     flash_attention.calls.clear()
 
     def made(

@@ -40,7 +40,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H200 for the choice, and log lines that come once a test."""
     _first_config()
     importlib.import_module("vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn")
-    entry.vllm.softmax()
+    entry.vllm.mla()
     entry.vllm.kda()
     monkeypatch.setattr(adapter, "detect_target", lambda device: H200)
     yield

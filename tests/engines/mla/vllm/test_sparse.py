@@ -38,7 +38,7 @@ Serve = Callable[..., Batches]
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FlashMla:
     entry.vllm.dsv4()
-    entry.vllm.softmax()
+    entry.vllm.mla()
     engine_config(8)  # the first of a process sets vLLM's loggers up anew
     return without_a_gpu(monkeypatch)
 
