@@ -21,8 +21,7 @@ operator, which path runs up to which grid and with which launch parameters:
     block_v = 32
 
 Rows of one operator come in ascending ``max_grid``; the last has none and is open. Rows with the
-same ``max_grid`` are alternatives for one bucket, the preferred first (for instance a path that
-``requires_package``, then one that always runs).
+same ``max_grid`` are alternatives for one bucket, the preferred first.
 
 A table that was written for one release of the package (``kda-dsv4 tune``) says so with
 ``release = "0.1.0"`` under ``[table]``; another release refuses it, since launch parameters come
@@ -259,13 +258,7 @@ def _refusal(row: KernelPath, requires: frozenset[str], upstream: str | None) ->
         return f"only where {row.params.kernel} can run instead"
     if missing := requires - row.features:
         return f"lacks {', '.join(sorted(missing))}"
-    if row.requires_package is not None and not _is_installed(row.requires_package):
-        return f"needs the package {row.requires_package}, which is not installed"
     return None
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def user_directory() -> Path | None:
