@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from backend_cli.eval import recall_task as recall
-from backend_cli.eval.recall_task import Item, Question, QuestionSet
+from backend_cli.eval.recall_task import Question, QuestionSet
 from benchmarks.recall.train import check_disjoint
 
 RECALL = Path(__file__).parents[2] / "benchmarks" / "recall"
@@ -27,20 +27,6 @@ def committed() -> QuestionSet:
 
 def token_counts(questions: QuestionSet) -> list[int]:
     return [len(recall.encode(questions.prompt(item))) for item in questions.items]
-
-
-def test_format_of_a_prompt() -> None:
-    pool = (Question("One?", "1"), Question("Two é?", "-22"))
-    questions = QuestionSet(pool, (Item((1, 0), 1),))
-    prompt = questions.prompt(questions.items[0])
-    assert prompt == "Q: Two é?\nA: -22\nQ: One?\nA: 1\nQ: Two é?\nA: "
-    assert questions.answer(questions.items[0]) == "-22"
-
-
-def test_items_depend_on_the_seed_alone(committed: QuestionSet) -> None:
-    first = recall.make_questions(committed.pool, 20, seed=3)
-    assert first == recall.make_questions(committed.pool, 20, seed=3)
-    assert first != recall.make_questions(committed.pool, 20, seed=4)
 
 
 @pytest.mark.parametrize(("low", "high"), [(500, 2000), (700, 900)])
