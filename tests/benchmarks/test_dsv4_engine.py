@@ -161,18 +161,6 @@ def test_drafts_must_have_been_verified_in_a_graph() -> None:
     assert len(problems) == 1 and "no drafts in a graph" in problems[0]
 
 
-def test_rows_of_other_engines_stay(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    other = {"engine": "sglang", "release": "0.5.23"}
-    write(out, "NVIDIA H200", [other])
-    rows = judge(run()).rows
-    for _ in range(2):
-        write(out, "NVIDIA H200", rows)
-    result = json.loads(out.read_text())
-    assert result["rows"] == [other, *rows]
-    assert result["script"] == "benchmarks/dsv4_engine_vllm.py"
-
-
 def test_rows_of_other_numbers_of_heads_stay(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     first = {"engine": "vllm", "release": "0.33.0", "mode": "eager; bf16 weights"}  # of 64 heads
