@@ -33,9 +33,7 @@ among those that ship with the package; the first file found is used whole.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import logging
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -43,6 +41,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from backend_core.strict import warn_once
 from backend_core.tables.schema import (
     LIMITS,
     UPSTREAM,
@@ -65,7 +64,6 @@ __all__ = [
     "user_directory",
 ]
 
-logger = logging.getLogger("kda_dsv4")
 
 # Where a family has no table of a GPU's own: that of a GPU whose instructions it has too, as far as
 # the kernels use them, with at least as much shared memory as those rows take. Each GPU has compile
@@ -171,13 +169,8 @@ def _is_there(file: Path) -> bool:
     except OSError as error:
         if os.environ.get("KDA_DSV4_CONFIG_DIR"):
             raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
-        _say_once(f"no tables of yours are read from {file.parent}: {error.strerror}")
+        warn_once(f"no tables of yours are read from {file.parent}: {error.strerror}")
         return False
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning(text)
 
 
 def _measured_elsewhere(row: KernelPath) -> KernelPath:

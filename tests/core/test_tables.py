@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
+from backend_core import strict
 from backend_core.operator import choose, forced
 from backend_core.tables import select as path_table
 from backend_core.tables.schema import NoParams, Operator, TableSchema
@@ -360,7 +361,7 @@ def test_in_a_closed_home_there_is_no_table_and_a_closed_folder_that_was_named_i
     monkeypatch.setattr(path_table, "shipped_directory", lambda: shipped)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home.parent))
     monkeypatch.delenv("KDA_DSV4_CONFIG_DIR", raising=False)
-    path_table._say_once.cache_clear()
+    monkeypatch.setattr(strict, "_reported", set())
     with caplog.at_level(logging.WARNING, "kda_dsv4"):
         for _ in range(2):
             assert load_table(TOY, H200).source.parents[1] == shipped
