@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[Any], None]:
     """The function of the row's operator, which takes that operator's call."""
-    return {"recurrent": recurrent, "decode_step": step, "verify": verification}[row.operator]
+    found: dict[str, Callable[[Any], None]]
+    found = {"recurrent": recurrent, "decode_step": step, "verify": verification}
+    return found[row.operator]
 
 
 @without_autocast
