@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.dsv4_engine_vllm import judge, write
-from benchmarks.engines.dsv4_vllm_side import MTP_SIDES, SIDES, continued, prompts
+from benchmarks.engines.dsv4_vllm_side import MTP_SIDES, SIDES
 
 PROMPTS = 64
 
@@ -177,11 +177,3 @@ def test_rows_of_other_numbers_of_heads_stay(tmp_path: Path) -> None:
         kept = json.loads(out.read_text())["rows"]
         modes = {row["mode"].split("; ")[1].split(",")[0] for row in kept}
         assert modes == ({"8 heads", "bf16 weights"} if heads == 8 else {"8 heads", "64 heads"})
-
-
-def test_prompts_are_of_mixed_length_and_the_same_each_time() -> None:
-    lengths = sorted(len(one) for one in prompts())
-    assert prompts() == prompts() and len(lengths) == PROMPTS
-    assert lengths[0] < 64 and lengths[-1] > 2048
-    longer = continued(prompts())
-    assert all(b[: len(a)] == a for a, b in zip(prompts(), longer, strict=True))

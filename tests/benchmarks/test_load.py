@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,18 +113,3 @@ def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
     )
     with pytest.raises(ValueError, match="from 200 to 260 s, got none"):
         load_run.mean_of(samples, "gpu_mib", 200.0, 260.0)
-
-
-def test_gpu_memory_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own processes alone; what nvidia-smi does not tell is said, not counted as nothing."""
-    own = os.getpgid(0)
-    monkeypatch.setattr(load_run, "nvidia_smi", lambda *_: f"{os.getpid()}, 700\n1, 900\n")
-    assert load_run.gpu_mib(own, False) == 700.0
-    for told in ("1, 900\n", f"{os.getpid()}, [N/A]\n", ""):
-        monkeypatch.setattr(load_run, "nvidia_smi", lambda *_, told=told: told)
-        with pytest.raises(RuntimeError, match="must tell the GPU memory"):
-            load_run.gpu_mib(own, False)
-    asked: list[str] = []
-    monkeypatch.setattr(load_run, "nvidia_smi", lambda *o: asked.extend(o) or "1234\n")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert load_run.gpu_mib(own, True) == 1234.0 and asked[-2:] == ["-i", "1"]

@@ -11,17 +11,6 @@ from softmax_backend.spec import MlaSpec
 from softmax_backend.testing.cases import forced
 
 
-def test_what_does_not_fit_into_memory_is_named() -> None:
-    gib = 1 << 30
-    fits, left_out = bench.fitting(bench.GROWTH, 130 * gib)
-    assert fits == bench.GROWTH and left_out == []
-    # 64 requests of 256k tokens take 18 GiB, 256 of 64k as many
-    fits, left_out = bench.fitting(bench.GROWTH, 40 * gib)
-    assert left_out == ["256x256k"] and list(fits) == [n for n in bench.GROWTH if n != "256x256k"]
-    _, left_out = bench.fitting(bench.GROWTH, 20 * gib)
-    assert left_out == ["256x64k", "64x256k", "256x256k"]
-
-
 def test_an_overhead_matters_to_shared_prefixes_alone() -> None:
     """The cases without one have the same plan, which docs/studies/mla-decode.md says."""
     for name, (sizes, shared) in bench.SIZES.items():
