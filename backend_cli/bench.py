@@ -65,15 +65,9 @@ def bench(
 
 
 def scripts() -> dict[str, str]:
-    """Every family's scripts, by what the user calls them.
-
-    Raises:
-        CliError: two families call theirs the same.
-    """
+    """Every family's scripts, by what the user calls them."""
     found: dict[str, str] = {}
     for family in families().values():
-        if twice := found.keys() & family.benchmarks.keys():
-            raise CliError(f"two families have a benchmark called {', '.join(sorted(twice))}")
         found |= family.benchmarks
     return found
 
@@ -84,7 +78,7 @@ def script_file(script: str) -> Path:
     Raises:
         CliError: it is in neither.
     """
-    path = Path(script) if Path(script).is_absolute() else _own_folder() / script
+    path = _own_folder() / script
     if not path.is_file():
         raise CliError(f"the benchmark script {path} does not exist")
     return path

@@ -11,12 +11,7 @@ from backend_cli.files import read_json
 
 _SUFFIX = "_gpu_ms"
 _NOT_A_PEER = {"ours", "best_peer", "bare", "two_stage"}
-_NAMES = {"ours": "this backend", "fla": "FLA", "flashkda": "FlashKDA", "vllm": "vLLM"} | {
-    "two_stage": "this backend, Triton path",
-    "bare": "this backend, recurrence alone",
-    "seed_style": "through memory",
-    "two_launch": "two launches",
-}
+_NAMES = {"fla": "FLA", "flashkda": "FlashKDA", "vllm": "vLLM"}
 
 Row = dict[str, Any]
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from backend_cli.errors import BadInputError, CliError
-from backend_core.bounded import CONFIG_BYTES, parse_json, read_text
+from backend_cli.files import read_json
+from backend_core.bounded import CONFIG_BYTES
 from backend_core.engines import ENGINES, flag_name
 from backend_core.family import Family, families
 from backend_core.target import Target, detect_target
@@ -90,12 +91,7 @@ def read_config(model: str) -> dict[str, Any]:
                 f"MODEL must be a folder with config.json or a model on the hub, got {model} "
                 f"({type(error).__name__})"
             ) from error
-    try:
-        config = parse_json(read_text(file, CONFIG_BYTES))
-    except OSError as error:
-        raise BadInputError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise BadInputError(f"{file} must be JSON, got {error}") from error
+    config = read_json(file, "the model's", CONFIG_BYTES)
     if not isinstance(config, dict):
         raise BadInputError(f"{file} must be a JSON object, got {type(config).__name__}")
     text = config.get("text_config")

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 PACKAGES = ("kda_backend", "dsv4_backend", "mla_backend", "block_sparse_backend")
 """The packages of this project that hold a family, in the order in which they are shown."""
 
-LAYER_KINDS = frozenset({"linear_attention", "mla", "sparse_mla", "compressor"})
-"""The kinds of layer that an engine's flag hands to a family or leaves to the engine."""
-
 ModelConfig: TypeAlias = Mapping[str, Any]
 """A model's ``config.json``, with the keys of its ``text_config`` at the top."""
 
@@ -46,7 +43,8 @@ class Family:
         name: as in table files, on the command line and in sglang's flag: ``"kda"``.
         title: for people: ``"Kimi Delta Attention"``.
         tables: the family's operators, and what its path tables may hold.
-        layer_kinds: of `LAYER_KINDS`, those that the family serves.
+        layer_kinds: that an engine's flag hands to the family: ``linear_attention``, ``mla``,
+            ``sparse_mla``, ``compressor``.
         model_refusal: one sentence that says why no layer of a model is this family's, or ``None``.
         describe_model: (target, config, ranks) -> which paths would serve a rank of the model,
             in lines. Raises LookupError where none can, ValueError where the config cannot be read.
@@ -81,20 +79,6 @@ class Family:
     benchmarks: Mapping[str, str]
     transformers: str | None = None
     fuzz_cases: Callable[[], Mapping[str, FuzzCase]] = dict
-
-    def __post_init__(self) -> None:
-        """Raises ValueError where the parts do not belong together."""
-        if not self.name.isidentifier():  # it names folders and files
-            raise ValueError(f"the name of a family must be an identifier, got {self.name!r}")
-        if self.tables.family != self.name:
-            raise ValueError(
-                f"tables of family {self.name} must be its own, got those of {self.tables.family}"
-            )
-        if unknown := self.layer_kinds - LAYER_KINDS:
-            raise ValueError(
-                f"layer_kinds of family {self.name} must be among "
-                f"{', '.join(sorted(LAYER_KINDS))}, got {', '.join(sorted(unknown))}"
-            )
 
 
 @functools.cache

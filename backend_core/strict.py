@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 
 logger = logging.getLogger("kda_dsv4")
 
 _reported: set[str] = set()
+_reporting = threading.Lock()
 
 
 class FallbackError(RuntimeError):
@@ -36,6 +38,12 @@ def fallback(reason: str) -> None:
     """
     if strict_mode():
         raise FallbackError(f"KDA_DSV4_STRICT forbids falling back to upstream's code: {reason}")
-    if reason not in _reported:
-        _reported.add(reason)
-        logger.warning("falling back to upstream's code: %s", reason)
+    warn_once(f"falling back to upstream's code: {reason}")
+
+
+def warn_once(line: str) -> None:
+    """Log a warning, each line once in the process, whichever thread says it first."""
+    with _reporting:
+        if line not in _reported:
+            _reported.add(line)
+            logger.warning("%s", line)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -54,6 +55,7 @@ Call = Callable[[], object]
 SCALE = 512**-0.5
 COLD_BYTES = 192e6
 MAX_LISTS = 512
+REPLAYS = 7
 WINDOW = 128
 HEADS = (8, 16, 32, 64)
 BATCHES = (1, 16, 64, 128)
@@ -152,12 +154,12 @@ def row_fault(heads: int, variant: Variant) -> str | None:
     return "largest logits"
 
 
-def faults(heads: list[int], few: int | None, processes: int) -> list[str]:
+def faults(processes: int) -> list[str]:
     """What is wrong, of every variant that will be timed; they are compiled meanwhile."""
-    tasks = [("decode", n, variant) for n in heads for variant in variants_of(n)[:few]]
+    tasks = [("decode", n, variant) for n in HEADS for variant in variants_of(n)]
     for n in PREFILL_HEADS:
         tasks += [("rows", n, ("ours", None, {}, None)), ("rows", n, ("", "triton", {}, None))]
-        tasks += [("records", n, v) for v in variants_of(n)[:few] if v[3] is None]
+        tasks += [("records", n, v) for v in variants_of(n) if v[3] is None]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         found = pool.map_async(fault, tasks, chunksize=1).get(CHECK_SECONDS + 3 * len(tasks))
     return [line for line in found if line is not None]
@@ -239,20 +241,18 @@ def _pool(pages: int = POOL_PAGES) -> torch.Tensor:
     return whole.as_strided((pages, 64, 584), few.stride())
 
 
-def time_decode(
-    heads: int, batch: int, topk: int, variants: list[Variant], peers: bool, replays: int
-) -> dict[str, Any]:
+def time_decode(heads: int, batch: int, topk: int, peers: bool) -> dict[str, Any]:
     """One row: every variant and the peer, each compared with ours."""
     case = DecodeCase(heads, batch, topk)
     times: dict[str, float] = {}
     first: torch.Tensor | None = None
     agree: dict[str, float] = {}
-    for variant in variants:
+    for variant in variants_of(heads):
         if variant[3] is not None and variant[3] > 2 + (WINDOW + topk) // 64:
             continue
         try:
             calls = case.ours(variant)
-            times[variant[0]] = graph_us(calls, replays)
+            times[variant[0]] = graph_us(calls, REPLAYS)
             calls[0]()
         except Exception as error:
             print(f"no {variant[0]}, {heads} heads: {str(error)[:120]}", flush=True)
@@ -262,7 +262,7 @@ def time_decode(
         agree[variant[0]] = relative_error(result, first)
     if peers:
         calls = case.flashmla()
-        times["flashmla"] = graph_us(calls, replays)
+        times["flashmla"] = graph_us(calls, REPLAYS)
         calls[0]()
         if first is not None:
             agree["flashmla"] = relative_error(case.result[0].float(), first)
@@ -272,7 +272,7 @@ def time_decode(
     }  # fmt: skip
 
 
-def time_prefill(heads: int, topk: int, peers: bool, replays: int) -> dict[str, Any]:
+def time_prefill(heads: int, topk: int, peers: bool) -> dict[str, Any]:
     """4,096 tokens over a pool of rows that fits L2, as the last tokens of a prompt have it."""
     tokens, width = PREFILL_TOKENS, WINDOW + topk
     pages = 128
@@ -311,7 +311,7 @@ def time_prefill(heads: int, topk: int, peers: bool, replays: int) -> dict[str, 
     first: torch.Tensor | None = None
     for name, call in calls.items():
         try:
-            times[name] = graph_us([call] * 2, replays)
+            times[name] = graph_us([call] * 2, REPLAYS)
         except Exception as error:
             print(f"no {name} in prefill, {heads} heads: {str(error)[:200]}", flush=True)
             continue
@@ -347,18 +347,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--peers", type=Path, help="holds vllm/_flashmla_C.abi3.so")
-    parser.add_argument("--heads", default=",".join(map(str, HEADS)))
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
-    parser.add_argument("--topks", default=",".join(map(str, TOPKS)))
-    parser.add_argument("--replays", type=int, default=7)
     parser.add_argument("--processes", type=int, default=12, help="that check side by side")
-    parser.add_argument("--table-only", action="store_true", help="time the table's choice alone")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    heads_of_decode = [int(x) for x in arguments.heads.split(",")]
-    few = 1 if arguments.table_only else None
     begin = time.perf_counter()
-    if wrong := faults(heads_of_decode, few, arguments.processes):
+    if wrong := faults(arguments.processes):
         sys.exit("\n".join(["wrong against float64:", *wrong]))
     print(f"all variants are right, {time.perf_counter() - begin:.0f} s", flush=True)
     if arguments.peers:
@@ -377,13 +370,10 @@ def main() -> None:
             arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
     peers = arguments.peers is not None
-    for heads in heads_of_decode:
-        for batch in map(int, arguments.batches.split(",")):
-            for topk in map(int, arguments.topks.split(",")):
-                variants = variants_of(heads)[:few]
-                record(time_decode(heads, batch, topk, variants, peers, arguments.replays))
+    for heads, batch, topk in itertools.product(HEADS, BATCHES, TOPKS):
+        record(time_decode(heads, batch, topk, peers))
     for heads in PREFILL_HEADS:
-        record(time_prefill(heads, 512, peers, arguments.replays))
+        record(time_prefill(heads, 512, peers))
     print(f"{time.perf_counter() - begin:.0f} s")
 
 

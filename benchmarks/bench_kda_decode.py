@@ -226,17 +226,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--vllm-source", type=Path, help="an unpacked vllm 0.33 wheel")
     parser.add_argument("--sglang-source", type=Path, help="an unpacked sglang 0.5.23 wheel")
-    parser.add_argument("--peers", default="fla,vllm,sglang", help="FLA as it is installed")
     parser.add_argument("--heads", default="32,4,16,8")
     args = parser.parse_args()
     all_heads = [int(h) for h in args.heads.split(",")]
-    wanted = args.peers.split(",")
     loaded = {
-        "fla": load_fla() if "fla" in wanted else None,
-        "vllm": load_vllm(args.vllm_source) if args.vllm_source and "vllm" in wanted else None,
-        "sglang": load_sglang(args.sglang_source)
-        if args.sglang_source and "sglang" in wanted
-        else None,
+        "fla": load_fla(),  # as it is installed
+        "vllm": load_vllm(args.vllm_source) if args.vllm_source else None,
+        "sglang": load_sglang(args.sglang_source) if args.sglang_source else None,
     }
     peers = {name: make for name, make in loaded.items() if make is not None}
     triton_step: Peer = lambda x: ours(x, selection_of(x.heads, "fused"))  # noqa: E731

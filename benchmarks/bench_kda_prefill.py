@@ -203,7 +203,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--flashkda-library", type=Path, help="vLLM's _flashkda_C.abi3.so")
-    parser.add_argument("--gates", default="unbounded,bounded")
     parser.add_argument("--heads", default="32,16,8,4")
     parser.add_argument(
         "--growth", action="store_true", help="time by length and sequences instead"
@@ -233,10 +232,8 @@ def main() -> None:
 
     bandwidth = copy_bandwidth_gbs()
     heads = {int(h) for h in args.heads.split(",")}
-    cases = [(h, lens, None) for h, lens in UNBOUNDED if "unbounded" in args.gates and h in heads]
-    cases += [
-        (h, lens, -5.0) for h, lens in BOUNDED if "bounded" in args.gates.split(",") and h in heads
-    ]
+    cases = [(h, lens, None) for h, lens in UNBOUNDED if h in heads]
+    cases += [(h, lens, -5.0) for h, lens in BOUNDED if h in heads]
     rows = []
     for h, lens, bound in cases:
         row = measure(h, lens, bound, peers, bandwidth)

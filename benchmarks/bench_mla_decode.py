@@ -55,6 +55,7 @@ PAGE = 64
 COLD_BYTES = 192e6
 MAX_TABLES = 64
 HEADS = (4, 8, 16, 32)
+REPLAYS = 8
 SIZES: dict[str, tuple[list[int], int]] = {
     **{
         f"{batch}x{k}k": ([k * 1024] * batch, 0)
@@ -184,13 +185,13 @@ def check_one(
     return None
 
 
-def check(heads: list[int], params: dict[str, Any]) -> list[str]:
+def check() -> list[str]:
     """The wrong cases, in sentences."""
     found = []
-    for count in heads:
+    for count in HEADS:
         for sizes, page_size in CHECKS:
             for tokens in (1, 2):
-                found.append(check_one(MlaSpec(count, page_size, tokens), sizes, **params))
+                found.append(check_one(MlaSpec(count, page_size, tokens), sizes))
         found.append(check_one(MlaSpec(count, PAGE), *CHECKED_PREFIX))
     return [line for line in found if line is not None]
 
@@ -219,13 +220,11 @@ def fitting(
 def measure(
     pool: torch.Tensor,
     runners: dict[str, Callable[[Any], list[Call]]],
-    heads: list[int],
     points: dict[str, tuple[list[int], int]],
-    replays: int,
     save: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for count in heads:
+    for count in HEADS:
         for name, (sizes, shared) in points.items():
             case = Case(pool, count, sizes, shared)
             row: dict[str, Any] = {"case": name, "heads": count, "bytes": case.bytes}
@@ -234,7 +233,7 @@ def measure(
                 if shared and len(case.tables) > 4:
                     case.tables, case.pages = case.tables[:4], case.pages[:4]
                 calls = make(case)
-                row[f"{runner}_us"] = graph_us(calls, replays)
+                row[f"{runner}_us"] = graph_us(calls, REPLAYS)
                 calls[0]()
                 results[runner] = case.result[0].reshape(len(sizes), count, 512).float().clone()
             first = next(iter(results.values()))
@@ -252,32 +251,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--peers", type=Path)
-    parser.add_argument("--heads", default=",".join(map(str, HEADS)))
-    parser.add_argument("--cases", help="names, by default all")
     parser.add_argument("--growth", action="store_true", help="batch by context")
-    parser.add_argument("--replays", type=int, default=8)
-    parser.add_argument("--params", nargs="*", default=[], help="overhead=3: not the table's")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     begin = time.perf_counter()
-    heads = [int(x) for x in arguments.heads.split(",")]
     known = GROWTH if arguments.growth else SIZES
-    names = arguments.cases.split(",") if arguments.cases else list(known)
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"--cases must be of {', '.join(known)}, got {', '.join(unknown)}")
-    params = {name: int(value) for name, value in (x.split("=") for x in arguments.params)}
-    wrong = check(heads, params)
-    if wrong:
+    if wrong := check():
         sys.exit("\n".join(["wrong against float64:", *wrong]))
-    points, left_out = fitting({name: known[name] for name in names}, torch.cuda.mem_get_info()[0])
+    points, left_out = fitting(known, torch.cuda.mem_get_info()[0])
     if not points:
         sys.exit(f"no case fits into the memory of this GPU: {', '.join(left_out)}")
     tokens = max(sum(sizes) for sizes, _ in points.values()) + (1 << 18)
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     peers = mla_decode_peers.load_peers(arguments.peers) if arguments.peers else {}
-    runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(**params), **peers}
+    runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(), **peers}
     plans = {
-        requests: plan_times(heads[0], requests, "flashmla" in peers)
+        requests: plan_times(HEADS[0], requests, "flashmla" in peers)
         for requests in dict.fromkeys(len(sizes) for sizes, _ in known.values())
     }
 
@@ -299,7 +288,6 @@ def main() -> None:
         ]
         document = {
             **environment(),
-            "params": params,
             **({"mode": "growth", "left_out": left_out} if arguments.growth else {}),
             "read_gbs": round(rate / 1e3, 1),
             "plan_us": plans,
@@ -307,7 +295,7 @@ def main() -> None:
         }
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
-    measure(pool, runners, heads, points, arguments.replays, save)
+    measure(pool, runners, points, save)
     print("plans, us:", json.dumps(plans))
     print(f"{time.perf_counter() - begin:.0f} s")
 

@@ -24,7 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.timing import environment, graph_us
-from benchmarks.bench_mla_decode import CHECKED_PREFIX, HEADS, PAGE, SIZES, Case, Ours, check_one
+from benchmarks.bench_mla_decode import (
+    CHECKED_PREFIX,
+    HEADS,
+    PAGE,
+    REPLAYS,
+    SIZES,
+    Case,
+    Ours,
+    check_one,
+)
 from mla_backend.spec import MlaSpec
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -34,7 +43,7 @@ MOST_ERROR = 6e-3  # relative L2 of the output; bf16's rounding is 2e-3
 
 
 def measure_row(
-    pool: torch.Tensor, name: str, heads: int, runners: dict[str, Ours], replays: int
+    pool: torch.Tensor, name: str, heads: int, runners: dict[str, Ours]
 ) -> dict[str, Any]:
     """Errors and times of one point; exits where a result is wrong. "used" is the first runner."""
     case = Case(pool, heads, *SIZES[name])
@@ -51,12 +60,12 @@ def measure_row(
         errors[form] = float(f"{relative_error(out, want):.2e}")
         if not errors[form] < MOST_ERROR:
             sys.exit(f"{form}, {name}, {heads} heads: relative error {errors[form]}")
-        us = round(graph_us(calls, replays), 2)
+        us = round(graph_us(calls, REPLAYS), 2)
         if form == "used":
             row["used_us"] = us
         else:
             row["forms_us"][form] = us
-    row["again_us"] = round(graph_us(runners["used"](case), replays), 2)
+    row["again_us"] = round(graph_us(runners["used"](case), REPLAYS), 2)
     row["compared_with"] = "used"
     row["error"] = errors
     return row
@@ -65,7 +74,6 @@ def measure_row(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("--replays", type=int, default=8)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     for heads in HEADS:
@@ -75,7 +83,7 @@ def main() -> None:
     runners = {"used": Ours("sm90"), **{form: Ours("sm90", **FORMS[form]) for form in FORMS}}
     tokens = sum(SIZES["prefix"][0]) + (1 << 18)
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
-    rows = [measure_row(pool, "prefix", n, runners, arguments.replays) for n in HEADS]
+    rows = [measure_row(pool, "prefix", n, runners) for n in HEADS]
     document = {**environment(), "forms": FORMS, "rows": rows}
     arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(rows, indent=1))

@@ -69,10 +69,8 @@ def pool(kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
     return (score.softmax(-2) * kv).sum(-2)
 
 
-def pool_sequence(
-    kv_score: torch.Tensor, ape: torch.Tensor, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
-    """All windows of one whole sequence, before the norm.
+def pool_sequence(kv_score: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
+    """All windows of one whole sequence in float64, before the norm.
 
     Args:
         kv_score: [T, 2·C·d], the projections of tokens 0 to T - 1 without APE.
@@ -85,8 +83,8 @@ def pool_sequence(
     """
     r, c, d = ape.shape
     n = kv_score.shape[0] // r
-    kv, score = kv_score[: n * r].to(dtype).view(n, r, 2, c, d).unbind(2)
-    score = score + ape.to(dtype)
+    kv, score = kv_score[: n * r].double().view(n, r, 2, c, d).unbind(2)
+    score = score + ape.double()
     own_kv, own_score = kv[:, :, c - 1], score[:, :, c - 1]
     if c == 1:
         return pool(own_kv, own_score)

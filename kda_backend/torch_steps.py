@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,20 @@ from kda_backend.prefill.torch import (
 )
 
 if TYPE_CHECKING:
-    from backend_core.tables.select import KernelPath
+    from backend_core.tables.schema import KernelPath
+    from backend_core.target import Target
+    from kda_backend.selection import KdaShape
+
+
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[Any], None]:
+    """The function of the row's operator, which takes that operator's call."""
+    found: dict[str, Callable[[Any], None]]
+    found = {"recurrent": recurrent, "decode_step": step, "verify": verification}
+    return found[row.operator]
 
 
 @without_autocast
-def recurrent(
-    path: KernelPath,
-    call: RecurrentCall,
-) -> None:
+def recurrent(call: RecurrentCall) -> None:
     """The definition, token by token."""
     tokens, gate, cu_seqlens, state, out = call
     batch, length = tokens.q.shape[:2]
@@ -50,10 +57,7 @@ def recurrent(
 
 
 @without_autocast
-def step(
-    path: KernelPath,
-    call: DecodeCall,
-) -> None:
+def step(call: DecodeCall) -> None:
     """One token of each row."""
     tokens, gate, state, conv, norm, out, _, _ = call
     pool, indices = state.write, state.indices
@@ -73,10 +77,7 @@ def step(
 
 
 @without_autocast
-def verification(
-    path: KernelPath,
-    call: VerifyCall,
-) -> None:
+def verification(call: VerifyCall) -> None:
     """A draft of each sequence, sequence by sequence."""
     tokens, gate, state, draft, shape, conv, norm, out = call
     pool, indices = state.write, state.indices

@@ -86,8 +86,6 @@ def probes_of(family: Family, path: KernelPath, grids: str, *, interpreted: bool
     skip = None
     if path.name == LEFT:
         skip = f"is left to {path.params.kernel}"
-    elif path.requires_package is not None:
-        skip = f"calls the package {path.requires_package}, which has tests of its own"
     elif interpreted and path.name not in family.interpretable:
         skip = "is not written in Triton"
     elif not (cases := family.check_cases(path)):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from backend_core.engines import ENGINES
 from backend_core.family import PACKAGES
-from backend_core.strict import FallbackError, logger, strict_mode
+from backend_core.strict import FallbackError, strict_mode, warn_once
 
 
 def register_vllm(family: str) -> None:
@@ -26,7 +26,7 @@ def register_vllm(family: str) -> None:
         try:
             from backend_core.engines import vllm_flag
         except Exception:  # a release that lacks what is imported there
-            _log_once(_reason("vllm", family, error))
+            warn_once(_reason("vllm", family, error))
         else:
             vllm_flag.report_broken(family, error)
 
@@ -43,7 +43,7 @@ def register_sglang(family: str) -> None:
         reason = _reason("sglang", family, error)
         if strict_mode():
             raise SystemExit(reason) from error
-        _log_once(reason)
+        warn_once(reason)
 
 
 def _reason(engine: str, family: str, error: Exception) -> str:
@@ -63,11 +63,6 @@ def _reason(engine: str, family: str, error: Exception) -> str:
         f"kda-dsv4-backend could not register {family} with {engine}:"
         f" {type(error).__name__}: {error}"
     )
-
-
-@functools.cache
-def _log_once(line: str) -> None:
-    logger.warning("%s", line)
 
 
 _FAMILIES = [package.removesuffix("_backend") for package in PACKAGES]

@@ -9,16 +9,13 @@ cache saves seconds of a start and never decides whether an engine starts.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import logging
 import os
 import stat
 import tempfile
-import threading
 from pathlib import Path
 
-logger = logging.getLogger("kda_dsv4")
+from backend_core.strict import warn_once
 
 MAGIC = b"kda-dsv4"
 MAX_BYTES = 64 << 20
@@ -85,7 +82,7 @@ def store(name: str, image: bytes) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        _say_once(
+        warn_once(
             f"compiled kernels cannot be kept in {folder} ({error.strerror}): the next start "
             "compiles them again"
         )
@@ -100,7 +97,7 @@ def _private() -> Path | None:
     try:
         folder = directory()
     except RuntimeError:
-        _say_once(
+        warn_once(
             "compiled kernels are not kept, since this user has no home and XDG_CACHE_HOME is not"
             " set: every start compiles them"
         )
@@ -109,7 +106,7 @@ def _private() -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(folder)
         if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid():
-            _say_once(
+            warn_once(
                 f"compiled kernels are not kept in {folder}, which must be a folder of user "
                 f"{os.geteuid()} and is one of user {status.st_uid} or a link: every start "
                 "compiles them"
@@ -118,7 +115,7 @@ def _private() -> Path | None:
         if status.st_mode & 0o077:
             os.chmod(folder, 0o700)
     except OSError as error:
-        _say_once(
+        warn_once(
             f"compiled kernels cannot be kept in {folder} ({error.strerror}): the next start "
             "compiles them again"
         )
@@ -127,17 +124,4 @@ def _private() -> Path | None:
 
 
 def _distrust(path: Path, why: str) -> None:
-    _say_once(f"the compiled kernel {path} {why}: it is compiled again")
-
-
-_saying = threading.Lock()  # kernels are compiled in threads
-
-
-def _say_once(text: str) -> None:
-    with _saying:
-        _say(text)
-
-
-@functools.cache
-def _say(text: str) -> None:
-    logger.warning(text)
+    warn_once(f"the compiled kernel {path} {why}: it is compiled again")

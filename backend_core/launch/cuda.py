@@ -80,22 +80,13 @@ class CudaParams:
 
     def __init__(self, fields: Fields, structs: Mapping[str, Fields] | None = None) -> None:
         """Args:
-            fields: of the struct.
-            structs: by name, the types of fields that are structs themselves, such as a pointer
-                with its strides. All members of one have 8 bytes.
-
-        Raises:
-            ValueError: a field has an unknown type, or names are used twice or are no identifiers.
+        fields: of the struct.
+        structs: by name, the types of fields that are structs themselves, such as a pointer
+            with its strides. All members of one have 8 bytes.
         """
         structs = structs or {}
         members = {kind: "".join(map(_format, of)) for kind, of in structs.items()}
-        for kind, formats in members.items():
-            if set(formats) - {"Q", "q"}:
-                raise ValueError(f"members of struct {kind} must have 8 bytes, got {formats}")
         self.names = tuple(name for name, _ in fields)
-        for name in self.names:
-            if not name.isidentifier() or self.names.count(name) > 1:
-                raise ValueError(f"expected distinct identifiers as field names, got {name!r}")
         formats = "".join(members.get(kind) or _format((name, kind)) for name, kind in fields)
         packer = struct.Struct(f"@{formats}0Q")  # aligned and padded as C does
         declarations = (_declaration(kind, of) for kind, of in structs.items())

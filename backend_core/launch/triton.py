@@ -77,7 +77,7 @@ class KernelLaunch:
     - float, bool and ``None``: the type alone;
     - the current device, since a compiled kernel is loaded on one.
 
-    ``launch`` takes the arguments by name and finds the variant by a finer key still. A pointer's
+    ``launch`` takes the arguments by name and first looks for their exact numbers. A pointer's
     name ends in ``_ptr``, a tensor descriptor's in ``_desc``, and in ``_source`` where it may be
     either; only such arguments may be tensors there.
 
@@ -126,8 +126,9 @@ class KernelLaunch:
         self._packs = {name: tuple(group) for name, group in (packs or {}).items()}
         self._strides = _strides(fn.__name__, names, axes or {}, self._packs)
         self.launch: Callable[..., None] = self._call_by_name
-        """``launch(grid, **arguments)``: as a call, by name: the run-time arguments that are
-        neither strides which are filled in nor packed, and the packs."""
+        """``launch(grid, **arguments)`` on the current device and stream: by name the run-time
+        arguments that are neither strides which are filled in nor packed, and the packs. A grid
+        is the number of programs along x, y and z; one with a zero launches nothing."""
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -142,25 +143,8 @@ class KernelLaunch:
         self.launch = _launcher(self)
 
     def __call__(self, grid: Grid, *args: Argument) -> None:
-        """Launch on the current device and stream; a grid with a zero launches nothing.
-
-        ``launch`` is the same by names, and faster.
-
-        Args:
-            grid: number of programs along x, y and z.
-            args: the run-time arguments, in the order of the kernel's signature.
-        """
-        if self._interpreted:
-            self._fn[grid](*args, **self._kwargs)
-            return
-        active = driver.active
-        device = active.get_current_device()
-        names, values = _specialise(args, torch.version.hip is not None)
-        key = (device, *names)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compile(key, args)
-        _run(compiled, grid, active.get_current_stream(device), (*values, *self._tail))
+        """``launch`` with all run-time arguments in the order of the kernel's signature."""
+        self.launch(grid, **dict(zip(self.argument_names, args, strict=True)))
 
     def _call_by_name(self, grid: Grid, **named: Any) -> None:
         """``launch`` without a compiled kernel."""
@@ -179,7 +163,7 @@ class KernelLaunch:
                 f"{self._fn.__name__} takes {len(wanted)} arguments by name: missing"
                 f" {missing}, unknown {unknown}"
             )
-        self(grid, *[given[name] for name in self.argument_names])
+        self._fn[grid](*[given[name] for name in self.argument_names], **self._kwargs)
 
     def _find(
         self,
@@ -199,20 +183,7 @@ class KernelLaunch:
         self._recent[exact] = compiled
         return compiled
 
-    def warm_up(self, *args: Argument | torch.dtype) -> None:
-        """Compile and load the variant that these arguments select, without launching it.
-
-        A dtype stands for a 16-byte aligned tensor, within 2 GiB on HIP. Does nothing under the
-        interpreter.
-        """
-        if self._interpreted:
-            return
-        device = driver.active.get_current_device()
-        key = (device, *_specialise(args, torch.version.hip is not None)[0])
-        if key not in self._compiled:
-            self._compile(key, args)
-
-    def _compile(self, key: tuple[object, ...], args: tuple[Argument | torch.dtype, ...]) -> Any:
+    def _compile(self, key: tuple[object, ...], args: tuple[Argument, ...]) -> Any:
         for launch in (self, *self.alternatives):
             if key not in launch._compiled:
                 compiled = launch._fn.warmup(*args, grid=(1,), **launch._kwargs)
@@ -318,6 +289,7 @@ def _launcher(kernel: KernelLaunch) -> Callable[..., None]:
         f"        compiled = find(exact, device, {{{named}}}, packs)",
         "    stream = active.get_current_stream(device)",
         "    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook",
+        # a chain of hooks has its calls; a hook may also be a function, or None
         "    if getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave):",
         f"        compiled[grid]({values}, *tail, stream=stream)",
         "        return",
@@ -343,21 +315,7 @@ def _described(x: Tensor | TensorDescriptor, hip: bool) -> tuple[tuple[object, .
     return tuple(key), value
 
 
-def _run(compiled: Any, grid: Grid, stream: int, args: tuple[object, ...]) -> None:
-    """``compiled[grid]``, without the records for launch hooks where none are installed."""
-    hooks = knobs.runtime
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    # a chain of hooks has its calls; a hook may also be a function, or None
-    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-        compiled[grid](*args, stream=stream)
-        return
-    function, metadata = compiled.function, compiled.packed_metadata
-    compiled.run(*grid, stream, function, metadata, None, None, None, *args)
-
-
-def _specialise(
-    args: Iterable[Argument | torch.dtype], hip: bool
-) -> tuple[list[object], list[object]]:
+def _specialise(args: Iterable[Argument], hip: bool) -> tuple[list[object], list[object]]:
     """The key of ``args`` (see ``KernelLaunch``), without device, and what the launcher is handed.
 
     The entries of an argument start with its dtype, class or type, which fixes how many follow.
@@ -386,8 +344,6 @@ def _specialise(
             layout = getattr(arg, "layout", None)
             key += (tile.base.dtype, tuple(tile.block_shape), tile.padding, layout)
             values.append(arg)
-        elif isinstance(arg, torch.dtype):
-            key += (arg, True, True) if hip else (arg, True)
         elif arg is None or type(arg) is bool:
             key.append(type(arg))
             values.append(arg)

@@ -116,7 +116,6 @@ _ROW_KEYS = {
     "max_longest": int,
     "min_longest": int,
     "max_width": int,
-    "requires_package": str,
     "features": list,
     "measured": bool,
     "source": str,
@@ -142,7 +141,6 @@ class KernelPath:
         params: launch parameters, an instance of the operator's dataclass for this path.
         measured: whether the parameters were chosen by measuring on this architecture.
         provenance: GPU, date and result file of that measurement, or what stands in for it.
-        requires_package: the importable package that the path calls, if it is not one of ours.
     """
 
     name: str
@@ -152,7 +150,6 @@ class KernelPath:
     params: Any
     measured: bool
     provenance: str
-    requires_package: str | None = None
     max_longest: int | None = None
     min_longest: int | None = None
     max_width: int | None = None
@@ -280,11 +277,6 @@ def _parse_row(
     for limit in ("max_grid", *LIMITS):
         if entry.get(limit, 1) < 1:
             raise ValueError(f"{where}: {limit} must be at least 1, got {entry[limit]}")
-    if not entry.get("requires_package", "top_level").isidentifier():
-        raise ValueError(
-            f"{where}: requires_package must be a top-level package, got "
-            f"{entry['requires_package']!r}"
-        )
     for feature in entry["features"]:
         if not isinstance(feature, str):
             raise ValueError(f"{where}: features must be strings, got {feature!r}")
@@ -296,7 +288,6 @@ def _parse_row(
         params=_row_params(where, entry, kind, sections),
         measured=entry["measured"],
         provenance=_provenance(where, entry),
-        requires_package=entry.get("requires_package"),
         **{limit: entry.get(limit) for limit in LIMITS},
     )
 

@@ -21,8 +21,7 @@ operator, which path runs up to which grid and with which launch parameters:
     block_v = 32
 
 Rows of one operator come in ascending ``max_grid``; the last has none and is open. Rows with the
-same ``max_grid`` are alternatives for one bucket, the preferred first (for instance a path that
-``requires_package``, then one that always runs).
+same ``max_grid`` are alternatives for one bucket, the preferred first.
 
 A table that was written for one release of the package (``kda-dsv4 tune``) says so with
 ``release = "0.1.0"`` under ``[table]``; another release refuses it, since launch parameters come
@@ -34,9 +33,7 @@ among those that ship with the package; the first file found is used whole.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import logging
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -44,6 +41,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from backend_core.strict import warn_once
 from backend_core.tables.schema import (
     LIMITS,
     UPSTREAM,
@@ -66,7 +64,6 @@ __all__ = [
     "user_directory",
 ]
 
-logger = logging.getLogger("kda_dsv4")
 
 # Where a family has no table of a GPU's own: that of a GPU whose instructions it has too, as far as
 # the kernels use them, with at least as much shared memory as those rows take. Each GPU has compile
@@ -172,13 +169,8 @@ def _is_there(file: Path) -> bool:
     except OSError as error:
         if os.environ.get("KDA_DSV4_CONFIG_DIR"):
             raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
-        _say_once(f"no tables of yours are read from {file.parent}: {error.strerror}")
+        warn_once(f"no tables of yours are read from {file.parent}: {error.strerror}")
         return False
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning(text)
 
 
 def _measured_elsewhere(row: KernelPath) -> KernelPath:
@@ -259,13 +251,7 @@ def _refusal(row: KernelPath, requires: frozenset[str], upstream: str | None) ->
         return f"only where {row.params.kernel} can run instead"
     if missing := requires - row.features:
         return f"lacks {', '.join(sorted(missing))}"
-    if row.requires_package is not None and not _is_installed(row.requires_package):
-        return f"needs the package {row.requires_package}, which is not installed"
     return None
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def user_directory() -> Path | None:

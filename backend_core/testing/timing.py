@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,32 +20,17 @@ def graph_time_ms(call: Callable[[], object], replays: int = 30, calls: int | No
 
     Several calls in one graph hide the launch of the graph itself behind the first of them.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with _own_stream() as stream:
         for _ in range(3):
             call()
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
         if calls is None:
-            calls = max(1, min(20, int(4.0 / max(start.elapsed_time(end), 1e-3))))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                call()
-        times: list[float] = []
-        for _ in range(replays):
+            start, end = _events()
             start.record()
-            graph.replay()
+            call()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) / calls)
-    torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(times)
+            calls = max(1, min(20, int(4.0 / max(start.elapsed_time(end), 1e-3))))
+        return _replayed_ms([call] * calls, stream, replays)
 
 
 def graph_us(calls: list[Callable[[], object]], replays: int) -> float:
@@ -52,28 +38,46 @@ def graph_us(calls: list[Callable[[], object]], replays: int) -> float:
 
     For calls that differ, for instance in their inputs, so that none finds its own in the L2 cache.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with _own_stream() as stream:
         calls[0]()
         calls[-1]()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        graph.replay()
-        times: list[float] = []
-        for _ in range(replays):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+        return 1e3 * _replayed_ms(calls, stream, replays)
+
+
+@contextlib.contextmanager
+def _own_stream() -> Iterator[torch.cuda.Stream]:
+    """A new stream in turns with the current one."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
     torch.cuda.current_stream().wait_stream(stream)
+
+
+def _replayed_ms(
+    calls: list[Callable[[], object]], stream: torch.cuda.Stream, replays: int
+) -> float:
+    """Time per call: the median over replays of one graph, after a first that does not count."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    start, end = _events()
+    graph.replay()
+    times: list[float] = []
+    for _ in range(replays):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / len(calls))
     return statistics.median(times)
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return start, torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def stream_time_ms(call: Callable[[], object], repeats: int = 5) -> float:
@@ -88,8 +92,7 @@ def stream_time_ms(call: Callable[[], object], repeats: int = 5) -> float:
         for _ in range(2):
             call()
         for _ in range(repeats):
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start, end = _events()
             torch.cuda.synchronize()
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # cycles
             start.record()
@@ -142,18 +145,13 @@ def copy_bandwidth_gbs() -> float:
 def environment() -> dict[str, str | None]:
     """The origin of a result: the script that writes it, GPU, versions, commit and date."""
     return {
-        "script": script_name(Path(sys.argv[0])),
+        "script": f"benchmarks/{Path(sys.argv[0]).name}",
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": installed_version("triton"),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
-
-
-def script_name(file: Path) -> str:
-    """The name of the running script in a result: ``"benchmarks/<name>.py"``."""
-    return f"benchmarks/{file.name}"
 
 
 def installed_version(package: str) -> str | None:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 import kda_backend
-from backend_core.engines import ENGINES
+from backend_core.engines import transformers_patch
 from backend_core.strict import fallback
 from kda_backend.selection import KdaShape, selection_for
 
@@ -30,7 +29,7 @@ _MODULE = "transformers.models.kimi_linear.modeling_kimi_linear"
 _CHUNK = "chunk_kimi_delta_attention"
 _RECURRENT = "recurrent_kimi_delta_attention"
 
-_upstream: dict[str, Any] = {}
+_replaced = transformers_patch.Replacements()
 
 
 def enable() -> None:
@@ -43,24 +42,22 @@ def enable() -> None:
         ImportError: transformers is not installed, is older than the first supported release, or
             has no such operators any more.
     """
-    if _upstream:
+    if _replaced:
         return
-    modeling = _modeling()
-    _upstream.update({name: getattr(modeling, name) for name in (_CHUNK, _RECURRENT)})
-    setattr(modeling, _CHUNK, _on_backend(_CHUNK, kda_backend.chunk_kda))
-    setattr(modeling, _RECURRENT, _on_backend(_RECURRENT, kda_backend.fused_recurrent_kda))
+    modeling = transformers_patch.modeling(_MODULE, (_CHUNK, _RECURRENT))
+    chunk, recurrent = getattr(modeling, _CHUNK), getattr(modeling, _RECURRENT)
+    _replaced.replace(modeling, _CHUNK, _on_backend(chunk, kda_backend.chunk_kda))
+    _replaced.replace(modeling, _RECURRENT, _on_backend(recurrent, kda_backend.fused_recurrent_kda))
 
 
 def disable() -> None:
     """Put back the very functions that `enable` replaced; without `enable` it does nothing."""
-    for name, function in _upstream.items():
-        setattr(importlib.import_module(_MODULE), name, function)
-    _upstream.clear()
+    _replaced.restore()
 
 
 def is_enabled() -> bool:
     """Whether ``kimi_linear`` models run through this backend now."""
-    return bool(_upstream)
+    return bool(_replaced)
 
 
 def load_model(checkpoint: str | Path, device: torch.device) -> Any:
@@ -68,7 +65,7 @@ def load_model(checkpoint: str | Path, device: torch.device) -> Any:
 
     Raises ImportError as `enable`, and OSError where ``checkpoint`` holds no such model.
     """
-    _modeling()
+    transformers_patch.modeling(_MODULE, (_CHUNK, _RECURRENT))
     transformers = importlib.import_module("transformers")
     model_class = transformers.KimiLinearForCausalLM
     kind = transformers.PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
@@ -78,24 +75,9 @@ def load_model(checkpoint: str | Path, device: torch.device) -> Any:
     return model_class.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
 
 
-def _modeling() -> ModuleType:
-    engine = ENGINES["transformers"]
-    version = engine.installed()
-    if version is None:
-        raise ImportError(f"transformers {engine.supported} is not installed")
-    if not engine.supports(version):
-        raise ImportError(f"transformers must be {engine.supported}, got {version}")
-    modeling = importlib.import_module(_MODULE)
-    missing = [name for name in (_CHUNK, _RECURRENT) if not callable(getattr(modeling, name, None))]
-    if missing:
-        raise ImportError(f"transformers {version} has no {' and no '.join(missing)} in {_MODULE}")
-    return modeling
-
-
-def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for transformers' operator ``name``: it takes what the layer passes. A model
-    that is compiled calls it as it is, as FLA's: torch would trace checks and launches piece by
-    piece.
+def _on_backend(upstream: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for transformers' operator: it takes what the layer passes. A model that is
+    compiled calls it as it is, as FLA's: torch would trace checks and launches piece by piece.
 
     q, k, v, g ``[B, T, H, D]``, beta ``[B, T, H]``, state ``[B, H, K, V]`` fp32.
     ``model_arguments`` are those of the model's forward, which transformers hands to every
@@ -113,7 +95,7 @@ def _on_backend(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **model_arguments: Any,
     ) -> Any:
-        call = ours if _has_path(query, value, g) else _upstream[name]
+        call = ours if _has_path(query, value, g) else upstream
         return call(
             query,
             key,

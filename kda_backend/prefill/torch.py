@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,14 +19,11 @@ if TYPE_CHECKING:
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
-    return functools.partial(prefill, row)
+    return prefill
 
 
 @without_autocast
-def prefill(
-    path: KernelPath,
-    call: PrefillCall,
-) -> None:
+def prefill(call: PrefillCall) -> None:
     """The chunked form of the definition."""
     tokens, gate, step_plan, state, out, chunk_states, *_ = call
     q, k, v, decay, beta = activated(tokens, gate)

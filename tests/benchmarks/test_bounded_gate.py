@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.bounded_gate_vllm import (
     RANGES,
     attributed,
-    copy_decode_weights,
     joined,
 )
 from benchmarks.engines.serve_agreement import APART, NEW_TOKENS, PROMPTS
@@ -34,22 +31,6 @@ def test_kernels_belong_to_the_range_that_launched_them() -> None:
     assert found[cores] == (3.0, {"scan": (3.0, 2)})
     with pytest.raises(ValueError, match="expected kernels launched by KDA cores, got none in 1"):
         attributed({layers: [(0, 100)], cores: [(400, 500)]}, launched, ran)
-
-
-def test_copies_are_those_that_upstreams_loaders_make() -> None:
-    filters = torch.randn(6, 1, 4)
-    layer = types.SimpleNamespace(
-        conv1d=types.SimpleNamespace(weight=torch.nn.Parameter(filters)),
-        o_norm=types.SimpleNamespace(weight=torch.nn.Parameter(torch.randn(2))),
-        decode_conv1d_weight=torch.empty(3, 4, 2),
-        decode_norm_weight=torch.empty(2),
-    )
-    copy_decode_weights(layer)
-    for part in range(3):
-        own = filters[2 * part : 2 * part + 2].squeeze(1)
-        assert torch.equal(layer.decode_conv1d_weight[part], own.T)
-    assert torch.equal(layer.decode_norm_weight, layer.o_norm.weight.data)
-    copy_decode_weights(types.SimpleNamespace(decode_conv1d_weight=None))  # as GLM's layers
 
 
 def answers(count: int, *, first: int = 1, margin: float = 3.0) -> list[dict[str, Any]]:

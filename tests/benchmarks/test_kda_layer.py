@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from backend_core.target import KNOWN_TARGETS
 from benchmarks.bench_kda_layer import Layer
@@ -32,14 +31,3 @@ def test_a_wrong_output_is_seen() -> None:
     made.expected[0].mul_(1.02)
     with pytest.raises(AssertionError, match="off by"):
         made.error(selection_of(made))
-
-
-def test_parts_and_floor() -> None:
-    made = Layer(1, [6, 3], "cpu")
-    parts = made.parts(selection_of(made))
-    assert list(parts) == ["conv", "conv_of_v", "prefill", "norm"]
-    for call in parts.values():
-        call()
-    rows = 9 * 2 * (3 * 128 + 128 + 1 + 128 + 128)
-    assert made.bytes_once() == rows + 2 * 2 * (4 * 128 * 128 + 2 * 3 * 384)
-    assert torch.isfinite(made.pools.state).all()

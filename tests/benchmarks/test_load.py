@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,12 +84,6 @@ def test_the_same_seed_draws_the_same_requests() -> None:
     assert len({r.body["cache_salt"] for r in drawn}) > 100
 
 
-def test_concurrency_follows_the_cycle() -> None:
-    assert [load_traffic.clients_at(s) for s in (0, 5.9, 6, 15.9, 16, 30, 59.9, 60, 66)] == [
-        *(1, 1, 16, 16, 64, 256, 256, 1, 16)
-    ]
-
-
 def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
     samples = [{"at_s": float(s), "gpu_mib": 1000.0 + s, "host_mib": 1.0} for s in range(0, 180, 2)]
     result = {
@@ -120,26 +113,3 @@ def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
     )
     with pytest.raises(ValueError, match="from 200 to 260 s, got none"):
         load_run.mean_of(samples, "gpu_mib", 200.0, 260.0)
-
-
-def test_the_load_is_shortened_to_what_a_budget_leaves() -> None:
-    assert load_run.minutes_left(8.0, None, 500.0) == 8.0
-    assert load_run.minutes_left(8.0, 570.0, 120.0) == 6.0  # of 405 seconds
-    assert load_run.minutes_left(5.0, 570.0, 60.0) == 5.0
-    with pytest.raises(ValueError, match="at least 2 minutes, since two are compared; got 1"):
-        load_run.minutes_left(8.0, 200.0, 90.0)
-
-
-def test_gpu_memory_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own processes alone; what nvidia-smi does not tell is said, not counted as nothing."""
-    own = os.getpgid(0)
-    monkeypatch.setattr(load_run, "nvidia_smi", lambda *_: f"{os.getpid()}, 700\n1, 900\n")
-    assert load_run.gpu_mib(own, False) == 700.0
-    for told in ("1, 900\n", f"{os.getpid()}, [N/A]\n", ""):
-        monkeypatch.setattr(load_run, "nvidia_smi", lambda *_, told=told: told)
-        with pytest.raises(RuntimeError, match="must tell the GPU memory"):
-            load_run.gpu_mib(own, False)
-    asked: list[str] = []
-    monkeypatch.setattr(load_run, "nvidia_smi", lambda *o: asked.extend(o) or "1234\n")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert load_run.gpu_mib(own, True) == 1234.0 and asked[-2:] == ["-i", "1"]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recall_vllm
-from benchmarks.engines import vllm_server
 from tests.benchmarks.fake_vllm import free_port
 
 
@@ -78,12 +77,3 @@ def test_a_server_that_ends_is_a_failure_with_its_last_lines(
     failed = json.loads(out.read_text())["failed"]
     assert set(failed) == {"flag", "flag, fp8 KV cache"}
     assert "ended with 1" in failed["flag"] and "broken as asked" in failed["flag"]
-
-
-def test_counters_are_summed_over_labels() -> None:
-    page = (
-        'vllm:spec_decode_num_accepted_tokens_total{engine="0"} 5.0\n'
-        'vllm:spec_decode_num_accepted_tokens_total{engine="1"} 2.0\n'
-        'vllm:num_preemptions_created{engine="0"} 1.7e9\n# HELP vllm:num_preemptions x\n'
-    )
-    assert vllm_server.counters_of(page) == {"vllm:spec_decode_num_accepted_tokens_total": 7.0}

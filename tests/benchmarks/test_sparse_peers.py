@@ -16,12 +16,6 @@ from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import tile_order
 
 
-def test_a_package_that_does_not_load_is_said() -> None:
-    found = calls.load()
-    assert found.sta is None
-    assert dict(found.absent)["ThunderKittens"].startswith("does not load: No module named")
-
-
 class FakeSage(calls.Sage2):
     """Dense attention of ours."""
 

@@ -85,10 +85,10 @@ def test_a_transposed_state_is_wrong(
     cpu, row = _row("kda", operator)
     right = getattr(module, operator)
 
-    def transposed(path, call):
+    def transposed(call):
         pool = call.state.read
         pool.copy_(pool.mT.clone())
-        right(path, call)
+        right(call)
 
     monkeypatch.setattr(module, operator, transposed)
     error, allowed = check_kda.check_cases(row)["small"](cpu, CPU)
@@ -100,8 +100,8 @@ def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch
 
     right = torch_path.prefill
 
-    def greedy(path, call):
-        right(path, call)
+    def greedy(call):
+        right(call)
         call.state.write[0] += 1
 
     monkeypatch.setattr(torch_path, "prefill", greedy)

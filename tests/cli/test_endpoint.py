@@ -14,20 +14,24 @@ import pytest
 
 from backend_cli.errors import BadInputError
 from backend_cli.eval.endpoint import Endpoint, Server, ask_all
+from backend_core.bounded import ANSWER_BYTES
 
 
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What a server answers by path; ``url`` is its address, ``seen`` the headers it got."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "m"}]}, "seen": []}
+    answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "m"}]}, "seen": [], "paths": []}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answers["seen"].append(self.headers)
+            answers["paths"].append(self.path)
             answer = answers.get(self.path)
             status, body = answer if isinstance(answer, tuple) else (200, answer)
             self.send_response(404 if answer is None else status)
+            if status == 302:
+                self.send_header("Location", f"{answers['url']}/taken")
             self.end_headers()
             self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
@@ -86,12 +90,26 @@ def test_a_key_is_passed_on(pages: dict[str, Any], monkeypatch: pytest.MonkeyPat
         ({"choices": []}, "without choices"),
         ({"choices": [{"text": None}]}, "is not text: None"),
         ((200, b"<html>"), "did not answer with JSON"),
+        ((200, b"\xff"), "did not answer with JSON"),
+        ((200, b"[" * 100_000), "not nested so deeply"),
+        ((200, b'"' + b"x" * (ANSWER_BYTES + 1) + b'"'), "expected an answer of at most"),
     ],
+    ids=["status", "no choice", "no text", "html", "not UTF-8", "deep", "large"],
 )
 def test_a_completion_without_text(pages: dict[str, Any], answer: Any, message: str) -> None:
     pages["/v1/completions"] = answer
     with pytest.raises(BadInputError, match=message):
         Endpoint.parse(pages["url"]).complete({"prompt": "x"})
+
+
+def test_a_server_cannot_send_the_key_elsewhere(
+    pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    pages["/v1/models"] = (302, b"")
+    with pytest.raises(BadInputError, match="answered 302"):
+        Endpoint.parse(pages["url"]).server("m")
+    assert pages["paths"] == ["/v1/models"]
 
 
 def test_an_error_ends_the_asking() -> None:

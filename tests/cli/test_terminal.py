@@ -43,12 +43,6 @@ def test_a_line_is_due_after_some_seconds(
     ]
 
 
-def test_a_line_of_a_script_comes_through(capsys: pytest.CaptureFixture[str]) -> None:
-    with Bar("benchmarks", 1) as bar:
-        bar.print("row [1] of 2")
-    assert "row [1] of 2" in lines(capsys)
-
-
 def test_on_a_terminal_there_is_one_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

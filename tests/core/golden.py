@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
 
 from backend_core.family import families
-from backend_core.tables import select as path_table
 from backend_core.tables.schema import UPSTREAM
 from backend_core.tables.select import PathTable, explain, feature_sets, load_table
 from backend_core.target import KNOWN_TARGETS, Target
@@ -25,19 +23,18 @@ def shipped_tables() -> list[tuple[str, Target]]:
 
 
 def render() -> str:
-    """The rows chosen for each kind of model a table serves, with no vendor package installed."""
+    """The rows chosen for each kind of model a table serves."""
     lines = []
-    with mock.patch.object(path_table, "_is_installed", return_value=False):
-        for family, target in shipped_tables():
-            schema = families()[family].tables
-            table = load_table(schema, target, directory=CONFIGS)
-            lines.append(f"# {family}/{target.key}")
-            for operator in schema.operator_names:
-                for kind in feature_sets(table, operator):
-                    lines.append(f"{operator}, needing {', '.join(sorted(kind)) or 'nothing'}")
-                    rows = explain(table, operator, kind)
-                    lines += [f"    {row}" for row in rows if row.refusal is None]
-                lines += _left_to_upstream(table, operator)
+    for family, target in shipped_tables():
+        schema = families()[family].tables
+        table = load_table(schema, target, directory=CONFIGS)
+        lines.append(f"# {family}/{target.key}")
+        for operator in schema.operator_names:
+            for kind in feature_sets(table, operator):
+                lines.append(f"{operator}, needing {', '.join(sorted(kind)) or 'nothing'}")
+                rows = explain(table, operator, kind)
+                lines += [f"    {row}" for row in rows if row.refusal is None]
+            lines += _left_to_upstream(table, operator)
     for family in families().values():
         for target in KNOWN_TARGETS.values():
             stem = load_table(family.tables, target, directory=CONFIGS).source.stem

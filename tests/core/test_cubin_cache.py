@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from backend_core import strict
 from backend_core.launch import cubin_cache
 from backend_core.launch import cuda as cuda_source
 
@@ -24,7 +25,7 @@ IMAGE = bytes(range(256)) * 100
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cubin_cache._say.cache_clear()
+    monkeypatch.setattr(strict, "_reported", set())
     return tmp_path / "cache" / "kda-dsv4" / "cubins"
 
 

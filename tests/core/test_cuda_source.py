@@ -138,27 +138,6 @@ def test_wrong_params_are_refused(wrong: dict[str, object]) -> None:
         MIXED.pack(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            [("a", "long")],
-            "field a: expected a pointer, int, float, i64, u64 or a struct, got long",
-        ),
-        ([("a", "int"), ("a", "int")], "expected distinct identifiers as field names, got 'a'"),
-        ([("a b", "int")], "expected distinct identifiers as field names, got 'a b'"),
-    ],
-)
-def test_wrong_field_lists_are_refused(fields: list[tuple[str, str]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CudaParams(fields)
-
-
-def test_members_of_structs_have_8_bytes() -> None:
-    with pytest.raises(ValueError, match="members of struct Pair must have 8 bytes, got ii"):
-        CudaParams([("pair", "Pair")], {"Pair": [("a", "int"), ("b", "int")]})
-
-
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_the_compiler_lays_params_out_alike_and_says_the_shared_memory(tmp_path: Path) -> None:
     fields = {"a": 0, "b": 8, "rows": 16, "c": 32, "d": 40, "e": 48}

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from backend_core import strict
 from backend_core.engines import ENGINES, entry
 from backend_core.engines.log import chosen
 from backend_core.family import families
@@ -72,7 +73,7 @@ def test_a_release_without_our_imports_goes_on(
     for module in ("vllm.logger", "backend_core.engines.vllm_flag", "kda_backend.engines.vllm"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    entry._log_once.cache_clear()
+    monkeypatch.setattr(strict, "_reported", set())
     with caplog.at_level(logging.WARNING, logger="kda_dsv4"):
         for _ in range(2):
             entry.register_vllm("kda")

@@ -58,13 +58,3 @@ def test_the_tuning_worker_times_a_row_that_is_right(
     monkeypatch.setattr(tune_worker, "graph_time_ms", lambda call: call())
     question = {"family": "kda", "row": 0, "measure": "any", "grid": 4, "heads": 8, "check": "all"}
     assert tune_worker.answer(json.dumps(question)) == answer
-
-
-def test_the_parts_of_a_declaration_belong_together() -> None:
-    kda = families()["kda"]
-    with pytest.raises(ValueError, match="tables of family mla must be its own, got those of kda"):
-        replace(kda, name="mla")
-    with pytest.raises(
-        ValueError, match=r"layer_kinds of family kda must be among .*, got softmax"
-    ):
-        replace(kda, layer_kinds=frozenset({"softmax"}))

@@ -151,12 +151,19 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
+NAMES = ("x_ptr", "y_ptr", "mask_ptr", "num_rows", "stride_x", "factor")
+
+
+def _named(args: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(NAMES, args, strict=True))
+
+
 def test_every_call_runs_the_variant_triton_would_run(recorder: RecordingDriver) -> None:
     fn = JITFunction(scale_rows)
     launch = _launch(fn)
     for name, args in CALLS.items():
-        for _ in range(2):  # compiling call, then cached call
-            launch((3, 2, 1), *args)
+        for order in (NAMES, NAMES[::-1], NAMES):  # compiled, found by class, then by the numbers
+            launch.launch((3, 2, 1), **{key: _named(args)[key] for key in order})
             source, launched = recorder.launches[-1]
             fn[(3, 2, 1)](*args, BLOCK=16, HAS_MASK=False, num_warps=1, num_stages=1)
             expected_source, expected = recorder.launches[-1]
@@ -172,29 +179,10 @@ def test_a_compiled_kernel_is_loaded_once_for_each_device(recorder: RecordingDri
     launch = _launch(JITFunction(scale_rows))
     for device in (0, 1, 0):
         recorder.device = device
-        launch((1, 1, 1), *CALLS["aligned"])
+        launch.launch((1, 1, 1), **_named(CALLS["aligned"]))
         assert recorder.launches[-1][1][3] == 1000 + device
     functions = [args[4] for _, args in recorder.launches]
     assert functions[0] is functions[2] is not functions[1]
-
-
-def test_warm_up_compiles_and_loads_what_a_call_then_uses(
-    recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fn = JITFunction(scale_rows)
-    launch = _launch(fn)
-    launch.warm_up(torch.float32, torch.float32, None, 16, 32, 1.0)
-    assert recorder.launches == []
-
-    def compile_late(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("compiled after warm-up")
-
-    monkeypatch.setattr(fn, "warmup", compile_late)
-    recorder.utils.load_binary = compile_late
-    launch((1, 1, 1), *CALLS["aligned"])
-    assert len(recorder.launches) == 1
-    with pytest.raises(AssertionError, match="compiled after warm-up"):
-        launch((1, 1, 1), *CALLS["stride 7"])
 
 
 def test_constexprs_must_be_the_kernels_and_stand_last() -> None:
@@ -210,7 +198,8 @@ def test_constexprs_must_be_the_kernels_and_stand_last() -> None:
 
 def test_an_argument_that_triton_would_key_by_value_is_refused(recorder: RecordingDriver) -> None:
     with pytest.raises(TypeError, match="kernel argument must be a tensor, number or None"):
-        _launch(JITFunction(scale_rows))((1, 1, 1), _tensor(), _tensor(), None, (1, 2), 32, 2.0)
+        args = (_tensor(), _tensor(), None, (1, 2), 32, 2.0)
+        _launch(JITFunction(scale_rows)).launch((1, 1, 1), **_named(args))
 
 
 def test_a_launch_hook_is_told_of_every_launch(
@@ -222,12 +211,11 @@ def test_a_launch_hook_is_told_of_every_launch(
     args = CALLS["aligned"]
 
     def records() -> list[Any]:
-        launch((1, 1, 1), *args)
-        launch.launch((1, 1, 1), **dict(zip(NAMES, args, strict=True)))
+        launch.launch((1, 1, 1), **_named(args))
         packing.launch((1, 1, 1), **_packs(args))
-        return [[launched[i] for i in RECORD] for _, launched in recorder.launches[-3:]]
+        return [[launched[i] for i in RECORD] for _, launched in recorder.launches[-2:]]
 
-    assert records() == [[None, None, None]] * 3
+    assert records() == [[None, None, None]] * 2
     hooks = triton.knobs.runtime
     hook = lambda metadata: None  # noqa: E731
     hooks.launch_exit_hook.add(hook)
@@ -246,10 +234,10 @@ def test_interpreter_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 16)
     mask = torch.arange(16.0)
     y = torch.full_like(x, torch.nan)
-    launch.warm_up(torch.float32, torch.float32, torch.float32, 3, 16, 2.0)
-    launch((0, 1, 1), x, y, mask, 3, 16, 2.0)
+    args = _named((x, y, mask, 3, 16, 2.0))
+    launch.launch((0, 1, 1), **args)
     assert y.isnan().all()
-    launch((3, 1, 1), x, y, mask, 3, 16, 2.0)
+    launch.launch((3, 1, 1), **args)
     torch.testing.assert_close(y, x * mask * 2.0)
 
 
@@ -261,33 +249,14 @@ def test_on_the_gpu_every_variant_gives_the_right_answer() -> None:
     for offset, num_rows, stride in ((0, 3, 16), (1, 3, 16), (0, 1, 16), (0, 3, 17), (0, 16, 16)):
         x = storage.as_strided((num_rows, 16), (stride, 1), offset)
         y = torch.empty_like(storage).as_strided((num_rows, 16), (stride, 1), offset)
-        launch((num_rows, 1, 1), x, y, None, num_rows, stride, 2.0)
+        launch.launch((num_rows, 1, 1), **_named((x, y, None, num_rows, stride, 2.0)))
         torch.testing.assert_close(y, x * 2.0)
-
-
-NAMES = ("x_ptr", "y_ptr", "mask_ptr", "num_rows", "stride_x", "factor")
-
-
-def test_arguments_by_name_launch_what_positions_do(recorder: RecordingDriver) -> None:
-    fn = JITFunction(scale_rows)
-    launch, first = _launch(fn), _launch(fn)
-    for name, args in CALLS.items():
-        named = dict(zip(NAMES, args, strict=True))
-        first.launch((3, 2, 1), **named)  # Triton finds the variant, or compiles it
-        compiled, _ = recorder.launches[-1]
-        launch((3, 2, 1), *args)
-        want_source, want = recorder.launches[-1]
-        assert want_source is compiled, name
-        for order in (NAMES, reversed(NAMES)):  # found by class, then by the numbers themselves
-            launch.launch((3, 2, 1), **{key: named[key] for key in order})
-            source, got = recorder.launches[-1]
-            assert source is want_source and got == want, name
 
 
 def test_a_wrong_name_is_refused(
     recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = dict(zip(NAMES, CALLS["aligned"], strict=True))
+    named = _named(CALLS["aligned"])
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for launch in (_launch(JITFunction(scale_rows)), _launch(triton.jit(scale_rows))):
         with pytest.raises(TypeError, match="stride_y"):
@@ -321,13 +290,13 @@ def test_tensor_descriptors_by_name(recorder: RecordingDriver) -> None:
         (whole, _tensor(offset=1)),
     ):
         is_tensor = isinstance(other, torch.Tensor)
-        launch = KernelLaunch(JITFunction(copy_block), {"IS_TENSOR": is_tensor}, {"num_warps": 1})
+        fn = JITFunction(copy_block)
+        launch = KernelLaunch(fn, {"IS_TENSOR": is_tensor}, {"num_warps": 1})
         for y in (_tensor(), _tensor(), _tensor(offset=1)):
-            launch((1, 1, 1), x, other, y)
-            source, want = recorder.launches[-1]
+            fn[(1, 1, 1)](x, other, y, IS_TENSOR=is_tensor, num_warps=1)
+            source, _ = recorder.launches[-1]
             launch.launch((1, 1, 1), x_desc=x, x_source=other, y_ptr=y)
-            named, got = recorder.launches[-1]
-            assert named is source and got == want
+            assert recorder.launches[-1][0] is source
     launch = KernelLaunch(JITFunction(copy_block), {"IS_TENSOR": False}, {"num_warps": 1})
     for x in (whole, described(128, 16, torch.float32), described(64, 16, torch.bfloat16), whole):
         launch.launch((1, 1, 1), x_desc=x, x_source=whole, y_ptr=_tensor())
@@ -351,7 +320,7 @@ def test_packed_arguments_launch_what_a_plain_call_does(recorder: RecordingDrive
     plain = KernelLaunch(fn, constexprs, options)
     packing = KernelLaunch(fn, constexprs, options, packs=PACKS)
     for name, args in CALLS.items():
-        plain((3, 2, 1), *args)
+        plain.launch((3, 2, 1), **_named(args))
         want_source, want = recorder.launches[-1]
         for _ in range(2):
             packing.launch((3, 2, 1), **_packs(args))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
+from backend_core import strict
 from backend_core.operator import choose, forced
 from backend_core.tables import select as path_table
 from backend_core.tables.schema import NoParams, Operator, TableSchema
@@ -126,7 +127,6 @@ def test_rows_are_read_whole(tmp_path: Path) -> None:
         source="benchmarks/results/x.json",
         gpu="H200",
         date="2026-11-21",
-        requires_package="flashinfer",
         params=TILE,
     )
     path = load(tmp_path, HEADER + measured + row() + DECODE).rows[0]
@@ -135,7 +135,6 @@ def test_rows_are_read_whole(tmp_path: Path) -> None:
     assert path.params == TileParams(32, True, "ieee", num_stages=2)
     assert path.params_dict() == {**TILE, "num_stages": 2}
     assert path.measured and path.provenance == "H200, 2026-11-21, benchmarks/results/x.json"
-    assert path.requires_package == "flashinfer"
     with pytest.raises(dataclasses.FrozenInstanceError):
         path.params.block_v = 16
 
@@ -170,7 +169,6 @@ def test_a_path_may_take_its_parameters_from_a_section(tmp_path: Path) -> None:
         (HEADER + row(measured=1) + DECODE, "path 1: measured must be bool, got 1"),
         (HEADER + row(measured=True) + DECODE, "path 1: measured = true needs date, gpu"),
         (HEADER + row(features=[1]) + DECODE, "path 1: features must be strings, got 1"),
-        (HEADER + row(requires_package="a.b") + DECODE, "must be a top-level package, got 'a.b'"),
         (HEADER + fused(block_v=0.5) + DECODE, r"path 1: params.block_v must be int, got 0.5"),
         (HEADER + fused(block_v=True) + DECODE, r"path 1: params.block_v must be int, got True"),
         (
@@ -270,26 +268,17 @@ def test_refusal_names_what_is_missing(tmp_path: Path) -> None:
     )
 
 
-def test_of_alternatives_the_first_usable_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vendor = row(name="vendor", requires_package="flashinfer", features=["x"])
+def test_of_alternatives_the_first_usable_serves(tmp_path: Path) -> None:
+    vendor = row(name="vendor", features=["x"])
     table = load(
         tmp_path,
         HEADER + row(name="ours", max_grid=10) + vendor + fused() + DECODE,
     )
-    monkeypatch.setattr(path_table, "_is_installed", lambda package: package == "flashinfer")
     selection = choose(table, "prefill", H200, frozenset())
     assert [selection.row(grid).name for grid in (10, 11)] == ["ours", "vendor"]
     assert [r.refusal for r in selection.explained][-1] == "vendor is preferred for the same grids"
     only_vendor = choose(table, "prefill", H200, frozenset({"x"}))
     assert only_vendor.row(1).name == only_vendor.row(11).name == "vendor"
-
-    monkeypatch.setattr(path_table, "_is_installed", lambda package: False)
-    selection = choose(table, "prefill", H200, frozenset())
-    assert selection.row(11).name == "fused"
-    refusal = [r.refusal for r in selection.explained][1]
-    assert refusal == "needs the package flashinfer, which is not installed"
 
 
 def test_feature_sets_are_the_distinct_ones_in_order(tmp_path: Path) -> None:
@@ -372,7 +361,7 @@ def test_in_a_closed_home_there_is_no_table_and_a_closed_folder_that_was_named_i
     monkeypatch.setattr(path_table, "shipped_directory", lambda: shipped)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home.parent))
     monkeypatch.delenv("KDA_DSV4_CONFIG_DIR", raising=False)
-    path_table._say_once.cache_clear()
+    monkeypatch.setattr(strict, "_reported", set())
     with caplog.at_level(logging.WARNING, "kda_dsv4"):
         for _ in range(2):
             assert load_table(TOY, H200).source.parents[1] == shipped

@@ -206,7 +206,7 @@ TOKENS: list[tuple[str, Change, str]] = [
             swap(**{name: lambda x: x.clone().requires_grad_()}),
             "kda_backend has no backward pass: call it under torch.no_grad()",
         )
-        for name in ("q", "k", "v", "g", "beta")
+        for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
     ),
     (
         "A_log missing",
@@ -400,6 +400,11 @@ FUNCTIONAL: list[tuple[str, Change, str]] = [
         "initial_state must have dtype float32, got bfloat16",
     ),
     ("state device", swap(initial_state=on_meta), "initial_state must be on {device}, got meta"),
+    (
+        "gradient of the state",
+        swap(initial_state=lambda x: x.clone().requires_grad_()),
+        "kda_backend has no backward pass: call it under torch.no_grad()",
+    ),
 ]
 PREFILL: list[tuple[str, Change, str]] = [
     (

@@ -11,7 +11,6 @@ from backend_core.tables.schema import KernelPath
 from backend_core.testing.numerics import poisoned
 from kda_backend.testing.cases import TOKEN_FIELDS, Case
 from kda_backend.testing.regimes import REGIMES
-from kda_backend.testing.tolerances import TOLERANCES
 from tests.kda.cases import (
     Backend,
     assert_close,
@@ -93,25 +92,6 @@ def test_several_tokens_for_each_row_of_a_batch(backend: Backend, seed: int) -> 
     o, state = backend.recurrent(as_batch(case, 5), cu_seqlens=None)
     assert o.shape[:3] == (3, 5, 2)
     assert_result(case, o, state)
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-def test_prefill_and_decode_are_one_function(backend: Backend, seed: int, regime: str) -> None:
-    """In fp32 chunks and tokens agree beyond what 16-bit inputs could tell."""
-    case = backend.case(seed, (66, 1), regime=regime, dtype=torch.float32)
-    by_chunk, by_token = backend.chunk(case), backend.recurrent(case)
-    for name, got, want in zip(("output", "state"), by_chunk, by_token, strict=True):
-        assert_close(name, got, want, TOLERANCES[torch.float32][0])
-
-
-def test_decode_continues_a_prefill(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70,))
-    o, state = backend.chunk(case.part(0, 67, case.state))
-    outputs = [o]
-    for t in range(67, 70):
-        o, state = backend.recurrent(case.part(t, t + 1, state))
-        outputs.append(o)
-    assert_result(case, torch.cat(outputs, 1), state)
 
 
 def test_state_layouts_are_transposes(backend: Backend, seed: int) -> None:

@@ -121,28 +121,6 @@ def test_the_grid_counts_each_sequences_chunks_times_value_heads(
     assert seen == [3 * 2]
 
 
-def test_the_decode_grid_counts_sequences_times_value_heads(kernels: Backend, seed: int) -> None:
-    case = kernels.case(seed, (1, 1, 1), heads=1, value_heads=2, dims="narrow")
-    selection = kernels.selection(case.shape)
-    seen: list[int] = []
-
-    class Spy:
-        def run(self, grid: int) -> object:
-            seen.append(grid)
-            return selection.recurrent.run(grid)
-
-    spied = dataclasses.replace(selection, recurrent=Spy())  # type: ignore[arg-type]
-    kernels.recurrent(case, selection=spied)
-    assert seen == [3 * 2]
-
-
-def test_a_step_plan_is_frozen(device: torch.device) -> None:
-    meta = build_step_plan(cu_tensor((70,), device), 70)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        meta.num_tokens = 1  # type: ignore[misc]
-    assert meta.num_sequences == 1
-
-
 def test_equal_lengths_are_described_once(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,14 +135,6 @@ def test_equal_lengths_are_described_once(
 
     monkeypatch.setattr(step_plan_module, "build_step_plan", must_not_build)
     assert equal_length_plan(3, 70, device, True) is meta
-
-
-def test_a_selection_explains_each_row_of_its_table(kernels: Backend) -> None:
-    selection = select(kernels.target, KdaShape(4, 4, 128, 128))
-    lines = selection.explain()
-    rows = [row for operator in selection.operators for row in operator.explained]
-    assert lines == [str(row) for row in rows] and len(lines) >= 4
-    assert {line.split()[0] for line in lines} == set(TABLES.operator_names)
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,17 @@ import torch
 
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend import chunk_kda
 from kda_backend.contract.values import StateRef, TokenInputs
 from kda_backend.launch_params import TABLES
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import paths
-from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Track, Variant
-from kda_backend.prefill.one_launch_sm90 import CTAS_PER_SM, Launch, choose_launch
+from kda_backend.prefill.one_launch_sm90 import CTAS_PER_SM, choose_launch
 from kda_backend.selection import select
 from kda_backend.spec import Beta
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import offsets_of
-from tests.kda.one_launch_on_host import CPU, case_of
-from tests.kda.prefill_on_host import ROW
+from tests.kda.one_launch_on_host import case_of
 
 SMS = 132
 STATE = StateRef.pool(torch.zeros(3, 4, 128, 128), torch.zeros(2, dtype=torch.int32))
@@ -45,12 +42,6 @@ def test_the_h200s_table_alone_takes_it() -> None:
         if row.name == "one_launch_sm90"
     }
     assert limits == {"H200": 64}
-
-
-def test_the_plan_knows_its_longest_sequence() -> None:
-    assert plan_of([3, 70, 0]).max_tokens == 70
-    assert plan_of([]).max_tokens == 0
-    assert plan_of([3, 70], on_host=False).max_tokens is None
 
 
 def path_of(lengths: Iterable[int], state: StateRef = STATE, *, on_host: bool = True) -> str:
@@ -82,16 +73,6 @@ def test_states_without_pairs_keep_the_two_stages(state: StateRef, does: bool) -
     assert (path_of([9, 1], state) == "one_launch_sm90") is does
 
 
-def test_rows_and_ctas_follow_lengths_and_tasks() -> None:
-    assert choose_launch(16, 8192, SMS) == Launch(16, 3, False, 3 * SMS)
-    assert choose_launch(17, 8192, SMS) == Launch(32, 3, False, 3 * SMS)
-    assert choose_launch(33, 200, SMS) == Launch(64, 2, False, 200)
-    assert choose_launch(128, 2048, SMS) == Launch(64, 2, False, 2 * SMS)
-    assert choose_launch(64, 32, SMS) == Launch(64, 1, True, 64)
-    assert choose_launch(1, 67, SMS) == Launch(16, 1, False, 67)
-    assert choose_launch(0, 0, SMS).ctas == 0
-
-
 @pytest.mark.parametrize("longest", [0, 1, 16, 17, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize("tasks", [1, 66, 67, 132, 133, 500, 5000])
 def test_every_launch_can_be_made(longest: int, tasks: int) -> None:
@@ -117,40 +98,3 @@ def test_all_kernels_that_a_step_can_choose_are_loaded(monkeypatch: pytest.Monke
     kernels = in_one.load_kernels(torch.device("cpu"), variant)
     assert sorted(kernels) == sorted(loaded)
     assert sorted(kernels) == sorted((r, c) for r, many in CTAS_PER_SM.items() for c in (1, many))
-
-
-@pytest.mark.interpreter
-def test_a_call_takes_the_form_of_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the operator, with what is launched replaced."""
-    made: list[str] = []
-
-    class Stage:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __call__(self, *args: Any, **kwargs: Any) -> None:
-            made.append(self.name)
-
-    kernels = pipeline._Kernels(
-        {2: Stage("intra")},  # type: ignore[dict-item]
-        (Stage("scan"), Stage("scan")),  # type: ignore[arg-type]
-        lambda shape: pipeline.Schedule(2, False, 1, 1, 1, 1, False),
-    )
-    monkeypatch.setattr(pipeline, "_kernels", lambda *_: kernels)
-    in_one_launch = dict.fromkeys(
-        ((r, c) for r, many in CTAS_PER_SM.items() for c in (1, many)), Stage("one")
-    )
-    monkeypatch.setattr(in_one, "load_kernels", lambda *_: in_one_launch)
-    shipped = select(KNOWN_TARGETS["H200"], case_of(0, (64,)).shape).prefill.rows
-    assert [row.name for row in shipped[:1]] == ["one_launch_sm90"]
-    for rows, lengths, want in (
-        ((shipped[0], ROW), (64, 3), ["one"]),
-        ((shipped[0], ROW), (65, 3), ["intra", "scan"]),
-        ((ROW,), (64, 3), ["intra", "scan"]),
-    ):
-        made.clear()
-        case = case_of(0, lengths)
-        selection = CPU.selection(case.shape)
-        selection = dataclasses.replace(selection, prefill=selection.prefill.only(*rows))
-        chunk_kda(*case.tokens, cu_seqlens=case.cu_seqlens, selection=selection, **case.options())
-        assert made == want

@@ -103,24 +103,6 @@ def test_the_order_of_the_batch_changes_no_bit(
         assert_same_bits(f"state of sequence {n}", shuffled_state[position], state[n])
 
 
-@settings(SETTINGS, max_examples=25)
-@given(lengths=st.lists(st.integers(0, 300), max_size=12).map(tuple))
-def test_chunk_table_of_any_batch(lengths: tuple[int, ...]) -> None:
-    start, length, offsets = chunks_of(lengths)
-    meta = build_step_plan(
-        cu_tensor(lengths, DEVICE),
-        sum(lengths),
-        cu_seqlens_cpu=cu_tensor(lengths, torch.device("cpu")),
-    )
-    assert meta.num_chunks == len(start)
-    assert meta.cu_seqlens_cpu == tuple(offsets_of(lengths))
-    table = meta.chunk_table
-    assert table is not None
-    assert table.start.tolist() == start
-    assert table.length.tolist() == length
-    assert table.offsets.tolist() == offsets
-
-
 @settings(SETTINGS, max_examples=50)
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=12).map(tuple))
 def test_without_host_lengths_the_bound_on_chunks_is_never_passed(lengths: tuple[int, ...]) -> None:

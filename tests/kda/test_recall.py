@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from backend_cli.eval import recall_task as recall
-from backend_cli.eval.recall_task import Item, Question, QuestionSet
+from backend_cli.eval.recall_task import Question, QuestionSet
 from benchmarks.recall.train import check_disjoint
 
 RECALL = Path(__file__).parents[2] / "benchmarks" / "recall"
@@ -27,26 +27,6 @@ def committed() -> QuestionSet:
 
 def token_counts(questions: QuestionSet) -> list[int]:
     return [len(recall.encode(questions.prompt(item))) for item in questions.items]
-
-
-def test_format_of_a_prompt() -> None:
-    pool = (Question("One?", "1"), Question("Two é?", "-22"))
-    questions = QuestionSet(pool, (Item((1, 0), 1),))
-    prompt = questions.prompt(questions.items[0])
-    assert prompt == "Q: Two é?\nA: -22\nQ: One?\nA: 1\nQ: Two é?\nA: "
-    assert questions.answer(questions.items[0]) == "-22"
-
-
-def test_items_depend_on_the_seed_alone(committed: QuestionSet) -> None:
-    first = recall.make_questions(committed.pool, 20, seed=3)
-    assert first == recall.make_questions(committed.pool, 20, seed=3)
-    assert first != recall.make_questions(committed.pool, 20, seed=4)
-
-
-@pytest.mark.parametrize(("low", "high"), [(500, 2000), (700, 900)])
-def test_lengths_are_in_range(committed: QuestionSet, low: int, high: int) -> None:
-    counts = token_counts(recall.make_questions(committed.pool, 50, 5, low, high))
-    assert low <= min(counts) and max(counts) <= high
 
 
 def test_contexts_have_different_answers_and_hold_the_question(committed: QuestionSet) -> None:

@@ -15,7 +15,6 @@ from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import SNAPSHOT_POOL_FIELDS
 from kda_backend.prefill.sm_schedule import CostModel
-from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, deterministic_prefix, select
 from kda_backend.step_plan import Segments, StepPlan, build_step_plan
 from kda_backend.testing.regimes import REGIMES
@@ -75,11 +74,6 @@ def test_a_model_whose_prefixes_keep_their_bits_is_refused_segments() -> None:
     assert "segmented_sm90" in [path.name for path in free.prefill.rows]
 
 
-def test_the_shipped_row_has_the_tables_cost_model() -> None:
-    rows = {row.name: row for row in load_table(TABLES, H200).rows}
-    assert rows["segmented_sm90"].params.cost_model == rows["two_stage_sm90"].params
-
-
 def test_the_user_may_ask_for_prefixes_that_keep_their_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -91,17 +85,6 @@ def test_the_user_may_ask_for_prefixes_that_keep_their_bits(
     monkeypatch.setenv(name, "yes")
     with pytest.raises(ValueError, match=f"{name} must be 0 or 1, got 'yes'"):
         deterministic_prefix()
-
-
-def test_results_of_segments_are_in_the_scratch_memorys_account() -> None:
-    scratch = Scratch(torch.device("cpu"))
-    ends, transitions, decays, flags = scratch.segment_addresses(
-        3, segmented.RESULT_BYTES, segmented.FLAGS
-    )
-    assert transitions - ends == 3 * 128 * 128 * 4 and decays - transitions == 3 * 128 * 128 * 2
-    assert scratch.nbytes == 3 * (128 * 128 * 6 + 128 * 4 + 24 * 4)
-    again = scratch.segment_addresses(2, segmented.RESULT_BYTES, segmented.FLAGS)
-    assert again[0] == ends and again[3] == flags
 
 
 def test_the_scans_parameters_and_those_of_segments_are_one_struct() -> None:

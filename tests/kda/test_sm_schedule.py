@@ -24,7 +24,7 @@ from benchmarks.sweep_kda_prefill import (
 from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
 from kda_backend.launch_params import TABLES
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule, schedules
+from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import ChunkTable, build_step_plan
@@ -77,38 +77,6 @@ def test_a_wrong_model_would_show() -> None:
     slow = tuple(intra._replace(tile_ns=2 * intra.tile_ns) for intra in model.intra)
     for wrong in (model._replace(intra=slow), model._replace(scan=model.scan[:1])):
         assert mean_regret(regrets(wrong, sweep())) > 0.05
-
-
-@pytest.mark.parametrize("heads", [4, 8, 16, 32])
-def test_few_long_sequences_are_scanned_while_others_make_tiles(heads: int) -> None:
-    schedule = choose_schedule(shipped_model(132), PrefillShape(heads * 512, heads, 512, heads))
-    assert schedule.first_scan_sm == 132 - heads * (4 if schedule.split else 1)
-
-
-def test_few_long_tasks_are_split_and_many_are_not() -> None:
-    model = shipped_model(132)
-    assert choose_schedule(model, PrefillShape(4 * 512, 4, 512, 4)).split
-    assert not choose_schedule(model, PrefillShape(32 * 512, 32, 512, 32)).split
-
-
-def test_many_equal_sequences_are_sequence_major() -> None:
-    shape = PrefillShape(32 * 64 * 4, 32 * 64, 4, 32 * 64)
-    schedule = choose_schedule(shipped_model(132), shape)
-    assert schedule.sequence_major and schedule.scan_ctas == 132
-
-
-@pytest.mark.parametrize("heads", [4, 32])
-def test_a_long_sequence_among_short_ones_has_sms_of_its_own(heads: int) -> None:
-    chunks = 512 + 31 * 4
-    shape = PrefillShape(heads * chunks, heads * 32, 512, heads)
-    assert choose_schedule(shipped_model(132), shape).first_scan_sm < 132
-
-
-def test_the_choice_has_the_least_estimate() -> None:
-    model, shape = shipped_model(132), PrefillShape(2048, 16, 128, 16)
-    assert (min(ns for ns, _ in schedules(model, shape)), choose_schedule(model, shape)) in set(
-        schedules(model, shape)
-    )
 
 
 def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+"""``info``, and what every command has in common: errors, exit codes, processes."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -16,21 +18,9 @@ from backend_cli.main import app
 from backend_core import __version__
 from backend_core.family import families
 from backend_core.target import KNOWN_TARGETS
+from tests.cli.program import run
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def no_user_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv("KDA_DSV4_CONFIG_DIR", raising=False)
-    monkeypatch.delenv("KDA_DSV4_STRICT", raising=False)
-    monkeypatch.delenv("KDA_DSV4_TRACEBACK", raising=False)
-
-
-def run(*args: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(args), prog_name="kda-dsv4")
-    return result.exit_code, result.stdout, result.stderr
 
 
 def report(*args: str) -> dict:
