@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from backend_cli.errors import BadInputError
 from backend_core.bounded import RESULT_BYTES, parse_json, read_text
+from backend_core.testing.records import record_text
 
 
 def write_text(path: Path, text: str) -> None:
@@ -53,19 +53,7 @@ def check_writable(path: Path) -> None:
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """``record`` as JSON with a line for each entry of its lists; raises as `write_text`."""
-    write_text(path, _indented(record) + "\n")
-
-
-def _indented(value: Any, margin: str = "\n") -> str:
-    """JSON of ``value``; a list or a dictionary that holds neither has one line."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if not any(isinstance(x, dict | list) and x for x in inner):
-        return json.dumps(value)
-    deeper = margin + " "
-    if isinstance(value, dict):
-        parts = [f"{json.dumps(key)}: {_indented(x, deeper)}" for key, x in value.items()]
-        return "{" + deeper + ("," + deeper).join(parts) + margin + "}"
-    return "[" + deeper + ("," + deeper).join(_indented(x, deeper) for x in value) + margin + "]"
+    write_text(path, record_text(record))
 
 
 def read_json(path: Path, what: str, most: int = RESULT_BYTES) -> Any:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import call_time_ms, environment, host_time_ms, stream_time_ms
 from mla_backend import reference_sparse_mla
 from mla_backend.testing.sparse_mla_cases import write_records
@@ -398,7 +399,7 @@ def main() -> None:
         rows.append(measure(case, torch.device("cuda", 0), turn))
         print(json.dumps(rows[-1]), flush=True)
         result = {**environment(), "rows": rows}
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_record(options.output, result)
         torch.cuda.empty_cache()
 
 

@@ -25,7 +25,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import multiprocessing
 import sys
@@ -42,6 +41,7 @@ from backend_core.operator import forced
 from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_us
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.contract.sparse_mla import NamedRows
@@ -367,7 +367,7 @@ def main() -> None:
               f" floor={row['bytes'] / rate / 1e3:.1f} {shown}", flush=True)  # fmt: skip
         if arguments.output:
             document["rows"] = [finished(row, rate) for row in rows]
-            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+            write_record(arguments.output, document)
 
     peers = arguments.peers is not None
     for heads, batch, topk in itertools.product(HEADS, BATCHES, TOPKS):

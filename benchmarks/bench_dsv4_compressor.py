@@ -32,6 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
@@ -340,7 +341,7 @@ def supervise(worker: list[str], output: Path) -> None:
                 head = head or json.loads(value)
             elif what == "row":
                 rows.append(json.loads(value))
-                output.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+                write_record(output, head | {"rows": rows})
         if process.wait() == 0:
             return
         if name == "ours":

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
@@ -262,8 +262,7 @@ def main() -> None:
 
 def write(output: Path | None, result: dict[str, Any]) -> None:
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        write_record(output, result)
 
 
 if __name__ == "__main__":

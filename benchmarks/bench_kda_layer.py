@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from backend_core.testing.numerics import relative_error
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
 from benchmarks.kda_paths import only
 from kda_backend import layer, reference
@@ -224,7 +224,7 @@ def main() -> None:
         for heads, lengths in SHAPES:
             rows.append(row_of(heads, lengths, bandwidth))
             print(rows[-1], flush=True)
-    args.output.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    write_record(args.output, {**head, "rows": rows})
 
 
 if __name__ == "__main__":

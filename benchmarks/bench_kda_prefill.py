@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import (
     call_time_ms,
     copy_bandwidth_gbs,
@@ -210,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.growth:
         rows = measure_growth([32, 4])
-        args.output.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
+        write_record(args.output, environment() | {"rows": rows})
         return
 
     peers = {"fla"} if importlib.util.find_spec("fla") else set()
@@ -247,8 +247,7 @@ def main() -> None:
             "accuracy": accuracy,
             "rows": rows,
         }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_record(args.output, result)
 
 
 if __name__ == "__main__":

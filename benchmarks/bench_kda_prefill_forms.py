@@ -26,6 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.testing.numerics import relative_error
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
 from benchmarks.bench_kda_prefill import DIM, Ours, draw
 from benchmarks.kda_paths import only
@@ -141,7 +142,7 @@ def main() -> None:
     with torch.inference_mode():
         if args.segments:
             rows = long_rows()
-            args.segments.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            write_record(args.segments, {**head, "rows": rows})
         if args.short:
             bandwidth = copy_bandwidth_gbs()
             head["copy_gbs"] = round(bandwidth)

@@ -38,6 +38,7 @@ from backend_core.operator import Selection, forced
 from backend_core.tables.select import load_table
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment, graph_us
 from benchmarks.peers import mla_decode as mla_decode_peers
 from mla_backend.api import mla_decode, select_mla_decode
@@ -293,7 +294,7 @@ def main() -> None:
             "plan_us": plans,
             "rows": finished,
         }
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        write_record(arguments.output, document)
 
     measure(pool, runners, points, save)
     print("plans, us:", json.dumps(plans))

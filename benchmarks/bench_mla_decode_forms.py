@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.testing.numerics import relative_error
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment, graph_us
 from benchmarks.bench_mla_decode import (
     CHECKED_PREFIX,
@@ -85,7 +86,7 @@ def main() -> None:
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     rows = [measure_row(pool, "prefix", n, runners) for n in HEADS]
     document = {**environment(), "forms": FORMS, "rows": rows}
-    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(arguments.output, document)
     print(json.dumps(rows, indent=1))
 
 

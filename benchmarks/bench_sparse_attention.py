@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from torch import Tensor
 from backend_core.tables.select import load_table
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment, graph_time_ms, stream_time_ms
 from benchmarks.peers import sparse_attention as peers
 from benchmarks.peers import sparse_attention_packages as packages
@@ -366,7 +366,7 @@ def main() -> int:
     for row in works:
         found.append(row)
         result["rows"] = [with_errors(r, normal, normal | built_errors) for r in found]
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_record(options.out, result)
     if wrong:
         print(f"wrong: {sorted(wrong)}")
     return 1 if wrong else 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import os
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.sparse_attention_modes import MODES, SCALE, D, families, inputs, random_kinds
 from block_sparse_backend import reference
@@ -226,7 +226,7 @@ def main() -> int:
     for part, density in (("8-bit 0.25", 0.25), ("8-bit dense", 1.0)):
         timed(part, int8_calls(x, density, forms), result)
         torch.cuda.empty_cache()
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_record(options.out, result)
     print(f"{shape}, {time.monotonic() - begin:.0f} s")
     if result["wrong"]:
         print(f"wrong: {', '.join(result['wrong'])}")

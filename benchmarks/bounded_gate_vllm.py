@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
 
+from backend_core.testing.records import write_record
 from benchmarks import serve_vllm
 from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
 from benchmarks.engines.serve_work import SideFile, call_name, prompt_of, row, say
@@ -159,7 +160,7 @@ def pair(args: argparse.Namespace) -> int:
         for name in sides:
             side("k3", name, PARTS_S["k3"])
     result = joined(found)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(args.out, result)
     show(result)
     if failed:
         print(f"failed: {', '.join(failed)}; see the logs beside {args.out}")

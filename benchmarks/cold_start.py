@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from backend_core.testing.records import write_record
+
 HEADS, DIM = 32, 128
 
 
@@ -51,7 +53,7 @@ def main() -> None:
         "cached_s": round(cached["nvrtc_s"] + cached["triton_s"], 2),
         "kernels": sorted(first["kernels"], key=lambda kernel: -kernel["s"]),
     }
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_record(args.output, report)
     print(json.dumps({key: x for key, x in report.items() if key != "kernels"}))
 
 

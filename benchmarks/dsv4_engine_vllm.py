@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from backend_core.testing.records import write_record
 from benchmarks.engines.dsv4_vllm_side import DRAFTS, HEADS, MTP_SIDES, SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -300,8 +301,7 @@ def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
         "script": "benchmarks/dsv4_engine_vllm.py",
         "rows": kept + rows,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(out, result)
 
 
 def run_of(row: dict[str, Any]) -> tuple[str, str, str]:

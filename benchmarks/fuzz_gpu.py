@@ -10,7 +10,6 @@ those of its calls with their comparison, added up over processes; ``wall_second
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from backend_cli.check.fuzz import fuzz, lines_of
 from backend_cli.families import chosen_families
 from backend_core.target import detect_target
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment
 
 
@@ -52,8 +52,7 @@ def main() -> None:
         result["rows"] += report["rows"]
         result["failures"] += report["failures"]
         result["wall_seconds"][family.name] = round(time.perf_counter() - begin, 1)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_record(args.output, result)
     if result["failures"]:
         sys.exit(1)
 

@@ -15,8 +15,8 @@ did not come to rest.
 from __future__ import annotations
 
 import argparse
-import json
 
+from backend_core.testing.records import write_record
 from benchmarks.engines import load_run
 from benchmarks.engines.vllm_server import Server
 
@@ -47,7 +47,7 @@ def main() -> int:
     log = args.out.with_name(f"{args.out.stem}_server.log")
     server = Server(options, args.port, log, args.timeout)
     result = load_run.run("benchmarks/load_vllm.py", "vllm", server, COUNTERS, args)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(args.out, result)
     return load_run.show(result)
 
 

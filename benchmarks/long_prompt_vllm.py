@@ -25,6 +25,7 @@ import random
 import time
 from typing import Any
 
+from backend_core.testing.records import write_record
 from benchmarks import serve_vllm
 from benchmarks.engines import decode_vllm, serve_work
 from benchmarks.engines.serve_work import SideFile, prompt_of, say
@@ -65,7 +66,7 @@ def pair(args: argparse.Namespace) -> int:
     rows = [row for data in found.values() for row in data["rows"]]
     result = {**head, "script": "benchmarks/long_prompt_vllm.py", "mode": "default"}
     result |= {"tokens": TOKENS, "heads": HEADS, "allowed": ALLOWED, "rows": rows}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(args.out, result)
     wrong = [row for row in rows if not row["well"]]
     for row in rows if len(rows) < 24 else [*wrong, *rows[:: len(rows) // 12]]:
         print(json.dumps(row))

@@ -146,10 +146,10 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
     sys.path.insert(0, str(HERE))
+    from backend_core.testing.records import write_record
     from backend_core.testing.timing import environment
 
-    text = json.dumps({**environment(), "rows": rows}, indent=1)
-    args.output.write_text(text + "\n", encoding="utf-8")
+    write_record(args.output, {**environment(), "rows": rows})
 
 
 if __name__ == "__main__":

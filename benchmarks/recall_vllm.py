@@ -40,6 +40,7 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
+from backend_core.testing.records import write_record
 from benchmarks.engines.vllm_server import RECALL, Server, completion, plug_in, versions
 
 CONCURRENCY = (1, 16, 64)
@@ -182,7 +183,7 @@ def serve_all(
             else:
                 print(f"{name}: left out, {left:.0f} s are left of {SERVER_S:.0f}", flush=True)
                 result["left_out"].append(title)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_record(args.out, result)
 
     with ThreadPoolExecutor(args.beside) as pool:
         list(pool.map(one, enumerate(args.only)))

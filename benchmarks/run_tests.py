@@ -9,7 +9,6 @@ compiled and run on it. More arguments go to pytest.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from backend_core.family import families
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ def main() -> None:
         "seconds": float(suite.attrib["time"]),
         "failures": failed,
     }
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(args.output, result)
     print(f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
     sys.exit(code)
 

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_cli.check.probes import Probe, probes
 from backend_core.launch.cuda import CudaKernel
 from backend_core.target import detect_target
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment
 from benchmarks.sanitizer_explained import Listing, is_explained, listing_of
 
@@ -313,8 +314,7 @@ def measure(calls: list[Any], args: argparse.Namespace, images: Path) -> None:
     result["not_run"] = [f"{family} {name}" for family, name in sorted(ours - seen)]
     result["seconds"] = round(time.perf_counter() - begin, 1)
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_record(args.output, result)
     show(result)
     wanting = result["unfinished"] or result["not_run"]
     if wanting or any(row["unexplained"] for row in result["rows"]):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_core.operator import Selection, forced
 from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import detect_target
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.bench_dsv4_compressor import in_place_call, tokens_of
 from benchmarks.empty_launch import empty_launch_ms
@@ -166,7 +166,7 @@ def main() -> None:
         rows.append(row | {"gpu_ms": times, "failure": failure})
         shown = failure or " ".join(f"{n}: {1e3 * ms:.2f}" for n, ms in times.items())
         print(variant.operator, dict(variant.params), "us", shown, flush=True)
-    args.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    write_record(args.output, result | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
+from backend_core.testing.records import write_record
 from benchmarks.engines import serve_agreement
 
 CALLS = (
@@ -178,7 +179,7 @@ class SideFile:
         self.save()
 
     def save(self) -> None:
-        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+        write_record(self.path, self.data)
 
     def add(self, measured: dict[str, Any]) -> None:
         """One row more."""
@@ -347,7 +348,7 @@ def pair(
             found["failed"]["served"] = f"expected a line with {served!r} in the log"
         failed += bool(found["failed"])
         document = {"script": script_of(module), "mode": "default", **joined(result)}
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        write_record(out, document)
     show(document)
     return failed
 

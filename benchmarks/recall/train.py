@@ -41,6 +41,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from backend_cli.eval import recall_task as recall
+from backend_core.testing.records import write_record
 from benchmarks.recall import bounded_gate
 from benchmarks.recall.canary import with_transposed_state
 
@@ -519,7 +520,7 @@ def main() -> None:
         import triton
 
         record["versions"] |= {"triton": triton.__version__, "fla": fla.__version__}
-    (args.out / "recall_training.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out / "recall_training.json", record)
 
 
 if __name__ == "__main__":

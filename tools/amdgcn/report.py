@@ -26,6 +26,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 import triton
 
+from backend_core.testing.records import write_record
 from tools.amdgcn.case import ExecutionCase
 from tools.amdgcn.cases import all_cases
 from tools.amdgcn.device import TARGETS, Device
@@ -147,33 +148,16 @@ def main() -> None:
         for name, part in zip(options.only, pool.map(run_part, options.only), strict=True):
             parts[name] = part
     ordered = [parts[name] for name in PARTS]
-    options.output.write_text(_dump(ordered), encoding="utf-8")
+    write_record(options.output, _record(ordered))
     found = [text for part in ordered for text in failures(part)]
     print(*found, sep="\n")
     sys.exit(bool(found))
 
 
-def _dump(parts: list[dict[str, Any]]) -> str:
-    """JSON with one line for each case and each kernel, so that a difference can be read."""
-    blocks = []
-    for part in parts:
-        fields = []
-        for key, value in part.items():
-            if key == "cases":
-                rows = ",\n".join(f"        {json.dumps(line)}" for line in value)
-                fields.append(f'      "cases": [\n{rows}\n      ]')
-            elif key == "kernels":
-                rows = ",\n".join(
-                    f"        {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()
-                )
-                fields.append(f'      "kernels": {{\n{rows}\n      }}')
-            else:
-                fields.append(f"      {json.dumps(key)}: {json.dumps(value)}")
-        blocks.append("    {\n" + ",\n".join(fields) + "\n    }")
+def _record(parts: list[dict[str, Any]]) -> dict[str, Any]:
     by = "the interpreter in tools/amdgcn, on a CPU; no AMD GPU was used"
     head = {"script": "tools/amdgcn/report.py", **_versions(), "executed_by": by}
-    first = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
-    return f'{{\n{first}  "parts": [\n' + ",\n".join(blocks) + "\n  ]\n}\n"
+    return {**head, "parts": parts}
 
 
 if __name__ == "__main__":
