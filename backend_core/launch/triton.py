@@ -142,10 +142,6 @@ class KernelLaunch:
         self._tail = tuple(constexprs[name] for name in declared)
         self.launch = _launcher(self)
 
-    def __call__(self, grid: Grid, *args: Argument) -> None:
-        """``launch`` with all run-time arguments in the order of the kernel's signature."""
-        self.launch(grid, **dict(zip(self.argument_names, args, strict=True)))
-
     def _call_by_name(self, grid: Grid, **named: Any) -> None:
         """``launch`` without a compiled kernel."""
         given = {**named}

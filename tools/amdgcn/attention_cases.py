@@ -46,15 +46,12 @@ LARGE = (
 
 
 def all_cases(arch: str) -> Iterator[ExecutionCase]:
-    found = {("mla", name): run for name, run in _mla_cases(arch).items()}
     kit, _ = _kit_cases("block_sparse", arch)
-    further = block_sparse_cases.all_cases()
-    found |= {("block_sparse", name): run for name, run in (kit | further).items()}
-    names = {name for _, name in found}
+    found = _mla_cases(arch) | kit | block_sparse_cases.all_cases()
     for chosen in (QUICK[arch], LARGE):
-        assert set(chosen) <= names, sorted(set(chosen) - names)
-    for (family, name), run in found.items():
-        title, placed = f"{family} {name}", _placed(run)
+        assert set(chosen) <= set(found), sorted(set(chosen) - set(found))
+    for name, run in found.items():
+        title, placed = f"attention {name}", _placed(run)
         yield ExecutionCase(title, arch, placed, False, name in QUICK[arch])
         if name in LARGE:
             yield ExecutionCase(f"{title}, over 2 GiB", arch, placed, True)

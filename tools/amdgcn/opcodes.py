@@ -1,6 +1,6 @@
 """The instructions of every kernel in the compile reports: what the shipped tables can select.
 
-``python -m tools.amdgcn.opcodes gfx950 mla`` compiles them (Triton's interpreter must be off)
+``python -m tools.amdgcn.opcodes gfx950 attention`` compiles them (Triton's interpreter must be off)
 and prints a line of JSON: the family's kernels, their operations, and those that the interpreter of
 this folder cannot run, each with why.
 """
@@ -23,10 +23,9 @@ ROOT = Path(__file__).parents[2]
 REPORTS = {
     "kda": ("tests.kda.compile_report",),
     "dsv4": ("tests.dsv4.compile_report",),
-    "mla": ("tests.mla.compile_report",),
-    "block_sparse": ("tests.block_sparse.compile_report",),
+    "attention": ("tests.mla.compile_report", "tests.block_sparse.compile_report"),
 }
-"""The compile reports of each family."""
+"""The compile reports of each family; of MLA and block-sparse attention together."""
 NOT_EXECUTED = {
     "decode_split_kernel": "its workgroups meet at an atomic, which is not modelled, and no table"
     " chooses it",

@@ -2,9 +2,9 @@
 
     python -m tools.amdgcn.report --output benchmarks/results/amdgcn_execution.json
 
-With ``--only "gfx950 mla"`` it runs that part again and keeps the others. Takes minutes. Fails
-where a case fails, where an instruction of the compile reports is not modelled, or where a kernel
-or an instruction that they have was never executed.
+With ``--only "gfx950 attention"`` it runs that part again and keeps the others. It takes minutes,
+and fails where a case fails, where an instruction of the compile reports is not modelled, or
+where a kernel or an instruction that they have was never executed.
 """
 
 from __future__ import annotations

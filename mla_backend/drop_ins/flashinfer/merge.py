@@ -29,7 +29,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return _merge_in_torch(v, s)
     length, states, heads, dim = v.shape
     out = torch.empty(length, heads, dim, dtype=v.dtype, device=v.device)
-    _kernel(dim)((length * heads, 1, 1), v, s, out, states, heads)
+    _kernel(dim).launch(
+        (length * heads, 1, 1), v_ptr=v, s_ptr=s, out_ptr=out, num_states=states, heads=heads
+    )
     return out
 
 
