@@ -1,6 +1,6 @@
-"""Softmax attention in three steps: plan, run and combine.
+"""Multi-head latent attention in three steps: plan, run and combine.
 
-A *plan* says which blocks of keys each query tile attends to, *run* computes them, and *combine*
-merges partial results by their log-sum-exp. The operators are `api.mla_decode`,
-`sparse_mla.sparse_mla`, `block_sparse.block_sparse_attention` and `sage.quantised_attention`.
+A *plan* splits the keys of each request among programs, *run* computes attention over the pieces,
+and *combine* merges partial results by their log-sum-exp. The operators are `api.mla_decode` and
+`sparse_mla.sparse_mla`.
 """

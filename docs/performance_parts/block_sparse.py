@@ -21,7 +21,7 @@ def in_use(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def block_sparse() -> list[str]:
-    """Block-sparse and 8-bit attention of the softmax family."""
+    """Block-sparse attention in 16 and in 8 bits."""
     return attention(load(RESULT))
 
 

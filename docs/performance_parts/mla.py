@@ -12,7 +12,7 @@ from mla_backend.spec_sparse_mla import SparseMlaSpec
 
 
 def mla_decode() -> list[str]:
-    """MLA decode of the softmax family beside every peer of the run."""
+    """MLA decode beside every peer of the run."""
     name = "mla_decode_h200.json"
     report = load(name)
     peers = {"flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
