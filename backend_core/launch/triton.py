@@ -159,7 +159,10 @@ class KernelLaunch:
                 f"{self._fn.__name__} takes {len(wanted)} arguments by name: missing"
                 f" {missing}, unknown {unknown}"
             )
-        self._fn[grid](*[given[name] for name in self.argument_names], **self._kwargs)
+        self._interpret(grid, *[given[name] for name in self.argument_names])
+
+    def _interpret(self, grid: Grid, *args: Argument) -> None:
+        self._fn[grid](*args, **self._kwargs)
 
     def _find(
         self,

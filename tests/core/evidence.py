@@ -22,7 +22,7 @@ def assert_made_by_a_script(root: Path, source: str, where: str) -> None:
     file = root / script
     assert file.is_file(), f"{where}: {source} was written by {script}, which is not here"
     text = "\n".join(one.read_text(encoding="utf-8") for one in [file, *_shared(root, file)])
-    writes = ("write_text", "write_json(", "json.dump(")
+    writes = ("write_text", "write_json(", "write_record(", "json.dump(")
     assert any(word in text for word in writes), f"{where}: {script} writes no file"
 
 

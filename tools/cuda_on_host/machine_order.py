@@ -20,6 +20,7 @@ comes after its own fence and meeting. The phase that a wait asks for is not loo
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -31,7 +32,10 @@ from typing import Any, NamedTuple
 
 import triton
 
-SOURCES = Path(__file__).parents[2] / "mla_backend" / "kernels" / "sm90"
+SOURCES = {
+    package: Path(__file__).parents[2] / package / "kernels" / "sm90"
+    for package in ("mla_backend", "block_sparse_backend")
+}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r'^\s*//## File ".*", line (\d+)')
@@ -159,15 +163,16 @@ def disassembled(compiled: Any) -> Code:
     return Code(done.stdout)
 
 
-def lines_of(folder: Path, text: str) -> set[int]:
-    """Numbers of the lines with this text: Triton takes a line's file for that of the kernel."""
+def lines_of(folder: Path, text: str, least: int = 1) -> set[int]:
+    """Numbers of the lines with this text, of which there are ``least`` or more: Triton takes a
+    line's file for that of the kernel."""
     found = {
         number
         for file in folder.glob("*.py")
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if text in line
     }
-    assert found, f"no line of {folder.name} has {text!r}"
+    assert len(found) >= least, f"no line of {folder.name} has {text!r}"
     return found
 
 
@@ -229,7 +234,7 @@ def cleared_disorder(code: Code, folder: Path) -> list[str]:
     found = []
     if widths(loaded) != widths(stored) or addresses(loaded) != addresses(stored):
         found.append("values are not stored where they were loaded")
-    fences = lines_of(folder, "    fence_async_shared()")
+    fences = lines_of(folder, "    fence_async_shared()", least=0)
     fence = code.where(lambda x: x.line in fences and x.opcode.startswith("FENCE.VIEW.ASYNC"))
     meeting = code.where(
         lambda x: x.opcode.startswith("BAR.SYNC") and x.operands.endswith(", 0x80")
@@ -292,16 +297,18 @@ def ring_disorder(
     return [what for what, begin, goal, without in rules if code.reaches(begin, goal, without)]
 
 
-def report(folder: Path, word: str = "") -> dict[str, list[str]]:
-    """The faults of each kernel of the folder's sources with this word in its name."""
-    import mla_backend.kernels.sm90 as package
-
-    package.__path__ = [str(folder)]
+def report(package: str = "", folder: str = "", word: str = "") -> dict[str, list[str]]:
+    """The faults of each kernel with this word in its name; ``folder`` is taken for the sources of
+    ``package``, if there is one."""
+    folders = SOURCES | ({package: Path(folder)} if package else {})
+    for name, place in folders.items():
+        importlib.import_module(f"{name}.kernels.sm90").__path__ = [str(place)]
     from block_sparse_backend.variants import masks
     from tests.block_sparse import compile_report as block_sparse
     from tests.mla import compile_report as sparse_mla
 
     found = {}
+    folder_of_mla, folder_of_blocks = folders["mla_backend"], folders["block_sparse_backend"]
     for case in sparse_mla.gluon_cases():
         name, launch, _ = case
         if name in found or word not in name or not re.search("split|rows", name):
@@ -311,17 +318,17 @@ def report(folder: Path, word: str = "") -> dict[str, list[str]]:
         warps = constants["FETCH_WARPS"], constants["WARPS"]
         fetching, computing = (32 * count for count in warps)
         found[name] = barriers_overlaid(code)
-        found[name] += roles_disorder(code, folder, launch.kernel.__name__)
-        found[name] += ring_disorder(code, folder, constants["STAGES"], fetching, computing)
+        found[name] += roles_disorder(code, folder_of_mla, launch.kernel.__name__)
+        found[name] += ring_disorder(code, folder_of_mla, constants["STAGES"], fetching, computing)
     for form in block_sparse.GLUON:
         name = f"block_sparse {form}"
         if word in name:
             code = disassembled(block_sparse.build_gluon(128, 2, masks.causal, form))
-            found[name] = barriers_overlaid(code) + roles_disorder(code, folder, "_run")
+            found[name] = barriers_overlaid(code) + roles_disorder(code, folder_of_blocks, "_run")
             if "packed" in form or "paged" in form:
-                found[name] += cleared_disorder(code, folder)
+                found[name] += cleared_disorder(code, folder_of_blocks)
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(report(Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCES, *sys.argv[2:])))
+    print(json.dumps(report(*sys.argv[1:])))

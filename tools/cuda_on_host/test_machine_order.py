@@ -83,8 +83,9 @@ def test_every_path_passes_the_barriers() -> None:
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_found(tmp_path: Path, mistake: str) -> None:
     file, right, wrong, word, report = PLANTED[mistake]
-    folder = plant(SOURCES, tmp_path, file, right, wrong)
-    found = disorder(folder, word)
+    (package,) = (name for name, folder in SOURCES.items() if (folder / file).exists())
+    folder = plant(SOURCES[package], tmp_path, file, right, wrong)
+    found = disorder(package, folder, word)
     assert report in found.values()
 
 

@@ -127,7 +127,7 @@ def upstreams_requests(arguments: Any, model_config: Any, gib: float) -> int:
 def test_pools_that_became_larger_take_more_at_load_and_say_so(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KernelLaunch, "__call__", lambda self, grid, *args: None)
+    monkeypatch.setattr(KernelLaunch, "_interpret", lambda self, grid, *args: None)
     selection = kernels_of_an_a100(CPU, KdaShape(2, 2, 128, 128))
     runner = SimpleNamespace(max_running_requests=40)
     scratch = Scratch(CPU)
@@ -141,7 +141,7 @@ def test_pools_that_became_larger_take_more_at_load_and_say_so(
 
 def test_prompts_that_are_not_cut(log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest is bounded by nothing; what was taken is that of a step of several."""
-    monkeypatch.setattr(KernelLaunch, "__call__", lambda self, grid, *args: None)
+    monkeypatch.setattr(KernelLaunch, "_interpret", lambda self, grid, *args: None)
     monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
     monkeypatch.setattr(sglang_layer, "compile_kernels", lambda *_: None)
     sizes = ("--chunked-prefill-size", "-1", "--max-prefill-tokens", "256")

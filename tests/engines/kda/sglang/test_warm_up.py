@@ -33,7 +33,7 @@ DRAFTS = ((1, None), (4, None), (2, [1, 1]), (5, [4, 4, 4, 3, 1]))
 def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: set[Variant] = set()
     monkeypatch.setattr(
-        KernelLaunch, "__call__", lambda self, grid, *args: launched.add(variant(self, args))
+        KernelLaunch, "_interpret", lambda self, grid, *args: launched.add(variant(self, args))
     )
     # a part whose paths are all Triton's
     monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)

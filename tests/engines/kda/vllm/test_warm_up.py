@@ -56,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
     register()
     found: list[Variant] = []
     monkeypatch.setattr(
-        KernelLaunch, "__call__", lambda self, grid, *args: found.append(variant(self, args))
+        KernelLaunch, "_interpret", lambda self, grid, *args: found.append(variant(self, args))
     )
     monkeypatch.setattr(vllm_layer, "detect_target", lambda device: KNOWN_TARGETS["A100"])
     vllm_layer._runtime.cache_clear()
