@@ -115,11 +115,13 @@ def child(tree: Path) -> dict[str, dict[str, float]]:
         start += f"; import runpy; runpy.run_path({str(Path(__file__).resolve())!r})"
         start += f"['measure'](__import__('pathlib').Path({str(file)!r}))"
         command = [sys.executable, "-c", start]
-        subprocess.run(command, cwd=tree, env={**os.environ, "PYTHONPATH": path(tree)}, check=True)
+        subprocess.run(
+            command, cwd=tree, env={**os.environ, "PYTHONPATH": search_path(tree)}, check=True
+        )
         return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def path(tree: Path) -> str:
+def search_path(tree: Path) -> str:
     """PYTHONPATH with ``tree`` first."""
     rest = [x for x in os.environ.get("PYTHONPATH", "").split(":") if x and Path(x) != HERE]
     return ":".join([str(tree), *rest])
