@@ -70,11 +70,13 @@ __all__ = [
 # reports of its own.
 _TABLE_OF: Mapping[str, str] = {
     "nvidia_sm103": "nvidia_sm100",
+    "nvidia_sm100": "nvidia_sm80",
     "nvidia_sm86": "nvidia_sm80",
     "nvidia_sm89": "nvidia_sm86",
     "nvidia_sm120": "nvidia_sm86",
     "nvidia_sm121": "nvidia_sm86",
     "amd_gfx90a": "amd_gfx942",
+    "amd_gfx950": "amd_gfx942",
 }
 # GPUs that cannot have a table yet, and why: the end of a sentence.
 _WITHOUT: Mapping[str, str] = {
