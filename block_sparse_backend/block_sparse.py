@@ -40,8 +40,8 @@ def block_sparse_attention(
             ``x.transpose(0, 1)[None]``.
         k, v: [B, Hkv, N, D] and [B, Hkv, N, DV], Hkv a divisor of H; in pages (a plan of
             ``intervals.paged``) [pages, page_size, Hkv, D].
-        plan: which blocks each tile of queries attends; see ``plan.intervals``, ``plan.bsr``,
-            ``plan.sliding_tile`` and ``plan.predicted``.
+        plan: which blocks each tile of queries attends; see ``plan.intervals``,
+            ``plan.block_plan.from_kinds``, ``plan.sliding_tile`` and ``plan.predicted``.
         scale: positive; default 1 / sqrt(D).
         path: ``"torch"``, ``"triton"``, ``"gluon"`` or ``"gluon_packed"`` (Hopper); by default the
             one for the device and the call.

@@ -60,8 +60,6 @@ class BlockSparseSpec(NamedTuple):
             "small_pages": self.page_size % self.block_n != 0,
             # beyond the end of a sequence lies another one and not the end of the tensor
             "packed": self.is_packed,
-            # compiled in, whether or not this plan has partial blocks
-            "vector_masks": self.mask.reads_vectors,
         }
         return frozenset(name for name, is_needed in needs.items() if is_needed)
 

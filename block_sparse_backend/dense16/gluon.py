@@ -16,7 +16,7 @@ from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
 from block_sparse_backend.dense16 import BlockSparseRun
-from block_sparse_backend.kernels.prefill_hooks import softmax_update
+from block_sparse_backend.kernels.hooks import softmax_update
 from block_sparse_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
 from block_sparse_backend.spec import BlockSparseSpec
 

@@ -34,7 +34,7 @@ def run(x: BlockSparseInputs) -> None:
         batch, q_begin, q_len, k_begin, kv_len, position = table[i_s]
         first, last = tile * plan.block_m, min((tile + 1) * plan.block_m, q_len)
         o_m = torch.arange(first, last, device=q.device)
-        k_pos, seen = _keys_of(plan, rows[row], cols, o_m + position, head, kv_len)
+        k_pos, seen = _keys_of(plan, rows[row], cols, o_m + position, kv_len)
         kv_head = head // group
         b_k, b_v = (_gather(x, plan, batch, kv_head, k_begin, k_pos).to(dtype) for x in (k, v))
         s = x.scale * (q[batch, head, q_begin + o_m].to(dtype) @ b_k.T)
@@ -47,10 +47,10 @@ def run(x: BlockSparseInputs) -> None:
 
 
 def _keys_of(
-    plan: BlockPlan, bounds: list[int], cols: Tensor, q_pos: Tensor, head: int, kv_len: int
+    plan: BlockPlan, bounds: list[int], cols: Tensor, q_pos: Tensor, kv_len: int
 ) -> tuple[Tensor, Tensor]:
     """The keys of one row of the plan, int64 [N], and which of them each query sees [M, N]."""
-    begin, full_end, end, slot = bounds
+    begin, full_end, end, _ = bounds
     aux = plan.cols if plan.mask_aux is None else plan.mask_aux
     keys, attended = [], []
     for j in range(begin, end):
@@ -59,8 +59,7 @@ def _keys_of(
         n = torch.arange(*ends, device=q_pos.device)
         seen = torch.ones(len(q_pos), len(n), dtype=torch.bool, device=q_pos.device)
         if j >= full_end:
-            at = (q_pos[:, None], n[None, :], col, slot + j - full_end, head)
-            seen = plan.mask.torch(*at, aux).expand_as(seen)
+            seen = plan.mask.torch(q_pos[:, None], n[None, :], col, aux).expand_as(seen)
         keys.append(n)
         attended.append(seen)
     if not keys:

@@ -16,7 +16,7 @@ from block_sparse_backend.kernels.block_sparse import (
     contiguous_rows,
     paged_rows,
 )
-from block_sparse_backend.kernels.prefill_hooks import softmax_update
+from block_sparse_backend.kernels.hooks import softmax_update
 from block_sparse_backend.launch_params import TritonPrefillParams
 from block_sparse_backend.spec import BlockSparseSpec
 

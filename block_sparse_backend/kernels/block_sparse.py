@@ -5,7 +5,7 @@
 q [B, H, M, D], k [B, Hkv, N, D], v [B, Hkv, N, DV]; O in q's dtype, LSE float32 [B, H, M], natural.
 Softmax in base 2 and fp32. One program for each entry of the plan's ``work``. What differs between
 variants, masks and cache layouts is a function handed in as a constexpr: see
-``kernels/prefill_hooks.py``, ``variants/masks.py`` and the two loaders here.
+``kernels/hooks.py``, ``variants/masks.py`` and the two loaders here.
 """
 
 import triton
@@ -56,8 +56,8 @@ def _walk(
 ):
     """Add one run of the row's blocks to (acc, high, total)."""
     acc, high, total = state
-    begin, end, slot = row
-    batch, head, kv_head, k_begin, kv_len, q_pos = place
+    begin, end = row
+    batch, kv_head, k_begin, kv_len, q_pos = place
     k_source, k_strides = keys
     v_source, v_strides = values
     cols_ptr, pages_ptr, mask_aux_ptr = plan
@@ -74,7 +74,7 @@ def _walk(
         b_v = load(v_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, v_strides, v_shape)
         if IS_PARTIAL:
             inside = k_pos < kv_len
-            seen = mask(q_pos, k_pos[None, :], col, slot + j - begin, head, mask_aux_ptr)
+            seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr)
             b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
             # what lies beyond the sequence may be anything, and 0 times NaN is NaN
             b_v = tl.where(inside[:, None], b_v, 0.0)
@@ -121,7 +121,7 @@ def block_sparse_kernel(
     update: tl.constexpr,
     mask: tl.constexpr,
 ):
-    """``row``: begin, full_end, end, first slot; ``sequence``: see ``BlockPlan.sequences``."""
+    """``row``: begin, full_end, end; ``sequence``: see ``BlockPlan.sequences``."""
     work = work_ptr + 4 * tl.program_id(0)
     i_s = tl.load(work)
     if i_s < 0:
@@ -131,14 +131,14 @@ def block_sparse_kernel(
     batch, q_begin, q_len = tl.load(sequence), tl.load(sequence + 1), tl.load(sequence + 2)
     k_begin, kv_len = tl.load(sequence + 3), tl.load(sequence + 4)
     row = rows_ptr + 4 * i_r.to(tl.int64)
-    begin, full_end, end, slot = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    begin, full_end, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     kv_head = head // GROUP
     o_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     b_q = q_desc.load([batch, head, q_begin + tile * BLOCK_M, 0])
     b_q = tl.reshape(b_q, (BLOCK_M, BLOCK_D))
     q_pos = (o_m + tl.load(sequence + 5))[:, None]
 
-    place = (batch, head, kv_head, k_begin, kv_len, q_pos)
+    place = (batch, kv_head, k_begin, kv_len, q_pos)
     keys = (k_source, (stride_k_page, stride_k_t, stride_k_h, D, page_size))
     values = (v_source, (stride_v_page, stride_v_t, stride_v_h, DV, page_size))
     plan = (cols_ptr, pages_ptr, mask_aux_ptr)
@@ -151,7 +151,7 @@ def block_sparse_kernel(
         acc, high, total = _walk(
             (acc, high, total),
             b_q,
-            (full_end, end, slot) if IS_PARTIAL else (begin, full_end, slot),
+            (full_end, end) if IS_PARTIAL else (begin, full_end),
             place,
             keys,
             values,

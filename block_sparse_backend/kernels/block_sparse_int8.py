@@ -103,8 +103,8 @@ def _walk(
 ):
     """Add one run of the row's blocks to (acc, high, total); ``high`` is before ``factor``."""
     acc, high, total = state
-    begin, end, slot = row
-    batch, head, kv_head, kv_len, q_pos = place
+    begin, end = row
+    batch, kv_head, kv_len, q_pos = place
     factor, k_scale_ptr, first_block = scales
     k_desc, v_desc = sources
     cols_ptr, mask_aux_ptr = plan
@@ -119,7 +119,7 @@ def _walk(
         b_s = _scores(b_q, b_k, k_scale_ptr, first_block + col, key_scales, EXPONENT=EXPONENT)
         inside = k_pos < kv_len
         if IS_PARTIAL:
-            seen = mask(q_pos, k_pos[None, :], col, slot + j - begin, head, mask_aux_ptr)
+            seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr)
             b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
         top, slope = tl.max(b_s, 1), factor
         if EXPONENT == "biased":
@@ -186,7 +186,7 @@ def block_sparse_int8_kernel(
         return
     head, tile, i_r = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
     row = rows_ptr + 4 * i_r.to(tl.int64)
-    begin, full_end, end, slot = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    begin, full_end, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     kv_head = head // GROUP
     q_row = (batch * HEADS + head).to(tl.int64)
     kv_row = (batch * (HEADS // GROUP) + kv_head).to(tl.int64)
@@ -201,7 +201,7 @@ def block_sparse_int8_kernel(
     b_q = tl.reshape(q_desc.load([batch, head, tile * BLOCK_M, 0]), (BLOCK_M, D))
     factor = tl.full([BLOCK_M], 1.4426950408889634, tl.float32) * softmax_scale
     factor *= query_scales(q_scale_ptr, q_row, o_m, q_len)
-    place = (batch, head, kv_head, kv_len, (o_m + q_position)[:, None])
+    place = (batch, kv_head, kv_len, (o_m + q_position)[:, None])
     scales = (factor, k_scale_ptr, first_block)
     hooks: tl.constexpr = (key_scales, values, mask)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
@@ -211,7 +211,7 @@ def block_sparse_int8_kernel(
         acc, high, total = _walk(
             (acc, high, total),
             b_q,
-            (full_end, end, slot) if IS_PARTIAL else (begin, full_end, slot),
+            (full_end, end) if IS_PARTIAL else (begin, full_end),
             place,
             scales,
             (k_desc, v_desc),

@@ -40,9 +40,8 @@ class BlockPlan:
     come before PARTIAL ones, so that no kernel asks a block for its kind.
 
     Attributes:
-        rows: int32 [R, 4]: ``begin``, ``full_end`` and ``end`` in ``cols``, and the slot of the
-            row's first PARTIAL block where the mask counts them (else 0). ``cols[begin:full_end]``
-            are FULL, ``cols[full_end:end]`` PARTIAL.
+        rows: int32 [R, 4]: ``begin``, ``full_end`` and ``end`` in ``cols``, and 0.
+            ``cols[begin:full_end]`` are FULL, ``cols[full_end:end]`` PARTIAL.
         cols: int32 [C], key blocks.
         work: int32 [W, 4], one entry for each program: sequence, head, tile, row. Sequence -1 is
             no work.
@@ -132,18 +131,14 @@ def work_list(rows: Tensor, row_of: Tensor, is_live: Tensor | None = None) -> Te
 
 
 def compact(kinds: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows`` and ``cols`` of int8 kinds [R, blocks], each row with room for all blocks.
-
-    PARTIAL blocks are counted in the order of rows, for masks with a slot for each.
-    """
+    """``rows`` and ``cols`` of int8 kinds [R, blocks], each row with room for all blocks."""
     count, blocks = kinds.shape
     rank = torch.where(kinds == FULL, 0, torch.where(kinds == PARTIAL, 1, 2))
     cols = torch.sort(rank, dim=1, stable=True).indices.int()
     full, partial = (kinds == FULL).sum(1), (kinds == PARTIAL).sum(1)
     begin = torch.arange(count, device=kinds.device) * blocks
-    slot = torch.cumsum(partial, 0) - partial
-    rows = torch.stack([begin, begin + full, begin + full + partial, slot], 1)
-    return rows.int(), cols.flatten()
+    rows = [begin, begin + full, begin + full + partial, torch.zeros_like(begin)]
+    return torch.stack(rows, 1).int(), cols.flatten()
 
 
 def from_kinds(

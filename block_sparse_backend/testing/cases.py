@@ -89,14 +89,14 @@ def elements_seen(plan: BlockPlan, sequence: int = 0) -> Tensor:
     for i_s, head, tile, row in plan.work.tolist():
         if i_s != sequence:
             continue
-        begin, full_end, end, slot = rows[row].tolist()
+        begin, full_end, end, _ = rows[row].tolist()
         m = torch.arange(tile * bm, min((tile + 1) * bm, q_len))
         for j in range(begin, end):
             col = int(cols[j])
             n = torch.arange(col * bn, min((col + 1) * bn, kv_len))
             attended = torch.ones(len(m), len(n), dtype=torch.bool)
             if j >= full_end:
-                at = (m[:, None] + position, n[None, :], col, slot + j - full_end, head)
+                at = (m[:, None] + position, n[None, :], col)
                 attended = plan.mask.torch(*at, aux).expand_as(attended)
             seen[head, m[:, None], n[None, :]] |= attended
     return seen

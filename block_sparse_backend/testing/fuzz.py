@@ -32,7 +32,6 @@ from block_sparse_backend.plan.block_plan import (
     from_kinds,
     uniform_sequences,
 )
-from block_sparse_backend.plan.bsr import from_block_map
 from block_sparse_backend.sage import default_blocks, quantised_attention
 from block_sparse_backend.spec import BlockSparseSpec
 from block_sparse_backend.testing.cases import LSE_ERROR, OUT_ERROR, causal_seen
@@ -63,7 +62,7 @@ SHAPES = (
     Shape("D 64, blocks of 32", 64, 64, torch.bfloat16, 32, 32),
     Shape("D 192 and 128", 192, 128, torch.bfloat16, 64, 64),
 )
-KINDS = ("dense", "causal", "kinds", "block map", "ragged", "paged")
+KINDS = ("dense", "causal", "kinds", "ragged", "paged")
 SAGE_MODES = {
     "e4m3 values": SageMode(),
     "e4m3 values, more scales": SageMode("per_thread"),
@@ -81,7 +80,7 @@ class _Sparse:
         self.kv_heads = draw.choice("key heads", (1, 2))
         self.heads = self.kv_heads * draw.choice("group", (1, 3))
         ragged = self.kind in ("ragged", "paged")
-        self.batch = 1 if ragged or self.kind == "block map" else draw.choice("batch", (1, 2))
+        self.batch = 1 if ragged else draw.choice("batch", (1, 2))
         count = draw.integer("sequences", 1, 4) if ragged else 1
         edges = (0, *EDGES) if ragged else EDGES
         self.queries = [
@@ -110,26 +109,16 @@ class _Sparse:
             return intervals.causal(m, n, heads, **here), [causal_seen(m, n)[None]]
         rng = torch.Generator().manual_seed(draw.seed())
         rate = draw.choice("rate", (0.1, 0.5, 0.9))
-        if self.kind == "kinds":
-            tiles, cols = -(-m // shape.block_m), -(-n // shape.block_n)
-            chosen = torch.rand(1, self.kv_heads, tiles, cols, generator=rng) < rate
-            sequences = uniform_sequences(self.batch, m, n, device)
-            kinds = torch.where(chosen, FULL, SKIP).to(torch.int8)
-            if n % shape.block_n:  # the last block ends early
-                kinds[..., -1] = torch.where(chosen[..., -1], PARTIAL, SKIP).to(torch.int8)
-            plan = from_kinds(kinds.to(device), heads, sequences, shape.block_m, shape.block_n)
-            seen = chosen[0].repeat_interleave(heads // self.kv_heads, 0)
-            seen = seen.repeat_interleave(shape.block_m, 1).repeat_interleave(shape.block_n, 2)
-            return plan, [seen[:, :m, :n]]
-        row_sizes, col_sizes = (
-            _cut(draw, name, size) for name, size in (("row sizes", m), ("col sizes", n))
-        )
-        chosen = torch.rand(1, len(row_sizes), len(col_sizes), generator=rng) < rate
-        plan = from_block_map(
-            chosen.to(device), torch.tensor([row_sizes]), torch.tensor([col_sizes]), heads, **blocks
-        )
-        seen = chosen.repeat_interleave(torch.tensor(row_sizes), 1)
-        return plan, [seen.repeat_interleave(torch.tensor(col_sizes), 2)]
+        tiles, cols = -(-m // shape.block_m), -(-n // shape.block_n)
+        chosen = torch.rand(1, self.kv_heads, tiles, cols, generator=rng) < rate
+        sequences = uniform_sequences(self.batch, m, n, device)
+        kinds = torch.where(chosen, FULL, SKIP).to(torch.int8)
+        if n % shape.block_n:  # the last block ends early
+            kinds[..., -1] = torch.where(chosen[..., -1], PARTIAL, SKIP).to(torch.int8)
+        plan = from_kinds(kinds.to(device), heads, sequences, shape.block_m, shape.block_n)
+        seen = chosen[0].repeat_interleave(heads // self.kv_heads, 0)
+        seen = seen.repeat_interleave(shape.block_m, 1).repeat_interleave(shape.block_n, 2)
+        return plan, [seen[:, :m, :n]]
 
     def _ragged(self, draw: Draw, blocks: dict[str, int]) -> tuple[BlockPlan, list[Tensor]]:
         device, heads = self.device, self.heads
@@ -235,16 +224,6 @@ def _errors(
     off = (lse.double() - want_lse)[~dead].abs()
     largest = float(off.max()) if off.numel() else 0.0
     return [output_error(out[~dead], want[~dead], OUT_ERROR), (largest, lse_error)]
-
-
-def _cut(draw: Draw, name: str, total: int) -> list[int]:
-    """Sizes of 1 to 50 that add up to ``total``."""
-    sizes = []
-    while total:
-        sizes.append(min(total, draw.integer(name, 1, 50)))
-        total -= sizes[-1]
-    draw.made[name] = sizes
-    return sizes
 
 
 def block_sparse_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:

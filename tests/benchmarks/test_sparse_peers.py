@@ -10,8 +10,8 @@ from benchmarks import bench_sparse_attention
 from benchmarks.peers import sparse_attention as exact_peers
 from benchmarks.peers import sparse_attention_packages as calls
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.plan import bsr, intervals
-from block_sparse_backend.plan.block_plan import FULL
+from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan.block_plan import FULL, from_kinds, uniform_sequences
 from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import tile_order
 
@@ -33,9 +33,8 @@ class FakeSage(calls.Sage2):
 
 class FakeSparge(calls.Sparge):
     def over_map(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-        block_map = kept[0].float()
-        rows, cols = (torch.full((2, n), size) for n, size in ((32, 64), (16, 128)))
-        plan = bsr.from_block_map(block_map > 0, rows, cols, 2, block_m=64, block_n=128)
+        kinds, sequences = (kept > 0).to(torch.int8), uniform_sequences(1, 2048, 2048, kept.device)
+        plan = from_kinds(kinds, 2, sequences, 64, 128)
         return block_sparse_attention(q, k, v, plan, path="torch")[0]
 
     def predicted(self, *x: Tensor | float) -> Tensor:

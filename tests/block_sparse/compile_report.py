@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
 from block_sparse_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
-from block_sparse_backend.kernels.prefill_hooks import softmax_update
+from block_sparse_backend.kernels.hooks import softmax_update
 from block_sparse_backend.kernels.sm90 import block_load
 from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from block_sparse_backend.launch_params import TABLES
@@ -52,9 +52,6 @@ def cases(arch: str) -> Iterator[Case]:
     if arch == "sm90" or not nvidia:
         wide = (128, 64, 8, 2) if nvidia else (64, 64, 4, 2)
         yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
-        yield _attention("block_sparse element_bits", tile, masks.element_bits)
-        paged = (tile[0], 64, *tile[2:])
-        yield _attention("block_sparse paged, masked", paged, masks.element_bits, is_paged=True)
     for groups in ("per_warp", "per_thread"):
         if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)

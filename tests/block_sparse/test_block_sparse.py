@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,6 @@ from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
-from block_sparse_backend.spec import BlockSparseSpec
 from block_sparse_backend.testing.cases import (
     BLOCKS,
     assert_matches,
@@ -253,12 +250,3 @@ def test_a_shared_prefix_is_two_plans_and_a_merge(seed: int, device: torch.devic
         whole = (x[:, :, keys].cpu() for x in (k, v))
         want = reference.attention(q[:, :, at].cpu(), *whole, causal_seen(n, prefix + n), 0.125)
         assert_matches((out[:, :, at].to(q.dtype), lse[:, :, at]), want)
-
-
-def test_a_vector_mask_is_required_even_where_no_block_is_partial(device: torch.device) -> None:
-    """The kernel is compiled with the plan's mask; Gluon's takes none that loads vectors."""
-    q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=0, device=device)
-    plan = intervals.dense(128, 128, 2, device=device)
-    whole = dataclasses.replace(plan, mask=masks.element_bits, has_partial=False)
-    needs = [BlockSparseSpec.of(q, k, v, x).requires() for x in (whole, plan)]
-    assert "vector_masks" in needs[0] and "vector_masks" not in needs[1]

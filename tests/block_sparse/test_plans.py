@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_sparse_backend.plan import block_plan, bsr, intervals
+from block_sparse_backend.plan import block_plan, intervals
 from block_sparse_backend.plan.block_plan import FULL, PARTIAL, BlockPlan
 from block_sparse_backend.testing.cases import causal_seen, elements_seen
 
@@ -65,53 +65,14 @@ def test_ragged(sizes: list[tuple[int, int]], is_causal: bool) -> None:
 
 
 @few
-@given(st.data())
-def test_block_maps_of_any_size(data: st.DataObject) -> None:
-    heads = data.draw(st.sampled_from([1, 2]))
-    rows, cols = (data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=6)) for _ in range(2))
-    rows[0], cols[0] = rows[0] + 1, cols[0] + 1
-    seed = data.draw(st.integers(0, 1 << 20))
-    shape = (heads, len(rows), len(cols))
-    block_map = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
-    row_sizes, col_sizes = torch.tensor([rows]), torch.tensor([cols])
-    plan = bsr.from_block_map(block_map, row_sizes, col_sizes, 2, block_m=32, block_n=32)
-    assert_well_formed(plan)
-    seen = block_map.repeat_interleave(row_sizes[0], 1).repeat_interleave(col_sizes[0], 2)
-    assert torch.equal(elements_seen(plan), seen.expand(2, -1, -1))
-
-
-@few
-@given(st.integers(0, 1 << 20), st.sampled_from([(1, 1), (4, 16), (32, 32), (64, 32)]))
-def test_bsr_with_elements(seed: int, size: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    mb, nb = 128 // size[0], 96 // size[1]
-    chosen = torch.rand(2, mb, nb, generator=generator) < 0.4
-    indptr = torch.cat([torch.zeros(1), chosen.sum(2).flatten().cumsum(0)]).int()
-    per_head = torch.stack([indptr[: mb + 1], indptr[mb:]])
-    indices = chosen.flatten(0, 1).nonzero()[:, 1].int()
-    mask = torch.rand(len(indices), *size, generator=generator) < 0.5
-    plan = bsr.from_bsr(per_head, indices, 128, 96, *size, 2, mask=mask, block_m=32, block_n=32)
-    want = torch.zeros(2, mb, size[0], nb, size[1], dtype=torch.bool)
-    want[chosen.nonzero()[:, 0], chosen.nonzero()[:, 1], :, chosen.nonzero()[:, 2]] = mask
-    assert torch.equal(elements_seen(plan), want.view(2, 128, 96))
-    whole = bsr.from_bsr(per_head, indices, 128, 96, *size, 2, block_m=32, block_n=32)
-    want = chosen.repeat_interleave(size[0], 1).repeat_interleave(size[1], 2)
-    assert torch.equal(elements_seen(whole), want)
-    assert whole.has_partial == (size[0] % 32 != 0 or size[1] % 32 != 0)
-
-
-@few
 @given(st.integers(0, 1 << 20))
 def test_compact_lists_full_blocks_first(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(0, 3, (7, 9), generator=generator, dtype=torch.int8)
     rows, cols = block_plan.compact(kinds)
-    slot = 0
-    for kind, (begin, full_end, end, first) in zip(kinds, rows.tolist(), strict=True):
+    for kind, (begin, full_end, end, _) in zip(kinds, rows.tolist(), strict=True):
         assert cols[begin:full_end].tolist() == (kind == FULL).nonzero().flatten().tolist()
         assert cols[full_end:end].tolist() == (kind == PARTIAL).nonzero().flatten().tolist()
-        assert first == slot
-        slot += end - full_end
 
 
 def test_density_of_a_causal_plan() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.drop_ins.sageattention import sageattn
-from block_sparse_backend.plan import bsr, intervals
+from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import from_kinds, uniform_sequences
 from block_sparse_backend.plan.predicted import Choice, predict
 from block_sparse_backend.sage import predicted_attention, quantised_attention
@@ -66,17 +66,9 @@ def test_a_scale_that_kernels_cannot_have(device: torch.device, path: str, scale
 def test_a_plan_of_fewer_sequences_is_refused(device: torch.device, path: str) -> None:
     """The second entry of the batch was not written."""
     q, k, v = inputs(device, batch=2)
-    indptr, column = torch.tensor([0, 1], device=device), torch.tensor([0], device=device)
-    plan = bsr.from_bsr(indptr, column, 96, 96, 96, 96, 2, **BLOCKS)
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
     with pytest.raises(ValueError, match="a sequence for each of the 2 entries of q's batch, got"):
         block_sparse_attention(q, k, v, plan, path=path)
-
-
-def test_bits_need_words(device: torch.device) -> None:
-    indptr, column = torch.tensor([0, 1], device=device), torch.tensor([0], device=device)
-    mask = torch.ones(1, 96, 96, dtype=torch.bool, device=device).tril()
-    with pytest.raises(ValueError, match="block_n must be a multiple of 32, got 16"):
-        bsr.from_bsr(indptr, column, 96, 96, 96, 96, 2, mask=mask, block_m=64, block_n=16)
 
 
 def test_columns_are_numbered_in_int32() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from backend_core.target import Target
 from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.plan import bsr, intervals, predicted
+from block_sparse_backend.plan import intervals, predicted
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import tile_order
@@ -48,7 +48,6 @@ def all_cases() -> Cases:
         "block_sparse: pages of 16": lambda: _paged(16),
         "block_sparse: pages of one token": lambda: _paged(1),
         "block_sparse: dense batch": _dense_batch,
-        "block_sparse: elements of a block map": _elements,
         "block_sparse: sliding tiles": _sliding,
     }
     for mode in (SageMode(fp8_values=False), SageMode("per_thread", fp8_values=False)):
@@ -143,22 +142,6 @@ def _dense_batch() -> Answer:
     q, k, v = _inputs(50, 128, batch=3)
     plan = intervals.dense(50, 128, 2, batch=3, **TILE, device=CPU)
     want = reference.attention(q, k, v, torch.ones(1, dtype=torch.bool), 0.125)
-    return _answer(_attend(q, k, v, plan), want)
-
-
-def _elements() -> Answer:
-    """Blocks of 10 x 6 elements with a bit each: `element_bits`, which loads vectors."""
-    rows, cols = 10, 6
-    generator = torch.Generator().manual_seed(5)
-    chosen = torch.rand(M // rows, N // cols, generator=generator) < 0.3
-    indptr = torch.cat([torch.zeros(1), chosen.sum(1).cumsum(0)]).int()
-    at = chosen.nonzero()
-    bits = torch.rand(len(at), rows, cols, generator=generator) < 0.5
-    elements = torch.zeros(M // rows, rows, N // cols, cols, dtype=torch.bool)
-    elements[at[:, 0], :, at[:, 1]] = bits
-    plan = bsr.from_bsr(indptr, at[:, 1].int(), M, N, rows, cols, 2, mask=bits, **TILE)
-    q, k, v = _inputs()
-    want = reference.attention(q, k, v, elements.view(M, N), 0.125)
     return _answer(_attend(q, k, v, plan), want)
 
 

@@ -70,7 +70,7 @@ def load_row(
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for half in gl.static_range(2):
         tensor_load(q_desc, [batch, head, first + 64 * half, 0], q_full, q_s.index(half))
-    cols_ptr, begin, full_end, end, slot = row
+    cols_ptr, begin, full_end, end = row
     for j in range(begin, end):
         i = j - begin
         stage = i % STAGES

@@ -127,12 +127,11 @@ def block_sparse_sm90_kernel(
         batch, q_len = gl.load(sequence), gl.load(sequence + 2)
         kv_len, q_position = gl.load(sequence + 4), gl.load(sequence + 5)
         at = rows_ptr + 4 * i_r.to(gl.int64)
-        begin, full_end = gl.load(at), gl.load(at + 1)
-        end, slot = gl.load(at + 2), gl.load(at + 3)
+        begin, full_end, end = gl.load(at), gl.load(at + 1), gl.load(at + 2)
         place = (batch, head, tile, 0, q_len, kv_len, q_position, mask_aux_ptr)
         _run(
             (q_desc, k_desc, v_desc),
-            (cols_ptr, begin, full_end, end, slot),
+            (cols_ptr, begin, full_end, end),
             place,
             (),
             (
@@ -197,12 +196,11 @@ def block_sparse_packed_sm90_kernel(
         k_begin = gl.load(sequence + 3)
         kv_len, q_position = gl.load(sequence + 4), gl.load(sequence + 5)
         at = rows_ptr + 4 * i_r.to(gl.int64)
-        begin, full_end = gl.load(at), gl.load(at + 1)
-        end, slot = gl.load(at + 2), gl.load(at + 3)
+        begin, full_end, end = gl.load(at), gl.load(at + 1), gl.load(at + 2)
         place = (batch, head, tile, q_begin, q_len, kv_len, q_position, mask_aux_ptr)
         _run(
             (q_desc, k_desc, v_desc),
-            (cols_ptr, begin, full_end, end, slot),
+            (cols_ptr, begin, full_end, end),
             place,
             (k_begin, pages_ptr, page_size),
             (

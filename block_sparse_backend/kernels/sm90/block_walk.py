@@ -101,7 +101,7 @@ def _full_blocks(
     acc, high, total = state
     q_s, k_s, v_s = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    cols_ptr, begin, full_end, end, slot = row
+    cols_ptr, begin, full_end, end = row
     o_layout: gl.constexpr = _accumulator(D)
     p_layout: gl.constexpr = _left_operand(D)
     if full_end > begin:
@@ -153,8 +153,8 @@ def _partial_blocks(
     acc, high, total = state
     q_s, k_s, v_s = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    cols_ptr, begin, full_end, end, slot = row
-    head, q_pos, kv_len, mask_aux_ptr = place
+    cols_ptr, begin, full_end, end = row
+    q_pos, kv_len, mask_aux_ptr = place
     s_layout: gl.constexpr = _accumulator(BLOCK_N)
     o_layout: gl.constexpr = _accumulator(D)
     p_layout: gl.constexpr = _left_operand(D)
@@ -169,7 +169,7 @@ def _partial_blocks(
         s = gl.zeros([64, BLOCK_N], gl.float32, layout=s_layout)
         s = warpgroup_mma(q, _keys(k_s, stage), s, use_acc=False)
         mbarrier.arrive(k_empty.index(stage), count=1)
-        seen = mask(q_pos, k_pos, col, slot + j - full_end, head, mask_aux_ptr)
+        seen = mask(q_pos, k_pos, col, mask_aux_ptr)
         s = gl.where(seen & (k_pos < kv_len), s, -float("inf"))
         p, alpha, high, total = update(s, high, total, factor, True)
         acc = _rescaled(acc, alpha, o_layout)
@@ -230,7 +230,7 @@ def compute_row(
         buffers,
         barriers,
         row,
-        (head, (o_m + q_position)[:, None], kv_len, mask_aux_ptr),
+        ((o_m + q_position)[:, None], kv_len, mask_aux_ptr),
         factor,
         update=update,
         mask=mask,

@@ -1,36 +1,23 @@
-"""The hooks that ship for block-sparse attention, in Triton.
-
-Masks: ``variants/masks.py``.
-"""
+"""The hooks of block-sparse attention in Triton: its masks (``variants/masks.py``) and softmax."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def everything_mask(q_pos, k_pos, col, slot, head, aux_ptr):
+def everything_mask(q_pos, k_pos, col, aux_ptr):
     return (k_pos >= 0) & (q_pos == q_pos)
 
 
 @triton.jit
-def causal_mask(q_pos, k_pos, col, slot, head, aux_ptr):
+def causal_mask(q_pos, k_pos, col, aux_ptr):
     return k_pos <= q_pos
 
 
 @triton.jit
-def block_end_mask(q_pos, k_pos, col, slot, head, aux_ptr):
+def block_end_mask(q_pos, k_pos, col, aux_ptr):
     # aux: int32 [key blocks], the position after a block's last token
     return (k_pos < tl.load(aux_ptr + col)) & (q_pos == q_pos)
-
-
-@triton.jit
-def element_bits_mask(q_pos, k_pos, col, slot, head, aux_ptr):
-    # aux: int32 [slots, BLOCK_M, BLOCK_N / 32], bit n % 32 of word n // 32
-    words: tl.constexpr = k_pos.shape[1] // 32
-    o_m = tl.arange(0, q_pos.shape[0])[:, None]
-    o_n = tl.arange(0, k_pos.shape[1])[None, :]
-    at = (slot.to(tl.int64) * q_pos.shape[0] + o_m) * words + o_n // 32
-    return (tl.load(aux_ptr + at) >> (o_n % 32)) & 1 != 0
 
 
 @triton.jit
