@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,6 +96,45 @@ class Worker:
         last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
         why = f"no answer within {timeout:g} s" if timed_out else ended
         raise WorkerDiedError(f"{why}{': ' + last[0][:300] if last else ''}")
+
+
+class Workers:
+    """Workers one after another: one is started when it is asked for, and another where it has died
+    or was dropped. Used in a ``with`` statement."""
+
+    def __init__(self, module: str, *arguments: str, **environment: str) -> None:
+        self._start = module, list(arguments), environment
+        self._worker: Worker | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+    def ask(self, line: str, timeout: float) -> dict[str, Any]:
+        """As `Worker.ask`."""
+        try:
+            self._worker = self._worker or Worker(*self._start)
+            return self._worker.ask(line, timeout)
+        except WorkerDiedError:
+            self._worker = None
+            raise
+
+    def drop(self) -> None:
+        """Let the worker end: an illegal access leaves it no GPU to go on with."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+
+def in_threads(count: int, serve: Callable[[], None]) -> None:
+    """Run ``serve`` in so many threads, to their end."""
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def serve_answers(answer: Any) -> None:

@@ -6,7 +6,6 @@ import datetime
 import os
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from backend_cli.families import chosen_families
 from backend_cli.files import check_writable, write_json
 from backend_cli.info import build_report
 from backend_cli.terminal import Bar, plain_console
-from backend_cli.worker import Worker, WorkerDiedError
+from backend_cli.worker import WorkerDiedError, Workers, in_threads
 from backend_core.tables.select import shipped_directory
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
@@ -162,14 +161,7 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
             bar.update(1)
 
         name = target.name if interpreted else None
-        threads = [
-            threading.Thread(target=_serve, args=(numbers, name, timeout, done), daemon=True)
-            for _ in range(min(jobs, checked))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(min(jobs, checked), lambda: _serve(numbers, name, timeout, done))
     return {
         "script": "backend_cli/check/command.py",
         "schema": SCHEMA,
@@ -226,34 +218,24 @@ def _serve(
     timeout: float,
     done: Callable[[int, dict[str, Any]], None],
 ) -> None:
-    """Have workers, one after another, answer numbers until there are none left."""
-    arguments = [interpret] if interpret else []
-    environment = {"TRITON_INTERPRET": "1"} if interpret else {}
-    worker: Worker | None = None
-    try:
+    """Have workers answer numbers until there are none left."""
+    with Workers(WORKER, interpret, TRITON_INTERPRET="1") if interpret else Workers(WORKER) as ours:
         while True:
             try:
                 number = numbers.get_nowait()
             except queue.Empty:
                 return
             begin = time.perf_counter()
-            answer, message = None, None
             try:
-                worker = worker or Worker(WORKER, arguments, environment)
-                answer = worker.ask(str(number), timeout)
-                if answer["status"] == "failed":  # an illegal access leaves no GPU to go on with
-                    worker.close()
-                    worker = None
-            except WorkerDiedError as error:
-                message = str(error)
-                worker = None
-            except Exception as error:  # no process can be had, or what it says is no answer
-                message = f"{type(error).__name__}: {error}"
-            seconds = round(time.perf_counter() - begin, 2)
-            done(number, answer or {"status": "failed", "seconds": seconds, "message": message})
-    finally:
-        if worker is not None:
-            worker.close()
+                answer = ours.ask(str(number), timeout)
+                if answer["status"] == "failed":
+                    ours.drop()
+            except Exception as error:  # it died, none can be had, or what it says is no answer
+                died = isinstance(error, WorkerDiedError)
+                message = str(error) if died else f"{type(error).__name__}: {error}"
+                seconds = round(time.perf_counter() - begin, 2)
+                answer = {"status": "failed", "seconds": seconds, "message": message}
+            done(number, answer)
 
 
 def _print_report(report: dict[str, Any]) -> None:

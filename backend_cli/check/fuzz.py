@@ -17,7 +17,7 @@ from typing import Any
 
 from backend_cli.errors import CliError
 from backend_cli.terminal import Bar
-from backend_cli.worker import Worker, WorkerDiedError
+from backend_cli.worker import WorkerDiedError, Workers, in_threads
 from backend_core.family import Family
 from backend_core.target import Target
 
@@ -123,14 +123,8 @@ def _share(
     size = max(1, min(_PORTION, count // (2 * jobs)))
     for first in range(seed, seed + count, size):
         portions.put((first, min(size, seed + count - first)))
-    threads = [
-        threading.Thread(target=_serve, args=(family, portions, timeout, found, bar), daemon=True)
-        for _ in range(min(jobs, portions.qsize()))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    count = min(jobs, portions.qsize())
+    in_threads(count, lambda: _serve(family, portions, timeout, found, bar))
 
 
 def _serve(
@@ -140,20 +134,17 @@ def _serve(
     found: _Rows,
     bar: Bar,
 ) -> None:
-    """Have workers, one after another, run portions until there are none left."""
-    worker: Worker | None = None
-    try:
+    """Have workers run portions until there are none left."""
+    with Workers(WORKER) as ours:
         while not found.is_over:
             try:
                 first, count = portions.get_nowait()
             except queue.Empty:
                 return
             try:
-                worker = worker or Worker(WORKER, [], {})
                 line = json.dumps({"family": family, "first": first, "count": count})
-                answer = worker.ask(line, timeout + _SECONDS_A_BATCH * count)
+                answer = ours.ask(line, timeout + _SECONDS_A_BATCH * count)
             except WorkerDiedError as error:
-                worker = None
                 if count > 1:  # which of them it was shows when each runs alone
                     for seed in range(first, first + count):
                         portions.put((seed, 1))
@@ -164,14 +155,9 @@ def _serve(
             found.add(family, answer)
             bar.update(answer["batches"])
             done = answer["batches"]
-            if done < count:  # it failed: the process may be of no more use
-                if worker is not None:
-                    worker.close()
-                worker = None
+            if done < count:  # it failed
+                ours.drop()
                 portions.put((first + done, count - done))
-    finally:
-        if worker is not None:
-            worker.close()
 
 
 def _died(seed: int, message: str) -> dict[str, Any]:

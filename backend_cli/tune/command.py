@@ -22,7 +22,7 @@ from backend_cli.families import chosen_families, no_gpu
 from backend_cli.files import check_writable, write_json, write_text
 from backend_cli.terminal import plain_console
 from backend_cli.tune.search import Ask, render, search, sweeps
-from backend_cli.worker import Worker, WorkerDiedError
+from backend_cli.worker import WorkerDiedError, Workers
 from backend_core import __version__
 from backend_core.bounded import TABLE_BYTES, parse_toml, read_text
 from backend_core.family import Family
@@ -120,41 +120,32 @@ def _tune_family(
         write_json(record, about | {"trials": trials})
         write_text(file, render(tuned, f"Written by kda-dsv4 tune on {target.name}, {date}."))
 
-    with tempfile.TemporaryDirectory() as scratch, _asking(table, scratch, timeout) as ask:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Workers(WORKER, KDA_DSV4_CONFIG_DIR=scratch) as workers,
+    ):
+        ask = _asker(table, scratch, timeout, workers)
         tuned, trials = search(document, todo, ask, heads, keep)
     keep(tuned, trials)
     parse_table(file, family.tables, source.stem)
     _print(table, tuned, trials, file)
 
 
-class _asking:  # noqa: N801 (used as a function in a with statement)
-    """Asks a worker, whose table is rewritten before each question; a dead one is replaced."""
+def _asker(table: PathTable, scratch: str, timeout: float, workers: Workers) -> Ask:
+    """Asks a worker, whose table is rewritten before each question."""
+    candidate = Path(scratch) / table.family / table.source.name
 
-    def __init__(self, table: PathTable, scratch: str, timeout: float) -> None:
-        self._table = Path(scratch) / table.family / table.source.name
-        self._scratch, self._timeout = scratch, timeout
-        self._worker: Worker | None = None
-
-    def __enter__(self) -> Ask:
-        return self._ask
-
-    def __exit__(self, *_: object) -> None:
-        if self._worker is not None:
-            self._worker.close()
-
-    def _ask(self, document: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
-        write_text(self._table, render(document, "A candidate."))
+    def ask(document: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
+        write_text(candidate, render(document, "A candidate."))
         try:
-            environment = {"KDA_DSV4_CONFIG_DIR": self._scratch}
-            self._worker = self._worker or Worker(WORKER, [], environment)
-            answer = self._worker.ask(json.dumps(question), self._timeout)
+            answer = workers.ask(json.dumps(question), timeout)
         except WorkerDiedError as error:
-            self._worker = None
             return {"ms": None, "message": str(error)}
-        if answer["ms"] is None:  # an illegal access leaves no GPU to go on with
-            self._worker.close()
-            self._worker = None
+        if answer["ms"] is None:
+            workers.drop()
         return answer
+
+    return ask
 
 
 def _print(

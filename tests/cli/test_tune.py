@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from backend_cli import worker
 from backend_cli.tune import command as tune_module
 from backend_cli.tune import worker as tune_worker
 from backend_cli.tune.search import render, search, sweeps
@@ -146,7 +147,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     class FakeWorker:
         def __init__(self, module: str, arguments: list[str], environment: dict[str, str]) -> None:
-            assert module == tune_module.WORKER
+            assert (module, arguments) == (tune_module.WORKER, [])
             self.folder = Path(environment["KDA_DSV4_CONFIG_DIR"])
 
         def ask(self, line: str, timeout: float) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(tune_module, "Worker", FakeWorker)
+    monkeypatch.setattr(worker, "Worker", FakeWorker)
     monkeypatch.setattr(tune_module, "detect_target", lambda: H200)
     return SimpleNamespace(questions=questions, folder=tmp_path / "config" / "kda-dsv4")
 
@@ -186,14 +187,14 @@ def test_a_stop_keeps_the_sweeps_that_are_over(
 ) -> None:
     found = sweeps(families()["dsv4"], table_of("dsv4"))
     first, second, *_ = {sweep.row: sweep for sweep in found}.values()
-    ask = tune_module.Worker.ask
+    ask = worker.Worker.ask
 
-    def stop(worker: Any, line: str, timeout: float) -> dict[str, Any]:
+    def stop(asked: Any, line: str, timeout: float) -> dict[str, Any]:
         if json.loads(line)["row"] == second.row:
             raise KeyboardInterrupt
-        return ask(worker, line, timeout)
+        return ask(asked, line, timeout)
 
-    monkeypatch.setattr(tune_module.Worker, "ask", stop)
+    monkeypatch.setattr(worker.Worker, "ask", stop)
     run("tune", "--family", "dsv4", "--heads", "8", "--output-dir", str(tmp_path / "half"))
     file = tmp_path / "half" / "dsv4" / "nvidia_sm90.toml"
     assert parse_table(file, families()["dsv4"].tables, "nvidia_sm90")
