@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backend_cli.errors import BadInputError
 from backend_core.bounded import RESULT_BYTES, parse_json, read_text
 from backend_core.testing.records import record_text
+
+Content = TypeVar("Content")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -63,9 +66,27 @@ def read_json(path: Path, what: str, most: int = RESULT_BYTES) -> Any:
         BadInputError: there is none, or the file is not JSON or has more than ``most`` bytes; the
             message calls it ``what``.
     """
+
+    def read(path: Path) -> Any:
+        try:
+            return parse_json(read_text(path, most))
+        except ValueError as error:
+            raise ValueError(f"{what} {path} must be JSON, got {error}") from error
+
+    return read_by(read, path, what)
+
+
+def read_by(read: Callable[[Path], Content], path: Path, what: str, hint: str = "") -> Content:
+    """``read(path)``, which may raise OSError, and ValueError with a sentence.
+
+    Raises:
+        BadInputError: it raised; the message calls the file ``what``.
+    """
     try:
-        return parse_json(read_text(path, most))
+        return read(path)
     except OSError as error:
-        raise BadInputError(f"cannot read {what} {path}: {error.strerror}") from error
+        raise BadInputError(f"cannot read {what} {path}: {error.strerror}{hint}") from error
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"{what} {path} must be UTF-8 text, got {error.reason}") from error
     except ValueError as error:
-        raise BadInputError(f"{what} {path} must be JSON, got {error}") from error
+        raise BadInputError(str(error)) from error

@@ -19,8 +19,15 @@ import typer
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as recall
 from backend_cli.eval.endpoint import Endpoint
-from backend_cli.eval.record import QUESTION_CHARS, accuracy, verdict
-from backend_cli.eval.run import output_path, print_record, write_record
+from backend_cli.eval.record import (
+    QUESTION_CHARS,
+    accuracy,
+    output_path,
+    print_record,
+    verdict,
+    write_record,
+)
+from backend_cli.files import read_by
 
 NUM_FEWSHOT = 5
 SEED = 1234
@@ -181,14 +188,7 @@ def _data_files(path: Path, num_questions: int | None) -> dict[str, str]:
     if train.is_file() and train != path:
         files["train"] = train
     for file in files.values():
-        try:
-            questions = recall.read_gsm8k(file)
-        except OSError as error:
-            raise BadInputError(f"cannot read data {file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise BadInputError(f"data {file} must be UTF-8 text, got {error.reason}") from error
-        except ValueError as error:
-            raise BadInputError(str(error)) from error
+        questions = read_by(recall.read_gsm8k, file, "data")
         needed = NUM_FEWSHOT + (len(files) == 1)
         if len(questions) < needed:
             raise BadInputError(

@@ -13,9 +13,15 @@ import typer
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as task
 from backend_cli.eval.endpoint import Endpoint, Server, ask_all
-from backend_cli.eval.record import QUESTION_CHARS, accuracy
-from backend_cli.eval.run import output_path, print_record, write_record
+from backend_cli.eval.record import (
+    QUESTION_CHARS,
+    accuracy,
+    output_path,
+    print_record,
+    write_record,
+)
 from backend_cli.families import family_of_checkpoint, transformers_adapter
+from backend_cli.files import read_by
 from backend_cli.terminal import Bar
 from backend_core.engines import ENGINES
 
@@ -123,17 +129,8 @@ def recall(
 
 
 def _questions(path: Path, count: int | None, is_default: bool) -> task.QuestionSet:
-    try:
-        questions = task.read_questions(path)
-    except OSError as error:
-        hint = ": they are in the repository, run from a clone or give --data-path"
-        raise BadInputError(
-            f"cannot read questions {path}: {error.strerror}{hint if is_default else ''}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"questions {path} must be UTF-8 text, got {error.reason}") from error
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
+    hint = ": they are in the repository, run from a clone or give --data-path"
+    questions = read_by(task.read_questions, path, "questions", hint if is_default else "")
     if count is not None and count > len(questions.items):
         raise BadInputError(f"--num-questions must be at most {len(questions.items)}, got {count}")
     return questions if count is None else questions.head(count)

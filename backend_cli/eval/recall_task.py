@@ -23,8 +23,6 @@ Only the standard library is used here, so that the task runs against an HTTP en
 environment without torch. The questions are GSM8K's (Cobbe et al. 2021, MIT licence).
 """
 
-import json
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +40,6 @@ MAX_ANSWER_TOKENS = 12
 """Generation may stop here: the longest GSM8K answer has 9 digits, and the terminator follows."""
 
 FORMAT = "kda-dsv4 recall 1"
-MIN_CONTEXT_QUESTIONS = 3
 
 
 @dataclass(frozen=True)
@@ -139,71 +136,9 @@ def _lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def make_questions(
-    questions: Sequence[Question],
-    count: int,
-    seed: int,
-    min_tokens: int = 500,
-    max_tokens: int = 2000,
-) -> QuestionSet:
-    """Draw ``count`` items whose prompts have ``min_tokens`` to ``max_tokens`` tokens.
-
-    The same arguments give the same items. Target lengths are uniform; a context has at least
-    `MIN_CONTEXT_QUESTIONS` questions with different answers, and each of its positions is asked
-    with the same probability. The pool keeps only the questions that some item uses. Raises
-    ValueError where the questions at hand cannot fill such a prompt.
-    """
-    rng = random.Random(seed)
-    sizes = [len(question.record().encode()) for question in questions]
-    drawn: list[list[int]] = []
-    for _ in range(1000 * count):
-        if len(drawn) == count:
-            break
-        target = rng.randint(min_tokens, max_tokens)
-        context = [rng.randrange(len(questions))]
-        used = sizes[context[0]] + len(questions[context[0]].ask().encode())
-        answers = {questions[context[0]].answer}
-        for _ in range(64):
-            index = rng.randrange(len(questions))
-            if used + sizes[index] <= target and questions[index].answer not in answers:
-                context.append(index)
-                used += sizes[index]
-                answers.add(questions[index].answer)
-        if len(context) >= MIN_CONTEXT_QUESTIONS and used >= min_tokens:
-            drawn.append(context)
-    if len(drawn) < count:
-        raise ValueError(
-            f"expected questions that fill {count} prompts of {min_tokens} to {max_tokens} tokens, "
-            f"got {len(questions)} questions that fill {len(drawn)}"
-        )
-    kept = sorted({index for context in drawn for index in context})
-    place = {index: position for position, index in enumerate(kept)}
-    items = []
-    for context in drawn:
-        asked, rest = context[0], context[1:]
-        rest.insert(rng.randint(0, len(rest)), asked)
-        items.append(Item(tuple(place[index] for index in rest), place[asked]))
-    return QuestionSet(tuple(questions[index] for index in kept), tuple(items))
-
-
-def write_questions(path: str | Path, questions: QuestionSet, source: str) -> None:
-    """Write a question set: a header with ``source``, the pool, then the items as indices."""
-    lines: list[object] = [
-        {
-            "format": FORMAT,
-            "source": source,
-            "pool": len(questions.pool),
-            "items": len(questions.items),
-        }
-    ]
-    lines += [{"question": q.text, "answer": q.answer} for q in questions.pool]
-    lines += [{"context": item.context, "asked": item.asked} for item in questions.items]
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    Path(path).write_text(text, encoding="utf-8")
-
-
 def read_questions(path: str | Path) -> QuestionSet:
-    """Read what `write_questions` wrote. Raises ValueError where the file is not of that form."""
+    """Read a question set that ``benchmarks/recall/make_questions.py`` wrote. Raises ValueError
+    where the file is not of that form."""
     try:
         header, *rest = map(parse_json, _lines(read_text(Path(path), RESULT_BYTES)))
         if header["format"] != FORMAT:

@@ -6,7 +6,10 @@ The committed questions.jsonl is the output of this command with its defaults.
 """
 
 import argparse
+import json
+import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -18,6 +21,72 @@ SOURCE = (
 )
 
 
+MIN_CONTEXT_QUESTIONS = 3
+
+
+def make_questions(
+    questions: Sequence[recall.Question],
+    count: int,
+    seed: int,
+    min_tokens: int = 500,
+    max_tokens: int = 2000,
+) -> recall.QuestionSet:
+    """Draw ``count`` items whose prompts have ``min_tokens`` to ``max_tokens`` tokens.
+
+    The same arguments give the same items. Target lengths are uniform; a context has at least
+    `MIN_CONTEXT_QUESTIONS` questions with different answers, and each of its positions is asked
+    with the same probability. The pool keeps only the questions that some item uses. Raises
+    ValueError where the questions at hand cannot fill such a prompt.
+    """
+    rng = random.Random(seed)
+    sizes = [len(question.record().encode()) for question in questions]
+    drawn: list[list[int]] = []
+    for _ in range(1000 * count):
+        if len(drawn) == count:
+            break
+        target = rng.randint(min_tokens, max_tokens)
+        context = [rng.randrange(len(questions))]
+        used = sizes[context[0]] + len(questions[context[0]].ask().encode())
+        answers = {questions[context[0]].answer}
+        for _ in range(64):
+            index = rng.randrange(len(questions))
+            if used + sizes[index] <= target and questions[index].answer not in answers:
+                context.append(index)
+                used += sizes[index]
+                answers.add(questions[index].answer)
+        if len(context) >= MIN_CONTEXT_QUESTIONS and used >= min_tokens:
+            drawn.append(context)
+    if len(drawn) < count:
+        raise ValueError(
+            f"expected questions that fill {count} prompts of {min_tokens} to {max_tokens} tokens, "
+            f"got {len(questions)} questions that fill {len(drawn)}"
+        )
+    kept = sorted({index for context in drawn for index in context})
+    place = {index: position for position, index in enumerate(kept)}
+    items = []
+    for context in drawn:
+        asked, rest = context[0], context[1:]
+        rest.insert(rng.randint(0, len(rest)), asked)
+        items.append(recall.Item(tuple(place[index] for index in rest), place[asked]))
+    return recall.QuestionSet(tuple(questions[index] for index in kept), tuple(items))
+
+
+def write_questions(path: str | Path, questions: recall.QuestionSet, source: str) -> None:
+    """Write a question set: a header with ``source``, the pool, then the items as indices."""
+    lines: list[object] = [
+        {
+            "format": recall.FORMAT,
+            "source": source,
+            "pool": len(questions.pool),
+            "items": len(questions.items),
+        }
+    ]
+    lines += [{"question": q.text, "answer": q.answer} for q in questions.pool]
+    lines += [{"context": item.context, "asked": item.asked} for item in questions.items]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    Path(path).write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="GSM8K's test.jsonl")
@@ -25,8 +94,8 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=320)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    questions = recall.make_questions(recall.read_gsm8k(args.data), args.items, args.seed)
-    recall.write_questions(args.out, questions, SOURCE)
+    questions = make_questions(recall.read_gsm8k(args.data), args.items, args.seed)
+    write_questions(args.out, questions, SOURCE)
 
 
 if __name__ == "__main__":

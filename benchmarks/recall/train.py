@@ -44,6 +44,7 @@ from backend_cli.eval import recall_task as recall
 from backend_core.testing.records import write_record
 from benchmarks.recall import bounded_gate
 from benchmarks.recall.canary import with_transposed_state
+from benchmarks.recall.make_questions import make_questions
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")
 CONFIG = json.loads((CHECKPOINT / "config.json").read_text())  # of the model that is trained
@@ -498,7 +499,7 @@ def main() -> None:
 
     save(model, args.out / "checkpoint", bounded)
     model.float().eval()  # the weights that were saved, rounded to bf16
-    questions = recall.make_questions(test_questions, args.items, args.seed)
+    questions = make_questions(test_questions, args.items, args.seed)
     result = measured(model, drop, questions, bounded)
     record = {
         "benchmark": "recall_training",

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from backend_cli.eval import recall_task as recall
 from backend_cli.eval.recall_task import Question, QuestionSet
+from benchmarks.recall.make_questions import MIN_CONTEXT_QUESTIONS, make_questions, write_questions
 from benchmarks.recall.train import check_disjoint
 
 RECALL = Path(__file__).parents[2] / "benchmarks" / "recall"
@@ -30,10 +31,10 @@ def token_counts(questions: QuestionSet) -> list[int]:
 
 
 def test_contexts_have_different_answers_and_hold_the_question(committed: QuestionSet) -> None:
-    questions = recall.make_questions(committed.pool, 50, seed=6)
+    questions = make_questions(committed.pool, 50, seed=6)
     for item in questions.items:
         answers = [questions.pool[index].answer for index in item.context]
-        assert len(set(answers)) == len(answers) >= recall.MIN_CONTEXT_QUESTIONS
+        assert len(set(answers)) == len(answers) >= MIN_CONTEXT_QUESTIONS
         assert item.asked in item.context
 
 
@@ -45,7 +46,7 @@ def test_every_place_of_a_context_is_asked(committed: QuestionSet) -> None:
 
 def test_too_few_questions_raise() -> None:
     with pytest.raises(ValueError, match=r"fill 1 prompts of 500 to 2000 tokens, got 1 questions"):
-        recall.make_questions([Question("Why?", "1")], 1, seed=0)
+        make_questions([Question("Why?", "1")], 1, seed=0)
 
 
 def test_committed_items(committed: QuestionSet) -> None:
@@ -58,7 +59,7 @@ def test_committed_items(committed: QuestionSet) -> None:
 
 
 def test_question_files_round_trip(tmp_path: Path, committed: QuestionSet) -> None:
-    recall.write_questions(tmp_path / "q.jsonl", committed, "a source")
+    write_questions(tmp_path / "q.jsonl", committed, "a source")
     assert recall.read_questions(tmp_path / "q.jsonl") == committed
 
 
