@@ -109,14 +109,14 @@ def _tune_family(
         "release": __version__,
         "heads": heads,
     }
-    measured = {"measured": True, "gpu": target.name, "date": date, "source": str(record)}
+    measured = {"gpu": target.name, "date": date, "source": str(record)}
 
     def keep(found: dict[str, Any], trials: list[dict[str, Any]]) -> None:
         """A stop loses no sweep that is over."""
         tuned = copy.deepcopy(found)
         for number in {t["row"] for t in trials if t["ms"] is not None}:
             tuned["path"][number] |= measured
-        tuned["table"]["release"] = __version__
+        tuned["release"] = __version__
         write_json(record, about | {"trials": trials})
         write_text(file, render(tuned, f"Written by kda-dsv4 tune on {target.name}, {date}."))
 
@@ -127,7 +127,7 @@ def _tune_family(
         ask = _asker(table, scratch, timeout, workers)
         tuned, trials = search(document, todo, ask, heads, keep)
     keep(tuned, trials)
-    parse_table(file, family.tables, source.stem)
+    parse_table(file, family.tables)
     _print(table, tuned, trials, file)
 
 

@@ -117,13 +117,12 @@ _ROW_KEYS = {
     "min_longest": int,
     "max_width": int,
     "features": list,
-    "measured": bool,
     "source": str,
     "gpu": str,
     "date": str,
     "params": dict,
 }
-_REQUIRED = ("operator", "name", "features", "measured", "source")
+_REQUIRED = ("operator", "name", "source")
 LIMITS = ("max_longest", "min_longest", "max_width")
 """What of a call's sequences limits a row; its lengths must be known to the host."""
 
@@ -201,13 +200,13 @@ def limits_in_words(max_longest: int | None, min_longest: int | None, max_width:
     return "".join(words)
 
 
-def parse_table(file: Path, schema: TableSchema, stem: str) -> tuple[KernelPath, ...]:
-    """The rows of ``file``, which must be the table of ``schema.family`` for ``stem``, in order.
+def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
+    """The rows of a table of the family, in order.
 
     Raises:
         ValueError: it cannot be read, is not TOML, has an unknown or missing key or a value of the
-            wrong type, belongs to another family or architecture, or an operator's rows do not
-            cover every grid in ascending order. The message is one sentence with file and row.
+            wrong type, was written for another release, or an operator's rows do not cover every
+            grid in ascending order. The message is one sentence with file and row.
     """
     try:
         document = parse_toml(read_text(file, TABLE_BYTES))
@@ -215,9 +214,14 @@ def parse_table(file: Path, schema: TableSchema, stem: str) -> tuple[KernelPath,
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{file}: not valid TOML: {error}") from None
-    if unknown := document.keys() - {"table", "path"} - schema.sections.keys():
+    if unknown := document.keys() - {"source", "release", "path"} - schema.sections.keys():
         raise ValueError(f"{file}: unknown key {_names(unknown)}")
-    _check_header(file, document.get("table"), schema.family, stem)
+    if (release := document.get("release", __version__)) != __version__:
+        raise ValueError(
+            f"{file}: written for release {release}, this is {__version__}: run kda-dsv4 tune"
+            " again, or remove it"
+        )
+    default = {"source": document["source"]} if "source" in document else {}
     entries = document.get("path", [])
     if not isinstance(entries, list):
         raise ValueError(f"{file}: path must be an array of tables ([[path]])")
@@ -227,7 +231,7 @@ def parse_table(file: Path, schema: TableSchema, stem: str) -> tuple[KernelPath,
         if name in document
     }
     rows = tuple(
-        _parse_row(f"{file}: path {number}", entry, schema, sections)
+        _parse_row(f"{file}: path {number}", entry, schema, sections, default)
         for number, entry in enumerate(entries, start=1)
     )
     for name in schema.operator_names:
@@ -237,25 +241,16 @@ def parse_table(file: Path, schema: TableSchema, stem: str) -> tuple[KernelPath,
     return rows
 
 
-def _check_header(file: Path, header: object, family: str, stem: str) -> None:
-    vendor, _, arch = stem.partition("_")
-    expected = {"family": family, "vendor": vendor, "arch": arch or vendor}
-    if isinstance(header, dict) and "release" in header:
-        if header["release"] != __version__:
-            raise ValueError(
-                f"{file}: written for release {header['release']}, this is {__version__}: run "
-                "kda-dsv4 tune again, or remove it"
-            )
-        header = {key: value for key, value in header.items() if key != "release"}
-    if header != expected:
-        raise ValueError(f"{file}: [table] must be {expected}, got {header}")
-
-
 def _parse_row(
-    where: str, entry: object, schema: TableSchema, sections: Mapping[str, Any]
+    where: str,
+    given: object,
+    schema: TableSchema,
+    sections: Mapping[str, Any],
+    default: dict[str, Any],
 ) -> KernelPath:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where}: must be a table, got {entry!r}")
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}: must be a table, got {given!r}")
+    entry = default | given
     if unknown := entry.keys() - _ROW_KEYS.keys():
         raise ValueError(f"{where}: unknown key {_names(unknown)}")
     if missing := set(_REQUIRED) - entry.keys():
@@ -277,16 +272,17 @@ def _parse_row(
     for limit in ("max_grid", *LIMITS):
         if entry.get(limit, 1) < 1:
             raise ValueError(f"{where}: {limit} must be at least 1, got {entry[limit]}")
-    for feature in entry["features"]:
+    features = frozenset(entry.get("features", ()))
+    for feature in features:
         if not isinstance(feature, str):
             raise ValueError(f"{where}: features must be strings, got {feature!r}")
     return KernelPath(
         name=entry["name"],
         operator=entry["operator"],
         max_grid=entry.get("max_grid"),
-        features=frozenset(entry["features"]),
+        features=features,
         params=_row_params(where, entry, kind, sections),
-        measured=entry["measured"],
+        measured="gpu" in entry,
         provenance=_provenance(where, entry),
         **{limit: entry.get(limit) for limit in LIMITS},
     )
@@ -340,10 +336,10 @@ def _parse_params(
 
 
 def _provenance(where: str, entry: Mapping[str, Any]) -> str:
-    if not entry["measured"]:
+    if "gpu" not in entry and "date" not in entry:
         return f"not measured, {entry['source']}"
     if missing := {"gpu", "date"} - entry.keys():
-        raise ValueError(f"{where}: measured = true needs {_names(missing)}")
+        raise ValueError(f"{where}: a measured row needs {_names(missing)} too")
     return f"{entry['gpu']}, {entry['date']}, {entry['source']}"
 
 

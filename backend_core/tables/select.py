@@ -3,19 +3,15 @@
 A table serves one family of operators on one architecture. Its ``[[path]]`` rows name, for each
 operator, which path runs up to which grid and with which launch parameters:
 
-    [table]
-    family = "kda"
-    vendor = "nvidia"
-    arch = "sm90"
+    source = "offline compilation"    # of rows that name none
 
     [[path]]
     operator = "recurrent"
     name = "recurrent"
     max_grid = 264                # serves grids up to and including this one
-    features = ["bounded_gate"]
-    measured = true
+    features = ["bounded_gate"]   # none by default
     source = "benchmarks/results/kda_decode_h200.json"
-    gpu = "NVIDIA H200"
+    gpu = "NVIDIA H200"           # with the date: the row's parameters were measured
     date = "2026-11-21"
     [path.params]                 # the fields of the path's dataclass (`schema.Operator.paths`)
     block_v = 32
@@ -24,8 +20,8 @@ Rows of one operator come in ascending ``max_grid``; the last has none and is op
 same ``max_grid`` are alternatives for one bucket, the preferred first.
 
 A table that was written for one release of the package (``kda-dsv4 tune``) says so with
-``release = "0.1.0"`` under ``[table]``; another release refuses it, since launch parameters come
-and go with the kernels.
+``release = "0.1.0"``; another release refuses it, since launch parameters come and go with the
+kernels.
 
 Tables are looked up in ``$KDA_DSV4_CONFIG_DIR`` (by default ``$XDG_CONFIG_HOME/kda-dsv4``), then
 among those that ship with the package; the first file found is used whole.
@@ -148,7 +144,7 @@ def load_table(schema: TableSchema, target: Target, *, directory: Path | None = 
         for root in roots:
             file = root / family / f"{stem}.toml"
             if _is_there(file):
-                rows = parse_table(file, schema, stem)
+                rows = parse_table(file, schema)
                 if stem != target.key and root == roots[-1]:  # a user's was tuned on this machine
                     rows = tuple(_measured_elsewhere(row) for row in rows)
                 return PathTable(schema, file, rows)

@@ -67,8 +67,7 @@ def test_rendering_a_table_changes_nothing(family: str, target: Any, tmp_path: P
         return
     file = tmp_path / table.source.name
     file.write_text(render(shipped(family, target), "A comment."))
-    stem = table.source.stem  # of a table that is shared: another architecture's
-    assert parse_table(file, table.schema, stem) == parse_table(table.source, table.schema, stem)
+    assert parse_table(file, table.schema) == parse_table(table.source, table.schema)
 
 
 @pytest.mark.parametrize("family", TUNED)
@@ -197,7 +196,7 @@ def test_a_stop_keeps_the_sweeps_that_are_over(
     monkeypatch.setattr(worker.Worker, "ask", stop)
     run("tune", "--family", "dsv4", "--heads", "8", "--output-dir", str(tmp_path / "half"))
     file = tmp_path / "half" / "dsv4" / "nvidia_sm90.toml"
-    assert parse_table(file, families()["dsv4"].tables, "nvidia_sm90")
+    assert parse_table(file, families()["dsv4"].tables)
     rows, record = tomllib.loads(file.read_text())["path"], file.with_suffix(".json")
     assert rows[first.row]["source"] == str(record) != rows[second.row]["source"]
     trials = json.loads(record.read_text())["trials"]
