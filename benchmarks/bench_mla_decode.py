@@ -2,14 +2,11 @@
 
     python benchmarks/bench_mla_decode.py --peers FOLDER \
         --output benchmarks/results/mla_decode_h200.json
-    python benchmarks/bench_mla_decode.py --peers FOLDER --growth \
-        --output benchmarks/results/mla_decode_growth_h200.json
 
 One query token per request, bf16, one latent head of 512 + 64 channels (1,152 bytes per token),
 page 64 in random order; output bf16 and natural-log LSE. "AxBk" is A requests of B * 1024 tokens;
 "skew" one of 64k and 63 of 1k; "prefix" 64 requests of 16.5k that share the first 16k, for which
-ours finds the prefix from the block table. ``--growth`` measures batches of 1 to 256 requests of 1k
-to 256k tokens instead, as far as their cache fits into memory.
+ours finds the prefix from the block table.
 
 Times are medians of CUDA-graph replays. A graph holds one call for each of several page tables that
 together touch more than 192 MB, since in an engine the other layers evict the L2 cache; its time is
@@ -66,12 +63,6 @@ SIZES: dict[str, tuple[list[int], int]] = {
     "skew": ([65536] + [1024] * 63, 0),
     "prefix": ([16384 + 512] * 64, 16384),
 }
-GROWTH: dict[str, tuple[list[int], int]] = {
-    f"{batch}x{k}k": ([k * 1024] * batch, 0)
-    for k in (1, 4, 16, 64, 256)
-    for batch in (1, 4, 16, 64, 256)
-}
-CACHE_SHARE = 0.7  # of the free memory
 CHECKED_PREFIX = [2100, 1300, 4000, 1024 + 64, 3000], 1024  # tokens, how many are shared
 CHECKS: list[tuple[list[int], int]] = [
     ([1, 63, 64, 65, 1000, 0, 2049, 4096, 0, 17], 64),
@@ -140,15 +131,22 @@ def selection_of(
 
 
 class Ours:
-    """Our operator on a case, with other parameters than the table's where given."""
+    """Our operator on a case, with other parameters than the table's where given.
 
-    def __init__(self, path: str | None = None, **params: Any) -> None:
-        self._path, self._params = path, params
+    Args:
+        search: whether the plan looks for shared pages; by default where the case has some.
+    """
+
+    def __init__(
+        self, path: str | None = None, *, search: bool | None = None, **params: Any
+    ) -> None:
+        self._path, self._search, self._params = path, search, params
         self._scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
 
     def __call__(self, case: Case) -> list[Call]:
         selection = selection_of(MlaSpec(case.heads, PAGE), self._path, **self._params)
-        planner = MlaPlanner(selection, **({"shared_prefix_tokens": 1024} if case.shared else {}))
+        search = bool(case.shared) if self._search is None else self._search
+        planner = MlaPlanner(selection, shared_prefix_tokens=1024 if search else 0)
         plans = [planner.plan(case.lengths, case.tables[0])]
         if plans[0].prefix is not None:  # a plan belongs to its block table
             plans += [planner.plan(case.lengths, table) for table in case.tables[1:]]
@@ -209,24 +207,14 @@ def plan_times(heads: int, requests: int, peers: bool) -> dict[str, float]:
     return times
 
 
-def fitting(
-    points: dict[str, tuple[list[int], int]], free_bytes: int
-) -> tuple[dict[str, tuple[list[int], int]], list[str]]:
-    """The cases whose cache fits into the memory, and the names of the others."""
-    most = int(CACHE_SHARE * free_bytes) // 1152
-    fits = {name: case for name, case in points.items() if sum(case[0]) <= most}
-    return fits, [name for name in points if name not in fits]
-
-
 def measure(
     pool: torch.Tensor,
     runners: dict[str, Callable[[Any], list[Call]]],
-    points: dict[str, tuple[list[int], int]],
     save: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for count in HEADS:
-        for name, (sizes, shared) in points.items():
+        for name, (sizes, shared) in SIZES.items():
             case = Case(pool, count, sizes, shared)
             row: dict[str, Any] = {"case": name, "heads": count, "bytes": case.bytes}
             results: dict[str, torch.Tensor] = {}
@@ -252,23 +240,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--peers", type=Path)
-    parser.add_argument("--growth", action="store_true", help="batch by context")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     begin = time.perf_counter()
-    known = GROWTH if arguments.growth else SIZES
     if wrong := check():
         sys.exit("\n".join(["wrong against float64:", *wrong]))
-    points, left_out = fitting(known, torch.cuda.mem_get_info()[0])
-    if not points:
-        sys.exit(f"no case fits into the memory of this GPU: {', '.join(left_out)}")
-    tokens = max(sum(sizes) for sizes, _ in points.values()) + (1 << 18)
+    tokens = max(sum(sizes) for sizes, _ in SIZES.values()) + (1 << 18)
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     peers = mla_decode_peers.load_peers(arguments.peers) if arguments.peers else {}
     runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(), **peers}
     plans = {
         requests: plan_times(HEADS[0], requests, "flashmla" in peers)
-        for requests in dict.fromkeys(len(sizes) for sizes, _ in known.values())
+        for requests in dict.fromkeys(len(sizes) for sizes, _ in SIZES.values())
     }
 
     def save(rows: list[dict[str, Any]]) -> None:
@@ -280,7 +263,7 @@ def main() -> None:
                 "case": row["case"],
                 "heads": row["heads"],
                 "ours_gpu_us": round(row["ours_us"], 2),
-                "plan_us": round(plans[len(known[row["case"]][0])]["ours"], 2),
+                "plan_us": round(plans[len(SIZES[row["case"]][0])]["ours"], 2),
                 **{f"{name}_us": round(row[f"{name}_us"], 2) for name in peers},
                 "floor_us": round(row["bytes"] / rate, 2),
                 "disagreement": {k: float(f"{v:.2e}") for k, v in row["disagreement"].items()},
@@ -289,14 +272,13 @@ def main() -> None:
         ]
         document = {
             **environment(),
-            **({"mode": "growth", "left_out": left_out} if arguments.growth else {}),
             "read_gbs": round(rate / 1e3, 1),
             "plan_us": plans,
             "rows": finished,
         }
         write_record(arguments.output, document)
 
-    measure(pool, runners, points, save)
+    measure(pool, runners, save)
     print("plans, us:", json.dumps(plans))
     print(f"{time.perf_counter() - begin:.0f} s")
 

@@ -13,6 +13,7 @@ Parts of ``run``, on one load of the model:
 - first: the first request after the load.
 - calls: prompts in, one token of each out; medians, and into which steps the engine cut them.
 - decode: a step of 1, 16 and 64 sequences after 128 tokens and after 32k; kernels of a short one.
+- shared: a step of 64 sequences behind one prompt of 8k.
 - mixed: 48 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice after one that is not
   timed.
 - tokens: greedy ones for 64 prompts, all at once and 16 of them one after the other.
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
-from benchmarks.engines.serve_work import SideFile, call_name, row, say
+from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row, say
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -48,7 +49,7 @@ BUDGET, SEQUENCES = 8192, 1024  # what `vllm serve` takes on an H200
 PROFILED = ((1, 512), (1, 2048), (1, 8192))
 HOST_CALL, HOST_CALLS = (1, 2048), 10
 LAYERS = 27
-PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long")
+PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared")
 
 
 def main() -> int:
@@ -176,6 +177,22 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
                 3 + 2.5e-5 * count * length,
                 lambda c=count, n=length: decode(side, asked, c, n, False),
             )
+    if "shared" in parts:
+        side.part("shared prompt", 15, lambda: behind_one_prompt(side, asked))
+
+
+def behind_one_prompt(side: SideFile, asked: Asked) -> None:
+    """A decode step of requests of 128 tokens each behind one prompt, which is cached."""
+    count, length = serve_work.SHARED_PROMPT
+    (first,) = asked.prompts(1, length)
+    asked.generate([first], [1])
+    prompts = [first + own for own in asked.prompts(count, 128)]
+    what = f"{decode_name(count, length)} of one prompt"
+    side.add(
+        decode_vllm.step_row(
+            asked.log, count, 128, BUDGET, lambda new: asked.generate(prompts, [new] * count), what
+        )
+    )
 
 
 def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool) -> Any:

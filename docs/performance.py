@@ -49,7 +49,7 @@ def render() -> str:
     """The page's text."""
     lines = [*kda.prefill(), *kda.accuracy(), *kda.growth(), *kda.short(), *kda.segments()]
     lines += [*kda.layer(), *kda.decode(), *dsv4.compressor()]
-    lines += [*mla.mla_decode(), *mla.mla_in_engine()]
+    lines += [*mla.mla_decode(), *mla.shared_prompts()]
     lines += [*mla.named_rows(), *block_sparse.block_sparse()]
     lines += [*block_sparse.built_peers(), *block_sparse.forms(), *drop_ins.drop_ins()]
     lines += calls.host_times()

@@ -20,8 +20,8 @@ PARAMS = CudaParams(
     (
         ("out", "u16*"),  # [requests, rows, 512] bf16
         ("lse", "float*"),  # [requests, rows], natural logarithm
-        ("partial_out", "const float*"),  # [slots, partial_rows, 512]
-        ("partial_lse", "const float*"),  # [slots, partial_rows], base 2
+        ("partial_out", "const float*"),  # [slots, partial_rows, 512]; a prefix's slots: 64 rows
+        ("partial_lse", "const float*"),  # [slots, partial_rows], base 2; as partial_out
         ("num_splits", "const int*"),  # [tiles + 1]; the first tiles are the requests' own
         ("merges", "const int*"),  # [1 + requests]: how many to merge, and which; or null: all
         ("prefix_tile", "const int*"),  # [requests] or null: the tile of a shared prefix, or -1
@@ -74,7 +74,7 @@ def combine_sm90(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Ten
         sinks=0 if x.sinks is None else x.sinks.data_ptr(),
         requests=x.plan.requests,
         rows=x.spec.query_rows,
-        partial_rows=partial_out.shape[1],
+        partial_rows=x.spec.query_rows,
         heads=x.spec.num_heads,
     )
     # one CTA per 64 channels of a row where that is not too many, else enough to fill the GPU

@@ -10,10 +10,11 @@ Imports no engine.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from backend_core.operator import select
-from backend_core.tables.schema import UPSTREAM
+from backend_core.tables.schema import UPSTREAM, KernelPath
 from backend_core.target import Target
 from mla_backend.launch_params import TABLES
 from mla_backend.spec_sparse_mla import MAX_HEADS, SparseMlaSpec
@@ -30,18 +31,24 @@ class Lead:
         max_requests: the largest batch, or ``None`` where the largest measured batch is still one.
             Sparse MLA counts query tokens, each of which has lists of its own.
         source: the result file.
+        shared: the fewest and most requests of larger steps that are ours too, for the prompts that
+            they may share.
     """
 
     max_requests: int | None
     source: str
+    shared: tuple[int, int] | None = None
 
     def covers(self, requests: int) -> bool:
-        return self.max_requests is None or requests <= self.max_requests
+        if self.max_requests is None or requests <= self.max_requests:
+            return True
+        return self.shared is not None and self.shared[0] <= requests <= self.shared[1]
 
     def __str__(self) -> str:
         if self.max_requests is None:
             return "of any number of requests"
-        return f"of up to {self.max_requests} requests"
+        shared = "" if self.shared is None else " and of {} to {}".format(*self.shared)
+        return f"of up to {self.max_requests}{shared} requests"
 
 
 def lead_over(target: Target, kernel: str, query_rows: int) -> Lead | str:
@@ -93,4 +100,15 @@ def _lead(
         why = selection.rows[0].provenance.removeprefix("not measured, ")
         return f"{why}, and this rank has {count}"
     source = next(row.provenance for row in rows if row.measured).rpartition(", ")[2]
-    return Lead(None if most is None else most // judged, source)
+    if most is None:
+        return Lead(None, source)
+    return Lead(most // judged, source, _shared(selection.rows, judged))
+
+
+def _shared(rows: tuple[KernelPath, ...], judged: int) -> tuple[int, int] | None:
+    """The requests of the row that takes larger steps back for the prompts that they may share."""
+    for before, row in itertools.pairwise(rows):
+        if before.name == UPSTREAM and row.name != UPSTREAM:
+            assert before.max_grid is not None and row.max_grid is not None
+            return before.max_grid // judged + 1, row.max_grid // judged
+    return None

@@ -41,18 +41,22 @@ class Sm90MlaParams:
     Attributes:
         overhead: what a CTA pays for each query tile that it touches, in blocks of 64 tokens.
         min_blocks: fewest blocks of a split.
-        prefix_overhead: ``overhead`` of plans with shared prefixes, whose splits combine merges for
-            64 rows at a time; 0 is as much as ``overhead``.
+        shared_requests, shared_tokens: in an engine, steps of at least so many requests look for
+            prompts that as many of them share, of at least so many tokens; 0 looks for none.
     """
 
     overhead: int
     min_blocks: int
-    prefix_overhead: int = 0
+    shared_requests: int = 0
+    shared_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_plan(self.overhead, self.min_blocks)
-        if self.prefix_overhead:
-            check_plan(self.prefix_overhead, self.min_blocks)
+        if (self.shared_requests > 0) != (self.shared_tokens > 0) or self.shared_requests == 1:
+            raise ValueError(
+                "shared_requests and shared_tokens must both be 0, or at least 2 requests and 1"
+                f" token, got {self.shared_requests} and {self.shared_tokens}"
+            )
 
 
 def check_plan(overhead: int, min_blocks: int) -> None:

@@ -23,6 +23,9 @@ class SharedPrefix:
             tokens shared with it.
         num_heads: query heads that the tiles were made for: their rows are query tokens times
             heads.
+        work: ``[ctas, 8]`` int32, or ``None``: a list of the prefixes' tiles alone, which a launch
+            of its own computes. The plan's own list is then of the requests' tiles, as without
+            shared prefixes.
     """
 
     tiles: torch.Tensor
@@ -34,6 +37,7 @@ class SharedPrefix:
     leader: torch.Tensor
     shared: torch.Tensor
     num_heads: int
+    work: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class StepPlan:
         work: ``[ctas, 8]`` int32: first tile, first block, last tile, end block, number of the
             first split. A CTA without work has a first tile
             beyond its last.
-        num_splits: ``[tiles + 1]`` int32: a prefix sum; the first slot of each tile.
+        num_splits: ``[tiles + 1]`` int32: a prefix sum; the first slot of each tile. Where prefixes
+            have a list of their own, theirs follows.
         query_tokens: per request.
         num_slots: capacity of the scratch memory.
         prefix: where a shared prefix is a level of its own.

@@ -68,13 +68,18 @@ def pure_steps_ms(steps: list[tuple[float, int]], count: int) -> list[float]:
 
 
 def step_row(
-    log: StepLog, count: int, length: int, budget: int, generate: Callable[[int], Any]
+    log: StepLog,
+    count: int,
+    length: int,
+    budget: int,
+    generate: Callable[[int], Any],
+    what: str | None = None,
 ) -> dict[str, Any]:
     """A row of a decode step. ``generate(n)``: n tokens of each of the sequences."""
     new_tokens = STEPS + 4 + (steps_of_prefill(count, length, budget) if count > 1 else 0)
     times = pure_steps_ms(log.of(lambda: generate(new_tokens)), count)
     spread = {"least_ms": min(times), "steps": len(times)}
-    return row(decode_name(count, length), "decode", median(times), **spread)
+    return row(what or decode_name(count, length), "decode", median(times), **spread)
 
 
 def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, list[float]]:

@@ -35,6 +35,7 @@ CALLS = (
 )
 DECODE_SHORT = ((1, 128), (16, 128), (64, 128))
 DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
+SHARED_PROMPT = (64, 8192)  # requests that decode behind one system prompt
 TURNS = 5
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 48, (300, 5000), (32, 127)
 SIDES = ("upstream", "flag")

@@ -85,29 +85,44 @@ def mla_ceiling(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> list[str]
     ]
 
 
-def mla_in_engine() -> list[str]:
-    """A decode step of a whole model at long contexts."""
-    name = "vllm_kimi48b_mla.json"
+def shared_prompts() -> list[str]:
+    """MLA decode of requests behind one prompt, planned alone and with a search for equal pages."""
+    name = "mla_shared_h200.json"
     report = load(name)
-    rows = sorted(report["rows"], key=lambda row: (row["context"], row["batch"]))
+    peers = {"flashmla": "FlashMLA", "fa3": "FA3"}
+    peers = {key: words for key, words in peers.items() if f"{key}_us" in report["rows"][0]}
     cells = (
         [
-            f"{row['batch']} × {row['context']:,}",
-            f"{row['upstream_ms']:.2f}",
-            f"{row['flag_ms']:.2f}",
-            f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+            row["heads"],
+            row["requests"],
+            f"{row['shared']:,}",
+            us(row["alone_us"] / 1e3),
+            us(row["search_us"] / 1e3),
+            *(us(row[f"{peer}_us"] / 1e3) for peer in peers),
+            f"{min(row[f'{peer}_us'] for peer in peers) / row['search_us']:.2f}",
         ]
-        for row in rows
+        for row in report["rows"]
+        if row["requests"] in (16, 32, 64, 128) and row["shared"] != 2048
     )
-    engine = report["engine"].replace("vllm", "vLLM")
+    plans = (
+        [row["requests"], f"{row['alone_us']:.1f}", f"{row['search_us']:.1f}"]
+        for row in report["plans"]
+    )
     return [
-        *section(f"A decode step at long contexts in {engine}, default mode", report, name),
+        *section("MLA decode behind one prompt", report, name),
         "",
-        "Kimi-Linear-48B's configuration with random weights. The time in ms is that by which the"
-        " engine advances in a step. With the flag this package runs the KDA layers, and the MLA"
-        " layers where it was measured to be faster. With one request a step waits for the host.",
+        "Requests of 512 tokens of their own behind tokens that all of them share, or, with none"
+        " shared, of 8,192 tokens. Times in µs. *alone*: each request is planned by itself."
+        " *search*: the plan looks for requests whose block tables begin with the same pages, and"
+        " a second launch reads those once. × is the time of the fastest peer over the latter.",
         "",
-        *table(["requests × context", "upstream", "with the flag", "×"], cells),
+        *table(
+            ["heads", "requests", "shared tokens", "alone", "search", *peers.values(), "×"], cells
+        ),
+        "",
+        "The time of making the plan of a step, in µs:",
+        "",
+        *table(["requests", "alone", "search"], plans),
     ]
 
 

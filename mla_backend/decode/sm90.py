@@ -59,6 +59,8 @@ PARAMS = CudaParams(
 _ALIGNMENT = bytes(64)  # the kernel's parameter is aligned, hence padded, to 64 bytes
 _BOX = 64
 _PIECE = 16
+PREFIX_ROWS = 64
+"""Of a tile of a shared prefix, and of a slot of its partial results."""
 _PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
@@ -69,7 +71,8 @@ def bind(row: KernelPath, spec: MlaSpec, target: Target) -> MlaRun:
 def decode(x: MlaInputs, scratch: Scratch) -> None:
     """Two launches: partial outputs or, where a tile has one split, the output; then the merge.
 
-    Both are placed while the kernel before runs, and wait for it.
+    Each is placed while the kernel before runs, and waits for it. Where prefixes are shared, their
+    tiles are a launch between the two, which ends at once where a step has none.
 
     Raises:
         ValueError: queries, output or cache do not lie where the kernel's copies ask for them.
@@ -85,13 +88,15 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
                 f"{name} must have rows that start at multiples of 16 bytes, got strides"
                 f" {list(tensor.stride())} at address {tensor.data_ptr():#x}"
             )
-    prefix = x.plan.prefix
-    rows = 64 if prefix is not None else x.spec.query_rows
-    partial_out, partial_lse = scratch.reserve(x.plan.num_slots, rows, LATENT_DIM)
-    tiles = 1 if prefix is not None else -(-rows // 64)
+    plan, prefix, rows = x.plan, x.plan.prefix, x.spec.query_rows
+    # a slot of a prefix has 64 rows, one of a request the request's
+    reserved = rows if prefix is None else PREFIX_ROWS
+    partial_out, partial_lse = scratch.reserve(plan.num_slots, reserved, LATENT_DIM)
+    row_tiles = -(-rows // 64)
     latent, latent_pieces = _maps(kv_latent)
     rope, rope_pieces = _maps(kv_rope)
-    params = PARAMS.pack(
+    call = functools.partial(
+        PARAMS.pack,
         latent=latent,
         latent_pieces=latent_pieces,
         rope=rope,
@@ -102,11 +107,8 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
         lse=x.lse.data_ptr(),
         partial_out=partial_out.data_ptr(),
         partial_lse=partial_lse.data_ptr(),
-        lengths=x.plan.lengths.data_ptr(),
+        lengths=plan.lengths.data_ptr(),
         block_table=x.block_table.data_ptr(),
-        work=x.plan.work.data_ptr(),
-        num_splits=x.plan.num_splits.data_ptr(),
-        tiles=0 if prefix is None else prefix.tiles.data_ptr(),
         members=0 if prefix is None else prefix.members.data_ptr(),
         sinks=0 if x.sinks is None else x.sinks.data_ptr(),
         stride_q_latent_t=x.strides_q_t[0],
@@ -118,14 +120,30 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
         page_size=kv_latent.shape[1],
         heads=x.spec.num_heads,
         query_tokens=x.spec.query_tokens,
-        partial_rows=rows,
         causal=x.causal and x.spec.query_tokens > 1,
-        prefetch_safe=x.pdl_prefetch_safe,
-        row_tiles=tiles,
+        row_tiles=row_tiles,
     )
-    once = prefix is None and tiles == 1  # nobody else reads the keys
-    kernel = _kernel(min(rows, 64), once)
-    kernel(x.plan.num_ctas * tiles, THREADS, params + _ALIGNMENT, pdl=True)
+    own = call(
+        work=plan.work.data_ptr(),
+        num_splits=plan.num_splits.data_ptr(),
+        tiles=0 if prefix is None else prefix.tiles.data_ptr(),
+        partial_rows=rows,
+        prefetch_safe=x.pdl_prefetch_safe,
+    )
+    kernel = _kernel(min(rows, 64), row_tiles == 1)  # then nobody else reads the keys
+    kernel(plan.num_ctas * row_tiles, THREADS, own + _ALIGNMENT, pdl=True)
+    if prefix is not None:
+        assert prefix.work is not None
+        requests = plan.requests
+        shared = call(
+            work=prefix.work.data_ptr(),
+            num_splits=plan.num_splits[requests + 1 :].data_ptr(),
+            tiles=prefix.tiles[requests:].data_ptr(),
+            partial_rows=PREFIX_ROWS,
+            # every CTA waits, so that the end of this launch is the end of the one before too
+            prefetch_safe=False,
+        )
+        _kernel(PREFIX_ROWS, False)(plan.num_ctas, THREADS, shared + _ALIGNMENT, pdl=True)
     combine.combine_sm90(x, partial_out, partial_lse)
 
 

@@ -17,7 +17,7 @@ from mla_backend.api import mla_decode, select_mla_decode
 from mla_backend.contract.mla_decode import by_request, split_cache
 from mla_backend.decode import MlaRun
 from mla_backend.engine_choice import Lead, lead_over
-from mla_backend.plan.planner import MAX_TILES, MlaPlanner
+from mla_backend.plan.planner import MAX_PREFIX_REQUESTS, MAX_TILES, MlaPlanner
 from mla_backend.scratch import Scratch
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 from mla_backend.step_plan import StepPlan
@@ -110,24 +110,20 @@ class MlaDecoder:
         max_requests: int,
     ) -> None:
         self.device = device
-        self._forms: dict[int, tuple[MlaPlanner, int]] = {}
-        self._plans: dict[tuple[int, int], StepPlan] = {}
+        self._kinds: dict[int, tuple[Lead, Selection[MlaSpec, MlaRun]]] = {}
+        self._most = min(max_requests, MAX_TILES)
+        self._plans: dict[tuple[int, int], tuple[MlaPlanner, StepPlan | None]] = {}
         self._scratch = Scratch(device)
         for tokens in query_tokens:
             lead = lead_over(target, kernel, tokens * heads)
             if isinstance(lead, Lead):
                 spec = MlaSpec(heads, page_size, query_tokens=tokens)
-                limit = max_requests if lead.covers(max_requests) else lead.max_requests
-                assert limit is not None
-                self._forms[tokens] = (
-                    MlaPlanner(select_mla_decode(target, spec)),
-                    min(limit, MAX_TILES),
-                )
+                self._kinds[tokens] = lead, select_mla_decode(target, spec)
 
     def covers(self, requests: int, query_tokens: int) -> bool:
         """Whether a step of so many requests, with so many query tokens each, is served."""
-        form = self._forms.get(query_tokens)
-        return form is not None and 1 <= requests <= form[1]
+        kind = self._kinds.get(query_tokens)
+        return kind is not None and 1 <= requests <= self._most and kind[0].covers(requests)
 
     def step(self, lengths: torch.Tensor, block_table: torch.Tensor, query_tokens: int) -> MlaStep:
         """Plan a step that `covers` allows; no host sync.
@@ -137,22 +133,39 @@ class MlaDecoder:
                 request that is padding.
             block_table: ``[requests, pages]`` int32.
         """
-        planner, _ = self._forms[query_tokens]
         key = (query_tokens, lengths.shape[0])
-        plan = self._plans.get(key)
+        planner, plan = self._plans.get(key) or (self._planner(*key), None)
         if plan is not None and plan.lengths.data_ptr() != lengths.data_ptr():
             plan = replace(plan, lengths=lengths)
-        self._plans[key] = plan = planner.plan(lengths, out=plan)
+        plan = planner.plan(lengths, block_table, out=plan)
+        self._plans[key] = planner, plan
         return MlaStep(planner.selection, plan, block_table, self._scratch)
 
-    def warm_up(self) -> None:
-        """Compile and load the kernels of every form, and take the memory of the largest step.
+    def _planner(self, query_tokens: int, requests: int) -> MlaPlanner:
+        """The planner of every step of so many requests, which looks for shared prompts or not."""
+        selection = self._kinds[query_tokens][1]
+        params = selection.row(requests * selection.spec.query_rows).params
+        least = getattr(params, "shared_requests", 0)
+        if not (least and least <= requests <= MAX_PREFIX_REQUESTS):
+            return MlaPlanner(selection)
+        return MlaPlanner(
+            selection,
+            shared_prefix_tokens=params.shared_tokens,
+            shared_prefix_requests=least,
+        )
 
-        Runs each form on a cache of one page, on the current stream.
+    def warm_up(self) -> None:
+        """Compile and load the kernels of every kind of step, and take the memory of the largest.
+
+        Runs each on a cache of one page, on the current stream.
         """
-        for tokens, (planner, limit) in self._forms.items():
-            spec = planner.spec
-            for requests in {1, limit}:
+        for tokens, (lead, selection) in self._kinds.items():
+            spec = selection.spec
+            # the search for shared prompts is compiled for powers of two
+            searched = (2**power for power in range(1, MAX_PREFIX_REQUESTS.bit_length()))
+            for requests in {1, *searched, lead.max_requests or self._most, self._most}:
+                if not self.covers(requests, tokens):
+                    continue
                 lengths = torch.full((requests,), tokens, dtype=torch.int32, device=self.device)
                 table = torch.zeros(requests, 1, dtype=torch.int32, device=self.device)
                 cache = torch.zeros(

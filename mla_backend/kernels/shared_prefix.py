@@ -57,7 +57,12 @@ def find_leaders_kernel(
     tl.store(shared_ptr + i, agree * PAGE_SIZE)
 
 
-@triton.jit(do_not_specialize=["requests", "query_rows", "prefix_tiles", "min_tokens"])
+@triton.jit(
+    do_not_specialize=[
+        *("requests", "query_rows", "prefix_tiles", "first_prefix_tile"),
+        *("min_tokens", "min_requests"),
+    ]
+)
 def two_level_tiles_kernel(
     lengths_ptr,  # [requests]
     leader_ptr,  # [requests]
@@ -70,7 +75,9 @@ def two_level_tiles_kernel(
     requests,
     query_rows,
     prefix_tiles,
+    first_prefix_tile,  # the number by which the first of them is known in prefix_tile
     min_tokens,
+    min_requests,
     BLOCK_T: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
@@ -85,7 +92,7 @@ def two_level_tiles_kernel(
     same = (leader[:, None] == leader[None, :]) & able[:, None] & able[None, :]
     count = tl.sum(same.to(tl.int32), 1)
     tokens = tl.min(tl.where(same, shared[None, :], 2147483647), 1) // 64 * 64
-    grouped = able & (count > 1)
+    grouped = able & (count >= min_requests)
     is_leader = grouped & (leader == o)
     # members lie group by group; groups follow their leaders
     before = (o[None, :] < leader[:, None]) & is_leader[None, :]
@@ -95,7 +102,7 @@ def two_level_tiles_kernel(
     tl.store(members_ptr + requests + o, o, mask=m)
     tiles = tl.cdiv(count * query_rows, 64)
     first_tile = tl.sum(tl.where(before, tiles[None, :], 0), 1)
-    tl.store(prefix_tile_ptr + o, tl.where(grouped, requests + first_tile, -1), mask=m)
+    tl.store(prefix_tile_ptr + o, tl.where(grouped, first_prefix_tile + first_tile, -1), mask=m)
     tl.store(prefix_row_ptr + o, rank * query_rows, mask=m)
 
     # a request's own tile: what follows the prefix

@@ -32,6 +32,8 @@ PARAMS = CudaParams(
         ("merges", "int*"),  # [1 + requests]: how many requests combine has to merge, and which
         ("prefix_tile", "const int*"),  # [requests] or null: >= 0 where a prefix is shared
         ("tiles", "int"),
+        ("prefix_tiles", "int"),  # of the second list: all its arrays follow the first one's
+        ("prefix_slot", "int"),  # the first of the second list
         ("requests", "int"),  # the first tiles are the requests' own
         ("ctas", "int"),
         ("overhead", "int"),
@@ -42,7 +44,7 @@ MAX_TILES = 4095
 OVERHEAD, MIN_BLOCKS = 1, 1
 """Of plans in torch and Triton: what a program pays for each query tile that it touches, and the
 fewest blocks of a split."""
-_MAX_PREFIX_REQUESTS = 256
+MAX_PREFIX_REQUESTS = 256
 
 
 class MlaPlanner:
@@ -53,13 +55,18 @@ class MlaPlanner:
         shared_prefix_tokens: > 0: requests that share at least so many leading tokens, in whole
             pages at the head of their block tables, read them once per 64 query rows. On a CPU,
             whose path computes each request on its own, each reads its own, with the same result.
+        shared_prefix_requests: the fewest requests that share a prefix; fewer read their own.
 
     Raises:
         ValueError: prefixes are shared, and a request has more than 64 query rows.
     """
 
     def __init__(
-        self, selection: Selection[MlaSpec, MlaRun], *, shared_prefix_tokens: int = 0
+        self,
+        selection: Selection[MlaSpec, MlaRun],
+        *,
+        shared_prefix_tokens: int = 0,
+        shared_prefix_requests: int = 2,
     ) -> None:
         if shared_prefix_tokens and selection.spec.query_rows > 64:
             raise ValueError(
@@ -69,6 +76,7 @@ class MlaPlanner:
         self.selection = selection
         self.spec = selection.spec
         self._prefix_tokens = shared_prefix_tokens
+        self._prefix_requests = shared_prefix_requests
 
     def plan(
         self,
@@ -104,9 +112,9 @@ class MlaPlanner:
             contracts.expect_shape("block_table", block_table, (requests, "pages"))
             contracts.expect_stride("block_table", block_table, 1, 1)
             contracts.expect_device("block_table", block_table, lengths.device)
-            if requests > _MAX_PREFIX_REQUESTS:
+            if requests > MAX_PREFIX_REQUESTS:
                 raise ValueError(
-                    f"lengths must have at most {_MAX_PREFIX_REQUESTS} requests where prefixes are"
+                    f"lengths must have at most {MAX_PREFIX_REQUESTS} requests where prefixes are"
                     f" shared, got {requests}"
                 )
         path = self.selection.row(requests * self.spec.query_rows)
@@ -132,13 +140,14 @@ class MlaPlanner:
                 self.spec.page_size,
                 self.spec.query_rows,
                 self._prefix_tokens,
+                self._prefix_requests,
             )
         self._fill(plan, path)
         return plan
 
     def _expect_own(self, out: StepPlan, path: KernelPath) -> None:
         """Require a plan as this planner makes them: runs go by what it says."""
-        wanted = (self.spec.query_tokens, self._lists_merges(path))
+        wanted = (self.spec.query_tokens, self._lists_prefixes(path))
         got = (out.query_tokens, out.merges is not None)
         if got != wanted:
             raise ValueError(
@@ -150,11 +159,18 @@ class MlaPlanner:
         ctas = self._num_ctas(path)
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=lengths.device)
         prefix = None
-        tiles = requests
+        tiles, lists = requests, 1
+        slots = tiles + ctas
+        work = zeros(ctas, 8)
         if self._shares_prefixes(path):
             # a group of n requests has ceil(n rows / 64) tiles, and n is at least 2
             prefix_tiles = requests // 2 + -(-requests * rows // 64)
             tiles += prefix_tiles
+            slots += prefix_tiles
+            if self._lists_prefixes(path):
+                lists = 2
+                work = zeros(2 * ctas, 8)
+                slots = _prefix_slot(requests + ctas, rows) + prefix_tiles + ctas
             prefix = SharedPrefix(
                 zeros(tiles, 8),
                 zeros(tiles),
@@ -165,22 +181,24 @@ class MlaPlanner:
                 zeros(requests),
                 zeros(requests),
                 self.spec.num_heads,
+                work[ctas:] if lists == 2 else None,
             )
         return StepPlan(
             lengths,
-            zeros(ctas, 8),
-            zeros(tiles + 1),
+            work[:ctas],
+            zeros(tiles + lists),
             self.spec.query_tokens,
-            tiles + ctas,
+            slots,
             prefix,
-            zeros(1 + requests) if self._lists_merges(path) else None,
+            zeros(1 + requests) if self._lists_prefixes(path) else None,
             zeros(2, tiles),
         )
 
     def _shares_prefixes(self, path: KernelPath) -> bool:
         return self._prefix_tokens > 0 and path.name != "torch"
 
-    def _lists_merges(self, path: KernelPath) -> bool:
+    def _lists_prefixes(self, path: KernelPath) -> bool:
+        """Whether prefixes have a list of their own, and requests to merge are listed."""
         return isinstance(path.params, Sm90MlaParams)
 
     def _num_ctas(self, path: KernelPath) -> int:
@@ -205,21 +223,28 @@ class MlaPlanner:
 
     def _fill_sm90(self, plan: StepPlan, tokens: torch.Tensor, params: Sm90MlaParams) -> None:
         assert plan.merges is not None
-        tiles = tokens.shape[0]
+        requests, prefix = plan.requests, plan.prefix
         packed = PARAMS.pack(
             lengths=tokens.data_ptr(),
             work=plan.work.data_ptr(),
             num_splits=plan.num_splits.data_ptr(),
             merges=plan.merges.data_ptr(),
-            prefix_tile=0 if plan.prefix is None else plan.prefix.prefix_tile.data_ptr(),
-            tiles=tiles,
-            requests=plan.requests,
+            prefix_tile=0 if prefix is None else prefix.prefix_tile.data_ptr(),
+            tiles=requests,
+            prefix_tiles=0 if prefix is None else prefix.num_prefix_tiles,
+            prefix_slot=_prefix_slot(requests + plan.num_ctas, self.spec.query_rows),
+            requests=requests,
             ctas=plan.num_ctas,
-            overhead=(plan.prefix and params.prefix_overhead) or params.overhead,
+            overhead=params.overhead,
             min_blocks=params.min_blocks,
         )
-        threads = 544 if tiles <= 544 else 1024  # a warp per candidate
-        _sm90_kernel()(1, threads, packed, pdl=True)
+        threads = 544 if tokens.shape[0] <= 544 else 1024  # a warp per candidate
+        _sm90_kernel()(1 if prefix is None else 2, threads, packed, pdl=True)
+
+
+def _prefix_slot(own_slots: int, query_rows: int) -> int:
+    """The first slot of 64 rows behind ``own_slots`` slots of a request's rows."""
+    return -(-own_slots * query_rows // 64)
 
 
 def plan_split_kv(lengths: torch.Tensor, plan: StepPlan, overhead: int, min_blocks: int) -> None:
@@ -245,9 +270,12 @@ def _find_prefixes(
     page_size: int,
     query_rows: int,
     min_tokens: int,
+    min_requests: int,
 ) -> None:
     requests = plan.requests
     size = _power_of_two(requests)
+    # tiles of a list of their own are counted behind the end of the requests' own
+    first = requests if prefix.work is None else requests + 1
     leaders, tiles = _prefix_kernels(page_size, size, _power_of_two(prefix.num_prefix_tiles))
     leaders.launch(
         (requests, 1, 1),
@@ -271,7 +299,9 @@ def _find_prefixes(
         requests=requests,
         query_rows=query_rows,
         prefix_tiles=prefix.num_prefix_tiles,
+        first_prefix_tile=first,
         min_tokens=min_tokens,
+        min_requests=min_requests,
     )
 
 
@@ -302,7 +332,9 @@ def _prefix_kernels(page_size: int, block_t: int, tiles: int) -> tuple[KernelLau
     return (
         KernelLaunch(find_leaders_kernel, leaders, {"num_warps": 4}, axes={"block_table": "r."}),
         KernelLaunch(
-            two_level_tiles_kernel, {"BLOCK_T": block_t, "BLOCK_TILES": tiles}, {"num_warps": 8}
+            two_level_tiles_kernel,
+            {"BLOCK_T": block_t, "BLOCK_TILES": tiles},
+            {"num_warps": 8 if block_t < 128 else 16},
         ),
     )
 

@@ -62,6 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> serve_vllm.Asked:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(serve_vllm, "BUDGET", BUDGET)
     monkeypatch.setattr(serve_work, "DECODE_LONG", ((4, 2048),))
+    monkeypatch.setattr(serve_work, "SHARED_PROMPT", (4, 2048))
 
     def spans(call: Any) -> list[tuple[str, float, float]]:
         call()
@@ -89,6 +90,7 @@ def test_every_part_writes_its_rows(asked: serve_vllm.Asked, tmp_path: Path) -> 
         "first request, 1 × 2,048",
         *calls,
         *steps,
+        "decode step, 4 × 2,048 of one prompt",
         "mixed load of 48 requests",
     }
     cut = next(row for row in kept["rows"] if row["what"] == "1 × 2,048")

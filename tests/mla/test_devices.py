@@ -100,8 +100,8 @@ def decoder(device: torch.device) -> Call:
     case = cases.make_case(SPEC, [200, 1, 130], device=device)
     served = mla_decoder.MlaDecoder.__new__(mla_decoder.MlaDecoder)
     served.device = device
-    served._forms = {1: (MlaPlanner(mla_selection(device)), 3)}
-    served._plans, served._scratch = {}, Scratch(device)
+    served._kinds = {1: (Lead(None, "a test"), mla_selection(device))}
+    served._most, served._plans, served._scratch = 3, {}, Scratch(device)
 
     def call() -> Results:
         served.warm_up()

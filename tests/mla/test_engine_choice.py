@@ -53,14 +53,16 @@ def ahead(batches: dict[int, list[float]]) -> int | None:
 
 @pytest.mark.parametrize("rows", sorted({row["heads"] for row in measured(MLA)}))
 def test_the_limits_are_those_of_the_result_file(rows: int) -> None:
-    assert lead_over(H200, "fa3", rows) == Lead(ahead(shares(rows)), MLA)
+    lead = lead_over(H200, "fa3", rows)
+    assert isinstance(lead, Lead)
+    assert (lead.max_requests, lead.source) == (ahead(shares(rows)), MLA)
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, None), (5, None), (9, 4), (16, 4), (17, 16)])
 def test_a_number_between_is_judged_as_the_larger(rows: int, most: int | None) -> None:
     lead = lead_over(H200, "fa3", rows)
     assert isinstance(lead, Lead) and lead.max_requests == most
-    assert lead.covers(4) and lead.covers(1000) == (most is None)
+    assert lead.covers(4) and lead.covers(1000) == lead.covers(257) == (most is None)
     assert lead.covers(17) == (most is None)
 
 
@@ -144,12 +146,15 @@ def test_which_models_have_layers_of_this_family() -> None:
 def test_what_is_said_of_a_model() -> None:
     heads, steps, *paths = FAMILY.describe_model(H200, KIMI, 1)
     assert heads == "32 heads per GPU" and [path.split(" (")[0] for path in paths] == [
-        "mla_decode grid 1 to 512: sm90 overhead=1 min_blocks=1 prefix_overhead=4",
-        "mla_decode grid 513 and more: upstream kernel=fa3",
+        "mla_decode grid 1 to 512: sm90 overhead=1 min_blocks=1 shared_requests=0 shared_tokens=0",
+        "mla_decode grid 513 to 2016: upstream kernel=fa3",
+        "mla_decode grid 2017 to 8192: sm90 overhead=1 min_blocks=1 shared_requests=64"
+        " shared_tokens=2048",
+        "mla_decode grid 8193 and more: upstream kernel=fa3",
     ]
     assert steps == (
-        "decode steps of up to 16 requests, where benchmarks/results/mla_decode_h200.json has them"
-        " ahead of fa3"
+        "decode steps of up to 16 and of 64 to 256 requests, where"
+        " benchmarks/results/mla_decode_h200.json has them ahead of fa3"
     )
     assert "of any number of requests" in FAMILY.describe_model(H200, KIMI, 8)[1]
     with pytest.raises(ValueError, match="32 heads cannot be split over 5 GPUs"):

@@ -26,38 +26,57 @@ def pack(params: CudaParams, *values: int) -> bytes:
 
 @pytest.mark.parametrize("threads", [256, 544])
 @pytest.mark.parametrize(
-    ("lengths", "overhead", "min_blocks"),
+    ("lengths", "prefixes", "overhead", "min_blocks"),
     [
-        ([65536] + [1024] * 63, 1, 1),
-        ([0, 1, 63, 64, 65, 4000, 0, 130], 3, 2),
-        ([100 * i % 7777 for i in range(600)], 5, 4),
-        ([512] * 64 + [16384] * 4 + [-1] * 30, 1, 1),
+        ([65536] + [1024] * 63, [], 1, 1),
+        ([0, 1, 63, 64, 65, 4000, 0, 130], [], 3, 2),
+        ([100 * i % 7777 for i in range(600)], [], 5, 4),
+        ([512] * 64, [16384] * 4 + [-1] * 30, 1, 1),
+        ([512] * 64, [-1] * 34, 1, 1),
+        ([60, 7000, 70], [65536, -1], 2, 3),
     ],
 )
 def test_the_planner_is_the_one_in_torch(
-    seed: int, lengths: list[int], overhead: int, min_blocks: int, threads: int
+    seed: int,
+    lengths: list[int],
+    prefixes: list[int],
+    overhead: int,
+    min_blocks: int,
+    threads: int,
 ) -> None:
-    tokens = torch.tensor(lengths, dtype=torch.int32)
-    tiles = len(lengths)
-    requests = lengths.index(-1) - 4 if -1 in lengths else tiles
+    """The requests' tiles, and the prefixes' in a list of their own, of at most 26 splits each."""
+    tokens = torch.tensor(lengths + prefixes, dtype=torch.int32)
+    requests, slot = len(lengths), 500
     prefix = torch.full((requests,), -1, dtype=torch.int32)
-    prefix[::7] = requests
-    work = torch.full((CTAS, 8), -7, dtype=torch.int32)
-    num_splits = torch.full((tiles + 1,), -7, dtype=torch.int32)
+    prefix[::7] = requests + 1
+    work = torch.full((2 * CTAS, 8), -7, dtype=torch.int32)
+    num_splits = torch.full((len(tokens) + 2,), -7, dtype=torch.int32)
     merges = torch.full((requests + 1,), -7, dtype=torch.int32)
     params = pack(planner.PARAMS, 
         *(x.data_ptr() for x in (tokens, work, num_splits, merges, prefix)),
-        tiles, requests, CTAS, overhead, min_blocks,
+        requests, len(prefixes), slot, requests, CTAS, overhead, min_blocks,
     )  # fmt: skip
     kernel = HostKernel(planner.SM90_SOURCE, "split_plan", planner.PARAMS, {}, run_seed=seed)
-    kernel(1, threads, params)
-    want_work, want_splits = split_kv(tokens, CTAS, overhead, min_blocks)
-    assert torch.equal(work, want_work)
-    assert torch.equal(num_splits, want_splits)
-    splits = want_splits.diff()[:requests]
+    kernel(2 if prefixes else 1, threads, params)
+    want_work, want_splits = split_kv(tokens[:requests], CTAS, overhead, min_blocks)
+    assert torch.equal(work[:CTAS], want_work)
+    assert torch.equal(num_splits[: requests + 1], want_splits)
+    splits = want_splits.diff()
     merged = ((splits > 1) | (prefix >= 0)).nonzero().flatten().int()
     assert merges[0] == len(merged)
     assert torch.equal(merges[1 : 1 + len(merged)], merged)
+    if not prefixes:
+        assert (work[CTAS:] == -7).all()
+        return
+    longest = -(-max(*prefixes, 0) // 64)
+    if longest:
+        least = max(min_blocks, -(-longest // 24))
+        want_work, want_splits = split_kv(tokens[requests:], CTAS, overhead, least)
+        assert torch.equal(work[CTAS:], want_work)
+        assert torch.equal(num_splits[requests + 1 :], want_splits + slot)
+        assert int(want_splits.diff().max()) <= 26
+    else:
+        assert (work[CTAS:, 0] > work[CTAS:, 2]).all()  # nothing to compute
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from mla_backend import combine
+from mla_backend.api import mla_decode
 from mla_backend.decode import sm90 as mla_sm90
+from mla_backend.engine_choice import Lead
+from mla_backend.engines import mla_decoder
 from mla_backend.plan import MlaPlanner, planner
 from mla_backend.spec import MlaSpec
-from mla_backend.testing.cases import assert_close, expected, forced, make_case, run_case
+from mla_backend.testing.cases import SCALE, assert_close, expected, forced, make_case, run_case
 from tools.cuda_on_host.driver import GXX, MAP_MAGIC, HostKernel
 from tools.cuda_on_host.planted import plant
 
@@ -87,16 +90,51 @@ def test_more_rows_than_a_tile(use: Use, seed: int) -> None:
     check(MlaSpec(66, 64), [130], seed, sms=4)
 
 
-@pytest.mark.parametrize("overhead", [1, 4])
-def test_a_shared_prefix_and_sinks(use: Use, seed: int, overhead: int) -> None:
-    """Two levels: the rows of all requests meet the prefix in tiles of their own."""
+@pytest.mark.parametrize(("requests", "shares"), [(2, True), (3, True), (4, False)])
+def test_a_shared_prefix_and_sinks(use: Use, seed: int, requests: int, shares: bool) -> None:
+    """The rows of three requests meet their prefix in a launch of its own, which is idle where so
+    few do not count."""
     use()
     spec = MlaSpec(17, 16)
     case = make_case(spec, [200, 133, 64, 201], seed=seed, shared_tokens=128)
     sinks = torch.linspace(-2, 2, 17)
-    selection = forced(spec, "sm90", 4, prefix_overhead=overhead)
-    planner = MlaPlanner(selection, shared_prefix_tokens=64)
+    planner = MlaPlanner(
+        forced(spec, "sm90", 4), shared_prefix_tokens=64, shared_prefix_requests=requests
+    )
+    plan = planner.plan(case.lengths, case.block_table)
+    assert plan.prefix is not None and bool((plan.prefix.prefix_tile >= 0).any()) == shares
     assert_close(run_case(case, planner, sinks=sinks), expected(case, sinks=sinks))
+
+
+@pytest.mark.parametrize("requests", [2, 3, 4])
+def test_an_engines_step_looks_for_shared_prompts(
+    use: Use, seed: int, monkeypatch: pytest.MonkeyPatch, requests: int
+) -> None:
+    """Where its row says so, from so many requests on; without a limit by the number, as alone."""
+    use()
+    spec = MlaSpec(4, 16)
+    selection = forced(spec, "sm90", 4, shared_requests=3, shared_tokens=64)
+    monkeypatch.setattr(mla_decoder, "select_mla_decode", lambda target, spec: selection)
+    monkeypatch.setattr(mla_decoder, "lead_over", lambda *args: Lead(None, "a test"))
+    decoder = mla_decoder.MlaDecoder(
+        selection.target,
+        torch.device("cpu"),
+        heads=4,
+        page_size=16,
+        kernel="fa3",
+        query_tokens=(1,),
+        max_requests=8,
+    )
+    case = make_case(spec, [200, 133, 201, 7][:requests], seed=seed, shared_tokens=128)
+    for _ in range(2):  # the second is planned into the plan of the first
+        step = decoder.step(case.lengths, case.block_table, 1)
+        prefix = step.plan.prefix
+        assert (prefix is not None) == (requests >= 3)
+        assert prefix is None or int((prefix.prefix_tile >= 0).sum()) == 3
+        # not step.attend: it promises that other kernels come between planning and a layer
+        tensors = (case.q_latent, case.q_rope, case.kv_latent, case.kv_rope, step.block_table)
+        found = mla_decode(*tensors, step.plan, step.selection, scale=SCALE)
+        assert_close(found, expected(case))
 
 
 PLANTED = {

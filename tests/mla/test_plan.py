@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend.launch_params import Sm90MlaParams
-from mla_backend.plan import MlaPlanner, planner
 from mla_backend.plan.planner import plan_split_kv
 from mla_backend.plan.split_kv import split_kv
-from mla_backend.spec import MlaSpec
 from mla_backend.step_plan import StepPlan
-from mla_backend.testing.cases import forced, make_case
 
 lengths_of = st.lists(st.integers(0, 5000) | st.integers(0, 130), min_size=1, max_size=40)
 
@@ -107,25 +103,8 @@ def empty_plan(lengths: torch.Tensor, ctas: int) -> StepPlan:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "used"), [(0, [1, 1]), (3, [1, 3])])
-def test_shared_prefixes_have_an_overhead_of_their_own(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, given: int, used: list[int]
-) -> None:
-    """On Hopper; where it is 0, they have the others'."""
-    seen: list[int] = []
-    monkeypatch.setattr(planner, "PARAMS", SimpleNamespace(pack=lambda **fields: fields))
-    monkeypatch.setattr(
-        planner,
-        "_sm90_kernel",
-        lambda: lambda grid, block, fields, pdl: seen.append(fields["overhead"]),
-    )
-    case = make_case(MlaSpec(4, 64), [100, 130], shared_tokens=64, device=device)
-    for tokens in (0, 64):
-        selection = forced(case.spec, "sm90", 4, prefix_overhead=given)
-        MlaPlanner(selection, shared_prefix_tokens=tokens).plan(case.lengths, case.block_table)
-    assert seen == used
-
-
 def test_an_overhead_that_no_plan_takes_is_refused() -> None:
     with pytest.raises(ValueError, match="overhead must be 1 to 16 blocks, got 17"):
-        Sm90MlaParams(overhead=1, min_blocks=1, prefix_overhead=17)
+        Sm90MlaParams(overhead=17, min_blocks=1)
+    with pytest.raises(ValueError, match="must both be 0, or at least 2 requests and 1 token"):
+        Sm90MlaParams(overhead=1, min_blocks=1, shared_requests=32)

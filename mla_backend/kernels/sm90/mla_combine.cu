@@ -16,8 +16,9 @@
 #include "softmax.cuh"
 
 template __global__ void shared_bytes<0>();
-static constexpr int MOST = 160;  // splits of a row
-static constexpr int MANY = 528;  // rows, of which a warp each has one: half a GPU's warps of this kernel
+static constexpr int MOST = 160;      // splits of a row
+static constexpr int TILE_ROWS = 64;  // of a slot of a shared prefix
+static constexpr int MANY = 528;      // rows, of which a warp each has one: half a GPU's warps of this kernel
 
 // The splits of a row: those of the shared prefix, then its own.
 struct Splits {
@@ -27,16 +28,16 @@ struct Splits {
         prefix = prefix_slot = prefix_row = 0;
         const int shared = p.prefix_tile ? p.prefix_tile[request] : -1;
         if (shared >= 0) {
-            // rows of a tile beyond its 64 are in the next one
+            // rows of a tile beyond its own are in the next one
             const int number = p.prefix_row[request] + r;
-            const int at = shared + number / 64;
-            prefix_row = number % 64;
+            const int at = shared + number / TILE_ROWS;
+            prefix_row = number % TILE_ROWS;
             prefix_slot = p.num_splits[at], prefix = p.num_splits[at + 1] - prefix_slot;
         }
         count = min(prefix + own, MOST);
     }
     __device__ __forceinline__ i64 index(const Params& p, int split) const {
-        return split < prefix ? i64(prefix_slot + split) * p.partial_rows + prefix_row
+        return split < prefix ? i64(prefix_slot + split) * TILE_ROWS + prefix_row
                               : i64(own_slot + split - prefix) * p.partial_rows + row;
     }
 };
