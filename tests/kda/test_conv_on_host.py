@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kda_backend import layer
-from kda_backend.contract.values import ConvInputs
+from kda_backend.contract.values import ConvInputs, StateRef
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import two_stage_sm90 as pipeline
@@ -86,7 +86,7 @@ def test_a_layer_is_the_definition_and_keeps_its_windows(
     loaded = use_conv(monkeypatch, seed)
     model = model_of(seed, LENGTHS, heads=2)
     conv = model.weights.conv.to(taps)
-    model.weights = dataclasses.replace(model.weights, conv=conv)
+    model.weights = model.weights._replace(conv=conv)
     check(model, layer.prefill, INDICES, INITIAL)
     assert loaded.launches == 1
 
@@ -157,10 +157,9 @@ def test_a_checkpoint_is_the_state_of_a_shorter_prefill(
     layer.prefill(
         model.weights,
         model.selection,
-        layer.Tokens(model.qkv, model.g, model.beta, model.gate, out),
-        layer.Pools(model.conv_pool, model.state_pool),
-        torch.tensor([2], dtype=torch.int32),
-        torch.tensor([True]),
+        layer.Projections(model.qkv, model.g, model.beta, model.gate, out),
+        model.conv_pool,
+        StateRef.pool(model.state_pool, torch.tensor([2], dtype=torch.int32), torch.tensor([True])),
         model.step_plan,
         Scratch(torch.device("cpu")),
         checkpoints=Checkpoints.of(torch.tensor([64]), torch.tensor([5]), null_slot=0),
@@ -217,7 +216,7 @@ def test_mistakes_are_seen(
 def test_which_steps_are_convolved_in_the_kernel() -> None:
     model = model_of(0, (70, 5))
     rows = layer._token_inputs(
-        layer.Tokens(model.qkv, model.g, model.beta, model.gate, model.g), model.qkv,
+        layer.Projections(model.qkv, model.g, model.beta, model.gate, model.g), model.qkv,
         model.selection,
     )  # fmt: skip
     conv = ConvInputs(model.conv_pool, model.weights.conv)

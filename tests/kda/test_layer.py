@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from backend_core.testing.numerics import poisoned
 from kda_backend import layer, reference
-from kda_backend.layer import LayerWeights, Pools, Tokens
+from kda_backend.contract.values import GateSpec, StateRef
+from kda_backend.layer import LayerWeights, Projections
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape
 from kda_backend.step_plan import StepPlan, build_step_plan
@@ -38,11 +39,9 @@ class Model:
         self.heads, self.dim, self.lengths = heads, dim, tuple(lengths)
         self.weights = LayerWeights(
             conv=0.5 * randn(channels, WIDTH).to(device),
-            a_log=randn(heads).to(device),
-            dt_bias=randn(heads * dim).to(device),
+            gate=GateSpec.of(randn(heads).to(device), randn(heads * dim).to(device), None),
             norm=randn(dim).bfloat16().to(device),
             norm_eps=1e-5,
-            lower_bound=None,
         )
         # a row of the packed projection is wider than what the layer takes of it
         wide = randn(tokens, channels + heads + 8).bfloat16().to(device)
@@ -75,20 +74,15 @@ class Model:
         out = poisoned(*self.g.shape, dtype=torch.bfloat16, device=device)
         flags = None if initial is None else torch.tensor(initial, device=device)
         slots = torch.tensor(indices, dtype=torch.int32, device=device)
-        tokens = Tokens(self.qkv, self.g, self.beta, self.gate, out)
-        common = (
-            self.weights,
-            self.selection,
-            tokens,
-            Pools(self.conv_pool, self.state_pool),
-            slots,
-        )
+        state = StateRef.pool(self.state_pool, slots, flags, null_slot=0)
+        x = Projections(self.qkv, self.g, self.beta, self.gate, out)
+        common = (self.weights, self.selection, x, self.conv_pool, state)
         if function is layer.decode:
-            function(*common, null_slot=0)
+            function(*common)
         elif function is layer.decode_or_start:
-            function(*common, flags, self.step_plan)
+            function(*common, self.step_plan)
         else:
-            function(*common, flags, self.step_plan, Scratch(device), known=self.known)
+            function(*common, self.step_plan, Scratch(device), known=self.known)
         return out
 
     def expected(
@@ -112,9 +106,8 @@ class Model:
             q, k, v = mixed.reshape(end - begin, 3, self.heads, self.dim).unbind(1)
             decay = reference.log_decay(
                 self.g[begin:end].double().cpu(),
-                w.a_log.double().cpu(),
-                w.dt_bias.double().cpu(),
-                w.lower_bound,
+                *(x.double().cpu() for x in w.gate[1:3] if x is not None),
+                w.gate.lower_bound or None,
             )
             state = states[indices[n]] if reads else torch.zeros_like(states[0])
             o, after = reference.recurrent_kda(
@@ -196,8 +189,8 @@ def test_a_sequence_in_two_steps_is_the_sequence_in_one(
 
 def test_bounded_gate(backend: Backend, seed: int) -> None:
     model = Model(backend, seed, (66, 5))
-    bounded = {**vars(model.weights), "lower_bound": -5.0}
-    model.weights = LayerWeights(**bounded)
+    gate = GateSpec.of(*model.weights.gate[1:3], -5.0)
+    model.weights = model.weights._replace(gate=gate)
     shape = KdaShape(model.heads, model.heads, model.dim, model.dim, bounded_gate=True)
     model.selection = backend.selection(shape)
     check(model, layer.prefill, (4, 1), (True, False))
