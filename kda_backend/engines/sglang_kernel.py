@@ -95,7 +95,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         if call.get("chunk_indices") is not None and q.dtype != torch.float32:
             call["beta_is_raw"] = beta.dtype == q.dtype
         try:
-            _check_known("prefill", call, _PREFILL)
+            _check_known("prefill", call, PREFILL_ARGUMENTS)
             return self.prefill(self.selection, q, k, v, g, beta, **call)
         except ValueError as error:
             fallback(f"prefill: {error}")
@@ -106,7 +106,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved rows ``[N, C]`` of q, k and v; returns ``[1, N, HV, V]``."""
         try:
-            _check_known("decode", call, _STEP)
+            _check_known("decode", call, STEP_ARGUMENTS)
             value_heads, value_dim = call["num_v_heads"], call["head_v_dim"]
             q, k, v = split_rows(mixed_qkv, value_heads, call["ssm_states"].shape[-1], value_dim)
             return self.step(self.selection, q, k, v, a, b, **call).unsqueeze(0)
@@ -125,7 +125,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved q, k and v ``[1, N, H, D]``; returns ``[1, N, HV, V]``."""
         try:
-            _check_known("decode", call, _STEP)
+            _check_known("decode", call, STEP_ARGUMENTS)
             return self.step(self.selection, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
         except ValueError as error:
             fallback(f"decode: {error}")
@@ -305,7 +305,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         return step_plan
 
 
-_PREFILL, _STEP = (
+PREFILL_ARGUMENTS, STEP_ARGUMENTS = (
     _OF_OTHERS | inspect.signature(method).parameters.keys()
     for method in (KdaKernel.prefill, KdaKernel.step)
 )
