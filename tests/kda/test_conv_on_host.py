@@ -87,6 +87,7 @@ def test_a_layer_is_the_definition_and_keeps_its_windows(
     model = model_of(seed, LENGTHS, heads=2)
     conv = model.weights.conv.to(taps)
     model.weights = model.weights._replace(conv=conv)
+    model.case = dataclasses.replace(model.case, conv_weight=conv)
     check(model, layer.prefill, INDICES, INITIAL)
     assert loaded.launches == 1
 
@@ -119,6 +120,7 @@ def test_a_prompt_in_two_steps_has_the_bits_of_one(
     parts = []
     for begin, end in ((0, split), (split, 70)):
         part = model_of(seed, (end - begin,))
+        part.weights = halves.weights
         part.qkv, part.beta = halves.qkv[begin:end], halves.beta[begin:end]
         part.g, part.gate = halves.g[begin:end], halves.gate[begin:end]
         part.conv_pool, part.state_pool = halves.conv_pool, halves.state_pool
