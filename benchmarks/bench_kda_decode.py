@@ -48,7 +48,17 @@ from benchmarks.peers.kda_decode import (
     load_sglang,
     load_vllm,
 )
-from kda_backend import kda_decode_step, kda_verify_step, reference
+from kda_backend import (
+    ConvInputs,
+    DraftInputs,
+    GateSpec,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+    kda_decode_step,
+    kda_verify_step,
+    reference,
+)
 from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.testing.regimes import gate_parameters
 
@@ -91,39 +101,28 @@ def selection_of(heads: int, path: str | None = None) -> KdaSelection:
     return select(detect_target(), shape) if path is None else only(shape, path, "decode_step")
 
 
-def call_of(x: Layer) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """The tensors of a layer's call up to its states, and the options that all calls have."""
+def call_of(x: Layer) -> tuple[tuple[TokenInputs, GateSpec], dict[str, Any]]:
+    """The tokens and the gate of a layer's call, and the options that all calls have."""
     keys = x.heads * DIM
     q, k, v = (y.unflatten(1, (x.heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
-    options = {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "A_log": x.a_log,
-        "dt_bias": x.dt_bias,
-        "out": torch.empty_like(x.z),
-    }
-    return (q, k, v, x.g, x.beta, x.states), options
+    inputs = TokenInputs.of(q, k, v, x.g, x.beta), GateSpec.of(x.a_log, x.dt_bias, None)
+    return inputs, {"out": torch.empty_like(x.z)}
 
 
 def around(x: Layer, windows: torch.Tensor) -> dict[str, Any]:
     """Convolution and norm."""
-    return {
-        "conv_state": windows.transpose(1, 2),
-        "conv_weight": x.conv_weight,
-        "norm_weight": x.norm_weight,
-        "norm_gate": x.z,
-        "norm_eps": EPS,
-    }
+    conv = ConvInputs(windows.transpose(1, 2), x.conv_weight)
+    return {"conv": conv, "norm": NormInputs(x.norm_weight, x.z, EPS)}
 
 
 def ours(x: Layer, selection: KdaSelection | None = None, *, fused: bool = True) -> Step:
     """Our step; bare of convolution and norm without ``fused``."""
-    tensors, options = call_of(x)
+    inputs, options = call_of(x)
     options |= around(x, x.windows) if fused else {}
     options["selection"] = selection or selection_of(x.heads)
     # pdl_prefetch_safe: the call before has other slots
-    return lambda i: kda_decode_step(*tensors, x.indices[i], pdl_prefetch_safe=True, **options)
+    options["pdl_prefetch_safe"] = True
+    return lambda i: kda_decode_step(*inputs, StateRef.pool(x.states, x.indices[i]), **options)
 
 
 def expected(x: Layer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,10 +165,11 @@ def verify_ms(rows: int, heads: int, tokens: int) -> float:
     windows = torch.zeros(len(x.states), tokens + 2, x.qkv.shape[1], device="cuda").bfloat16()
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
     tables = x.indices.view(len(x.indices), rows, tokens)
-    tensors, options = call_of(x)
+    inputs, options = call_of(x)
+    draft = DraftInputs.in_pool(accepted)
     options |= around(x, windows) | {"selection": selection_of(heads)}
     return gpu_ms(
-        lambda i: kda_verify_step(*tensors, tables[i], num_accepted_tokens=accepted, **options), x
+        lambda i: kda_verify_step(*inputs, StateRef.pool(x.states, tables[i]), draft, **options), x
     )
 
 

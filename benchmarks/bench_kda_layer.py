@@ -28,7 +28,13 @@ from backend_core.testing.records import write_record
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
 from benchmarks.kda_paths import only
 from kda_backend import layer, reference
-from kda_backend.contract.values import PrefillCall, StateRef
+from kda_backend.contract.values import (
+    ConvInputs,
+    GateSpec,
+    NormInputs,
+    PrefillCall,
+    StateRef,
+)
 from kda_backend.layer_stages import gated_norm, short_conv
 from kda_backend.prefill.paths import path_of
 from kda_backend.scratch import Scratch
@@ -60,13 +66,11 @@ class Layer:
         a_log, dt_bias, g = gate_parameters("init", randn(tokens, heads, DIM), rng)
         self.weights = layer.LayerWeights(
             conv=0.5 * randn(channels, TAPS),
-            a_log=a_log,
-            dt_bias=dt_bias.flatten(),
+            gate=GateSpec.of(a_log, dt_bias.flatten(), lower_bound),
             norm=randn(DIM).bfloat16(),
             norm_eps=1e-5,
-            lower_bound=lower_bound,
         )
-        self.tokens = layer.Tokens(
+        self.tokens = layer.Projections(
             qkv=randn(tokens, channels).bfloat16(),
             g=g.bfloat16(),
             beta=randn(tokens, heads).bfloat16(),
@@ -77,10 +81,9 @@ class Layer:
         self.has_initial = torch.arange(sequences, device=device) % 2 == 0
         # token-major, as vLLM keeps windows
         windows = randn(sequences + 1, TAPS - 1, channels).bfloat16()
-        self.before = layer.Pools(
-            windows.transpose(1, 2), 0.3 * randn(sequences + 1, heads, DIM, DIM)
-        )
-        self.pools = layer.Pools(*(pool.clone() for pool in self.before))
+        self.before = (windows.transpose(1, 2), 0.3 * randn(sequences + 1, heads, DIM, DIM))
+        self.pools = tuple(pool.clone() for pool in self.before)
+        self.state = StateRef.pool(self.pools[1], self.slots, self.has_initial)
         offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         self.plan = build_step_plan(
             offsets.to(device), tokens, cu_seqlens_cpu=offsets, chunk_table=device != "cpu"
@@ -90,7 +93,7 @@ class Layer:
 
     @property
     def shape(self) -> KdaShape:
-        bounded = self.weights.lower_bound is not None
+        bounded = self.weights.gate.lower_bound != 0
         return KdaShape(self.heads, self.heads, DIM, DIM, bounded_gate=bounded)
 
     def run(self, selection: KdaSelection) -> None:
@@ -99,9 +102,8 @@ class Layer:
             self.weights,
             selection,
             self.tokens,
-            self.pools,
-            self.slots,
-            self.has_initial,
+            self.pools[0],
+            self.state,
             self.plan,
             self.scratch,
             known=self.known,
@@ -126,10 +128,10 @@ class Layer:
             taps = weights.conv.double()[:, None]
             lines.append(F.silu(F.conv1d(whole[None], taps, groups=self.channels)[0]).T)
         q, k, v = torch.cat(lines).view(-1, 3, self.heads, DIM).unbind(1)
-        bias = weights.dt_bias.double().view(self.heads, DIM)
-        decay = reference.log_decay(
-            tokens.g.double(), weights.a_log.double(), bias, weights.lower_bound
-        )
+        _, a_log, dt_bias, bound = weights.gate
+        assert a_log is not None and dt_bias is not None
+        bias = dt_bias.double().view(self.heads, DIM)
+        decay = reference.log_decay(tokens.g.double(), a_log.double(), bias, bound or None)
         initial = states[1:] * self.has_initial[:, None, None, None]
         o, states[1:], _ = reference.chunk_kda(
             reference.l2norm(q),
@@ -153,10 +155,10 @@ class Layer:
         self.reset()
         self.run(selection)
         out, windows, states = self.expected
-        pairs = ((self.tokens.out, out), (self.pools.state[1:], states[1:]))
+        pairs = ((self.tokens.out, out), (self.pools[1][1:], states[1:]))
         error = max(relative_error(got, want) for got, want in pairs)
         assert error <= ALLOWED_ERROR, f"off by {error:.2e}, allowed {ALLOWED_ERROR:.1e} (rel. L2)"
-        assert torch.equal(self.pools.conv.double(), windows), "a window is wrong"
+        assert torch.equal(self.pools[0].double(), windows), "a window is wrong"
         return error
 
     def bytes_once(self) -> int:
@@ -169,23 +171,22 @@ class Layer:
 
     def parts(self, selection: KdaSelection) -> dict[str, Callable[[], object]]:
         """The launches of the layer, each by itself."""
-        weights, tokens, pools, plan = self.weights, self.tokens, self.pools, self.plan
-        first = self.channels // 3 * 2
-        where = (self.slots, self.has_initial, plan)
-        mixed = short_conv(tokens.qkv, weights.conv, pools.conv, *where)
+        weights, tokens, plan, state = self.weights, self.tokens, self.plan, self.state
+        first, window = self.channels // 3 * 2, self.pools[0]
+        conv = ConvInputs(window, weights.conv)
+        mixed = short_conv(tokens.qkv, conv, state, plan)
         rows = layer._token_inputs(tokens, mixed, selection)
-        state = StateRef.pool(pools.state, self.slots, self.has_initial)
         out = torch.empty_like(tokens.out)
-        of_values = (tokens.qkv[:, first:], weights.conv[first:], pools.conv[:, first:])
+        of_values = ConvInputs(window[:, first:], weights.conv[first:])
         one = out.unsqueeze(0)
         call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, {})
         prefill = path_of(selection, rows, plan, state)
-        norm = (tokens.out, tokens.gate, weights.norm, weights.norm_eps, out)
+        norm = NormInputs(weights.norm, tokens.gate, weights.norm_eps)
         return {
-            "conv": lambda: short_conv(tokens.qkv, weights.conv, pools.conv, *where),
-            "conv_of_v": lambda: short_conv(*of_values, *where),
+            "conv": lambda: short_conv(tokens.qkv, conv, state, plan),
+            "conv_of_v": lambda: short_conv(tokens.qkv[:, first:], of_values, state, plan),
             "prefill": lambda: prefill(call),
-            "norm": lambda: gated_norm(*norm, kernels=plan.chunk_table is not None),
+            "norm": lambda: gated_norm(out, norm, plan),
         }
 
 

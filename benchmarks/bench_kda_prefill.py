@@ -34,7 +34,7 @@ from backend_core.testing.timing import (
     installed_version,
 )
 from benchmarks.kda_paths import only
-from kda_backend import chunk_kda
+from kda_backend import StateRef, kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import select
 from kda_backend.step_plan import build_step_plan
@@ -87,18 +87,13 @@ class Ours:
         self.pool = torch.full((sequences + 2, heads, DIM, DIM), math.nan, device="cuda")
         self.pool[1:-1] = case.state
         self.out = torch.full_like(case.v, math.nan)
-        self.tokens = case.tokens
-        self.arguments = case.options() | {
-            "state_pool": self.pool,
-            "state_indices": torch.arange(sequences, dtype=torch.int32, device="cuda") + 1,
-            "out": self.out,
-            "step_plan": self.step_plan,
-            "scratch": Scratch(case.q.device),
-            "selection": selection,
-        }
+        slots = torch.arange(sequences, dtype=torch.int32, device="cuda") + 1
+        self.values = (*case.inputs, StateRef.pool(self.pool, slots), self.step_plan)
+        scratch = Scratch(case.q.device)
+        self.options = {"out": self.out, "scratch": scratch, "selection": selection}
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk_kda(*self.tokens, **self.arguments)
+        kda_prefill(*self.values, **self.options)
         return self.out, self.pool[1:-1]
 
 

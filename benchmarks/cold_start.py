@@ -67,7 +67,7 @@ def start() -> dict[str, Any]:
     from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
     from kda_backend.prefill.paths import begin_to_compile
     from kda_backend.selection import KdaShape, select
-    from kda_backend.testing import layer_checks
+    from kda_backend.testing import checks
 
     kernels: list[dict[str, Any]] = []
     made: list[cuda.CudaKernel] = []
@@ -108,7 +108,7 @@ def start() -> dict[str, Any]:
     layer.prefill = timed_prefill
     for single in selection.single_paths():
         for path in dict.fromkeys(single.prefill.rows):
-            layer_checks.run(path, target, device)
+            checks.run_layer(path, target, device)
     later = sum(kernel["s"] for kernel in kernels[compiled_before:])
     return {
         "nvrtc_s": round(loaded - begin + later, 2),

@@ -216,7 +216,7 @@ def transpose_states() -> None:
 
     def planted(*args: Any, **options: Any) -> None:
         prefill(*args, **options)
-        states, slots = args[3].state, args[4]
+        states, slots = args[4].write, args[4].indices
         slots = slots[slots >= 0].long()  # a device sync, which a test may have
         states[slots] = states[slots].mT.contiguous()
 

@@ -1,6 +1,6 @@
 """Kimi Delta Attention for inference engines.
 
-The operators are imported at their first use, so that path tables are read without torch.
+What is listed here is imported at its first use, so that path tables are read without torch.
 """
 
 from __future__ import annotations
@@ -9,42 +9,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kda_backend.api import chunk_kda, fused_recurrent_kda
-    from kda_backend.api_step import kda_decode_step, kda_verify_step
+    from kda_backend.contract.values import (
+        LOG_DECAY,
+        ConvInputs,
+        DraftInputs,
+        GateSpec,
+        NormInputs,
+        StateRef,
+        TokenInputs,
+    )
+    from kda_backend.fla import chunk_kda, fused_recurrent_kda
+    from kda_backend.operators import kda_decode_step, kda_prefill, kda_recurrent, kda_verify_step
     from kda_backend.scratch import Scratch
     from kda_backend.selection import KdaSelection, KdaShape, select
     from kda_backend.step_plan import StepPlan, build_step_plan
 
 __all__ = [
+    "LOG_DECAY",
+    "ConvInputs",
+    "DraftInputs",
+    "GateSpec",
     "KdaSelection",
     "KdaShape",
+    "NormInputs",
     "Scratch",
+    "StateRef",
     "StepPlan",
+    "TokenInputs",
     "build_step_plan",
     "chunk_kda",
     "fused_recurrent_kda",
     "kda_decode_step",
+    "kda_prefill",
+    "kda_recurrent",
     "kda_verify_step",
     "select",
 ]
-
-_MODULE_OF = {
-    "KdaSelection": "selection",
-    "KdaShape": "selection",
-    "Scratch": "scratch",
-    "StepPlan": "step_plan",
-    "build_step_plan": "step_plan",
-    "chunk_kda": "api",
-    "fused_recurrent_kda": "api",
-    "kda_decode_step": "api_step",
-    "kda_verify_step": "api_step",
-    "select": "selection",
-}
+_MODULES = ("fla", "operators", "contract.values", "scratch", "step_plan", "selection")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(importlib.import_module(f"{__name__}.{module}")).get(name)
+            if found is not None:
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kda_backend.selection import KdaShape
 
 EvictionHint = Literal["", "evict_first", "evict_last"]
-Fp32Precision = Literal["ieee", "tf32x3"]
 
 
 def _check_powers(params: object, least: int, most: int, *names: str) -> None:
@@ -36,8 +35,6 @@ class TwoStageParams:
             with which all programs run at once.
         scan_num_warps, scan_num_stages: of the scan.
         scan_pdl: programmatic dependent launch of the scan (NVIDIA, from Hopper on).
-        fast_math: approximate exp2 and log2 instructions (PTX).
-        fp32_precision: of products with fp32 inputs.
     """
 
     intra_max_registers: int
@@ -46,8 +43,6 @@ class TwoStageParams:
     scan_num_warps: int
     scan_num_stages: int
     scan_pdl: bool
-    fast_math: bool
-    fp32_precision: Fp32Precision
 
     def __post_init__(self) -> None:
         _check_powers(self, 16, 128, "block_v", "block_v_max")
@@ -69,7 +64,6 @@ class RecurrentParams:
 
     block_v: int
     num_warps: int
-    fast_math: bool
 
     def __post_init__(self) -> None:
         _check_powers(self, 1, 256, "block_v")
@@ -86,7 +80,6 @@ class FusedStepParams:
         block_v, split_num_warps: value rows and warps of a program where neither convolution nor
             norm is fused.
         eviction: cache hint of the state's loads and stores.
-        fast_math: approximate exp2 and log2 instructions (PTX).
     """
 
     num_warps: int
@@ -94,7 +87,6 @@ class FusedStepParams:
     block_v: int
     split_num_warps: int
     eviction: EvictionHint
-    fast_math: bool
 
     def __post_init__(self) -> None:
         _check_powers(self, 1, 128, "k_inner", "block_v")
@@ -123,7 +115,6 @@ class FusedVerifyParams:
 
     num_warps: int
     k_inner: int
-    fast_math: bool
 
     def __post_init__(self) -> None:
         _check_powers(self, 1, 128, "k_inner")

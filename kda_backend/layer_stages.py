@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from backend_core.autocast import without_autocast
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
-from kda_backend.spec import CHUNK
+from backend_core.contracts import expect_device, expect_shape, expect_stride
+from kda_backend.contract.tensors import expect_vector
+from kda_backend.contract.values import ConvInputs, NormInputs, StateRef
+from kda_backend.spec import CHUNK, CONV_TAPS
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -18,20 +20,14 @@ if TYPE_CHECKING:
 
 
 def short_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    pool: torch.Tensor,
-    state_indices: torch.Tensor,
-    has_initial_state: torch.Tensor | None,
-    step_plan: StepPlan,
+    x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan
 ) -> torch.Tensor:
     """SiLU of a causal depthwise convolution of packed sequences; their last tokens stay in a pool.
 
     Args:
-        x: ``[T, C]``, channels adjacent; weight: ``[C, W]`` contiguous, W = 4.
-        pool: ``[slots, C, W - 1]``, any strides, oldest token first; read where
-            ``has_initial_state`` and written at ``state_indices`` ``[N]`` int32 (-1: neither).
-            No other slot is touched.
+        x: ``[T, C]``, channels adjacent.
+        conv: of ``C`` channels and three columns, without a bias; read where the state is, and
+            written at its slots.
         step_plan: of these tokens; with a chunk table the kernel runs, else torch.
 
     The arguments are not checked here: :func:`check_short_conv` does that.
@@ -40,24 +36,24 @@ def short_conv(
         ``[T, C]`` contiguous, x's dtype.
     """
     tokens, channels = x.shape
-    width = weight.shape[1]
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
-    if step_plan.chunk_table is None:
-        _short_conv_torch(x, weight, pool, state_indices, has_initial_state, step_plan, out)
+    table = step_plan.chunk_table
+    if table is None:
+        _short_conv_torch(x, conv, state, step_plan, out)
         return out
-    kernel, block = _short_conv_kernel(width, channels, _has_ptx(x))
+    kernel, block = _short_conv_kernel(channels, _has_ptx(x))
     kernel.launch(
         (step_plan.num_chunks * (-(-channels // block)), 1, 1),
         x_ptr=x,
-        conv_weight_ptr=weight,
+        conv_weight_ptr=conv.weight,
         o_ptr=out,
-        conv_state_ptr=pool,
-        state_indices_ptr=state_indices,
-        has_initial_state_ptr=has_initial_state,
+        conv_state_ptr=conv.state,
+        state_indices_ptr=state.indices,
+        has_initial_state_ptr=state.has_initial,
         cu_seqlens_ptr=step_plan.cu_seqlens,
-        chunk_start_ptr=step_plan.chunk_table.start,
-        chunk_len_ptr=step_plan.chunk_table.length,
-        chunk_offsets_ptr=step_plan.chunk_table.offsets,
+        chunk_start_ptr=table.start,
+        chunk_len_ptr=table.length,
+        chunk_offsets_ptr=table.offsets,
         num_sequences=step_plan.num_sequences,
         C=channels,
     )
@@ -65,51 +61,38 @@ def short_conv(
 
 
 def check_short_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    pool: torch.Tensor,
-    state_indices: torch.Tensor,
-    step_plan: StepPlan,
+    x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan
 ) -> None:
     """Raise ``ValueError`` where an argument of :func:`short_conv` is not as described there."""
-    tokens, channels = x.shape
-    width = weight.shape[1]
+    (tokens, channels), taps = x.shape, conv.weight.shape[1]
     expect_stride("qkv", x, 1, 1)
-    if width != 4:
-        raise ValueError(f"conv weight must have 4 taps, got {width}")
-    expect_shape("conv weight", weight, (channels, width))
-    expect_stride("conv weight", weight, 0, width)
-    expect_shape("conv_pool", pool, ("slots", channels, width - 1))
-    expect_shape("state_indices", state_indices, (step_plan.num_sequences,))
-    expect_dtype("state_indices", state_indices, torch.int32)
-    expect_stride("state_indices", state_indices, 0, 1)
-    for name, tensor in (("conv weight", weight), ("conv_pool", pool)):
+    if taps != CONV_TAPS:
+        raise ValueError(f"conv weight must have 4 taps, got {taps}")
+    expect_shape("conv weight", conv.weight, (channels, taps))
+    expect_stride("conv weight", conv.weight, 0, taps)
+    expect_shape("conv_pool", conv.state, ("slots", channels, taps - 1))
+    for name, tensor in (("conv weight", conv.weight), ("conv_pool", conv.state)):
         expect_device(name, tensor, x.device)
+    assert state.indices is not None
+    expect_vector("state_indices", state.indices, step_plan.num_sequences, x.device, torch.int32)
     if step_plan.num_tokens != tokens:
         raise ValueError(f"step_plan is of {step_plan.num_tokens} tokens, qkv has {tokens}")
 
 
-def gated_norm(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    out: torch.Tensor,
-    *,
-    kernels: bool,
-) -> None:
-    """``out = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)`` over the last dimension.
+def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> None:
+    """``x = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)`` over the last dimension.
 
     Args:
-        x, gate, out: ``[T, H, D]``, channels adjacent; ``out`` may be x. weight: ``[D]``.
-        kernels: run the Triton kernel; else torch.
+        x: ``[T, H, D]``, channels adjacent, as those of the norm's gate are.
+        step_plan: with a chunk table the kernel runs, else torch.
 
     The arguments are not checked here: :func:`check_gated_norm` does that.
     """
     tokens, heads, dim = x.shape
-    if not kernels:
-        norm = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-        out.copy_(norm * weight.float() * gate.float().sigmoid())
+    weight, gate, eps = norm
+    if step_plan.chunk_table is None:
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        x.copy_(y * weight.float() * gate.float().sigmoid())
         return
     kernel, block = _gated_norm_kernel(dim, _has_ptx(x))
     kernel.launch(
@@ -117,45 +100,36 @@ def gated_norm(
         x_ptr=x,
         gate_ptr=gate,
         weight_ptr=weight,
-        o_ptr=out,
+        o_ptr=x,
         eps=float(eps),
         num_rows=tokens * heads,
         HV=heads,
     )
 
 
-def check_gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
-) -> None:
+def check_gated_norm(x: torch.Tensor, norm: NormInputs) -> None:
     """Raise ``ValueError`` where an argument of :func:`gated_norm` is not as described there."""
-    tokens, heads, dim = x.shape
-    for name, tensor in (("gate", gate), ("out", out)):
-        expect_shape(name, tensor, (tokens, heads, dim))
+    for name, tensor in (("gate", norm.gate), ("out", x)):
+        expect_shape(name, tensor, tuple(x.shape))
         expect_stride(name, tensor, 2, 1)
         expect_device(name, tensor, x.device)
-    expect_shape("norm weight", weight, (dim,))
+    expect_shape("norm weight", norm.weight, (x.shape[2],))
 
 
 @without_autocast
 def _short_conv_torch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    pool: torch.Tensor,
-    state_indices: torch.Tensor,
-    has_initial_state: torch.Tensor | None,
-    step_plan: StepPlan,
-    out: torch.Tensor,
+    x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan, out: torch.Tensor
 ) -> None:
-    assert step_plan.cu_seqlens_cpu is not None  # the CPU's plan always has them
+    bounds, initial = step_plan.cu_seqlens_cpu, state.has_initial
+    assert bounds is not None and state.indices is not None  # the CPU's plan always has them
+    pool, weight, slots = conv.state, conv.weight, state.indices.tolist()
     width = weight.shape[1]
-    slots = state_indices.tolist()
-    reads = [True] * len(slots) if has_initial_state is None else has_initial_state.tolist()
-    bounds = step_plan.cu_seqlens_cpu
-    for begin, end, slot, initial in zip(bounds, bounds[1:], slots, reads, strict=False):
+    reads = [True] * len(slots) if initial is None else initial.tolist()
+    for begin, end, slot, read in zip(bounds, bounds[1:], slots, reads, strict=False):
         if begin == end:
             continue
         before = x.new_zeros(x.shape[1], width - 1)
-        if slot >= 0 and initial:
+        if slot >= 0 and read:
             before = pool[slot].to(x.dtype)
         line = torch.cat([before, x[begin:end].T], dim=1)
         y = F.conv1d(line.float()[None], weight.float()[:, None], groups=line.shape[0])[0]
@@ -165,7 +139,7 @@ def _short_conv_torch(
 
 
 @functools.cache
-def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[KernelLaunch, int]:
+def _short_conv_kernel(channels: int, fast_math: bool) -> tuple[KernelLaunch, int]:
     """The kernel and its channels per program; the imports need triton."""
     import triton
 
@@ -174,7 +148,7 @@ def _short_conv_kernel(width: int, channels: int, fast_math: bool) -> tuple[Kern
 
     block = min(128, triton.next_power_of_2(channels))
     constexprs = {
-        "WIDTH": width,
+        "WIDTH": CONV_TAPS,
         "CHUNK": CHUNK,
         "BLOCK_T": 16,
         "BLOCK_C": block,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from kda_backend.contract.values import GateSpec, TokenInputs
 from kda_backend.spec import Beta, Gate
+
+_IS_HIP = torch.version.hip is not None
 
 
 class TokenSpec(NamedTuple):
     """Sizes of a head, and how gate, step size and keys are read; made by `of`.
 
     Attributes:
-        is_gpu: of tensors on a GPU; the interpreter, on a CPU, has no PTX.
+        has_ptx: compiled for an NVIDIA GPU: with approximate exp2 and log2 instructions, and
+            products with fp32 inputs as three of TF32.
         heads_per_key: value heads per key head.
     """
 
-    is_gpu: bool
+    has_ptx: bool
     heads_per_key: int
     key_dim: int
     value_dim: int
@@ -30,9 +35,9 @@ class TokenSpec(NamedTuple):
         heads, key_dim = q.shape[-2:]
         value_heads, value_dim = v.shape[-2:]
         sizes = (value_heads // heads, key_dim, value_dim)
-        return cls(q.is_cuda, *sizes, gate.kind, tokens.beta_kind, tokens.l2norm)
+        return cls(q.is_cuda and not _IS_HIP, *sizes, gate.kind, tokens.beta_kind, tokens.l2norm)
 
-    def constexprs(self, *, fast_math: bool) -> dict[str, Any]:
+    def constexprs(self) -> dict[str, Any]:
         return {
             "HEADS_PER_KEY": self.heads_per_key,
             "K": self.key_dim,
@@ -40,5 +45,5 @@ class TokenSpec(NamedTuple):
             "GATE": int(self.gate),
             "BETA": int(self.beta),
             "L2NORM": self.l2norm,
-            "FAST_MATH": fast_math and self.is_gpu,
+            "FAST_MATH": self.has_ptx,
         }

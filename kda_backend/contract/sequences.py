@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride, once
-from kda_backend.contract.states import check_state
-from kda_backend.contract.tokens import check_tokens, selection_for_tokens
+from backend_core.contracts import expect_stride, once
+from kda_backend.contract.tensors import check_state, check_tokens, expect
 from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import MAX_HEAD_DIM
@@ -46,8 +45,7 @@ def check_sequences(
         ValueError: an argument is not as the operator describes it.
         LookupError: no path serves such tokens.
     """
-    check_tokens(tokens, gate, ("B", "T"), MAX_HEAD_DIM)
-    selection = selection_for_tokens(tokens, gate, selection)
+    selection = check_tokens(tokens, gate, ("B", "T"), MAX_HEAD_DIM, selection)
     if out is not None:
         _check_output(out, tokens.v)
     check_state(state, tokens, num_sequences)
@@ -94,9 +92,7 @@ def check_packed_row(q: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
 
 def _check_output(out: torch.Tensor, v: torch.Tensor) -> None:
     """``out`` must be shaped as v, with v's dtype, and packed like the inputs. It may alias v."""
-    expect_shape("out", out, tuple(v.shape))
-    expect_dtype("out", out, v.dtype)
-    expect_device("out", out, v.device)
+    expect("out", out, tuple(v.shape), v.device, v.dtype)
     expect_stride("out", out, 3, 1)
     batch, tokens, _, _ = out.shape
     if tokens == 1:

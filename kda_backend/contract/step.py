@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride, once
-from kda_backend.contract.states import check_packed_states, check_pool
-from kda_backend.contract.tokens import (
+from backend_core.contracts import expect_shape, expect_stride, once
+from kda_backend.contract.tensors import (
     FLOATS,
+    check_packed_states,
+    check_pool,
     check_tokens,
+    expect,
     expect_contiguous,
-    selection_for_tokens,
+    expect_vector,
 )
 from kda_backend.contract.values import (
     ConvInputs,
@@ -85,7 +87,29 @@ def check_verification(
         LookupError: no path serves such tokens.
     """
     selection = _check_layer(tokens, gate, state, conv, norm, out, selection)
-    return selection, _check_draft(tokens, state, draft, conv)
+    indices = state.indices
+    assert indices is not None
+    device, num_tokens = tokens.q.device, tokens.q.shape[0]
+    sequences = indices.shape[0] if indices.dim() else 0
+    if draft.cu_seqlens is not None:
+        types = (torch.int32, torch.int64)
+        expect_vector("cu_seqlens", draft.cu_seqlens, sequences + 1, device, *types)
+    elif num_tokens and (sequences == 0 or num_tokens % sequences):
+        raise ValueError(
+            f"q must have as many tokens for each of {sequences} sequences, got {num_tokens} tokens"
+        )
+    if draft.num_accepted is not None:
+        max_tokens = _check_token_slots(indices, draft.num_accepted, conv, device)
+    else:
+        expect_shape("state_indices", indices, (sequences,))
+        expect_stride("state_indices", indices, 0, 1)
+        max_tokens = _check_buffers(state, draft, conv, sequences, device)
+    if draft.cu_seqlens is None and sequences and num_tokens // sequences > max_tokens:
+        raise ValueError(
+            f"a draft must have at most {max_tokens} tokens,"
+            f" got {num_tokens // sequences} per sequence"
+        )
+    return selection, DraftShape(sequences, max_tokens)
 
 
 def is_aligned(state: StateRef, conv: ConvInputs | None) -> bool:
@@ -119,21 +143,25 @@ def _check_layer(
     selection: KdaSelection | None,
 ) -> KdaSelection:
     """The checks that the decode step and the verification share."""
-    check_tokens(tokens, gate, ("N",), MAX_STEP_DIM)
-    for name, x in (("q", tokens.q), ("k", tokens.k), ("v", tokens.v), ("g", tokens.g)):
-        _expect_adjacent_heads(name, x)
+    selection = check_tokens(tokens, gate, ("N",), MAX_STEP_DIM, selection)
+    v, device = tokens.v, tokens.q.device
+    rows = {"q": tokens.q, "k": tokens.k, "v": v, "g": tokens.g}
     expect_stride("beta", tokens.beta, 1, 1)
     check_pool(state, tokens)
     if conv is not None:
         _check_conv(conv, state, tokens)
     if out is not None:
-        expect_shape("out", out, tuple(tokens.v.shape))
-        expect_dtype("out", out, tokens.q.dtype)
-        expect_device("out", out, tokens.q.device)
-        _expect_adjacent_heads("out", out)
+        expect("out", out, tuple(v.shape), device, v.dtype)
+        rows["out"] = out
     if norm is not None:
-        _check_norm(norm, tokens.v)
-    return selection_for_tokens(tokens, gate, selection)
+        expect("norm_weight", norm.weight, (v.shape[2],), device, *FLOATS)
+        expect_contiguous("norm_weight", norm.weight)
+        expect("norm_gate", norm.gate, tuple(v.shape), device, *FLOATS)
+        rows["norm_gate"] = norm.gate
+    for name, x in rows.items():  # whose heads are adjacent
+        expect_stride(name, x, 2, 1)
+        expect_stride(name, x, 1, x.shape[2])
+    return selection
 
 
 def _check_conv(conv: ConvInputs, state: StateRef, tokens: TokenInputs) -> None:
@@ -147,52 +175,16 @@ def _check_conv(conv: ConvInputs, state: StateRef, tokens: TokenInputs) -> None:
         )
     channels = 2 * heads * key_dim + value_heads * value_dim
     window = conv.state
-    expect_shape("conv_state", window, ("slots", channels, "W"))
+    expect("conv_state", window, ("slots", channels, "W"), device, *FLOATS)
     if window.shape[2] < CONV_TAPS - 1:
         raise ValueError(f"conv_state must have at least 3 columns, got {window.shape[2]}")
     if window.shape[0] < slots:
         raise ValueError(f"conv_state must have state_pool's {slots} slots, got {window.shape[0]}")
-    expect_dtype("conv_state", window, *FLOATS)
-    expect_device("conv_state", window, device)
-    _expect_parameter("conv_weight", conv.weight, (channels, CONV_TAPS), device)
+    expect("conv_weight", conv.weight, (channels, CONV_TAPS), device, *FLOATS)
+    expect_contiguous("conv_weight", conv.weight)
     if conv.bias is not None:
-        _expect_parameter("conv_bias", conv.bias, (channels,), device)
-
-
-def _check_norm(norm: NormInputs, v: torch.Tensor) -> None:
-    _expect_parameter("norm_weight", norm.weight, (v.shape[2],), v.device)
-    expect_shape("norm_gate", norm.gate, tuple(v.shape))
-    expect_dtype("norm_gate", norm.gate, *FLOATS)
-    expect_device("norm_gate", norm.gate, v.device)
-    _expect_adjacent_heads("norm_gate", norm.gate)
-
-
-def _check_draft(
-    tokens: TokenInputs, state: StateRef, draft: DraftInputs, conv: ConvInputs | None
-) -> DraftShape:
-    indices = state.indices
-    assert indices is not None
-    device, num_tokens = tokens.q.device, tokens.q.shape[0]
-    sequences = indices.shape[0] if indices.dim() else 0
-    if draft.cu_seqlens is not None:
-        expect_dtype("cu_seqlens", draft.cu_seqlens, torch.int32, torch.int64)
-        _expect_vector("cu_seqlens", draft.cu_seqlens, sequences + 1, device)
-    elif num_tokens and (sequences == 0 or num_tokens % sequences):
-        raise ValueError(
-            f"q must have as many tokens for each of {sequences} sequences, got {num_tokens} tokens"
-        )
-    if draft.num_accepted is not None:
-        max_tokens = _check_token_slots(indices, draft.num_accepted, conv, device)
-    else:
-        expect_shape("state_indices", indices, (sequences,))
-        expect_stride("state_indices", indices, 0, 1)
-        max_tokens = _check_buffers(state, draft, conv, sequences, device)
-    if draft.cu_seqlens is None and sequences and num_tokens // sequences > max_tokens:
-        raise ValueError(
-            f"a draft must have at most {max_tokens} tokens,"
-            f" got {num_tokens // sequences} per sequence"
-        )
-    return DraftShape(sequences, max_tokens)
+        expect("conv_bias", conv.bias, (channels,), device, *FLOATS)
+        expect_contiguous("conv_bias", conv.bias)
 
 
 def _check_token_slots(
@@ -205,8 +197,7 @@ def _check_token_slots(
     expect_shape("state_indices", indices, ("N", "T"))
     expect_stride("state_indices", indices, 1, 1)
     sequences, max_tokens = indices.shape
-    expect_dtype("num_accepted_tokens", num_accepted, torch.int32)
-    _expect_vector("num_accepted_tokens", num_accepted, sequences, device)
+    expect_vector("num_accepted_tokens", num_accepted, sequences, device, torch.int32)
     if conv is not None and conv.state.shape[2] < max_tokens + 2:
         raise ValueError(
             f"conv_state must have at least {max_tokens + 2} columns for drafts of"
@@ -224,34 +215,13 @@ def _check_buffers(
 ) -> int:
     """The variant with a buffer step for each token; returns the most tokens of a draft."""
     assert state.read is not None and draft.states is not None and draft.indices is not None
-    check_packed_states("intermediate_states", draft.states, ("rows", "T", *state.read.shape[1:]))
-    expect_device("intermediate_states", draft.states, device)
+    shape = ("rows", "T", *state.read.shape[1:])
+    check_packed_states("intermediate_states", draft.states, shape, device)
     max_tokens = draft.states.shape[1]
-    expect_dtype("intermediate_indices", draft.indices, torch.int32)
-    _expect_vector("intermediate_indices", draft.indices, sequences, device)
+    expect_vector("intermediate_indices", draft.indices, sequences, device, torch.int32)
+    if (conv is None) != (draft.windows is None):
+        raise ValueError("intermediate_conv must be given if and only if conv_state is")
     if conv is not None and draft.windows is not None:
-        channels = conv.state.shape[1]
-        expect_shape("intermediate_conv", draft.windows, ("rows", max_tokens, channels, 3))
-        expect_dtype("intermediate_conv", draft.windows, *FLOATS)
-        expect_device("intermediate_conv", draft.windows, device)
+        shape = ("rows", max_tokens, conv.state.shape[1], 3)
+        expect("intermediate_conv", draft.windows, shape, device, *FLOATS)
     return max_tokens
-
-
-def _expect_vector(name: str, x: torch.Tensor, size: int, device: torch.device) -> None:
-    expect_shape(name, x, (size,))
-    expect_device(name, x, device)
-    expect_stride(name, x, 0, 1)
-
-
-def _expect_parameter(
-    name: str, x: torch.Tensor, shape: tuple[int, ...], device: torch.device
-) -> None:
-    expect_shape(name, x, shape)
-    expect_dtype(name, x, *FLOATS)
-    expect_device(name, x, device)
-    expect_contiguous(name, x)
-
-
-def _expect_adjacent_heads(name: str, x: torch.Tensor) -> None:
-    expect_stride(name, x, 2, 1)
-    expect_stride(name, x, 1, x.shape[2])

@@ -1,7 +1,7 @@
-"""The typed values that a public operator makes of its arguments on its first lines.
+"""The typed values that every operator takes, from the public functions down to the paths.
 
-Everything below the operators (checks, pipelines, launches, the engines' layer) takes these. Making
-one checks only how arguments go together; `contract.sequences` and `contract.step` check tensors.
+Making one checks only how its parts go together; `contract.sequences` and `contract.step` check
+the tensors of a call.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ check's result has one (`backend_core.contracts.once`). It holds no tensor and n
 
 
 class TokenInputs(NamedTuple):
-    """The tokens of a call and how they are read.
+    """The tokens of a call and how they are read; made by `of`.
 
     Attributes:
-        q, k: ``[*, H, K]``; v: ``[*, HV, V]``; g: ``[*, HV, K]``; beta: ``[*, HV]``, where ``*`` is
-            ``B, T`` for sequences and ``N`` for a decode step.
+        q, k: ``[*, H, K]`` bf16, fp16 or fp32, where ``*`` is ``B, T`` for sequences (K up to 256)
+            and ``N`` for a step (K up to 128, heads of a row adjacent). Views of one packed
+            projection will do.
+        v: ``[*, HV, V]``, q's dtype; ``HV`` a multiple of ``H``, V as large as K may be. Prefill
+            multiplies 16-bit inputs in fp16, so values and states beyond 65,504 in magnitude
+            overflow there.
+        g: ``[*, HV, K]`` bf16, fp16 or fp32, as the gate says.
+        beta: ``[*, HV]`` bf16, fp16 or fp32.
         beta_kind: how beta becomes a step size.
         l2norm: q and k are normalised over K first.
         scale: factor of the output.
@@ -45,14 +51,18 @@ class TokenInputs(NamedTuple):
     @classmethod
     def of(
         cls,
-        tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        scale: float | None,
-        l2norm: bool,
-        beta_kind: Beta,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        beta_kind: Beta = Beta.SIGMOID,
+        l2norm: bool = True,
+        scale: float | None = None,
     ) -> TokenInputs:
-        """From q, k, v, g and beta and the operators' options; ``scale`` is by default
+        """With the options of the models that engines serve; ``scale`` is by default
         ``K ** -0.5``."""
-        q, k, v, g, beta = tokens
         if scale is None:
             # a K of zero, or no K at all, is refused by the check that follows
             shape = q.shape
@@ -62,21 +72,8 @@ class TokenInputs(NamedTuple):
         return cls(q, k, v, g, beta, beta_kind, l2norm, scale)
 
 
-def beta_kind_of(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> Beta:
-    """From the operators' flags.
-
-    Raises:
-        ValueError: ``allow_neg_eigval`` without ``use_beta_sigmoid``.
-    """
-    if use_beta_sigmoid:
-        return Beta.TWICE_SIGMOID if allow_neg_eigval else Beta.SIGMOID
-    if allow_neg_eigval:
-        raise ValueError("allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True")
-    return Beta.GIVEN
-
-
 class GateSpec(NamedTuple):
-    """The forget gate of a layer.
+    """The forget gate of a layer; made by `of`, or `LOG_DECAY`.
 
     Attributes:
         a_log: ``HV`` elements or ``None``; dt_bias: ``HV * K`` elements or ``None``.
@@ -91,18 +88,16 @@ class GateSpec(NamedTuple):
     @classmethod
     def of(
         cls,
-        use_gate: bool,
         a_log: torch.Tensor | None,
         dt_bias: torch.Tensor | None,
         lower_bound: float | None,
     ) -> GateSpec:
-        """From the operators' arguments, of which a log decay (``use_gate`` false) needs none.
+        """The decay is ``exp(-exp(A_log) softplus(g + dt_bias))``, or with ``lower_bound``
+        ``exp(lower_bound sigmoid(exp(A_log) (g + dt_bias)))``.
 
         Raises:
             ValueError: ``A_log`` is missing, or ``lower_bound`` is not in ``[-5, 0)``.
         """
-        if not use_gate:
-            return _LOG_DECAY
         if lower_bound is None:
             if a_log is None:
                 raise ValueError("A_log must be given for the gate without lower_bound, got None")
@@ -113,7 +108,8 @@ class GateSpec(NamedTuple):
         return cls(Gate.BOUNDED, a_log, dt_bias, bound)
 
 
-_LOG_DECAY = GateSpec(Gate.LOG)
+LOG_DECAY = GateSpec(Gate.LOG)
+"""g is the natural logarithm of the decay (<= 0)."""
 
 
 class StateRef(NamedTuple):
@@ -129,6 +125,7 @@ class StateRef(NamedTuple):
         snapshot_indices: ``[N, S]`` int32, with which ``snapshots`` is a pool ``[slots, HV, V, K]``
             fp32 that these are slots of, -1 for none.
         null_slot: a slot that marks padding too; -1 where there is none.
+        final: the call allocates ``write``.
     """
 
     read: torch.Tensor | None
@@ -140,6 +137,7 @@ class StateRef(NamedTuple):
     snapshots: torch.Tensor | None = None
     snapshot_indices: torch.Tensor | None = None
     null_slot: int = -1
+    final: bool = False
 
     @classmethod
     def pool(
@@ -150,66 +148,43 @@ class StateRef(NamedTuple):
         *,
         null_slot: int | None = None,
     ) -> StateRef:
-        """Slots of ``pool [slots, HV, V, K]``, read and written in place."""
+        """Slots of a pool, read and written in place; no other slot is touched.
+
+        Args:
+            pool: ``[slots, HV, V, K]`` fp32 or bf16; slots may be further apart than ``HV * V * K``
+                elements.
+            indices: ``[N]`` int32; of a draft also ``[N, T]``. A negative one marks a padded row,
+                which starts from zero and writes no state, and gets zeros in the output of a step.
+                Slots of the other rows must differ.
+            has_initial: ``[N]`` bool; where false, a row starts from zero whatever its slot holds.
+                Of sequences alone.
+            null_slot: a slot that marks a padded row too (vLLM: 0). Of steps alone.
+        """
         null = -1 if null_slot is None else int(null_slot)
         return cls(pool, pool, True, indices, has_initial, None, None, None, null)
 
     @classmethod
-    def functional(cls, initial: torch.Tensor | None, *, v_first: bool) -> StateRef:
-        """Initial states ``[N, HV, V, K]``, or ``[N, HV, K, V]`` without ``v_first``."""
-        return cls(initial, None, v_first)
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        functional: tuple[torch.Tensor | None, bool, bool],
-        pool: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-        snapshots: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (
-            None,
-            None,
-            None,
-        ),
+    def functional(
+        cls, initial: torch.Tensor | None, *, v_first: bool, final: bool = False
     ) -> StateRef:
-        """From the operators' arguments; memory for the final state is added by `with_final`.
-
-        Args:
-            functional: ``initial_state``, ``output_final_state`` and ``state_v_first``.
-            pool: ``state_pool``, ``state_indices`` and ``has_initial_state``.
-            snapshots: ``snapshot_chunks``, ``snapshots`` and ``snapshot_indices``.
-
-        Raises:
-            ValueError: arguments of both kinds, or half of those of one.
-        """
-        initial_state, output_final_state, v_first = functional
-        state_pool, state_indices, has_initial_state = pool
-        if (snapshots[0] is None) != (snapshots[1] is None):
-            raise ValueError("snapshot_chunks and snapshots must be given together")
-        if snapshots[2] is not None and snapshots[1] is None:
-            raise ValueError("snapshot_indices must be given with snapshot_chunks and snapshots")
-        if state_pool is None:
-            if state_indices is not None or has_initial_state is not None:
-                raise ValueError("state_indices and has_initial_state need a state_pool")
-            state = cls.functional(initial_state, v_first=v_first)
-        elif initial_state is not None or output_final_state:
-            raise ValueError(
-                "state_pool replaces initial_state and output_final_state: give either"
-            )
-        elif state_indices is None:
-            raise ValueError("state_indices must be given with state_pool, got None")
-        else:
-            state = cls.pool(state_pool, state_indices, has_initial_state)
-        if snapshots[0] is not None:
-            state = state.with_snapshots(*snapshots)
-        return state
+        """Initial states ``[N, HV, V, K]`` fp32, or ``[N, HV, K, V]`` without ``v_first``; ``None``
+        for zeros. With ``final`` the call also gives the states after the sequences."""
+        return cls(initial, None, v_first, final=final)
 
     def with_snapshots(
-        self,
-        chunks: torch.Tensor | None,
-        snapshots: torch.Tensor | None,
-        indices: torch.Tensor | None,
+        self, chunks: torch.Tensor, snapshots: torch.Tensor, indices: torch.Tensor | None = None
     ) -> StateRef:
-        """This reference with states inside of the sequences."""
+        """This reference with states inside of the sequences, which a prefill writes in fp32.
+
+        Args:
+            chunks: ``[N, S]`` int32: the state of sequence n after so many chunks of 64 tokens is
+                kept; for -1, or more chunks than the sequence has, nothing is written.
+            snapshots: ``[N, S, HV, V, K]``; with ``indices`` a pool ``[slots, HV, V, K]``, which
+                may be the states' own.
+            indices: ``[N, S]`` int32 slots; -1 writes nothing. Slots must differ, and none may be
+                one that another sequence of the call has. If it is the sequence's own slot, the
+                sequence's final state remains there.
+        """
         return self._replace(snapshot_chunks=chunks, snapshots=snapshots, snapshot_indices=indices)
 
     @property
@@ -218,11 +193,6 @@ class StateRef(NamedTuple):
         if self.snapshot_indices is None or self.snapshots is None:
             return None
         return self.snapshots.stride(0)
-
-    def with_final(self, tokens: TokenInputs, num_sequences: int) -> StateRef:
-        """This reference with new memory for the state after each sequence."""
-        shape = self.shape(tokens, num_sequences)
-        return self._replace(write=tokens.q.new_empty(shape, dtype=torch.float32))
 
     def shape(self, tokens: TokenInputs, num_rows: int) -> tuple[int, int, int, int]:
         """The shape of a tensor with the states of ``num_rows`` sequences."""
@@ -239,29 +209,18 @@ class StateRef(NamedTuple):
 
 
 class ConvInputs(NamedTuple):
-    """The short convolution of ``C`` channels: q's, then k's, then v's.
+    """The short convolution of the ``C = 2 H K + HV V`` channels of q, k and v, and its SiLU.
 
     Attributes:
-        state: ``[slots, C, W]``, any strides; weight: ``[C, 4]``; bias: ``[C]`` or ``None``.
+        state: ``[slots, C, W]``, any strides: the last inputs, oldest first in columns 0 to 2;
+            shifted in place. A pool laid out ``[slots, W, C]`` (vLLM's SD, sglang's) is passed as
+            ``pool.transpose(1, 2)``.
+        weight: ``[C, 4]``, the last tap for the new token; bias: ``[C]`` or ``None``.
     """
 
     state: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        state: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> ConvInputs | None:
-        """``None`` where q, k and v are convolved already."""
-        if state is not None and weight is not None:
-            return cls(state, weight, bias)
-        if state is not None or weight is not None or bias is not None:
-            raise ValueError("conv_state and conv_weight must be given together")
-        return None
 
 
 class NormInputs(NamedTuple):
@@ -271,31 +230,19 @@ class NormInputs(NamedTuple):
     gate: torch.Tensor
     eps: float
 
-    @classmethod
-    def of(
-        cls, weight: torch.Tensor | None, gate: torch.Tensor | None, eps: float
-    ) -> NormInputs | None:
-        """``None`` where the output is not normalised."""
-        if weight is not None and gate is not None:
-            return cls(weight, gate, float(eps))
-        if weight is not None or gate is not None:
-            raise ValueError("norm_weight and norm_gate must be given together")
-        return None
-
 
 class DraftInputs(NamedTuple):
-    """The drafts of ``N`` sequences, and where the states after their tokens go.
-
-    There are two variants: a slot of the pool for each token (``num_accepted`` is given), or
-    buffers with a step for each token (``states``, ``indices``, and ``windows`` with a
-    convolution).
+    """The drafts of ``N`` sequences, and where the states after their tokens go; made by `in_pool`
+    or `in_buffers`.
 
     Attributes:
-        cu_seqlens: ``[N + 1]``, or ``None`` for equally long drafts.
+        cu_seqlens: ``[N + 1]`` int32 or int64 token offsets, or ``None`` for equally long drafts.
+            A sequence has at most ``T`` tokens; later ones are not computed. Values in host memory
+            are checked; values on a GPU are trusted.
         num_accepted: ``[N]`` int32, or ``None`` where every sequence reads its first slot.
-        states: ``[rows, max_tokens, HV, V, K]``, or ``None`` for the pool.
-        indices: ``[N]`` int32 rows of the buffers.
-        windows: ``[rows, max_tokens, C, 3]``, any strides.
+        states: ``[rows, T, HV, V, K]``, or ``None`` for the pool.
+        indices: ``[N]`` int32 rows of the buffers, negative for none.
+        windows: ``[rows, T, C, 3]``, any strides.
     """
 
     cu_seqlens: torch.Tensor | None
@@ -305,44 +252,33 @@ class DraftInputs(NamedTuple):
     windows: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        cu_seqlens: torch.Tensor | None,
-        num_accepted_tokens: torch.Tensor | None,
-        buffers: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-        *,
-        has_conv: bool,
+    def in_pool(
+        cls, num_accepted: torch.Tensor, cu_seqlens: torch.Tensor | None = None
     ) -> DraftInputs:
-        """From the operator's arguments.
+        """A slot of the pool for each token (vLLM): the state's indices are ``[N, T]``.
 
-        Args:
-            buffers: ``intermediate_states``, ``intermediate_indices`` and ``intermediate_conv``.
-            has_conv: the step has a convolution, whose windows are then kept too.
-
-        Raises:
-            ValueError: arguments of both variants, or of neither.
+        The state is read from slot ``[n, num_accepted[n] - 1]``, what the previous draft left
+        there, and the state after token t goes to slot ``[n, t]``, unless that is negative or null.
+        The window is read from column ``num_accepted[n] - 1`` on of the convolution's state at slot
+        ``[n, 0]``, whose columns (at least ``T + 2``) become the last two inputs before the draft,
+        then the draft. ``num_accepted`` outside of 1 to T is clamped.
         """
-        intermediate_states, intermediate_indices, intermediate_conv = buffers
-        if intermediate_states is None:
-            if intermediate_indices is not None or intermediate_conv is not None:
-                raise ValueError(
-                    "intermediate_indices and intermediate_conv need intermediate_states, got None"
-                )
-            if num_accepted_tokens is None:
-                raise ValueError(
-                    "num_accepted_tokens or intermediate_states must be given: without either there"
-                    " is nowhere to keep the states of a draft"
-                )
-            return cls(cu_seqlens, num_accepted_tokens)
-        if num_accepted_tokens is not None:
-            raise ValueError(
-                "num_accepted_tokens and intermediate_states are two variants: give one"
-            )
-        if intermediate_indices is None:
-            raise ValueError("intermediate_indices must be given with intermediate_states")
-        if has_conv != (intermediate_conv is not None):
-            raise ValueError("intermediate_conv must be given if and only if conv_state is")
-        return cls(cu_seqlens, None, intermediate_states, intermediate_indices, intermediate_conv)
+        return cls(cu_seqlens, num_accepted)
+
+    @classmethod
+    def in_buffers(
+        cls,
+        states: torch.Tensor,
+        indices: torch.Tensor,
+        windows: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> DraftInputs:
+        """Buffers with a step for each token (sglang): the pools are only read.
+
+        The state after token t of sequence n goes to ``states[indices[n], t]``, fp32 or bf16, the
+        convolution's window to ``windows[indices[n], t]``.
+        """
+        return cls(cu_seqlens, None, states, indices, windows)
 
 
 class DraftShape(NamedTuple):

@@ -76,7 +76,7 @@ def step_constexprs(params: FusedStepParams | FusedVerifyParams, spec: TokenSpec
     import triton
 
     block_k = triton.next_power_of_2(spec.key_dim)
-    return spec.constexprs(fast_math=params.fast_math) | {
+    return spec.constexprs() | {
         "BLOCK_K": block_k,
         "K_INNER": min(params.k_inner, block_k),
         "BLOCK_V": triton.next_power_of_2(spec.value_dim),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +25,29 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from backend_core.engines.calls import odd_arguments
 from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
-from kda_backend.api import chunk_kda
-from kda_backend.api_step import kda_decode_step
+from kda_backend.contract.values import (
+    LOG_DECAY,
+    ConvInputs,
+    GateSpec,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+)
+from kda_backend.operators import kda_decode_step, kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
-from kda_backend.spec import CHUNK
+from kda_backend.spec import CHUNK, Beta
 from kda_backend.step_plan import StepPlan, build_step_plan
+
+_OF_OTHERS = frozenset(
+    (
+        *("track_ssm_h_src", "track_ssm_h_batch_src", "chunk_offsets", "extend_prefix_lens"),
+        *("layer_id", "query_start_loc", "num_v_heads", "head_v_dim", "replayssm_k", "replayssm_g"),
+        *("replayssm_write_pos", "replayssm_force_flush", "state_checkpoint_cu_starts"),
+        *("state_checkpoint_every_n_tokens", "state_checkpoint_indices"),
+    )
+)
+"""What sglang passes to other kernels, and what shapes say already; nothing here reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +95,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         if call.get("chunk_indices") is not None and q.dtype != torch.float32:
             call["beta_is_raw"] = beta.dtype == q.dtype
         try:
-            _check_known("prefill", call, _PREFILL)
+            _check_known("prefill", call, PREFILL_ARGUMENTS)
             return self.prefill(self.selection, q, k, v, g, beta, **call)
         except ValueError as error:
             fallback(f"prefill: {error}")
@@ -89,7 +106,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved rows ``[N, C]`` of q, k and v; returns ``[1, N, HV, V]``."""
         try:
-            _check_known("decode", call, _STEP)
+            _check_known("decode", call, STEP_ARGUMENTS)
             value_heads, value_dim = call["num_v_heads"], call["head_v_dim"]
             q, k, v = split_rows(mixed_qkv, value_heads, call["ssm_states"].shape[-1], value_dim)
             return self.step(self.selection, q, k, v, a, b, **call).unsqueeze(0)
@@ -108,7 +125,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved q, k and v ``[1, N, H, D]``; returns ``[1, N, HV, V]``."""
         try:
-            _check_known("decode", call, _STEP)
+            _check_known("decode", call, STEP_ARGUMENTS)
             return self.step(self.selection, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
         except ValueError as error:
             fallback(f"decode: {error}")
@@ -133,18 +150,11 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         return_intermediate_states: bool = False,
         extend_seq_lens_cpu: Sequence[int] | None = None,
         is_spec_decode: bool = False,
-        track_ssm_h_src: torch.Tensor | None = None,
         track_state: torch.Tensor | None = None,
         track_chunk_idx: torch.Tensor | None = None,
         chunk_indices: torch.Tensor | None = None,
-        chunk_offsets: torch.Tensor | None = None,
-        extend_prefix_lens: Any = None,
-        layer_id: int | None = None,
-        state_checkpoint_cu_starts: Any = None,
         num_state_checkpoints: Any = None,
-        state_checkpoint_every_n_tokens: int | None = None,
-        state_checkpoint_indices: Any = None,
-        track_ssm_h_batch_src: Any = None,
+        **of_others: Any,
     ) -> Any:
         """Packed sequences of any length.
 
@@ -156,12 +166,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
                 graph's capture, which is replayed with other lengths.
             chunk_indices: given for a bucket of a captured graph and for its warm-up, after which
                 sglang clears padded rows.
-            chunk_offsets, extend_prefix_lens, layer_id, track_ssm_h_src, track_ssm_h_batch_src: of
-                other kernels; nothing here reads them.
-            state_checkpoint_cu_starts, num_state_checkpoints, state_checkpoint_every_n_tokens,
-                state_checkpoint_indices: for kernels that write checkpoints, which this one does
-                not claim to.
+            num_state_checkpoints: for kernels that write checkpoints, which this one does not claim
+                to.
             is_spec_decode: leave the states as they are.
+            of_others: `_OF_OTHERS`.
 
         Returns:
             ``o [1, T, HV, V]``, or ``(o, None)`` with ``return_intermediate_states``: where sglang
@@ -183,33 +191,25 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             capturing,
             is_bucket=chunk_indices is not None,
         )
-        states: dict[str, Any] = {"state_pool": ssm_states, "state_indices": cache_indices}
+        state = StateRef.pool(ssm_states, cache_indices)
         if is_spec_decode:
             rows = ssm_states[cache_indices.clamp(min=0).long()].float()
             rows *= (cache_indices >= 0).view(-1, 1, 1, 1)
-            states = {"initial_state": rows, "state_v_first": True}
+            state = StateRef.functional(rows, v_first=True)
         if track_state is not None and track_chunk_idx is not None:
-            states["snapshots"] = track_state.unsqueeze(1)
-            states["snapshot_chunks"] = track_chunk_idx.unsqueeze(1)
+            state = state.with_snapshots(track_chunk_idx.unsqueeze(1), track_state.unsqueeze(1))
+        out = None
         if step_plan.cu_seqlens_cpu is None and chunk_indices is None:
-            states["out"] = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-        o = chunk_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=A_log is not None,
-            use_beta_sigmoid_in_kernel=beta_is_raw,
-            lower_bound=lower_bound,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            step_plan=step_plan,
+            out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+        o = kda_prefill(
+            TokenInputs.of(q, k, v, g, beta, beta_kind=Beta.SIGMOID if beta_is_raw else Beta.GIVEN),
+            LOG_DECAY if A_log is None else GateSpec.of(A_log, dt_bias, lower_bound),
+            state,
+            step_plan,
+            out=out,
             scratch=self._scratch,
             selection=selection,
-            **states,
-        )[0]
+        ).out
         return (o, None) if return_intermediate_states else o
 
     def step(
@@ -227,16 +227,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         dt_bias: torch.Tensor,
         lower_bound: float | None = None,
         scale: float | None = None,
-        query_start_loc: torch.Tensor | None = None,
-        num_v_heads: int | None = None,
-        head_v_dim: int | None = None,
         replayssm_d: torch.Tensor | None = None,
-        replayssm_k: torch.Tensor | None = None,
-        replayssm_g: torch.Tensor | None = None,
-        replayssm_write_pos: torch.Tensor | None = None,
-        replayssm_force_flush: torch.Tensor | None = None,
-        conv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
-        norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+        conv: ConvInputs | None = None,
+        norm: NormInputs | None = None,
+        **of_others: Any,
     ) -> torch.Tensor:
         """One token of each request.
 
@@ -244,11 +238,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             q, k: ``[N, H, K]``; v: ``[N, HV, V]``; a: raw gate and b: step-size logits, of
                 ``N * HV * K`` and ``N * HV`` elements.
             scale: K ** -0.5, which is what the kernels multiply by.
-            query_start_loc, num_v_heads, head_v_dim: what the shapes say already.
-            replayssm_d: with the other four, given with --enable-linear-replayssm.
-            conv: pool ``[slots, 3, C]``, filters ``[C, 4]`` and bias, for inputs that are not
-                convolved yet.
-            norm: weight ``[V]``, raw gate ``[N, HV * V]`` and epsilon of the output's norm.
+            replayssm_d: given with --enable-linear-replayssm.
+            conv: for inputs that are not convolved yet.
+            norm: of the output.
+            of_others: `_OF_OTHERS`.
 
         Returns:
             ``[N, HV, V]``; zeros for a padded request.
@@ -260,32 +253,15 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             raise ValueError("--enable-linear-replayssm keeps states in a layout of sglang's own")
         if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) > 1e-6:
             raise ValueError(f"scale must be K ** -0.5, got {scale} for K = {q.shape[-1]}")
-        number, heads = v.shape[:2]
-        stages: dict[str, Any] = {}
-        if conv is not None:
-            stages["conv_state"] = conv[0].transpose(-1, -2)
-            stages["conv_weight"], stages["conv_bias"] = conv[1:]
-        if norm is not None:
-            stages["norm_weight"], gate, stages["norm_eps"] = norm
-            stages["norm_gate"] = gate.view(v.shape)
         return kda_decode_step(
-            q,
-            k,
-            v,
-            a.reshape(number, heads, -1),
-            b.reshape(number, heads),
-            ssm_states,
-            cache_indices,
-            null_slot=0,  # never given out; 0.5.23 fills a CUDA graph's batch with it
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            lower_bound=lower_bound,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            pdl_prefetch_safe=True,  # projections or the convolution come before
+            step_tokens(q, k, v, a, b),
+            GateSpec.of(A_log, dt_bias, lower_bound),
+            # slot 0 is never given out; 0.5.23 fills a CUDA graph's batch with it
+            StateRef.pool(ssm_states, cache_indices, null_slot=0),
+            conv=conv,
+            norm=norm,
             selection=selection,
-            **stages,
+            pdl_prefetch_safe=True,  # projections or the convolution come before
         )
 
     def _step_plan(
@@ -329,12 +305,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         return step_plan
 
 
-def _keywords(method: Callable[..., Any]) -> frozenset[str]:
-    parameters = inspect.signature(method).parameters.values()
-    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-
-
-_PREFILL, _STEP = _keywords(KdaKernel.prefill), _keywords(KdaKernel.step)
+PREFILL_ARGUMENTS, STEP_ARGUMENTS = (
+    _OF_OTHERS | inspect.signature(method).parameters.keys()
+    for method in (KdaKernel.prefill, KdaKernel.step)
+)
 
 
 def _check_known(phase: str, call: dict[str, Any], known: frozenset[str]) -> None:
@@ -356,10 +330,25 @@ def split_rows(
     )
 
 
-def norm_handed_over(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    """Weight, raw gate and epsilon of the output's norm, which Kimi-K3's model leaves on a layer
-    for kernels that end with it; ``_k3_onorm_consumed`` tells the model that one did."""
+def step_tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> TokenInputs:
+    """q, k ``[N, H, K]``, v ``[N, HV, V]``, raw gate ``a`` and step-size logits ``b``."""
+    number, heads = v.shape[:2]
+    return TokenInputs.of(q, k, v, a.reshape(number, heads, -1), b.reshape(number, heads))
+
+
+def conv_of(layer: Any, cache: Any) -> ConvInputs:
+    """The convolution of a layer: its pool is ``[slots, 3, C]``."""
+    return ConvInputs(cache.conv[0].transpose(-1, -2), layer.conv_weights, layer.bias)
+
+
+def norm_handed_over(layer: Any, rows: int) -> NormInputs | None:
+    """The output's norm, which Kimi-K3's model leaves on a layer for kernels that end with it;
+    ``_k3_onorm_consumed`` tells the model that one did."""
     # of sglang's own fused kernel; norm weight and epsilon are the last two entries
     static = getattr(layer, "_k3_fused_decode_args", None)
     gate = getattr(layer, "_k3_onorm_gate", None)
-    return None if static is None or gate is None else (static[-2], gate, static[-1])
+    if static is None or gate is None:
+        return None
+    return NormInputs(static[-2], gate.view(rows, layer.num_v_heads, layer.head_v_dim), static[-1])

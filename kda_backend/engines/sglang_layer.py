@@ -16,7 +16,12 @@ from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from kda_backend.engines import sglang_verify
-from kda_backend.engines.sglang_kernel import KdaKernel, norm_handed_over, split_rows
+from kda_backend.engines.sglang_kernel import (
+    KdaKernel,
+    conv_of,
+    norm_handed_over,
+    split_rows,
+)
 from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch
 from kda_backend.prefill.arguments_sm90 import Track, Variant, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
@@ -135,7 +140,7 @@ def decode_layer(
     """
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     indices = backend.forward_metadata.mamba_cache_indices
-    norm = norm_handed_over(layer)
+    norm = norm_handed_over(layer, mixed_qkv.shape[0])
     try:
         if getattr(layer, "_k3_deferred_f_b", False):
             raise ValueError("the gate's projection was left to a kernel of sglang's own")
@@ -153,7 +158,7 @@ def decode_layer(
             dt_bias=layer.dt_bias,
             lower_bound=layer.lower_bound,
             replayssm_d=cache.replayssm_d,
-            conv=(cache.conv[0], layer.conv_weights, layer.bias),
+            conv=conv_of(layer, cache),
             norm=norm,
         )
     except ValueError as error:
@@ -239,7 +244,7 @@ def compile_kernels(
             )
 
     def decode(selection: KdaSelection) -> None:
-        conv = (cache.conv[0], layer.conv_weights, layer.bias) if one_launch else None
+        conv = conv_of(layer, cache) if one_launch else None
         for number, extra in itertools.product((1, 2), (0, 1)):
             mixed_qkv, g, beta = inputs(number, extra, extra)
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
@@ -260,10 +265,8 @@ def compile_kernels(
         if "drafts" in phases:
             drafts(selection)
 
-    def nothing(selection: KdaSelection) -> None:
-        """A phase that stays on upstream code."""
-
-    warm_up(kernel.selection, prefill if "prefill" in phases else nothing, steps)
+    ours = prefill if "prefill" in phases else lambda selection: None
+    warm_up(kernel.selection, ours, steps)
 
 
 def describe(

@@ -23,8 +23,9 @@ from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 from sglang.srt.utils.common import get_available_gpu_memory
 
 from backend_core.engines.sglang_flag import say
-from kda_backend.api import chunk_kda
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.engines.sglang_prefill_graphs import most_sequences
+from kda_backend.operators import kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import build_step_plan
@@ -133,37 +134,25 @@ def grow(scratch: Scratch, selection: KdaSelection, tokens: int, requests: int) 
     shape, device = selection.shape, scratch.flags().device
     lengths = [tokens - requests + 1] + [1] * (requests - 1)
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    keys = torch.zeros(1, tokens, shape.num_heads, shape.key_dim, dtype=shape.dtype, device=device)
-    values = torch.zeros(
-        1, tokens, shape.num_value_heads, shape.value_dim, dtype=shape.dtype, device=device
+    heads, key_dim = shape.num_value_heads, shape.key_dim
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(1, tokens, *size, dtype=shape.dtype, device=device)
+
+    keys, g = zeros(shape.num_heads, key_dim), zeros(heads, key_dim)
+    inputs = TokenInputs.of(keys, keys, zeros(heads, shape.value_dim), g, g[..., 0])
+    parameters = torch.zeros(heads, 1 + key_dim, device=device)
+    gate = GateSpec.of(
+        parameters[:, 0].contiguous(),
+        parameters[:, 1:].contiguous(),
+        -5.0 if shape.bounded_gate else None,
     )
-    g = torch.zeros(
-        1, tokens, shape.num_value_heads, shape.key_dim, dtype=shape.dtype, device=device
-    )
-    pool = torch.zeros(
-        1, shape.num_value_heads, shape.value_dim, shape.key_dim, dtype=torch.float32, device=device
-    )
-    heads = torch.zeros(shape.num_value_heads, device=device)
+    pool = torch.zeros(1, heads, shape.value_dim, key_dim, dtype=torch.float32, device=device)
+    state = StateRef.pool(pool, torch.full((requests,), -1, dtype=torch.int32, device=device))
     tables = selection.target.vendor != "cpu"
     step_plan = build_step_plan(
         bounds.to(device), tokens, cu_seqlens_cpu=bounds, chunk_table=tables
     )
     for path in dict.fromkeys(selection.prefill.rows):
-        chunk_kda(
-            keys,
-            keys,
-            values,
-            g,
-            g[..., 0],
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            lower_bound=-5.0 if shape.bounded_gate else None,
-            A_log=heads,
-            dt_bias=heads.new_zeros(shape.num_value_heads * shape.key_dim),
-            step_plan=step_plan,
-            state_pool=pool,
-            state_indices=torch.full((requests,), -1, dtype=torch.int32, device=device),
-            scratch=scratch,
-            selection=selection.with_path(path),
-        )
+        forced = selection.with_path(path)
+        kda_prefill(inputs, gate, state, step_plan, scratch=scratch, selection=forced)

@@ -18,8 +18,15 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 
 from backend_core.strict import fallback
 from backend_core.target import Target
-from kda_backend.api_step import kda_verify_step
-from kda_backend.engines.sglang_kernel import KdaKernel, norm_handed_over, split_rows
+from kda_backend.contract.values import DraftInputs, GateSpec, NormInputs, StateRef
+from kda_backend.engines.sglang_kernel import (
+    KdaKernel,
+    conv_of,
+    norm_handed_over,
+    split_rows,
+    step_tokens,
+)
+from kda_backend.operators import kda_verify_step
 from kda_backend.selection import KdaSelection
 
 
@@ -88,7 +95,7 @@ def verify_layer(
     """
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     metadata = backend.forward_metadata
-    norm = norm_handed_over(layer)
+    norm = norm_handed_over(layer, mixed_qkv.shape[0])
     try:
         if metadata.retrieve_next_token is not None:
             raise ValueError("the drafts of this batch form a tree")
@@ -119,7 +126,7 @@ def verify(
     slots: torch.Tensor,
     rows: torch.Tensor,
     query_start_loc: torch.Tensor,
-    norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    norm: NormInputs | None = None,
 ) -> torch.Tensor:
     """The drafts of N requests through one layer.
 
@@ -127,7 +134,6 @@ def verify(
         inputs: ``mixed_qkv``, ``a`` and ``b`` of `verify_layer`.
         slots: ``[N]`` int32 or longer, -1 or 0 for a padded request; rows: of the buffers, ``[N]``
             int32 or longer; query_start_loc: ``[N + 1]`` int32.
-        norm: as `norm_handed_over` returns it.
 
     Returns:
         ``[T, HV, V]``.
@@ -136,34 +142,19 @@ def verify(
         ValueError: the operator refuses; nothing has been written.
     """
     mixed_qkv, a, b = inputs
-    tokens, requests = mixed_qkv.shape[0], query_start_loc.shape[0] - 1
-    q, k, v = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
-    stages: dict[str, Any] = {}
-    if norm is not None:
-        stages["norm_weight"], gate, stages["norm_eps"] = norm
-        stages["norm_gate"] = gate.view(v.shape)
+    requests = query_start_loc.shape[0] - 1
+    rows_of = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     return kda_verify_step(
-        q,
-        k,
-        v,
-        a.reshape(tokens, layer.num_v_heads, -1),
-        b.reshape(tokens, layer.num_v_heads),
-        cache.temporal,
-        slots[:requests],
-        cu_seqlens=query_start_loc,
-        intermediate_states=cache.intermediate_ssm,
-        intermediate_indices=rows[:requests],
-        intermediate_conv=cache.intermediate_conv_window[0].transpose(-1, -2),
-        null_slot=0,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        lower_bound=layer.lower_bound,
-        A_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        conv_state=cache.conv[0].transpose(-1, -2),
-        conv_weight=layer.conv_weights,
-        conv_bias=layer.bias,
+        step_tokens(*rows_of, a, b),
+        GateSpec.of(layer.A_log, layer.dt_bias, layer.lower_bound),
+        StateRef.pool(cache.temporal, slots[:requests], null_slot=0),
+        DraftInputs.in_buffers(
+            cache.intermediate_ssm,
+            rows[:requests],
+            cache.intermediate_conv_window[0].transpose(-1, -2),
+            query_start_loc,
+        ),
+        conv=conv_of(layer, cache),
+        norm=norm,
         selection=selection,
-        **stages,
     )

@@ -39,11 +39,9 @@ class Replaced:
 
 # By the modules that define them: some for one platform, some moved between releases.
 REPLACED = {
-    "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(
-        LAYER, "vllm_kimi_linear"
-    ),
-    "vllm.models.kimi_k3.nvidia.kda": Replaced("KimiK3DeltaAttention", "vllm_k3", rocm=False),
-    "vllm.models.kimi_k3.amd.kda": Replaced("KimiK3DeltaAttention", "vllm_k3", rocm=True),
+    "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(LAYER, "vllm_packed"),
+    "vllm.models.kimi_k3.nvidia.kda": Replaced("KimiK3DeltaAttention", "vllm_packed", rocm=False),
+    "vllm.models.kimi_k3.amd.kda": Replaced("KimiK3DeltaAttention", "vllm_packed", rocm=True),
     "vllm.models.glm5next.common.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
     "vllm.models.glm5next.nvidia.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
     "vllm.model_executor.models.bailing_moe_v3": Replaced(

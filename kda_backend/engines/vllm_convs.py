@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from kda_backend.engines.vllm_lengths import KeepsLengths
+from kda_backend.contract.values import GateSpec
+from kda_backend.engines.vllm_layer import attend, runtime_of
+from kda_backend.engines.vllm_metadata import KeepsLengths
 from kda_backend.layer import LayerWeights
 
 
@@ -22,17 +24,26 @@ class SeparateConvs(KeepsLengths):
     _kda_conv: torch.Tensor
     _kda_weights: LayerWeights | None = None
 
-    def pack_convs(self: Any) -> None:
-        """As the layer is built: one matrix of q's, k's and v's rows, of which their weights become
-        views."""
+    def take_over(self: Any, vllm_config: VllmConfig, *, checkpoints: bool = False) -> bool:
+        """As the layer is built: ask for its runtime, and make one matrix of the rows of q, k and
+        v, of which their weights become views. False where upstream's code serves the layer."""
+        offload, refusal = vllm_config.offload_config, None
+        if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+            refusal = "weights are kept in host memory, and those of convolutions are packed"
+        self.kda_runtime = runtime_of(
+            vllm_config, self, self.kda_lower_bound, checkpoints=checkpoints, refusal=refusal
+        )
+        if self.kda_runtime is None:
+            return False
         weights = [conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
         self._kda_conv = torch.cat([weight.data for weight in weights])
         parts = self._kda_conv.split([weight.shape[0] for weight in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.data = part
+        return True
 
-    def kda_weights(self: Any) -> LayerWeights:
-        """What the core's kernels read, once the checkpoint has been loaded.
+    def kda_attend(self: Any, *projections: torch.Tensor) -> None:
+        """`attend`, with the weights as they are once the checkpoint has been loaded.
 
         Raises:
             RuntimeError: something has moved the weights.
@@ -45,20 +56,8 @@ class SeparateConvs(KeepsLengths):
                 )
             self._kda_weights = LayerWeights(
                 self._kda_conv.flatten(1),
-                self.A_log.data.flatten(),
-                self.dt_bias.data,
+                GateSpec.of(self.A_log.data.flatten(), self.dt_bias.data, self.kda_lower_bound),
                 self.o_norm.weight.data,
                 self.o_norm.eps,
-                self.kda_lower_bound,
             )
-        weights: LayerWeights = self._kda_weights
-        return weights
-
-
-def refusal_of_offload(vllm_config: VllmConfig) -> str | None:
-    """Why a layer with packed convolutions is not served where weights are offloaded: they are
-    then not where they were made."""
-    offload = vllm_config.offload_config
-    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
-        return "weights are kept in host memory, and those of convolutions are packed"
-    return None
+        attend(self, self._kda_weights, *projections)

@@ -13,33 +13,20 @@ import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 
-from kda_backend.engines.vllm_checkpoints import ExportsCheckpoints
-from kda_backend.engines.vllm_convs import SeparateConvs, refusal_of_offload
-from kda_backend.engines.vllm_layer import attend, runtime_of
+from kda_backend.engines.vllm_convs import SeparateConvs
+from kda_backend.engines.vllm_metadata import ExportsCheckpoints
 
 
 def layer_class(upstream: Any) -> Any:
     """Our class in the place of ``upstream``, ``Glm5NextLinearAttention``."""
 
     class KdaLayer(SeparateConvs, ExportsCheckpoints, upstream):  # type: ignore[misc]
+        exports = "get_kv_cache_spec" in vars(upstream)
+
         def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(config, vllm_config, prefix)
-            runtime = runtime_of(
-                vllm_config,
-                self,
-                self.kda_lower_bound,
-                checkpoints=self.exports,
-                refusal=refusal_of_offload(vllm_config),
-            )
-            if runtime is None:
+            if not self.take_over(vllm_config, checkpoints=self.exports):
                 self.__class__ = upstream
-                return
-            self.kda_runtime = runtime
-            self.pack_convs()
-
-        @property
-        def exports(self) -> bool:
-            return "get_kv_cache_spec" in vars(upstream)
 
         def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             """As upstream: ``hidden_states [T, hidden]``."""
@@ -63,6 +50,6 @@ def layer_class(upstream: Any) -> Any:
             out: torch.Tensor,
         ) -> None:
             """qkv ``[T, 3 H D]``; g, gate and out ``[T, H, D]``; beta ``[T, H]``. Writes out."""
-            attend(self.kda_runtime, self.kda_weights(), self, qkv, g, beta, gate, out)
+            self.kda_attend(qkv, g, beta, gate, out)
 
     return KdaLayer

@@ -20,7 +20,7 @@ from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, run_step
-from kda_backend.layer import LayerWeights, Tokens
+from kda_backend.layer import LayerWeights, Projections
 from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.scratch import Scratch
@@ -129,9 +129,8 @@ def _runtime(
 
 
 def attend(
-    runtime: Runtime,
-    weights: LayerWeights,
     module: Any,
+    weights: LayerWeights,
     qkv: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
@@ -141,7 +140,7 @@ def attend(
     """A layer between its projections; see `log_failed_step` for what an exception does.
 
     Args:
-        module: the engine's layer: its prefix and its cache.
+        module: the layer of ours: its runtime, its prefix and its cache.
         qkv: ``[T, 3 H D]``; g, gate: ``[T, H, D]``; beta: ``[T, H]``; all before activation. T may
             be padded.
         out: ``[T, H, D]``, written; zeros where T is padding.
@@ -149,13 +148,13 @@ def attend(
     context = get_forward_context()
     metadata = context.attn_metadata
     metadata = metadata.get(module.prefix) if isinstance(metadata, dict) else None
+    x = Projections(qkv, g, beta, gate, out)
     if metadata is None:
-        profile(runtime, weights, module, qkv, g, beta, gate, out)
+        profile(module, weights, x)
         return
-    whole = Tokens(qkv, g, beta, gate, out)
     try:
         plans = vars(context).setdefault(_PLANS, {})
-        run_step(runtime, weights, module, whole, metadata, plans)
+        run_step(module, weights, x, metadata, plans)
     except Exception as error:
         log_failed_step(f"KDA layer {module.prefix}", error)
         raise

@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from kda_backend.engines.vllm_convs import SeparateConvs, refusal_of_offload
-from kda_backend.engines.vllm_layer import attend, runtime_of
+from kda_backend.engines.vllm_convs import SeparateConvs
 
 _OP = "kda_dsv4_core"
 
@@ -30,7 +29,7 @@ def kda_dsv4_core(
 ) -> None:
     """qkv ``[T, 3 H D]``; g, gate and out ``[T, H, D]``; beta ``[T, H]``. Writes out."""
     layer = get_forward_context().no_compile_layers[layer_name]
-    attend(layer.kda_runtime, layer.kda_weights(), layer, qkv, g, beta, gate, out)
+    layer.kda_attend(qkv, g, beta, gate, out)
 
 
 def _writes_only_out(
@@ -49,13 +48,6 @@ direct_register_custom_op(
 )
 
 
-def _split_graph_at_core(vllm_config: VllmConfig) -> None:
-    """Let prefills run outside of CUDA graphs, as upstream's own operator does."""
-    splitting = vllm_config.compilation_config.splitting_ops
-    if splitting and f"vllm::{_OP}" not in splitting:
-        splitting.append(f"vllm::{_OP}")
-
-
 def layer_class(upstream: Any) -> Any:
     """Our class in the place of ``upstream``, ``BailingMoeV3KimiDeltaAttention``."""
 
@@ -64,14 +56,13 @@ def layer_class(upstream: Any) -> Any:
             super().__init__(*args, **kwargs)
             vllm_config = get_current_vllm_config()
             self.kda_lower_bound = self.lower_bound if self.safe_gate else None
-            refusal = refusal_of_offload(vllm_config)
-            runtime = runtime_of(vllm_config, self, self.kda_lower_bound, refusal=refusal)
-            if runtime is None:
+            if not self.take_over(vllm_config):
                 self.__class__ = upstream
                 return
-            self.kda_runtime = runtime
-            self.pack_convs()
-            _split_graph_at_core(vllm_config)
+            # prefills run outside of CUDA graphs, as with upstream's own operator
+            splitting = vllm_config.compilation_config.splitting_ops
+            if splitting and f"vllm::{_OP}" not in splitting:
+                splitting.append(f"vllm::{_OP}")
 
         def forward(
             self, hidden_states: torch.Tensor, positions: torch.Tensor, output: torch.Tensor

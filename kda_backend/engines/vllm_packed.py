@@ -1,54 +1,72 @@
-"""The core of KDA layers whose convolutions lie in one weight and whose norm is in ``_forward``.
+"""The KDA layers of Kimi-Linear, which AliceAI builds too, and of Kimi-K3.
 
-Such are Kimi-Linear's, AliceAI's and Kimi-K3's. Upstream's ``forward`` stays.
+Their convolutions lie in one weight and their norm is in ``_forward``; upstream's ``forward``
+stays. Kimi-K3's forget gate has a lower bound, and its prefills export states that the prefix cache
+keeps. Kimi-Linear's metadata can ask for these from 0.32 on, although upstream's layer exports
+none: there the scheduler ends a step at the last block of a prompt, and runs the tokens after it in
+a step of their own.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-from kda_backend.engines.vllm_layer import attend
-from kda_backend.engines.vllm_lengths import KeepsLengths
-from kda_backend.engines.vllm_run import Runtime
+from kda_backend.contract.values import GateSpec
+from kda_backend.engines.vllm_layer import attend, runtime_of
+from kda_backend.engines.vllm_metadata import ExportsCheckpoints, KeepsLengths
 from kda_backend.layer import LayerWeights
 
 
-class PackedCore(KeepsLengths):
-    """Stands before the engine's class among the bases of ours."""
+def layer_class(upstream: Any) -> Any:
+    """Our class in the place of ``upstream``, ``KimiGatedDeltaNetAttention`` or the platform's own
+    ``KimiK3DeltaAttention``."""
+    is_k3 = "K3" in upstream.__name__
 
-    kda_runtime: Runtime
-    kda_weights: LayerWeights | None = None
+    class KdaLayer(KeepsLengths, ExportsCheckpoints, upstream):  # type: ignore[misc]
+        kda_weights: LayerWeights | None = None
 
-    @eager_break_during_capture  # type: ignore[untyped-decorator]
-    def _forward(
-        self: Any,
-        mixed_qkv: torch.Tensor,
-        g1: torch.Tensor,
-        g2: torch.Tensor,
-        beta: torch.Tensor,
-        core_attn_out: torch.Tensor,
-    ) -> None:
-        """As upstream: ``mixed_qkv [T, 3 H D]``, ``g1``, ``core_attn_out [1, T, H, D]``,
-        ``g2 [T, H, D]``, ``beta [1, T, H]`` logits; writes ``core_attn_out``, normed and gated."""
-        if self.kda_weights is None:
-            self.kda_weights = LayerWeights(
-                self.conv1d.weight.data.flatten(1),
-                self.A_log.data,
-                self.dt_bias.data,
-                self.o_norm.weight.data,
-                self.o_norm.eps,
-                self.gate_lower_bound,
+        @functools.wraps(upstream.__init__)  # type: ignore[misc]
+        def __init__(
+            self, config: Any, vllm_config: VllmConfig, prefix: str = "", **options: Any
+        ) -> None:
+            """``options`` are those of upstream's class on this platform and in this release."""
+            super().__init__(config, vllm_config, prefix, **options)
+            if is_k3:  # AMD's layer has an option against it
+                asked = bool(getattr(self, "use_prefill_checkpoint", True))
+                self.exports = "get_kv_cache_spec" in vars(upstream) and asked
+            else:
+                self.exports = "checkpoint" in GDNAttentionMetadata.__dataclass_fields__
+            self.kda_runtime = runtime_of(
+                vllm_config, self, self.gate_lower_bound, checkpoints=self.exports
             )
-        attend(
-            self.kda_runtime,
-            self.kda_weights,
+            if self.kda_runtime is None:
+                self.__class__ = upstream
+
+        @eager_break_during_capture  # type: ignore[untyped-decorator]
+        def _forward(
             self,
-            mixed_qkv,
-            g1[0],
-            beta[0],
-            g2,
-            core_attn_out[0],
-        )
+            mixed_qkv: torch.Tensor,
+            g1: torch.Tensor,
+            g2: torch.Tensor,
+            beta: torch.Tensor,
+            core_attn_out: torch.Tensor,
+        ) -> None:
+            """As upstream: ``mixed_qkv [T, 3 H D]``, ``g1``, ``core_attn_out [1, T, H, D]``,
+            ``g2 [T, H, D]``, ``beta [1, T, H]`` logits; writes ``core_attn_out``, normed and
+            gated."""
+            if self.kda_weights is None:
+                self.kda_weights = LayerWeights(
+                    self.conv1d.weight.data.flatten(1),
+                    GateSpec.of(self.A_log.data, self.dt_bias.data, self.gate_lower_bound),
+                    self.o_norm.weight.data,
+                    self.o_norm.eps,
+                )
+            attend(self, self.kda_weights, mixed_qkv, g1[0], beta[0], g2, core_attn_out[0])
+
+    return KdaLayer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,9 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from backend_core.engines.vllm_flag import say
-from kda_backend.engines.vllm_run import Runtime, decode, prefill, verify, window_of
+from kda_backend.engines.vllm_run import Pools, Runtime, run_segment, verify
 from kda_backend.engines.vllm_step import Draft, Segment
-from kda_backend.layer import LayerWeights, Pools, Tokens
+from kda_backend.layer import LayerWeights, Projections
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection, warm_up
 from kda_backend.step_plan import build_step_plan
@@ -20,103 +21,88 @@ from kda_backend.step_plan import build_step_plan
 _warm: dict[Runtime, int] = {}  # tokens of its largest profile run
 
 
-def profile(
-    runtime: Runtime,
-    weights: LayerWeights,
-    module: Any,
-    qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    gate: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
     """The profile run at model load, which has no cache yet: compile and load every kernel that the
     selection can choose, and take the memory of the largest step, so that the engine counts it."""
-    out.zero_()
-    if _warm.get(runtime, -1) >= qkv.shape[0]:
+    runtime: Runtime = module.kda_runtime
+    x.out.zero_()
+    total, device = x.out.shape[0], x.out.device
+    if _warm.get(runtime, -1) >= total:
         return
     # an engine that the same process makes after another may have longer steps, and shares what
     # was chosen for the first one
-    _warm[runtime] = qkv.shape[0]
-    pools = _scratch_pools(module, qkv.device)
-    window = Pools(window_of(pools.conv), pools.state)
+    _warm[runtime] = total
+    pools = _scratch_pools(module, device)
     tables = runtime.selection.target.vendor != "cpu"
 
-    def tokens(begin: int, end: int) -> Tokens:
-        rows = slice(begin, end)
-        return Tokens(qkv[rows], g[rows], beta[rows], gate[rows], torch.empty_like(out[rows]))
+    def tokens(begin: int, end: int) -> Projections:
+        qkv, g, beta, gate, out = (tensor[begin:end] for tensor in x)
+        return Projections(qkv, g, beta, gate, torch.empty_like(out))
 
-    def segment(lengths: list[int], *, known: bool = False) -> Segment:
+    def prefills(lengths: list[int], *, known: bool = False) -> Segment:
         """``known``: the host knows the lengths, as in steps without drafts."""
         host = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu")
-        bounds = host.cumsum(0, dtype=torch.int32)
-        cu_seqlens = bounds.to(qkv.device)
-        total = sum(lengths)
-        n = len(lengths)
+        bounds, n = host.cumsum(0, dtype=torch.int32), len(lengths)
         return Segment(
             0,
-            total,
-            torch.full((n,), -1, dtype=torch.int32, device=qkv.device),
-            torch.zeros(n, dtype=torch.bool, device=qkv.device),
+            sum(lengths),
+            torch.full((n,), -1, dtype=torch.int32, device=device),
+            torch.zeros(n, dtype=torch.bool, device=device),
             build_step_plan(
-                cu_seqlens,
-                total,
+                bounds.to(device),
+                sum(lengths),
                 cu_seqlens_cpu=bounds if known else None,
                 chunk_table=tables,
             ),
+            True,
         )
 
-    def with_checkpoints(step: Segment) -> Segment:
+    def with_and_without_checkpoints(step: Segment) -> list[Segment]:
+        if not runtime.checkpoints:
+            return [step]
         none = torch.full_like(step.state_indices, NULL_BLOCK_ID)
-        return replace(step, checkpoints=Checkpoints.of(none, none, NULL_BLOCK_ID))
+        return [step, replace(step, checkpoints=Checkpoints.of(none, none, NULL_BLOCK_ID))]
+
+    def decodes(count: int) -> Segment:
+        return replace(prefills([1] * count), has_initial_state=None, step_plan=None)
 
     def drafts(rows: torch.Tensor | None) -> Draft:
-        size = min(qkv.shape[0] if rows is None else len(rows), 16, runtime.max_draft)
-        slots = torch.full((1, runtime.max_draft), -1, dtype=torch.int32, device=qkv.device)
-        bounds = torch.tensor([0, size], dtype=torch.int32, device=qkv.device)
+        size = min(total if rows is None else len(rows), 16, runtime.max_draft)
+        slots = torch.full((1, runtime.max_draft), -1, dtype=torch.int32, device=device)
+        bounds = torch.tensor([0, size], dtype=torch.int32, device=device)
         return Draft(rows, rows, slots, torch.ones_like(bounds)[:1], bounds)
 
-    def run(runtime: Runtime) -> None:
+    def run(selection: KdaSelection) -> None:
+        forced = replace(runtime, selection=selection)
         # rows of odd widths are aligned at some tokens only, and a count of 1 or of a multiple of
         # 16 is compiled apart
-        for begin in range(min(2, qkv.shape[0])):
-            for count in (1, 2, 16):
-                if begin + count > qkv.shape[0]:
-                    continue
-                step = segment([1] * count)
-                known = segment([1] * count, known=True)
-                args = (runtime, weights, tokens(begin, begin + count), window)
-                decode(*args, step)
-                decode(*args, replace(step, has_initial_state=None, step_plan=None))
-                prefill(*args, step)
-                prefill(*args, known)
-                if runtime.checkpoints:
-                    prefill(*args, with_checkpoints(step))
-                    prefill(*args, with_checkpoints(known))
+        for begin, count in itertools.product(range(min(2, total)), (1, 2, 16)):
+            if begin + count > total:
+                continue
+            step, known = prefills([1] * count), prefills([1] * count, known=True)
+            for segment in (
+                replace(step, is_prefill=False),
+                decodes(count),
+                *with_and_without_checkpoints(step),
+                *with_and_without_checkpoints(known),
+            ):
+                run_segment(forced, weights, tokens(begin, begin + count), pools, segment)
         if runtime.max_draft:
-            rows = torch.arange(qkv.shape[0], device=qkv.device)[:16]
-            args = (runtime, weights, tokens(0, len(rows)), pools)
-            verify(*args, drafts(None), None, None)
+            rows = torch.arange(total, device=device)[:16]
+            n = len(rows)
+            args = (forced, weights, tokens(0, n), pools)
+            verify(*args, drafts(None), None)
             # gathered from a step with prefills
-            beside = segment([len(rows)])
-            verify(*args, drafts(rows), beside, None)
-            if runtime.checkpoints:
-                verify(*args, drafts(rows), with_checkpoints(beside), None)
-            for count in sorted(
-                {1, min(2, len(rows)), len(rows)}
-            ):  # Kimi-K3's decodes lie beside drafts
-                decodes = replace(segment([1] * count), has_initial_state=None, step_plan=None)
-                verify(*args, drafts(rows[:count]), None, decodes)
+            for beside in with_and_without_checkpoints(prefills([n])):
+                verify(*args, drafts(rows), beside)
+            for count in sorted({1, min(2, n), n}):  # Kimi-K3's decodes lie beside drafts
+                verify(*args, drafts(rows[:count]), decodes(count))
 
-    def each(selection: KdaSelection) -> None:
-        run(replace(runtime, selection=selection))
-
-    warm_up(runtime.selection, each, lambda selection: None)
-    total = qkv.shape[0]
-    rows = max(1, min(runtime.max_sequences, total))
-    largest = segment([total - rows + 1] + [1] * (rows - 1), known=True)
-    for step in (largest, with_checkpoints(largest)) if runtime.checkpoints else (largest,):
-        prefill(runtime, weights, tokens(0, total), window, step)
+    warm_up(runtime.selection, run, lambda selection: None)
+    requests = max(1, min(runtime.max_sequences, total))
+    largest = prefills([total - requests + 1] + [1] * (requests - 1), known=True)
+    for step in with_and_without_checkpoints(largest):
+        run_segment(runtime, weights, tokens(0, total), pools, step)
     taken = 0 if runtime.scratch is None else runtime.scratch.nbytes / 2**20
     say(f"kernels are loaded; scratch memory of {total} tokens is {taken:.0f} MiB")
 
@@ -152,4 +138,4 @@ def _scratch_pools(module: Any, device: torch.device) -> Pools:
     conv_pool, state_pool = pools
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
-    return Pools(conv_pool, state_pool)
+    return conv_pool, state_pool

@@ -15,13 +15,17 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from kda_backend import layer
+from kda_backend.contract.values import DraftInputs, StateRef
 from kda_backend.engines.vllm_step import Draft, Segment, build_step
-from kda_backend.layer import LayerWeights, Pools, Tokens
+from kda_backend.layer import LayerWeights, Projections
 from kda_backend.scratch import Scratch, scratch_of_call
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan
 
 _STEP = "_kda_dsv4_step"
+Pools = tuple[torch.Tensor, torch.Tensor]
+"""An engine's windows ``[slots, 3 H D, W]``, any strides, and states ``[slots, H, D, D]``. The
+first three columns hold the window; drafts also use those after them."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,14 @@ class Runtime:
 
 
 def run_step(
-    runtime: Runtime,
-    weights: LayerWeights,
     module: Any,
-    whole: Tokens,
+    weights: LayerWeights,
+    whole: Projections,
     metadata: Any,
     plans: dict[Any, StepPlan],
 ) -> None:
     """``plans``: as `build_step` takes them."""
+    runtime: Runtime = module.kda_runtime
     step = getattr(metadata, _STEP, None)
     is_first = step is None
     if step is None:
@@ -58,107 +62,86 @@ def run_step(
     conv_pool, state_pool = module.kv_cache[:2]
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
-    pools = Pools(conv_pool, state_pool)
+    pools = (conv_pool, state_pool)
     if step.draft is not None:
-        verify(runtime, weights, whole, pools, step.draft, step.prefill, step.decode)
+        verify(runtime, weights, whole, pools, step.draft, step.prefill or step.decode)
         return
-    window = Pools(window_of(conv_pool), state_pool)
-    if step.decode is not None:
-        tokens = _rows(whole, step.decode)
-        decode(runtime, weights, tokens, window, step.decode, is_first=is_first)
-    if step.prefill is not None:
-        tokens = _rows(whole, step.prefill)
-        prefill(runtime, weights, tokens, window, step.prefill)
+    for segment in (step.decode, step.prefill):
+        if segment is not None:
+            x = whole
+            if segment.end - segment.begin != whole.out.shape[0]:
+                rows = slice(segment.begin, segment.end)
+                x = Projections(*(tensor[rows] for tensor in whole))
+            run_segment(runtime, weights, x, pools, segment, is_first=is_first)
     if step.num_tokens < whole.out.shape[0]:
         whole.out[step.num_tokens :].zero_()
 
 
-def _rows(tokens: Tokens, segment: Segment) -> Tokens:
-    if segment.end - segment.begin == tokens.out.shape[0]:
-        return tokens
-    rows = slice(segment.begin, segment.end)
-    return Tokens(*(x[rows] for x in tokens))
-
-
-def prefill(
+def run_segment(
     runtime: Runtime,
     weights: LayerWeights,
-    tokens: Tokens,
-    pools: Pools,
-    segment: Segment,
-) -> None:
-    assert segment.step_plan is not None
-    layer.prefill(
-        weights,
-        runtime.selection,
-        tokens,
-        pools,
-        segment.state_indices,
-        segment.has_initial_state,
-        segment.step_plan,
-        scratch_of_call(runtime.scratch, tokens.out.device),
-        checkpoints=segment.checkpoints,
-        known=segment.known,
-    )
-
-
-def decode(
-    runtime: Runtime,
-    weights: LayerWeights,
-    tokens: Tokens,
+    x: Projections,
     pools: Pools,
     segment: Segment,
     *,
     is_first: bool = False,
 ) -> None:
-    """``is_first``: the step's slots were made just before, and not a projection's launches ago."""
-    args = (weights, runtime.selection, tokens, pools, segment.state_indices)
+    """The decodes or the prefills of a step.
+
+    Args:
+        is_first: the step's slots were made just before, and not a projection's launches ago.
+    """
+    conv_pool, state_pool = pools
+    if conv_pool.shape[2] != 3:
+        conv_pool = conv_pool[:, :, :3]
+    state = StateRef.pool(
+        state_pool, segment.state_indices, segment.has_initial_state, null_slot=NULL_BLOCK_ID
+    )
+    args = (weights, runtime.selection, x, conv_pool, state)
     if segment.step_plan is None:
-        safe = not (is_first and segment.copied)
-        layer.decode(*args, null_slot=NULL_BLOCK_ID, pdl_prefetch_safe=safe)
+        layer.decode(*args, pdl_prefetch_safe=not (is_first and segment.copied))
+    elif not segment.is_prefill:
+        layer.decode_or_start(*args, segment.step_plan)
     else:
-        layer.decode_or_start(*args, segment.has_initial_state, segment.step_plan)
+        layer.prefill(
+            *args,
+            segment.step_plan,
+            scratch_of_call(runtime.scratch, x.out.device),
+            checkpoints=segment.checkpoints,
+            known=segment.known,
+        )
 
 
 def verify(
     runtime: Runtime,
     weights: LayerWeights,
-    whole: Tokens,
+    whole: Projections,
     pools: Pools,
     draft: Draft,
-    prefills: Segment | None,
-    decodes: Segment | None,
+    others: Segment | None,
 ) -> None:
     """Drafts, and the prefills or decodes beside them, whose tokens may lie between those of
     drafts."""
     whole.out.zero_()  # padded tokens belong to no sequence
 
-    def gathered(rows: torch.Tensor) -> Tokens:
-        qkv, g, beta, gate, _ = (x.index_select(0, rows) for x in whole)
-        return Tokens(qkv, g, beta, gate, torch.zeros_like(gate))
+    def gathered(rows: torch.Tensor) -> Projections:
+        qkv, g, beta, gate, _ = (tensor.index_select(0, rows) for tensor in whole)
+        return Projections(qkv, g, beta, gate, torch.zeros_like(gate))
 
-    tokens = whole if draft.rows is None else gathered(draft.rows)
+    x = whole if draft.rows is None else gathered(draft.rows)
+    conv_pool, state_pool = pools
     layer.verify(
         weights,
         runtime.selection,
-        tokens,
-        pools,
-        draft.state_indices,
-        draft.num_accepted,
-        draft.cu_seqlens,
-        NULL_BLOCK_ID,
+        x,
+        conv_pool,
+        StateRef.pool(state_pool, draft.state_indices, null_slot=NULL_BLOCK_ID),
+        DraftInputs.in_pool(draft.num_accepted, draft.cu_seqlens),
     )
     if draft.rows is None or draft.others is None:
         return
-    whole.out.index_copy_(0, draft.rows, tokens.out)
-    window = Pools(window_of(pools.conv), pools.state)
-    for segment, operator in ((prefills, prefill), (decodes, decode)):
-        if segment is not None:
-            tokens = gathered(draft.others)
-            operator(runtime, weights, tokens, window, segment)
-            whole.out.index_copy_(0, draft.others, tokens.out)
-
-
-def window_of(conv_pool: torch.Tensor) -> torch.Tensor:
-    """The first three columns, which hold the window; drafts also use those after them."""
-    return conv_pool if conv_pool.shape[2] == 3 else conv_pool[:, :, :3]
+    whole.out.index_copy_(0, draft.rows, x.out)
+    if others is not None:
+        x = gathered(draft.others)
+        run_segment(runtime, weights, x, pools, others)
+        whole.out.index_copy_(0, draft.others, x.out)

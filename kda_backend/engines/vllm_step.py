@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from kda_backend.engines.vllm_lengths import prefill_bounds
+from kda_backend.engines.vllm_metadata import prefill_bounds
 from kda_backend.layer import KnownLayouts
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection
@@ -29,7 +29,8 @@ class Segment:
     state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None
     step_plan: StepPlan | None  # of decodes only where some may start a new sequence
-    checkpoints: Checkpoints | None = None  # of prefills
+    is_prefill: bool = False
+    checkpoints: Checkpoints | None = None
     copied: bool = False
     known: KnownLayouts = field(default_factory=dict)
 
@@ -113,6 +114,7 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> S
             _aligned(slots),
             _aligned(initial),
             plan("prefills", bounds, m.num_prefill_tokens),
+            True,
             _checkpoints(m, first, slots.shape[0]),
         )
     tokens = begin + (m.num_prefill_tokens if m.num_prefills else 0)

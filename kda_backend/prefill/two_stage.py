@@ -135,13 +135,12 @@ def _two_stage_kernels(
     from kda_backend.kernels.scan import scan_kernel
 
     params: TwoStageParams = path.params
-    # the interpreter runs the same kernels on CPU tensors, where PTX and tf32 do not exist
-    precision = params.fp32_precision if spec.is_gpu else "ieee"
+    precision = "tf32x3" if spec.has_ptx else "ieee"
     pow2_k = tile_width(spec.key_dim)
     pow2_v = max(16, triton.next_power_of_2(spec.value_dim))
     least, most = (min(rows, pow2_v) for rows in (params.block_v, params.block_v_max))
     scan_stages = params.scan_num_stages
-    pdl = params.scan_pdl and spec.is_gpu
+    pdl = params.scan_pdl and spec.has_ptx
     if pow2_k * dtype.itemsize > 256:
         # the table is for rows of up to 128 half-precision channels: of wider ones fewer chunks
         # fit shared memory, and fewer value rows the registers
@@ -152,7 +151,7 @@ def _two_stage_kernels(
         intra_options["maxnreg"] = params.intra_max_registers
     intra = KernelLaunch(
         intra_kernel,
-        spec.constexprs(fast_math=params.fast_math)
+        spec.constexprs()
         | {
             "PRECISION": precision,
             "PDL": "release_first" if pdl else "off",

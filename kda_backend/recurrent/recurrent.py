@@ -69,7 +69,7 @@ def _recurrent_kernel(
 
     params: RecurrentParams = path.params
     block_v = min(params.block_v, triton.next_power_of_2(spec.value_dim))
-    constexprs = spec.constexprs(fast_math=params.fast_math)
+    constexprs = spec.constexprs()
     constexprs |= {"BLOCK_K": triton.next_power_of_2(spec.key_dim), "BLOCK_V": block_v}
     options = {"num_warps": params.num_warps}
     axes = dict.fromkeys(("q", "k", "v", "g", "beta", "o"), ".th")

@@ -5,29 +5,77 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from kda_backend import reference
+from kda_backend.contract.values import LOG_DECAY, GateSpec, TokenInputs
 from kda_backend.selection import KdaShape
+from kda_backend.spec import Beta
 from kda_backend.testing.regimes import collinear, gate_parameters
 
 LOWER_BOUND = -5.0
 TOKEN_FIELDS = ("q", "k", "v", "g", "beta")
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Gated:
+    """How tokens are meant: a layer's gate, step size and norm.
+
+    Attributes:
+        a_log, dt_bias: fp32 or ``None``.
+        gate: ``"log"``, ``"softplus"`` or ``"bounded"``.
+        beta_kind: ``"given"``, ``"sigmoid"`` or ``"twice_sigmoid"``.
+    """
+
+    a_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    gate: str = "softplus"
+    beta_kind: str = "sigmoid"
+    l2norm: bool = True
+    scale: float | None = None
+
+    def inputs_of(self, tokens: Sequence[torch.Tensor]) -> tuple[TokenInputs, GateSpec]:
+        """q, k, v, g and beta as the operators take them."""
+        q, k, v, g, beta = tokens
+        kind, gate = Beta[self.beta_kind.upper()], LOG_DECAY
+        if self.gate != "log":
+            bound = LOWER_BOUND if self.gate == "bounded" else None
+            gate = GateSpec.of(self.a_log, self.dt_bias, bound)
+        options = {"beta_kind": kind, "l2norm": self.l2norm, "scale": self.scale}
+        return TokenInputs.of(q, k, v, g, beta, **options), gate  # type: ignore[arg-type]
+
+    def activated_of(self, tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """q, k, v, log decay and step size by the definition, in the tokens' dtype."""
+        q, k, v, g, beta = tokens
+        if self.l2norm:
+            q, k = reference.l2norm(q), reference.l2norm(k)
+        if self.gate != "log":
+            a_log, dt_bias = (None if x is None else x.to(g) for x in (self.a_log, self.dt_bias))
+            bound = LOWER_BOUND if self.gate == "bounded" else None
+            g = reference.log_decay(g, a_log, dt_bias, bound)
+        if self.beta_kind != "given":
+            beta = beta.sigmoid() * (2.0 if self.beta_kind == "twice_sigmoid" else 1.0)
+        return q, k, v, g, beta
+
+    def to(self, device: torch.device) -> Self:
+        moved: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Gated):
     """One call's inputs, all sequences packed in one row.
 
     Attributes:
         lengths: tokens of each sequence.
         q, k, v, g, beta: as the operators take them, ``[1, T, ...]``.
-        a_log, dt_bias: fp32 or ``None``.
         state: ``[N, HV, V, K]`` fp32 before each sequence.
-        gate: ``"log"``, ``"softplus"`` or ``"bounded"``.
-        beta_kind: ``"given"``, ``"sigmoid"`` or ``"twice_sigmoid"``.
     """
 
     lengths: tuple[int, ...]
@@ -36,13 +84,7 @@ class Case:
     v: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor
-    a_log: torch.Tensor | None
-    dt_bias: torch.Tensor | None
     state: torch.Tensor
-    gate: str
-    beta_kind: str
-    l2norm: bool
-    scale: float | None
 
     @property
     def offsets(self) -> list[int]:
@@ -64,8 +106,13 @@ class Case:
     def tokens(self) -> tuple[torch.Tensor, ...]:
         return (self.q, self.k, self.v, self.g, self.beta)
 
+    @property
+    def inputs(self) -> tuple[TokenInputs, GateSpec]:
+        """As the operators take them."""
+        return self.inputs_of(self.tokens)
+
     def options(self) -> dict[str, Any]:
-        """The keyword arguments that say how the tokens are meant."""
+        """The keyword arguments of FLA's functions that say how the tokens are meant."""
         return {
             "scale": self.scale,
             "use_qk_l2norm_in_kernel": self.l2norm,
@@ -79,18 +126,7 @@ class Case:
 
     def activated(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
         """Packed q, k, v, log decay and step size in float64, on the device."""
-        q, k, v, g, beta = (x[0].double().to(device) for x in self.tokens)
-        if self.l2norm:
-            q, k = reference.l2norm(q), reference.l2norm(k)
-        if self.gate != "log":
-            a_log, dt_bias = (
-                None if x is None else x.double().to(device) for x in (self.a_log, self.dt_bias)
-            )
-            bound = LOWER_BOUND if self.gate == "bounded" else None
-            g = reference.log_decay(g, a_log, dt_bias, bound)
-        if self.beta_kind != "given":
-            beta = beta.sigmoid() * (2.0 if self.beta_kind == "twice_sigmoid" else 1.0)
-        return q, k, v, g, beta
+        return self.activated_of([x[0].double().to(device) for x in self.tokens])
 
     def expected(
         self, *, from_zero: bool | Sequence[int] = False
@@ -112,14 +148,6 @@ class Case:
             cu_seqlens=self.offsets,
         )
 
-    def to(self, device: torch.device) -> Case:
-        moved: dict[str, Any] = {
-            field.name: value.to(device)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
-        }
-        return dataclasses.replace(self, **moved)
-
     def part(self, begin: int, end: int, state: torch.Tensor) -> Case:
         """Tokens begin to end of a case of one sequence, as a sequence that starts at ``state``."""
         tokens = {name: getattr(self, name)[:, begin:end] for name in TOKEN_FIELDS}
@@ -129,6 +157,29 @@ class Case:
         """Sequence n alone."""
         begin, end = self.offsets[n : n + 2]
         return self.part(begin, end, self.state[n : n + 1])
+
+
+def draw_gates(
+    regimes: Sequence[str],
+    rng: torch.Generator,
+    raw: torch.Tensor,
+    k: torch.Tensor,
+    logit: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A_log ``[HV]`` and dt_bias ``[HV, K]``, of which head h takes the regime at h modulo their
+    number.
+
+    Args:
+        raw: ``[T, HV, K]``; k: ``[T, H, K]``; logit: ``[T, HV]``; changed to the regime's.
+    """
+    heads = raw.shape[1:]
+    a_log, dt_bias = (torch.randn(n, generator=rng, device=rng.device) for n in (heads[:1], heads))
+    for i, name in enumerate(regimes):
+        own = slice(i, None, len(regimes))
+        a_log[own], dt_bias[own], raw[:, own] = gate_parameters(name, raw[:, own], rng)
+        if name == "collinear":
+            k[:, own], logit[:, own] = collinear(k[:, own], logit[:, own])
+    return a_log, dt_bias
 
 
 def offsets_of(lengths: Sequence[int]) -> list[int]:
@@ -188,13 +239,8 @@ def make_case(
     q, k = randn(1, total, heads, key_dim), randn(1, total, heads, key_dim)
     v, logit = randn(1, total, value_heads, value_dim), randn(1, total, value_heads)
     raw = randn(1, total, value_heads, key_dim)
-    a_log, dt_bias = randn(value_heads), randn(value_heads, key_dim)
     regimes = (regime,) if isinstance(regime, str) else tuple(regime)
-    for i, name in enumerate(regimes):
-        own = slice(i, None, len(regimes))
-        a_log[own], dt_bias[own], raw[0, :, own] = gate_parameters(name, raw[0, :, own], rng)
-        if name == "collinear":
-            k[:, :, own], logit[:, :, own] = collinear(k[:, :, own], logit[:, :, own])
+    a_log, dt_bias = draw_gates(regimes, rng, raw[0], k[0], logit[0])
     if gate == "log":
         raw = reference.log_decay(raw, a_log, dt_bias, None)
     if beta == "given":

@@ -12,15 +12,20 @@ import torch
 from backend_core.family import CheckCase
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
+from backend_core.testing.fuzz import as_bytes
 from backend_core.testing.numerics import relative_error
-from kda_backend import chunk_kda, fused_recurrent_kda, kda_decode_step, kda_verify_step
+from kda_backend import kda_decode_step, kda_prefill, kda_recurrent, kda_verify_step, layer
+from kda_backend.contract.values import DraftInputs, StateRef
+from kda_backend.layer import LayerWeights, Projections
+from kda_backend.layer_checkpoints import Checkpoints
+from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.spec import CHUNK
-from kda_backend.testing import layer_checks
-from kda_backend.testing.cases import Case, make_case
+from kda_backend.step_plan import build_step_plan
+from kda_backend.testing.cases import Case, cu_tensor, make_case
 from kda_backend.testing.regimes import HARD_REGIMES
-from kda_backend.testing.steps import StepCase, StepPools, make_step
-from kda_backend.testing.tolerances import STEP_TOLERANCES, TOLERANCES
+from kda_backend.testing.steps import EPS, StepCase, StepPools, make_step
+from kda_backend.testing.tolerances import LAYER_TOLERANCE, STEP_TOLERANCES, TOLERANCES
 
 Answer = tuple[float, float]
 _SEED = 17
@@ -53,7 +58,7 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         found["a long sequence"] = _known_lengths(path, (long, 5, least // 4 + 1))
     if path.operator == "prefill":
         for name, dtype in (("", torch.float32), (", bf16 states", torch.bfloat16)):
-            check = functools.partial(layer_checks.run, path, state_dtype=dtype)
+            check = functools.partial(run_layer, path, state_dtype=dtype)
             found[f"layer with a checkpoint{name}"] = check
     return found
 
@@ -65,7 +70,7 @@ def _sequence_case(path: KernelPath, draw: Callable[..., Case], **model: Any) ->
 def _known_lengths(path: KernelPath, lengths: tuple[int, ...]) -> CheckCase:
     def check(target: Target, device: torch.device) -> Answer:
         case = make_case(_SEED, lengths, heads=2, key_dim=128, value_dim=128)
-        return run(path, target, device, case, _prefill(case, on_host=True))
+        return run(path, target, device, case, on_host=True)
 
     return check
 
@@ -94,21 +99,21 @@ def uneven(operator: str) -> Case:
     return make_case(_SEED, lengths, dtype=torch.float32, **model)
 
 
-Operator = Callable[..., torch.Tensor]
-"""Takes tokens as views ``[T, heads, ...]``, then keywords; returns the output ``[T, HV, V]``."""
-
-
 def run(
     path: KernelPath,
     target: Target,
     device: torch.device,
     case: Case,
-    operator: Operator | None = None,
+    *,
+    on_host: bool = False,
 ) -> Answer:
-    """Run one call on ``path``, by default through its operator.
+    """Run one call on ``path`` through its operator.
 
     States are slots of a pool, in falling order. Of five sequences one starts from zero, although
     its slot is NaN, and one is padding. Tokens are views of one packed row, as engines have them.
+
+    Args:
+        on_host: the host knows the lengths.
 
     Returns:
         (error, allowed): relative L2 against float64 of the output or the states of one regime's
@@ -128,16 +133,23 @@ def run(
         pool[slots[_COLD]], warm[_COLD] = math.nan, False
         pool[slots[_PADDED]], slots[_PADDED] = _UNTOUCHED, -1
     pool = pool.to(device)
-    if operator is None:
-        operator = _prefill(case) if path.operator == "prefill" else _recurrent
-    o = operator(
-        *_packed_views(case, device),
-        **case.to(device).options(),
-        state_pool=pool,
-        state_indices=slots.to(device),
-        has_initial_state=warm.to(device),
-        selection=forced(path, target, case.shape),
-    )
+    there = case.to(device)
+    packed = torch.cat([x[0].flatten(1) for x in there.tokens[:3]], 1)
+    views = torch.split(packed, [x.shape[2] * x.shape[3] for x in there.tokens[:3]], 1)
+    rows = [y.view(len(packed), *x.shape[2:]) for x, y in zip(there.tokens[:3], views, strict=True)]
+    rows += [there.g[0], there.beta[0]]
+    state = StateRef.pool(pool, slots.to(device), warm.to(device))
+    selection = forced(path, target, case.shape)
+    if path.operator == "prefill":
+        tokens, gate = there.inputs_of([x[None] for x in rows])
+        host = case.cu_seqlens if on_host else None
+        cu_seqlens = there.cu_seqlens
+        o = kda_prefill(
+            tokens, gate, state, cu_seqlens, cu_seqlens_cpu=host, selection=selection
+        ).out[0]
+    else:
+        tokens, gate = there.inputs_of([x[:, None] for x in rows])
+        o = kda_recurrent(tokens, gate, state, selection=selection).out[:, 0]
     states, live = pool.cpu(), slots >= 0
     own = slots[live].long()
     _expect_untouched(torch.full_like(states, _UNTOUCHED), states, own)
@@ -146,30 +158,77 @@ def run(
     return _worst(results, TOLERANCES[case.q.dtype])
 
 
-def _packed_views(case: Case, device: torch.device) -> list[torch.Tensor]:
-    """q, k and v as views of one row per token, as engines project them; g and beta."""
-    packed = torch.cat([x[0].flatten(1) for x in (case.q, case.k, case.v)], 1).to(device)
-    views, begin = [], 0
-    for x in (case.q, case.k, case.v):
-        width = x.shape[2] * x.shape[3]
-        views.append(packed[:, begin : begin + width].view(-1, *x.shape[2:]))
-        begin += width
-    return [*views, case.g[0].to(device), case.beta[0].to(device)]
+def run_layer(
+    path: KernelPath,
+    target: Target,
+    device: torch.device,
+    state_dtype: torch.dtype = torch.float32,
+) -> Answer:
+    """One prefill of a layer, from convolution to checkpoint, of three sequences in an engine's
+    pools. One leaves a checkpoint: in fp32 the scan writes it to the pool, in 16 bits to memory
+    that is then copied.
 
-
-def _prefill(case: Case, *, on_host: bool = False) -> Operator:
-    def operator(*tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        q, k, v, g, beta = (x[None] for x in tokens)
-        arguments["cu_seqlens"] = case.cu_seqlens.to(q.device)
-        arguments["cu_seqlens_cpu"] = case.cu_seqlens.cpu() if on_host else None
-        return chunk_kda(q, k, v, g, beta, **arguments)[0][0]
-
-    return operator
-
-
-def _recurrent(*tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    q, k, v, g, beta = (x[:, None] for x in tokens)
-    return fused_recurrent_kda(q, k, v, g, beta, **arguments)[0][:, 0]
+    Raises:
+        RuntimeError: a window of the convolution differs from its tokens, or another slot changed.
+    """
+    lengths, slots, warm = (20, 3, 70), (4, 1, 3), (True, False, True)
+    kept_of, kept_in, null_slot = 2, 0, 5  # the sequence, after one chunk; slots
+    model: dict[str, Any] = {"key_dim": 128, "value_dim": 128, "has_bias": False}
+    case = make_step(_SEED, sum(lengths), device=device, **model)
+    wide = torch.cat([case.packed, case.beta, case.beta], 1)  # a row of the packed projection
+    x = Projections(
+        wide[:, : case.channels],
+        case.g,
+        wide[:, case.channels : case.channels + case.heads],
+        case.z,
+        torch.full_like(case.z, math.nan),
+    )
+    pools = StepPools(case, 6, dtype=state_dtype)
+    pools.fill(_SEED, list(range(6)))
+    before = pools.copy()
+    offsets, places = (torch.zeros(3, dtype=torch.int32, device=device) for _ in range(2))
+    places.fill_(null_slot)
+    offsets[kept_of], places[kept_of] = CHUNK, kept_in
+    bounds = cu_tensor(lengths, torch.device("cpu"))
+    layer.prefill(
+        LayerWeights(case.conv_weight, case.inputs[1], case.norm_weight, EPS),
+        forced(path, target, case.shape),
+        x,
+        pools.windows,
+        StateRef.pool(
+            pools.states,
+            torch.tensor(slots, dtype=torch.int32, device=device),
+            torch.tensor(warm, device=device),
+        ),
+        build_step_plan(
+            bounds.to(device),
+            sum(lengths),
+            cu_seqlens_cpu=bounds,
+            chunk_table=path.name != "torch",
+        ),
+        Scratch(device),
+        checkpoints=Checkpoints.of(offsets, places, null_slot),
+    )
+    outputs, begin = [], 0
+    for n, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
+        state, window = before.states[slot].cpu() * warm[n], before.windows[slot].cpu() * warm[n]
+        for t in range(length):
+            o, state, window = case.expected(begin + t, state, window)
+            outputs.append(o)
+            if n == kept_of and t + 1 == CHUNK:
+                before.states[kept_in], before.windows[kept_in] = state, window
+        before.states[slot], before.windows[slot] = state, window
+        begin += length
+    if not torch.equal(pools.windows, before.windows):
+        raise RuntimeError("a window of the convolution is not of its sequence's last tokens")
+    written = [*slots, kept_in]
+    states = zip(pools.states[written].cpu(), before.states[written].cpu(), strict=True)
+    errors = [relative_error(x.out.cpu(), torch.stack(outputs))]
+    errors += [relative_error(*pair) for pair in states]
+    before.states[written] = pools.states[written]
+    if not torch.equal(as_bytes(before.memory), as_bytes(pools.memory)):
+        raise RuntimeError("a state slot outside the call was written")
+    return max(errors), LAYER_TOLERANCE
 
 
 def run_step(path: KernelPath, target: Target, device: torch.device, **flags: Any) -> Answer:
@@ -180,17 +239,11 @@ def run_step(path: KernelPath, target: Target, device: torch.device, **flags: An
     """
     case, pools, slots = _step_inputs(_ROWS, device, **flags)
     before = pools.copy()
-    q, k, v, g, beta = case.tokens
     o = kda_decode_step(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        state_pool=pools.states,
-        state_indices=torch.tensor(slots, dtype=torch.int32, device=device),
+        *case.inputs,
+        StateRef.pool(pools.states, torch.tensor(slots, dtype=torch.int32, device=device)),
+        **case.stages(pools.windows),
         selection=forced(path, target, case.shape),
-        **case.options(pools.windows),
     ).cpu()
     if o[_PADDED].any():
         raise RuntimeError("a padded row's output is not zero")
@@ -220,19 +273,11 @@ def run_draft(path: KernelPath, target: Target, device: torch.device) -> Answer:
     before = pools.copy()
     shape = (_ROWS, _DRAFT, *pools.states.shape[1:])
     kept = torch.full(shape, math.nan, device=device)
-    q, k, v, g, beta = case.tokens
     o = kda_verify_step(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        state_pool=pools.states,
-        state_indices=torch.tensor(slots, dtype=torch.int32, device=device),
-        intermediate_states=kept,
-        intermediate_indices=torch.arange(_ROWS, dtype=torch.int32, device=device),
+        *case.inputs,
+        StateRef.pool(pools.states, torch.tensor(slots, dtype=torch.int32, device=device)),
+        DraftInputs.in_buffers(kept, torch.arange(_ROWS, dtype=torch.int32, device=device)),
         selection=forced(path, target, case.shape),
-        **case.options(None),
     ).cpu()
     _expect_untouched(before.states.cpu(), pools.states.cpu(), torch.empty(0, dtype=torch.int64))
     outputs, states = [], []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ import torch
 from backend_core.target import Target
 from backend_core.testing.fuzz import Draw, FuzzBatch, FuzzCase, expect_untouched, worst
 from backend_core.testing.numerics import poisoned
-from kda_backend import chunk_kda, fused_recurrent_kda, reference
+from kda_backend import kda_prefill, kda_recurrent, reference
+from kda_backend.contract.values import StateRef
+from kda_backend.operators import SequencesResult
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, select
-from kda_backend.step_plan import build_step_plan
+from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import Case, cu_tensor, make_case, offsets_of
 from kda_backend.testing.fuzz_snapshots import Snapshots
 from kda_backend.testing.regimes import REGIMES
@@ -38,52 +40,51 @@ _UNTOUCHED = 12345.0
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, and the dtypes of an engine that serves it."""
+    """A layer, and the dtypes and layouts of an engine that serves it.
+
+    Attributes:
+        model: arguments of `make_case` or `make_step` beside these: two heads of 128.
+        tracks: states inside of the sequences are asked for.
+        layout: of windows, as `StepPools` takes it.
+    """
 
     name: str
-    gate: str = "softplus"
-    beta: str = "sigmoid"
-    l2norm: bool = True
-    heads: int = 2
-    value_heads: int = 2
-    dims: tuple[int, int] = (128, 128)
-    dtype: torch.dtype = torch.bfloat16
+    model: dict[str, Any] = field(default_factory=dict)
     state_dtype: torch.dtype = torch.float32
     offsets_dtype: torch.dtype = torch.int32
     tracks: bool = False
+    layout: str = "SD"
 
     @property
-    def shape(self) -> KdaShape:
-        """The facts of the layer that the tables ask for."""
-        bounded = self.gate == "bounded"
-        return KdaShape(self.heads, self.value_heads, *self.dims, bounded, self.dtype, self.dtype)
+    def arguments(self) -> dict[str, Any]:
+        return {"heads": 2, "value_heads": 2, "key_dim": 128, "value_dim": 128} | self.model
 
 
 LAYERS = (
     Layer("Kimi-Linear"),
     Layer("Kimi-Linear with states of chunks", tracks=True),
-    Layer("bounded gate, grouped heads", gate="bounded", heads=1),
+    Layer("bounded gate, grouped heads", {"gate": "bounded", "heads": 1}),
     Layer(
         "bounded gate, bf16 state",
-        gate="bounded",
-        heads=4,
-        value_heads=4,
+        {"gate": "bounded", "heads": 4, "value_heads": 4},
         state_dtype=torch.bfloat16,
         offsets_dtype=torch.int64,
     ),
-    Layer("decays given", gate="log", beta="given", l2norm=False),
-    Layer("negative eigenvalues", beta="twice_sigmoid"),
-    Layer("fp16", dtype=torch.float16),
-    Layer("fp32, K 48, V 24", dims=(48, 24), dtype=torch.float32, heads=1),
+    Layer("decays given", {"gate": "log", "beta": "given", "l2norm": False}),
+    Layer("negative eigenvalues", {"beta": "twice_sigmoid"}),
+    Layer("fp16", {"dtype": torch.float16}),
+    Layer(
+        "fp32, K 48, V 24",
+        {"key_dim": 48, "value_dim": 24, "dtype": torch.float32, "heads": 1},
+    ),
 )
 
 
-def drawn_layer(draw: Draw, target: Target, operator: str) -> tuple[Layer, KdaSelection]:
-    """A layer, and a selection with one of the paths that the table has for it."""
-    layer = draw.choice("layer", LAYERS)
-    selection = select(target, layer.shape)
+def drawn_selection(draw: Draw, target: Target, shape: KdaShape, operator: str) -> KdaSelection:
+    """A selection with one of the paths that the table has for an operator."""
+    selection = select(target, shape)
     paths = {f"{path.name} to {path.max_grid}": path for path in getattr(selection, operator).rows}
-    return layer, selection.with_path(paths[draw.choice("path", tuple(paths))])
+    return selection.with_path(paths[draw.choice("path", tuple(paths))])
 
 
 def drawn_regimes(draw: Draw, heads: int) -> tuple[str, ...]:
@@ -102,8 +103,9 @@ class _Sequences:
 
     def __init__(self, operator: str, draw: Draw, target: Target, device: torch.device) -> None:
         self.is_prefill, self.device = operator == "prefill", device
-        self.layer, self.selection = drawn_layer(draw, target, operator)
-        self.regimes = drawn_regimes(draw, self.layer.value_heads)
+        self.operator, self.target = operator, target
+        self.layer = draw.choice("layer", LAYERS)
+        self.regimes = drawn_regimes(draw, self.layer.arguments["value_heads"])
         longest = LONGEST if self.is_prefill else 5
         count = draw.integer("sequences", 1, 6)
         edges = EDGES if self.is_prefill else (0, 1, 1, 1, 2)
@@ -125,30 +127,18 @@ class _Sequences:
         self._allocate(draw)
 
     def _make(self, seed: int) -> Case:
-        layer = self.layer
         return make_case(
-            seed,
-            self.lengths,
-            regime=self.regimes,
-            gate=layer.gate,
-            beta=layer.beta,
-            heads=layer.heads,
-            value_heads=layer.value_heads,
-            key_dim=layer.dims[0],
-            value_dim=layer.dims[1],
-            dtype=layer.dtype,
-            l2norm=layer.l2norm,
-            device=self.device,
+            seed, self.lengths, regime=self.regimes, device=self.device, **self.layer.arguments
         )
 
     def _allocate(self, draw: Draw) -> None:
         self.case = case = self._make(draw.seed())
+        self.selection = drawn_selection(draw, self.target, case.shape, self.operator)
         device, count = self.device, len(self.lengths)
         self.tokens = laid_out(self.layout, [x[0] for x in case.tokens])
-        self.options = case.options()
-        for name in ("A_log", "dt_bias"):
-            if self.options[name] is not None:
-                self.options[name] = self.options[name].clone()
+        gate = case.inputs[1]
+        a_log, dt_bias = (None if x is None else x.clone() for x in gate[1:3])
+        self.gate = gate._replace(a_log=a_log, dt_bias=dt_bias)
         host = torch.tensor(offsets_of(self.lengths), dtype=self.layer.offsets_dtype)
         self.cu_seqlens, self.cu_host = host.to(device, copy=True), host
         slots = draw.shuffled(range(count + 2))[:count]
@@ -175,7 +165,7 @@ class _Sequences:
         self.snapshots = None
         if self.keeps_states and draw.chance("snapshots", 0.7):
             self.snapshots = Snapshots(draw, count, state.shape[1:], device)
-        self.result: tuple[Any, ...] = ()
+        self.result: SequencesResult
 
     def batch(self) -> FuzzBatch:
         return FuzzBatch(self.fill, self.run, self.error)
@@ -188,11 +178,11 @@ class _Sequences:
             self.lengths = [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
             self.cu_seqlens.copy_(cu_tensor(self.lengths, self.device))
         self.case = case = self._make(seed)
-        for mine, x in zip(self.tokens, case.tokens, strict=True):
-            mine.copy_(x[0])
-        for name in ("A_log", "dt_bias"):
-            if self.options[name] is not None:
-                self.options[name].copy_(case.options()[name])
+        for own, x in zip(self.tokens, case.tokens, strict=True):
+            own.copy_(x[0])
+        for parameter, drawn in zip(self.gate[1:3], case.inputs[1][1:3], strict=True):
+            if parameter is not None and drawn is not None:
+                parameter.copy_(drawn)
         self.memory.fill_(math.nan)
         self.pool.fill_(_UNTOUCHED)
         start = case.state.to(self.layer.state_dtype)
@@ -209,42 +199,40 @@ class _Sequences:
             self.out.fill_(math.nan)
 
     def run(self) -> None:
-        names = ("q", "k", "v", "g", "beta")
-        tokens: dict[str, Any] = dict(zip(names, (x[None] for x in self.tokens), strict=True))
+        rows = [x[None] for x in self.tokens]
         count = len(self.lengths)
+        plan: StepPlan | torch.Tensor | None = self.cu_seqlens
         extra: dict[str, Any] = {"selection": self.selection}
         if self.metadata == "equal":
-            each = (count, self.lengths[0])
-            tokens = {name: torch.unflatten(x, 1, each)[0] for name, x in tokens.items()}
+            each, plan = (count, self.lengths[0]), None
+            rows = [torch.unflatten(x, 1, each)[0] for x in rows]
         elif self.metadata == "plan":
-            extra["step_plan"] = build_step_plan(
+            plan = build_step_plan(
                 self.cu_seqlens,
                 sum(self.lengths),
                 cu_seqlens_cpu=self.cu_host,
                 chunk_table=self.selection.target.vendor != "cpu",
             )
-        else:
-            extra["cu_seqlens"] = self.cu_seqlens
-            if self.metadata == "host":
-                extra["cu_seqlens_cpu"] = self.cu_host
+        elif self.metadata == "host":
+            extra["cu_seqlens_cpu"] = self.cu_host
         if self.out_is == "v":
-            extra["out"] = tokens["v"]
+            extra["out"] = rows[2]
         elif self.out is not None:
-            extra["out"] = self.out.view(tokens["v"].shape)
+            extra["out"] = self.out.view(rows[2].shape)
         if self.is_pool:
-            extra |= {"state_pool": self.pool, "state_indices": self.indices}
-            extra["has_initial_state"] = self.warm
+            state = StateRef.pool(self.pool, self.indices, self.warm)
         else:
-            extra |= {"output_final_state": True, "state_v_first": self.v_first}
-            extra["initial_state"] = self.initial if self.has_initial else None
+            initial = self.initial if self.has_initial else None
+            state = StateRef.functional(initial, v_first=self.v_first, final=True)
+        tokens = self.case.inputs_of(rows)[0]
         if not self.is_prefill:
-            self.result = fused_recurrent_kda(**tokens, **self.options, **extra)
+            assert not isinstance(plan, StepPlan)
+            self.result = kda_recurrent(tokens, self.gate, state, plan, **extra)
             return
-        if self.keeps_states:
-            extra["return_intermediate_states"] = True
         if self.snapshots is not None:
-            extra |= self.snapshots.arguments()
-        self.result = chunk_kda(**tokens, **self.options, **extra, scratch=self.scratch)
+            state = self.snapshots.added_to(state)
+        extra |= {"scratch": self.scratch, "keeps_chunk_states": self.keeps_states}
+        self.result = kda_prefill(tokens, self.gate, state, plan, **extra)
 
     def error(self) -> tuple[float, float]:
         case, layer = self.case, self.layer
@@ -252,7 +240,7 @@ class _Sequences:
         start = start.double()
         from_zero = sorted(self.cold | self.padded) if self.has_initial else list(range(len(start)))
         start[from_zero] = 0.0
-        scale = layer.dims[0] ** -0.5
+        scale = case.q.shape[3] ** -0.5
         activated = case.activated(self.device)
         chunk_states = start[:0]
         if max(self.lengths) > _SHORT or (self.keeps_states and any(self.lengths)):
@@ -263,9 +251,10 @@ class _Sequences:
             want_o, want = reference.recurrent_kda(
                 *activated, scale=scale, state=start, cu_seqlens=case.offsets
             )
-        o = self.result[0].reshape(want_o.shape)
+        o = self.result.out.reshape(want_o.shape)
         live = [n for n in range(len(want)) if n not in self.padded]
-        got = self.pool[self.slots] if self.is_pool else self.result[1]
+        got = self.pool[self.slots] if self.is_pool else self.result.final_state
+        assert got is not None
         if not self.is_pool and not self.v_first:
             got = got.mT
         allowed = self._allowed()
@@ -281,7 +270,8 @@ class _Sequences:
                 view[self.slots[live]] = 0.0
             expect_untouched("a state outside the call", theirs, mine)
         if self.keeps_states:
-            states = self.result[2].flatten(0, 1)
+            states = self.result.chunk_states
+            assert states is not None
             states = states if self.v_first or self.is_pool else states.mT
             filled = states[: len(chunk_states)]
             if self.metadata != "device" and len(states) != len(chunk_states):
@@ -293,8 +283,8 @@ class _Sequences:
         return worst(*found)
 
     def _allowed(self) -> tuple[float, float]:
-        output, state = TOLERANCES[self.layer.dtype]
-        if self.layer.beta == "twice_sigmoid" and "collinear" in self.regimes:
+        output, state = TOLERANCES[self.case.q.dtype]
+        if self.case.beta_kind == "twice_sigmoid" and "collinear" in self.regimes:
             output, state = _REFLECTIONS * output, _REFLECTIONS * state
         if self.is_pool and self.layer.state_dtype == torch.bfloat16:
             state = STEP_TOLERANCES[torch.bfloat16][1]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from backend_core.testing.fuzz import Draw, expect_untouched
+from kda_backend.contract.values import StateRef
 
 _UNTOUCHED = 12345.0
 _EACH = 2  # snapshots of a sequence
@@ -38,13 +37,12 @@ class Snapshots:
     def fill(self) -> None:
         self._memory.fill_(_UNTOUCHED)
 
-    def arguments(self) -> dict[str, Any]:
-        """Of ``chunk_kda``."""
-        given = {"snapshot_chunks": self._chunks, "snapshots": self._states}
+    def added_to(self, state: StateRef) -> StateRef:
+        """What a prefill is asked for."""
         if self._slots is not None:
-            return given | {"snapshot_indices": self._slots}
+            return state.with_snapshots(self._chunks, self._states, self._slots)
         in_order = torch.unflatten(self._states[:-2], 0, (-1, _EACH))
-        return given | {"snapshots": in_order}
+        return state.with_snapshots(self._chunks, in_order)
 
     def compared(
         self, lengths: list[int], chunk_states: torch.Tensor, after: torch.Tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +19,14 @@ from backend_core.testing.fuzz import (
 )
 from backend_core.testing.numerics import poisoned
 from kda_backend import kda_decode_step, kda_verify_step
-from kda_backend.selection import KdaSelection, select
-from kda_backend.testing.fuzz import drawn_regimes, relative, state_error
+from kda_backend.contract.values import DraftInputs, StateRef
+from kda_backend.testing.fuzz import (
+    Layer,
+    drawn_regimes,
+    drawn_selection,
+    relative,
+    state_error,
+)
 from kda_backend.testing.steps import StepCase, StepPools, make_step
 from kda_backend.testing.tolerances import ONE_HEAD, STEP_TOLERANCES
 
@@ -29,38 +34,23 @@ MAX_ROWS = 9
 MAX_DRAFT = 4
 
 
-@dataclass(frozen=True)
-class StepLayer:
-    """A layer as a decode step sees it, and the dtype and layout of an engine's pools."""
-
-    name: str
-    flags: dict[str, Any]
-    heads: int = 2
-    value_heads: int = 2
-    dims: tuple[int, int] = (128, 128)
-    dtype: torch.dtype = torch.bfloat16
-    state_dtype: torch.dtype = torch.float32
-    layout: str = "SD"
-
-
 STEP_LAYERS = (
-    StepLayer("vLLM's Kimi-Linear", {}),
-    StepLayer(
+    Layer("vLLM's Kimi-Linear"),
+    Layer(
         "bounded gate, windows by channel, bf16 state",
         {"gate": "bounded", "has_bias": False},
         state_dtype=torch.bfloat16,
         layout="DS",
     ),
-    StepLayer("state update alone, grouped heads", {"has_conv": False, "has_norm": False}, heads=1),
-    StepLayer(
+    Layer("state update alone, grouped heads", {"has_conv": False, "has_norm": False, "heads": 1}),
+    Layer(
         "decays given, twice sigmoid",
         {"gate": "log", "beta_kind": "twice_sigmoid", "has_norm": False},
     ),
-    StepLayer(
+    Layer(
         "fp32, K 48, V 24",
-        {"has_conv": False, "l2norm": False, "beta_kind": "given"},
-        dims=(48, 24),
-        dtype=torch.float32,
+        {"has_conv": False, "l2norm": False, "beta_kind": "given", "dtype": torch.float32}
+        | {"key_dim": 48, "value_dim": 24},
     ),
 )
 
@@ -73,9 +63,9 @@ class _Rows:
     ) -> None:
         self.device, self.tokens = device, tokens
         self.layer = draw.choice("layer", STEP_LAYERS)
-        self.regimes = drawn_regimes(draw, self.layer.value_heads)
+        self.regimes = drawn_regimes(draw, self.layer.arguments["value_heads"])
         self.case = self._make(draw.seed())
-        self.selection = self._selection(operator, draw, target)
+        self.selection = drawn_selection(draw, target, self.case.shape, operator)
         # engines hand out views of wider rows
         gap = draw.choice("gap", (0, 8, 1))
         for name in ("packed", "g", "z"):
@@ -86,26 +76,9 @@ class _Rows:
             self.case = dataclasses.replace(self.case, **changed)
 
     def _make(self, seed: int) -> StepCase:
-        layer = self.layer
         return make_step(
-            seed,
-            self.tokens,
-            device=self.device,
-            heads=layer.heads,
-            value_heads=layer.value_heads,
-            key_dim=layer.dims[0],
-            value_dim=layer.dims[1],
-            dtype=layer.dtype,
-            regime=self.regimes,
-            **layer.flags,
+            seed, self.tokens, device=self.device, regime=self.regimes, **self.layer.arguments
         )
-
-    def _selection(self, operator: str, draw: Draw, target: Target) -> KdaSelection:
-        selection = select(target, self.case.shape)
-        paths = {
-            f"{path.name} to {path.max_grid}": path for path in getattr(selection, operator).rows
-        }
-        return selection.with_path(paths[draw.choice("path", tuple(paths))])
 
     def refill(self, seed: int) -> None:
         drawn = self._make(seed)
@@ -125,7 +98,7 @@ def fill_pools(pools: StepPools, seed: int, slots: list[int]) -> None:
         pool[slots] = torch.randn(shape, generator=rng, device=rng.device).to(pool.dtype)
 
 
-def _tolerances(layer: StepLayer) -> tuple[float, float]:
+def _tolerances(layer: Layer) -> tuple[float, float]:
     output, state = STEP_TOLERANCES[layer.state_dtype]
     return ONE_HEAD * output, state  # of one row and head
 
@@ -162,7 +135,7 @@ class _Step(_Rows):
         self.out = None
         if draw.chance("own output", 0.5):
             shape = (rows, *self.case.z.shape[1:])
-            self.out = poisoned(*shape, dtype=self.layer.dtype, device=device)
+            self.out = poisoned(*shape, dtype=self.case.z.dtype, device=device)
         self.result = self.case.z
         self.last_write = torch.zeros(1, device=device)
 
@@ -176,14 +149,12 @@ class _Step(_Rows):
 
     def run(self) -> None:
         self.result = kda_decode_step(
-            **_named(self.case.tokens),
-            state_pool=self.pools.states,
-            state_indices=self.indices,
-            null_slot=self.null_slot,
+            *self.case.inputs,
+            StateRef.pool(self.pools.states, self.indices, null_slot=self.null_slot),
             pdl_prefetch_safe=self.is_safe,
             out=self.out,
             selection=self.selection,
-            **self.case.options(self.pools.windows),
+            **self.case.stages(self.pools.windows),
         )
 
     def error(self) -> tuple[float, float]:
@@ -238,31 +209,33 @@ class _Draft(_Rows):
             self.table[n] = [-1] * tokens
         self.slots = places
         self.accepted = [draw.integer(f"accepted {n}", 1, self.longest) for n in range(count)]
-        self.out = poisoned(self.tokens, *self.case.z.shape[1:], dtype=layer.dtype, device=device)
-        self.arguments = self._arguments(equal, draw)
+        self.out = poisoned(
+            self.tokens, *self.case.z.shape[1:], dtype=self.case.z.dtype, device=device
+        )
+        self._keep(equal, draw)
 
-    def _arguments(self, equal: bool, draw: Draw) -> dict[str, Any]:
+    def _keep(self, equal: bool, draw: Draw) -> None:
+        """Where states are read, and where those after each token are kept."""
         count, device = len(self.lengths), self.device
 
-        def ints(values: list[int]) -> torch.Tensor:
+        def ints(values: list[int] | list[list[int]]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        found: dict[str, Any] = {"null_slot": 0, "selection": self.selection, "out": self.out}
-        table = torch.tensor(self.table, dtype=torch.int32, device=device)
-        found["state_indices"] = table if self.is_rolling else table[:, 0].contiguous()
-        if not equal:
-            found["cu_seqlens"] = ints([*self.begins, self.tokens])
+        table = ints(self.table)
+        self.indices = table if self.is_rolling else table[:, 0].contiguous()
+        cu_seqlens = None if equal else ints([*self.begins, self.tokens])
         if self.is_rolling:
-            return found | {"num_accepted_tokens": ints(self.accepted)}
+            self.draft = DraftInputs.in_pool(ints(self.accepted), cu_seqlens)
+            return
         self.rows = draw.shuffled(range(count + 2))[:count]
         states = (count + 2, self.longest, *self.pools.states.shape[1:])
         self.states = poisoned(*states, dtype=self.layer.state_dtype, device=device)
-        found |= {"intermediate_states": self.states, "intermediate_indices": ints(self.rows)}
+        windows = None
         if self.case.has_conv:
             shape = (count + 2, self.longest, 3, self.case.channels)
-            self.windows = poisoned(*shape, dtype=self.layer.dtype, device=device)
-            found["intermediate_conv"] = self.windows.transpose(2, 3)
-        return found
+            self.windows = poisoned(*shape, dtype=self.case.z.dtype, device=device)
+            windows = self.windows.transpose(2, 3)
+        self.draft = DraftInputs.in_buffers(self.states, ints(self.rows), windows, cu_seqlens)
 
     def fill(self, seed: int) -> None:
         self.refill(seed)
@@ -275,8 +248,14 @@ class _Draft(_Rows):
                 self.windows.fill_(math.nan)
 
     def run(self) -> None:
-        options = self.case.options(self.pools.windows) | self.arguments
-        kda_verify_step(**_named(self.case.tokens), state_pool=self.pools.states, **options)
+        kda_verify_step(
+            *self.case.inputs,
+            StateRef.pool(self.pools.states, self.indices, null_slot=0),
+            self.draft,
+            out=self.out,
+            selection=self.selection,
+            **self.case.stages(self.pools.windows),
+        )
 
     def error(self) -> tuple[float, float]:
         output, state = _tolerances(self.layer)
@@ -342,10 +321,6 @@ class _Draft(_Rows):
                 self.before.windows[slot, :, 2 : 2 + length] = drafted
         expect_untouched("a state elsewhere", self.before.memory, self.pools.memory)
         expect_untouched("a window elsewhere", self.before.window_memory, self.pools.window_memory)
-
-
-def _named(tokens: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    return dict(zip(("q", "k", "v", "g", "beta"), tokens, strict=True))
 
 
 def step_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:

@@ -9,75 +9,56 @@ import torch
 
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
-from kda_backend import chunk_kda, fused_recurrent_kda, kda_decode_step
+from kda_backend import kda_decode_step, kda_prefill, kda_recurrent
+from kda_backend.contract.values import StateRef
 from kda_backend.scratch import Scratch
-from kda_backend.selection import KdaShape
+from kda_backend.spec import CHUNK
 from kda_backend.step_plan import build_step_plan
+from kda_backend.testing.cases import make_case
 from kda_backend.testing.checks import forced
+from kda_backend.testing.steps import StepPools, make_step
 
 Call = Callable[[], object]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_DIMS: dict[str, Any] = {"key_dim": 128, "value_dim": 128}
 
 
-def _tokens(lead: tuple[int, ...], heads: int) -> list[torch.Tensor]:
-    """q, k, v, g and beta, bf16, standard normal."""
-    shapes = [(*lead, heads, 128)] * 4 + [(*lead, heads)]
-    return [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
-
-
-def _arguments(path: KernelPath, target: Target, heads: int, slots: int) -> dict[str, Any]:
-    """A pool with a slot for each row, the gate of the model and one path for every grid."""
-    shape = KdaShape(heads, heads, 128, 128)
-    return {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "A_log": (1 + 15 * torch.rand(heads, device=DEVICE)).log(),
-        "dt_bias": torch.randn(heads * 128, device=DEVICE),
-        "state_pool": torch.randn(slots, heads, 128, 128, device=DEVICE),
-        "state_indices": torch.arange(slots, dtype=torch.int32, device=DEVICE),
-        "selection": forced(path, target, shape),
-    }
+def _slots(number: int) -> torch.Tensor:
+    return torch.arange(number, dtype=torch.int32, device=DEVICE)
 
 
 def _prefill(path: KernelPath, target: Target, grid: int, heads: int) -> Call:
     """One sequence of ``grid / heads`` chunks of 64 tokens."""
-    tokens = 64 * max(1, grid // heads)
-    q, k, v, g, beta = _tokens((1, tokens), heads)
-    offsets = torch.tensor([0, tokens], dtype=torch.int32)
-    step_plan = build_step_plan(offsets.to(DEVICE), tokens, cu_seqlens_cpu=offsets)
-    arguments = _arguments(path, target, heads, 1)
-    arguments |= {
-        "step_plan": step_plan,
-        "scratch": Scratch(q.device),
-        "out": torch.empty_like(v),
-    }
-    return lambda: chunk_kda(q, k, v, g, beta, **arguments)
+    tokens = CHUNK * max(1, grid // heads)
+    case = make_case(0, (tokens,), heads=heads, device=DEVICE, **_DIMS)
+    plan = build_step_plan(case.cu_seqlens, tokens, cu_seqlens_cpu=case.cu_seqlens.cpu())
+    state, out = StateRef.pool(case.state, _slots(1)), torch.empty_like(case.v)
+    chosen, scratch = forced(path, target, case.shape), Scratch(case.q.device)
+    options: dict[str, Any] = {"out": out, "scratch": scratch, "selection": chosen}
+    inputs = case.inputs
+    return lambda: kda_prefill(*inputs, state, plan, **options)
 
 
 def _recurrent(path: KernelPath, target: Target, grid: int, heads: int) -> Call:
     rows = max(1, grid // heads)
-    q, k, v, g, beta = _tokens((rows, 1), heads)
-    arguments = _arguments(path, target, heads, rows) | {"out": torch.empty_like(v)}
-    return lambda: fused_recurrent_kda(q, k, v, g, beta, **arguments)
+    case = make_case(0, (1,) * rows, heads=heads, device=DEVICE, **_DIMS)
+    inputs = case.inputs_of([x.transpose(0, 1) for x in case.tokens])
+    state, out = StateRef.pool(case.state, _slots(rows)), torch.empty_like(inputs[0].v)
+    chosen = forced(path, target, case.shape)
+    return lambda: kda_recurrent(*inputs, state, out=out, selection=chosen)
 
 
 def _step(path: KernelPath, target: Target, grid: int, heads: int, *, whole: bool) -> Call:
     rows = max(1, grid // heads)
-    names = ("q", "k", "v", "g", "beta")
-    tokens = dict(zip(names, _tokens((rows,), heads), strict=True))
-    arguments = _arguments(path, target, heads, rows) | tokens
-    if whole:
-        channels = 3 * heads * 128
-        arguments |= {
-            "conv_state": torch.randn(rows, 3, channels, device=DEVICE).bfloat16().transpose(1, 2),
-            "conv_weight": torch.randn(channels, 4, device=DEVICE),
-            "norm_weight": torch.ones(128, device=DEVICE),
-            "norm_gate": torch.randn(rows, heads, 128, device=DEVICE).bfloat16(),
-        }
-    arguments["out"] = torch.empty_like(tokens["v"])
-    return lambda: kda_decode_step(**arguments)
+    flags: dict[str, Any] = {"has_conv": whole, "has_norm": whole, "has_bias": False}
+    case = make_step(0, rows, device=DEVICE, heads=heads, **_DIMS, **flags)
+    pools = StepPools(case, rows)
+    pools.fill(0, list(range(rows)))
+    inputs, stages = case.inputs, case.stages(pools.windows)
+    state, out = StateRef.pool(pools.states, _slots(rows)), torch.empty_like(case.z)
+    chosen = forced(path, target, case.shape)
+    return lambda: kda_decode_step(*inputs, state, out=out, selection=chosen, **stages)
 
 
 MEASURES: dict[str, Callable[[KernelPath, Target, int, int], Call]] = {

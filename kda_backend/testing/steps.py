@@ -11,15 +11,15 @@ import torch
 
 from backend_core.testing.numerics import poisoned
 from kda_backend import reference
+from kda_backend.contract.values import ConvInputs, GateSpec, NormInputs, TokenInputs
 from kda_backend.selection import KdaShape
-from kda_backend.testing.cases import LOWER_BOUND
-from kda_backend.testing.regimes import collinear, gate_parameters
+from kda_backend.testing.cases import Gated, draw_gates
 
 EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class StepCase:
+@dataclass(frozen=True, kw_only=True)
+class StepCase(Gated):
     """Projections of ``rows`` tokens of a layer, and the layer's parameters.
 
     Attributes:
@@ -34,14 +34,9 @@ class StepCase:
     g: torch.Tensor
     beta: torch.Tensor
     z: torch.Tensor
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
     conv_weight: torch.Tensor
     conv_bias: torch.Tensor
     norm_weight: torch.Tensor
-    gate: str = "softplus"
-    beta_kind: str = "sigmoid"
-    l2norm: bool = True
     has_conv: bool = True
     has_bias: bool = True
     has_norm: bool = True
@@ -81,23 +76,20 @@ class StepCase:
         names = ("packed", "g", "beta", "z")
         return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in names})
 
-    def options(self, conv_state: torch.Tensor | None) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "use_qk_l2norm_in_kernel": self.l2norm,
-            "use_gate_in_kernel": self.gate != "log",
-            "lower_bound": LOWER_BOUND if self.gate == "bounded" else None,
-            "use_beta_sigmoid_in_kernel": self.beta_kind != "given",
-            "allow_neg_eigval": self.beta_kind == "twice_sigmoid",
-            "A_log": self.a_log,
-            "dt_bias": self.dt_bias,
-        }
+    @property
+    def inputs(self) -> tuple[TokenInputs, GateSpec]:
+        """As the operators take them."""
+        return self.inputs_of(self.tokens)
+
+    def stages(self, windows: torch.Tensor) -> dict[str, Any]:
+        """The stages around the recurrence, by the operators' names of them."""
+        found: dict[str, Any] = {}
         if self.has_conv:
-            options |= {"conv_state": conv_state, "conv_weight": self.conv_weight}
-            if self.has_bias:
-                options["conv_bias"] = self.conv_bias
+            bias = self.conv_bias if self.has_bias else None
+            found["conv"] = ConvInputs(windows, self.conv_weight, bias)
         if self.has_norm:
-            options |= {"norm_weight": self.norm_weight, "norm_gate": self.z, "norm_eps": EPS}
-        return options
+            found["norm"] = NormInputs(self.norm_weight, self.z, EPS)
+        return found
 
     def expected(
         self, row: int, state: torch.Tensor, window: torch.Tensor
@@ -127,17 +119,10 @@ class StepCase:
         keys = self.heads * key_dim
         q, k = (torch.unflatten(y, 1, (-1, key_dim)) for y in (x[:, :keys], x[:, keys : 2 * keys]))
         v = torch.unflatten(x[:, 2 * keys :], 1, (-1, value_dim))
-        if self.l2norm:
-            q, k = reference.l2norm(q), reference.l2norm(k)
-        g, beta = double(self.g[rows]), double(self.beta[rows])
-        if self.gate != "log":
-            bound = LOWER_BOUND if self.gate == "bounded" else None
-            g = reference.log_decay(g, double(self.a_log), double(self.dt_bias), bound)
-        if self.beta_kind != "given":
-            beta = beta.sigmoid() * (2.0 if self.beta_kind == "twice_sigmoid" else 1.0)
+        tokens = self.activated_of([q, k, v, double(self.g[rows]), double(self.beta[rows])])
         # heads of different rows do not meet: one token of n times as many heads
         o, state = reference.recurrent_kda(
-            *(y.flatten(0, 1)[None] for y in (q, k, v, g, beta)),
+            *(y.flatten(0, 1)[None] for y in tokens),
             scale=key_dim**-0.5,
             state=states.double().flatten(0, 1)[None],
             cu_seqlens=[0, 1],
@@ -175,39 +160,28 @@ def make_step(
     keys, channels = heads * key_dim, 2 * heads * key_dim + value_heads * value_dim
     raw, beta = randn(rows, value_heads, key_dim), randn(rows, value_heads)
     packed = randn(rows, channels)
-    a_log, dt_bias = randn(value_heads), randn(value_heads, key_dim)
-    for i, name in enumerate(regime):
-        own = slice(i, None, len(regime))
-        a_log[own], dt_bias[own], raw[:, own] = gate_parameters(name, raw[:, own], rng)
-        if name == "collinear":
-            k = packed[:, keys : 2 * keys].view(rows, heads, key_dim)
-            k[:, own], beta[:, own] = collinear(k[:, own], beta[:, own])
+    k = packed[:, keys : 2 * keys].view(rows, heads, key_dim)
+    a_log, dt_bias = draw_gates(regime, rng, raw, k, beta)
     if flags.get("gate") == "log":
         raw = reference.log_decay(raw, a_log, dt_bias, None)
     if flags.get("beta_kind") == "given":
         beta = beta.sigmoid()
     if not flags.get("l2norm", True):
         packed[:, : 2 * keys] *= 0.5 * key_dim**-0.5
-    case = StepCase(
-        heads,
-        value_heads,
-        packed.to(dtype),
-        raw.to(dtype),
-        beta.to(dtype),
-        randn(rows, value_heads, value_dim).to(dtype),
-        a_log,
-        dt_bias,
-        0.5 * randn(channels, 4),
-        randn(channels),
-        1.0 + 0.1 * randn(value_dim),
+    return StepCase(
+        heads=heads,
+        value_heads=value_heads,
+        packed=packed.to(dtype),
+        g=raw.to(dtype),
+        beta=beta.to(dtype),
+        z=randn(rows, value_heads, value_dim).to(dtype),
+        a_log=a_log,
+        dt_bias=dt_bias,
+        conv_weight=0.5 * randn(channels, 4),
+        conv_bias=randn(channels),
+        norm_weight=1.0 + 0.1 * randn(value_dim),
         **flags,
-    )
-    moved: dict[str, Any] = {
-        field.name: value.to(device)
-        for field in dataclasses.fields(case)
-        if isinstance(value := getattr(case, field.name), torch.Tensor)
-    }
-    return dataclasses.replace(case, **moved)
+    ).to(device)
 
 
 class StepPools:

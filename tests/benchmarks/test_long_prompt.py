@@ -15,7 +15,6 @@ from kda_backend import layer
 from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, select
-from kda_backend.spec import Beta
 from kda_backend.step_plan import build_step_plan
 
 COUNTS = (130, 64, 7)
@@ -33,12 +32,12 @@ def steps(pool: torch.Tensor, after: Any = None) -> None:
     torch.manual_seed(0)
     heads, dim = max(HEADS) + 1, pool.shape[-1]
     selection = select(KNOWN_TARGETS["cpu"], KdaShape(heads, heads, dim, dim))
-    gate = GateSpec.of(True, torch.linspace(-5, 4, heads), torch.randn(heads * dim), None)
+    gate = GateSpec.of(torch.linspace(-5, 4, heads), torch.randn(heads * dim), None)
     slot = torch.tensor([1], dtype=torch.int32)
     for number, count in enumerate(COUNTS):
         q, k, v, g = (torch.randn(1, count, heads, dim).bfloat16() for _ in range(4))
         beta = torch.randn(1, count, heads).bfloat16()
-        tokens = TokenInputs.of((q, k, v, g, beta), None, True, Beta.SIGMOID)
+        tokens = TokenInputs.of(q, k, v, g, beta)
         offsets = torch.tensor([0, count], dtype=torch.int32)
         plan = build_step_plan(offsets, count, chunk_table=False)
         state = StateRef.pool(pool, slot, torch.tensor([number > 0]))

@@ -109,14 +109,16 @@ def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch
         check_kda.check_cases(row)["small"](cpu, CPU)
 
 
-def test_an_operator_that_forgets_the_decay_is_wrong() -> None:
+def test_an_operator_that_forgets_the_decay_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, row = _row("kda", "recurrent")
+    right = check_kda.kda_recurrent
 
-    def no_decay(*tokens, **arguments):
-        arguments["A_log"] = torch.full_like(arguments["A_log"], -30.0)
-        return check_kda._recurrent(*tokens, **arguments)
+    def no_decay(tokens, gate, *rest, **options):
+        gate = gate._replace(a_log=torch.full_like(gate.a_log, -30.0))
+        return right(tokens, gate, *rest, **options)
 
-    error, allowed = check_kda.run(row, cpu, CPU, check_kda.hard("recurrent"), no_decay)
+    monkeypatch.setattr(check_kda, "kda_recurrent", no_decay)
+    error, allowed = check_kda.run(row, cpu, CPU, check_kda.hard("recurrent"))
     assert error > 10 * allowed
 
 
@@ -127,9 +129,9 @@ def test_a_step_without_its_convolution_is_wrong(monkeypatch: pytest.MonkeyPatch
     assert error <= allowed
     right = check_kda.kda_decode_step
 
-    def unweighted(*tokens, **arguments):
-        arguments["conv_weight"] = torch.ones_like(arguments["conv_weight"])
-        return right(*tokens, **arguments)
+    def unweighted(*values, conv, **options):
+        conv = conv._replace(weight=torch.ones_like(conv.weight))
+        return right(*values, conv=conv, **options)
 
     monkeypatch.setattr(check_kda, "kda_decode_step", unweighted)
     error, allowed = case(cpu, CPU)
@@ -140,9 +142,9 @@ def test_a_draft_that_commits_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     cpu, row = _row("kda", "verify")
     right = check_kda.kda_verify_step
 
-    def committing(*, state_pool, intermediate_states, **arguments):
-        o = right(state_pool=state_pool, intermediate_states=intermediate_states, **arguments)
-        state_pool[5] = intermediate_states[0, -1]
+    def committing(tokens, gate, state, draft, **options):
+        o = right(tokens, gate, state, draft, **options)
+        state.write[5] = draft.states[0, -1]
         return o
 
     monkeypatch.setattr(check_kda, "kda_verify_step", committing)

@@ -23,7 +23,7 @@ from block_sparse_backend.plan.predicted import predict
 from block_sparse_backend.sage import predicted_attention, quantised_attention
 from block_sparse_backend.testing.cases import inputs
 from dsv4_backend.testing import engine as dsv4_engine
-from kda_backend import build_step_plan, chunk_kda, kda_decode_step
+from kda_backend import StateRef, build_step_plan, kda_decode_step, kda_prefill
 from kda_backend.selection import select
 from kda_backend.testing.cases import make_case
 from kda_backend.testing.steps import StepPools, make_step
@@ -53,14 +53,16 @@ def kda_calls() -> dict[str, tuple[Call, Outputs]]:
     indices = torch.tensor([0, 1], dtype=torch.int32)
 
     def decode(outputs: Outputs) -> object:
-        options = step.options(pools.windows) | {"selection": select(H200, step.shape)}
-        return kda_decode_step(*step.tokens, pools.states, indices, out=outputs[0], **options)
+        state = StateRef.pool(pools.states, indices)
+        options = step.stages(pools.windows) | {"selection": select(H200, step.shape)}
+        return kda_decode_step(*step.inputs, state, out=outputs[0], **options)
 
-    prefill = case.options() | {"selection": select(H200, case.shape)}
+    state = StateRef.functional(None, v_first=True)
+    selection = select(H200, case.shape)
     return {
         "build_step_plan": (lambda _: build_step_plan(offsets, 70), ()),
-        "chunk_kda": (
-            lambda outputs: chunk_kda(*case.tokens, **prefill, out=outputs[0]),
+        "kda_prefill": (
+            lambda outputs: kda_prefill(*case.inputs, state, out=outputs[0], selection=selection),
             (marked(*case.v.shape, dtype=case.v.dtype),),
         ),
         "kda_decode_step": (decode, (marked(*step.qkv[2].shape, dtype=step.qkv[2].dtype),)),

@@ -46,18 +46,18 @@ def test_batches_are_right(family: str) -> None:
 @pytest.fixture
 def lost_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A regression: where a chunk has a single token, its output is not written."""
-    right = kda_fuzz.chunk_kda
+    right = kda_fuzz.kda_prefill
 
-    def wrong(*args: Any, cu_seqlens: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        result = right(*args, cu_seqlens=cu_seqlens, **kwargs)
-        if cu_seqlens is not None:
-            offsets = cu_seqlens.tolist()
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result, plan = right(*args, **kwargs), args[3]
+        if isinstance(plan, torch.Tensor):
+            offsets = plan.tolist()
             for begin, end in itertools.pairwise(offsets):
                 if (end - begin) % 64 == 1:
                     result[0][0, end - 1] = 0.0
         return result
 
-    monkeypatch.setattr(kda_fuzz, "chunk_kda", wrong)
+    monkeypatch.setattr(kda_fuzz, "kda_prefill", wrong)
     yield
 
 

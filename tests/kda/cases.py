@@ -14,12 +14,6 @@ from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from backend_core.testing.numerics import poisoned, relative_error
-from kda_backend import (
-    chunk_kda,
-    fused_recurrent_kda,
-    kda_decode_step,
-    kda_verify_step,
-)
 from kda_backend.family import FAMILY
 from kda_backend.launch_params import TABLES
 from kda_backend.scratch import Scratch
@@ -27,6 +21,7 @@ from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.testing.cases import TOKEN_FIELDS, Case, make_case
 from kda_backend.testing.steps import StepCase, StepPools
 from kda_backend.testing.tolerances import ONE_HEAD, TOLERANCES
+from tests.kda.calls import decode_step, prefill, recurrent, step_arguments, verify_step
 
 ON_GPU = torch.cuda.is_available()
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 129, 257)
@@ -89,11 +84,11 @@ class Backend:
         return next(row for row in rows if row.operator == operator and row.name in names)
 
     def chunk(self, case: Case, **overrides: Any) -> tuple[torch.Tensor, ...]:
-        """``chunk_kda`` of a case: the functional form with states [V, K], unless overridden."""
-        return chunk_kda(*case.tokens, **self._arguments(case, overrides))
+        """`prefill` of a case: the functional form with states [V, K], unless overridden."""
+        return prefill(**self._arguments(case, overrides))
 
     def recurrent(self, case: Case, **overrides: Any) -> tuple[torch.Tensor, ...]:
-        return fused_recurrent_kda(*case.tokens, **self._arguments(case, overrides))
+        return recurrent(**self._arguments(case, overrides))
 
     def assert_same(self, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
         """The same inputs in other memory: the same bits from a kernel, while torch's own matrix
@@ -104,7 +99,8 @@ class Backend:
             assert_same_bits(name, got, want)
 
     def _arguments(self, case: Case, overrides: dict[str, Any]) -> dict[str, Any]:
-        arguments = case.options() | {"selection": self.selection(case.shape)}
+        arguments = dict(zip(TOKEN_FIELDS, case.tokens, strict=True)) | case.options()
+        arguments["selection"] = self.selection(case.shape)
         if not overrides.keys() & {"step_plan", "cu_seqlens"}:
             arguments["cu_seqlens"] = case.cu_seqlens
         if "state_pool" not in overrides:
@@ -244,17 +240,15 @@ def run_step(
     backend: Backend, case: StepCase, pools: StepPools, indices: list[int], **overrides: Any
 ) -> torch.Tensor:
     device = case.packed.device
-    arguments = (
-        case.options(pools.windows) | {"selection": backend.selection(case.shape)} | overrides
-    )
     table = torch.tensor(indices, dtype=torch.int32, device=device)
-    return kda_decode_step(*case.tokens, pools.states, table, **arguments)
+    selection = backend.selection(case.shape)
+    pool = {"state_pool": pools.states, "state_indices": table, "selection": selection}
+    return decode_step(**(step_arguments(case, pools.windows) | pool | overrides))
 
 
 def run_verify(
     backend: Backend, case: StepCase, pools: StepPools, indices: torch.Tensor, **overrides: Any
 ) -> torch.Tensor:
-    arguments = (
-        case.options(pools.windows) | {"selection": backend.selection(case.shape)} | overrides
-    )
-    return kda_verify_step(*case.tokens, pools.states, indices, **arguments)
+    selection = backend.selection(case.shape)
+    pool = {"state_pool": pools.states, "state_indices": indices, "selection": selection}
+    return verify_step(**(step_arguments(case, pools.windows) | pool | overrides))

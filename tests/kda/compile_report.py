@@ -95,17 +95,17 @@ def cases(arch: str) -> Iterator[Case]:
     takes no wider rows. Then what surrounds a layer's prefill, which no table chooses."""
     rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
     bf16, fp32 = torch.bfloat16, torch.float32
+    fast_math = arch.startswith("sm")
     for dim, dtype in ((128, bf16), (64, bf16), (64, fp32), (128, fp32), (256, bf16)):
         for row in rows:
             is_wide = dim * dtype.itemsize > 256
             takes_wide = row.operator != "prefill" or "wide_rows" in row.features
             if (dim, dtype) == (64, fp32):
                 if not takes_wide:
-                    yield from _row_cases(row, dim, dtype)
+                    yield from _row_cases(row, dim, dtype, fast_math)
             elif takes_wide or not is_wide:
-                yield from _row_cases(row, dim, dtype)
-    fast_math = arch.startswith("sm")
-    conv, _ = _short_conv_kernel(4, 3 * 32 * 128, fast_math)
+                yield from _row_cases(row, dim, dtype, fast_math)
+    conv, _ = _short_conv_kernel(3 * 32 * 128, fast_math)
     yield "short_conv bf16", conv, torch.bfloat16, "pool"
     yield "chunk_table", _chunk_table_kernel(), torch.bfloat16, "all"
     checkpoints, _ = _store_checkpoints_kernel(4)
@@ -115,13 +115,13 @@ def cases(arch: str) -> Iterator[Case]:
         yield f"gated_norm {dim} bf16", norm, torch.bfloat16, "pool"
 
 
-def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype) -> Iterator[Case]:
+def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype, has_ptx: bool) -> Iterator[Case]:
     """The kernels of one row for one head dimension and one dtype of the inputs."""
     bounds = "" if row.max_grid is None else f" to grid {row.max_grid}"
     size = f"{dim} {_TRITON_TYPE[dtype]}"
     usual = dim <= 128 and dtype == torch.bfloat16
     for name in GATES if usual else ("softplus",):
-        model = (row, TokenSpec(True, 1, dim, dim, GATES[name], Beta.SIGMOID, True))
+        model = (row, TokenSpec(has_ptx, 1, dim, dim, GATES[name], Beta.SIGMOID, True))
         if row.name == "recurrent":
             kernel, _ = _recurrent_kernel(*model, True)
             yield f"recurrent {size} {name}{bounds}", kernel, dtype, "pool"
@@ -134,21 +134,21 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype) -> Iterator[Case]:
                 kernel = _verify_kernel(*model)
                 yield f"verify_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif row.name == "two_stage":
-            kernels = _prefill_kernels(row, dim, dtype, GATES[name], 0)
+            kernels = _prefill_kernels(row, dim, dtype, GATES[name], 0, has_ptx)
             yield f"intra {size} {name}{bounds}", kernels.intra, dtype, "pool"
     if row.name == "two_stage":
         for variant in SCANS if usual and dim == 128 else ("pool",):
             snapshots = int("snapshots" in variant)
-            kernels = _prefill_kernels(row, dim, dtype, Gate.SOFTPLUS, snapshots)
+            kernels = _prefill_kernels(row, dim, dtype, Gate.SOFTPLUS, snapshots, has_ptx)
             for rows, scan in kernels.scans.items():
                 yield f"scan {rows} of {size} {variant}{bounds}", scan, dtype, variant
 
 
 def _prefill_kernels(
-    row: KernelPath, dim: int, dtype: torch.dtype, gate: Gate, snapshots: int
+    row: KernelPath, dim: int, dtype: torch.dtype, gate: Gate, snapshots: int, has_ptx: bool
 ) -> _TwoStageKernels:
     operand = torch.float32 if dtype == torch.float32 else torch.float16
-    spec = TokenSpec(True, 1, dim, dim, gate, Beta.SIGMOID, True)
+    spec = TokenSpec(has_ptx, 1, dim, dim, gate, Beta.SIGMOID, True)
     return _two_stage_kernels(row, spec, operand, snapshots, True)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.kda.cases import ON_GPU, Backend
+from tests.kda.cases import ON_GPU, Backend, Run
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +29,10 @@ def kernels(request: pytest.FixtureRequest, device: torch.device) -> Backend:
 def backend(request: pytest.FixtureRequest, device: torch.device) -> Backend:
     """The kernels, then the CPU's path."""
     return Backend(request.param, torch.device("cpu") if request.param == "torch" else device)
+
+
+@pytest.fixture(params=["chunk", "recurrent"])
+def run(request: pytest.FixtureRequest, backend: Backend) -> Run:
+    """Prefill, then the recurrence."""
+    method: Run = getattr(backend, request.param)
+    return method

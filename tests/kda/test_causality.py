@@ -192,8 +192,3 @@ def with_capacity(case: Case, capacity: int) -> Any:
         num_chunks=capacity,
         chunk_table=build_chunk_table(case.cu_seqlens, capacity),
     )
-
-
-def test_chunk_size_32_is_accepted_and_changes_nothing(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70,))
-    assert_same_bits("output", backend.chunk(case, chunk_size=32)[0], backend.chunk(case)[0])

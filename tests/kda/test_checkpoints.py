@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kda_backend import layer
-from kda_backend.layer import Pools, Tokens
+from kda_backend.contract.values import StateRef
+from kda_backend.layer import Projections
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.scratch import Scratch
 from tests.kda.cases import ON_GPU, Backend, assert_close, assert_same_bits
@@ -35,10 +36,13 @@ def run(model: Model, checkpoints: Checkpoints | None) -> torch.Tensor:
     layer.prefill(
         model.weights,
         model.selection,
-        Tokens(model.qkv, model.g, model.beta, model.gate, out),
-        Pools(model.conv_pool, model.state_pool),
-        torch.tensor(SLOTS, dtype=torch.int32, device=device),
-        torch.tensor(INITIAL, device=device),
+        Projections(model.qkv, model.g, model.beta, model.gate, out),
+        model.conv_pool,
+        StateRef.pool(
+            model.state_pool,
+            torch.tensor(SLOTS, dtype=torch.int32, device=device),
+            torch.tensor(INITIAL, device=device),
+        ),
         model.step_plan,
         Scratch(device),
         checkpoints=checkpoints,

@@ -16,9 +16,10 @@ from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import make_case
+from tests.kda import calls
+from tests.kda.calls import Arguments
 from tests.kda.cases import ON_GPU, Backend
 
-Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
 META = torch.device("meta")
 T, N, H, HV, K, V = 5, 2, 2, 4, 32, 16
@@ -44,6 +45,7 @@ def arguments(device: torch.device) -> Arguments:
     }
 
 
+OPERATORS = [calls.prefill, calls.recurrent]
 WRITTEN = ("state_pool", "snapshots", "out")
 PREFILL_ONLY = ("snapshot_chunks", "snapshots", "snapshot_indices")
 
@@ -63,6 +65,12 @@ def functional(device: torch.device) -> Arguments:
         del kwargs[name]
     state = torch.zeros(N, HV, K, V, device=device)
     return kwargs | {"initial_state": state, "output_final_state": True}
+
+
+def of_fla(device: torch.device) -> Arguments:
+    """The same call with FLA's arguments alone."""
+    kwargs = functional(device)
+    return {name: x for name, x in kwargs.items() if name not in (*PREFILL_ONLY, "out")}
 
 
 def swap(**changes: Change | Any) -> Change:
@@ -246,11 +254,6 @@ TOKENS: list[tuple[str, Change, str]] = [
         for bound in (0.0, -5.001, 1.0, float("nan"))
     ),
     (
-        "negative eigenvalues of a given beta",
-        swap(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=True),
-        "allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True",
-    ),
-    (
         "out shape",
         swap(out=cut),
         f"out must have shape [1, {T}, {HV}, {V}], got [1, {T}, {HV}, {V - 1}]",
@@ -320,11 +323,6 @@ POOL: list[tuple[str, Change, str]] = [
         f" got a stride of {V * K}",
     ),
     (
-        "indices missing",
-        swap(state_indices=None),
-        "state_indices must be given with state_pool, got None",
-    ),
-    (
         "indices size",
         swap(state_indices=cut),
         f"state_indices must have shape [{N}], got [{N - 1}]",
@@ -360,23 +358,6 @@ POOL: list[tuple[str, Change, str]] = [
         swap(has_initial_state=doubled),
         "has_initial_state must have stride 1 in dimension 0, got 2",
     ),
-    (
-        "pool and initial state",
-        swap(initial_state=torch.zeros(1)),
-        "state_pool replaces initial_state and output_final_state: give either",
-    ),
-    (
-        "pool and final state",
-        swap(output_final_state=True),
-        "state_pool replaces initial_state and output_final_state: give either",
-    ),
-    *(
-        (f"no pool, {left}", drop, "state_indices and has_initial_state need a state_pool")
-        for left, drop in (
-            ("indices left", swap(state_pool=None, has_initial_state=None)),
-            ("has_initial_state left", swap(state_pool=None, state_indices=None)),
-        )
-    ),
 ]
 FUNCTIONAL: list[tuple[str, Change, str]] = [
     (
@@ -406,7 +387,7 @@ FUNCTIONAL: list[tuple[str, Change, str]] = [
         "kda_backend has no backward pass: call it under torch.no_grad()",
     ),
 ]
-PREFILL: list[tuple[str, Change, str]] = [
+FLA: list[tuple[str, Change, str]] = [
     (
         "context parallelism",
         swap(cp_context=object()),
@@ -429,15 +410,12 @@ PREFILL: list[tuple[str, Change, str]] = [
         f"cu_seqlens must have 8 entries, got {N + 1}",
     ),
     (
-        "snapshots alone",
-        swap(snapshot_chunks=None),
-        "snapshot_chunks and snapshots must be given together",
+        "negative eigenvalues of a given beta",
+        swap(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=True),
+        "allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True",
     ),
-    (
-        "snapshot_chunks alone",
-        swap(snapshots=None),
-        "snapshot_chunks and snapshots must be given together",
-    ),
+]
+SNAPSHOTS: list[tuple[str, Change, str]] = [
     (
         "snapshot_chunks rank",
         swap(snapshot_chunks=flat),
@@ -476,11 +454,6 @@ PREFILL: list[tuple[str, Change, str]] = [
     ),
 ]
 SNAPSHOT_POOL: list[tuple[str, Change, str]] = [
-    (
-        "snapshot_indices alone",
-        swap(snapshot_chunks=None, snapshots=None),
-        "snapshot_indices must be given with snapshot_chunks and snapshots",
-    ),
     (
         "snapshot_indices shape",
         swap(snapshot_indices=flat),
@@ -580,7 +553,7 @@ def assert_refused(
     device: torch.device,
 ) -> None:
     def of_operator(kwargs: Arguments) -> Arguments:
-        known = operator is not fused_recurrent_kda
+        known = operator is not calls.recurrent
         return {name: x for name, x in kwargs.items() if known or name not in PREFILL_ONLY}
 
     operator(**of_operator(base(device)))  # what is checked once is checked by now
@@ -602,12 +575,12 @@ def assert_refused(
         (arguments, TOKENS),
         (arguments, POOL),
         (functional, FUNCTIONAL),
-        (arguments, PREFILL),
+        (arguments, SNAPSHOTS),
         (snapshot_pool, SNAPSHOT_POOL),
     ),
 )
 def test_prefill_refuses(device: torch.device, base: Any, change: Change, message: str) -> None:
-    assert_refused(chunk_kda, base, change, message, device)
+    assert_refused(calls.prefill, base, change, message, device)
 
 
 @pytest.mark.parametrize(
@@ -615,10 +588,17 @@ def test_prefill_refuses(device: torch.device, base: Any, change: Change, messag
     rows((arguments, TOKENS), (arguments, POOL), (functional, FUNCTIONAL)),
 )
 def test_decode_refuses(device: torch.device, base: Any, change: Change, message: str) -> None:
-    assert_refused(fused_recurrent_kda, base, change, message, device)
+    assert_refused(calls.recurrent, base, change, message, device)
 
 
-@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize(("base", "change", "message"), rows((of_fla, FLA)))
+def test_fla_s_function_refuses(
+    device: torch.device, base: Any, change: Change, message: str
+) -> None:
+    assert_refused(chunk_kda, base, change, message, device)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(
     ("base", "change", "message"), rows((arguments, VALUES), (arguments, SLOTS))
 )
@@ -631,7 +611,7 @@ def test_values_in_host_memory_are_checked(
 def test_slots_of_snapshots_in_host_memory_are_checked() -> None:
     change = swap(snapshot_indices=lambda x: x + 1)
     message = "snapshot_indices must be negative or a slot below 4, got 4"
-    assert_refused(chunk_kda, snapshot_pool, change, message, torch.device("cpu"))
+    assert_refused(calls.prefill, snapshot_pool, change, message, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("base", "change", "message"), rows((arguments, VALUES)))
@@ -643,10 +623,10 @@ def test_the_hosts_copy_of_the_offsets_is_checked(
         changed = change(kwargs)
         return changed | {"cu_seqlens_cpu": changed["cu_seqlens"].cpu()}
 
-    assert_refused(chunk_kda, base, change_copy, message, device)
+    assert_refused(calls.prefill, base, change_copy, message, device)
 
 
-@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_an_output_batch_must_be_packed(
     operator: Callable[..., object], device: torch.device
 ) -> None:
@@ -658,14 +638,14 @@ def test_an_output_batch_must_be_packed(
     assert_refused(operator, base, change, message, device)
 
 
-@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("base", [arguments, functional, snapshot_pool])
 def test_the_unchanged_calls_are_accepted(
     operator: Callable[..., object], base: Callable[[torch.device], Arguments], device: torch.device
 ) -> None:
     """So that each refusal is of its own change."""
     kwargs = base(device)
-    if operator is fused_recurrent_kda:
+    if operator is calls.recurrent:
         kwargs = {name: x for name, x in kwargs.items() if name not in PREFILL_ONLY}
     operator(**kwargs)
     assert not kwargs["out"].isnan().any()
@@ -691,25 +671,20 @@ def test_a_step_plan_of_another_step_is_refused(device: torch.device) -> None:
         (described(T, device), "step_plan must have a chunk table for the kernels, got none"),
     ):
         change = swap(step_plan=step_plan, **with_selection)
-        assert_refused(chunk_kda, arguments, change, message, device)
-    change = swap(step_plan=described(T, device, chunk_table=True))
-    assert_refused(
-        chunk_kda, arguments, change, "step_plan replaces cu_seqlens: give either", device
-    )
+        assert_refused(calls.prefill, arguments, change, message, device)
 
 
 @pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
 def test_unknown_arguments_raise(operator: Callable[..., object], device: torch.device) -> None:
-    kwargs = {name: x for name, x in arguments(device).items() if name not in PREFILL_ONLY}
     with pytest.raises(TypeError, match="state_layout"):
-        operator(**kwargs, state_layout="vk")
+        operator(**of_fla(device), state_layout="vk")
 
 
 @pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
 def test_flas_deprecated_name_of_state_v_first_is_taken_with_a_warning(
     operator: Callable[..., object], device: torch.device
 ) -> None:
-    kwargs = {name: x for name, x in functional(device).items() if name not in PREFILL_ONLY}
+    kwargs = of_fla(device)
     kwargs["initial_state"] = torch.randn(N, HV, V, K, device=device)
     want = operator(**kwargs, state_v_first=True)
     with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`") as warned:
@@ -722,32 +697,33 @@ def test_flas_deprecated_name_of_state_v_first_is_taken_with_a_warning(
 
 
 def test_lower_bound_at_its_limit_is_accepted(device: torch.device) -> None:
-    kwargs = functional(device) | {"lower_bound": -5.0, "safe_gate": True}
-    chunk_kda(**kwargs)
-    assert not kwargs["out"].isnan().any()
+    kwargs = of_fla(device) | {"lower_bound": -5.0, "safe_gate": True}
+    assert not chunk_kda(**kwargs)[0].isnan().any()
 
 
 def test_gate_arguments_are_ignored_without_the_gate(device: torch.device) -> None:
     """As in FLA: they belong to use_gate_in_kernel."""
-    kwargs = functional(device) | {"use_gate_in_kernel": False, "g": -arguments(device)["g"].abs()}
-    want, _ = chunk_kda(**kwargs, selection=None)[:2]
-    want = want.clone()
+    kwargs = of_fla(device) | {"use_gate_in_kernel": False, "g": -arguments(device)["g"].abs()}
+    want, _ = chunk_kda(**kwargs)[:2]
     got, _ = chunk_kda(**(kwargs | {"lower_bound": 3.0, "A_log": None, "dt_bias": None}))[:2]
     assert torch.equal(got, want)
 
 
 def test_training_and_graph_arguments_are_accepted(device: torch.device) -> None:
-    kwargs = functional(device) | {"disable_recompute": True, "use_graph": True}
-    chunk_kda(**kwargs, max_num_seqs=N)
-    assert not kwargs["out"].isnan().any()
+    kwargs = of_fla(device)
+    want, accepted = chunk_kda(**kwargs)[0], {"disable_recompute": True, "use_graph": True}
+    got = chunk_kda(**kwargs, **accepted, max_num_seqs=N, chunk_size=32)[0]
+    assert torch.equal(got, want) and not want.isnan().any()
 
 
 def test_scratch_memory_of_another_device_is_refused(device: torch.device) -> None:
     change = swap(scratch=Scratch(META))
-    assert_refused(chunk_kda, arguments, change, "scratch must be on {device}, got meta", device)
+    assert_refused(
+        calls.prefill, arguments, change, "scratch must be on {device}, got meta", device
+    )
 
 
-@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_a_gpu_s_selection_is_refused_for_tensors_on_a_cpu(
     operator: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -755,7 +731,7 @@ def test_a_gpu_s_selection_is_refused_for_tensors_on_a_cpu(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     selection = Backend("kernels", torch.device("cpu")).selection(KdaShape(H, HV, K, V))
     selection = dataclasses.replace(selection)  # no call with it has been found right
-    if operator is fused_recurrent_kda:
+    if operator is calls.recurrent:
         change = swap(selection=selection, snapshot_chunks=None, snapshots=None)
     else:
         change = swap(selection=selection)
@@ -763,7 +739,7 @@ def test_a_gpu_s_selection_is_refused_for_tensors_on_a_cpu(
     assert_refused(operator, arguments, change, message, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("dim", [1, 2], ids=["tokens", "heads"])
 def test_an_output_whose_rows_lie_over_one_another_is_refused(
     operator: Callable[..., object], dim: int, device: torch.device

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kda_backend import layer
-from kda_backend.contract.values import ConvInputs
+from kda_backend.contract.values import ConvInputs, StateRef
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import two_stage_sm90 as pipeline
@@ -86,7 +86,8 @@ def test_a_layer_is_the_definition_and_keeps_its_windows(
     loaded = use_conv(monkeypatch, seed)
     model = model_of(seed, LENGTHS, heads=2)
     conv = model.weights.conv.to(taps)
-    model.weights = dataclasses.replace(model.weights, conv=conv)
+    model.weights = model.weights._replace(conv=conv)
+    model.case = dataclasses.replace(model.case, conv_weight=conv)
     check(model, layer.prefill, INDICES, INITIAL)
     assert loaded.launches == 1
 
@@ -119,6 +120,7 @@ def test_a_prompt_in_two_steps_has_the_bits_of_one(
     parts = []
     for begin, end in ((0, split), (split, 70)):
         part = model_of(seed, (end - begin,))
+        part.weights = halves.weights
         part.qkv, part.beta = halves.qkv[begin:end], halves.beta[begin:end]
         part.g, part.gate = halves.g[begin:end], halves.gate[begin:end]
         part.conv_pool, part.state_pool = halves.conv_pool, halves.state_pool
@@ -157,10 +159,9 @@ def test_a_checkpoint_is_the_state_of_a_shorter_prefill(
     layer.prefill(
         model.weights,
         model.selection,
-        layer.Tokens(model.qkv, model.g, model.beta, model.gate, out),
-        layer.Pools(model.conv_pool, model.state_pool),
-        torch.tensor([2], dtype=torch.int32),
-        torch.tensor([True]),
+        layer.Projections(model.qkv, model.g, model.beta, model.gate, out),
+        model.conv_pool,
+        StateRef.pool(model.state_pool, torch.tensor([2], dtype=torch.int32), torch.tensor([True])),
         model.step_plan,
         Scratch(torch.device("cpu")),
         checkpoints=Checkpoints.of(torch.tensor([64]), torch.tensor([5]), null_slot=0),
@@ -217,7 +218,7 @@ def test_mistakes_are_seen(
 def test_which_steps_are_convolved_in_the_kernel() -> None:
     model = model_of(0, (70, 5))
     rows = layer._token_inputs(
-        layer.Tokens(model.qkv, model.g, model.beta, model.gate, model.g), model.qkv,
+        layer.Projections(model.qkv, model.g, model.beta, model.gate, model.g), model.qkv,
         model.selection,
     )  # fmt: skip
     conv = ConvInputs(model.conv_pool, model.weights.conv)

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from backend_core.tables.schema import KernelPath
-from backend_core.testing.numerics import poisoned
 from kda_backend.testing.cases import TOKEN_FIELDS, Case
 from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import (
     Backend,
-    assert_close,
     assert_result,
     assert_same_bits,
     shipped_rows,
@@ -52,25 +50,6 @@ def test_gate_and_beta_kinds(backend: Backend, seed: int, gate: str, beta: str) 
     assert_result(case, *backend.recurrent(case))
 
 
-def test_bounded_gate_without_a_log_has_rate_one(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (6,), gate="bounded", with_a_log=False)
-    assert_result(case, *backend.recurrent(case))
-
-
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim"), [(64, 128), (128, 64), (48, 80), (1, 3), (200, 256)]
-)
-def test_every_head_dimension(backend: Backend, seed: int, key_dim: int, value_dim: int) -> None:
-    case = backend.case(seed, (3, 1), key_dim=key_dim, value_dim=value_dim)
-    assert_result(case, *backend.recurrent(case))
-
-
-@pytest.mark.parametrize(("heads", "value_heads"), [(1, 3), (2, 4)])
-def test_grouped_value_heads(backend: Backend, seed: int, heads: int, value_heads: int) -> None:
-    case = backend.case(seed, (3, 1), heads=heads, value_heads=value_heads)
-    assert_result(case, *backend.recurrent(case))
-
-
 @pytest.mark.parametrize("l2norm", [True, False])
 def test_scale_and_norm(backend: Backend, seed: int, l2norm: bool) -> None:
     case = backend.case(seed, (3, 1), l2norm=l2norm, scale=3.0)
@@ -92,40 +71,6 @@ def test_several_tokens_for_each_row_of_a_batch(backend: Backend, seed: int) -> 
     o, state = backend.recurrent(as_batch(case, 5), cu_seqlens=None)
     assert o.shape[:3] == (3, 5, 2)
     assert_result(case, o, state)
-
-
-def test_state_layouts_are_transposes(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (3, 0, 1), dims="uneven")
-    o, state = backend.recurrent(case)
-    transposed = {"initial_state": case.state.mT.contiguous(), "state_v_first": False}
-    o_kv, state_kv = backend.recurrent(case, **transposed)
-    assert state_kv.shape == case.state.mT.shape
-    # a layout compiles to a kernel of its own, which may contract other products
-    assert_close("output", o_kv, o, 1e-3)
-    assert_close("state", state_kv.mT, state, 1e-6)
-
-
-def test_no_initial_state_is_a_zero_state(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (3, 0, 1))
-    assert_result(case, *backend.recurrent(case, initial_state=None), from_zero=True)
-
-
-def test_final_state_is_returned_only_when_asked_for(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (3,))
-    before = case.state.clone()
-    _, state = backend.recurrent(case, output_final_state=False)
-    assert state is None
-    assert_same_bits("initial state", case.state, before)
-
-
-@pytest.mark.parametrize("lengths", [(0, 0), ()])
-def test_no_tokens_hand_the_states_on(
-    backend: Backend, seed: int, lengths: tuple[int, ...]
-) -> None:
-    case = backend.case(seed, lengths)
-    o, state = backend.recurrent(case)
-    assert o.shape == case.v.shape
-    assert_same_bits("state", state, case.state)
 
 
 def test_split_views_and_output_in_place_of_v(backend: Backend, seed: int) -> None:
@@ -179,16 +124,6 @@ def test_outputs_of_one_token_must_not_lie_over_one_another(backend: Backend, se
             backend.recurrent(dataclasses.replace(case, **views), out=out, cu_seqlens=None)
     heads_first = memory.as_strided(value.shape, (dim, dim, 3 * dim, 1))
     backend.recurrent(dataclasses.replace(case, **views), out=heads_first, cu_seqlens=None)
-
-
-def test_output_goes_to_the_given_buffer(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (3, 1), heads=2)
-    value_dim = case.v.shape[3]
-    wide = poisoned(1, 4, 2, 2 * value_dim, dtype=torch.bfloat16, device=backend.device)
-    o, _ = backend.recurrent(case, out=wide[..., :value_dim])
-    assert o.data_ptr() == wide.data_ptr()
-    assert_same_bits("output", o, backend.recurrent(case)[0])
-    assert wide[..., value_dim:].isnan().all(), "written beside the output"
 
 
 @pytest.mark.parametrize("row", shipped_rows("recurrent"))

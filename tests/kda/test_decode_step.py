@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from backend_core.target import KNOWN_TARGETS, detect_target
-from kda_backend import kda_decode_step
+from kda_backend import StateRef, kda_decode_step
 from kda_backend.selection import select
 from kda_backend.testing.steps import StepCase, StepPools, make_step
 from kda_backend.testing.tolerances import STEP_TOLERANCES
+from tests.kda.calls import decode_step, step_arguments
 from tests.kda.cases import (
     ON_GPU,
     Backend,
@@ -247,13 +248,12 @@ def test_a_prefetch_before_the_wait_changes_no_bit(kernels: Backend, seed: int, 
             torch.cuda.synchronize()
         for i, part in enumerate(parts):
             kda_decode_step(
-                *part.tokens,
-                pool.states,
-                table[i],
+                *part.inputs,
+                StateRef.pool(pool.states, table[i]),
                 pdl_prefetch_safe=bool(prefetch),
                 selection=selection,
                 out=outs[prefetch, i],
-                **part.options(pool.windows),
+                **part.stages(pool.windows),
             )
     assert_same_bits("output", outs[1], outs[0])
     assert_same_bits("states", pools.memory, twin.memory)
@@ -271,8 +271,8 @@ def test_graph_replay_equals_the_call(kernels: Backend, seed: int) -> None:
     out = torch.full_like(case.z, float("nan"))
 
     def call(pool: StepPools, out: torch.Tensor) -> None:
-        arguments = case.options(pool.windows) | {"selection": selection, "out": out}
-        kda_decode_step(*case.tokens, pool.states, table, **arguments)
+        state, stages = StateRef.pool(pool.states, table), case.stages(pool.windows)
+        kda_decode_step(*case.inputs, state, out=out, selection=selection, **stages)
 
     warm = pools.copy()
     stream = torch.cuda.Stream()
@@ -342,20 +342,14 @@ def wrong_arguments(case: StepCase, pools: StepPools) -> list[tuple[str, dict[st
             {"state_indices": torch.zeros(3, dtype=torch.int32)}),
         ("state_indices must be negative or a slot below 2, got 2",
             {"state_indices": torch.tensor([0, 2], dtype=torch.int32)}),
-        ("conv_state and conv_weight must be given together", {"conv_weight": None}),
         ("conv_state must have shape [slots, 96, W]", {"conv_state": pools.windows.mT}),
         ("conv_state must have at least 3 columns", {"conv_state": pools.windows[:, :, :2]}),
         ("conv_state must have state_pool's 2 slots", {"conv_state": pools.windows[:1]}),
         ("conv_weight must have shape [96, 4]", {"conv_weight": case.conv_weight[:, :3]}),
         ("conv_bias must have shape [96]", {"conv_bias": case.conv_bias[:4]}),
-        ("norm_weight and norm_gate must be given together", {"norm_gate": None}),
         ("norm_weight must have shape [16]", {"norm_weight": case.norm_weight[:4]}),
         ("norm_gate must have shape [2, 2, 16]", {"norm_gate": case.z[:, 0]}),
-        ("lower_bound must be in [-5, 0), got 1.0", {"lower_bound": 1.0}),
-        ("A_log must be given", {"A_log": None}),
         ("dt_bias must have 32 elements", {"dt_bias": case.dt_bias[0]}),
-        ("allow_neg_eigval=True requires",
-            {"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}),
         ("out must have shape [2, 2, 16]", {"out": case.z[:1]}),
         ("out must have dtype bfloat16", {"out": case.z.float()}),
         ("selection must be for", {"selection": "another model's"}),
@@ -368,20 +362,19 @@ def test_wrong_input_is_refused_before_anything_is_written(seed: int) -> None:
     pools = StepPools(case, 2)
     pools.fill(seed, [0, 1])
     before = pools.copy()
-    right = dict(zip(("q", "k", "v", "g", "beta"), case.tokens, strict=True))
-    right |= {
+    right = {
+        **step_arguments(case, pools.windows),
         "state_pool": pools.states,
         "state_indices": torch.tensor([1, 0], dtype=torch.int32),
         "out": torch.full_like(case.z, 7.0),
         "selection": cpu.selection(case.shape),
-        **case.options(pools.windows),
     }
     other = cpu.selection(make_step(seed, 1, device=cpu.device, heads=4).shape)
     for message, wrong in wrong_arguments(case, pools):
         if "selection" in wrong:
             wrong = {"selection": other}
         with pytest.raises(ValueError) as raised:
-            kda_decode_step(**(right | wrong))
+            decode_step(**(right | wrong))
         assert message in str(raised.value)
         assert (right["out"] == 7.0).all(), message
         assert_same_bits(message, pools.memory, before.memory)

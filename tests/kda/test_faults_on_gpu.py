@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend_core.target import detect_target
-from kda_backend import chunk_kda
+from kda_backend import StateRef, kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import select
 from kda_backend.testing.cases import make_case
@@ -25,7 +25,7 @@ pytestmark = [
 WITHOUT_INTRA = """
 import torch
 from backend_core.target import detect_target
-from kda_backend import chunk_kda
+from kda_backend import StateRef, kda_prefill
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.scratch import Scratch
 from kda_backend.selection import select
@@ -34,7 +34,8 @@ from kda_backend.testing.cases import make_case
 plain = pipeline.scan_defines
 pipeline.scan_defines = lambda *args: plain(*args) | {"MAX_POLLS": 200_000}
 case = make_case(1, (130,), key_dim=128, value_dim=128, device="cuda")
-arguments = case.options() | {"cu_seqlens": case.cu_seqlens, "scratch": Scratch(case.q.device)}
+values = (*case.inputs, StateRef.functional(None, v_first=True), case.cu_seqlens)
+arguments = {"scratch": Scratch(case.q.device)}
 arguments["selection"] = select(detect_target(), case.shape)
 kernel_call = pipeline.CudaKernel.__call__
 
@@ -43,13 +44,13 @@ def call(self, *args, **kwargs):
         kernel_call(self, *args, **kwargs)
 
 pipeline.CudaKernel.__call__ = call
-chunk_kda(*case.tokens, **arguments)
+kda_prefill(*values, **arguments)
 try:
     torch.cuda.synchronize()
 except RuntimeError as error:
     print("SYNCHRONISE", " ".join(str(error).split())[:200])
 try:
-    chunk_kda(*case.tokens, **arguments)
+    kda_prefill(*values, **arguments)
 except RuntimeError as error:
     print("NEXT", " ".join(str(error).split())[:400])
 """
@@ -83,18 +84,16 @@ def test_two_streams_that_share_a_scratch_take_turns(seed: int) -> None:
         results = []
         for case, stream in zip(cases, streams, strict=True):
             with torch.cuda.stream(stream):
+                state = StateRef.functional(case.state, v_first=True, final=True)
                 results.append(
-                    chunk_kda(
-                        *case.tokens,
-                        **case.options(),
-                        cu_seqlens=case.cu_seqlens,
-                        initial_state=case.state,
-                        output_final_state=True,
-                        state_v_first=True,
+                    kda_prefill(
+                        *case.inputs,
+                        state,
+                        case.cu_seqlens,
                         scratch=scratch,
                         selection=select(detect_target(), case.shape),
                     )
                 )
     torch.cuda.synchronize()
-    for case, (o, state) in zip(cases, results, strict=True):
-        assert_result(case, o, state)
+    for case, found in zip(cases, results, strict=True):
+        assert_result(case, *found[:2])

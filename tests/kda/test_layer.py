@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from backend_core.testing.numerics import poisoned
-from kda_backend import layer, reference
-from kda_backend.layer import LayerWeights, Pools, Tokens
+from kda_backend import layer
+from kda_backend.contract.values import StateRef
+from kda_backend.layer import LayerWeights, Projections
 from kda_backend.scratch import Scratch
-from kda_backend.selection import KdaSelection, KdaShape
+from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import cu_tensor, offsets_of
+from kda_backend.testing.steps import EPS, StepPools, make_step
 from tests.kda.cases import Backend, assert_close, assert_same_bits
 
-SLOTS, WIDTH = 7, 4
+SLOTS = 7
 LENGTHS = (70, 1, 2, 0, 130, 3)
 INDICES = (4, 1, 6, 0, 3, -1)
 INITIAL = (True, True, False, True, True, True)
@@ -27,36 +29,28 @@ class Model:
     """One layer's weights and inputs in bf16, its pools, and the definition in float64."""
 
     def __init__(
-        self, backend: Backend, seed: int, lengths: Sequence[int], heads: int = 2, dim: int = 16
+        self,
+        backend: Backend,
+        seed: int,
+        lengths: Sequence[int],
+        heads: int = 2,
+        dim: int = 16,
+        gate: str = "softplus",
     ) -> None:
-        rng = torch.Generator().manual_seed(seed)
-
-        def randn(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=rng)
-
-        device, tokens, channels = backend.device, sum(lengths), 3 * heads * dim
-        self.heads, self.dim, self.lengths = heads, dim, tuple(lengths)
-        self.weights = LayerWeights(
-            conv=0.5 * randn(channels, WIDTH).to(device),
-            a_log=randn(heads).to(device),
-            dt_bias=randn(heads * dim).to(device),
-            norm=randn(dim).bfloat16().to(device),
-            norm_eps=1e-5,
-            lower_bound=None,
-        )
+        device, tokens = backend.device, sum(lengths)
+        dims = {"heads": heads, "key_dim": dim, "value_dim": dim}
+        case = make_step(seed, tokens, device=device, gate=gate, has_bias=False, **dims)
+        self.case, self.lengths = case, tuple(lengths)
+        self.weights = LayerWeights(case.conv_weight, case.inputs[1], case.norm_weight, EPS)
         # a row of the packed projection is wider than what the layer takes of it
-        wide = randn(tokens, channels + heads + 8).bfloat16().to(device)
-        self.qkv, self.beta = wide[:, :channels], wide[:, channels : channels + heads]
-        self.g = randn(tokens, heads, dim).bfloat16().to(device)
-        self.gate = randn(tokens, heads, dim).bfloat16().to(device)
-        # state-first and token-major: the layout of the engines, transposed to channels first
-        pages = poisoned(SLOTS, WIDTH - 1, channels + 8, dtype=torch.bfloat16, device=device)
-        pages[:, :, :channels] = randn(SLOTS, WIDTH - 1, channels).bfloat16().to(device)
-        self.conv_pool = pages[:, :, :channels].transpose(1, 2)
-        self.state_pool = randn(SLOTS, heads, dim, dim).to(device)
+        wide = torch.cat([case.packed, case.beta, case.packed[:, :8]], 1)
+        self.qkv, self.beta = wide[:, : case.channels], wide[:, case.channels : -8]
+        self.g, self.gate = case.g, case.z
+        pools = StepPools(case, SLOTS)
+        pools.fill(seed + 1, list(range(SLOTS)))
+        self.conv_pool, self.state_pool = pools.windows, pools.states
         self.known: layer.KnownLayouts = {}
-        shape = KdaShape(heads, heads, dim, dim)
-        self.selection: KdaSelection = backend.selection(shape)
+        self.selection: KdaSelection = backend.selection(case.shape)
         self.step_plan: StepPlan = build_step_plan(
             cu_tensor(lengths, device),
             tokens,
@@ -75,65 +69,33 @@ class Model:
         out = poisoned(*self.g.shape, dtype=torch.bfloat16, device=device)
         flags = None if initial is None else torch.tensor(initial, device=device)
         slots = torch.tensor(indices, dtype=torch.int32, device=device)
-        tokens = Tokens(self.qkv, self.g, self.beta, self.gate, out)
-        common = (
-            self.weights,
-            self.selection,
-            tokens,
-            Pools(self.conv_pool, self.state_pool),
-            slots,
-        )
+        state = StateRef.pool(self.state_pool, slots, flags, null_slot=0)
+        x = Projections(self.qkv, self.g, self.beta, self.gate, out)
+        common = (self.weights, self.selection, x, self.conv_pool, state)
         if function is layer.decode:
-            function(*common, null_slot=0)
+            function(*common)
         elif function is layer.decode_or_start:
-            function(*common, flags, self.step_plan)
+            function(*common, self.step_plan)
         else:
-            function(*common, flags, self.step_plan, Scratch(device), known=self.known)
+            function(*common, self.step_plan, Scratch(device), known=self.known)
         return out
 
     def expected(
         self, indices: Sequence[int], initial: Sequence[bool]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output [T, H, D] and both pools after it, sequence by sequence in float64."""
-        conv_pool, states = self.conv_pool.double().cpu(), self.state_pool.double().cpu()
-        w = self.weights
+        windows, states = self.conv_pool.double().cpu(), self.state_pool.double().cpu()
         outputs = []
-        for n, (begin, end) in enumerate(
-            zip(offsets_of(self.lengths), offsets_of(self.lengths)[1:], strict=False)
-        ):
-            reads = indices[n] >= 0 and initial[n]
-            before = conv_pool[indices[n]] if reads else torch.zeros_like(conv_pool[0])
-            line = torch.cat([before, self.qkv[begin:end].double().cpu().T], 1)
-            if begin == end:
-                continue
-            mixed = F.silu(
-                F.conv1d(line[None], w.conv.double().cpu()[:, None], groups=line.shape[0])[0]
-            ).T
-            q, k, v = mixed.reshape(end - begin, 3, self.heads, self.dim).unbind(1)
-            decay = reference.log_decay(
-                self.g[begin:end].double().cpu(),
-                w.a_log.double().cpu(),
-                w.dt_bias.double().cpu(),
-                w.lower_bound,
-            )
-            state = states[indices[n]] if reads else torch.zeros_like(states[0])
-            o, after = reference.recurrent_kda(
-                reference.l2norm(q),
-                reference.l2norm(k),
-                v,
-                decay,
-                self.beta[begin:end].double().cpu().sigmoid(),
-                scale=self.dim**-0.5,
-                state=state[None],
-                cu_seqlens=[0, end - begin],
-            )
-            o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + w.norm_eps)
-            o = o * w.norm.double().cpu() * self.gate[begin:end].double().cpu().sigmoid()
-            outputs.append(o)
-            if indices[n] >= 0:
-                conv_pool[indices[n]] = line[:, -(WIDTH - 1) :]
-                states[indices[n]] = after[0]
-        return torch.cat(outputs), conv_pool, states
+        for n, (begin, end) in enumerate(pairwise(offsets_of(self.lengths))):
+            slot = indices[n]
+            reads = float(slot >= 0 and initial[n])
+            state, window = states[slot] * reads, windows[slot] * reads
+            for t in range(begin, end):
+                o, state, window = self.case.expected(t, state, window)
+                outputs.append(o)
+            if slot >= 0 and begin < end:
+                windows[slot], states[slot] = window, state
+        return torch.stack(outputs), windows, states
 
 
 def check(
@@ -185,6 +147,7 @@ def test_a_sequence_in_two_steps_is_the_sequence_in_one(
     parts = []
     for begin, end in ((0, split), (split, 70)):
         part = Model(backend, seed, (end - begin,))
+        part.weights = halves.weights
         part.qkv, part.beta = halves.qkv[begin:end], halves.beta[begin:end]
         part.g, part.gate = halves.g[begin:end], halves.gate[begin:end]
         part.conv_pool, part.state_pool = halves.conv_pool, halves.state_pool
@@ -195,12 +158,7 @@ def test_a_sequence_in_two_steps_is_the_sequence_in_one(
 
 
 def test_bounded_gate(backend: Backend, seed: int) -> None:
-    model = Model(backend, seed, (66, 5))
-    bounded = {**vars(model.weights), "lower_bound": -5.0}
-    model.weights = LayerWeights(**bounded)
-    shape = KdaShape(model.heads, model.heads, model.dim, model.dim, bounded_gate=True)
-    model.selection = backend.selection(shape)
-    check(model, layer.prefill, (4, 1), (True, False))
+    check(Model(backend, seed, (66, 5), gate="bounded"), layer.prefill, (4, 1), (True, False))
 
 
 def test_a_step_plan_of_other_tokens_is_refused(backend: Backend, seed: int) -> None:

@@ -19,7 +19,6 @@ from kda_backend.prefill import paths
 from kda_backend.prefill.arguments_sm90 import Track, Variant
 from kda_backend.prefill.one_launch_sm90 import CTAS_PER_SM, choose_launch
 from kda_backend.selection import select
-from kda_backend.spec import Beta
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import offsets_of
 from tests.kda.one_launch_on_host import case_of
@@ -47,7 +46,7 @@ def test_the_h200s_table_alone_takes_it() -> None:
 def path_of(lengths: Iterable[int], state: StateRef = STATE, *, on_host: bool = True) -> str:
     case = case_of(0, tuple(lengths), heads=4)
     chosen = select(KNOWN_TARGETS["H200"], case.shape)
-    tokens = TokenInputs.of(case.tokens, 1.0, True, Beta.SIGMOID)
+    tokens = TokenInputs.of(*case.tokens, scale=1.0)
     plan = plan_of(lengths, on_host=on_host)
     return chosen.prefill.row(*paths._size(chosen, tokens, plan, state)).name
 

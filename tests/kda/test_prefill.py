@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from backend_core.tables.schema import KernelPath
-from backend_core.testing.numerics import poisoned
 from kda_backend.testing.cases import TOKEN_FIELDS, Case
 from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import (
@@ -52,12 +51,6 @@ def test_every_gate_regime_is_exact_for_other_gates(
     assert_result(case, *backend.chunk(case))
 
 
-def test_bounded_gate_without_a_log_has_rate_one(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70,), gate="bounded", with_a_log=False)
-    assert case.a_log is None
-    assert_result(case, *backend.chunk(case))
-
-
 def test_gate_without_bias(backend: Backend, seed: int) -> None:
     case = dataclasses.replace(backend.case(seed, (70,)), dt_bias=None)
     assert_result(case, *backend.chunk(case))
@@ -95,20 +88,6 @@ def test_scale_multiplies_the_output_only(backend: Backend, seed: int) -> None:
     assert_same_bits("state", backend.chunk(case)[1], backend.chunk(unit)[1])
 
 
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim"), [(64, 128), (128, 64), (48, 80), (1, 3), (200, 256), (256, 64)]
-)
-def test_every_head_dimension(backend: Backend, seed: int, key_dim: int, value_dim: int) -> None:
-    case = backend.case(seed, (70,), key_dim=key_dim, value_dim=value_dim)
-    assert_result(case, *backend.chunk(case))
-
-
-@pytest.mark.parametrize(("heads", "value_heads"), [(1, 3), (2, 4)])
-def test_grouped_value_heads(backend: Backend, seed: int, heads: int, value_heads: int) -> None:
-    case = backend.case(seed, (70, 5), heads=heads, value_heads=value_heads)
-    assert_result(case, *backend.chunk(case))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_batches_with_empty_sequences(
     backend: Backend, seed: int, dtype: torch.dtype
@@ -124,46 +103,6 @@ def test_gate_and_beta_may_have_their_own_dtype(
     case = backend.case(seed, (70,))
     case = dataclasses.replace(case, g=case.g.to(gate_dtype), beta=case.beta.to(torch.float32))
     assert_result(case, *backend.chunk(case))
-
-
-def test_state_layouts_are_transposes(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70, 0, 9), dims="uneven")
-    o, state = backend.chunk(case)
-    transposed = {"initial_state": case.state.mT.contiguous(), "state_v_first": False}
-    o_kv, state_kv = backend.chunk(case, **transposed)
-    assert state_kv.shape == case.state.mT.shape
-    # a layout compiles to a kernel of its own, which may contract other products
-    assert_close("output", o_kv, o, 1e-3)
-    assert_close("state", state_kv.mT, state, 1e-6)
-
-
-def test_initial_state_may_have_any_strides(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70, 9), heads=2)
-    o, state = backend.chunk(case)
-    o_strided, state_strided = backend.chunk(
-        case, initial_state=case.state.transpose(1, 3).contiguous().transpose(1, 3)
-    )
-    backend.assert_same("output", o_strided, o)
-    backend.assert_same("state", state_strided, state)
-
-
-def test_no_initial_state_is_a_zero_state(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70, 0, 9))
-    o, state = backend.chunk(case, initial_state=None)
-    assert_result(case, o, state, from_zero=True)
-
-
-def test_final_state_is_returned_only_when_asked_for(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (20,))
-    _, state = backend.chunk(case, output_final_state=False)
-    assert state is None
-
-
-def test_initial_state_is_not_written(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70,))
-    before = case.state.clone()
-    backend.chunk(case)
-    assert_same_bits("initial state", case.state, before)
 
 
 @pytest.mark.parametrize("cu_dtype", [torch.int32, torch.int64])
@@ -196,13 +135,6 @@ def test_rows_of_a_batch_need_not_be_packed(backend: Backend, seed: int) -> None
     assert_result(case, *backend.chunk(dataclasses.replace(case, **rows), cu_seqlens=None))
 
 
-def test_zero_tokens_hand_the_state_on(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (0, 0))
-    o, state = backend.chunk(case)
-    assert o.shape == case.v.shape
-    assert_same_bits("state", state, case.state)
-
-
 def test_batch_of_zero_length_rows_hands_the_state_on(backend: Backend, seed: int) -> None:
     case = backend.case(seed, (0, 0))
     rows = {name: getattr(case, name)[0].unflatten(0, (2, 0)) for name in TOKEN_FIELDS}
@@ -223,13 +155,6 @@ def test_a_batch_without_rows_does_nothing(backend: Backend, seed: int, length: 
     assert o.shape == batch.v.shape
     assert state.shape == case.state.shape
     assert chunk_states.shape[0] == 0
-
-
-def test_zero_sequences_do_nothing(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, ())
-    o, state = backend.chunk(case)
-    assert o.shape == case.v.shape
-    assert state.shape == case.state.shape
 
 
 def packed_views(case: Case) -> tuple[Case, torch.Tensor]:
@@ -266,18 +191,6 @@ def test_interleaved_heads_and_strided_channels(backend: Backend, seed: int) -> 
         beta=case.beta.transpose(1, 2).contiguous().transpose(1, 2),
     )
     backend.assert_same("output", backend.chunk(odd)[0], backend.chunk(case)[0])
-
-
-def test_output_goes_to_the_given_buffer(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70, 9), heads=2)
-    want, _ = backend.chunk(case)
-    value_dim = case.v.shape[3]
-    wide = poisoned(1, 79, 2, 2 * value_dim, dtype=torch.bfloat16, device=backend.device)
-    out = wide[..., :value_dim]
-    o, _ = backend.chunk(case, out=out)
-    assert o is out
-    assert_same_bits("output", o, want)
-    assert wide[..., value_dim:].isnan().all(), "written beside the output"
 
 
 def test_output_may_replace_v(backend: Backend, seed: int) -> None:

@@ -11,6 +11,7 @@ from backend_core.testing.numerics import poisoned
 from kda_backend.testing.cases import Case
 from kda_backend.testing.tolerances import TOLERANCES
 from tests.kda.cases import Backend, Pool, Run, assert_close, assert_result, assert_same_bits
+from tests.kda.test_sequences import lengths_of
 
 SLOTS = 6
 
@@ -21,17 +22,6 @@ def indices(backend: Backend, *slots: int) -> torch.Tensor:
 
 def flags(backend: Backend, *values: bool) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.bool, device=backend.device)
-
-
-@pytest.fixture(params=["chunk", "recurrent"])
-def run(request: pytest.FixtureRequest, backend: Backend) -> Run:
-    method: Run = getattr(backend, request.param)
-    return method
-
-
-def lengths_of(run: Run) -> tuple[int, ...]:
-    """Prefill crosses a chunk boundary; one decode sequence takes several tokens."""
-    return (70, 0, 9) if run.__name__ == "chunk" else (3, 0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

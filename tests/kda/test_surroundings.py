@@ -15,6 +15,7 @@ from backend_core.launch.faults import FaultRecord
 from kda_backend import chunk_kda, fused_recurrent_kda
 from kda_backend import scratch as scratch_module
 from kda_backend import step_plan as step_plan_module
+from kda_backend.contract.values import ConvInputs, StateRef
 from kda_backend.layer_stages import short_conv
 from kda_backend.scratch import Scratch
 from kda_backend.step_plan import build_step_plan, equal_length_plan, plan_of_rows
@@ -24,8 +25,9 @@ from tests.current_device import (
     check_on_second_gpu,
     needs_two_gpus,
 )
+from tests.kda import calls
+from tests.kda.calls import Arguments, step_arguments
 from tests.kda.cases import Backend, run_step
-from tests.kda.test_contract import Arguments
 from tests.kda.test_verify import Draft
 
 CPU = torch.device("cpu")
@@ -82,7 +84,8 @@ def convolution(seed: int) -> Callable[[], Results]:
     x, weight, pool = (torch.randn(*size, generator=rng) for size in ((7, 64), (64, 4), (2, 64, 3)))
     slots = torch.tensor([0, 1], dtype=torch.int32)
     plan = build_step_plan(torch.tensor([0, 3, 7], dtype=torch.int32), 7, chunk_table=False)
-    return lambda: (short_conv(x, weight, pool, slots, None, plan), pool)
+    conv, state = ConvInputs(pool, weight), StateRef.pool(pool, slots)
+    return lambda: (short_conv(x, conv, state, plan), pool)
 
 
 @contextmanager
@@ -136,7 +139,8 @@ def test_gradients_of_a_layer_s_weights_are_refused(name: str, seed: int) -> Non
     pools = StepPools(case, 5)
     pools.fill(seed, [0, 2, 4])
     before = pools.copy()
-    weight = case.options(pools.windows)[name].clone().requires_grad_()
+    arguments = step_arguments(case, pools.windows) | {"A_log": case.a_log, "dt_bias": case.dt_bias}
+    weight = arguments[name].clone().requires_grad_()
     with pytest.raises(ValueError, match=NO_BACKWARD):
         run_step(ON_CPU, case, pools, [0, 2, 4], **{name: weight})
     draft = Draft(ON_CPU, seed, (2, 1))
@@ -151,7 +155,7 @@ def test_a_plan_of_ragged_rows_gives_all_chunks_in_one_row(seed: int) -> None:
     packed = {n: x.reshape(1, 128, *x.shape[2:]) for n, x in kwargs.items() if n != SWITCH}
     bounds = torch.tensor([0, 30, 128])
     plan = build_step_plan(bounds, 128, chunk_table=False)
-    got = chunk_kda(**kwargs, step_plan=plan, return_intermediate_states=True)
+    got = calls.prefill(**kwargs, step_plan=plan, return_intermediate_states=True)
     packed[SWITCH] = True
     want = chunk_kda(**packed, cu_seqlens=bounds, return_intermediate_states=True)
     assert len(got) == len(want) == 3

@@ -304,10 +304,6 @@ def wrong_arguments(draft: Draft) -> list[tuple[str, dict[str, Any]]]:
     slots: dict[str, Any] = dict.fromkeys(buffers)
     slots |= {"state_indices": table, "num_accepted_tokens": one}
     return [
-        ("num_accepted_tokens or intermediate_states must be given", dict.fromkeys(buffers)),
-        ("are two variants: give one", {"num_accepted_tokens": one}),
-        ("intermediate_indices and intermediate_conv need", {"intermediate_states": None}),
-        ("intermediate_indices must be given", {"intermediate_indices": None}),
         ("intermediate_conv must be given if and only if", {"intermediate_conv": None}),
         ("intermediate_conv must have shape [rows, 2, 48, 3]", {"intermediate_conv": windows}),
         ("intermediate_states must have shape [rows, T, 1, 16, 16]",

@@ -14,14 +14,17 @@ from backend_core.family import families
 from backend_core.tables.select import load_table
 from backend_core.target import Target
 from kda_backend import (
+    ConvInputs,
+    DraftInputs,
+    NormInputs,
+    StateRef,
     build_step_plan,
-    chunk_kda,
-    fused_recurrent_kda,
+    kda_prefill,
+    kda_recurrent,
     kda_verify_step,
     layer_checkpoints,
     layer_stages,
 )
-from kda_backend.contract.values import StateRef
 from kda_backend.prefill import two_stage
 from kda_backend.selection import select
 from kda_backend.testing.cases import Case, chunks_of, make_case
@@ -136,7 +139,7 @@ def _kda_cases(arch: str) -> Iterator[ExecutionCase]:
 
 
 def _prefill(target: Target, case: Case, form: str) -> Answer:
-    """``chunk_kda`` of one sequence: in a pool's slot, with states at chosen chunks, or in FLA's
+    """``kda_prefill`` of one sequence: in a pool's slot, with states at chosen chunks, or in FLA's
     form with the states before all chunks. With many heads a scan's programs take more value rows;
     a GPU with one compute unit has many heads already."""
     form, _, heads = form.partition(", ")
@@ -147,35 +150,28 @@ def _prefill(target: Target, case: Case, form: str) -> Answer:
 
 def _prefill_answer(target: Target, case: Case, form: str) -> Answer:
     tolerance_o, tolerance_s = TOLERANCES[case.q.dtype]
-    arguments = case.options() | {"selection": select(target, case.shape)}
-    arguments["cu_seqlens"] = case.cu_seqlens
+    selection = select(target, case.shape)
     want_o, want_state = case.expected()
     if form == "functional":
-        o, state, before = chunk_kda(
-            *case.tokens,
-            initial_state=case.state,
-            output_final_state=True,
-            state_v_first=True,
-            return_intermediate_states=True,
-            **arguments,
+        given = StateRef.functional(case.state, v_first=True, final=True)
+        o, after, before = kda_prefill(
+            *case.inputs, given, case.cu_seqlens, keeps_chunk_states=True, selection=selection
         )
-        first = worse(
-            *((error_of(before[0, n], _state_at(case, 64 * n)[0]), 5e-3) for n in range(2))
-        )
-        answers = [(error_of(state[0], want_state[0]), tolerance_s), first]
+        assert after is not None and before is not None
+        first = worse(*((error_of(before[n], _state_at(case, 64 * n)[0]), 5e-3) for n in range(2)))
+        answers = [(error_of(after[0], want_state[0]), tolerance_s), first]
         return worse((error_of(o[0], want_o), tolerance_o), *answers)
     pool = torch.full((3, *case.state.shape[1:]), torch.nan)
     pool[1] = case.state[0]
-    arguments |= {"state_pool": pool, "state_indices": torch.tensor([1], dtype=torch.int32)}
+    state = StateRef.pool(pool, torch.tensor([1], dtype=torch.int32))
     answers = []
     if form == "snapshots":
         kept = torch.full((1, 2, *case.state.shape[1:]), torch.nan)
-        boundaries = torch.tensor([[1, -1]], dtype=torch.int32)
-        arguments |= {"snapshot_chunks": boundaries, "snapshots": kept}
+        state = state.with_snapshots(torch.tensor([[1, -1]], dtype=torch.int32), kept)
     elif form == "snapshot pool":
-        given = (torch.tensor([[1]], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32))
-        arguments |= {"snapshot_chunks": given[0], "snapshots": pool, "snapshot_indices": given[1]}
-    o = chunk_kda(*case.tokens, **arguments)[0]
+        chunks, slots = (torch.tensor([[n]], dtype=torch.int32) for n in (1, 2))
+        state = state.with_snapshots(chunks, pool, slots)
+    o = kda_prefill(*case.inputs, state, case.cu_seqlens, selection=selection).out
     if form == "snapshots":
         answers.append((error_of(kept[0, 0], _state_at(case, 64)[0]), tolerance_s))
         if not bool(kept[0, 1].isnan().all()):
@@ -194,14 +190,9 @@ def _state_at(case: Case, tokens: int) -> torch.Tensor:
 
 
 def _recurrent(target: Target, case: Case) -> Answer:
-    o, state = fused_recurrent_kda(
-        *case.tokens,
-        initial_state=case.state,
-        output_final_state=True,
-        state_v_first=True,
-        selection=select(target, case.shape),
-        **case.options(),
-    )
+    given = StateRef.functional(case.state, v_first=True, final=True)
+    o, state, _ = kda_recurrent(*case.inputs, given, selection=select(target, case.shape))
+    assert state is not None
     want_o, want_state = case.expected()
     tolerance_o, tolerance_s = TOLERANCES[case.q.dtype]
     return worse((error_of(o[0], want_o), tolerance_o), (error_of(state, want_state), tolerance_s))
@@ -215,20 +206,22 @@ def _verify(target: Target, dim: int, in_slots: bool) -> Answer:
     pools = StepPools(case, 4, width=width)
     pools.fill(8, [1])
     before = pools.copy()
-    arguments = case.options(pools.windows) | {"selection": select(target, case.shape)}
     if in_slots:
         slots = torch.tensor([[1, 2]], dtype=torch.int32)
-        arguments["num_accepted_tokens"] = torch.tensor([1], dtype=torch.int32)
+        draft = DraftInputs.in_pool(torch.tensor([1], dtype=torch.int32))
     else:
         slots = torch.tensor([1], dtype=torch.int32)
         kept = torch.full((1, 2, *pools.states.shape[1:]), torch.nan)
         windows = torch.full((1, 2, 3, case.channels), torch.nan, dtype=torch.bfloat16)
-        arguments |= {
-            "intermediate_states": kept,
-            "intermediate_indices": torch.tensor([0], dtype=torch.int32),
-            "intermediate_conv": windows.transpose(2, 3),
-        }
-    o = kda_verify_step(*case.tokens, pools.states, slots, **arguments)
+        row = torch.tensor([0], dtype=torch.int32)
+        draft = DraftInputs.in_buffers(kept, row, windows.transpose(2, 3))
+    o = kda_verify_step(
+        *case.inputs,
+        StateRef.pool(pools.states, slots),
+        draft,
+        selection=select(target, case.shape),
+        **case.stages(pools.windows),
+    )
     state, window = before.states[1].double(), before.windows[1, :, :3].double()
     answers = []
     for token in range(2):
@@ -268,7 +261,8 @@ def _short_conv(target: Target) -> Answer:
     slots = torch.tensor([2, 1], dtype=torch.int32)
     initial = torch.tensor([True, False])
     plan = build_step_plan(offsets, sum(lengths))
-    out = layer_stages.short_conv(x, weight, pool, slots, initial, plan)
+    state = StateRef.pool(pool, slots, initial)  # of which the convolution reads the slots
+    out = layer_stages.short_conv(x, ConvInputs(pool, weight), state, plan)
     wants, answers = [], []
     for n, (begin, end) in enumerate(((0, 70), (70, 73))):
         slot = int(slots[n])
@@ -320,9 +314,8 @@ def _gated_norm(dim: int) -> Answer:
     rng = torch.Generator().manual_seed(dim)
     x, gate = (torch.randn(5, 3, dim, generator=rng).bfloat16() for _ in range(2))
     weight = 1.0 + 0.1 * torch.randn(dim, generator=rng)
-    out = torch.full_like(x, torch.nan)
-    layer_stages.gated_norm(x, gate, weight, 1e-5, out, kernels=True)
-    wide = x.double()
+    wide, plan = x.double(), build_step_plan(torch.tensor([0, 5], dtype=torch.int32), 5)
+    layer_stages.gated_norm(x, NormInputs(weight, gate, 1e-5), plan)
     want = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     want = want * weight.double() * gate.double().sigmoid()
-    return error_of(out, want), 5e-3
+    return error_of(x, want), 5e-3

@@ -143,7 +143,7 @@ def test_only_steps_of_decodes_are_captured() -> None:
     assert support is AttentionCGSupport.UNIFORM_BATCH  # no FULL graph of mixed batches
     upstream = inspect.getsource(KimiGatedDeltaNetAttention)
     assert "@eager_break_during_capture\n    def _forward(" in upstream
-    assert "@eager_break_during_capture" in inspect.getsource(vllm_packed.PackedCore)
+    assert "@eager_break_during_capture" in inspect.getsource(vllm_packed.layer_class)
 
 
 def test_indices_that_are_not_the_builders_own_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

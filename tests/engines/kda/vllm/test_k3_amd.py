@@ -53,7 +53,7 @@ def model() -> Model:
 
 def _build(upstream: Any, config: Any, vllm_config: Any, prefix: str) -> Any:
     """Our class of ROCm's: on this platform it is in the place of nothing."""
-    adapter = importlib.import_module("kda_backend.engines.vllm_k3")
+    adapter = importlib.import_module("kda_backend.engines.vllm_packed")
     return adapter.layer_class(upstream)(config, vllm_config, prefix=prefix)
 
 

@@ -98,13 +98,13 @@ def test_slots_that_were_copied_just_before_are_not_fetched_early(
 ) -> None:
     """A column of a wider block table, as with drafts, is copied by the first layer of a step."""
     early = []
-    step = operators.decode_step
+    step = operators.kda_decode_step
 
-    def recorded(*args: Any, pdl_prefetch_safe: bool) -> Any:
-        early.append(pdl_prefetch_safe)
-        return step(*args, pdl_prefetch_safe=pdl_prefetch_safe)
+    def recorded(*values: Any, **options: Any) -> Any:
+        early.append(options["pdl_prefetch_safe"])
+        return step(*values, **options)
 
-    monkeypatch.setattr(operators, "decode_step", recorded)
+    monkeypatch.setattr(operators, "kda_decode_step", recorded)
     blocks = table(3, 7) if apart else table(3, 7)[:, :1].contiguous()
     metadata = step_metadata(layer, config, (1, 1), (30, 30), blocks)
     assert metadata.num_decodes == 2
@@ -153,7 +153,8 @@ def test_a_second_engine_of_a_process_profiles_its_longer_steps(
     """They share a runtime, whose memory the first engine's profile run has not grown enough."""
     vllm_profile._warm.clear()
     tokens: list[int] = []
-    monkeypatch.setattr(vllm_profile, "prefill", lambda *args: tokens.append(args[2].out.shape[0]))
+    seen = lambda *args: tokens.append(args[2].out.shape[0])  # noqa: E731
+    monkeypatch.setattr(vllm_profile, "run_segment", seen)
     runtimes = []
     for longest in (100, 60, 300):
         config = engine_config(flag=True)

@@ -24,7 +24,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from backend_core.engines import Engine, entry, vllm_flag
 from backend_core.strict import FallbackError
 from kda_backend.engines import vllm as adapter
-from kda_backend.engines import vllm_kimi_linear
+from kda_backend.engines import vllm_packed
 from kda_backend.engines.vllm import LAYER
 from tests.engines.kda.vllm.harness import build_layer, engine_config
 from tests.engines.vllm_process import cuda_platform
@@ -132,7 +132,7 @@ def break_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(upstream: type) -> type:
         raise ImportError("no layer")
 
-    monkeypatch.setattr(vllm_kimi_linear, "layer_class", missing)
+    monkeypatch.setattr(vllm_packed, "layer_class", missing)
 
 
 def test_a_broken_install_serves_stock(

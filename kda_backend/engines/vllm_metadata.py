@@ -1,19 +1,47 @@
-"""The lengths of a step's requests, as the host knows them.
+"""What our layers ask of vLLM's metadata: the lengths of requests, and prefill checkpoints.
 
-vLLM's metadata of KDA layers has them on the GPU alone. Its builder has them in host memory too,
-and ours leaves them with the metadata: by them a prefill chooses its path and its schedule.
+vLLM's metadata of KDA layers has the lengths on the GPU alone. Its builder has them in host memory
+too, and ours leaves them with the metadata: by them a prefill chooses its path and its schedule.
+
+Checkpoints are the states inside of a prefill that the prefix cache asks a layer for. The
+scheduler, the cache's manager and the metadata builders all take from a layer's cache spec where
+they may lie. The scan leaves the state after whole chunks of 64 tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
 from backend_core.launch.streams import is_capturing
+from kda_backend.spec import CHUNK
 
 _BOUNDS = "_kda_dsv4_query_start_loc_cpu"  # on the metadata of a step
+
+
+class ExportsCheckpoints:
+    """Stands before the engine's class among the bases of a layer of ours.
+
+    Attributes:
+        exports: the layer's metadata can ask for checkpoints.
+    """
+
+    exports: bool
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """Upstream's, with checkpoints at whole chunks."""
+        return dataclasses.replace(
+            super().get_kv_cache_spec(vllm_config),  # type: ignore[misc]
+            num_prefill_checkpoint_blocks=int(self.exports),
+            prefill_checkpoint_alignment=CHUNK if self.exports else None,
+        )
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        """vLLM 0.33 makes the blocks of its prefix cache multiples of it."""
+        return CHUNK if self.exports else None
 
 
 class KeepsLengths:
