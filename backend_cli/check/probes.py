@@ -12,6 +12,7 @@ from backend_core.tables.schema import KernelPath, NoParams
 from backend_core.tables.select import explain
 from backend_core.target import Target
 
+WORKER = "backend_cli.check.worker"
 UPSTREAM = "upstream code"
 """The path of an operator on a part without a table: the engine's own code runs."""
 
