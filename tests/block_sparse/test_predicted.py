@@ -26,7 +26,6 @@ from block_sparse_backend.testing.cases import (
     causal_seen,
     elements_seen,
     inputs,
-    relative_error,
 )
 from block_sparse_backend.variants import sage
 from block_sparse_backend.variants.pooled import Pooled, pool
@@ -458,7 +457,3 @@ def test_bad_input_is_one_sentence() -> None:
         predicted.predict(q, q)
     with pytest.raises(ValueError, match=r"above 0 and at most 1, got 1\.5"):
         predicted.predict(q, q, cdf=1.5)
-
-
-def test_relative_error_fails_on_nan() -> None:
-    assert not relative_error(torch.tensor([torch.nan]), torch.ones(1)) < 1.0
