@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from backend_cli.check.probes import Probe, probes
-from backend_cli.families import table_of
 from backend_cli.worker import serve_answers
-from backend_core.family import Family, families
+from backend_core.family import families
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from backend_core.testing.fuzz import FuzzCase, run_batch
 
@@ -53,7 +52,7 @@ def batch(family: str, seed: int, target: Target, device: torch.device) -> dict[
     what is allowed."""
     start = time.perf_counter()
     cases = families()[family].fuzz_cases()
-    outcome = run_batch(seed, cases, _others(target), target, device)
+    outcome = run_batch(seed, cases, _others(), target, device)
     return {
         "status": outcome.status,
         "operator": outcome.operator,
@@ -65,22 +64,13 @@ def batch(family: str, seed: int, target: Target, device: torch.device) -> dict[
 
 
 @functools.cache
-def _others(target: Target) -> Mapping[str, FuzzCase]:
-    """The cases of every family that has a table."""
+def _others() -> Mapping[str, FuzzCase]:
+    """The cases of every family."""
     return {
         f"{family.name} {operator}": case
         for family in families().values()
-        if _has_table(family, target)
         for operator, case in family.fuzz_cases().items()
     }
-
-
-def _has_table(family: Family, target: Target) -> bool:
-    try:
-        table_of(family, target)
-    except LookupError:
-        return False
-    return True
 
 
 def main() -> None:
