@@ -7,23 +7,29 @@ installed package has them as ``kda_dsv4_benchmarks``. They run as programs of t
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.families import no_gpu
-from backend_cli.files import check_writable
-from backend_cli.results import name, read_result, speedups
+from backend_cli.files import check_writable, read_json
 from backend_cli.terminal import Bar, plain_console
 from backend_core.family import families
 from backend_core.target import detect_target
+
+_SUFFIX = "_gpu_ms"
+_NOT_A_PEER = {"ours", "best_peer", "bare", "two_stage"}
+_NAMES = {"fla": "FLA", "flashkda": "FlashKDA", "vllm": "vLLM"}
+
+Row = dict[str, Any]
 
 
 def bench(
@@ -132,5 +138,47 @@ def _print_summary(item: str, path: Path) -> None:
         return
     table = Table("peer", "its time over ours", "least", "shapes", box=None, pad_edge=False)
     for peer, (mean, least, count) in found.items():
-        table.add_row(name(peer), f"{mean:.2f}", f"{least:.2f}", str(count))
+        table.add_row(_NAMES.get(peer, peer), f"{mean:.2f}", f"{least:.2f}", str(count))
     console.print(table)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result with ``rows``, each with its shape and ``ours_gpu_ms``.
+
+    Raises:
+        BadInputError: the file cannot be read, or is no such result.
+    """
+    result = read_json(path, "result")
+    rows = result.get("rows") if isinstance(result, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise BadInputError(f"result {path} must have rows of times, as kda-dsv4 bench writes them")
+    for number, row in enumerate(rows, start=1):
+        time = row.get("ours_gpu_ms") if isinstance(row, dict) else None
+        if not isinstance(time, float) or not time > 0:
+            raise BadInputError(f"result {path}, row {number}: ours_gpu_ms must be a time in ms")
+    return dict(result)
+
+
+def times(row: Row) -> dict[str, float]:
+    """GPU time in ms by contender, ours first; those that were not measured are left out."""
+    found = {
+        key.removesuffix(_SUFFIX): value
+        for key, value in row.items()
+        if key.endswith(_SUFFIX) and isinstance(value, float)
+    }
+    found.pop("best_peer", None)
+    return {"ours": found.pop("ours"), **found}
+
+
+def speedups(rows: list[Row]) -> dict[str, tuple[float, float, int]]:
+    """By peer: geometric mean and least of its time over ours, and over how many rows."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        found = times(row)
+        for peer, ms in found.items():
+            if peer not in _NOT_A_PEER:
+                ratios.setdefault(peer, []).append(ms / found["ours"])
+    return {
+        peer: (math.exp(sum(map(math.log, all_)) / len(all_)), min(all_), len(all_))
+        for peer, all_ in ratios.items()
+    }

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,19 +22,12 @@ from rich.table import Table
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as recall
-from backend_cli.families import (
-    family_of_checkpoint,
-    table_of,
-    transformers_adapter,
-)
+from backend_cli.families import family_of_checkpoint, transformers_adapter
 from backend_cli.terminal import Bar, plain_console
-from backend_core.family import Family, families
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathTable, explain
-from backend_core.target import KNOWN_TARGETS, Target, detect_target
+from backend_core.family import families
 
 RECALL = Path(__file__).resolve().parent.parent / "benchmarks" / "recall"
-SCHEMA = 2
+SCHEMA = 3
 DEFAULT_QUESTIONS = 32
 WANTED_ACCURACY = 0.95
 THREADS = 1
@@ -103,7 +96,6 @@ def run(num_questions: int | None = None, json_output: bool = False) -> int:
         "tiny_tokens": TINY_TOKENS,
         "tiny_equal_tokens": equal,
         "device": str(device),
-        "paths": [path_row(target, family) for target in _targets() for family in _all()],
         "serve": SERVE,
     }
     if json_output:
@@ -193,48 +185,6 @@ def agreement(left: list[list[int]], right: list[list[int]]) -> float:
     return equal / max(1, sum(max(len(x), len(y)) for x, y in pairs))
 
 
-def path_row(target: Target, family: Family) -> dict[str, Any]:
-    """The paths of a family on a part for large grids, or why there are none.
-
-    ``measured`` is whether all of their parameters were chosen by measuring on that part,
-    ``measured_paths`` how many operators have such a path.
-    """
-    row: dict[str, Any] = {
-        "target": asdict(target),
-        "family": family.name,
-        "paths": {},
-        "measured": False,
-        "measured_paths": 0,
-        "error": None,
-    }
-    try:
-        table = table_of(family, target)
-    except LookupError as error:
-        return row | {"error": str(error)}
-    chosen = {name: _of_every_size(table, name) for name in family.tables.operator_names}
-    measured = [path.measured for path in chosen.values()]
-    return row | {
-        "paths": {name: path.name for name, path in chosen.items()},
-        "measured": all(measured),
-        "measured_paths": sum(measured),
-    }
-
-
-def _of_every_size(table: PathTable, operator: str) -> KernelPath:
-    """The row for the largest calls of a layer that demands nothing."""
-    return [row.path for row in explain(table, operator) if row.refusal is None][-1]
-
-
-def _all() -> list[Family]:
-    return list(families().values())
-
-
-def _targets() -> list[Target]:
-    """This machine, then the other known parts."""
-    here = detect_target()
-    return [here, *(t for t in KNOWN_TARGETS.values() if t.key != here.key)]
-
-
 def _print_report(report: dict[str, Any], questions: recall.QuestionSet, backend: Answers) -> None:
     console = plain_console(soft_wrap=False)
     item = questions.items[0]
@@ -250,17 +200,6 @@ def _print_report(report: dict[str, Any], questions: recall.QuestionSet, backend
     results.add_row("equal tokens", f"{report['token_agreement']:.3f}", "")
     console.print(results)
 
-    console.print("\nKernel paths for large grids (the first part is this machine):")
-    table = Table("part", "family", "paths", "parameters", box=None, pad_edge=False)
-    for row in report["paths"]:
-        names = [row["target"]["name"], row["family"]]
-        if row["error"]:
-            table.add_row(*names, "upstream code", row["error"])
-            continue
-        some = "some measured" if row["measured_paths"] else "not measured"
-        measured = "measured" if row["measured"] else some
-        table.add_row(*names, ", ".join(dict.fromkeys(row["paths"].values())), measured)
-    console.print(table)
     console.print("\nServe the real model:")
     for command in report["serve"]:
         console.print(f"  {command}", soft_wrap=True)

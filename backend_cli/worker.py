@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -128,9 +129,48 @@ class Workers:
         self._worker = None
 
 
-def in_threads(count: int, serve: Callable[[], None]) -> None:
-    """Run ``serve`` in so many threads, to their end."""
-    threads = [threading.Thread(target=serve, daemon=True) for _ in range(count)]
+def ask_all(
+    lines: Sequence[str],
+    start: Callable[[], Workers],
+    jobs: int,
+    timeout: float,
+    done: Callable[[int, dict[str, Any]], bool],
+) -> None:
+    """Have ``jobs`` workers answer every line with a ``status`` and what belongs to it.
+
+    Where a worker died, none can be had, or what it says is no answer, the status is ``"failed"``.
+
+    Args:
+        start: makes what asks the workers of one thread.
+        timeout: for one answer, in seconds.
+        done: called with a line's number and its answer, from several threads; ``False`` leaves the
+            rest out.
+    """
+    numbers = iter(range(len(lines)))
+    lock = threading.Lock()
+    over = threading.Event()
+
+    def take() -> int | None:
+        with lock:
+            return None if over.is_set() else next(numbers, None)
+
+    def serve() -> None:
+        with start() as workers:
+            while (number := take()) is not None:
+                begin = time.perf_counter()
+                try:
+                    answer = workers.ask(lines[number], timeout)
+                    if answer["status"] == "failed":
+                        workers.drop()
+                except Exception as error:
+                    died = isinstance(error, WorkerDiedError)
+                    message = str(error) if died else f"{type(error).__name__}: {error}"
+                    seconds = round(time.perf_counter() - begin, 2)
+                    answer = {"status": "failed", "seconds": seconds, "message": message}
+                if not done(number, answer):
+                    over.set()
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(min(jobs, len(lines)))]
     for thread in threads:
         thread.start()
     for thread in threads:

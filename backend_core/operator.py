@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -98,11 +98,6 @@ class Selection(Generic[Spec, Run]):
     def only(self, *rows: KernelPath) -> Selection[Spec, Run]:
         """These rows alone, whatever they require: a forced choice."""
         return replace(self, rows=rows, explained=())
-
-    def each(self) -> Iterator[Selection[Spec, Run]]:
-        """This selection with each of its rows alone, for every grid."""
-        for row in dict.fromkeys(self.rows):
-            yield self.only(row)
 
     def for_spec(self, spec: Spec) -> Selection[Spec, Run]:
         """The same rows for another layer, made once."""

@@ -44,7 +44,7 @@ from benchmarks.sparse_attention_modes import (
     random_kinds,
 )
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.launch_params import TABLES, Int8PrefillParams
+from block_sparse_backend.launch_params import TABLES, Int8Params
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from block_sparse_backend.plan.choice import Choice
@@ -140,12 +140,12 @@ def exact_rows(
         yield Row(work, shape, share, path, ms, ms, found, tflops=rate)
 
 
-def int8_params(plan: BlockPlan) -> Int8PrefillParams:
+def int8_params(plan: BlockPlan) -> Int8Params:
     """The table's parameters for a plan's blocks."""
     rows = load_table(TABLES, detect_target()).rows
     of_rows = (row.params for row in rows if row.operator == "block_sparse_int8")
     blocks = (plan.block_m, plan.block_n)
-    return next(x for x in of_rows if isinstance(x, Int8PrefillParams) and x.blocks == blocks)
+    return next(x for x in of_rows if isinstance(x, Int8Params) and x.blocks == blocks)
 
 
 def int8_rows(
@@ -261,35 +261,26 @@ def sliding_rows(
 
 
 def packed_rows(not_timed: set[str]) -> Iterator[Row]:
-    """Eight causal sequences one after another, and the same with keys in pages of 128 tokens."""
+    """Eight causal sequences one after another."""
     length, count = 8192, 8
     tokens = length * count
-    x = inputs(32, 8, tokens)
+    q, k, v = inputs(32, 8, tokens)
     flops = 0.5 * 4.0 * D * 32 * length * tokens
     cu = torch.arange(count + 1, dtype=torch.int32, device="cuda") * length
-    pages = [t[0].transpose(0, 1).reshape(-1, 128, 8, D) for t in x[1:]]
-    order = torch.randperm(len(pages[0]), device="cuda")
-    table = order.argsort().int()
-    plans = {
-        "packed causal": (intervals.ragged(cu, cu, length, length, 32), x),
-        "paged causal": (
-            intervals.paged(cu, cu.diff(), cu[:-1] // 128, table, 128, length, length, 32),
-            (x[0], *(page[order] for page in pages)),
-        ),
-    }
+    plan = intervals.ragged(cu, cu, length, length, 32)
     shape = f"{tokens} tokens, 32 heads"
-    for work, (plan, (q, k, v)) in plans.items():
-        print(f"{work}, {shape}", flush=True)
-        out = torch.empty_like(q)
-        for path in ("gluon_packed", "triton"):
-            if path in not_timed:
-                continue
+    print(f"packed causal, {shape}", flush=True)
+    out = torch.empty_like(q)
+    for path in ("gluon", "triton"):
+        if path in not_timed:
+            continue
 
-            def call(path: str = path) -> object:
-                return block_sparse_attention(q, k, v, plan, path=path, out=out)  # noqa: B023
+        def call(path: str = path) -> object:
+            return block_sparse_attention(q, k, v, plan, path=path, out=out)
 
-            ms = timed(call, flops, path)
-            yield Row(work, shape, 0.5, path, ms, ms, tflops=flops / ms / 1e9 if ms else None)
+        ms = timed(call, flops, path)
+        tflops = flops / ms / 1e9 if ms else None
+        yield Row("packed causal", shape, 0.5, path, ms, ms, tflops=tflops)
 
 
 def growth_rows(built: Packages, video: int, not_timed: set[str]) -> Iterator[Row]:

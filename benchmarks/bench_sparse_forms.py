@@ -1,7 +1,7 @@
 """Forms of prediction and of 8-bit attention beside the ones in use, on one GPU in 90 seconds.
 
 Run as ``python -m benchmarks.bench_sparse_forms --out FILE``. A form is a set of the table's
-parameters (`PredictionParams`, `Int8PrefillParams`). Each is first compared with float64 on inputs
+parameters (`PredictionParams`, `Int8Params`). Each is first compared with float64 on inputs
 whose seed is new in every run, with memory poisoned before it: the blocks that a prediction keeps
 by the attention that they have, attention over a causal plan and over rows that differ by head.
 Then the forms are timed by replays of a CUDA graph, in two rounds (``ms``, ``again_ms``). A form
@@ -28,7 +28,7 @@ from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment, graph_time_ms
 from benchmarks.sparse_attention_modes import MODES, SCALE, D, families, inputs, random_kinds
 from block_sparse_backend import reference
-from block_sparse_backend.launch_params import Int8PrefillParams, PredictionParams
+from block_sparse_backend.launch_params import Int8Params, PredictionParams
 from block_sparse_backend.plan import intervals, predicted
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from block_sparse_backend.testing.cases import elements_seen, quantised_run
@@ -53,8 +53,8 @@ PREDICTIONS = {
     "all, fp16x3, 64 columns": ALL,
 }
 INT8 = {
-    "in use": Int8PrefillParams(64, 128, 4, 2, 168),
-    "biased": Int8PrefillParams(64, 128, 4, 2, 168, "biased"),
+    "in use": Int8Params(64, 128, 4, 2, 168),
+    "biased": Int8Params(64, 128, 4, 2, 168, "biased"),
 }
 
 
@@ -104,7 +104,7 @@ def kept_blocks(plan: BlockPlan, rows: int, blocks: int) -> Tensor:
     return kept.scatter_(1, cols, True)[:, :blocks]
 
 
-def int8_errors(params: Int8PrefillParams, seed: int) -> float:
+def int8_errors(params: Int8Params, seed: int) -> float:
     """Of outputs beside float64, the largest relative one; NaN where an LSE is not."""
     bm, bn = params.block_m, params.block_n
     worst = 0.0
@@ -169,7 +169,7 @@ def timed(part: str, calls: Mapping[str, Callable[[], object]], result: dict[str
 
 
 def int8_calls(
-    x: tuple[Tensor, Tensor, Tensor], density: float, forms: dict[str, Int8PrefillParams]
+    x: tuple[Tensor, Tensor, Tensor], density: float, forms: dict[str, Int8Params]
 ) -> dict[str, Callable[[], object]]:
     """The kernel alone over the same pairs of tokens for every form."""
     q, k, v = x

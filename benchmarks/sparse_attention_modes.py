@@ -30,7 +30,6 @@ EXACT = 3e-3
 BOUNDS = {
     "triton": EXACT,
     "gluon": EXACT,
-    "gluon_packed": EXACT,
 }
 """Largest relative error allowed for normal inputs; 8-bit modes 6e-2."""
 
@@ -80,7 +79,7 @@ def ours() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
 
         return call
 
-    found = {name: exact(name) for name in ("triton", "gluon", "gluon_packed")}
+    found = {name: exact(name) for name in ("triton", "gluon")}
     return found | {name: quantised(mode) for name, mode in MODES.items()}
 
 

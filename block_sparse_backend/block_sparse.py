@@ -38,13 +38,12 @@ def block_sparse_attention(
     Args:
         q: [B, H, M, D], any strides but a last one of 1. Packed tokens [T, H, D] are
             ``x.transpose(0, 1)[None]``.
-        k, v: [B, Hkv, N, D] and [B, Hkv, N, DV], Hkv a divisor of H; in pages (a plan of
-            ``intervals.paged``) [pages, page_size, Hkv, D].
+        k, v: [B, Hkv, N, D] and [B, Hkv, N, DV], Hkv a divisor of H.
         plan: which blocks each tile of queries attends; see ``plan.intervals``,
             ``plan.block_plan.from_kinds``, ``plan.sliding_tile`` and ``plan.predicted``.
         scale: positive; default 1 / sqrt(D).
-        path: ``"torch"``, ``"triton"``, ``"gluon"`` or ``"gluon_packed"`` (Hopper); by default the
-            one for the device and the call.
+        path: ``"torch"``, ``"triton"`` or ``"gluon"`` (Hopper); by default the one for the device
+            and the call.
         out, lse: written, and returned; by default new, ``out`` in the memory order of ``q``.
 
     Returns:
@@ -96,12 +95,14 @@ def _selection(operator: str, target: Target, spec: Any, path: str | None) -> Se
     if path is None:
         return select(TABLES, operator, target, spec)
     rows = [row for row in load_table(TABLES, target).rows if row.operator == operator]
-    row = next((row for row in rows if row.name == path), None)
-    if row is None and path not in ("torch", "triton"):
+    rows = [row for row in rows if row.name == path]
+    needs = spec.requires()
+    if not rows and path not in ("torch", "triton"):
         raise ValueError(f"path {path} needs Hopper, got {target.name}")
-    if row is None:
-        row = KernelPath(path, operator, None, spec.requires(), NoParams(), False, "as called")
-    if missing := spec.requires() - row.features:
+    if not rows:
+        rows = [KernelPath(path, operator, None, needs, NoParams(), False, "as called")]
+    row = min(rows, key=lambda row: len(needs - row.features))
+    if missing := needs - row.features:
         raise ValueError(f"path {path} lacks {', '.join(sorted(missing))}, which this call needs")
     return forced(TABLES, target, spec, row)
 

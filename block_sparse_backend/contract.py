@@ -10,7 +10,6 @@ from torch import Tensor
 from backend_core.contracts import (
     expect_device,
     expect_dtype,
-    expect_near,
     expect_shape,
     expect_stride,
     expect_tensor,
@@ -55,7 +54,7 @@ def check_block_sparse(
     Raises:
         ValueError: one sentence with what was expected and what came.
     """
-    check_tensors(q, k, v, out, lse, None if plan.pages is None else plan.pages.size)
+    check_tensors(q, k, v, out, lse)
     if q.shape[1] != plan.num_heads:
         raise ValueError(f"q must have the plan's {plan.num_heads} heads, got {q.shape[1]}")
     if not plan.is_packed and plan.sequences.shape[0] != q.shape[0]:
@@ -66,18 +65,8 @@ def check_block_sparse(
     expect_device("plan", plan.rows, q.device)
 
 
-def check_tensors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    page_size: int | None = None,
-) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
     """Shapes, dtypes, devices and strides of what attention reads and writes.
-
-    Args:
-        page_size: tokens in a page where keys are paged.
 
     Raises:
         ValueError: one sentence with what was expected and what came.
@@ -86,14 +75,9 @@ def check_tensors(
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
     batch, heads, q_rows, d = q.shape
-    if page_size is None:
-        kv_heads = k.shape[1]
-        expect_shape("k", k, (batch, "Hkv", "N", d))
-        expect_shape("v", v, (batch, kv_heads, k.shape[2], "DV"))
-    else:
-        kv_heads = k.shape[2]
-        expect_shape("k", k, ("pages", page_size, "Hkv", d))
-        expect_shape("v", v, (k.shape[0], page_size, kv_heads, "DV"))
+    kv_heads = k.shape[1]
+    expect_shape("k", k, (batch, "Hkv", "N", d))
+    expect_shape("v", v, (batch, kv_heads, k.shape[2], "DV"))
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"heads of k must divide those of q, got {kv_heads} and {heads}")
     for name, x in (("k", k), ("v", v)):
@@ -127,9 +111,6 @@ def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
                 f"{name} must have its address and strides in multiples of 16 bytes, got strides "
                 f"{x.stride()}"
             )
-    if plan.pages is not None:
-        expect_near("k", k, 2)
-        expect_near("v", v, 2)
     for name, size in (("block_m", plan.block_m), ("block_n", plan.block_n)):
         if size not in (16, 32, 64, 128):
             raise ValueError(f"{name} of the plan must be 16, 32, 64 or 128, got {size}")
@@ -162,8 +143,6 @@ def check_quantised_plan(q: Tensor, plan: BlockPlan) -> None:
     Raises:
         ValueError: it is not.
     """
-    if plan.pages is not None:
-        raise ValueError("the plan of 8-bit attention must be without pages, got pages")
     if plan.is_packed:
         raise ValueError("the plan of 8-bit attention must be of a batch, got packed sequences")
     if plan.sequences.shape[0] != q.shape[0]:

@@ -13,7 +13,7 @@ from backend_core.tables.schema import Operator, TableSchema
 
 
 @dataclass(frozen=True)
-class TorchPrefillParams:
+class TorchParams:
     """Attention over blocks in torch, which takes any."""
 
     blocks = (64, 64)
@@ -21,7 +21,7 @@ class TorchPrefillParams:
 
 
 @dataclass(frozen=True)
-class TritonPrefillParams:
+class TritonParams:
     """Block-sparse attention in Triton.
 
     Attributes:
@@ -48,7 +48,7 @@ class TritonPrefillParams:
 
 
 @dataclass(frozen=True)
-class GluonPrefillParams:
+class GluonParams:
     """Block-sparse attention in Gluon for Hopper: one warp loads, two warpgroups compute."""
 
     blocks = (128, 128)
@@ -82,7 +82,7 @@ class PredictionParams:
 
 
 @dataclass(frozen=True)
-class Int8PrefillParams(TritonPrefillParams):
+class Int8Params(TritonParams):
     """8-bit attention in Triton.
 
     Attributes:
@@ -105,10 +105,9 @@ TABLES = TableSchema(
             name="block_sparse",
             grid=GRID,
             paths={
-                "torch": TorchPrefillParams,
-                "triton": TritonPrefillParams,
-                "gluon": GluonPrefillParams,
-                "gluon_packed": GluonPrefillParams,
+                "torch": TorchParams,
+                "triton": TritonParams,
+                "gluon": GluonParams,
             },
             folder="block_sparse_backend.dense16",
             requires=methodcaller("requires"),
@@ -116,7 +115,7 @@ TABLES = TableSchema(
         Operator(
             name="block_sparse_int8",
             grid=GRID,
-            paths={"torch": TorchPrefillParams, "triton": Int8PrefillParams},
+            paths={"torch": TorchParams, "triton": Int8Params},
             folder="block_sparse_backend.dense8",
             requires=methodcaller("requires"),
         ),

@@ -47,7 +47,7 @@ def quantised_attention(
 
     Args:
         q, k, v: [B, H, M, D], [B, Hkv, N, D] twice; bf16 or fp16, D of 64 or 128.
-        plan: of one batch of equal sequences, without pages.
+        plan: of one batch of equal sequences.
         scale: positive; default 1 / sqrt(D).
         mode: how the inputs are quantised.
         path: ``"torch"`` (the products of the quantised inputs in fp32) or ``"triton"``; by

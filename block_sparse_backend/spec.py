@@ -21,7 +21,6 @@ class BlockSparseSpec(NamedTuple):
     Attributes:
         group: query heads of a key head.
         dims: channels of keys and of values.
-        page_size: tokens of a page, 0 where keys are in none.
         mask: of PARTIAL blocks.
     """
 
@@ -30,20 +29,17 @@ class BlockSparseSpec(NamedTuple):
     block_m: int = 128
     block_n: int = 128
     has_partial: bool = False
-    page_size: int = 0
     is_packed: bool = False
     mask: masks.Mask = masks.everything
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> BlockSparseSpec:
-        pages = plan.pages
         return cls(
             (q.shape[3], v.shape[3]),
-            plan.num_heads // k.shape[1 if pages is None else 2],
+            plan.num_heads // k.shape[1],
             plan.block_m,
             plan.block_n,
             plan.has_partial,
-            0 if pages is None else pages.size,
             plan.is_packed,
             plan.mask,
         )
@@ -55,9 +51,6 @@ class BlockSparseSpec(NamedTuple):
             # tiles of 128 queries and blocks of 64 or 128 keys are what every path has
             "any_tile": self.block_m != 128 or self.block_n not in (64, 128),
             "any_head_size": d != dv or d not in (64, 128),
-            "pages": self.page_size > 0,
-            # a tensor copy fetches one block from one page
-            "small_pages": self.page_size % self.block_n != 0,
             # beyond the end of a sequence lies another one and not the end of the tensor
             "packed": self.is_packed,
         }

@@ -103,12 +103,9 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 
 def fuzz_cases() -> Mapping[str, FuzzCase]:
     """What draws random calls of each operator."""
-    from mla_backend.testing.fuzz import decode_case, merge_case
+    from mla_backend.testing.fuzz import decode_case
 
-    return {
-        "mla_decode": decode_case,
-        "combine": merge_case,
-    }
+    return {"mla_decode": decode_case}
 
 
 def tune_space(path: KernelPath) -> TuneSpace:

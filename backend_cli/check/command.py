@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-import queue
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,18 +13,17 @@ import typer
 from rich.table import Table
 
 from backend_cli.check import fuzz as fuzzing
-from backend_cli.check.probes import Probe, probes
+from backend_cli.check.probes import WORKER, Probe, probes
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.families import chosen_families
 from backend_cli.files import check_writable, write_json
 from backend_cli.info import build_report
 from backend_cli.terminal import Bar, plain_console
-from backend_cli.worker import WorkerDiedError, Workers, in_threads
+from backend_cli.worker import Workers, ask_all
 from backend_core.tables.select import shipped_directory
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 2
-WORKER = "backend_cli.check.worker"
 
 
 def check(
@@ -149,19 +146,21 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
         }
         for probe in todo
     ]
-    numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number, probe in enumerate(todo):
-        if probe.skip is None:
-            numbers.put(number)
-    checked = numbers.qsize()
+    asked = [number for number, probe in enumerate(todo) if probe.skip is None]
+    checked = len(asked)
     with Bar(f"checking {target.name}", checked) as bar:
 
-        def done(number: int, answer: dict[str, Any]) -> None:
-            results[number].update(answer)
+        def done(place: int, answer: dict[str, Any]) -> bool:
+            results[asked[place]].update(answer)
             bar.update(1)
+            return True
 
-        name = target.name if interpreted else None
-        in_threads(min(jobs, checked), lambda: _serve(numbers, name, timeout, done))
+        def start() -> Workers:
+            if interpreted:
+                return Workers(WORKER, target.name, TRITON_INTERPRET="1")
+            return Workers(WORKER)
+
+        ask_all([str(number) for number in asked], start, jobs, timeout, done)
     return {
         "script": "backend_cli/check/command.py",
         "schema": SCHEMA,
@@ -210,32 +209,6 @@ def _probes(target: Target, interpreted: bool) -> list[Probe]:
 def _default_jobs(target: Target) -> int:
     """Compilation fills one CPU per process; each process holds half a gigabyte of GPU memory."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // (1 if target.vendor == "cpu" else 2)))
-
-
-def _serve(
-    numbers: queue.SimpleQueue[int],
-    interpret: str | None,
-    timeout: float,
-    done: Callable[[int, dict[str, Any]], None],
-) -> None:
-    """Have workers answer numbers until there are none left."""
-    with Workers(WORKER, interpret, TRITON_INTERPRET="1") if interpret else Workers(WORKER) as ours:
-        while True:
-            try:
-                number = numbers.get_nowait()
-            except queue.Empty:
-                return
-            begin = time.perf_counter()
-            try:
-                answer = ours.ask(str(number), timeout)
-                if answer["status"] == "failed":
-                    ours.drop()
-            except Exception as error:  # it died, none can be had, or what it says is no answer
-                died = isinstance(error, WorkerDiedError)
-                message = str(error) if died else f"{type(error).__name__}: {error}"
-                seconds = round(time.perf_counter() - begin, 2)
-                answer = {"status": "failed", "seconds": seconds, "message": message}
-            done(number, answer)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from backend_cli.families import table_of
 from backend_core.family import CheckCase, Family, families
-from backend_core.tables.schema import UPSTREAM as LEFT
-from backend_core.tables.schema import KernelPath, NoParams
-from backend_core.tables.select import explain
+from backend_core.tables.schema import UPSTREAM, KernelPath
+from backend_core.tables.select import PathTable, explain
 from backend_core.target import Target
 
-UPSTREAM = "upstream code"
-"""The path of an operator on a part without a table: the engine's own code runs."""
+WORKER = "backend_cli.check.worker"
 
 
 @dataclass(frozen=True)
@@ -42,25 +39,18 @@ def probes(target: Target, *, interpreted: bool) -> list[Probe]:
         interpreted: the kernels are to run in Triton's interpreter.
 
     Raises:
-        LookupError: no family has a table for this target.
+        LookupError: a family has no table for this target.
         BadInputError: a table is malformed.
     """
-    found: list[Probe] = []
-    without: list[str] = []
-    known = families()
-    for family in known.values():
-        try:
-            found += _of_table(family, target, interpreted=interpreted)
-        except LookupError as error:
-            without.append(str(error))
-            found += _of_no_table(family, str(error))
-    if len(without) == len(known):
-        raise LookupError("; ".join(without))
-    return found
+    tables = {family: table_of(family, target) for family in families().values()}
+    return [
+        probe
+        for family, table in tables.items()
+        for probe in _of_table(family, table, interpreted=interpreted)
+    ]
 
 
-def _of_table(family: Family, target: Target, *, interpreted: bool) -> list[Probe]:
-    table = table_of(family, target)
+def _of_table(family: Family, table: PathTable, *, interpreted: bool) -> list[Probe]:
     found: list[Probe] = []
     for operator in family.tables.operator_names:
         # rows of one path and one set of parameters are one kernel, for several buckets
@@ -75,16 +65,10 @@ def _of_table(family: Family, target: Target, *, interpreted: bool) -> list[Prob
     return found
 
 
-def _of_no_table(family: Family, reason: str) -> Iterator[Probe]:
-    for operator in family.tables.operator_names:
-        path = KernelPath(UPSTREAM, operator, None, frozenset(), NoParams(), False, reason)
-        yield Probe(family.name, path, "any", "", reason, None)
-
-
 def probes_of(family: Family, path: KernelPath, grids: str, *, interpreted: bool) -> list[Probe]:
     """The probes of one row; a single skipped one where it cannot run here."""
     skip = None
-    if path.name == LEFT:
+    if path.name == UPSTREAM:
         skip = f"is left to {path.params.kernel}"
     elif interpreted and path.name not in family.interpretable:
         skip = "is not written in Triton"

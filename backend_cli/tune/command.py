@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +58,8 @@ def tune(
         folder = output_dir or user_directory()
         if folder is None:
             raise ValueError("--output-dir must be given, since this user has no home")
-        tables = _shipped_tables(chosen, target, all_needed=family is not None)
+        shipped = shipped_directory()
+        tables = [(item, load_table(item.tables, target, directory=shipped)) for item in chosen]
     except LookupError as error:
         raise CliError(f"nothing to tune on this machine: {error}") from error
     except ValueError as error:
@@ -68,28 +68,6 @@ def tune(
         check_writable(folder / item.name / table.source.name)
     for item, table in tables:
         _tune_family(item, table, target, heads, folder, timeout)
-
-
-def _shipped_tables(
-    chosen: Sequence[Family], target: Target, *, all_needed: bool
-) -> list[tuple[Family, PathTable]]:
-    """Each family with the table that it ships for the target.
-
-    Raises:
-        LookupError: with ``all_needed`` a family has none, or else none of them has one.
-        ValueError: a table is malformed.
-    """
-    found: list[tuple[Family, PathTable]] = []
-    missing: list[str] = []
-    for family in chosen:
-        try:
-            table = load_table(family.tables, target, directory=shipped_directory())
-            found.append((family, table))
-        except LookupError as error:
-            missing.append(str(error))
-    if missing and (all_needed or not found):
-        raise LookupError("; ".join(missing))
-    return found
 
 
 def _tune_family(

@@ -1,5 +1,4 @@
-"""Attention over blocks with 16-bit inputs on Hopper in Gluon, of sequences that end where the
-tensors do."""
+"""Attention over blocks with 16-bit inputs on Hopper in Gluon."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
 from block_sparse_backend.dense16 import BlockSparseRun
-from block_sparse_backend.kernels.hooks import softmax_update
 from block_sparse_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
 from block_sparse_backend.spec import BlockSparseSpec
 
@@ -25,50 +23,41 @@ _STAGES = 2
 _REGISTERS = 240
 """Of a thread of the computing warpgroups."""
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-OPTIONS = {"num_warps": 4}
 AXES = {"out": "bhm.", "lse": "bh."}
 
 
 def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseRun:
-    kernel = KernelLaunch(block_sparse_sm90_kernel, constexprs(spec), OPTIONS, axes=AXES)
+    d, block_n = spec.dims[0], spec.block_n
+    constexprs = {
+        "GROUP": spec.group,
+        "BLOCK_N": block_n,
+        "D": d,
+        "STAGES": min(4, _STAGES * 128 * 128 // (block_n * d)),
+        "REGISTERS": _REGISTERS,
+        "mask": spec.mask.kernel,
+        "IS_PACKED": spec.is_packed,
+    }
+    kernel = KernelLaunch(block_sparse_sm90_kernel, constexprs, {"num_warps": 4}, axes=AXES)
     launch = kernel.launch
 
     def run(x: BlockSparseInputs) -> None:
-        launch((len(x.plan.work), 1, 1), **arguments(x, x.k, x.v))
+        plan = x.plan
+        launch(
+            (len(plan.work), 1, 1),
+            q_desc=_descriptor(x.q, (64, d)),
+            k_desc=_descriptor(x.k, (block_n, d)),
+            v_desc=_descriptor(x.v, (block_n, d)),
+            out_ptr=x.out,
+            lse_ptr=x.lse,
+            rows_ptr=plan.rows,
+            cols_ptr=plan.cols,
+            work_ptr=plan.work,
+            sequences_ptr=plan.sequences,
+            mask_aux_ptr=plan.cols if plan.mask_aux is None else plan.mask_aux,
+            factor=x.factor,
+        )
 
     return run
-
-
-def constexprs(spec: BlockSparseSpec) -> dict[str, Any]:
-    """What both kernels are compiled with."""
-    d = spec.dims[0]
-    return {
-        "GROUP": spec.group,
-        "BLOCK_N": spec.block_n,
-        "D": d,
-        "STAGES": min(4, _STAGES * 128 * 128 // (spec.block_n * d)),
-        "REGISTERS": _REGISTERS,
-        "update": softmax_update,
-        "mask": spec.mask.kernel,
-    }
-
-
-def arguments(x: BlockSparseInputs, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """What both kernels take; k and v [.., Hkv, tokens, D]."""
-    plan, d = x.plan, x.q.shape[3]
-    return {
-        "q_desc": _descriptor(x.q, (64, d)),
-        "k_desc": _descriptor(k, (plan.block_n, d)),
-        "v_desc": _descriptor(v, (plan.block_n, d)),
-        "out_ptr": x.out,
-        "lse_ptr": x.lse,
-        "rows_ptr": plan.rows,
-        "cols_ptr": plan.cols,
-        "work_ptr": plan.work,
-        "sequences_ptr": plan.sequences,
-        "mask_aux_ptr": plan.cols if plan.mask_aux is None else plan.mask_aux,
-        "factor": x.factor,
-    }
 
 
 def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -23,7 +23,7 @@ def run(x: BlockSparseInputs) -> None:
     """Products and softmax are in fp32, in float64 for float64 inputs."""
     q, k, v, plan, out, lse = x.q, x.k, x.v, x.plan, x.out, x.lse
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    group = q.shape[1] // k.shape[-3 if plan.pages is None else 2]
+    group = q.shape[1] // k.shape[1]
     rows, cols, table = plan.rows.tolist(), plan.cols.cpu(), plan.sequences.tolist()
     for batch, q_begin, q_len, *_ in table:  # rows of no sequence stay as they are
         out[batch, :, q_begin : q_begin + q_len] = 0.0
@@ -36,7 +36,7 @@ def run(x: BlockSparseInputs) -> None:
         o_m = torch.arange(first, last, device=q.device)
         k_pos, seen = _keys_of(plan, rows[row], cols, o_m + position, kv_len)
         kv_head = head // group
-        b_k, b_v = (_gather(x, plan, batch, kv_head, k_begin, k_pos).to(dtype) for x in (k, v))
+        b_k, b_v = (x[batch, kv_head, k_begin + k_pos].to(dtype) for x in (k, v))
         s = x.scale * (q[batch, head, q_begin + o_m].to(dtype) @ b_k.T)
         s = torch.where(seen, s, -torch.inf)
         b_lse = torch.logsumexp(s, -1)
@@ -66,13 +66,3 @@ def _keys_of(
         nothing = torch.zeros(0, dtype=torch.long, device=q_pos.device)
         return nothing, torch.zeros(len(q_pos), 0, dtype=torch.bool, device=q_pos.device)
     return torch.cat(keys), torch.cat(attended, 1)
-
-
-def _gather(
-    x: Tensor, plan: BlockPlan, batch: int, head: int, k_begin: int, k_pos: Tensor
-) -> Tensor:
-    """Keys or values of one head at positions ``k_pos``: [N, D]."""
-    if plan.pages is None:
-        return x[batch, head, k_begin + k_pos]
-    page = plan.pages.indices[k_begin + k_pos // plan.pages.size].long()
-    return x[page, k_pos % plan.pages.size, head]

@@ -11,13 +11,8 @@ from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
 from block_sparse_backend.dense16 import BlockSparseRun
-from block_sparse_backend.kernels.block_sparse import (
-    block_sparse_kernel,
-    contiguous_rows,
-    paged_rows,
-)
-from block_sparse_backend.kernels.hooks import softmax_update
-from block_sparse_backend.launch_params import TritonPrefillParams
+from block_sparse_backend.kernels.block_sparse import block_sparse_kernel
+from block_sparse_backend.launch_params import TritonParams
 from block_sparse_backend.spec import BlockSparseSpec
 
 
@@ -27,66 +22,52 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseR
     block_d = triton.next_power_of_2(d)
 
     def run(x: BlockSparseInputs) -> None:
-        plan, k, v = x.plan, x.k, x.v
-        pages = plan.pages
-        none = (0, 0, 0)
-        of_k, of_v = (none, none) if pages is None else (k.stride()[:3], v.stride()[:3])
-        absent = plan.cols  # for pointers that this call does not read
+        plan = x.plan
         launch(
             (len(plan.work), 1, 1),
             q_desc=descriptor(x.q, (block_m, block_d)),
-            k_source=descriptor(k, (block_n, block_d)) if pages is None else k,
-            v_source=descriptor(v, (block_n, dv)) if pages is None else v,
+            k_desc=descriptor(x.k, (block_n, block_d)),
+            v_desc=descriptor(x.v, (block_n, dv)),
             out_ptr=x.out,
             lse_ptr=x.lse,
             rows_ptr=plan.rows,
             cols_ptr=plan.cols,
             work_ptr=plan.work,
             sequences_ptr=plan.sequences,
-            pages_ptr=absent if pages is None else pages.indices,
-            mask_aux_ptr=absent if plan.mask_aux is None else plan.mask_aux,
+            # a hook that reads nothing gets what is there
+            mask_aux_ptr=plan.cols if plan.mask_aux is None else plan.mask_aux,
             factor=float(x.factor),
-            stride_k_page=of_k[0],
-            stride_k_t=of_k[1],
-            stride_k_h=of_k[2],
-            stride_v_page=of_v[0],
-            stride_v_t=of_v[1],
-            stride_v_h=of_v[2],
-            page_size=1 if pages is None else pages.size,
         )
 
     return run
 
 
-def params_for(row: KernelPath, spec: BlockSparseSpec) -> TritonPrefillParams:
+def params_for(row: KernelPath, spec: BlockSparseSpec) -> TritonParams:
     """The row's parameters where it has the plan's tiles, else some that fit the plan's."""
     params, d, blocks = row.params, spec.dims[0], (spec.block_m, spec.block_n)
-    if d <= 128 and isinstance(params, TritonPrefillParams) and params.blocks == blocks:
+    if d <= 128 and isinstance(params, TritonParams) and params.blocks == blocks:
         return params
     stages = 3 if spec.block_n * d <= 64 * 128 else 2
-    return TritonPrefillParams(*blocks, 8 if spec.block_m == 128 else 4, stages)
+    return TritonParams(*blocks, 8 if spec.block_m == 128 else 4, stages)
 
 
-def attention_kernel(params: TritonPrefillParams, spec: BlockSparseSpec) -> KernelLaunch:
+def attention_kernel(params: TritonParams, spec: BlockSparseSpec) -> KernelLaunch:
     """The kernel, as its path launches it."""
     constexprs = {
         "GROUP": spec.group,
-        "D": spec.dims[0],
         "DV": spec.dims[1],
         "BLOCK_D": triton.next_power_of_2(spec.dims[0]),
         "BLOCK_M": spec.block_m,
         "BLOCK_N": spec.block_n,
         "STAGES": params.num_stages,
         "HAS_PARTIAL": spec.has_partial,
-        "load": paged_rows if spec.page_size else contiguous_rows,
-        "update": softmax_update,
         "mask": spec.mask.kernel,
     }
     axes = {"out": "bhm.", "lse": "bh."}
     return KernelLaunch(block_sparse_kernel, constexprs, options(params), axes=axes)
 
 
-def options(params: TritonPrefillParams) -> dict[str, object]:
+def options(params: TritonParams) -> dict[str, object]:
     """The compiler's options."""
     limit = {"maxnreg": params.max_registers} if params.max_registers else {}
     return {"num_warps": params.num_warps, "num_stages": params.num_stages, **limit}

@@ -12,7 +12,7 @@ from backend_core.target import Target
 from block_sparse_backend.dense8 import QuantisedRun
 from block_sparse_backend.dense16.triton import descriptor, options
 from block_sparse_backend.kernels import block_sparse_int8 as kernels
-from block_sparse_backend.launch_params import Int8PrefillParams
+from block_sparse_backend.launch_params import Int8Params
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import QuantisedSpec
 from block_sparse_backend.variants.column_stats import E4M3_MAX
@@ -52,16 +52,16 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
     return run
 
 
-def params_for(row: KernelPath, spec: QuantisedSpec) -> Int8PrefillParams:
+def params_for(row: KernelPath, spec: QuantisedSpec) -> Int8Params:
     """The row's parameters where it has the plan's tiles, else some that fit the plan's."""
     params, blocks = row.params, (spec.block_m, spec.block_n)
-    if isinstance(params, Int8PrefillParams) and params.blocks == blocks:
+    if isinstance(params, Int8Params) and params.blocks == blocks:
         return params
     warps, stages = (8, 3) if spec.block_m == 128 else (4, 2)
-    return Int8PrefillParams(*blocks, warps, stages)
+    return Int8Params(*blocks, warps, stages)
 
 
-def attention_kernel(params: Int8PrefillParams, spec: QuantisedSpec) -> KernelLaunch:
+def attention_kernel(params: Int8Params, spec: QuantisedSpec) -> KernelLaunch:
     """The kernel, as its path launches it."""
     mode = spec.mode
     per_thread = mode.groups == "per_thread"

@@ -3,39 +3,16 @@
     S = scale q k^T,  P = softmax(S) over the row's FULL blocks, then its PARTIAL ones,  O = P v
 
 q [B, H, M, D], k [B, Hkv, N, D], v [B, Hkv, N, DV]; O in q's dtype, LSE float32 [B, H, M], natural.
-Softmax in base 2 and fp32. One program for each entry of the plan's ``work``. What differs between
-variants, masks and cache layouts is a function handed in as a constexpr: see
-``kernels/hooks.py``, ``variants/masks.py`` and the two loaders here.
+Softmax in base 2 and fp32. One program for each entry of the plan's ``work``. The mask is a
+function handed in as a constexpr: see ``kernels/hooks.py`` and ``variants/masks.py``.
 """
 
 import triton
 import triton.language as tl
 
+from block_sparse_backend.kernels.hooks import softmax_update
+
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def contiguous_rows(
-    source, pages_ptr, batch, head, k_begin, start, kv_len, strides, shape: tl.constexpr
-):
-    """Keys ``start`` and following, from a tensor descriptor: [BLOCK_N, D]."""
-    return tl.reshape(source.load([batch, head, k_begin + start, 0]), shape)
-
-
-@triton.jit
-def paged_rows(
-    source, pages_ptr, batch, head, k_begin, start, kv_len, strides, shape: tl.constexpr
-):
-    """The same from pages: ``source`` [pages, page_size, Hkv, D], strides (page, token, head, D and
-    page size)."""
-    stride_page, stride_t, stride_h, D, page_size = strides
-    n = start + tl.arange(0, shape[0])
-    d = tl.arange(0, shape[1])
-    inside = n < kv_len
-    page = tl.load(pages_ptr + k_begin + n // page_size, mask=inside, other=0).to(tl.int64)
-    at = page * stride_page + (n % page_size).to(tl.int64) * stride_t + head * stride_h
-    mask = inside[:, None] & (d < D)[None, :]
-    return tl.load(source + at[:, None] + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -44,12 +21,10 @@ def _walk(
     b_q,
     row,
     place,
-    keys,
-    values,
+    sources,
     plan,
     factor,
-    load: tl.constexpr,
-    hooks: tl.constexpr,
+    mask: tl.constexpr,
     shapes: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -58,27 +33,24 @@ def _walk(
     acc, high, total = state
     begin, end = row
     batch, kv_head, k_begin, kv_len, q_pos = place
-    k_source, k_strides = keys
-    v_source, v_strides = values
-    cols_ptr, pages_ptr, mask_aux_ptr = plan
-    update: tl.constexpr = hooks[0]
-    mask: tl.constexpr = hooks[1]
+    k_desc, v_desc = sources
+    cols_ptr, mask_aux_ptr = plan
     k_shape: tl.constexpr = shapes[0]
     v_shape: tl.constexpr = shapes[1]
     for j in tl.range(begin, end, num_stages=STAGES):
         col = tl.load(cols_ptr + j)
         start = col * k_shape[0]
         k_pos = start + tl.arange(0, k_shape[0])
-        b_k = load(k_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, k_strides, k_shape)
+        b_k = tl.reshape(k_desc.load([batch, kv_head, k_begin + start, 0]), k_shape)
         b_s = tl.dot(b_q, b_k.T)
-        b_v = load(v_source, pages_ptr, batch, kv_head, k_begin, start, kv_len, v_strides, v_shape)
+        b_v = tl.reshape(v_desc.load([batch, kv_head, k_begin + start, 0]), v_shape)
         if IS_PARTIAL:
             inside = k_pos < kv_len
             seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr)
             b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
             # what lies beyond the sequence may be anything, and 0 times NaN is NaN
             b_v = tl.where(inside[:, None], b_v, 0.0)
-        b_p, alpha, high, total = update(b_s, high, total, factor, IS_PARTIAL)
+        b_p, alpha, high, total = softmax_update(b_s, high, total, factor, IS_PARTIAL)
         acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * alpha[:, None])
     return acc, high, total
 
@@ -86,15 +58,14 @@ def _walk(
 @triton.jit
 def block_sparse_kernel(
     q_desc,
-    k_source,
-    v_source,
+    k_desc,
+    v_desc,
     out_ptr,
     lse_ptr,
     rows_ptr,
     cols_ptr,
     work_ptr,
     sequences_ptr,
-    pages_ptr,
     mask_aux_ptr,
     factor,
     stride_out_b,
@@ -102,23 +73,13 @@ def block_sparse_kernel(
     stride_out_m,
     stride_lse_b,
     stride_lse_h,
-    stride_k_page,
-    stride_k_t,
-    stride_k_h,
-    stride_v_page,
-    stride_v_t,
-    stride_v_h,
-    page_size,
     GROUP: tl.constexpr,
-    D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
-    load: tl.constexpr,
-    update: tl.constexpr,
     mask: tl.constexpr,
 ):
     """``row``: begin, full_end, end; ``sequence``: see ``BlockPlan.sequences``."""
@@ -139,10 +100,7 @@ def block_sparse_kernel(
     q_pos = (o_m + tl.load(sequence + 5))[:, None]
 
     place = (batch, kv_head, k_begin, kv_len, q_pos)
-    keys = (k_source, (stride_k_page, stride_k_t, stride_k_h, D, page_size))
-    values = (v_source, (stride_v_page, stride_v_t, stride_v_h, DV, page_size))
-    plan = (cols_ptr, pages_ptr, mask_aux_ptr)
-    hooks: tl.constexpr = (update, mask)
+    plan = (cols_ptr, mask_aux_ptr)
     shapes: tl.constexpr = ((BLOCK_N, BLOCK_D), (BLOCK_N, DV))
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -153,12 +111,10 @@ def block_sparse_kernel(
             b_q,
             (full_end, end) if IS_PARTIAL else (begin, full_end),
             place,
-            keys,
-            values,
+            (k_desc, v_desc),
             plan,
             factor,
-            load=load,
-            hooks=hooks,
+            mask=mask,
             shapes=shapes,
             IS_PARTIAL=IS_PARTIAL,
             STAGES=1 if IS_PARTIAL else STAGES,

@@ -19,19 +19,6 @@ SKIP, FULL, PARTIAL = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Pages:
-    """Where the keys of paged sequences lie.
-
-    Attributes:
-        indices: int32 [P], page numbers; a sequence's follow one another from its ``k_begin``.
-        size: tokens in a page.
-    """
-
-    indices: Tensor
-    size: int
-
-
-@dataclass(frozen=True)
 class BlockPlan:
     """Which key blocks each query tile of each head attends.
 
@@ -46,12 +33,11 @@ class BlockPlan:
         work: int32 [W, 4], one entry for each program: sequence, head, tile, row. Sequence -1 is
             no work.
         sequences: int32 [S, 6]: index in the batch dimension, first query, number of queries, first
-            key (paged: first entry in ``pages.indices``), number of keys, position of query 0.
+            key, number of keys, position of query 0.
         num_heads: query heads.
         block_m, block_n: queries in a tile, keys in a block.
         has_partial: whether there may be PARTIAL blocks; without them no mask is compiled.
         mask, mask_aux: what of a PARTIAL block is attended.
-        pages: of paged keys.
         is_packed: sequences follow one another in a tensor, so what lies beyond the end of one is
             another's.
     """
@@ -66,7 +52,6 @@ class BlockPlan:
     has_partial: bool = True
     mask: Mask = masks.everything
     mask_aux: Tensor | None = None
-    pages: Pages | None = None
     is_packed: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +66,6 @@ class BlockPlan:
             ("work", self.work),
             ("sequences", self.sequences),
             ("mask_aux", self.mask_aux),
-            ("page indices", None if self.pages is None else self.pages.indices),
         ):
             if x is not None and x.device != device:
                 raise ValueError(f"the plan's {name} must be on {device}, got {x.device}")

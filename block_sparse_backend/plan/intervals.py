@@ -1,4 +1,4 @@
-"""Plans whose rows are runs of keys: dense, causal, ragged and paged.
+"""Plans whose rows are runs of keys: dense, causal and ragged.
 
 Causal attention is aligned to the bottom right: the last query stands at the last key. With more
 queries than keys the first queries see nothing.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_device
-from block_sparse_backend.plan.block_plan import BlockPlan, Pages, uniform_sequences, work_list
+from block_sparse_backend.plan.block_plan import BlockPlan, uniform_sequences, work_list
 from block_sparse_backend.variants import masks
 
 
@@ -80,51 +80,6 @@ def ragged(
     lengths = (max_q_len, max_kv_len)
     plan = _interval_plan(sequences, *lengths, num_heads, block_m, block_n, is_causal)
     return replace(plan, is_packed=True)
-
-
-def paged(
-    cu_seqlens_q: Tensor,
-    kv_lens: Tensor,
-    page_indptr: Tensor,
-    page_indices: Tensor,
-    page_size: int,
-    max_q_len: int,
-    max_kv_len: int,
-    num_heads: int,
-    *,
-    is_causal: bool = True,
-    block_m: int = 128,
-    block_n: int = 128,
-) -> BlockPlan:
-    """Packed queries over keys in pages.
-
-    Args:
-        cu_seqlens_q: int32 [S + 1].
-        kv_lens: int32 [S].
-        page_indptr: int32 [S] or [S + 1], where a sequence's pages begin in ``page_indices``; of a
-            block table [S, P], ``arange(S) * P`` and the flattened table.
-        page_indices: int32, page numbers; entries beyond a sequence's length are never read.
-        page_size: tokens in a page, any number.
-        max_q_len, max_kv_len: capacities.
-    """
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
-    _expect_offsets("cu_seqlens_q", cu_seqlens_q)
-    count = len(cu_seqlens_q) - 1
-    if kv_lens.shape != (count,):
-        raise ValueError(f"kv_lens must have shape [{count}], got {list(kv_lens.shape)}")
-    if page_indptr.dim() != 1 or len(page_indptr) not in (count, count + 1):
-        raise ValueError(
-            f"page_indptr must have shape [{count}] or [{count + 1}], got {list(page_indptr.shape)}"
-        )
-    expect_device("kv_lens", kv_lens, cu_seqlens_q.device)
-    expect_device("page_indptr", page_indptr, cu_seqlens_q.device)
-    q_len = cu_seqlens_q.diff()
-    columns = [torch.zeros_like(q_len), cu_seqlens_q[:-1], q_len, page_indptr[:count], kv_lens]
-    sequences = torch.stack([*columns, kv_lens - q_len], 1).int()
-    lengths = (max_q_len, max_kv_len)
-    plan = _interval_plan(sequences, *lengths, num_heads, block_m, block_n, is_causal)
-    return replace(plan, pages=Pages(page_indices.int().flatten(), page_size), is_packed=True)
 
 
 def _interval_plan(

@@ -19,7 +19,7 @@ from backend_core.tables.select import PathTable, load_table
 from backend_core.target import detect_target
 from block_sparse_backend.contract import MAX_ROWS
 from block_sparse_backend.kernels import predict as kernels
-from block_sparse_backend.launch_params import TABLES, Int8PrefillParams, PredictionParams
+from block_sparse_backend.launch_params import TABLES, Int8Params, PredictionParams
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import (
     FULL,
@@ -98,7 +98,7 @@ def params_of(device: torch.device) -> PredictionParams:
 
 def params_of_table(table: PathTable) -> PredictionParams:
     """The parameters of a table's section, or their defaults where it has none."""
-    found = (row.params for row in table.rows if isinstance(row.params, Int8PrefillParams))
+    found = (row.params for row in table.rows if isinstance(row.params, Int8Params))
     return next((params.prediction for params in found), PredictionParams())
 
 

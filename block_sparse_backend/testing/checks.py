@@ -32,7 +32,7 @@ INT8_ERROR = {True: 6e-2, False: 3e-2}
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     """Causal calls with fewer queries than keys and with more, in each head size and mode; one over
-    predicted blocks; packed sequences and pages where the path has them."""
+    predicted blocks; packed sequences where the path has them."""
     if path.operator == "block_sparse":
         cases: dict[str, CheckCase] = {
             f"causal, {queries} queries, D {dim}": partial(_sixteen_bit, path, queries, dim)
@@ -40,9 +40,7 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
         }
         cases["predicted blocks"] = partial(_predicted, path)
         if "packed" in path.features:
-            cases |= {f"packed, D {dim}": partial(_packed, path, dim, False) for dim in (128, 64)}
-        if "pages" in path.features:
-            cases |= {f"pages, D {dim}": partial(_packed, path, dim, True) for dim in (128, 64)}
+            cases |= {f"packed, D {dim}": partial(_packed, path, dim) for dim in (128, 64)}
         return cases
     modes = {"16-bit values": SageMode("per_thread", fp8_values=False)}
     if "e4m3_values" in path.features:
@@ -95,48 +93,21 @@ def _predicted(path: KernelPath, target: Target, device: torch.device) -> tuple[
 
 
 def _packed(
-    path: KernelPath, dim: int, is_paged: bool, target: Target, device: torch.device
+    path: KernelPath, dim: int, target: Target, device: torch.device
 ) -> tuple[float, float]:
-    """Four sequences: fewer queries than keys, none, more, and one query. All that lies beyond a
-    sequence's last key is NaN: the keys of the one without queries, or the rest of a page."""
+    """Four sequences: fewer queries than keys, none, more, and one query. The keys of the one
+    without queries are NaN, which lie beyond another's last key."""
     q_lens, kv_lens = (70, 0, 300, 1), (80, 40, 130, 64)
-    block_m, size = path.params.blocks
+    block_m, block_n = path.params.blocks
     cu_q, cu_k = (torch.tensor((0, *x)).cumsum(0) for x in (q_lens, kv_lens))
     q, k, v = inputs((4, 371, dim), (2, 314, dim), seed=3, device=device)
     for x in (k, v):
         x[:, :, cu_k[1] : cu_k[2]] = torch.nan
-    keys = (k, v)
-    if is_paged:
-        counts = torch.tensor([-(-n // size) for n in kv_lens])
-        table = torch.arange(int(counts.sum()), 0, -1)  # of all sequences, one after another
-        keys = (
-            _in_pages(k[0], kv_lens, table, counts, size),
-            _in_pages(v[0], kv_lens, table, counts, size),
-        )
-        plan = intervals.paged(
-            cu_q.int().to(device),
-            torch.tensor(kv_lens, dtype=torch.int32, device=device),
-            (counts.cumsum(0) - counts).int().to(device),
-            table.int().to(device),
-            size,
-            max(q_lens),
-            max(kv_lens),
-            4,
-            block_m=block_m,
-            block_n=size,
-        )
-    else:
-        plan = intervals.ragged(
-            cu_q.int().to(device),
-            cu_k.int().to(device),
-            max(q_lens),
-            max(kv_lens),
-            4,
-            block_m=block_m,
-            block_n=size,
-        )
+    offsets = (cu_q.int().to(device), cu_k.int().to(device))
+    lengths = (max(q_lens), max(kv_lens))
+    plan = intervals.ragged(*offsets, *lengths, 4, block_m=block_m, block_n=block_n)
     out = torch.full_like(q, torch.nan)
-    out, lse = block_sparse_attention(q, *keys, plan, path=path.name, out=out)
+    out, lse = block_sparse_attention(q, k, v, plan, path=path.name, out=out)
     errors = []
     for i in (0, 2, 3):
         at_q, at_k = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
@@ -149,26 +120,6 @@ def _packed(
             raise RuntimeError("a query that sees no key must have output 0 and LSE -inf")
         errors.append(relative_error(got, want))
     return max(errors, key=lambda x: (x != x, x)), OUT_ERROR
-
-
-def _in_pages(
-    x: torch.Tensor,
-    lengths: tuple[int, ...],
-    table: torch.Tensor,
-    counts: torch.Tensor,
-    size: int,
-) -> torch.Tensor:
-    """Packed [Hkv, T, D] as [pages, size, Hkv, D]; what no sequence owns is NaN."""
-    pages = torch.full(
-        (len(table) + 2, size, x.shape[0], x.shape[2]), torch.nan, dtype=x.dtype, device=x.device
-    )
-    first, place = 0, 0
-    for length, count in zip(lengths, counts.tolist(), strict=True):
-        token = torch.arange(length)
-        page = table[first + token // size]
-        pages[page, token % size] = x[:, place : place + length].transpose(0, 1)
-        first, place = first + count, place + length
-    return pages
 
 
 def _int8(

@@ -62,7 +62,7 @@ SHAPES = (
     Shape("D 64, blocks of 32", 64, 64, torch.bfloat16, 32, 32),
     Shape("D 192 and 128", 192, 128, torch.bfloat16, 64, 64),
 )
-KINDS = ("dense", "causal", "kinds", "ragged", "paged")
+KINDS = ("dense", "causal", "kinds", "ragged")
 SAGE_MODES = {
     "e4m3 values": SageMode(),
     "e4m3 values, more scales": SageMode("per_thread"),
@@ -79,7 +79,7 @@ class _Sparse:
         self.kind = draw.choice("kind", KINDS)
         self.kv_heads = draw.choice("key heads", (1, 2))
         self.heads = self.kv_heads * draw.choice("group", (1, 3))
-        ragged = self.kind in ("ragged", "paged")
+        ragged = self.kind == "ragged"
         self.batch = 1 if ragged else draw.choice("batch", (1, 2))
         count = draw.integer("sequences", 1, 4) if ragged else 1
         edges = (0, *EDGES) if ragged else EDGES
@@ -100,7 +100,7 @@ class _Sparse:
         shape, device, heads = self.shape, self.device, self.heads
         blocks: dict[str, Any] = {"block_m": shape.block_m, "block_n": shape.block_n}
         m, n = self.queries[0], self.keys[0]
-        if self.kind in ("ragged", "paged"):
+        if self.kind == "ragged":
             return self._ragged(draw, blocks)
         here = blocks | {"batch": self.batch, "device": device}
         if self.kind == "dense":
@@ -131,26 +131,7 @@ class _Sparse:
             torch.tensor([0, *x], device=device).cumsum(0).int() for x in (self.queries, self.keys)
         )
         longest = (max(1, *self.queries), max(1, *self.keys))
-        if self.kind == "ragged":
-            plan = intervals.ragged(cu_q, cu_k, *longest, heads, is_causal=is_causal, **blocks)
-            return plan, seen
-        self.page_size = draw.choice("page size", (16, 48))
-        counts = [-(-n // self.page_size) for n in self.keys]
-        order = draw.shuffled(range(sum(counts) + 3))[: sum(counts)]
-        self.pages = torch.tensor(order, dtype=torch.int32, device=device)
-        starts = [sum(counts[:i]) for i in range(len(counts))]
-        plan = intervals.paged(
-            cu_q,
-            torch.tensor(self.keys, dtype=torch.int32, device=device),
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            self.pages,
-            self.page_size,
-            *longest,
-            heads,
-            is_causal=is_causal,
-            **blocks,
-        )
-        self.first_page = starts
+        plan = intervals.ragged(cu_q, cu_k, *longest, heads, is_causal=is_causal, **blocks)
         return plan, seen
 
     def _allocate(self, draw: Draw) -> None:
@@ -164,35 +145,20 @@ class _Sparse:
             return torch.empty(size, dtype=shape.dtype, device=self.device).transpose(1, 2)
 
         self.q = tokens(self.heads, total_q + self.spare, shape.dim)
-        self.dense_k = tokens(self.kv_heads, total_k + self.spare, shape.dim)
-        self.dense_v = tokens(self.kv_heads, total_k + self.spare, shape.dv)
-        self.k, self.v = self.dense_k, self.dense_v
-        if self.kind == "paged":
-            pages = (len(self.pages) + 3, self.page_size, self.kv_heads)
-            self.k = self.q.new_empty(*pages, shape.dim)
-            self.v = self.q.new_empty(*pages, shape.dv)
+        self.k = tokens(self.kv_heads, total_k + self.spare, shape.dim)
+        self.v = tokens(self.kv_heads, total_k + self.spare, shape.dv)
         self.out = tokens(self.heads, total_q + self.spare, shape.dv)
         self.lse = torch.empty(self.out.shape[:3], device=self.device)
 
     def fill(self, seed: int) -> None:
         rng = torch.Generator(self.device).manual_seed(seed)
         total = (sum(self.queries), sum(self.keys), sum(self.keys))
-        for x, count in zip((self.q, self.dense_k, self.dense_v), total, strict=True):
+        for x, count in zip((self.q, self.k, self.v), total, strict=True):
             x.fill_(math.nan)  # beyond the last sequence
             drawn = torch.randn(*x.shape[:2], count, x.shape[3], generator=rng, device=self.device)
             x[:, :, :count] = drawn.to(x.dtype)
         self.out.fill_(_UNTOUCHED)
         self.lse.fill_(_UNTOUCHED)
-        if self.kind != "paged":
-            return
-        for cache, dense in ((self.k, self.dense_k), (self.v, self.dense_v)):
-            cache.fill_(math.nan)
-            begin = 0
-            for first, n in zip(self.first_page, self.keys, strict=True):
-                at = torch.arange(n, device=self.device)
-                page = self.pages[first + at // self.page_size].long()
-                cache[page, at % self.page_size] = dense[0, :, begin : begin + n].transpose(0, 1)
-                begin += n
 
     def error(self) -> tuple[float, float]:
         begin_q = begin_k = 0
@@ -204,8 +170,8 @@ class _Sparse:
                 continue
             want, want_lse = reference.attention(
                 self.q[:, :, at_q],
-                self.dense_k[:, :, at_k],
-                self.dense_v[:, :, at_k],
+                self.k[:, :, at_k],
+                self.v[:, :, at_k],
                 seen.to(self.device),
                 self.shape.dim**-0.5,
             )

@@ -36,7 +36,7 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     }
     found = {name: _case(path, spec) for name, spec in specs.items()}
     found["shared prefix"] = _case(path, specs["ragged"], shared_prefix_tokens=64)
-    if path.name in ("torch", "triton"):
+    if path.name == "triton":
         found["cascade of two levels"] = cascade_checks.two_levels
     return found
 

@@ -19,8 +19,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
 from block_sparse_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
-from block_sparse_backend.kernels.hooks import softmax_update
-from block_sparse_backend.kernels.sm90 import block_load
 from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.plan.predicted import (
@@ -38,8 +36,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
-_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "spans_ptr", "pages_ptr",
-         "mask_aux_ptr")  # fmt: skip
+_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "spans_ptr", "mask_aux_ptr")
 _FLOATS = ("factor", "softmax_scale", "scale_log2", "min_likeness")
 
 
@@ -48,7 +45,6 @@ def cases(arch: str) -> Iterator[Case]:
     nvidia = arch.startswith("sm")
     tile, _ = _tile(arch, "block_sparse")
     yield _attention("block_sparse causal", tile, masks.causal)
-    yield _attention("block_sparse paged", (tile[0], 64, *tile[2:]), masks.causal, is_paged=True)
     if arch == "sm90" or not nvidia:
         wide = (128, 64, 8, 2) if nvidia else (64, 64, 4, 2)
         yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
@@ -89,27 +85,23 @@ def _attention(
     mask: masks.Mask,
     *,
     dims: tuple[int, int] = (128, 128),
-    is_paged: bool = False,
 ) -> Case:
     block_m, block_n, warps, stages = tile
     block_d = triton.next_power_of_2(dims[0])
     constexprs = {
         "GROUP": 4,
-        "D": dims[0],
         "DV": dims[1],
         "BLOCK_D": block_d,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "STAGES": stages,
         "HAS_PARTIAL": True,
-        "load": block_sparse.paged_rows if is_paged else block_sparse.contiguous_rows,
-        "update": softmax_update,
         "mask": mask.kernel,
     }
     types = {
         "q_desc": f"tensordesc<bf16[1,1,{block_m},{block_d}]>",
-        "k_source": "*bf16" if is_paged else f"tensordesc<bf16[1,1,{block_n},{block_d}]>",
-        "v_source": "*bf16" if is_paged else f"tensordesc<bf16[1,1,{block_n},{dims[1]}]>",
+        "k_desc": f"tensordesc<bf16[1,1,{block_n},{block_d}]>",
+        "v_desc": f"tensordesc<bf16[1,1,{block_n},{dims[1]}]>",
         "out_ptr": "*bf16",
     }
     options = {"num_warps": warps, "num_stages": stages}
@@ -248,27 +240,15 @@ def _type(name: str, given: dict[str, str]) -> str:
     return "fp32" if name in _FLOATS else "i32"
 
 
-GLUON = {
-    "gluon": (block_sparse_sm90.block_sparse_sm90_kernel, None),
-    "gluon packed": (
-        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_load.packed_keys,
-    ),
-    "gluon paged": (
-        block_sparse_sm90.block_sparse_packed_sm90_kernel, block_load.paged_keys,
-    ),
-}  # fmt: skip
-"""The kernels for Hopper, and where they find a block of keys."""
-
-
 def build_gluon(
     block_n: int,
     stages: int,
     mask: masks.Mask,
-    name: str = "gluon",
+    is_packed: bool = False,
     d: int = 128,
 ) -> Any:
-    """A Hopper kernel, as Triton compiles it."""
-    kernel, at_keys = GLUON[name]
+    """The Hopper kernel, as Triton compiles it."""
+    kernel = block_sparse_sm90.block_sparse_sm90_kernel
 
     def descriptor(rows: int) -> str:
         block = [1, 1, rows, d]
@@ -281,11 +261,9 @@ def build_gluon(
         "D": d,
         "STAGES": stages,
         "REGISTERS": 240,
-        "update": softmax_update,
         "mask": mask.kernel,
+        "IS_PACKED": is_packed,
     }
-    if at_keys is not None:
-        constexprs["at_keys"] = at_keys
     given = {"q_desc": descriptor(64), "k_desc": descriptor(block_n), "v_desc": descriptor(block_n)}
     given["out_ptr"] = "*bf16"
     signature, attrs = {}, {}
@@ -304,10 +282,9 @@ def report(arch: str) -> Report:
     if arch == "sm90":
         for mask in (masks.causal, masks.block_end):
             lines[f"gluon {mask.name}"] = measure(build_gluon(128, 2, mask))
-        for form in ("gluon packed", "gluon paged"):
-            lines[f"{form} causal"] = measure(build_gluon(128, 2, masks.causal, form))
-        kernel = build_gluon(64, 4, masks.causal, "gluon paged", 64)
-        lines["gluon paged causal, D 64"] = measure(kernel)
+        for d, block_n, stages, name in ((128, 128, 2, ""), (64, 64, 4, ", D 64")):
+            kernel = build_gluon(block_n, stages, masks.causal, True, d)
+            lines[f"gluon packed causal{name}"] = measure(kernel)
     return lines
 
 

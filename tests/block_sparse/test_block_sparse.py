@@ -97,47 +97,6 @@ def test_ragged(path: str, seed: int, device: torch.device) -> None:
             assert_matches((out[:, :, at_q], lse[:, :, at_q]), want)
 
 
-@PATHS
-@pytest.mark.parametrize("page_size", [1, 16, 48])
-def test_paged(path: str, page_size: int, seed: int, device: torch.device) -> None:
-    q_lens, kv_lens = [40, 9], [75, 20]
-    generator = torch.Generator().manual_seed(seed)
-    counts = [-(-n // page_size) for n in kv_lens]
-    pages = torch.randperm(sum(counts) + 3, generator=generator)
-    table = pages[: sum(counts)].int().to(device)
-    shape = (len(pages), page_size, 1, 64)
-    k, v = (torch.full(shape, torch.nan, dtype=torch.float16, device=device) for _ in range(2))
-    q, dense_k, dense_v = inputs(
-        (2, sum(q_lens), 64), (1, sum(kv_lens), 64), seed=seed, device=device
-    )
-    place = 0
-    for i, n in enumerate(kv_lens):
-        page = table[sum(counts[:i]) + torch.arange(n) // page_size].long()
-        for cache, rows in ((k, dense_k), (v, dense_v)):
-            cache[page, torch.arange(n, device=device) % page_size, 0] = rows[
-                0, 0, place : place + n
-            ]
-        place += n
-    cu_q = torch.tensor([0, 40, 49], dtype=torch.int32, device=device)
-    plan = intervals.paged(
-        cu_q,
-        torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        torch.tensor([0, counts[0]], dtype=torch.int32, device=device),
-        table,
-        page_size,
-        64,
-        96,
-        2,
-        **BLOCKS,
-    )
-    out, lse = block_sparse_attention(q, k, v, plan, path=path)
-    for at_q, at_k in ((slice(0, 40), slice(0, 75)), (slice(40, 49), slice(75, 95))):
-        m, n = at_q.stop - at_q.start, at_k.stop - at_k.start
-        dense = (x[:, :, at_k].cpu() for x in (dense_k, dense_v))
-        want = reference.attention(q[:, :, at_q].cpu(), *dense, causal_seen(m, n), 0.125)
-        assert_matches((out[:, :, at_q], lse[:, :, at_q]), want)
-
-
 def test_nan_outside_the_plan_stays_there(seed: int, device: torch.device) -> None:
     """Blocks that no row names, and packed neighbours, may hold anything."""
     q, k, v = inputs((1, 32, 64), (1, 128, 64), seed=seed, device=device)

@@ -1,4 +1,4 @@
-"""The packed kernel for Hopper, as far as a CPU can say: when it is taken, what it is handed, and
+"""Packed sequences on Hopper, as far as a CPU can say: when it is taken, what it is handed, and
 that the calls which prove it on a GPU see faults."""
 
 from __future__ import annotations
@@ -17,55 +17,46 @@ from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.contract import BlockSparseInputs
-from block_sparse_backend.dense16 import gluon_packed
-from block_sparse_backend.kernels.sm90 import block_load
+from block_sparse_backend.dense16 import gluon
 from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import BlockSparseSpec
-from block_sparse_backend.testing import checks as prefill_checks
+from block_sparse_backend.testing import checks
 from block_sparse_backend.testing.cases import inputs
 
 CPU = torch.device("cpu")
 H200 = KNOWN_TARGETS["H200"]
 
 
-def paged_plan(page_size: int, block_n: int = 128) -> BlockPlan:
-    lengths = torch.tensor([200, 100], dtype=torch.int32)
-    counts = -(-lengths // page_size)
-    indptr = (counts.cumsum(0) - counts).int()
-    table = torch.arange(int(counts.sum()), dtype=torch.int32).flip(0)
-    cu_q = torch.tensor([0, 130, 131], dtype=torch.int32)
-    return intervals.paged(
-        cu_q, lengths, indptr, table, page_size, 130, 200, 4, block_m=128, block_n=block_n
-    )
+def packed_plan() -> BlockPlan:
+    cu = torch.tensor([0, 30, 131], dtype=torch.int32)
+    return intervals.ragged(cu, cu, 101, 101, 4)
 
 
 @pytest.mark.parametrize(
-    ("plan", "names"),
+    ("plan", "rows"),
     [
-        (intervals.causal(128, 128, 4, device=CPU), ["gluon", "gluon_packed", "triton"]),
-        (paged_plan(128), ["gluon_packed", "triton"]),
-        (paged_plan(256), ["gluon_packed", "triton"]),
-        (paged_plan(64), ["triton"]),
-        (paged_plan(64, block_n=64), ["gluon_packed", "triton"]),
+        (intervals.causal(128, 128, 4, device=CPU), [("gluon", 0), ("gluon", 1), ("triton", 3)]),
+        (packed_plan(), [("gluon", 1), ("triton", 3)]),
     ],
 )
-def test_it_serves_packed_sequences_and_pages_of_whole_blocks(
-    plan: BlockPlan, names: list[str]
+def test_packed_sequences_have_a_row_of_their_own(
+    plan: BlockPlan, rows: list[tuple[str, int]]
 ) -> None:
+    """By path and number of features."""
     q, k, v = inputs((4, 131, 128), (2, 512, 128), seed=0, device=CPU)
     chosen = select(TABLES, "block_sparse", H200, BlockSparseSpec.of(q, k, v, plan))
-    rows = [row for row in chosen.explained if "lacks" not in (row.refusal or "")]
-    assert [row.path.name for row in rows] == names
-    assert {chosen.row(grid).name for grid in (1, 10**6)} == {names[0]}
+    found = [row.path for row in chosen.explained if "lacks" not in (row.refusal or "")]
+    assert [(path.name, len(path.features)) for path in found] == rows
+    assert {chosen.row(grid) for grid in (1, 10**6)} == {found[0]}
 
 
 def test_without_hopper_it_is_refused() -> None:
     q, k, v = inputs((4, 128, 128), (2, 128, 128), seed=0, device=CPU)
     plan = intervals.causal(128, 128, 4, device=CPU)
-    with pytest.raises(ValueError, match="path gluon_packed needs Hopper, got cpu"):
-        block_sparse_attention(q, k, v, plan, path="gluon_packed")
+    with pytest.raises(ValueError, match="path gluon needs Hopper, got cpu"):
+        block_sparse_attention(q, k, v, plan, path="gluon")
 
 
 def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -> dict[str, Any]:
@@ -82,40 +73,24 @@ def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     spec = BlockSparseSpec.of(q, k, v, plan)
     row = select(TABLES, "block_sparse", H200, spec).row(1)
-    assert row.name == "gluon_packed"
-    gluon_packed.bind(row, spec, H200)(BlockSparseInputs(q, k, v, plan, 0.1, out, lse))
+    assert row.name == "gluon"
+    gluon.bind(row, spec, H200)(BlockSparseInputs(q, k, v, plan, 0.1, out, lse))
     return found
 
 
-def test_pages_are_handed_with_the_head_before_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = paged_plan(256)
-    q = torch.randn(1, 4, 131, 128).bfloat16()
-    k, v = (torch.randn(4, 256, 2, 128).bfloat16() for _ in range(2))
-    got = handed(monkeypatch, plan, q, k, v)
-    assert got["k_desc"].shape == [4, 2, 256, 128]
-    assert got["k_desc"].strides == [256 * 2 * 128, 128, 256, 1]
-    assert got["k_desc"].block_shape == [1, 1, 128, 128]
-    assert (got["GROUP"], got["page_size"], got["STAGES"]) == (2, 256, 2)
-    assert plan.pages is not None and got["pages_ptr"] is plan.pages.indices
-    assert got["sequences_ptr"] is plan.sequences and got["mask_aux_ptr"] is plan.cols
-    assert got["grid"] == (len(plan.work), 1, 1)
-    assert got["stride_out_m"] == 128 and got["stride_lse_h"] == 131
-    assert got["at_keys"] is block_load.paged_keys
-
-
 def test_packed_sequences_are_handed_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    cu = torch.tensor([0, 30, 131], dtype=torch.int32)
-    plan = intervals.ragged(cu, cu, 101, 101, 4)
+    plan = packed_plan()
     q, k, v = inputs((4, 131, 64), (1, 131, 64), seed=0, device=CPU)
     got = handed(monkeypatch, plan, q, k, v)
     assert got["k_desc"].shape == [1, 1, 131, 64] and got["q_desc"].block_shape == [1, 1, 64, 64]
-    assert (got["GROUP"], got["STAGES"]) == (4, 4)
-    assert got["at_keys"] is block_load.packed_keys
+    assert got["k_desc"].strides == list(k.stride())
+    assert (got["GROUP"], got["STAGES"], got["IS_PACKED"]) == (4, 4, True)
+    assert got["sequences_ptr"] is plan.sequences and got["mask_aux_ptr"] is plan.cols
+    assert got["grid"] == (len(plan.work), 1, 1)
 
 
-@pytest.mark.parametrize("is_paged", [False, True])
 def test_the_calls_that_prove_it_see_faults(
-    is_paged: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the Triton kernel: right, then with a key too many, then with tiles begun too late."""
     rows = load_table(TABLES, KNOWN_TARGETS["MI300X"]).rows
@@ -123,13 +98,13 @@ def test_the_calls_that_prove_it_see_faults(
 
     def error() -> float:
         try:
-            return prefill_checks._packed(row, 64, is_paged, H200, device)[0]
+            return checks._packed(row, 64, H200, device)[0]
         except RuntimeError as found:  # a row of another sequence, which two tiles have written
             if "a query that sees no key" not in str(found):
                 raise
             return math.inf
 
-    assert error() < prefill_checks.OUT_ERROR
+    assert error() < checks.OUT_ERROR
     for column, size in ((4, 1), (1, 1)):
 
         def wrong(*x: Any, column: int = column, size: int = size, **y: Any) -> Any:
@@ -138,5 +113,5 @@ def test_the_calls_that_prove_it_see_faults(
             table[0, column] += size
             return block_sparse_attention(*tensors, dataclasses.replace(plan, sequences=table), **y)
 
-        monkeypatch.setattr(prefill_checks, "block_sparse_attention", wrong)
-        assert not error() < prefill_checks.OUT_ERROR
+        monkeypatch.setattr(checks, "block_sparse_attention", wrong)
+        assert not error() < checks.OUT_ERROR

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from block_sparse_backend import reference
 from block_sparse_backend.dense8.triton import attention_kernel
-from block_sparse_backend.launch_params import Int8PrefillParams
+from block_sparse_backend.launch_params import Int8Params
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.sage import quantised_attention
 from block_sparse_backend.spec import QuantisedSpec
@@ -111,7 +111,7 @@ def test_exponents(fp8_values: bool, m: int, seed: int, device: torch.device) ->
     forms: tuple[Literal["scaled", "biased"], ...] = ("scaled", "biased")
     for form in forms:
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
-        params = Int8PrefillParams(**BLOCKS, num_warps=4, num_stages=2, exponent=form)
+        params = Int8Params(**BLOCKS, num_warps=4, num_stages=2, exponent=form)
         quantised_run(x, plan, params)(x, plan, 0.125, out, lse)
         assert_matches((out, lse), want, (6e-2 if fp8_values else 2e-3, 1e-3 + unit))
         found.append((out, lse))
@@ -124,7 +124,7 @@ def test_exponents(fp8_values: bool, m: int, seed: int, device: torch.device) ->
 def test_modes_without_a_block_scale_take_no_other_exponent() -> None:
     """Their kernels would multiply scores by the wrong scale."""
     for mode in (SageMode("per_thread"), SageMode()):
-        params = Int8PrefillParams(64, 128, 4, 2, exponent="biased")
+        params = Int8Params(64, 128, 4, 2, exponent="biased")
         launch = attention_kernel(params, QuantisedSpec(mode, block_m=64))
         assert launch._kwargs["EXPONENT"] == ("biased" if mode == SageMode() else "scaled")
 

@@ -11,8 +11,8 @@ import pytest
 
 from backend_cli import bench as bench_module
 from backend_cli import families
+from backend_cli.bench import read_result, speedups, times
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.results import read_result, speedups, times
 from backend_core.target import KNOWN_TARGETS
 from tests.cli.program import assert_one_sentence, run
 

@@ -17,7 +17,7 @@ import torch
 
 from backend_cli import worker
 from backend_cli.check import command as check_module
-from backend_cli.check.probes import UPSTREAM, probes
+from backend_cli.check.probes import probes
 from backend_core.family import families
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
@@ -58,14 +58,7 @@ def test_every_call_is_right_here(tmp_path: Path) -> None:
 def test_every_row_of_every_table_has_probes(target: Target) -> None:
     for name, family in families().items():
         todo = [p for p in probes(target, interpreted=False) if p.family == name]
-        try:
-            rows = load_table(family.tables, target).rows
-        except LookupError:
-            operators = family.tables.operator_names
-            assert {(p.path.name, p.path.operator) for p in todo} == {
-                (UPSTREAM, operator) for operator in operators
-            }
-            continue
+        rows = load_table(family.tables, target).rows
         probed = {(p.path.operator, p.path.name, p.path.params, p.path.features) for p in todo}
         assert probed == {(row.operator, row.name, row.params, row.features) for row in rows}
 

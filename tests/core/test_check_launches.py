@@ -16,10 +16,7 @@ HOPPERS = {
     *(("kda", name) for name in ("segment_ends", "merge_segments")),
     *(("mla", name) for name in ("mla_decode", "mla_combine", "split_plan")),
     *(("mla", f"{name}_sm90_kernel") for name in ("sparse_mla", "sparse_mla_rows")),
-    *(
-        ("block_sparse", name)
-        for name in ("block_sparse_sm90_kernel", "block_sparse_packed_sm90_kernel")
-    ),
+    ("block_sparse", "block_sparse_sm90_kernel"),
 }
 """In CUDA C++ and in Gluon."""
 NOT_AMDS = {

@@ -13,8 +13,6 @@ import torch
 
 from backend_core import contracts
 from backend_core.contracts import expect_kernel_device
-from block_sparse_backend.plan import intervals
-from mla_backend.scratch import Scratch, scratch_of_call, shared_scratch
 
 ROOT = Path(__file__).parents[2]
 READ = "must be on a GPU for kernels to read (on a CPU: with TRITON_INTERPRET=1), got cpu"
@@ -69,20 +67,3 @@ def test_the_interpreter_reads_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError) as error:
         expect_kernel_device("x", x)
     assert str(error.value) == f"x {READ}"
-
-
-def test_a_plan_of_two_devices_is_refused() -> None:
-    cu, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
-    elsewhere = torch.zeros(3, dtype=torch.int32, device="meta")
-    arguments = (cu, lengths, torch.tensor([0], dtype=torch.int32), elsewhere)
-    with pytest.raises(ValueError, match="plan's page indices must be on cpu, got meta"):
-        intervals.paged(*arguments, 4, 5, 9, 2)
-
-
-def test_a_scratch_of_another_device_is_refused() -> None:
-    cpu = torch.device("cpu")
-    scratch = Scratch(cpu)
-    assert scratch_of_call(scratch, cpu) is scratch
-    assert scratch_of_call(None, cpu) is shared_scratch(cpu)
-    with pytest.raises(ValueError, match="scratch must be on cpu, got meta"):
-        scratch_of_call(Scratch(torch.device("meta")), cpu)

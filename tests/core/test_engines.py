@@ -38,17 +38,6 @@ def test_supported_versions(engine: str, version: str, expected: bool) -> None:
     assert ENGINES[engine].supports(version) is expected
 
 
-def test_installed_version_is_read_from_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name != "vllm":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return "0.30.0"
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert ENGINES["vllm"].installed() == "0.30.0"
-    assert ENGINES["sglang"].installed() is None
-
-
 def test_a_version_without_numbers_is_an_error() -> None:
     with pytest.raises(ValueError, match="must start with a release number, got 'dev'"):
         ENGINES["vllm"].supports("dev")

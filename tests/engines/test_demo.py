@@ -12,7 +12,6 @@ import torch
 from backend_cli import demo
 from backend_cli.errors import BadInputError, CliError
 from backend_core.family import families
-from backend_core.target import KNOWN_TARGETS
 from dsv4_backend import reference
 from dsv4_backend.engines import transformers as dsv4
 from kda_backend.engines import transformers as kda
@@ -27,7 +26,6 @@ def test_report_and_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-2].startswith(f"{TINY}: 16 of 16 tokens equal")
     text = "\n".join(lines)
     assert all(command in text for command in demo.SERVE)
-    assert all(target.name in text for target in KNOWN_TARGETS.values())
     assert not kda.is_enabled() and not dsv4.is_enabled()
 
 
@@ -47,11 +45,6 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert report["accuracy"] == report["upstream_accuracy"] == report["token_agreement"] == 1.0
     assert report["tokens_per_second"] > 0 and report["upstream_tokens_per_second"] > 0
     assert report["tiny_equal_tokens"] == {families()["dsv4"].title: report["tiny_tokens"]}
-    shown = {(row["target"]["name"], row["family"]) for row in report["paths"]}
-    assert shown == {(target, family) for target in KNOWN_TARGETS for family in families()}
-    for row in report["paths"]:
-        operators = families()[row["family"]].tables.operator_names
-        assert row["error"] or list(row["paths"]) == list(operators)
 
 
 @pytest.mark.parametrize("count", [0, -1, 10_000])

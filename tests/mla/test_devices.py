@@ -387,9 +387,6 @@ def refused(name: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
         "ragged": lambda: intervals.ragged(  # type: ignore[dict-item]
             i32([0, 4], CPU), i32([0, 4], OTHER), 4, 4, 1
         ),
-        "paged": lambda: intervals.paged(  # type: ignore[dict-item]
-            i32([0, 4], CPU), i32([4], CPU), i32([0], CPU), i32([0], OTHER), 16, 4, 4, 1
-        ),
     }
     return attend[name], (out,)
 
@@ -412,7 +409,6 @@ def refused(name: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
         ("sageattn", "v must be on cpu, got meta"),
         ("block_sparse_sage2_attn_cuda", "mask_id must be on cpu, got meta"),
         ("ragged", "cu_seqlens_k must be on cpu, got meta"),
-        ("paged", "page indices must be on cpu, got meta"),
     ],
 )
 def test_tensors_on_two_devices_are_refused(name: str, message: str) -> None:

@@ -22,13 +22,9 @@ def i32(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-@pytest.fixture(params=["torch", "triton"])
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The CPU's paths, then Triton's on the GPU or in the interpreter."""
-    if request.param == "torch":
-        monkeypatch.setattr(flashinfer.merge, "is_available", lambda device: False)
-        monkeypatch.setattr(flashinfer.cascade, "is_available", lambda device: False)
-        return torch.device("cpu")
+@pytest.fixture
+def where() -> torch.device:
+    """Where Triton's kernels run: on the GPU, or in the interpreter."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -227,7 +223,6 @@ def test_a_captured_cascade_serves_the_last_plan(where: torch.device, seed: int)
     cache[15] = math.nan  # no request's
     cache = cache.to(where)
     q = torch.randn(40, heads, dim, generator=generator).bfloat16().to(where)
-    on_host = not flashinfer.cascade.is_available(where)
 
     def plan(wrapper: Any, step: list[list[list[int]]]) -> None:
         arrays = [[i32(level, where) for level in array] for array in step]
@@ -239,9 +234,7 @@ def test_a_captured_cascade_serves_the_last_plan(where: torch.device, seed: int)
     graph, got = DeviceGraph(), torch.empty_like(q)
     for number, step in enumerate(STEPS):
         plan(wrapper, step)
-        if on_host:  # which reads the plan on the host
-            got = wrapper.run(q, cache)
-        elif number == 0:
+        if number == 0:
             got = graph.record(lambda: wrapper.run(q, cache))
         else:
             graph.replay()

@@ -106,17 +106,3 @@ def worst(out: torch.Tensor, want: torch.Tensor) -> float:
     off, size = (x.double().flatten(1).norm(dim=1) for x in (out - want, want))
     errors = (off / size).masked_fill((off == 0) & (size == 0), 0.0)
     return float(errors.nan_to_num(math.inf, posinf=math.inf).max())
-
-
-def test_a_wrong_output_is_seen() -> None:
-    generator = torch.Generator().manual_seed(0)
-    want = torch.randn(2, 4, 512, generator=generator).double()
-    want[1] = 0.0
-    out = want.float()
-    assert worst(out, want) < 1e-4
-    out[0] *= 1.02
-    assert 0.01 < worst(out, want) < 0.03
-    out[1, 0, 0] = 1.0
-    assert worst(out, want) == math.inf
-    out[:] = math.nan
-    assert worst(out, want) == math.inf

@@ -28,7 +28,7 @@ _BOTH = (
     "sparse_mla triton: 8 heads, 1 query tokens, 1 splits",
     "block_sparse_int8: per_warp",
 )
-_FURTHER = ("mla_decode: two levels, sinks", "block_sparse: pages of 16", "cascade")
+_FURTHER = ("mla_decode: two levels, sinks", "block_sparse: packed sequences, bf16", "cascade")
 HERE = ("shared prefix", "cascade of two levels", "predicted blocks")
 """Cases of the kit of which this folder has smaller ones, of more variants."""
 QUICK = {"gfx942": _BOTH, "gfx950": (*_BOTH, *_FURTHER)}
@@ -36,7 +36,6 @@ LARGE = (
     "mla_decode triton: ragged",
     "sparse_mla triton: 8 heads, 2 query tokens, 3 splits",
     "sparse_mla triton: prefill over rows of bf16",
-    "block_sparse: pages of 16",
     "block_sparse: packed sequences, bf16",
     "block_sparse_int8: per_warp",
     "cascade",

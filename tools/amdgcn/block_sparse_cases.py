@@ -45,8 +45,6 @@ def all_cases() -> Cases:
         cases[name] = lambda dims=dims, tile=tile: _head_sizes(dims, tile)  # type: ignore[misc]
     cases |= {
         "block_sparse: packed sequences, bf16": _packed,
-        "block_sparse: pages of 16": lambda: _paged(16),
-        "block_sparse: pages of one token": lambda: _paged(1),
         "block_sparse: dense batch": _dense_batch,
         "block_sparse: sliding tiles": _sliding,
     }
@@ -106,35 +104,6 @@ def _packed() -> Answer:
         if m:
             want = reference.attention(*own, causal_seen(m, n), 128**-0.5)
             answers.append(_answer((out[:, :, at_q], lse[:, :, at_q]), want))
-    return worse(*answers)
-
-
-def _paged(page_size: int) -> Answer:
-    """Memory that no sequence owns is NaN."""
-    q_lens, kv_lens = [70, 9], [75, 20]
-    counts = [-(-n // page_size) for n in kv_lens]
-    pages = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(4))
-    table = pages[: sum(counts)].int()
-    k, v = (torch.full((len(pages), page_size, 1, 64), torch.nan).half() for _ in range(2))
-    q, dense_k, dense_v = _inputs(sum(q_lens), sum(kv_lens))
-    place = 0
-    for i, n in enumerate(kv_lens):
-        token = torch.arange(n)
-        page = table[sum(counts[:i]) + token // page_size].long()
-        for cache, rows in ((k, dense_k), (v, dense_v)):
-            cache[page, token % page_size, 0] = rows[0, 0, place : place + n]
-        place += n
-    cu_q = torch.tensor([0, *q_lens]).cumsum(0).int()
-    indptr = torch.tensor([0, counts[0]], dtype=torch.int32)
-    lengths = torch.tensor(kv_lens, dtype=torch.int32)
-    plan = intervals.paged(cu_q, lengths, indptr, table, page_size, 128, 128, 2, **TILE)
-    out, lse = _attend(q, k, v, plan)
-    answers = []
-    for at_q, at_k in ((slice(0, 70), slice(0, 75)), (slice(70, 79), slice(75, 95))):
-        seen = causal_seen(at_q.stop - at_q.start, at_k.stop - at_k.start)
-        own = q[:, :, at_q], dense_k[:, :, at_k], dense_v[:, :, at_k]
-        want = reference.attention(*own, seen, 0.125)
-        answers.append(_answer((out[:, :, at_q], lse[:, :, at_q]), want))
     return worse(*answers)
 
 

@@ -320,12 +320,12 @@ def report(package: str = "", folder: str = "", word: str = "") -> dict[str, lis
         found[name] = barriers_overlaid(code)
         found[name] += roles_disorder(code, folder_of_mla, launch.kernel.__name__)
         found[name] += ring_disorder(code, folder_of_mla, constants["STAGES"], fetching, computing)
-    for form in block_sparse.GLUON:
-        name = f"block_sparse {form}"
+    for is_packed in (False, True):
+        name = f"block_sparse gluon{' packed' if is_packed else ''}"
         if word in name:
-            code = disassembled(block_sparse.build_gluon(128, 2, masks.causal, form))
+            code = disassembled(block_sparse.build_gluon(128, 2, masks.causal, is_packed))
             found[name] = barriers_overlaid(code) + roles_disorder(code, folder_of_blocks, "_run")
-            if "packed" in form or "paged" in form:
+            if is_packed:
                 found[name] += cleared_disorder(code, folder_of_blocks)
     return found
 

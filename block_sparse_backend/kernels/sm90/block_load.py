@@ -10,26 +10,6 @@ from backend_core.kernels.gluon_names import tensor_load
 
 
 @gluon.jit
-def unpacked_keys(keys, batch, start):
-    """Where block ``start`` lies: the first two coordinates beside head and channel."""
-    return batch, start
-
-
-@gluon.jit
-def packed_keys(keys, batch, start):
-    """The same where a sequence's keys begin at ``k_begin``."""
-    k_begin, pages_ptr, page_size = keys
-    return batch, k_begin + start
-
-
-@gluon.jit
-def paged_keys(keys, batch, start):
-    """The same in pages of whole blocks, [pages, Hkv, page_size, D]."""
-    k_begin, pages_ptr, page_size = keys
-    return gl.load(pages_ptr + k_begin + start // page_size), start % page_size
-
-
-@gluon.jit
 def allocate_ring(k_desc, v_desc, STAGES: gl.constexpr):
     """Buffers of keys and of values, and for each stage full and empty barriers of both.
 
@@ -57,16 +37,15 @@ def load_row(
     barriers,
     row,
     place,
-    keys,
-    at_keys: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    IS_PACKED: gl.constexpr,
 ):
     """The loading warp: the tile's queries, then the row's blocks, each keys then values."""
     q_desc, k_desc, v_desc = descs
     q_s, k_s, v_s = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    batch, head, kv_head, first = place
+    batch, head, kv_head, first, k_begin = place
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for half in gl.static_range(2):
         tensor_load(q_desc, [batch, head, first + 64 * half, 0], q_full, q_s.index(half))
@@ -75,8 +54,8 @@ def load_row(
         i = j - begin
         stage = i % STAGES
         phase = ((i // STAGES) & 1) ^ 1
-        outer, first_key = at_keys(keys, batch, gl.load(cols_ptr + j) * BLOCK_N)
-        at = [outer, kv_head, first_key, 0]
+        start = gl.load(cols_ptr + j) * BLOCK_N
+        at = [batch, kv_head, k_begin + start if IS_PACKED else start, 0]
         mbarrier.wait(k_empty.index(stage), phase)
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
         tensor_load(k_desc, at, k_full.index(stage), k_s.index(stage))

@@ -1,14 +1,15 @@
 # ruff: noqa: RUF005  Gluon needs lists added
-"""Block-sparse attention for Hopper in Gluon: the kernels of unpacked and of packed sequences.
+"""Block-sparse attention for Hopper in Gluon, of sequences that are unpacked or packed.
 
-A program takes an entry of the plan's ``work``; ``block_walk.py`` has what its warps do.
+A program takes an entry of the plan's ``work``; ``block_walk.py`` and ``block_load.py`` have what
+its warps do.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from block_sparse_backend.kernels.sm90.block_load import allocate_ring, load_row, unpacked_keys
+from block_sparse_backend.kernels.sm90.block_load import allocate_ring, load_row
 from block_sparse_backend.kernels.sm90.block_walk import compute_row
 
 
@@ -17,78 +18,43 @@ def _run(
     descs,
     row,
     place,
-    keys,
     outputs,
     factor,
-    at_keys: gl.constexpr,
     GROUP: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    update: gl.constexpr,
     mask: gl.constexpr,
     IS_PACKED: gl.constexpr,
 ):
     """A program: shared memory, barriers, and its three warp roles."""
     q_desc, k_desc, v_desc = descs
-    batch, head, tile, q_begin, q_len, kv_len, q_position, mask_aux_ptr = place
+    batch, head, first, q_begin, q_len, k_begin, kv_len, q_position, mask_aux_ptr = place
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     k_s, v_s, k_full, k_empty, v_full, v_empty = allocate_ring(k_desc, v_desc, STAGES)
     buffers = (q_s, k_s, v_s)
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
-    first = tile * 128
     place = (batch, head, first, q_begin, q_len, kv_len, q_position, mask_aux_ptr)
-    loads = (batch, head, head // GROUP, q_begin + first if IS_PACKED else first)
+    loads = (batch, head, head // GROUP, q_begin + first if IS_PACKED else first, k_begin)
     # constexprs must be written in the call: a variable's would become tensors
     gl.warp_specialize(
         [
-            (
-                compute_row,
-                (
-                    buffers,
-                    barriers,
-                    row,
-                    place,
-                    outputs,
-                    factor,
-                    update,
-                    mask,
-                    BLOCK_N,
-                    D,
-                    STAGES,
-                    0,
-                    IS_PACKED,
-                ),
-            ),
-            (
-                compute_row,
-                (
-                    buffers,
-                    barriers,
-                    row,
-                    place,
-                    outputs,
-                    factor,
-                    update,
-                    mask,
-                    BLOCK_N,
-                    D,
-                    STAGES,
-                    1,
-                    IS_PACKED,
-                ),
-            ),
-            (
-                load_row,
-                (descs, buffers, barriers, row, loads, keys, at_keys, STAGES, BLOCK_N),
-            ),
+            (compute_row, (
+                buffers, barriers, row, place, outputs, factor,
+                mask, BLOCK_N, D, STAGES, 0, IS_PACKED,
+            )),
+            (compute_row, (
+                buffers, barriers, row, place, outputs, factor,
+                mask, BLOCK_N, D, STAGES, 1, IS_PACKED,
+            )),
+            (load_row, (descs, buffers, barriers, row, loads, STAGES, BLOCK_N, IS_PACKED)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -114,11 +80,14 @@ def block_sparse_sm90_kernel(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    update: gl.constexpr,
     mask: gl.constexpr,
+    IS_PACKED: gl.constexpr,
 ):
     """Descriptors of [B, H, M, D], [B, Hkv, N, D] and [B, Hkv, N, DV] in blocks of [1, 1, 64, D],
-    [1, 1, BLOCK_N, D] and [1, 1, BLOCK_N, DV]."""
+    [1, 1, BLOCK_N, D] and [1, 1, BLOCK_N, DV].
+
+    IS_PACKED: sequences follow one another.
+    """
     work = work_ptr + 4 * gl.program_id(0)
     i_s = gl.load(work)
     if i_s >= 0:
@@ -128,98 +97,24 @@ def block_sparse_sm90_kernel(
         kv_len, q_position = gl.load(sequence + 4), gl.load(sequence + 5)
         at = rows_ptr + 4 * i_r.to(gl.int64)
         begin, full_end, end = gl.load(at), gl.load(at + 1), gl.load(at + 2)
-        place = (batch, head, tile, 0, q_len, kv_len, q_position, mask_aux_ptr)
+        outputs = (
+            out_ptr, lse_ptr, stride_out_b, stride_out_h, stride_out_m, stride_lse_b, stride_lse_h,
+        )  # fmt: skip
+        # unpacked sequences begin at constants, which must be written in the call
         _run(
             (q_desc, k_desc, v_desc),
             (cols_ptr, begin, full_end, end),
-            place,
-            (),
             (
-                out_ptr,
-                lse_ptr,
-                stride_out_b,
-                stride_out_h,
-                stride_out_m,
-                stride_lse_b,
-                stride_lse_h,
+                batch, head, tile * 128, gl.load(sequence + 1) if IS_PACKED else 0, q_len,
+                gl.load(sequence + 3) if IS_PACKED else 0, kv_len, q_position, mask_aux_ptr,
             ),
+            outputs,
             factor,
-            at_keys=unpacked_keys,
             GROUP=GROUP,
             BLOCK_N=BLOCK_N,
             D=D,
             STAGES=STAGES,
             REGISTERS=REGISTERS,
-            update=update,
             mask=mask,
-            IS_PACKED=False,
-        )
-
-
-@gluon.jit
-def block_sparse_packed_sm90_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    lse_ptr,
-    rows_ptr,
-    cols_ptr,
-    work_ptr,
-    sequences_ptr,
-    pages_ptr,
-    mask_aux_ptr,
-    factor,
-    page_size,
-    stride_out_b,
-    stride_out_h,
-    stride_out_m,
-    stride_lse_b,
-    stride_lse_h,
-    GROUP: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    at_keys: gl.constexpr,
-    update: gl.constexpr,
-    mask: gl.constexpr,
-):
-    """The same of sequences that follow one another; with ``paged_keys`` keys and values are
-    [pages, Hkv, page_size, D]."""
-    work = work_ptr + 4 * gl.program_id(0)
-    i_s = gl.load(work)
-    if i_s >= 0:
-        head, tile, i_r = gl.load(work + 1), gl.load(work + 2), gl.load(work + 3)
-        sequence = sequences_ptr + 6 * i_s
-        batch, q_begin, q_len = gl.load(sequence), gl.load(sequence + 1), gl.load(sequence + 2)
-        k_begin = gl.load(sequence + 3)
-        kv_len, q_position = gl.load(sequence + 4), gl.load(sequence + 5)
-        at = rows_ptr + 4 * i_r.to(gl.int64)
-        begin, full_end, end = gl.load(at), gl.load(at + 1), gl.load(at + 2)
-        place = (batch, head, tile, q_begin, q_len, kv_len, q_position, mask_aux_ptr)
-        _run(
-            (q_desc, k_desc, v_desc),
-            (cols_ptr, begin, full_end, end),
-            place,
-            (k_begin, pages_ptr, page_size),
-            (
-                out_ptr,
-                lse_ptr,
-                stride_out_b,
-                stride_out_h,
-                stride_out_m,
-                stride_lse_b,
-                stride_lse_h,
-            ),
-            factor,
-            at_keys=at_keys,
-            GROUP=GROUP,
-            BLOCK_N=BLOCK_N,
-            D=D,
-            STAGES=STAGES,
-            REGISTERS=REGISTERS,
-            update=update,
-            mask=mask,
-            IS_PACKED=True,
-        )
+            IS_PACKED=IS_PACKED,
+        )  # fmt: skip

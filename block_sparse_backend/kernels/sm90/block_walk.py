@@ -8,9 +8,9 @@ block's weights are issued together, and the softmax of the next block may begin
 there. ptxas lets only its maxima do so: the exponentials stand behind the wait for the second.
 PARTIAL blocks take one step after the other.
 
-Sequences are unpacked, and end where the tensors do, or packed: their keys follow one another or
-lie in pages. There a block may hold what is beyond its sequence's end. Its logits are masked like
-any other; its values are set to zero, for 0 times NaN is NaN.
+Sequences are unpacked, and end where the tensors do, or packed, one after another. There a block
+may hold what is beyond its sequence's end. Its logits are masked like any other; its values are set
+to zero, for 0 times NaN is NaN.
 
 Barriers: ``full`` of a stage completes when TMA has filled it, ``empty`` when both warpgroups have
 read it. Blocks are counted from the row's first block, which is 0.
@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from block_sparse_backend.kernels.hooks import softmax_update
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -91,7 +93,6 @@ def _full_blocks(
     barriers,
     row,
     factor,
-    update: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -109,7 +110,7 @@ def _full_blocks(
         mbarrier.wait(k_full.index(0), 0)
         s = warpgroup_mma(q, _keys(k_s, 0), s, use_acc=False)
         mbarrier.arrive(k_empty.index(0), count=1)
-        p, alpha, high, total = update(s, high, total, factor, False)
+        p, alpha, high, total = softmax_update(s, high, total, factor, False)
         p = gl.convert_layout(p.to(v_s.dtype), p_layout)
         for j in range(begin + 1, full_end):
             i = j - begin
@@ -121,7 +122,7 @@ def _full_blocks(
             acc = warpgroup_mma(p, _values(v_s, before), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            next_p, alpha, high, total = update(s, high, total, factor, False)
+            next_p, alpha, high, total = softmax_update(s, high, total, factor, False)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before), count=1)
             acc = _rescaled(acc, alpha, o_layout)
@@ -142,7 +143,6 @@ def _partial_blocks(
     row,
     place,
     factor,
-    update: gl.constexpr,
     mask: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
@@ -171,7 +171,7 @@ def _partial_blocks(
         mbarrier.arrive(k_empty.index(stage), count=1)
         seen = mask(q_pos, k_pos, col, mask_aux_ptr)
         s = gl.where(seen & (k_pos < kv_len), s, -float("inf"))
-        p, alpha, high, total = update(s, high, total, factor, True)
+        p, alpha, high, total = softmax_update(s, high, total, factor, True)
         acc = _rescaled(acc, alpha, o_layout)
         p = gl.convert_layout(p.to(v_s.dtype), p_layout)
         mbarrier.wait(v_full.index(stage), phase)
@@ -191,7 +191,6 @@ def compute_row(
     place,
     outputs,
     factor,
-    update: gl.constexpr,
     mask: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
@@ -218,7 +217,6 @@ def compute_row(
         barriers,
         row,
         factor,
-        update=update,
         BLOCK_N=BLOCK_N,
         D=D,
         STAGES=STAGES,
@@ -232,7 +230,6 @@ def compute_row(
         row,
         ((o_m + q_position)[:, None], kv_len, mask_aux_ptr),
         factor,
-        update=update,
         mask=mask,
         BLOCK_N=BLOCK_N,
         D=D,

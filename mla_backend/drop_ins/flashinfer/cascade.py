@@ -12,14 +12,14 @@ import torch
 from backend_core.contracts import (
     expect_device,
     expect_dtype,
+    expect_kernel_device,
     expect_near,
     expect_shape,
     expect_stride,
 )
 from backend_core.launch.streams import is_elsewhere, run_there
-from mla_backend import reference
 from mla_backend.drop_ins.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
-from mla_backend.drop_ins.flashinfer.merge import is_available, merge_states
+from mla_backend.drop_ins.flashinfer.merge import merge_states
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -242,6 +242,7 @@ class MultiLevelCascadeAttentionWrapper:
         expect_dtype("q", q, settings.dtype)
         expect_device("q", q, self.device)
         expect_stride("q", q, 2, 1)
+        expect_kernel_device("q", q)
         if q.shape[0] < self._rows:
             raise ValueError(f"q must have at least {self._rows} tokens, got {q.shape[0]}")
         k, v = self._keys_and_values(paged_kv_cache)
@@ -278,9 +279,6 @@ class MultiLevelCascadeAttentionWrapper:
         assert settings is not None
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
-        if not is_available(q.device):
-            _level_in_torch(settings, level, q, k, v, out, lse)
-            return out, lse
         kernel = _kernel(settings, level.causal, operand_dtype(q))
         arguments: dict[str, Any] = {
             "q_ptr": q,
@@ -310,48 +308,6 @@ class MultiLevelCascadeAttentionWrapper:
         grid = (level.tile_request.shape[0], settings.num_kv_heads, 1)
         kernel.launch(grid, **arguments)
         return out, lse
-
-
-def _level_in_torch(
-    settings: _Settings,
-    level: Level,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    group = settings.num_qo_heads // settings.num_kv_heads
-    offsets, pages = level.qo_indptr.tolist(), level.kv_indptr.tolist()
-    for i, last in enumerate(level.last_page_len.tolist()):
-        queries = slice(offsets[i], offsets[i + 1])
-        count = pages[i + 1] - pages[i]
-        tokens, length = offsets[i + 1] - offsets[i], (count - 1) * settings.page_size + last
-        if not tokens or not count:
-            continue
-        own = level.kv_indices[pages[i] : pages[i + 1]].long()
-        position = torch.arange(length, device=q.device)[None]
-        query = length - tokens + torch.arange(tokens, device=q.device)[:, None]
-        seen = position <= query if level.causal else position >= 0
-        if settings.window_left >= 0:
-            seen = seen & (position >= query - settings.window_left)
-        for head in range(settings.num_qo_heads):
-            keys, values = (x[own, :, head // group].flatten(0, 1)[:length] for x in (k, v))
-            o, natural = reference.attention(
-                q[queries, head],
-                keys,
-                values,
-                settings.scale,
-                seen=seen.expand(tokens, length),
-                logits=_soft_cap(settings.cap) if settings.cap else None,
-            )
-            out[queries, head] = o.to(q.dtype)
-            base_2 = torch.where(natural == math.inf, -math.inf, natural / math.log(2))
-            lse[queries, head] = base_2.float()
-
-
-def _soft_cap(cap: float) -> reference.Logits:
-    return lambda s: cap * torch.tanh(s / cap)
 
 
 def _block_group(group: int) -> int:

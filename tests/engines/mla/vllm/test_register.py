@@ -22,7 +22,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from backend_core.engines import entry, vllm_flag
 from backend_core.engines.vllm_flag import Request
-from backend_core.target import KNOWN_TARGETS, Target
+from backend_core.target import KNOWN_TARGETS
 from mla_backend.engines import vllm as adapter
 from mla_backend.engines.vllm_mla import SplitKvMLABackend
 from tests.engines.mla.vllm.harness import RECALL, deepseek, engine_config
@@ -140,22 +140,6 @@ def test_what_is_overridden_has_vllms_signature(ours: type, name: str) -> None:
     assert overridden == own
 
 
-@pytest.mark.parametrize(
-    ("heads", "limit"),
-    [
-        (4, "any number of requests"),
-        (8, "any number of requests"),
-        (16, "up to 4 requests"),
-        (32, "up to 16 requests"),
-    ],
-)
-def test_what_is_served_follows_the_measurement(
-    heads: int, limit: str, log_lines: list[str]
-) -> None:
-    assert chosen(engine_config(), heads=heads) is SplitKvMLABackend
-    assert f"{heads} heads per rank" in log_lines[0] and f"steps of {limit} are" in log_lines[0]
-
-
 def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
     draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     config = engine_config(speculative_config=draft)
@@ -201,17 +185,6 @@ def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
 )
 def test_refused_by_name(changes: dict[str, Any], reason: str) -> None:
     assert chosen(engine_config(), **changes) == reason
-
-
-@pytest.mark.parametrize("arch", ["A100", "B200", "MI300X"])
-def test_a_part_without_a_measurement_stays_vllms(
-    monkeypatch: pytest.MonkeyPatch, arch: str
-) -> None:
-    target: Target = KNOWN_TARGETS[arch]
-    monkeypatch.setattr(adapter, "detect_target", lambda device: target)
-    assert chosen(engine_config()) == (
-        f"no result compares this package's decode with fa3 on {target.arch}"
-    )
 
 
 def test_batch_invariance_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
