@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -100,54 +99,6 @@ def normal(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat1
     return torch.randn(shape, device=device).to(dtype)
 
 
-def latent_step(device: torch.device, heads: int, requests: int, tokens: int) -> tuple[Any, ...]:
-    """(q ``[requests, heads, 576]``, cache, block table, lengths, error) of an MLA decode step."""
-    pages = -(-tokens // PAGE)
-    q = normal(device, requests, heads, 576)
-    cache = normal(device, requests * pages, PAGE, 576)
-    order = torch.randperm(requests * pages, device=device).int()
-    table, lengths = order.view(requests, pages), order.new_full((requests,), tokens)
-
-    def error(got: Tensor) -> float:
-        rows = cache[table.long()].view(requests, -1, 1, 576)
-        found = 0.0
-        for n in range(0, requests, -(-requests // 4)):
-            keys = rows[n, :tokens]
-            one = got[n].reshape(1, heads, 512)
-            here = attention_error(q[n : n + 1], keys, keys[..., :512], one, lambda _: slice(None))
-            found = max(found, here)
-        return found
-
-    return q, cache, table, lengths, error
-
-
-def flash_mla(device: torch.device, heads: int, requests: int, tokens: int) -> Inputs:
-    q, cache, table, lengths, error = latent_step(device, heads, requests, tokens)
-
-    def make(package: Any) -> tuple[Callable[[], object], Run]:
-        # sgl-flash-mla keeps dense decoding, and with it Hopper, behind an argument of its own
-        takes = inspect.signature(package.flash_mla_with_kvcache).parameters
-        options = {"use_legacy": True} if "use_legacy" in takes else {}
-
-        def plan() -> Any:
-            meta = package.get_mla_metadata(lengths, heads, 1)
-            if options:  # an empty object, which the first call would fill
-                made = package.get_mla_decoding_metadata(lengths, heads, 1, **options)
-                meta[0].tile_scheduler_metadata, meta[0].num_splits = made
-            return meta
-
-        meta = plan()
-
-        def run() -> Tensor:
-            call = (q.unsqueeze(1), cache.unsqueeze(2), table, lengths, 512, *meta)
-            out: Tensor = package.flash_mla_with_kvcache(*call, **options)[0]
-            return out
-
-        return plan, run
-
-    return Inputs(make, error)
-
-
 def sparse_decode(device: torch.device, heads: int, requests: int, keys: int) -> Inputs:
     rows = 0.05 * torch.randn(2 * requests, PAGE, 512)
     cache = write_records(rows).to(device)
@@ -180,17 +131,6 @@ def sparse_decode(device: torch.device, heads: int, requests: int, keys: int) ->
         return attention_error(q[:, 0], numbers, numbers, out, lambda row: named[row])
 
     return Inputs(make, error)
-
-
-def sparse_prefill(device: torch.device, heads: int, tokens: int, keys: int) -> Inputs:
-    q, kv = normal(device, tokens, heads, 512), normal(device, tokens, 1, 512)
-    indices = torch.randint(0, tokens, (tokens, 1, keys), dtype=torch.int32, device=device)
-
-    def make(package: Any) -> tuple[None, Run]:
-        return None, lambda: package.flash_mla_sparse_fwd(q, kv, indices, 512**-0.5)[0]
-
-    named = indices.view(tokens, keys).long()
-    return Inputs(make, lambda got: attention_error(q, kv, kv, got, lambda row: named[row]))
 
 
 def cascade(
@@ -306,27 +246,12 @@ def sparse_video(
 def cases() -> Iterator[Case]:
     """Two callers of each function."""
     mla, block_sparse = "mla_backend.drop_ins", "block_sparse_backend.drop_ins"
-    shapes: list[tuple[str, dict[str, Any]]] = [
-        ("vLLM, DeepSeek-V3 over 8 GPUs", {"heads": 16, "requests": 64, "tokens": 4096}),
-        ("sglang, DeepSeek-V3, data parallel", {"heads": 128, "requests": 32, "tokens": 8192}),
-    ]
-    for caller, shape in shapes:
-        ours = f"{mla}.flash_mla"
-        yield Case(ours, "flash_mla", "flash_mla_with_kvcache", caller, flash_mla, shape)
     for caller, shape in (
         ("vLLM, DeepSeek-V4 decode", {"heads": 64, "requests": 64, "keys": 512}),
         ("sglang, DeepSeek-V4 decode", {"heads": 128, "requests": 16, "keys": 640}),
     ):
-        ours = f"{mla}.flash_mla_sparse"
-        name = "flash_mla_with_kvcache"
+        ours, name = f"{mla}.flash_mla", "flash_mla_with_kvcache"
         yield Case(ours, VLLMS_FLASH_MLA, name, caller, sparse_decode, shape)
-    for caller, shape in (
-        ("vLLM, DeepSeek-V4 prefill", {"heads": 64, "tokens": 4096, "keys": 512}),
-        ("sglang, DeepSeek-V4 prefill", {"heads": 128, "tokens": 2048, "keys": 640}),
-    ):
-        ours = f"{mla}.flash_mla_sparse"
-        name = "flash_mla_sparse_fwd"
-        yield Case(ours, VLLMS_FLASH_MLA, name, caller, sparse_prefill, shape)
     for caller, heads, requests in (("Llama-3-8B", 32, 64), ("Llama-3-70B over 2 GPUs", 32, 256)):
         shape = {"heads": heads, "kv_heads": heads // 4, "requests": requests}
         shape |= {"shared": 8192, "own": 512}

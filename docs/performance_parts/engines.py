@@ -15,6 +15,7 @@ _RECALL = (
     "recall_vllm033_bounded.json",
     "recall_sglang.json",
     "recall_sglang_modes.json",
+    "recall_sglang_restarts.json",
 )
 
 

@@ -93,8 +93,8 @@ def shared_prompts() -> list[str]:
     peers = {key: words for key, words in peers.items() if f"{key}_us" in report["rows"][0]}
     cells = (
         [
-            row["heads"],
-            row["requests"],
+            str(row["heads"]),
+            str(row["requests"]),
             f"{row['shared']:,}",
             us(row["alone_us"] / 1e3),
             us(row["search_us"] / 1e3),
@@ -105,7 +105,7 @@ def shared_prompts() -> list[str]:
         if row["requests"] in (16, 32, 64, 128) and row["shared"] != 2048
     )
     plans = (
-        [row["requests"], f"{row['alone_us']:.1f}", f"{row['search_us']:.1f}"]
+        [str(row["requests"]), f"{row['alone_us']:.1f}", f"{row['search_us']:.1f}"]
         for row in report["plans"]
     )
     return [

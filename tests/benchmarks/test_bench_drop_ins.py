@@ -69,32 +69,6 @@ def test_a_wrong_original_shows_and_an_absent_one_is_named(
     assert "theirs_us" not in row and "sageattn" in row["theirs_refused"]
 
 
-def test_dense_decoding_is_asked_for_where_it_is_an_option(
-    beside: Callable[[Case, Any], dict[str, Any]],
-) -> None:
-    """As sgl-flash-mla 1.0.0 has it: an empty schedule, and one that is made in another call."""
-    case = small(CASES["flash_mla.flash_mla_with_kvcache"])
-    ours = importlib.import_module(case.ours)
-
-    def schedule(lengths: Any, rows: int, heads: int, use_legacy: bool = False) -> Any:
-        assert use_legacy
-        return ours.get_mla_metadata(lengths, rows, heads)
-
-    def decode(*call: Any, use_legacy: bool = False) -> Any:
-        meta = call[5]
-        assert use_legacy and call[6] is None
-        made = (meta.tile_scheduler_metadata, meta.num_splits)
-        return ours.flash_mla_with_kvcache(*call[:5], *made)
-
-    original = types.SimpleNamespace(
-        get_mla_metadata=lambda *call: (types.SimpleNamespace(), None),
-        get_mla_decoding_metadata=schedule,
-        flash_mla_with_kvcache=decode,
-    )
-    row = beside(case, original)
-    assert row["theirs_error"] == row["ours_error"]
-
-
 def test_every_function_has_two_callers() -> None:
     seen = [(case.theirs, case.function, case.draw) for case in bench_drop_ins.cases()]
     assert all(seen.count(one) == 2 for one in seen)

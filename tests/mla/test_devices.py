@@ -28,9 +28,7 @@ from mla_backend.api import mla_decode
 from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.decode import MlaRun
 from mla_backend.drop_ins import flashinfer
-from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from mla_backend.drop_ins.flash_mla_sparse import flash_mla_sparse_fwd
-from mla_backend.drop_ins.flash_mla_sparse import flash_mla_with_kvcache as flash_mla_sparse
+from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache
 from mla_backend.engine_choice import Lead
 from mla_backend.engines import mla_decoder
 from mla_backend.engines.sparse_layer import Form, SparseLayer
@@ -136,36 +134,15 @@ def sparse_layer(device: torch.device) -> Call:
     return lambda: (served.decode(q, case.rows, extra, scale=0.1, sinks=sinks, out=None),)
 
 
-def flash_mla(device: torch.device, form: str) -> Call:
-    case = cases.make_case(SPEC, [200, 0, 130], device=device)
-    q = torch.cat([case.q_latent, case.q_rope], -1)
-    cache = torch.cat([case.kv_latent, case.kv_rope], -1).unsqueeze(2)
-
-    def call() -> Results:
-        given = (case.lengths, 4, 1) if form == "tensors" else ()
-        schedule = get_mla_metadata(*given)
-        return flash_mla_with_kvcache(q, cache, case.block_table, case.lengths, 512, *schedule)
-
-    return call
-
-
-def flash_mla_of_named_rows(device: torch.device) -> Call:
+def flash_mla(device: torch.device) -> Call:
     case = sparse_case(device)
     assert case.extra is not None
     cache, extra = case.rows.cache.unsqueeze(2), case.extra.cache.unsqueeze(2)
-    return lambda: flash_mla_sparse(
+    return lambda: flash_mla_with_kvcache(
         case.q, cache, None, None, 512, is_fp8_kvcache=True, indices=case.rows.indices,
         topk_length=case.rows.lengths, extra_k_cache=extra,
         extra_indices_in_kvcache=case.extra.indices,
     )  # fmt: skip
-
-
-def flash_mla_prefill(device: torch.device) -> Call:
-    generator = torch.Generator().manual_seed(5)
-    q, kv = (torch.randn(n, h, 512, generator=generator) for n, h in ((3, 4), (40, 1)))
-    indices = torch.randint(-1, 40, (3, 1, 64), generator=generator, dtype=torch.int32)
-    q, kv, indices = q.bfloat16().to(device), kv.bfloat16().to(device), indices.to(device)
-    return lambda: flash_mla_sparse_fwd(q, kv, indices, 0.04)
 
 
 def tokens(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -275,10 +252,7 @@ KERNELS: dict[str, Make] = {
 """What launches kernels in the interpreter too."""
 
 OTHERS: dict[str, Make] = {
-    "flash_mla, tensors": lambda device: flash_mla(device, "tensors"),
-    "flash_mla, FlashMLASchedMeta": lambda device: flash_mla(device, "object"),
-    "flash_mla_sparse": flash_mla_of_named_rows,
-    "flash_mla_sparse_fwd": flash_mla_prefill,
+    "flash_mla": flash_mla,
     "recall": recall,
     "sageattn": lambda device: drop_in(sageattn, device),
     "sageattn_varlen": varlen,
@@ -342,16 +316,6 @@ def refused(name: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
         tensors = (case.q_latent, case.q_rope, case.kv_latent, case.kv_rope, case.block_table)
         options: dict[str, Any] = {"scale": 0.1, "out": out, "scratch": Scratch(OTHER)}
         return lambda: mla_decode(*tensors, plan, planner.selection, **options), (out,)
-    if name == "flash_mla's kept schedule":
-        case = cases.make_case(SPEC, [200, 130])
-        q = torch.cat([case.q_latent, case.q_rope], -1)
-        cache = torch.cat([case.kv_latent, case.kv_rope], -1).unsqueeze(2)
-        meta: Any = get_mla_metadata()[0]
-        given = (q, cache, case.block_table, case.lengths, 512, meta)
-        flash_mla_with_kvcache(*given)
-        for name in ("tile_scheduler_metadata", "num_splits"):
-            setattr(meta, name, away(getattr(meta, name)))
-        return lambda: flash_mla_with_kvcache(*given), ()
     if name.startswith("sparse_mla"):
         sparse = sparse_case(CPU)
         out, rows, scratch = torch.zeros_like(sparse.q), sparse.rows, None
@@ -398,7 +362,6 @@ def refused(name: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
         ("plan block_table", "block_table must be on cpu, got meta"),
         ("plan out", "out must be on cpu, got meta"),
         ("mla_decode scratch", "scratch must be on cpu, got meta"),
-        ("flash_mla's kept schedule", "tile_scheduler_metadata must be on cpu, got meta"),
         ("sparse_mla scratch", "scratch must be on cpu, got meta"),
         ("sparse_mla indices", "rows.indices must be on cpu, got meta"),
         ("block_sparse_attention", "k must be on cpu, got meta"),

@@ -1,4 +1,4 @@
-"""The drop-ins: FlashMLA's decode, FlashInfer's wrappers; results, identities and refusals."""
+"""The drop-ins: FlashMLA's decode, FlashInfer's wrapper; results, identities and refusals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from mla_backend import reference
-from mla_backend.drop_ins import flash_mla_sparse, flashinfer
-from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_backend.drop_ins import flashinfer
+from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache
 from mla_backend.drop_ins.flashinfer.merge import merge_states
-from mla_backend.spec import MlaSpec
-from mla_backend.testing.cases import SCALE, MlaCase, assert_close, expected, make_case
 from tests.engines.kda.sglang.device_graph import DeviceGraph
 
 
@@ -28,76 +26,14 @@ def where() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def flash_mla_inputs(case: MlaCase) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.cat([case.q_latent, case.q_rope], -1)
-    return q, torch.cat([case.kv_latent, case.kv_rope], -1).unsqueeze(2)
-
-
-@pytest.mark.parametrize("form", ["tensors", "object"])
-def test_flash_mla(device: torch.device, form: str, seed: int) -> None:
-    case = make_case(MlaSpec(4, 64, query_tokens=2), [40, 0, 300], seed=seed, device=device)
-    q, cache = flash_mla_inputs(case)
-    q = torch.cat([q, q[:, :1]], 1)[:, :2]  # two query tokens of three
-    if form == "object":
-        metadata, splits = get_mla_metadata()
-    else:
-        metadata, splits = get_mla_metadata(case.lengths, 2 * 4, 1)
-        assert isinstance(metadata, torch.Tensor) and splits is not None
-        assert metadata.shape[1] == 8 and splits.shape == (4,)
-    for _ in range(2):  # the object keeps its schedule
-        out, lse = flash_mla_with_kvcache(
-            q, cache, case.block_table, case.lengths, 512, metadata, splits, SCALE, True
-        )
-        assert lse.shape == (3, 4, 2) and lse.is_contiguous()
-        assert_close((out, lse.transpose(1, 2)), expected(case))
-
-
-def test_flash_mlas_scale_is_that_of_the_head_dimension(device: torch.device, seed: int) -> None:
-    case = make_case(MlaSpec(4, 64), [100], seed=seed, device=device)
-    q, cache = flash_mla_inputs(case)
-    arguments = (q, cache, case.block_table, case.lengths, 512, *get_mla_metadata())
-    got, given = flash_mla_with_kvcache(*arguments), flash_mla_with_kvcache(
-        *arguments, softmax_scale=576**-0.5
-    )  # fmt: skip
-    assert torch.equal(got[0], given[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"indices": torch.zeros(1)}, "indices must be None"),
-        ({"topk_length": torch.zeros(1)}, "topk_length and extra_topk_length must be None: sparse"),
-        ({"head_dim_v": 256}, "head_dim_v must be 512, got 256"),
-        ({"is_fp8_kvcache": True}, "is_fp8_kvcache must be False: caches of 8 bits are not served"),
-        ({"num_splits": None}, "num_splits must come with tile_scheduler_metadata"),
-        ({"q": torch.zeros(1, 1, 4, 512)}, r"q must have shape \[batch, seq_len_q, heads, 576\]"),
-        ({"cache_seqlens": torch.zeros(1)}, "lengths must have dtype int32, got float32"),
-        ({"softmax_scale": -1.0}, "scale must be positive and finite, got -1.0"),
-    ],
-)
-def test_flash_mla_refuses(changes: dict[str, Any], message: str) -> None:
-    case = make_case(MlaSpec(4, 64), [100])
-    q, cache = flash_mla_inputs(case)
-    metadata, splits = get_mla_metadata(case.lengths, 4, 1)
-    arguments = {
-        "q": q, "k_cache": cache, "block_table": case.block_table, "cache_seqlens": case.lengths,
-        "head_dim_v": 512, "tile_scheduler_metadata": metadata, "num_splits": splits,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        flash_mla_with_kvcache(**{**arguments, **changes})
-
-
-@pytest.mark.parametrize(
-    "function", [flash_mla_with_kvcache, flash_mla_sparse.flash_mla_with_kvcache]
-)
-def test_positions_of_arguments_are_flash_mlas(function: Any) -> None:
+def test_positions_of_arguments_are_flash_mlas() -> None:
     """Those of January 2026, which has the arguments of 2025 before its own."""
     names = (
         "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits"
         " softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache"
         " extra_indices_in_kvcache topk_length extra_topk_length"
     )
-    found = list(inspect.signature(function).parameters)
+    found = list(inspect.signature(flash_mla_with_kvcache).parameters)
     assert " ".join(found).startswith(names)
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from backend_core.target import KNOWN_TARGETS
+from mla_backend.api import select_mla_decode
 from mla_backend.engine_choice import MEAN, WORST, Lead, lead_over, sparse_leads_over
 from mla_backend.family import FAMILY
+from mla_backend.spec import MlaSpec
 
 ROOT = Path(__file__).parents[2]
 H200 = KNOWN_TARGETS["H200"]
@@ -21,6 +23,7 @@ CONTEXTS = ("1k", "8k", "64k")
 
 
 MLA = "benchmarks/results/mla_decode_h200.json"
+SHARED = "benchmarks/results/mla_shared_h200.json"
 SPARSE = "benchmarks/results/dsv4_attention_h200.json"
 
 
@@ -56,6 +59,22 @@ def test_the_limits_are_those_of_the_result_file(rows: int) -> None:
     lead = lead_over(H200, "fa3", rows)
     assert isinstance(lead, Lead)
     assert (lead.max_requests, lead.source) == (ahead(shares(rows)), MLA)
+
+
+@pytest.mark.parametrize("heads", [4, 8, 16, 32])
+def test_shared_prompts_are_looked_for_where_that_was_faster(heads: int) -> None:
+    """At the fewest requests and tokens of a row, between two that were measured, the search is no
+    slower than FlashAttention 3 and than a plan without it."""
+    points = {(r["requests"], r["shared"]): r for r in measured(SHARED) if r["heads"] == heads}
+    selection = select_mla_decode(H200, MlaSpec(heads, 64), "fa3")
+    found = [row.params for row in selection.rows if row.name != "upstream"]
+    searching = [params for params in found if params.shared_requests]
+    assert searching
+    for params in searching:
+        low, high = points[params.shared_requests, 2048], points[params.shared_requests, 8192]
+        part = (params.shared_tokens - 2048) / (8192 - 2048)
+        at = {key: low[key] + part * (high[key] - low[key]) for key in low if key.endswith("_us")}
+        assert 0 < part < 1 and at["search_us"] < min(at["alone_us"], at["fa3_us"])
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, None), (5, None), (9, 4), (16, 4), (17, 16)])
@@ -149,7 +168,7 @@ def test_what_is_said_of_a_model() -> None:
         "mla_decode grid 1 to 512: sm90 overhead=1 min_blocks=1 shared_requests=0 shared_tokens=0",
         "mla_decode grid 513 to 2016: upstream kernel=fa3",
         "mla_decode grid 2017 to 8192: sm90 overhead=1 min_blocks=1 shared_requests=64"
-        " shared_tokens=2048",
+        " shared_tokens=6144",
         "mla_decode grid 8193 and more: upstream kernel=fa3",
     ]
     assert steps == (

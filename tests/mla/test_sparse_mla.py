@@ -9,7 +9,7 @@ import torch
 
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.contract.sparse_mla import NamedRows
-from mla_backend.drop_ins.flash_mla_sparse import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_backend.sparse_mla import sparse_mla
 from mla_backend.spec_sparse_mla import SparseMlaSpec
 from mla_backend.testing.sparse_mla_cases import (
@@ -201,21 +201,10 @@ def test_the_drop_in_of_decoding(device: torch.device, sliced: bool, seed: int) 
         indices, more = (torch.stack([x, x], -1)[..., 0] for x in (indices, more))
     got, lse = flash_mla_with_kvcache(
         q=q, k_cache=case.rows.cache.unsqueeze(-2), block_table=None, head_dim_v=512,
-        tile_scheduler_metadata=None, cache_seqlens=None, is_fp8_kvcache=True,
+        tile_scheduler_metadata=get_mla_metadata()[0], cache_seqlens=None, is_fp8_kvcache=True,
         indices=indices, topk_length=case.rows.lengths, softmax_scale=SCALE,
         attn_sink=case.sinks, extra_k_cache=case.extra.cache.unsqueeze(-2),
         extra_indices_in_kvcache=more, extra_topk_length=case.extra.lengths, out=out,
     )  # fmt: skip
     assert got is out and lse.shape == (2, 8, 2) and lse.is_contiguous()
     assert_close((got, lse.transpose(1, 2)), expected(case))
-
-
-def test_the_drop_in_of_prefill(device: torch.device, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    kv = (0.1 * torch.randn(50, 1, 512, generator=generator)).bfloat16().to(device)
-    q = (8 * torch.randn(3, 8, 512, generator=generator)).bfloat16().to(device)
-    indices = torch.randint(-2, 50, (3, 1, 40), generator=generator, dtype=torch.int32).to(device)
-    out, largest, lse = flash_mla_sparse_fwd(q, kv, indices, SCALE)
-    want = reference.sparse_mla(q.unsqueeze(1), [(kv.squeeze(1), indices, None)], SCALE)
-    assert_close((out.unsqueeze(1), lse.unsqueeze(1)), want[:2])
-    torch.testing.assert_close(largest.double(), want[2].squeeze(1), atol=1e-5, rtol=1e-4)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from backend_core.target import KNOWN_TARGETS
 from mla_backend.contract.sparse_mla import NamedRows
-from mla_backend.drop_ins.flash_mla_sparse import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache
 from mla_backend.kernels import sparse_mla as kernels
 from mla_backend.kernels import sparse_mla_combine as combine_kernels
 from mla_backend.plan.sparse_splits import sparse_splits
@@ -105,14 +105,6 @@ def test_the_drop_in_refuses(changes: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=re.escape(message)):
         flash_mla_with_kvcache(**{**call, **changes})
-
-
-def test_prefill_refuses_other_values() -> None:
-    q, kv = torch.zeros(2, 8, 512).bfloat16(), torch.zeros(9, 1, 512).bfloat16()
-    with pytest.raises(ValueError, match="d_v must be 512, got 448"):
-        flash_mla_sparse_fwd(q, kv, torch.zeros(2, 1, 4).int(), 1.0, 448)
-    with pytest.raises(ValueError, match=re.escape("kv must have shape [s_kv, 1, 512], got [9, ")):
-        flash_mla_sparse_fwd(q, kv.expand(9, 2, 512), torch.zeros(2, 1, 4).int(), 1.0)
 
 
 @pytest.mark.parametrize("changes", [{"num_heads": 0}, {"num_heads": 129}, {"page_size": 0},

@@ -11,7 +11,6 @@ import torch
 from mla_backend.api import mla_decode
 from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.decode import sm90 as mla_sm90
-from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_backend.drop_ins.flashinfer import MultiLevelCascadeAttentionWrapper
 from mla_backend.plan import MlaPlanner
 from mla_backend.scratch import Scratch
@@ -64,19 +63,6 @@ def test_lengths_with_gaps_are_refused(path: str, path_device: torch.device) -> 
     gaps = case.lengths.repeat_interleave(2)[::2]
     with pytest.raises(ValueError, match="lengths must have stride 1 in dimension 0, got 2"):
         run(case, path, lengths=gaps)
-
-
-@pytest.mark.parametrize("name", ["tile_scheduler_metadata", "num_splits"])
-def test_a_schedule_with_gaps_is_refused(device: torch.device, name: str) -> None:
-    case = make_case(MlaSpec(2, 64), [70, 200], device=device)
-    work, splits = get_mla_metadata(case.lengths, 2, 1)
-    assert isinstance(work, torch.Tensor) and isinstance(splits, torch.Tensor)
-    schedule = {"tile_scheduler_metadata": work.repeat(2, 1), "num_splits": splits}
-    schedule[name] = schedule[name].repeat_interleave(2, 0)[::2]
-    q = torch.cat([case.q_latent, case.q_rope], -1)
-    cache = torch.cat([case.kv_latent, case.kv_rope], -1)[:, :, None]
-    with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
-        flash_mla_with_kvcache(q, cache, case.block_table, case.lengths, 512, **schedule)
 
 
 @pytest.mark.parametrize(

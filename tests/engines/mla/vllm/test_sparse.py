@@ -349,6 +349,23 @@ def test_a_call_with_another_argument_is_refused_with_its_name() -> None:
         flash_mla_calls.make(None, flash_mla_calls.DECODE, call)
 
 
+def sparse_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor,
+    topk_length: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """FlashMLA's prefill by the definition, as vLLM calls it."""
+    from mla_backend import reference_sparse_mla as reference
+
+    rows = [(kv.squeeze(1), indices, topk_length)]
+    found = reference.sparse_mla(q.unsqueeze(1), rows, sm_scale, sinks=attn_sink)
+    out.copy_(found[0].squeeze(1))
+
+
 @pytest.mark.parametrize("spoiled", [1.0, 1.1])
 def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, spoiled: float
@@ -357,11 +374,11 @@ def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
     from vllm.models.deepseek_v4.nvidia import flashmla
 
     from benchmarks.engines import dsv4_attention
-    from mla_backend.drop_ins import flash_mla_sparse
+    from mla_backend.drop_ins import flash_mla
 
     layer = sparse_layer.SparseLayer
-    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
-        monkeypatch.setattr(flashmla, name, getattr(flash_mla_sparse, name))
+    monkeypatch.setattr(flashmla, "flash_mla_with_kvcache", flash_mla.flash_mla_with_kvcache)
+    monkeypatch.setattr(flashmla, "flash_mla_sparse_fwd", sparse_prefill)
     monkeypatch.setattr(layer, "prefill", layer.prefill)
     decode = layer.decode
 
