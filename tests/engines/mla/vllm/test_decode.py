@@ -171,7 +171,7 @@ def test_a_plan_that_a_graph_does_not_hold_is_caught(
 ) -> None:
     """Planted: each step gets a plan with tensors of its own."""
     plan = MlaPlanner.plan
-    monkeypatch.setattr(MlaPlanner, "plan", lambda self, lengths, out=None: plan(self, lengths))
+    monkeypatch.setattr(MlaPlanner, "plan", lambda self, *step, out=None: plan(self, *step))
     with pytest.raises(AssertionError):
         test_a_graph_serves_other_requests_than_it_was_captured_with(serve, TARGETS["triton"])
 
@@ -185,9 +185,9 @@ def test_a_step_is_planned_once_and_in_memory_taken_at_load(
     planned: list[int] = []
     plan = MlaPlanner.plan
 
-    def counted(self: MlaPlanner, lengths: torch.Tensor, **options: Any) -> Any:
+    def counted(self: MlaPlanner, lengths: torch.Tensor, *table: Any, **options: Any) -> Any:
         planned.append(lengths.shape[0])
-        return plan(self, lengths, **options)
+        return plan(self, lengths, *table, **options)
 
     monkeypatch.setattr(MlaPlanner, "plan", counted)
     lengths = [944, 5, 1003, 2000, 1, 1, 1, 1]
