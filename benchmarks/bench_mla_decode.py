@@ -5,8 +5,7 @@
 
 One query token per request, bf16, one latent head of 512 + 64 channels (1,152 bytes per token),
 page 64 in random order; output bf16 and natural-log LSE. "AxBk" is A requests of B * 1024 tokens;
-"skew" one of 64k and 63 of 1k; "prefix" 64 requests of 16.5k that share the first 16k, for which
-ours finds the prefix from the block table.
+"skew" one of 64k and 63 of 1k. Requests that share a prompt: ``bench_mla_shared.py``.
 
 Times are medians of CUDA-graph replays. A graph holds one call for each of several page tables that
 together touch more than 192 MB, since in an engine the other layers evict the L2 cache; its time is
@@ -54,14 +53,9 @@ COLD_BYTES = 192e6
 MAX_TABLES = 64
 HEADS = (4, 8, 16, 32)
 REPLAYS = 8
-SIZES: dict[str, tuple[list[int], int]] = {
-    **{
-        f"{batch}x{k}k": ([k * 1024] * batch, 0)
-        for k in (1, 8, 64)
-        for batch in (1, 4, 16, 64, 128)
-    },
-    "skew": ([65536] + [1024] * 63, 0),
-    "prefix": ([16384 + 512] * 64, 16384),
+SIZES: dict[str, list[int]] = {
+    **{f"{batch}x{k}k": [k * 1024] * batch for k in (1, 8, 64) for batch in (1, 4, 16, 64, 128)},
+    "skew": [65536] + [1024] * 63,
 }
 CHECKED_PREFIX = [2100, 1300, 4000, 1024 + 64, 3000], 1024  # tokens, how many are shared
 CHECKS: list[tuple[list[int], int]] = [
@@ -134,19 +128,16 @@ class Ours:
     """Our operator on a case, with other parameters than the table's where given.
 
     Args:
-        search: whether the plan looks for shared pages; by default where the case has some.
+        search: whether the plan looks for shared pages.
     """
 
-    def __init__(
-        self, path: str | None = None, *, search: bool | None = None, **params: Any
-    ) -> None:
+    def __init__(self, path: str | None = None, *, search: bool = False, **params: Any) -> None:
         self._path, self._search, self._params = path, search, params
         self._scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
 
     def __call__(self, case: Case) -> list[Call]:
         selection = selection_of(MlaSpec(case.heads, PAGE), self._path, **self._params)
-        search = bool(case.shared) if self._search is None else self._search
-        planner = MlaPlanner(selection, shared_prefix_tokens=1024 if search else 0)
+        planner = MlaPlanner(selection, shared_prefix_tokens=1024 if self._search else 0)
         plans = [planner.plan(case.lengths, case.tables[0])]
         if plans[0].prefix is not None:  # a plan belongs to its block table
             plans += [planner.plan(case.lengths, table) for table in case.tables[1:]]
@@ -214,13 +205,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for count in HEADS:
-        for name, (sizes, shared) in SIZES.items():
-            case = Case(pool, count, sizes, shared)
+        for name, sizes in SIZES.items():
+            case = Case(pool, count, sizes)
             row: dict[str, Any] = {"case": name, "heads": count, "bytes": case.bytes}
             results: dict[str, torch.Tensor] = {}
             for runner, make in runners.items():
-                if shared and len(case.tables) > 4:
-                    case.tables, case.pages = case.tables[:4], case.pages[:4]
                 calls = make(case)
                 row[f"{runner}_us"] = graph_us(calls, REPLAYS)
                 calls[0]()
@@ -245,13 +234,13 @@ def main() -> None:
     begin = time.perf_counter()
     if wrong := check():
         sys.exit("\n".join(["wrong against float64:", *wrong]))
-    tokens = max(sum(sizes) for sizes, _ in SIZES.values()) + (1 << 18)
+    tokens = max(map(sum, SIZES.values())) + (1 << 18)
     pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device="cuda").normal_()
     peers = mla_decode_peers.load_peers(arguments.peers) if arguments.peers else {}
     runners: dict[str, Callable[[Any], list[Call]]] = {"ours": Ours(), **peers}
     plans = {
         requests: plan_times(HEADS[0], requests, "flashmla" in peers)
-        for requests in dict.fromkeys(len(sizes) for sizes, _ in SIZES.values())
+        for requests in dict.fromkeys(map(len, SIZES.values()))
     }
 
     def save(rows: list[dict[str, Any]]) -> None:
@@ -263,7 +252,7 @@ def main() -> None:
                 "case": row["case"],
                 "heads": row["heads"],
                 "ours_gpu_us": round(row["ours_us"], 2),
-                "plan_us": round(plans[len(SIZES[row["case"]][0])]["ours"], 2),
+                "plan_us": round(plans[len(SIZES[row["case"]])]["ours"], 2),
                 **{f"{name}_us": round(row[f"{name}_us"], 2) for name in peers},
                 "floor_us": round(row["bytes"] / rate, 2),
                 "disagreement": {k: float(f"{v:.2e}") for k, v in row["disagreement"].items()},

@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation from the committed results.
 
-    python benchmarks/plots.py kda_prefill mla_decode
+    python benchmarks/plots.py kda_prefill
 
 Needs matplotlib (the extra ``bench``). Writes the same bytes for the same result and the same
 matplotlib. Each picture is of ``results/NAME_h200.json`` and becomes ``docs/img/NAME_h200.svg``.
@@ -16,12 +16,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BLUE, LIGHT, GREY = "#1f5a94", "#8fb3d9", "#b0b0b0"
-MLA_PEERS = {
-    "flashmla": "FlashMLA",
-    "fa3": "FlashAttention-3",
-    "flashinfer": "FlashInfer",
-    "vllm_triton": "vLLM's Triton kernel",
-}
 
 
 def result_of(name: str) -> dict[str, Any]:
@@ -78,49 +72,13 @@ def kda_prefill(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
-def lead(row: dict[str, Any]) -> float:
-    """The best MLA peer's time over ours."""
-    return min(row[f"{peer}_us"] for peer in MLA_PEERS) / float(row["ours_gpu_us"])
-
-
-def mla_decode(plt: Any, result: dict[str, Any]) -> Any:
-    """MLA decode, the best peer's time over ours: a panel for each head count, a bar a case."""
-    heads = list(dict.fromkeys(row["heads"] for row in result["rows"]))
-    figure, panels = plt.subplots(len(heads), 1, figsize=(9, 1.9 * len(heads)), squeeze=False)
-    for panel, count in zip(panels[:, 0], heads, strict=True):
-        rows = [row for row in result["rows"] if row["heads"] == count]
-        leads = [lead(row) for row in rows]
-        colours = [BLUE if value >= 1 else GREY for value in leads]
-        panel.bar(range(len(rows)), leads, width=0.75, color=colours)
-        panel.axhline(1, color="#404040", linewidth=0.8)
-        for place, value in enumerate(leads):
-            panel.annotate(
-                f"{value:.2f}", (place, value), (0, 2), textcoords="offset points", ha="center",
-                fontsize=7,
-            )  # fmt: skip
-        panel.set_ylim(0, 1.25 * max(leads))
-        panel.set_xticks(range(len(rows)), [row["case"] for row in rows], fontsize=7, rotation=30)
-        panel.set_ylabel(f"{count} heads", fontsize=8)
-        panel.tick_params(axis="y", labelsize=7)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        f"MLA decode, bf16, {result['gpu']}: best peer's GPU time over ours (above 1: ahead)",
-        fontsize=10,
-    )
-    peers = f"peers: {', '.join(MLA_PEERS.values())}"
-    figure.text(0.005, 0.005, peers, ha="left", fontsize=6, color="#707070")
-    sign(figure, result)
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
-    return figure
-
-
 def sign(figure: Any, result: dict[str, Any], height: float = 0.005) -> None:
     """Name the versions and the date of a result in a corner of its picture."""
     versions = f"torch {result['torch']}, Triton {result['triton']}, {result['date']}"
     figure.text(0.995, height, versions, ha="right", fontsize=6, color="#707070")
 
 
-PICTURES = {"kda_prefill": kda_prefill, "mla_decode": mla_decode}
+PICTURES = {"kda_prefill": kda_prefill}
 
 
 def write(name: str, output: Path) -> None:

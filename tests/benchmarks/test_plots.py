@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,3 @@ def test_a_committed_picture_is_of_the_committed_result(name: str, tmp_path: Pat
     if f"Matplotlib v{matplotlib.__version__}," in drawn:
         plots.write(name, tmp_path / "again.svg")
         assert (tmp_path / "again.svg").read_text(encoding="utf-8") == drawn, again
-
-
-def test_mla_decodes_bars_have_their_figures() -> None:
-    drawn = plots.image_of("mla_decode").read_text(encoding="utf-8")
-    texts = re.findall(r"<text [^>]*>([^<]*)</text>", drawn)
-    rows = plots.result_of("mla_decode")["rows"]
-    figures = [text for text in texts if re.fullmatch(r"\d\.\d\d", text)]
-    assert figures == [f"{plots.lead(row):.2f}" for row in rows]
