@@ -40,7 +40,7 @@ def sparse_mla(
     scale: float,
     *,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token to the rows that its lists name.
 
     Args:
@@ -51,13 +51,12 @@ def sparse_mla(
         sinks: ``[heads]`` logits that take a share of the weights and no part in the LSE.
 
     Returns:
-        (output ``[requests, query tokens, heads, 512]``, LSE and largest scaled logit ``[requests,
-        query tokens, heads]``), float64. Where nothing is named they are 0, +inf and -inf.
+        (output ``[requests, query tokens, heads, 512]``, LSE ``[requests, query tokens, heads]``),
+        float64. Where nothing is named they are 0 and +inf.
     """
     requests, tokens, heads, dim = q.shape
     out = torch.zeros(requests, tokens, heads, dim, dtype=torch.float64, device=q.device)
     lse = torch.full((requests, tokens, heads), math.inf, dtype=torch.float64, device=q.device)
-    largest = torch.full_like(lse, -math.inf)
     for i in range(requests):
         for t in range(tokens):
             named = []
@@ -70,5 +69,4 @@ def sparse_mla(
             if not kv.shape[0]:
                 continue
             out[i, t], lse[i, t] = attention(q[i, t], kv, kv, scale, sinks=sinks)
-            largest[i, t] = (scale * q[i, t].double() @ kv.T).amax(-1)
-    return out, lse, largest
+    return out, lse

@@ -47,7 +47,6 @@ def sparse_mla(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    max_logits: torch.Tensor | None = None,
     splits: int | None = None,
     scratch: Scratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,15 +67,14 @@ def sparse_mla(
         extra: a second cache with lists of its own: in DeepSeek-V4 the compressed tokens.
         sinks: ``[heads]`` float32 natural logits that take a share of the weights and no part in
             the LSE; -inf has no effect, +inf gives output 0.
-        out: ``[requests, query tokens, heads, 512]`` bf16; lse, max_logits: ``[requests, query
-            tokens, heads]`` float32; where to write the results, contiguous. The largest scaled
-            logits are written only if ``max_logits`` is given, and only for ``bf16_rows``.
+        out: ``[requests, query tokens, heads, 512]`` bf16; lse: ``[requests, query tokens, heads]``
+            float32; where to write the results, contiguous.
         splits: how many programs share a token's rows; by default as many as fill the GPU.
         scratch: the memory for splits; by default the device's own.
 
     Returns:
         (out, lse); lse is the natural log-sum-exp of the logits. A token whose lists name nothing
-        has output 0, lse +inf and largest logit -inf.
+        has output 0 and lse +inf.
 
     Raises:
         ValueError: an input is not as described; nothing has been written then.
@@ -85,7 +83,7 @@ def sparse_mla(
         return run_there(q, sparse_mla, locals())
     extra_rows = None if extra is None else (extra.cache, extra.indices, extra.lengths)
     tensors = (q, (rows.cache, rows.indices, rows.lengths), extra_rows, sinks)
-    run, layout = _ready(selection, *tensors, out, lse, max_logits, scale, splits)
+    run, layout = _ready(selection, *tensors, out, lse, scale, splits)
     check_addresses(rows, extra)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -93,9 +91,7 @@ def sparse_mla(
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if run is not None:
         programs, *numbers = layout
-        x = SparseMlaInputs(
-            selection.spec, q, rows, extra, scale, sinks, out, lse, max_logits, *numbers
-        )
+        x = SparseMlaInputs(selection.spec, q, rows, extra, scale, sinks, out, lse, *numbers)
         run(x, scratch_of_call(scratch, q.device), programs)
     return out, lse
 
@@ -109,14 +105,13 @@ def _ready(
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-    max_logits: torch.Tensor | None,
     scale: float,
     splits: int | None,
 ) -> tuple[SparseRun | None, tuple[int, ...]]:
     """A call's path, bound, and the numbers that it runs with; no path where there is no token."""
     lists = [NamedRows(*given) for given in (rows, extra) if given is not None]
     named = (lists[0], lists[1] if extra is not None else None)
-    check_sparse_mla(selection.spec, q, *named, scale, sinks, out, lse, max_logits)
+    check_sparse_mla(selection.spec, q, *named, scale, sinks, out, lse)
     if splits is not None and not 1 <= splits <= 160:
         raise ValueError(f"splits must be 1 to 160, got {splits}")
     tokens = q.shape[0] * q.shape[1]

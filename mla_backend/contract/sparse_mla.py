@@ -87,7 +87,6 @@ class SparseMlaInputs:
     sinks: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
-    max_logits: torch.Tensor | None
 
     tokens: int
     query_tokens: int
@@ -106,7 +105,6 @@ class SparseMlaInputs:
             "sinks_ptr": self.sinks,
             "out_ptr": self.out,
             "lse_ptr": self.lse,
-            "max_logits_ptr": self.max_logits,
             "scale": self.scale,
             "stride_q_t": self.stride_q_t,
             "stride_kv": rows.cache.stride()[0],
@@ -127,7 +125,6 @@ def check_sparse_mla(
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-    max_logits: torch.Tensor | None,
 ) -> None:
     """Check all of a call but the caches' addresses (`check_addresses`).
 
@@ -148,12 +145,9 @@ def check_sparse_mla(
     check_scale(scale)
     if sinks is not None:
         expect_tensor("sinks", sinks, (spec.num_heads,), torch.float32, device)
-    if max_logits is not None and spec.cache_format != "bf16_rows":
-        raise ValueError("max_logits must be None for a cache of records")
     rows_of = (requests, tokens, spec.num_heads)
     expect_output("out", out, (*rows_of, HEAD_DIM), q.dtype, device)
     expect_output("lse", lse, rows_of, torch.float32, device)
-    expect_output("max_logits", max_logits, rows_of, torch.float32, device)
     expect_near("q", q, 2)
 
 

@@ -116,8 +116,8 @@ def accumulate(b_o, b_k, b_p, keep):
 
 @triton.jit
 def finish(
-    b_top, b_sum, o_head, m_head, sinks_ptr, lse_ptr, max_logits_ptr, partial_lse_ptr,
-    row, slot_row, is_partial: tl.constexpr,
+    b_top, b_sum, o_head, m_head, sinks_ptr, lse_ptr, partial_lse_ptr, row, slot_row,
+    is_partial: tl.constexpr,
 ):  # fmt: skip
     """The factor of each head's output; writes the log-sum-exp.
 
@@ -136,9 +136,6 @@ def finish(
             total += tl.exp2(sink * LOG2E - top)
         bad = none | (b_sum != b_sum)
         tl.store(lse_ptr + row + o_head, tl.where(bad, float("inf"), l2 * LN2), mask=m_head)
-        if max_logits_ptr is not None:
-            logits = tl.where(none, float("-inf"), b_top * LN2)
-            tl.store(max_logits_ptr + row + o_head, logits, mask=m_head)
     return tl.where(none, 0.0, 1.0 / total)
 
 
@@ -322,9 +319,8 @@ def sparse_mla_records_kernel(
     row = i_token * heads
     slot_row = (i_token * splits + i_split) * heads
     weight = finish(
-        b_top, b_sum, o_head, m_head, sinks_ptr, lse_ptr, None, partial_lse_ptr, row, slot_row,
-        IS_SPLIT,
-    )  # fmt: skip
+        b_top, b_sum, o_head, m_head, sinks_ptr, lse_ptr, partial_lse_ptr, row, slot_row, IS_SPLIT
+    )
     to = partial_out_ptr if IS_SPLIT else out_ptr
     to_row = slot_row if IS_SPLIT else row
     store_channels(to, b_o0, weight, to_row, o_head, m_head, 0, 256)
@@ -342,7 +338,6 @@ def sparse_mla_rows_kernel(
     sinks_ptr,  # [heads] fp32 or None
     out_ptr,  # [tokens, heads, 512]
     lse_ptr,  # [tokens, heads] fp32, natural
-    max_logits_ptr,  # [tokens, heads] fp32
     scale,
     stride_q_t,
     stride_q_h,
@@ -383,7 +378,5 @@ def sparse_mla_rows_kernel(
         b_top, b_sum, keep, b_p = softmax_step(b_s, m_key, b_top, b_sum, scale * LOG2E)
         b_o = accumulate(b_o, b_k, b_p.to(OPERAND), keep)
     row = i_token * heads
-    weight = finish(
-        b_top, b_sum, o_head, m_head, sinks_ptr, lse_ptr, max_logits_ptr, None, row, row, False
-    )
+    weight = finish(b_top, b_sum, o_head, m_head, sinks_ptr, lse_ptr, None, row, row, False)
     store_channels(out_ptr, b_o, weight, row, o_head, m_head, 0, 512)

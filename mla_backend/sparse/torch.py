@@ -36,16 +36,12 @@ def _run(x: SparseMlaInputs) -> None:
             rows = torch.cat([_rows(given, i, t) for given in lists])
             if not rows.shape[0]:
                 x.out[i, t], x.lse[i, t] = 0, math.inf
-                if x.max_logits is not None:
-                    x.max_logits[i, t] = -math.inf
                 continue
             s = (x.q[i, t].float() @ rows.T) * x.scale
             lse = torch.logsumexp(s, -1)
             total = lse if x.sinks is None else torch.logaddexp(lse, x.sinks)
             x.out[i, t] = (torch.exp(s - total[:, None]) @ rows).to(x.out.dtype)
             x.lse[i, t] = lse
-            if x.max_logits is not None:
-                x.max_logits[i, t] = s.amax(-1)
 
 
 def _rows(given: NamedRows, request: int, token: int) -> torch.Tensor:

@@ -42,7 +42,6 @@ _FP32 = {
     "partial_lse_ptr",
     "s_ptr",
     "other_lse_ptr",
-    "max_logits_ptr",
 }
 _INT64 = {"scales_ptr", "extra_scales_ptr"}
 _BYTES = {"cache_ptr", "extra_cache_ptr"}

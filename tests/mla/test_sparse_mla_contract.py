@@ -58,7 +58,6 @@ def shifted(cache: torch.Tensor, stride: int) -> torch.Tensor:
         (lambda x: {"scale": -1.0}, "scale must be positive and finite, got -1.0"),
         (lambda x: {"sinks": torch.zeros(4)}, "sinks must have shape [8], got [4]"),
         (lambda x: {"splits": 161}, "splits must be 1 to 160, got 161"),
-        (lambda x: {"max_logits": torch.zeros(2, 1, 8)}, "max_logits must be None for a cache of"),
         (lambda x: {"out": torch.zeros(2, 1, 8, 512)}, "out must have dtype bfloat16, got float32"),
         (lambda x: {"rows": NamedRows(x.rows.cache[:, :32], x.rows.indices)},
          "rows.cache must have shape [pages, 64, 584]"),

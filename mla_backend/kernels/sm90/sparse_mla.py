@@ -308,7 +308,7 @@ def sparse_mla_sm90_kernel(
     own = (cache_ptr, stride_page)
     extra = (extra_cache_ptr, stride_extra_page)
     queries = (q_ptr, stride_q_t, stride_q_h, heads)
-    outputs = (sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, None)
+    outputs = (sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr)
     ring = (buffers[0], buffers[1], buffers[2], buffers[3])
     gl.warp_specialize(
         [

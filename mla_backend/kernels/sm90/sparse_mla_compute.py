@@ -119,7 +119,7 @@ def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
     k_s, seen_s, full, empty, q_s, p_s = buffers
     items, lengths, sizes = work
     q_ptr, stride_q_t, stride_q_h, heads = queries
-    sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, max_logits_ptr = outputs
+    sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr = outputs
     s_layout: gl.constexpr = _logits(HEADS, WARPS)
     o_layout: gl.constexpr = _output(HEADS, WARPS)
     key_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -195,8 +195,5 @@ def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
             bad = none | (b_sum != b_sum)
             lse = gl.where(bad, float("inf"), l2 * LN_2)
             gl.store(lse_ptr + row + o_head, lse, mask=m_head)
-            if max_logits_ptr is not None:
-                logits = gl.where(none, -float("inf"), b_top * LN_2)
-                gl.store(max_logits_ptr + row + o_head, logits, mask=m_head)
             weight = gl.where(none, 0.0, 1.0 / total)
             _store(b_o, weight, out_ptr, row * 512, heads_left, o_layout, RECORDS)

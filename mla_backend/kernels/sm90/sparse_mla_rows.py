@@ -70,7 +70,6 @@ def sparse_mla_rows_sm90_kernel(
     sinks_ptr,  # [heads] fp32 or None
     out_ptr,  # [tokens, heads, 512]
     lse_ptr,  # [tokens, heads] fp32, natural
-    max_logits_ptr,  # [tokens, heads] fp32 or None
     scale,
     stride_q_t,
     stride_q_h,
@@ -92,7 +91,7 @@ def sparse_mla_rows_sm90_kernel(
     work = (items, (lengths_ptr, None), (topk, 0, query_tokens, 1))
     lists_of = (indices_ptr, indices_ptr, stride_indices, stride_indices, (rows, rows))
     queries = (q_ptr, stride_q_t, stride_q_h, heads)
-    outputs = (sinks_ptr, out_ptr, lse_ptr, None, None, max_logits_ptr)
+    outputs = (sinks_ptr, out_ptr, lse_ptr, None, None)
     ring = (buffers[0], buffers[1], buffers[2], buffers[3])
     gl.warp_specialize(
         [

@@ -177,7 +177,7 @@ class Server:
 
     def expected(self, q: torch.Tensor, sinks: torch.Tensor, named: Any) -> torch.Tensor:
         lists = [(rows, indices.unsqueeze(1), lengths) for rows, indices, lengths in named]
-        out, _, _ = reference.sparse_mla(q.unsqueeze(1), lists, 512**-0.5, sinks=sinks)
+        out, _ = reference.sparse_mla(q.unsqueeze(1), lists, 512**-0.5, sinks=sinks)
         return out.squeeze(1)
 
 
