@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from kda_backend.selection import KdaShape
 
 EvictionHint = Literal["", "evict_first", "evict_last"]
-
-
-def _check_powers(params: object, least: int, most: int, *names: str) -> None:
-    for name in names:
-        value = getattr(params, name)
-        if not least <= value <= most or value & (value - 1):
-            raise ValueError(f"{name} must be a power of 2 from {least} to {most}, got {value}")
+Warps = Literal[1, 2, 4, 8, 16, 32]
+ScanRows = Literal[16, 32, 64, 128]
+UpTo128 = Literal[1, 2, 4, 8, 16, 32, 64, 128]
 
 
 @dataclass(frozen=True)
@@ -38,15 +34,13 @@ class TwoStageParams:
     """
 
     intra_max_registers: int
-    block_v: int
-    block_v_max: int
-    scan_num_warps: int
+    block_v: ScanRows
+    block_v_max: ScanRows
+    scan_num_warps: Warps
     scan_num_stages: int
     scan_pdl: bool
 
     def __post_init__(self) -> None:
-        _check_powers(self, 16, 128, "block_v", "block_v_max")
-        _check_powers(self, 1, 32, "scan_num_warps")
         if self.block_v > self.block_v_max:
             raise ValueError(
                 f"block_v must be at most block_v_max, got {self.block_v} and {self.block_v_max}"
@@ -62,12 +56,8 @@ class TwoStageParams:
 class RecurrentParams:
     """The recurrent kernel: a program walks the tokens of a sequence for ``block_v`` value rows."""
 
-    block_v: int
-    num_warps: int
-
-    def __post_init__(self) -> None:
-        _check_powers(self, 1, 256, "block_v")
-        _check_powers(self, 1, 32, "num_warps")
+    block_v: Literal[UpTo128, 256]
+    num_warps: Warps
 
 
 @dataclass(frozen=True)
@@ -82,15 +72,11 @@ class FusedStepParams:
         eviction: cache hint of the state's loads and stores.
     """
 
-    num_warps: int
-    k_inner: int
-    block_v: int
-    split_num_warps: int
+    num_warps: Warps
+    k_inner: UpTo128
+    block_v: UpTo128
+    split_num_warps: Warps
     eviction: EvictionHint
-
-    def __post_init__(self) -> None:
-        _check_powers(self, 1, 128, "k_inner", "block_v")
-        _check_powers(self, 1, 32, "num_warps", "split_num_warps")
 
 
 @dataclass(frozen=True)
@@ -113,12 +99,8 @@ class FusedStepSm90Params:
 class FusedVerifyParams:
     """Verification of drafts in one Triton launch; fields as in `FusedStepParams`."""
 
-    num_warps: int
-    k_inner: int
-
-    def __post_init__(self) -> None:
-        _check_powers(self, 1, 128, "k_inner")
-        _check_powers(self, 1, 32, "num_warps")
+    num_warps: Warps
+    k_inner: UpTo128
 
 
 @dataclass(frozen=True)

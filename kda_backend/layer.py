@@ -115,9 +115,8 @@ def prefill(
     Raises:
         ValueError: a tensor is not as described; nothing has been written then.
     """
-    gate, pool = weights.gate, state.read
-    conv: ConvInputs | None = ConvInputs(conv_pool, weights.conv)
-    assert conv is not None and pool is not None
+    gate, pool, conv = weights.gate, state.read, ConvInputs(conv_pool, weights.conv)
+    assert pool is not None
     if checkpoints is not None:
         state = with_checkpoints(state, checkpoints)
     layout = (
@@ -148,9 +147,8 @@ def prefill(
         rows = rows._replace(v=values.view(rows.v.shape))
     else:
         rows = _token_inputs(x, short_conv(x.qkv, conv, state, step_plan), selection)
-        conv = None
-    out, kept = x.out.unsqueeze(0), ready.kept
-    ready.run(PrefillCall(rows, gate, step_plan, state, out, None, scratch, kept, conv))
+    out, inside = x.out.unsqueeze(0), conv if ready.convolves else None
+    ready.run(PrefillCall(rows, gate, step_plan, state, out, None, scratch, ready.kept, inside))
     gated_norm(x.out, _norm(weights, x), step_plan)
     if checkpoints is not None:
         store_checkpoints(x.qkv, state, conv_pool, checkpoints, step_plan)

@@ -241,10 +241,10 @@ def kda_verify_step(
 
 
 def _num_sequences(q: torch.Tensor, plan: StepPlan | torch.Tensor | None) -> int:
-    if isinstance(plan, StepPlan):
-        return plan.num_sequences
     if plan is None:
         return q.shape[0] if q.dim() else 0
+    if isinstance(plan, StepPlan):
+        return plan.num_sequences
     check_cu_seqlens("cu_seqlens", plan)
     return plan.shape[0] - 1
 
@@ -276,5 +276,6 @@ def _ready(
         tokens = packed(tokens)
     if state.final:
         shape = state.shape(tokens, sequences)
-        state = state._replace(write=tokens.q.new_empty(shape, dtype=torch.float32))
+        final = tokens.q.new_empty(shape, dtype=torch.float32)
+        state = StateRef(state.read, final, *state[2:])
     return tokens, state

@@ -61,27 +61,14 @@ def serves(
 
 
 @functools.cache
-def make_kernels(
-    device: torch.device, variant: Variant, taps: torch.dtype
-) -> Mapping[int, CudaKernel]:
-    """The kernels by CTAs per SM, which begin to compile."""
-    return {
-        ctas: CudaKernel(
-            KERNELS / "intra_chunk.cu",
-            "intra_chunk",
-            CONV_PARAMS,
-            conv_defines(variant, ctas, taps),
-        )
-        for ctas in (2, 4)
-    }
-
-
-@functools.cache
 def load_kernels(
     device: torch.device, variant: Variant, taps: torch.dtype
 ) -> Mapping[int, CudaKernel]:
-    """Those of `make_kernels`, loaded."""
-    kernels = make_kernels(device, variant, taps)
+    """The kernels by CTAs per SM, loaded."""
+    source, kernels = KERNELS / "intra_chunk.cu", {}
+    for ctas in (2, 4):
+        defines = conv_defines(variant, ctas, taps)
+        kernels[ctas] = CudaKernel(source, "intra_chunk", CONV_PARAMS, defines)
     for kernel in kernels.values():
         kernel.load()
     return kernels
