@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.performance_parts.page import load, mean, section, table, us
+from docs.performance_parts.page import by_size, load, mean, section, table, us
 
 _COMPRESSOR_PEERS = {
     "vllm": "vLLM, Triton",
@@ -67,54 +67,38 @@ def _compressor_table(report: dict[str, Any], peers: str) -> list[str]:
     """Every row with a time of an engine, over the fastest of the row."""
     rows = [row for row in report["rows"] if compressor_peers(row)]
     ratios = [min(compressor_peers(row)) / row["ours_gpu_ms"] for row in rows]
-    shown = [p for p in _COMPRESSOR_PEERS if any(row.get(f"{p}_gpu_ms") for row in rows)]
-    cells = (
-        [
-            row["phase"],
-            f"{row['part']}, C{row['ratio']}",
-            f"{row['n']:,}",
-            row["ends"],
-            us(row["ours_gpu_ms"]),
-            *(us(row[f"{p}_gpu_ms"]) if row.get(f"{p}_gpu_ms") else "" for p in shown),
-            f"{ratio:.2f}",
-            us(row["ours_host_ms"]),
-        ]
-        for row, ratio in zip(rows, ratios, strict=True)
-    )
-    titles = ["phase", "part", "tokens", "window ends", "ours"]
-    titles += [_COMPRESSOR_PEERS[peer] for peer in shown]
+    times: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row, ratio in zip(rows, ratios, strict=True):
+        size = (row["phase"], f"{row['n']:,}", row["ends"])
+        times.setdefault(size, {})[_part(row)] = f"{us(row['ours_gpu_ms'])}, {ratio:.2f}×"
     return [
-        f"Times in µs, compared with {peers} × is the time of the fastest peer over ours; its"
-        f" geometric mean is {mean(ratios):.2f}×, its least value {min(ratios):.2f}×. An empty"
-        f" launch takes {report['empty_launch_ms'] * 1e3:.2f} µs.",
+        f"Times in µs, compared with {peers} Each is followed by the time of the fastest peer over"
+        f" it; the geometric mean is {mean(ratios):.2f}×, the least value {min(ratios):.2f}×. An"
+        f" empty launch takes {report['empty_launch_ms'] * 1e3:.2f} µs. *both* is the two"
+        " compressors of a C4 layer, one call after the other.",
         "",
-        *table([*titles, "×", "host"], cells),
+        *by_size(["phase", "tokens", "window ends"], times),
     ]
+
+
+def _part(row: dict[str, Any]) -> str:
+    rotated = ", rotated" if row.get("rotate") else ""
+    return f"{row['part']}, C{row['ratio']}{rotated}"
 
 
 def _alone(rows: list[dict[str, Any]]) -> list[str]:
     """Prefill on sglang's ring, rotated queries and rows in place, which vLLM does not have, and
     fp4 queries."""
-    shown = [r for r in rows if not compressor_peers(r)]
-    cells = (
-        [
-            row["phase"],
-            f"{row['part']}, C{row['ratio']}"
-            + (", rotated" if row.get("rotate") else "")
-            + (f", {row['layout']}" if "layout" in row else ""),
-            f"{row['n']:,}",
-            us(row["ours_gpu_ms"]),
-            us(row["floor_ms"]),
-            us(row["ours_host_ms"]),
-        ]
-        for row in shown
-    )
-    titles = ["phase", "part", "tokens", "ours", "bytes at copy bandwidth", "host"]
+    times: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        if not compressor_peers(row):
+            size = (row["phase"], f"{row['n']:,}")
+            times.setdefault(size, {})[_part(row)] = us(row["ours_gpu_ms"])
     return [
         "",
         "These have no peer: vLLM has no ring and rotates neither queries nor pooled rows in place"
         " (indexer_rows: norm, RoPE and rotation), and its kernel for fp4 queries does not build"
-        " for sm_90. Times in µs:",
+        " for sm_90. Prefills are of the ring. Times in µs:",
         "",
-        *table(titles, cells),
+        *by_size(["phase", "tokens"], times),
     ]

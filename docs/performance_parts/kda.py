@@ -7,7 +7,7 @@ from typing import Any
 
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from docs.performance_parts.page import best, load, mean, section, shape, table, us
+from docs.performance_parts.page import best, by_size, load, mean, section, shape, table, us
 from kda_backend.launch_params import TABLES
 from kda_backend.spec import CHUNK
 
@@ -119,27 +119,20 @@ def short() -> list[str]:
     """Short sequences: one launch beside the two stages."""
     name = "kda_prefill_short_h200.json"
     report, limit = load(name), _prefill_row("one_launch_sm90").max_longest
-    cells = (
-        [
-            str(row["H"]),
-            shape(row["seq_lens"]),
-            f"{row['parts_us']['two_stage']:.1f}",
-            f"{row['fused_us']:.1f}",
-            f"{row['parts_us']['two_stage'] / row['fused_us']:.2f}",
-            f"{row['floor_us']:.1f}",
-        ]
-        for row in report["rows"]
-        if row["H"] in (32, 4)
-    )
+    times: dict[tuple[str], dict[str, str]] = {}
+    for row in report["rows"]:
+        if row["H"] in (32, 4):
+            two, one = row["parts_us"]["two_stage"], row["fused_us"]
+            cell = f"{two:.1f}, {one:.1f}, {two / one:.2f}×"
+            times.setdefault((shape(row["seq_lens"]),), {})[f"{row['H']} heads"] = cell
     return [
         *section("KDA prefill of short sequences", report, name),
         "",
-        "Times in µs. The state of each sequence and head is read and written. *bytes* is the time"
-        " of reading all inputs and writing all outputs at the copy bandwidth"
-        f" ({report['copy_gbs']:,} GB/s). The path table uses the single launch if the host knows"
-        f" that no sequence is longer than {limit} tokens.",
+        "Times in µs of the two stages, of one launch, and of the first over the second. The state"
+        " of each sequence and head is read and written. The path table uses the single launch if"
+        f" the host knows that no sequence is longer than {limit} tokens.",
         "",
-        *table(["heads", "tokens", "two stages", "one launch", "×", "bytes"], cells),
+        *by_size(["tokens"], times),
     ]
 
 
@@ -216,27 +209,20 @@ def decode() -> list[str]:
     report = load("kda_decode_h200.json")
     ratios = [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
     share = [row["floor_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
-    rows = (
-        [
-            str(row["H"]),
-            str(row["batch"]),
-            us(row["ours_gpu_ms"]),
-            f"{us(row['best_peer_gpu_ms'])} ({row['best_peer']})",
-            f"{ratio:.2f}",
-            us(row["floor_ms"]),
-            us(row["ours_host_ms"]),
-        ]
-        for row, ratio in zip(report["rows"], ratios, strict=True)
-    )
+    times: dict[tuple[str], dict[str, str]] = {}
+    for row, ratio in zip(report["rows"], ratios, strict=True):
+        cell = f"{us(row['ours_gpu_ms'])}, {ratio:.2f}×"
+        times.setdefault((str(row["batch"]),), {})[f"{row['H']} heads"] = cell
+    peers = ", ".join(sorted({row["best_peer"] for row in report["rows"]}))
     return [
         *section("KDA decode step", report, "kda_decode_h200.json"),
         "",
         "A step from the packed projections to the gated norm, times in µs; the launches of a peer"
-        " are added. × is the time of the best peer over ours; its geometric mean is"
-        f" {mean(ratios):.2f}×, its least value {min(ratios):.2f}×. *bytes* is the time of reading"
-        " and writing the fp32 state once at the copy bandwidth"
-        f" ({report['copy_gbs']:,.0f} GB/s), which is {min(share):.0%} to {max(share):.0%} of our"
-        " time. [studies/kda.md](studies/kda.md#decode-step) says what memory permits.",
+        f" are added. Each is followed by the time of the best peer ({peers}) over it; the"
+        f" geometric mean is {mean(ratios):.2f}×, the least value {min(ratios):.2f}×. To read and"
+        f" write the fp32 state once at the copy bandwidth ({report['copy_gbs']:,.0f} GB/s) takes"
+        f" {min(share):.0%} to {max(share):.0%} of our time."
+        " [studies/kda.md](studies/kda.md#decode-step) says what memory permits.",
         "",
-        *table(["heads", "sequences", "ours", "best peer", "×", "bytes", "host"], rows),
+        *by_size(["sequences"], times),
     ]

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from backend_core.target import KNOWN_TARGETS
-from docs.performance_parts.page import load, mean, section, table, us
+from docs.performance_parts.page import by_size, load, mean, section, table, us
 from mla_backend.sparse_mla import select_sparse_mla
 from mla_backend.spec_sparse_mla import SparseMlaSpec
 
@@ -139,23 +139,13 @@ def named_rows() -> list[str]:
     lines = section("DeepSeek-V4's attention", report, name)
     decodes = [row for row in report["rows"] if row["phase"] == "decode"]
     ratios: dict[int, list[float]] = {}
-    cells = []
+    times: dict[tuple[str, str], dict[str, str]] = {}
     for row in decodes:
-        variant, ours = _of_the_table(row)
-        ratios.setdefault(row["heads"], []).append(row["flashmla_gpu_us"] / ours)
-        cells.append(
-            [
-                str(row["heads"]),
-                f"{row['batch']:,}",
-                f"{row['topk']:,}",
-                variant,
-                us(ours / 1e3),
-                us(row["variants_us"]["triton"] / 1e3),
-                us(row["flashmla_gpu_us"] / 1e3),
-                f"{ratios[row['heads']][-1]:.2f}",
-                us(row["floor_us"] / 1e3),
-            ]
-        )
+        ours = _of_the_table(row)
+        ratio = row["flashmla_gpu_us"] / ours
+        ratios.setdefault(row["heads"], []).append(ratio)
+        size = (f"{row['batch']:,}", f"{row['topk']:,}")
+        times.setdefault(size, {})[f"{row['heads']} heads"] = f"{us(ours / 1e3)}, {ratio:.2f}×"
     means = ", ".join(f"{mean(x):.2f}× at {heads} heads" for heads, x in ratios.items())
     prefills = (
         [
@@ -169,16 +159,15 @@ def named_rows() -> list[str]:
         for row in report["rows"]
         if row["phase"] == "prefill"
     )
-    titles = ["heads", "requests", "top-k", "variant of the table", "ours", "Triton", "FlashMLA"]
     return [
         *lines,
         "",
         "Decode over records: each request attends to the 128 rows of a window and to top-k others."
-        " Times in µs. FlashMLA's queries are padded to 64 heads, as vLLM pads them. A variant is"
-        " named by the heads of a tile, the warps that fetch, and the rows that each of them"
-        f" fetches. × is FlashMLA's time over ours; its geometric mean is {means}.",
+        " Times in µs of the variant that the path table takes. FlashMLA's queries are padded to 64"
+        " heads, as vLLM pads them. Each is followed by FlashMLA's time over it, whose geometric"
+        f" mean is {means}.",
         "",
-        *table([*titles, "×", "bytes"], cells),
+        *by_size(["requests", "top-k"], times),
         "",
         "Prefill by the path table of that run, in µs, over gathered rows of bf16 and over the"
         " records themselves. FlashMLA does not read records in prefill.",
@@ -187,11 +176,11 @@ def named_rows() -> list[str]:
     ]
 
 
-def _of_the_table(row: dict[str, Any]) -> tuple[str, float]:
-    """The variant that the H200's path table takes for a row of decodes, and its time in µs."""
+def _of_the_table(row: dict[str, Any]) -> float:
+    """The time in µs of the variant that the H200's path table takes for a row of decodes."""
     spec = SparseMlaSpec(row["heads"], page_size=64, extra_page_size=64)
     params = (
         select_sparse_mla(KNOWN_TARGETS["H200"], spec).row(row["batch"] * spec.num_heads).params
     )
     variant = f"{params.max_heads} heads, {params.fetch_warps}x{params.fetch_rows}"
-    return variant, row["variants_us"][variant]
+    return float(row["variants_us"][variant])

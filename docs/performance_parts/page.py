@@ -23,6 +23,14 @@ def table(titles: list[str], rows: Iterable[list[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
+def by_size(titles: list[str], cells: dict[Any, dict[str, str]]) -> list[str]:
+    """A table with a row for each size, a tuple as long as ``titles``, and a column for each key
+    of its cells."""
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    rows = ([*size, *(row.get(column, "") for column in columns)] for size, row in cells.items())
+    return table([*titles, *columns], rows)
+
+
 def shape(lengths: list[int]) -> str:
     if len(set(lengths)) > 1:
         return f"{len(lengths)} ragged, {sum(lengths):,}"
