@@ -6,7 +6,8 @@
 The flag is `backend_core.engines.vllm_flag`'s. vLLM builds a compressor as ``DeepseekCompressor``,
 a plain module. Its ``__init__`` ends with the decision: with the flag, and where this backend
 serves it, the compressor becomes a `vllm_compressor.FusedCompressor`; otherwise it stays what it
-is.
+is. In DeepSeek-V4.1 the attention layer decides so, which has both the compressor and the indexer
+whose keys are made of its latents (`vllm_low_ratio`).
 """
 
 from __future__ import annotations
@@ -20,28 +21,34 @@ from backend_core.engines.vllm_flag import LayerClaim
 from backend_core.strict import fallback
 
 FAMILY = "dsv4"
-# DeepSeek-V4.1's is another class: not replaced; logged once
-COMPRESSORS = ("vllm.models.deepseek_v4.compressor", "vllm.models.deepseek_v41.compressor")
+COMPRESSOR = "vllm.models.deepseek_v4.compressor"
+ATTENTION_V41 = "vllm.models.deepseek_v41.attention"
 _ATTENTION = "vllm.models.deepseek_v4.attention"
 ROTATE = "rotate_indexer"  # in --additional-config
 
 
 def register() -> None:
     """Make the flag known and wait for vLLM's compressor; a second call changes nothing."""
-    claim = LayerClaim("compressor", "DeepSeek-V4 compressor", (*COMPRESSORS, _ATTENTION), _install)
+    modules = (COMPRESSOR, _ATTENTION, ATTENTION_V41)
+    claim = LayerClaim("compressor", "DeepSeek-V4 compressor", modules, _install)
     vllm_flag.register_family(FAMILY, [claim])
 
 
 def _install(module: ModuleType) -> None:
     """Let the class of compressors, or of indexers, end its ``__init__`` with a decision."""
-    if module.__name__ in COMPRESSORS:
+    if module.__name__ == COMPRESSOR:
         vllm_flag.after_init(module.DeepseekCompressor, adopt)
+    elif module.__name__ == ATTENTION_V41:
+        vllm_flag.after_init(module.DeepseekV4Attention, adopt)
     else:
         vllm_flag.after_init(module.DeepseekV4Indexer, rotate)
 
 
-def adopt(compressor: Any, vllm_config: Any) -> None:
+def adopt(built: Any, vllm_config: Any) -> None:
     """Take over a compressor that vLLM just built, or say why it stays upstream's.
+
+    Args:
+        built: a compressor of V4, or an attention layer of V4.1, which may have one.
 
     Raises:
         FallbackError: it stays upstream's, in strict mode.
@@ -49,8 +56,10 @@ def adopt(compressor: Any, vllm_config: Any) -> None:
     reason = vllm_flag.broken(FAMILY)
     if reason is None:
         try:
-            ours = importlib.import_module("dsv4_backend.engines.vllm_compressor")
-            reason = ours.adopt(compressor, vllm_config)
+            is_v41 = hasattr(built, "compressor")
+            name = "vllm_low_ratio" if is_v41 else "vllm_compressor"
+            ours = importlib.import_module(f"dsv4_backend.engines.{name}")
+            reason = ours.adopt(built, vllm_config)
         except Exception as error:
             reason = vllm_flag.report_broken(FAMILY, error)
     if reason is not None:

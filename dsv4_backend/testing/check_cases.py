@@ -30,10 +30,12 @@ from dsv4_backend import (
 )
 from dsv4_backend.in_place.torch import in_torch as in_place_torch
 from dsv4_backend.launch_params import TABLES
+from dsv4_backend.low_ratio_step import OPERATOR as LOW_RATIO
 from dsv4_backend.queries import OPERATOR
 from dsv4_backend.queries.torch import in_torch as queries_torch
 from dsv4_backend.step import CompressorCall
 from dsv4_backend.step_plan import CompressorStepPlan, DecodeStepPlan, StateLayout
+from dsv4_backend.testing import low_ratio
 from dsv4_backend.testing.engine import Engine, make_history, make_layer, make_spec, rope_table
 from dsv4_backend.testing.oracle import within_one_code, without_records
 from dsv4_backend.torch_step import step, windows
@@ -72,6 +74,8 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
     """
     if path.name in ("torch", UPSTREAM):
         return {}
+    if path.operator == LOW_RATIO:
+        return {name: _allowed(run) for name, run in low_ratio.check_cases(path).items()}
     found: dict[str, Callable[[Target, torch.device], float]] = {}
     layouts: list[StateLayout] = [x for x in ("paged", "ring") if x in path.features]
     for adversarial in (False, True):

@@ -30,6 +30,7 @@ from dsv4_backend.launch_params import TABLES
 from dsv4_backend.queries import OPERATOR
 from dsv4_backend.queries.torch import in_torch as queries_torch
 from dsv4_backend.step_plan import CompressorStepPlan, StateLayout
+from dsv4_backend.testing import low_ratio
 from dsv4_backend.testing.check_cases import move_plan
 from dsv4_backend.testing.engine import (
     POISON,
@@ -99,6 +100,7 @@ def fuzz_cases() -> Mapping[str, FuzzCase]:
         "decode": steps("decode"),
         "prefill": steps("prefill"),
         "in_place": in_place_case,
+        "low_ratio": low_ratio.fuzz_case,
         "queries": queries_case,
     }
 
