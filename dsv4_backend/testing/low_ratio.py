@@ -189,13 +189,8 @@ def compare(
     launches: LowRatioLaunchCache | None = None,
 ) -> float:
     """One call on the paths of a target and by the definition, which the engine goes on from: the
-    share of written values that differ, each by one step of its code.
-
-    Raises:
-        RuntimeError: a state row differs, a byte outside the records changed, or a value is more
-            than one step of its code off.
-    """
-    moved, before = to_device(call, device), [cache.clone() for cache in engine.caches]
+    share of written values that differ; see `judge`."""
+    moved = to_device(call, device)
     compress_low_ratio_(
         *(moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache),
         plan_on(plan, device),
@@ -203,6 +198,20 @@ def compare(
         selection=selection,
         launches=launches,
     )
+    return judge(engine, call, plan, moved)
+
+
+def judge(
+    engine: LowRatioEngine, call: LowRatioCall, plan: LowRatioStep, moved: LowRatioCall
+) -> float:
+    """Make a step by the definition, on the engine's memory, and compare ``moved`` with it: the
+    share of written values that differ, each by one step of its code.
+
+    Raises:
+        RuntimeError: a state row differs, a byte outside the records changed, or a value is more
+            than one step of its code off.
+    """
+    before = [cache.clone() for cache in engine.caches]
     step(call, plan)
     if engine.state is not None and moved.state is not None:
         states = (x.contiguous().cpu().view(torch.int32) for x in (moved.state, engine.state))

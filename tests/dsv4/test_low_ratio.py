@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import dsv4_backend
+from backend_core.formats import RECORD_FORMATS
 from backend_core.operator import forced
 from backend_core.tables.select import load_table
 from dsv4_backend import (
@@ -85,6 +88,38 @@ def test_slots_of_one_cache_may_be_left_out() -> None:
             kit.compare(engine, engine.call(layer, rows), plan, TARGET, DEVICE, selection)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_graph_replays_other_steps(ratio: int, known: bool) -> None:
+    """One batch is captured, and others of as many tokens are replayed: prompts where the host does
+    not know the chunks, decodes and drafts where it does."""
+    steps = (((0, 0, 3), (1, 0, 5)), ((0, 3, 8), (1, 5, 8)), ((1, 8, 11), (0, 8, 13)))
+    if not known:
+        steps = (((0, 0, 20), (1, 0, 12)), ((0, 20, 21), (1, 12, 43)), ((1, 43, 48), (0, 21, 48)))
+    spec = kit.make_spec(ratio)
+    engine, layer = kit.LowRatioEngine(spec, 2, 48), kit.make_layer(spec, 5, CPU)
+    histories = [kit.make_history(spec, 48, n) for n in range(2)]
+    moved, graph, launches = None, torch.cuda.CUDAGraph(), LowRatioLaunchCache()
+    for chunks in steps:
+        rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
+        rows = torch.cat([rows, torch.full((2, spec.row_width), torch.nan)])
+        call, plan = engine.call(layer, rows), engine.plan(chunks, 2, known)
+        if moved is None:
+            moved, held = kit.to_device(call, DEVICE), kit.plan_on(plan, DEVICE)
+            tensors = (moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache)
+            warm_up_low_ratio(*tensors, held, launches=launches)
+            with torch.cuda.graph(graph):
+                compress_low_ratio_(*tensors, held, launches=launches)
+        moved.kv_score.copy_(rows)
+        for name in ("positions", "slots", "index_slots", "state_slots", "query_starts"):
+            if getattr(held, name) is not None:
+                getattr(held, name).copy_(getattr(plan, name))
+        graph.replay()
+        assert kit.judge(engine, call, plan, moved) <= kit.ALLOWED
+
+
 def test_nvfp4_scales_of_tiny_and_huge_rows() -> None:
     """Scales stay within e4m3's positive range, and larger values saturate."""
     records = RecordSpec(cache_format="nvfp4_rows", page_tokens=4, rounding="vllm", fp8="ocp")
@@ -94,6 +129,13 @@ def test_nvfp4_scales_of_tiny_and_huge_rows() -> None:
     values = reference.dequantise(data, scales, records)
     assert (scales[0] == 1).all() and (scales[2] == 1).all()  # 2^-9
     assert (values[1] == 6 * 448).all() and (values[[0, 2]] == 0).all()
+
+
+def test_check_runs_every_record_format_that_an_adapter_names() -> None:
+    source = Path(dsv4_backend.__file__).with_name("engines") / "vllm_low_ratio.py"
+    text = source.read_text(encoding="utf-8")
+    named = {name for name in RECORD_FORMATS if f'"{name}"' in text}
+    assert named == {name for formats in kit.FORMATS for name in formats}
 
 
 def given(ratio: int = 2) -> tuple[tuple[object, ...], LowRatioStep]:
