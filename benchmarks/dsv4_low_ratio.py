@@ -8,6 +8,7 @@ GPU, but for fp4, whose conversion is an instruction of sm_100.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,13 @@ from typing import Any
 
 import torch
 
+from backend_core.operator import forced
+from backend_core.target import detect_target
 from backend_core.testing.timing import call_time_ms, graph_time_ms, host_time_ms
 from dsv4_backend import RecordSpec, reference
+from dsv4_backend.family import FAMILY
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.low_ratio_step import low_ratio_selection
 from dsv4_backend.testing.engine import POISON, default_device
 from dsv4_backend.testing.steps import TimedLowRatio, make_low_ratio
 
@@ -27,7 +33,7 @@ FORMATS = (
     *(("fp8_ds_mla", "indexer_fp8"), ("mxfp8_rows", "indexer_fp8")),
     ("nvfp4_rows", "indexer_mxfp4"),
 )
-"""What vLLM keeps on Hopper; on Blackwell with keys of fp8, and with fp4 for both."""
+"""What vLLM keeps on Hopper; Blackwell's main records with keys of fp8; and fp4 for both."""
 FEW = {"decode": (1, 64, 512), "prefill": (8192,)}
 """The sizes at which all formats are measured."""
 
@@ -204,6 +210,27 @@ def take_times(row: dict[str, Any], name: str, call: Call) -> None:
     row[f"{name}_gpu_ms"] = graph_time_ms(call)
 
 
+def variants(case: Case, step: TimedLowRatio) -> dict[str, float]:
+    """GPU time of every path of the table that can serve the case, and, at the sizes of ``FEW``, of
+    those paths with one of their launch parameters exchanged."""
+    phase, _, n, formats = case
+    target, found = detect_target(step.call.kv_score.device), {}
+    for row in dict.fromkeys(low_ratio_selection(target, step.call.layer.spec).rows):
+        if row.name == "torch" or not row.serves(n, step.step_plan.longest, 1):
+            continue
+        options = [row.params]
+        if formats == FORMATS[0] and n in FEW.get(phase, ()):
+            for name, values in FAMILY.tune_space(row).get(row.operator, {}).items():
+                others = (value for value in values if value != getattr(row.params, name))
+                options += [dataclasses.replace(row.params, **{name: value}) for value in others]
+        for params in options:
+            path = dataclasses.replace(row, params=params)
+            call = step.run(target, forced(TABLES, target, None, path))
+            words = " ".join(f"{name}={value}" for name, value in path.params_dict().items())
+            found[f"{row.name} {words}"] = graph_time_ms(call)
+    return found
+
+
 def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str, Any]:
     """The row of a case: ours, and vLLM's launches on the same tensors.
 
@@ -219,6 +246,7 @@ def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str
     if row["ours_float64_bytes"] < 0.99:
         raise ArithmeticError(f"only {row['ours_float64_bytes']:.4f} of the bytes are float64's")
     take_times(row, "ours", step.run())
+    row["ours_variants_gpu_ms"] = variants(case, step)
     row["floor_ms"] = step.floor_bytes() / (bandwidth * 1e6)
     is_fp4 = formats[1] == "indexer_mxfp4"
     if peers.low_ratio is None or (is_fp4 and torch.cuda.get_device_capability() < (10, 0)):

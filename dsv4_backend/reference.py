@@ -21,7 +21,6 @@ from collections.abc import Sequence
 import torch
 
 from dsv4_backend.spec import (
-    LOW_RATIO_FORMATS,
     ROPE_DIM,
     CompressorLayer,
     Fp8Flavour,
@@ -217,7 +216,8 @@ def quantise(x: torch.Tensor, spec: RecordSpec) -> tuple[torch.Tensor, torch.Ten
     top = 448.0 if fp8 == "ocp" else 224.0
     none = torch.empty((n, 0), dtype=torch.uint8, device=x.device)
     encoding = spec.record.encoding
-    if encoding not in LOW_RATIO_FORMATS and (d == 512 or rounding == "vllm"):
+    # V4.1's interleaved records are taken from fp32, behind a latent of bf16
+    if not spec.record.is_interleaved and (d == 512 or rounding == "vllm"):
         x = round_bf16(x)
     if encoding == "mxfp8_rows":
         groups = x.view(n, 16, 32)
@@ -239,6 +239,10 @@ def quantise(x: torch.Tensor, spec: RecordSpec) -> tuple[torch.Tensor, torch.Ten
         tail = x[:, -ROPE_DIM:].float().bfloat16().view(torch.uint8)
         pad = torch.zeros((n, 1), dtype=torch.uint8, device=x.device)
         return torch.cat((codes, tail), 1), torch.cat(((k + 127).to(torch.uint8), pad), 1)
+    if encoding == "indexer_fp8_ue8m0":
+        k = ceil_log2(x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / top)
+        codes = encode_e4m3(x * torch.exp2(-k.to(x.dtype)), fp8)
+        return codes, (k + 127).to(torch.uint8).expand(n, 4)
     if encoding == "indexer_fp8":
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / top
         if rounding != "sglang":
@@ -264,8 +268,8 @@ def dequantise(data: torch.Tensor, scales: torch.Tensor, spec: RecordSpec) -> to
         codes = decode_e4m3(data[:, :448].contiguous(), spec.fp8).view(-1, 7, 64)
         tail = data[:, 448:].contiguous().view(torch.bfloat16).float()
         return torch.cat(((codes * torch.exp2(k)[..., None]).flatten(1), tail), 1)
-    if encoding == "mxfp8_rows":
-        codes = decode_e4m3(data.contiguous(), spec.fp8).view(-1, 16, 32)
+    if encoding in ("mxfp8_rows", "indexer_fp8_ue8m0"):
+        codes = decode_e4m3(data.contiguous(), spec.fp8).view(len(data), -1, 32)
         return (codes * torch.exp2(scales.float() - 127)[..., None]).flatten(1)
     code = torch.stack((data & 15, data >> 4), -1).flatten(1)
     if encoding == "nvfp4_rows":
@@ -298,7 +302,7 @@ def _places(spec: RecordSpec) -> tuple[Places, ...]:
         row = torch.cat((codes, 448 + twice)) + 512 * i
         first = row, torch.cat((codes, d + twice // 2))
         return first, (torch.arange(128) + 128 * i, b[448:])
-    if cache_format in LOW_RATIO_FORMATS:
+    if record.is_interleaved:
         row = torch.arange(d + s)
         return ((i * (d + s) + row, row),)
     data = i * d + b

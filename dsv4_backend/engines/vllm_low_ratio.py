@@ -29,6 +29,7 @@ from vllm.models.deepseek_v41.compressor import (
     DeepseekCompressor,
 )
 from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import Engine, vllm_flag
@@ -122,8 +123,6 @@ def _refusal(attention: Any, vllm_config: VllmConfig) -> str | None:
             f"main records of kv_cache_dtype {attention.kv_cache_dtype} are not served:"
             " fp8_ds_mla, nvfp4_ds_mla and bf16 are"
         )
-    if _index_format(indexer) == "indexer_fp8" and _packs_scales():
-        return "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32"
     return None
 
 
@@ -137,12 +136,9 @@ def _main_format(attention: Any) -> CacheFormat | None:
 def _index_format(indexer: Any) -> CacheFormat:
     if indexer.use_fp4_kv:
         return "indexer_mxfp4"
-    return "indexer_fp8_tiles" if current_platform.is_rocm() else "indexer_fp8"
-
-
-def _packs_scales() -> bool:
-    """Whether the GPU's logits kernel takes UE8M0 scales only."""
-    return current_platform.is_cuda() and bool(current_platform.is_device_capability_family(100))
+    if current_platform.is_rocm():
+        return "indexer_fp8_tiles"
+    return "indexer_fp8_ue8m0" if mqa_logits_use_mx_scales() else "indexer_fp8"
 
 
 def _spec(attention: Any, main_tokens: int, index_tokens: int) -> LowRatioSpec:

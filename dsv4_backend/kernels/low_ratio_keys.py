@@ -5,7 +5,12 @@ import triton.language as tl
 
 from backend_core.kernels.codecs import encode_e4m3, round_bf16
 from backend_core.kernels.rope_hadamard import rotate_pairs
-from dsv4_backend.kernels.records import indexer_fp8_scale, quantise_indexer_mxfp4, row_ptrs
+from dsv4_backend.kernels.records import (
+    four_ue8m0,
+    indexer_fp8_scale,
+    quantise_indexer_mxfp4,
+    row_ptrs,
+)
 
 
 @triton.jit
@@ -50,6 +55,8 @@ def store_keys(
         b_scale, b_inv = indexer_fp8_scale(b_amax, "vllm", False)
         b_code = encode_e4m3(b_key * b_inv[:, None], False)
         tl.store(row_ptrs(page_ptr, i_slot, KEY, TILE), b_code, mask=m_slot)
+        if FORMAT == "indexer_fp8_ue8m0":
+            b_scale = four_ue8m0(b_scale).to(tl.float32, bitcast=True)
         scale_ptrs = (page_ptr + PAGE * KEY + i_slot * 4).to(tl.pointer_type(tl.float32))
         tl.store(scale_ptrs, b_scale[:, None], mask=m_slot)
 

@@ -47,6 +47,8 @@ def store_record(
     elif FORMAT == "bf16_rows":
         row_ptr = (page_ptr + i_slot * (2 * D)).to(tl.pointer_type(tl.bfloat16))
         tl.store(row_ptr + tl.arange(0, D), b_x.to(tl.bfloat16))
+    elif FORMAT == "indexer_fp8_ue8m0":
+        store_indexer_fp8_ue8m0(b_x, page_ptr, i_slot, D, PAGE)
     elif FORMAT == "indexer_fp8":
         store_indexer_fp8(b_x, page_ptr, i_slot, D, PAGE, 1, ROUNDING, IS_FNUZ)
     elif FORMAT == "indexer_fp8_tiles":
@@ -178,6 +180,20 @@ def store_indexer_fp8(
     b_code, scale = quantise_indexer_fp8(b_x, ROUNDING, IS_FNUZ)
     tl.store(row_ptrs(page_ptr, i_slot, D, TILE), b_code)
     tl.store((page_ptr + PAGE * D + i_slot * 4).to(tl.pointer_type(tl.float32)), scale)
+
+
+@triton.jit
+def four_ue8m0(scale):
+    """The byte k + 127 of a scale 2^k, four times in an int32."""
+    return (scale.to(tl.int32, bitcast=True) >> 23) * 0x01010101
+
+
+@triton.jit
+def store_indexer_fp8_ue8m0(b_x, page_ptr, i_slot, D: tl.constexpr, PAGE: tl.constexpr):
+    """D e4m3, and four equal UE8M0 bytes."""
+    b_code, scale = quantise_indexer_fp8(b_x, "vllm", False)
+    tl.store(row_ptrs(page_ptr, i_slot, D, 1), b_code)
+    tl.store((page_ptr + PAGE * D + i_slot * 4).to(tl.pointer_type(tl.int32)), four_ue8m0(scale))
 
 
 @triton.jit

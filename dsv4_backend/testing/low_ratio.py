@@ -38,7 +38,7 @@ bf16 of the latent, or of the key, on the other side, and then the middle of two
 
 FORMATS = (
     *(("fp8_ds_mla", "indexer_fp8"), ("mxfp8_rows", "indexer_mxfp4")),
-    *(("nvfp4_rows", "indexer_mxfp4"), ("bf16_rows", "indexer_fp8_tiles")),
+    *(("nvfp4_rows", "indexer_fp8_ue8m0"), ("bf16_rows", "indexer_fp8_tiles")),
 )
 """Main and index formats that engines use together, and all others once."""
 

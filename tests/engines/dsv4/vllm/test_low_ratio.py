@@ -19,6 +19,7 @@ import vllm  # noqa: E402
 from vllm.config import CUDAGraphMode, set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.forward_context import set_forward_context  # noqa: E402
+from vllm.models.deepseek_v41.common.ops import indexer_k_store  # noqa: E402
 from vllm.models.deepseek_v41.compressor import (  # noqa: E402
     CompressorMetadataBuilder,
     CompressorStateCache,
@@ -73,7 +74,6 @@ def engine_config(flag: bool = True, **changes: Any) -> Any:
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,
-        block_size=64,
         dtype="bfloat16",
         **({"attention_backend": flag_name("dsv4")} if flag else {}),
         **given,
@@ -114,9 +114,16 @@ def build(
     is_blackwell = main in ("mxfp8_rows", "nvfp4_rows")
     monkeypatch.setattr(deepseek_v41, "_use_v41_mxfp8_kv_record", lambda: is_blackwell)
     monkeypatch.setattr(deepseek_v41, "dsa_indexer_uses_fp4", lambda _: index == "indexer_mxfp4")
+    is_packed, is_rocm = index == "indexer_fp8_ue8m0", index == "indexer_fp8_tiles"
+    monkeypatch.setattr(adapter, "mqa_logits_use_mx_scales", lambda: is_packed)
+    monkeypatch.setattr(indexer_k_store, "mqa_logits_use_mx_scales", lambda: is_packed)
+    platform = types.SimpleNamespace(is_rocm=lambda: is_rocm, is_cuda=lambda: False)
+    monkeypatch.setattr(adapter, "current_platform", platform)
+    monkeypatch.setattr(indexer_k_store, "current_platform", platform)
     config.cache_config.cache_dtype = {"nvfp4_rows": "nvfp4_ds_mla", "bf16_rows": "auto"}.get(
         main, "fp8"
     )
+    config.cache_config.block_size = 64  # as on a GPU, where vLLM's CPU platform takes 16
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(config):
@@ -236,12 +243,9 @@ def records_near(ours: kit.LowRatioEngine, other: kit.LowRatioEngine) -> float:
     return worst
 
 
-FORMATS = [f for f in kit.FORMATS if f[1] != "indexer_fp8_tiles"] + [("bf16_rows", "indexer_fp8")]
-
-
 @served
 @pytest.mark.parametrize("ratio", [1, 2])
-@pytest.mark.parametrize(("main", "index"), FORMATS)
+@pytest.mark.parametrize(("main", "index"), kit.FORMATS)
 def test_the_engines_steps_give_the_definitions_rings_and_records(
     monkeypatch: pytest.MonkeyPatch, ratio: int, main: str, index: str
 ) -> None:
@@ -273,8 +277,9 @@ def test_the_gpus_kernels_give_the_same_through_the_interpreter(
 
 @served
 @pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("index", ["indexer_fp8", "indexer_fp8_ue8m0", "indexer_fp8_tiles"])
 def test_stock_writes_the_same_rings_and_records(
-    monkeypatch: pytest.MonkeyPatch, ratio: int
+    monkeypatch: pytest.MonkeyPatch, ratio: int, index: str
 ) -> None:
     """Beside vLLM's own kernels in the interpreter.
 
@@ -285,11 +290,11 @@ def test_stock_writes_the_same_rings_and_records(
     found = []
     for flag in (True, False):
         config = engine_config(flag)
-        layer = build(monkeypatch, config, ratio)
+        layer = build(monkeypatch, config, ratio, "fp8_ds_mla", index)
         assert (type(layer.compressor) is DeepseekCompressor) != flag
         wk = layer.indexer.wk  # as on a GPU; vLLM's linear layers of a CPU want to be packed
         wk.forward = lambda x, wk=wk: (torch.nn.functional.linear(x, wk.weight), None)
-        step = Served(layer, "fp8_ds_mla", "indexer_fp8", config)
+        step = Served(layer, "fp8_ds_mla", index, config)
         step.serve()
         found.append(step.caches)
     spec, slots = found[0].spec, found[0].slot_of[:, : 48 // ratio].flatten()
@@ -388,7 +393,6 @@ REFUSALS = {
     "batch invariance": "VLLM_BATCH_INVARIANT is set",
     "context parallelism": "prefill context parallelism gathers latents of all ranks",
     "specialised decode": "decode_backend latency_specialized has launches of its own",
-    "scales": "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32",
     "fp8 rows": "main records of kv_cache_dtype fp8 are not served",
     "signature": "vllm's changed must have the arguments that are known here",
     "wk": "wk must be [128, 512] of bfloat16, got [128, 512] of torch.float32",
@@ -412,8 +416,6 @@ def refuse(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
         layer.compressor.pcp_size = 2
     elif case == "specialised decode":
         monkeypatch.setattr(config, "additional_config", {"decode_backend": "latency_specialized"})
-    elif case == "scales":
-        monkeypatch.setattr(adapter, "_packs_scales", lambda: True)
     elif case == "fp8 rows":
         layer.kv_cache_dtype, layer.kv_cache_torch_dtype = "fp8", torch.float8_e4m3fn
     elif case == "signature":
