@@ -28,7 +28,14 @@ from dsv4_backend.launch_params import TABLES
 from dsv4_backend.low_ratio.torch import step
 from dsv4_backend.low_ratio_step import OPERATOR, LowRatioCall
 from dsv4_backend.spec import KEY_DIM, LATENT_DIM
-from dsv4_backend.testing.engine import MAX_POSITIONS, POISON, Chunk, default_device, rope_table
+from dsv4_backend.testing.engine import (
+    MAX_POSITIONS,
+    POISON,
+    Chunk,
+    default_device,
+    move_plan,
+    rope_table,
+)
 from dsv4_backend.testing.oracle import within_one_code, without_records
 
 CPU = torch.device("cpu")
@@ -172,13 +179,6 @@ def to_device(call: LowRatioCall, device: torch.device) -> LowRatioCall:
     return LowRatioCall(layer, rows, state, cache, index_cache)
 
 
-def plan_on(plan: LowRatioStep, device: torch.device) -> LowRatioStep:
-    """A copy of the plan on the device."""
-    given: dict[str, Any] = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    tensors = {k: v.to(device) for k, v in given.items() if isinstance(v, torch.Tensor)}
-    return LowRatioStep(**given | tensors)
-
-
 def compare(
     engine: LowRatioEngine,
     call: LowRatioCall,
@@ -193,7 +193,7 @@ def compare(
     moved = to_device(call, device)
     compress_low_ratio_(
         *(moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache),
-        plan_on(plan, device),
+        move_plan(plan, device),
         target=target,
         selection=selection,
         launches=launches,

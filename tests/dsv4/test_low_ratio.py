@@ -25,6 +25,7 @@ from dsv4_backend.launch_params import TABLES
 from dsv4_backend.low_ratio.torch import step
 from dsv4_backend.low_ratio_step import OPERATOR, low_ratio_selection
 from dsv4_backend.testing import low_ratio as kit
+from dsv4_backend.testing.engine import move_plan
 from tests.dsv4.cases import DEVICE, TARGET
 
 CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ def test_a_graph_replays_other_steps(ratio: int, known: bool) -> None:
         rows = torch.cat([rows, torch.full((2, spec.row_width), torch.nan)])
         call, plan = engine.call(layer, rows), engine.plan(chunks, 2, known)
         if moved is None:
-            moved, held = kit.to_device(call, DEVICE), kit.plan_on(plan, DEVICE)
+            moved, held = kit.to_device(call, DEVICE), move_plan(plan, DEVICE)
             tensors = (moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache)
             warm_up_low_ratio(*tensors, held, launches=launches)
             with torch.cuda.graph(graph):
