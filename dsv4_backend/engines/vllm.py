@@ -16,7 +16,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from backend_core.engines import vllm_flag
+from backend_core.engines import Engine, vllm_flag
 from backend_core.engines.vllm_flag import LayerClaim
 from backend_core.strict import fallback
 
@@ -24,6 +24,7 @@ FAMILY = "dsv4"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
 ATTENTION_V41 = "vllm.models.deepseek_v41.attention"
 _ATTENTION = "vllm.models.deepseek_v4.attention"
+_V41 = Engine("vllm", "0.33.0", None)  # before, requests without a ring wrote into one
 ROTATE = "rotate_indexer"  # in --additional-config
 
 
@@ -56,14 +57,24 @@ def adopt(built: Any, vllm_config: Any) -> None:
     reason = vllm_flag.broken(FAMILY)
     if reason is None:
         try:
-            is_v41 = hasattr(built, "compressor")
-            name = "vllm_low_ratio" if is_v41 else "vllm_compressor"
-            ours = importlib.import_module(f"dsv4_backend.engines.{name}")
-            reason = ours.adopt(built, vllm_config)
+            reason = _adopt(built, vllm_config)
         except Exception as error:
             reason = vllm_flag.report_broken(FAMILY, error)
     if reason is not None:
         fallback(f"--attention-backend {vllm_flag.requested(vllm_config)}: {reason}")
+
+
+def _adopt(built: Any, vllm_config: Any) -> str | None:
+    if not hasattr(built, "compressor"):
+        ours = importlib.import_module("dsv4_backend.engines.vllm_compressor")
+    elif built.compressor is None:
+        return None  # the layer reads another one's records
+    elif not _V41.supports(version := str(_V41.installed())):
+        return f"DeepSeek-V4.1's compressors are served in vllm 0.33.0 and newer, got {version}"
+    else:
+        ours = importlib.import_module("dsv4_backend.engines.vllm_low_ratio")
+    reason: str | None = ours.adopt(built, vllm_config)
+    return reason
 
 
 def rotate(indexer: Any, vllm_config: Any) -> None:

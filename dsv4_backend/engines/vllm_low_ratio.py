@@ -17,7 +17,6 @@ import inspect
 from typing import Any
 
 import torch
-from vllm import __version__
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v41.attention import DeepseekV4Indexer
@@ -32,7 +31,7 @@ from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from backend_core.engines import Engine, vllm_flag
+from backend_core.engines import vllm_flag
 from backend_core.engines.calls import odd_arguments
 from backend_core.engines.log import chosen
 from backend_core.engines.vllm_blocks import block_tokens
@@ -52,7 +51,6 @@ from dsv4_backend import (
 from dsv4_backend.low_ratio_step import low_ratio_selection
 from dsv4_backend.spec import KEY_DIM, LATENT_DIM, ROPE_DIM, CacheFormat
 
-_RELEASES = Engine("vllm", "0.33.0", None)  # before, a request without a ring wrote into one
 _FORWARD = {"self", "kv_score", "positions"}
 _INSERT = {"self", "latent", "positions", "rotary_emb"}
 _BUILD = {"self", "common_prefix_len", "common_attn_metadata", "fast_build"}
@@ -63,8 +61,6 @@ _PACKED: dict[int, CacheFormat] = {584: "fp8_ds_mla", 528: "mxfp8_rows", 288: "n
 def adopt(attention: Any, vllm_config: VllmConfig) -> str | None:
     """Let the compressor of a layer that vLLM just built write both records; or why it does not."""
     compressor, indexer = attention.compressor, attention.indexer
-    if compressor is None:
-        return None  # the layer reads another one's records
     reason = _refusal(attention, vllm_config)
     if reason is not None:
         return reason
@@ -85,8 +81,6 @@ def adopt(attention: Any, vllm_config: VllmConfig) -> str | None:
 
 def _refusal(attention: Any, vllm_config: VllmConfig) -> str | None:
     compressor, indexer = attention.compressor, attention.indexer
-    if not _RELEASES.supports(__version__):
-        return f"DeepSeek-V4.1's compressors are served in vllm 0.33.0 and newer, got {__version__}"
     kind = type(compressor)
     if kind is not DeepseekCompressor:
         return f"{kind.__module__}.{kind.__name__} is a compressor that is not replaced"

@@ -12,42 +12,45 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 
-deepseek_v41 = pytest.importorskip("vllm.models.deepseek_v41.attention")
+from backend_core.engines import Engine
 
-import vllm  # noqa: E402
-from vllm.config import CUDAGraphMode, set_current_vllm_config  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.forward_context import set_forward_context  # noqa: E402
-from vllm.models.deepseek_v41.common.ops import indexer_k_store  # noqa: E402
-from vllm.models.deepseek_v41.compressor import (  # noqa: E402
+if not Engine("vllm", "0.33.0", None).supports(vllm.__version__):
+    pytest.skip("served from 0.33.0 on", allow_module_level=True)
+
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.models.deepseek_v41 import attention as deepseek_v41
+from vllm.models.deepseek_v41.common.ops import indexer_k_store
+from vllm.models.deepseek_v41.compressor import (
     CompressorMetadataBuilder,
     CompressorStateCache,
     DeepseekCompressor,
 )
-from vllm.models.deepseek_v41.sparse_mla import DeepseekV4SparseMLABackend  # noqa: E402
+from vllm.models.deepseek_v41.sparse_mla import DeepseekV4SparseMLABackend
 
-from backend_core.engines import Engine, entry, vllm_flag  # noqa: E402
-from backend_core.engines.vllm_flag import flag_name  # noqa: E402
-from backend_core.strict import FallbackError  # noqa: E402
-from backend_core.target import KNOWN_TARGETS  # noqa: E402
-from dsv4_backend import low_ratio_step, reference  # noqa: E402
-from dsv4_backend.engines import vllm_low_ratio as adapter  # noqa: E402
-from dsv4_backend.engines.vllm_low_ratio import (  # noqa: E402
+from backend_core.engines import entry, vllm_flag
+from backend_core.engines.vllm_flag import flag_name
+from backend_core.strict import FallbackError
+from backend_core.target import KNOWN_TARGETS
+from dsv4_backend import low_ratio_step, reference
+from dsv4_backend.engines import vllm as flag
+from dsv4_backend.engines import vllm_low_ratio as adapter
+from dsv4_backend.engines.vllm_low_ratio import (
     LowRatioCompressor,
     MetadataBuilder,
     StateCache,
 )
-from dsv4_backend.low_ratio.torch import step as definition  # noqa: E402
-from dsv4_backend.testing import low_ratio as kit  # noqa: E402
-from dsv4_backend.testing.engine import Chunk  # noqa: E402
-from dsv4_backend.testing.oracle import within_one_code  # noqa: E402
-from tests.engines.deepseek_v4 import MODEL  # noqa: E402
-from tests.engines.vllm_process import common_metadata  # noqa: E402
+from dsv4_backend.low_ratio.torch import step as definition
+from dsv4_backend.testing import low_ratio as kit
+from dsv4_backend.testing.engine import Chunk
+from dsv4_backend.testing.oracle import within_one_code
+from tests.engines.deepseek_v4 import MODEL
+from tests.engines.vllm_process import common_metadata
 
 entry.vllm.dsv4()
-SERVED = Engine("vllm", "0.33.0", None).supports(vllm.__version__)
-served = pytest.mark.skipif(not SERVED, reason="served from 0.33.0 on")
 LAYERS = {2: 1, 1: 3}  # by ratio, those that make latents
 STEPS = (*kit.LONG_CHUNKS, ((1, 31, 32), (0, 43, 44), (2, 27, 28)), ((2, 28, 32), (1, 32, 33)))
 
@@ -243,7 +246,6 @@ def records_near(ours: kit.LowRatioEngine, other: kit.LowRatioEngine) -> float:
     return worst
 
 
-@served
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize(("main", "index"), kit.FORMATS)
 def test_the_engines_steps_give_the_definitions_rings_and_records(
@@ -261,7 +263,6 @@ def test_the_engines_steps_give_the_definitions_rings_and_records(
         assert torch.equal(step.caches.state.nan_to_num(7), want.state.nan_to_num(7))
 
 
-@served
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_the_gpus_kernels_give_the_same_through_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, ratio: int
@@ -275,7 +276,6 @@ def test_the_gpus_kernels_give_the_same_through_the_interpreter(
         assert torch.equal(step.caches.state.nan_to_num(7), want.state.nan_to_num(7))
 
 
-@served
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("index", ["indexer_fp8", "indexer_fp8_ue8m0", "indexer_fp8_tiles"])
 def test_stock_writes_the_same_rings_and_records(
@@ -288,10 +288,10 @@ def test_stock_writes_the_same_rings_and_records(
     value lies on a boundary may be another.
     """
     found = []
-    for flag in (True, False):
-        config = engine_config(flag)
+    for is_ours in (True, False):
+        config = engine_config(is_ours)
         layer = build(monkeypatch, config, ratio, "fp8_ds_mla", index)
-        assert (type(layer.compressor) is DeepseekCompressor) != flag
+        assert (type(layer.compressor) is DeepseekCompressor) != is_ours
         wk = layer.indexer.wk  # as on a GPU; vLLM's linear layers of a CPU want to be packed
         wk.forward = lambda x, wk=wk: (torch.nn.functional.linear(x, wk.weight), None)
         step = Served(layer, "fp8_ds_mla", index, config)
@@ -314,7 +314,6 @@ def test_stock_writes_the_same_rings_and_records(
         assert torch.equal(*(x.state.nan_to_num(7) for x in found))
 
 
-@served
 def test_a_step_is_one_call_and_layers_share_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(adapter, "compress_low_ratio_", lambda *args, **_: calls.append(args))
@@ -329,7 +328,6 @@ def test_a_step_is_one_call_and_layers_share_its_plan(monkeypatch: pytest.Monkey
     assert len(calls) == 1
 
 
-@served
 def test_what_a_graph_may_replay_decides_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of decodes holds one launch; any other is replayed with prompts too."""
     config = engine_config()
@@ -359,7 +357,6 @@ def test_what_a_graph_may_replay_decides_what_it_holds(monkeypatch: pytest.Monke
         assert builder.build_for_cudagraph_capture(None).replays_decodes_alone is alone
 
 
-@served
 def test_rejected_drafts_are_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three drafts of which one is accepted: the next step begins behind it."""
     config = engine_config()
@@ -379,7 +376,6 @@ def test_rejected_drafts_are_written_over(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(got, wanted)
 
 
-@served
 def test_the_profile_run_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config()
     layer = build(monkeypatch, config)
@@ -409,7 +405,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
     config = engine_config()
     layer = build(monkeypatch, engine_config(flag=False))
     if case == "release":
-        monkeypatch.setattr(adapter, "__version__", "0.32.1")
+        monkeypatch.setattr(Engine, "installed", lambda self: "0.32.1")
     elif case == "batch invariance":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     elif case == "context parallelism":
@@ -427,13 +423,10 @@ def refuse(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
         layer.indexer.__class__ = other
     elif case == "broken":
         monkeypatch.setattr(vllm_flag._families["dsv4"], "broken", "it broke")
-    from dsv4_backend.engines import vllm as flag
-
     flag.adopt(layer, config)
     return layer
 
 
-@served
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_is_not_served_stays_upstreams_and_is_said_once(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str], case: str
@@ -449,17 +442,6 @@ def test_what_is_not_served_stays_upstreams_and_is_said_once(
         refuse(monkeypatch, case)
 
 
-@pytest.mark.skipif(SERVED, reason="served here")
-def test_older_releases_keep_their_compressors(
-    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    layer = types.SimpleNamespace(compressor=object(), indexer=None)
-    with set_current_vllm_config(engine_config()):
-        reason = adapter.adopt(layer, engine_config())
-    assert reason is not None and "are served in vllm 0.33.0 and newer" in reason
-
-
-@served
 def test_caches_that_cannot_be_served_go_to_stock_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
@@ -474,7 +456,6 @@ def test_caches_that_cannot_be_served_go_to_stock_before_anything_is_written(
     assert any("cache must have pages aligned to 4 bytes" in line for line in log_lines)
 
 
-@served
 def test_a_failing_step_is_logged_once_and_raised(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
@@ -493,15 +474,14 @@ def test_a_failing_step_is_logged_once_and_raised(
     assert len([line for line in log_lines if "no such page" in line]) == 1
 
 
-@served
 def test_layers_that_make_no_latents_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    assert adapter.adopt(types.SimpleNamespace(compressor=None, indexer=None), None) is None
+    monkeypatch.setattr(adapter, "adopt", None)
+    flag.adopt(types.SimpleNamespace(compressor=None, indexer=None), engine_config())
     assert log_lines == []
 
 
-@served
 def test_what_is_relied_on_is_in_the_wheel() -> None:
     source = inspect.getsource(deepseek_v41)
     # the layer hands the latent to both writers, which do nothing without one

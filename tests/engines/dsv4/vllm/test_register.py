@@ -164,3 +164,17 @@ def test_an_adapter_that_cannot_be_imported_leaves_the_layer_to_stock(
         adapter.adopt(compressor, engine_config(flag=True))
     assert type(compressor) is types.SimpleNamespace
     assert any("falling back to upstream's code" in s and "ImportError" in s for s in log_lines)
+
+
+@pytest.mark.skipif(
+    Engine("vllm", "0.33.0", None).supports(vllm.__version__), reason="served from 0.33.0 on"
+)
+def test_the_compressors_of_v41_stay_upstreams_and_it_is_said(log_lines: list[str]) -> None:
+    entry.vllm.dsv4()
+    from vllm.models.deepseek_v41.attention import DeepseekV4Attention
+
+    assert hasattr(DeepseekV4Attention.__init__, "_kda_dsv4")
+    layer = types.SimpleNamespace(compressor=object())
+    adapter.adopt(layer, engine_config(flag=True))
+    assert any("V4.1's compressors are served in vllm 0.33.0 and newer" in s for s in log_lines)
+    assert vllm_flag.broken("dsv4") is None
