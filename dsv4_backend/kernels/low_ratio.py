@@ -26,10 +26,9 @@ def row_before(state_row, STATE_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def has_predecessor(state_slot_ptr, i_t, state_row, STATE_BLOCK: tl.constexpr):
-    """Whether input row i_t - 1 is the token before the one of i_t, whose state row is given."""
-    before = tl.load(state_slot_ptr + i_t - 1, mask=i_t > 0, other=-1).to(tl.int64)
-    return before == row_before(state_row, STATE_BLOCK)
+def load_row_before_token(state_slot_ptr, i_t):
+    """The state row of input row i_t - 1, or -1: that of the token before i_t's, or of another."""
+    return tl.load(state_slot_ptr + i_t - 1, mask=i_t > 0, other=-1).to(tl.int64)
 
 
 @triton.jit
@@ -60,28 +59,23 @@ def pool_pair(
 
 
 @triton.jit
-def finish_latent(b_x, weight_ptr, eps, D: tl.constexpr):
-    """The pooled row [D] normalised and rounded to bf16, in fp32."""
-    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+def finish_latent(b_x, b_w, eps, D: tl.constexpr):
+    """The pooled row [D] normalised and rounded to bf16, in fp32; b_w [D] is the norm's weight."""
     return round_bf16(rms_norm(b_x, b_w, eps, D))
 
 
 @triton.jit
 def store_main(
     b_latent,  # [D] fp32 with values of bf16
-    table_ptr,
-    stride_table_p,
-    first,  # position of the group's first token
+    b_angles,  # [D] fp32, see rope_hadamard.load_angles
     cache,
     slot,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
-    IS_SPLIT_TABLE: tl.constexpr,
 ):
     """RoPE, quantisation and store of a latent's main record; a slot < 0 stores nothing."""
     if slot >= 0:
-        b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
         b_x = rope_tail(b_latent, b_angles, D)
         store_record(b_x, cache, slot, D, PAGE, FORMAT, "vllm", False)
 
@@ -125,40 +119,46 @@ def low_ratio_step_kernel(
     i_t = tl.program_id(0)
     cache = Cache(cache_ptr, stride_cache_p, None, None)
     index_cache = Cache(index_cache_ptr, stride_index_cache_p, None, None)
+    o_d, o_n = tl.arange(0, D), tl.arange(0, KEY)
     slot = tl.load(slot_ptr + i_t).to(tl.int64)
     index_slot = tl.load(index_slot_ptr + i_t).to(tl.int64)
     position = tl.load(position_ptr + i_t).to(tl.int32)
+    first = position + 1 - RATIO
     token_ptr = input_ptr + i_t.to(tl.int64) * stride_input_t
-    o_d = tl.arange(0, D)
-    # all of wk, which depends on nothing, is on its way while the latent is made
-    wk_ptrs = wk_ptr + (tl.arange(0, KEY) * stride_wk_n)[:, None] + o_d[None, :]
+    b_w = tl.load(weight_ptr + o_d).to(tl.float32)
+    b_key_w = tl.load(key_weight_ptr + o_n).to(tl.float32)
+    # wk and the angles are on their way while the latent is made
+    wk_ptrs = wk_ptr + (o_n * stride_wk_n)[:, None] + o_d[None, :]
     if RATIO == 2:
         state_row = tl.load(state_slot_ptr + i_t).to(tl.int64)
+        before = load_row_before_token(state_slot_ptr, i_t)
+        b_kv, b_score = load_row(token_ptr, D, RATIO)
         if state_row < 0:
             return
         state = State(state_ptr, stride_state_b, stride_state_r)
-        b_kv, b_score = load_row(token_ptr, D, RATIO)
-        store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
         if position % 2 == 0:
+            store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
             return
+        is_in_input = before == row_before(state_row, STATE_BLOCK)
         b_wk = tl.load(wk_ptrs, mask=index_slot >= 0, other=0.0)
-        is_in_input = has_predecessor(state_slot_ptr, i_t, state_row, STATE_BLOCK)
+        b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
+        b_key_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
         b_x = pool_pair(
             b_kv, b_score, token_ptr, stride_input_t, state, state_row, is_in_input, D, STATE_BLOCK
         )
+        store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
     else:
+        b_x = tl.load(token_ptr + o_d).to(tl.float32)
         if (slot < 0) & (index_slot < 0):
             return
         b_wk = tl.load(wk_ptrs, mask=index_slot >= 0, other=0.0)
-        b_x = tl.load(token_ptr + o_d).to(tl.float32)
-    b_x = finish_latent(b_x, weight_ptr, eps, D)
-    first = position + 1 - RATIO
-    store_main(b_x, table_ptr, stride_table_p, first, cache, slot, D, PAGE, FORMAT, IS_SPLIT_TABLE)
+        b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
+        b_key_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
+    b_x = finish_latent(b_x, b_w, eps, D)
+    store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT)
     if index_slot >= 0:
         b_key = round_bf16(tl.sum(b_wk.to(tl.float32) * b_x[None, :], axis=1))
-        b_key = finish_latent(b_key, key_weight_ptr, eps, KEY)
-        b_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
-        b_key = rope_tail(b_key, b_angles, KEY)
+        b_key = rope_tail(finish_latent(b_key, b_key_w, eps, KEY), b_key_angles, KEY)
         store_record(b_key, index_cache, index_slot, KEY, INDEX_PAGE, INDEX_FORMAT, "vllm", False)
 
 
@@ -212,7 +212,8 @@ def low_ratio_latents_kernel(
         is_token = i_t < tl.minimum(end, num_tokens)
         position = tl.load(position_ptr + i_t, mask=is_token, other=0).to(tl.int32)
         state_row = tl.load(state_slot_ptr + i_t, mask=is_token, other=-1).to(tl.int64)
-        is_in_input = has_predecessor(state_slot_ptr, i_t, state_row, STATE_BLOCK)
+        before = load_row_before_token(state_slot_ptr, i_t)
+        is_in_input = before == row_before(state_row, STATE_BLOCK)
         is_end = (state_row >= 0) & (position % 2 == 1) & (is_in_input != is_first)
         slot = tl.load(slot_ptr + i_t, mask=is_end, other=-1).to(tl.int64)
     tl.store(token_ptr + i_n, tl.where(is_end, i_t, -1))
@@ -220,6 +221,8 @@ def low_ratio_latents_kernel(
         return
     row_ptr = input_ptr + i_t.to(tl.int64) * stride_input_t
     o_d = tl.arange(0, D)
+    b_w = tl.load(weight_ptr + o_d).to(tl.float32)
+    b_angles = load_angles(table_ptr, position + 1 - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
     if RATIO == 1:
         b_x = tl.load(row_ptr + o_d).to(tl.float32)
     else:
@@ -228,8 +231,7 @@ def low_ratio_latents_kernel(
         b_x = pool_pair(
             b_kv, b_score, row_ptr, stride_input_t, state, state_row, is_in_input, D, STATE_BLOCK
         )
-    b_x = finish_latent(b_x, weight_ptr, eps, D)
+    b_x = finish_latent(b_x, b_w, eps, D)
     tl.store(latent_ptr + i_n.to(tl.int64) * D + o_d, b_x.to(tl.bfloat16))
     cache = Cache(cache_ptr, stride_cache_p, None, None)
-    first = position + 1 - RATIO
-    store_main(b_x, table_ptr, stride_table_p, first, cache, slot, D, PAGE, FORMAT, IS_SPLIT_TABLE)
+    store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT)
