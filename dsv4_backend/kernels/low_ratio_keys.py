@@ -40,8 +40,9 @@ def store_keys(
 ):
     """`records.store_record` of several rows."""
     m_slot = (slot >= 0)[:, None]
-    page_ptr = (cache_ptr + (slot // PAGE) * stride_cache_p)[:, None]
-    i_slot = (slot % PAGE).to(tl.int32)[:, None]
+    u_slot = slot.to(tl.uint64)  # a quotient without signs is a shift
+    page_ptr = (cache_ptr + (u_slot // PAGE).to(tl.int64) * stride_cache_p)[:, None]
+    i_slot = (u_slot % PAGE).to(tl.int32)[:, None]
     if FORMAT == "indexer_mxfp4":
         b_code, b_scale = quantise_indexer_mxfp4(tl.reshape(b_key, (M * KEY,)), M * KEY, "vllm")
         b_code = tl.reshape(b_code, (M, KEY // 2))

@@ -51,7 +51,7 @@ FORMATS = (
 
 
 def make_spec(
-    ratio: int, main: str = "fp8_ds_mla", index: str = "indexer_fp8", page_tokens: int = 16
+    ratio: int, main: str = "fp8_ds_mla", index: str = "indexer_fp8", page_tokens: int = 32
 ) -> LowRatioSpec:
     """As vLLM keeps them."""
     given: dict[str, Any] = {"page_tokens": page_tokens, "rounding": "vllm", "fp8": "ocp"}
@@ -299,7 +299,7 @@ def _run(
 def fuzz_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random step of a few requests, after random steps before it by the definition."""
     ratio, (main, index) = draw.choice("ratio", (1, 2)), draw.choice("formats", FORMATS)
-    spec = make_spec(ratio, main, index, draw.choice("page tokens", (16, 64)))
+    spec = make_spec(ratio, main, index, draw.choice("page tokens", (16, 48)))
     rows = {
         f"{row.name} to {row.max_grid}": row
         for row in load_table(TABLES, target).rows
