@@ -315,29 +315,47 @@ def fuzz_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     longest = max(end for _, _, end in chunks)
     layer = make_layer(spec, draw.seed() % 1000, CPU)
     ring_rows = draw.choice("ring rows", (8, 16))
-    plan_of = functools.partial(LowRatioEngine.plan, padding=draw.integer("padding", 0, 3))
-    is_adversarial, shares = draw.chance("adversarial", 0.4), [0.0]
+    engine = LowRatioEngine(spec, count, longest, ring_rows)
+    plan = engine.plan(chunks, draw.integer("padding", 0, 3))
+    rows_of = torch.full((plan.num_tokens + 3, spec.row_width), torch.nan)
+    call = engine.call(layer, rows_of)
+    moved, plan_here = to_device(call, device), move_plan(plan, device)
+    is_adversarial = draw.chance("adversarial", 0.4)
     selection = forced(TABLES, target, None, path)
-    kv_score = torch.empty(sum(end - a for _, a, end in chunks) + 3, spec.row_width)
-    drawn: list[torch.Tensor] = []
+    launches = LowRatioLaunchCache() if draw.chance("launch cache", 0.6) else None
 
     def fill(seed: int) -> None:
-        drawn[:] = [
+        histories = [
             make_history(spec, longest, (seed + n) % 2**40, is_adversarial) for n in range(count)
         ]
-
-    def run() -> None:
-        engine = LowRatioEngine(spec, count, longest, ring_rows)
+        if engine.state is not None:
+            engine.state.fill_(torch.nan)
+        for cache in engine.caches:
+            cache.fill_(POISON)
         for n, begin, _ in chunks:
             if begin:
-                step(engine.call(layer, drawn[n][:begin]), engine.plan([(n, 0, begin)], 0))
-        kv_score.fill_(torch.nan)
-        rows = torch.cat([drawn[n][begin:end] for n, begin, end in chunks])
-        kv_score[: len(rows)] = rows
-        call, plan = engine.call(layer, kv_score), plan_of(engine, chunks)
+                step(engine.call(layer, histories[n][:begin]), engine.plan([(n, 0, begin)], 0))
+        rows = torch.cat([histories[n][begin:end] for n, begin, end in chunks])
+        rows_of[: len(rows)] = rows
+        moved.kv_score.copy_(rows_of)
+        moved.cache.copy_(call.cache)
+        moved.index_cache.copy_(call.index_cache)
+        if moved.state is not None and call.state is not None:
+            moved.state.copy_(call.state)
+
+    def run() -> None:
+        compress_low_ratio_(
+            *(moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache),
+            plan_here,
+            target=target,
+            selection=selection,
+            launches=launches,
+        )
+
+    def error() -> tuple[float, float]:
         try:
-            shares[0] = compare(engine, call, plan, target, device, selection)
+            return judge(engine, call, plan, moved), 0.2
         except RuntimeError as error:
             raise MismatchError(str(error)) from error
 
-    return FuzzBatch(fill, run, lambda: (shares[0], 0.2))
+    return FuzzBatch(fill, run, error)
