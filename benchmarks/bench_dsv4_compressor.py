@@ -6,7 +6,8 @@
 Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's two compressors, one call after
 the other), on tensors as vLLM lays them out (fp32 projections, a paged fp32 state, a block table)
 and as sglang does (``layout`` ``ring``, where the indexer rotates); and ``indexer_rows``, the
-in-place operator on pooled rows, which has no peer.
+in-place operator on pooled rows, which has no peer. ``--only low_ratio`` measures DeepSeek-V4.1's
+compressors instead (`benchmarks.dsv4_low_ratio`), whose rows go into a file of their own.
 
 ``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
 ``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
@@ -41,6 +42,7 @@ from backend_core.testing.timing import (
     host_time_ms,
     installed_version,
 )
+from benchmarks import dsv4_low_ratio
 from benchmarks import dsv4_records as records
 from benchmarks.empty_launch import empty_launch_ms
 from benchmarks.peers import dsv4_sglang, dsv4_vllm
@@ -70,6 +72,7 @@ class Peers:
     make: dict[str, Callable[[TimedStep], Step]] = field(default_factory=dict)
     refused: dict[str | tuple[str, str | int], str] = field(default_factory=dict)
     queries: Callable[..., Any] | None = None
+    low_ratio: Any = None
 
     def reason(self, name: str, kind: str, task: int) -> str | None:
         refused = self.refused
@@ -101,11 +104,13 @@ def load_peers(vllm: Path | None, sglang: Path | None) -> Peers:
         loaded = dsv4_vllm.load(vllm.resolve())
         found.make["vllm"] = lambda part: dsv4_vllm.triton_step(loaded, part)
         found.queries = loaded.queries
+        found.low_ratio = dsv4_vllm.load_low_ratio()
         dsv4_vllm.load_cutedsl(loaded)
         found.make["vllm_cutedsl"] = lambda part: dsv4_vllm.upstream_step(loaded, part)
     except Exception as error:
         for name in {"vllm", "vllm_cutedsl"} - set(found.make):
             found.refused[name] = described(error)
+        found.refused["vllm_low_ratio"] = described(error)
     try:
         if sglang is None:
             raise ImportError("--sglang-source was not given")
@@ -280,8 +285,10 @@ def cases() -> list[Case]:
     return found + [("prefill", p, r, n, "all") for p, r in PARTS for n in PREFILL]
 
 
-def tasks() -> list[Callable[[Peers, float, int], dict[str, Any]]]:
+def tasks(only: str | None = None) -> list[Callable[[Peers, float, int], dict[str, Any]]]:
     """The measurements, each from (peers, bandwidth, its number)."""
+    if only is not None:
+        return dsv4_low_ratio.tasks()
     found: list[Callable[[Peers, float, int], dict[str, Any]]] = []
     for layout in PEERS:
         for case in cases():
@@ -309,7 +316,7 @@ def work(args: argparse.Namespace) -> None:
         "empty_launch_ms": empty_launch_ms(),
     }
     tell("head", result)
-    for task, measured in enumerate(tasks()):
+    for task, measured in enumerate(tasks(args.only)):
         if task >= args.start:
             tell("at", [task, "ours"])
             tell("row", measured(peers, bandwidth, task))
@@ -357,6 +364,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--vllm-source", type=Path, help="vLLM 0.33.0's site-packages, or a copy")
     parser.add_argument("--sglang-source", type=Path, help="sglang 0.5.23's, with its headers")
+    parser.add_argument("--only", choices=("low_ratio",), help="DeepSeek-V4.1's compressors")
     parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
     args = parser.parse_args()

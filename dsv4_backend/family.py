@@ -35,14 +35,20 @@ _TUNE: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "block_d": (32, 64, 128),
         "rest_num_warps": (1, 2, 4),
     },
+    "low_ratio": {
+        "num_warps": (4, 8, 16),
+        "block_m": (16, 32, 64),
+        "block_k": (64, 128),
+        "keys_num_warps": (4, 8),
+    },
 }
 
 
 def model_refusal(config: ModelConfig) -> str | None:
     """Why a model has no compressor of DeepSeek-V4's, or ``None``."""
-    if config.get("model_type") == "deepseek_v4":
+    if config.get("model_type") in ("deepseek_v4", "deepseek_v41"):
         return None
-    return "DeepSeek-V4's compressor needs the model_type deepseek_v4"
+    return "DeepSeek-V4's compressor needs the model_type deepseek_v4 or deepseek_v41"
 
 
 def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
@@ -112,7 +118,8 @@ FAMILY = Family(
     interpretable=frozenset({"in_registers", "one_launch", "two_launch", "column_split"}),
     tune_space=tune_space,
     measure=measure,
-    open_grid={operator: 64 if operator.endswith("_decode") else 256 for operator in _TUNE},
+    open_grid={operator: 64 if operator.endswith("_decode") else 256 for operator in _TUNE}
+    | {"low_ratio": 4096},
     benchmarks={"dsv4-compressor": "bench_dsv4_compressor.py"},
     transformers="dsv4_backend.engines.transformers",
 )

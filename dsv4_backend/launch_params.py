@@ -114,11 +114,40 @@ class ColumnSplitParams:
     rest_num_warps: int
 
 
+@dataclass(frozen=True)
+class LowRatioStepParams:
+    """A step of ratio 1 or 2 in one launch, one program per token."""
+
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class LowRatioTwoParams:
+    """A step of ratio 1 or 2 in two launches: latents, then keys with ``keys_num_warps``.
+
+    Attributes:
+        block_m: latents whose keys one program makes.
+        block_k: channels of latents per inner step.
+        rows: tokens whose state rows one program writes.
+    """
+
+    num_warps: int
+    block_m: int
+    block_k: int
+    keys_num_warps: int
+    rows: int
+
+
 _DECODE_C4 = {"one_launch": DecodeC4Params, "torch": NoParams}
 _DECODE_C128 = {"one_launch": DecodeC128Params, "torch": NoParams}
 _PREFILL_C4 = {"one_launch": OneLaunchParams, "two_launch": TwoLaunchParams, "torch": NoParams}
 _PREFILL_C128 = {"column_split": ColumnSplitParams, "torch": NoParams}
 _QUERIES = {"in_registers": QueriesParams, "torch": NoParams}
+_LOW_RATIO = {
+    "one_launch": LowRatioStepParams,
+    "two_launch": LowRatioTwoParams,
+    "torch": NoParams,
+}
 _IN_PLACE = {"in_registers": InPlaceParams, "torch": NoParams}
 
 
@@ -144,6 +173,7 @@ TABLES = TableSchema(
         Operator("main_c4_prefill", paths=_PREFILL_C4, **_PREFILL),
         Operator("main_c128_prefill", paths=_PREFILL_C128, **_PREFILL),
         Operator("queries", "tokens times heads", _QUERIES, "dsv4_backend.queries"),
+        Operator("low_ratio", "tokens", _LOW_RATIO, "dsv4_backend.low_ratio"),
         Operator("in_place_128", **_ROWS),
         Operator("in_place_512", **_ROWS),
     ),

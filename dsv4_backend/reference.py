@@ -20,7 +20,14 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4_backend.spec import ROPE_DIM, CompressorLayer, CompressorSpec, Fp8Flavour, RopeLayout
+from dsv4_backend.spec import (
+    ROPE_DIM,
+    CompressorLayer,
+    Fp8Flavour,
+    LowRatioLayer,
+    RecordSpec,
+    RopeLayout,
+)
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -104,8 +111,7 @@ def finish(
     rotate: bool,
 ) -> torch.Tensor:
     """Norm, RoPE and rotation of pooled rows k [N, d] at positions [N]; result in k's dtype."""
-    rms = (k.square().mean(-1, keepdim=True) + eps).rsqrt()
-    k = rope(k * rms * weight.to(k.dtype), table, positions, rope_layout)
+    k = rope(_rms_norm(k, weight, eps), table, positions, rope_layout)
     return hadamard(k) if rotate else k
 
 
@@ -121,6 +127,42 @@ def finish_rows(k: torch.Tensor, positions: torch.Tensor, layer: CompressorLayer
         rope_layout=spec.rope_layout,
         rotate=spec.rotate,
     )
+
+
+def latents(kv_score: torch.Tensor, layer: LowRatioLayer) -> torch.Tensor:
+    """DeepSeek-V4.1's latents of one whole sequence, with values of bf16.
+
+    Args:
+        kv_score: [T, 512·r] projections of tokens 0 to T - 1: [kv] of ratio 1, [kv | score] of 2.
+
+    Returns:
+        [T // r, 512] float64: tokens i·r to i·r + r - 1 pooled, then normalised and rounded.
+    """
+    ratio = layer.spec.compress_ratio
+    groups = kv_score[: len(kv_score) // ratio * ratio].double()
+    if ratio == 2:
+        kv, score = groups.view(len(groups) // 2, 2, 2, -1).unbind(2)
+        groups = pool(kv, score)
+    return round_bf16(_rms_norm(groups, layer.norm_weight, layer.spec.eps))
+
+
+def low_ratio_rows(
+    latent: torch.Tensor, positions: torch.Tensor, layer: LowRatioLayer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows [N, 512] and [N, 128] that are quantised for attention and for the indexer.
+
+    Args:
+        latent: [N, 512]; positions: [N] of the first token of each latent's group.
+    """
+    spec, table = layer.spec, layer.rope_table
+    key = round_bf16(latent @ layer.key_projection.to(latent.dtype).T)
+    key = round_bf16(_rms_norm(key, layer.key_norm_weight, spec.eps))
+    main, key = (rope(x, table, positions, spec.rope_layout) for x in (latent, key))
+    return main, key
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(x.dtype)
 
 
 def encode_e4m3(x: torch.Tensor, fp8: Fp8Flavour) -> torch.Tensor:
@@ -163,7 +205,7 @@ def ceil_log2(x: torch.Tensor) -> torch.Tensor:
     return exponent - (mantissa == 0.5).to(exponent.dtype)
 
 
-def quantise(x: torch.Tensor, spec: CompressorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, spec: RecordSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Finished rows [N, d] as the bytes of ``spec.cache_format``.
 
     Returns:
@@ -174,8 +216,20 @@ def quantise(x: torch.Tensor, spec: CompressorSpec) -> tuple[torch.Tensor, torch
     top = 448.0 if fp8 == "ocp" else 224.0
     none = torch.empty((n, 0), dtype=torch.uint8, device=x.device)
     encoding = spec.record.encoding
-    if d == 512 or rounding == "vllm":
+    # V4.1's interleaved records are taken from fp32, behind a latent of bf16
+    if not spec.record.is_interleaved and (d == 512 or rounding == "vllm"):
         x = round_bf16(x)
+    if encoding == "mxfp8_rows":
+        groups = x.view(n, 16, 32)
+        k = ceil_log2(groups.abs().amax(-1).clamp(min=1e-4) / top)
+        codes = encode_e4m3(groups * torch.exp2(-k.to(x.dtype))[..., None], fp8).flatten(1)
+        return codes, (k + 127).to(torch.uint8)
+    if encoding == "nvfp4_rows":
+        groups = x.view(n, 32, 16)
+        scale = encode_e4m3((groups.abs().amax(-1) / 6).clamp(2.0**-9, 448.0), fp8)
+        unit = decode_e4m3(scale, fp8).to(x.dtype)
+        code = encode_e2m1(groups / unit[..., None], ties_even=True).flatten(1)
+        return code[:, 0::2] | (code[:, 1::2] << 4), scale
     if encoding == "bf16_rows":
         return x.float().bfloat16().view(torch.uint8), none
     if encoding == "fp8_ds_mla":
@@ -185,6 +239,10 @@ def quantise(x: torch.Tensor, spec: CompressorSpec) -> tuple[torch.Tensor, torch
         tail = x[:, -ROPE_DIM:].float().bfloat16().view(torch.uint8)
         pad = torch.zeros((n, 1), dtype=torch.uint8, device=x.device)
         return torch.cat((codes, tail), 1), torch.cat(((k + 127).to(torch.uint8), pad), 1)
+    if encoding == "indexer_fp8_ue8m0":
+        k = ceil_log2(x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / top)
+        codes = encode_e4m3(x * torch.exp2(-k.to(x.dtype)), fp8)
+        return codes, (k + 127).to(torch.uint8).expand(n, 4)
     if encoding == "indexer_fp8":
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / top
         if rounding != "sglang":
@@ -198,7 +256,7 @@ def quantise(x: torch.Tensor, spec: CompressorSpec) -> tuple[torch.Tensor, torch
     return code[:, 0::2] | (code[:, 1::2] << 4), (k + 127).to(torch.uint8)
 
 
-def dequantise(data: torch.Tensor, scales: torch.Tensor, spec: CompressorSpec) -> torch.Tensor:
+def dequantise(data: torch.Tensor, scales: torch.Tensor, spec: RecordSpec) -> torch.Tensor:
     """What an engine reads from the bytes of ``quantise``: [N, d] fp32."""
     encoding = spec.record.encoding
     if encoding == "bf16_rows":
@@ -210,7 +268,13 @@ def dequantise(data: torch.Tensor, scales: torch.Tensor, spec: CompressorSpec) -
         codes = decode_e4m3(data[:, :448].contiguous(), spec.fp8).view(-1, 7, 64)
         tail = data[:, 448:].contiguous().view(torch.bfloat16).float()
         return torch.cat(((codes * torch.exp2(k)[..., None]).flatten(1), tail), 1)
+    if encoding in ("mxfp8_rows", "indexer_fp8_ue8m0"):
+        codes = decode_e4m3(data.contiguous(), spec.fp8).view(len(data), -1, 32)
+        return (codes * torch.exp2(scales.float() - 127)[..., None]).flatten(1)
     code = torch.stack((data & 15, data >> 4), -1).flatten(1)
+    if encoding == "nvfp4_rows":
+        units = decode_e4m3(scales.contiguous(), spec.fp8)
+        return (decode_e2m1(code).view(-1, 32, 16) * units[..., None]).flatten(1)
     k = scales.float() - 127
     return (decode_e2m1(code).view(-1, 4, 32) * torch.exp2(k)[..., None]).flatten(1)
 
@@ -221,14 +285,14 @@ and the columns [n] of [data | scales] that lie there."""
 
 
 @functools.cache
-def places(spec: CompressorSpec) -> tuple[Places, ...]:
+def places(spec: RecordSpec) -> tuple[Places, ...]:
     """Where each byte of the records of a page lies, for each tensor that the format has; on the
     CPU, whatever torch's default device."""
     with torch.device("cpu"):
         return _places(spec)
 
 
-def _places(spec: CompressorSpec) -> tuple[Places, ...]:
+def _places(spec: RecordSpec) -> tuple[Places, ...]:
     record, cache_format, page_tokens = spec.record, spec.cache_format, spec.page_tokens
     d, s, tile = record.data_bytes, record.scale_bytes, record.tile_tokens
     i = torch.arange(page_tokens)[:, None]
@@ -238,6 +302,9 @@ def _places(spec: CompressorSpec) -> tuple[Places, ...]:
         row = torch.cat((codes, 448 + twice)) + 512 * i
         first = row, torch.cat((codes, d + twice // 2))
         return first, (torch.arange(128) + 128 * i, b[448:])
+    if record.is_interleaved:
+        row = torch.arange(d + s)
+        return ((i * (d + s) + row, row),)
     data = i * d + b
     if tile > 1:  # [tiles, bytes / 16, tile, 16]
         data = (i // tile) * (tile * d) + (b // 16) * (tile * 16) + (i % tile) * 16 + b % 16
@@ -253,7 +320,7 @@ def _places(spec: CompressorSpec) -> tuple[Places, ...]:
 def store(
     caches: Sequence[torch.Tensor],
     slots: torch.Tensor,
-    spec: CompressorSpec,
+    spec: RecordSpec,
     data: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
@@ -274,7 +341,7 @@ def store(
 
 
 def load(
-    caches: Sequence[torch.Tensor], slots: torch.Tensor, spec: CompressorSpec
+    caches: Sequence[torch.Tensor], slots: torch.Tensor, spec: RecordSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The (data, scales) bytes in ``slots``, the inverse of ``store``."""
     record, device = spec.record, caches[0].device

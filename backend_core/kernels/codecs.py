@@ -54,6 +54,14 @@ def encode_e4m3(y, IS_FNUZ: tl.constexpr):
 
 
 @triton.jit
+def decode_e4m3(code):
+    """fp32 values of e4m3 codes (uint8, OCP) that have no sign and are finite."""
+    u = code.to(tl.uint32)
+    normal = ((u + ((127 - 7) << 3)) << 20).to(tl.float32, bitcast=True)
+    return tl.where(u < 8, u.to(tl.float32) * 2.0**-9, normal)
+
+
+@triton.jit
 def encode_e2m1(y, IS_TIES_EVEN: tl.constexpr):
     """e2m1 codes (uint8, 0 to 15) of fp32 values; magnitudes above 6 saturate.
 

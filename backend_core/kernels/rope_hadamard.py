@@ -45,6 +45,12 @@ def rope_tail(b_x, b_angles, D: tl.constexpr):
     m_tail = tl.arange(0, D // 2) >= D // 2 - 32
     b_cos = tl.where(m_tail, b_cos, 1.0)
     b_sin = tl.where(m_tail, b_sin, 0.0)
+    return rotate_pairs(b_x, b_cos, b_sin, D)
+
+
+@triton.jit
+def rotate_pairs(b_x, b_cos, b_sin, D: tl.constexpr):
+    """Rotate the pairs (2j, 2j+1) of b_x [D] fp32 by angles [D/2]."""
     b_re, b_im = tl.split(tl.reshape(b_x, (D // 2, 2)))
     b_out = tl.join(b_re * b_cos - b_im * b_sin, b_re * b_sin + b_im * b_cos)
     return tl.reshape(b_out, (D,))

@@ -2,7 +2,8 @@
 
 Only the files that hold the kernels are imported, so that ``source`` may be an installed
 site-packages or a copy of ``vllm/{cute_utils,utils/math_utils.py,v1/attention/ops/common.py}``,
-``vllm/model_executor/warmup/jit_warmup*.py`` and ``vllm/models/deepseek_v4/{common,nvidia}/ops``.
+``vllm/model_executor/warmup/jit_warmup*.py`` and ``vllm/models/deepseek_v4/{common,nvidia}/ops``;
+for DeepSeek-V4.1's step also of ``vllm/models/deepseek_v41/common/ops``.
 """
 
 from __future__ import annotations
@@ -71,6 +72,25 @@ def load_cutedsl(vllm: types.SimpleNamespace) -> None:
     """
     module = importlib.import_module(f"{_ROOT}.nvidia.ops.sparse_attn_compress_cutedsl")
     vllm.cutedsl = module._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL
+
+
+def load_low_ratio() -> types.SimpleNamespace:
+    """DeepSeek-V4.1's functions, as ``latents``, ``main`` and ``keys``; needs ``load``.
+
+    Raises:
+        ImportError: a file is missing from its source.
+    """
+    name = "vllm.models.deepseek_v41.common.ops"
+    packages(Path(sys.modules["vllm"].__path__[0]).parent, name)
+    queries = importlib.import_module(f"{_ROOT}.common.ops.fused_indexer_q")
+    vars(sys.modules[name]).update(MXFP4_BLOCK_SIZE=32, _fp32x2_to_fp4x2=queries._fp32x2_to_fp4x2)
+    records = importlib.import_module(f"{name}.fused_compress_quant_cache")
+    keys = importlib.import_module(f"{name}.indexer_k_store")
+    return types.SimpleNamespace(
+        latents=records.fused_save_compress_norm,
+        main=records.rope_quant_insert,
+        keys=keys.indexer_k_norm_rope_store,
+    )
 
 
 def _arguments(part: TimedStep) -> dict[str, Any]:

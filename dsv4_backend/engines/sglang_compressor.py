@@ -54,14 +54,17 @@ _ADDED = {"kv_layout"}
 
 def install(backend: Any) -> None:
     """Exchange the step of ``backend``, sglang's attention backend of a DeepSeek-V4."""
-    reason = _refusal(type(backend))
+    reason = _refusal(backend)
     if reason is None:
         setattr(backend, _STEP, FusedStep(backend, getattr(backend, _STEP)))
     else:
         fallback(f"--attention-backend dsv4: {reason}")
 
 
-def _refusal(kind: type) -> str | None:
+def _refusal(backend: Any) -> str | None:
+    if getattr(backend, "low_ratios", ()):
+        return "the compressors of DeepSeek-V4.1, of ratio 1 and 2, are not served in sglang"
+    kind = type(backend)
     step = getattr(kind, _STEP)
     if step is not getattr(CompressorBackendMixin, _STEP):
         return f"{kind.__name__} has a step of its own, which is not replaced"

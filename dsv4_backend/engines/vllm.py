@@ -6,7 +6,8 @@
 The flag is `backend_core.engines.vllm_flag`'s. vLLM builds a compressor as ``DeepseekCompressor``,
 a plain module. Its ``__init__`` ends with the decision: with the flag, and where this backend
 serves it, the compressor becomes a `vllm_compressor.FusedCompressor`; otherwise it stays what it
-is.
+is. In DeepSeek-V4.1 the attention layer decides so, which has both the compressor and the indexer
+whose keys are made of its latents (`vllm_low_ratio`).
 """
 
 from __future__ import annotations
@@ -15,33 +16,40 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from backend_core.engines import vllm_flag
+from backend_core.engines import Engine, vllm_flag
 from backend_core.engines.vllm_flag import LayerClaim
 from backend_core.strict import fallback
 
 FAMILY = "dsv4"
-# DeepSeek-V4.1's is another class: not replaced; logged once
-COMPRESSORS = ("vllm.models.deepseek_v4.compressor", "vllm.models.deepseek_v41.compressor")
+COMPRESSOR = "vllm.models.deepseek_v4.compressor"
+ATTENTION_V41 = "vllm.models.deepseek_v41.attention"
 _ATTENTION = "vllm.models.deepseek_v4.attention"
+_V41 = Engine("vllm", "0.33.0", None)  # before, requests without a ring wrote into one
 ROTATE = "rotate_indexer"  # in --additional-config
 
 
 def register() -> None:
     """Make the flag known and wait for vLLM's compressor; a second call changes nothing."""
-    claim = LayerClaim("compressor", "DeepSeek-V4 compressor", (*COMPRESSORS, _ATTENTION), _install)
+    modules = (COMPRESSOR, _ATTENTION, ATTENTION_V41)
+    claim = LayerClaim("compressor", "DeepSeek-V4 compressor", modules, _install)
     vllm_flag.register_family(FAMILY, [claim])
 
 
 def _install(module: ModuleType) -> None:
     """Let the class of compressors, or of indexers, end its ``__init__`` with a decision."""
-    if module.__name__ in COMPRESSORS:
+    if module.__name__ == COMPRESSOR:
         vllm_flag.after_init(module.DeepseekCompressor, adopt)
+    elif module.__name__ == ATTENTION_V41:
+        vllm_flag.after_init(module.DeepseekV4Attention, adopt)
     else:
         vllm_flag.after_init(module.DeepseekV4Indexer, rotate)
 
 
-def adopt(compressor: Any, vllm_config: Any) -> None:
+def adopt(built: Any, vllm_config: Any) -> None:
     """Take over a compressor that vLLM just built, or say why it stays upstream's.
+
+    Args:
+        built: a compressor of V4, or an attention layer of V4.1, which may have one.
 
     Raises:
         FallbackError: it stays upstream's, in strict mode.
@@ -49,12 +57,24 @@ def adopt(compressor: Any, vllm_config: Any) -> None:
     reason = vllm_flag.broken(FAMILY)
     if reason is None:
         try:
-            ours = importlib.import_module("dsv4_backend.engines.vllm_compressor")
-            reason = ours.adopt(compressor, vllm_config)
+            reason = _adopt(built, vllm_config)
         except Exception as error:
             reason = vllm_flag.report_broken(FAMILY, error)
     if reason is not None:
         fallback(f"--attention-backend {vllm_flag.requested(vllm_config)}: {reason}")
+
+
+def _adopt(built: Any, vllm_config: Any) -> str | None:
+    if not hasattr(built, "compressor"):
+        ours = importlib.import_module("dsv4_backend.engines.vllm_compressor")
+    elif built.compressor is None:
+        return None  # the layer reads another one's records
+    elif not _V41.supports(version := str(_V41.installed())):
+        return f"DeepSeek-V4.1's compressors are served in vllm 0.33.0 and newer, got {version}"
+    else:
+        ours = importlib.import_module("dsv4_backend.engines.vllm_low_ratio")
+    reason: str | None = ours.adopt(built, vllm_config)
+    return reason
 
 
 def rotate(indexer: Any, vllm_config: Any) -> None:

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from backend_core.kernels.codecs import (
     ceil_log2_ratio,
+    decode_e4m3,
     encode_e2m1,
     encode_e4m3,
     exp2_int,
@@ -29,10 +30,16 @@ def store_record(
     i_page = (slot // PAGE).to(tl.int64)
     page_ptr = cache.ptr + i_page * cache.stride_p
     i_slot = (slot % PAGE).to(tl.int32)
-    # Every engine quantises the main rows from bf16; the indexer's rows sglang takes in fp32.
-    if D == 512 or ROUNDING == "vllm":
+    # Every engine quantises V4's main rows from bf16; the indexer's rows sglang takes in fp32. The
+    # two formats of V4.1 alone are taken from fp32, behind a latent of bf16.
+    IS_FP32: tl.constexpr = FORMAT == "mxfp8_rows" or FORMAT == "nvfp4_rows"
+    if not IS_FP32 and (D == 512 or ROUNDING == "vllm"):
         b_x = round_bf16(b_x)
-    if FORMAT == "fp8_ds_mla":
+    if FORMAT == "mxfp8_rows":
+        store_mxfp8_row(b_x, page_ptr + i_slot * (D + D // 32), D)
+    elif FORMAT == "nvfp4_rows":
+        store_nvfp4_row(b_x, page_ptr + i_slot * (D // 2 + D // 16), D)
+    elif FORMAT == "fp8_ds_mla":
         store_fp8_ds_mla(b_x, page_ptr, i_slot, D, PAGE, IS_FNUZ)
     elif FORMAT == "fp8_two_pools":
         second_ptr = cache.second_ptr + i_page * cache.stride_second_p
@@ -40,6 +47,8 @@ def store_record(
     elif FORMAT == "bf16_rows":
         row_ptr = (page_ptr + i_slot * (2 * D)).to(tl.pointer_type(tl.bfloat16))
         tl.store(row_ptr + tl.arange(0, D), b_x.to(tl.bfloat16))
+    elif FORMAT == "indexer_fp8_ue8m0":
+        store_indexer_fp8_ue8m0(b_x, page_ptr, i_slot, D, PAGE)
     elif FORMAT == "indexer_fp8":
         store_indexer_fp8(b_x, page_ptr, i_slot, D, PAGE, 1, ROUNDING, IS_FNUZ)
     elif FORMAT == "indexer_fp8_tiles":
@@ -93,6 +102,30 @@ def store_fp8_ds_mla(
 
 
 @triton.jit
+def store_mxfp8_row(b_x, row_ptr, D: tl.constexpr):
+    """D e4m3, then one UE8M0 byte per 32 of them."""
+    b_g = tl.reshape(b_x, (D // 32, 32))
+    b_k = ceil_log2_ratio(tl.maximum(tl.max(tl.abs(b_g), axis=1), 1e-4), 0x600000, 8)
+    b_y = tl.reshape(b_g * exp2_int(-b_k)[:, None], (D,))
+    tl.store(row_ptr + tl.arange(0, D), encode_e4m3(b_y, False))
+    tl.store(row_ptr + D + tl.arange(0, D // 32), (b_k + 127).to(tl.uint8))
+
+
+@triton.jit
+def store_nvfp4_row(b_x, row_ptr, D: tl.constexpr):
+    """D/2 bytes of e2m1 pairs, then one e4m3 scale per 16 channels: amax / 6 within e4m3's range,
+    with no scale of the row."""
+    b_g = tl.reshape(b_x, (D // 16, 16))
+    b_scale = tl.max(tl.abs(b_g), axis=1) * (1.0 / 6.0)
+    b_scale = encode_e4m3(tl.minimum(tl.maximum(b_scale, 2.0**-9), 448.0), False)
+    b_unit = tl.broadcast_to(decode_e4m3(b_scale)[:, None], (D // 16, 16))
+    b_code = encode_e2m1(tl.reshape(tl.div_rn(b_g, b_unit), (D,)), True)
+    b_low, b_high = tl.split(tl.reshape(b_code, (D // 2, 2)))
+    tl.store(row_ptr + tl.arange(0, D // 2), b_low | (b_high << 4))
+    tl.store(row_ptr + D // 2 + tl.arange(0, D // 16), b_scale)
+
+
+@triton.jit
 def store_fp8_two_pools(b_x, page_ptr, second_ptr, i_slot, D: tl.constexpr, IS_FNUZ: tl.constexpr):
     """Rows of 512 bytes: 448 e4m3, 7 UE8M0 bytes of which each is stored twice, 50 bytes that are
     left alone. 64 bf16 in the second tensor."""
@@ -114,6 +147,13 @@ def quantise_indexer_fp8(b_x, ROUNDING: tl.constexpr, IS_FNUZ: tl.constexpr):
     """(e4m3 codes, fp32 scale): amax / max code, which all but sglang round up to 2^k."""
     # magnitudes compare as their bits do, and integers have a reduction of the warp (redux.sync)
     amax = tl.max(tl.abs(b_x).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    scale, inv = indexer_fp8_scale(amax, ROUNDING, IS_FNUZ)
+    return encode_e4m3(b_x * inv, IS_FNUZ), scale
+
+
+@triton.jit
+def indexer_fp8_scale(amax, ROUNDING: tl.constexpr, IS_FNUZ: tl.constexpr):
+    """(scale, its inverse) of rows whose largest magnitude is amax."""
     amax = tl.maximum(amax, 1e-4)
     if ROUNDING == "sglang":
         scale = tl.div_rn(amax, 224.0 if IS_FNUZ else 448.0)
@@ -122,7 +162,7 @@ def quantise_indexer_fp8(b_x, ROUNDING: tl.constexpr, IS_FNUZ: tl.constexpr):
         k = ceil_log2_ratio(amax, 0x600000, 7 if IS_FNUZ else 8)
         scale = exp2_int(k)
         inv = exp2_int(-k)
-    return encode_e4m3(b_x * inv, IS_FNUZ), scale
+    return scale, inv
 
 
 @triton.jit
@@ -140,6 +180,20 @@ def store_indexer_fp8(
     b_code, scale = quantise_indexer_fp8(b_x, ROUNDING, IS_FNUZ)
     tl.store(row_ptrs(page_ptr, i_slot, D, TILE), b_code)
     tl.store((page_ptr + PAGE * D + i_slot * 4).to(tl.pointer_type(tl.float32)), scale)
+
+
+@triton.jit
+def four_ue8m0(scale):
+    """The byte k + 127 of a scale 2^k, four times in an int32."""
+    return (scale.to(tl.int32, bitcast=True) >> 23) * 0x01010101
+
+
+@triton.jit
+def store_indexer_fp8_ue8m0(b_x, page_ptr, i_slot, D: tl.constexpr, PAGE: tl.constexpr):
+    """D e4m3, and four equal UE8M0 bytes."""
+    b_code, scale = quantise_indexer_fp8(b_x, "vllm", False)
+    tl.store(row_ptrs(page_ptr, i_slot, D, 1), b_code)
+    tl.store((page_ptr + PAGE * D + i_slot * 4).to(tl.pointer_type(tl.int32)), four_ue8m0(scale))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,11 +30,20 @@ from dsv4_backend import (
 )
 from dsv4_backend.in_place.torch import in_torch as in_place_torch
 from dsv4_backend.launch_params import TABLES
+from dsv4_backend.low_ratio_step import OPERATOR as LOW_RATIO
 from dsv4_backend.queries import OPERATOR
 from dsv4_backend.queries.torch import in_torch as queries_torch
 from dsv4_backend.step import CompressorCall
 from dsv4_backend.step_plan import CompressorStepPlan, DecodeStepPlan, StateLayout
-from dsv4_backend.testing.engine import Engine, make_history, make_layer, make_spec, rope_table
+from dsv4_backend.testing import low_ratio
+from dsv4_backend.testing.engine import (
+    Engine,
+    make_history,
+    make_layer,
+    make_spec,
+    move_plan,
+    rope_table,
+)
 from dsv4_backend.testing.oracle import within_one_code, without_records
 from dsv4_backend.torch_step import step, windows
 
@@ -61,8 +70,6 @@ BF16_ROWS: tuple[tuple[str, StateLayout, CompressorSpec], ...] = (
 )
 """Main records that both engines keep on request: sglang in its window's pool, vLLM in pages."""
 
-Plan = TypeVar("Plan", bound=CompressorStepPlan)
-
 
 def check_cases(path: KernelPath) -> dict[str, CheckCase]:
     """The calls that ``path`` must get right, by name.
@@ -72,6 +79,8 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
     """
     if path.name in ("torch", UPSTREAM):
         return {}
+    if path.operator == LOW_RATIO:
+        return {name: _allowed(run) for name, run in low_ratio.check_cases(path).items()}
     found: dict[str, Callable[[Target, torch.device], float]] = {}
     layouts: list[StateLayout] = [x for x in ("paged", "ring") if x in path.features]
     for adversarial in (False, True):
@@ -238,13 +247,6 @@ def to_device(engine: Engine, call: CompressorCall, device: torch.device) -> Com
         state,
         *(cache.to(device, copy=True) for cache in engine.caches),  # type: ignore[arg-type]
     )
-
-
-def move_plan(step_plan: Plan, device: torch.device) -> Plan:
-    """A copy of the step plan on the device."""
-    values = {f.name: getattr(step_plan, f.name) for f in dataclasses.fields(step_plan)}  # type: ignore[arg-type]
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-    return type(step_plan)(**moved)
 
 
 def _in_place(path: KernelPath, adversarial: bool, target: Target, device: torch.device) -> float:

@@ -30,7 +30,7 @@ from dsv4_backend.launch_params import TABLES
 from dsv4_backend.queries import OPERATOR
 from dsv4_backend.queries.torch import in_torch as queries_torch
 from dsv4_backend.step_plan import CompressorStepPlan, StateLayout
-from dsv4_backend.testing.check_cases import move_plan
+from dsv4_backend.testing import low_ratio
 from dsv4_backend.testing.engine import (
     POISON,
     Chunk,
@@ -38,6 +38,7 @@ from dsv4_backend.testing.engine import (
     make_history,
     make_layer,
     make_spec,
+    move_plan,
     rope_table,
 )
 from dsv4_backend.testing.oracle import equal_share, expected_rows, within_one_code
@@ -99,6 +100,7 @@ def fuzz_cases() -> Mapping[str, FuzzCase]:
         "decode": steps("decode"),
         "prefill": steps("prefill"),
         "in_place": in_place_case,
+        "low_ratio": low_ratio.fuzz_case,
         "queries": queries_case,
     }
 

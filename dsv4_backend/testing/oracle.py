@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4_backend import CompressorLayer, CompressorSpec, reference
+from dsv4_backend import CompressorLayer, CompressorSpec, RecordSpec, reference
 from dsv4_backend.testing.engine import POISON, Engine
 
 
@@ -61,7 +61,7 @@ def equal_share(
 
 
 def without_records(
-    caches: Sequence[torch.Tensor], slots: torch.Tensor, spec: CompressorSpec
+    caches: Sequence[torch.Tensor], slots: torch.Tensor, spec: RecordSpec
 ) -> list[torch.Tensor]:
     """Copies of the caches with poison in these slots."""
     outside, record = [cache.clone() for cache in caches], spec.record
@@ -75,7 +75,7 @@ def without_records(
 Record = tuple[torch.Tensor, torch.Tensor]
 
 
-def within_one_code(spec: CompressorSpec, got: Record, want: Record) -> torch.Tensor:
+def within_one_code(spec: RecordSpec, got: Record, want: Record) -> torch.Tensor:
     """Which values, ``[N, d]``, of records (data, scales) are at most one code apart.
 
     The step from one e2m1 value to the next larger one is at most half of it, or half a unit of the
@@ -83,7 +83,7 @@ def within_one_code(spec: CompressorSpec, got: Record, want: Record) -> torch.Te
     """
     one, other = (reference.dequantise(*record, spec).abs() for record in (got, want))
     apart = (reference.dequantise(*got, spec) - reference.dequantise(*want, spec)).abs()
-    if spec.record.encoding != "indexer_mxfp4":
+    if spec.record.encoding not in ("indexer_mxfp4", "nvfp4_rows"):
         return apart <= other.amax(1, keepdim=True) / 64 + 0.26 * other
     data = torch.full_like(got[0], 0x22)  # two codes of 1.0
     units = [reference.dequantise(data, scales, spec) for _, scales in (got, want)]

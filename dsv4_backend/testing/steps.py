@@ -18,14 +18,19 @@ from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
     LaunchCache,
+    LowRatioLaunchCache,
+    LowRatioStep,
     PagedDecode,
     PagedPrefill,
     compress_decode_,
+    compress_low_ratio_,
     compress_prefill_,
     window_ends,
 )
 from dsv4_backend.launch_params import TABLES
+from dsv4_backend.low_ratio_step import OPERATOR, RING_ROWS, LowRatioCall
 from dsv4_backend.step_plan import DecodeStepPlan, PrefillStepPlan
+from dsv4_backend.testing import low_ratio
 from dsv4_backend.testing.engine import default_device, make_spec
 from dsv4_backend.testing.engine import rope_table as random_rope_table
 
@@ -129,10 +134,88 @@ def make_step(
     return TimedStep(layer, normal(tokens, spec.row_width), state, cache, plan, int(is_end.sum()))
 
 
+@dataclass(eq=False)
+class TimedLowRatio:
+    """A compressor of ratio 1 or 2 with the tensors of one call; ``ends`` groups of it end."""
+
+    call: LowRatioCall
+    step_plan: LowRatioStep
+    ends: int
+    launches: LowRatioLaunchCache = field(default_factory=LowRatioLaunchCache)
+
+    def run(
+        self, target: Target | None = None, selection: Selection[Any, Any] | None = None
+    ) -> Callable[[], None]:
+        """The operator on these tensors, as an adapter calls it."""
+        call, plan, launches = self.call, self.step_plan, self.launches
+        tensors = (call.layer, call.kv_score, call.state, call.cache, call.index_cache)
+        return lambda: compress_low_ratio_(
+            *tensors, plan, target=target, selection=selection, launches=launches
+        )
+
+    def floor_bytes(self) -> int:
+        """Inputs read once, the newest rows of each ring and every record written once, and of
+        decodes the row before each end read; the projection of the keys read once."""
+        call, plan = self.call, self.step_plan
+        spec = call.layer.spec
+        records = self.ends * (spec.main.record.record_bytes + spec.index.record.record_bytes)
+        moved = call.kv_score.nbytes + records + call.layer.key_projection.nbytes
+        if call.state is None:
+            return moved
+        row = spec.row_width * call.state.element_size()
+        if plan.longest == 1:
+            return moved + (plan.num_tokens + self.ends) * row
+        return moved + min(plan.num_tokens, plan.num_requests * call.state.shape[1]) * row
+
+
+def make_low_ratio(
+    ratio: int, positions: torch.Tensor, requests: torch.Tensor, main: str, index: str
+) -> TimedLowRatio:
+    """A step of V4.1 for tokens at ``positions [T]`` of ``requests [T]``, which are in order, on
+    tensors as vLLM lays them out.
+
+    Args:
+        main, index: the record formats.
+    """
+    device, tokens, count = positions.device, positions.shape[0], int(requests.max()) + 1
+    spec = low_ratio.make_spec(ratio, main, index, PAGE_TOKENS)
+    generator = torch.Generator(device).manual_seed(11)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    is_end = (positions + 1) % ratio == 0
+    slots = torch.where(is_end, is_end.cumsum(0) - 1, -1)
+    pages = tokens // PAGE_TOKENS + 1
+    page_bytes = (-(-records.page_bytes // 576) * 576 for records in (spec.main, spec.index))
+    cache, index_cache = (
+        torch.zeros(pages, size, dtype=torch.uint8, device=device) for size in page_bytes
+    )
+    state, given = None, {}
+    if ratio == 2:
+        state = normal(count + 1, RING_ROWS, spec.row_width)
+        starts = torch.searchsorted(requests, torch.arange(count + 1, device=device))
+        state_slots = (requests + 1) * RING_ROWS + positions % RING_ROWS
+        given = {"state_slots": state_slots, "query_starts": starts.int()}
+    layer = low_ratio.make_layer(spec, device=device, positions=POSITIONS)
+    call = LowRatioCall(layer, normal(tokens, spec.row_width), state, cache, index_cache)
+    longest = int(torch.bincount(requests).max())
+    plan = LowRatioStep(positions, slots, slots.clone(), **given, longest=longest)
+    return TimedLowRatio(call, plan, int(is_end.sum()))
+
+
 def measure(path: KernelPath, target: Target, grid: int) -> Callable[[], None]:
     """The call that ``tune`` times: ``grid`` requests that decode, each at the end of a window, or
-    one prompt of ``grid`` windows."""
-    return measured_step(path.operator, grid).call(target, forced(TABLES, target, None, path))
+    one prompt of ``grid`` windows; of a compressor of V4.1 a prompt of ``grid`` tokens."""
+    selection = forced(TABLES, target, None, path)
+    if path.operator == OPERATOR:
+        positions = torch.arange(grid, device=default_device())
+        requests = torch.zeros_like(positions)
+        if path.max_longest:
+            positions, requests = torch.full_like(positions, 4095), positions
+        step = make_low_ratio(2, positions, requests, "fp8_ds_mla", "indexer_fp8")
+        return step.run(target, selection)
+    return measured_step(path.operator, grid).call(target, selection)
 
 
 def measured_step(operator: str, grid: int) -> TimedStep:

@@ -167,6 +167,11 @@ def _saturate(low: float, high: float) -> Function:
     return lambda x: np.clip(np.nan_to_num(np.trunc(x), nan=0.0), low, high).astype(np.int64)
 
 
+def _middle(a: Any, b: Any, c: Any) -> Any:
+    """The second largest of three."""
+    return np.fmax(np.fmin(a, b), np.fmin(np.fmax(a, b), c))
+
+
 # name: (types of the sources, view that takes the result, function). A result for view "u" is
 # bits; one for "f" is rounded to fp32.
 ARITHMETIC: dict[str, tuple[str, str, Function]] = {
@@ -184,7 +189,9 @@ ARITHMETIC: dict[str, tuple[str, str, Function]] = {
     "v_min_f32": ("ff", "f", np.fmin),
     "v_max3_f32": ("fff", "f", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
     "v_min3_f32": ("fff", "f", lambda a, b, c: np.fmin(np.fmin(a, b), c)),
+    "v_med3_f32": ("fff", "f", _middle),
     "v_ceil_f32": ("f", "f", np.ceil),
+    "v_cvt_f32_ubyte0": ("u", "f", lambda a: a & np.uint32(0xFF)),
     "v_fma_f32": ("ddd", "f", lambda a, b, c: a * b + c),
     "v_fmamk_f32": ("ddd", "f", lambda a, b, c: a * b + c),
     "v_fmaak_f32": ("ddd", "f", lambda a, b, c: a * b + c),

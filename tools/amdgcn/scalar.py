@@ -231,6 +231,8 @@ def _narrow(name: str, operands: list[Operand]) -> Run:
         return lambda wave: wave.set_s32(target, one(a(wave)))
     if name == "s_bitset1_b32":
         return lambda wave: wave.set_s32(target, wave.s[target] | 1 << (a(wave) & 31))
+    if name == "s_bitset0_b32":
+        return lambda wave: wave.set_s32(target, wave.s[target] & ~(1 << (a(wave) & 31)))
     if name in _ONE_SETS_SCC:
         single = _ONE_SETS_SCC[name]
         return _result32(target, lambda wave: single(a(wave)))

@@ -312,6 +312,20 @@ def test_extremes_and_rounding_up() -> None:
     np.testing.assert_array_equal(wave.f[2][:4], [2.0, -1.0, 7.0, 2.0**30])
 
 
+def test_the_middle_of_three_and_bytes_as_floats() -> None:
+    a, b, c = f32(1.0, 7.0, -2.0), f32(3.0, 2.0, -2.5), f32(2.0, 4.0, -2.0)
+    wave = run("v_med3_f32 v4, v1, v2, v3", v1=a, v2=b, v3=c)
+    np.testing.assert_array_equal(wave.f[4][:3], [2.0, 4.0, -2.0])
+    wave = run("v_cvt_f32_ubyte0_e32 v2, v1", v1=np.full(64, 0x123456F8, "u4"))
+    assert (wave.f[2] == 248.0).all()
+
+
+def test_a_subtraction_from_the_second_source_borrows() -> None:
+    wave = run("v_subrev_co_u32_e32 v2, vcc, 5, v1", v1=np.arange(64, dtype="u4"))
+    np.testing.assert_array_equal(wave.u[2], np.arange(64, dtype="u4") - np.uint32(5))
+    assert wave.s64(106) == 0b11111
+
+
 def test_halves_of_registers() -> None:
     halves = np.full(64, 0x8101FF03, "u4")
     wave = run("v_pk_lshlrev_b16 v2, 7, v3 op_sel_hi:[0,1]", v3=halves)

@@ -311,6 +311,7 @@ _SPECIAL: dict[str, Callable[[Instruction, list[Operand], dict[str, str]], Run]]
     "v_add_co_u32": _carry,
     "v_addc_co_u32": _carry,
     "v_sub_co_u32": _carry,
+    "v_subrev_co_u32": _carry,
     "v_subb_co_u32": _carry,
     "v_mad_u64_u32": _mad64,
     "v_mad_i64_i32": _mad64,

@@ -67,6 +67,16 @@ def test_the_log_says_once_which_path_serves_a_kind(log_lines: list[str]) -> Non
     assert "512 channels and ratio 4 (fp8_ds_mla) on cpu" in lines[0]
 
 
+def test_deepseek_v41_is_left_to_sglang_and_it_is_said(log_lines: list[str]) -> None:
+    from dsv4_backend.engines import sglang_compressor
+
+    backend = Served("indexer_fp8", flag=None).backend
+    backend.low_ratios = (1, 2)  # as sglang's backend has them of a V4.1
+    sglang_compressor.install(backend)
+    assert STEP not in vars(backend)
+    assert any("of DeepSeek-V4.1, of ratio 1 and 2, are not served" in line for line in log_lines)
+
+
 def test_a_deepseek_v4_asked_for_as_kda_is_reported(log_lines: list[str]) -> None:
     runner = make_runner("kda")
     sglang_flag.build_backend(lambda *given: object(), runner, None)

@@ -87,7 +87,7 @@ def test_other_models_are_refused_in_one_sentence_for_each_family(
     config = engine_config(flag=True)
     # before 0.32 the families share a name, and this one may serve MLA layers of any model
     monkeypatch.delitem(vllm_flag._families, "mla", raising=False)
-    importlib.import_module(adapter.COMPRESSORS[0])
+    importlib.import_module(adapter.COMPRESSOR)
     assert validate(monkeypatch, config) == []
     for family in vllm_flag._families.values():
         for claim in family.claims:
@@ -142,7 +142,7 @@ def test_registering_loads_no_model_and_the_compressor_is_met_when_it_is_importe
 def test_a_release_without_the_compressor_class_still_imports(
     clean: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, adapter.COMPRESSORS[0], types.ModuleType("empty"))
+    monkeypatch.setitem(sys.modules, adapter.COMPRESSOR, types.ModuleType("empty"))
     entry.vllm.dsv4()
     assert log_lines == [vllm_flag.broken("dsv4")]
     assert log_lines[0].startswith(
@@ -166,12 +166,15 @@ def test_an_adapter_that_cannot_be_imported_leaves_the_layer_to_stock(
     assert any("falling back to upstream's code" in s and "ImportError" in s for s in log_lines)
 
 
+@pytest.mark.skipif(
+    Engine("vllm", "0.33.0", None).supports(vllm.__version__), reason="served from 0.33.0 on"
+)
 def test_the_compressors_of_v41_stay_upstreams_and_it_is_said(log_lines: list[str]) -> None:
     entry.vllm.dsv4()
-    from vllm.models.deepseek_v41.compressor import DeepseekCompressor
+    from vllm.models.deepseek_v41.attention import DeepseekV4Attention
 
-    assert hasattr(DeepseekCompressor.__init__, "_kda_dsv4")
-    compressor = object.__new__(DeepseekCompressor)
-    adapter.adopt(compressor, engine_config(flag=True))
-    assert type(compressor) is DeepseekCompressor
-    assert any("deepseek_v41.compressor.DeepseekCompressor is a compressor" in s for s in log_lines)
+    assert hasattr(DeepseekV4Attention.__init__, "_kda_dsv4")
+    layer = types.SimpleNamespace(compressor=object())
+    adapter.adopt(layer, engine_config(flag=True))
+    assert any("V4.1's compressors are served in vllm 0.33.0 and newer" in s for s in log_lines)
+    assert vllm_flag.broken("dsv4") is None

@@ -1,0 +1,237 @@
+"""DeepSeek-V4.1's compressors of ratio 1 and 2: from projections to the latent and its main record.
+
+A token's row of projections is [kv], or [kv | score] of ratio 2, fp32. A ring of the state holds a
+request's newest rows of ratio 2, so a token's state row says which row is its predecessor's: the
+one before it in the ring. Where the input row before a token has that state row, it is the
+predecessor itself; otherwise the chunk begins with the token, and the ring holds its predecessor.
+"""
+
+import triton
+import triton.language as tl
+
+from backend_core.kernels.codecs import round_bf16
+from backend_core.kernels.rope_hadamard import load_angles, rope_tail
+from dsv4_backend.kernels.arguments import Cache, State
+from dsv4_backend.kernels.finish import rms_norm
+from dsv4_backend.kernels.pooling import LOG2_E
+from dsv4_backend.kernels.records import store_record
+from dsv4_backend.kernels.state_rows import load_row, store_state_row
+
+
+@triton.jit
+def row_before(state_row, STATE_BLOCK: tl.constexpr):
+    """The state row of the token before that of state_row, in the same ring of STATE_BLOCK rows."""
+    i_r = state_row % STATE_BLOCK
+    return state_row - i_r + (i_r + STATE_BLOCK - 1) % STATE_BLOCK
+
+
+@triton.jit
+def load_row_before_token(state_slot_ptr, i_t):
+    """The state row of input row i_t - 1, or -1: that of the token before i_t's, or of another."""
+    return tl.load(state_slot_ptr + i_t - 1, mask=i_t > 0, other=-1).to(tl.int64)
+
+
+@triton.jit
+def pool_pair(
+    b_kv,  # [D] fp32 of the pair's last token
+    b_score,
+    token_ptr,
+    stride_input_t,
+    state,
+    state_row,
+    is_in_input,  # of the pair's first token
+    D: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+):
+    """sum softmax(score) · kv [D] of a token that ends a pair and the one before it."""
+    o_d = tl.arange(0, D)
+    row = row_before(state_row, STATE_BLOCK)
+    o_row = (row // STATE_BLOCK) * state.stride_b + (row % STATE_BLOCK) * state.stride_r
+    old_ptr, new_ptr = state.ptr + o_row + o_d, token_ptr + (o_d - stride_input_t)
+    b_kv0 = tl.load(old_ptr, mask=not is_in_input, other=0.0)
+    b_score0 = tl.load(old_ptr + D, mask=not is_in_input, other=0.0)
+    b_kv0 = tl.where(is_in_input, tl.load(new_ptr, mask=is_in_input, other=0.0), b_kv0)
+    b_score0 = tl.where(is_in_input, tl.load(new_ptr + D, mask=is_in_input, other=0.0), b_score0)
+    b_less = tl.exp2(-tl.abs(b_score - b_score0) * LOG2_E)
+    b_p0 = tl.where(b_score0 < b_score, b_less, 1.0)
+    b_p1 = tl.where(b_score0 < b_score, 1.0, b_less)
+    return (b_kv0 * b_p0 + b_kv * b_p1) / (b_p0 + b_p1)
+
+
+@triton.jit
+def finish_latent(b_x, b_w, eps, D: tl.constexpr):
+    """The pooled row [D] normalised and rounded to bf16, in fp32; b_w [D] is the norm's weight."""
+    return round_bf16(rms_norm(b_x, b_w, eps, D))
+
+
+@triton.jit
+def store_main(
+    b_latent,  # [D] fp32 with values of bf16
+    b_angles,  # [D] fp32, see rope_hadamard.load_angles
+    cache,
+    slot,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """RoPE, quantisation and store of a latent's main record; a slot < 0 stores nothing."""
+    if slot >= 0:
+        b_x = rope_tail(b_latent, b_angles, D)
+        store_record(b_x, cache, slot, D, PAGE, FORMAT, "vllm", False)
+
+
+@triton.jit
+def low_ratio_step_kernel(
+    input_ptr,  # [T, RATIO·D] fp32, of ratio 1 also bf16
+    state_ptr,  # [blocks, STATE_BLOCK, 2·D] fp32, RATIO 2
+    weight_ptr,  # [D]
+    wk_ptr,  # [KEY, D] bf16
+    key_weight_ptr,  # [KEY]
+    table_ptr,  # [positions, 64]
+    cache_ptr,  # uint8 [pages, page bytes]
+    index_cache_ptr,  # uint8 [pages, page bytes]
+    position_ptr,  # [T]
+    state_slot_ptr,  # [T], RATIO 2
+    slot_ptr,  # [T]
+    index_slot_ptr,  # [T]
+    eps,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_wk_n,
+    stride_table_p,
+    stride_cache_p,
+    stride_index_cache_p,
+    D: tl.constexpr,
+    KEY: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    INDEX_PAGE: tl.constexpr,
+    INDEX_FORMAT: tl.constexpr,
+    IS_SPLIT_TABLE: tl.constexpr,
+):
+    """One program per token, chunks shorter than a ring: state row, latent and both records.
+
+    A chunk that is shorter than its ring writes no row that its first token reads.
+    """
+    i_t = tl.program_id(0)
+    cache = Cache(cache_ptr, stride_cache_p, None, None)
+    index_cache = Cache(index_cache_ptr, stride_index_cache_p, None, None)
+    o_d, o_n = tl.arange(0, D), tl.arange(0, KEY)
+    slot = tl.load(slot_ptr + i_t).to(tl.int64)
+    index_slot = tl.load(index_slot_ptr + i_t).to(tl.int64)
+    position = tl.load(position_ptr + i_t).to(tl.int32)
+    first = position + 1 - RATIO
+    token_ptr = input_ptr + i_t.to(tl.int64) * stride_input_t
+    b_w = tl.load(weight_ptr + o_d).to(tl.float32)
+    b_key_w = tl.load(key_weight_ptr + o_n).to(tl.float32)
+    # wk and the angles are on their way while the latent is made
+    wk_ptrs = wk_ptr + (o_n * stride_wk_n)[:, None] + o_d[None, :]
+    if RATIO == 2:
+        state_row = tl.load(state_slot_ptr + i_t).to(tl.int64)
+        before = load_row_before_token(state_slot_ptr, i_t)
+        b_kv, b_score = load_row(token_ptr, D, RATIO)
+        if state_row < 0:
+            return
+        state = State(state_ptr, stride_state_b, stride_state_r)
+        if position % 2 == 0:
+            store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
+            return
+        is_in_input = before == row_before(state_row, STATE_BLOCK)
+        b_wk = tl.load(wk_ptrs, mask=index_slot >= 0, other=0.0)
+        b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
+        b_key_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
+        b_x = pool_pair(
+            b_kv, b_score, token_ptr, stride_input_t, state, state_row, is_in_input, D, STATE_BLOCK
+        )
+        store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
+    else:
+        b_x = tl.load(token_ptr + o_d).to(tl.float32)
+        if (slot < 0) & (index_slot < 0):
+            return
+        b_wk = tl.load(wk_ptrs, mask=index_slot >= 0, other=0.0)
+        b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
+        b_key_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
+    b_x = finish_latent(b_x, b_w, eps, D)
+    store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT)
+    if index_slot >= 0:
+        b_key = round_bf16(tl.sum(b_wk.to(tl.float32) * b_x[None, :], axis=1))
+        b_key = rope_tail(finish_latent(b_key, b_key_w, eps, KEY), b_key_angles, KEY)
+        store_record(b_key, index_cache, index_slot, KEY, INDEX_PAGE, INDEX_FORMAT, "vllm", False)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
+def low_ratio_latents_kernel(
+    latent_ptr,  # [rows, D] bf16, written where a group ends
+    token_ptr,  # [rows] int32, written: the token of each latent, or -1
+    input_ptr,  # [T, RATIO·D] fp32, of ratio 1 also bf16
+    state_ptr,  # [blocks, STATE_BLOCK, 2·D] fp32, RATIO 2
+    weight_ptr,  # [D]
+    table_ptr,  # [positions, 64]
+    cache_ptr,  # uint8 [pages, page bytes]
+    position_ptr,  # [T]
+    state_slot_ptr,  # [T], RATIO 2
+    query_start_ptr,  # [B + 1], RATIO 2
+    slot_ptr,  # [T]
+    index_slot_ptr,  # [T]
+    num_requests,
+    num_tokens,
+    eps,
+    stride_input_t,
+    stride_state_b,
+    stride_state_r,
+    stride_table_p,
+    stride_cache_p,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    IS_SPLIT_TABLE: tl.constexpr,
+):
+    """One program per latent; the main record of each, and nothing of the state.
+
+    Of ratio 2 the first num_requests programs are the chunks' first tokens. The others are pairs of
+    input rows, of which one at most ends a group and is no chunk's first token.
+    """
+    i_n = tl.program_id(0)
+    if RATIO == 1:
+        i_t = i_n
+        slot = tl.load(slot_ptr + i_t).to(tl.int64)
+        is_end = (slot >= 0) | (tl.load(index_slot_ptr + i_t) >= 0)
+        position = tl.load(position_ptr + i_t).to(tl.int32)
+    else:
+        is_first = i_n < num_requests
+        start = tl.load(query_start_ptr + i_n, mask=is_first, other=0).to(tl.int32)
+        end = tl.load(query_start_ptr + i_n + 1, mask=is_first, other=num_tokens).to(tl.int32)
+        i_pair = 2 * (i_n - num_requests)
+        parity = tl.load(position_ptr + i_pair, mask=not is_first, other=1).to(tl.int32) % 2
+        i_t = tl.where(is_first, start, i_pair + 1 - parity)
+        is_token = i_t < tl.minimum(end, num_tokens)
+        position = tl.load(position_ptr + i_t, mask=is_token, other=0).to(tl.int32)
+        state_row = tl.load(state_slot_ptr + i_t, mask=is_token, other=-1).to(tl.int64)
+        before = load_row_before_token(state_slot_ptr, i_t)
+        is_in_input = before == row_before(state_row, STATE_BLOCK)
+        is_end = (state_row >= 0) & (position % 2 == 1) & (is_in_input != is_first)
+        slot = tl.load(slot_ptr + i_t, mask=is_end, other=-1).to(tl.int64)
+    tl.store(token_ptr + i_n, tl.where(is_end, i_t, -1))
+    if not is_end:
+        return
+    row_ptr = input_ptr + i_t.to(tl.int64) * stride_input_t
+    o_d = tl.arange(0, D)
+    b_w = tl.load(weight_ptr + o_d).to(tl.float32)
+    b_angles = load_angles(table_ptr, position + 1 - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
+    if RATIO == 1:
+        b_x = tl.load(row_ptr + o_d).to(tl.float32)
+    else:
+        state = State(state_ptr, stride_state_b, stride_state_r)
+        b_kv, b_score = load_row(row_ptr, D, RATIO)
+        b_x = pool_pair(
+            b_kv, b_score, row_ptr, stride_input_t, state, state_row, is_in_input, D, STATE_BLOCK
+        )
+    b_x = finish_latent(b_x, b_w, eps, D)
+    tl.store(latent_ptr + i_n.to(tl.int64) * D + o_d, b_x.to(tl.bfloat16))
+    cache = Cache(cache_ptr, stride_cache_p, None, None)
+    store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT)

@@ -1,0 +1,1 @@
+"""The paths of `compress_low_ratio_`."""

@@ -1,0 +1,41 @@
+"""A step of ratio 1 or 2 by the definition, in float64: the path of a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from backend_core.tables.schema import KernelPath
+from backend_core.target import Target
+from dsv4_backend import reference
+from dsv4_backend.low_ratio_step import LowRatioCall, LowRatioRun, LowRatioStep, LowRatioStepSpec
+
+
+def bind(row: KernelPath, spec: LowRatioStepSpec, target: Target) -> LowRatioRun:
+    return step
+
+
+def step(call: LowRatioCall, plan: LowRatioStep) -> None:
+    """Make and store the records of every group that ends, then write the state rows."""
+    layer, state, kv_score = call.layer, call.state, call.kv_score
+    spec, ring_rows = layer.spec, 1 if state is None else state.shape[1]
+    ends = list(plan.group_ends(ring_rows))
+    if ends:
+        groups = []
+        for end in ends:
+            rows = [kv_score[end.token]]
+            if state is not None:
+                old = kv_score[end.token - 1]
+                if end.before >= 0:
+                    old = state[end.before // ring_rows, end.before % ring_rows]
+                rows.insert(0, old)
+            groups += rows
+        latent = reference.latents(torch.stack(groups), layer)
+        positions = torch.tensor([end.position + 1 - spec.compress_ratio for end in ends])
+        found = reference.low_ratio_rows(latent, positions.to(latent.device), layer)
+        caches = (call.cache, spec.main), (call.index_cache, spec.index)
+        for which, (rows_of, (cache, records)) in enumerate(zip(found, caches, strict=True)):
+            slots = torch.tensor([end.slots[which] for end in ends])
+            reference.store([cache], slots, records, *reference.quantise(rows_of, records))
+    if state is not None:
+        for token, row in plan.state_writes(ring_rows):
+            state[row // ring_rows, row % ring_rows] = kv_score[token]

@@ -1,0 +1,314 @@
+"""DeepSeek-V4.1's compressors of ratio 1 and 2: a step's plan and call, and what calls share.
+
+Both engines keep the rows of ratio 2 in a ring of the state per request, and the token at position
+p in row p modulo the ring's length. Ratio 1 pools nothing and has no state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from backend_core.contracts import (
+    expect_device,
+    expect_dtype,
+    expect_kernel_device,
+    expect_shape,
+    expect_stride,
+    interprets,
+)
+from backend_core.operator import Selection, select
+from backend_core.ready import Ready
+from backend_core.target import Target, detect_target
+from dsv4_backend.contract.calls import check_records
+from dsv4_backend.contract.values import ROW_DTYPES, check_index
+from dsv4_backend.launch_params import TABLES
+from dsv4_backend.selection import expect_operator
+from dsv4_backend.spec import LowRatioLayer, LowRatioSpec
+
+if TYPE_CHECKING:
+    from backend_core.launch.triton import Argument, Packed
+
+OPERATOR = "low_ratio"
+RING_ROWS = 8
+"""The fewest rows of a ring: those of a step in one launch, and the row before them."""
+
+LAYER = (
+    *("state_ptr", "stride_state_b", "stride_state_r", "weight_ptr", "wk_ptr", "stride_wk_n"),
+    *("key_weight_ptr", "table_ptr", "stride_table_p", "cache_ptr", "stride_cache_p"),
+    *("index_cache_ptr", "stride_index_cache_p", "eps"),
+)
+"""The kernels' arguments that stay while the layer and its caches do."""
+PLAN = (
+    *("position_ptr", "state_slot_ptr", "query_start_ptr", "slot_ptr", "index_slot_ptr"),
+    *("num_requests", "num_tokens"),
+)
+"""The kernels' arguments that a step plan has."""
+
+
+class GroupEnd(NamedTuple):
+    """A token that ends a group, as the host reads it from a step plan.
+
+    Attributes:
+        token: its input row.
+        position: of the token in its sequence.
+        before: state row of the token before it; -1 where that is input row ``token - 1``, or
+            where there is none.
+        slots: of the main record and of the indexer's; < 0 stores nothing.
+    """
+
+    token: int
+    position: int
+    before: int
+    slots: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class LowRatioStep:
+    """Tokens of several requests, one request after another: prompts, decodes, drafts.
+
+    Attributes:
+        positions: [T] int32 or int64, of the tokens in their sequences.
+        slots, index_slots: [T] int32 or int64, where the main record and the indexer's key of a
+            group that ends with the token go; < 0 stores nothing. Of ratio 2 those of tokens at
+            even positions are not read.
+        state_slots: [T] int32 or int64, ring times its rows plus position modulo rows; < 0 is
+            padding. ``None`` of ratio 1.
+        query_starts: [B + 1] int32 or int64, first token of each request in this call; requests
+            without tokens may follow. ``None`` of ratio 1.
+        longest: tokens of the longest chunk, or a larger number; ``None`` if the host does not know
+            it. Of ratio 2 a step in one launch needs it to be less than the rows of a ring.
+
+    Raises:
+        ValueError: a tensor does not have the shape or dtype above.
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    index_slots: torch.Tensor
+    state_slots: torch.Tensor | None = None
+    query_starts: torch.Tensor | None = None
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        check_index("positions", self.positions, ("T",))
+        tokens, device = self.num_tokens, self.device
+        check_index("slots", self.slots, (tokens,), device)
+        check_index("index_slots", self.index_slots, (tokens,), device)
+        if (self.state_slots is None) != (self.query_starts is None):
+            raise ValueError("state_slots and query_starts must both be given, or neither")
+        if self.state_slots is not None and self.query_starts is not None:
+            check_index("state_slots", self.state_slots, (tokens,), device)
+            check_index("query_starts", self.query_starts, ("B + 1",), device)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Input rows that a call must have."""
+        return self.positions.shape[0]
+
+    @cached_property
+    def num_requests(self) -> int:
+        """Requests of ratio 2; 0 of ratio 1, where nothing depends on them."""
+        return 0 if self.query_starts is None else self.query_starts.shape[0] - 1
+
+    @cached_property
+    def num_latents(self) -> int:
+        """The most groups that may end in the step, in the order of the kernel that makes them."""
+        if self.query_starts is None:
+            return self.num_tokens
+        return self.num_requests + -(-self.num_tokens // 2)
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.positions.device
+
+    @cached_property
+    def packed(self) -> Packed:
+        """``PLAN``, prepared once for all launches of the step."""
+        from backend_core.launch.triton import pack  # the torch path needs no triton
+
+        values: list[Argument] = [self.positions, self.state_slots, self.query_starts]
+        values += [self.slots, self.index_slots, self.num_requests, self.num_tokens]
+        return pack(values)
+
+    def without_work(self) -> LowRatioStep:
+        """This plan for launches of no programs: what it launches is compiled and loaded."""
+        nothing = copy.copy(self)
+        nothing.__dict__.update(packed=self.packed, num_tokens=0, num_latents=0)
+        return nothing
+
+    def group_ends(self, ring_rows: int) -> Iterator[GroupEnd]:
+        """The tokens that end a group, read on the host.
+
+        Args:
+            ring_rows: rows of a ring of the state.
+        """
+        slots = list(zip(self.slots.tolist(), self.index_slots.tolist(), strict=True))
+        states = [] if self.state_slots is None else self.state_slots.tolist()
+        for token, position in enumerate(self.positions.tolist()):
+            if not states:
+                yield GroupEnd(token, position, -1, slots[token])
+            elif states[token] >= 0 and position % 2 == 1:
+                first = states[token] // ring_rows * ring_rows
+                before = first + (position - 1) % ring_rows
+                if token and states[token - 1] == before:
+                    before = -1
+                yield GroupEnd(token, position, before, slots[token])
+
+    def state_writes(self, ring_rows: int) -> Iterator[tuple[int, int]]:
+        """(token, state row) of each row that the step writes and no later token writes over."""
+        states = [] if self.state_slots is None else self.state_slots.tolist()
+        for token, row in enumerate(states):
+            if row >= 0 and row not in states[token + ring_rows : token + ring_rows + 1]:
+                yield token, row
+
+
+@dataclass(slots=True, eq=False)
+class LowRatioCall:
+    """A layer with the tensors of one call; ``packed`` is ``LAYER``."""
+
+    layer: LowRatioLayer
+    kv_score: torch.Tensor
+    state: torch.Tensor | None
+    cache: torch.Tensor
+    index_cache: torch.Tensor
+    packed: Packed | None = None
+
+    def pack(self) -> Packed:
+        """``LAYER`` of this call."""
+        from backend_core.launch.triton import pack
+
+        layer, state = self.layer, self.state
+        strides = (None, None) if state is None else state.stride()[:2]
+        values: tuple[Argument, ...] = (
+            *(state, *strides, layer.norm_weight),
+            *(layer.key_projection, layer.key_projection.stride()[0], layer.key_norm_weight),
+            *(layer.rope_table, layer.rope_table.stride()[0], self.cache, self.cache.stride()[0]),
+            *(self.index_cache, self.index_cache.stride()[0], layer.spec.eps),
+        )
+        return pack(values)
+
+
+class LowRatioRun(Protocol):
+    """One kernel path, bound to a kind of compressor and the rows of its rings."""
+
+    def __call__(self, call: LowRatioCall, plan: LowRatioStep, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class LowRatioStepSpec:
+    """What the paths are bound to; ``state_block``: rows of a ring, 1 where there is none."""
+
+    compressor: LowRatioSpec
+    state_block: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Bound:
+    """What calls that agree share; ``packed`` as in `dsv4_backend.step.Bound`."""
+
+    selection: Selection[LowRatioStepSpec, LowRatioRun]
+    packed: Packed | None
+
+
+def low_ratio_selection(
+    target: Target, spec: LowRatioSpec, state_block: int = RING_ROWS
+) -> Selection[LowRatioStepSpec, LowRatioRun]:
+    """The operator's paths for a kind of compressor, by tokens and the longest chunk.
+
+    Raises:
+        LookupError: there is no table for the target.
+    """
+    return select(TABLES, OPERATOR, target, LowRatioStepSpec(spec, state_block))
+
+
+def _bind(
+    layer: LowRatioLayer,
+    kv_score: torch.Tensor,
+    state: torch.Tensor | None,
+    cache: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: tuple[int, ...],
+    plan_device: torch.device,
+    target: Target | None,
+    selection: Selection[LowRatioStepSpec, LowRatioRun] | None,
+) -> _Bound:
+    """Check a call, and select and bind its paths; ``weights``: the addresses of the layer's."""
+    spec, device = layer.spec, layer.key_projection.device
+    expect_shape("kv_score", kv_score, ("T", spec.row_width))
+    expect_dtype("kv_score", kv_score, *(ROW_DTYPES if state is None else (torch.float32,)))
+    expect_stride("kv_score", kv_score, 1, 1)
+    if (state is None) != (spec.compress_ratio == 1):
+        must = "None" if spec.compress_ratio == 1 else "a tensor"
+        raise ValueError(f"state must be {must} for ratio {spec.compress_ratio}, got {state!r}")
+    if state is not None:
+        expect_shape("state", state, ("rings", "rows", spec.row_width))
+        expect_dtype("state", state, torch.float32)
+        expect_stride("state", state, 2, 1)
+        expect_device("state", state, device)
+        if state.shape[1] < RING_ROWS:
+            raise ValueError(
+                f"state must have rings of at least {RING_ROWS} rows, got {state.shape[1]}"
+            )
+    check_records("cache", spec.main, cache)
+    check_records("index_cache", spec.index, index_cache)
+    for name, tensor in (("kv_score", kv_score), ("cache", cache), ("index_cache", index_cache)):
+        expect_device(name, tensor, device)
+    if plan_device != device:
+        raise ValueError(f"step_plan must be on {device} (as the layer is), got {plan_device}")
+    bound = LowRatioStepSpec(spec, 1 if state is None else state.shape[1])
+    if selection is None:
+        selection = select(TABLES, OPERATOR, target or detect_target(plan_device), bound)
+    else:
+        selection = expect_operator(selection, OPERATOR).for_spec(bound)
+    has_kernels = any(row.name != "torch" for row in selection.rows)
+    if has_kernels:
+        expect_kernel_device("kv_score", kv_score)
+    call = LowRatioCall(layer, kv_score, state, cache, index_cache)
+    return _Bound(selection, call.pack() if has_kernels and not interprets() else None)
+
+
+class LowRatioLaunchCache:
+    """What `LaunchCache` is, for ``compress_low_ratio_``."""
+
+    def __init__(self) -> None:
+        self.find = Ready(_bind, addresses=(2, 3, 4), any_length=(1,), kept=64)
+
+
+def bound_low_ratio(
+    call: LowRatioCall,
+    plan: LowRatioStep,
+    target: Target | None,
+    selection: Selection[Any, Any] | None,
+    launches: LowRatioLaunchCache | None,
+) -> Selection[LowRatioStepSpec, LowRatioRun]:
+    """Check a call or find that one like it was, make it ready, and return its paths."""
+    layer = call.layer
+    tensors = (layer.norm_weight, layer.key_projection, layer.key_norm_weight, layer.rope_table)
+    bound = (_bind if launches is None else launches.find)(
+        layer,
+        call.kv_score,
+        call.state,
+        call.cache,
+        call.index_cache,
+        tuple(tensor.data_ptr() for tensor in tensors),
+        plan.device,
+        target,
+        selection,
+    )
+    if call.kv_score.shape[0] < plan.num_tokens:
+        raise ValueError(
+            f"kv_score must have at least {plan.num_tokens} rows (tokens of the step plan), "
+            f"got {call.kv_score.shape[0]}"
+        )
+    if (plan.state_slots is None) != (call.state is None):
+        must = "None" if call.state is None else "given"
+        raise ValueError(f"state_slots must be {must} for ratio {layer.spec.compress_ratio}")
+    # the interpreter reads tensors, which nothing may keep
+    call.packed = bound.packed or (call.pack() if interprets() else None)
+    return bound.selection

@@ -1,0 +1,503 @@
+"""vLLM's DeepSeek-V4.1: attention layers as vLLM builds them, their latents and both records."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+
+from backend_core.engines import Engine
+
+if not Engine("vllm", "0.33.0", None).supports(vllm.__version__):
+    pytest.skip("served from 0.33.0 on", allow_module_level=True)
+
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.models.deepseek_v41 import attention as deepseek_v41
+from vllm.models.deepseek_v41.common.ops import indexer_k_store
+from vllm.models.deepseek_v41.compressor import (
+    CompressorMetadataBuilder,
+    CompressorStateCache,
+    DeepseekCompressor,
+)
+from vllm.models.deepseek_v41.sparse_mla import DeepseekV4SparseMLABackend
+
+from backend_core.engines import entry, vllm_flag
+from backend_core.engines.vllm_flag import flag_name
+from backend_core.strict import FallbackError
+from backend_core.target import KNOWN_TARGETS
+from dsv4_backend import low_ratio_step, reference
+from dsv4_backend.engines import vllm as flag
+from dsv4_backend.engines import vllm_low_ratio as adapter
+from dsv4_backend.engines.vllm_low_ratio import (
+    LowRatioCompressor,
+    MetadataBuilder,
+    StateCache,
+)
+from dsv4_backend.low_ratio.torch import step as definition
+from dsv4_backend.testing import low_ratio as kit
+from dsv4_backend.testing.engine import Chunk
+from dsv4_backend.testing.oracle import within_one_code
+from tests.engines.deepseek_v4 import MODEL
+from tests.engines.vllm_process import common_metadata
+
+entry.vllm.dsv4()
+LAYERS = {2: 1, 1: 3}  # by ratio, those that make latents
+STEPS = (*kit.LONG_CHUNKS, ((1, 31, 32), (0, 43, 44), (2, 27, 28)), ((2, 28, 32), (1, 32, 33)))
+
+
+@functools.cache
+def model_directory() -> str:
+    text = {k: v for k, v in MODEL.items() if k not in ("architectures", "quantization_config")}
+    text |= {"model_type": "deepseek_v41_text", "compress_ratios": [0, 2, 2, 1]}
+    text |= {"kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 2, 3]}
+    text |= {"rms_norm_eps": 1e-20}
+    config = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
+    config |= {"torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    directory = Path(tempfile.mkdtemp())
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@functools.cache
+def engine_config(flag: bool = True, **changes: Any) -> Any:
+    given = {"kv_cache_dtype": "fp8", **changes}
+    return EngineArgs(
+        model=model_directory(),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        dtype="bfloat16",
+        **({"attention_backend": flag_name("dsv4")} if flag else {}),
+        **given,
+    ).create_engine_config()
+
+
+class Attention(deepseek_v41.DeepseekV4Attention):
+    """vLLM's layer without the attention itself, which needs a GPU."""
+
+    backend_cls = DeepseekV4SparseMLABackend
+    packs: int | None = None
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        return num_heads
+
+    def _uses_fp8_ds_mla_layout(self) -> bool:
+        return self.packs is not None
+
+    def forward_mqa(self, *args: Any) -> None:
+        raise NotImplementedError
+
+    _o_proj = forward_mqa
+
+
+def build(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Any,
+    ratio: int = 2,
+    main: str = "fp8_ds_mla",
+    index: str = "indexer_fp8",
+) -> Any:
+    """An attention layer with random weights, its records in the formats of another GPU."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda *args, **options: None)
+    config.compilation_config.static_forward_context.clear()
+    packs = {v: k for k, v in adapter._PACKED.items()}.get(main)
+    monkeypatch.setattr(Attention, "packs", packs)
+    is_blackwell = main in ("mxfp8_rows", "nvfp4_rows")
+    monkeypatch.setattr(deepseek_v41, "_use_v41_mxfp8_kv_record", lambda: is_blackwell)
+    monkeypatch.setattr(deepseek_v41, "dsa_indexer_uses_fp4", lambda _: index == "indexer_mxfp4")
+    is_packed, is_rocm = index == "indexer_fp8_ue8m0", index == "indexer_fp8_tiles"
+    monkeypatch.setattr(adapter, "mqa_logits_use_mx_scales", lambda: is_packed)
+    monkeypatch.setattr(indexer_k_store, "mqa_logits_use_mx_scales", lambda: is_packed)
+    platform = types.SimpleNamespace(is_rocm=lambda: is_rocm, is_cuda=lambda: False)
+    monkeypatch.setattr(adapter, "current_platform", platform)
+    monkeypatch.setattr(indexer_k_store, "current_platform", platform)
+    config.cache_config.cache_dtype = {"nvfp4_rows": "nvfp4_ds_mla", "bf16_rows": "auto"}.get(
+        main, "fp8"
+    )
+    config.cache_config.block_size = 64  # as on a GPU, where vLLM's CPU platform takes 16
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(config):
+            layer = Attention(
+                config,
+                f"model.layers.{LAYERS[ratio]}.self_attn",
+                topk_indices_buffer=torch.zeros(8, 64, dtype=torch.int32),
+            )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    weights = kit.make_layer(kit.make_spec(ratio), ratio, torch.device("cpu"))
+    layer.compressor.norm.weight.data.copy_(weights.norm_weight)
+    layer.indexer.wk.weight.data.copy_(weights.key_projection)
+    layer.indexer.k_norm.weight.data.copy_(weights.key_norm_weight)
+    return layer
+
+
+class Served:
+    """A layer bound to poisoned caches, and the steps that the engine runs it through."""
+
+    def __init__(self, layer: Any, main: str, index: str, config: Any) -> None:
+        self.layer, self.config, ratio = layer, config, layer.compress_ratio
+        spec = kit.make_spec(ratio, main, index, 64 // ratio)
+        rings = layer.compressor.state_cache
+        self.caches = kit.LowRatioEngine(spec, 3, 48, 8 if rings is None else rings.block_size)
+        self.weights = kit.LowRatioLayer(
+            spec,
+            layer.compressor.norm.weight,
+            layer.indexer.wk.weight,
+            layer.indexer.k_norm.weight,
+            layer.rotary_emb.cos_sin_cache,
+        )
+        views = []
+        for cache, records in zip(self.caches.caches, (spec.main, spec.index), strict=True):
+            size = records.record.record_bytes
+            shape = (cache.shape[0], records.page_tokens, size)
+            views.append(cache.as_strided(shape, (cache.stride(0), size, 1)))
+        is_bf16 = main == "bf16_rows"
+        layer.kv_cache = views[0].view(torch.bfloat16) if is_bf16 else views[0]
+        layer.indexer.k_cache.kv_cache = views[1]
+        if rings is not None:
+            rings.kv_cache = self.caches.state
+
+    def metadata(self, chunks: tuple[Chunk, ...], padding: int) -> tuple[dict[str, Any], Any]:
+        """(the step's metadata, its plan) as vLLM's runner makes them, padded for a graph."""
+        layer, plan = self.layer, self.caches.plan(chunks, padding)
+        records = {
+            layer.prefix: types.SimpleNamespace(slot_mapping=plan.slots),
+            layer.indexer.k_cache.prefix: types.SimpleNamespace(slot_mapping=plan.index_slots),
+        }
+        rings = layer.compressor.state_cache
+        if rings is None:
+            return records, plan
+        with set_current_vllm_config(self.config):
+            builder = rings.get_attn_backend().get_builder_cls()(
+                rings.get_kv_cache_spec(self.config),
+                [rings.prefix],
+                self.config,
+                torch.device("cpu"),
+            )
+        bounds = torch.tensor([0, *(end - start for _, start, end in chunks)]).cumsum(0).int()
+        common = common_metadata(
+            bounds,
+            torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
+            torch.tensor([[n + 1] for n, _, _ in chunks], dtype=torch.int32),
+            plan.slots,
+            num_actual_tokens=int(bounds[-1]),
+            positions=plan.positions,
+        )
+        return records | {rings.prefix: builder.build(0, common)}, plan
+
+    def run(
+        self, histories: list[torch.Tensor], chunks: tuple[Chunk, ...], padding: int = 2
+    ) -> Any:
+        """One step in the order of the attention layer; returns its metadata."""
+        layer = self.layer
+        metadata, plan = self.metadata(chunks, padding)
+        rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
+        rows = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan)])
+        with (
+            torch.no_grad(),
+            set_current_vllm_config(self.config),
+            set_forward_context(metadata, self.config, num_tokens=len(rows)),
+        ):
+            latent = layer.compressor(rows, plan.positions)
+            layer.indexer._produce_k(latent, plan.positions, layer.indexer_rotary_emb)
+            layer.compressor.insert_cache(latent, plan.positions, layer.rotary_emb)
+        return metadata
+
+    def serve(self, steps: tuple[tuple[Chunk, ...], ...] = STEPS) -> list[torch.Tensor]:
+        histories = [kit.make_history(self.caches.spec, 48, seed) for seed in range(3)]
+        for chunks in steps:
+            self.run(histories, chunks)
+        return histories
+
+    def wanted(self, histories: list[torch.Tensor]) -> kit.LowRatioEngine:
+        """Rings and caches after the same steps by the definition."""
+        spec = self.caches.spec
+        engine = kit.LowRatioEngine(spec, 3, 48, self.caches.ring_rows)
+        for chunks in STEPS:
+            rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
+            definition(engine.call(self.weights, rows), engine.plan(chunks, 0))
+        return engine
+
+
+def records_near(ours: kit.LowRatioEngine, other: kit.LowRatioEngine) -> float:
+    """The share of values that differ, each of them by one code; nothing else was written."""
+    spec, worst = ours.spec, 0.0
+    ends = [p for p in range(spec.compress_ratio - 1, 48, spec.compress_ratio)]
+    slots = ours.slot_of[:, : len(ends)].flatten()
+    for n, records in enumerate((spec.main, spec.index)):
+        one, two = (reference.load([x.caches[n]], slots, records) for x in (ours, other))
+        assert within_one_code(records, one, two).all()
+        values = (reference.dequantise(*record, records).nan_to_num(0) for record in (one, two))
+        left, right = values
+        worst = max(worst, float((left != right).float().mean()))
+    return worst
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize(("main", "index"), kit.FORMATS)
+def test_the_engines_steps_give_the_definitions_rings_and_records(
+    monkeypatch: pytest.MonkeyPatch, ratio: int, main: str, index: str
+) -> None:
+    config = engine_config()
+    layer = build(monkeypatch, config, ratio, main, index)
+    assert type(layer.compressor) is LowRatioCompressor
+    assert ratio == 1 or type(layer.compressor.state_cache) is StateCache
+    step = Served(layer, main, index, config)
+    want = step.wanted(step.serve())
+    for got, wanted in zip(step.caches.caches, want.caches, strict=True):
+        assert torch.equal(got, wanted)
+    if ratio == 2:
+        assert torch.equal(step.caches.state.nan_to_num(7), want.state.nan_to_num(7))
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_the_gpus_kernels_give_the_same_through_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, ratio: int
+) -> None:
+    monkeypatch.setattr(low_ratio_step, "detect_target", lambda device: KNOWN_TARGETS["H200"])
+    config = engine_config()
+    step = Served(build(monkeypatch, config, ratio), "fp8_ds_mla", "indexer_fp8", config)
+    want = step.wanted(step.serve())
+    assert records_near(step.caches, want) <= kit.ALLOWED
+    if ratio == 2:
+        assert torch.equal(step.caches.state.nan_to_num(7), want.state.nan_to_num(7))
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("index", ["indexer_fp8", "indexer_fp8_ue8m0", "indexer_fp8_tiles"])
+def test_stock_writes_the_same_rings_and_records(
+    monkeypatch: pytest.MonkeyPatch, ratio: int, index: str
+) -> None:
+    """Beside vLLM's own kernels in the interpreter.
+
+    It truncates to bf16 and e4m3, and loses the carry of a mantissa that rounds up to 2: codes may
+    be one apart, or theirs is a power of two and eight less. The scale of a group whose largest
+    value lies on a boundary may be another.
+    """
+    found = []
+    for is_ours in (True, False):
+        config = engine_config(is_ours)
+        layer = build(monkeypatch, config, ratio, "fp8_ds_mla", index)
+        assert (type(layer.compressor) is DeepseekCompressor) != is_ours
+        wk = layer.indexer.wk  # as on a GPU; vLLM's linear layers of a CPU want to be packed
+        wk.forward = lambda x, wk=wk: (torch.nn.functional.linear(x, wk.weight), None)
+        step = Served(layer, "fp8_ds_mla", index, config)
+        step.serve()
+        found.append(step.caches)
+    spec, slots = found[0].spec, found[0].slot_of[:, : 48 // ratio].flatten()
+    for n, records in enumerate((spec.main, spec.index)):
+        (data, scales), (stock, stock_scales) = (
+            reference.load([x.caches[n]], slots, records) for x in found
+        )
+        same = (scales == stock_scales).all(1)
+        assert same.float().mean() > 0.95
+        near = within_one_code(records, (data, scales), (stock, stock_scales))
+        width = 448 if n == 0 else 128
+        apart = data[:, :width].int() - stock[:, :width].int()
+        lost = (stock[:, :width] % 8 == 0) & (apart >= 7) & (apart <= 8)
+        near[:, :width] |= lost
+        assert near[same].all()
+    if ratio == 2:
+        assert torch.equal(*(x.state.nan_to_num(7) for x in found))
+
+
+def test_a_step_is_one_call_and_layers_share_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(adapter, "compress_low_ratio_", lambda *args, **_: calls.append(args))
+    config = engine_config()
+    step = Served(build(monkeypatch, config), "fp8_ds_mla", "indexer_fp8", config)
+    histories = [kit.make_history(step.caches.spec, 48, n) for n in range(3)]
+    metadata = step.run(histories, ((0, 0, 7), (1, 0, 1)))
+    rings = metadata[step.layer.compressor.state_cache.prefix]
+    ((plan, *_),) = rings.plans.values()
+    assert [call[-1] for call in calls] == [plan] and plan.longest == 7
+    assert adapter._plan(step.layer.compressor, metadata, plan.positions) is plan
+    assert len(calls) == 1
+
+
+def test_what_a_graph_may_replay_decides_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of decodes holds one launch; any other is replayed with prompts too."""
+    config = engine_config()
+    step = Served(build(monkeypatch, config), "fp8_ds_mla", "indexer_fp8", config)
+    compressor, positions = step.layer.compressor, torch.zeros(3, dtype=torch.int64)
+    chunks = ((0, 0, 1), (1, 0, 1), (2, 0, 1))
+    for capturing, decodes, longest in (
+        (False, False, 1),
+        (True, True, 1),
+        (True, False, None),
+    ):
+        monkeypatch.setattr(adapter, "is_capturing", lambda device, now=capturing: now)
+        metadata, _ = step.metadata(chunks, 0)
+        metadata[compressor.state_cache.prefix].replays_decodes_alone = decodes
+        assert adapter._plan(compressor, metadata, positions).longest == longest
+    builder = object.__new__(MetadataBuilder)
+    for mode, alone in ((CUDAGraphMode.FULL, False), (CUDAGraphMode.FULL_AND_PIECEWISE, True)):
+        builder.vllm_config = types.SimpleNamespace(
+            compilation_config=types.SimpleNamespace(cudagraph_mode=mode)
+        )
+        built = types.SimpleNamespace()
+        monkeypatch.setattr(
+            CompressorMetadataBuilder,
+            "build_for_cudagraph_capture",
+            lambda self, common, built=built: built,
+        )
+        assert builder.build_for_cudagraph_capture(None).replays_decodes_alone is alone
+
+
+def test_rejected_drafts_are_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three drafts of which one is accepted: the next step begins behind it."""
+    config = engine_config()
+    step = Served(build(monkeypatch, config), "fp8_ds_mla", "indexer_fp8", config)
+    spec = step.caches.spec
+    right, wrong = ([kit.make_history(spec, 48, seed + n) for n in range(3)] for seed in (0, 50))
+    step.run(right, ((0, 0, 10), (1, 0, 9)))
+    for n, begin in ((0, 10), (1, 9)):
+        drafted = [x.clone() for x in wrong]
+        drafted[n][: begin + 2] = right[n][: begin + 2]
+        step.run(drafted, ((n, begin, begin + 4),))
+        step.run(right, ((n, begin + 2, begin + 6),))
+    engine = kit.LowRatioEngine(spec, 3, 48, step.caches.ring_rows)
+    for n, length in ((0, 16), (1, 15)):
+        definition(engine.call(step.weights, right[n][:length]), engine.plan([(n, 0, length)], 0))
+    for got, wanted in zip(step.caches.caches, engine.caches, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_the_profile_run_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config()
+    layer = build(monkeypatch, config)
+    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=3):
+        found = layer.compressor(torch.zeros(3, 1024), torch.zeros(3, dtype=torch.int64))
+    assert found is None and layer.compressor._bound is None
+
+
+REFUSALS = {
+    "release": "DeepSeek-V4.1's compressors are served in vllm 0.33.0 and newer, got 0.32.1",
+    "batch invariance": "VLLM_BATCH_INVARIANT is set",
+    "context parallelism": "prefill context parallelism gathers latents of all ranks",
+    "specialised decode": "decode_backend latency_specialized has launches of its own",
+    "fp8 rows": "main records of kv_cache_dtype fp8 are not served",
+    "signature": "vllm's changed must have the arguments that are known here",
+    "wk": "wk must be [128, 512] of bfloat16, got [128, 512] of torch.float32",
+    "indexer": "stores the indexer's keys in an order of its own, which is not served",
+    "broken": "it broke",
+}
+
+
+def changed(self: Any, x: torch.Tensor) -> None:
+    """A forward of another release."""
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, case: str) -> Any:
+    config = engine_config()
+    layer = build(monkeypatch, engine_config(flag=False))
+    if case == "release":
+        monkeypatch.setattr(Engine, "installed", lambda self: "0.32.1")
+    elif case == "batch invariance":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    elif case == "context parallelism":
+        layer.compressor.pcp_size = 2
+    elif case == "specialised decode":
+        monkeypatch.setattr(config, "additional_config", {"decode_backend": "latency_specialized"})
+    elif case == "fp8 rows":
+        layer.kv_cache_dtype, layer.kv_cache_torch_dtype = "fp8", torch.float8_e4m3fn
+    elif case == "signature":
+        monkeypatch.setattr(DeepseekCompressor, "forward", changed)
+    elif case == "wk":
+        layer.indexer.wk.float()
+    elif case == "indexer":
+        other = type("RocmIndexer", (type(layer.indexer),), {"_produce_k": lambda self: None})
+        layer.indexer.__class__ = other
+    elif case == "broken":
+        monkeypatch.setattr(vllm_flag._families["dsv4"], "broken", "it broke")
+    flag.adopt(layer, config)
+    return layer
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_not_served_stays_upstreams_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str], case: str
+) -> None:
+    for _ in range(2):
+        layer = refuse(monkeypatch, case)
+        assert type(layer.compressor) is DeepseekCompressor
+        assert type(layer.compressor.state_cache) is CompressorStateCache
+    lines = [line for line in log_lines if "falling back to upstream's code" in line]
+    assert len(lines) == 1 and REFUSALS[case] in lines[0]
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="KDA_DSV4_STRICT forbids"):
+        refuse(monkeypatch, case)
+
+
+def test_caches_that_cannot_be_served_go_to_stock_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    config = engine_config()
+    step = Served(build(monkeypatch, config), "fp8_ds_mla", "indexer_fp8", config)
+    calls: list[Any] = []
+    monkeypatch.setattr(DeepseekCompressor, "forward", lambda self, *args: calls.append(args))
+    step.layer.kv_cache = step.layer.kv_cache[:, :, 1:]  # no longer at a multiple of 4 bytes
+    step.run([kit.make_history(step.caches.spec, 48, n) for n in range(3)], ((0, 0, 7),))
+    assert len(calls) == 1 and type(step.layer.compressor) is DeepseekCompressor
+    assert step.caches.state.isnan().all()
+    assert any("cache must have pages aligned to 4 bytes" in line for line in log_lines)
+
+
+def test_a_failing_step_is_logged_once_and_raised(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    config = engine_config()
+    step = Served(build(monkeypatch, config), "fp8_ds_mla", "indexer_fp8", config)
+    histories = [kit.make_history(step.caches.spec, 48, n) for n in range(3)]
+    step.run(histories, ((0, 0, 4),))
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ValueError("no such page")
+
+    monkeypatch.setattr(adapter, "compress_low_ratio_", fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such page"):
+            step.run(histories, ((0, 4, 7),))
+    assert len([line for line in log_lines if "no such page" in line]) == 1
+
+
+def test_layers_that_make_no_latents_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    monkeypatch.setattr(adapter, "adopt", None)
+    flag.adopt(types.SimpleNamespace(compressor=None, indexer=None), engine_config())
+    assert log_lines == []
+
+
+def test_what_is_relied_on_is_in_the_wheel() -> None:
+    source = inspect.getsource(deepseek_v41)
+    # the layer hands the latent to both writers, which do nothing without one
+    for needed in (
+        "lambda: compressor(kv_score, positions)",
+        "lambda: compressor.insert_cache(",
+        "self._produce_k(cache_latent, cache_positions, rotary_emb)",
+        "if not isinstance(attn_metadata, dict) or latent is None:",
+    ):
+        assert needed in source, needed
+    assert "if latent is None:\n            return" in inspect.getsource(
+        DeepseekCompressor.insert_cache
+    )
+    # both are built when the base class ends its __init__, and keep no other reader of the latent
+    init = inspect.getsource(deepseek_v41.DeepseekV4Attention.__init__)
+    assert init.index("self.indexer = self._indexer_cls") < init.index("= DeepseekCompressor(")
+    assert "self.indexer_rotary_emb = self.rotary_emb" in init
+    build_slots = inspect.getsource(CompressorMetadataBuilder.build)
+    assert "_ring_slot_mapping_kernel" in build_slots
