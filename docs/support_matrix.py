@@ -83,9 +83,7 @@ def render() -> str:
     """The page's text."""
     return (
         HEAD
-        + "\n".join(
-            [*_hardware(), *_paths(), *_triton(), *_engines(), *MODELS.splitlines(), *_results()]
-        )
+        + "\n".join([*_hardware(), *_paths(), *_triton(), *_engines(), *MODELS.splitlines()])
         + "\n"
     )
 
@@ -224,36 +222,6 @@ def cited() -> list[Path]:
     pages = [ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if p != PAGE)]
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(pages))
     return [file for file in sorted(RESULTS.glob("*.json")) if file.name in text]
-
-
-def _results() -> list[str]:
-    lines = [
-        "",
-        "## Result files",
-        "",
-        "These are the files that a page cites, each with the script that writes it.",
-        "",
-        "| file | written by | GPU | date | torch, Triton |",
-        "|---|---|---|---|---|",
-    ]
-    for file in cited():
-        report = json.loads(file.read_text(encoding="utf-8"))
-        report = {**report.get("environment", {}), **report.get("head", {}), **report}
-        info = report.get("info", {})
-        gpu = report.get("gpu") or info.get("machine", {}).get("name") or "-"
-        versions = [
-            str(report.get(name) or info.get("packages", {}).get(name) or "-")
-            for name in ("torch", "triton")
-        ]
-        cells = [
-            f"[{file.name}]({_link(file)})",
-            f"`{report['script']}`",
-            gpu,
-            report.get("date") or "-",
-            ", ".join(versions),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def _reports(pattern: str) -> list[tuple[Path, dict[str, Any]]]:

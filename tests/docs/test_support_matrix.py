@@ -45,4 +45,4 @@ def test_a_file_that_no_page_cites_is_not_shown(
     monkeypatch.setattr(support_matrix, "RESULTS", tmp_path)
     monkeypatch.setattr(support_matrix, "_link", lambda file: file.name)
     page = support_matrix.render()
-    assert "private_vllm.json" not in page and "| [check_h200.json]" in page
+    assert "private_vllm.json" not in page and "load_vllm033.json" in page
