@@ -44,7 +44,8 @@ MAX_TILES = 4095
 OVERHEAD, MIN_BLOCKS = 1, 1
 """Of plans in torch and Triton: what a program pays for each query tile that it touches, and the
 fewest blocks of a split."""
-MAX_PREFIX_REQUESTS = 256
+MAX_PREFIX_REQUESTS = 128
+"""As many as were measured: the search compares each request with each."""
 
 
 class MlaPlanner:

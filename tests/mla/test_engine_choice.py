@@ -167,12 +167,12 @@ def test_what_is_said_of_a_model() -> None:
     assert heads == "32 heads per GPU" and [path.split(" (")[0] for path in paths] == [
         "mla_decode grid 1 to 512: sm90 overhead=1 min_blocks=1 shared_requests=0 shared_tokens=0",
         "mla_decode grid 513 to 2016: upstream kernel=fa3",
-        "mla_decode grid 2017 to 8192: sm90 overhead=1 min_blocks=1 shared_requests=64"
+        "mla_decode grid 2017 to 4096: sm90 overhead=1 min_blocks=1 shared_requests=64"
         " shared_tokens=6144",
-        "mla_decode grid 8193 and more: upstream kernel=fa3",
+        "mla_decode grid 4097 and more: upstream kernel=fa3",
     ]
     assert steps == (
-        "decode steps of up to 16 and of 64 to 256 requests, where"
+        "decode steps of up to 16 and of 64 to 128 requests, where"
         " benchmarks/results/mla_decode_h200.json has them ahead of fa3"
     )
     assert "of any number of requests" in FAMILY.describe_model(H200, KIMI, 8)[1]

@@ -248,8 +248,8 @@ def chosen(server: Server) -> type | str:
     ("heads", "limit", "grids"),
     [
         (4, "of any number of", "1 and more"),
-        (16, "of up to 4 and of 32 to 256", "1 to 64"),
-        (32, "of up to 16 and of 64 to 256", "1 to 512"),
+        (16, "of up to 4 and of 32 to 128", "1 to 64"),
+        (32, "of up to 16 and of 64 to 128", "1 to 512"),
     ],
 )
 def test_what_is_served_follows_the_measurement(

@@ -145,7 +145,7 @@ def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
     config = engine_config(speculative_config=draft)
     assert adapter.query_tokens(config) == (1, 4)
     assert chosen(config, heads=4) is SplitKvMLABackend
-    served = "steps of up to 4 and of 32 to 256 requests with 4 query tokens each are planned"
+    served = "steps of up to 4 and of 32 to 128 requests with 4 query tokens each are planned"
     assert served in log_lines[1]
     log_lines.clear()
     assert chosen(config, heads=16) is SplitKvMLABackend
