@@ -299,15 +299,15 @@ def test_stock_writes_the_same_rings_and_records(
         found.append(step.caches)
     spec, slots = found[0].spec, found[0].slot_of[:, : 48 // ratio].flatten()
     for n, records in enumerate((spec.main, spec.index)):
-        (data, scales), (stock, stock_scales) = (
+        (data, scales), (theirs, their_scales) = (
             reference.load([x.caches[n]], slots, records) for x in found
         )
-        same = (scales == stock_scales).all(1)
+        same = (scales == their_scales).all(1)
         assert same.float().mean() > 0.95
-        near = within_one_code(records, (data, scales), (stock, stock_scales))
+        near = within_one_code(records, (data, scales), (theirs, their_scales))
         width = 448 if n == 0 else 128
-        apart = data[:, :width].int() - stock[:, :width].int()
-        lost = (stock[:, :width] % 8 == 0) & (apart >= 7) & (apart <= 8)
+        apart = data[:, :width].int() - theirs[:, :width].int()
+        lost = (theirs[:, :width] % 8 == 0) & (apart >= 7) & (apart <= 8)
         near[:, :width] |= lost
         assert near[same].all()
     if ratio == 2:
