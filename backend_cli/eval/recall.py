@@ -54,9 +54,7 @@ def recall(
     ] = None,
     upstream: Annotated[
         bool,
-        typer.Option(
-            "--upstream", "--stock", help="Run transformers on this machine without this package."
-        ),
+        typer.Option("--upstream", help="Run transformers on this machine without this package."),
     ] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The record; recall-MODEL.json by default.")

@@ -245,7 +245,7 @@ def test_unusable_data(name: str, message: str, tmp_path: Path) -> None:
         (["--base-url", "localhost:8000"], "--base-url must be like http://localhost:8000"),
         (["--base-url", "http://x", "--num-questions", "999"], "--num-questions must be at most"),
         (["--base-url", "http://x", "--num-questions", "0"], "Invalid value for '--num-questions'"),
-        (["--base-url", "http://x", "--stock"], "--upstream and --checkpoint are for"),
+        (["--base-url", "http://x", "--upstream"], "--upstream and --checkpoint are for"),
         (["--model", "kimi"], "--model is the name at a server and must come with --base-url"),
         (["--checkpoint", "nowhere"], "the checkpoint must be a folder with config.json"),
     ],
