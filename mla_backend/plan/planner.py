@@ -59,7 +59,8 @@ class MlaPlanner:
         shared_prefix_requests: the fewest requests that share a prefix; fewer read their own.
 
     Raises:
-        ValueError: prefixes are shared, and a request has more than 64 query rows.
+        ValueError: prefixes are shared, and a request has more than 64 query rows, or a prefix is
+            to be shared by fewer than 2 requests.
     """
 
     def __init__(
@@ -73,6 +74,10 @@ class MlaPlanner:
             raise ValueError(
                 "shared prefixes need at most 64 query rows of a request, got"
                 f" {selection.spec.query_rows}"
+            )
+        if shared_prefix_requests < 2:
+            raise ValueError(
+                f"shared_prefix_requests must be at least 2, got {shared_prefix_requests}"
             )
         self.selection = selection
         self.spec = selection.spec

@@ -135,6 +135,8 @@ def test_shared_prefixes_need_the_block_table() -> None:
         planner.plan(torch.ones(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="at most 64 query rows of a request, got 128"):
         MlaPlanner(forced(MlaSpec(128, 64), "triton"), shared_prefix_tokens=64)
+    with pytest.raises(ValueError, match="shared_prefix_requests must be at least 2, got 1"):
+        MlaPlanner(forced(SPEC, "triton"), shared_prefix_tokens=64, shared_prefix_requests=1)
 
 
 @pytest.mark.interpreter
