@@ -254,6 +254,7 @@ def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
         flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **buffers)
 
 
+@pytest.mark.interpreter
 def test_queries_that_are_fewer_than_planned_are_refused() -> None:
     cpu = torch.device("cpu")
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1))
@@ -322,6 +323,7 @@ def planned_in_a_graphs_memory() -> Any:
     return plan
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("first", [False, True])
 def test_graphs_are_planned_in_inference_mode_and_outside_of_it(first: bool) -> None:
     """The mode belongs to a thread: one may warm up, and another plan."""
