@@ -12,7 +12,8 @@ compressors instead (`benchmarks.dsv4_low_ratio`), whose rows go into a file of 
 ``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
 ``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
 rows are compared with float64's before any time is taken. A process of its own measures: where a
-peer ends it, the next one goes on from there, and the row has the reason (``not_run``).
+peer ends it, the next one goes on from there, and the row has the reason (``not_run``). A peer has
+no column in the rows of the other engine's layout.
 """
 
 from __future__ import annotations
@@ -165,12 +166,7 @@ def measure(
     row["ours_float64_bytes"] = min(records.beside_float64(*each) for each in checked)
     take_times(row, "ours", together([part.call() for part in parts]))
     row["floor_ms"] = sum(floor_bytes(part) for part in parts) / (bandwidth * 1e6)
-    row["not_run"] = {
-        name: f"its state is not {layout}: the row of the other layout has it"
-        for other, names in PEERS.items()
-        for name in names
-        if other != layout
-    }
+    row["not_run"] = {}
     for name in PEERS[layout]:
         reason = peers.reason(name, kind_of(case[1], case[2]), task)
         if reason is not None:

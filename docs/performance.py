@@ -69,7 +69,8 @@ def _headline() -> str:
     prefill, decode = load("kda_prefill_h200.json"), load("kda_decode_h200.json")
     unbounded = [row for row in prefill["rows"] if row["gate"] == "unbounded"]
     bounded = [row for row in prefill["rows"] if row["gate"] == "bounded"]
-    compressor = load("dsv4_compressor_cutedsl_h200.json")["rows"]
+    compressor = load("dsv4_compressor_h200.json")["rows"]
+    compressor = [row for row in compressor if row.get("layout") == "paged"]
     rows = [
         (
             f"KDA prefill, unbounded gate, {len(unbounded)} shapes",

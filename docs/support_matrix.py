@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support-matrix.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TRITON = RESULTS / "triton_releases.json"
-CHECKED_TRITON = RESULTS / "check_h200_triton38.json"
 FAMILIES: dict[str, Family] = {
     package: importlib.import_module(f"{package}.family").FAMILY for package in PACKAGES
 }
@@ -153,10 +152,9 @@ def _triton() -> list[str]:
         "",
         "## Triton",
         "",
-        "torch brings Triton along, and an engine requires one release of torch. GPU results and",
-        "CI's tests are of Triton 3.6.0 (torch 2.11). CI also compiles the kernels for Hopper with",
-        "the release that the newest engines use and interprets a KDA decode with it, and",
-        f"{_checked_triton()}.",
+        "torch brings Triton along, and an engine requires one release of torch. Each GPU result",
+        "names its release, and CI's tests are of Triton 3.6.0 (torch 2.11). CI also compiles the",
+        "kernels for Hopper with the newest engines' release and interprets a KDA decode with it.",
         f"Other releases compile them as follows ([result]({_link(TRITON)})):",
         "",
         "| Triton | torch | what | compile |",
@@ -166,18 +164,6 @@ def _triton() -> list[str]:
         right = f"{row['kernels'] - len(row['failed'])} of {row['kernels']}"
         lines.append(f"| {row['triton']} | {row['torch']} | {row['what']} | {right} |")
     return lines
-
-
-def _checked_triton() -> str:
-    """The result of `kda-dsv4 check` on a GPU under another Triton than the other results."""
-    report = json.loads(CHECKED_TRITON.read_text(encoding="utf-8"))
-    info = report["info"]
-    versions = f"{info['packages']['triton']} (torch {info['packages']['torch']})"
-    right = f"{report['checked'] - report['failures']} of {report['checked']}"
-    return (
-        f"`kda-dsv4 check` found [{right} calls]({_link(CHECKED_TRITON)}) right with {versions} on"
-        f" an {info['machine']['name'].removeprefix('NVIDIA ')}, {report['date']}"
-    )
 
 
 def _engines() -> list[str]:

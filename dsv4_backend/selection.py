@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from backend_core.operator import Selection, select
+from backend_core.tables.schema import UPSTREAM, KernelPath
 from backend_core.target import Target
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.spec import CompressorSpec, StepSpec
@@ -31,10 +32,11 @@ def decode_selection(
 
 
 def prefill_selection(
-    target: Target, spec: CompressorSpec, state_layout: StateLayout
+    target: Target, spec: CompressorSpec, state_layout: StateLayout, upstream: str | None = None
 ) -> Selection[StepSpec, Any]:
     """The paths of ``compress_prefill_`` for a kind of compressor and a layout of its state."""
-    return select_step(target, StepSpec(spec, state_layout, spec.compress_ratio), "prefill")
+    step = StepSpec(spec, state_layout, spec.compress_ratio)
+    return select_step(target, step, "prefill", upstream)
 
 
 def in_words(
@@ -43,10 +45,14 @@ def in_words(
     """A kind of compressor, and the paths of each of its operators."""
     paths = []
     for selection in selections:
-        names = ", ".join(dict.fromkeys(row.name for row in selection.rows))
+        names = ", ".join(dict.fromkeys(map(_name, selection.rows)))
         paths.append(f"{selection.operator.name.rpartition('_')[2]} {names}")
     kind = f"{spec.head_dim} channels and ratio {spec.compress_ratio} ({spec.cache_format})"
     return f"DeepSeek-V4's compressors of {kind}", paths
+
+
+def _name(row: KernelPath) -> str:
+    return f"upstream's {row.params.kernel}" if row.name == UPSTREAM else row.name
 
 
 def expect_operator(selection: Selection[Any, Any], operator: str) -> Selection[Any, Any]:

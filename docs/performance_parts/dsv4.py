@@ -20,22 +20,56 @@ def compressor_peers(row: dict[str, Any]) -> list[float]:
 
 
 def compressor() -> list[str]:
-    name, upstream = "dsv4_compressor_h200.json", "dsv4_compressor_cutedsl_h200.json"
-    report, beside = load(name), load(upstream)
+    name = "dsv4_compressor_h200.json"
+    report = load(name)
     return [
-        *section("DeepSeek-V4's compressor beside vLLM as it runs on CUDA", beside, upstream),
+        *section("DeepSeek-V4's compressor beside vLLM as it runs on CUDA", report, name),
         "",
         *_compressor_table(
-            beside,
-            f"two forms of vLLM {beside['vllm']}: its Triton kernels, and what it chooses on CUDA,"
-            f" which is CuTe DSL ({beside['cutedsl']}) for the main compressor and Triton for the"
+            report,
+            "paged",
+            f"two forms of vLLM {report['vllm']}: its Triton kernels, and what it chooses on CUDA,"
+            f" which is CuTe DSL ({report['cutedsl']}) for the main compressor and Triton for the"
             " indexer's.",
         ),
+        *section("DeepSeek-V4's compressor beside sglang", report, name),
         "",
-        "Not in the file: " + "; ".join(beside["left_out"]) + ".",
+        *_compressor_table(
+            report,
+            "ring",
+            f"sglang {report['sglang']}'s kernels, on its rings. The table leaves prefills and C128"
+            " decodes of more than 64 requests to them.",
+        ),
         *section("DeepSeek-V4's compressor where no peer runs", report, name),
         *_alone(report["rows"]),
         *_split_channels(),
+        *_low_ratio(),
+    ]
+
+
+def _low_ratio() -> list[str]:
+    """DeepSeek-V4.1's compressors with the records that vLLM keeps on Hopper."""
+    name = "dsv4_low_ratio_h200.json"
+    report = load(name)
+    rows = [row for row in report["rows"] if row.get("vllm_gpu_ms") and row["main"] == "fp8_ds_mla"]
+    cells = (
+        [
+            *(row["phase"], str(row["ratio"]), f"{row['n']:,}"),
+            *(us(row[f"{side}_gpu_ms"]) for side in ("ours", "vllm", "vllm_two_streams")),
+            f"{row['vllm_two_streams_gpu_ms'] / row['ours_gpu_ms']:.2f}",
+        ]
+        for row in rows
+    )
+    titles = ["phase", "ratio", "requests or tokens", "ours", "vLLM", "two streams", "×"]
+    return [
+        "",
+        *section("DeepSeek-V4.1's compressors beside vLLM", report, name),
+        "",
+        f"Times in µs of a step beside vLLM {report['vllm']}'s four launches, on one stream and on"
+        " the two that vLLM uses on CUDA. × is the time of two streams over ours. A draft has four"
+        " tokens. Records of 4 bits have no peer on Hopper.",
+        "",
+        *table(titles, cells),
     ]
 
 
@@ -63,9 +97,11 @@ def _split_channels() -> list[str]:
     ]
 
 
-def _compressor_table(report: dict[str, Any], peers: str) -> list[str]:
-    """Every row with a time of an engine, over the fastest of the row."""
+def _compressor_table(report: dict[str, Any], layout: str, peers: str) -> list[str]:
+    """Every row of a state's layout with a time of an engine, over the fastest of the row. Queries
+    have no state; vLLM's stand beside its own."""
     rows = [row for row in report["rows"] if compressor_peers(row)]
+    rows = [row for row in rows if row.get("layout", "paged") == layout]
     ratios = [min(compressor_peers(row)) / row["ours_gpu_ms"] for row in rows]
     times: dict[tuple[str, str, str], dict[str, str]] = {}
     for row, ratio in zip(rows, ratios, strict=True):
@@ -87,8 +123,7 @@ def _part(row: dict[str, Any]) -> str:
 
 
 def _alone(rows: list[dict[str, Any]]) -> list[str]:
-    """Prefill on sglang's ring, rotated queries and rows in place, which vLLM does not have, and
-    fp4 queries."""
+    """Rotated queries and rows in place, which no engine has, and fp4 queries."""
     times: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         if not compressor_peers(row):
@@ -96,9 +131,9 @@ def _alone(rows: list[dict[str, Any]]) -> list[str]:
             times.setdefault(size, {})[_part(row)] = us(row["ours_gpu_ms"])
     return [
         "",
-        "These have no peer: vLLM has no ring and rotates neither queries nor pooled rows in place"
+        "These have no peer: vLLM rotates neither queries nor pooled rows in place"
         " (indexer_rows: norm, RoPE and rotation), and its kernel for fp4 queries does not build"
-        " for sm_90. Prefills are of the ring. Times in µs:",
+        " for sm_90. Times in µs:",
         "",
         *by_size(["phase", "tokens"], times),
     ]

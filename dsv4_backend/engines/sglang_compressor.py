@@ -3,7 +3,8 @@
 sglang's own code writes state rows and pools in one launch, norms, applies RoPE, rotates the
 indexer's rows by Hadamard, quantises and stores in a second. Here a decode step is one launch and a
 step with longer chunks two (docs/families/dsv4.md); projections, plans, states and pages are
-sglang's. The indexer's queries are rotated by sglang, and its keys here, as upstream does.
+sglang's. The indexer's queries are rotated by sglang, and its keys here, as upstream does. Steps
+that the path table leaves to sglang's kernels, whose state and records are the same, stay sglang's.
 
 On AMD the records lie as aiter's kernels read them: the indexer's fp8 in tiles of 16 x 16, its
 MXFP4 with scales in a tensor of their own, and main records of SGLANG_DSV4_UNIFIED_KV_FP8 in two
@@ -26,7 +27,9 @@ from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixi
 from backend_core.engines.calls import odd_arguments
 from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import say
+from backend_core.operator import Selection
 from backend_core.strict import fallback
+from backend_core.tables.schema import UPSTREAM
 from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
@@ -39,9 +42,11 @@ from dsv4_backend import (
     warm_up,
 )
 from dsv4_backend.selection import decode_selection, in_words, prefill_selection
-from dsv4_backend.spec import CacheFormat
+from dsv4_backend.spec import CacheFormat, StepSpec
 
 _STEP = "_forward_compress_all_in_one"
+_KERNEL = "sglang_jit"
+"""sglang's own kernels on CUDA, as the path tables' rows name them."""
 # 0.5.20's parameters of the step, and those that later releases added
 _TAKEN = {
     *("self", "kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache"),
@@ -73,6 +78,9 @@ def _refusal(backend: Any) -> str | None:
     )
 
 
+_Paths = Selection[StepSpec, Any]
+
+
 @dataclass(frozen=True)
 class _Bound:
     """A compressor as the operators take it.
@@ -80,6 +88,7 @@ class _Bound:
     Attributes:
         norm: sglang's module, which identifies the compressor.
         layer: ``None`` where the compressor stays on upstream's code.
+        decode, prefill: the table's paths beside sglang's kernels.
         second: the second tensor of its records, where their format has one.
         memory: the addresses of its records; a pool that moves is bound anew.
         launches: what its calls have bound.
@@ -92,6 +101,15 @@ class _Bound:
     second: torch.Tensor | None
     memory: tuple[int, ...]
     launches: LaunchCache
+    decode: _Paths | None = None
+    prefill: _Paths | None = None
+
+    def leaves(self, theirs: Any) -> bool:
+        """Whether the step of sglang's plan is left to its own kernels."""
+        paths, entries = (
+            (self.decode, theirs.plan_d) if theirs.is_decode else (self.prefill, theirs.plan_c)
+        )
+        return paths is None or paths.row(entries.shape[0]).name == UPSTREAM
 
 
 class FusedStep:
@@ -116,10 +134,11 @@ class FusedStep:
         bound = self._bound.get(id(call["norm"]))
         if bound is None or bound.memory != _memory(call):
             bound = self._bound[id(call["norm"])] = self._bind(call)
-        if bound.layer is None:
+        theirs = self._backend._get_paged_compress_metadata(call["compress_ratio"])
+        if bound.layer is None or bound.leaves(theirs):
             self._upstream(**call)
             return
-        plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
+        plan = self._plan(theirs, call["compress_ratio"], call["is_indexer"], call["out_loc"])
         tensors = (call["kv_score_input"], bound.state, bound.pages)
         kept: dict[str, Any] = {"second_cache": bound.second, "launches": bound.launches}
         if isinstance(plan, RingDecode):
@@ -128,10 +147,9 @@ class FusedStep:
             compress_prefill_(bound.layer, *tensors, plan, **kept)
 
     def _plan(
-        self, compress_ratio: int, is_indexer: bool, out_loc: torch.Tensor
+        self, theirs: Any, compress_ratio: int, is_indexer: bool, out_loc: torch.Tensor
     ) -> RingDecode | RingPrefill:
         """sglang's plan of the step, taken over once for the layers that share it."""
-        theirs = self._backend._get_paged_compress_metadata(compress_ratio)
         key = (compress_ratio, is_indexer)
         kept = self._plans.get(key)
         if kept is not None and kept[0] is theirs and kept[1] is out_loc:
@@ -161,17 +179,22 @@ class FusedStep:
         if reason is None:
             try:
                 spec = _spec(call)
-                _choose(kv_cache.device, spec)
+                decode, prefill = _choose(kv_cache.device, spec)
                 layer = _layer(spec, call)
                 pages, second = _pages(kv_cache), _second(call)
                 second = None if second is None else _pages(second)
                 state = state.view(-1, spec.compress_ratio, spec.row_width)
-                plan = self._plan(call["compress_ratio"], call["is_indexer"], call["out_loc"])
+                ratio, out_loc = call["compress_ratio"], call["out_loc"]
+                theirs = self._backend._get_paged_compress_metadata(ratio)
+                plan = self._plan(theirs, ratio, call["is_indexer"], out_loc)
                 tensors = (call["kv_score_input"], state, pages)
-                safe = self._is_written(call["compress_ratio"], call["out_loc"])
-                for other in _decode_and_prefill(plan, safe):
-                    warm_up(layer, *tensors, other, second_cache=second, launches=launches)
-                return _Bound(norm, layer, state, pages, second, memory, launches)
+                of_decode, of_prefill = _decode_and_prefill(plan, self._is_written(ratio, out_loc))
+                others: tuple[tuple[RingDecode | RingPrefill, _Paths], ...]
+                others = (of_decode, decode), (of_prefill, prefill)
+                for other, paths in others:
+                    if paths.most != 0:
+                        warm_up(layer, *tensors, other, second_cache=second, launches=launches)
+                return _Bound(norm, layer, state, pages, second, memory, launches, decode, prefill)
             except (LookupError, ValueError) as error:
                 reason = str(error)
         fallback(f"--attention-backend dsv4: {reason}")
@@ -279,13 +302,17 @@ def _decode_and_prefill(
 
 
 @functools.cache
-def _choose(device: torch.device, spec: CompressorSpec) -> None:
-    """Select the paths of a kind of compressor and log once which they are.
+def _choose(device: torch.device, spec: CompressorSpec) -> tuple[_Paths, _Paths]:
+    """Select the paths of a kind of compressor, decode and prefill, and log once which they are.
 
     Raises:
         LookupError: the GPU has none.
     """
     target = detect_target(device)
-    selections = decode_selection(target, spec), prefill_selection(target, spec, "ring")
+    selections = (
+        decode_selection(target, spec, _KERNEL),
+        prefill_selection(target, spec, "ring", _KERNEL),
+    )
     layers, paths = in_words(spec, selections)
     say(*chosen(layers, target, "; ".join(paths), (), selections))
+    return selections

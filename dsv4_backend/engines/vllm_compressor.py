@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from vllm.models.deepseek_v4.compressor import (
     DeepseekCompressor,
 )
 from vllm.platforms import current_platform
-from vllm.utils.import_utils import has_cutedsl
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import vllm_flag
@@ -155,8 +153,6 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
     target = detect_target(device)
     selections = decode_selection(target, spec), prefill_selection(target, spec, "paged")
     layers, paths = in_words(spec, selections)
-    if (most := _most_requests(device, spec)) < math.inf:
-        paths.append(f"decode of more than {most:.0f} query tokens stays in vLLM's CuTe DSL")
     say(*chosen(layers, target, "; ".join(paths), (), selections))
 
 
@@ -198,11 +194,6 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
                 self.forward(kv_score, positions, rotary_emb)
                 return
         _, pages, layer, launches = self._bound
-        if isinstance(plan, PagedDecode) and plan.num_tokens > _most_requests(
-            kv_cache.device, layer.spec
-        ):
-            super().forward(kv_score, positions, rotary_emb)
-            return
         state = self.state_cache.kv_cache
         try:
             if isinstance(plan, PagedDecode):
@@ -212,16 +203,6 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
         except Exception as error:
             vllm_flag.log_failed_step(f"compressor {self.state_cache.prefix}", error)
             raise
-
-
-@functools.cache
-def _most_requests(device: torch.device, spec: CompressorSpec) -> float:
-    """The most query tokens of a decode step that is not left to vLLM's own kernels, beyond which
-    the table says that too little is gained: CuTe DSL's, of the main compressor on CUDA alone."""
-    if spec.head_dim != 512 or not current_platform.is_cuda() or not has_cutedsl():
-        return math.inf
-    most = decode_selection(detect_target(device), spec, upstream="cutedsl").most
-    return math.inf if most is None else most
 
 
 def _bind(

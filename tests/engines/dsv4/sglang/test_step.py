@@ -12,9 +12,11 @@ from sglang.kernels.ops.attention.dsv4 import CompressorDecodePlan, CompressorPr
 from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 
 from backend_core.strict import FallbackError
+from backend_core.target import KNOWN_TARGETS
 from dsv4_backend import RingDecode
 from dsv4_backend.engines import sglang_compressor
 from dsv4_backend.engines.sglang_compressor import FusedStep
+from dsv4_backend.selection import decode_selection, prefill_selection
 from tests.dsv4.cases import assert_records, expected_rows, make_history
 from tests.engines.dsv4.sglang.harness import STEP, Backend, Served, real_pool
 
@@ -164,6 +166,29 @@ def test_main_records_in_bf16(no_stock: None) -> None:
     )
     rows = expected_rows(served.layer, histories[0])
     assert_records(engine, served.layer, {engine.slot(0, 4 * n + 4): rows[n] for n in (0, 1)})
+
+
+def test_steps_that_the_table_leaves_are_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper prefills, and decodes of ratio 128 of more than 64 requests."""
+    target, left = KNOWN_TARGETS["H200"], []
+
+    def choose(device: torch.device, spec: Any) -> Any:
+        ring = prefill_selection(target, spec, "ring", "sglang_jit")
+        return decode_selection(target, spec, "sglang_jit"), ring
+
+    monkeypatch.setattr(sglang_compressor, "_choose", choose)
+    monkeypatch.setattr(
+        CompressorBackendMixin, STEP, lambda self, **call: left.append(len(call["out_loc"]))
+    )
+    monkeypatch.setattr(sglang_compressor, "_refusal", lambda kind: None)
+    served = Served("fp8_ds_mla", 128, [130, *65 * [2]])
+    histories = [make_history(served.layer.spec, n, n) for n in (130, *65 * [2])]
+    served.run(histories, [(0, 0, 128)])
+    assert left == [128]
+    served.run(histories, [(0, 128, 129)])
+    assert left == [128]
+    served.run(histories, [(r, 0, 1) for r in range(1, 66)])
+    assert left == [128, 65]
 
 
 def call_of(served: Served, compressor: Any, x: torch.Tensor, slots: torch.Tensor) -> dict:

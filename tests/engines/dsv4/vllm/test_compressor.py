@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from dsv4_backend import PagedDecode, PagedPrefill, reference, torch_step
 from dsv4_backend import step as dsv4_step
 from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.vllm_compressor import FusedCompressor, MetadataBuilder, StateCache
-from dsv4_backend.testing.engine import make_spec
 from tests.dsv4.cases import assert_records, expected_rows, make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config, rotary
 
@@ -327,39 +325,3 @@ def test_what_is_relied_on_is_in_the_wheel() -> None:
     assert "compressor(kv_score, positions, self.rotary_emb)" in inspect.getsource(attention)
     table = rotary(4).cos_sin_cache
     assert table.shape[1] == 64 and table.dtype is torch.float32
-
-
-@pytest.mark.parametrize(("most", "left"), [(1, 1), (2, 0), (math.inf, 0)])
-def test_decode_steps_that_the_table_leaves_are_upstream_s(
-    most: float, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of more requests alone, never a step with longer chunks."""
-    config = engine_config(flag=True)
-    step = Step(build(config, "fp8_ds_mla", 128), "fp8_ds_mla", [257, 129])
-    histories = [make_history(step.layer.spec, n, seed) for seed, n in enumerate([257, 129])]
-    found: list[int] = []
-
-    def forward(self: Any, kv_score: torch.Tensor, positions: torch.Tensor, rotary: Any) -> None:
-        found.append(kv_score.shape[0])
-
-    monkeypatch.setattr(DeepseekCompressor, "forward", forward)
-    monkeypatch.setattr(vllm_compressor, "_most_requests", lambda device, spec: most)
-    for chunks in (*STEPS_C128[:2], [(0, 131, 132), (1, 127, 128)], [(0, 132, 133)]):
-        step.run(config, histories, chunks, padding=0)
-    assert found == [2] * left
-
-
-def test_what_is_left_to_upstream_is_cutedsl_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the main compressor of ratio 128 on CUDA, where CuTe DSL is installed."""
-    most = vllm_compressor._most_requests.__wrapped__
-    device = torch.device("cpu")
-    main, c128 = (make_spec("fp8_ds_mla", ratio, rotate=False) for ratio in (4, 128))
-    monkeypatch.setattr(vllm_compressor, "detect_target", lambda device: KNOWN_TARGETS["H200"])
-    monkeypatch.setattr(vllm_compressor, "has_cutedsl", lambda: True)
-    assert most(device, c128) == math.inf  # this platform is no CUDA
-    monkeypatch.setattr(type(vllm_compressor.current_platform), "is_cuda", lambda self: True)
-    assert most(device, c128) == 32
-    assert most(device, main) == math.inf
-    assert most(device, make_spec("indexer_fp8", rotate=False)) == math.inf
-    monkeypatch.setattr(vllm_compressor, "has_cutedsl", lambda: False)
-    assert most(device, c128) == math.inf
