@@ -116,9 +116,10 @@ class ColumnSplitParams:
 
 @dataclass(frozen=True)
 class LowRatioStepParams:
-    """A step of ratio 1 or 2 in one launch, one program per token."""
+    """A step of ratio 1 or 2 in one launch, two programs per token."""
 
     num_warps: int
+    pdl: Pdl = "off"
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class LowRatioTwoParams:
     block_k: int
     keys_num_warps: int
     rows: int
+    pdl: Pdl = "off"
 
 
 _DECODE_C4 = {"one_launch": DecodeC4Params, "torch": NoParams}

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from backend_core.kernels.codecs import round_bf16
+from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import load_angles, rope_tail
 from dsv4_backend.kernels.arguments import Cache, State
 from dsv4_backend.kernels.finish import rms_norm
@@ -111,24 +112,28 @@ def low_ratio_step_kernel(
     INDEX_PAGE: tl.constexpr,
     INDEX_FORMAT: tl.constexpr,
     IS_SPLIT_TABLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program per token, chunks shorter than a ring: state row, latent and both records.
+    """Two programs per token, chunks shorter than a ring: one for the state row and the main record,
+    one for the indexer's key. Both make the latent.
 
     A chunk that is shorter than its ring writes no row that its first token reads.
     """
-    i_t = tl.program_id(0)
+    pdl_begin(PDL)
+    i_t, is_key = tl.program_id(0), tl.program_id(1) == 1
     cache = Cache(cache_ptr, stride_cache_p, None, None)
     index_cache = Cache(index_cache_ptr, stride_index_cache_p, None, None)
     o_d, o_n = tl.arange(0, D), tl.arange(0, KEY)
+    # weights, which no earlier launch writes
+    b_w = tl.load(weight_ptr + o_d).to(tl.float32)
+    b_key_w = tl.load(key_weight_ptr + o_n).to(tl.float32)
+    b_wk = tl.load(wk_ptr + (o_n * stride_wk_n)[:, None] + o_d[None, :], mask=is_key, other=0.0)
+    pdl_wait(PDL)
     slot = tl.load(slot_ptr + i_t).to(tl.int64)
     index_slot = tl.load(index_slot_ptr + i_t).to(tl.int64)
     position = tl.load(position_ptr + i_t).to(tl.int32)
     first = position + 1 - RATIO
     token_ptr = input_ptr + i_t.to(tl.int64) * stride_input_t
-    b_w = tl.load(weight_ptr + o_d).to(tl.float32)
-    b_key_w = tl.load(key_weight_ptr + o_n).to(tl.float32)
-    # wk and the angles are on their way while the latent is made
-    wk_ptrs = wk_ptr + (o_n * stride_wk_n)[:, None] + o_d[None, :]
     if RATIO == 2:
         state_row = tl.load(state_slot_ptr + i_t).to(tl.int64)
         before = load_row_before_token(state_slot_ptr, i_t)
@@ -137,29 +142,33 @@ def low_ratio_step_kernel(
             return
         state = State(state_ptr, stride_state_b, stride_state_r)
         if position % 2 == 0:
-            store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
+            if not is_key:
+                store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
             return
         is_in_input = before == row_before(state_row, STATE_BLOCK)
-        b_wk = tl.load(wk_ptrs, mask=index_slot >= 0, other=0.0)
         b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
         b_key_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
         b_x = pool_pair(
             b_kv, b_score, token_ptr, stride_input_t, state, state_row, is_in_input, D, STATE_BLOCK
         )
-        store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
+        if not is_key:
+            store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
     else:
         b_x = tl.load(token_ptr + o_d).to(tl.float32)
         if (slot < 0) & (index_slot < 0):
             return
-        b_wk = tl.load(wk_ptrs, mask=index_slot >= 0, other=0.0)
         b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
         b_key_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
     b_x = finish_latent(b_x, b_w, eps, D)
-    store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT)
-    if index_slot >= 0:
-        b_key = round_bf16(tl.sum(b_wk.to(tl.float32) * b_x[None, :], axis=1))
-        b_key = rope_tail(finish_latent(b_key, b_key_w, eps, KEY), b_key_angles, KEY)
-        store_record(b_key, index_cache, index_slot, KEY, INDEX_PAGE, INDEX_FORMAT, "vllm", False)
+    if is_key:
+        if index_slot >= 0:
+            b_key = round_bf16(tl.sum(b_wk.to(tl.float32) * b_x[None, :], axis=1))
+            b_key = rope_tail(finish_latent(b_key, b_key_w, eps, KEY), b_key_angles, KEY)
+            store_record(
+                b_key, index_cache, index_slot, KEY, INDEX_PAGE, INDEX_FORMAT, "vllm", False
+            )
+    else:
+        store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens"])
@@ -190,13 +199,17 @@ def low_ratio_latents_kernel(
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
     IS_SPLIT_TABLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per latent; the main record of each, and nothing of the state.
 
     Of ratio 2 the first num_requests programs are the chunks' first tokens. The others are pairs of
     input rows, of which one at most ends a group and is no chunk's first token.
     """
-    i_n = tl.program_id(0)
+    pdl_begin(PDL)
+    i_n, o_d = tl.program_id(0), tl.arange(0, D)
+    b_w = tl.load(weight_ptr + o_d).to(tl.float32)
+    pdl_wait(PDL)
     if RATIO == 1:
         i_t = i_n
         slot = tl.load(slot_ptr + i_t).to(tl.int64)
@@ -220,8 +233,6 @@ def low_ratio_latents_kernel(
     if not is_end:
         return
     row_ptr = input_ptr + i_t.to(tl.int64) * stride_input_t
-    o_d = tl.arange(0, D)
-    b_w = tl.load(weight_ptr + o_d).to(tl.float32)
     b_angles = load_angles(table_ptr, position + 1 - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
     if RATIO == 1:
         b_x = tl.load(row_ptr + o_d).to(tl.float32)

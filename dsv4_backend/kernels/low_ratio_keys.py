@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from backend_core.kernels.codecs import encode_e4m3, round_bf16
+from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import rotate_pairs
 from dsv4_backend.kernels.records import (
     four_ue8m0,
@@ -120,11 +121,14 @@ def low_ratio_keys_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     DOT: tl.constexpr,  # dtype of the operands
+    PDL: tl.constexpr,
 ):
     """The first programs make the keys of BLOCK_M latents, the others write ROWS tokens' rows.
 
     No latent is read from a ring any more when its rows are written: this is the second launch.
     """
+    pdl_begin(PDL)
+    pdl_wait(PDL)
     i_n = tl.program_id(0)
     tiles = tl.cdiv(num_rows, BLOCK_M)
     if i_n >= tiles:

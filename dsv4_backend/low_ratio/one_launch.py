@@ -15,7 +15,7 @@ def bind(row: KernelPath, spec: Spec, target: Target) -> LowRatioRun:
 
     def run(call: LowRatioCall, plan: LowRatioStep) -> None:
         launch(
-            (plan.num_tokens, 1, 1), input_ptr=call.kv_score, layer=call.packed, plan=plan.packed
+            (plan.num_tokens, 2, 1), input_ptr=call.kv_score, layer=call.packed, plan=plan.packed
         )
 
     return run
