@@ -319,7 +319,7 @@ def draw_weights(model: Any) -> None:
 
 def model_directory(args: argparse.Namespace) -> str:
     """The configuration with its first layers alone, and with as many heads of each attention layer
-    and experts as are asked for, as a model to load."""
+    and experts as are asked for, as a model to load. Without experts all layers are dense."""
     config = json.loads((args.config / "config.json").read_text())
     text = config.get("text_config", config)
     text["num_hidden_layers"] = args.layers
@@ -336,6 +336,8 @@ def model_directory(args: argparse.Namespace) -> str:
     if args.experts:
         key = "n_routed_experts" if "n_routed_experts" in text else "num_experts"
         text[key] = args.experts
+    elif args.experts == 0:
+        text["first_k_dense_replace"] = args.layers
     model = Path(tempfile.mkdtemp())
     (model / "config.json").write_text(json.dumps(config))
     return str(model)

@@ -365,7 +365,7 @@ def commands(
         command.add_argument("--parts", nargs="+", choices=parts, default=default)
         command.add_argument("--layers", type=int, default=27, help="the model's first ones")
         command.add_argument("--heads", type=int, help="of each attention layer")
-        command.add_argument("--experts", type=int, help="of each layer")
+        command.add_argument("--experts", type=int, help="of each layer, or 0")
         command.add_argument("--calls", nargs="+", type=shape, default=CALLS, help="as 1x512")
         command.add_argument("--apart", type=int, default=16, help="prompts asked one by one")
         command.add_argument("--variant", choices=variants, help="one more side, of the flag's")

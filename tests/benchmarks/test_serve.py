@@ -18,6 +18,8 @@ import torch
 
 from benchmarks import serve_vllm
 from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
+from kda_backend import operators
+from kda_backend.fla import chunk_kda
 
 BUDGET = 512
 CONFIGS = Path(serve_work.__file__).parent / "configs"
@@ -220,6 +222,19 @@ def test_sides_beside_each_other_are_timed_one_after_the_other(
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
 
 
+def test_a_prefill_says_its_path_once_for_each_size(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(operators, "path_of", operators.path_of)  # put back afterwards
+    serve_work.say_paths(operators)
+    for length in (70, 70, 5):
+        q, k, v, gate = (torch.randn(1, length, 2, 16) for _ in range(4))
+        chunk_kda(q, k, v, -gate.exp(), torch.rand(1, length, 2))
+    log = capfd.readouterr().out
+    assert log.count(serve_work.PATH) == 2
+    assert serve_work.seen_in(log)["paths"] == {"torch": {"captured": [], "eager": [70, 5]}}
+
+
 def test_a_log_says_which_paths_ran_and_which_steps_were_replayed() -> None:
     log = """
     KDA prefill by two_stage_sm90: 512 tokens, eager
@@ -266,6 +281,9 @@ def test_a_model_is_cut_to_layers_heads_and_experts(
     text = cut.get("text_config", cut)
     assert text["num_hidden_layers"] == 4 and text["num_attention_heads"] == 8
     assert text.get("num_experts", text.get("n_routed_experts")) == 32
+    dense = options(*words[:-1], "0")
+    cut = json.loads((Path(serve_vllm.model_directory(dense)) / "config.json").read_text())
+    assert cut.get("text_config", cut)["first_k_dense_replace"] == 4
     if "linear_attn_config" in text:
         linear = text["linear_attn_config"]
         assert len(linear["kda_layers"]) == 3 and len(linear["full_attn_layers"]) == 1
