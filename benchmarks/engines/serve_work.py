@@ -295,16 +295,17 @@ def say_paths(operators: Any) -> None:
     from backend_core.launch.streams import is_capturing
 
     choose = operators.path_of
-    seen: set[str] = set()
+    seen: set[tuple[Any, ...]] = set()
 
     def path_of(selection: Any, tokens: Any, step_plan: Any, state: Any) -> Any:
-        grid, longest = step_plan.num_chunks * tokens.v.shape[2], step_plan.max_tokens
-        how = "captured" if is_capturing(tokens.q.device) else "eager"
-        name = selection.prefill.row(grid, longest).name
-        line = f"{PATH} {name}: {tokens.q.shape[1]} tokens, {how}"
-        if line not in seen:
-            seen.add(line)
-            print(line, flush=True)
+        size, longest = tokens.q.shape[1], step_plan.max_tokens
+        is_captured = is_capturing(tokens.q.device)
+        call = id(selection), size, step_plan.num_chunks, longest, is_captured
+        if call not in seen:
+            seen.add(call)
+            name = selection.prefill.row(step_plan.num_chunks * tokens.v.shape[2], longest).name
+            how = "captured" if is_captured else "eager"
+            print(f"{PATH} {name}: {size} tokens, {how}", flush=True)
         return choose(selection, tokens, step_plan, state)
 
     operators.path_of = path_of
@@ -318,7 +319,9 @@ def seen_in(log: str) -> dict[str, Any]:
     """
     paths: dict[str, dict[str, list[int]]] = {}
     for name, tokens, how in re.findall(rf"{PATH} (\w+): (\d+) tokens, (\w+)", log):
-        paths.setdefault(name, {"captured": [], "eager": []})[how].append(int(tokens))
+        sizes = paths.setdefault(name, {"captured": [], "eager": []})[how]
+        if int(tokens) not in sizes:
+            sizes.append(int(tokens))
     eager = {size for sizes in paths.values() for size in sizes["eager"]}
     step = r"Prefill batch.*?#new-token: (\d+),.*?cuda graph: (True|False)"
     steps = [(int(tokens), graph == "True") for tokens, graph in re.findall(step, log)]
