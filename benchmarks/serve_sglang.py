@@ -64,12 +64,8 @@ def main() -> int:
     two.add_argument("--budget", type=float, default=585.0, help="seconds, of the whole command")
     one.add_argument("--flag", action="store_true")
     for command in (two, one):
-        command.add_argument(
-            "--full-attention",
-            choices=FULL_ATTENTION,
-            default="triton",
-            help="of the MLA layers on both sides",
-        )
+        full = {"choices": FULL_ATTENTION, "default": "triton", "help": "of MLA, on all sides"}
+        command.add_argument("--full-attention", **full)
     return serve_work.started(parser, pair, run)
 
 
@@ -161,10 +157,7 @@ def without_towers(module: Any, towers: tuple[str, ...]) -> None:
     """Put modules without weights in the place of a model's vision towers."""
     import torch
 
-    class NoTower(torch.nn.Module):
-        def __init__(self, *_: Any, **__: Any) -> None:
-            super().__init__()
-
+    class NoTower(torch.nn.Identity):
         def precompile_fused_rope(self) -> bool:
             return False
 
@@ -192,6 +185,9 @@ class Asked(serve_work.Asked):
             top_logprobs_num=2,
         )
         return [tokens_of(output) for output in outputs]
+
+    def forget(self) -> bool:
+        return bool(self.engine.flush_cache().success)
 
     def arrivals(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         """When each token of each prompt came, in seconds."""

@@ -150,6 +150,9 @@ class Asked(serve_work.Asked):
         outputs = self.llm.generate(*asked, use_tqdm=False)
         return [serve_agreement.tokens_of(output) for output in outputs]
 
+    def forget(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
     def requests(
         self, prompts: list[list[int]], new_tokens: list[int], logprobs: int | None = None
     ) -> tuple[list[Any], list[Any]]:

@@ -45,10 +45,11 @@ def compared(
     """
     if any(upstream["lengths"] != other["lengths"] for other in (flag, *variants.values())):
         raise ValueError("expected two runs of the same prompts, got other lengths")
-    itself = by_itself(upstream, None)
+    first, again = (side["together"][: len(side["apart"])] for side in (upstream, flag))
+    itself = agreement(first, upstream["apart"], None)
     noise = itself["rounding_nats"]["max"]
     found = {"upstream together and apart": itself}
-    found["flag together and apart"] = by_itself(flag, noise)
+    found["flag together and apart"] = agreement(again, flag["apart"], noise)
     pairs = [("upstream and flag", upstream, flag)]
     pairs += [(f"flag and {name}", flag, variant) for name, variant in variants.items()]
     for name, a, b in pairs:
@@ -61,11 +62,6 @@ def compared(
         **found,
         "all margins of upstream, median": median(margins),
     }
-
-
-def by_itself(side: dict[str, Any], noise: float | None) -> dict[str, Any]:
-    """One side's tokens of the same prompts, together and one after the other."""
-    return agreement(side["together"][: len(side["apart"])], side["apart"], noise)
 
 
 def said(found: dict[str, Any]) -> list[str]:

@@ -85,6 +85,10 @@ class Asked(ABC):
     def greedy(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """Of each prompt the tokens, and at each the two best and their log-probabilities."""
 
+    @abstractmethod
+    def forget(self) -> bool:
+        """Empty the prefix cache; whether the engine was idle enough to do so."""
+
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [prompt_of(self.rng, length) for _ in range(count)]
 
@@ -126,7 +130,8 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
 
     Args:
         long: lengths, from which to which, of 16 prompts that reach over blocks of the prefix
-            cache, instead of 64 of mixed lengths. They are then asked with another last quarter.
+            cache, instead of 64 of mixed lengths. One after the other they resume from it, and they
+            are asked with another last quarter too.
     """
     name = "long_tokens" if long else "tokens"
 
@@ -139,6 +144,11 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
             lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(count)]
         batch = [prompt_of(rng, length) for length in lengths]
         together = asked.greedy(batch)
+        until = time.time() + 5
+        while not (long or asked.forget()):  # alone a prompt is to be read from its beginning
+            if time.time() > until:
+                raise TimeoutError("expected an empty prefix cache within 5 s")
+            time.sleep(0.1)
         apart = [asked.greedy([one])[0] for one in batch[: asked.apart]]
         found = {"lengths": lengths, "together": together, "apart": apart}
         if long:
@@ -378,9 +388,7 @@ def commands(
         one.add_argument("--turns", type=Path, help="the lock of sides beside each other")
     one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
     if vllm:
-        two.add_argument(
-            "--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)"
-        )
+        two.add_argument("--flag", default="KDA", help="--attention-backend's; CUSTOM before 0.32")
         one.add_argument("--attention-backend")
     return parser, two, one
 
@@ -513,7 +521,8 @@ def pair(
         if side != "upstream" and not any(served in line for line in data["said"] or [""]):
             data["failed"]["served"] = f"expected a line with {served!r} in the log"
         found[side] = data
-        document = {"script": script_of(module), "mode": "default", **join(found)}
+        script = f"{module.replace('.', '/')}.py"
+        document = {"script": script, "mode": "default", **join(found)}
         write_record(out, {**document, "beside": True} if is_beside else document)
 
     if is_beside:
@@ -532,10 +541,6 @@ def pair(
                 break  # a side alone is no pair
     show(join(found))
     return sum(bool(found[side]["failed"]) if side in found else 1 for side in options)
-
-
-def script_of(module: str) -> str:
-    return module.replace(".", "/") + ".py"
 
 
 def cache_folders(place: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,9 @@ class Engine:
         for _ in range(sampling_params[0]["max_new_tokens"]):
             for index in range(len(sampling_params)):
                 yield {"index": index}
+
+    def flush_cache(self) -> SimpleNamespace:
+        return SimpleNamespace(success=True)
 
     def start_profile(self, output_dir: str, activities: list[str]) -> None:
         self.place = Path(output_dir)

@@ -152,6 +152,15 @@ def test_a_step_in_a_graph_is_read_off_the_log() -> None:
     assert 'f"{self._graph_backend_label}: {can_run_cuda_graph}, "' in text
 
 
+def test_the_prefix_cache_can_be_emptied() -> None:
+    from sglang.srt.managers.io_struct import FlushCacheReqOutput
+
+    package = Path(inspect.getfile(importlib.import_module("sglang"))).parent / "srt"
+    text = (package / "entrypoints" / "engine.py").read_text()
+    assert "def flush_cache(self):" in text and "tokenizer_manager.flush_cache()" in text
+    assert "success" in inspect.get_annotations(FlushCacheReqOutput)
+
+
 @pytest.mark.parametrize("name", recall_sglang.VARIANTS)
 def test_sglang_takes_every_servers_options(name: str, tmp_path: Path) -> None:
     from sglang.srt import server_args

@@ -24,11 +24,13 @@ def test_weights_are_drawn_by_a_loader_of_its_own() -> None:
 
 
 def test_the_scheduler_is_where_steps_are_logged() -> None:
+    from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.core import EngineCore
 
     assert "self.scheduler.schedule(" in inspect.getsource(EngineCore.step)
+    assert inspect.signature(LLM.reset_prefix_cache).return_annotation in ("bool", bool)
     fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
     assert "total_num_scheduled_tokens" in fields
     known = {field.name for field in dataclasses.fields(EngineArgs)}
