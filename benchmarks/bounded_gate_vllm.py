@@ -3,13 +3,13 @@
     python -m benchmarks.bounded_gate_vllm pair benchmarks/results/vllm033_bounded_gate.json
     python -m benchmarks.bounded_gate_vllm run side.json --model k3 [--attention-backend KDA]
 
-No checkpoint is needed: the configurations are here, cut to four layers of which three are KDA's.
+No checkpoint is needed: the configurations, four layers of which three are KDA's, are in a file.
 The engine runs in its default mode: its own graphs and prefix caching. ``pair`` runs, in a process
 each, upstream and the flag:
 
 - k3_small, glm_small, beside each other, since nothing is timed: greedy tokens of 64 prompts of
-  mixed lengths, all at once and 16 of them one after the other; then of prompts that resume from
-  states in the middle of earlier prefills, with how many tokens of each came from the cache.
+  mixed lengths, all at once and 16 of them one after the other; then of prompts that reach over
+  blocks of the prefix cache, again from it and with other ends.
 - k3, one after the other: Kimi-K3's hidden size, its 96 heads of 128 channels and its MLA, with a
   small dense MLP. Prefill calls, and by the profiler the time in which the GPU runs what its KDA
   layers launch in such a call, with and without their projections.
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,104 +32,23 @@ from typing import Any, NamedTuple
 
 from backend_core.testing.records import write_record
 from benchmarks import serve_vllm
-from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
-from benchmarks.engines.serve_work import SideFile, call_name, prompt_of, row, say
+from benchmarks.engines import decode_vllm, serve_profile, serve_work
+from benchmarks.engines.serve_work import SideFile, call_name, row, say
 
 CALLS = ((1, 2048), (1, 8192), (8, 1024))
 WARM_UP, REPEATS, PROFILED = 2, 15, 3
 BUDGET = 8192
 SMALL = ("k3_small", "glm_small")
-RESUMED = 12
 RANGES = ("KDA layers", "KDA cores")
 PARTS_S = {"small": 330.0, "k3": 150.0}  # a side's deadline after its start
 
-_K3 = {
-    "architectures": ["KimiLinearForCausalLM"],
-    "model_type": "kimi_linear",
-    "vocab_size": 163840,
-    "num_hidden_layers": 4,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "mla_use_nope": True,
-    "mla_use_output_gate": True,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}
-_KDA = {
-    "head_dim": 128,
-    "short_conv_kernel_size": 4,
-    "kda_layers": [1, 2, 3],
-    "full_attn_layers": [4],
-    "use_full_rank_gate": True,
-    "gate_lower_bound": -5.0,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "k3": {
-        **_K3,
-        "hidden_size": 7168,
-        "num_attention_heads": 96,
-        "intermediate_size": 4096,
-        "linear_attn_config": {**_KDA, "num_heads": 96},
-    },
-    "k3_small": {
-        **_K3,
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-        "intermediate_size": 2048,
-        "num_experts": 8,
-        "num_experts_per_token": 2,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 256,
-        "first_k_dense_replace": 1,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-        "routed_scaling_factor": 1.0,
-        "linear_attn_config": {**_KDA, "num_heads": 12},
-    },
-    "glm_small": {
-        "architectures": ["Glm5NextForCausalLM"],
-        "model_type": "glm5_next_text",
-        "vocab_size": 163840,
-        "pad_token_id": 0,
-        "hidden_size": 1024,
-        "intermediate_size": 2048,
-        "moe_intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "n_shared_experts": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "q_lora_rank": 512,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 0,
-        "qk_head_dim": 128,
-        "v_head_dim": 128,
-        "mhc": False,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "mla_use_nope": True,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-        "indexer_types": ["full"] * 4,
-        "linear_num_heads": 12,
-        "linear_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "linear_lower_bound": -5.0,
-        "max_position_embeddings": 131072,
-        "torch_dtype": "bfloat16",
-    },
-}
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "engines" / "configs" / "bounded_gate_vllm.json").read_text()
+)
 
 
 def main() -> int:
-    parser, two, one = serve_work.commands(__doc__, config=False)
+    parser, two, one = serve_work.commands(__doc__)
     two.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     one.add_argument("--model", choices=CONFIGS, required=True)
     return serve_work.started(parser, pair, run)
@@ -183,25 +101,18 @@ def joined(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
         if not own:
             continue
         both = serve_work.join(own)
-        for side in both["sides"].values():
-            side.pop("resumed", None)
         result["rows"] += [{"model": model, **r} for r in both["rows"]]
-        result["models"][model] = {"config": CONFIGS[model], "sides": both["sides"]}
-        if "agreement" not in both:
-            continue
-        agreement = both["agreement"]
-        noise = agreement["upstream together and apart"]["rounding_nats"]["max"]
-        a, b = (own[name].get("resumed") for name in ("upstream", "flag"))
-        if a and b:
-            again = serve_agreement.agreement(a["tokens"], b["tokens"], noise)
-            agreement["upstream and flag, resumed"] = again
-        result["models"][model]["agreement"] = agreement
-        for what, value in agreement.items():
-            if what.startswith("upstream and flag"):
-                partings = len(value["partings"])
-                verdict = {"model": model, "what": what, "same": value["same"]}
-                verdict |= {"prompts": value["prompts"], "partings": partings}
-                result["verdicts"].append({**verdict, "explained": value["explained"] == partings})
+        kept = {name: both[name] for name in ("agreement", "agreement_long") if name in both}
+        result["models"][model] = {"config": CONFIGS[model], "sides": both["sides"], **kept}
+        for name, agreement in kept.items():
+            lengths = ", long prompts" if name == "agreement_long" else ""
+            for what, value in agreement.items():
+                if what.startswith("upstream and flag"):
+                    partings = len(value["partings"])
+                    verdict = {"model": model, "what": what + lengths, "same": value["same"]}
+                    verdict |= {"prompts": value["prompts"], "partings": partings}
+                    explained = value["explained"] == partings
+                    result["verdicts"].append({**verdict, "explained": explained})
     return result
 
 
@@ -210,7 +121,7 @@ def show(result: dict[str, Any]) -> None:
     for model, data in result["models"].items():
         print(f"== {model}")
         for name, side in data["sides"].items():
-            print(f"{name}: {side['layers']}, cached {side.get('cached_tokens')}")
+            print(f"{name}: {side['layers']}, {side.get('long_tokens_summary')}")
         serve_work.show({**data, "rows": [r for r in result["rows"] if r["model"] == model]})
 
 
@@ -231,10 +142,12 @@ def run(args: argparse.Namespace) -> int:
     say(f"upstream's prefill would be {head['prefill_backend']}")
     serve_vllm.expect_layers(head["layers"], bool(args.attention_backend), 3)
     side.add(row("model load", "load", 1e3 * (time.perf_counter() - begin)))
-    asked = serve_vllm.Asked(llm, log)
+    asked = serve_vllm.Asked()
+    asked.llm, asked.log = llm, log
     if args.model in SMALL:
+        block = llm.llm_engine.engine_core.engine_core.scheduler.block_size
         serve_work.tokens_part(side, asked)
-        side.part("resumed", 10, lambda: resumed(asked, side))
+        serve_work.tokens_part(side, asked, (2 * block + 70, 3 * block - 1))
     else:
         side.part("calls", 30, lambda: timed(side, asked))
         llm.apply_model(mark_ranges)
@@ -314,26 +227,6 @@ def prefill_backend(model: Any) -> list[str]:
     """The prefill kernels that upstream's KDA layers have chosen, used or not."""
     layers = [module for module in model.modules() if hasattr(module, "kda_prefill_backend")]
     return sorted({str(layer.kda_prefill_backend) for layer in layers})
-
-
-def resumed(asked: Any, side: SideFile) -> dict[str, Any]:
-    """Greedy tokens of prompts whose beginnings the prefix cache holds, and how much of each.
-
-    The first ask leaves a state at the last block's end inside of its prefill; the second has the
-    same beginning and another end.
-    """
-    block = asked.llm.llm_engine.engine_core.engine_core.scheduler.block_size
-    rng = random.Random(11)
-    begun = [prompt_of(rng, 2 * block + rng.randint(70, block - 1)) for _ in range(RESUMED)]
-    again = [prompt[: 2 * block] + prompt_of(rng, rng.randint(5, 150)) for prompt in begun]
-    new = [serve_agreement.NEW_TOKENS] * RESUMED
-    for prompts in (begun, again):
-        requests = asked.requests(prompts, new, logprobs=2)
-        outputs = asked.llm.generate(*requests, use_tqdm=False)
-    side.data["cached_tokens"] = [output.num_cached_tokens for output in outputs]
-    if not any(side.data["cached_tokens"]):
-        raise ValueError("expected prompts that resume from the prefix cache, got none")
-    return {"block": block, "tokens": [serve_agreement.tokens_of(output) for output in outputs]}
 
 
 def mark_ranges(model: Any) -> int:

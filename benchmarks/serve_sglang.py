@@ -3,7 +3,8 @@
     python -m benchmarks.serve_sglang pair CONFIG_DIR sglang_kimi48b.json [--budget 585]
     python -m benchmarks.serve_sglang run side.json --config CONFIG_DIR [--flag]
 
-The twin of `benchmarks.serve_vllm`, with the same prompts, rows and file. The engine runs in its
+The twin of `benchmarks.serve_vllm`, with the same prompts, rows, options and file; other models'
+configurations are in `engines/configs/` and run without their vision towers. The engine runs in its
 default mode, on sglang's triton backend for full attention on both sides, which needs no library of
 FlashAttention; ``--full-attention`` names another. Its scheduler is another process: a plug-in
 draws the weights there as sglang initialises them, a decode step is timed by the tokens that stream
@@ -16,6 +17,7 @@ time is left out and named in ``left_out``, and what has been measured is in the
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import json
 import math
@@ -32,10 +34,10 @@ from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row,
 from benchmarks.engines.sglang_server import plant
 from benchmarks.serve_vllm import (
     BUDGET,
-    LAYERS,
     draw_weights,
     environment,
     model_directory,
+    say_paths_of_layers,
     versions,
 )
 
@@ -47,21 +49,23 @@ PROFILED = ((1, 512), (1, 2048), (1, 8192))
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 FULL_ATTENTION = ("default", "triton")  # sglang's own choice of MLA, which is fa3 on Hopper
-PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile")
+PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long_tokens")
+NO_GRAPHS = "no_prefill_graphs"  # a variant of the flag's side
+BESIDE = {"mem_fraction_static": 0.85, "max_total_tokens": 400000, "max_mamba_cache_size": 400}
+TOWERS = {
+    "kimi_k3": ("KimiK3VisionTower", "KimiK3MultiModalProjector"),
+    "glm5_next": ("Glm5NextVisionModel",),
+}
 
 
 def main() -> int:
-    parser, two, one = serve_work.commands(__doc__, vllm=False)
+    variants = (NO_GRAPHS, serve_work.DETERMINISTIC)
+    parser, two, one = serve_work.commands(__doc__, PARTS, variants, vllm=False)
     two.add_argument("--budget", type=float, default=585.0, help="seconds, of the whole command")
     one.add_argument("--flag", action="store_true")
     for command in (two, one):
-        command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-        command.add_argument(
-            "--full-attention",
-            choices=FULL_ATTENTION,
-            default="triton",
-            help="of the MLA layers on both sides",
-        )
+        full = {"choices": FULL_ATTENTION, "default": "triton", "help": "of MLA, on all sides"}
+        command.add_argument("--full-attention", **full)
     return serve_work.started(parser, pair, run)
 
 
@@ -69,13 +73,15 @@ def pair(args: argparse.Namespace) -> int:
     limit = args.budget - serve_work.GRACE_S
     if limit < 120:
         raise SystemExit(f"--budget must be at least 165 s for two loads, got {args.budget:g}")
-    common = ["--config", str(args.config), "--parts", *args.parts]
-    common += ["--full-attention", args.full_attention]
-    sides = {"flag": [*common, "--flag"], "upstream": common}
-    return serve_work.pair("benchmarks.serve_sglang", sides, args.out, limit, SERVED)
+    sides = serve_work.sides_of(args, ["--flag"], ["--full-attention", args.full_attention])
+    return serve_work.pair(
+        "benchmarks.serve_sglang", sides, args.out, limit, SERVED, is_beside=args.beside
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    asked = Asked()
+    asked.take(args)
     with tempfile.TemporaryDirectory() as place:
         plant(Path(place), PLUGIN, "benchmarks.serve_sglang:draw_at_load")
         say("importing sglang")
@@ -85,14 +91,14 @@ def run(args: argparse.Namespace) -> int:
         import_s = time.perf_counter() - begin
         say(f"sglang {sglang.__version__} imported in {import_s:.0f} s; loading the model")
         begin = time.perf_counter()
-        engine = sglang.Engine(**engine_arguments(args))
+        asked.engine = engine = sglang.Engine(**engine_arguments(args))
         load_s = time.perf_counter() - begin
         say(f"loaded in {load_s:.0f} s")
         info = engine.get_server_info()
         head = {
             "script": "benchmarks/serve_sglang.py",
             "head": versions("sglang"),
-            "environment": environment("kda" if args.flag else None),
+            "environment": environment(args, "kda" if args.flag else None),
             "engine": engine_of(info),
             "import_s": import_s,
             "memory_after_load_mib": serve_work.memory_used_mib(),
@@ -101,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"{head['head']['engine']}, {head['engine']}")
         side.add(row("model load", "load", 1e3 * load_s))
         try:
-            measure(side, Asked(engine), args.parts, room_of(info))
+            measure(side, asked, args.parts, room_of(info))
         finally:
             side.save()
             engine.shutdown()
@@ -111,9 +117,10 @@ def run(args: argparse.Namespace) -> int:
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``."""
     arguments: dict[str, Any] = {
-        "model_path": model_directory(args.config, LAYERS),
+        "model_path": model_directory(args),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
+        "enable_multimodal": False,
         "context_length": 70000,
         "dtype": "bfloat16",
         "random_seed": 0,
@@ -126,25 +133,44 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["decode_attention_backend"] = args.full_attention
     if args.flag:
         arguments["attention_backend"] = "kda"
-    return arguments
+    if args.variant == NO_GRAPHS:
+        arguments["disable_prefill_cuda_graph"] = True
+    return {**arguments, **(BESIDE if args.turns else {})}
 
 
 def draw_at_load() -> None:
-    """Have sglang's loader of dummy weights draw them at the scale of an initialised model."""
+    """Have sglang's loader of dummy weights draw them at the scale of an initialised model, leave
+    vision towers out, and say which paths prefills take."""
     from backend_core.engines.after_import import after_import
 
     def exchange(loader: Any) -> None:
         loader.initialize_dummy_weights = draw_weights
 
     after_import("sglang.srt.model_loader.loader", exchange)
+    for model, towers in TOWERS.items():
+        leave_out = functools.partial(without_towers, towers=towers)
+        after_import(f"sglang.srt.models.{model}", leave_out)
+    say_paths_of_layers()
+
+
+def without_towers(module: Any, towers: tuple[str, ...]) -> None:
+    """Put modules without weights in the place of a model's vision towers."""
+    import torch
+
+    class NoTower(torch.nn.Identity):
+        def precompile_fused_rope(self) -> bool:
+            return False
+
+        precompile_attention_backend = precompile_fused_rope
+
+    for name in towers:
+        setattr(module, name, NoTower)
 
 
 class Asked(serve_work.Asked):
     """An engine whose scheduler is another process."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__()
-        self.engine = engine
+    engine: Any
 
     def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
         begin = time.perf_counter()
@@ -159,6 +185,9 @@ class Asked(serve_work.Asked):
             top_logprobs_num=2,
         )
         return [tokens_of(output) for output in outputs]
+
+    def forget(self) -> bool:
+        return bool(self.engine.flush_cache().success)
 
     def arrivals(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         """When each token of each prompt came, in seconds."""
@@ -189,14 +218,17 @@ def measure(
     room: tuple[float, float] = (math.inf, math.inf),
 ) -> None:
     """The parts in the order of their worth, as far as the time and the caches' room go."""
+    if asked.turn is not None:
+        serve_work.tokens_parts(side, asked, parts)
+        asked.turn.alone(side.until)
     if "first" in parts:
         serve_work.first_part(side, asked)
     if "calls" in parts:
         side.part("calls", 25, lambda: serve_work.call_rows(side, asked))
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
-    if "tokens" in parts:
-        serve_work.tokens_part(side, asked)
+    if asked.turn is None:
+        serve_work.tokens_parts(side, asked, parts)
     if "profile" in parts:
         side.part("profiles", 30, lambda: profiles(asked))
     if "decode" in parts:
@@ -241,7 +273,7 @@ def intervals_ms(arrivals: list[list[float]]) -> list[float]:
 
 
 def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of one prompt; at each the two best tokens and their log-probabilities."""
+    """As `serve_agreement.tokens_of`, of what sglang returns."""
     best = [
         sorted(((at[0], at[1]) for at in two), reverse=True)[:2]
         for two in output["meta_info"]["output_top_logprobs"]
@@ -250,6 +282,7 @@ def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
         "tokens": list(output["output_ids"]),
         "best": [[token for _, token in pair] for pair in best],
         "logprobs": [[round(logprob, 5) for logprob, _ in pair] for pair in best],
+        "cached": output["meta_info"]["cached_tokens"],
     }
 
 

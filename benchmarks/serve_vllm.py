@@ -6,7 +6,12 @@
 CONFIG_DIR holds the model's config.json; no checkpoint is needed. ``pair`` runs ``run`` per side,
 one after the other on the GPU, each in a process with empty compile caches, and joins their files.
 By default the engine runs as a server on an H200 does: its own graphs, its own prefix caching (no
-prompt is asked twice), 8,192 tokens per step, up to 1,024 sequences.
+prompt is asked twice but for tokens), 8,192 tokens per step, up to 1,024 sequences.
+
+``--layers``, ``--heads`` and ``--experts`` cut the model; four heads are those of one rank of eight
+of Kimi-Linear-48B. ``--beside`` loads all sides at the same time, with small caches, and times them
+one after the other; ``--variant`` adds a side to the flag's; ``--capture-sizes`` adds sizes of
+graphs to the default ones.
 
 Parts of ``run``, on one load of the model:
 
@@ -17,6 +22,8 @@ Parts of ``run``, on one load of the model:
 - mixed: 48 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice after one that is not
   timed.
 - tokens: greedy ones for 64 prompts, all at once and 16 of them one after the other.
+- long_tokens, only where it is named: those for 16 prompts of 4,096 to 9,000 tokens, again from the
+  prefix cache, and with other ends.
 - profile: kernels, how busy the GPU is, and Python functions.
 
 Weights are drawn where vLLM loads them, before it derives others from them and captures graphs:
@@ -48,46 +55,54 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BUDGET, SEQUENCES = 8192, 1024  # what `vllm serve` takes on an H200
 PROFILED = ((1, 512), (1, 2048), (1, 8192))
 HOST_CALL, HOST_CALLS = (1, 2048), 10
-LAYERS = 27
-PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared")
+PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared", "long_tokens")
+CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's own sizes on Hopper
+BESIDE = {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.2}
 
 
 def main() -> int:
-    parser, two, one = serve_work.commands(__doc__)
-    two.add_argument("--limit", type=float, default=540.0, help="for both sides, seconds")
+    parser, two, one = serve_work.commands(__doc__, PARTS, (serve_work.DETERMINISTIC,))
+    two.add_argument("--limit", type=float, default=540.0, help="for all sides, seconds")
     for command in (two, one):
-        command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+        command.add_argument("--capture-sizes", nargs="+", type=int, default=[])
     return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
-    common = ["--config", str(args.config), "--parts", *args.parts]
-    # ours first: what fails in it shows before upstream's minutes are spent
-    sides = {"flag": [*common, "--attention-backend", args.flag], "upstream": common}
-    return serve_work.pair("benchmarks.serve_vllm", sides, args.out, args.limit)
+    sizes = ["--capture-sizes", *map(str, args.capture_sizes)] if args.capture_sizes else []
+    sides = serve_work.sides_of(args, ["--attention-backend", args.flag], sizes)
+    module = "benchmarks.serve_vllm"
+    return serve_work.pair(module, sides, args.out, args.limit, is_beside=args.beside)
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` beside those that `drawn_engine` gives."""
+    options: dict[str, Any] = dict(BESIDE) if args.turns else {}
+    if args.capture_sizes:
+        sizes = sorted({*CAPTURED, *args.capture_sizes})
+        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    common = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEQUENCES}
+    return {"max_model_len": 70000, **common, **options}
 
 
 def run(args: argparse.Namespace) -> int:
+    asked = Asked()
+    asked.take(args)
     begin = time.perf_counter()
     import vllm  # noqa: F401
 
     import_s = time.perf_counter() - begin
     compilation = Compilation()
     begin = time.perf_counter()
-    llm = drawn_engine(
-        args.attention_backend,
-        model_directory(args.config, LAYERS),
-        max_model_len=70000,
-        max_num_batched_tokens=BUDGET,
-        max_num_seqs=SEQUENCES,
-    )
+    say_paths_of_layers()
+    llm = drawn_engine(args.attention_backend, model_directory(args), **engine_arguments(args))
     load_s = time.perf_counter() - begin
     loading = {key: round(value, 2) for key, value in compilation.spent.items()}
     compilation.kernels.clear()
-    log = decode_vllm.StepLog(llm)
+    asked.llm, asked.log = llm, decode_vllm.StepLog(llm)
     head = {
         **head_of(llm),
-        "environment": environment(args.attention_backend),
+        "environment": environment(args, args.attention_backend),
         "import_s": import_s,
         "memory_after_load_mib": serve_work.memory_used_mib(),
         "while_loading": loading,
@@ -97,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     say(f"{head['head']['engine']}, {head['engine']}")
     expect_layers(head["layers"], bool(args.attention_backend))
     side.add(row("model load", "load", 1e3 * load_s, **loading))
-    measure(side, Asked(llm, log), args.parts)
+    measure(side, asked, args.parts)
     side.save()
     compiled = compilation.kernels
     ours = [name for name in compiled if any(part in name for part in serve_profile.OURS)]
@@ -115,11 +130,10 @@ def expect_layers(layers: dict[str, int], flag: bool, least: int = 1) -> None:
 
 
 class Asked(serve_work.Asked):
-    """An engine in this process."""
+    """An engine in this process, and the log of its steps."""
 
-    def __init__(self, llm: Any, log: decode_vllm.StepLog) -> None:
-        super().__init__()
-        self.llm, self.log = llm, log
+    llm: Any
+    log: decode_vllm.StepLog
 
     def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
         import torch
@@ -135,6 +149,9 @@ class Asked(serve_work.Asked):
         asked = self.requests(prompts, [serve_agreement.NEW_TOKENS] * len(prompts), logprobs=2)
         outputs = self.llm.generate(*asked, use_tqdm=False)
         return [serve_agreement.tokens_of(output) for output in outputs]
+
+    def forget(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
 
     def requests(
         self, prompts: list[list[int]], new_tokens: list[int], logprobs: int | None = None
@@ -154,6 +171,9 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         cut = asked.log.of(lambda: asked.call(count, length))
         return {"steps": [tokens for _, tokens in cut]}
 
+    if asked.turn is not None:
+        serve_work.tokens_parts(side, asked, parts)
+        asked.turn.alone(side.until)
     if "first" in parts:
         serve_work.first_part(side, asked)
     if "calls" in parts:
@@ -165,8 +185,8 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
             )
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
-    if "tokens" in parts:
-        serve_work.tokens_part(side, asked)
+    if asked.turn is None:
+        serve_work.tokens_parts(side, asked, parts)
     if "profile" in parts:
         side.part("profiles", 10, lambda: profiles(asked))
         side.part("host", 5, lambda: host(asked))
@@ -247,6 +267,14 @@ def drawn_engine(
     return LLM(model=model, load_format="drawn", skip_tokenizer_init=True, seed=0, **options)
 
 
+def say_paths_of_layers() -> None:
+    """Have both callers of this package's prefills say which paths they take."""
+    from backend_core.engines.after_import import after_import
+
+    for module in ("kda_backend.operators", "kda_backend.layer"):
+        after_import(module, serve_work.say_paths)
+
+
 def head_of(llm: Any) -> dict[str, Any]:
     """The head of a side's file."""
     layers = llm.apply_model(layer_classes)[0]
@@ -292,15 +320,27 @@ def draw_weights(model: Any) -> None:
             x.normal_(0.0, 0.02, generator=generator)
 
 
-def model_directory(config_dir: Path, layers: int, dense: bool = False) -> str:
-    """The configuration with its first layers alone, as a model to load."""
-    config = json.loads((config_dir / "config.json").read_text())
-    config["num_hidden_layers"] = layers
-    if dense:
-        config["first_k_dense_replace"] = layers
-    linear = config["linear_attn_config"]
-    for key in ("full_attn_layers", "kda_layers"):
-        linear[key] = [layer for layer in linear[key] if layer <= layers]
+def model_directory(args: argparse.Namespace) -> str:
+    """The configuration with its first layers alone, and with as many heads of each attention layer
+    and experts as are asked for, as a model to load. Without experts all layers are dense."""
+    config = json.loads((args.config / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = args.layers
+    linear = text.get("linear_attn_config")
+    if linear:
+        kinds = ("full_attn_layers", "kda_layers")
+        first = min(layer for kind in kinds for layer in linear[kind])  # some count from 0
+        for kind in kinds:
+            linear[kind] = [layer for layer in linear[kind] if layer - first < args.layers]
+    if args.heads:
+        text["num_attention_heads"] = text["num_key_value_heads"] = args.heads
+        if linear:
+            linear["num_heads"] = args.heads
+    if args.experts:
+        key = "n_routed_experts" if "n_routed_experts" in text else "num_experts"
+        text[key] = args.experts
+    elif args.experts == 0:
+        text["first_k_dense_replace"] = args.layers
     model = Path(tempfile.mkdtemp())
     (model / "config.json").write_text(json.dumps(config))
     return str(model)
@@ -403,14 +443,15 @@ def versions(engine: str = "vllm") -> dict[str, str]:
     }
 
 
-def environment(attention_backend: str | None) -> dict[str, Any]:
+def environment(args: argparse.Namespace, attention_backend: str | None) -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = [line.split(": ")[1] for line in info if line.startswith("model name")]
     return {
         "cpu": cpu[0] if cpu else None,
         "cores": os.cpu_count(),
         "attention_backend": attention_backend,
-        "layers": LAYERS,
+        "config": args.config.name,
+        **{name: getattr(args, name) for name in ("layers", "heads", "experts", "variant")},
     }
 
 

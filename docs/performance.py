@@ -53,7 +53,7 @@ def render() -> str:
     lines += [*mla.named_rows(), *block_sparse.block_sparse()]
     lines += [*block_sparse.built_peers(), *block_sparse.forms(), *drop_ins.drop_ins()]
     lines += calls.host_times()
-    lines += [*engines.default_modes(), *engines.bounded_gates()]
+    lines += [*engines.default_modes(), *engines.bounded_gates(), *engines.cut_models()]
     lines += [*engines.recall(), *engines.first_start()]
     return HEAD + "\n".join(lines) + "\n" + BOUNDS
 

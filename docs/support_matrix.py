@@ -45,7 +45,19 @@ and the files under `benchmarks/results/`; CI fails where it is out of date.
 
 """
 
-_DRAWN = "the kernel of the KDA layers; tested with random inputs only"
+
+def _of_sglang(model: str) -> str:
+    """What has been shown of a model's KDA layers in sglang."""
+    file = RESULTS / f"sglang_{model}.json"
+    if not file.exists():
+        return "the kernel of the KDA layers; tested with random inputs only"
+    return f"the kernel of the KDA layers; [tokens with random weights]({_link(file)})"
+
+
+def _link(file: Path) -> str:
+    return f"../{file.relative_to(ROOT).as_posix()}"
+
+
 _MLA = "MLA decode where it was measured to be faster"
 _MLA_SGLANG = f"{_MLA}, with `--page-size 64`; CPU"
 _ATTENTION = "[attention](families/mla.md) where it was measured to be faster"
@@ -56,9 +68,9 @@ MODELS = f"""
 | model | vllm | sglang |
 |---|---|---|
 | Kimi-Linear | KDA layers, prefill and decode; {_MLA} | KDA layers; {_MLA_SGLANG} |
-| Kimi-K3 | KDA layers; CPU | {_DRAWN} |
-| GLM-5.3-Flash | KDA layers; CPU | {_DRAWN} |
-| Ling-V3 | KDA layers; CPU | {_DRAWN} |
+| Kimi-K3 | KDA layers; CPU | {_of_sglang("kimi_k3")} |
+| GLM-5.3-Flash | KDA layers; CPU | {_of_sglang("glm_5_3_flash")} |
+| Ling-V3 | KDA layers; CPU | {_of_sglang("ling_3_tiny")} |
 | DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}; CPU | {_MLA_SGLANG} |
 | DeepSeek-V4 | [compressor](families/dsv4.md); {_ATTENTION}, CPU | {_SGLANG_V4} |
 
@@ -213,10 +225,6 @@ def cited() -> list[Path]:
 def _reports(pattern: str) -> list[tuple[Path, dict[str, Any]]]:
     reports = [(file, json.loads(file.read_text())) for file in sorted(RESULTS.glob(pattern))]
     return [(file, report) for file, report in reports if isinstance(report, dict)]
-
-
-def _link(file: Path) -> str:
-    return f"../{file.relative_to(ROOT).as_posix()}"
 
 
 if __name__ == "__main__":

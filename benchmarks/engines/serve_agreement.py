@@ -15,7 +15,8 @@ PROMPTS, APART, NEW_TOKENS = 64, 16, 16
 
 
 def tokens_of(output: Any) -> dict[str, Any]:
-    """Greedy tokens of one prompt; at each the two best tokens and their log-probabilities."""
+    """Greedy tokens of one prompt, at each the two best tokens and their log-probabilities, and how
+    many of the prompt came from the prefix cache."""
     completion = output.outputs[0]
     best = [
         sorted(((entry.logprob, token) for token, entry in at.items()), reverse=True)[:2]
@@ -25,32 +26,41 @@ def tokens_of(output: Any) -> dict[str, Any]:
         "tokens": list(completion.token_ids),
         "best": [[token for _, token in pair] for pair in best],
         "logprobs": [[round(logprob, 5) for logprob, _ in pair] for pair in best],
+        "cached": output.num_cached_tokens or 0,
     }
 
 
-def compared(upstream: dict[str, Any], flag: dict[str, Any]) -> dict[str, Any]:
-    """Both sides' tokens, and each side's own two ways to batch.
+def compared(
+    upstream: dict[str, Any], flag: dict[str, Any], **variants: dict[str, Any]
+) -> dict[str, Any]:
+    """All sides' tokens, and each side's own two ways to batch.
 
     Args:
-        upstream, flag: what a side's ``tokens`` part kept: lengths, together, apart.
+        upstream, flag: what a side's ``tokens`` part kept: lengths, together, apart, and resumed
+            where prompts were.
+        variants: of the flag's side, which is compared with each.
 
     Raises:
         ValueError: the sides were asked different prompts.
     """
-    if upstream["lengths"] != flag["lengths"]:
+    if any(upstream["lengths"] != other["lengths"] for other in (flag, *variants.values())):
         raise ValueError("expected two runs of the same prompts, got other lengths")
-    a, b = upstream, flag
-    itself = agreement(a["together"][:APART], a["apart"], None)
+    first, again = (side["together"][: len(side["apart"])] for side in (upstream, flag))
+    itself = agreement(first, upstream["apart"], None)
     noise = itself["rounding_nats"]["max"]
+    found = {"upstream together and apart": itself}
+    found["flag together and apart"] = agreement(again, flag["apart"], noise)
+    pairs = [("upstream and flag", upstream, flag)]
+    pairs += [(f"flag and {name}", flag, variant) for name, variant in variants.items()]
+    for name, a, b in pairs:
+        for how in ("together", "apart", "resumed"):
+            if how in a and how in b:
+                found[f"{name}, {how}"] = agreement(a[how], b[how], noise)
+    margins = [margin(row, i) for row in upstream["together"] for i in range(NEW_TOKENS)]
     return {
         "new_tokens": NEW_TOKENS,
-        "upstream together and apart": itself,
-        "flag together and apart": agreement(b["together"][:APART], b["apart"], noise),
-        "upstream and flag, together": agreement(a["together"], b["together"], noise),
-        "upstream and flag, apart": agreement(a["apart"], b["apart"], noise),
-        "all margins of upstream, median": median(
-            [margin(row, i) for row in a["together"] for i in range(NEW_TOKENS)]
-        ),
+        **found,
+        "all margins of upstream, median": median(margins),
     }
 
 
@@ -68,7 +78,9 @@ def said(found: dict[str, Any]) -> list[str]:
 def collapse(greedy: dict[str, Any]) -> dict[str, Any]:
     """Whether a run's tokens say anything: how many differ, and whether all are numbers."""
     rows = greedy["together"]
+    resumed = {"cached": [row["cached"] for row in greedy.get("resumed", [])]}
     return {
+        **(resumed if "resumed" in greedy else {}),
         "prompts": len(rows),
         "distinct_first_tokens": len({row["tokens"][0] for row in rows}),
         "distinct_tokens": len({token for row in rows for token in row["tokens"]}),

@@ -1,19 +1,23 @@
 """The work of the serve benchmarks, and the parent that gives it to both sides.
 
 `Asked` is an engine of either kind, and the functions below it are parts that both measure. `pair`
-runs a benchmark's child process twice, one after the other on the GPU: upstream, then with the
-flag. Each child writes a file of its own after every part (`SideFile`), so that a run that is
-cut off leaves what it has measured; the parent joins the two into rows of
-``{"what", "kind", "upstream_ms", "flag_ms"}``. Times are in ms.
+runs a benchmark's child process for each side: upstream, with the flag, and with the flag and a
+variant of the options where one is asked for. Each child writes a file of its own after every part
+(`SideFile`), so that a run that is cut off leaves what it has measured; the parent joins them into
+rows of ``{"what", "kind", "upstream_ms", "flag_ms"}``. Times are in ms.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import functools
 import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +25,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median_high as median
 from typing import Any
@@ -38,6 +42,10 @@ DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
 SHARED_PROMPT = (64, 8192)  # requests that decode behind one system prompt
 TURNS = 5
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 48, (300, 5000), (32, 127)
+LONG_PROMPT = (4096, 9000)
+DETERMINISTIC = "deterministic_prefix"  # a variant of both engines
+BY_NAME = ("long_tokens",)  # parts that are only done where they are named
+PATH = "KDA prefill by"  # how a line of `say_paths` begins
 SIDES = ("upstream", "flag")
 SAID = "| "  # how the lines of a child start that its parent shows
 FIRST_SHARE = 0.43  # of the time for both sides
@@ -45,10 +53,29 @@ GRACE_S = 45.0  # what a child may take after its deadline for the part that it 
 
 
 class Asked(ABC):
-    """An engine with prompts that it has not seen before."""
+    """An engine with prompts that it has not seen before.
+
+    Attributes:
+        calls: prompts and tokens of each of the calls that are timed.
+        apart: of so many prompts the tokens are also asked for one after the other.
+        turn: of sides that run beside each other.
+    """
+
+    calls: Sequence[tuple[int, int]] = CALLS
+    apart: int = serve_agreement.APART
+    turn: Turn | None = None
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
+
+    def take(self, args: argparse.Namespace) -> None:
+        """What the command line says of what is asked and of this process, before the engine."""
+        self.calls, self.apart = args.calls, args.apart
+        self.turn = Turn(args.turns) if args.turns else None
+        if args.variant == DETERMINISTIC:
+            os.environ["KDA_DSV4_DETERMINISTIC_PREFIX"] = "1"
+        if args.caches:
+            os.environ.update(cache_folders(args.caches))
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
@@ -57,6 +84,10 @@ class Asked(ABC):
     @abstractmethod
     def greedy(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """Of each prompt the tokens, and at each the two best and their log-probabilities."""
+
+    @abstractmethod
+    def forget(self) -> bool:
+        """Empty the prefix cache; whether the engine was idle enough to do so."""
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [prompt_of(self.rng, length) for _ in range(count)]
@@ -81,27 +112,57 @@ def call_rows(
     side: SideFile, asked: Asked, details: Callable[[int, int], dict[str, Any]] = lambda *_: {}
 ) -> None:
     """Prompts in, one token of each out. ``details``: more of a row, by count and length."""
-    for shape, times in call_times(asked.call).items():
+    for shape, times in call_times(asked.call, asked.calls).items():
         more = {"least_ms": min(times), **details(*shape), "runs_ms": times}
         side.add(row(call_name(*shape), "call", median(times), **more))
 
 
-def tokens_part(side: SideFile, asked: Asked) -> None:
-    """Greedy tokens of 64 prompts, all at once and 16 of them one after the other."""
+def tokens_parts(side: SideFile, asked: Asked, parts: list[str]) -> None:
+    """The parts that compare tokens, of which none is timed."""
+    if "tokens" in parts:
+        tokens_part(side, asked)
+    if "long_tokens" in parts:
+        tokens_part(side, asked, LONG_PROMPT)
+
+
+def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = None) -> None:
+    """Greedy tokens of prompts, all at once and some of them one after the other.
+
+    Args:
+        long: lengths, from which to which, of 16 prompts that reach over blocks of the prefix
+            cache, instead of 64 of mixed lengths. One after the other they resume from it, and they
+            are asked with another last quarter too.
+    """
+    name = "long_tokens" if long else "tokens"
 
     def work() -> dict[str, Any]:
         rng = random.Random(7)
-        count = serve_agreement.PROMPTS
-        lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(count)]
+        if long:
+            lengths = [rng.randint(*long) for _ in range(serve_agreement.APART)]
+        else:
+            count = serve_agreement.PROMPTS
+            lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(count)]
         batch = [prompt_of(rng, length) for length in lengths]
         together = asked.greedy(batch)
-        apart = [asked.greedy([one])[0] for one in batch[: serve_agreement.APART]]
-        return {"lengths": lengths, "together": together, "apart": apart}
+        until = time.time() + 5
+        while not (long or asked.forget()):  # alone a prompt is to be read from its beginning
+            if time.time() > until:
+                raise TimeoutError("expected an empty prefix cache within 5 s")
+            time.sleep(0.1)
+        apart = [asked.greedy([one])[0] for one in batch[: asked.apart]]
+        found = {"lengths": lengths, "together": together, "apart": apart}
+        if long:
+            ends = [prompt_of(rng, rng.randint(5, 150)) for _ in batch]
+            again = [one[: 3 * len(one) // 4] + end for one, end in zip(batch, ends, strict=True)]
+            found["resumed"] = asked.greedy(again)
+            if not any(row["cached"] for row in found["resumed"]):
+                raise ValueError("expected prompts that resume from the prefix cache, got none")
+        return found
 
-    side.part("tokens", 8, work)
-    if "tokens" in side.data:
-        side.data["tokens_summary"] = serve_agreement.collapse(side.data["tokens"])
-        say(f"tokens: {side.data['tokens_summary']}")
+    side.part(name, 8, work)
+    if name in side.data:
+        side.data[f"{name}_summary"] = serve_agreement.collapse(side.data[name])
+        say(f"{name}: {side.data[f'{name}_summary']}")
 
 
 def call_name(count: int, length: int) -> str:
@@ -112,18 +173,20 @@ def decode_name(count: int, length: int) -> str:
     return f"decode step, {count} × {length:,}"
 
 
-def call_times(call: Callable[[int, int], float]) -> dict[tuple[int, int], list[float]]:
-    """The times of every shape of `CALLS`, in ms, measured in turns.
+def call_times(
+    call: Callable[[int, int], float], shapes: Sequence[tuple[int, int]] = CALLS
+) -> dict[tuple[int, int], list[float]]:
+    """The times of every shape, in ms, measured in turns.
 
     A machine's host is slower for seconds at a time: in turns, such a time is shared by all shapes.
     The shorter a call, the more of it is the host's, and the oftener it is made.
     """
-    for shape in CALLS:
+    for shape in shapes:
         for _ in range(2):
             call(*shape)
-    found: dict[tuple[int, int], list[float]] = {shape: [] for shape in CALLS}
+    found: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
     for _ in range(TURNS):
-        for count, length in CALLS:
+        for count, length in shapes:
             repeats = {128: 5, 512: 5, 640: 5, 2048: 7, 32768: 1}.get(length, 2)
             found[count, length] += [1e3 * call(count, length) for _ in range(repeats)]
     return found
@@ -215,6 +278,68 @@ class SideFile:
         self.save()
 
 
+class Turn:
+    """Which of the sides that run beside each other may use the GPU, by a lock on a file: all of
+    them, which load and compare tokens, or one, which is timed until its process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a")
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+
+    def alone(self, until: float) -> None:
+        """Wait until no other side works, at most until a ``time()``."""
+        fcntl.flock(self.file, fcntl.LOCK_UN)
+        while time.time() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.05)
+
+
+def say_paths(operators: Any) -> None:
+    """Print, for the log, which path each size of prefill takes, and whether a graph captures it.
+
+    Args:
+        operators: the module `kda_backend.operators`.
+    """
+    from backend_core.launch.streams import is_capturing
+
+    choose = operators.path_of
+    seen: set[tuple[Any, ...]] = set()
+
+    def path_of(selection: Any, tokens: Any, step_plan: Any, state: Any) -> Any:
+        size, longest = tokens.q.shape[1], step_plan.max_tokens
+        is_captured = is_capturing(tokens.q.device)
+        call = id(selection), size, step_plan.num_chunks, longest, is_captured
+        if call not in seen:
+            seen.add(call)
+            name = selection.prefill.row(step_plan.num_chunks * tokens.v.shape[2], longest).name
+            how = "captured" if is_captured else "eager"
+            print(f"{PATH} {name}: {size} tokens, {how}", flush=True)
+        return choose(selection, tokens, step_plan, state)
+
+    operators.path_of = path_of
+
+
+def seen_in(log: str) -> dict[str, Any]:
+    """Of a side's log: by path the sizes of prefills, captured and eager, and sglang's steps.
+
+    ``replayed`` counts the steps in graphs of as many tokens as no eager prefill had: there no
+    Python of a KDA layer ran.
+    """
+    paths: dict[str, dict[str, list[int]]] = {}
+    for name, tokens, how in re.findall(rf"{PATH} (\w+): (\d+) tokens, (\w+)", log):
+        sizes = paths.setdefault(name, {"captured": [], "eager": []})[how]
+        if int(tokens) not in sizes:
+            sizes.append(int(tokens))
+    eager = {size for sizes in paths.values() for size in sizes["eager"]}
+    step = r"Prefill batch.*?#new-token: (\d+),.*?cuda graph: (True|False)"
+    steps = [(int(tokens), graph == "True") for tokens, graph in re.findall(step, log)]
+    counts = {"steps": len(steps), "in_graphs": sum(graph for _, graph in steps)}
+    counts["replayed"] = sum(graph and tokens not in eager for tokens, graph in steps)
+    return {"paths": paths, **({"prefill_steps": counts} if steps else {})}
+
+
 def say(text: str) -> None:
     """A line that the parent shows too."""
     print(SAID + text, flush=True)
@@ -224,30 +349,72 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def commands(
-    doc: str, *, config: bool = True, vllm: bool = True
+    doc: str,
+    parts: Sequence[str] = (),
+    variants: Sequence[str] = (),
+    *,
+    vllm: bool = True,
 ) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The parsers of a script, of ``pair``, which is both sides, and of ``run``, which is one, with
+    """The parsers of a script, of ``pair``, which is all sides, and of ``run``, which is one, with
     the arguments that `run_side` gives.
 
     Args:
-        config: a folder with the model's config.json.
+        parts: of a script that takes a folder with the model's config.json; `BY_NAME` are not done
+            by default.
+        variants: of the flag's side.
         vllm: the flag is vLLM's.
     """
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     found = parser.add_subparsers(dest="command", required=True)
-    two, one = found.add_parser("pair", help="both sides"), found.add_parser("run", help="one side")
-    if config:
+    two, one = found.add_parser("pair", help="all sides"), found.add_parser("run", help="one side")
+    if parts:
         two.add_argument("config", type=Path)
         one.add_argument("--config", type=Path, required=True)
     for command in (two, one):
         command.add_argument("out", type=Path)
+        if not parts:
+            continue
+        default = [part for part in parts if part not in BY_NAME]
+        command.add_argument("--parts", nargs="+", choices=parts, default=default)
+        command.add_argument("--layers", type=int, default=27, help="the model's first ones")
+        command.add_argument("--heads", type=int, help="of each attention layer")
+        command.add_argument("--experts", type=int, help="of each layer, or 0")
+        command.add_argument("--calls", nargs="+", type=shape, default=CALLS, help="as 1x512")
+        command.add_argument("--apart", type=int, default=16, help="prompts asked one by one")
+        command.add_argument("--variant", choices=variants, help="one more side, of the flag's")
+        command.add_argument("--caches", type=Path, help="of what is compiled, kept; else empty")
+    if parts:
+        two.add_argument("--beside", action="store_true", help="load all sides at the same time")
+        one.add_argument("--turns", type=Path, help="the lock of sides beside each other")
     one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
     if vllm:
-        two.add_argument(
-            "--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)"
-        )
+        two.add_argument("--flag", default="KDA", help="--attention-backend's; CUSTOM before 0.32")
         one.add_argument("--attention-backend")
     return parser, two, one
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Prompts and tokens of a call, from ``1x512``."""
+    count, length = map(int, text.split("x"))
+    return count, length
+
+
+def sides_of(args: argparse.Namespace, flag: list[str], more: list[str]) -> dict[str, list[str]]:
+    """The options of each side's ``run``, with those that ``pair`` was given too.
+
+    Args:
+        flag: what turns this package on; more: of all sides.
+    """
+    common = ["--config", str(args.config), "--parts", *args.parts, *more]
+    common += ["--calls", *(f"{count}x{length}" for count, length in args.calls)]
+    for name in ("layers", "heads", "experts", "apart", "caches"):
+        if getattr(args, name) is not None:
+            common += [f"--{name}", str(getattr(args, name))]
+    # ours first: what fails in it shows before upstream's minutes are spent
+    sides = {"flag": [*common, *flag], "upstream": common}
+    if args.variant:
+        sides[args.variant] = [*common, *flag, "--variant", args.variant]
+    return sides
 
 
 def started(parser: argparse.ArgumentParser, pair: Command, run: Command) -> int:
@@ -277,7 +444,8 @@ def run_side(
         print(f"{label}: exit status {code}", flush=True)
     if not file.exists():
         return None
-    found: dict[str, Any] = {**json.loads(file.read_text()), "said": said}
+    log = out.with_name(f"{out.stem}_{label}.log").read_text(errors="replace")
+    found: dict[str, Any] = {**json.loads(file.read_text()), **seen_in(log), "said": said}
     if code and not found["failed"]:
         found["failed"]["process"] = f"exit status {code}"
     return found
@@ -293,7 +461,7 @@ def beside(calls: Iterable[Callable[[], None]]) -> None:
 
 
 def join(sides: dict[str, Any]) -> dict[str, Any]:
-    """Rows of both sides by their names, and what each side says of itself."""
+    """Rows of all sides by their names, and what each side says of itself."""
     first = next(iter(sides.values()), {})
     times = {side: {r["what"]: r for r in data["rows"]} for side, data in sides.items()}
     rows = []
@@ -303,15 +471,25 @@ def join(sides: dict[str, Any]) -> dict[str, Any]:
         pair_of = {
             f"{side}_{name}": found[side][name]
             for name in ("ms", "least_ms")
-            for side in SIDES
+            for side in names_of(sides)
             if side in found and name in found[side]
         }
         rows.append({"what": what, "kind": kind, **pair_of})
-    kept = {side: {k: v for k, v in data.items() if k != "tokens"} for side, data in sides.items()}
+    compared = {"tokens": "agreement", "long_tokens": "agreement_long"}
+    kept = {
+        side: {k: v for k, v in data.items() if k not in compared} for side, data in sides.items()
+    }
     result = {**first.get("head", {}), "rows": rows, "sides": kept}
-    if all("tokens" in sides.get(side, {}) for side in SIDES):
-        result["agreement"] = serve_agreement.compared(*(sides[side]["tokens"] for side in SIDES))
+    for part, name in compared.items():
+        asked = {side: sides[side][part] for side in names_of(sides) if part in sides[side]}
+        if all(side in asked for side in SIDES):
+            result[name] = serve_agreement.compared(**asked)
     return result
+
+
+def names_of(sides: dict[str, Any]) -> list[str]:
+    """Upstream, the flag, then the variants."""
+    return [*(s for s in SIDES if s in sides), *(s for s in sides if s not in SIDES)]
 
 
 def pair(
@@ -320,42 +498,55 @@ def pair(
     out: Path,
     limit_s: float,
     served: str = "",
-    joined: Callable[[dict[str, Any]], dict[str, Any]] = join,
+    is_beside: bool = False,
 ) -> int:
-    """Run each side of a benchmark, one after the other, and join their files.
+    """Run each side of a benchmark and join their files.
 
     Args:
         options: of each side's command.
-        limit_s: seconds for both sides; the last part begun may take `GRACE_S` more.
-        served: what the flag's side must have printed of this package.
-        joined: the result file of what the sides left.
+        limit_s: seconds for all sides; the last part begun may take `GRACE_S` more.
+        served: what a side with the flag must have printed of this package.
+        is_beside: all at the same time, else one after the other.
 
     Returns:
         The number of sides that failed or left parts out by failing.
     """
     start = time.time()
-    failed = 0
-    result: dict[str, Any] = {}
-    document = joined(result)
-    for number, (side, own) in enumerate(options.items()):
-        # the flag's side comes first, and tunes and compiles less in its load
-        until = start + limit_s * (1.0 if number + 1 == len(options) else FIRST_SHARE)
-        found = run_side(module, side, own, out, until)
-        if found is None:
-            failed += 1
-            break  # a side alone is no pair
-        result[side] = found
-        if side == "flag" and not any(served in line for line in found["said"] or [""]):
-            found["failed"]["served"] = f"expected a line with {served!r} in the log"
-        failed += bool(found["failed"])
-        document = {"script": script_of(module), "mode": "default", **joined(result)}
-        write_record(out, document)
-    show(document)
-    return failed
+    found: dict[str, Any] = {}
+
+    def run_one(side: str, own: list[str], until: float) -> None:
+        data = run_side(module, side, own, out, until)
+        if data is None:
+            return
+        if side != "upstream" and not any(served in line for line in data["said"] or [""]):
+            data["failed"]["served"] = f"expected a line with {served!r} in the log"
+        found[side] = data
+        script = f"{module.replace('.', '/')}.py"
+        document = {"script": script, "mode": "default", **join(found)}
+        write_record(out, {**document, "beside": True} if is_beside else document)
+
+    if is_beside:
+        turns = out.with_name(f"{out.stem}.turns")
+        beside(
+            functools.partial(run_one, side, [*own, "--turns", str(turns)], start + limit_s)
+            for side, own in options.items()
+        )
+        turns.unlink(missing_ok=True)
+    else:
+        for number, (side, own) in enumerate(options.items(), 1):
+            # the flag's side comes first, and tunes and compiles less in its load
+            share = 1.0 if number == len(options) else FIRST_SHARE * 2 * number / len(options)
+            run_one(side, own, start + limit_s * share)
+            if side not in found:
+                break  # a side alone is no pair
+    show(join(found))
+    return sum(bool(found[side]["failed"]) if side in found else 1 for side in options)
 
 
-def script_of(module: str) -> str:
-    return module.replace(".", "/") + ".py"
+def cache_folders(place: Path) -> dict[str, str]:
+    """The environment that has an engine keep what it compiles in a folder."""
+    names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
+    return {name: str(place.absolute() / name.lower()) for name in names}
 
 
 def child(command: list[str], side: str, out: Path, until: float, said: list[str]) -> int:
@@ -365,15 +556,13 @@ def child(command: list[str], side: str, out: Path, until: float, said: list[str
     log = out.with_name(f"{out.stem}_{side}.log")
     last: list[str] = []
     with tempfile.TemporaryDirectory() as caches, log.open("w") as sink:
-        names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
-        own = {name: str(Path(caches) / name.lower()) for name in names}
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **own},
+            env={**os.environ, **cache_folders(Path(caches))},
         )
         clock = threading.Timer(max(1.0, until - time.time()), process.kill)
         clock.start()
@@ -395,15 +584,21 @@ def child(command: list[str], side: str, out: Path, until: float, said: list[str
 
 def show(result: dict[str, Any]) -> None:
     """The table, last of what is printed."""
-    print(f"{'':28}{'upstream':>12}{'flag':>12}{'ratio':>8}   (ms)")
+    names = names_of(result["sides"])
+    print(f"{'':28}" + "".join(f"{name:>22}" for name in names) + f"{'ratio':>8}   (ms)")
     for r in result["rows"]:
+        times = [r.get(f"{name}_ms") for name in names]
+        cells = "".join(f"{x:22.2f}" if x is not None else f"{'-':>22}" for x in times)
         a, b = (r.get(f"{side}_ms") for side in SIDES)
-        cells = [f"{x:12.2f}" if x is not None else f"{'-':>12}" for x in (a, b)]
         ratio = f"{a / b:8.2f}" if a is not None and b is not None else ""
-        print(f"{r['what']:28}{cells[0]}{cells[1]}{ratio}")
-    for line in serve_agreement.said(result.get("agreement", {})):
-        print(line)
+        print(f"{r['what']:28}{cells}{ratio}")
+    for name in ("agreement", "agreement_long"):
+        for line in serve_agreement.said(result.get(name, {})):
+            print(line)
     for side, data in result["sides"].items():
-        for what in ("left_out", "failed"):
-            if data[what]:
+        for what in ("left_out", "failed", "prefill_steps"):
+            if data.get(what):
                 print(f"{side}, {what.replace('_', ' ')}: {data[what]}")
+        for path, sizes in data.get("paths", {}).items():
+            how = {how: f"{len(of)} up to {max(of)}" for how, of in sizes.items() if of}
+            print(f"{side}, sizes of prefills by {path}: {how}")

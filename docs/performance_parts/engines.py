@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.performance_parts.page import load, section, table
+from docs.performance_parts.page import RESULTS, load, section, table
 
 # pairs of upstream and flag by the serve benchmarks
 DEFAULT_MODES = ("vllm033_kimi48b.json", "sglang_kimi48b.json")
 
+# the same benchmarks of models that are cut, and of other options
+CUT = {
+    "sglang_kimi_k3.json": "Kimi-K3's layers in sglang",
+    "sglang_glm_5_3_flash.json": "GLM-5.3-Flash's layers in sglang",
+    "sglang_ling_3_tiny.json": "Ling-3.0-tiny's layers in sglang",
+    "vllm033_4_heads.json": "Kimi-Linear-48B with four heads in vLLM",
+    "sglang_4_heads.json": "Kimi-Linear-48B with four heads in sglang",
+    "vllm033_capture_sizes.json": "Kimi-Linear-48B in vLLM with larger graphs",
+}
 
 _RECALL = (
     "recall_vllm033.json",
@@ -64,6 +73,69 @@ def default_modes() -> list[str]:
             *_where_time_goes(report),
         ]
     return [*lines, *_experts_of_sglang()]
+
+
+def cut_models() -> list[str]:
+    """Models with few layers or heads, and other sizes of graphs, of the files that are there."""
+    lines = []
+    for name, title in CUT.items():
+        if not (RESULTS / name).exists():
+            continue
+        report = load(name)
+        own = report["sides"]["flag"]["environment"]
+        cut = [
+            f"{own[key]} {key}" for key in ("layers", "heads", "experts") if own[key] is not None
+        ]
+        more = [side for side in report["sides"] if side not in ("upstream", "flag")]
+        names = {"upstream": "upstream", "flag": "with the flag"}
+        names |= {side: f"the flag, {side.replace('_', ' ')}" for side in more}
+        cells = (
+            [
+                row["what"],
+                *(f"{row[f'{s}_ms']:,.1f}" if f"{s}_ms" in row else "" for s in names),
+                f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+            ]
+            for row in both(report)
+            if row["kind"] != "load"
+        )
+        sizes = report["sides"]["flag"]["engine"].get("cudagraph_sizes")
+        lines += [
+            *section(f"{title} {report['engine'].split()[-1]}, default mode", report, name),
+            "",
+            f"The configuration with {', '.join(cut)}, and random weights. Times in ms."
+            + (f" Sizes of graphs: {sizes}." if sizes else ""),
+            "",
+            *table(["", *names.values(), "×"], cells),
+            "",
+            *([] if report.get("beside") else _memory(report)),
+            *_tokens_and_paths(report),
+        ]
+    return lines
+
+
+def _tokens_and_paths(report: dict[str, Any]) -> list[str]:
+    """How greedy tokens agree, which paths prefills took, and which steps ran in graphs."""
+    lines = []
+    for key, prompts in (("agreement", ""), ("agreement_long", ", prompts of 4,096 and more")):
+        for what, found in report.get(key, {}).items():
+            if what.startswith(("upstream and", "flag and")):
+                partings = len(found["partings"])
+                lines.append(
+                    f"- Greedy tokens, {what.replace('_', ' ')}{prompts}: the same for"
+                    f" {found['same']} of {found['prompts']} prompts; rounding explains"
+                    f" {found['explained']} of {partings} differences."
+                )
+    flag = report["sides"]["flag"]
+    for path, sizes in flag.get("paths", {}).items():
+        how = [f"{len(of)} {kind} sizes of up to {max(of):,}" for kind, of in sizes.items() if of]
+        lines.append(f"- Prefills by `{path}`: {', '.join(how)} tokens.")
+    if steps := flag.get("prefill_steps"):
+        lines.append(
+            f"- With the flag {steps['in_graphs']:,} of {steps['steps']:,} prefill steps ran in"
+            f" CUDA graphs, {steps['replayed']:,} of them of sizes that no KDA layer saw outside of"
+            " one."
+        )
+    return lines
 
 
 def _experts_of_sglang() -> list[str]:

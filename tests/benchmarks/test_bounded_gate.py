@@ -52,7 +52,12 @@ def side(resumed: list[dict[str, Any]]) -> dict[str, Any]:
         "left_out": [],
         "failed": {},
         "tokens": {"lengths": [3], "together": answers(PROMPTS), "apart": answers(APART)},
-        "resumed": {"block": 64, "tokens": resumed},
+        "long_tokens": {
+            "lengths": [3],
+            "together": answers(APART),
+            "apart": answers(APART),
+            "resumed": resumed,
+        },
     }
 
 
@@ -73,5 +78,7 @@ def test_a_parting_beyond_rounding_is_not_explained() -> None:
     assert verdicts == {
         "upstream and flag, together": (PROMPTS, 0, True),
         "upstream and flag, apart": (APART, 0, True),
-        "upstream and flag, resumed": (1, 1, False),
+        "upstream and flag, together, long prompts": (APART, 0, True),
+        "upstream and flag, apart, long prompts": (APART, 0, True),
+        "upstream and flag, resumed, long prompts": (1, 1, False),
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
 import textwrap
 import time
 import types
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,11 @@ import torch
 
 from benchmarks import serve_vllm
 from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
+from kda_backend import operators
+from kda_backend.fla import chunk_kda
 
 BUDGET = 512
+CONFIGS = Path(serve_work.__file__).parent / "configs"
 
 
 class Scheduled:
@@ -31,6 +37,11 @@ class Engine:
         self.scheduler = self
         self.engine_core = self
         self.llm_engine = types.SimpleNamespace(engine_core=self)
+        self.busy = 1  # refuses so often to empty its prefix cache
+
+    def reset_prefix_cache(self) -> bool:
+        self.busy -= 1
+        return self.busy < 0
 
     def schedule(self, throttle: bool) -> Scheduled:
         tokens = min(self.waiting, BUDGET) or self.running
@@ -51,7 +62,7 @@ class Engine:
 def answer(tokens: int) -> Any:
     two_best = {5: types.SimpleNamespace(logprob=-1.0), 9: types.SimpleNamespace(logprob=-1.5)}
     completion = types.SimpleNamespace(token_ids=[5] * tokens, logprobs=[two_best] * tokens)
-    return types.SimpleNamespace(outputs=[completion])
+    return types.SimpleNamespace(outputs=[completion], num_cached_tokens=1920)
 
 
 @pytest.fixture
@@ -69,8 +80,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> serve_vllm.Asked:
         return [("gemm", 0.0, 2000.0), ("kda_decode_step", 3000.0, 4000.0)]
 
     monkeypatch.setattr(serve_profile, "spans_of", spans)
-    engine = Engine()
-    return serve_vllm.Asked(engine, decode_vllm.StepLog(engine))
+    asked = serve_vllm.Asked()
+    asked.llm = Engine()
+    asked.log = decode_vllm.StepLog(asked.llm)
+    return asked
 
 
 def side_file(path: Path, until: float = float("inf")) -> serve_work.SideFile:
@@ -100,7 +113,22 @@ def test_every_part_writes_its_rows(asked: serve_vllm.Asked, tmp_path: Path) -> 
         "1 × 2,048",
         "1 × 8,192",
     ]
+    assert asked.llm.busy == -1  # emptied before prompts are asked again, but not the long ones
     assert kept["host"]["functions"] and kept["tokens_summary"]["distinct_tokens"] == 1
+    long = kept["long_tokens"]
+    assert len(long["lengths"]) == len(long["apart"]) == len(long["resumed"]) == 16
+    assert all(4096 <= length <= 9000 for length in long["lengths"])
+    assert kept["long_tokens_summary"]["cached"] == [1920] * 16
+
+
+def test_prompts_that_the_prefix_cache_does_not_hold_are_an_error(
+    asked: serve_vllm.Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = asked.greedy
+    monkeypatch.setattr(asked, "greedy", lambda some: [{**x, "cached": 0} for x in greedy(some)])
+    side = side_file(tmp_path / "side.json")
+    serve_work.tokens_part(side, asked, (100, 200))
+    assert "resume from the prefix cache, got none" in side.data["failed"]["long_tokens"]
 
 
 def test_a_part_that_fails_or_has_no_time_is_named(tmp_path: Path) -> None:
@@ -133,10 +161,20 @@ def test_the_gpus_busy_share_counts_overlap_once() -> None:
 
 
 CHILD = """
-    import json, sys
+    import json, sys, time
     out = sys.argv[2]
     side = "flag" if "--attention-backend" in sys.argv else "upstream"
-    ms = {"flag": 2.0, "upstream": 3.0}[side]
+    side = "variant" if "--variant" in sys.argv else side
+    ms = {"flag": 2.0, "upstream": 3.0, "variant": 2.5}[side]
+    if "--turns" in sys.argv:
+        from pathlib import Path
+        from benchmarks.engines.serve_work import Turn
+        turn = Turn(Path(sys.argv[sys.argv.index("--turns") + 1]))
+        time.sleep(0.5)
+        turn.alone(time.time() + 60)
+        begin = time.time()
+        time.sleep(0.3)
+        print("| alone", begin, time.time())
     row = {"what": "1 × 128", "kind": "call", "ms": ms}
     head = {"gpu": "none", "engine": "fake"}
     data = {"head": head, "rows": [row], "left_out": [], "failed": {}}
@@ -170,6 +208,121 @@ def test_a_pair_is_joined_by_what_was_measured(
     assert "1.50" in shown or broken
 
 
+def test_sides_beside_each_other_are_timed_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    flag = ["--attention-backend", "KDA"]
+    sides = {"flag": flag, "upstream": [], "deterministic_prefix": [*flag, "--variant", "x"]}
+    out = tmp_path / "out.json"
+    assert serve_work.pair("fake_child", sides, out, 60.0, is_beside=True) == 0
+    result = json.loads(out.read_text())
+    assert result["beside"] and set(result["sides"]) == set(sides)
+    (row,) = result["rows"]
+    times = {key: row[key] for key in row if key.endswith("_ms")}
+    assert times == {"upstream_ms": 3.0, "flag_ms": 2.0, "deterministic_prefix_ms": 2.5}
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("| alone")]
+    spans = sorted((float(line.split()[2]), float(line.split()[3])) for line in lines)
+    assert len(spans) == 3
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_a_prefill_says_its_path_once_for_each_size(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(operators, "path_of", operators.path_of)  # put back afterwards
+    serve_work.say_paths(operators)
+    for length in (70, 70, 5):
+        q, k, v, gate = (torch.randn(1, length, 2, 16) for _ in range(4))
+        chunk_kda(q, k, v, -gate.exp(), torch.rand(1, length, 2))
+    log = capfd.readouterr().out
+    assert log.count(serve_work.PATH) == 2
+    assert serve_work.seen_in(log)["paths"] == {"torch": {"captured": [], "eager": [70, 5]}}
+
+
+def test_a_log_says_which_paths_ran_and_which_steps_were_replayed() -> None:
+    log = """
+    KDA prefill by two_stage_sm90: 512 tokens, eager
+    KDA prefill by two_stage_sm90: 512 tokens, captured
+    KDA prefill by segmented_sm90: 8192 tokens, eager
+    Prefill batch, #new-seq: 1, #new-token: 300, #cached-token: 0, cuda graph: True, input
+    Prefill batch, #new-seq: 1, #new-token: 512, #cached-token: 0, cuda graph: True, input
+    Prefill batch, #new-seq: 1, #new-token: 8192, #cached-token: 0, cuda graph: False, input
+    """
+    assert serve_work.seen_in(log) == {
+        "paths": {
+            "two_stage_sm90": {"captured": [512], "eager": [512]},
+            "segmented_sm90": {"captured": [], "eager": [8192]},
+        },
+        "prefill_steps": {"steps": 3, "in_graphs": 2, "replayed": 1},
+    }
+    assert serve_work.seen_in("") == {"paths": {}}
+
+
+def options(*words: str) -> argparse.Namespace:
+    """Those of one side of vLLM's, as its parent gives them."""
+    found = {}
+
+    def run(args: argparse.Namespace) -> int:
+        found["args"] = args
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_vllm, "run", run)
+        patch.setattr(sys, "argv", ["serve_vllm", "run", "side.json", *words])
+        assert serve_vllm.main() == 0
+    return found["args"]
+
+
+@pytest.mark.parametrize("place", sorted(CONFIGS.glob("*/config.json")))
+def test_a_model_is_cut_to_layers_heads_and_experts(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
+    words = ["--config", str(place.parent), "--layers", "4", "--heads", "8", "--experts", "32"]
+    args = options(*words, "--calls", "1x512", "2x64")
+    assert args.calls == [(1, 512), (2, 64)] and "long_tokens" not in args.parts
+    cut = json.loads((Path(serve_vllm.model_directory(args)) / "config.json").read_text())
+    text = cut.get("text_config", cut)
+    assert text["num_hidden_layers"] == 4 and text["num_attention_heads"] == 8
+    assert text.get("num_experts", text.get("n_routed_experts")) == 32
+    dense = options(*words[:-1], "0")
+    cut = json.loads((Path(serve_vllm.model_directory(dense)) / "config.json").read_text())
+    assert cut.get("text_config", cut)["first_k_dense_replace"] == 4
+    if "linear_attn_config" in text:
+        linear = text["linear_attn_config"]
+        assert len(linear["kda_layers"]) == 3 and len(linear["full_attn_layers"]) == 1
+        assert linear["num_heads"] == 8
+
+
+def test_each_side_is_given_the_options_of_the_pair(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = ["--config", str(tmp_path), "--heads", "4", "--parts", "calls", "--calls", "1x4096"]
+    args = options(*words, "--caches", str(tmp_path), "--variant", "deterministic_prefix")
+    sides = serve_work.sides_of(args, ["--attention-backend", "KDA"], ["--capture-sizes", "640"])
+    assert list(sides) == ["flag", "upstream", "deterministic_prefix"]
+    again = options(*sides["deterministic_prefix"])
+    assert again.capture_sizes == [640] and again.attention_backend == "KDA"
+    same = ("config", "parts", "calls", "layers", "heads", "experts", "apart", "caches", "variant")
+    assert {name: getattr(again, name) for name in same} == {n: getattr(args, n) for n in same}
+    assert options(*sides["upstream"]).attention_backend is None
+
+
+def test_a_side_takes_its_caches_and_its_variant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KDA_DSV4_DETERMINISTIC_PREFIX", *serve_work.cache_folders(tmp_path)):
+        monkeypatch.setenv(name, "before")
+    words = ["--config", str(tmp_path), "--calls", "1x64", "--apart", "3"]
+    (tmp_path / "config.json").write_text("{}")
+    asked = serve_vllm.Asked()
+    asked.take(options(*words, "--variant", "deterministic_prefix", "--caches", str(tmp_path)))
+    assert asked.calls == [(1, 64)] and asked.apart == 3 and asked.turn is None
+    assert os.environ["KDA_DSV4_DETERMINISTIC_PREFIX"] == "1"
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton_cache_dir")
+
+
 def test_a_flag_that_did_not_serve_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +347,10 @@ def greedy(tokens: list[int], margin: float) -> dict[str, Any]:
 
 
 def test_tokens_of_both_sides_are_compared() -> None:
+    resumed = {**greedy([7], 0.5), "resumed": greedy([7], 0.5)["apart"]}
+    found = serve_agreement.compared(resumed, resumed, eager=resumed)
+    names = {name for name, value in found.items() if isinstance(value, dict)}
+    assert {"upstream and flag, resumed", "flag and eager, together"} <= names
     same = serve_agreement.compared(greedy([7], 0.5), greedy([7], 0.5))
     assert same["upstream and flag, together"]["same"] == serve_agreement.PROMPTS
     other = serve_agreement.compared(greedy([7], 0.5), greedy([8], 0.5))

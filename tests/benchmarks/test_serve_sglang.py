@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ class Engine:
                 "output_ids": [5] * one["max_new_tokens"],
                 "meta_info": {
                     "output_top_logprobs": [[(-1.0, 5, None), (-1.5, 9, None)]]
-                    * one["max_new_tokens"]
+                    * one["max_new_tokens"],
+                    "cached_tokens": 64,
                 },
             }
             for one in sampling_params
@@ -38,6 +40,9 @@ class Engine:
         for _ in range(sampling_params[0]["max_new_tokens"]):
             for index in range(len(sampling_params)):
                 yield {"index": index}
+
+    def flush_cache(self) -> SimpleNamespace:
+        return SimpleNamespace(success=True)
 
     def start_profile(self, output_dir: str, activities: list[str]) -> None:
         self.place = Path(output_dir)
@@ -53,10 +58,16 @@ class Engine:
         (self.place / "1" / "TP-0.trace.json.gz").write_bytes(gzip.compress(text))
 
 
+def asked() -> serve_sglang.Asked:
+    found = serve_sglang.Asked()
+    found.engine = Engine()
+    return found
+
+
 def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_sglang, "DECODES", ((4, 128),))
     side = serve_work.SideFile(tmp_path / "side.json", float("inf"), {"head": {}})
-    serve_sglang.measure(side, serve_sglang.Asked(Engine()), list(serve_sglang.PARTS))
+    serve_sglang.measure(side, asked(), list(serve_sglang.PARTS))
     kept = json.loads((tmp_path / "side.json").read_text())
     assert kept["failed"] == {} and kept["left_out"] == []
     assert [row["what"] for row in kept["rows"]] == [
@@ -75,7 +86,7 @@ def test_decodes_without_room_are_left_out(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(serve_sglang, "DECODES", ((4, 128), (2, 128), (1, 512)))
     side = serve_work.SideFile(tmp_path / "side.json", float("inf"), {"head": {}})
     tokens = 2 * (128 + serve_sglang.new_tokens(2, 128))
-    serve_sglang.measure(side, serve_sglang.Asked(Engine()), ["decode"], (3, tokens))
+    serve_sglang.measure(side, asked(), ["decode"], (3, tokens))
     assert [row["what"] for row in side.data["rows"]] == ["decode step, 2 × 128"]
     assert side.data["left_out"] == ["decode step, 4 × 128", "decode step, 1 × 512"]
     state = {"effective_max_running_requests_per_dp": 48}

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.engines import serve_work
 from docs import performance
+from docs.performance_parts import engines, page
 
 GENERATORS = [
     *Path(performance.__file__).parent.glob("*.py"),
@@ -49,3 +53,44 @@ def test_no_figure_is_typed_into_a_generator(generator: Path) -> None:
 @pytest.mark.parametrize("text", ["58 % of it", "1.02 µs", "786 MB", "2.1× as fast", "4 times"])
 def test_a_typed_figure_is_found(text: str) -> None:
     assert typed_figures(f"x = 'K = 128, {text}'") and not typed_figures("x = 'K = V = 128, µs'")
+
+
+def side_of_glm(ms: float) -> dict[str, Any]:
+    """A side's file, of a model with four layers."""
+    answer = {"tokens": [5] * 16, "best": [[5, 9]] * 16, "logprobs": [[-1.0, -1.5]] * 16}
+    many = [{**answer, "cached": 64}] * 16
+    tokens = {"lengths": [300], "together": many, "apart": many}
+    versions = {"torch": "2.14.1", "triton": "3.8.0", "date": "2026-11-24"}
+    return {
+        "head": {"gpu": "H200", "engine": "sglang 0.5.23", **versions},
+        "environment": {"layers": 4, "heads": None, "experts": 64},
+        "engine": {"page_size": 1},
+        "rows": [{"what": "1 × 512", "kind": "call", "ms": ms, "least_ms": ms}],
+        "paths": {"two_stage_sm90": {"captured": [256, 512], "eager": [8192]}},
+        "prefill_steps": {"steps": 90, "in_graphs": 80, "replayed": 70},
+        "tokens": tokens,
+        "long_tokens": {**tokens, "resumed": many},
+        "left_out": [],
+        "failed": {},
+    }
+
+
+def test_a_cut_models_file_has_a_section_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (engines, page):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    assert engines.cut_models() == []
+    sides = {"flag": side_of_glm(2.0), "upstream": side_of_glm(3.0)}
+    sides["no_prefill_graphs"] = side_of_glm(2.5)
+    report = {**serve_work.join(sides), "beside": True}
+    (tmp_path / "sglang_glm_5_3_flash.json").write_text(json.dumps(report))
+    text = "\n".join(engines.cut_models())
+    assert "## GLM-5.3-Flash's layers in sglang 0.5.23, default mode" in text
+    assert "The configuration with 4 layers, 64 experts, and random weights." in text
+    assert "|  | upstream | with the flag | the flag, no prefill graphs | × |" in text
+    assert "| 1 × 512 | 3.0 | 2.0 | 2.5 | 1.50 |" in text
+    assert "- Greedy tokens, flag and no prefill graphs, apart: the same for 16 of 16" in text
+    assert "upstream and flag, resumed, prompts of 4,096 and more: the same for 16" in text
+    assert "`two_stage_sm90`: 2 captured sizes of up to 512, 1 eager sizes of up to 8,192" in text
+    assert "80 of 90 prefill steps" in text and "70 of them" in text

@@ -7,14 +7,24 @@ import importlib
 import inspect
 import os
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from backend_core.engines import Engine
 from benchmarks import recall_sglang, serve_sglang
 from benchmarks.engines.sglang_server import plant
+from kda_backend.engines import sglang_prefill_graphs
+
+CONFIGS = Path(serve_sglang.__file__).parent / "engines" / "configs"
+SERVER_ARGS = "sglang.srt.server_args"
+with_the_models = pytest.mark.skipif(
+    not Engine("sglang", "0.5.23", None).supports(version("sglang")),
+    reason="0.5.23 has the models, and runs them in graphs",
+)
 
 
 def test_weights_are_drawn_where_sglang_draws_its_dummies(
@@ -31,17 +41,124 @@ def test_weights_are_drawn_where_sglang_draws_its_dummies(
     assert loader.initialize_dummy_weights is serve_sglang.draw_weights
 
 
-@pytest.mark.parametrize("full", serve_sglang.FULL_ATTENTION)
-@pytest.mark.parametrize("flag", [False, True])
-def test_every_argument_of_the_engine_exists(flag: bool, full: str, tmp_path: Path) -> None:
+MODELS = {
+    "kimi_k3": ("sglang.srt.models.kimi_k3", "KimiK3DeltaAttention"),
+    "glm_5_3_flash": ("sglang.srt.models.glm5_next", "Glm5NextLinearAttention"),
+    "ling_3_tiny": ("sglang.srt.models.bailing_moe_v3", "BailingKDA"),
+}
+
+
+def options(name: str, *words: str) -> argparse.Namespace:
+    """Those of one side, as its parent gives them, of a model of `CONFIGS`."""
+    found: list[argparse.Namespace] = []
+    folder = ["--config", str(CONFIGS / name), "--layers", "4", "--experts", "16"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_sglang, "run", lambda args: bool(found.append(args)))
+        patch.setattr(sys, "argv", ["serve_sglang", "run", "side.json", *folder, *words])
+        assert serve_sglang.main() == 0
+    return found[0]
+
+
+def resolved(args: argparse.Namespace) -> Any:
+    """What sglang makes of a side's arguments on a machine without a GPU."""
     from sglang.srt.server_args import ServerArgs
 
-    config = tmp_path / "config.json"
-    config.write_text('{"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]}}')
-    args = argparse.Namespace(config=tmp_path, flag=flag, full_attention=full)
-    arguments = serve_sglang.engine_arguments(args)
     known = set(inspect.signature(ServerArgs).parameters)
+    arguments = serve_sglang.engine_arguments(args)
     assert set(arguments) <= known
+    on_the_cpu = {"device": "cpu", "mamba_radix_cache_strategy": "no_buffer"}
+    found = ServerArgs(**arguments, **on_the_cpu, disable_overlap_schedule=True)
+    found.resolve_once()
+    return found
+
+
+@pytest.mark.parametrize("full", serve_sglang.FULL_ATTENTION)
+@pytest.mark.parametrize("turns", [False, True])
+def test_every_argument_of_the_engine_exists(full: str, turns: bool, tmp_path: Path) -> None:
+    words = ["--turns", str(tmp_path / "turns")] if turns else []
+    args = options("kimi_k3", "--full-attention", full, *words, "--variant", "no_prefill_graphs")
+    known = set(inspect.signature(importlib.import_module(SERVER_ARGS).ServerArgs).parameters)
+    assert set(serve_sglang.engine_arguments(args)) <= known
+
+
+@with_the_models
+@pytest.mark.parametrize(
+    ("name", "words", "backend"),
+    [
+        ("glm_5_3_flash", (), "breakable"),
+        ("glm_5_3_flash", ("--flag",), "breakable"),
+        ("glm_5_3_flash", ("--flag", "--variant", "no_prefill_graphs"), "disabled"),
+        ("kimi_k3", (), "disabled"),
+        ("kimi_k3", ("--flag",), "breakable"),
+        ("kimi_k3", ("--flag", "--variant", "no_prefill_graphs"), "disabled"),
+        ("ling_3_tiny", ("--flag",), "breakable"),
+    ],
+)
+def test_prefill_graphs_of_each_side(
+    name: str, words: tuple[str, ...], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: sglang's own for GLM-5.3-Flash, those of the flag for the others."""
+    from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
+    from sglang.srt.model_executor import cuda_graph_config
+
+    monkeypatch.setattr(sglang_prefill_graphs, "is_cuda", lambda: True)
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
+    found = resolved(options(name, *words))
+    assert resolving_view(found).cuda_graph_config.prefill.backend == backend
+
+
+@with_the_models
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "ling_3_tiny"])
+def test_a_model_of_full_width_is_built_without_its_tower(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On torch's meta device; rotary embeddings, which Ling-V3 has, need a compiled library."""
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.utils import get_model_architecture
+    from sglang.srt.runtime_context import get_parallel, publish
+
+    from tests.engines.kda.sglang.harness import one_rank
+
+    args = resolved(options(name))
+    publish(args, role="test")
+    one_rank()
+    config = ModelConfig.from_server_args(args)
+    assert not config.is_multimodal and config.context_len == 70000
+    module = importlib.import_module(MODELS[name][0])
+    model_of = MODELS[name][0].rpartition(".")[2]
+    for tower in serve_sglang.TOWERS[model_of]:
+        monkeypatch.setattr(module, tower, getattr(module, tower))  # put back afterwards
+    serve_sglang.without_towers(module, serve_sglang.TOWERS[model_of])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    alone = {"pp_rank": 0, "pp_size": 1, "moe_ep_rank": 0, "moe_tp_rank": 0}
+    with get_parallel().override(**alone, moe_ep_size=1, moe_tp_size=1), torch.device("meta"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = get_model_architecture(config)[0](config=config.hf_config)
+        torch.set_default_dtype(torch.float32)
+    kinds = [type(m).__name__ for n, m in model.named_modules() if n.endswith("self_attn")]
+    assert kinds[:3] == [MODELS[name][1]] * 3 and len(kinds) == 4 and kinds[3] != kinds[0]
+    assert not any("vision" in name or "visual" in name for name, _ in model.named_parameters())
+    gib = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30
+    assert gib < 30, "three sides beside each other have to fit on one H200"
+
+
+def test_a_step_in_a_graph_is_read_off_the_log() -> None:
+    """As sglang writes it."""
+    package = Path(inspect.getfile(importlib.import_module("sglang"))).parent / "srt"
+    reporter = package / "managers" / "scheduler_components" / "metrics_reporter.py"
+    text = reporter.read_text()
+    assert '"cuda graph"' in text and 'f"#new-token: {prefill_stats.log_input_tokens}, "' in text
+    assert 'f"{self._graph_backend_label}: {can_run_cuda_graph}, "' in text
+
+
+def test_the_prefix_cache_can_be_emptied() -> None:
+    from sglang.srt.managers.io_struct import FlushCacheReqOutput
+
+    package = Path(inspect.getfile(importlib.import_module("sglang"))).parent / "srt"
+    text = (package / "entrypoints" / "engine.py").read_text()
+    assert "def flush_cache(self):" in text and "tokenizer_manager.flush_cache()" in text
+    assert "success" in inspect.get_annotations(FlushCacheReqOutput)
 
 
 @pytest.mark.parametrize("name", recall_sglang.VARIANTS)

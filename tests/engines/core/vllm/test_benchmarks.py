@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
+from pathlib import Path
 
 import torch
 
@@ -22,12 +24,29 @@ def test_weights_are_drawn_by_a_loader_of_its_own() -> None:
 
 
 def test_the_scheduler_is_where_steps_are_logged() -> None:
+    from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.core import EngineCore
 
     assert "self.scheduler.schedule(" in inspect.getsource(EngineCore.step)
+    assert inspect.signature(LLM.reset_prefix_cache).return_annotation in ("bool", bool)
     fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
     assert "total_num_scheduled_tokens" in fields
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {"attention_backend", "load_format", "max_num_seqs", "enable_prefix_caching"} <= known
+    args = argparse.Namespace(turns=Path("turns"), capture_sizes=[640])
+    assert set(serve_vllm.engine_arguments(args)) <= known
+
+
+def test_capture_sizes_are_added_to_vllms_own() -> None:
+    """Of the sizes that vLLM captures on Hopper without being told, up to 512."""
+    from vllm.config import vllm as config
+
+    source = " ".join(inspect.getsource(config.VllmConfig._set_cudagraph_sizes).split())
+    assert "i for i in [1, 2, 4] if i <= max_cudagraph_capture_size" in source
+    assert "range(8, min(max_cudagraph_capture_size + 1, 256), 8)" in source
+    assert "range(256, max_cudagraph_capture_size + 1, 16)" in source
+    args = argparse.Namespace(turns=None, capture_sizes=[2048, 640])
+    found = serve_vllm.engine_arguments(args)["compilation_config"]["cudagraph_capture_sizes"]
+    assert found == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 640, 2048]
