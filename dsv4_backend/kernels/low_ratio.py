@@ -114,8 +114,8 @@ def low_ratio_step_kernel(
     IS_SPLIT_TABLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Two programs per token, chunks shorter than a ring: one for the state row and the main record,
-    one for the indexer's key. Both make the latent.
+    """Two programs per token, chunks shorter than a ring: one for the state row and the main
+    record, one for the indexer's key. Both make the latent.
 
     A chunk that is shorter than its ring writes no row that its first token reads.
     """
