@@ -14,7 +14,6 @@ from mla_backend.launch_params import TABLES
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
     from backend_core.target import Target
-    from backend_core.testing.fuzz import FuzzCase
 
 
 ENGINE_KERNEL = "fa3"
@@ -101,13 +100,6 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     return sparse_mla_checks.check_cases(path)
 
 
-def fuzz_cases() -> Mapping[str, FuzzCase]:
-    """What draws random calls of each operator."""
-    from mla_backend.testing.fuzz import decode_case
-
-    return {"mla_decode": decode_case}
-
-
 def tune_space(path: KernelPath) -> TuneSpace:
     """What ``tune`` tries of a path's launch parameters."""
     if path.operator != "mla_decode":
@@ -142,7 +134,6 @@ FAMILY = Family(
     model_refusal=model_refusal,
     describe_model=describe_model,
     check_cases=check_cases,
-    fuzz_cases=fuzz_cases,
     interpretable=frozenset({"triton"}),
     tune_space=tune_space,
     measure=measure,
