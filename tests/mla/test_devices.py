@@ -64,7 +64,7 @@ def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> Selection[MlaSp
 
 def sparse_selection(device: torch.device, spec: SparseMlaSpec) -> SparseMlaSelection:
     is_gpu = device.type == "cuda"
-    return selection_for(device, spec) if is_gpu else sparse_mla_cases.forced(spec, "triton")
+    return selection_for(device, spec) if is_gpu else cases.forced(spec, "triton")
 
 
 def path_on(device: torch.device) -> str | None:
